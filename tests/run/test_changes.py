@@ -1,4 +1,4 @@
-"""What has changed since a run's last start: each change is told once, with its effect, and refused or allowed by content."""
+"""Changes since a run's last start: each is logged once with its effect, and other content is refused unless allowed."""
 
 import json
 import subprocess

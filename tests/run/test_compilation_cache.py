@@ -4,9 +4,22 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxlm.run.compilation.cache import enable_compilation_cache
+
+MIN_SECONDS = "jax_persistent_cache_min_compile_time_secs"
+
+
+@pytest.fixture(autouse=True)
+def options_of_jax():
+    """Restores the options of the cache."""
+    before = {name: jax.config.values[name] for name in ("jax_compilation_cache_dir", MIN_SECONDS)}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def test_a_damaged_cached_program_is_replaced(tmp_path, capfd, monkeypatch):
@@ -17,32 +30,25 @@ def test_a_damaged_cached_program_is_replaced(tmp_path, capfd, monkeypatch):
         (kept,) = tmp_path.glob("*-cache")
         return kept.read_bytes()
 
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        try:
-            enable_compilation_cache(str(tmp_path))
-            jax.config.update(names[1], 0.0)
-            whole = compile_again()
-            for damaged in (b"", b"no program", whole[: len(whole) // 2]):
-                (kept,) = tmp_path.glob("*-cache")
-                kept.write_bytes(damaged)
-                assert len(compile_again()) > len(damaged)
-                assert "cannot read jit_" in (stderr := capfd.readouterr().err)
-                assert "The cached program was deleted and is compiled again" in stderr
-                assert compile_again()
-                assert not capfd.readouterr().err
+        enable_compilation_cache(str(tmp_path))
+        jax.config.update(MIN_SECONDS, 0.0)
+        whole = compile_again()
+        for damaged in (b"", b"no program", whole[: len(whole) // 2]):
             (kept,) = tmp_path.glob("*-cache")
-            kept.write_bytes(b"in a read-only folder")
-            with monkeypatch.context() as patched:
-                patched.setattr(type(kept), "unlink", lambda *_, **__: (_ for _ in ()).throw(PermissionError()))
-                compile_again()
-            assert "The program is compiled without the cache" in capfd.readouterr().err
-        finally:
-            for name, value in before.items():
-                jax.config.update(name, value)
-            compilation_cache.reset_cache()
+            kept.write_bytes(damaged)
+            assert len(compile_again()) > len(damaged)
+            assert "cannot read jit_" in (stderr := capfd.readouterr().err)
+            assert "The cached program was deleted and is compiled again" in stderr
+            assert compile_again()
+            assert not capfd.readouterr().err
+        (kept,) = tmp_path.glob("*-cache")
+        kept.write_bytes(b"in a read-only folder")
+        with monkeypatch.context() as patched:
+            patched.setattr(type(kept), "unlink", lambda *_, **__: (_ for _ in ()).throw(PermissionError()))
+            compile_again()
+        assert "The program is compiled without the cache" in capfd.readouterr().err
 
 
 def test_each_run_of_a_process_has_its_own_folder(tmp_path):
@@ -53,36 +59,22 @@ def test_each_run_of_a_process_has_its_own_folder(tmp_path):
         jax.jit(lambda x: jnp.sin(x) + 1).lower(1.0).compile()
         return sorted(folder.name for folder in tmp_path.iterdir() if any(folder.glob("*-cache")))
 
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    try:
-        found = []
-        for folder in (tmp_path / "first", tmp_path / "second", None):
-            enable_compilation_cache(folder and str(folder))
-            jax.config.update(names[1], 0.0)
-            found.append(compiled_into())
-        assert found == [["first"], ["first", "second"], ["first", "second"]]
-        assert jax.config.jax_compilation_cache_dir is None
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
+    found = []
+    for folder in (tmp_path / "first", tmp_path / "second", None):
+        enable_compilation_cache(folder and str(folder))
+        jax.config.update(MIN_SECONDS, 0.0)
+        found.append(compiled_into())
+    assert found == [["first"], ["first", "second"], ["first", "second"]]
+    assert jax.config.jax_compilation_cache_dir is None
 
 
 def test_a_folder_that_cannot_be_written_only_warns(tmp_path, capfd):
     folder = tmp_path / "cache"
     folder.write_text("a file in the place of the folder")
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        try:
-            enable_compilation_cache(str(folder))
-            jax.config.update(names[1], 0.0)
-            compilation_cache.reset_cache()
-            assert jax.jit(lambda x: jnp.cos(x) * 2)(0.0) == 2.0
-            assert "trainer.compilation_cache_dir: cannot" in capfd.readouterr().err
-        finally:
-            for name, value in before.items():
-                jax.config.update(name, value)
-            compilation_cache.reset_cache()
+        enable_compilation_cache(str(folder))
+        jax.config.update(MIN_SECONDS, 0.0)
+        compilation_cache.reset_cache()
+        assert jax.jit(lambda x: jnp.cos(x) * 2)(0.0) == 2.0
+        assert "trainer.compilation_cache_dir: cannot" in capfd.readouterr().err

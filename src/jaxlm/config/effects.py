@@ -148,7 +148,7 @@ EFFECTS: dict[str, Effect] = {
 _CODE = Effect("changes what follows", "the code may compute other numbers from here")
 FACTS: dict[str, Effect] = {
     "jaxlm": _CODE,
-    "commit of jaxlm": Effect("harmless", "a changed source is told as jaxlm"),
+    "commit of jaxlm": Effect("harmless", "a change of the source is listed under jaxlm"),
     "module": _CODE,
     "Python": HARMLESS,
     **dict.fromkeys(("jax", "jaxlib", "haliax", "equinox", "optax", "libtpu"), ROUNDING),

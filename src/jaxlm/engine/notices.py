@@ -76,7 +76,7 @@ def _watch(request: StopRequest, host: str, ended: threading.Event) -> None:
 
 
 def _ask(host: str, etag: str | None) -> tuple[str, str | None]:
-    """What the machine is told, "" for nothing, and the version of the answer.
+    """The pending notice, "" for none, and the version of the answer.
 
     Args:
         etag: version of the last answer; the server waits until there is another one. None does not wait.

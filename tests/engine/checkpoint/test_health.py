@@ -1,4 +1,4 @@
-"""When saves that failed are tried again, what is said about them, and what is measured."""
+"""Retries of failed saves: their pauses, log lines and metrics."""
 
 from datetime import timedelta
 

@@ -16,7 +16,7 @@ _WORKED = "worked"
 
 
 class Agreement:
-    """What the processes say about one save. All of them must count their saves alike. With one process, nothing is said."""
+    """Messages between the processes about one save. All processes must number their saves alike. One process sends none."""
 
     def __init__(self, number: int):
         """Args: number: which save of this start it is, from 0."""

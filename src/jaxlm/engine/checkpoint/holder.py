@@ -1,4 +1,4 @@
-"""Who holds a run's folder: a process, its host, and since when. It is what a second start of the run is told."""
+"""The process that holds a run's folder, its host, and since when; shown to a second start of the run."""
 
 import json
 import os
