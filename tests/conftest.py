@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 import pytest
 from hypothesis import is_hypothesis_test, settings
@@ -10,6 +11,9 @@ from tests.xla_flags import flags_for
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = flags_for(8, os.environ.get("XLA_FLAGS", ""))
+# A shell starts background jobs with SIGINT ignored. Tests that press Ctrl-C in a child process would wait forever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 FIELDS = "tests/test_fields.py"
