@@ -135,9 +135,10 @@ SKIPPING = ("--optimizer.skip_bad_steps", "24")
 )
 def test_a_run_that_meets_every_fault_ends_like_one_that_meets_none(workplace, made, goodput_above):
     clean, disturbed = made(workplace)
-    undisturbed = clean.start()
+    undisturbed = None if goodput_above else clean.start()  # goodput is measured with nothing beside the run
     met = disturbed.run_disturbed()
-    _, err = undisturbed.communicate(timeout=3600)
+    undisturbed = undisturbed or clean.start()
+    _, err = undisturbed.communicate(timeout=7200)
     assert undisturbed.returncode == 0, err
     assert {"kill", "terminate", "fill_disk", "corrupt", "stall_disk"} <= set(met), met
     assert disturbed.place.losses() == clean.place.losses()
