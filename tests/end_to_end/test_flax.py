@@ -17,7 +17,7 @@ def sections() -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "devices"), [("nnx", 8), ("linen", 1)])
+@pytest.mark.parametrize(("kind", "devices"), [("nnx", 8), pytest.param("linen", 1, marks=pytest.mark.soak)])
 def test_a_killed_and_resumed_run_is_identical(workplace, kind, devices):
     places = [workplace(devices) for _ in range(2)]
     for place in places:

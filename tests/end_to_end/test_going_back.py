@@ -69,9 +69,9 @@ PLACES = {
 @pytest.mark.parametrize(
     ("case", "devices"),
     [
-        ("rewind", 8),
+        ("rewind", 1),
         ("until", 1),
-        pytest.param("rewind", 1, marks=pytest.mark.soak),
+        pytest.param("rewind", 8, marks=pytest.mark.soak),
         pytest.param("until", 8, marks=pytest.mark.soak),
     ],
 )

@@ -12,13 +12,14 @@ from tests.end_to_end.commands import REPOSITORY
 from tests.infra.conftest import ARGUMENTS, NUM_STEPS, pod_commands
 
 INFRA = REPOSITORY / "infra"
+SOON = ("--trainer.distributed.heartbeat_timeout", "20s")  # instead of 100 s until a killed process is lost
 
 
 @pytest.mark.slow
 def test_local(launched, expected):
     place = launched()
     process = place.launch(
-        str(INFRA / "local.sh"), "--processes", "2", "--retries", "1", "--wait_s", "0", "--", *ARGUMENTS
+        str(INFRA / "local.sh"), "--processes", "2", "--retries", "1", "--wait_s", "0", "--", *ARGUMENTS, *SOON
     )
     place.wait_for_checkpoint()
     place.kill_one()

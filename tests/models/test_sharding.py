@@ -12,6 +12,7 @@ import pytest
 DATA_WAYS = {"fsdp8": 8, "tp2_fsdp4": 4, "tp2_fsdp4_vocab": 4, "hsdp2x4": 4}
 HEAD = 64 * 32
 FAMILIES = {"llama": list(DATA_WAYS), "gpt2": list(DATA_WAYS)}
+SOAK = {"gpt2": pytest.mark.soak}
 
 
 @lru_cache
@@ -33,7 +34,7 @@ def reports(family: str, layouts: tuple[str, ...]) -> dict:
 @pytest.mark.parametrize(
     ("family", "layout", "together"),
     [
-        pytest.param(family, layout, tuple(layouts), id=f"{family}-{layout}")
+        pytest.param(family, layout, tuple(layouts), id=f"{family}-{layout}", marks=SOAK.get(family, ()))
         for family, layouts in FAMILIES.items()
         for layout in layouts
     ],
