@@ -111,7 +111,7 @@ def half_an_hour(workplace) -> Iterator[Soak]:
     """The quickstart's model, compiled as users compile it, a fault every 90 s."""
     environment = {"JAXLM_TEST_PACE": "0", "JAXLM_TEST_POISON": "300,301,3000", "JAXLM_TEST_BATCH": "8"}
     environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
-    steps = ("--config_path", "jaxlm:quickstart.yaml", "--trainer.id", "run", "--trainer.num_train_steps", "5000")
+    steps = ("--config_path", "jaxlm:quickstart.yaml", "--trainer.id", "run", "--trainer.num_train_steps", "12000")
     keep = ("--trainer.checkpointer.keep", "[{every: 100}]")
     for _ in range(2):
         words = (
@@ -121,7 +121,7 @@ def half_an_hour(workplace) -> Iterator[Soak]:
             "--trainer.checkpointer.save_interval",
             "5s",
             "--trainer.steps_per_eval",
-            "2500",
+            "6000",
         )
         yield Soak(workplace(), (*words, "--trainer.log_dir", "logs"), 90.0, environment)
 
