@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.stores import open_store
 from jaxlm.data.cache import token_blocks
 from jaxlm.data.examples import Examples
 from jaxlm.data.sources.mirror import list_remote
@@ -117,3 +118,8 @@ def test_an_unwritable_store_is_one_message(tmp_path):
     trainings = Trainings(tmp_path)
     with pytest.raises(ConfigError, match=r"base_path|nosuch"):
         trainings.run("x", 1, trainer={"checkpointer": {"base_path": "nosuch://bucket"}})
+
+
+def test_a_store_that_connects_when_it_is_opened_and_cannot_is_one_message():
+    with pytest.raises(ConfigError, match=r"^hf_save_path: cannot open 'ftp://nowhere\.invalid/x' \(gaierror: .*network"):
+        open_store("ftp://nowhere.invalid/x", "hf_save_path")
