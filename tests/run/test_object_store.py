@@ -121,5 +121,7 @@ def test_an_unwritable_store_is_one_message(tmp_path):
 
 
 def test_a_store_that_connects_when_it_is_opened_and_cannot_is_one_message():
-    with pytest.raises(ConfigError, match=r"^hf_save_path: cannot open 'ftp://nowhere\.invalid/x' \(gaierror: .*network"):
+    with pytest.raises(
+        ConfigError, match=r"^hf_save_path: cannot open 'ftp://nowhere\.invalid/x' \(gaierror: .*network"
+    ):
         open_store("ftp://nowhere.invalid/x", "hf_save_path")

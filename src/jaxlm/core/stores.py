@@ -35,30 +35,26 @@ def open_store(url: str, key: str) -> tuple[Any, str]:
         key: the configuration key of the URL, for messages.
 
     Raises:
-        ConfigError: fsspec has no implementation for the URL, it needs a package that is not installed, or it connects at once
-            and cannot (ftp://, sftp://).
+        ConfigError: fsspec has no implementation for the URL, it needs a package that is not installed, or it connects
+            at once and cannot (ftp://, sftp://).
     """
     import fsspec
     from fsspec.registry import known_implementations
 
     protocol = url.split("://", 1)[0].split("::", 1)[0]
     advice = "Check the address, the network and your credentials"
-    unreachable = storage_errors(
-        lambda reason: ConfigError(f"{key}: cannot open '{url}' ({reason}). {advice}"),
-        passthrough=(ImportError, ValueError),
-    )
-    try:
-        with unreachable:
+    with storage_errors(lambda reason: ConfigError(f"{key}: cannot open '{url}' ({reason}). {advice}")):
+        try:
             fs, path = fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        module = known_implementations.get(protocol, {}).get("class", protocol).split(".")[0]
-        package = _PACKAGES.get(protocol, module)
-        raise ConfigError(
-            f"{key}: '{url}': {protocol}:// needs a package. Run: pip install {package} ({error})"
-        ) from error
-    except ValueError as error:
-        known = ", ".join(sorted(known_implementations))
-        raise ConfigError(f"{key}: '{url}': fsspec does not support {protocol}://. It supports: {known}") from error
+        except ImportError as error:
+            module = known_implementations.get(protocol, {}).get("class", protocol).split(".")[0]
+            package = _PACKAGES.get(protocol, module)
+            raise ConfigError(
+                f"{key}: '{url}': {protocol}:// needs a package. Run: pip install {package} ({error})"
+            ) from error
+        except ValueError as error:
+            known = ", ".join(sorted(known_implementations))
+            raise ConfigError(f"{key}: '{url}': fsspec does not support {protocol}://. It supports: {known}") from error
     return fs, path.rstrip("/")
 
 
