@@ -32,6 +32,7 @@ from jaxlm.observe.console import duration
 from jaxlm.observe.trackers.environment import JAX_OPTIONS, source_of_jaxlm
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.lr.shapes import lr_shape_name
+from jaxlm.presets.base import preset_rows
 from jaxlm.run.batch_plan import describe_batches
 from jaxlm.run.compilation.options import describe_options
 from jaxlm.run.num_steps import describe_data
@@ -73,6 +74,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         *[(f"data of {p.name}", describe_data(plan.config, d)) for p, d in zip(plan.phases, plan.data, strict=True)],
         ("checkpoints", _checkpoints(plan)),
         ("logs", str(plan.log_folder)),
+        *preset_rows(plan.config.preset, encode(plan.config)),
     ]
 
 
