@@ -30,6 +30,8 @@ KV_HEADS = "kv_heads"
 HEADS = "heads"  # query heads
 HEAD_SIZE = "head_size"
 LORA = "lora_rank"
+VALUE_LAYERS = "value_layers"  # the layers with a value embedding
+GATE_CHANNELS = "gate_channels"  # the first features of the residual stream, which a gate reads
 
 # Mesh axes.
 REPLICA = "replica"
