@@ -110,7 +110,8 @@ def preset_rows(preset: PresetConfig | None, tree: Mapping[str, Any]) -> list[tu
     """The numbers that a preset derives, as rows of name and text. Args: tree: the complete configuration."""
     if preset is None:
         return []
-    return [number.row(tree) for number in preset.derive(ConfigSource(dict(tree))).numbers]
+    rows = (number.row(tree) for number in preset.derive(ConfigSource(dict(tree))).numbers)
+    return [(_KEY, f"{choice_name(type(preset))}, which derives:"), *((f"  {name}", text) for name, text in rows)]
 
 
 def given_at(tree: Mapping[str, Any], path: Sequence[str]) -> Any:

@@ -181,10 +181,18 @@ class _Dial:
 
     def _model_keys(self) -> dict[str, Any]:
         dial, keys = self._dial, self._sizes_at(self._dial.depth)
-        width = f"{dial.depth} x {dial.aspect_ratio}, rounded up to a multiple of {dial.head_dim}"
+        rule = f"{dial.depth} x {dial.aspect_ratio}, rounded up to a multiple of {dial.head_dim}"
+        width = _integer(self._given("model.hidden_dim"), keys["hidden_dim"])
+        if width % dial.head_dim and self._given("model.num_heads") is None:
+            raise self._error(
+                "model.hidden_dim",
+                f"{width} given, but preset.head_dim ({dial.head_dim}) does not divide it. Set one of them, such as"
+                f" model.hidden_dim: {-(-width // dial.head_dim) * dial.head_dim}",
+            )
+        keys["num_heads"] = width // dial.head_dim
         self._add("layers", keys["num_layers"], "depth", key="model.num_layers")
-        self._add("width", keys["hidden_dim"], width, key="model.hidden_dim")
-        self._add("heads", keys["num_heads"], f"{keys['hidden_dim']} / {dial.head_dim}", key="model.num_heads")
+        self._add("width", keys["hidden_dim"], rule, key="model.hidden_dim")
+        self._add("heads", keys["num_heads"], f"{width:,} / {dial.head_dim}", key="model.num_heads")
         return keys
 
     def _without_sizes(self) -> Any:

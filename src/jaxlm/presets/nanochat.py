@@ -104,8 +104,10 @@ SEED = Recipe(
         "embed_init_std": 1.0,
         "mlp_init_scale": 1.0,
         "gate_init_max": 0.0,
-        "resid_lambda_init": [1.0, 1.0],
-        "x0_lambda_init": [0.1, 0.1],
+        "first_resid_lambda": 1.0,
+        "last_resid_lambda": 1.0,
+        "first_x0_lambda": 0.1,
+        "last_x0_lambda": 0.1,
     },
     optimizer={
         "momentum": 0.95,
@@ -119,7 +121,7 @@ SEED = Recipe(
     groups={
         "lm_head": AdamGroup(r"^head\.", "unembedding_lr", 0.8, 0.95, scales_with_width=True),
         "wte": AdamGroup(r"^tokens\.", "embedding_lr", 0.8, 0.95, scales_with_width=True),
-        "value_embeds": AdamGroup(r"value_embeds$", "embedding_lr", 0.8, 0.95, scales_with_width=True),
+        "value_embeds": AdamGroup(r"value_embedding$", "embedding_lr", 0.8, 0.95, scales_with_width=True),
         **_SCALARS,
     },
 )
@@ -144,8 +146,10 @@ HEAD = Recipe(
         "embed_init_std": 0.8,
         "mlp_init_scale": 0.4,
         "gate_init_max": 0.02,
-        "resid_lambda_init": [1.15, 1.05],
-        "x0_lambda_init": [0.20, 0.05],
+        "first_resid_lambda": 1.15,
+        "last_resid_lambda": 1.05,
+        "first_x0_lambda": 0.20,
+        "last_x0_lambda": 0.05,
     },
     optimizer={
         "momentum": 0.97,
@@ -160,7 +164,7 @@ HEAD = Recipe(
         "lm_head": AdamGroup(r"^head\.", "unembedding_lr", 0.8, 0.96, weight_decay=0.01, scales_with_width=True),
         "wte": AdamGroup(r"^tokens\.", "embedding_lr", 0.8, 0.995, weight_decay=0.001, scales_with_width=True),
         "value_embeds": AdamGroup(
-            r"value_embeds$", "embedding_lr", 0.8, 0.995, factor=0.5, weight_decay=0.01, scales_with_width=True
+            r"value_embedding$", "embedding_lr", 0.8, 0.995, factor=0.5, weight_decay=0.01, scales_with_width=True
         ),
         "resid_lambdas": AdamGroup(r"resid_lambdas$", "scalar_lr", 0.8, 0.95, factor=0.01, weight_decay=0.05),
         "x0_lambdas": _SCALARS["x0_lambdas"],
