@@ -24,7 +24,7 @@ from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.clipping import ClipUpdateNorm
 from jaxlm.optim.curvature import Curvature
 from jaxlm.optim.groups import build_optimizer, parameter_groups
-from jaxlm.optim.muon import newton_schulz
+from jaxlm.optim.orthogonal.iterations import newton_schulz
 
 LAYERS, HEADS, SIZE, EMBED = hax.make_axes(layers=2, heads=2, head_size=3, embed=4)
 VOCAB = hax.Axis("vocab", 5)

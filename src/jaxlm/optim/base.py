@@ -134,6 +134,7 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
             rewarmup=self.rewarmup,
             cycles=self.cycles,
             cycle_length=self.cycle_length,
+            from_zero=self.warmup_from_zero,
         )
         return make_schedule(spec, num_steps)
 

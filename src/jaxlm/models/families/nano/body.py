@@ -114,7 +114,7 @@ class NanoBody(OtherBody):
     Attributes:
         layers: the blocks; every parameter has the leading axis `layers`.
         resid_lambdas, x0_lambdas: {layers}, factors of the residual stream and of the body's input before each layer.
-        value_embedding: {value_layers, vocab, embed}, of which `embed` has the features of all key/value heads.
+        value_embedding: {value_layers, vocab, value_embed}.
         value_gates: {value_layers, kv_heads, gate_channels}.
         kinds: the kind of each layer.
         HeadSize: features per head.

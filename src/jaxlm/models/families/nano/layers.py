@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, AxisSpec, NamedArray
 
-from jaxlm.core.axes import EMBED, KV_HEADS, VOCAB, axes_of
+from jaxlm.core.axes import EMBED, KV_HEADS, VALUE_EMBED, VOCAB, axes_of
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, Mlp, SelfAttention
 from jaxlm.models.linear import Linear, MatrixLinear
@@ -32,7 +32,7 @@ class ValueEmbedding(eqx.Module):
     Source: Zhou et al. 2024 (arXiv:2410.17897), section 3, with a table per layer; the gate is nanochat's.
 
     Attributes:
-        table: {vocab, embed}, of which `embed` has the features of all key/value heads.
+        table: {vocab, value_embed}.
         gate: from the first features of h to the heads.
         gate_scale: largest value of the gate.
         HeadSize: features per head.
@@ -48,7 +48,7 @@ class ValueEmbedding(eqx.Module):
         gate = for_compute(self.gate)
         opened = self.gate_scale * hnn.sigmoid(gate(first_channels(h, axes_of(gate.In)[0])))
         rows = for_lookup(self.table).take(VOCAB, tokens).astype(h.dtype)
-        rows = hax.auto_sharded(rows.unflatten_axis(EMBED, (opened.resolve_axis(KV_HEADS), self.HeadSize)))
+        rows = hax.auto_sharded(rows.unflatten_axis(VALUE_EMBED, (opened.resolve_axis(KV_HEADS), self.HeadSize)))
         return (opened * rows).rearrange(rows.axes).astype(h.dtype)
 
 

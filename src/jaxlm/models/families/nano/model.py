@@ -6,18 +6,18 @@ the revision 92d63d4 is a key. QK norm: Henry et al. 2020 (arXiv:2010.04245); sq
 
 Parameters by path, with L layers of which V have a value embedding. nanochat's names are on the right.
 
-    tokens.weight                                {vocab, embed}                            transformer.wte
-    head.weight                                  {vocab, embed}                            lm_head
-    body.value_embedding                         {value_layers: V, vocab, embed}           value_embeds.N
-    body.value_gates.weight                      {value_layers: V, kv_heads, channels}     transformer.h.N.attn.ve_gate
-    body.layers.stacked.attn.q_proj.weight       {layers: L, heads, head_size, embed}      transformer.h.N.attn.c_q
-    body.layers.stacked.attn.{k,v}_proj.weight   {layers: L, kv_heads, head_size, embed}   transformer.h.N.attn.c_k, c_v
-    body.layers.stacked.attn.o_proj.weight       {layers: L, embed, heads, head_size}      transformer.h.N.attn.c_proj
-    body.layers.stacked.mlp.up_proj.weight       {layers: L, mlp, embed}                   transformer.h.N.mlp.c_fc
-    body.layers.stacked.mlp.down_proj.weight     {layers: L, embed, mlp}                   transformer.h.N.mlp.c_proj
-    body.resid_lambdas, body.x0_lambdas          {layers: L}                               resid_lambdas, x0_lambdas
-    smear_gate, smear_lambda                     {channels}, {}                            smear_gate, smear_lambda
-    backout_lambda                               {}                                        backout_lambda
+tokens.weight                               {vocab, embed}                              transformer.wte
+    head.weight                                 {vocab, embed}                              lm_head
+    body.value_embedding                        {value_layers: V, vocab, value_embed}       value_embeds.N
+    body.value_gates.weight                     {value_layers: V, kv_heads, gate_channels}  transformer.h.N.attn.ve_gate
+    body.layers.stacked.attn.q_proj.weight      {layers: L, heads, head_size, embed}        transformer.h.N.attn.c_q
+    body.layers.stacked.attn.{k,v}_proj.weight  {layers: L, kv_heads, head_size, embed}     transformer.h.N.attn.c_k, c_v
+    body.layers.stacked.attn.o_proj.weight      {layers: L, embed, heads, head_size}        transformer.h.N.attn.c_proj
+    body.layers.stacked.mlp.up_proj.weight      {layers: L, mlp, embed}                     transformer.h.N.mlp.c_fc
+    body.layers.stacked.mlp.down_proj.weight    {layers: L, embed, mlp}                     transformer.h.N.mlp.c_proj
+    body.resid_lambdas, body.x0_lambdas         {layers: L}                                 resid_lambdas, x0_lambdas
+    smear_gate, smear_lambda                    {smear_channels}, {}                        smear_gate, smear_lambda
+    backout_lambda                              {}                                          backout_lambda
 """
 
 import math
@@ -43,6 +43,8 @@ from jaxlm.core.axes import (
     LAYERS,
     MLP,
     POSITION,
+    SMEAR_CHANNELS,
+    VALUE_EMBED,
     VALUE_LAYERS,
 )
 from jaxlm.core.errors import ConfigError, check_divides
@@ -200,8 +202,11 @@ class NanoConfig(ModelConfig):
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> "Nano":
         k_tokens, k_head, k_layers, k_values, k_gates, k_smear = jax.random.split(key, 6)
-        Channels, SmearChannels = (Axis(GATE_CHANNELS, n) for n in (self.value_gate_channels, self.smear_channels))
-        KVFeatures = self.Embed.resize(self.KVHeads.size * self.HeadSize.size)
+        Channels, SmearChannels = (
+            Axis(GATE_CHANNELS, self.value_gate_channels),
+            Axis(SMEAR_CHANNELS, self.smear_channels),
+        )
+        ValueEmbed = Axis(VALUE_EMBED, self.KVHeads.size * self.HeadSize.size)
         bound = math.sqrt(3 / self.hidden_dim)
         gate_axes = (self.ValueLayers, self.KVHeads, Channels)
         gates = hax.random.uniform(k_gates, gate_axes, minval=0.0, maxval=self.gate_init_max)
@@ -210,7 +215,7 @@ class NanoConfig(ModelConfig):
             resid_lambdas=self._between_layers(self.first_resid_lambda, self.last_resid_lambda),
             x0_lambdas=self._between_layers(self.first_x0_lambda, self.last_x0_lambda),
             value_embedding=hax.random.uniform(
-                k_values, (self.ValueLayers, Vocab, KVFeatures), minval=-bound, maxval=bound
+                k_values, (self.ValueLayers, Vocab, ValueEmbed), minval=-bound, maxval=bound
             ),
             value_gates=Linear(gates, None, Channels, self.KVHeads),
             kinds=self.kinds,
@@ -281,7 +286,7 @@ class Nano(LanguageModel):
     """Token embedding, layers and head. The input of the layers is added to the residual stream before each of them.
 
     Attributes:
-        smear_gate, smear_lambda: {gate_channels} and {}. With smear, `smear_lambda * sigmoid(gate)` times the embedding of
+        smear_gate, smear_lambda: {smear_channels} and {}. With smear, `smear_lambda * sigmoid(gate)` times the embedding of
             the previous token of the document is added to each token's embedding. None means no smear.
         backout_lambda: {}, factor of the residual stream after layer L // 2, which is subtracted from the last. None
             subtracts nothing.
