@@ -21,6 +21,7 @@ from jaxlm.config.yaml import ConfigSource, load_yaml, parse_value
 from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.models.families.qwen3 import Qwen3Config
+from jaxlm.run.scaling.members import plan_study
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -170,5 +171,8 @@ def test_yaml_in_the_documents_is_valid(path, tmp_path, monkeypatch):
     for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", path.read_text(), re.DOTALL)):
         (tmp_path / f"{number}.yaml").write_text(block)
         source = load_yaml(tmp_path / f"{number}.yaml")
+        if "scaling" in source.tree:
+            assert plan_study(ConfigSource(source.tree), "document")
+            continue
         decode_run(ConfigSource(source.tree), "document")
         KeyIndex.load().check(source)

@@ -148,8 +148,9 @@ def check_jaxlm(name: str, arguments: list[str], monkeypatch) -> None:
         for function in ("open_checkpoint", "open_model", "evaluate_tasks", "read_runs"):
             if hasattr(module, function):
                 patched.setattr(module, function, stop_after(None))
-        if hasattr(module, "load_config"):
-            patched.setattr(module, "load_config", stop_after(module.load_config))
+        for function in ("load_config", "plan_study"):
+            if hasattr(module, function):
+                patched.setattr(module, function, stop_after(getattr(module, function)))
         try:
             code: Any = module.main(arguments)
         except Parsed:

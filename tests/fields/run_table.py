@@ -42,6 +42,7 @@ TOP_LEVEL: dict[str, Entry] = {
     "optimizer": Section(),
     "objective": Section(),
     "refs": Section(),
+    "preset": Section(),
     "evals": ShownIn(FIELDS + "test_evals.py::test_the_eval_hook_runs_the_configured_evals"),
     "phases": Section(),
     "initialize_from_hf": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
@@ -64,6 +65,7 @@ TRAINER: dict[str, Entry] = {
     "trainer.train_batch_size": Change(32, Program(gains=r"tensor<1x32x16xi32>")),
     "trainer.per_device_parallelism": Change(1, Program(gains=r"tensor<2x8x16xi32>")),
     "trainer.per_device_train_parallelism": Change(1, Program(gains=r"tensor<2x8x16xi32>")),
+    "trainer.max_per_device_parallelism": Change(1, Program(gains=r"tensor<2x8x16xi32>")),
     "trainer.allow_nondivisible_batch_size": Change(
         True,
         Allowed(r"trainer\.train_batch_size: 12 .* 8 ", r"tensor<1x16x16xi32>"),
