@@ -26,7 +26,7 @@ def test_the_fields_of_each_section_are_listed():
 
 def changes() -> list:
     """The fields with a change. Those of Llama's relatives, scaled RoPE, distillation and watching are slow tests."""
-    quick = lambda base: base == "dial" or BASES[base]["model"]["type"] in QUICK and base not in SLOW_BASES  # noqa: E731
+    quick = lambda base: base == "dial" or (BASES[base]["model"]["type"] in QUICK and base not in SLOW_BASES)  # noqa: E731
     return [
         pytest.param(base, path, marks=() if quick(base) else pytest.mark.slow)
         for (base, path), entry in ENTRIES.items()

@@ -238,6 +238,7 @@ OWN: dict[str, dict[str, Any]] = {
     "rates": {"optimizer": {"learning_rate": 0.5, "weight_decay": 0.0, "momentum_schedule": {"warmup": 10}}},
     "another optimizer": {"optimizer": {"type": "adam", "learning_rate": 0.001}},
     "own groups": {"optimizer": {"groups": [{"match": "tokens", "type": "adam"}]}},
+    "both": {"preset": {"num_iterations": 7, "total_batch_size": 64}, "trainer": {"num_train_steps": 50}},
     "phases": {"phases": [{"name": "a"}, {"name": "b", "num_train_steps": 5}]},
 }
 
@@ -327,14 +328,6 @@ def test_the_start_up_table_has_every_number_with_its_formula_and_source():
         (dial(12) | {"model": {"hiden_dim": 5}}, r"hiden_dim: no such key in model \(type nano\)\. Did you mean"),
         (dial(12) | {"epoch": 2}, r"epoch: given with the preset depth_dial"),
         (dial(12) | {"use_hf_model_config": True}, r"use_hf_model_config: given with the preset"),
-        (
-            dial(12, num_iterations=5) | {"trainer": {"num_train_steps": 6}},
-            r"trainer\.num_train_steps: 6 given, but preset\.num_iterations: 5 means 5\. Remove one",
-        ),
-        (
-            dial(12, total_batch_size=4096) | {"trainer": {"train_batch_size": 6}},
-            r"trainer\.train_batch_size: 6 given, but preset\.total_batch_size: 4096 means 2\. Remove one",
-        ),
         (
             dial(12) | {"trainer": {"train_batch_size": -1}},
             r"trainer\.train_batch_size: -1 given, but the preset scales",

@@ -105,7 +105,7 @@ class _Dial:
 
     def derive(self) -> Derivation:
         self._check()
-        self._add("recipe", f"{self._dial.recipe}, depth {self._dial.depth}", self._recipe.revision, "preset")
+        self._add("recipe", f"{self._dial.recipe}, depth {self._dial.depth}", self._recipe.revision, "")
         vocab_size = self._vocab_size()
         keys = self._model_keys()
         model = self._model(keys, self._given("model"))
@@ -164,12 +164,12 @@ class _Dial:
     def _vocab_size(self) -> int:
         tokenizer, given = self._given("data.tokenizer"), self._given("data.vocab_size")
         if isinstance(given, int):
-            return given
+            return self._add("vocabulary", given, "data.vocab_size", "")
         if isinstance(tokenizer, str) and tokenizer != TRAIN_BPE:
             size, why = load_tokenizer(tokenizer).vocab_size, f"tokens of {tokenizer}"
         else:
-            size, why = _VOCAB_SIZE, "of the tokenizer that is trained"
-        return self._add("vocabulary", size, why, key="data.vocab_size")
+            size, why = _VOCAB_SIZE, "nanochat's, for a tokenizer that is trained"
+        return self._add("vocabulary", size, why, "", "data.vocab_size")
 
     def _sizes_at(self, depth: int) -> dict[str, Any]:
         """The keys of the model at a depth."""
@@ -259,13 +259,7 @@ class _Dial:
                 "trainer.train_batch_size",
                 f"{given!r} given, but the preset scales learning rates by one batch size. Give a number, or remove it",
             )
-        self._same("trainer.train_batch_size", given, "preset.total_batch_size", self._dial.total_batch_size, derived)
         return given
-
-    def _same(self, path: str, given: int, own_path: str, own: int | None, derived: int) -> None:
-        """Raises `ConfigError` for a key of the preset beside a key of another section that says something else."""
-        if own is not None and given != derived:
-            raise self._error(path, f"{given} given, but {own_path}: {own} means {derived}. Remove one of them")
 
     def _num_steps(self, flops: int, target: int, batch: _Batch) -> int:
         dial = self._dial
@@ -277,9 +271,7 @@ class _Dial:
         else:
             steps, formula = target // batch.tokens, "D / B, rounded down"
         given = self._given("trainer.num_train_steps")
-        if type(given) is int:
-            self._same("trainer.num_train_steps", given, "preset.num_iterations", dial.num_iterations, steps)
-        elif not steps:
+        if not steps and type(given) is not int:
             raise self._error(
                 "preset.target_flops" if dial.target_flops else "preset",
                 f"the run has no steps: one step is {batch.tokens:,} tokens and {flops * batch.tokens:.3g} FLOPs, but"
