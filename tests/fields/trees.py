@@ -52,6 +52,7 @@ MODELS: dict[str, Tree] = {
         "shared_expert_intermediate_dim": 24,
     },
     "qwen3": {"type": "qwen3", **LLAMA, "head_dim": 8, "sliding_window": 4},
+    "nano": {"type": "nano", **SIZES, "num_layers": 4, "window_pattern": "SL"},
 }
 TEACHER = str(Path(__file__).parent / "teacher")  # only its config.json
 OBJECTIVES = {"next_token": "llama", "distill": "distill"}

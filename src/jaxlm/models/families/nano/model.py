@@ -6,7 +6,7 @@ the revision 92d63d4 is a key. QK norm: Henry et al. 2020 (arXiv:2010.04245); sq
 
 Parameters by path, with L layers of which V have a value embedding. nanochat's names are on the right.
 
-tokens.weight                               {vocab, embed}                              transformer.wte
+    tokens.weight                               {vocab, embed}                              transformer.wte
     head.weight                                 {vocab, embed}                              lm_head
     body.value_embedding                        {value_layers: V, vocab, value_embed}       value_embeds.N
     body.value_gates.weight                     {value_layers: V, kv_heads, gate_channels}  transformer.h.N.attn.ve_gate
