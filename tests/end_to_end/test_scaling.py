@@ -70,7 +70,7 @@ def test_a_killed_study_continues_and_gives_what_it_would_have_given(workplace):
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_the_member_and_ends_the_study(workplace):
+def test_a_signal_saves_the_member_and_ends_the_study(workplace):
     place = workplace()
     write(place)
     process = place.start("--config_path", "study.yaml", module="jaxlm.scaling")

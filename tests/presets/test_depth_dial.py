@@ -267,6 +267,7 @@ def test_your_own_keys_win_and_deriving_again_changes_nothing(own):
             "steps N": ("trainer", "num_train_steps"),
             "warmup": ("optimizer", "warmup"),
             "warmdown": ("optimizer", "decay"),
+            "last learning rate": ("optimizer", "min_lr_ratio"),
             "learning rate of Muon": ("optimizer", "learning_rate"),
             "weight decay of Muon": ("optimizer", "weight_decay"),
         }.items()

@@ -1,13 +1,12 @@
 """nanochat's depth dial: one number, the depth, sets the model, the batch, the number of steps and all rates.
 
 Source: karpathy/nanochat (`scripts/base_train.py`, commit b7629ef). Batch: Bergsma et al. 2025, Power Lines
-(arXiv:2505.13738), whose optimum grows as D^0.383 with the training tokens D. Weight decay: Wang and Aitchison 2024
-(arXiv:2405.13698), which keeps T_epoch = B / (learning rate x weight decay x D) constant.
+(arXiv:2505.13738), whose optimum grows as D^0.383 with the training tokens D.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
@@ -21,20 +20,15 @@ from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.models.families.nano import NanoConfig
 from jaxlm.models.families.nano.counts import nanochat_flops_per_token, padded_vocab_size, parameter_counts
 from jaxlm.presets.base import Derivation, DerivedNumber, PresetConfig, RunSize, given_at
-from jaxlm.presets.nanochat import MUON_KEYS, RECIPES, Recipe
+from jaxlm.presets.nanochat import RECIPES, Recipe
+from jaxlm.presets.rates import BASE_TRAIN, REFERENCE_BATCH, OptimizerKeys
 
 _REFERENCE_DEPTH = 12
-_REFERENCE_BATCH = 2**19
-_REFERENCE_WIDTH = 768
 _BATCH_EXPONENT = 0.383
 _SEQ_LEN = 2048
 _VOCAB_SIZE = 32_768
-_ADAM_EPSILON = 1e-10
 _SIZES = ("num_layers", "hidden_dim", "num_heads", "num_kv_heads")
-_SHOWN_WINDOWS = 4
-_BASE_TRAIN = "base_train.py"
 _POWER_LINES = "arXiv:2505.13738"
-_T_EPOCH = "arXiv:2405.13698"
 Depth = Annotated[int, Interval(ge=1, le=1024)]
 
 
@@ -111,9 +105,16 @@ class _Dial:
         model = self._model(keys, self._given("model"))
         num_parameters = self._count(model, vocab_size)
         flops = nanochat_flops_per_token(model, vocab_size)
-        windows = " + ".join(str(back) for back in model.window_distances[:_SHOWN_WINDOWS])
-        windows += " + ..." if len(model.window_distances) > _SHOWN_WINDOWS else ""
-        self._add("FLOPs per token", flops, f"6 x weights in products + 12 x {model.hidden_dim} x (windows {windows})")
+        keys_seen = sum(min(back, model.seq_len) for back in model.window_distances)
+        self._add(
+            "windows",
+            model.window_pattern,
+            f"over the layers; S sees {min(model.window_distances):,} tokens back, L and the last layer all",
+            "gpt.py",
+        )
+        self._add(
+            "FLOPs per token", flops, f"6 x weights in products + 12 x {model.hidden_dim} x {keys_seen:,} (all windows)"
+        )
         reference = self._model(self._sizes_at(_REFERENCE_DEPTH), self._without_sizes())
         target, reference_tokens = self._target_tokens(num_parameters, parameter_counts(reference, vocab_size).scaling)
         batch = self._batch(target, reference_tokens)
@@ -157,7 +158,7 @@ class _Dial:
     def _error(self, path: str, problem: str) -> ConfigError:
         return config_error(self._source, tuple(path.split(".")), problem)
 
-    def _add(self, name: str, value: Any, formula: str, source: str = _BASE_TRAIN, key: str | None = None) -> Any:
+    def _add(self, name: str, value: Any, formula: str, source: str = BASE_TRAIN, key: str | None = None) -> Any:
         self._numbers.append(DerivedNumber(name, value, formula, source, key))
         return value
 
@@ -230,8 +231,8 @@ class _Dial:
         return target, reference
 
     def _batch(self, target: int, reference: float) -> _Batch:
-        predicted = _REFERENCE_BATCH * (target / reference) ** _BATCH_EXPONENT
-        self._add("predicted batch", predicted, f"{_REFERENCE_BATCH:,} x (D / D_ref)^{_BATCH_EXPONENT}", _POWER_LINES)
+        predicted = REFERENCE_BATCH * (target / reference) ** _BATCH_EXPONENT
+        self._add("predicted batch", predicted, f"{REFERENCE_BATCH:,} x (D / D_ref)^{_BATCH_EXPONENT}", _POWER_LINES)
         own = self._dial.total_batch_size
         if own is not None and own % self._seq_len:
             raise self._error(
@@ -243,8 +244,8 @@ class _Dial:
         what = f"2^{power} tokens, nearest to the predicted batch," if own is None else "preset.total_batch_size"
         size = self._sequences(own or 2**power, what)
         tokens = self._add("batch in tokens B", size * self._seq_len, f"{size:,} x {self._seq_len:,}")
-        scale = 1.0 if tokens == _REFERENCE_BATCH else (tokens / _REFERENCE_BATCH) ** 0.5
-        self._add("scale of learning rates", scale, f"sqrt(B / {_REFERENCE_BATCH:,})")
+        scale = 1.0 if tokens == REFERENCE_BATCH else (tokens / REFERENCE_BATCH) ** 0.5
+        self._add("scale of learning rates", scale, f"sqrt(B / {REFERENCE_BATCH:,})")
         return _Batch(tokens, scale)
 
     def _sequences(self, tokens: int, what: str) -> int:
@@ -284,71 +285,15 @@ class _Dial:
     def _optimizer_keys(
         self, model: NanoConfig, batch: _Batch, target: int, reference: float, num_steps: int
     ) -> dict[str, Any]:
-        recipe = self._recipe
         if self._given("optimizer.type") not in (None, "muon"):
             self._add(
                 "optimizer", self._given("optimizer.type"), "your choice: nothing of its section is filled in", ""
             )
             return {}
-        matrix_lr = _or(self._dial.matrix_lr, recipe.matrix_lr)
-        rate = self._add(
-            "learning rate of Muon",
-            matrix_lr * batch.rate_scale,
-            f"{matrix_lr:g} x scale",
-            key="optimizer.learning_rate",
-        )
-        self._add("  by matrix", rates_by_shape(model, rate), "learning rate of Muon x sqrt(max(1, outputs / inputs))")
-        own = _or(self._dial.weight_decay, recipe.weight_decay)
-        decay = own * math.sqrt(batch.tokens / _REFERENCE_BATCH) * (reference / target)
-        formula = f"{own:g} x sqrt(B / {_REFERENCE_BATCH:,}) x D_ref / D"
-        self._add("weight decay of Muon", decay, formula, _T_EPOCH, "optimizer.weight_decay")
-        groups = self._groups(model, batch)
-        warmup = self._add("warmup", _steps(recipe.warmup_steps, num_steps), "the recipe's", key="optimizer.warmup")
-        warmdown = round(recipe.warmdown_ratio * num_steps)
-        self._add(
-            "warmdown",
-            _steps(warmdown, num_steps),
-            f"{recipe.warmdown_ratio:g} x N, half a step rounded to the even number",
-            key="optimizer.decay",
-        )
-        return {
-            **MUON_KEYS,
-            **recipe.optimizer,
-            "learning_rate": rate,
-            "weight_decay": decay,
-            "warmup": warmup,
-            "decay": _steps(warmdown, num_steps),
-            "min_lr_ratio": recipe.final_lr_frac,
-            "groups": groups,
-        }
-
-    def _groups(self, model: NanoConfig, batch: _Batch) -> list[dict[str, Any]]:
-        """The entries of `optimizer.groups`."""
-        width_scale = (model.hidden_dim / _REFERENCE_WIDTH) ** -0.5
-        self._add("scale of AdamW with width", width_scale, f"({model.hidden_dim} / {_REFERENCE_WIDTH})^-0.5")
-        entries = []
-        for name, group in self._recipe.groups.items():
-            base = _or(getattr(self._dial, group.rate, None), getattr(self._recipe, group.rate))
-            rate, formula = base, f"{base:g}"
-            if group.scales_with_batch:
-                rate, formula = rate * batch.rate_scale, f"{formula} x scale"
-            if group.scales_with_width:
-                rate, formula = rate * width_scale, f"{formula} x scale with width"
-            if group.factor != 1:
-                rate, formula = rate * group.factor, f"{formula} x {group.factor:g}"
-            self._add(f"learning rate of {name}", rate, formula)
-            entries.append(
-                {
-                    "match": group.match,
-                    "type": "adam",
-                    "learning_rate": rate,
-                    "beta1": group.beta1,
-                    "beta2": group.beta2,
-                    "epsilon": _ADAM_EPSILON,
-                    "weight_decay": group.weight_decay,
-                }
-            )
-        return entries
+        names = ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "weight_decay")
+        own = {name: getattr(self._dial, name) for name in names if getattr(self._dial, name) is not None}
+        derived = OptimizerKeys(self._add, replace(self._recipe, **own), model, batch.rate_scale, num_steps)
+        return derived.keys(math.sqrt(batch.tokens / REFERENCE_BATCH), reference / target)
 
     def _trainer_keys(self, size: int) -> dict[str, Any]:
         keys = {"train_batch_size": size, "allow_nondivisible_batch_size": True}
@@ -358,26 +303,6 @@ class _Dial:
             key = "trainer.max_per_device_parallelism"
             keys["max_per_device_parallelism"] = self._add("microbatch", limit, "preset.device_batch_size", key=key)
         return keys
-
-
-def rates_by_shape(model: NanoConfig, rate: float) -> dict[str, float]:
-    """Outputs x inputs of each kind of matrix -> its learning rate with Muon."""
-    width, wide = model.hidden_dim, model.mlp_scale * model.hidden_dim
-    num_kv_heads = model.num_kv_heads or model.num_heads
-    kv_width = num_kv_heads * (width // model.num_heads)
-    shapes = [
-        (width, width),
-        (kv_width, width),
-        (wide, width),
-        (width, wide),
-        (num_kv_heads, model.value_gate_channels),
-    ]
-    return {f"{rows}x{columns}": rate * max(1.0, rows / columns) ** 0.5 for rows, columns in shapes}
-
-
-def _steps(steps: int, num_steps: int) -> int | float:
-    """A length of a schedule. 1 would mean the whole schedule, so one step is a fraction that is rounded down to it."""
-    return steps if steps != 1 else min(1.0, 1.5 / num_steps)
 
 
 def _or(given: Any, default: Any) -> Any:
