@@ -35,7 +35,14 @@ FOUR_GROUPS = {
 }
 KRON = ("--optimizer.type", "kron", "--optimizer.learning_rate", "3e-3")
 SOAP = ("--optimizer.type", "soap", "--optimizer.learning_rate", "3e-3", "--optimizer.precondition_frequency", "3")
-MUON = ("--optimizer.type", "muon", "--optimizer.learning_rate", "3e-3", "--optimizer.momentum_schedule", "{warmup: 20}")
+MUON = (
+    "--optimizer.type",
+    "muon",
+    "--optimizer.learning_rate",
+    "3e-3",
+    "--optimizer.momentum_schedule",
+    "{warmup: 20}",
+)
 MUON += ("--optimizer.normuon_beta2", "0.9", "--optimizer.weight_decay_schedule", "cosine")
 OTHERS = {
     "kron, float32 router, one device": (1, (*KRON, *FLOAT32_ROUTER)),
