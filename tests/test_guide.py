@@ -126,6 +126,10 @@ def test_every_example_is_valid_and_not_the_default(tmp_path, monkeypatch):
                 around = ConfigSection(".".join(places), None, True, "", ())
                 beside = required.get((around.path, None), ())
                 value = {key.name: parse_value(example(around, key)) for key in beside} | {last: value}
+                # A section that not every type around it has needs the type.
+                types = [s for s in found if s.path == around.path and s.choice and last in s.names]
+                if types and not any(s.is_default for s in types):
+                    value["type"] = types[0].choice
         return decode_run(ConfigSource(value), "example")
 
     for section in found:
