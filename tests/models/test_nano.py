@@ -26,6 +26,7 @@ from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.unstacked import Generator, unstack
 from jaxlm.models.loss import next_token_sums
 from jaxlm.models.rope import DefaultRotary
+from jaxlm.optim.adam import AdamConfig
 from tests.engine import helpers
 
 COUNTS = json.loads((Path(__file__).parents[1] / "vectors" / "nanochat_counts.json").read_text())
@@ -327,6 +328,32 @@ def test_no_second_copy_of_the_parameters_is_saved(remat, as_inputs):
     compiled = jax.jit(jax.grad(lambda m: m.hidden(inputs).final.sum().array)).lower(model).compile()
     size = 4 * tree.num_parameters(model)
     assert compiled.memory_analysis().temp_size_in_bytes < 0.5 * size
+
+
+@pytest.mark.parametrize("name", ["late", pytest.param("early", marks=pytest.mark.slow)])
+def test_twenty_steps_are_those_of_torch(name):
+    """The loss of each step in float32, with Adam on both sides; the run's losses are those of its training step."""
+    torch = pytest.importorskip("torch")
+    reference = dataclasses.replace(cases()[name], length=LENGTH)
+    config, start = reference.config(), reference.weights()
+    adam = AdamConfig(learning_rate=3e-3, beta2=0.95, lr_schedule="constant", warmup=0, max_grad_norm=None)
+    run = helpers.TinyRun(helpers.one_device(), helpers.phase(optimizer=adam), model=config)
+    run.state = dataclasses.replace(run.state, model=imported(config, start))
+    weights = {key: torch.tensor(array, dtype=torch.float32, requires_grad=True) for key, array in start.items()}
+    theirs, losses = torch.optim.Adam(weights.values(), lr=3e-3, betas=(0.9, 0.95), eps=1e-8), []
+    for step in range(20):
+        columns = helpers.arrays(step)
+        tokens, targets, mask = (torch.tensor(columns[key]) for key in ("tokens", "targets", "loss_mask"))
+        logits = reference.logits(weights, tokens.long())
+        nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets.long(), reduction="none")
+        loss = (nats * mask).sum() / mask.sum()
+        theirs.zero_grad()
+        loss.backward()
+        theirs.step()
+        losses.append((run.step(columns)["train/loss"], loss.item()))
+    ours, expected = np.transpose(losses)
+    np.testing.assert_allclose(ours, expected, rtol=1e-3)
+    assert expected[-1] < 0.8 * expected[0]
 
 
 LAYOUTS = {"tp 2 x fsdp 4": {"model": 2}, "fsdp 8": {}}
