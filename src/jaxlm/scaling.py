@@ -64,6 +64,7 @@ def _train(members: Sequence[Member], scaling: ScalingConfig, results: list[Memb
 
 def _write(scaling: ScalingConfig, results: Sequence[MemberResult]) -> str:
     """Writes `scaling.json`, `scaling.md` and `scaling.png`, and returns the tables."""
+    results = sorted(results, key=lambda result: (result.budget, result.depth))
     law = fit_law([result.point for result in results])
     folder = Path(scaling.output_dir)
     text = "\n\n".join([member_table(results), law_table(law)])

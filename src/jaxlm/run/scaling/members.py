@@ -17,7 +17,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveFloat, PositiveInt
 from jaxlm.core.stores import is_url
 from jaxlm.observe.records import METRICS, read_metrics
-from jaxlm.presets.base import RunSize
+from jaxlm.presets.base import RunSize, given_at
 from jaxlm.run.scaling.law import TrainedPoint
 
 
@@ -199,11 +199,15 @@ def plan_study(source: ConfigSource, stem: str | None) -> tuple[ScalingConfig, l
     scaling = decode(_StudySection, ConfigSource({"scaling": section}, source.marks)).scaling
     if not isinstance(tree.get("preset"), Mapping):
         raise ConfigError("preset: missing. A study varies the depth of a preset: add preset: {type: depth_dial}")
-    for key in ("depth", "target_flops", "num_iterations"):
-        if key in tree["preset"]:
-            raise config_error(
-                source, ("preset", key), "given beside scaling, which sets depths and budgets. Remove it"
-            )
+    fixed = [
+        ("preset", "depth"),
+        ("preset", "target_flops"),
+        ("preset", "num_iterations"),
+        ("trainer", "num_train_steps"),
+    ]
+    for path in fixed:
+        if given_at(tree, path) is not None:
+            raise config_error(source, path, "given beside scaling, which sets depths and budgets. Remove it")
     for key in ("depths", "budgets"):
         given = getattr(scaling, key)
         if not given or len(set(given)) < len(given):
@@ -218,10 +222,13 @@ def plan_study(source: ConfigSource, stem: str | None) -> tuple[ScalingConfig, l
 
 def _member(source: ConfigSource, scaling: ScalingConfig, depth: int, budget: float, stem: str | None) -> Member:
     named = decode_run(ConfigSource({k: v for k, v in source.tree.items() if k == "trainer"}, source.marks), stem)
-    name = f"{run_id_of(named)}-{budget:g}-d{depth}".replace("+", "")
+    name = f"{run_id_of(named)}-{budget:.12g}-d{depth}".replace("+", "")
     own = {"preset": {"depth": depth, "target_flops": budget}, "trainer": {"id": name}}
     tree: dict[str, Any] = merge(source.tree, own)
-    config = decode_run(ConfigSource(tree, source.marks), None)
+    try:
+        config = decode_run(ConfigSource(tree, source.marks), None)
+    except ConfigError as error:
+        raise ConfigError(f"depth {depth} with {budget:g} FLOPs: {error}") from error
     if is_url(config.trainer.log_dir):
         raise config_error(
             source,

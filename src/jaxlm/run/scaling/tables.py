@@ -28,7 +28,6 @@ def plan_table(members: Sequence[Member], finished: Collection[str]) -> str:
 def member_table(results: Sequence[MemberResult]) -> str:
     """What each member reached."""
     metric = results[0].metric if results else "loss"
-    rows = sorted(results, key=lambda result: (result.budget, result.depth))
     return _table(
         ("FLOPs", "depth", "scaling parameters N", "tokens D", "D / N", metric),
         (
@@ -40,7 +39,7 @@ def member_table(results: Sequence[MemberResult]) -> str:
                 f"{one.num_tokens / one.num_parameters:.2f}",
                 f"{one.value:.4f}",
             )
-            for one in rows
+            for one in results
         ),
     )
 
