@@ -3,7 +3,6 @@
 A member that was stopped resumes from its newest checkpoint, as every run does.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -15,7 +14,12 @@ from jaxlm.run.scaling.members import Member, MemberRayConfig
 
 Log = Callable[[str], None]
 _RETRIES = 5  # of a member whose machine is lost
-_PR_SET_PDEATHSIG = 1
+# Becomes a command that the kernel kills together with its parent (1 is PR_SET_PDEATHSIG), so that a run never trains twice.
+_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 _SHOWN = 300  # characters of an error of Ray
 
 
@@ -86,7 +90,8 @@ def _run_in(command: Sequence[str], folder: str) -> int:
 def run_command(command: Sequence[str]) -> int:
     """Runs a command to its end and returns its exit code. SIGTERM and Ctrl-C are passed on, so that it saves and ends."""
     # A session of its own: a terminal would send Ctrl-C to both, and a run takes a second one as an order to end at once.
-    process = subprocess.Popen(command, start_new_session=True, preexec_fn=_die_with_parent)
+    bound = [sys.executable, "-c", _WITH_PARENT, *command] if sys.platform == "linux" else command
+    process = subprocess.Popen(bound, start_new_session=True)
     before = {}
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -101,9 +106,3 @@ def run_command(command: Sequence[str]) -> int:
         if process.poll() is None:
             process.kill()
     return code if code >= 0 else 128 - code
-
-
-def _die_with_parent() -> None:
-    """Has the kernel kill this process with its parent, so that a run never trains twice at a time."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
