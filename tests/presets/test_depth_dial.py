@@ -201,6 +201,16 @@ def test_short_runs_have_whole_numbers_of_steps_too(steps, decay):
     assert ends == ([decay] if decay else [])
 
 
+@pytest.mark.parametrize(
+    ("steps", "lengths"), [(1, (0, 1)), (2, (1, 1)), (30, (10, 20)), (114, (40, 74)), (115, (40, 75))]
+)
+def test_a_warmup_ends_before_the_warmdown_begins(steps, lengths):
+    optimizer = configured(dial(4, "head", num_iterations=steps)).optimizer
+    found = {s.name: s.length for s in optimizer.schedule(steps).segments}
+    assert (found.get("warmup", 0), found["decay"]) == lengths
+    assert steps - sum(found.values()) == 0
+
+
 @pytest.mark.parametrize("recipe", ["seed", "head"])
 def test_every_parameter_has_the_optimizer_that_nanochat_gives_it(recipe):
     config = configured(SMALL, dial(3, recipe), {"trainer": {"train_batch_size": 8}})

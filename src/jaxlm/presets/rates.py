@@ -99,12 +99,14 @@ class OptimizerKeys:
 
     def _schedules(self) -> dict[str, Any]:
         """Keys of the schedules that depend on the number of steps."""
-        recipe, own = self._recipe, "the recipe's"
-        warmup = _length(recipe.warmup_steps, self._num_steps)
-        warmdown = _length(round(recipe.warmdown_ratio * self._num_steps), self._num_steps)
+        recipe, own, num_steps = self._recipe, "the recipe's", self._num_steps
+        falling = round(recipe.warmdown_ratio * num_steps)
+        warmdown = _length(falling, num_steps)
+        # nanochat lets a long warmup jump into the warmdown, or end the run.
+        warmup = _length(min(recipe.warmup_steps, num_steps - falling), num_steps)
         formula = f"{recipe.warmdown_ratio:g} x N, half a step rounded to the even number"
-        self._add("warmup", warmup, own, key="optimizer.warmup")
         self._add("warmdown", warmdown, formula, key="optimizer.decay")
+        self._add("warmup", warmup, f"{own} {recipe.warmup_steps}, at most N - warmdown", key="optimizer.warmup")
         self._add("last learning rate", recipe.final_lr_frac, f"{own}, x the peak", key="optimizer.min_lr_ratio")
         momentum = recipe.optimizer["momentum_schedule"]
         rises = f"from {momentum['initial']:g} over {momentum['warmup']} steps"
