@@ -324,7 +324,16 @@ def _contexts(
 
 def _at(stacked: Any, name: str, number: int) -> Any:
     """One layer of stacked arrays."""
-    return jax.tree.map(lambda leaf: leaf[name, number] if is_named(leaf) else leaf[number], stacked, is_leaf=is_named)
+
+    def one(leaf: Any) -> Any:
+        if not is_named(leaf):
+            return leaf[number]
+        names = [axis.name for axis in leaf.axes]
+        # A slice, which remat policies recognize, and not the gather that indexing can become.
+        array = jax.lax.index_in_dim(leaf.array, number, names.index(name), keepdims=False)
+        return NamedArray(array, tuple(axis for axis in leaf.axes if axis.name != name))
+
+    return jax.tree.map(one, stacked, is_leaf=is_named)
 
 
 def _between(stacked: Any, name: str, start: int, stop: int) -> Any:
