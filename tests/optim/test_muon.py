@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.state import sharded_shapes, shardings
+from jaxlm.forecast.hlo import Program
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.linear import ExpertLinear, Linear
@@ -148,14 +151,15 @@ def test_three_steps_in_bfloat16_match_nanochat(name):
         assert_summary(weights, want["params"], 1e-2)
 
 
-def test_the_iterations_are_in_the_dtype_that_is_set():
-    before, gradients = inputs((8, 8))
-    changes = {"normuon_beta2": None, "renormalize": False}
-    for dtype, is_rounded in (("bfloat16", True), ("float32", False), (None, False)):
-        config = without_decay("head", orthogonalization_dtype=dtype, **changes)
-        weights, _ = next(steps(config, 0 * before, gradients))
-        rounded = np.asarray(jnp.asarray(weights, jnp.bfloat16), np.float64)
-        assert np.array_equal(weights, rounded) == is_rounded
+@pytest.mark.parametrize(("dtype", "found"), [("bfloat16", "bf16"), ("float32", "f32"), (None, "f32")])
+def test_the_iterations_are_in_the_dtype_that_is_set(dtype, found):
+    config = config_of("muon", **HEAD | {"orthogonalization_dtype": dtype})
+    params = layer(uniform(700, (2, 8, 8), 0.1))
+    optimizer = build_optimizer(config, parameter_groups(params, config), 100)
+    text = jax.jit(optimizer.update).lower(params, optimizer.init(params), params).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert products
+    assert all(line.endswith(f"-> tensor<2x8x8x{found}>") for line in products)
 
 
 def test_adamw_as_a_group_matches_nanochat():
@@ -240,7 +244,7 @@ ALONE: dict[str, dict[str, Any]] = {
 def test_each_option_alone_matches_float64(name):
     # A large learning rate and decay, so that both show.
     config = config_of("muon", **COMMON | {"learning_rate": 0.1, "weight_decay": 0.9} | ALONE[name])
-    for shape in SHAPES.values():
+    for shape in (SHAPES["24x8"], SHAPES["8x24"]):
         before, gradients = uniform(1, (2, *shape), 1.0), [uniform(2 + step, (2, *shape), 1.0) for step in range(4)]
         expected = list(muon_by_hand(config, before, gradients))
         found = [weights for weights, _ in steps(config, before, gradients)]
@@ -286,9 +290,9 @@ def test_schedules_match_the_seed_of_nanochat():
     decay = decay_factor("linear", num_steps)
     for row in expected["rows"]:
         step = jnp.asarray(row["it"], jnp.int32)
-        np.testing.assert_allclose(rate(step), row["lrm"], rtol=1e-5, err_msg=f"rate {step}")
+        np.testing.assert_allclose(rate(step), row["lrm"], rtol=1e-5, atol=1e-7, err_msg=f"rate {step}")
         np.testing.assert_allclose(momentum(step), row["momentum"], rtol=1e-6, err_msg=f"momentum {step}")
-        np.testing.assert_allclose(0.2 * decay(step), row["wd"], rtol=1e-5, atol=1e-9, err_msg=f"decay {step}")
+        np.testing.assert_allclose(decay(step), row["wd"] / 0.2, rtol=1e-5, atol=1e-7, err_msg=f"decay {step}")
 
 
 def test_schedules_match_the_head_of_nanochat():
@@ -390,7 +394,7 @@ def on_one_device(recipe: str) -> tuple[Any, list[dict[str, np.ndarray]], Any]:
 
 
 @pytest.mark.parametrize("name", EVERY_MESH)
-@pytest.mark.parametrize("recipe", ["muon", "head"])
+@pytest.mark.parametrize("recipe", [pytest.param("muon", marks=pytest.mark.slow), "head"])
 def test_eight_devices_share_the_matrices_and_find_the_same(recipe, name):
     config, expected, alone = on_one_device(recipe)
     where = layout(**MESHES[name])
@@ -401,10 +405,8 @@ def test_eight_devices_share_the_matrices_and_find_the_same(recipe, name):
     sharing = 8 // where.mesh.shape["replica"]
     most = sum(-(-number // sharing) * iteration_flops(*sides) for number, *sides in STACKS)
     whole = sum(number * iteration_flops(*sides) for number, *sides in STACKS)
-    # Everything but the iterations is elementwise. Without FSDP, every device does all of that.
-    elementwise = 60 * tree.num_parameters(transformer()) / (1 if name == "ddp 8" else 4)
-    assert flops(alone) == pytest.approx(config.backend_steps * whole, rel=0.1)
-    assert flops(shared) < config.backend_steps * most + elementwise
+    assert product_flops(alone) == config.backend_steps * whole
+    assert product_flops(shared) == config.backend_steps * most
     # Whole matrices move once there and once back, and never all of them to one device.
     moved = collectives(shared.as_text())
     kinds = {
@@ -418,9 +420,14 @@ def iteration_flops(short: int, long: int) -> int:
     return 2 * short * short * (long + short + long)
 
 
-def flops(compiled: Any) -> float:
-    """FLOPs that one device does, as XLA counts them."""
-    return compiled.cost_analysis()["flops"]
+def product_flops(compiled: Any) -> int:
+    """FLOPs of the matrix products that one device does."""
+    total = 0
+    for computation in Program.parse(compiled.as_text()).computations.values():
+        for product in (i for i in computation.values() if i.opcode == "dot"):
+            (contracted,) = re.search(r"lhs_contracting_dims=\{(\d+)\}", product.line).groups()
+            total += 2 * math.prod(product.shape) * computation[product.operands[0]].shape[int(contracted)]
+    return total
 
 
 def test_muon_costs_less_than_two_percent_of_a_step_of_half_a_million_tokens():
@@ -436,9 +443,10 @@ def test_muon_costs_less_than_two_percent_of_a_step_of_half_a_million_tokens():
         placed = shardings((params, abstract[1]), where)
         update = jax.jit(lambda g, s, p: optimizer.update(g, s, p), out_shardings=placed)
         compiled = update.lower(abstract[0], abstract[1], abstract[0]).compile()
-    found = 8 * flops(compiled)
     iterations = config.backend_steps * (48 * iteration_flops(768, 768) + 24 * iteration_flops(768, 3072))
-    assert iterations < found < 1.02 * iterations  # all eight together do what one device would
+    assert 8 * product_flops(compiled) == iterations  # all eight together do what one device would
+    found = 8 * compiled.cost_analysis()["flops"]
+    assert iterations < found < 1.02 * iterations
     assert found < 0.02 * model.flops_per_token(32768).causal * 2**19
 
 

@@ -53,7 +53,8 @@ class MomentumSchedule:
         return value
 
     def _decay(self, rate: Schedule) -> Segment:
-        falling = [part for part in rate.segments if part.name == "decay" and part.last < part.first]
+        # Values are float32: that of a constant learning rate may be its peak rounded down.
+        falling = [s for s in rate.segments if s.name == "decay" and np.float32(s.last) < np.float32(s.first)]
         if not falling:
             raise ConfigError(
                 f"optimizer.momentum_schedule.final: {self.final} given, but the learning rate does not decay, so the"
