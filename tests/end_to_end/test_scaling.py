@@ -10,7 +10,7 @@ import pytest
 
 CONFIG = """
 preset: {{type: depth_dial, aspect_ratio: 32, head_dim: 16, total_batch_size: 512}}
-scaling: {{depths: [1, 2, 3], budgets: [3.0e+10]}}
+scaling: {{depths: [1, 2, 3], budgets: [1.5e+10]}}
 data: {{train_urls: [{corpus}/train], validation_urls: [{corpus}/validation], cache_dir: {cache}, vocab_size: 300}}
 model: {{seq_len: 32}}
 optimizer: {{warmup: 2}}
@@ -18,9 +18,9 @@ trainer:
   steps_per_eval: 1000
   max_eval_batches: 2
   compilation_cache_dir: {cache}/xla
-  checkpointer: {{save_interval: 1000s, keep: [{{every: 40}}]}}
+  checkpointer: {{save_interval: 1000s, keep: [{{every: 20}}]}}
 """
-KILLED = "study-3e10-d2"
+KILLED = "study-1.5e10-d2"
 
 
 def write(place: Any) -> None:
@@ -41,14 +41,14 @@ def test_a_killed_study_continues_and_gives_what_it_would_have_given(workplace):
     for each in (place, undisturbed):
         write(each)
     process = place.start("--config_path", "study.yaml", module="jaxlm.scaling")
-    wait_for(place.folder / "checkpoints" / KILLED / "step-40", process)
+    wait_for(place.folder / "checkpoints" / KILLED / "step-20", process)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     assert not (place.folder / "scaling" / "members" / f"{KILLED}.json").exists()
     again = place.run("--config_path", "study.yaml", module="jaxlm.scaling")
     assert again.code == 0, again.err
     finished = [line for line in again.out.splitlines() if line.endswith("| finished |")]
-    assert [line.split()[1] for line in finished] == ["study-3e10-d1"]
+    assert [line.split()[1] for line in finished] == ["study-1.5e10-d1"]
     log = (place.folder / "logs" / KILLED / "train.log").read_text()
     assert "resuming" in log
     saved = json.loads((place.folder / "scaling" / "scaling.json").read_text())
@@ -74,12 +74,12 @@ def test_a_signal_saves_the_member_and_ends_the_study(workplace):
     place = workplace()
     write(place)
     process = place.start("--config_path", "study.yaml", module="jaxlm.scaling")
-    wait_for(place.folder / "checkpoints" / "study-3e10-d1" / "step-40", process)
+    wait_for(place.folder / "checkpoints" / "study-1.5e10-d1" / "step-20", process)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, (out, err)
-    assert "study-3e10-d1 ended with exit code 143" in err
-    assert "stopped by SIGTERM" in (place.folder / "logs" / "study-3e10-d1" / "train.log").read_text()
+    assert "study-1.5e10-d1 ended with exit code 143" in err
+    assert "stopped by SIGTERM" in (place.folder / "logs" / "study-1.5e10-d1" / "train.log").read_text()
 
 
 @pytest.mark.slow

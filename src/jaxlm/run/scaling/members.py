@@ -222,7 +222,7 @@ def plan_study(source: ConfigSource, stem: str | None) -> tuple[ScalingConfig, l
 
 def _member(source: ConfigSource, scaling: ScalingConfig, depth: int, budget: float, stem: str | None) -> Member:
     named = decode_run(ConfigSource({k: v for k, v in source.tree.items() if k == "trainer"}, source.marks), stem)
-    name = f"{run_id_of(named)}-{budget:.12g}-d{depth}".replace("+", "")
+    name = f"{run_id_of(named)}-{_short(budget)}-d{depth}"
     own = {"preset": {"depth": depth, "target_flops": budget}, "trainer": {"id": name}}
     tree: dict[str, Any] = merge(source.tree, own)
     try:
@@ -252,3 +252,9 @@ def _member(source: ConfigSource, scaling: ScalingConfig, depth: int, budget: fl
         folder=Path(scaling.output_dir) / "members",
         metric=scaling.metric,
     )
+
+
+def _short(budget: float) -> str:
+    """FLOPs as part of a name, as in `1.5e15`."""
+    digits, exponent = f"{budget:.11e}".split("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
