@@ -124,7 +124,7 @@ def load_nanochat(file: Path, abstract: LanguageModel, config: ModelConfig, layo
         ConfigError: the weights do not fit the model; lists all tensors that are missing or do not fit.
     """
     _, vocab_size = read_config(file)
-    if not isinstance(config, NanoConfig):
+    if type(config) is not NanoConfig:
         raise ConfigError(
             f"model.type: {type(config).__name__} given, but {file} contains a model of nanochat. Set model.type: nano, or"
             " use_hf_model_config: true"
@@ -180,8 +180,9 @@ def save_nanochat(folder: Path, model: LanguageModel, config: ModelConfig, layou
     Raises:
         ConfigError: it is no model of nanochat, its code cannot represent it, or torch is not installed.
     """
+    if type(config) is not NanoConfig:
+        raise ConfigError(f"model.type: {type(config).__name__} given, but nanochat has only models of type nano")
     described = _model_config(config, model.Vocab.size)
-    assert isinstance(config, NanoConfig)
     try:
         import torch  # pyright: ignore[reportMissingImports] - the extra `torch`
     except ImportError as error:
@@ -213,10 +214,8 @@ def _with_rows(array: np.ndarray, size: int, rows: int, *, is_table: bool) -> np
     return np.pad(array, ((0, rows - size), (0, 0))) if is_table else array
 
 
-def _model_config(config: ModelConfig, vocab_size: int) -> Mapping[str, Any]:
+def _model_config(config: NanoConfig, vocab_size: int) -> Mapping[str, Any]:
     """nanochat's `model_config`. Raises `ConfigError` for what its code cannot compute."""
-    if not isinstance(config, NanoConfig):
-        raise ConfigError(f"model.type: {type(config).__name__} given, but nanochat has only models of type nano")
     theirs = NanoConfig(**(_WITH_SMEAR if config.smear_channels else {}))
     wrong = [
         f"model.{name}: {getattr(config, name)} given, {getattr(theirs, name)} expected"

@@ -357,7 +357,8 @@ def _previous(
         token, first_segment = (_slot_before(slots, cache.length, First) for slots in (cache.tokens, cache.segment_ids))
         first = embedded(token).rearrange((axes[0], First, axes[2]))
     before, before_segments = (_shifted(*pair, axes[1]) for pair in ((first, x), (first_segment, segments)))
-    return hax.where((before_segments == segments) & (segments != 0), before, 0.0).rearrange(axes).astype(x.dtype)
+    same = NamedArray((before_segments.array == segments.array) & (segments.array != 0), segments.axes)
+    return hax.where(same, before, 0.0).rearrange(axes).astype(x.dtype)
 
 
 def _shifted(first: NamedArray, x: NamedArray, Position: Axis) -> NamedArray:
