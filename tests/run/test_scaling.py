@@ -11,8 +11,9 @@ import yaml
 from jaxlm import scaling as command
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
+from jaxlm.run.scaling import start
 from jaxlm.run.scaling.law import TrainedPoint, fit_law
-from jaxlm.run.scaling.members import Member, plan_study
+from jaxlm.run.scaling.members import Member, MemberRayConfig, plan_study
 from jaxlm.run.scaling.start import command_of, run_command
 
 BUDGETS = (1e18, 1e19, 1e20)
@@ -224,3 +225,15 @@ def test_the_exit_code_of_a_command(program, code):
     (member, *_) = study()
     python = command_of(member)[0]
     assert run_command([python, "-c", f"import os; {program}"]) == code
+
+
+def test_a_cluster_that_does_not_answer_is_named():
+    with pytest.raises(ConfigError, match=r"scaling\.ray\.address: '127\.0\.0\.1:1' cannot be reached \(.*refused"):
+        next(start.train_on_ray(study(), MemberRayConfig(address="127.0.0.1:1"), print))
+
+
+def test_a_member_that_fits_on_no_machine_is_refused():
+    nodes = [{"Alive": True, "Resources": {"CPU": 8.0, "GPU": 1.0}}, {"Alive": False, "Resources": {"CPU": 64.0}}]
+    start._check_room(nodes, MemberRayConfig(cpus=8, gpus=1))
+    with pytest.raises(ConfigError, match=r"scaling\.ray: 9 cores and 0 GPUs .* have 8 cores and 1 GPUs"):
+        start._check_room(nodes, MemberRayConfig(cpus=9))

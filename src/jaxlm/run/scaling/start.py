@@ -5,6 +5,7 @@ A member that was stopped resumes from its newest checkpoint, as every run does.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -13,6 +14,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.run.scaling.members import Member, MemberRayConfig
 
 Log = Callable[[str], None]
+_CONNECT_S = 10
 _RETRIES = 5  # of a member whose machine is lost
 # Becomes a command that the kernel kills together with its parent (1 is PR_SET_PDEATHSIG), so that a run never trains twice.
 _WITH_PARENT = """
@@ -38,11 +40,14 @@ def train_on_ray(
         ConfigError: the cluster cannot be reached or started, or has no machine with room for a member.
     """
     import ray
+    import ray.exceptions
 
     address = config.address or os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        ray.init(**({"address": "local", "include_dashboard": False} if address is None else {"address": address}))
+        if address is not None:
+            _check_listens(address)
+        ray.init(address=address or "local", include_dashboard=False if address is None else None)
     except (OSError, RuntimeError, ValueError) as error:
         what = "a cluster cannot be started" if address is None else f"'{address}' cannot be reached"
         raise ConfigError(
@@ -50,8 +55,7 @@ def train_on_ray(
         ) from error
     try:
         _check_room(ray.nodes(), config)
-        options = {"num_cpus": config.cpus, "num_gpus": config.gpus, "max_retries": _RETRIES}
-        task = ray.remote(**options)(_run_in)
+        task = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_retries=_RETRIES)(_run_in)
         running = {task.remote(command_of(member), os.getcwd()): member for member in members}
         log(f"ray: {len(members)} members on {len(ray.nodes())} machine(s)")
         while running:
@@ -64,6 +68,13 @@ def train_on_ray(
                 yield member, 1
     finally:
         ray.shutdown()  # ends what still runs
+
+
+def _check_listens(address: str) -> None:
+    """Raises `OSError` soon if nothing listens at the address; Ray itself would retry for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
 
 
 def _check_room(nodes: Sequence[dict], config: MemberRayConfig) -> None:
