@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.fields import model_table, run_table
+from tests.fields import model_table, preset_table, run_table
 from tests.fields.proofs import Change, Entry, Outcome, Section, ShownIn, assert_test_exists, outcome_of
 from tests.fields.trees import BASES, all_fields, at_path, merged
 
-TABLES = (model_table.TABLE, run_table.TABLE)
+TABLES = (model_table.TABLE, run_table.TABLE, preset_table.TABLE)
 ENTRIES: dict[tuple[str, str], Entry] = {
     (base, path): entry for table in TABLES for base, fields in table.items() for path, entry in fields.items()
 }
@@ -26,7 +26,7 @@ def test_the_fields_of_each_section_are_listed():
 
 def changes() -> list:
     """The fields with a change. Those of Llama's relatives, scaled RoPE, distillation and watching are slow tests."""
-    quick = lambda base: BASES[base]["model"]["type"] in QUICK and base not in SLOW_BASES  # noqa: E731
+    quick = lambda base: base == "dial" or (BASES[base]["model"]["type"] in QUICK and base not in SLOW_BASES)  # noqa: E731
     return [
         pytest.param(base, path, marks=() if quick(base) else pytest.mark.slow)
         for (base, path), entry in ENTRIES.items()

@@ -21,6 +21,7 @@ from jaxlm.config.yaml import ConfigSource, load_yaml, parse_value
 from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.models.families.qwen3 import Qwen3Config
+from jaxlm.run.scaling.members import plan_study
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -125,6 +126,10 @@ def test_every_example_is_valid_and_not_the_default(tmp_path, monkeypatch):
                 around = ConfigSection(".".join(places), None, True, "", ())
                 beside = required.get((around.path, None), ())
                 value = {key.name: parse_value(example(around, key)) for key in beside} | {last: value}
+                # A section that not every type around it has needs the type.
+                types = [s for s in found if s.path == around.path and s.choice and last in s.names]
+                if types and not any(s.is_default for s in types):
+                    value["type"] = types[0].choice
         return decode_run(ConfigSource(value), "example")
 
     for section in found:
@@ -170,5 +175,8 @@ def test_yaml_in_the_documents_is_valid(path, tmp_path, monkeypatch):
     for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", path.read_text(), re.DOTALL)):
         (tmp_path / f"{number}.yaml").write_text(block)
         source = load_yaml(tmp_path / f"{number}.yaml")
+        if "scaling" in source.tree:
+            assert plan_study(ConfigSource(source.tree), "document")
+            continue
         decode_run(ConfigSource(source.tree), "document")
         KeyIndex.load().check(source)

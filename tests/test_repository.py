@@ -23,7 +23,12 @@ from tests.answers import LLAMA
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "jaxlm"
 MODULES = sorted(path for path in SOURCE.rglob("*.py"))
-RECIPES = sorted((ROOT / "config").glob("*.yaml"))
+CONFIG = ROOT / "config"
+RECIPES = sorted([*CONFIG.glob("*.yaml"), *CONFIG.glob("*/*.yaml")])
+
+
+def recipe_name(path: Path) -> str:
+    return path.relative_to(CONFIG).as_posix()
 
 
 def test_import_contracts():
@@ -35,7 +40,7 @@ def test_import_contracts():
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", RECIPES, ids=recipe_name)
 def test_every_recipe_has_a_step_that_keeps_and_donates_its_state(path, tmp_path, monkeypatch):
     # The recipes that start from a Hugging Face model use this folder name, and cut it above layer 12.
     (tmp_path / "model-folder").mkdir()
@@ -63,10 +68,10 @@ def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], str]:
     return tuple(array.shape), str(array.dtype)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", RECIPES, ids=recipe_name)
 def test_every_recipe_begins_with_its_command_and_hardware(path):
     header = path.read_text().split("\n\n")[0].split("\ndata:")[0]
-    assert re.search(rf"^#   jaxlm train --config_path (jaxlm:)?{re.escape(path.name)}$", header, re.MULTILINE)
+    assert re.search(rf"^#   jaxlm train --config_path (jaxlm:)?{re.escape(recipe_name(path))}$", header, re.MULTILINE)
     assert "Hardware:" in header
 
 

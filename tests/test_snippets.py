@@ -132,6 +132,13 @@ def check_jaxlm(name: str, arguments: list[str], monkeypatch) -> None:
         return
     module = importlib.import_module(f"jaxlm.{name}")
 
+    def parsed_after(real):
+        def planned(*given):
+            real(*given)
+            raise Parsed
+
+        return planned
+
     def stop_after(real):
         def opened(first, *rest, **named):
             if real is not None:
@@ -150,6 +157,8 @@ def check_jaxlm(name: str, arguments: list[str], monkeypatch) -> None:
                 patched.setattr(module, function, stop_after(None))
         if hasattr(module, "load_config"):
             patched.setattr(module, "load_config", stop_after(module.load_config))
+        if hasattr(module, "plan_study"):
+            patched.setattr(module, "plan_study", parsed_after(module.plan_study))
         try:
             code: Any = module.main(arguments)
         except Parsed:

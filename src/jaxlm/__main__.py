@@ -23,6 +23,7 @@ COMMANDS = {
     "convert": "writes a checkpoint as a folder for transformers, vLLM or PEFT",
     "prepare": "tokenizes data ahead of training, and describes the token caches",
     "report": "writes an HTML page with the curves, samples and settings of one or several runs",
+    "scaling": "trains several depths with several budgets, and fits a scaling law",
     "bench": "measures the training step, or forecasts it for machines you do not have",
 }
 RECIPES = "recipes"

@@ -1,7 +1,8 @@
-"""Converts a checkpoint to a folder for transformers, vLLM or PEFT, or merges a PEFT folder into its base model.
+"""Converts a checkpoint to a folder for transformers, vLLM, PEFT or nanochat, or merges a PEFT folder into its base model.
 
 jaxlm convert to-hf --checkpoint checkpoints/mine --output_dir mine-hf --dtype bfloat16 --verify true
 jaxlm convert to-hf --checkpoint model-folder --adapter adapter-folder --output_dir merged
+jaxlm convert to-nanochat --checkpoint checkpoints/d12 --output_dir base_checkpoints/d12
 """
 
 import argparse
@@ -21,6 +22,7 @@ from jaxlm.interop.hf.hub import check_upload, check_upload_name, upload_folder
 from jaxlm.interop.hf.model_card import README, ModelCard
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.interop.hf.verify import verify_folder
+from jaxlm.interop.torch.nanochat import save_nanochat
 from jaxlm.models.base import LanguageModel
 from jaxlm.run.exit_codes import command
 from jaxlm.run.export import export_model, logged_evaluation, model_card
@@ -30,6 +32,7 @@ from jaxlm.run.load_model import LoadedModel, add_checkpoint_options, open_model
 from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.lora import round_adapters, save_peft
 
+_TO_NANOCHAT = "to-nanochat"
 _NUM_COMPARED = 32  # tokens
 _RELATIVE_TOLERANCE = 1e-3  # of the largest logit; both sides compute in float32, in different orders
 
@@ -38,6 +41,8 @@ _RELATIVE_TOLERANCE = 1e-3  # of the largest logit; both sides compute in float3
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     options = _parser().parse_args(arguments)
+    if options.direction == _TO_NANOCHAT:
+        return _convert_to_nanochat(options)
     if options.adapter is not None and options.adapters == "only":
         raise ConfigError(
             f"--adapter {options.adapter}: merged into the model, but --adapters only writes no model. Remove one of them"
@@ -61,6 +66,19 @@ def main(arguments: Sequence[str]) -> int:
     if options.upload is not None:
         step = "" if opened.step is None else f", step {opened.step}"
         print(f"pushed to {upload_folder(Path(folder), options.upload, f'{options.checkpoint}{step}')}")
+    return 0
+
+
+def _convert_to_nanochat(options: argparse.Namespace) -> int:
+    folder = location_of(options.output_dir)
+    if not isinstance(folder, Path):
+        raise ConfigError(f"--output_dir: {folder} is a URL. Write a local folder, and copy it there")
+    opened = open_model(options.checkpoint, {}, None, options.weights)
+    plan, step = opened.plan, opened.step or 0
+    with plan.layout.use():
+        model = merge_surgeries(opened.load(), opened.surgeries)
+        save_nanochat(folder, model, plan.config.model, plan.layout, step=step)
+    print(f"wrote {opened.location} to {folder}")
     return 0
 
 
@@ -120,7 +138,11 @@ def _verify_adapters(folder: Path, base: str, opened: LoadedModel, model: Langua
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxlm convert", description="Exports a trained model to another format.")
-    to_hf = parser.add_subparsers(dest="direction", metavar="to-hf", required=True).add_parser(
+    directions = parser.add_subparsers(dest="direction", metavar=f"to-hf or {_TO_NANOCHAT}", required=True)
+    to_nanochat = directions.add_parser(_TO_NANOCHAT, help="write model_STEP.pt and meta_STEP.json for nanochat")
+    add_checkpoint_options(to_nanochat)
+    to_nanochat.add_argument("--output_dir", required=True, help="folder to create; it must not exist")
+    to_hf = directions.add_parser(
         "to-hf", help="write a folder for transformers and vLLM or, with --adapters only, for PEFT"
     )
     add_checkpoint_options(to_hf, or_else="; or a Hugging Face folder or hub name, such as the base of --adapter")

@@ -9,7 +9,7 @@ import pytest
 
 from jaxlm.config.key_index import KeyIndex, check_command_line
 from jaxlm.config.load import load_config
-from jaxlm.config.recipes import FOLDER, recipe, recipes_command
+from jaxlm.config.recipes import FOLDER, all_recipes, recipe, recipes_command
 from jaxlm.config.yaml import ConfigSource, load_yaml
 from jaxlm.core.errors import ConfigError
 from tests.interop.test_levanter import REFUSED, SAME
@@ -65,23 +65,26 @@ def test_levanter_spellings_are_left_to_the_translation(tree):
     KeyIndex.load().check(ConfigSource(tree))
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.name)
-def test_recipes_have_no_unknown_key(path):
-    KeyIndex.load().check(load_yaml(f"jaxlm:{path.name}"))
-    assert recipe(path.stem) == recipe(path.name) == path
-    assert (
-        load_config(["--config_path", f"jaxlm:{path.name}", "--use_hf_model_config", "false"], "jaxlm.train").trainer.id
-        == path.stem
-    )
+NAMES = [path.relative_to(FOLDER).as_posix() for path in all_recipes()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipes_have_no_unknown_key(name):
+    KeyIndex.load().check(load_yaml(f"jaxlm:{name}"))
+    assert recipe(name.removesuffix(".yaml")) == recipe(name) == FOLDER / name
+    config = load_config(["--config_path", f"jaxlm:{name}", "--use_hf_model_config", "false"], "jaxlm.train")
+    assert config.trainer.id == Path(name).stem
 
 
 def test_recipes_are_listed_and_copied_but_never_overwrite_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert recipes_command([]) == 0
-    assert "jaxlm:quickstart.yaml" in capsys.readouterr().out
+    assert {"jaxlm:quickstart.yaml", "jaxlm:nanochat/cpu_d4.yaml"} <= set(capsys.readouterr().out.split())
     assert recipes_command(["two_phases"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"two_phases.yaml", "quickstart.yaml"}, "what it includes, too"
     assert load_yaml("two_phases.yaml").tree == load_yaml("jaxlm:two_phases.yaml").tree
+    assert recipes_command(["nanochat/cpu_d4"]) == 0
+    assert load_yaml("cpu_d4.yaml").tree == load_yaml("jaxlm:nanochat/cpu_d4").tree
     assert recipes_command(["quickstart"]) == 0  # an unchanged copy exists already
     Path("quickstart.yaml").write_text("mine: 1\n")
     with pytest.raises(ConfigError, match=r"quickstart\.yaml already exists in this folder\. Rename or delete it"):

@@ -35,11 +35,21 @@ FOUR_GROUPS = {
 }
 KRON = ("--optimizer.type", "kron", "--optimizer.learning_rate", "3e-3")
 SOAP = ("--optimizer.type", "soap", "--optimizer.learning_rate", "3e-3", "--optimizer.precondition_frequency", "3")
+MUON = (
+    "--optimizer.type",
+    "muon",
+    "--optimizer.learning_rate",
+    "3e-3",
+    "--optimizer.momentum_schedule",
+    "{warmup: 20}",
+)
+MUON += ("--optimizer.normuon_beta2", "0.9", "--optimizer.weight_decay_schedule", "cosine")
 OTHERS = {
     "kron, float32 router, one device": (1, (*KRON, *FLOAT32_ROUTER)),
     "kron, float32 router, tp 2 x fsdp 2": (4, (*KRON, *FLOAT32_ROUTER, *TENSOR_PARALLEL)),
     "adam-mini, fsdp 8": (8, ("--optimizer.type", "adam-mini")),
     "soap, tp 2 x fsdp 4": (8, (*SOAP, *TENSOR_PARALLEL)),
+    "muon with its options, fsdp 8": (8, MUON),
 }
 SETTINGS = MESHES | OTHERS | FOUR_GROUPS
 PARALLELISM = {name: str(16 // n if "tp 2" in name else 8 // n) for name, (n, _) in SETTINGS.items()}

@@ -2,7 +2,7 @@
 
 import math
 
-from tests.fields.proofs import Change, Constant, Entry, Initial, Program, Refused, Shapes, Table
+from tests.fields.proofs import Change, Constant, Entry, Initial, Program, Refused, Shapes, ShownIn, Table
 
 BFLOAT16 = {"trainer": {"mp": "p=f32,c=bfloat16"}}
 RANDOM_BITS = Constant(0x1BD11BDA)  # a constant of Threefry, which draws the dropout masks
@@ -162,7 +162,38 @@ LATE_WINDOW: dict[str, Entry] = {
     "model.rope": SCALED_ROPE,
     "model.max_window_layers": Change(1, Program(gains=r"stablehlo.dot_general")),
 }
+INITIAL_LAMBDA = ShownIn("tests/models/test_nano.py::test_initialization")
+# S layers of the base attend 8 tokens back, which are 9 keys.
+NANO: dict[str, Entry] = {
+    **COMMON,
+    "model.hidden_dim": Change(64, Shapes({r"^model\.tokens": (64, 64)})),
+    "model.num_layers": Change(6, Shapes({r"^model.*q_proj\.weight": (6, 4, 8, 32)})),
+    "model.num_heads": Change(2, Shapes({r"^model.*q_proj\.weight": (4, 2, 16, 32)})),
+    "model.num_kv_heads": Change(2, Shapes({r"^model.*k_proj\.weight": (4, 2, 8, 32)})),
+    "model.mlp_scale": Change(2, Shapes({r"^model.*up_proj\.weight": (4, 64, 32)})),
+    "model.window_pattern": Change("L", Program(loses=r"dense<9>")),
+    "model.short_window_fraction": Change(0.25, Constant(5)),
+    "model.short_window_multiple": Change(3, Constant(10)),
+    "model.rope": SCALED_ROPE,
+    "model.rope_dtype": Change("float32", Program(loses=r"xbf16>")),
+    "model.qk_scale": Change(1.2, Constant(1.2**2 * 8**-0.5)),
+    "model.value_gate_channels": Change(8, Shapes({r"^model.*value_gates": (2, 4, 8)})),
+    "model.value_gate_scale": Change(3.0, Constant(3.0)),
+    "model.smear_channels": Change(24, Shapes({r"^model\.smear_gate": (24,), r"^model\.smear_lambda": ()})),
+    "model.backout": Change(0.2, Shapes({r"^model\.backout_lambda": ()})),
+    "model.final_soft_cap": Change(3.0, Constant(3.0)),
+    "model.layer_norm_epsilon": Change(1e-3, Constant(1e-3)),
+    "model.embed_init_std": Change(2.0, Initial(r"^tokens", 2.0)),
+    "model.head_init_std": Change(0.002, Initial(r"^head", 2.0)),
+    "model.mlp_init_scale": Change(2.0, Initial(r"up_proj", 2.0)),
+    "model.gate_init_max": Change(0.02, Initial(r"value_gates", 2.0), also={"model": {"gate_init_max": 0.01}}),
+    "model.first_resid_lambda": INITIAL_LAMBDA,
+    "model.last_resid_lambda": INITIAL_LAMBDA,
+    "model.first_x0_lambda": INITIAL_LAMBDA,
+    "model.last_x0_lambda": INITIAL_LAMBDA,
+}
 TABLE: Table = {
+    "nano": NANO,
     "gpt2": GPT2,
     "llama": LLAMA,
     "flax": FLAX,

@@ -42,6 +42,7 @@ TOP_LEVEL: dict[str, Entry] = {
     "optimizer": Section(),
     "objective": Section(),
     "refs": Section(),
+    "preset": Section(),
     "evals": ShownIn(FIELDS + "test_evals.py::test_the_eval_hook_runs_the_configured_evals"),
     "phases": Section(),
     "initialize_from_hf": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
@@ -64,6 +65,7 @@ TRAINER: dict[str, Entry] = {
     "trainer.train_batch_size": Change(32, Program(gains=r"tensor<1x32x16xi32>")),
     "trainer.per_device_parallelism": Change(1, Program(gains=r"tensor<2x8x16xi32>")),
     "trainer.per_device_train_parallelism": Change(1, Program(gains=r"tensor<2x8x16xi32>")),
+    "trainer.max_per_device_parallelism": Change(1, Program(gains=r"tensor<2x8x16xi32>")),
     "trainer.allow_nondivisible_batch_size": Change(
         True,
         Allowed(r"trainer\.train_batch_size: 12 .* 8 ", r"tensor<1x16x16xi32>"),
@@ -180,6 +182,7 @@ OPTIMIZER: dict[str, Entry] = {
     "optimizer.lr_schedule": Change("linear", Rates({34: 7e-5})),
     "optimizer.min_lr_ratio": Change(0.5, Rates({100: 5e-5})),
     "optimizer.warmup": Change(10, Rates({5: 5e-5})),
+    "optimizer.warmup_from_zero": Change(False, Rates({0: 1e-5, 4: 5e-5}), also={"optimizer": {"warmup": 10}}),
     "optimizer.decay": Change(10, Rates({50: 1e-4, 90: 1e-4})),
     "optimizer.rewarmup": Change(10, Rates({55: 5.5e-5}), also={"optimizer": {"cycles": 2}}),
     "optimizer.cycles": Change(2, Rates({50: 1e-4})),

@@ -18,6 +18,7 @@ from jaxlm.models.decoder import DecoderConfig
 from jaxlm.models.rope import RotaryConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
+from jaxlm.presets.base import PresetConfig
 from jaxlm.refs.base import RefConfig
 from jaxlm.surgery.base import SurgeryConfig
 
@@ -51,10 +52,12 @@ MODELS: dict[str, Tree] = {
         "shared_expert_intermediate_dim": 24,
     },
     "qwen3": {"type": "qwen3", **LLAMA, "head_dim": 8, "sliding_window": 4},
+    "nano": {"type": "nano", **SIZES, "num_layers": 4, "window_pattern": "SL"},
 }
 TEACHER = str(Path(__file__).parent / "teacher")  # only its config.json
 OBJECTIVES = {"next_token": "llama", "distill": "distill"}
 REFS = {"hf": "distill", "checkpoint": "checkpoint"}
+PRESETS = {"depth_dial": "dial"}
 TRAINER = {"id": "x", "train_batch_size": 16, "num_train_steps": 100, "fsdp_axis": "embed"}
 ROPES: dict[str, Tree] = {
     "default": {},
@@ -102,6 +105,12 @@ BASES: dict[str, Tree] = {
         objective={"type": "distill"}, refs={"teacher": {"type": "checkpoint", "path": "checkpoints/x"}}
     ),
     "phases": tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimizer={"type": "adam"}),
+    "dial": {
+        "preset": {"type": "depth_dial", "depth": 2, "aspect_ratio": 32, "head_dim": 16},
+        "data": {"vocab_size": 64},
+        "model": {"type": "nano", "seq_len": 16},
+        "trainer": {"id": "x"},
+    },
     "precision": _trainer(mp={"default": "p=f32,c=bfloat16", "rules": [{"match": "mlp", "compute": "f32"}]}),
 }
 
@@ -149,6 +158,8 @@ def all_fields() -> list[tuple[str, str]]:
         found += _fields(OBJECTIVES[name], "objective", kind)
     for name, kind in RefConfig.get_known_choices().items():
         found += _fields(REFS[name], "refs.teacher", kind)
+    for name, kind in PresetConfig.get_known_choices().items():
+        found += _fields(PRESETS[name], "preset", kind)
     for name, kind in SurgeryConfig.get_known_choices().items():
         found += _fields(name, "surgery", kind)
     return found + _fields("phases", "phases.0", PhaseConfig)

@@ -18,14 +18,26 @@ from jaxlm.core.types import TokenBatch
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.models.inference.generate import generate
 from jaxlm.models.loss import token_losses
 from jaxlm.objectives.next_token import NextToken
 
 VOCAB, ROWS, LENGTH = 64, 16, 16
 SIZES = {"seq_len": LENGTH, "hidden_dim": 32, "num_layers": 3, "num_heads": 4, "initializer_range": 0.1}
+NANO = {key: value for key, value in SIZES.items() if key != "initializer_range"}
 MODELS = {
     "gpt2": Gpt2Config(**SIZES),
+    "nano": NanoConfig(
+        **NANO | {"num_layers": 8},
+        num_kv_heads=2,
+        smear_channels=24,
+        backout=0.2,
+        embed_init_std=0.1,
+        head_init_std=0.1,
+        gate_init_max=0.1,
+        gradient_checkpointing=False,
+    ),
     "llama": LlamaConfig(intermediate_dim=48, num_kv_heads=2, gradient_checkpointing=False, **SIZES),
 }
 TENSOR = ("mlp", "heads")
@@ -35,7 +47,7 @@ LAYOUTS = {
     "tp2_fsdp4_vocab": (mesh_shape(8, replica=1, model=2), (*TENSOR, "vocab")),
     "hsdp2x4": (mesh_shape(8, replica=2, model=1), ()),
 }
-SOFT_CAPS = {"gpt2": None, "llama": 0.5}
+SOFT_CAPS = {"gpt2": None, "llama": 0.5, "nano": 15.0}
 OBJECTIVE = NextToken(z_loss_weight=1e-3, label_smoothing=0.1)
 
 
@@ -130,7 +142,8 @@ def main():
     single = jax.jit(step)(model, batch)
     leaves = [leaf for leaf in jax.tree.leaves(model, is_leaf=is_named) if is_named(leaf)]
     sizes = {axis.name: axis.size for leaf in leaves for axis in leaf.axes}
-    report = {"layer": sum(leaf.size for leaf in jax.tree.leaves(model.body.layers)) // 3}
+    num_layers = MODELS[sys.argv[1]].num_layers
+    report = {"layer": sum(leaf.size for leaf in jax.tree.leaves(model.body.layers)) // num_layers}
     report["text"] = decoded(model)
     for name in sys.argv[2:]:
         shape, tensor = LAYOUTS[name]

@@ -112,7 +112,9 @@ def drop_stale_keys(kind: type, file: dict[str, Any], overrides: Mapping[str, An
         if is_choice(base):
             old = chosen_class(base, section, default_of(field))
             new = chosen_class(base, over) if CHOICE_TYPE_KEY in over else old
-            if new is not None and new is not old:
+            # Without a `type`, a section that a preset fills in has the preset's.
+            is_open = CHOICE_TYPE_KEY in over and CHOICE_TYPE_KEY not in section and file.get("preset") is not None
+            if new is not None and (new is not old or is_open):
                 valid = {CHOICE_TYPE_KEY, *(f.name for f in dataclasses.fields(new))}
                 for key in [key for key in section if key not in valid]:
                     del section[key]

@@ -58,7 +58,10 @@ class KeyIndex:
                 if not is_known and not self._is_other_spelling(str(key)):
                     raise unknown_key(source, (*path, key), section.choice, section.names)
         for key, inner in value.items():
-            if not (key == "model" and value.get("use_hf_model_config")):  # the folder's config.json sets its type
+            from_folder = key == "model" and value.get("use_hf_model_config")  # its config.json sets the type
+            has_type = isinstance(inner, Mapping) and CHOICE_TYPE_KEY in inner
+            from_preset = key in ("model", "optimizer") and source.tree.get("preset") and not has_type
+            if not (from_folder or from_preset):
                 self._check(source, inner, (*path, key), (*section_path, str(key)))
 
     def _is_other_spelling(self, key: str) -> bool:

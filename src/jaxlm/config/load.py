@@ -16,6 +16,7 @@ from jaxlm.config.yaml import ConfigSource, load_yaml, merge
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.model_section import with_hf_model
 from jaxlm.interop.levanter.config import from_levanter
+from jaxlm.presets.base import with_preset
 from jaxlm.surgery.base import SurgeryConfig
 
 R = TypeVar("R", bound=RunConfig)
@@ -32,6 +33,15 @@ def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfi
     Args:
         command: module name to show in the help text, as in `python -m command`.
         kind: `RunConfig`, or a subclass with additional keys of a user program.
+
+    Raises:
+        SystemExit: `--help` was given and the help text was printed.
+    """
+    return decode_run(*load_source(arguments, command, kind), kind)
+
+
+def load_source(arguments: Sequence[str], command: str, kind: type[RunConfig]) -> tuple[ConfigSource, str | None]:
+    """The configuration file given on the command line with the overrides, undecoded, and its name without suffix.
 
     Raises:
         SystemExit: `--help` was given and the help text was printed.
@@ -58,8 +68,7 @@ def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfi
     source, notes = from_levanter(override(source, parsed.options))
     for note in notes:
         print(f"note: {note}")
-    stem = None if parsed.config_path is None else config_file(parsed.config_path).stem
-    return decode_run(source, stem, kind)
+    return source, None if parsed.config_path is None else config_file(parsed.config_path).stem
 
 
 def refuse_dry_run(config: RunConfig, reason: str) -> None:
@@ -77,11 +86,12 @@ def read_config(path: Path | str) -> RunConfig:
 
 
 def decode_run(source: ConfigSource, name: str | None, kind: type[R] = RunConfig) -> R:
-    """Decodes a run. Phases inherit missing sections and keys from the top level.
+    """Decodes a run. A preset fills in its keys; phases inherit missing sections and keys from the top level.
 
     If `trainer.id` is null, it is set from the environment variable RUN_ID, a tracker's `id`, or `name`.
     """
     load_installed_plugins()
+    source = with_preset(source)
     tree = with_hf_model(_inherit_sections(source.tree))
     config = decode(kind, ConfigSource(tree, source.marks))
     config = _with_surgery_keys(config, tree)

@@ -42,10 +42,15 @@ def _downloaded(url: str) -> Path:
     return folder / name
 
 
+def all_recipes() -> list[Path]:
+    """The files of all recipes: first those in no folder."""
+    return [*sorted(FOLDER.glob("*.yaml")), *sorted(FOLDER.glob("*/*.yaml"))]
+
+
 def recipe(name: str) -> Path:
     """The file of a recipe, by its name with or without `.yaml`."""
     stem = name.removesuffix(".yaml")
-    known = {file.stem: file for file in sorted(FOLDER.glob("*.yaml"))}
+    known = {_name(file).removesuffix(".yaml"): file for file in all_recipes()}
     if stem not in known:
         near = difflib.get_close_matches(stem, known, n=1)
         hint = f" Did you mean {SCHEME}{near[0]}.yaml?" if near else ""
@@ -63,8 +68,8 @@ def recipes_command(arguments: Sequence[str]) -> int:
             _copy(source)
         print(f"train it with: jaxlm train --config_path {recipe(name).name}")
     if not arguments:
-        for file in sorted(FOLDER.glob("*.yaml")):
-            print(f"  {SCHEME}{file.name:20} {_title(file)}")
+        for file in all_recipes():
+            print(f"  {SCHEME}{_name(file):26} {_title(file)}")
         print(
             "\nTrain one with `jaxlm train --config_path jaxlm:NAME`; copy one into this folder with `jaxlm recipes NAME`."
         )
@@ -89,6 +94,11 @@ def _copy(source: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{copy} cannot be written: {error.strerror}. Run the command in another folder") from error
     print(f"wrote {copy}")
+
+
+def _name(file: Path) -> str:
+    """The name of a recipe, as in `nanochat/cpu_d4.yaml`."""
+    return file.relative_to(FOLDER).as_posix()
 
 
 def _title(file: Path) -> str:

@@ -15,6 +15,7 @@ from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig
+from jaxlm.presets.base import PresetConfig
 from jaxlm.refs.base import RefConfig
 from jaxlm.surgery.base import SurgeryConfig
 
@@ -60,6 +61,8 @@ class RunConfig:
         evals: evaluations to run every `trainer.steps_per_eval` steps.
         phases: training phases, run in order, each with its own surgery, trainable parameters, data, objective or
             optimizer. If empty, the top level is the only phase.
+        preset: fill in keys of other sections, such as all sizes and rates from a depth; `type:` selects the preset. Keys
+            that you write win. Null fills in nothing.
         data_seed: random seed of the order of the training data alone; null uses `trainer.seed`.
         epoch: number of passes over each phase's training data, instead of `num_train_steps`; 0 trains for
             `num_train_steps`.
@@ -91,6 +94,7 @@ class RunConfig:
     refs: dict[str, RefConfig] = field(default_factory=dict)
     evals: list[EvalConfig] = field(default_factory=lambda: [LossEvalConfig()])
     phases: list[PhaseConfig] = field(default_factory=list)
+    preset: PresetConfig | None = None
     data_seed: Seed | None = None
     epoch: NonNegativeInt = 0
     initialize_from_hf: bool | str = False

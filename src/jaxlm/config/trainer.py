@@ -35,6 +35,8 @@ class TrainerConfig:
         per_device_parallelism: sequences per device in one microbatch. -1 processes the device's whole share of the
             batch at once; a smaller value accumulates gradients over several microbatches.
         per_device_train_parallelism: alias of `per_device_parallelism`.
+        max_per_device_parallelism: divide the device's share of the batch into the fewest equal microbatches of at most this
+            many sequences, whatever the number of devices. Null does not limit it.
         allow_nondivisible_batch_size: pad a batch that does not divide evenly with empty sequences. They do not count
             toward the loss. A batch with fewer sequences than there are devices is always padded, with a warning.
         per_device_eval_parallelism: sequences per device in evaluation; -1 uses the training value.
@@ -104,6 +106,7 @@ class TrainerConfig:
     train_batch_size: PositiveInt | Literal[-1] | list[BatchSize] = 32
     per_device_parallelism: PositiveInt | Literal[-1] = -1
     per_device_train_parallelism: PositiveInt | Literal[-1] = -1
+    max_per_device_parallelism: PositiveInt | None = None
     allow_nondivisible_batch_size: bool = False
     per_device_eval_parallelism: PositiveInt | Literal[-1] = -1
     steps_per_eval: PositiveInt = 1000

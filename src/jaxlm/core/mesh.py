@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 from jaxlm.core.axes import (
     BATCH,
     DATA,
+    EMBED,
     EXPERTS,
     HEADS,
     KV_HEADS,
@@ -20,6 +21,7 @@ from jaxlm.core.axes import (
     MODEL,
     POSITION,
     REPLICA,
+    VALUE_EMBED,
     VOCAB,
     axis_names,
 )
@@ -194,7 +196,7 @@ def make_layout(
 
     Later entries override earlier ones: `shared`, tensor parallelism, the batch axis; then `compute` for the compute
     mapping, and `parameter` and FSDP for the parameter mapping. Tensor parallelism over `heads` includes `kv_heads` if the
-    model axis divides them.
+    model axis divides them, and FSDP over `embed` includes `value_embed` if the data axis divides it.
 
     Args:
         logical_axes: sizes of the model's parameter axes, to detect unknown names and sizes that do not divide.
@@ -208,6 +210,8 @@ def make_layout(
         both[mappings.batch] = tuple(name for name in ("replica_dcn", REPLICA, DATA) if name in sizes)
     compute = {**both, **mappings.compute}
     parameter = {**both, **mappings.parameter, **dict.fromkeys(mappings.fsdp, DATA)}
+    if EMBED in mappings.fsdp and VALUE_EMBED in logical_axes and logical_axes[VALUE_EMBED] % shape.data == 0:
+        parameter.setdefault(VALUE_EMBED, DATA)
     for mapping in (compute, parameter):
         _check_mapping(mapping, sizes, logical_axes)
     grid = shape.arrange(jax.devices() if devices is None else devices)

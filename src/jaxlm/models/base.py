@@ -56,6 +56,7 @@ class KVCache(eqx.Module):
         length: scalar int32, the number of slots in use (the same for all rows, because prompts are padded on the
             left).
         fresh: the cache is empty, so the first inputs attend only to each other, as in training.
+        tokens: int32 {batch, key_position}, the token in each slot; None unless the model reads earlier tokens.
     """
 
     keys: tuple[KVArray, ...]
@@ -64,6 +65,7 @@ class KVCache(eqx.Module):
     segment_ids: NamedArray
     length: jax.Array
     fresh: bool = eqx.field(static=True, default=False)
+    tokens: NamedArray | None = None
 
 
 class AuxLoss(eqx.Module):

@@ -27,7 +27,7 @@ from jaxlm.models.base import KVArray
 from jaxlm.models.inference.cached_attention import cached_attention
 from jaxlm.models.inference.kv_cache import write_kv_array
 from jaxlm.models.linear import Linear
-from jaxlm.models.norms import RMSNorm
+from jaxlm.models.norms import RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import KEY, MLP, QUERY, VALUE, checkpoint_name
 from jaxlm.models.rope import Rotation
 from jaxlm.models.token_sharding import AttentionSharding
@@ -122,7 +122,8 @@ class SelfAttention(eqx.Module):
         q_proj: {heads, head_size, embed}.
         k_proj, v_proj: {kv_heads, head_size, embed}.
         o_proj: {embed, heads, head_size}.
-        q_norm, k_norm: norms of queries and keys before the rotary embedding, over each head or over all heads jointly.
+        q_norm, k_norm: norms of queries and keys, over each head or over all heads jointly.
+        norms_follow_rotation: these norms come after the rotary embedding instead of before it.
         scale: factor of the scores; None means 1 / sqrt(head_size).
         rule: modifies the scaled scores before the softmax.
         upcast: compute the attention matrix products in float32.
@@ -133,8 +134,9 @@ class SelfAttention(eqx.Module):
     k_proj: Linear
     v_proj: Linear
     o_proj: Linear
-    q_norm: RMSNorm | None = None
-    k_norm: RMSNorm | None = None
+    q_norm: RMSNorm | UnweightedRMSNorm | None = None
+    k_norm: RMSNorm | UnweightedRMSNorm | None = None
+    norms_follow_rotation: bool = eqx.field(static=True, default=False)
     scale: float | None = eqx.field(static=True, default=None)
     rule: ScoreRule = eqx.field(static=True, default=UNMODIFIED_SCORES)
     upcast: bool = eqx.field(static=True, default=False)
@@ -164,17 +166,23 @@ class SelfAttention(eqx.Module):
         layer_cache: LayerCache | None,
         *,
         scale: float | jax.Array | None = None,
+        value: NamedArray | None = None,
         key: jax.Array | None = None,
     ) -> tuple[NamedArray, ForCache]:
         """Maps {batch, position, embed} to the same shape; also returns the new keys and values, or the updated cache.
 
         Args:
             scale: overrides the field, for layers with different scales.
+            value: added to the values, {batch, position, kv_heads, head_size}.
         """
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        q, k = q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k)
+        v = v if value is None else v + value.rearrange(v.axes)
+        if not self.norms_follow_rotation:
+            q, k = self._normalized(q, k)
         if context.rotation is not None:
             q, k = context.rotation(q), context.rotation(k)
+        if self.norms_follow_rotation:
+            q, k = self._normalized(q, k)
         q, k, v = checkpoint_name(q, QUERY), checkpoint_name(k, KEY), checkpoint_name(v, VALUE)
         new: ForCache = KeyValue(k, v)
         if layer_cache is not None and layer_cache.start is not None:
@@ -195,6 +203,9 @@ class SelfAttention(eqx.Module):
         else:
             out = cached_attention(q, k, v, layer_cache.keys, layer_cache.values, spec)
         return self.o_proj(hax.auto_sharded(out.astype(x.dtype))), new
+
+    def _normalized(self, q: NamedArray, k: NamedArray) -> tuple[NamedArray, NamedArray]:
+        return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k)
 
 
 T = TypeVar("T")

@@ -51,6 +51,16 @@ class RMSNorm(eqx.Module):
         return _normalized(x, weight, None, self.eps, center=False)
 
 
+class UnweightedRMSNorm(eqx.Module):
+    """x / rms(x), in float32: an RMSNorm without parameters."""
+
+    Features: Axis = eqx.field(static=True)
+    eps: float = eqx.field(static=True)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        return _normalized(x, hax.ones(self.Features), None, self.eps, center=False)
+
+
 class LayerNorm(eqx.Module):
     """(x - mean) / std * weight + bias, in float32.
 

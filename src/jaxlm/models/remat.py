@@ -86,7 +86,8 @@ def _policy(remat_policy: RematPolicy) -> Callable[..., bool] | None:
 
 # Operations on parameters before a matrix product. Saving their results would keep a second copy of all layers (under
 # FSDP, a gathered one). On activations they are cheap to recompute.
-_PARAMETER_OPS = {"sharding_constraint", "transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type"}
+_PARAMETER_OPS = {"sharding_constraint", "transpose", "reshape", "squeeze", "slice", "broadcast_in_dim"}
+_PARAMETER_OPS |= {"convert_element_type"}
 
 
 def _all_but_parameters(primitive: Any, *_: Any, **__: Any) -> bool:

@@ -77,7 +77,7 @@ class LayerKind:
     interleaved: bool = False
 
 
-def shortest_period(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+def shortest_period(kinds: Sequence[T]) -> tuple[T, ...]:
     """The shortest prefix of `kinds` that repeats to give all of them. The last repetition may be partial."""
     return next(
         tuple(kinds[:period])
@@ -188,6 +188,25 @@ def _concatenated(parts: Sequence[T]) -> T:
     if len(parts) == 1:
         return parts[0]
     return jax.tree.map(lambda *leaves: hax.concatenate(LAYERS, leaves), *parts, is_leaf=is_named)
+
+
+class OtherBody(eqx.Module):
+    """The layers of a model that are not of the same structure, so that they are no `Body`.
+
+    Attributes:
+        kinds: the kind of each layer.
+    """
+
+    kinds: eqx.AbstractVar[tuple[LayerKind, ...]]
+
+    @property
+    @abc.abstractmethod
+    def Layers(self) -> Axis:
+        """An axis with the number of layers."""
+
+    @abc.abstractmethod
+    def unstacked(self) -> Any:
+        """A copy with separate arrays per layer, for decoding with an `UnstackedCache`."""
 
 
 @dataclass(frozen=True)

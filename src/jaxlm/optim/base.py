@@ -58,6 +58,8 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         min_lr_ratio: learning rate at the end of each cycle, as a fraction of the peak.
         warmup: length of the linear warmup from 0 to the peak in the first cycle, limited to the length of that cycle. Up to
             1: fraction of the cycle; above 1: steps.
+        warmup_from_zero: the first update of a warmup has the learning rate that it starts from: 0 in the first cycle. False
+            starts one step further, so that no update is lost: the first of N steps of warmup has 1/N of the peak.
         decay: length of the decay from the peak at the end of each cycle, limited to what the warmup leaves. Up to 1:
             fraction of the cycle; above 1: steps. Null decays over everything after the warmup.
         rewarmup: length of the warmup of each later cycle, from the last learning rate of the previous cycle to the peak. Up
@@ -85,6 +87,7 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     lr_schedule: LrShape | str = "cosine"
     min_lr_ratio: Fraction = 0.1
     warmup: ScheduleLength = 0.01
+    warmup_from_zero: bool = True
     decay: ScheduleLength | None = None
     rewarmup: ScheduleLength = 0.0
     cycles: PositiveInt | list[PositiveInt] | None = None
@@ -131,6 +134,7 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
             rewarmup=self.rewarmup,
             cycles=self.cycles,
             cycle_length=self.cycle_length,
+            from_zero=self.warmup_from_zero,
         )
         return make_schedule(spec, num_steps)
 

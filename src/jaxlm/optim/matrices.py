@@ -120,6 +120,7 @@ def with_adam_fallback(
     *,
     adam_lr: float,
     max_grad_norm: float | None,
+    decay: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Clips the global norm, computes each parameter's direction, adds weight decay, and scales by the learning rate.
 
@@ -128,6 +129,7 @@ def with_adam_fallback(
         matrices: name in the optimizer state and transformation for the groups with `as_matrices`.
         adam: transformation for all other groups.
         adam_lr: peak learning rate of all other groups.
+        decay: adds the weight decay to the directions of both; None adds that of `config`.
     """
     name, direction = matrices
     paths = {path for group in groups if group.as_matrices for path in group.paths}
@@ -144,7 +146,7 @@ def with_adam_fallback(
         optax.chain(
             clip_by_norm(max_grad_norm),
             optax.partition(directions, labels),
-            add_weight_decay(config, groups),
+            add_weight_decay(config, groups) if decay is None else decay,
             optax.partition(rates, labels),
         )
     )

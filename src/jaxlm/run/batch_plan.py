@@ -43,8 +43,15 @@ def batch_sizes(trainer: TrainerConfig) -> tuple[BatchSize, ...] | None:
 
 
 def plan_batches(trainer: TrainerConfig, num_shards: int) -> BatchPlan:
-    """Divides batches over the `num_shards` devices that share a batch, and into microbatches (`per_device_parallelism`)."""
+    """Divides batches over the `num_shards` devices that share a batch, and into microbatches (`per_device_parallelism`, or
+    `max_per_device_parallelism`).
+    """
     per_device = trainer.parallelism
+    if per_device != -1 and trainer.max_per_device_parallelism is not None:
+        raise ConfigError(
+            f"trainer.max_per_device_parallelism: {trainer.max_per_device_parallelism} given, but per_device_parallelism:"
+            f" {per_device} sets the size. Remove one of them"
+        )
     if per_device != -1 and per_device < 1:
         raise ConfigError(f"trainer.per_device_parallelism: {per_device} given, must be -1 or at least 1")
     sizes = batch_sizes(trainer)
@@ -102,8 +109,22 @@ def _stage(trainer: TrainerConfig, size: BatchSize, num_shards: int, per_device:
         per_device = 1  # the batch is padded, and more empty sequences would only cost time
     elif not trainer.allow_nondivisible_batch_size:
         _check_divides(trainer, size, num_shards, per_device)
-    share = largest_share if per_device == -1 else per_device
-    return BatchStage(size.start, size.value, -(-size.value // (share * num_shards)), share * num_shards)
+    if per_device == -1:
+        per_device = _microbatch(
+            largest_share, trainer.max_per_device_parallelism, padded=bool(size.value % num_shards)
+        )
+    return BatchStage(size.start, size.value, -(-size.value // (per_device * num_shards)), per_device * num_shards)
+
+
+def _microbatch(share: int, limit: int | None, *, padded: bool) -> int:
+    """Sequences per device in a microbatch: at most `limit`, in as few microbatches as possible.
+
+    They divide a device's share evenly, unless the batch is `padded` with empty sequences anyway.
+    """
+    fewest = 1 if limit is None else -(-share // limit)
+    if padded:
+        return -(-share // fewest)
+    return share // next(number for number in range(fewest, share + 1) if share % number == 0)
 
 
 def _check_divides(trainer: TrainerConfig, size: BatchSize, num_shards: int, per_device: int) -> None:

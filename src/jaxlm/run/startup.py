@@ -27,11 +27,12 @@ from jaxlm.models.layers import SelfAttention
 from jaxlm.models.moe import num_active
 from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_remat
 from jaxlm.models.scan import runs_as_scan
-from jaxlm.models.stacks import Stack
+from jaxlm.models.stacks import OtherBody, Stack
 from jaxlm.observe.console import duration
 from jaxlm.observe.trackers.environment import JAX_OPTIONS, source_of_jaxlm
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.lr.shapes import lr_shape_name
+from jaxlm.presets.base import preset_rows
 from jaxlm.run.batch_plan import describe_batches
 from jaxlm.run.compilation.options import describe_options
 from jaxlm.run.num_steps import describe_data
@@ -73,6 +74,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         *[(f"data of {p.name}", describe_data(plan.config, d)) for p, d in zip(plan.phases, plan.data, strict=True)],
         ("checkpoints", _checkpoints(plan)),
         ("logs", str(plan.log_folder)),
+        *preset_rows(plan.config.preset, encode(plan.config)),
     ]
 
 
@@ -144,12 +146,17 @@ def _remat(plan: Plan) -> str:
 
 def _layers(plan: Plan) -> str:
     model, layout = plan.config.model, plan.layout
-    stacks = tree.modules(plan.state_builder.abstract_initial_model, Stack)
+    stacks = _stacks(plan)
     if not stacks:
         return "defined by the model"
     num_layers = stacks[0].Layers.size
     loop, reason = runs_as_scan(model.scan_layers, num_layers, platform=layout.platform, num_devices=layout.mesh.size)
     return f"{'one compiled layer in a scan' if loop else 'compiled separately'} ({reason})"
+
+
+def _stacks(plan: Plan) -> list[Stack | OtherBody]:
+    model = plan.state_builder.abstract_initial_model
+    return [*tree.modules(model, Stack), *tree.modules(model, OtherBody)]
 
 
 def attention_choices(plan: Plan) -> list[AttentionChoice]:
@@ -159,7 +166,7 @@ def attention_choices(plan: Plan) -> list[AttentionChoice]:
     shared = (layout.platform, cuda_capability(layout.device), dtype, model.seq_len)
     tasks = (
         layer.task(*shared, kind.window)
-        for stack in tree.modules(plan.state_builder.abstract_initial_model, Stack)
+        for stack in _stacks(plan)
         for layer in tree.modules(stack, SelfAttention)
         for kind in stack.kinds
     )

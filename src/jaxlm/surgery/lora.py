@@ -33,6 +33,7 @@ from jaxlm.core.matmul import Weight, dot
 from jaxlm.core.publish import Location
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
+from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.weights import axis_sizes
 from jaxlm.interop.peft.read import ReadAdapters, lora_keys, peft_folder, read_adapters
 from jaxlm.interop.peft.write import Adapter, save_adapters
@@ -255,6 +256,7 @@ def save_peft(
     ]
     if not adapters:
         raise ConfigError("the checkpoint has no adapters. Remove --adapters")
+    family_of_config(config)  # raises for a model that PEFT does not know
     (body,) = tree.modules(model, Body)
     sizes = axis_sizes(tree.leaves(model))
     save_adapters(folder, adapters, config, body.num_layers, sizes, layout, dtype=dtype, base=base, files=files or {})

@@ -1,28 +1,25 @@
-"""Reads and writes model folders in Hugging Face format."""
+"""Reads and writes model folders in Hugging Face format, and reads nanochat's."""
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import haliax as hax
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import Location, PublishError, check_unused, publish_folder
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.family import Family, Json, config_from_json, config_to_json, family_of_config, family_of_json
 from jaxlm.interop.hf.load import differing_head, load_weights
-from jaxlm.interop.hf.safetensors_file import TensorInfo, in_shards, shard_names, write_safetensors
 from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors
-from jaxlm.interop.hf.weights import Tensor, axis_sizes, expanded
+from jaxlm.interop.hf.tensor_writer import TensorWriter
 from jaxlm.interop.json_object import read_json_object
+from jaxlm.interop.torch.nanochat import load_nanochat, model_file, read_config
 from jaxlm.interop.torch.renamed_tensors import RenamedTensors
 from jaxlm.models.base import LanguageModel, ModelConfig
 
@@ -43,15 +40,15 @@ def parse_dtype(name: str, key: str) -> Any:
 
 @dataclass(frozen=True)
 class HfFolder:
-    """A folder with config.json and weights.
+    """A folder with config.json and weights, or with nanochat's files.
 
     Attributes:
-        family: model family of the folder.
+        family: model family of the folder; None for nanochat's.
         vocab_size: number of rows of the embedding; may be larger than the number of tokens.
         notes: what is ignored or read in another way than config.json says.
     """
 
-    family: Family
+    family: Family | None
     config: ModelConfig
     vocab_size: int
     notes: tuple[str, ...] = ()
@@ -78,9 +75,12 @@ def load_model(
     Raises:
         ConfigError: the weights do not fit the model; lists all tensors that are missing or do not fit.
     """
+    if not rules and (file := model_file(path)) is not None:
+        return load_nanochat(file, abstract, config, layout)
     vocab_size = None
     if not rules:
         opened = open_folder(path, skip_keys)
+        assert opened.family is not None
         if not isinstance(config, opened.family.config):
             raise ConfigError(
                 f"model.type: {type(config).__name__} given, but {path} contains a {opened.family.model_types[0]} model."
@@ -112,6 +112,8 @@ def open_folder(path: Path, skip_keys: Sequence[str] = (), *, skipped_by: str = 
     Raises:
         ConfigError: config.json is missing, invalid, or describes an unsupported model.
     """
+    if (weights := model_file(path)) is not None:
+        return HfFolder(None, *read_config(weights))
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(f"{path}: config.json not found. It is required to know the model of the weights")
@@ -198,7 +200,7 @@ def save_folder(
     vocabulary = {"vocab_size": model.Vocab.size, **none, **special_ids}
     described = {**config_to_json(family, config), **vocabulary, "torch_dtype": np.dtype(dtype).name}
     described.setdefault("use_cache", True)
-    writer = _Writer(model, family.tensors(config), layout, np.dtype(dtype))
+    writer = TensorWriter(model, family.tensors(config), layout, np.dtype(dtype))
     if not is_main_process():
         writer.join_others()
         return
@@ -213,62 +215,6 @@ def save_folder(
     except PublishError:
         writer.join_others()
         raise
-
-
-class _Writer:
-    """Converts a model's parameters to tensors and writes them to files."""
-
-    def __init__(self, model: LanguageModel, tensors: Any, layout: Layout, dtype: np.dtype):
-        leaves = tree.leaves(model)
-        self._leaves = dict(leaves)
-        self._sizes = axis_sizes(leaves)
-        self._layout = layout
-        self._places: dict[str, tuple[Tensor, tuple[int, ...]]] = {
-            name: (tensor, numbers) for name, tensor, numbers in expanded(tensors, self._sizes)
-        }
-        written = {part.path for tensor in tensors for part in tensor.parts}
-        assert written == set(self._leaves), f"not in the table of weights: {sorted(written ^ set(self._leaves))}"
-        self.infos = {name: TensorInfo(tensor.shape(self._sizes), dtype) for name, (tensor, _) in self._places.items()}
-        self._left = dict.fromkeys(self.infos)  # tensors that have not been converted
-        # Compiled once per shape: selects the parameter of one tensor and replicates it to every device.
-        self._whole: Callable[..., jax.Array] = jax.jit(_at, static_argnums=2, out_shardings=layout.replicated())
-
-    def arrays(self, names: list[str]) -> Iterator[np.ndarray]:
-        """Yields the tensors one at a time."""
-        for name in names:
-            tensor, numbers = self._places[name]
-            leaves = [self._leaves[part.path] for part in tensor.parts]
-            hosted = [self._on_host(leaf, tensor.stacked, numbers).astype(self.infos[name].dtype) for leaf in leaves]
-            del self._left[name]
-            yield tensor.write(hosted, [tensor.own_axes(leaf) for leaf in leaves], self._sizes)
-
-    def join_others(self) -> None:
-        """Takes part in the conversion of all tensors that are left, for the processes that need them."""
-        for _ in self.arrays(list(self._left)):
-            pass
-
-    def write(self, folder: Path, largest_file: int) -> None:
-        """Writes the weights files, and an index if there are several."""
-        shards = list(in_shards(self.infos, largest_file))
-        files = shard_names(len(shards))
-        for file, infos in zip(files, shards, strict=True):
-            write_safetensors(folder / file, infos, self.arrays(list(infos)))
-        if len(shards) > 1:
-            total = sum(info.num_bytes for info in self.infos.values())
-            where = {name: file for file, infos in zip(files, shards, strict=True) for name in infos}
-            index = {"metadata": {"total_size": total}, "weight_map": where}
-            _write_json(folder / "model.safetensors.index.json", index)
-
-    def _on_host(self, leaf: hax.NamedArray, stacked: Sequence[str], numbers: tuple[int, ...]) -> np.ndarray:
-        names = [axis.name for axis in leaf.axes]
-        return np.asarray(self._whole(leaf.array, numbers, tuple(names.index(axis) for axis in stacked)))
-
-
-def _at(array: jax.Array, numbers: tuple[jax.Array, ...], axes: tuple[int, ...]) -> jax.Array:
-    """Indexes an array at one number of each of these axes."""
-    for number, axis in sorted(zip(numbers, axes, strict=True), key=lambda pair: -pair[1]):
-        array = jax.lax.dynamic_index_in_dim(array, number, axis, keepdims=False)
-    return array
 
 
 def _known_ids(ids: Any, vocab_size: int) -> int | list[int] | None:

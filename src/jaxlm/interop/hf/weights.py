@@ -1,7 +1,8 @@
 """Weight tables for import and export: which parameters a tensor in Hugging Face format contains, in which layout.
 
 A layout lists the tensor's dimensions, each as a product of named axes: `heads head_size | embed` is a matrix whose rows
-are the features of all heads. It omits the axes `layers` and `experts` if the files have one tensor per layer or expert.
+are the features of all heads. It omits the axes `layers`, `value_layers` and `experts` if the files have one tensor per
+layer or expert.
 """
 
 import itertools
@@ -11,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.core.axes import EXPERTS, LAYERS
+from jaxlm.core.axes import EXPERTS, LAYERS, VALUE_LAYERS
 
 Sizes = dict[str, int]
-_NUMBERS = {LAYERS: "layer", EXPERTS: "expert"}  # axis -> placeholder for its index in tensor names
+_LAYERS = {LAYERS: "layer", VALUE_LAYERS: "value_layer"}
+_NUMBERS = {**_LAYERS, EXPERTS: "expert"}  # axis -> placeholder for its index in tensor names
 _MAY_BE_LONGER = (("vocab",), ("position",))  # in a file than in the model; the additional rows are ignored
 
 
@@ -39,17 +41,21 @@ class Tensor:
     """A tensor in Hugging Face format.
 
     Attributes:
-        name: tensor name, with `{layer}` and `{expert}` as placeholders if there is one tensor per layer or expert.
+        name: tensor name, with `{layer}` (or `{value_layer}`) and `{expert}` as placeholders if there is one tensor per
+            layer or expert.
         parts: the parameters that are concatenated in it.
         along: dimension of the concatenation.
         merged: number of leading dimensions that are stored as one. GPT-NeoX concatenates queries, keys and values
             within each head.
+        first, step: the number in the name for index 0 of the first stacked axis, and from each index to the next.
     """
 
     name: str
     parts: tuple[Part, ...]
     along: int = 0
     merged: int = 1
+    first: int = 0
+    step: int = 1
 
     @property
     def stacked(self) -> tuple[str, ...]:
@@ -67,7 +73,8 @@ class Tensor:
 
     def numbered(self, numbers: Sequence[int]) -> str:
         """The tensor's name for one index of each stacked axis."""
-        return self.name.format(**{_NUMBERS[axis]: n for axis, n in zip(self.stacked, numbers, strict=True)})
+        in_name = (self.first + self.step * numbers[0], *numbers[1:]) if numbers else ()
+        return self.name.format(**{_NUMBERS[axis]: n for axis, n in zip(self.stacked, in_name, strict=True)})
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         """Shape of the tensor in the files, for a model with these axis sizes."""
@@ -125,9 +132,9 @@ def expanded(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[tuple[str, Ten
     for tensor in tensors:
         if not tensor.stacked:
             yield tensor.name, tensor, ()
-    for layer in range(sizes.get(LAYERS, 0)):
-        for tensor in (tensor for tensor in tensors if tensor.stacked):
-            assert tensor.stacked[0] == LAYERS, tensor.name
+    assert all(tensor.stacked[0] in _LAYERS for tensor in tensors if tensor.stacked)
+    for layers, layer in ((name, layer) for name in _LAYERS for layer in range(sizes.get(name, 0))):
+        for tensor in (tensor for tensor in tensors if tensor.stacked[:1] == (layers,)):
             for rest in itertools.product(*(range(sizes[axis]) for axis in tensor.stacked[1:])):
                 yield tensor.numbered((layer, *rest)), tensor, (layer, *rest)
 

@@ -1,6 +1,7 @@
 """Creates and updates KV caches."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -19,6 +20,7 @@ class UnstackedCache(eqx.Module):
 
     Attributes:
         keys, values: the layers of each stack.
+        positions, segment_ids, length, tokens: as of a `KVCache`.
     """
 
     keys: tuple[tuple[KVArray, ...], ...]
@@ -26,10 +28,25 @@ class UnstackedCache(eqx.Module):
     positions: NamedArray
     segment_ids: NamedArray
     length: jax.Array
+    tokens: NamedArray | None = None
 
 
-def empty_cache(layers: Sequence[Axis], Batch: Axis, capacity: int, KVHeads: Axis, HeadSize: Axis, dtype) -> KVCache:
-    """Creates an empty cache with `capacity` slots per row. `layers` has the axis of each stack."""
+def empty_cache(
+    layers: Sequence[Axis],
+    Batch: Axis,
+    capacity: int,
+    KVHeads: Axis,
+    HeadSize: Axis,
+    dtype,
+    *,
+    with_tokens: bool = False,
+) -> KVCache:
+    """Creates an empty cache with `capacity` slots per row.
+
+    Args:
+        layers: the axis of each stack.
+        with_tokens: the cache holds the tokens too, for a model that reads earlier ones.
+    """
     KeyPos = Axis(KEY_POSITION, capacity)
 
     def empty(Layers: Axis) -> KVArray:
@@ -41,7 +58,8 @@ def empty_cache(layers: Sequence[Axis], Batch: Axis, capacity: int, KVHeads: Axi
 
     kv_arrays = tuple(map(empty, layers))
     slots = hax.auto_sharded(hax.zeros((Batch, KeyPos), dtype=jnp.int32))
-    return KVCache(kv_arrays, kv_arrays, slots, slots, jnp.zeros((), jnp.int32), fresh=True)
+    tokens = slots if with_tokens else None
+    return KVCache(kv_arrays, kv_arrays, slots, slots, jnp.zeros((), jnp.int32), fresh=True, tokens=tokens)
 
 
 def mask_over_cache(cache: KVCache | UnstackedCache, inputs: Inputs) -> AttentionMask:
@@ -63,16 +81,18 @@ def extend_cache(cache: KVCache, inputs: Inputs, keys: Sequence[NamedArray], val
     def written(kv_arrays: Sequence[KVArray], new: Sequence[NamedArray]) -> tuple[KVArray, ...]:
         return tuple(write_kv_array(kv_array, one, cache.length) for kv_array, one in zip(kv_arrays, new, strict=True))
 
-    return KVCache(written(cache.keys, keys), written(cache.values, values), *extend_slots(cache, inputs))
+    return KVCache(written(cache.keys, keys), written(cache.values, values), **extend_slots(cache, inputs))
 
 
-def extend_slots(cache: KVCache | UnstackedCache, inputs: Inputs) -> tuple[NamedArray, NamedArray, jax.Array]:
-    """Positions, segment ids and length of the cache after the inputs are added."""
-    return (
-        _update_slots(cache.positions, as_keys(inputs.positions), cache.length),
-        _update_slots(cache.segment_ids, as_keys(inputs.segment_ids), cache.length),
-        cache.length + inputs.tokens.axis_size(POSITION),
-    )
+def extend_slots(cache: KVCache | UnstackedCache, inputs: Inputs) -> dict[str, Any]:
+    """Positions, segment ids, tokens and length of the cache after the inputs are added."""
+    tokens = cache.tokens
+    return {
+        "positions": _update_slots(cache.positions, as_keys(inputs.positions), cache.length),
+        "segment_ids": _update_slots(cache.segment_ids, as_keys(inputs.segment_ids), cache.length),
+        "length": cache.length + inputs.tokens.axis_size(POSITION),
+        "tokens": None if tokens is None else _update_slots(tokens, as_keys(inputs.tokens), cache.length),
+    }
 
 
 def write_kv_array(kv_array: KVArray, new: NamedArray, start: jax.Array) -> KVArray:

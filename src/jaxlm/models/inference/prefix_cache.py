@@ -6,6 +6,7 @@ gaps however often the text grows. A prompt that differs from the cached tokens 
 earlier turns) reuses less of the cache, or nothing.
 """
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
@@ -91,7 +92,7 @@ def _truncate(cache: KVCache, length: jax.Array) -> KVCache:
     axes = cache.segment_ids.axes
     in_use = hax.arange(cache.segment_ids.resolve_axis(KEY_POSITION)) < length
     segment_ids = hax.where(in_use, cache.segment_ids, 0).rearrange(axes)
-    return KVCache(cache.keys, cache.values, cache.positions, segment_ids, length)
+    return dataclasses.replace(cache, segment_ids=segment_ids, length=length)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -108,7 +109,9 @@ def _grow(cache: KVCache, capacity: int) -> KVCache:
         return KVArray(grow(kv_array.values), None if kv_array.scale is None else grow(kv_array.scale))
 
     slots = grow(cache.positions), grow(cache.segment_ids)
-    return KVCache(tuple(map(grow_array, cache.keys)), tuple(map(grow_array, cache.values)), *slots, cache.length)
+    keys, values = (tuple(map(grow_array, arrays)) for arrays in (cache.keys, cache.values))
+    tokens = None if cache.tokens is None else grow(cache.tokens)
+    return KVCache(keys, values, *slots, cache.length, tokens=tokens)
 
 
 @functools.partial(jax.jit, donate_argnums=1)

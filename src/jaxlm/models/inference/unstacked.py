@@ -23,7 +23,7 @@ from jaxlm.models.inference.kv_cache import UnstackedCache, by_cache_row, extend
 from jaxlm.models.layers import LayerCache
 from jaxlm.models.linear import Linear, MatrixLinear
 from jaxlm.models.norms import LayerNorm, RMSNorm
-from jaxlm.models.stacks import Block, Body, LayerKind, layer_contexts, shortest_period
+from jaxlm.models.stacks import Block, Body, LayerKind, OtherBody, layer_contexts, shortest_period
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class UnstackedBody(eqx.Module):
         stacks = [[next(written) for _ in stack] for stack in cache.keys]
         keys = tuple(tuple(layer.keys for layer in stack) for stack in stacks)
         values = tuple(tuple(layer.values for layer in stack) for stack in stacks)
-        return Hidden(self.final_norm(x), UnstackedCache(keys, values, *extend_slots(cache, inputs)))
+        return Hidden(self.final_norm(x), UnstackedCache(keys, values, **extend_slots(cache, inputs)))
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class Generator:
 
 
 def unstack(tree: T) -> T:
-    """A copy in which every `Body` and `KVCache` has separate arrays per layer."""
-    return jax.tree.map(_unstack_node, tree, is_leaf=lambda node: isinstance(node, Body | KVCache))
+    """A copy in which every body and `KVCache` has separate arrays per layer."""
+    return jax.tree.map(_unstack_node, tree, is_leaf=lambda node: isinstance(node, Body | OtherBody | KVCache))
 
 
 _unstacked_copy = jax.jit(unstack)
@@ -102,10 +102,12 @@ def stack(cache: UnstackedCache) -> KVCache:
         return tuple(jax.tree.map(joined, *layers, is_leaf=is_named) for layers in stacks)
 
     keys, values = of_stacks(cache.keys), of_stacks(cache.values)
-    return KVCache(keys, values, cache.positions, cache.segment_ids, cache.length)
+    return KVCache(keys, values, cache.positions, cache.segment_ids, cache.length, tokens=cache.tokens)
 
 
 def _unstack_node(node: Any) -> Any:
+    if isinstance(node, OtherBody):
+        return node.unstacked()
     if isinstance(node, Body):
         blocks = tuple(block for stack in node.stacks for block in stack.layers.unstacked())
         blocks, last = jax.tree.map(_as_matrix, blocks, is_leaf=lambda x: isinstance(x, Linear)), node.stacks[-1]
@@ -114,7 +116,7 @@ def _unstack_node(node: Any) -> Any:
         return UnstackedBody(blocks, last.final_norm, kinds, last.HeadSize, last.seq_len)
     if isinstance(node, KVCache):
         keys, values = (tuple(map(_unstack_kv_array, arrays)) for arrays in (node.keys, node.values))
-        return UnstackedCache(keys, values, node.positions, node.segment_ids, node.length)
+        return UnstackedCache(keys, values, node.positions, node.segment_ids, node.length, node.tokens)
     return node
 
 

@@ -31,6 +31,7 @@ class ScheduleSpec:
         rewarmup: length of the warmup of later cycles, from the last value of the previous cycle; 0 jumps to the peak.
         cycles: number of cycles, or the steps at which cycles end.
         cycle_length: length of each cycle in steps or as a fraction of all steps, or a list.
+        from_zero: the first step of a warmup has the value that it starts from, rather than that of one step later.
     """
 
     peak: float
@@ -41,6 +42,7 @@ class ScheduleSpec:
     rewarmup: int | float = 0.0
     cycles: int | Sequence[int] | None = None
     cycle_length: int | float | Sequence[int] | None = None
+    from_zero: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Segment:
         name: warmup, rewarmup, stable or decay.
         start: first step.
         length: number of steps.
-        first, last: values at both ends. A decay follows its shape between them; other segments are linear.
+        first, last: values at both ends. A decay follows its shape between them; other segments are linear. No value is
+            above the peak.
         warmup: length of the same cycle's warmup in steps.
     """
 
@@ -131,8 +134,10 @@ def make_schedule(spec: ScheduleSpec, num_steps: int) -> Schedule:
         if steps >= end - start:
             steps = end - start
             notes.setdefault(name, _whole_cycle_note(name, warmup, steps))
-        low = segments[-1].last if segments else 0.0
-        segments += _cycle(spec, decay, Segment(name, start, steps, low, spec.peak, steps), end)
+        low = min(segments[-1].last, spec.peak) if segments else 0.0
+        ahead = 0.0 if spec.from_zero or not steps else (spec.peak - low) / steps
+        rise = Segment(name, start, steps, low + ahead, spec.peak + ahead, steps)
+        segments += _cycle(spec, decay, rise, end)
     return Schedule(segments, decay, spec.peak, spec.min_ratio, list(notes.values()))
 
 

@@ -1,0 +1,166 @@
+"""Trains two configurations with the same seeds and steps: after how many steps does b reach the last loss of a?
+
+    python benchmarks/muon_vs_adamw.py --folder runs/muon --a adamw.yaml --b muon.yaml [--seeds 0,1,2] [--steps 500]
+        [--a_options "--optimizer.learning_rate 3e-3"] [--b_options "..."] [--evals 25]
+
+Meant for AdamW as a and Muon as b, but any two configurations of `jaxlm train` will do: files, or recipes such as
+`jaxlm:groups.yaml`. Both need validation data. One run follows the other, each in a process of its own. Start the same
+command again after an interruption: finished runs are not repeated, and the others continue from their last checkpoint.
+
+Writes `muon_vs_adamw.json` (validation loss by step of every run, and the summary) and `muon_vs_adamw.png` into the folder
+after every pair of runs. Prints a row for each seed, and the summary as JSON in the last line: the last losses, the steps
+that b takes to the last loss of a, and their ratio to all steps, each as [mean, standard deviation] over the seeds. A seed in
+which b does not get there counts as null, and its row says by how much b misses it.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+NAME = "muon_vs_adamw"
+Losses = dict[int, float]
+"""Step -> validation loss of one run."""
+
+
+def main() -> None:
+    """Trains every pair that is not trained yet, and reports after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="folder for runs, caches and results")
+    for side, usual in (("a", "AdamW"), ("b", "Muon")):
+        parser.add_argument(f"--{side}", required=True, help=f"configuration of jaxlm train, usually with {usual}")
+        parser.add_argument(f"--{side}_options", default="", help=f"further options of jaxlm train for {side}")
+    parser.add_argument("--seeds", default="0,1,2", help="comma-separated seeds of the runs (default 0,1,2)")
+    parser.add_argument("--steps", type=int, required=True, help="steps of each run")
+    parser.add_argument("--evals", type=int, default=25, help="evaluations of each run (default 25)")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    runs: dict[str, dict[int, Losses]] = {"a": {}, "b": {}}
+    for seed in map(int, options.seeds.split(",")):
+        for side in runs:
+            runs[side][seed] = train(options, side, seed)
+        print(row(seed, runs["a"][seed], runs["b"][seed]), file=sys.stderr, flush=True)
+        report(options, runs)
+
+
+def train(options: argparse.Namespace, side: str, seed: int) -> Losses:
+    """Trains a run to its end if it is not there yet. Returns its validation losses."""
+    name, config = f"{side}-{seed}", getattr(options, side)
+    losses = validation_losses(options.folder, name)
+    if options.steps in losses:
+        return losses
+    if not config.startswith("jaxlm:"):
+        config = str(Path(config).resolve())
+    keys = {
+        "trainer.id": name,
+        "trainer.seed": seed,
+        "trainer.num_train_steps": options.steps,
+        "trainer.steps_per_eval": max(1, options.steps // options.evals),
+        "trainer.log_dir": "logs",
+        "trainer.checkpointer.base_path": "checkpoints",
+        "evals": "[{type: loss}]",
+    }
+    command = [sys.executable, "-m", "jaxlm.train", "--config_path", config]
+    command += [part for key, value in keys.items() for part in (f"--{key}", str(value))]
+    command += shlex.split(getattr(options, f"{side}_options"))
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    started = time.perf_counter()
+    with (options.folder / f"{name}.out").open("a") as out:
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        done = subprocess.run(command, cwd=options.folder, env=env, stdout=out, stderr=out)
+    losses = validation_losses(options.folder, name)
+    if done.returncode or options.steps not in losses:
+        raise SystemExit(f"{name}: exit code {done.returncode}, no loss at step {options.steps}; see {out.name}")
+    print(f"{name}: {losses[options.steps]:.4f} after {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    return losses
+
+
+def validation_losses(folder: Path, name: str) -> Losses:
+    """The validation losses of a run, as far as it has come."""
+    path = folder / "logs" / name / "metrics.jsonl"
+    records = map(json.loads, path.read_text().splitlines()) if path.is_file() else ()
+    return {record["step"]: record["eval/loss"] for record in records if "eval/loss" in record}
+
+
+def steps_to(loss: float, losses: Losses) -> float | None:
+    """The first step at which a run has a loss, along lines between its evaluations; None if it never has."""
+    before: tuple[int, float] | None = None
+    for step, found in sorted(losses.items()):
+        if found <= loss:
+            if before is None or before[1] == found:
+                return float(step)
+            return before[0] + (step - before[0]) * (before[1] - loss) / (before[1] - found)
+        before = step, found
+    return None
+
+
+def row(seed: int, a: Losses, b: Losses) -> str:
+    """The result of one seed."""
+    last = max(a)
+    reached = steps_to(a[last], b)
+    found = f"b misses it by {min(b.values()) - a[last]:.4f}" if reached is None else f"b has it after {reached:.0f}"
+    return f"seed {seed}: after {last} steps a has {a[last]:.4f} and b {b[max(b)]:.4f}; {found}"
+
+
+def summary(runs: Mapping[str, Mapping[int, Losses]]) -> dict[str, Any]:
+    """Means and standard deviations over the seeds that both have finished."""
+    seeds = sorted(runs["a"].keys() & runs["b"].keys())
+    lasts = {side: [runs[side][seed][max(runs[side][seed])] for seed in seeds] for side in runs}
+    reached = [steps_to(loss, runs["b"][seed]) for seed, loss in zip(seeds, lasts["a"], strict=True)]
+    there = [steps for steps in reached if steps is not None]
+    num_steps = max(runs["a"][seeds[0]])
+    return {
+        "num_steps": num_steps,
+        "seeds": seeds,
+        **{f"last_loss_{side}": spread(values) for side, values in lasts.items()},
+        "steps_of_b_to_the_last_loss_of_a": reached,
+        "their_spread": spread(there),
+        "ratio_to_all_steps": spread([steps / num_steps for steps in there]),
+    }
+
+
+def spread(values: Sequence[float]) -> list[float] | None:
+    """[mean, standard deviation]; None without values."""
+    return [statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0] if values else None
+
+
+def report(options: argparse.Namespace, runs: Mapping[str, Mapping[int, Losses]]) -> None:
+    """Writes the results so far, and prints the summary."""
+    found = summary(runs)
+    given = {key: getattr(options, key) for key in ("a", "a_options", "b", "b_options")}
+    text = json.dumps({"options": given, "summary": found, "losses": runs}, indent=1)
+    (options.folder / f"{NAME}.json").write_text(text)
+    names = {side: f"{side}: {' '.join([given[side], given[f'{side}_options']]).strip()}" for side in runs}
+    plot(options.folder / f"{NAME}.png", runs, names)
+    print(json.dumps(found), flush=True)
+
+
+def plot(path: Path, runs: Mapping[str, Mapping[int, Losses]], names: Mapping[str, str]) -> None:
+    """Plots the mean validation loss by step with the range over the seeds, and the last mean of a."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for side, by_seed in runs.items():
+        steps = sorted(set.intersection(*(set(losses) for losses in by_seed.values())))
+        by_step = [[losses[step] for losses in by_seed.values()] for step in steps]
+        (line,) = axes.plot(steps, [statistics.mean(v) for v in by_step], "o-", markersize=3, label=names[side])
+        axes.fill_between(steps, list(map(min, by_step)), list(map(max, by_step)), color=line.get_color(), alpha=0.2)
+    last = statistics.mean(losses[max(losses)] for losses in runs["a"].values())
+    axes.axhline(last, color="0.4", linestyle="--", label="last loss of a")
+    axes.set(xlabel="step", ylabel="validation loss (nats per token)", yscale="log")
+    axes.set_title(f"Equal steps, mean and range over {len(runs['a'])} seeds")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""nanochat's checkpoints, in both directions: `model_005000.pt` with `meta_005000.json` beside it.
+
+The files do not say what the code does that wrote them. Of the two revisions that `models/families/nano` covers, the one
+with smear has 24 inputs to the smear gate and 12 to the gates of value embeddings, the other no smear and 32.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.publish import check_unused, publish_folder
+from jaxlm.core.runtime import is_main_process
+from jaxlm.core.sharding import Layout
+from jaxlm.interop.hf.load import load_weights
+from jaxlm.interop.hf.shared_weights import BLOCK, HEADS
+from jaxlm.interop.hf.tensor_writer import TensorWriter
+from jaxlm.interop.hf.weights import Tensor, single
+from jaxlm.interop.json_object import read_json_object
+from jaxlm.interop.torch.renamed_tensors import RenamedTensors
+from jaxlm.interop.torch.torch_file import TorchFile
+from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.models.families.nano.body import has_value_embedding
+from jaxlm.models.families.nano.counts import padded_vocab_size
+from jaxlm.models.families.nano.model import NanoConfig
+from jaxlm.models.rope import DefaultRotary
+
+_SIZES = {
+    "sequence_len": "seq_len",
+    "n_layer": "num_layers",
+    "n_head": "num_heads",
+    "n_kv_head": "num_kv_heads",
+    "n_embd": "hidden_dim",
+}
+"""Keys of `model_config` and our fields."""
+_WITH_SMEAR: dict[str, Any] = {
+    "short_window_fraction": 0.25,
+    "short_window_multiple": 128,
+    "rope": DefaultRotary(theta=100_000.0),
+    "qk_scale": 1.2,
+    "value_gate_channels": 12,
+    "value_gate_scale": 3.0,
+    "smear_channels": 24,
+    "backout": 0.2,
+}
+"""What the revision with smear computes, where it differs from the defaults of `NanoConfig`."""
+_FIXED = (
+    "mlp_scale",
+    "value_gate_channels",
+    "value_gate_scale",
+    "short_window_fraction",
+    "short_window_multiple",
+    "rope",
+)
+_FIXED += ("qk_scale", "smear_channels", "final_soft_cap")
+"""The fields whose value is in nanochat's code. What is missing matters only to an initial model, or to rounding."""
+_MODEL = re.compile(r"model_(\d+)\.pt")
+_VOCAB_MULTIPLE = 64
+_LAYER = "transformer.h.{layer}."
+
+
+def model_file(path: Path) -> Path | None:
+    """nanochat's weights file at a path: the file itself, or the newest in a folder. None if there is none."""
+    if _is_model(path):
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = filter(_is_model, path.glob("model_*.pt"))
+    return max(files, key=lambda file: _MODEL.fullmatch(file.name)[1].zfill(12), default=None)  # pyright: ignore[reportOptionalSubscript]
+
+
+def _is_model(path: Path) -> bool:
+    return _MODEL.fullmatch(path.name) is not None and _meta(path).is_file()
+
+
+def _meta(file: Path) -> Path:
+    return file.with_name(file.name.replace("model_", "meta_")).with_suffix(".json")
+
+
+def read_config(file: Path) -> tuple[NanoConfig, int]:
+    """The model config and the vocabulary size of a weights file.
+
+    Raises:
+        ConfigError: the model has lookup layers, is of another revision, or the files are damaged.
+    """
+    meta = _meta(file)
+    given = read_json_object(meta).get("model_config")
+    required = ("vocab_size", *_SIZES)
+    if not isinstance(given, dict) or any(type(given.get(key)) is not int for key in required):
+        raise ConfigError(f"{meta}: model_config with the integers {', '.join(required)} expected, {given!r} found")
+    if given.get("l3_after_layers"):
+        raise ConfigError(
+            f"{meta}: l3_after_layers: '{given['l3_after_layers']}' given, but lookup layers are not supported"
+        )
+    source = _tensors_of(file)
+    gates = [info.shape for name, info in source.tensors.items() if name.endswith("attn.ve_gate.weight")]
+    channels = {shape[-1] for shape in gates if shape}
+    fields = next(
+        (fields for fields in ({}, _WITH_SMEAR) if channels == {NanoConfig(**fields).value_gate_channels}), None
+    )
+    if fields is None or ("smear_gate.weight" in source.tensors) != bool(fields):
+        raise ConfigError(
+            f"{file}: its value embeddings have gates with {sorted(channels) or 'no'} inputs, and"
+            f" {'a' if 'smear_gate.weight' in source.tensors else 'no'} smear gate. Supported: nanochat of February 2026 (32"
+            " inputs, no smear gate) and of July 2026 (12 inputs, a smear gate)"
+        )
+    sizes = {ours: given[theirs] for theirs, ours in _SIZES.items()}
+    config = NanoConfig(**sizes, **fields, window_pattern=str(given.get("window_pattern", "L")).upper())
+    config.check()
+    return config, given["vocab_size"]
+
+
+def load_nanochat(file: Path, abstract: LanguageModel, config: ModelConfig, layout: Layout) -> LanguageModel:
+    """Loads the weights of a file into a model with the shapes and dtypes of `abstract`, sharded by `layout`.
+
+    The rows that pad the vocabulary in the file are not read: no token stands for them.
+
+    Raises:
+        ConfigError: the weights do not fit the model; lists all tensors that are missing or do not fit.
+    """
+    _, vocab_size = read_config(file)
+    if type(config) is not NanoConfig:
+        raise ConfigError(
+            f"model.type: {type(config).__name__} given, but {file} contains a model of nanochat. Set model.type: nano, or"
+            " use_hf_model_config: true"
+        )
+    if abstract.Vocab.size != vocab_size:
+        raise ConfigError(
+            f"{file}: a vocabulary of {vocab_size} tokens in {_meta(file).name}, but the tokenizer has"
+            f" {abstract.Vocab.size}. Set data.tokenizer to the one that the model was trained with"
+        )
+    return load_weights(abstract, weight_table(config), _tensors_of(file), layout, where=str(file))
+
+
+def _tensors_of(file: Path) -> RenamedTensors:
+    """The tensors of a file, without the prefix that torch.compile puts before their names."""
+    return RenamedTensors(TorchFile(file), {r"(?:_orig_mod\.)?(.+)": r"\1"})
+
+
+def weight_table(config: NanoConfig) -> list[Tensor]:
+    """nanochat's tensors and the parameters in them."""
+    return list(_tensors(config))
+
+
+def _tensors(config: NanoConfig) -> Iterator[Tensor]:
+    yield single("transformer.wte.weight", "tokens.weight", "vocab | embed")
+    yield single("lm_head.weight", "head.weight", "vocab | embed")
+    for name in ("resid_lambdas", "x0_lambdas"):
+        yield single(name, f"body.{name}", "layers")
+    if config.smear_channels:
+        yield single("smear_gate.weight", "smear_gate", " | smear_channels")
+        yield single("smear_lambda", "smear_lambda", "")
+    if config.backout is not None:
+        yield single("backout_lambda", "backout_lambda", "")
+    for theirs, ours in (("c_q", "q_proj"), ("c_k", "k_proj"), ("c_v", "v_proj")):
+        yield single(f"{_LAYER}attn.{theirs}.weight", f"{BLOCK}attn.{ours}.weight", f"{HEADS[ours]} | embed")
+    yield single(f"{_LAYER}attn.c_proj.weight", f"{BLOCK}attn.o_proj.weight", "embed | heads head_size")
+    yield single(f"{_LAYER}mlp.c_fc.weight", f"{BLOCK}mlp.up_proj.weight", "mlp | embed")
+    yield single(f"{_LAYER}mlp.c_proj.weight", f"{BLOCK}mlp.down_proj.weight", "embed | mlp")
+    first = next(number for number in range(2) if has_value_embedding(number, config.num_layers))
+    for theirs, ours, layout in (
+        ("value_embeds.{value_layer}.weight", "body.value_embedding", "vocab | value_embed"),
+        ("transformer.h.{value_layer}.attn.ve_gate.weight", "body.value_gates.weight", "kv_heads | gate_channels"),
+    ):
+        yield dataclasses.replace(single(theirs, ours, layout), first=first, step=2)
+
+
+def save_nanochat(folder: Path, model: LanguageModel, config: ModelConfig, layout: Layout, *, step: int) -> None:
+    """Writes a model in the format that nanochat reads, in float32. Every process must call this; process 0 writes.
+
+    Args:
+        model: a model of `config`, without adapters.
+        step: number of steps that the model was trained for.
+
+    Raises:
+        ConfigError: it is no model of nanochat, its code cannot represent it, or torch is not installed.
+    """
+    if type(config) is not NanoConfig:
+        raise ConfigError(f"model.type: {type(config).__name__} given, but nanochat has only models of type nano")
+    described = _model_config(config, model.Vocab.size)
+    try:
+        import torch  # pyright: ignore[reportMissingImports] - the extra `torch`
+    except ImportError as error:
+        raise ConfigError(
+            "writing nanochat's files needs torch, which is not installed. Run pip install 'jaxlm[torch]'"
+        ) from error
+    name, meta = f"model_{step:06d}.pt", f"meta_{step:06d}.json"
+    check_unused(folder, meta)
+    writer = TensorWriter(model, weight_table(config), layout, np.dtype(np.float32))
+    if not is_main_process():
+        return writer.join_others()
+    rows = padded_vocab_size(dataclasses.replace(config, pad_vocab_to_multiple_of=_VOCAB_MULTIPLE), model.Vocab.size)
+    names = list(writer.infos)
+    state = {
+        name: torch.tensor(_with_rows(array, model.Vocab.size, rows, is_table=name.startswith(_TABLES)))
+        for name, array in zip(names, writer.arrays(names), strict=True)
+    }
+    with publish_folder(folder, meta) as unfinished:
+        torch.save(state, unfinished / name)
+        (unfinished / meta).write_text(json.dumps({"step": step, "model_config": described}, indent=2) + "\n")
+    return None
+
+
+_TABLES = ("transformer.wte.", "lm_head.", "value_embeds.")
+
+
+def _with_rows(array: np.ndarray, size: int, rows: int, *, is_table: bool) -> np.ndarray:
+    """A table with rows of zeros for the padding of the vocabulary; anything else unchanged."""
+    return np.pad(array, ((0, rows - size), (0, 0))) if is_table else array
+
+
+def _model_config(config: NanoConfig, vocab_size: int) -> Mapping[str, Any]:
+    """nanochat's `model_config`. Raises `ConfigError` for what its code cannot compute."""
+    theirs = NanoConfig(**(_WITH_SMEAR if config.smear_channels else {}))
+    wrong = [
+        f"model.{name}: {getattr(config, name)} given, {getattr(theirs, name)} expected"
+        for name in _FIXED
+        if getattr(config, name) != getattr(theirs, name)
+    ]
+    if (config.backout is None) != (theirs.backout is None):
+        wrong.append(f"model.backout: {config.backout} given, {theirs.backout} expected")
+    if wrong:
+        raise ConfigError("nanochat's code cannot compute this model:\n" + "\n".join(f"  {line}" for line in wrong))
+    sizes = {theirs: getattr(config, ours) for theirs, ours in _SIZES.items()}
+    sizes["n_kv_head"] = config.KVHeads.size
+    return {**sizes, "vocab_size": vocab_size, "window_pattern": config.window_pattern}

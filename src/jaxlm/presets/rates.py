@@ -1,0 +1,136 @@
+"""The optimizer's keys that follow from a batch, a width and a number of steps, for the depth dial.
+
+Source: karpathy/nanochat (`scripts/base_train.py`, commit b7629ef). Weight decay: Wang and Aitchison 2024 (arXiv:2405.13698),
+which keeps T_epoch = B / (learning rate x weight decay x D) constant.
+"""
+
+from typing import Any, Protocol
+
+from jaxlm.models.families.nano import NanoConfig
+from jaxlm.presets.nanochat import MUON_KEYS, Recipe
+
+BASE_TRAIN = "base_train.py"
+REFERENCE_BATCH = 2**19
+_REFERENCE_WIDTH = 768
+_ADAM_EPSILON = 1e-10
+_T_EPOCH = "arXiv:2405.13698"
+
+
+class Add(Protocol):
+    """Adds a number to those that are shown, and returns it."""
+
+    def __call__(
+        self, name: str, value: Any, formula: str, source: str = BASE_TRAIN, key: str | None = None
+    ) -> Any: ...
+
+
+class OptimizerKeys:
+    """The section `optimizer` of a model.
+
+    Args:
+        recipe: with the rates that you set in the preset in place of its own.
+        rate_scale: what the batch multiplies learning rates by.
+    """
+
+    def __init__(self, add: Add, recipe: Recipe, model: NanoConfig, rate_scale: float, num_steps: int):
+        self._add, self._recipe, self._model = add, recipe, model
+        self._rate_scale, self._num_steps = rate_scale, num_steps
+
+    def keys(self, root_of_batch: float, token_ratio: float) -> dict[str, Any]:
+        """All keys.
+
+        Args:
+            root_of_batch: sqrt(B / 524,288).
+            token_ratio: D_ref / D.
+        """
+        recipe = self._recipe
+        rate = self._add(
+            "learning rate of Muon",
+            recipe.matrix_lr * self._rate_scale,
+            f"{recipe.matrix_lr:g} x scale",
+            key="optimizer.learning_rate",
+        )
+        by_shape = rates_by_shape(self._model, rate)
+        self._add("  by matrix", by_shape, "learning rate of Muon x sqrt(max(1, outputs / inputs))")
+        decay = self._add(
+            "weight decay of Muon",
+            recipe.weight_decay * root_of_batch * token_ratio,
+            f"{recipe.weight_decay:g} x sqrt(B / {REFERENCE_BATCH:,}) x D_ref / D",
+            _T_EPOCH,
+            "optimizer.weight_decay",
+        )
+        return {
+            **MUON_KEYS,
+            **recipe.optimizer,
+            "learning_rate": rate,
+            "weight_decay": decay,
+            "groups": self._groups(),
+            **self._schedules(),
+        }
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The entries of `optimizer.groups`."""
+        width = self._model.hidden_dim
+        width_scale = (width / _REFERENCE_WIDTH) ** -0.5
+        self._add("scale of AdamW with width", width_scale, f"({width} / {_REFERENCE_WIDTH})^-0.5")
+        entries = []
+        for name, group in self._recipe.groups.items():
+            rate: float = getattr(self._recipe, group.rate)
+            formula = f"{rate:g}"
+            if group.scales_with_batch:
+                rate, formula = rate * self._rate_scale, f"{formula} x scale"
+            if group.scales_with_width:
+                rate, formula = rate * width_scale, f"{formula} x scale with width"
+            if group.factor != 1:
+                rate, formula = rate * group.factor, f"{formula} x {group.factor:g}"
+            self._add(f"learning rate of {name}", rate, formula)
+            entries.append(
+                {
+                    "match": group.match,
+                    "type": "adam",
+                    "learning_rate": rate,
+                    "beta1": group.beta1,
+                    "beta2": group.beta2,
+                    "epsilon": _ADAM_EPSILON,
+                    "weight_decay": group.weight_decay,
+                }
+            )
+        return entries
+
+    def _schedules(self) -> dict[str, Any]:
+        """Keys of the schedules that depend on the number of steps."""
+        recipe, own, num_steps = self._recipe, "the recipe's", self._num_steps
+        falling = round(recipe.warmdown_ratio * num_steps)
+        warmdown = _length(falling, num_steps)
+        # nanochat lets a long warmup jump into the warmdown, or end the run.
+        warmup = _length(min(recipe.warmup_steps, num_steps - falling), num_steps)
+        formula = f"{recipe.warmdown_ratio:g} x N, half a step rounded to the even number"
+        self._add("warmdown", warmdown, formula, key="optimizer.decay")
+        self._add("warmup", warmup, f"{own} {recipe.warmup_steps}, at most N - warmdown", key="optimizer.warmup")
+        self._add("last learning rate", recipe.final_lr_frac, f"{own}, x the peak", key="optimizer.min_lr_ratio")
+        momentum = recipe.optimizer["momentum_schedule"]
+        rises = f"from {momentum['initial']:g} over {momentum['warmup']} steps"
+        falls = "" if momentum["final"] is None else f", to {momentum['final']:g} in the warmdown"
+        self._add("momentum of Muon", recipe.optimizer["momentum"], rises + falls, key="optimizer.momentum")
+        decay = "optimizer.weight_decay_schedule"
+        self._add("schedule of weight decay", recipe.optimizer["weight_decay_schedule"], "to 0 over N", key=decay)
+        return {"warmup": warmup, "decay": warmdown, "min_lr_ratio": recipe.final_lr_frac}
+
+
+def rates_by_shape(model: NanoConfig, rate: float) -> dict[str, float]:
+    """Outputs x inputs of each kind of matrix -> its learning rate with Muon."""
+    width, wide, num_kv_heads = model.hidden_dim, model.Mlp.size, model.KVHeads.size
+    kv_width = num_kv_heads * model.HeadSize.size
+    shapes = [
+        (width, width),
+        (kv_width, width),
+        (wide, width),
+        (width, wide),
+        (num_kv_heads, model.value_gate_channels),
+    ]
+    return {f"{rows}x{columns}": rate * max(1.0, rows / columns) ** 0.5 for rows, columns in shapes}
+
+
+def _length(steps: int, num_steps: int) -> int | float:
+    """A length of a schedule. 1 would mean the whole schedule, so one step is a fraction that is rounded down to it."""
+    return steps if steps != 1 else min(1.0, 1.5 / num_steps)

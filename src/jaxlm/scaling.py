@@ -1,0 +1,95 @@
+"""Trains several depths with several budgets, and fits a scaling law to their losses.
+
+    jaxlm scaling --config_path scaling.yaml
+
+The configuration is that of a run with a preset, and a section `scaling` with depths and budgets. Each member is an ordinary
+run. The same command continues a study that was stopped: members that have finished are not trained again.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from jaxlm.config.load import load_source
+from jaxlm.core.atomic_io import atomic_file
+from jaxlm.core.errors import ConfigError
+from jaxlm.run.exit_codes import command
+from jaxlm.run.scaling.law import ScalingLaw, fit_law, law_as_json
+from jaxlm.run.scaling.members import Member, MemberResult, ScalingConfig, ScalingRunConfig, plan_study
+from jaxlm.run.scaling.plot import scaling_plot
+from jaxlm.run.scaling.start import train_here, train_on_ray
+from jaxlm.run.scaling.tables import law_table, member_table, plan_table
+
+
+@command
+def main(arguments: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    source, stem = load_source(arguments, "jaxlm.scaling", ScalingRunConfig)
+    scaling, members = plan_study(source, stem)
+    results = [result for member in members if (result := member.result()) is not None]
+    finished = {result.name for result in results}
+    print(plan_table(members, finished), flush=True)
+    if source.tree.get("dry_run"):
+        return 0
+    code = _train([member for member in members if member.name not in finished], scaling, results)
+    if not code or results:
+        print(_write(scaling, results))
+    return code
+
+
+def _train(members: Sequence[Member], scaling: ScalingConfig, results: list[MemberResult]) -> int:
+    """Trains members and adds their results. Returns the exit code: that of the first member that does not finish."""
+    if not members:
+        return 0
+    for member in members:
+        member.write()
+    ended = train_here(members) if scaling.ray is None else train_on_ray(members, scaling.ray, print)
+    with contextlib.closing(ended):
+        for number, (member, code) in enumerate(ended, 1):
+            if code:
+                print(
+                    f"{member.name} ended with exit code {code}. To train it alone: jaxlm train --config_path"
+                    f" {member.config_path}. The same jaxlm scaling command continues the study",
+                    file=sys.stderr,
+                )
+                return code
+            results.append(member.measure())
+            print(f"{member.name}: {scaling.metric} {results[-1].value:.4f} ({number} of {len(members)})", flush=True)
+            _write(scaling, results)
+    return 0
+
+
+def _write(scaling: ScalingConfig, results: Sequence[MemberResult]) -> str:
+    """Writes `scaling.json`, `scaling.md` and `scaling.png`, and returns the tables."""
+    results = sorted(results, key=lambda result: (result.budget, result.depth))
+    law = fit_law([result.point for result in results])
+    folder = Path(scaling.output_dir)
+    text = "\n\n".join([member_table(results), law_table(law)])
+    try:
+        with atomic_file(folder / "scaling.json") as path:
+            path.write_text(_as_json(scaling, results, law), encoding="utf-8")
+        with atomic_file(folder / "scaling.md") as path:
+            path.write_text(f"# Scaling law\n\n{text}\n\n![Losses and optima](scaling.png)\n", encoding="utf-8")
+        with atomic_file(folder / "scaling.png") as path:
+            scaling_plot([result.point for result in results], law, path, scaling.metric)
+    except OSError as error:
+        raise ConfigError(
+            f"scaling.output_dir: {folder} cannot be written ({error.strerror}). Set it to a writable folder"
+        ) from error
+    return f"{text}\n\nwritten to {folder}: scaling.json, scaling.md, scaling.png"
+
+
+def _as_json(scaling: ScalingConfig, results: Sequence[MemberResult], law: ScalingLaw) -> str:
+    content = {
+        "metric": scaling.metric,
+        "members": [asdict(result) for result in results],
+        "law": law_as_json(law),
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
