@@ -19,18 +19,17 @@ WATCH = (
 )
 
 
-def with_lines(place: Workplace) -> Workplace:
-    """A configuration whose documents are the lines of the corpus, some of which are longer than a row."""
+def with_paragraphs(place: Workplace) -> Workplace:
+    """A configuration whose documents are the paragraphs of the corpus. Most fit into a row, and some do not."""
     for split in ("train", "validation"):
-        lines = [
-            line for path in sorted((place.corpus / split).glob("*.py")) for line in path.read_text().split("\n\n")
-        ]
-        records = [json.dumps({"text": line}) + "\n" for line in lines if line.strip()]
+        texts = [path.read_text().split("\n\n") for path in sorted((place.corpus / split).glob("*.py"))]
+        paragraphs = [paragraph for text in texts for paragraph in text if paragraph.strip()]
+        records = [json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs]
         (place.folder / f"{split}.jsonl").write_text("".join(records))
     path = place.write()
     text = re.sub(r"train_urls: \[.*\]", "train_urls: [train.jsonl]", path.read_text())
     text = re.sub(r"validation_urls: \[.*\]", "validation_urls: [validation.jsonl]", text)
-    path.write_text(re.sub(r"cache_dir: .*", f"cache_dir: {place.cache}/paragraphs", text))
+    path.write_text(re.sub(r"(?m)^  cache_dir: .*", f"  cache_dir: {place.cache}/paragraphs", text))
     return place
 
 
@@ -43,7 +42,7 @@ def logged(place: Workplace) -> dict[int, tuple[float, float]]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(workplace) -> Workplace:
-    place = with_lines(workplace())
+    place = with_paragraphs(workplace())
     finished = place.run(*PACKING, *WATCH)
     assert finished.code == 0, finished.err
     assert re.search(
@@ -53,7 +52,7 @@ def uninterrupted(workplace) -> Workplace:
 
 
 def test_killed_in_the_middle_of_an_epoch(workplace, uninterrupted):
-    place = with_lines(workplace())
+    place = with_paragraphs(workplace())
     process = place.start(*PACKING, *WATCH, module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase")
     process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL
@@ -67,15 +66,15 @@ def test_killed_in_the_middle_of_an_epoch(workplace, uninterrupted):
 
 
 def test_another_packing_is_refused_on_resume(uninterrupted):
-    changed = ("--data.packing.fill", "split", "--trainer.num_train_steps", "25")
-    refused = uninterrupted.run(*PACKING, *WATCH, *changed)
+    split = [word.replace("best_fit,", "best_fit, fill: split,") for word in PACKING]
+    refused = uninterrupted.run(*split, *WATCH, "--trainer.num_train_steps", "25")
     assert refused.code == 2
     assert "packing" in refused.err
 
 
 @pytest.mark.slow
 def test_the_batches_are_the_same_on_eight_and_on_two_devices(workplace, uninterrupted):
-    place = with_lines(workplace(8))
+    place = with_paragraphs(workplace(8))
     stop = {"JAXLM_TEST_SIGNAL": f"{int(signal.SIGTERM)}:0:13"}
     stopped = place.run(*PACKING, *WATCH, module="tests.end_to_end.signaled", **stop)
     assert stopped.code == 128 + signal.SIGTERM, stopped.err
