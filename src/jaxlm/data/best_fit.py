@@ -13,7 +13,7 @@ its number, like any other example.
 import heapq
 import itertools
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -105,7 +105,7 @@ class _Waiting:
     def __init__(self, capacity: int):
         self.count = 0
         self._capacity = capacity
-        self._starts = [deque[int]() for _ in range(capacity + 1)]  # by length
+        self._starts: defaultdict[int, deque[int]] = defaultdict(deque)  # by length
         self._lengths = 0  # bit n is set if a document of n tokens waits
         self._longer: list[tuple[int, int, int]] = []  # a heap of (length, order of arrival, start)
         self._arrivals = itertools.count()
