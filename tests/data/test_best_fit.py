@@ -81,9 +81,10 @@ def rows_by_hand(lengths: list[int], capacity: int, config: BestFitConfig) -> li
                     waiting.append((number, first + room - 1, length - room + 1))
             row.append(piece)
             room -= piece[2]
-        if capacity - room < 2:
+        if capacity - room >= 2:
+            rows.append(row)
+        elif not waiting:
             return rows
-        rows.append(row)
 
 
 def rows_in(sequences: BestFitSequences) -> list[Row]:
@@ -127,6 +128,7 @@ def test_agrees_with_searching_a_list(lengths, seq_len, config):
     in_rows = {(d, place) for row in expected for d, first, n in row for place in range(first, first + n)}
     assert sequences._index.num_lost == sum(lengths) - len(in_rows)
     ends = {d: max(first + n for e, first, n in row if e == d) for row in expected for d, _, _ in row}
+    assert ends.keys() >= {d for d, length in enumerate(lengths) if length > 1}
     if config.fill == "crop":
         assert sequences._index.num_cuts == sum(ends[d] < lengths[d] for d in ends)
 
@@ -148,9 +150,8 @@ def test_columns_agree_with_packing_one_token_at_a_time(lengths, seq_len, config
     columns, targets = columns_of(sequences), sequences.target_positions(np.arange(len(sequences)))
     num_padding = 0
     for number, row in enumerate(expected):
-        places = [
-            (d, first + i, i) for d, first, n in row for i in range(n)
-        ]  # document, token in it, token in the piece
+        # The document, the token's number in it, and its number in the piece.
+        places = [(d, first + i, i) for d, first, n in row for i in range(n)]
         segments = [s for s, (_, _, n) in enumerate(row, start=1) for _ in range(n)]
         ids = [documents[d][place] for d, place, _ in places]
         counted = [float((place == 0 or i > 0) and (not given_mask or masks[d][place])) for d, place, i in places]
@@ -174,6 +175,9 @@ def test_columns_agree_with_packing_one_token_at_a_time(lengths, seq_len, config
 def test_split_documents_lose_nothing(lengths, seq_len, config):
     documents = documents_of(lengths)
     sequences = sequences_of(documents, seq_len, dataclasses.replace(config, fill="split"))
+    if not len(sequences):
+        assert lengths == [1]
+        return
     columns = columns_of(sequences)
     targets = Counter(columns["targets"][columns["loss_mask"] > 0].tolist())
     expected = Counter(token for document in documents for token in document[1:])

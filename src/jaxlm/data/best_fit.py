@@ -90,13 +90,14 @@ def pack_best_fit(offsets: np.ndarray, capacity: int, config: BestFitConfig) -> 
             starts.append(start)
             lengths.append(length)
             room -= length
-        if capacity - room < 2:  # all have come; a single token has no target
-            num_lost += capacity - room
-            break
-        firsts.append(len(starts))
-    num_pieces = firsts[-1]
-    pieces = np.array(starts[:num_pieces], np.int64), np.array(lengths[:num_pieces], np.int32)
-    return RowIndex(np.array(firsts, np.int64), *pieces, num_cuts, num_lost)
+        if capacity - room >= 2:
+            firsts.append(len(starts))
+            continue
+        num_lost += capacity - room  # a single token has no target
+        del starts[firsts[-1] :], lengths[firsts[-1] :]
+        if not waiting.count:
+            pieces = np.array(starts, np.int64), np.array(lengths, np.int32)
+            return RowIndex(np.array(firsts, np.int64), *pieces, num_cuts, num_lost)
 
 
 class _Waiting:
