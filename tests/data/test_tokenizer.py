@@ -117,28 +117,28 @@ def test_the_pattern_of_nanochat_agrees_with_its_possessive_form(text):
 
 @pytest.fixture(scope="module")
 def nanochat():
-    return train_bpe([some_text(seed) for seed in range(20)], 400, NANOCHAT)
+    return train_bpe([some_text(seed) for seed in range(20)], 320, NANOCHAT)
 
 
 def test_special_tokens_have_the_last_ids_and_no_bytes(nanochat, tmp_path):
-    assert nanochat.vocab_size == 400
+    assert nanochat.vocab_size == 320
     vocabulary = nanochat.vocabulary()
-    assert [vocabulary[token] for token in NANOCHAT_TOKENS] == list(range(391, 400))
-    assert (nanochat.bos_id, nanochat.eos_id, nanochat.stop_ids) == (391, 391, (391,))
+    assert [vocabulary[token] for token in NANOCHAT_TOKENS] == list(range(311, 320))
+    assert (nanochat.bos_id, nanochat.eos_id, nanochat.stop_ids) == (311, 311, (311,))
     counts = nanochat.token_bytes()
-    assert counts[391:].tolist() == [0] * 9
-    assert (counts[:391] == 0).sum() == 0
+    assert counts[311:].tolist() == [0] * 9
+    assert (counts[:311] == 0).sum() == 0
     assert (counts == 1).sum() == 256
     text = "größe 名前 🙂<|bos|>1999"  # tokens may end inside a character: bytes are counted, not characters
     ids = nanochat.encode(text)
-    assert max(ids) < 391
+    assert max(ids) < 311
     assert nanochat.decode(ids) == text
     assert counts[ids].sum() == len(text.encode())
     nanochat.save(tmp_path)
     loaded = load_tokenizer(str(tmp_path))
     assert loaded.fingerprint == nanochat.fingerprint
     np.testing.assert_array_equal(loaded.token_bytes(), counts)
-    assert loaded.encode_like_transformers("<|user_start|>a", add_special_tokens=False) == [392, *nanochat.encode("a")]
+    assert loaded.encode_like_transformers("<|user_start|>a", add_special_tokens=False) == [312, *nanochat.encode("a")]
 
 
 def test_a_special_token_that_is_a_token_of_the_text_is_refused():

@@ -46,7 +46,7 @@ def uninterrupted(workplace) -> Workplace:
     finished = place.run(*PACKING, *WATCH)
     assert finished.code == 0, finished.err
     assert re.search(
-        r"train: \d+ rows of 32 tokens, packed by best fit, .* losing .* tokens \(\d+\.\d%\)", finished.out
+        r"train: [\d,]+ rows of 32 tokens, packed by best fit, .* losing .* tokens \(\d+\.\d%\)", finished.out
     )
     return place
 
