@@ -9,9 +9,10 @@ import pytest
 
 from tests.end_to_end.commands import Workplace
 
+STEPS = 16
 PACKING = (
     *("--config_path", "run.yaml", "--data.packing", "{type: best_fit, buffer_size: 20, refill_size: 8}"),
-    *("--data.enforce_eos", "false", "--trainer.steps_per_eval", "12"),
+    *("--data.enforce_eos", "false", "--trainer.steps_per_eval", "8", "--trainer.num_train_steps", str(STEPS)),
 )
 WATCH = (
     "--trainer.watch",
@@ -60,14 +61,14 @@ def test_killed_in_the_middle_of_an_epoch(workplace, uninterrupted):
     assert finished.code == 0, finished.err
     assert re.search(r"resuming, from .*step-(5|10)$", finished.out, re.MULTILINE)
     assert place.losses() == uninterrupted.losses()
-    assert place.digest("step-24") == uninterrupted.digest("step-24")
+    assert place.digest(f"step-{STEPS}") == uninterrupted.digest(f"step-{STEPS}")
     batches = {batch for _, batch in logged(place).values()}
-    assert len(batches) == 24, "every step of this epoch has rows of its own"
+    assert len(batches) == STEPS, "every step of this epoch has rows of its own"
 
 
 def test_another_packing_is_refused_on_resume(uninterrupted):
     split = [word.replace("best_fit,", "best_fit, fill: split,") for word in PACKING]
-    refused = uninterrupted.run(*split, *WATCH, "--trainer.num_train_steps", "25")
+    refused = uninterrupted.run(*split, *WATCH, "--trainer.num_train_steps", str(STEPS + 1))
     assert refused.code == 2
     assert "packing" in refused.err
 
@@ -81,7 +82,7 @@ def test_the_batches_are_the_same_on_eight_and_on_two_devices(workplace, uninter
     finished = replace(place, devices=2).run(*PACKING, *WATCH)
     assert finished.code == 0, finished.err
     found, expected = logged(place), logged(uninterrupted)
-    assert sorted(found) == sorted(expected) == list(range(1, 25))
+    assert sorted(found) == sorted(expected) == list(range(1, STEPS + 1))
     for step, (loss, batch) in expected.items():
         assert found[step][1] == batch
         assert found[step][0] == pytest.approx(loss, rel=1e-5)
