@@ -119,8 +119,9 @@ def data_with(opened: LoadedModel, options: Mapping[str, Any]) -> DataConfig:
     changed = override(ConfigSource({"data": encode(opened.data)}), dict(options))
     data = decode(DataConfig, ConfigSource(changed.tree["data"]))
     for name, reason in _NO_EFFECT.items():
-        if name in options:
-            raise ConfigError(f"command line: --{name} has no effect here: {reason}. Remove it")
+        for option in options:
+            if option == name or option.startswith(f"{name}."):
+                raise ConfigError(f"command line: --{option} has no effect here: {reason}. Remove it")
     if not data.has_validation:
         whose = "the run has" if opened.step is not None else f"{opened.location} is a Hugging Face model, which has"
         raise ConfigError(

@@ -16,13 +16,14 @@ from jaxlm.core.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
+from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, pack_best_fit
 from jaxlm.data.cache.token_cache import DamagedCacheError
 from jaxlm.data.loader import ExampleBatches, eval_batches
 from jaxlm.data.mixture import Mixture, MixtureStage
 from jaxlm.data.packing import PackedSequences
 from jaxlm.data.shuffle import permute
 from jaxlm.data.tokens import TokensConfig
-from tests.data.helpers import numbered_cache, token_batches
+from tests.data.helpers import cache_of, numbered_cache, token_batches
 
 SEQ_LEN = 8
 SPEC = TokensConfig().batch_spec(SEQ_LEN)
@@ -109,6 +110,23 @@ def test_each_epoch_has_every_sequence_once(windows, shuffle):
     in_order = [(np.diff(epoch) == SEQ_LEN).all() for epoch in starts]
     assert in_order == [not shuffle] * 4
     assert len({tuple(epoch) for epoch in starts}) == (4 if shuffle else 1)
+
+
+def test_rows_packed_by_best_fit_continue_exactly_on_fewer_devices():
+    def sequences() -> BestFitSequences:
+        lengths = np.random.default_rng(0).integers(2, 3 * SEQ_LEN, 60)
+        ids = iter(range(int(lengths.sum())))
+        cache, config = cache_of([[next(ids) for _ in range(n)] for n in lengths]), BestFitConfig(buffer_size=9)
+        return BestFitSequences(cache, SEQ_LEN, config, pack_best_fit(cache.offsets, SEQ_LEN + 1, config))
+
+    expected = take(open_batches(sequences()), 12)
+    on_eight = open_batches(sequences(), layout=layout_of(data=8))
+    begun = [rows(next(on_eight)) for _ in range(5)]
+    position = on_eight.state()
+    on_eight.close()
+    on_two = open_batches(sequences(), layout=layout_of(data=2), num_microbatches=2)
+    on_two.restore(position)
+    assert_same([*begun, *take(on_two, 7)], expected)
 
 
 def test_the_order_depends_only_on_the_seed(windows):

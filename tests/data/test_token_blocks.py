@@ -20,6 +20,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, pack_best_fit
 from jaxlm.data.cache import token_blocks
 from jaxlm.data.cache.block_mirror import BlockMirror
 from jaxlm.data.cache.token_blocks import BlockSums, TokenBlocks
@@ -89,11 +90,15 @@ def stored(folder: Path) -> int:
         return sum(path.stat().st_size for path in (folder / "blocks").glob("*/*"))
 
 
-@pytest.mark.parametrize("max_documents", [None, 0])
+@pytest.mark.parametrize("max_documents", [None, 0, "best fit"])
 @pytest.mark.parametrize("shuffle", [False, True, EraShuffle(10)])
 @pytest.mark.parametrize("max_blocks", [0, 3, NUM_BLOCKS])
 def test_rows_equal_those_of_a_local_cache_in_every_order(url, tmp_path, max_blocks, shuffle, max_documents):
     def mixture(cache: TokenCache) -> Mixture:
+        if max_documents == "best fit":
+            config = BestFitConfig(buffer_size=10, refill_size=4)
+            rows = BestFitSequences(cache, SEQ_LEN, config, pack_best_fit(cache.offsets, SEQ_LEN + 1, config))
+            return Mixture({"": rows}, [MixtureStage(0, (1,))], seed=3, shuffle=shuffle)
         packed = None if max_documents is None else pack_documents(cache, SEQ_LEN, max_documents=max_documents)
         return Mixture({"": PackedSequences(cache, SEQ_LEN, packed)}, [MixtureStage(0, (1,))], seed=3, shuffle=shuffle)
 

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,11 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxlm.config.decode import decode
+from jaxlm.config.load import decode_run
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizer import tokenizer as tokenizer_module
 from jaxlm.data.tokenizer import train_bpe as bpe_module
 from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
-from jaxlm.data.tokenizer.train_bpe import _first_characters, train_bpe
+from jaxlm.data.tokenizer.train_bpe import PATTERNS, BpeConfig, _first_characters, train_bpe
+from jaxlm.data.tokens import TokensConfig
 from tests.data.helpers import small_tokenizer, some_text
 
 GPT2 = Path(__file__).parents[3] / "shared" / "data" / "gpt2_tokenizer"
@@ -71,6 +77,158 @@ def test_training_is_deterministic_across_processes():
 def test_the_vocabulary_is_limited_by_the_text():
     assert train_bpe(["ab ab ab"], 1000).vocab_size < 270
     assert small_tokenizer(300).vocab_size == 300
+
+
+NANOCHAT_TOKENS = [f"<|{name}|>" for name in ("bos", "user_start", "user_end", "assistant_start", "assistant_end")]
+NANOCHAT_TOKENS += [f"<|{name}|>" for name in ("python_start", "python_end", "output_start", "output_end")]
+NANOCHAT = BpeConfig(pattern="nanochat", special_tokens=NANOCHAT_TOKENS, max_document_characters=10_000)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("nanochat", ["I", "'ve", " paid", " ", "12", "34", "5", ".", "67", "  ", " x", "\n\n", "\tdef"]),
+        ("gpt4", ["I", "'ve", " paid", " ", "123", "45", ".", "67", "  ", " x", "\n\n", "\tdef"]),
+        ("code", ["I", "'ve", " paid", " ", "123", "45", ".", "67", "  ", " x", "\n\n\t", "def"]),
+        (r"\w+|\W", ["I", "'", "ve", " ", "paid", " ", "12345", ".", "67", *"   x\n\n\t", "def"]),
+    ],
+)
+def test_patterns_cut_text_into_pieces(pattern, expected):
+    text = "I've paid 12345.67   x\n\n\tdef"
+    assert "".join(expected) == text
+    config = dataclasses.replace(NANOCHAT, pattern=pattern)
+    backend = train_bpe([text], 256 + len(NANOCHAT_TOKENS), config)._backend
+    assert [text[begin:end] for _, (begin, end) in backend.pre_tokenizer.pre_tokenize_str(text)] == expected
+
+
+@given(text=st.text("aB é名²٣12345 \t\n\r'sSvVeE._(€़🙂\u00a0", max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_the_pattern_of_nanochat_agrees_with_its_possessive_form(text):
+    """Its own pattern never gives back what `?` and `+` have matched. The library `regex` runs it as written."""
+    import tokenizers
+    from tokenizers import pre_tokenizers
+
+    regex = pytest.importorskip("regex")
+    words = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
+    possessive = words + r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+    split = pre_tokenizers.Split(tokenizers.Regex(PATTERNS["nanochat"]), behavior="isolated")
+    assert [piece for piece, _ in split.pre_tokenize_str(text)] == regex.findall(possessive, text)
+
+
+@pytest.fixture(scope="module")
+def nanochat():
+    return train_bpe([some_text(seed) for seed in range(20)], 320, NANOCHAT)
+
+
+def test_special_tokens_have_the_last_ids_and_no_bytes(nanochat, tmp_path):
+    assert nanochat.vocab_size == 320
+    vocabulary = nanochat.vocabulary()
+    assert [vocabulary[token] for token in NANOCHAT_TOKENS] == list(range(311, 320))
+    assert (nanochat.bos_id, nanochat.eos_id, nanochat.stop_ids) == (311, 311, (311,))
+    counts = nanochat.token_bytes()
+    assert counts[311:].tolist() == [0] * 9
+    assert (counts[:311] == 0).sum() == 0
+    assert (counts == 1).sum() == 256
+    text = "größe 名前 🙂<|bos|>1999"  # tokens may end inside a character: bytes are counted, not characters
+    ids = nanochat.encode(text)
+    assert max(ids) < 311
+    assert nanochat.decode(ids) == text
+    assert counts[ids].sum() == len(text.encode())
+    nanochat.save(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.fingerprint == nanochat.fingerprint
+    np.testing.assert_array_equal(loaded.token_bytes(), counts)
+    assert loaded.encode_like_transformers("<|user_start|>a", add_special_tokens=False) == [312, *nanochat.encode("a")]
+
+
+def test_a_special_token_that_is_a_token_of_the_text_is_refused():
+    config = dataclasses.replace(NANOCHAT, special_tokens=["<|bos|>", "a"])
+    with pytest.raises(ConfigError, match=r"special_tokens: 'a' given, which is a token of the text too\. Give one"):
+        train_bpe(["some text"], 300, config)
+
+
+def trained(folder: Path, **options: object) -> tuple[Tokenizer, list[str]]:
+    lines: list[str] = []
+    config = TokensConfig(
+        train_urls=[f"{folder}/text"],
+        cache_dir=f"{folder}/cache-{len(options)}-{hash(str(options)):x}",
+        tokenizer=BpeConfig(**options),
+        vocab_size=300,
+    )
+    config.check()
+    return config.load_tokenizer(lines.append), lines
+
+
+def test_a_tokenizer_is_trained_on_what_the_options_leave(tmp_path):
+    (tmp_path / "text").mkdir()
+    for number, word in enumerate(("abcab ", "xyzxy ")):
+        (tmp_path / "text" / f"{number}.txt").write_text(word * 20 + "qrqrqr " * 200)
+    merged = {
+        name: {token for token in trained(tmp_path, **options)[0].vocabulary() if len(token) > 1}
+        for name, options in {
+            "all": {},
+            "beginnings": {"max_document_characters": 120},
+            "first": {"max_characters": 120, "max_document_characters": 120},
+        }.items()
+    }
+    has = {
+        name: [any(part in token for token in tokens) for part in ("ab", "xy", "qr")] for name, tokens in merged.items()
+    }
+    assert has == {"all": [True] * 3, "beginnings": [True, True, False], "first": [True, False, False]}
+    assert "only on the first 120 characters" in " ".join(
+        trained(tmp_path, max_characters=120, max_document_characters=120, pattern="gpt4")[1]
+    )
+
+
+def test_other_options_are_another_tokenizer(tmp_path):
+    (tmp_path / "text.txt").write_text(some_text(3))
+    usual = TokensConfig(train_urls=[f"{tmp_path}/text.txt"], cache_dir=f"{tmp_path}/cache", vocab_size=270)
+    usual.load_tokenizer(print)
+    explicit = dataclasses.replace(usual, tokenizer=BpeConfig())
+    assert explicit.load_tokenizer(print).fingerprint == usual.load_tokenizer(print).fingerprint
+    assert explicit.identity() == usual.identity()
+    for options in ({"pattern": "gpt4"}, {"special_tokens": ["<|bos|>"]}, {"max_characters": 9}):
+        other = dataclasses.replace(usual, tokenizer=BpeConfig(**options))
+        assert other.identity() != usual.identity()
+        (name,) = options
+        with pytest.raises(
+            ConfigError, match=rf"the tokenizer .* was built from other inputs:\n  {name}: was None, is now"
+        ):
+            other.load_tokenizer(print)
+
+
+@pytest.mark.parametrize(
+    ("options", "vocab_size", "message"),
+    [
+        ({"special_tokens": []}, 300, r"data\.tokenizer\.special_tokens: \[\] given, one or more different"),
+        ({"special_tokens": ["<a>", "<a>"]}, 300, r"special_tokens: \['<a>', '<a>'\] given, one or more different"),
+        (
+            {"special_tokens": ["<a>", "<b>"]},
+            257,
+            r"vocab_size: 257 given, at least 258 expected: .*and 2 special tokens",
+        ),
+        ({}, 256, r"vocab_size: 256 given, at least 257 expected: .* one for the end of text"),
+        (
+            {"pattern": "gtp4"},
+            300,
+            r"data\.tokenizer\.pattern: 'gtp4' given, code, gpt4, nanochat or a regular expression",
+        ),
+        ({"pattern": "(a"}, 300, r"data\.tokenizer\.pattern: '\(a' is not a regular expression"),
+    ],
+)
+def test_invalid_options_are_refused_before_training(tmp_path, options, vocab_size, message):
+    (tmp_path / "text.txt").write_text("text")
+    config = TokensConfig([f"{tmp_path}/text.txt"], tokenizer=BpeConfig(**options), vocab_size=vocab_size)
+    with pytest.raises(ConfigError, match=message):
+        config.check()
+
+
+def test_the_section_is_read_from_yaml():
+    tree = {"tokenizer": {"type": "bpe", "pattern": "nanochat", "max_characters": 1000}}
+    assert decode(DataConfig, ConfigSource(tree)).tokenizer == BpeConfig(pattern="nanochat", max_characters=1000)
+    assert decode(DataConfig, ConfigSource({"tokenizer": "bpe"})).tokenizer == "bpe"
+    with pytest.raises(ConfigError, match=r"data\.tokenizer\.max_characters: 0 given, an integer of 1 or more"):
+        decode_run(ConfigSource({"data": {"tokenizer": {"max_characters": 0}}}), "run")
 
 
 def test_long_texts_are_read_in_pieces_that_end_at_white_space(monkeypatch):

@@ -22,6 +22,8 @@ SHOWN_ELSEWHERE = {
     "validation_split": HUB + "test_a_folder_of_splits",
     "stream": HUB + "test_streamed_rows_equal_loaded_rows",
     "source": "tests/data/test_corpus.py::test_records_are_used_like_those_of_a_file",
+    "num_validation_files": "tests/data/test_best_fit.py::test_files_held_out_are_neither_trained_on_nor_listed_twice",
+    "packing": "tests/data/test_best_fit.py::test_agrees_with_searching_a_list",
     "format": "tests/data/test_formats.py::test_every_format_field_has_a_test",
     "ignore_token_id": LIMITS + "test_ignored_tokens_are_no_targets_in_training_and_validation",
     "cache_mirror_gb": "tests/data/test_cache_store.py::test_the_mirror_has_a_limit",

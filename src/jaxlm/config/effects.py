@@ -47,6 +47,7 @@ _STOPPING = Effect("changes what follows", "the run may end or go back where it 
 EFFECTS: dict[str, Effect] = {
     "data.train_urls": CONTENT,
     "data.validation_urls": _EVALUATIONS,
+    "data.num_validation_files": CONTENT,
     "data.cache_dir": HARMLESS,
     "data.text_key": CONTENT,
     "data.format": CONTENT,
@@ -70,6 +71,7 @@ EFFECTS: dict[str, Effect] = {
     "data.max_train_batches": CONTENT,
     "data.num_validation_sequences": CONTENT,
     "data.ignore_token_id": CONTENT,
+    "data.packing": CONTENT,
     "data.type": CONTENT,
     "model": MODEL,
     "model.gradient_checkpointing": ROUNDING,

@@ -25,11 +25,15 @@ from jaxlm.data.sources.config import TRAIN, VALIDATION, SourceConfig, check_sou
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from jaxlm.data.tokenizer.train_bpe import MADE_FROM, MIN_VOCAB_SIZE, load_or_train_tokenizer
+from jaxlm.data.tokenizer.train_bpe import (
+    DEFAULT_VOCAB_SIZE,
+    MADE_FROM,
+    TRAIN_BPE,
+    BpeConfig,
+    bpe_config,
+    load_or_train_tokenizer,
+)
 from jaxlm.data.train_weights import block_counts, weight_stages
-
-TRAIN_BPE = "bpe"
-_DEFAULT_VOCABULARY = 8192
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             the first machine builds them, and the others read only the parts of the caches that they need.
         cache_mirror_gb: most GB of disk for `cache/blocks`, the parts of token caches at a URL that a machine read last.
         tokenizer: path of a tokenizer.json, or of a folder that contains one; `bpe` trains a tokenizer on the training
-            files.
+            files, and `{type: bpe, ...}` does so with options.
         vocab_size: vocabulary size of the tokenizer trained here; null means 8192. For a loaded tokenizer, the size it must
             have; null accepts any.
         shuffle: shuffle the packed sequences, in a new order each epoch. `false` reads them in order;
@@ -68,7 +72,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
 
     cache_dir: str = "cache/"
     cache_mirror_gb: PositiveFloat = 50.0
-    tokenizer: str = TRAIN_BPE
+    tokenizer: str | BpeConfig = TRAIN_BPE
     vocab_size: PositiveInt | None = None
     shuffle: bool | EraShuffle = True
     enforce_bos: bool = True
@@ -158,11 +162,10 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         Excludes `cache_dir`, the validation text (nothing is trained on it), and `train_weights` (they may change during a
         run).
         """
-        trained = {"bpe": self.vocab_size or _DEFAULT_VOCABULARY}
         by_name = {source.name: source.content() for source in self.sources() if source.has(TRAIN)}
         return {
             **(by_name.get("") or {"sources": by_name}),
-            "tokenizer": trained if self.tokenizer == TRAIN_BPE else load_tokenizer(self.tokenizer).fingerprint,
+            "tokenizer": self._tokenizer_identity(),
             "shuffle": encode(self.shuffle),
             "enforce_bos": self.enforce_bos,
             "enforce_eos": self.enforce_eos,
@@ -175,26 +178,21 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         Raises:
             ConfigError: the tokenizer does not exist, or its vocabulary size is not `vocab_size`.
         """
-        if self.tokenizer == TRAIN_BPE:
-            size = self.vocab_size or _DEFAULT_VOCABULARY
-            formats = {source.name: source.config.format.cache_key() for source in self.sources()}
-            folder = self.cache_store.folder / "tokenizer"
-            with self.cache_store.shared(folder, MADE_FROM, log):
-                return load_or_train_tokenizer(
-                    folder,
-                    self._all_files(log),
-                    lambda: self._all_texts(log),
-                    size,
-                    log,
-                    formats={name: format_key for name, format_key in formats.items() if format_key},
-                )
-        tokenizer = load_tokenizer(self.tokenizer)
-        if self.vocab_size is not None and tokenizer.vocab_size != self.vocab_size:
-            raise ConfigError(
-                f"data.vocab_size: {self.vocab_size} given, but the tokenizer {self.tokenizer} has"
-                f" {tokenizer.vocab_size} tokens. Remove vocab_size, or set it to {tokenizer.vocab_size}"
+        bpe = bpe_config(self.tokenizer)
+        if bpe is None:
+            return load_tokenizer(str(self.tokenizer), self.vocab_size)
+        formats = {source.name: source.config.format.cache_key() for source in self.sources()}
+        folder = self.cache_store.folder / "tokenizer"
+        with self.cache_store.shared(folder, MADE_FROM, log):
+            return load_or_train_tokenizer(
+                folder,
+                self._all_files(log),
+                lambda: self._all_texts(log),
+                self.vocab_size or DEFAULT_VOCAB_SIZE,
+                log,
+                formats={name: format_key for name, format_key in formats.items() if format_key},
+                config=bpe,
             )
-        return tokenizer
 
     def is_tokenized(self) -> bool:
         """Whether every cache that `open` needs already exists."""
@@ -379,15 +377,17 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             )
 
     def _check_tokenizer(self) -> None:
-        if self.tokenizer != TRAIN_BPE:
-            tokenizer = self.load_tokenizer(log=lambda _: None)
-            for source in self.sources():
-                source.encoder(tokenizer)  # raises if the tokenizer lacks something the format needs
-        elif self.vocab_size is not None and self.vocab_size < MIN_VOCAB_SIZE:
-            raise ConfigError(
-                f"data.vocab_size: {self.vocab_size} given, at least {MIN_VOCAB_SIZE} expected: one token for each byte and"
-                " one for the end of text"
-            )
+        if bpe := bpe_config(self.tokenizer):
+            bpe.check(self.vocab_size)
+            return
+        tokenizer = self.load_tokenizer(log=lambda _: None)
+        for source in self.sources():
+            source.encoder(tokenizer)  # raises if the tokenizer lacks something the format needs
+
+    def _tokenizer_identity(self) -> Any:
+        if bpe := bpe_config(self.tokenizer):
+            return {TRAIN_BPE: self.vocab_size or DEFAULT_VOCAB_SIZE, **bpe.cache_key()}
+        return load_tokenizer(str(self.tokenizer)).fingerprint
 
 
 def given(**keys: Any) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 import abc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,12 @@ class Examples(abc.ABC):
     Attributes:
         cache: where their tokens are.
         seq_len: tokens per sequence.
+        arrangement: what determines their columns besides the tokens, the starts and `seq_len`, as plain JSON.
     """
 
     cache: TokenCache
     seq_len: int
+    arrangement: Mapping[str, Any] = MappingProxyType({})
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -41,14 +44,13 @@ class Examples(abc.ABC):
     def starts(self, indices: np.ndarray) -> np.ndarray:
         """int64: the index in the cache of each example's first token."""
 
+    @abc.abstractmethod
     def target_positions(self, indices: np.ndarray) -> np.ndarray:
         """int64 [len(indices), seq_len]: the index in the cache of each target of the examples' first sequence."""
-        return self.starts(indices)[:, None] + np.arange(1, self.seq_len + 1)
 
+    @abc.abstractmethod
     def read_ahead(self, indices: np.ndarray) -> None:
         """Starts to download examples that will be read soon, if the cache is at a URL."""
-        if self.cache.blocks is not None:
-            self.cache.blocks.read_ahead(self.starts(indices), self.seq_len + 1)
 
     @abc.abstractmethod
     def read(self, indices: np.ndarray) -> Columns:
@@ -66,11 +68,22 @@ class Examples(abc.ABC):
         """
 
 
+class ContiguousExamples(Examples):
+    """Examples whose first sequence is a range of tokens of the cache."""
+
+    def target_positions(self, indices: np.ndarray) -> np.ndarray:
+        return self.starts(indices)[:, None] + np.arange(1, self.seq_len + 1)
+
+    def read_ahead(self, indices: np.ndarray) -> None:
+        if self.cache.blocks is not None:
+            self.cache.blocks.read_ahead(self.starts(indices), self.seq_len + 1)
+
+
 class WrappedExamples(Examples):
     """Wraps other examples. Subclasses change what is read from them."""
 
     def __init__(self, examples: Examples):
-        self.cache, self.seq_len = examples.cache, examples.seq_len
+        self.cache, self.seq_len, self.arrangement = examples.cache, examples.seq_len, examples.arrangement
         self._examples = examples
 
     def __len__(self) -> int:
@@ -86,6 +99,12 @@ class WrappedExamples(Examples):
 
     def starts(self, indices: np.ndarray) -> np.ndarray:
         return self._examples.starts(indices)
+
+    def target_positions(self, indices: np.ndarray) -> np.ndarray:
+        return self._examples.target_positions(indices)
+
+    def read_ahead(self, indices: np.ndarray) -> None:
+        self._examples.read_ahead(indices)
 
     def read(self, indices: np.ndarray) -> Columns:
         return self._examples.read(indices)
@@ -106,6 +125,12 @@ class ExampleRange(WrappedExamples):
 
     def starts(self, indices: np.ndarray) -> np.ndarray:
         return super().starts(indices + self._range.start)
+
+    def target_positions(self, indices: np.ndarray) -> np.ndarray:
+        return super().target_positions(indices + self._range.start)
+
+    def read_ahead(self, indices: np.ndarray) -> None:
+        super().read_ahead(indices + self._range.start)
 
     def read(self, indices: np.ndarray) -> Columns:
         return super().read(indices + self._range.start)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.examples import Examples, documents_as_text
+from jaxlm.data.examples import ContiguousExamples, documents_as_text
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def pack_documents(cache: TokenCache, seq_len: int, *, max_documents: int) -> Pa
     )
 
 
-class PackedSequences(Examples):
+class PackedSequences(ContiguousExamples):
     """The sequences of a token cache."""
 
     def __init__(

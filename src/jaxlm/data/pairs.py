@@ -12,7 +12,7 @@ from jaxlm.core.types import PairBatch
 from jaxlm.data.batch import BatchSpec, Columns, random_tokens, token_columns
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.config import DataConfig
-from jaxlm.data.examples import Examples, documents_as_text
+from jaxlm.data.examples import ContiguousExamples, documents_as_text
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.pairs import PairsFormat
 
@@ -41,7 +41,7 @@ class PairsConfig(DataConfig):
         return random_tokens((num_examples, 2, seq_len), vocab_size, seed)
 
 
-class Pairs(Examples):
+class Pairs(ContiguousExamples):
     """The pairs of a token cache: each document is prompt and chosen completion, then prompt and rejected completion."""
 
     def __init__(self, cache: TokenCache, seq_len: int):

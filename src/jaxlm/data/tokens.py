@@ -5,16 +5,20 @@ from typing import Any
 
 from haliax import Axis
 
+from jaxlm.config.decode import encode
 from jaxlm.core.axes import POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt
 from jaxlm.core.types import TokenBatch
 from jaxlm.data.batch import BatchSpec, Columns, random_tokens, token_columns
+from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, open_rows
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.config import TRAIN_BPE, DataConfig, given
+from jaxlm.data.config import DataConfig, given
+from jaxlm.data.examples import Examples
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.packing import PackedSequences, pack_documents
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
+from jaxlm.data.tokenizer.train_bpe import bpe_config
 
 
 @DataConfig.register_subclass("tokens")
@@ -24,26 +28,53 @@ class TokensConfig(DataConfig):
 
     Attributes:
         ignore_token_id: no loss is computed where the token to predict has this id, in training and validation.
+        packing: how documents become sequences. Null concatenates texts and cuts them every `model.seq_len` tokens, and packs
+            records with a loss mask whole; `{type: best_fit}` chooses documents that fill a sequence.
     """
 
     ignore_token_id: NonNegativeInt | None = None
+    packing: BestFitConfig | None = None
 
     def batch_spec(self, seq_len: int) -> BatchSpec[TokenBatch]:
         return BatchSpec(TokenBatch, token_columns(Axis(POSITION, seq_len)))
 
-    def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> PackedSequences:
+    def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> Examples:
         max_documents = record_format.documents_per_sequence
         self._check_ignored(cache.vocab_size)
+        if self.packing is not None:
+            rows = open_rows(cache, seq_len, self.packing)
+            return BestFitSequences(cache, seq_len, self.packing, rows, ignored_id=self.ignore_token_id)
         packed = None if max_documents is None else pack_documents(cache, seq_len, max_documents=max_documents)
         return PackedSequences(cache, seq_len, packed, ignored_id=self.ignore_token_id)
 
     def check(self) -> None:
+        if self.packing is not None:
+            self._check_packing(self.packing)
         super().check()
         if self.ignore_token_id is not None:
             # A tokenizer that is trained here may get fewer tokens, which `arrange` checks.
-            size = self.vocab_size if self.tokenizer == TRAIN_BPE else load_tokenizer(self.tokenizer).vocab_size
+            is_trained = bpe_config(self.tokenizer) is not None
+            size = self.vocab_size if is_trained else load_tokenizer(str(self.tokenizer)).vocab_size
             if size is not None:
                 self._check_ignored(size)
+
+    def _check_packing(self, packing: BestFitConfig) -> None:
+        if not self.enforce_bos:
+            raise ConfigError(
+                "data.enforce_bos: false given, but data.packing: {type: best_fit} makes rows that begin with BOS. Set it to"
+                " true"
+            )
+        for source in self.sources():
+            most = source.config.format.documents_per_sequence
+            if most == 1:
+                raise ConfigError(
+                    f"{source.key}.format.pack: false given together with data.packing. Remove one of them"
+                )
+            if most is not None and packing.fill != "pad":
+                raise ConfigError(
+                    f"data.packing.fill: {packing.fill} given, but the records of {source.key}.format have a loss mask"
+                    " and are not cut. Set it to pad"
+                )
 
     def _check_ignored(self, vocab_size: int) -> None:
         if self.ignore_token_id is not None and self.ignore_token_id >= vocab_size:
@@ -53,7 +84,8 @@ class TokensConfig(DataConfig):
             )
 
     def identity(self) -> dict[str, Any]:
-        return super().identity() | given(ignore_token_id=self.ignore_token_id)
+        packing = None if self.packing is None else encode(self.packing)
+        return super().identity() | given(ignore_token_id=self.ignore_token_id, packing=packing)
 
     def random_columns(self, num_examples: int, seq_len: int, vocab_size: int, seed: int) -> Columns:
         return random_tokens((num_examples, seq_len), vocab_size, seed)

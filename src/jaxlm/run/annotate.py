@@ -72,6 +72,7 @@ def _made_from(plan: Plan, phase: Phase, examples: Examples) -> dict[str, Any]:
         "tokens": examples.cache.fingerprint,
         "seq_len": examples.seq_len,
         "examples": hashlib.sha256(starts.tobytes()).hexdigest(),
+        **examples.arrangement,
         "vocabulary": plan.state_builder.Vocab.size,
     }
 

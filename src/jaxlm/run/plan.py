@@ -9,7 +9,7 @@ from jaxlm.core.imports import gc_paused
 
 import jax
 
-from jaxlm.config.decode import choice_name
+from jaxlm.config.decode import choice_name, encode
 from jaxlm.config.load import run_id_of
 from jaxlm.config.run import PhaseConfig, RunConfig
 from jaxlm.core import tree
@@ -20,7 +20,8 @@ from jaxlm.core.mesh import MeshShape
 from jaxlm.core.precision import Precision, parse_precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import is_url, local_copy, open_store
-from jaxlm.data.config import TRAIN_BPE, DataConfig
+from jaxlm.data.config import DataConfig
+from jaxlm.data.tokenizer.train_bpe import BpeConfig, bpe_config
 from jaxlm.engine.checkpoint.manifest import CheckpointName
 from jaxlm.engine.checkpoint.resolve import resolve_folder
 from jaxlm.engine.checkpoint.store import CheckpointFolder
@@ -213,7 +214,7 @@ def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref
     return {name: ref.open(f"refs.{name}") for name, ref in config.refs.items()}
 
 
-def check_hugging_face(config: RunConfig, tokenizer: str) -> None:
+def check_hugging_face(config: RunConfig, tokenizer: str | BpeConfig) -> None:
     """Raises `ConfigError` if the keys about Hugging Face import and export are invalid."""
     if config.hf_save_dtype is not None:
         parse_dtype(config.hf_save_dtype, "hf_save_dtype")
@@ -232,7 +233,7 @@ def check_hugging_face(config: RunConfig, tokenizer: str) -> None:
     for key in ("hf_weight_names", "hf_skip_keys"):
         if name is None and getattr(config, key):
             raise ConfigError(f"{key}: given without initialize_from_hf. Remove it, or set initialize_from_hf")
-    if name is not None and tokenizer == TRAIN_BPE:
+    if name is not None and bpe_config(tokenizer) is not None:
         raise ConfigError(
             "initialize_from_hf: the weights belong to an existing tokenizer, but data.tokenizer trains a new one. Set"
             " data.tokenizer to the folder of the weights"
@@ -282,8 +283,8 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
     for index, section in enumerate(data):
         if section.tokenizer != data[0].tokenizer or section.vocab_size != data[0].vocab_size:
             raise ConfigError(
-                f"phases.{index}.data.tokenizer: {section.tokenizer} given, but all phases must use the same tokenizer, and"
-                f" the first phase uses {data[0].tokenizer}"
+                f"phases.{index}.data.tokenizer: {encode(section.tokenizer)} given, but all phases must use the same"
+                f" tokenizer, and the first phase uses {encode(data[0].tokenizer)}"
             )
     return tuple(phases), data
 

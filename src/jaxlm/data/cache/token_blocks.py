@@ -125,13 +125,17 @@ class TokenBlocks:
             f" {here / 1e9:,.3g} GB of it in {self.mirror.folder} (at most {self.mirror.max_bytes / 1e9:,.3g} GB)"
         )
 
-    def fetch(self, starts: np.ndarray, length: int) -> None:
-        """Downloads the blocks of some ranges at once, as far as the mirror may hold them. Raises like slicing."""
+    def fetch(self, starts: np.ndarray, length: int | np.ndarray) -> None:
+        """Downloads the blocks of some ranges at once, as far as the mirror may hold them. Raises like slicing.
+
+        Args:
+            length: of all ranges, or of each.
+        """
         missing = self._missing(starts, length)
         if len(missing) > 1 and len(missing) * self._sums.block_bytes <= self.mirror.max_bytes:
             list(_urgent().map(lambda number: self._read(number, 0, 0), missing))
 
-    def read_ahead(self, starts: np.ndarray, length: int) -> None:
+    def read_ahead(self, starts: np.ndarray, length: int | np.ndarray) -> None:
         """Starts to download the blocks of some ranges. What fails here is tried again when it is read."""
         for number in self._missing(starts, length):
             with self._guard:
@@ -151,7 +155,7 @@ class TokenBlocks:
             with self._guard:
                 self._waiting.discard(number)
 
-    def _missing(self, starts: np.ndarray, length: int) -> list[int]:
+    def _missing(self, starts: np.ndarray, length: int | np.ndarray) -> list[int]:
         """The blocks of some ranges of tokens that are not in the mirror, or not verified yet."""
         size, block = self.dtype.itemsize, self._sums.block_bytes
         first = starts * size // block

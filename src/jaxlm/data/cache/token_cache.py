@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -79,12 +79,27 @@ class TokenCache:
             row[: len(available)] = available
         if ids.max(initial=0) >= self.vocab_size:
             row, column = np.unravel_index(int(ids.argmax()), ids.shape)
-            position = int(starts[row] + column)
-            raise DamagedCacheError(
-                f"{self.location}/{TOKENS}: token {position} ({self.source_of(position)}) is {ids[row, column]},"
-                f" but the vocabulary has {self.vocab_size}. The cache is damaged: delete {self.location} and start again"
-            )
+            self._refuse(int(starts[row] + column), int(ids[row, column]))
         return ids
+
+    def read_ranges(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """int32 [sum of `lengths`]: some ranges of tokens, one after another. Raises like `read`."""
+        if self.blocks is not None:
+            self.blocks.fetch(starts, lengths)
+        parts = [self.tokens[start : start + n] for start, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
+        ids = np.concatenate([np.zeros(0, np.int32), *parts], dtype=np.int32)
+        if ids.max(initial=0) >= self.vocab_size:
+            at = int(ids.argmax())
+            before = np.cumsum(lengths) - lengths
+            number = int(np.searchsorted(before, at, side="right")) - 1
+            self._refuse(int(starts[number] + at - before[number]), int(ids[at]))
+        return ids
+
+    def _refuse(self, position: int, found: int) -> NoReturn:
+        raise DamagedCacheError(
+            f"{self.location}/{TOKENS}: token {position} ({self.source_of(position)}) is {found}, but the vocabulary has"
+            f" {self.vocab_size}. The cache is damaged: delete {self.location} and start again"
+        )
 
     def read_target_mask(self, starts: np.ndarray, length: int) -> np.ndarray:
         """bool [len(starts), length]: whether the loss is computed on each token, for `length` tokens from each start on."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import PositiveInt
 from jaxlm.data.base import DataSource
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.text import TextFormat
@@ -41,6 +42,8 @@ class SourceConfig:
             also compressed), local or behind any fsspec URL (`s3://`, `https://`, ...); `hf:ID?name=..&split=..` for a
             dataset on the Hugging Face Hub; `stdlib:train` for the source files of Python's standard library.
         validation_urls: the same for validation; `stdlib:validation` holds the files that `stdlib:train` leaves out.
+        num_validation_files: hold the last files of `train_urls` out of training, and evaluate on them unless there are
+            `validation_urls`. An `hf:` dataset counts as one file.
         cache_dir: folder or URL of this source's token caches; null means `<data.cache_dir>/<source name>`.
         text_key: key of the text in each record (.jsonl, .json), or column of the text (.parquet, .arrow).
         format: format of the records: plain text, chat conversations, prompts with completions, or token ids.
@@ -58,6 +61,7 @@ class SourceConfig:
 
     train_urls: list[str] = field(default_factory=list)
     validation_urls: list[str] = field(default_factory=list)
+    num_validation_files: PositiveInt | None = None
     cache_dir: str | None = None
     text_key: str = DEFAULT_TEXT_KEY
     format: FormatConfig = field(default_factory=TextFormat)
@@ -71,7 +75,7 @@ class SourceConfig:
 
     def has(self, split: str) -> bool:
         """Whether the source has data for the split."""
-        if split == VALIDATION and self.validation_urls:
+        if split == VALIDATION and (self.validation_urls or self.num_validation_files):
             return True
         if self.id is not None:
             return split == TRAIN or self.validation_split is not None
@@ -91,10 +95,13 @@ class SourceConfig:
             ConfigError: nothing matches, or keys contradict each other or have no effect.
         """
         self._check_keys(key)
+        held_out = self.num_validation_files
+        if held_out is not None and (split == TRAIN or not self.validation_urls):
+            listed = _list(self.train_urls, f"{key}.train_urls", mirror, cache)
+            return _hold_out(listed, held_out, split, f"{key}.num_validation_files", mirror)
         urls = {TRAIN: self.train_urls, VALIDATION: self.validation_urls}[split]
         if urls or not self.has(split):
-            keys = [f"{key}.{split}_urls[{n}]" for n in range(len(urls))]
-            return [ListedUrl(k, url, sources_of(url, k, mirror, cache)) for k, url in zip(keys, urls, strict=True)]
+            return _list(urls, f"{key}.{split}_urls", mirror, cache)
         if self.source is not None:
             where = f"{key}.source"
             return [ListedUrl(where, where, [CorpusSource(self.source, split, where)])]
@@ -112,11 +119,44 @@ class SourceConfig:
             raise ConfigError(
                 f"{key}.{given[1]}: given together with {key}.{given[0]}. A source has exactly one of them; remove the other"
             )
+        if self.num_validation_files is not None and not self.train_urls:
+            raise ConfigError(
+                f"{key}.num_validation_files: has no effect without {key}.train_urls. Remove it, or list the files there"
+            )
         for name in ("name", "split", "stream", "validation_split"):
             if self.id is None and getattr(self, name) != getattr(SourceConfig, name):
                 raise ConfigError(
                     f"{key}.{name}: has no effect without {key}.id. Set {key}.id to a dataset, or remove it"
                 )
+
+
+def _list(urls: Sequence[str], key: str, mirror: Path, cache: Path) -> list[ListedUrl]:
+    keys = [f"{key}[{n}]" for n in range(len(urls))]
+    return [ListedUrl(k, url, sources_of(url, k, mirror, cache)) for k, url in zip(keys, urls, strict=True)]
+
+
+def _hold_out(listed: list[ListedUrl], count: int, split: str, key: str, mirror: Path) -> list[ListedUrl]:
+    """What is left of some URLs for a split, if the last `count` of their files are for validation.
+
+    Raises:
+        ConfigError: no file would be left to train on.
+    """
+
+    def identity(source: DataSource) -> object:
+        """Equal for a file that is listed twice."""
+        if source.is_local(mirror):
+            return tuple(path.resolve() for _, path in source.paths(mirror))
+        return source.identity or source
+
+    files = list(dict.fromkeys(identity(source) for item in listed for source in item.sources))
+    if count >= len(files):
+        raise ConfigError(
+            f"{key}: {count} given, but train_urls lists {len(files):,} file(s). Give fewer, so that some are left to train"
+            " on"
+        )
+    chosen = set(files[-count:] if split == VALIDATION else files[:-count])
+    kept = [item._replace(sources=[s for s in item.sources if identity(s) in chosen]) for item in listed]
+    return [item for item in kept if item.sources]
 
 
 def check_source_names(names: Iterable[str]) -> None:

@@ -266,14 +266,17 @@ class Tokenizer:
         )
 
 
-def load_tokenizer(path: str) -> Tokenizer:
+def load_tokenizer(path: str, vocab_size: int | None = None) -> Tokenizer:
     """Loads the tokenizer from a `tokenizer.json`, or from a folder that contains one.
 
     BOS and EOS are `bos_token` and `eos_token` of `tokenizer_config.json` in the same folder, else `bos_token_id` and
     `eos_token_id` of `config.json`, else tokens with common names (`<s>`, `<|endoftext|>`, ...).
 
+    Args:
+        vocab_size: the size that it must have; None accepts any.
+
     Raises:
-        ConfigError: the file does not exist or is not a tokenizer.
+        ConfigError: the file does not exist or is not a tokenizer, or it has another size.
     """
     import tokenizers
 
@@ -296,7 +299,13 @@ def load_tokenizer(path: str) -> Tokenizer:
     model = _read_json(file.with_name(_MODEL))
     model_ids = {key: model[key] for key in _MODEL_KEYS if key in model}
     bos, eos = (_special_id(backend, file, side) for side in ("bos", "eos"))
-    return Tokenizer(backend, bos, eos, extra_files, model_ids)
+    tokenizer = Tokenizer(backend, bos, eos, extra_files, model_ids)
+    if vocab_size not in (None, tokenizer.vocab_size):
+        raise ConfigError(
+            f"data.vocab_size: {vocab_size} given, but the tokenizer {path} has {tokenizer.vocab_size} tokens. Remove"
+            f" vocab_size, or set it to {tokenizer.vocab_size}"
+        )
+    return tokenizer
 
 
 def boundary_ids(tokenizer: Tokenizer, *, bos: bool, eos: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -3,38 +3,102 @@
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxlm.core.atomic_io import atomic_folder, folder_lock
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import PositiveInt
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 from jaxlm.data.cache.cache_key import CacheKey, check_cache_key, files_key
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 
-MIN_VOCAB_SIZE = 257  # every byte, and the end of text
+TRAIN_BPE = "bpe"
+DEFAULT_VOCAB_SIZE = 8192
 MADE_FROM = "made_from.json"
-_MAX_CHARACTERS = 1 << 28  # of training text; more barely changes the vocabulary, and takes time and memory
+_NUM_BYTES = 256
 _MAX_PIECE = 1 << 20
 _REPORT_EVERY_S = 5.0
 
-# Words with a leading space, runs of up to three digits, punctuation, indentation as one piece: the pattern of cl100k,
-# adapted to code, where most white space is indentation.
-_PIECE_PATTERN = "|".join(
-    (
-        r"'(?i:[sdmt]|ll|ve|re)",
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+[ \t]*",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
-)
+# Words with the space or sign before them, digits, punctuation; then what is done with white space.
+_WORDS = (r"'(?i:[sdmt]|ll|ve|re)", r"[^\r\n\p{L}\p{N}]?\p{L}+")
+_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_SPACES = (r"\s+(?!\S)", r"\s+")
+PATTERNS = {
+    # Adapted to code, where most white space is indentation.
+    "code": "|".join((*_WORDS, r"\p{N}{1,3}", _SIGNS, r"\s*[\r\n]+[ \t]*", *_SPACES)),
+    "gpt4": "|".join((*_WORDS, r"\p{N}{1,3}", _SIGNS, r"\s*[\r\n]", *_SPACES)),
+    "nanochat": "|".join((*_WORDS, r"\p{N}{1,2}", _SIGNS, r"\s*[\r\n]", *_SPACES)),
+}
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+@dataclass(frozen=True)
+class BpeConfig:
+    """A byte-level BPE tokenizer that is trained on the training files.
+
+    Attributes:
+        pattern: how text is cut into pieces, which tokens never cross: `code` keeps the white space that indents a line
+            together; `gpt4` cuts as cl100k does, with up to three digits in a piece; `nanochat` the same with two; anything
+            else is a regular expression that matches one piece.
+        special_tokens: tokens that no text becomes. They have the last ids of the vocabulary, in this order; the first one
+            begins and ends documents (BOS and EOS). Null means `<|endoftext|>` alone, with id 0.
+        max_characters: train on the first characters of the text, this many. More barely changes the vocabulary, and takes
+            time and memory.
+        max_document_characters: train on at most this many characters of each document, its first; null means all.
+        type: must be `bpe`.
+    """
+
+    pattern: str = "code"
+    special_tokens: list[str] | None = None
+    max_characters: PositiveInt = 1 << 28
+    max_document_characters: PositiveInt | None = None
+    type: Literal["bpe"] = "bpe"
+
+    def check(self, vocab_size: int | None) -> None:
+        """Raises `ConfigError` if a tokenizer of this size cannot be trained."""
+        tokens = [END_OF_TEXT] if self.special_tokens is None else self.special_tokens
+        smallest = _NUM_BYTES + len(tokens)
+        if not tokens or not all(tokens) or len(set(tokens)) < len(tokens):
+            raise ConfigError(
+                f"data.tokenizer.special_tokens: {tokens} given, one or more different tokens expected, none of them empty"
+            )
+        if vocab_size is not None and vocab_size < smallest:
+            one = "one for the end of text" if self.special_tokens is None else f"{len(tokens)} special tokens"
+            raise ConfigError(
+                f"data.vocab_size: {vocab_size} given, at least {smallest} expected: one token for each byte and {one}"
+            )
+        if self.pattern not in PATTERNS:
+            _check_pattern(self.pattern)
+
+    def cache_key(self) -> dict[str, Any]:
+        """What determines the tokens besides the text and the size, as plain JSON; {} for the defaults."""
+        default = asdict(BpeConfig())
+        return {name: value for name, value in asdict(self).items() if value != default[name]}
+
+
+def bpe_config(tokenizer: str | BpeConfig) -> BpeConfig | None:
+    """How the tokenizer of a configuration is trained; None if it is the path of one."""
+    if isinstance(tokenizer, BpeConfig):
+        return tokenizer
+    return BpeConfig() if tokenizer == TRAIN_BPE else None
+
+
+def _check_pattern(pattern: str) -> None:
+    import tokenizers
+
+    if pattern.replace("_", "").isalnum() or not pattern:
+        raise ConfigError(
+            f"data.tokenizer.pattern: '{pattern}' given, {', '.join(PATTERNS)} or a regular expression expected"
+        )
+    try:
+        tokenizers.Regex(pattern)
+    except Exception as error:  # the library raises plain exceptions
+        raise ConfigError(f"data.tokenizer.pattern: '{pattern}' is not a regular expression: {error}") from error
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, config: BpeConfig | None = None) -> Tokenizer:
     """Trains a byte-level BPE of `vocab_size` tokens, or fewer if the texts do not have enough distinct pairs.
 
     Source: Sennrich et al. 2016 (arXiv:1508.07909), algorithm 1, over bytes as in GPT-2.
@@ -42,20 +106,30 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
+    config = config or BpeConfig()
+    last = config.special_tokens or []
     backend = tokenizers.Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(tokenizers.Regex(_PIECE_PATTERN), behavior="isolated")
+    pattern = PATTERNS.get(config.pattern, config.pattern)
+    split = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])  # pyright: ignore[reportAttributeAccessIssue]
     backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        vocab_size=vocab_size - len(last),
+        special_tokens=[] if last else [END_OF_TEXT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer=trainer)
-    end = backend.token_to_id(END_OF_TEXT)
-    return Tokenizer(backend, bos_id=end, eos_id=end)
+    for token in last:
+        if backend.token_to_id(token) is not None:
+            raise ConfigError(
+                f"data.tokenizer.special_tokens: '{token}' given, which is a token of the text too. Give one that the text"
+                " does not have, such as '<|bos|>'"
+            )
+    backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in last])
+    boundary = backend.token_to_id(last[0] if last else END_OF_TEXT)
+    return Tokenizer(backend, bos_id=boundary, eos_id=boundary)
 
 
 def load_or_train_tokenizer(
@@ -65,6 +139,7 @@ def load_or_train_tokenizer(
     vocab_size: int,
     log: Callable[[str], None],
     formats: Mapping[str, Any],
+    config: BpeConfig,
 ) -> Tokenizer:
     """Loads the tokenizer in `folder`, and trains it first if it does not exist.
 
@@ -75,12 +150,16 @@ def load_or_train_tokenizer(
     Raises:
         ConfigError: the existing tokenizer was trained on something else. The message lists the differences.
     """
-    made_from = {"vocab_size": vocab_size, **files_key(files)} | ({"formats": dict(formats)} if formats else {})
+    made_from = {"vocab_size": vocab_size, **config.cache_key(), **files_key(files)}
+    made_from |= {"formats": dict(formats)} if formats else {}
     if not folder.exists():
         with folder_lock(writable_folder(folder.parent), log):
             if not folder.exists():  # another process may have trained it meanwhile
                 log(f"training a BPE tokenizer of {vocab_size:,} tokens on {len(files):,} files ...")
-                _train(folder, texts(), vocab_size, json.dumps(made_from), log)
+                tokenizer = _train(texts(), vocab_size, config, log)
+                with disk_full_errors(folder), atomic_folder(folder) as unfinished:
+                    tokenizer.save(unfinished)
+                    (unfinished / MADE_FROM).write_text(json.dumps(made_from))
     check_cache_key("tokenizer", folder, _made_from(folder), made_from)
     return load_tokenizer(str(folder))
 
@@ -99,13 +178,12 @@ def _made_from(folder: Path) -> CacheKey:
     )
 
 
-def _train(folder: Path, texts: Iterable[str], vocab_size: int, made_from: str, log: Callable[[str], None]) -> None:
-    tokenizer = train_bpe(_first_characters(texts, _MAX_CHARACTERS, log), vocab_size)
+def _train(texts: Iterable[str], vocab_size: int, config: BpeConfig, log: Callable[[str], None]) -> Tokenizer:
+    beginnings = (text[: config.max_document_characters] for text in texts)
+    tokenizer = train_bpe(_first_characters(beginnings, config.max_characters, log), vocab_size, config)
     if tokenizer.vocab_size < vocab_size:
         log(f"the training text yields only {tokenizer.vocab_size:,} tokens; the vocabulary has that size")
-    with disk_full_errors(folder), atomic_folder(folder) as unfinished:
-        tokenizer.save(unfinished)
-        (unfinished / MADE_FROM).write_text(made_from)
+    return tokenizer
 
 
 def _first_characters(texts: Iterable[str], max_characters: int, log: Callable[[str], None]) -> Iterator[str]:

@@ -13,14 +13,17 @@ from jaxlm.interop.hf.hub import local_folder
 _KEY = "initialize_from_hf"
 
 
-def hf_name(initialize_from_hf: bool | str, tokenizer: str) -> str | None:
+def hf_name(initialize_from_hf: bool | str, tokenizer: object) -> str | None:
     """Resolves `initialize_from_hf` to a folder or Hub name; None if it is false.
+
+    Args:
+        tokenizer: `data.tokenizer`: a path, or how a tokenizer is trained.
 
     Raises:
         ConfigError: the value is true, but `data.tokenizer` is not a folder or Hub name.
     """
     if initialize_from_hf is True:
-        if tokenizer == "bpe":
+        if tokenizer == "bpe" or not isinstance(tokenizer, str):
             raise ConfigError(
                 f"{_KEY}: true uses the folder in data.tokenizer, but that is 'bpe'. Set {_KEY} to a folder or to a"
                 " repository name on the Hugging Face Hub"

@@ -1,0 +1,302 @@
+"""Packs documents into full rows: each row takes the largest waiting documents that fit, and cuts one for what is left.
+
+waiting   5 9 3 20 7 16 2 11        tokens of each document, BOS included
+rows      16 | 11 5 | 9 7 | ...     rows of 16 tokens: 15 inputs, and one more for the last target
+
+A document begins with BOS, so every row does, and BOS is the target that ends the document before it. The rest of a cut
+document is lost, unless it waits for a later row (`fill: split`).
+
+The rows follow from the lengths of the documents. They are computed once (`data/cache/row_index.py`), so a row is read by
+its number, like any other example.
+"""
+
+import heapq
+import itertools
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from jaxlm.config.decode import encode
+from jaxlm.core.field_types import PositiveInt
+from jaxlm.data.batch import Columns
+from jaxlm.data.cache.row_index import RowIndex, open_or_index
+from jaxlm.data.cache.token_cache import TokenCache
+from jaxlm.data.examples import Examples, documents_as_text
+
+_CHUNK = 1 << 16  # documents whose lengths are Python integers at a time
+_VERSION = 1  # of the rows that the same documents and keys give
+Fill = Literal["crop", "split", "pad"]
+
+
+@dataclass(frozen=True)
+class BestFitConfig:
+    """Packs documents into rows that begin with BOS. Each row takes, again and again, the largest waiting document that fits.
+
+    Attributes:
+        fill: what fills the end of a row for which every waiting document is too long. `crop`: the beginning of the shortest
+            one, whose rest is lost, as in nanochat. `split`: the same, but the rest waits for a later row, so no token is
+            lost. `pad`: nothing; only documents longer than a row lose their ends.
+        buffer_size: documents that wait. The more, the fewer are cut.
+        refill_size: documents that are added at once whenever fewer wait.
+        document_mask: let tokens attend only to their own document, and count positions from its beginning. By default a
+            row is one sequence, as in nanochat.
+        type: must be `best_fit`.
+    """
+
+    fill: Fill = "crop"
+    buffer_size: PositiveInt = 1000
+    refill_size: PositiveInt = 128
+    document_mask: bool = False
+    type: Literal["best_fit"] = "best_fit"
+
+
+def pack_best_fit(offsets: np.ndarray, capacity: int, config: BestFitConfig) -> RowIndex:
+    """The rows of one pass over the documents. When all of them have come, the last rows take what still waits.
+
+    Args:
+        offsets: int64 [documents + 1]: the first token of each document, then the total number of tokens.
+        capacity: tokens in a row, at least 2.
+    """
+    sizes = np.diff(offsets)
+    too_long = np.maximum(sizes - capacity, 0) if config.fill == "pad" else np.zeros_like(sizes)
+    documents, waiting = _documents(offsets, sizes - too_long), _Waiting(capacity)
+    firsts, starts, lengths = array("q", [0]), array("q"), array("i")
+    num_cuts, num_lost = int((too_long > 0).sum()), int(too_long.sum())
+    while True:
+        room = capacity
+        while room:
+            while waiting.count < config.buffer_size and waiting.add_all(
+                itertools.islice(documents, config.refill_size)
+            ):
+                pass
+            length = waiting.largest(room)
+            if length:
+                start = waiting.take(length)
+            elif config.fill == "pad" or not waiting.count:
+                break
+            else:
+                start, whole = waiting.take_shortest()
+                length = room
+                if config.fill == "crop":
+                    num_cuts, num_lost = num_cuts + 1, num_lost + whole - room
+                else:
+                    num_cuts += room > 1
+                    # The last token of a row is only a target. It is the first input of the rest.
+                    waiting.add(start + room - 1, whole - room + 1)
+            starts.append(start)
+            lengths.append(length)
+            room -= length
+        if capacity - room >= 2:
+            firsts.append(len(starts))
+            continue
+        num_lost += capacity - room  # a single token has no target
+        del starts[firsts[-1] :], lengths[firsts[-1] :]
+        if not waiting.count:
+            pieces = np.array(starts, np.int64), np.array(lengths, np.int32)
+            return RowIndex(np.array(firsts, np.int64), *pieces, num_cuts, num_lost)
+
+
+class _Waiting:
+    """Documents, or their rests, by length. Of several of the same length, the one that came first goes first."""
+
+    def __init__(self, capacity: int):
+        self.count = 0
+        self._capacity = capacity
+        self._starts: defaultdict[int, deque[int]] = defaultdict(deque)  # by length
+        self._lengths = 0  # bit n is set if a document of n tokens waits
+        self._longer: list[tuple[int, int, int]] = []  # a heap of (length, order of arrival, start)
+        self._arrivals = itertools.count()
+
+    def add_all(self, documents: Iterable[tuple[int, int]]) -> bool:
+        """Whether there were any."""
+        before = self.count
+        for start, length in documents:
+            self.add(start, length)
+        return self.count > before
+
+    def add(self, start: int, length: int) -> None:
+        self.count += 1
+        if length > self._capacity:
+            heapq.heappush(self._longer, (length, next(self._arrivals), start))
+        else:
+            self._starts[length].append(start)
+            self._lengths |= 1 << length
+
+    def largest(self, room: int) -> int:
+        """The length of the largest document of at most `room` tokens; 0 if there is none."""
+        return max((self._lengths & ((2 << room) - 1)).bit_length() - 1, 0)
+
+    def take(self, length: int) -> int:
+        """Removes the first document of this length, and returns its start."""
+        self.count -= 1
+        starts = self._starts[length]
+        start = starts.popleft()
+        if not starts:
+            self._lengths ^= 1 << length
+        return start
+
+    def take_shortest(self) -> tuple[int, int]:
+        """Removes the shortest document, and returns its start and length."""
+        if self._lengths:
+            length = (self._lengths & -self._lengths).bit_length() - 1
+            return self.take(length), length
+        self.count -= 1
+        length, _, start = heapq.heappop(self._longer)
+        return start, length
+
+
+def _documents(offsets: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Start and length of each document that is not empty."""
+    for begin in range(0, len(lengths), _CHUNK):
+        chunk = slice(begin, begin + _CHUNK)
+        pairs = zip(offsets[:-1][chunk].tolist(), lengths[chunk].tolist(), strict=True)
+        yield from (pair for pair in pairs if pair[1])
+
+
+def open_rows(cache: TokenCache, seq_len: int, config: BestFitConfig) -> RowIndex:
+    """The rows of a token cache, from the index beside it. Builds the index if there is none."""
+    keys = {"fill": config.fill, "buffer_size": config.buffer_size, "refill_size": config.refill_size}
+    made_from = {"version": _VERSION, "tokens": cache.fingerprint, "seq_len": seq_len, **keys}
+    build = lambda: pack_best_fit(cache.offsets, seq_len + 1, config)  # noqa: E731
+    return open_or_index(cache.folder.parent / "packed", made_from, build)
+
+
+class _Placed(NamedTuple):
+    """The pieces of some rows, in order.
+
+    Attributes:
+        starts, lengths: of each piece.
+        row, column: where each piece begins.
+        inside: bool [rows, seq_len + 1], false for padding.
+    """
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    row: np.ndarray
+    column: np.ndarray
+    inside: np.ndarray
+
+
+class BestFitSequences(Examples):
+    """The rows of a token cache."""
+
+    def __init__(
+        self,
+        cache: TokenCache,
+        seq_len: int,
+        config: BestFitConfig,
+        index: RowIndex,
+        *,
+        ignored_id: int | None = None,
+    ):
+        """Args:
+        index: what the rows consist of.
+        ignored_id: a token that is never a target; None if all may be.
+        """
+        self.cache = cache
+        self.seq_len = seq_len
+        self.arrangement = {"packing": encode(config)}
+        self._config = config
+        self._ignored_id = ignored_id
+        self._index = index
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def padding(self) -> float:
+        totals = np.add.reduceat(self._index.lengths, self._index.firsts[:-1], dtype=np.int64)
+        return 1 - float(np.minimum(totals, self.seq_len).sum()) / (len(self) * self.seq_len)
+
+    @property
+    def summary(self) -> str:
+        index, num_tokens = self._index, self.cache.num_tokens
+        filled = f"{len(self):,} rows of {self.seq_len:,} tokens, packed by best fit, {self.padding:.2%} padding"
+        if self._config.fill == "split":
+            return f"{filled}; documents were cut {index.num_cuts:,} times, and no token is lost"
+        return (
+            f"{filled}; {index.num_cuts:,} of {len(self.cache.offsets) - 1:,} documents were cropped, losing"
+            f" {index.num_lost:,} of {num_tokens:,} tokens ({index.num_lost / num_tokens:.1%})"
+        )
+
+    def starts(self, indices: np.ndarray) -> np.ndarray:
+        return np.asarray(self._index.starts[self._index.firsts[indices]])
+
+    def target_positions(self, indices: np.ndarray) -> np.ndarray:
+        placed = self._placed(indices)
+        before = np.cumsum(placed.lengths) - placed.lengths
+        positions = np.full(placed.inside.shape, self.cache.num_tokens)
+        positions[placed.inside] = np.repeat(placed.starts - before, placed.lengths) + np.arange(placed.inside.sum())
+        return positions[:, 1:]
+
+    def read_ahead(self, indices: np.ndarray) -> None:
+        if self.cache.blocks is not None:
+            starts, lengths, _ = self._index.pieces_of(indices)
+            self.cache.blocks.read_ahead(starts, lengths)
+
+    def read(self, indices: np.ndarray) -> Columns:
+        """The columns of `TokenBatch`, [len(indices), seq_len] each."""
+        starts, lengths, row, column, inside = self._placed(indices)
+        ids = np.zeros(inside.shape, np.int32)
+        ids[inside] = self.cache.read_ranges(starts, lengths)
+        is_target = inside.copy()
+        if self.cache.target_mask is not None:
+            ranges = zip(starts.tolist(), lengths.tolist(), strict=True)
+            is_target[inside] = np.concatenate([self.cache.target_mask[start : start + n] for start, n in ranges]) > 0
+        # The first token of a rest has been a target before.
+        is_rest = self.cache.offsets[np.searchsorted(self.cache.offsets, starts)] != starts
+        is_target[row[is_rest], column[is_rest]] = False
+        if self._ignored_id is not None:
+            is_target &= ids != self._ignored_id
+        inputs, shifted = slice(None, -1), slice(1, None)
+        is_input = inside[:, inputs]
+        positions = np.broadcast_to(np.arange(self.seq_len, dtype=np.int32), is_input.shape)
+        segment_ids = is_input.astype(np.int32)
+        if self._config.document_mask:
+            begins = self._begins(row, column, inside)[:, inputs]
+            segment_ids = begins.cumsum(axis=1, dtype=np.int32) * is_input
+            positions = positions - np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
+        return {
+            "tokens": ids[:, inputs].copy(),
+            "targets": ids[:, shifted].copy(),
+            "loss_mask": is_target[:, shifted].astype(np.float32),
+            "segment_ids": segment_ids,
+            "positions": positions * is_input,
+        }
+
+    def show(self, index: int, tokenizer: Any) -> Iterator[str]:
+        indices = np.array([index])
+        placed = self._placed(indices)
+        columns = {name: column[0] for name, column in self.read(indices).items()}
+        yield f"loss on {int(columns['loss_mask'].sum())} of {self.seq_len} tokens"
+        begins = self._begins(placed.row, placed.column, placed.inside)[0]
+        columns["segment_ids"] = (begins.cumsum() * placed.inside[0])[:-1]
+        pieces = zip(placed.starts.tolist(), placed.lengths.tolist(), strict=True)
+        for (_, text), piece in zip(documents_as_text(columns, tokenizer), pieces, strict=False):
+            yield f"--- {self._describe(*piece)} ---\n{text}"
+
+    def _describe(self, start: int, length: int) -> str:
+        """The source of a piece and, if it is not a whole document, which of its tokens they are."""
+        offsets = self.cache.offsets
+        number = int(np.searchsorted(offsets, start, side="right")) - 1
+        first, size = start - int(offsets[number]), int(offsets[number + 1] - offsets[number])
+        part = f", tokens {first + 1:,} to {first + length:,} of {size:,}" if length < size else ""
+        return f"{self.cache.source_of(start)}{part}"
+
+    def _placed(self, indices: np.ndarray) -> _Placed:
+        starts, lengths, counts = self._index.pieces_of(indices)
+        totals = np.add.reduceat(lengths, np.cumsum(counts) - counts, dtype=np.int64)
+        before_row = np.repeat(np.cumsum(totals) - totals, counts)
+        column = np.cumsum(lengths) - lengths - before_row
+        inside = np.arange(self.seq_len + 1) < totals[:, None]
+        return _Placed(starts, lengths, np.repeat(np.arange(len(indices)), counts), column, inside)
+
+    def _begins(self, row: np.ndarray, column: np.ndarray, inside: np.ndarray) -> np.ndarray:
+        """bool [rows, seq_len + 1]: whether a piece begins at this position."""
+        begins = np.zeros(inside.shape, bool)
+        begins[row, column] = True
+        return begins
