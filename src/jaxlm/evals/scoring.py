@@ -37,6 +37,7 @@ def score(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
     batch_size: int,
     progress: Callable[[], None] = lambda: None,
+    max_length: int | None = None,
 ) -> list[Scored]:
     """Log-likelihood of each continuation given its context.
 
@@ -46,11 +47,13 @@ def score(
         pairs: token ids of context (at least one token) and continuation.
         batch_size: rows per batch; rounded up to a multiple of the number of devices that share a batch.
         progress: called after each batch.
+        max_length: truncates to this length instead of the model's sequence length.
     """
+    max_length = model.Pos.size if max_length is None else max_length
     longest = max((len(continuation) for _, continuation in pairs), default=0)
-    if longest > model.Pos.size:
+    if longest > max_length:
         raise ConfigError(
-            f"a continuation has {longest} tokens, but the model's maximum sequence length is {model.Pos.size}"
+            f"a continuation has {longest} tokens, but the model's maximum sequence length is {max_length}"
         )
     layout = current_layout()
     num_shards = 1 if layout is None else layout.num_shards(BATCH)
@@ -60,7 +63,7 @@ def score(
     order = sorted(range(len(pairs)), key=lambda i: -sum(map(len, pairs[i])))
     for start in range(0, len(order), rows):
         batch = order[start : start + rows]
-        columns = _columns([pairs[i] for i in batch], rows, model.Pos.size)
+        columns = _columns([pairs[i] for i in batch], rows, max_length)
         sums, greedy = (np.asarray(a) for a in _sums(model, *map(jnp.asarray, columns)))
         for row, i in enumerate(batch):
             scores[i] = Scored(float(sums[row]), bool(greedy[row]))
