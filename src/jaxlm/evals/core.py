@@ -22,7 +22,7 @@ from jaxlm.evals.scoring import Scored, score
 from jaxlm.models.base import LanguageModel
 
 CORE = "core"
-_SHUFFLE_SEED, _FEWSHOT_SEED = 1337, 1234
+_FEWSHOT_SEED = 1234
 _ANY_LENGTH = 1 << 30
 _ENCODED_AT_ONCE = 1024  # questions
 _SCORED_AT_ONCE = 64  # batches, whose pairs are sorted by length together
@@ -94,7 +94,7 @@ def open_core(config: CoreEvalConfig, tokenizer: Any) -> "OpenCore":
     """Reads the tasks of a configuration.
 
     Raises:
-        ConfigError: the bundle lacks one, few-shot examples are too few, or the tokenizer has neither BOS nor EOS.
+        ConfigError: see `read_bundle`; or the tokenizer has neither BOS nor EOS.
     """
     begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
     if begin is None:
@@ -102,22 +102,8 @@ def open_core(config: CoreEvalConfig, tokenizer: Any) -> "OpenCore":
             "evals: core: every prompt begins with the BOS token, but the tokenizer has neither BOS nor EOS. Remove the"
             " evaluation, or use a tokenizer that has one"
         )
-    names = config.tasks or CORE_TASKS
-    tasks = [asked_questions(task, config.max_per_task) for task in read_bundle(config.bundle, names)]
+    tasks = read_bundle(config.bundle, config.tasks or CORE_TASKS, config.max_per_task)
     return OpenCore(tasks, tokenizer, begin, config.batch_size)
-
-
-def asked_questions(task: CoreTask, max_per_task: int | None) -> CoreTask:
-    """The task with the questions that are asked, in their order: shuffled first, then truncated."""
-    questions = list(task.questions)
-    random.Random(_SHUFFLE_SEED).shuffle(questions)
-    questions = questions[:max_per_task]
-    if len(questions) <= task.num_fewshot:
-        raise ConfigError(
-            f"evals: core: {task.name} puts {task.num_fewshot} other questions in front of each one, but there are only"
-            f" {len(questions)} questions (max_per_task: {max_per_task}). Set max_per_task to {task.num_fewshot + 1} or more"
-        )
-    return CoreTask(task.name, task.kind, questions, task.num_fewshot, task.delimiter, task.baseline)
 
 
 def fewshot_numbers(number: int, num_questions: int, num_fewshot: int) -> list[int]:

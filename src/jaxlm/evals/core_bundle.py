@@ -7,6 +7,7 @@ Source: the tasks of CORE in Li et al. 2024, DataComp-LM (arXiv:2406.11794), as 
 import csv
 import http.client
 import json
+import random
 import shutil
 import tempfile
 import urllib.request
@@ -39,6 +40,7 @@ _KEYS = {
 }
 _LISTS = ("choices", "context_options")
 _SETTINGS, _DATA, _BASELINES = "core.yaml", "eval_data", "eval_meta_data.csv"
+_SHUFFLE_SEED = 1337
 _TIMEOUT_S = 60
 _WHERE = "evals: core: bundle"
 
@@ -49,7 +51,7 @@ class CoreTask:
 
     Attributes:
         kind: its type, one of those above.
-        questions: in the order of the file.
+        questions: those that are asked, in their order.
         num_fewshot: number of solved questions in front of each one.
         delimiter: stands between a question and its answer.
         baseline: the accuracy of guessing, as a fraction.
@@ -67,11 +69,11 @@ class CoreTask:
         return (accuracy - self.baseline) / (1 - self.baseline)
 
 
-def read_bundle(folder: str, names: Sequence[str] = CORE_TASKS) -> list[CoreTask]:
+def read_bundle(folder: str, names: Sequence[str] = CORE_TASKS, max_per_task: int | None = None) -> list[CoreTask]:
     """Reads tasks of a bundle, in the order of `names`.
 
     Raises:
-        ConfigError: the folder is no bundle, one of the tasks is missing, or a file is damaged.
+        ConfigError: the folder is no bundle, one of the tasks is missing or has too few questions, or a file is damaged.
     """
     root = Path(folder).expanduser()
     if unknown := [name for name in names if name not in CORE_TASKS]:
@@ -82,7 +84,7 @@ def read_bundle(folder: str, names: Sequence[str] = CORE_TASKS) -> list[CoreTask
                 f"{_WHERE}: '{folder}' given, but it has no {file}. To download the bundle, run jaxlm prepare {FETCH_OPTION}"
                 f" {folder}"
             )
-    settings, baselines = _settings(root / _SETTINGS), _baselines(root / _BASELINES)
+    settings, baselines = _settings(root / _SETTINGS, names), _baselines(root / _BASELINES, names)
     missing = [f"{name} (not in {_SETTINGS})" for name in names if name not in settings]
     missing += [f"{name} (not in {_BASELINES})" for name in names if name in settings and name not in baselines]
     files = {name: root / _DATA / settings[name]["dataset_uri"] for name in names if name in settings}
@@ -92,20 +94,32 @@ def read_bundle(folder: str, names: Sequence[str] = CORE_TASKS) -> list[CoreTask
             f"{_WHERE}: '{folder}' given, but it lacks {len(missing)} of the tasks of CORE: {', '.join(missing)}. Run jaxlm"
             f" prepare {FETCH_OPTION} with a new folder, or list the tasks that are there in `tasks`"
         )
-    return [_task(name, settings[name], files[name], baselines[name]) for name in names]
+    return [_task(name, settings[name], files[name], baselines[name], max_per_task) for name in names]
 
 
-def _task(name: str, settings: Mapping[str, Any], file: Path, baseline: float) -> CoreTask:
+def _task(name: str, settings: Mapping[str, Any], file: Path, baseline: float, max_per_task: int | None) -> CoreTask:
     kind, num_fewshot = settings["icl_task_type"], settings["num_fewshot"][0]
-    delimiter = settings.get("continuation_delimiter", " ")
-    return CoreTask(name, kind, list(_questions(file, kind)), num_fewshot, delimiter, baseline)
+    questions = list(_questions(file, kind, max_per_task))
+    if len(questions) <= num_fewshot:
+        raise ConfigError(
+            f"evals: core: {name} puts {num_fewshot} other questions in front of each one, but there are only"
+            f" {len(questions)} questions (max_per_task: {max_per_task}). Set max_per_task to {num_fewshot + 1} or more"
+        )
+    return CoreTask(name, kind, questions, num_fewshot, settings.get("continuation_delimiter", " "), baseline)
 
 
-def _settings(file: Path) -> dict[str, Mapping[str, Any]]:
-    """The settings of each task in `core.yaml`."""
+def asked_lines(num_lines: int, max_per_task: int | None) -> list[int]:
+    """The lines of a task's file that are asked, in their order: shuffled first, then truncated."""
+    numbers = list(range(num_lines))
+    random.Random(_SHUFFLE_SEED).shuffle(numbers)
+    return numbers[:max_per_task]
+
+
+def _settings(file: Path, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """The settings of tasks in `core.yaml`."""
     try:
         entries = yaml.safe_load(file.read_text(encoding="utf-8"))["icl_tasks"]
-        found = {entry["label"]: entry for entry in entries}
+        found = {entry["label"]: entry for entry in entries if entry["label"] in names}
     except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError) as error:
         raise ConfigError(f"{_WHERE}: {file} is damaged: a list `icl_tasks` of tasks with `label` expected") from error
     for name, entry in found.items():
@@ -127,11 +141,12 @@ def _settings(file: Path) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def _baselines(file: Path) -> dict[str, float]:
+def _baselines(file: Path, names: Sequence[str]) -> dict[str, float]:
     """Task -> the accuracy of guessing, as a fraction."""
     try:
         with file.open(encoding="utf-8", newline="") as lines:
-            found = {row["Eval Task"]: 0.01 * float(row["Random baseline"]) for row in csv.DictReader(lines)}
+            rows = [row for row in csv.DictReader(lines) if row["Eval Task"] in names]
+            found = {row["Eval Task"]: 0.01 * float(row["Random baseline"]) for row in rows}
     except (KeyError, ValueError, TypeError, csv.Error) as error:
         raise ConfigError(
             f"{_WHERE}: {file} is damaged: the columns `Eval Task` and `Random baseline` (in percent) expected"
@@ -144,15 +159,18 @@ def _baselines(file: Path) -> dict[str, float]:
     return found
 
 
-def _questions(file: Path, kind: str) -> Iterator[Mapping[str, Any]]:
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+def _questions(file: Path, kind: str, max_per_task: int | None) -> Iterator[Mapping[str, Any]]:
+    lines = file.read_bytes().splitlines()
+    if not lines:
+        raise ConfigError(f"{_WHERE}: {file} is empty: a question in each line expected")
+    for number in asked_lines(len(lines), max_per_task):
         try:
-            question = json.loads(line)
-        except ValueError:
+            question = json.loads(lines[number])
+        except (ValueError, RecursionError):
             question = None
         if not (isinstance(question, dict) and _is_question(question, kind)):
             raise ConfigError(
-                f"{_WHERE}: {file}, line {number}: not a question of the type {kind}: an object with"
+                f"{_WHERE}: {file}, line {number + 1}: not a question of the type {kind}: an object with"
                 f" {', '.join(_KEYS[kind])} expected"
             )
         yield question
