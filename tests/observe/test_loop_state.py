@@ -1,6 +1,7 @@
 """The smoothed loss, the training time and the best bits per byte of a run, through resumes and going back."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ def info(step):
     return StepInfo(step, "train", metrics)
 
 
-def run(state, first, last):
+def run(state: LoopState, first: int, last: int) -> list[dict[str, Any]]:
     """The records of these steps, as a metrics file has them: not finite is null."""
     records = []
     for step in range(first, last + 1):

@@ -71,7 +71,7 @@ class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.
     """An evaluation. It runs every `trainer.steps_per_eval` steps and after the last step of each phase.
 
     Attributes:
-        every: runs only at each so many-th of these evaluations; after the last step of a phase in any case.
+        every: runs only at every N-th of these evaluations, and after the last scheduled step of a phase.
     """
 
     reads_supervised: ClassVar[bool] = False

@@ -111,7 +111,7 @@ class ProgressListener:
 
 
 class ScheduledEval(NamedTuple):
-    """An open evaluation. Attributes: every: runs only at each so many-th time, and at the end of the phase."""
+    """An open evaluation. Attributes: every: runs only at every N-th time, and at the end of the phase."""
 
     evaluation: Eval
     every: int = 1
