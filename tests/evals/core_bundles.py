@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -120,9 +121,10 @@ def reference_answers(
         for row, (begin, end) in zip(rows, spans, strict=True):
             crop = max(0, len(row) - max_tokens) if max_tokens is not None else 0
             row, begin, end = row[crop:], begin - crop, end - crop
-            assert begin > 0
+            assert begin > 0 or not crop
             scores = log_probs(row)
-            losses.append(np.mean([-scores[at - 1, row[at]] for at in range(begin, end)]))
+            # Two equal texts of a schema have all tokens in common, and no token comes before the first.
+            losses.append(np.mean([-scores[at - 1, row[at]] for at in range(begin, end)]) if begin else math.nan)
             greedy.append(all(scores[at - 1].argmax() == row[at] for at in range(begin, end)))
         answers.append(greedy[0] if kind == "language_modeling" else losses.index(min(losses)) == item["gold"])
     return answers

@@ -19,6 +19,9 @@ _MIN_LENGTH = 32
 _LOGIT_CHUNK = 64
 
 
+TokenIds = Sequence[int] | np.ndarray
+
+
 @dataclass(frozen=True)
 class Scored:
     """Score of a continuation.
@@ -34,7 +37,7 @@ class Scored:
 
 def score(
     model: LanguageModel,
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    pairs: Sequence[tuple[TokenIds, TokenIds]],
     batch_size: int,
     progress: Callable[[], None] = lambda: None,
     max_length: int | None = None,
@@ -71,7 +74,7 @@ def score(
     return [scored for scored in scores if scored is not None]
 
 
-def _columns(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], rows: int, max_length: int) -> list[np.ndarray]:
+def _columns(pairs: Sequence[tuple[TokenIds, TokenIds]], rows: int, max_length: int) -> list[np.ndarray]:
     """Padded batch: tokens [rows, length], targets [rows, target_length], and per row the number of tokens, the position of
     the first target and the number of targets."""
     sequences = [[*context, *continuation][-(max_length + 1) :] for context, continuation in pairs]

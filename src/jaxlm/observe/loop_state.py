@@ -19,11 +19,15 @@ _DECAY = 0.9
 class LoopState:
     """Follows a run's metrics."""
 
-    def __init__(self, records: Iterable[Mapping[str, Any]] = ()):
-        """Args: records: of the steps so far."""
+    def __init__(self, records: Iterable[Mapping[str, Any]] = (), step: int = 0):
+        """Args:
+        records: of the run so far.
+        step: the step that the run goes on from. The records of later steps, which it went back over, are ignored.
+        """
         self._losses, self._seconds, self._bits = _Values(), _Values(), _Values()
         for record in records:
-            self._add(record["step"], record)
+            if record["step"] <= step:
+                self._add(record["step"], record)
         self._sum()
 
     def __call__(self, info: "StepInfo") -> None:

@@ -287,7 +287,7 @@ def open_run(
             closing.callback(tracker.close)
         previous = totals_at(plan.log_folder / records.METRICS, init_from.resume_step or 0)
         begin = init_from.resume_step or 0
-        loop_state = LoopState(records.read_metrics(plan.log_folder / records.METRICS) if begin else ())
+        loop_state = LoopState(records.read_metrics(plan.log_folder / records.METRICS) if begin else (), begin)
         ledgers = (Ledger(plan.log_folder, clock, begin, console.log),) if is_main_process() else ()
         for ledger in ledgers:
             ledger.write()
