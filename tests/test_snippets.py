@@ -152,7 +152,7 @@ def check_jaxlm(name: str, arguments: list[str], monkeypatch) -> None:
         return opened
 
     with monkeypatch.context() as patched:
-        for function in ("open_checkpoint", "open_model", "evaluate_tasks", "read_runs"):
+        for function in ("open_checkpoint", "open_model", "evaluate_tasks", "read_runs", "fetch_bundle"):
             if hasattr(module, function):
                 patched.setattr(module, function, stop_after(None))
         if hasattr(module, "load_config"):

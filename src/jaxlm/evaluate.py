@@ -1,9 +1,10 @@
-"""Evaluates a model: validation loss and bits per byte, by source and in total, or lm-evaluation-harness tasks.
+"""Evaluates a model: validation loss and bits per byte, by source and in total, or CORE, or lm-evaluation-harness tasks.
 
     jaxlm evaluate --checkpoint checkpoints/quickstart
     jaxlm evaluate --checkpoint checkpoints/quickstart --data.validation_urls '[other/*.txt]'
     jaxlm evaluate --checkpoint model-folder --data.validation_urls '[other/*.txt]' --model.seq_len 512
     jaxlm evaluate --checkpoint checkpoints/quickstart --tasks arc_easy,lambada_openai
+    jaxlm evaluate --checkpoint checkpoints/quickstart --tasks core --core_bundle eval_bundle --limit 500
 
 Uses the run's validation data, so the total matches what training logged (with `max_eval_batches`, only on the same number
 of devices). A Hugging Face model has no data of its own. Losses are reported per source, or per URL if there is only one

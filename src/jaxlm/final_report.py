@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxlm.config.decode import choice_name
 from jaxlm.core.guards import SKIPPED
 from jaxlm.core.stores import AT_START_S, retried
-from jaxlm.engine.metric_names import EVAL_BPB, EVAL_LOSS, TRAIN_LOSS
+from jaxlm.engine.metric_names import BEST_BPB, EVAL_BPB, EVAL_CORE, EVAL_LOSS, TRAIN_LOSS
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.ledger import account, read_lines
 from jaxlm.observe.page.logged_run import read_run
@@ -33,8 +33,10 @@ def final_report(plan: Plan, console: Console) -> None:
         *skipped_updates(records),
     ]
     if EVAL_LOSS in latest:
-        rows += [("validation loss", _number(latest, EVAL_LOSS)), ("bits per byte", _number(latest, EVAL_BPB))]
+        rows += [("validation loss", _number(latest, EVAL_LOSS)), ("bits per byte", _bits_per_byte(latest))]
         rows += compressors(plan.data[-1].validation_documents())
+    if EVAL_CORE in latest:
+        rows.append(("CORE", _number(latest, EVAL_CORE)))
     rows += [
         ("checkpoint", str(checkpoint)),
         *time_spent(plan.log_folder),
@@ -144,6 +146,12 @@ def skipped_updates(records: Records) -> list[tuple[str, str]]:
 
 def _count(record: Mapping[str, float | None], name: str) -> int:
     return int(record[name] or 0)
+
+
+def _bits_per_byte(latest: dict[str, float]) -> str:
+    best = latest.get(BEST_BPB, latest.get(EVAL_BPB))
+    is_best = best is None or best == latest.get(EVAL_BPB)
+    return _number(latest, EVAL_BPB) + ("" if is_best else f" (best {best:.4f})")
 
 
 def _number(latest: dict[str, float], name: str) -> str:

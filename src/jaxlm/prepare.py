@@ -1,15 +1,18 @@
 """Builds a run's token caches ahead of training, and describes them.
 
     jaxlm prepare --config_path run.yaml --show_batch 0
+    jaxlm prepare --core_bundle eval_bundle
 
 Takes the same configuration as jaxlm train, builds the tokenizer and the token caches of all phases if they do not exist,
 and stops. Training then reuses them. It needs no accelerator and compiles nothing, so you can run it on a CPU machine.
+`--core_bundle` downloads the tasks of the evaluation `core`, and needs no configuration.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -23,6 +26,7 @@ from jaxlm.data.data import Data
 from jaxlm.data.examples import Examples
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.phases import Phase
+from jaxlm.evals.core_bundle import FETCH_OPTION, fetch_bundle
 from jaxlm.observe.console import Console, table
 from jaxlm.run.batch_plan import batch_sizes
 from jaxlm.run.exit_codes import command
@@ -49,7 +53,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--show_batch", type=int, metavar="N", help="print training batch N, which step N + 1 trains on"
     )
+    parser.add_argument(
+        FETCH_OPTION,
+        type=Path,
+        metavar="FOLDER",
+        help="first download the tasks of the evaluation `core` (160 MB) there",
+    )
     options, rest = parser.parse_known_args(arguments)
+    if options.core_bundle is not None:
+        fetch_bundle(options.core_bundle, print)
+        if not rest and options.show_batch is None:
+            return 0
     jax.config.update("jax_platforms", "cpu")  # leave accelerators free for other processes
     config = load_config(rest, "jaxlm.prepare")
     refuse_dry_run(config, "jaxlm.prepare makes caches")

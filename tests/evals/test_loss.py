@@ -20,7 +20,7 @@ from jaxlm.evals.loss import EvalLoss, LossEval, LossMeter, by_group, macro
 from jaxlm.models.base import vocab_axis
 from jaxlm.objectives.next_token import score_batch
 from tests.data.helpers import cache_of, small_tokenizer
-from tests.engine.helpers import F32, MODEL, VOCAB
+from tests.engine.helpers import F32, MODEL, VOCAB, one_device
 
 TOKEN_BYTES = np.arange(VOCAB, dtype=np.int32) % 5
 
@@ -114,3 +114,28 @@ def test_a_dummy_prefix_is_no_byte_of_the_text():
         [sums] = meter.measure(model, ((batch, None) for batch in batches))
     assert sums.text_bytes == sum(len(text.encode()) for text in texts)
     assert small_tokenizer().dummy_prefix() is None
+
+
+def test_bits_per_byte_count_raw_bytes_and_no_special_tokens():
+    """The formula in NumPy, with parts of characters, which decode to three bytes each, and the end of documents."""
+    tokenizer = small_tokenizer()
+    texts = ["größe 名前 🙂 🙃 ü", "\u00e9\u4e00\U0001f600", "plain text"]
+    documents = [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
+    flat = [token for document in documents for token in document]
+    raw = tokenizer.token_bytes()
+    decoded = [len(tokenizer.decode([token]).encode()) for token in flat]
+    assert sum(decoded) > sum(raw[flat]) == sum(len(text.encode()) for text in texts)
+    data = PackedSequences(cache_of(documents, tokenizer.vocab_size), len(flat))
+    layout = one_device()
+    with layout.use():
+        model = MODEL.build(vocab_axis(tokenizer.vocab_size), key=jax.random.key(0))
+        spec = TokensConfig().batch_spec(len(flat))
+        [batch] = eval_batches(data, spec, batch_size=1, layout=layout, max_batches=None)
+        [sums] = LossMeter(F32, score_batch, raw).measure(model, [(batch, None)])
+        scores = score_batch(model, batch)
+    nats, targets, mask = (np.asarray(x.array, np.float64).ravel() for x in (scores.nats, scores.targets, scores.mask))
+    num_bytes = raw[targets.astype(int)] * mask
+    expected = (nats * (num_bytes > 0)).sum() / (math.log(2) * num_bytes.sum())
+    assert sums.bits_per_byte == pytest.approx(expected, rel=1e-6)
+    assert 0 < (num_bytes == 0).sum() < len(flat)
+    assert sums.text_nats < sums.nats

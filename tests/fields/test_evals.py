@@ -17,6 +17,7 @@ from jaxlm.evals import harness
 from jaxlm.evals.base import EvalConfig, EvalContext
 from jaxlm.models.base import vocab_axis
 from jaxlm.objectives.next_token import score_batch
+from jaxlm.observe.hooks import EvalHook, ScheduledEval
 from jaxlm.run.resources import Run
 from tests.data.helpers import cache_of
 from tests.fields.proofs import Outcome, outcome_of
@@ -24,12 +25,14 @@ from tests.fields.trees import merged, tree
 
 SAMPLES = ["prompts", "max_new_tokens", "temperature", "top_k", "top_p", "seed"]
 HARNESS = ["tasks", "task_folder", "num_fewshot", "limit", "batch_size"]
+CORE = ["bundle", "tasks", "max_per_task", "batch_size"]  # tests/evals/test_core.py
 
 
 def test_every_field_of_an_eval_is_listed():
     choices = EvalConfig.get_known_choices()
     fields = {kind: [field.name for field in dataclasses.fields(choices[kind])] for kind in choices}
-    assert fields == {"loss": [], "samples": SAMPLES, "harness": HARNESS, "preference": [], "entropy": []}
+    own = {"loss": [], "samples": SAMPLES, "harness": HARNESS, "preference": [], "entropy": [], "core": CORE}
+    assert fields == {kind: ["every", *names] for kind, names in own.items()}
 
 
 @pytest.fixture
@@ -57,6 +60,26 @@ def eval_hook(monkeypatch):
 def test_steps_per_eval(eval_hook):
     hook, _ = eval_hook(steps_per_eval=40)
     assert [step for step in range(1, 101) if hook.due(step)] == [40, 80, 100]
+
+
+def test_every(eval_hook):
+    hook, _ = eval_hook(steps_per_eval=10)
+    assert [step for step in range(1, 101) if hook.due(step)] == [*range(10, 101, 10)]
+    counts: dict[str, list[int]] = {"loss": [], "core": []}
+    state: Any = SimpleNamespace(model=None)
+    phase: Any = SimpleNamespace(end=45, averaged=lambda state: {})
+
+    def evaluation(name: str) -> Any:
+        return SimpleNamespace(run=lambda model: counts[name].append(now) or {name: 1.0})
+
+    evals = [ScheduledEval(evaluation("loss"), 1), ScheduledEval(evaluation("core"), 2)]
+    console: Any = SimpleNamespace(log=lambda line: None)
+    both, rare = EvalHook(evals, 10, phase, (), console, []), EvalHook(evals[1:], 10, phase, (), console, [])
+    assert [step for step in range(1, 46) if rare.due(step)] == [20, 40, 45]
+    for now in (step for step in range(1, 46) if both.due(step)):
+        both.run(now, state)
+    assert counts == {"loss": [10, 20, 30, 40, 45], "core": [20, 40, 45]}
+    assert set(both.latest) == {"eval/loss", "eval/core"}
 
 
 def shapes(context: EvalContext) -> list[tuple[int, ...]]:

@@ -9,7 +9,7 @@ from jaxlm.core.types import Sample, StepInfo
 from jaxlm.engine.metrics import CrashListener, NonFiniteError
 from jaxlm.evals.base import Eval
 from jaxlm.observe.console import Console
-from jaxlm.observe.hooks import EvalHook, ProgressListener
+from jaxlm.observe.hooks import EvalHook, ProgressListener, ScheduledEval
 from tests.engine.helpers import phase
 
 
@@ -97,7 +97,7 @@ def test_samples_of_the_weights_and_of_each_average_go_to_the_trackers():
             self.samples.append((step, samples))
 
     tracker, any_phase = Keeps(), SimpleNamespace(end=4, averaged=lambda state: {"ema": "average"})
-    hook = EvalHook([Writes()], 2, any_phase, [tracker], Console(io.StringIO()), generated)
+    hook = EvalHook([ScheduledEval(Writes())], 2, any_phase, [tracker], Console(io.StringIO()), generated)
     for step in (2, 4):
         hook.run(step, SimpleNamespace(model="weights"))
     both = [Sample("eval", "Once", " of weights"), Sample("eval/ema", "Once", " of average")]

@@ -293,6 +293,41 @@ def test_thousands_of_samples_and_metrics_are_bounded(tmp_path):
     assert len(page.figures) == 42  # loss, throughput and 40 of 300
 
 
+CORE = {"eval/core": 0.125, "eval/core/copa": 0.25, "eval/core/copa/accuracy": 0.625, "eval/core/squad": 0.0}
+
+
+def test_the_report_card_has_what_the_run_measured(tmp_path):
+    totals = {"throughput/total_gflops": 2.5e6, "throughput/training_time": 5400.0, "train/smoothed_loss": 4.25}
+    best = {"eval/bpb": 1.5, "eval/best_bpb": 1.25}
+    folder = write_run(tmp_path / "mine", [record(1), record(2, **totals, **best, **CORE)])
+    (folder / "environment.json").write_text('{"command": "jaxlm train", "system": "Linux"}')
+    page = page_of(folder)
+    rows = {
+        "command": "jaxlm train",
+        "system": "Linux",
+        "training loss, smoothed": "4.2500",
+        "best bits per byte": "1.2500",
+        "model FLOPs": "2.5e+15",
+        "training time, all starts": "5,400.0 s",
+    }
+    assert {name: page.row(name) for name in rows} == {name: [value] for name, value in rows.items()}
+    assert page.row("copa") == ["0.6250", "0.2500"]
+    assert page.row("squad") == ["–", "0.0000"]
+    assert [row[1:] for row in page.rows if row and row[0].strip() == "CORE"] == [["0.1250"], ["", "0.1250"]]
+    assert page.curve("eval/core") == {2: 0.125}
+    assert "cost" not in [row[0] for row in page.rows if row]
+    plain = page_of(write_run(tmp_path / "plain", [record(1)]))
+    assert "CORE" not in plain.text
+    both = page_of(folder, tmp_path / "plain")
+    assert both.row("copa") == ["0.6250", "0.2500", "–", "–"]
+
+
+def test_the_cost_is_that_of_the_hours_without_pauses():
+    seconds = {"step": 5000.0, "compile": 400.0, "idle between starts": 9e9}
+    runs = [LoggedRun("mine", {}, goodput=seconds), LoggedRun("without a ledger", {})]
+    assert Page(render(runs, "", 24.0)).row("cost") == ["36.00 (1.50 hours at 24 per hour)", "–"]
+
+
 def test_goodput_is_a_bar_and_a_table():
     run = LoggedRun("mine", {}, goodput={"step": 30.0, "compile": 10.0, "save": 0.0})
     page = Page(render([run], ""))
@@ -345,6 +380,9 @@ def test_the_command_writes_the_page(tmp_path, monkeypatch, capsys, small_librar
     assert main(["report", "mine", "--output_path", "new/page.html"]) == 0
     assert (tmp_path / "new" / "page.html").read_text() == (folder / "report.html").read_text()
     assert capsys.readouterr().out.split() == ["logs/mine/report.html", "report.html", "new/page.html"]
+    assert main(["report", "mine", "--price_per_hour", "24"]) == 0
+    assert main(["report", "mine", "--price_per_hour", "-1"]) == 2
+    assert "--price_per_hour: -1.0 given, a finite number of 0 or more expected" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

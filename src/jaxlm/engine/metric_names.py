@@ -7,11 +7,18 @@ evaluation `eval/x`.
 TRAIN_LOSS = "train/loss"
 """Mean over the targets of the batch, in nats."""
 
+SMOOTHED_LOSS = "train/smoothed_loss"
+"""Moving average of `train/loss` over all steps so far (decay 0.9, without bias towards zero), also of earlier starts."""
+
 EVAL_PREFIX = "eval/"
 EVAL_LOSS = "eval/loss"
 """Mean over the targets of the validation data, in nats per token."""
 EVAL_BPB = "eval/bpb"
 """Bits per byte of the validation text."""
+BEST_BPB = "eval/best_bpb"
+"""The lowest `eval/bpb` of the run so far, also of earlier starts."""
+EVAL_CORE = "eval/core"
+"""The CORE metric. Each of its tasks has `eval/core/<task>`, centered, and `eval/core/<task>/accuracy`."""
 
 LEARNING_RATE = "optim/learning_rate"
 """Of the update that the step made. That of a parameter group is `optim/learning_rate/<name>`."""
@@ -28,6 +35,8 @@ TOTAL_GFLOPS = "throughput/total_gflops"
 
 DURATION = "throughput/duration"
 """Seconds of the step. Only records of training steps have it, not those of evaluations."""
+TRAINING_TIME = "throughput/training_time"
+"""Seconds of all steps so far, also of earlier starts, without evaluations, saves and compiling."""
 LOADING_TIME = "throughput/loading_time"
 """Seconds that the host waited for the batch."""
 HOOK_TIME = "throughput/hook_time"

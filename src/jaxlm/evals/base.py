@@ -2,12 +2,13 @@
 
 import abc
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import draccus
 import numpy as np
 
+from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import DummyPrefix, TokenScores
@@ -67,10 +68,16 @@ class EvalContext:
 
 @dataclass(frozen=True)
 class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.evals"):
-    """An evaluation. It runs every `trainer.steps_per_eval` steps and after the last step of each phase."""
+    """An evaluation. It runs every `trainer.steps_per_eval` steps and after the last step of each phase.
+
+    Attributes:
+        every: runs only at every N-th of these evaluations, and after the last scheduled step of a phase.
+    """
 
     reads_supervised: ClassVar[bool] = False
     """Whether it reads the `supervised()` of validation batches, as `EvalContext.score` does."""
+
+    every: PositiveInt = field(default=1, kw_only=True)
 
     @abc.abstractmethod
     def open(self, ctx: EvalContext) -> "Eval":

@@ -19,6 +19,9 @@ _MIN_LENGTH = 32
 _LOGIT_CHUNK = 64
 
 
+TokenIds = Sequence[int] | np.ndarray
+
+
 @dataclass(frozen=True)
 class Scored:
     """Score of a continuation.
@@ -34,9 +37,10 @@ class Scored:
 
 def score(
     model: LanguageModel,
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    pairs: Sequence[tuple[TokenIds, TokenIds]],
     batch_size: int,
     progress: Callable[[], None] = lambda: None,
+    max_length: int | None = None,
 ) -> list[Scored]:
     """Log-likelihood of each continuation given its context.
 
@@ -46,11 +50,13 @@ def score(
         pairs: token ids of context (at least one token) and continuation.
         batch_size: rows per batch; rounded up to a multiple of the number of devices that share a batch.
         progress: called after each batch.
+        max_length: truncates to this length instead of the model's sequence length.
     """
+    max_length = model.Pos.size if max_length is None else max_length
     longest = max((len(continuation) for _, continuation in pairs), default=0)
-    if longest > model.Pos.size:
+    if longest > max_length:
         raise ConfigError(
-            f"a continuation has {longest} tokens, but the model's maximum sequence length is {model.Pos.size}"
+            f"a continuation has {longest} tokens, but the model's maximum sequence length is {max_length}"
         )
     layout = current_layout()
     num_shards = 1 if layout is None else layout.num_shards(BATCH)
@@ -60,7 +66,7 @@ def score(
     order = sorted(range(len(pairs)), key=lambda i: -sum(map(len, pairs[i])))
     for start in range(0, len(order), rows):
         batch = order[start : start + rows]
-        columns = _columns([pairs[i] for i in batch], rows, model.Pos.size)
+        columns = _columns([pairs[i] for i in batch], rows, max_length)
         sums, greedy = (np.asarray(a) for a in _sums(model, *map(jnp.asarray, columns)))
         for row, i in enumerate(batch):
             scores[i] = Scored(float(sums[row]), bool(greedy[row]))
@@ -68,7 +74,7 @@ def score(
     return [scored for scored in scores if scored is not None]
 
 
-def _columns(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], rows: int, max_length: int) -> list[np.ndarray]:
+def _columns(pairs: Sequence[tuple[TokenIds, TokenIds]], rows: int, max_length: int) -> list[np.ndarray]:
     """Padded batch: tokens [rows, length], targets [rows, target_length], and per row the number of tokens, the position of
     the first target and the number of targets."""
     sequences = [[*context, *continuation][-(max_length + 1) :] for context, continuation in pairs]

@@ -124,11 +124,13 @@ class LanguageModel(eqx.Module):
         logit_soft_cap: soft cap of the logits (`jaxlm.models.chunked_loss.soft_capped`); None applies no cap.
         vocab_multiple: the loss pads the vocabulary to a multiple of this.
         notes: limitations of the model, logged at startup.
+        reads_beyond: whether it can read sequences longer than `Pos`: it has no table with an entry for each position.
     """
 
     logit_soft_cap: float | None = eqx.field(static=True, default=None, kw_only=True)
     vocab_multiple: int = eqx.field(static=True, default=1, kw_only=True)
     notes: tuple[str, ...] = eqx.field(static=True, default=(), kw_only=True)
+    reads_beyond: bool = eqx.field(static=True, default=False, kw_only=True)
 
     @property
     @abc.abstractmethod

@@ -230,7 +230,7 @@ class Decoder(LanguageModel):
         head = None if config.tie_word_embeddings else Linear.init(config.Embed, Vocab, std=std, key=k_head)
         tokens = embedding(Vocab, config.Embed, std=std, key=k_tokens)
         norm = rms_norm(config) if config.input_embedding_norm else None
-        options = {"logit_soft_cap": logit_soft_cap, "vocab_multiple": config.vocab_multiple}
+        options = {"logit_soft_cap": logit_soft_cap, "vocab_multiple": config.vocab_multiple, "reads_beyond": True}
         return Decoder(tokens, body, head, config, embed_scale, norm, final_scale, **options)
 
     @property

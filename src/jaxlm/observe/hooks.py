@@ -1,7 +1,7 @@
 """Listeners and hooks that log, show progress and evaluate during training."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxlm.core.guards import OBJECTIVE, SKIPPED, StepGuard, skip_reason
@@ -13,9 +13,11 @@ from jaxlm.engine.state import RunState
 from jaxlm.evals.base import Eval
 from jaxlm.models.base import LanguageModel
 from jaxlm.observe.console import Console, duration
+from jaxlm.observe.records import METRICS
 from jaxlm.observe.trackers import Tracker
 
 _RECENT_STEPS = 50  # steps over which the progress line averages speed
+_MAX_SHOWN = 24  # metrics of an evaluation on the console
 
 
 class TrackerListener:
@@ -108,6 +110,13 @@ class ProgressListener:
             )
 
 
+class ScheduledEval(NamedTuple):
+    """An open evaluation. Attributes: every: runs only at every N-th time, and at the end of the phase."""
+
+    evaluation: Eval
+    every: int = 1
+
+
 class EvalHook:
     """Runs the evaluations every `every_steps` steps and after the last step of the phase."""
 
@@ -115,49 +124,62 @@ class EvalHook:
 
     def __init__(
         self,
-        evals: Sequence[Eval],
+        evals: Sequence[ScheduledEval],
         every_steps: int,
         phase: Phase,
         trackers: Sequence[Tracker],
         console: Console,
         generated: list[tuple[str, str]],
+        of_run: Callable[[int, Mapping[str, float]], dict[str, float]] = lambda step, metrics: {},
     ):
-        """Args: generated: where the evaluations put prompts and texts (`EvalContext.log_sample`)."""
+        """Args:
+        generated: where the evaluations put prompts and texts (`EvalContext.log_sample`).
+        of_run: returns metrics of the whole run, given a step and the metrics of its evaluations.
+        """
         self._evals = evals
         self._generated = generated
         self._every_steps = every_steps
         self._phase = phase
         self._trackers = trackers
         self._console = console
+        self._of_run = of_run
         self.latest: dict[str, float] = {}
 
     def due(self, step: int) -> bool:
-        return step % self._every_steps == 0 or step == self._phase.end
+        return bool(self._due(step)) or step == self._phase.end
+
+    def _due(self, step: int) -> list[Eval]:
+        number, between = divmod(step, self._every_steps)
+        is_last = step == self._phase.end
+        return [one for one, every in self._evals if is_last or (not between and number % every == 0)]
 
     def run(self, step: int, state: RunState) -> None:
-        self.latest, samples = self._measure(state)
+        metrics, samples = self._measure(self._due(step), state)
+        self.latest = metrics | self._of_run(step, metrics)
         if samples:
             for tracker in self._trackers:
                 tracker.log_samples(step, samples)
         if self.latest:
             for tracker in self._trackers:
                 tracker.log(step, self.latest)
-            shown = "  ".join(f"{name} {value:.4f}" for name, value in self.latest.items())
-            self._console.log(f"step {step}: {shown}")
+            shown = [f"{name} {value:.4f}" for name, value in self.latest.items()]
+            more = [f"and {len(shown) - _MAX_SHOWN} more in {METRICS}"] if len(shown) > _MAX_SHOWN else []
+            self._console.log(f"step {step}: {'  '.join([*shown[:_MAX_SHOWN], *more])}")
 
-    def _measure(self, state: RunState) -> tuple[dict[str, float], list[Sample]]:
-        """Runs all evaluations on the weights and on their averages."""
+    def _measure(self, evals: Sequence[Eval], state: RunState) -> tuple[dict[str, float], list[Sample]]:
+        """Runs evaluations on the weights and on their averages."""
         metrics: dict[str, float] = {}
         samples: list[Sample] = []
         for prefix, model in {"eval": state.model, **self._averages(state)}.items():
             self._generated.clear()
-            metrics |= self._evaluate(prefix, model)
+            metrics |= _evaluate(evals, prefix, model)
             samples += [Sample(prefix, prompt, text) for prompt, text in self._generated]
         return metrics, samples
 
     def _averages(self, state: RunState) -> dict[str, LanguageModel]:
         return {f"eval/{name}": model for name, model in self._phase.averaged(state).items()}
 
-    def _evaluate(self, prefix: str, model: LanguageModel) -> dict[str, float]:
-        results = (evaluation.run(model) for evaluation in self._evals)
-        return {f"{prefix}/{name}": value for metrics in results for name, value in metrics.items()}
+
+def _evaluate(evals: Sequence[Eval], prefix: str, model: LanguageModel) -> dict[str, float]:
+    results = (evaluation.run(model) for evaluation in evals)
+    return {f"{prefix}/{name}": value for metrics in results for name, value in metrics.items()}

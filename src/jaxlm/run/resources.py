@@ -44,9 +44,10 @@ from jaxlm.interop.hf.hub import check_upload
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.observe import records
 from jaxlm.observe.console import Console
-from jaxlm.observe.hooks import EvalHook, ProgressListener, TrackerListener
+from jaxlm.observe.hooks import EvalHook, ProgressListener, ScheduledEval, TrackerListener
 from jaxlm.observe.ledger import Ledger
 from jaxlm.observe.log_store import LogStore
+from jaxlm.observe.loop_state import LoopState
 from jaxlm.observe.profiler import ProfileHook
 from jaxlm.observe.trackers import JsonlTracker, RunInfo, Tracker, TrackerConfig, environment
 from jaxlm.observe.trackers.background import BackgroundTracker
@@ -77,6 +78,7 @@ class Run:
         stop: records a signal to stop.
         clock: what this process spends its time on.
         ledgers: the ledger of the run's time; empty on processes other than 0.
+        loop_state: metrics of the whole run.
     """
 
     plan: Plan
@@ -90,6 +92,7 @@ class Run:
     stop: StopRequest
     clock: ActivityClock
     ledgers: tuple[Ledger, ...]
+    loop_state: LoopState
 
     def open_data(self, phase: Phase) -> Data:
         """Opens the phase's token caches, and builds them first if they do not exist."""
@@ -129,8 +132,10 @@ class Run:
             enforce_bos=plan.data[phase.index].enforce_bos,
             progress=self.clock.progress,
         )
-        evals = [config.open(context) for config in plan.config.evals]
-        return EvalHook(evals, trainer.steps_per_eval, phase, self.trackers, self.console, generated)
+        evals = [ScheduledEval(config.open(context), config.every) for config in plan.config.evals]
+        outputs = (self.trackers, self.console, generated)
+        of_run = lambda step, metrics: self.loop_state.evaluated(step, metrics)  # noqa: E731
+        return EvalHook(evals, trainer.steps_per_eval, phase, *outputs, of_run)
 
     def profile_hooks(self, phase: Phase, first_step: int, program: Callable[[int], str]) -> list[ProfileHook]:
         """The profiler hook, if configured. Args: program: returns the HLO text of the program that runs a given step."""
@@ -165,6 +170,7 @@ class Run:
         """Tells the trackers and the ledger that the run went back to `step`."""
         for ledger in self.ledgers:
             ledger.begin_attempt(step)
+        self.loop_state.go_back(step)
         for tracker in self.trackers:
             tracker.begin_attempt(history.attempt, step, history.abandoned_steps)
 
@@ -172,9 +178,11 @@ class Run:
         """The listeners that receive every step's metrics. Args: batches: the batches that the steps train on."""
         trainer = self.plan.config.trainer
         guards, skipped, is_first = phase.guards(self.plan.precision), int(state.guard.skipped), not history.attempt
+        of_run = [self.writer.health.metrics, *(ledger.metrics for ledger in self.ledgers), self.loop_state.metrics]
         return (
             *self.ledgers,
-            TrackerListener(self.trackers, [self.writer.health.metrics, *(ledger.metrics for ledger in self.ledgers)]),
+            self.loop_state,
+            TrackerListener(self.trackers, of_run),
             ProgressListener(
                 self.console, phase, batches.records, skipped=skipped, guards=guards, first_attempt=is_first
             ),
@@ -279,6 +287,7 @@ def open_run(
             closing.callback(tracker.close)
         previous = totals_at(plan.log_folder / records.METRICS, init_from.resume_step or 0)
         begin = init_from.resume_step or 0
+        loop_state = LoopState(records.read_metrics(plan.log_folder / records.METRICS) if begin else (), begin)
         ledgers = (Ledger(plan.log_folder, clock, begin, console.log),) if is_main_process() else ()
         for ledger in ledgers:
             ledger.write()
@@ -290,7 +299,9 @@ def open_run(
         writer = CheckpointWriter(plan.checkpoints, files, health, console.log, still_held, flush, clock.progress)
         sync = FlagSync(plan.layout)
         with _finished(writer, clock):
-            yield Run(plan, tokenizer, console, writer, trackers, logs, previous, sync, stop, clock, ledgers)
+            yield Run(
+                plan, tokenizer, console, writer, trackers, logs, previous, sync, stop, clock, ledgers, loop_state
+            )
 
 
 @contextlib.contextmanager

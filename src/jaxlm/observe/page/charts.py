@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxlm.core.guards import GRADIENT_NORM
 from jaxlm.engine.metric_names import (
+    BEST_BPB,
     DURATION,
     EVAL_LOSS,
     EVAL_PREFIX,
@@ -42,7 +43,10 @@ class _Kind(NamedTuple):
 _KINDS = (
     _Kind("Loss", "nats per token", f"{TRAIN_LOSS}|{EVAL_LOSS}", is_noisy=True),
     _Kind("Validation losses of parts and averages", "nats per token", f"{EVAL_PREFIX}.+/loss"),
-    _Kind("Bits per byte", "", f"{EVAL_PREFIX}(.+/)?bpb"),
+    _Kind("Bits per byte", "", f"{EVAL_PREFIX}(.+/)?bpb|{BEST_BPB}"),
+    _Kind("CORE", "", f"{EVAL_PREFIX}(.+/)?core"),
+    _Kind("Tasks of CORE, centered", "", f"{EVAL_PREFIX}(.+/)?core/[^/]+"),
+    _Kind("Tasks of CORE, accuracy", "", f"{EVAL_PREFIX}(.+/)?core/[^/]+/accuracy"),
     _Kind("Learning rate", "", f"{LEARNING_RATE}(/.*)?"),
     _Kind("Batch size", "sequences", _BATCH),
     _Kind("Gradient norm", "", GRADIENT_NORM, is_noisy=True, is_log=True),

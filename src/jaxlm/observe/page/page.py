@@ -9,20 +9,31 @@ from jaxlm.core.atomic_io import atomic_file
 from jaxlm.core.errors import ConfigError
 from jaxlm.observe.page.charts import charts
 from jaxlm.observe.page.logged_run import LoggedRun
-from jaxlm.observe.page.sections import config_values, differences, goodput, results, samples, skipped
+from jaxlm.observe.page.sections import (
+    config_values,
+    core_table,
+    differences,
+    goodput,
+    report_card,
+    samples,
+    skipped,
+)
 
 INSTALL = "pip install 'jaxlm[report]'"
 _TEMPLATE = "page.html.j2"
 
 
-def write_page(runs: Sequence[LoggedRun], path: Path) -> None:
+def write_page(runs: Sequence[LoggedRun], path: Path, price_per_hour: float | None = None) -> None:
     """Writes the page of some runs, atomically.
+
+    Args:
+        price_per_hour: of the machines of each run together, for the report card; None shows no cost.
 
     Raises:
         ConfigError: the plotting library is not installed.
         OSError: the file cannot be written.
     """
-    text = render(runs, library())
+    text = render(runs, library(), price_per_hour)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8", errors="replace")
@@ -42,7 +53,7 @@ def library() -> str:
     return get_plotlyjs()
 
 
-def render(runs: Sequence[LoggedRun], script: str) -> str:
+def render(runs: Sequence[LoggedRun], script: str, price_per_hour: float | None = None) -> str:
     """The page as text. Args: script: the plotting library."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
@@ -55,10 +66,10 @@ def render(runs: Sequence[LoggedRun], script: str) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(_TEMPLATE).render(**_content(runs), script=Markup(script))
+    return environment.get_template(_TEMPLATE).render(**_content(runs, price_per_hour), script=Markup(script))
 
 
-def _content(runs: Sequence[LoggedRun]) -> Mapping[str, Any]:
+def _content(runs: Sequence[LoggedRun], price_per_hour: float | None) -> Mapping[str, Any]:
     shown = charts(runs)
     several = len(runs) > 1
     shown_samples, num_prompts_left_out = samples(runs)
@@ -67,7 +78,8 @@ def _content(runs: Sequence[LoggedRun]) -> Mapping[str, Any]:
     return {
         "runs": runs,
         "title": ", ".join(run.name for run in runs),
-        "results": results(runs),
+        "report_card": report_card(runs, price_per_hour),
+        "core": core_table(runs),
         "unread": [(run.name, sentence) for run in runs for sentence in run.unread],
         "main": shown.main,
         "further": shown.further,

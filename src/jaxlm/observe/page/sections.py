@@ -1,5 +1,6 @@
-"""The tables and texts of a page: results, where runs differ, skipped steps and samples."""
+"""The tables and texts of a page: report card, CORE, where runs differ, skipped steps and samples."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -8,8 +9,10 @@ import numpy as np
 import yaml
 
 from jaxlm.engine.metric_names import (
+    BEST_BPB,
     DURATION,
     EVAL_BPB,
+    EVAL_CORE,
     EVAL_LOSS,
     GLOBAL_STEP,
     HOOK_TIME,
@@ -17,10 +20,14 @@ from jaxlm.engine.metric_names import (
     MFU,
     PROGRESS,
     RESUMED_FROM,
+    SMOOTHED_LOSS,
     TOKENS_PER_SECOND,
+    TOTAL_GFLOPS,
     TOTAL_TOKENS,
     TRAIN_LOSS,
+    TRAINING_TIME,
 )
+from jaxlm.observe.ledger import IDLE
 from jaxlm.observe.page.figure import COLORS
 from jaxlm.observe.page.logged_run import LoggedRun
 from jaxlm.observe.page.skipped import SkippedStep, skipped_steps
@@ -33,6 +40,8 @@ _MAX_STEPS = 30  # samples shown of each prompt
 _MAX_CHARACTERS = 4000  # of a text
 _MAX_RESUMED = 8
 _PLAN = ("devices", "model", "batch", "precision", "starts from")
+_ENVIRONMENT = ("command", "system")
+_CORE_TASK = re.compile(re.escape(EVAL_CORE) + "/([^/]+)")
 
 
 class Table(NamedTuple):
@@ -75,29 +84,71 @@ class Share(NamedTuple):
     color: str
 
 
-def results(runs: Sequence[LoggedRun]) -> Table:
-    """What each run trains, how far it is, and its newest metrics."""
-    found = [dict(_results(run)) for run in runs]
+def report_card(runs: Sequence[LoggedRun], price_per_hour: float | None = None) -> Table:
+    """What each run trains and with what, how far it is, its newest metrics, and its cost.
+
+    Args:
+        price_per_hour: of the machines of each run together; None shows no cost.
+    """
+    found = [dict((*_results(run), *_cost(run, price_per_hour))) for run in runs]
     names = list(dict.fromkeys(name for one in found for name in one))
     return Table([run.name for run in runs], [[name, *(one.get(name, ABSENT) for one in found)] for name in names])
+
+
+def core_table(runs: Sequence[LoggedRun]) -> Table | None:
+    """The newest accuracy on each task of CORE, as it is and centered, and CORE itself; None if no run has measured it."""
+    found = (_CORE_TASK.fullmatch(name) for run in runs for name in run.series)
+    tasks = list(dict.fromkeys(match[1] for match in found if match))
+    if not tasks:
+        return None
+    columns = [(run, ending, label) for run in runs for ending, label in (("/accuracy", "accuracy"), ("", "centered"))]
+    rows = [
+        [task, *(_number(run.latest(f"{EVAL_CORE}/{task}{ending}")) for run, ending, _ in columns)] for task in tasks
+    ]
+    if any(EVAL_CORE in run.series for run in runs):
+        rows.append(["CORE", *("" if ending else _number(run.latest(EVAL_CORE)) for run, ending, _ in columns)])
+    return Table([label if len(runs) == 1 else f"{run.name}: {label}" for run, _, label in columns], rows)
+
+
+def _number(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:.4f}"
+
+
+def _cost(run: LoggedRun, price_per_hour: float | None) -> Iterator[tuple[str, str]]:
+    if price_per_hour is not None and run.goodput:
+        hours = sum(seconds for activity, seconds in run.goodput.items() if activity != IDLE) / 3600
+        yield "cost", f"{hours * price_per_hour:,.2f} ({hours:,.2f} hours at {price_per_hour:g} per hour)"
 
 
 def _results(run: LoggedRun) -> Iterator[tuple[str, str]]:
     for name, value in run.start_table():
         if name in _PLAN or name.startswith("phase "):
             yield name, value
+    for name in _ENVIRONMENT:
+        if name in run.environment:
+            yield name, run.environment[name]
     step, progress = run.latest(GLOBAL_STEP), run.latest(PROGRESS)
     if step is not None:
         yield "steps", f"{step:,.0f}" + (f" of {step / progress:,.0f}" if progress else "")
     if (loss := run.latest(TRAIN_LOSS)) is not None:
         yield "training loss, last step", f"{loss:.4f}"
+    if (loss := run.latest(SMOOTHED_LOSS)) is not None:
+        yield "training loss, smoothed", f"{loss:.4f}"
     for name, label in ((EVAL_LOSS, "validation loss"), (EVAL_BPB, "bits per byte")):
         if (newest := run.latest(name)) is not None:
             steps, values = run.series[name]
             lowest = int(np.nanargmin(values))
             yield label, f"{newest:.4f} (lowest {values[lowest]:.4f} at step {steps[lowest]:,})"
+    if (best := run.latest(BEST_BPB)) is not None:
+        yield "best bits per byte", f"{best:.4f}"
+    if (core := run.latest(EVAL_CORE)) is not None:
+        yield "CORE", f"{core:.4f}"
     if (tokens := run.latest(TOTAL_TOKENS)) is not None:
         yield "tokens", f"{tokens:,.0f}"
+    if gflops := run.latest(TOTAL_GFLOPS):
+        yield "model FLOPs", f"{gflops * 1e9:.4g}"
+    if (seconds := run.latest(TRAINING_TIME)) is not None:
+        yield "training time, all starts", f"{seconds:,.1f} s"
     for name, label in ((TOKENS_PER_SECOND, "tokens per second"), (MFU, "MFU")):
         if run.latest(name) is not None:
             median = float(np.nanmedian(run.series[name].values))

@@ -1,0 +1,229 @@
+"""The bundle of CORE: a folder with the questions of its tasks, their settings, and the accuracies of guessing.
+
+Source: the tasks of CORE in Li et al. 2024, DataComp-LM (arXiv:2406.11794), as nanochat packs them: `core.yaml`,
+`eval_meta_data.csv`, and a file of JSON lines for each task in `eval_data`.
+"""
+
+import csv
+import http.client
+import json
+import random
+import shutil
+import tempfile
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxlm.core.errors import ConfigError
+
+CORE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
+FETCH_OPTION = "--core_bundle"
+CORE_TASKS = (
+    *("hellaswag_zeroshot", "jeopardy", "bigbench_qa_wikidata", "arc_easy", "arc_challenge", "copa", "commonsense_qa"),
+    *("piqa", "openbook_qa", "lambada_openai", "hellaswag", "winograd", "winogrande", "bigbench_dyck_languages"),
+    *("agi_eval_lsat_ar", "bigbench_cs_algorithms", "bigbench_operators", "bigbench_repeat_copy_logic"),
+    *("squad", "coqa", "boolq", "bigbench_language_identification"),
+)
+"""The tasks that CORE is the mean of, as `core.yaml` names them."""
+
+MULTIPLE_CHOICE, SCHEMA, LANGUAGE_MODELING = "multiple_choice", "schema", "language_modeling"
+# Type of a task -> the keys of its questions: the text, or the list of texts to choose from, and what follows.
+_KEYS = {
+    MULTIPLE_CHOICE: ("query", "choices", "gold"),
+    SCHEMA: ("context_options", "continuation", "gold"),
+    LANGUAGE_MODELING: ("context", "continuation"),
+}
+_LISTS = ("choices", "context_options")
+_SETTINGS, _DATA, _BASELINES = "core.yaml", "eval_data", "eval_meta_data.csv"
+_SHUFFLE_SEED = 1337
+_TIMEOUT_S = 60
+_WHERE = "evals: core: bundle"
+
+
+@dataclass(frozen=True)
+class CoreTask:
+    """One task of CORE.
+
+    Attributes:
+        kind: its type, one of those above.
+        questions: those that are asked, in their order.
+        num_fewshot: number of solved questions in front of each one.
+        delimiter: stands between a question and its answer.
+        baseline: the accuracy of guessing, as a fraction.
+    """
+
+    name: str
+    kind: str
+    questions: Sequence[Mapping[str, Any]]
+    num_fewshot: int
+    delimiter: str
+    baseline: float
+
+    def centered(self, accuracy: float) -> float:
+        """An accuracy on a scale where guessing is 0 and every answer right is 1."""
+        return (accuracy - self.baseline) / (1 - self.baseline)
+
+
+def read_bundle(folder: str, names: Sequence[str] = CORE_TASKS, max_per_task: int | None = None) -> list[CoreTask]:
+    """Reads tasks of a bundle, in the order of `names`.
+
+    Raises:
+        ConfigError: the folder is no bundle, one of the tasks is missing or has too few questions, or a file is damaged.
+    """
+    root = Path(folder).expanduser()
+    if unknown := [name for name in names if name not in CORE_TASKS]:
+        raise ConfigError(f"evals: core: tasks: '{unknown[0]}' given, but CORE has: {', '.join(CORE_TASKS)}")
+    for file in (_SETTINGS, _BASELINES):
+        if not (root / file).is_file():
+            raise ConfigError(
+                f"{_WHERE}: '{folder}' given, but it has no {file}. To download the bundle, run jaxlm prepare {FETCH_OPTION}"
+                f" {folder}"
+            )
+    settings, baselines = _settings(root / _SETTINGS, names), _baselines(root / _BASELINES, names)
+    missing = [f"{name} (not in {_SETTINGS})" for name in names if name not in settings]
+    missing += [f"{name} (not in {_BASELINES})" for name in names if name in settings and name not in baselines]
+    files = {name: root / _DATA / settings[name]["dataset_uri"] for name in names if name in settings}
+    missing += [f"{name} (no file {file})" for name, file in files.items() if not file.is_file()]
+    if missing:
+        raise ConfigError(
+            f"{_WHERE}: '{folder}' given, but it lacks {len(missing)} of the tasks of CORE: {', '.join(missing)}. Run jaxlm"
+            f" prepare {FETCH_OPTION} with a new folder, or list the tasks that are there in `tasks`"
+        )
+    return [_task(name, settings[name], files[name], baselines[name], max_per_task) for name in names]
+
+
+def _task(name: str, settings: Mapping[str, Any], file: Path, baseline: float, max_per_task: int | None) -> CoreTask:
+    kind, num_fewshot = settings["icl_task_type"], settings["num_fewshot"][0]
+    questions = list(_questions(file, kind, max_per_task))
+    if len(questions) <= num_fewshot:
+        raise ConfigError(
+            f"evals: core: {name} puts {num_fewshot} other questions in front of each one, but there are only"
+            f" {len(questions)} questions (max_per_task: {max_per_task}). Set max_per_task to {num_fewshot + 1} or more"
+        )
+    return CoreTask(name, kind, questions, num_fewshot, settings.get("continuation_delimiter", " "), baseline)
+
+
+def asked_lines(num_lines: int, max_per_task: int | None) -> list[int]:
+    """The lines of a task's file that are asked, in their order: shuffled first, then truncated."""
+    numbers = list(range(num_lines))
+    random.Random(_SHUFFLE_SEED).shuffle(numbers)
+    return numbers[:max_per_task]
+
+
+def _settings(file: Path, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """The settings of tasks in `core.yaml`."""
+    try:
+        entries = yaml.safe_load(file.read_text(encoding="utf-8"))["icl_tasks"]
+        found = {entry["label"]: entry for entry in entries if entry["label"] in names}
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError) as error:
+        raise ConfigError(f"{_WHERE}: {file} is damaged: a list `icl_tasks` of tasks with `label` expected") from error
+    for name, entry in found.items():
+        shots = entry.get("num_fewshot")
+        is_sound = (
+            entry.get("icl_task_type") in _KEYS
+            and isinstance(entry.get("dataset_uri"), str)
+            and isinstance(entry.get("continuation_delimiter", " "), str)
+            and isinstance(shots, list)
+            and bool(shots)
+            and type(shots[0]) is int
+            and shots[0] >= 0
+        )
+        if not is_sound:
+            raise ConfigError(
+                f"{_WHERE}: {file}: the task '{name}' needs icl_task_type ({', '.join(_KEYS)}), dataset_uri and num_fewshot"
+                " (a list with one number)"
+            )
+    return found
+
+
+def _baselines(file: Path, names: Sequence[str]) -> dict[str, float]:
+    """Task -> the accuracy of guessing, as a fraction."""
+    try:
+        with file.open(encoding="utf-8", newline="") as lines:
+            rows = [row for row in csv.DictReader(lines) if row["Eval Task"] in names]
+            found = {row["Eval Task"]: 0.01 * float(row["Random baseline"]) for row in rows}
+    except (KeyError, ValueError, TypeError, csv.Error) as error:
+        raise ConfigError(
+            f"{_WHERE}: {file} is damaged: the columns `Eval Task` and `Random baseline` (in percent) expected"
+        ) from error
+    for name, baseline in found.items():
+        if not 0 <= baseline < 1:
+            raise ConfigError(
+                f"{_WHERE}: {file}: Random baseline of '{name}': {100 * baseline:g} given, 0 or more and below 100 expected"
+            )
+    return found
+
+
+def _questions(file: Path, kind: str, max_per_task: int | None) -> Iterator[Mapping[str, Any]]:
+    lines = file.read_bytes().splitlines()
+    if not lines:
+        raise ConfigError(f"{_WHERE}: {file} is empty: a question in each line expected")
+    for number in asked_lines(len(lines), max_per_task):
+        try:
+            question = json.loads(lines[number])
+        except (ValueError, RecursionError):
+            question = None
+        if not (isinstance(question, dict) and _is_question(question, kind)):
+            raise ConfigError(
+                f"{_WHERE}: {file}, line {number + 1}: not a question of the type {kind}: an object with"
+                f" {', '.join(_KEYS[kind])} expected"
+            )
+        yield question
+
+
+def _is_question(question: Mapping[str, Any], kind: str) -> bool:
+    if not all(name in question for name in _KEYS[kind]):
+        return False
+    lists = [question[name] for name in _KEYS[kind] if name in _LISTS]
+    if not all(isinstance(one, list) and one for one in lists):
+        return False
+    texts = [question[name] for name in _KEYS[kind] if name not in (*_LISTS, "gold")]
+    texts += [text for one in lists for text in one]
+    gold = question.get("gold")
+    has_answer = not lists or (type(gold) is int and 0 <= gold < len(lists[0]))
+    return has_answer and all(isinstance(text, (str, int, float)) for text in texts)
+
+
+def fetch_bundle(folder: Path, log: Callable[[str], None], url: str = CORE_URL) -> None:
+    """Downloads and unpacks the bundle of all tasks (about 160 MB) into a new folder, which is complete once it exists.
+
+    Raises:
+        ConfigError: the folder has files already, or the bundle cannot be downloaded or written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{FETCH_OPTION}: {folder} exists already. Give a new folder, or remove it first")
+    log(f"downloading {url}")
+    try:
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{folder.name}-") as scratch:
+            archive, unpacked = Path(scratch) / "bundle.zip", Path(scratch) / "bundle"
+            _download(url, archive)
+            with zipfile.ZipFile(archive) as files:
+                files.extractall(unpacked)
+            settings = next(iter(sorted(unpacked.rglob(_SETTINGS))), None)
+            if settings is None:
+                raise ConfigError(f"{FETCH_OPTION}: {url} is not the bundle of CORE: it has no {_SETTINGS}")
+            read_bundle(str(settings.parent))
+            if folder.exists():
+                folder.rmdir()
+            settings.parent.rename(folder)
+    except (OSError, http.client.HTTPException, zipfile.BadZipFile) as error:
+        raise ConfigError(
+            f"{FETCH_OPTION}: the bundle cannot be fetched ({error}). Check the network and the disk; or download {url} on"
+            f" another machine, and unpack it so that {folder / _SETTINGS} exists"
+        ) from error
+    log(f"CORE is in {folder}: {len(CORE_TASKS)} tasks")
+
+
+def _download(url: str, path: Path) -> None:
+    """Raises `OSError` if the file cannot be read, or ends early."""
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as source, path.open("wb") as target:
+        shutil.copyfileobj(source, target, 1 << 20)
+        size = source.headers.get("Content-Length")
+        if size is not None and target.tell() != int(size):
+            raise OSError(f"{target.tell():,} of {int(size):,} bytes were read")

@@ -1,0 +1,84 @@
+"""CORE and the metrics of a whole run, in the real command: through a kill, and as `jaxlm evaluate` measures them."""
+
+import json
+import signal
+import time
+
+import pytest
+
+from jaxlm.observe.page.logged_run import read_run
+from jaxlm.observe.page.page import render
+from tests.end_to_end.commands import Workplace
+from tests.evals.core_bundles import write_bundle
+
+TASKS = ["copa", "winograd", "coqa"]
+EVALS = """
+evals:
+  - {{type: loss}}
+  - {{type: core, bundle: {bundle}, tasks: [{tasks}], max_per_task: 9, every: 2}}
+  - {{type: samples, prompts: [def], max_new_tokens: 4, temperature: 0.0, every: 3}}
+"""
+
+
+def place_with_core(workplace, devices: int) -> Workplace:
+    place = workplace(devices)
+    bundle = write_bundle(place.folder / "bundle", num=9)
+    place.write(EVALS.format(bundle=bundle, tasks=", ".join(TASKS)))
+    return place
+
+
+def records(place: Workplace) -> list[dict]:
+    """All records without times and rates."""
+    lines = (place.folder / "logs" / "run" / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith("throughput/")} for line in lines]
+
+
+ARGUMENTS = ("--config_path", "run.yaml", "--trainer.steps_per_eval", "4")
+
+
+@pytest.mark.slow
+def test_a_killed_run_measures_the_same_as_a_whole_one(workplace):
+    whole, killed = (place_with_core(workplace, 8) for _ in range(2))
+    result = whole.run(*ARGUMENTS)
+    assert result.code == 0, result.err
+    process = killed.start(*ARGUMENTS)
+    while process.poll() is None and "step-15" not in killed.checkpoints():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    result = killed.run(*ARGUMENTS)
+    assert result.code == 0, result.err
+    assert "resuming" in result.out
+    assert records(killed) == records(whole)
+
+    found = records(whole)
+    measured = {r["step"]: r for r in found if "eval/loss" in r}
+    assert [step for step, r in measured.items() if "eval/core/copa" in r] == [8, 16, 24]
+    assert "eval/core" not in measured[24]
+    best = [min(r["eval/bpb"] for r in measured.values() if r["step"] <= step) for step in measured]
+    assert [r["eval/best_bpb"] for r in measured.values()] == best
+    texts = (whole.folder / "logs" / "run" / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(text)["step"] for text in texts] == [12, 24]
+
+    options = ("--core_bundle", "bundle", "--limit", "9")
+    for devices in (1, 8):
+        place = Workplace(whole.folder, whole.cache, whole.corpus, devices)
+        names = ",".join(f"core/{task}" for task in TASKS)
+        result = place.run("--checkpoint", "checkpoints/run", "--tasks", names, *options, module="jaxlm.evaluate")
+        assert result.code == 0, result.err
+        tasks = json.loads(result.out.splitlines()[-1])["tasks"]
+        for name in TASKS:
+            assert tasks[name]["accuracy"] == measured[24][f"eval/core/{name}/accuracy"]
+            assert tasks[name]["centered"] == measured[24][f"eval/core/{name}"]
+    text = render([read_run(str(killed.folder / "logs" / "run"))], "", 24.0)
+    assert all(word in text for word in ("winograd", "training time, all starts", "best bits per byte", "24 per hour"))
+
+
+@pytest.mark.slow
+def test_a_bundle_without_a_task_is_refused_before_the_first_step(workplace):
+    place = place_with_core(workplace, 1)
+    (place.folder / "bundle" / "eval_data" / "some" / "winograd.jsonl").unlink()
+    result = place.run(*ARGUMENTS)
+    assert result.code == 2
+    assert "it lacks 1 of the tasks of CORE: winograd (no file " in result.err
+    assert "Traceback" not in result.err
