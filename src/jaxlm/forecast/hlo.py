@@ -13,7 +13,7 @@ _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(
     r"\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\((?P<operands>[^)]*)"
 )
-_SHAPE = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<dims>[\d,]*)\]")
+_SHAPE = re.compile(r"(?P<dtype>[a-z][a-z\d]*)\[(?P<dims>[\d,]*)\]")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _LIBRARY_CALL = re.compile(r'custom_call_target="(?P<name>[^"]+)"')
 _CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
