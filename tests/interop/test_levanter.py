@@ -340,7 +340,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "LoRA of no names": ({"lora": {"target_modules": [1]}}, r"lora.target_modules: \[1\] given; names of layers"),
     "adapters as they are trained": ({"peft_save_path": "p"}, "peft_save_path: 'p' given.*jaxlm convert to-hf"),
     "int8": ({"trainer": {"quantization": {"fp8": True, "int8": True}}}, r"quantization\.int8: True given.*does not"),
-    "fp8 in no section": ({"trainer": {"quantization": "fp8"}}, r"trainer\.quantization: 'fp8' given; a section expected"),
+    "fp8 in no section": (
+        {"trainer": {"quantization": "fp8"}},
+        r"trainer\.quantization: 'fp8' given; a section expected",
+    ),
     "fp8 and LoRA": (
         {"lora": {}, "trainer": {"quantization": {"fp8": True}}},
         r"quantization\.fp8: true given together with phases or lora. Add \{type: fp8\} to the surgery",

@@ -1,7 +1,6 @@
 """The next-token loss with a head in fp8, against the closed form of the quantized arrays in float64."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,8 +17,7 @@ BOUND = 1 + 2 * Z * 1000  # of a gradient's absolute value
 
 def by_definition(x, w, y, m, fp8: Fp8):
     """The objective and its gradients: with all logits at once, and the scale of the gradient that the loss chose."""
-    logits, back = jax.vjp(jnp.tanh, stands_for(x, (2,), E4M3, fp8) @ stands_for(w, (1,), E4M3, fp8).T / 2.0)
-    logits = 2.0 * np.asarray(logits, np.float64)
+    logits = 2.0 * np.tanh(stands_for(x, (2,), E4M3, fp8) @ stands_for(w, (1,), E4M3, fp8).T / 2.0)
     lse = np.log(np.exp(logits).sum(-1))
     wanted = 0.9 * np.eye(w.shape[0])[y] + 0.1 / w.shape[0]
     total = (m * ((wanted * (lse[..., None] - logits)).sum(-1) + Z * lse**2)).sum()

@@ -16,8 +16,8 @@ from jaxlm.config.run import RunConfig
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import cuda_capability
-from jaxlm.core.precision import Precision
 from jaxlm.core.matmul import has_fp8_products
+from jaxlm.core.precision import Precision
 from jaxlm.core.runtime import differences_between_processes
 from jaxlm.core.sharding import axis_mapping_table
 from jaxlm.engine.phases import Phase
