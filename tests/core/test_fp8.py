@@ -35,7 +35,7 @@ def problem(dtype, seed: int = 0):
     """Inputs [3, 5, 4, 8], a weight [6, 2, 4, 8] and a gradient [3, 5, 6, 2], with rows of very different sizes."""
     rng = np.random.default_rng(seed)
     shapes = (3, 5, 4, 8), (6, 2, 4, 8), (3, 5, 6, 2)
-    sizes = (np.exp(rng.normal(0, 2, (*shape[:2], 1, 1))) for shape in shapes)
+    sizes = (np.exp(rng.normal(0, 1, (*shape[:2], 1, 1))) for shape in shapes)
     return tuple(jnp.asarray(rng.normal(size=s) * size, dtype) for s, size in zip(shapes, sizes, strict=True))
 
 
