@@ -335,21 +335,24 @@ def fp8_product(x_RI: jax.Array, w_OI: jax.Array, num_inputs: int, fp8: Fp8) -> 
 def _fp8_forward(x_RI, w_OI, num_inputs, fp8):
     x_inputs, w_inputs = (tuple(range(a.ndim - num_inputs, a.ndim)) for a in (x_RI, w_OI))
     x, w = fp8.quantized(x_RI, x_inputs), fp8.quantized(w_OI, w_inputs)
-    x = Scaled(checkpoint_name(x.values, FP8_INPUT), x.scale)
     out = checkpoint_name(scaled_product(x, w, x_inputs, w_inputs, x_RI.dtype, fast=True), FP8_OUTPUT)
     # The weight is not saved in fp8: that would be one more copy of all layers' weights, gathered under FSDP. Neither is
     # what has other scales in the backward pass.
-    return out, ((x, w.scale) if fp8.recipe == "tensorwise" else (x_RI, None), w_OI)
+    if fp8.recipe == "rowwise":
+        return out, (x_RI, None, None, w_OI)
+    # As bits: jax rounds what a remat policy saves to the exponents of an IEEE type, in which 448 is infinite.
+    bits = checkpoint_name(jax.lax.bitcast_convert_type(x.values, jnp.uint8), FP8_INPUT)
+    return out, (bits, x.scale, w.scale, w_OI)
 
 
 def _fp8_backward(num_inputs, fp8, residuals, d_out_RO):
-    (saved_x, w_scale), w_OI = residuals
+    saved_x, x_scale, w_scale, w_OI = residuals
     num_outputs = w_OI.ndim - num_inputs
     rows, w_outputs = tuple(range(d_out_RO.ndim - num_outputs)), tuple(range(num_outputs))
     outputs = tuple(range(len(rows), d_out_RO.ndim))
     by_row = by_output = fp8.quantized(d_out_RO, outputs, fp8.gradient_dtype)
     if fp8.recipe == "tensorwise":
-        x, w = saved_x, to_fp8(w_OI, w_scale)
+        x, w = Scaled(jax.lax.bitcast_convert_type(saved_x, E4M3), x_scale), to_fp8(w_OI, w_scale)
     else:
         x, w = fp8.quantized(saved_x, rows), fp8.quantized(w_OI, w_outputs)
         by_output = fp8.quantized(d_out_RO, rows, fp8.gradient_dtype)
