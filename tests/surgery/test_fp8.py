@@ -23,13 +23,12 @@ from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.fp8 import Fp8Config, describe_products, linear_layers
 from jaxlm.surgery.lora import LoraConfig
 from jaxlm.surgery.split_at import SplitAtConfig
-from tests.engine.helpers import EVERY_MESH, MESHES, MODEL, TinyRun, arrays, batch, layout, one_device, phase
+from tests.engine.helpers import MESHES, MODEL, TinyRun, arrays, batch, layout, one_device, phase
 
 KEY = jax.random.key(0)
 SIZES = {"seq_len": 16, "hidden_dim": 256, "intermediate_dim": 512, "num_layers": 3, "num_heads": 8}
 SMALL = Fp8Config(min_features=16)
 BF16 = parse_precision("p=f32,c=bfloat16")
-every_recipe = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 
 
 def shapes(config, vocab=1024):
@@ -153,7 +152,7 @@ def losses(tiny, num_steps, **keys):
     return [tiny.step(arrays(seed), **keys) for seed in range(num_steps)]
 
 
-@every_recipe
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_trains_almost_as_without(recipe):
     """The curves of 40 steps, in which the loss falls from 4.2."""
     plain, quantized = (run(one_device(), *surgery) for surgery in ((), (dataclasses.replace(SMALL, recipe=recipe),)))
@@ -163,42 +162,48 @@ def test_trains_almost_as_without(recipe):
     assert np.abs(found / exact - 1).max() < 0.02
 
 
-@every_recipe
-@pytest.mark.parametrize("name", EVERY_MESH)
-def test_eight_devices_compute_what_one_does(recipe, name):
+F32 = parse_precision("f32")
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("fsdp 8", "tensorwise"),
+        *(pytest.param(name, "tensorwise", marks=pytest.mark.slow) for name in MESHES if name != "fsdp 8"),
+        *(pytest.param(name, "rowwise", marks=pytest.mark.slow) for name in MESHES),
+    ],
+)
+def test_eight_devices_compute_what_one_does(name, recipe):
     """In float32, so that only the order of additions differs. A rounding to fp8 that it tips is as large as 1/16."""
     surgery = dataclasses.replace(SMALL, recipe=recipe)
-    f32 = parse_precision("f32")
-    one, eight = (run(where, surgery, precision=f32) for where in (one_device(), layout(**MESHES[name])))
+    one, eight = (run(where, surgery, precision=F32) for where in (one_device(), layout(**MESHES[name])))
     for first, expected in zip(losses(eight, 3), losses(one, 3), strict=True):
         for key in ("train/loss", "grad/norm/total"):
             assert first[key] == pytest.approx(expected[key], rel=2e-4)
 
 
-def test_microbatches_and_remat_change_only_rounding():
-    f32 = parse_precision("f32")
-    expected = losses(run(one_device(), SMALL, precision=f32), 2)
-    for policy in ("none", "cheap", "full"):
-        model = dataclasses.replace(MODEL, gradient_checkpointing=policy)
-        for found, wanted in zip(
-            losses(run(one_device(), SMALL, precision=f32, model=model), 2), expected, strict=True
-        ):
-            assert found["train/loss"] == pytest.approx(wanted["train/loss"], rel=2e-5)
-            assert found["grad/norm/total"] == pytest.approx(wanted["grad/norm/total"], rel=2e-4)
+def with_policy(policy):
+    return run(one_device(), SMALL, precision=F32, model=dataclasses.replace(MODEL, gradient_checkpointing=policy))
 
 
-def lowered(policy, *surgeries):
-    tiny = run(one_device(), *surgeries, model=dataclasses.replace(MODEL, gradient_checkpointing=policy))
-    return tiny.compiled_text(arrays(0))
+@pytest.mark.parametrize("policy", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_remat_changes_only_rounding(policy):
+    cheap = run(one_device(), SMALL, precision=F32)
+    for found, expected in zip(losses(with_policy(policy), 2), losses(cheap, 2), strict=True):
+        assert found["train/loss"] == pytest.approx(expected["train/loss"], rel=2e-5)
+        assert found["grad/norm/total"] == pytest.approx(expected["grad/norm/total"], rel=2e-4)
 
 
 def test_inputs_are_saved_in_fp8_and_weights_are_not():
     """The stacks of all layers' arrays that the loop over layers writes: [layers, batch, position, features]."""
-    saved = {policy: set(re.findall(r"\bu8\[2,([\d,]+)\]", lowered(policy, SMALL))) for policy in ("none", "cheap")}
-    assert saved["none"] >= {"16,16,32", "16,16,64"}  # inputs of q_proj and down_proj
-    assert not any(shape.startswith("16,16,") for shape in saved["cheap"])
-    weights = {"4,8,32", "32,4,8", "64,32", "32,64"}  # q_proj, o_proj and the MLP
-    assert not weights & (saved["none"] | saved["cheap"])
+
+    def stacks(tiny):
+        return set(re.findall(r"\bu8\[2,([\d,]+)\]", tiny.compiled_text(arrays(0))))
+
+    saved, cheap = stacks(with_policy("none")), stacks(run(one_device(), SMALL, precision=F32))
+    assert saved >= {"16,16,32", "16,16,64"}  # inputs of q_proj and down_proj
+    assert not any(shape.startswith("16,16,") for shape in cheap)
+    assert not {"4,8,32", "32,4,8", "64,32", "32,64"} & (saved | cheap)  # the weights of attention and MLP
 
 
 def rows():
