@@ -244,7 +244,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
             "trainer": {"mp": "f32"},
             "phases": [{"name": "train", "surgery": [{"type": "fp8", "min_features": 16}]}],
         },
-        ["trainer.quantization is read as phases with a surgery of type fp8", "not of earlier steps"],
+        ["trainer.quantization is read as phases with a surgery of type fp8, whose scales"],
     ),
     "no fp8": ({"trainer": {"quantization": {"fp8": False}}}, {"trainer": {}}, []),
     "no profile": ({"trainer": {"profiler": False, "profiler_num_steps": 7}}, {}, []),
@@ -345,7 +345,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"trainer\.quantization: 'fp8' given; a section expected",
     ),
     "fp8 and LoRA": (
-        {"lora": {}, "trainer": {"quantization": {"fp8": True}}},
+        {"lora": {"r": 4}, "trainer": {"quantization": {"fp8": True}}},
         r"quantization\.fp8: true given together with phases or lora. Add \{type: fp8\} to the surgery",
     ),
     "no tasks": ({"eval_harness": {"max_examples": 3}}, r"eval_harness: .*task_spec: \[arc_easy\]"),
