@@ -1,4 +1,4 @@
-"""Runs the GPU benchmark without a GPU."""
+"""Runs the GPU benchmarks without a GPU."""
 
 import json
 import os
@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
 
 
-def run(*arguments):
+def run(*arguments, script="gpu.py"):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": flags_for(1)}
-    command = [sys.executable, ROOT / "benchmarks" / "gpu.py", *map(str, arguments)]
+    command = [sys.executable, ROOT / "benchmarks" / script, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
 
 
@@ -40,3 +40,15 @@ def test_without_a_gpu_the_benchmark_says_so():
     done = run()
     assert done.returncode == 1
     assert "jax finds no NVIDIA GPU, so there is nothing to measure" in done.stderr
+
+
+def test_the_benchmark_of_fp8_runs_completely_with_tiny(tmp_path):
+    done = run("--tiny", "--steps", 2, "--output", tmp_path / "fp8", script="fp8.py")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "fp8.json").read_text())
+    assert found["failures"] == []
+    variants = ["bfloat16", "tensorwise", "rowwise"]
+    assert [list(answers) for answers in found["speeds"].values()] == [variants]
+    assert list(found["curves"]) == variants
+    assert len({tuple(losses) for losses in found["curves"].values()}) == 3, "the losses are rounded differently"
+    assert all(len(losses) == 20 for losses in found["curves"].values())

@@ -90,6 +90,34 @@ def test_forecast_with_the_nvidia_compiler(workplace):
     assert sixteen["memory_bytes"] < one["memory_bytes"] < 16 * 4 * 1024 * 1024 * 4 + (1 << 30)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(is_installed, CUDA_PLUGINS)), reason="jax's CUDA plugin is not installed")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_forecast_of_fp8_with_the_nvidia_compiler(workplace, recipe):
+    """All products of two layers and the head are in fp8 in the program for a Hopper, and none in that for an Ampere."""
+    place = workplace(1)
+    place.write("")
+    sizes = {
+        "seq_len": 256,
+        "hidden_dim": 256,
+        "intermediate_dim": 512,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+    }
+    changes = [part for key, value in sizes.items() for part in (f"--model.{key}", str(value))]
+    changes += ["--data.vocab_size", "1024", "--trainer.train_batch_size", "16", "--trainer.mp", "p=f32,c=bfloat16"]
+    changes += ["--phases", json.dumps([{"name": "train", "surgery": [{"type": "fp8", "recipe": recipe}]}])]
+    changes += ["--model.gradient_checkpointing", "none"]
+    done = place.run("--config_path", "run.yaml", *changes, "--topology", "h100-1,a100-1", module="jaxlm.bench")
+    assert done.code == 0, done.err
+    hopper, ampere = (json.loads(line)["kernels"] for line in done.out.splitlines()[-2:])
+    # The compiler merges the products of q, k and v, and of gate and up.
+    in_backward = 2 * (2 * 7 + 1) - (recipe == "rowwise")  # without the gradient of the head's weight
+    assert in_backward + 2 * 4 + 1 <= hopper["fp8 products"] <= in_backward + 2 * 7 + 1
+    assert "fp8 products" not in ampere
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

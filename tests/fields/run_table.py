@@ -219,6 +219,11 @@ SPLIT_AT: dict[str, Entry] = {
         2, Shapes({r"^model\.body\.0\..*q_proj": (2, 4, 8, 32), r"^model\.body\.1\..*q_proj": (1, 4, 8, 32)})
     ),
 }
+FP8: dict[str, Entry] = {
+    "surgery.recipe": Change("rowwise", Program(gains=r"stablehlo\.bitcast_convert", loses=r"f8E5M2")),
+    "surgery.exclude": Change("mlp", Program(loses=r"f8E4M3FN")),
+    "surgery.min_features": Change(64, Refused(r"no linear layer has at least min_features: 64 input and output")),
+}
 PHASES: dict[str, Entry] = {
     "phases.0.name": ShownIn(
         "tests/end_to_end/test_phases.py::test_the_cursor_separates_entry_from_end_and_a_damaged_entry_is_rebuilt"
@@ -273,6 +278,7 @@ TABLE: Table = {
     },
     "lora": LORA,
     "split_at": SPLIT_AT,
+    "fp8": FP8,
     "distill": DISTILL,
     "checkpoint": CHECKPOINT,
     "phases": PHASES,

@@ -110,3 +110,25 @@ def test_compiler_remat_is_detected():
     line = "  %gemm_fusion_dot.285{} = bf16[64,64]{{1,0}} fusion(%a), kind=kCustom, calls=%c\n"
     assert not has_compiler_remat(line.format(""))
     assert all(has_compiler_remat(line.format(mark)) for mark in (".remat", ".remat2", ".remat.1"))
+
+
+def test_products_in_fp8_are_counted_in_fusions_and_libraries():
+    text = """HloModule m
+
+%product (a: f8e5m2[8,4], b: f8e4m3fn[4,16]) -> bf16[8,16] {
+  %a = f8e5m2[8,4]{1,0} parameter(0)
+  %b = f8e4m3fn[4,16]{1,0} parameter(1)
+  ROOT %d = bf16[8,16]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: f8e5m2[8,4], y: f8e4m3fn[4,16], z: bf16[4,16]) -> bf16[8,16] {
+  %x = f8e5m2[8,4]{1,0} parameter(0)
+  %y = f8e4m3fn[4,16]{1,0} parameter(1)
+  %z = bf16[4,16]{1,0} parameter(2)
+  %wide = bf16[8,4]{1,0} convert(%x)
+  %plain = bf16[8,16]{1,0} dot(%wide, %z), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %call = bf16[8,16]{1,0} custom-call(%x, %y), custom_call_target="__cublas$lt$matmul$f8"
+  ROOT %fused = bf16[8,16]{1,0} fusion(%x, %y), kind=kCustom, calls=%product
+}
+"""
+    assert kernels(text) == {"fp8 products": 2, "__cublas$lt$matmul$f8": 1}

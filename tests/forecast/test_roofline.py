@@ -133,3 +133,20 @@ ENTRY %main (x: f32[8]) -> f32[32] {
     by_bytes[256] = 350.0
     found = overlapped(text, BYTES_ONLY, lambda one: by_bytes[one.num_bytes])
     assert found == 100 + 350, "both are over before their ends are asked for"
+
+
+def test_products_in_fp8_take_half_as_long():
+    def text(dtype):
+        return f"""HloModule m
+
+ENTRY %main (x: {dtype}[64,32], y: {dtype}[32,16]) -> f32[64,16] {{
+  %x = {dtype}[64,32]{{1,0}} parameter(0)
+  %y = {dtype}[32,16]{{1,0}} parameter(1)
+  ROOT %d = f32[64,16]{{1,0}} dot(%x, %y), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+"""
+
+    expected = Seconds(products=2 * 64 * 32 * 16)
+    assert roofline(text("bf16"), FLOPS_ONLY) == expected
+    assert roofline(text("f8e4m3fn"), FLOPS_ONLY) == Seconds(products=expected.products / 2)
+    assert roofline(text("f8e5m2"), BYTES_ONLY).total == 64 * 32 + 32 * 16 + 4 * 64 * 16

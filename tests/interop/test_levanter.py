@@ -238,6 +238,15 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"evals": [{"type": "loss"}, {"type": "entropy"}]},
         ["log_entropy is read as evals of type entropy"],
     ),
+    "fp8": (
+        {"trainer": {"mp": "f32", "quantization": {"fp8": True, "int8": False, "targets": None}}},
+        {
+            "trainer": {"mp": "f32"},
+            "phases": [{"name": "train", "surgery": [{"type": "fp8", "min_features": 16}]}],
+        },
+        ["trainer.quantization is read as phases with a surgery of type fp8, whose scales"],
+    ),
+    "no fp8": ({"trainer": {"quantization": {"fp8": False}}}, {"trainer": {}}, []),
     "no profile": ({"trainer": {"profiler": False, "profiler_num_steps": 7}}, {}, []),
     "what asks for nothing": (
         {
@@ -330,7 +339,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "other LoRA": ({"lora": {"zero_init_b": False}}, "lora.zero_init_b: False given; surgeries of type lora do not"),
     "LoRA of no names": ({"lora": {"target_modules": [1]}}, r"lora.target_modules: \[1\] given; names of layers"),
     "adapters as they are trained": ({"peft_save_path": "p"}, "peft_save_path: 'p' given.*jaxlm convert to-hf"),
-    "fp8": ({"trainer": {"quantization": {"fp8": True}}}, r"trainer\.quantization: .*bfloat16"),
+    "int8": ({"trainer": {"quantization": {"fp8": True, "int8": True}}}, r"quantization\.int8: True given.*does not"),
+    "fp8 in no section": (
+        {"trainer": {"quantization": "fp8"}},
+        r"trainer\.quantization: 'fp8' given; a section expected",
+    ),
+    "fp8 and LoRA": (
+        {"lora": {"r": 4}, "trainer": {"quantization": {"fp8": True}}},
+        r"quantization\.fp8: true given together with phases or lora. Add \{type: fp8\} to the surgery",
+    ),
     "no tasks": ({"eval_harness": {"max_examples": 3}}, r"eval_harness: .*task_spec: \[arc_easy\]"),
     "a task's words": (
         {"eval_harness": {"task_spec": ["a", {"task": "b", "description": "Choose."}]}},

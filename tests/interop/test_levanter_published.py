@@ -18,8 +18,6 @@ _TABLE = load_yaml(_ROOT / "tests" / "vectors" / "levanter_configs.yaml").tree
 # Why the others are not: with a network, or with a folder in its place, the weights of Llama 2 would be found.
 NOT_PLANNED = {
     "gemma_2b": "initialize_from_hf: 'google/gemma-2b' must be a folder",
-    "gpt2_nano_fp8": "trainer.quantization: .* jaxlm does not support",
-    "gpt2_small_fast_fp8": "trainer.quantization: .* jaxlm does not support",
     "llama2_7b_continued": "initialize_from_hf: 'NousResearch/Llama-2-7b-hf' must be a folder",
     "llama_7b_tulu": "model.use_layer_norm_weight: false given",
 }

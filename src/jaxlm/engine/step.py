@@ -93,7 +93,8 @@ def make_train_step(
 
         def loss_fn(compute: Any, microbatch: Any, slot: Any, number: jax.Array):
             model = eqx.combine(compute, frozen, is_leaf=is_named)
-            terms, metrics, slot = objective.terms(model, microbatch, slot, key=jax.random.fold_in(key, number))
+            with tracing(quantized_products=True):
+                terms, metrics, slot = objective.terms(model, microbatch, slot, key=jax.random.fold_in(key, number))
             total = _total(terms, denominators)
             return loss_scale.scaled(total, state.slots), (total, metrics, slot)
 

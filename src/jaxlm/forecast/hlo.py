@@ -13,7 +13,7 @@ _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(
     r"\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\((?P<operands>[^)]*)"
 )
-_SHAPE = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<dims>[\d,]*)\]")
+_SHAPE = re.compile(r"(?P<dtype>[a-z][a-z\d]*)\[(?P<dims>[\d,]*)\]")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _LIBRARY_CALL = re.compile(r'custom_call_target="(?P<name>[^"]+)"')
 _CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
@@ -21,6 +21,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"?known_trip_count"?:?=?\{"n":"(\d+)"\}')
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _LIMIT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
+FP8_PRODUCTS = "fp8 products"
 # Names of instructions that XLA's own rematerialization duplicates.
 _COMPILER_REMAT = re.compile(r"%[\w.\-]+\.remat[\d.]* = ")
 # TPUs run a reduce-scatter as one fusion, whose text is an all-reduce followed by a slice.
@@ -179,14 +180,24 @@ def collectives_per_run(hlo: str) -> Counter[Collective]:
 
 
 def kernels(hlo: str) -> Counter[str]:
-    """Counts the calls of each library kernel (cuDNN, cuBLAS, Triton, Mosaic, oneDNN, ...) in one run of the program."""
+    """Counts the calls of each library kernel (cuDNN, cuBLAS, Triton, Mosaic, oneDNN, ...) in one run of the program, and
+    its matrix products in fp8, in whatever kernel they are."""
     counts: Counter[str] = Counter()
     program = Program.parse(hlo)
     for name, count in program.executed():
         for instruction in program.computations[name].values():
             if (kernel := instruction.library_call) and kernel not in _NO_KERNELS:
                 counts[kernel] += count
+            if _is_fp8_product(instruction, program.computations[name]):
+                counts[FP8_PRODUCTS] += count
     return counts
+
+
+def _is_fp8_product(instruction: Instruction, computation: Computation) -> bool:
+    if instruction.opcode != "dot":
+        return instruction.library_call.endswith("$f8")
+    dtypes = [dtype for name in instruction.operands for dtype, _ in computation[name].outputs]
+    return all(dtype.startswith("f8") for dtype in dtypes)
 
 
 def has_compiler_remat(hlo: str) -> bool:

@@ -13,7 +13,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import EMBED, POSITION, VOCAB
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.core.matmul import Weight, dot
+from jaxlm.core.matmul import Fp8, Weight, dot
 from jaxlm.core.types import Sum
 from jaxlm.models.chunked_loss import soft_capped
 from jaxlm.models.flops import FlopsPerToken
@@ -123,12 +123,14 @@ class LanguageModel(eqx.Module):
     Attributes:
         logit_soft_cap: soft cap of the logits (`jaxlm.models.chunked_loss.soft_capped`); None applies no cap.
         vocab_multiple: the loss pads the vocabulary to a multiple of this.
+        head_fp8: how the next-token loss quantizes the products of the head in training; None for not at all.
         notes: limitations of the model, logged at startup.
         reads_beyond: whether it can read sequences longer than `Pos`: it has no table with an entry for each position.
     """
 
     logit_soft_cap: float | None = eqx.field(static=True, default=None, kw_only=True)
     vocab_multiple: int = eqx.field(static=True, default=1, kw_only=True)
+    head_fp8: Fp8 | None = eqx.field(static=True, default=None, kw_only=True)
     notes: tuple[str, ...] = eqx.field(static=True, default=(), kw_only=True)
     reads_beyond: bool = eqx.field(static=True, default=False, kw_only=True)
 

@@ -17,7 +17,7 @@ Shapes: B batch, S position, C tokens of a chunk, N chunks, D embed, V vocab (th
 
 import abc
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -27,9 +27,10 @@ from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
 from jaxlm.core.axes import BATCH, EMBED, POSITION, VOCAB
-from jaxlm.core.matmul import StoredArray, Weight, arranged, einsum
+from jaxlm.core.matmul import StoredArray, Weight, arranged
 from jaxlm.core.sharding import current_platform
 from jaxlm.core.tracing import CustomVjp, trace_options
+from jaxlm.models.head import HeadKind, HeadProducts, PlainHead, plain_head
 from jaxlm.models.token_sharding import TokenSharding
 
 
@@ -42,6 +43,7 @@ class ChunkedLoss(abc.ABC):
         sharding: sharding of tokens and head.
         soft_cap: soft cap of the logits; None applies no cap.
         chunk_tokens: maximum number of tokens per chunk on one device.
+        products: how the products with the head are computed.
     """
 
     num_sums: ClassVar[int]
@@ -49,6 +51,7 @@ class ChunkedLoss(abc.ABC):
     sharding: TokenSharding
     soft_cap: float | None
     chunk_tokens: int
+    products: HeadKind = field(default=plain_head, kw_only=True)
 
     @abc.abstractmethod
     def sums(
@@ -121,12 +124,16 @@ _NEVER = -1e9
 
 
 def logits_of(
-    x_CD: jax.Array, w_VD: jax.Array | StoredArray | None, soft_cap: float | None, sharding: TokenSharding
+    x_CD: jax.Array,
+    head: jax.Array | StoredArray | HeadProducts | None,
+    soft_cap: float | None,
+    sharding: TokenSharding,
 ) -> jax.Array:
     """The float32 logits of a chunk. Padding rows of the head have a probability of 0."""
-    if w_VD is None:
+    if head is None:
         return soft_capped(x_CD.astype(jnp.float32), soft_cap)
-    logits_CV = soft_capped(einsum("cd,vd->cv", x_CD, w_VD, jnp.float32), soft_cap)
+    products = head if isinstance(head, HeadProducts) else PlainHead(head)
+    logits_CV = soft_capped(products.logits(x_CD), soft_cap)
     return sharding.fill_padding(logits_CV, _NEVER)
 
 
@@ -269,11 +276,12 @@ def chunked_loss(
 def _scan_chunks(loss: ChunkedLoss, needed: _Needed, x_BSD, w_VD, columns, heads):
     """The sums over all tokens and the needed gradients, in one scan over this device's chunks."""
     chunks, num_tokens = chunked((x_BSD, *columns), loss.chunk_tokens)
+    products = None if w_VD is None else loss.products(x_BSD, w_VD, columns, loss.sharding)
 
     def one_chunk(carry, chunk):
         sums, dw_VD = carry
         x_CD, *columns = chunk
-        logits_CV = logits_of(x_CD, w_VD, loss.soft_cap, loss.sharding)
+        logits_CV = logits_of(x_CD, products, loss.soft_cap, loss.sharding)
         chunk_sums, saved = loss.sums(logits_CV, tuple(columns), heads)
         dx_CD = None
         if needed.hidden or needed.head:
@@ -282,14 +290,12 @@ def _scan_chunks(loss: ChunkedLoss, needed: _Needed, x_BSD, w_VD, columns, heads
             if loss.soft_cap is not None:  # the derivative of the cap in terms of its output
                 gradient_CV *= 1 - (logits_CV / loss.soft_cap) ** 2
             dlogits_CV = loss.sharding.fill_padding(gradient_CV, 0.0).astype(dtype)
-        if needed.hidden and w_VD is not None:
-            dx_CD = einsum("cv,vd->cd", dlogits_CV, w_VD, jnp.float32)
-            dx_CD = loss.sharding.sum_vocab(dx_CD).astype(x_CD.dtype)
+        if needed.hidden and products is not None:
+            dx_CD = loss.sharding.sum_vocab(products.hidden_gradient(dlogits_CV)).astype(x_CD.dtype)
         elif needed.hidden:
             dx_CD = dlogits_CV
-        if needed.head:
-            x_CD = x_CD.astype(dtype)
-            dw_VD += jnp.einsum("cv,cd->vd", dlogits_CV, x_CD, preferred_element_type=jnp.float32)
+        if needed.head and products is not None:
+            dw_VD += products.head_gradient(dlogits_CV, x_CD)
         return (sums + chunk_sums, dw_VD), dx_CD
 
     if trace_options().twice_differentiable:  # the loop itself is differentiated, and must not save all logits

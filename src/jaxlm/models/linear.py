@@ -7,7 +7,7 @@ import jax
 from haliax import Axis, AxisSpec, NamedArray
 
 from jaxlm.core.axes import axes_of
-from jaxlm.core.matmul import Weight, dot, operand
+from jaxlm.core.matmul import Fp8, Weight, dot, operand
 from jaxlm.models.matrix_axes import DeclaresMatrices, MatrixAxes
 
 _FLAT_IN, _FLAT_OUT = "flat_in", "flat_out"
@@ -22,12 +22,14 @@ class Linear(DeclaresMatrices):
     Attributes:
         weight: {*Out, *In}.
         bias: {*Out}.
+        fp8: how products are quantized in training; None for not at all.
     """
 
     weight: Weight
     bias: NamedArray | None
     In: AxisSpec = eqx.field(static=True)
     Out: AxisSpec = eqx.field(static=True)
+    fp8: Fp8 | None = eqx.field(static=True, default=None)
 
     @staticmethod
     def init(In: AxisSpec, Out: AxisSpec, *, std: float, key: jax.Array, use_bias: bool = False) -> "Linear":
@@ -36,7 +38,7 @@ class Linear(DeclaresMatrices):
         return Linear(weight, hax.zeros(Out) if use_bias else None, In, Out)
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        out = hax.auto_sharded(dot(x, self.weight, self.In))
+        out = hax.auto_sharded(dot(x, self.weight, self.In, self.fp8))
         return (out if self.bias is None else out + self.bias).astype(x.dtype)
 
     def operand(self, x: NamedArray) -> NamedArray:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, POSITION
-from jaxlm.core.matmul import StoredWeight, Weight
+from jaxlm.core.matmul import Fp8, StoredWeight, Weight, multiplies_in_fp8
 from jaxlm.models.chunked_loss import (
     ChunkedLoss,
     LogitSummary,
@@ -30,6 +30,7 @@ from jaxlm.models.chunked_loss import (
     masked_sums,
     target_logit,
 )
+from jaxlm.models.head import NextTokenFp8, plain_head
 from jaxlm.models.token_sharding import TokenSharding
 
 
@@ -60,6 +61,7 @@ def next_token_sums(
     label_smoothing: float = 0.0,
     vocab_multiple: int = 1,
     chunk_tokens: int | None = None,
+    fp8: Fp8 | None = None,
 ) -> CrossEntropySums:
     """Summed next-token loss of a batch, without materializing the logits of all tokens.
 
@@ -77,6 +79,7 @@ def next_token_sums(
         label_smoothing: fraction of the target distribution that is spread uniformly over the vocabulary.
         vocab_multiple: the logits are computed for a multiple of this, with padding that is not in the loss.
         chunk_tokens: maximum number of tokens per chunk on one device; None uses `default_chunk_tokens`.
+        fp8: how the products with the head are quantized in training; None for not at all.
     """
     if isinstance(head, StoredWeight):
         head = head.floats(hidden.dtype)  # the backward pass is for arrays
@@ -87,6 +90,7 @@ def next_token_sums(
         chunk_or_default(chunk_tokens),
         float(z_loss_weight),
         float(label_smoothing),
+        products=plain_head if fp8 is None or not multiplies_in_fp8() else NextTokenFp8(fp8, float(z_loss_weight)),
     )
     x_BSD, w_VD = hidden_and_head(hidden, head, sharding)
     y_BS, m_BS = (a.rearrange((BATCH, POSITION)).array for a in (targets, loss_mask))

@@ -1,8 +1,8 @@
 """Remat policies (gradient checkpointing): what a layer saves for the backward pass, and what it recomputes.
 
     none     saves everything that the derivative reads, except changes of layout and dtype
-    cheap    saves matrix products, attention and the row statistics of norms; recomputes norms, activations and rotary
-             embeddings
+    cheap    saves matrix products, attention, the row statistics of norms and the scales of fp8; recomputes norms,
+             activations, rotary embeddings and inputs in fp8
     full     saves only each layer's input (Chen et al. 2016, arXiv:1604.06174)
     [names]  saves the layer's input and the named activations: query, key, value, attention, mlp, expert
     auto     the first of the platform's policies that fits into memory, decided when the step is compiled
@@ -20,6 +20,7 @@ from haliax import NamedArray
 from jax import ad_checkpoint
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.matmul import FP8_SCALE
 from jaxlm.core.tracing import trace_options
 from jaxlm.models.attention.backends.blockwise import ATTENTION
 from jaxlm.models.norms import NORM
@@ -79,7 +80,7 @@ def _policy(remat_policy: RematPolicy) -> Callable[..., bool] | None:
         return _all_but_parameters
     if remat_policy == CHEAP:
         return policies.save_from_both_policies(
-            policies.dots_saveable, policies.save_only_these_names(ATTENTION, EXPERT, NORM)
+            policies.dots_saveable, policies.save_only_these_names(ATTENTION, EXPERT, NORM, FP8_SCALE)
         )
     return policies.save_only_these_names(*remat_policy)
 

@@ -114,6 +114,10 @@ class TokenSharding:
         """Sums over all devices that hold different shards of the vocabulary."""
         return jax.lax.psum(x, self.vocab_axes) if self.vocab_axes else x
 
+    def max_tokens(self, x: jax.Array) -> jax.Array:
+        """Maximum over all devices that hold different tokens. It has no derivative."""
+        return jax.lax.pmax(x, self.token_axes) if self.token_axes else x
+
     def max_vocab(self, x: jax.Array) -> jax.Array:
         """Maximum over all devices that hold different shards of the vocabulary."""
         # all_gather rather than pmax, which has no derivative rule

@@ -53,6 +53,7 @@ class NextToken(ObjectiveConfig):
             batch.loss_mask,
             soft_cap=model.logit_soft_cap,
             vocab_multiple=model.vocab_multiple,
+            fp8=model.head_fp8,
             z_loss_weight=self.z_loss_weight,
             label_smoothing=self.label_smoothing,
         )

@@ -16,6 +16,7 @@ from jaxlm.config.run import RunConfig
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import cuda_capability
+from jaxlm.core.matmul import has_fp8_products
 from jaxlm.core.precision import Precision
 from jaxlm.core.runtime import differences_between_processes
 from jaxlm.core.sharding import axis_mapping_table
@@ -38,6 +39,7 @@ from jaxlm.run.compilation.options import describe_options
 from jaxlm.run.num_steps import describe_data
 from jaxlm.run.plan import Plan
 from jaxlm.run.references import asked_in, flops_per_token
+from jaxlm.surgery.fp8 import describe_products
 
 _DETERMINISTIC = "xla_gpu_deterministic_ops"
 
@@ -69,6 +71,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         *[("XLA options", text) for text in [describe_options(plan)] if text is not None],
         ("layers", _layers(plan)),
         *[(f"phase {phase.name}", describe_phase(phase)) for phase in plan.phases],
+        *[(f"products of {name}", text) for name, text in fp8_products(plan).items()],
         *[(f"reference {name}", f"{ref.path} in {ref.dtype}") for name, ref in plan.config.refs.items()],
         ("starts from", _configured_start(plan) if start is None else start),
         *[(f"data of {p.name}", describe_data(plan.config, d)) for p, d in zip(plan.phases, plan.data, strict=True)],
@@ -180,13 +183,23 @@ def activation_dtype(precision: Precision, model: LanguageModel) -> jnp.dtype:
     return jnp.result_type(*tables) if tables else precision.compute
 
 
+def fp8_products(plan: Plan) -> dict[str, str]:
+    """Name of a phase that computes in fp8 -> how many layers do."""
+    models = {phase.name: plan.state_builder.abstract_state(phase).model for phase in plan.phases}
+    described = {name: describe_products(model) for name, model in models.items()}
+    emulated = "" if has_fp8_products(plan.layout.device) else "; emulated, because this device has no fp8 products"
+    return {name: f"{text}{emulated}" for name, text in described.items() if text is not None}
+
+
 def check_performance(plan: Plan) -> None:
-    """With `trainer.strict_performance`, raises `ConfigError` for an attention backend or dtype slower than necessary."""
+    """With `trainer.strict_performance`, raises `ConfigError` for an attention backend or dtype slower than necessary, and
+    for emulated fp8."""
     slow = [f"attention uses the {c.name} backend: {c.reason}" for c in attention_choices(plan) if c.degraded]
     if plan.layout.platform != "cpu" and plan.precision.compute.itemsize > 2:
         slow.append(
             f"the compute dtype is {plan.precision.compute.name}: trainer.mp 'p=f32,c=bfloat16' is several times faster"
         )
+    slow += [f"phase '{name}': {text}" for name, text in fp8_products(plan).items() if "emulated" in text]
     if plan.config.trainer.strict_performance and slow:
         raise ConfigError(f"trainer.strict_performance: {'; '.join(slow)}")
 

@@ -47,7 +47,6 @@ _UNSUPPORTED = {
     "peft_hf_upload": "push the adapters of the last checkpoint with jaxlm convert to-hf --adapters only --upload NAME",
     "peft_save_path": "convert the last checkpoint with jaxlm convert to-hf --adapters only",
     "trust_remote_code": "models are jaxlm's own classes; no code is loaded with weights",
-    "trainer.quantization": "set mp: p=f32,c=bfloat16; training has no quantized matrix products",
     "optimizer.cooldown": "set optimizer.decay",
     "optimizer.haps": "set optimizer.cycles to the steps at which cycles end",
     "optimizer.lr": "set optimizer.learning_rate; this key has no effect in Levanter either",
@@ -70,6 +69,7 @@ def from_levanter(source: ConfigSource) -> tuple[ConfigSource, list[str]]:
     translation.trainer()
     translation.mesh()
     translation.finetuning()
+    translation.quantization()
     translation.optimizer()
     translation.model()
     translation.supervised()
@@ -201,6 +201,34 @@ class _Translation:
             self.rename("supervised_data.cache_dir", "data.cache_dir")
         for old, new in (("tokenizer", "data.tokenizer"), ("max_seq_len", "model.seq_len")):
             self.rename(old, new)
+
+    def quantization(self) -> None:
+        """Translates fp8 to the only phase of a run, with a surgery."""
+        given = self.take("trainer.quantization")
+        if not isinstance(given, Mapping):
+            if given not in _NOTHING:
+                raise self.error("trainer.quantization", f"{given!r} given; a section expected, such as {{fp8: true}}")
+            return
+        for key, value in given.items():
+            if key != "fp8" and value not in _NOTHING:
+                raise self.error(
+                    f"trainer.quantization.{key}",
+                    f"{value!r} given; jaxlm does not support this Levanter key: surgeries of type fp8 choose layers by"
+                    " size and by `exclude`, and there is no int8 in training",
+                )
+        if given.get("fp8") in _NOTHING:
+            return
+        if self.tree.get("phases"):
+            raise self.error(
+                "trainer.quantization.fp8",
+                "true given together with phases or lora. Add {type: fp8} to the surgery of the first phase instead",
+            )
+        surgery = {"type": "fp8", "min_features": 16}  # Levanter leaves out no layer for its size
+        self.put("phases", [{"name": "train", "surgery": [surgery]}], "trainer.quantization")
+        self.notes.append(
+            "trainer.quantization is read as phases with a surgery of type fp8, whose scales are those of the current values,"
+            " not of earlier steps"
+        )
 
     def optimizer(self) -> None:
         """`type: cautious` is Adam with cautious updates, with a default of its own; `type: mini` is Adam-mini."""
