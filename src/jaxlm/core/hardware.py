@@ -1,6 +1,4 @@
-"""Capabilities of devices and processors: peak FLOP/s, from which MFU (model FLOPs utilization) is computed, memory and
-caches.
-"""
+"""Capabilities of devices and processors: peak FLOP/s for MFU (model FLOPs utilization), memory and caches."""
 
 import functools
 import os

@@ -1,5 +1,4 @@
-"""Finds the XLA options and block sizes with which the training step is fastest on this machine, by measuring it (`jaxlm
-bench --tune`).
+"""Finds the XLA options and block sizes that make the training step fastest on this machine (`jaxlm bench --tune`).
 
 A machine's speed drifts by more than most options are worth, so all programs take turns, step by step, and each is compared
 with the step that ran just before or after it.
