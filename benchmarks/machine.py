@@ -11,7 +11,7 @@ _VECTORS = (
     *("asimd", "sve", "sve2", "bf16"),
 )
 _NUMBERS = {"CPU family": "family", "Model": "model", "Stepping": "stepping"}
-_CACHES = ("L1d cache", "L2 cache", "L3 cache")
+_CACHES = ("L1d", "L2", "L3")
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,15 @@ class Processor:
         lines = (line.partition(":") for line in text.splitlines())
         facts = {name.strip(): value.strip() for name, _, value in lines}
         flags = facts.get("Flags", "").split()
+        sizes = {
+            name.removesuffix(" cache"): value for name, value in facts.items()
+        }  # `L2 cache`, or `L2` below `Caches`
         return Processor(
             facts.get("Model name", facts.get("Architecture", "unknown")),
             ", ".join(f"{short} {facts[name]}" for name, short in _NUMBERS.items() if name in facts),
             facts.get("CPU(s)", "?"),
             facts.get("Thread(s) per core", "?"),
-            tuple(f"{name.removesuffix(' cache')} {facts[name]}" for name in _CACHES if name in facts),
+            tuple(f"{level} {sizes[level]}" for level in _CACHES if level in sizes),
             tuple(flag for flag in _VECTORS if flag in flags),
         )
 

@@ -18,6 +18,7 @@ from jaxlm.config.load import read_config
 from jaxlm.run.plan import make_plan
 
 ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": ""}
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "peers")]  # at the end, so they shadow nothing
 intervals, machine, processes, peer_report, cpu_peers = map(
     importlib.import_module, ("intervals", "machine", "processes", "peer_report", "cpu_peers")
@@ -87,7 +88,7 @@ def test_a_process_is_asked_for_its_own_time_and_memory():
     ticks, used = machine.ticks_of(os.getpid()), resource.getrusage(resource.RUSAGE_SELF)
     seconds = used.ru_utime + used.ru_stime
     assert ticks / os.sysconf("SC_CLK_TCK") == pytest.approx(seconds, abs=0.5)
-    assert 2**20 < machine.resident_bytes(os.getpid()) <= used.ru_maxrss * 1024
+    assert 2**20 < machine.resident_bytes(os.getpid()) < 1.1 * 1024 * used.ru_maxrss
     assert machine.CpuTicks.now().busy > 0
 
 
@@ -153,7 +154,7 @@ def test_the_report(capsys):
     assert other["ahead_by"] == pytest.approx(intervals.ratio_interval([0.6 / 0.4, 1.0, 0.4 / 0.2]))
     assert other["loss_differs"] == pytest.approx(3e-6)
     assert found["noise"]["steal"] == [0.1, 0.2]
-    assert found["noise"]["product_flops"] == [101e9, 98.75e9, 102e9, 95e9, 102e9]
+    assert found["noise"]["product_flops"] == [100e9, 96.25e9, 101.5e9, 95e9, 102e9]
     assert found["noise"]["product_drift"] == pytest.approx((0.02 + 0.05) / 2)
     printed = capsys.readouterr().out
     assert "3 rounds; fastest product: 125 GFLOP/s (numpy)" in printed
@@ -290,9 +291,8 @@ def test_the_benchmark_runs_completely(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("psutil")
     command = [sys.executable, ROOT / "benchmarks" / "cpu_peers.py", "--here", "--peers", "jaxlm,torch-eager"]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": ""}
     few = ["--rounds", "2", "--steps", "1", "--output", str(tmp_path / "turns.json")]
-    done = subprocess.run([*command, *few], capture_output=True, text=True, env=environment, timeout=600)
+    done = subprocess.run([*command, *few], capture_output=True, text=True, env=ENVIRONMENT, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["rounds"] == 2
@@ -304,6 +304,15 @@ def test_the_benchmark_runs_completely(tmp_path):
     assert sorted((turn["round"], turn["peer"]) for turn in turns) == [
         *((0, "jaxlm"), (0, "torch-eager"), (1, "jaxlm"), (1, "torch-eager")),
     ]
-    untuned = subprocess.run([*command, "--tuned", *few], capture_output=True, text=True, env=environment, timeout=600)
-    assert untuned.returncode == 1
-    assert "Tune it: jaxlm bench --config_path benchmarks/peers/gpt2.yaml --tune" in untuned.stderr
+
+
+@pytest.mark.slow
+def test_the_tuned_peer_says_how_to_tune(tmp_path):
+    pytest.importorskip("psutil")
+    command = [sys.executable, ROOT / "benchmarks" / "peers" / "jaxlm_run.py", "1", tmp_path, "tuned"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=600, cwd=tmp_path)
+    assert done.returncode == 1
+    assert (
+        "nothing was tuned for this step in cache/peers on this machine. Tune it: jaxlm bench --config_path"
+        in done.stderr
+    )
