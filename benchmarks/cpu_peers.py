@@ -18,6 +18,7 @@ last line printed is JSON.
 import argparse
 import compileall
 import json
+import os
 import random
 import subprocess
 import sys
@@ -231,7 +232,8 @@ class Live:
             self._processes.popitem()[1].end()
 
     def _launch(self, name: str, cache: Path) -> AnsweringProcess:
-        return AnsweringProcess(PEERS[name].arguments(cache, self._python), cwd=ROOT)
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+        return AnsweringProcess(PEERS[name].arguments(cache, self._python), cwd=ROOT, environment=environment)
 
     @staticmethod
     def _checked(name: str, answer: Callable[[], dict]) -> dict:

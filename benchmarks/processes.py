@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,18 @@ class AnsweringProcess:
     It waits between requests. It ends when its standard input is closed.
     """
 
-    def __init__(self, command: Sequence[str | Path], *, cwd: Path | None = None):
+    def __init__(
+        self, command: Sequence[str | Path], *, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+    ):
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # until it ends
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, cwd=cwd
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            cwd=cwd,
+            env=environment,
         )
 
     @property

@@ -137,7 +137,7 @@ def _sizes_by_cache(platform: str) -> BlockSizes:
 def size_candidates(platform: str) -> list[Options]:
     """Block sizes that `jaxlm bench --tune` measures: a quarter to four times of those by cache."""
     sizes = {name: size for name, size in asdict(_sizes_by_cache(platform)).items() if size is not None}
-    scaled = ({name: int(size * factor)} for name, size in sizes.items() for factor in _FACTORS)
+    scaled: Iterator[Options] = ({name: int(size * by)} for name, size in sizes.items() for by in _FACTORS)
     return [options for options in scaled if all(size in _BLOCK_SIZES for size in options.values())]
 
 
