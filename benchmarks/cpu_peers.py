@@ -1,28 +1,40 @@
-"""Compares jaxlm with its peers on a CPU: same model, data and batch; each peer has its own processes and environment.
+"""Compares jaxlm with its peers on a CPU: same model, data and batch, in the same seconds.
 
-    python benchmarks/cpu_peers.py --rounds 5 --steps 20
+    python benchmarks/cpu_peers.py
+    python benchmarks/cpu_peers.py --peers all --minutes 40
+    python benchmarks/cpu_peers.py --tuned          # also with the options that were tuned (see benchmarks/peers/gpt2.yaml)
+    python benchmarks/cpu_peers.py --starts 4       # also the time to the first step
 
-Makes a virtual environment for each kind of peer once (under benchmarks/.venvs). Then runs the peers in turn, round
-after round, so that other load on the machine affects all of them alike. Reports medians with the first and third
-quartile of tokens/s, the time from the start of the process to the end of its first step with an empty and with a
-filled compilation cache, peak memory, and the difference of the losses from those of the first peer. The last line
-printed is JSON.
+All peers stay alive, each in its own process, and wait while another takes a few steps. In each round, every peer has its
+turn, in random order. Reports for each peer the median of the rounds' tokens/s and how many times as fast jaxlm is: the
+geometric mean of the rounds' ratios, with a 95 % interval by Student's t on their logarithms. Also reports the processor,
+what others took of it during the measurements, how fast a matrix product was before and after each of them, and which share
+of the fastest product's FLOP/s the whole step reaches.
+
+Makes a virtual environment for each kind of peer once (under benchmarks/.venvs), or uses this Python for all (`--here`). The
+last line printed is JSON.
 """
 
 import argparse
 import compileall
 import json
-import statistics
+import os
+import random
 import subprocess
 import sys
 import tempfile
+import time
 import venv
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
-from processes import PeerFailedError, answer_of, spread
+from machine import CpuTicks, Use, resident_bytes, this_processor, ticks_of
+from peer_report import Started, Turn, report
+from processes import AnsweringProcess, PeerFailedError
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 CACHE = "{cache}"  # in a command: a folder for compiled programs, for peers that can cache them
 
@@ -34,122 +46,201 @@ ENVIRONMENTS = {
     # levanter imports gitpython and chex but does not require them.
     "levanter": ["levanter==1.2.dev1644", "gitpython", "chex", "psutil"],
 }
+_START_S, _TURN_S = 900, 300  # longer than any start and any turn, on a slow machine
+_SETTLE_S = 0.3  # threads of the peer before still spin for work
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One way to train the model."""
+    """One way to train the model. `command` is a script of benchmarks/peers with its arguments."""
 
-    name: str
     environment: str
     command: tuple[str, ...]
 
-    def run(self, steps: int, cache: Path) -> dict:
-        """Runs one process and returns its JSON answer."""
-        python = HERE / ".venvs" / self.environment / "bin" / "python"
+    def arguments(self, cache: Path, python: Callable[[str], Path]) -> list[str | Path]:
+        """The command line, with a folder for compiled programs."""
         script, *rest = (part.replace(CACHE, str(cache)) for part in self.command)
-        command = [str(python), str(HERE / "peers" / script), str(steps), *rest]
-        try:
-            return answer_of(command)
-        except PeerFailedError as error:
-            raise SystemExit(f"{self.name} failed:\n{error}") from error
+        return [python(self.environment), HERE / "peers" / script, *rest]
 
 
-PEERS = (
-    Peer("jaxlm", "jaxlm", ("jaxlm_run.py", "1", CACHE)),
-    Peer("jaxlm, 2 microbatches", "jaxlm", ("jaxlm_run.py", "2", CACHE)),
-    *(
-        Peer(f"bare JAX, {form}, {micro} microbatch(es)", "jaxlm", ("bare_jax.py", form, micro, CACHE))
+TUNED = "jaxlm-tuned"
+PEERS = {
+    "jaxlm": Peer("jaxlm", ("jaxlm_run.py", "1", CACHE)),
+    "jaxlm-2": Peer("jaxlm", ("jaxlm_run.py", "2", CACHE)),
+    TUNED: Peer("jaxlm", ("jaxlm_run.py", "1", CACHE, "tuned")),
+    **{
+        f"bare-{form}-{micro}": Peer("jaxlm", ("bare_jax.py", form, micro, CACHE))
         for form in ("scan", "unroll")
         for micro in ("1", "2")
-    ),
-    Peer("torch eager", "torch", ("torch_gpt2.py", "eager")),
-    Peer("torch.compile", "torch", ("torch_gpt2.py", "compile")),
-    Peer("Hugging Face Trainer", "hf", ("hf_trainer.py",)),
-    Peer("Levanter", "levanter", ("levanter_run.py", CACHE)),
-)
-
-
-@dataclass
-class Record:
-    """Results of a peer's processes."""
-
-    rates: list[float] = field(default_factory=list)
-    cold: list[float] = field(default_factory=list)
-    warm: list[float] = field(default_factory=list)
-    peak_bytes: list[int] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-
-    def add(self, cold: dict, warm: dict) -> None:
-        """Adds the answers of a process with an empty cache and of the next one with a filled cache."""
-        self.rates.append(warm["tokens_per_second"])
-        self.cold.append(cold["first_step_s"])
-        self.warm.append(warm["first_step_s"])
-        self.peak_bytes.append(warm["peak_bytes"])
-        self.losses = warm["losses"]
+    },
+    "torch-eager": Peer("torch", ("torch_gpt2.py", "eager")),
+    "torch-compile": Peer("torch", ("torch_gpt2.py", "compile")),
+    "hf-trainer": Peer("hf", ("hf_trainer.py",)),
+    "levanter": Peer("levanter", ("levanter_run.py", CACHE)),
+}
+"""By name; -1 and -2 are numbers of microbatches."""
+DEFAULT = ("jaxlm", "bare-unroll-2", "torch-eager", "torch-compile")
 
 
 def main() -> None:
-    """Runs every peer in every round and reports."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="pairs of processes per peer (default 5)")
-    parser.add_argument("--steps", type=int, default=20, help="measured steps per process (default 20)")
-    parser.add_argument(
-        "--only", default="", help="run only peers whose name contains one of these, separated by commas"
-    )
-    options = parser.parse_args()
-    filters = options.only.lower().split(",")
-    peers = [peer for peer in PEERS if any(part in peer.name.lower() for part in filters)]
-    for name in dict.fromkeys(peer.environment for peer in peers):
-        prepare(name)
+    """Runs the peers in turn and reports."""
+    options = parse_arguments()
+    names = chosen(options)
+    if not options.here:
+        for environment in dict.fromkeys([*(PEERS[name].environment for name in names), "torch"]):
+            prepare(environment)
     # Installing compiles bytecode for the other peers. An editable installation leaves it to the first import.
     compileall.compile_dir(ROOT / "src", quiet=1)
-    records = {peer.name: Record() for peer in peers}
-    for number in range(options.rounds):
-        for peer in peers:
-            with tempfile.TemporaryDirectory() as cache:
-                records[peer.name].add(peer.run(2, Path(cache)), peer.run(options.steps, Path(cache)))
-            print(f"round {number + 1}: {peer.name}: {records[peer.name].rates[-1]:,.0f} tokens/s", file=sys.stderr)
-    report(records)
+    python = lambda environment: (  # noqa: E731
+        Path(sys.executable) if options.here else HERE / ".venvs" / environment / "bin" / "python"
+    )
+    print(this_processor(), file=sys.stderr)
+    began = time.monotonic()
+    with ExitStack() as closing:
+        try:
+            live = Live(python, options.memory_gib * 2**30, closing)
+            peaks = [live.peak()]
+            started = {name: live.start(name) for name in names}
+            turns = live.rounds(names, options, end=began + 60 * options.minutes)
+            peaks.append(live.peak())
+            live.close()
+            starts = {name: [live.cold_and_warm(name) for _ in range(options.starts)] for name in names}
+        except PeerFailedError as error:
+            raise SystemExit(str(error)) from error
+    if options.output is not None:
+        options.output.write_text(json.dumps([vars(turn) for turn in turns], indent=1))
+    print(json.dumps(report(this_processor(), started, turns, peaks, starts)))
 
 
-def prepare(name: str) -> None:
+def parse_arguments() -> argparse.Namespace:
+    """The command line. Wrong numbers end the process with a message."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--peers",
+        default=",".join(DEFAULT),
+        help=f"comma-separated names, or all; the others are compared with the first. Known: {', '.join(PEERS)}",
+    )
+    parser.add_argument("--tuned", action="store_true", help=f"also {TUNED}: with what `jaxlm bench --tune` kept")
+    parser.add_argument("--rounds", type=int, default=40, help="at most this many rounds (default 40)")
+    parser.add_argument("--minutes", type=float, default=11, help="no round starts after this time (default 11)")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps of a turn, after one more (default 4)")
+    parser.add_argument(
+        "--starts", type=int, default=0, help="pairs of starts per peer to time: without and with a cache"
+    )
+    parser.add_argument("--memory_gib", type=float, default=24, help="most memory of all peers together (default 24)")
+    parser.add_argument("--here", action="store_true", help="run all peers with this Python and its packages")
+    parser.add_argument("--output", type=Path, help="write every turn's figures to this file, as JSON")
+    options = parser.parse_args()
+    for name, least in {"rounds": 2, "minutes": 0, "steps": 1, "starts": 0, "memory_gib": 1}.items():
+        if getattr(options, name) < least:
+            parser.error(f"--{name}: {getattr(options, name)} given, at least {least} expected")
+    names = [*PEERS] if options.peers == "all" else options.peers.split(",")
+    if unknown := [name for name in names if name not in PEERS]:
+        parser.error(f"--peers: {', '.join(unknown)} given. Known: all, {', '.join(PEERS)}")
+    if len({*names}) < len(names):
+        parser.error(f"--peers: {options.peers} names a peer twice")
+    return options
+
+
+def chosen(options: argparse.Namespace) -> list[str]:
+    """The peers to run. The tuned one needs what was tuned, so it is only run on request."""
+    names = [name for name in PEERS if name != TUNED] if options.peers == "all" else options.peers.split(",")
+    return [*names, TUNED] if options.tuned and TUNED not in names else names
+
+
+def prepare(environment: str) -> None:
     """Makes a peer's environment unless it exists."""
-    folder = HERE / ".venvs" / name
+    folder = HERE / ".venvs" / environment
     if (folder / "ready").exists():
         return
-    print(f"installing the environment of {name} ...", file=sys.stderr)
+    print(f"installing the environment of {environment} ...", file=sys.stderr)
     venv.create(folder, with_pip=True, clear=True)
-    subprocess.run([folder / "bin" / "python", "-m", "pip", "install", "--quiet", *ENVIRONMENTS[name]], check=True)
+    pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, *ENVIRONMENTS[environment]], check=True)
     (folder / "ready").touch()
 
 
-def report(records: dict[str, Record]) -> None:
-    """Prints one line per peer, then everything as JSON."""
-    reference = next(iter(records.values()))
-    base = statistics.median(reference.rates)
-    print(f"{'':32} {'tokens/s':>20} {'ratio':>6} {'first step':>11} {'cached':>7} {'memory':>8} {'loss differs':>12}")
-    summary = {}
-    for name, record in records.items():
-        rate, low, high = spread(record.rates)
-        pairs = zip(record.losses, reference.losses, strict=False)
-        differs = max(abs(ours - theirs) / theirs for ours, theirs in pairs)
-        cold, warm = statistics.median(record.cold), statistics.median(record.warm)
-        memory = statistics.median(record.peak_bytes)
-        rates = f"{rate:,.0f} ({low:,.0f}-{high:,.0f})"
-        print(
-            f"{name:32} {rates:>20} {base / rate:6.2f} {cold:10.1f}s {warm:6.1f}s {memory / 2**20:5,.0f}MiB"
-            f" {differs:12.1e}"
-        )
-        summary[name] = {
-            "tokens_per_second": rate,
-            "quartiles": [low, high],
-            "first_step_s": cold,
-            "first_step_cached_s": warm,
-            "peak_bytes": memory,
-            "loss_differs": differs,
-        }
-    print(json.dumps(summary))
+class Live:
+    """The processes of all peers, and one that multiplies matrices. One runs at a time; the others wait."""
+
+    def __init__(self, python: Callable[[str], Path], memory: float, closing: ExitStack):
+        self._python, self._memory = python, memory
+        self._processes: dict[str, AnsweringProcess] = {}
+        self._caches = Path(closing.enter_context(tempfile.TemporaryDirectory()))
+        closing.callback(self.close)
+        self._products = AnsweringProcess([python("torch"), HERE / "peers" / "products.py"])
+        closing.callback(self._products.end)
+        self._products.answer(timeout_s=_START_S)
+
+    def start(self, name: str) -> Started:
+        """Starts a peer and waits for its first step."""
+        process = self._processes[name] = self._launch(name, self._caches / name)
+        answer = self._checked(name, lambda: process.answer(timeout_s=_START_S))
+        used = {name: resident_bytes(process.pid) for name, process in self._processes.items()}
+        if sum(used.values()) > self._memory:
+            sizes = ", ".join(f"{name} {num_bytes / 2**30:.1f} GiB" for name, num_bytes in used.items())
+            raise SystemExit(
+                f"--memory_gib: {self._memory / 2**30:g} given, but the peers need more together: {sizes}. Run fewer of them"
+            )
+        print(f"{name}: first step after {answer['first_step_s']:.1f} s", file=sys.stderr)
+        return Started(**answer)
+
+    def rounds(self, names: list[str], options: argparse.Namespace, *, end: float) -> list[Turn]:
+        """Gives each peer a turn per round, until there are enough rounds, or the time is over after the second."""
+        turns: list[Turn] = []
+        order = random.Random(0)
+        for number in range(options.rounds):
+            if number > 1 and time.monotonic() > end:
+                break
+            of_round = [self._turn(name, number, options.steps) for name in order.sample(names, len(names))]
+            turns += of_round
+            steps = ", ".join(f"{turn.peer} {turn.step_s * 1e3:.0f} ms" for turn in of_round)
+            print(f"round {number + 1}: {steps}", file=sys.stderr)
+        return turns
+
+    def _turn(self, name: str, number: int, steps: int) -> Turn:
+        process = self._processes[name]
+        before, ticks, own = self._calibrated(), CpuTicks.now(), ticks_of(process.pid)
+        answer = self._checked(name, lambda: process.ask(str(steps + 1), timeout_s=_TURN_S))
+        use = Use.between(ticks, CpuTicks.now(), ticks_of(process.pid) - own)
+        time.sleep(_SETTLE_S)
+        return Turn(name, number, **answer, **vars(use), flops_before=before, flops_after=self._calibrated())
+
+    def _calibrated(self) -> float:
+        return self._products.ask("calibrate", timeout_s=_TURN_S)["flops"]
+
+    def peak(self) -> dict[str, float]:
+        """FLOP/s of a large product, by library."""
+        return self._products.ask("peak", timeout_s=_TURN_S)["flops"]
+
+    def cold_and_warm(self, name: str) -> tuple[float, float]:
+        """Seconds from the start of a process to the end of its first step, without and with cached programs."""
+        seconds = []
+        with tempfile.TemporaryDirectory() as cache:
+            for _ in range(2):
+                process = self._launch(name, Path(cache))
+                try:
+                    answer = self._checked(name, lambda process=process: process.answer(timeout_s=_START_S))
+                    seconds.append(answer["first_step_s"])
+                finally:
+                    process.end()
+        return seconds[0], seconds[1]
+
+    def close(self) -> None:
+        """Ends the peers."""
+        while self._processes:
+            self._processes.popitem()[1].end()
+
+    def _launch(self, name: str, cache: Path) -> AnsweringProcess:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+        return AnsweringProcess(PEERS[name].arguments(cache, self._python), cwd=ROOT, environment=environment)
+
+    @staticmethod
+    def _checked(name: str, answer: Callable[[], dict]) -> dict:
+        try:
+            return answer()
+        except PeerFailedError as error:
+            raise PeerFailedError(f"{name} failed: {error}") from error
 
 
 if __name__ == "__main__":

@@ -106,12 +106,13 @@ class Parsed(BaseException):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A reader's current folder: the models and adapters that the documents mention, and a `config` folder."""
+    """A reader's current folder: the models and adapters that the documents mention, and folders of the repository."""
     monkeypatch.chdir(tmp_path)
     for name in ("qwen-small", "model-folder"):
         a_model_of_hugging_face(tmp_path / name)
     an_adapter_of_peft(tmp_path / "adapter-folder")
-    (tmp_path / "config").symlink_to(ROOT / "config")
+    for name in ("config", "benchmarks"):
+        (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 
 

@@ -1,5 +1,6 @@
-"""A bare JAX step: plain functions, optax, one jit. Arguments: steps, scan | unroll, microbatches, [cache]."""
+"""A bare JAX step: plain functions, optax, one jit. Arguments: scan | unroll, microbatches, compilation cache."""
 
+import itertools
 import sys
 
 import common
@@ -52,10 +53,9 @@ def loss_of(params, inputs, targets, *, scan):
 
 
 def main():
-    scan, micro = sys.argv[2] == "scan", int(sys.argv[3])
-    clock = common.Clock(f"bare JAX, {sys.argv[2]}, {micro} microbatch(es)", common.num_steps())
-    if len(sys.argv) > 4:
-        jax.config.update("jax_compilation_cache_dir", sys.argv[4])
+    scan, micro = sys.argv[1] == "scan", int(sys.argv[2])
+    clock = common.Clock(version=jax.__version__)
+    jax.config.update("jax_compilation_cache_dir", sys.argv[3])
     params = parameters(common.weights())
     decayed = jax.tree_util.tree_map_with_path(
         lambda path, _: path[-1].key in ("q", "k", "v", "o", "up", "down"), params
@@ -81,10 +81,10 @@ def main():
 
     step = jax.jit(step, donate_argnums=(0, 1))
     state = optimizer.init(params)
-    for number in range(clock.num_steps):
+    for number in itertools.count():
         params, state, loss = step(params, state, *common.batch(number))
-        clock.tick(loss)
-    clock.answer(version=jax.__version__)
+        if not clock.tick(loss):
+            break
 
 
 main()

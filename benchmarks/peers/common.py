@@ -1,4 +1,4 @@
-"""Shared by all peers: the shape, the data, the clock and the output format. Needs only numpy and psutil.
+"""Shared by all peers: the shape, the data, the clock and the answers. Needs only numpy and psutil.
 
 GPT-2 with hidden 256, 4 heads, 4 layers, 256 positions, a vocabulary of 8,192 and a tied head; 8 rows per step;
 float32; AdamW (0.9, 0.95, 1e-8), weight decay 0.1 on matrices, clipping at 1.0, a constant learning rate of 6e-4. Every
@@ -6,8 +6,8 @@ peer starts from the same weights and reads the same rows, so equal losses show 
 """
 
 import json
+import os
 import resource
-import statistics
 import sys
 import time
 
@@ -16,7 +16,7 @@ import psutil
 
 HIDDEN, HEADS, LAYERS, SEQ_LEN, VOCAB, BATCH = 256, 4, 4, 256, 8192, 8
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, CLIP = 6e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
-WARMUP_STEPS = 5
+MOST_STEPS = 1_000_000  # for trainers that must know how many; the benchmark asks for fewer
 
 
 def weights() -> dict[str, np.ndarray]:
@@ -45,39 +45,57 @@ def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens[:, :-1].astype(np.int32), tokens[:, 1:].astype(np.int32)
 
 
-class Clock:
-    """Times steps. Call `tick(loss)` when a step's loss is on the host."""
+def flops_per_token() -> float:
+    """Forward and backward FLOPs of a token: 6 for each weight of a matrix product, and causal attention."""
+    weights = LAYERS * 12 * HIDDEN**2 + VOCAB * HIDDEN
+    return 6 * weights + LAYERS * 12 * HIDDEN * SEQ_LEN / 2
 
-    def __init__(self, name: str, num_steps: int):
-        self.name = name
-        self.num_steps = num_steps
-        self._began = psutil.Process().create_time()
-        self._times: list[float] = []
+
+class Answers:
+    """Lines of JSON for the benchmark. What libraries print goes to the standard error instead."""
+
+    def __init__(self):
+        self._output = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def send(self, **content) -> None:
+        """Sends an answer."""
+        print(json.dumps(content), file=self._output, flush=True)
+
+
+class Clock:
+    """Times steps, in as many at a time as the benchmark asks for, and waits between them.
+
+    Call `tick(loss)` when a step's loss is on the host, until it returns False. The first step is taken at once, and its
+    answer says how long it took since the start of the process. Then each request is a number of steps.
+    """
+
+    def __init__(self, **facts):
+        self._facts = facts
+        self._answers = Answers()
+        self._left = 0
+        self._began: float | None = None
+        self._seconds: list[float] = []
         self._losses: list[float] = []
 
-    def tick(self, loss: float) -> None:
-        """Records the end of a step and its loss."""
-        self._times.append(time.time())
+    def tick(self, loss) -> bool:
+        """Records the end of a step and its loss. Waits for a request if no steps are left; False if none comes."""
         self._losses.append(float(loss))
+        if self._began is None:
+            since_start = time.time() - psutil.Process().create_time()
+            work = {"tokens_per_step": BATCH * SEQ_LEN, "flops_per_token": flops_per_token()}
+            self._answers.send(first_step_s=since_start, losses=self._losses, **work, **self._facts)
+            self._wait()
+        else:
+            self._seconds.append(time.perf_counter() - self._began)
+            self._left -= 1
+            if not self._left:
+                peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+                self._answers.send(seconds=self._seconds, losses=self._losses, peak_bytes=peak_bytes)
+                self._wait()
+        self._began = time.perf_counter()
+        return self._left > 0
 
-    def answer(self, **more) -> None:
-        """Prints the JSON line that the benchmark reads."""
-        steps = np.diff(self._times)[WARMUP_STEPS:]
-        print(
-            json.dumps(
-                {
-                    "name": self.name,
-                    "tokens_per_second": BATCH * SEQ_LEN / statistics.median(steps),
-                    "first_step_s": self._times[0] - self._began,
-                    "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-                    "losses": self._losses,
-                    **more,
-                }
-            ),
-            flush=True,
-        )
-
-
-def num_steps() -> int:
-    """Total steps: the first, the warm-up, and as many as the first argument says."""
-    return 1 + WARMUP_STEPS + int(sys.argv[1])
+    def _wait(self) -> None:
+        self._seconds, self._losses = [], []
+        self._left = int(sys.stdin.readline() or 0)

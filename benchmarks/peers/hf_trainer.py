@@ -1,5 +1,6 @@
-"""Hugging Face Trainer on GPT2LMHeadModel without evaluation, logging or saving. Argument: steps."""
+"""Hugging Face Trainer on GPT2LMHeadModel without evaluation, logging or saving."""
 
+import functools
 import tempfile
 
 import common
@@ -19,14 +20,15 @@ def load(model, given):
 
 
 class Rows(torch.utils.data.Dataset):
-    def __init__(self, num):
-        self._batches = [common.batch(step) for step in range(num)]
+    def __init__(self):
+        self._batch = functools.lru_cache(maxsize=2)(common.batch)
 
     def __len__(self):
-        return len(self._batches) * 8
+        return common.MOST_STEPS * common.BATCH
 
     def __getitem__(self, index):
-        inputs, targets = (torch.from_numpy(a[index % 8]).long() for a in self._batches[index // 8])
+        step, row = divmod(index, common.BATCH)
+        inputs, targets = (torch.from_numpy(a[row]).long() for a in self._batch(step))
         # The model shifts labels itself, so the row includes its last target and the first token is not a target.
         return {"input_ids": torch.cat([inputs, targets[-1:]]), "labels": torch.cat([inputs, targets[-1:]])}
 
@@ -51,12 +53,12 @@ class Ticks(transformers.TrainerCallback):
         self._clock = clock
         self.trainer = None
 
-    def on_step_end(self, *_, **__):
-        self._clock.tick(float(self.trainer._loss))
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = not self._clock.tick(self.trainer._loss)
 
 
 def main():
-    clock = common.Clock("Hugging Face Trainer", common.num_steps())
+    clock = common.Clock(version=transformers.__version__)
     config = transformers.GPT2Config(
         vocab_size=common.VOCAB,
         n_positions=common.SEQ_LEN + 1,
@@ -79,8 +81,8 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
             output_dir=folder,
-            max_steps=clock.num_steps,
-            per_device_train_batch_size=8,
+            max_steps=common.MOST_STEPS,
+            per_device_train_batch_size=common.BATCH,
             learning_rate=common.LEARNING_RATE,
             lr_scheduler_type="constant",
             adam_beta1=common.BETAS[0],
@@ -95,10 +97,9 @@ def main():
             disable_tqdm=True,
         )
         ticks = Ticks(clock)
-        trainer = InOrder(model, arguments, train_dataset=Rows(clock.num_steps), callbacks=[ticks], clock=clock)
+        trainer = InOrder(model, arguments, train_dataset=Rows(), callbacks=[ticks], clock=clock)
         ticks.trainer = trainer
         trainer.train()
-    clock.answer(version=transformers.__version__)
 
 
 main()

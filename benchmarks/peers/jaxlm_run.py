@@ -1,7 +1,9 @@
-"""jaxlm's compiled step as in `python -m jaxlm.train`. Arguments: steps, microbatches, [compilation cache]."""
+"""jaxlm's compiled step as in `python -m jaxlm.train`. Arguments: microbatches, compilation cache, [tuned]."""
 
+import itertools
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from jaxlm.core.imports import gc_paused
@@ -13,48 +15,28 @@ import numpy as np
 
 with gc_paused():
     from jaxlm.bench import random_batch
-    from jaxlm.config.load import decode_run
-    from jaxlm.config.yaml import ConfigSource
+    from jaxlm.config.load import read_config
     from jaxlm.core import tree
     from jaxlm.engine.phases import enter_phase
     from jaxlm.engine.sync import FlagSync, SyncFlags
     from jaxlm.run.compilation.cache import enable_compilation_cache
+    from jaxlm.run.compilation.options import step_options, tuned_options
     from jaxlm.run.compilation.step import compile_step
     from jaxlm.run.plan import make_plan
 
+CONFIG = Path(__file__).with_name("gpt2.yaml")
+TUNE = f"jaxlm bench --config_path {CONFIG.relative_to(Path(__file__).parents[2])} --tune --steps 40"
 
-def config(micro: int, folder: str):
-    return decode_run(
-        ConfigSource(
-            {
-                "data": {"vocab_size": common.VOCAB},
-                "model": {
-                    "type": "gpt2",
-                    "seq_len": common.SEQ_LEN,
-                    "hidden_dim": common.HIDDEN,
-                    "num_heads": common.HEADS,
-                    "num_layers": common.LAYERS,
-                },
-                "trainer": {
-                    "train_batch_size": common.BATCH,
-                    "per_device_parallelism": common.BATCH // micro,
-                    "num_train_steps": 1000,  # the same for all, so that cached programs can be reused
-                    "log_dir": folder,
-                },
-                "optimizer": {
-                    "learning_rate": common.LEARNING_RATE,
-                    "beta1": common.BETAS[0],
-                    "beta2": common.BETAS[1],
-                    "epsilon": common.EPSILON,
-                    "weight_decay": common.WEIGHT_DECAY,
-                    "max_grad_norm": common.CLIP,
-                    "lr_schedule": "constant",
-                    "warmup": 0,
-                },
-            }
-        ),
-        "peer",
-    )
+
+def config(micro: int, folder: str, options_from: str | None):
+    """The benchmark's configuration, with the options that were tuned in a folder."""
+    run = read_config(CONFIG)
+    changed = {
+        "log_dir": folder,
+        "compilation_cache_dir": options_from,
+        "per_device_parallelism": common.BATCH // micro,
+    }
+    return replace(run, trainer=replace(run.trainer, **changed))
 
 
 def loaded(model, given):
@@ -75,12 +57,14 @@ def loaded(model, given):
 
 
 def main():
-    micro = int(sys.argv[2])
-    clock = common.Clock(f"jaxlm, {micro} microbatch(es)", common.num_steps())
-    if len(sys.argv) > 3:
-        enable_compilation_cache(sys.argv[3])
+    micro, cache, *tuned = sys.argv[1:]
+    enable_compilation_cache(cache)
     with tempfile.TemporaryDirectory() as folder:
-        plan = make_plan(config(micro, folder), "peer", common.VOCAB)
+        options_from = str(read_config(CONFIG).trainer.compilation_cache_dir) if tuned else None
+        plan = make_plan(config(int(micro), folder, options_from), "peer", common.VOCAB)
+        if tuned and tuned_options(plan) is None:
+            raise SystemExit(f"nothing was tuned for this step in {options_from} on this machine. Tune it: {TUNE}")
+        clock = common.Clock(version=jax.__version__, options=", ".join(filter(None, step_options(plan).texts)))
         with plan.layout.use():
             phase = plan.phases[0]
             enter = enter_phase(plan.state_builder, phase, plan.layout, None)
@@ -89,10 +73,10 @@ def main():
             state = type(state)(**{**vars(state), "model": loaded(state.model, common.weights())})
             flags = FlagSync(plan.layout).to_devices(SyncFlags())
             like = random_batch(plan, 0)
-            for number in range(clock.num_steps):
+            for number in itertools.count():
                 state, report = step(state, {}, given_batch(like, number), flags)
-                clock.tick(report.metrics["train/loss"])
-    clock.answer(version=jax.__version__, folder=str(Path(folder).name))
+                if not clock.tick(report.metrics["train/loss"]):
+                    break
 
 
 def given_batch(like, number):

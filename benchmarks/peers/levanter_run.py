@@ -1,10 +1,11 @@
-"""Levanter's own Trainer and GPT-2, with its own initialization. Arguments: steps, compilation cache.
+"""Levanter's own Trainer and GPT-2, with its own initialization. Argument: compilation cache.
 
 It does not run as installed (1.2.dev1644). gitpython and chex are missing from its requirements. Its default loss
 passes `jnp.mean` a mask that is not boolean, which jax rejects since 0.10; here the mask is made boolean. Its
 next-token loss has no target for a row's last token: 255 targets per row instead of 256.
 """
 
+import itertools
 import sys
 import tempfile
 from datetime import timedelta
@@ -38,7 +39,7 @@ def mean(losses, axis=None, where=None):
 
 
 def main():
-    clock = common.Clock("Levanter", common.num_steps())
+    clock = common.Clock(version=getattr(levanter, "__version__", "1.2.dev1644"))
     config = Gpt2Config(
         seq_len=common.SEQ_LEN, hidden_dim=common.HIDDEN, num_layers=common.LAYERS, num_heads=common.HEADS
     )
@@ -57,12 +58,12 @@ def main():
         trainer_config = TrainerConfig(
             id="peer",
             tracker=NoopConfig(),
-            num_train_steps=1000,  # as in jaxlm's peer
+            num_train_steps=common.MOST_STEPS,
             train_batch_size=common.BATCH,
             mp=jmp.get_policy("f32"),
             checkpointer=CheckpointerConfig(base_path=folder, save_interval=timedelta(hours=9), keep=[]),
             ray=RayConfig(auto_start_cluster=False, start_workers=False),
-            jax_compilation_cache_dir=sys.argv[2] if len(sys.argv) > 2 else None,
+            jax_compilation_cache_dir=sys.argv[1],
             log_jaxprs=False,
             log_xla_hlo=False,
             require_accelerator=False,
@@ -70,15 +71,15 @@ def main():
         )
         levanter.initialize(trainer_config)
         loss = lambda model, rows, *, key=None: compute_next_token_loss(model, rows, key=key, reduction=mean)  # noqa: E731
-        with Trainer(trainer_config, optimizer.build(1000), loss) as trainer:
+        with Trainer(trainer_config, optimizer.build(common.MOST_STEPS), loss) as trainer:
             Vocab = hax.Axis("vocab", common.VOCAB)
             keys = jax.random.split(jax.random.PRNGKey(0))
             state = trainer.initial_state(keys[0], model_init=lambda: config.build(Vocab, key=keys[1]))
-            for step in range(clock.num_steps):
+            for step in itertools.count():
                 info = trainer.train_step(state, example(config, step))
                 state = info.state
-                clock.tick(info.loss)
-    clock.answer(version=levanter.__version__ if hasattr(levanter, "__version__") else "1.2.dev1644")
+                if not clock.tick(info.loss):
+                    break
 
 
 main()

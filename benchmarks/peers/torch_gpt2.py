@@ -1,5 +1,6 @@
-"""PyTorch: a plain GPT-2, eager or compiled. Arguments: steps, eager | compile."""
+"""PyTorch: a plain GPT-2, eager or compiled. Argument: eager | compile."""
 
+import itertools
 import sys
 
 import common
@@ -30,8 +31,7 @@ def load(model, given):
 
 
 def main():
-    mode = sys.argv[2]
-    clock = common.Clock(f"torch {mode}", common.num_steps())
+    clock = common.Clock(version=torch.__version__)
     model = Decoder(SHAPE)
     load(model, common.weights())
     optimizer = optimizer_of(
@@ -41,16 +41,16 @@ def main():
         epsilon=common.EPSILON,
         weight_decay=common.WEIGHT_DECAY,
     )
-    loss_of = torch.compile(model) if mode == "compile" else model
-    for step in range(clock.num_steps):
+    loss_of = torch.compile(model) if sys.argv[1] == "compile" else model
+    for step in itertools.count():
         inputs, targets = (torch.from_numpy(a).long() for a in common.batch(step))
         loss = loss_of(inputs, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), common.CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        clock.tick(loss.item())
-    clock.answer(version=torch.__version__)
+        if not clock.tick(loss.item()):
+            break
 
 
 main()

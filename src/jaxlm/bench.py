@@ -9,6 +9,7 @@ is JSON.
 """
 
 import argparse
+import functools
 import json
 import math
 import resource
@@ -28,6 +29,7 @@ from jaxlm.core.hardware import peak_flops, processor
 from jaxlm.core.runtime import configure_jax
 from jaxlm.core.sharding import current_platform
 from jaxlm.core.stores import is_url
+from jaxlm.core.tracing import BlockSizes
 from jaxlm.data.loader import leading_axes
 from jaxlm.engine.peers import watch_peers
 from jaxlm.engine.phases import enter_phase
@@ -37,9 +39,9 @@ from jaxlm.forecast.hlo import collectives_per_run, kernels
 from jaxlm.forecast.topologies import parse_topology
 from jaxlm.observe.console import Console, table
 from jaxlm.run.compilation.cache import enable_compilation_cache
-from jaxlm.run.compilation.options import keep
-from jaxlm.run.compilation.step import CompiledStep, compile_step, gib
-from jaxlm.run.compilation.tuning import MIN_ROUNDS, tune
+from jaxlm.run.compilation.options import StepOptions, keep
+from jaxlm.run.compilation.step import USABLE, CompiledStep, compile_step, gib, planned_bytes, trace_step
+from jaxlm.run.compilation.tuning import MIN_ROUNDS, UnusableError, candidates_for, tune
 from jaxlm.run.dry_run import assumed_vocabulary
 from jaxlm.run.exit_codes import command
 from jaxlm.run.plan import Plan, make_plan
@@ -112,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
         const="true",
         default="false",
         choices=("true", "false"),
-        help="find the XLA options with which the step is fastest on this machine, and keep them for jaxlm train",
+        help="find the XLA options and block sizes that make the step fastest on this machine, and keep them for jaxlm train",
     )
     options, rest = parser.parse_known_args(arguments)
     tunes = options.tune == "true"
@@ -179,19 +181,29 @@ def _tune(plan: Plan, console: Console, *, rounds: int) -> None:
     phase = plan.phases[0]
     compiled = compile_step(plan, phase, console.log)
     compiled.check_fits_memory()
-    lowered = compiled.traced.lower()
+
+    @functools.cache
+    def lowered(sizes: BlockSizes) -> jax.stages.Lowered:
+        return trace_step(plan, phase, compiled.remat_policy, sizes=sizes).lower()
+
+    console.log("looking for block sizes that make another program of this step ...")
+    candidates = candidates_for(plan.layout.platform, lambda options: lowered(options.sizes).as_text())
     state = enter_phase(plan.state_builder, phase, plan.layout, None)()
     refs = load_references(plan, phase, console.log)
     batches = annotated(plan, phase, [random_batch(plan, seed) for seed in range(4)], console.log)
     flags = FlagSync(plan.layout).to_devices(SyncFlags())
 
-    def compile_with(options: Any) -> Any:
-        call = lowered.compile(options)
+    def compile_with(options: StepOptions) -> Any:
+        xla: Any = options.xla
+        call = lowered(options.sizes).compile(xla)
+        needed = planned_bytes(call)
+        if needed is not None and compiled.limit is not None and needed > USABLE * compiled.limit:
+            raise UnusableError(f"it needs {gib(needed)}")
         return lambda state, batch: call(state, refs, batch, flags)
 
     console.log(f"tuning on {processor()}: each program runs {rounds} steps, in turn with the step as it is")
-    tuned = tune(plan, compile_with, state, batches, rounds, console.log)
-    console.log(f"XLA options: {tuned}")
+    tuned = tune(plan, compile_with, candidates, state, batches, rounds, console.log)
+    console.log(f"step options: {tuned}")
     console.log(f"kept in {keep(plan, tuned)} for jaxlm train")
     console.log(json.dumps(asdict(tuned)))
 

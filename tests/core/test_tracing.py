@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxlm.core.tracing import CustomVjp, TraceOptions, trace_options, tracing
+from jaxlm.core.tracing import BlockSizes, CustomVjp, TraceOptions, trace_options, tracing
 
 
 def test_other_options_are_another_entry_in_the_caches_of_jax():
@@ -15,6 +15,7 @@ def test_other_options_are_another_entry_in_the_caches_of_jax():
         return 2 * x
 
     everywhere = [{}, {"twice_differentiable": True}, {"auto_remat": "full"}, {"assume_kernels": True}]
+    everywhere.append({"block_sizes": BlockSizes(loss_chunk_tokens=16)})
     for changes in (*everywhere, *everywhere):
         with tracing(**changes):
             assert double(1.0) == 2.0

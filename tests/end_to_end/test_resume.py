@@ -173,7 +173,8 @@ def test_killed_with_tuned_options(workplace):
     assert tuned.code == 0, tuned.err
     kept = place.folder / "xla" / "tuned_options.json"
     (entry,) = json.loads(kept.read_text())
-    kept.write_text(json.dumps([{**entry, "options": {"xla_cpu_prefer_vector_width": 512}, "ratio": [1.1, 1.2, 1.3]}]))
+    options = {"xla_cpu_prefer_vector_width": 512, "loss_chunk_tokens": 32}
+    kept.write_text(json.dumps([{**entry, "options": options, "ratio": [1.1, 1.2, 1.3]}]))
     for run_id in ("whole", "killed"):
         words = (*arguments("one device"), "--trainer.id", run_id)
         if run_id == "killed":
@@ -182,12 +183,14 @@ def test_killed_with_tuned_options(workplace):
             assert process.returncode == -signal.SIGKILL
         finished = place.run(*words)
         assert finished.code == 0, finished.err
-        assert "xla_cpu_prefer_vector_width=512: 1.20 times as fast as without (1.10 to 1.30)" in finished.out
+        tuned = "xla_cpu_prefer_vector_width=512, loss_chunk_tokens=32: 1.20 times as fast as without (1.10 to 1.30)"
+        assert tuned in finished.out
     assert place.losses("killed") == place.losses("whole")
     assert place.digest("step-24", "killed") == place.digest("step-24", "whole")
     kept.unlink()
     longer = place.run(*words, "--trainer.num_train_steps", "25")
     assert "XLA options: xla_cpu_prefer_vector_width=512 -> none (changes what follows: float rounding" in longer.out
+    assert "block sizes: loss_chunk_tokens=32, " in longer.out
 
 
 @pytest.mark.soak

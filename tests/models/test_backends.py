@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.tracing import tracing
+from jaxlm.core.tracing import BlockSizes, tracing
 from jaxlm.models.attention.backends.blockwise import blockwise_attention, query_blocks
 from jaxlm.models.attention.backends.reference import reference_attention
 from jaxlm.models.attention.backends.splash import splash_attention
@@ -228,13 +228,20 @@ def test_other_documents_do_not_change_one_bit():
 
 @pytest.mark.parametrize(("length", "window"), [(1, None), (1024, None), (4096, None), (5000, 300), (130, 7)])
 def test_blocks_cover_every_query_with_little_overhead(length, window):
-    found = list(query_blocks(length, window))
+    found = list(query_blocks(length, window, 128))
     assert [start for start, _, _ in found] == [0, *(stop for _, stop, _ in found[:-1])]
     assert found[-1][1] == length
     assert all(first <= max(0, start - (window or length) + 1) for start, _, first in found)
     computed = sum((stop - start) * (stop - first) for start, stop, first in found)
     if length >= 1024:
         assert computed <= (9 / 16 * length**2 if window is None else length * (2 * window + 1))
+
+
+@pytest.mark.parametrize(("block", "window", "first"), [(16, None, 17), (64, 40, 64)])
+def test_any_block_size_matches_the_definition(block, window, first):
+    with tracing(block_sizes=BlockSizes(attention_block=block)):
+        assert next(query_blocks(131, window)) == (0, first, 0)
+        test_matches_the_definition(blocks, 131, 5, window)
 
 
 def test_no_array_holds_all_scores():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
-from jaxlm.core.tracing import tracing
+from jaxlm.core.tracing import BlockSizes, tracing
 from jaxlm.models import chunked_loss
 from jaxlm.models.loss import next_token_sums, token_losses
 
@@ -59,6 +59,20 @@ def value_and_grads(x, w, y, m, **options):
 
     (_, sums), grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(jnp.asarray(x), jnp.asarray(w))
     return sums, grads
+
+
+def test_chunks_are_those_of_the_trace_options_unless_they_are_given():
+    case = problem(2, 40, 8, 30)
+    expected, given_size = value_and_grads(*case, chunk_tokens=16), value_and_grads(*case, chunk_tokens=24)
+    with tracing(block_sizes=BlockSizes(loss_chunk_tokens=16)):
+        found, still_given = value_and_grads(*case), value_and_grads(*case, chunk_tokens=24)
+    for ours, theirs in ((found, expected), (still_given, given_size)):
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert any(
+        (np.asarray(a) != np.asarray(b)).any()
+        for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(given_size), strict=True)
+    )
 
 
 @pytest.fixture

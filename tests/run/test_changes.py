@@ -13,12 +13,15 @@ from jaxlm.config.run import RunConfig
 from jaxlm.config.schema import sections
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.tracing import BlockSizes
 from jaxlm.data.mixture import Mixture
 from jaxlm.observe.trackers import environment
+from jaxlm.run.compilation.options import StepOptions
 from jaxlm.run.resume_checks import SavedRun, changes, computing_facts
 from tests.run.test_init_from import Trainings
 
 CHANGED = "changed since the last start: "
+OPTIONS = StepOptions({}, BlockSizes(512, 128))
 
 
 def told(trainings: Trainings) -> list[str]:
@@ -67,11 +70,11 @@ def test_the_effect_of_a_key(path, kind):
 
 def test_every_fact_has_an_effect_and_the_same_start_has_no_changes():
     config = decode_run(ConfigSource({}), None)
-    facts = computing_facts(config, {})
+    facts = computing_facts(config, OPTIONS)
     assert {effect_of_fact(name).kind for name in facts} == {"harmless", "changes what follows"}
     assert set(FACTS) - {"module"} == set(facts)
     json.dumps(facts)
-    assert changes(SavedRun("s", config, environment=facts), config, {}, 5, 80) == []
+    assert changes(SavedRun("s", config, environment=facts), config, OPTIONS, 5, 80) == []
 
 
 @pytest.mark.parametrize(
@@ -85,19 +88,34 @@ def test_every_fact_has_an_effect_and_the_same_start_has_no_changes():
 )
 def test_another_fact_is_told_with_its_effect(fact, effect):
     config = decode_run(ConfigSource({}), None)
-    facts = computing_facts(config, {})
-    (line,) = changes(SavedRun("s", config, environment={**facts, fact: "before"}), config, {}, 5, 80)
+    facts = computing_facts(config, OPTIONS)
+    (line,) = changes(SavedRun("s", config, environment={**facts, fact: "before"}), config, OPTIONS, 5, 80)
     assert line == f"{fact}: before -> {facts[fact]} ({effect})"
 
 
 def test_options_that_were_tuned_since_the_last_start_are_told():
     config = decode_run(ConfigSource({}), None)
-    before, tuned = computing_facts(config, {}), {"xla_cpu_use_xnnpack": True}
+    before, tuned = computing_facts(config, OPTIONS), StepOptions({"xla_cpu_use_xnnpack": True}, OPTIONS.sizes)
     rounding = "changes what follows: float rounding differs from here"
     for facts in (before, {name: fact for name, fact in before.items() if name != "XLA options"}):
-        assert changes(SavedRun("s", config, environment=facts), config, {}, 5, 80) == []
+        assert changes(SavedRun("s", config, environment=facts), config, OPTIONS, 5, 80) == []
         (line,) = changes(SavedRun("s", config, environment=facts), config, tuned, 5, 80)
         assert line == f"XLA options: none -> xla_cpu_use_xnnpack=true ({rounding})"
+
+
+def test_other_block_sizes_are_told_and_those_of_earlier_versions_are_known():
+    config = decode_run(ConfigSource({}), None)
+    saved = computing_facts(config, OPTIONS)
+    unsaved = {name: fact for name, fact in saved.items() if name != "block sizes"}
+    rounding = "changes what follows: float rounding differs from here"
+    other = StepOptions({}, BlockSizes(256, 64))
+    for facts in (saved, unsaved):
+        assert changes(SavedRun("s", config, environment=facts), config, OPTIONS, 5, 80) == []
+        (line,) = changes(SavedRun("s", config, environment=facts), config, other, 5, 80)
+        old, new = (f"loss_chunk_tokens={chunk}, attention_block={block}" for chunk, block in ((512, 128), (256, 64)))
+        assert line == f"block sizes: {old} -> {new} ({rounding})"
+    unstated = StepOptions({}, BlockSizes())  # of GPUs and TPUs
+    assert changes(SavedRun("s", config, environment=unsaved), config, unstated, 5, 80) == []
 
 
 def test_flags_that_change_no_number_are_left_out(monkeypatch):
@@ -132,10 +150,10 @@ def test_a_users_own_module_is_told_by_its_content(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     config = decode_run(ConfigSource({"objective": {"type": "my_loss:Mine"}}), None)
     try:
-        before = computing_facts(config, {})
+        before = computing_facts(config, OPTIONS)
         with (tmp_path / "my_loss.py").open("a") as file:
             file.write("# other\n")
-        (line,) = changes(SavedRun("s", config, environment=before), config, {}, 5, 80)
+        (line,) = changes(SavedRun("s", config, environment=before), config, OPTIONS, 5, 80)
     finally:
         del sys.modules["my_loss"]
     assert line.startswith("module my_loss: ")

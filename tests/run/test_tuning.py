@@ -12,28 +12,41 @@ import pytest
 from jaxlm import bench
 from jaxlm.config.load import decode_run
 from jaxlm.config.yaml import ConfigSource
+from jaxlm.core.hardware import Caches
+from jaxlm.core.tracing import BlockSizes
+from jaxlm.models import chunked_loss
+from jaxlm.models.attention.backends import blockwise
 from jaxlm.run.compilation import options as options_module
 from jaxlm.run.compilation.options import (
+    StepOptions,
     TunedOptions,
     compiler_options,
     describe_options,
+    describe_sizes,
     keep,
+    size_candidates,
     step_key,
     step_options,
     tuned_options,
 )
-from jaxlm.run.compilation.tuning import MIN_ROUNDS, median_interval, tune
+from jaxlm.run.compilation.step import trace_step
+from jaxlm.run.compilation.tuning import MIN_ROUNDS, UnusableError, candidates_for, median_interval, tune
 from jaxlm.run.plan import make_plan
 
 MODEL = {"type": "llama", "seq_len": 32, "hidden_dim": 32, "intermediate_dim": 64, "num_layers": 1, "num_heads": 4}
 WIDE = {"xla_cpu_prefer_vector_width": 512}
 XNNPACK = {"xla_cpu_use_xnnpack": True}
+MIB = 2**20
 
 
-def plan_of(folder, **model):
+def by_cache():
+    return StepOptions.of("cpu", compiler_options("cpu"))
+
+
+def plan_of(folder, batch=8, **model):
     tree = {
         "model": {**MODEL, "num_kv_heads": 4, **model},
-        "trainer": {"train_batch_size": 8, "compilation_cache_dir": str(folder)},
+        "trainer": {"train_batch_size": batch, "compilation_cache_dir": str(folder)},
     }
     return make_plan(decode_run(ConfigSource(tree), "tuned"), "tuned", 300)
 
@@ -59,31 +72,36 @@ class Programs:
         self.now = 0.0
 
     def compile_with(self, options):
-        if any(name in self.unknown for name in options):
+        if any(name in self.unknown for name in options.xla):
             raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: No such compile option: 'x'\nmore")
-        loss = 2.0 if any(name in self.wrong for name in options) else 1.0
+        if options.sizes.loss_chunk_tokens == 4096:
+            raise UnusableError("it needs 9 GiB")
+        loss = 2.0 if any(name in self.wrong for name in options.xla) else 1.0
+        sizes = {f"{name}={size}" for name, size in asdict(options.sizes).items()}
 
         def step(state, batch):
-            self.now += self.seconds(set(options))
+            self.now += self.seconds({*options.xla, *sizes})
             return state, SimpleNamespace(metrics={"train/objective": jnp.asarray(loss)})
 
         return step
 
-    def best(self, plan, monkeypatch):
+    def best(self, plan, monkeypatch, candidates=({"a": True}, {"b": 512}, {"c": True})):
         lines = []
+        monkeypatch.setattr("jaxlm.run.compilation.tuning.jax.block_until_ready", lambda report: report)
         monkeypatch.setattr("jaxlm.run.compilation.tuning.time.perf_counter", lambda: self.now)
-        tuned = tune(plan, self.compile_with, {"weight": jnp.zeros(2)}, [0, 1], MIN_ROUNDS, lines.append)
+        state = {"weight": jnp.zeros(2)}
+        tuned = tune(plan, self.compile_with, candidates, state, [0, 1], MIN_ROUNDS, lines.append)
         return tuned, "\n".join(lines)
 
 
 @pytest.fixture
-def candidates(monkeypatch):
-    monkeypatch.setattr("jaxlm.run.compilation.tuning.jax.block_until_ready", lambda report: report)
-    found = {"cpu": ({"a": True}, {"b": 512}, {"c": True})}
-    monkeypatch.setattr("jaxlm.run.compilation.tuning.CANDIDATES", found)
+def cached(monkeypatch):
+    """A processor with 1 MiB of level-2 cache for each thread, and 32 MiB for all."""
+    for module in (chunked_loss, blockwise, options_module):
+        monkeypatch.setattr(module, "caches", lambda: Caches(MIB, 32 * MIB))
 
 
-def test_options_that_help_are_combined(candidates, tmp_path, monkeypatch):
+def test_options_that_help_are_combined(tmp_path, monkeypatch):
     seconds = lambda names: 0.02 / (1.5 if "a" in names else 1) / (1.3 if "b" in names else 1)  # noqa: E731
     tuned, output = Programs(seconds).best(plan_of(tmp_path), monkeypatch)
     assert tuned.options == {"a": True, "b": 512}
@@ -91,7 +109,18 @@ def test_options_that_help_are_combined(candidates, tmp_path, monkeypatch):
     assert "b=512 (beside a): 1." in output
 
 
-def test_wrong_unknown_and_slower_options_are_not_chosen(candidates, tmp_path, monkeypatch):
+def test_a_better_size_takes_the_place_of_a_good_one(tmp_path, monkeypatch):
+    sizes = ({"loss_chunk_tokens": 64}, {"loss_chunk_tokens": 128}, {"a": True}, {"loss_chunk_tokens": 4096})
+    faster = {"loss_chunk_tokens=64": 1.5, "loss_chunk_tokens=128": 1.2, "a": 1.1}
+    seconds = lambda names: 0.02 / np.prod([faster.get(name, 1) for name in names])  # noqa: E731
+    tuned, output = Programs(seconds).best(plan_of(tmp_path), monkeypatch, sizes)
+    assert tuned.options == {"loss_chunk_tokens": 64, "a": True}
+    assert tuned.ratio[1] == pytest.approx(1.65)
+    assert "loss_chunk_tokens=128 (beside loss_chunk_tokens): 0.800 times as fast" in output
+    assert "loss_chunk_tokens=4096: cannot be used: it needs 9 GiB" in output
+
+
+def test_wrong_unknown_and_slower_options_are_not_chosen(tmp_path, monkeypatch):
     seconds = lambda names: 0.01 if names & {"a", "b"} else 0.03 if "c" in names else 0.02  # noqa: E731
     tuned, output = Programs(seconds, wrong="a", unknown="b").best(plan_of(tmp_path), monkeypatch)
     assert tuned.options == {}
@@ -113,30 +142,65 @@ def test_the_interval_holds_the_median_in_95_of_100_samples():
 def test_the_step_is_compiled_with_what_was_kept(tmp_path, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS")
     plan = plan_of(tmp_path)
-    assert step_options(plan) == compiler_options("cpu")
+    assert step_options(plan) == by_cache()
     assert "jaxlm bench --tune" in describe_options(plan)
     keep(plan, of_this_machine(plan, options=XNNPACK))
     keep(plan, of_this_machine(plan))  # takes the place of the one before
     keep(plan, of_this_machine(plan, step="another"))
     assert len(json.loads((tmp_path / "tuned_options.json").read_text())) == 2
-    assert step_options(plan) == WIDE
+    assert step_options(plan) == StepOptions(WIDE, by_cache().sizes)
     text = "xla_cpu_prefer_vector_width=512: 1.20 times as fast as without (1.10 to 1.30), tuned on 1970-01-01"
     assert describe_options(plan) == text
-    assert step_options(plan_of(tmp_path, hidden_dim=64)) == {}
+    assert step_options(plan_of(tmp_path, hidden_dim=64)) == by_cache()
     monkeypatch.setattr(options_module, "same_on_all_processes", lambda text: False)
-    assert step_options(plan) == {}
+    assert step_options(plan) == by_cache()
     assert describe_options(plan).startswith("XLA's own; those tuned here are not used")
     monkeypatch.undo()
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_prefer_vector_width=256")
-    assert step_options(plan) == {}
+    assert step_options(plan) == by_cache()
     assert describe_options(plan).startswith("XLA's own; those tuned here are not used")
+
+
+def test_only_sizes_that_make_another_program_are_measured(cached, tmp_path):
+    """4 rows of 256 tokens on each device: chunks of 2,048 and blocks of 512 are those of 1,024 and 256."""
+    plan = plan_of(tmp_path, batch=4 * len(jax.devices()), seq_len=256)
+    assert size_candidates("cpu") == [
+        *({"loss_chunk_tokens": size} for size in (128, 256, 1024, 2048)),
+        *({"attention_block": size} for size in (32, 64, 256, 512)),
+    ]
+    with plan.layout.use():
+        program = lambda options: trace_step(plan, plan.phases[0], sizes=options.sizes).lower().as_text()  # noqa: E731
+        found = candidates_for("cpu", program)
+        unsized = trace_step(plan, plan.phases[0]).lower().as_text()
+        assert program(StepOptions({}, BlockSizes(512, 128))) == unsized, "the sizes before they followed from caches"
+    sizes = {name: [options[name] for options in found if name in options] for name in asdict(BlockSizes())}
+    assert sizes == {"loss_chunk_tokens": [128, 256, 1024], "attention_block": [32, 64, 256]}
+    assert WIDE in found
+
+
+def test_sizes_are_kept_with_the_options(cached, tmp_path, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS")
+    plan = plan_of(tmp_path)
+    described = "loss_chunk_tokens=512, attention_block=128, for these caches: level 2 1 MiB, last level 32 MiB"
+    assert step_options(plan).sizes == BlockSizes(512, 128)
+    assert describe_sizes(plan) == described
+    keep(plan, of_this_machine(plan, options={**WIDE, "loss_chunk_tokens": 256}))
+    assert step_options(plan) == StepOptions(WIDE, BlockSizes(256, 128))
+    assert describe_sizes(plan) == "loss_chunk_tokens=256, attention_block=128, tuned"
+    kept = "xla_cpu_prefer_vector_width=512, loss_chunk_tokens=256: 1.20 times as fast as without"
+    assert describe_options(plan).startswith(kept)
+    monkeypatch.setattr(options_module, "processor", lambda: "Intel Xeon 6/106/6, 2 cores")
+    assert step_options(plan).sizes == BlockSizes(512, 128)
+    assert describe_sizes(plan) == described
+    assert "tuned on another machine" in describe_options(plan)
+    assert "not used on Intel Xeon 6/106/6, 2 cores" in describe_options(plan)
 
 
 @pytest.mark.parametrize("difference", [{"processor": "Intel Xeon 6/85/7, 2 cores"}, {"jaxlib": "0.0.1"}])
 def test_another_machine_does_not_use_them_and_says_so(tmp_path, difference):
     plan = plan_of(tmp_path)
     keep(plan, of_this_machine(plan, **difference))
-    assert step_options(plan) == compiler_options("cpu")
+    assert step_options(plan) == by_cache()
     described = describe_options(plan)
     assert "tuned on another machine" in described
     assert str(next(iter(difference.values()))) in described
@@ -160,7 +224,7 @@ def test_a_damaged_file_is_no_reason_to_fail(tmp_path, content):
     plan = plan_of(tmp_path)
     (tmp_path / "tuned_options.json").write_bytes(content)
     assert tuned_options(plan) is None
-    assert step_options(plan) == compiler_options("cpu")
+    assert step_options(plan) == by_cache()
     keep(plan, of_this_machine(plan))
     assert tuned_options(plan) == of_this_machine(plan)
 
@@ -174,13 +238,18 @@ def test_a_damaged_file_is_no_reason_to_fail(tmp_path, content):
         {"options": {"xla_cpu_use_xnnpack": 1}},
         {"options": {"xla_cpu_use_xnnpack": [True]}},
         {"options": ["xla_cpu_use_xnnpack"]},
+        {"options": {"loss_chunk_tokens": 0}},
+        {"options": {"loss_chunk_tokens": True}},
+        {"options": {"loss_chunk_tokens": "256"}},
+        {"options": {"attention_block": 2**40}},
+        {"options": {"attention_block": None}},
     ],
 )
 def test_a_damaged_entry_of_this_machine_is_not_used(tmp_path, damage):
     plan = plan_of(tmp_path)
     entry = asdict(of_this_machine(plan)) | damage
     (tmp_path / "tuned_options.json").write_text(json.dumps([entry]))
-    assert step_options(plan) == compiler_options("cpu")
+    assert step_options(plan) == by_cache()
     assert "looks for faster ones" in (describe_options(plan) or "")
 
 
@@ -207,6 +276,7 @@ def test_the_command_keeps_what_it_finds(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few = {"cpu": (WIDE, {"xla_cpu_enable_wishful_thinking": True})}
     monkeypatch.setattr("jaxlm.run.compilation.tuning.CANDIDATES", few)
+    monkeypatch.setattr("jaxlm.run.compilation.tuning.size_candidates", lambda platform: [{"loss_chunk_tokens": 16}])
     words = [f"--model.{name}={value}" for name, value in {**MODEL, "num_kv_heads": 4}.items()]
     assert (
         bench.main(["--tune", "--steps", "6", "--trainer.train_batch_size", "8", "--data.vocab_size", "300", *words])
@@ -215,5 +285,6 @@ def test_the_command_keeps_what_it_finds(tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "xla_cpu_enable_wishful_thinking=true: cannot be used: INVALID_ARGUMENT: No such compile option" in shown
     assert "xla_cpu_prefer_vector_width=512: " in shown
+    assert "loss_chunk_tokens=16: " in shown
     last = json.loads(shown.splitlines()[-1])
     assert json.loads((tmp_path / "cache" / "xla" / "tuned_options.json").read_text()) == [last]

@@ -157,7 +157,7 @@ FACTS: dict[str, Effect] = {
     "Python": HARMLESS,
     **dict.fromkeys(("jax", "jaxlib", "haliax", "equinox", "optax", "libtpu"), ROUNDING),
     **dict.fromkeys(("backend", "devices", "processor", "XLA_FLAGS", "LIBTPU_INIT_ARGS"), ROUNDING),
-    **dict.fromkeys(("jax options", "XLA options"), ROUNDING),
+    **dict.fromkeys(("jax options", "XLA options", "block sizes"), ROUNDING),
 }
 """Of what computes (`run/resume_checks.py`); `module` stands for each module of the user's own."""
 

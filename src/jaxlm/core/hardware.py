@@ -1,8 +1,11 @@
-"""Capabilities of devices and processors: peak FLOP/s, from which MFU (model FLOPs utilization) is computed, and memory."""
+"""Capabilities of devices and processors: peak FLOP/s for MFU (model FLOPs utilization), memory and caches."""
 
+import functools
 import os
 import platform
 import re
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +70,76 @@ def processor() -> str:
     facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
     numbers = [facts[name] for name in ("cpu family", "model", "stepping") if name in facts]
     return f"{' '.join([facts.get('model name', platform.machine()), '/'.join(numbers)]).strip()}, {cores} cores"
+
+
+@dataclass(frozen=True)
+class Caches:
+    """Bytes of a processor's caches; None where unknown.
+
+    Attributes:
+        level2: what a thread of this process has of the level-2 cache.
+        last_level: the cache of level 3 or higher that all cores of a group share.
+    """
+
+    level2: int | None = None
+    last_level: int | None = None
+
+    def __str__(self) -> str:
+        named = (("level 2", self.level2), ("last level", self.last_level))
+        return ", ".join(f"{name} {'unknown' if size is None else f'{size / 2**20:g} MiB'}" for name, size in named)
+
+
+def caches() -> Caches:
+    """The caches of the first core that this process may use. Unknown to several processes: they must trace the same
+    program, and may run on different processors.
+    """
+    return _own_caches() if jax.process_count() == 1 else Caches()
+
+
+@functools.cache
+def _own_caches() -> Caches:
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
+    return read_caches(Path("/sys/devices/system/cpu"), cores)
+
+
+def read_caches(root: Path, cores: Collection[int]) -> Caches:
+    """The caches that Linux lists below `root`, for the first of the cores that a process may use."""
+    found: dict[int, tuple[int, int]] = {}  # level -> bytes, how many of the cores share it
+    for folder in root.glob(f"cpu{min(cores)}/cache/index*"):
+        try:
+            level, kind, size, shared = (
+                (folder / name).read_text().strip() for name in ("level", "type", "size", "shared_cpu_list")
+            )
+            if kind != "Instruction":
+                found[int(level)] = _parse_size(size), len(_parse_cores(shared).intersection(cores))
+        except (OSError, ValueError):  # a container may hide files
+            continue
+    size, sharing = found.get(2, (0, 1))
+    last = max(found, default=0)
+    return Caches(size // max(1, sharing) or _level2_of_sysconf(), (found[last][0] or None) if last > 2 else None)
+
+
+def _level2_of_sysconf() -> int | None:
+    # Not its level 3: on an AMD EPYC it is that of the whole package, 384 MiB where a group of cores shares 32.
+    try:
+        size = os.sysconf("SC_LEVEL2_CACHE_SIZE")
+    except (AttributeError, OSError, ValueError):  # not Linux, or another C library
+        return None
+    return size if size > 0 else None
+
+
+def _parse_size(text: str) -> int:
+    """Bytes of a size such as `1024K`."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    return int(text.rstrip("KMG")) * units.get(text[-1:], 1)
+
+
+def _parse_cores(text: str) -> set[int]:
+    """The numbers in a list such as `0-3,8`."""
+    ranges = (part.partition("-") for part in text.split(","))
+    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+
+
+def rows_in_half(cache: int, bytes_per_row: int) -> int:
+    """The largest power of two of rows that take at most half of a cache; at least 1."""
+    return 1 << max(1, cache // 2 // bytes_per_row).bit_length() - 1

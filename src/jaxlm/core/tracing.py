@@ -15,6 +15,20 @@ import jax
 
 
 @dataclass(frozen=True)
+class BlockSizes:
+    """Sizes of the blocks in which kernels compute. They change only the order of sums. None: the kernel's own default.
+
+    Attributes:
+        loss_chunk_tokens: tokens per chunk of the loss on one device (`jaxlm.models.chunked_loss`).
+        attention_block: queries per block of blockwise attention; more in long sequences
+            (`jaxlm.models.attention.backends.blockwise`).
+    """
+
+    loss_chunk_tokens: int | None = None
+    attention_block: int | None = None
+
+
+@dataclass(frozen=True)
 class TraceOptions:
     """How a program is traced.
 
@@ -27,12 +41,14 @@ class TraceOptions:
             training step sets this; evaluations and generation multiply in the dtype of the weight.
         assume_kernels: fused attention kernels are assumed to be correct, because the GPU that the program is compiled
             for is not attached and cannot self-test them.
+        block_sizes: see `BlockSizes`.
     """
 
     auto_remat: str = "cheap"
     twice_differentiable: bool = False
     quantized_products: bool = False
     assume_kernels: bool = False
+    block_sizes: BlockSizes = BlockSizes()
 
 
 # A jax user context rather than a context variable: it is part of the keys of jax's tracing caches. Otherwise a function

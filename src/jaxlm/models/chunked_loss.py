@@ -27,6 +27,7 @@ from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
 from jaxlm.core.axes import BATCH, EMBED, POSITION, VOCAB
+from jaxlm.core.hardware import caches, rows_in_half
 from jaxlm.core.matmul import StoredArray, Weight, arranged
 from jaxlm.core.sharding import current_platform
 from jaxlm.core.tracing import CustomVjp, trace_options
@@ -67,13 +68,26 @@ class ChunkedLoss(abc.ABC):
 def default_chunk_tokens(platform: str) -> int:
     """Tokens per chunk: large enough for efficient matrix products, small enough for the memory.
 
-    On CPUs, 512 keeps the logits in the last-level cache. 8192 tokens are 1.6 GB of logits for a vocabulary of 50k.
+    On CPUs, the float32 logits of a chunk with a vocabulary of 8,192 take at most half of the last-level cache, which leaves
+    the other half to the head and its gradient: 512 tokens for 32 MiB, or where the cache is unknown. Larger vocabularies
+    have the same chunks, because products of fewer tokens would wait for the head. Elsewhere, 8192 tokens are 1.6 GB of
+    logits for a vocabulary of 50k.
     """
-    return 512 if platform == "cpu" else 8192
+    if platform != "cpu":
+        return 8192
+    cache = caches().last_level
+    return 512 if cache is None else min(max(rows_in_half(cache, 4 * 8192), _MIN_CHUNK), _MAX_CHUNK)
+
+
+_MIN_CHUNK, _MAX_CHUNK = 128, 2048
 
 
 def chunk_or_default(chunk_tokens: int | None) -> int:
-    """The given number of tokens per chunk, or the default for the current platform. Raises `ValueError` below 1."""
+    """The given number of tokens per chunk, else that of the trace options, else the default for the current platform.
+    Raises `ValueError` below 1.
+    """
+    if chunk_tokens is None:
+        chunk_tokens = trace_options().block_sizes.loss_chunk_tokens
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens: {chunk_tokens} given, 1 or more expected")
     return default_chunk_tokens(current_platform()) if chunk_tokens is None else chunk_tokens

@@ -112,7 +112,7 @@ def distillation_sums(
     Args:
         teacher: over the same vocabulary as the student, without a gradient.
         weight: in (0, 1].
-        chunk_tokens: maximum number of tokens per chunk on one device; None uses `default_chunk_tokens`, and half of it
+        chunk_tokens: maximum number of tokens per chunk on one device; None uses `chunk_or_default`, and half of it
             with `TeacherStates`, because a chunk then has two arrays of logits.
     """
     if isinstance(head, StoredWeight):

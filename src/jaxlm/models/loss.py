@@ -78,7 +78,7 @@ def next_token_sums(
         z_loss_weight: z in `z * logsumexp(logits)**2`, which is added to each token's loss.
         label_smoothing: fraction of the target distribution that is spread uniformly over the vocabulary.
         vocab_multiple: the logits are computed for a multiple of this, with padding that is not in the loss.
-        chunk_tokens: maximum number of tokens per chunk on one device; None uses `default_chunk_tokens`.
+        chunk_tokens: maximum number of tokens per chunk on one device; None uses `chunk_or_default`.
         fp8: how the products with the head are quantized in training; None for not at all.
     """
     if isinstance(head, StoredWeight):

@@ -19,7 +19,7 @@ from jaxlm.engine.checkpoint.integrity import DamagedError
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.phases import Phase
 from jaxlm.observe.trackers.environment import computing
-from jaxlm.run.compilation.options import Options, as_text
+from jaxlm.run.compilation.options import StepOptions
 from jaxlm.run.plan import Plan, plan_phases
 from jaxlm.run.references import references_identity
 
@@ -171,11 +171,11 @@ def changed_stages(cursor: Cursor, position: Mapping[str, Any], phase: Phase, pl
     return [line]
 
 
-def changes(saved: SavedRun, now: RunConfig, options: Options, step: int, num_sequences: int) -> list[str]:
+def changes(saved: SavedRun, now: RunConfig, options: StepOptions, step: int, num_sequences: int) -> list[str]:
     """One line for each difference from the last start, with its effect.
 
     Args:
-        options: XLA options of the training step.
+        options: of the training step.
         num_sequences: sequences of training data that the current phase has read.
     """
     return [
@@ -222,18 +222,25 @@ def _content_changes(saved: SavedRun, now: RunConfig, num_sequences: int) -> Ite
             yield f"trainer.allow_changes: '{name}' allowed nothing, because nothing of it has changed. Remove it"
 
 
-def computing_facts(config: RunConfig, options: Options) -> dict[str, str]:
+_XLA_OPTIONS, _BLOCK_SIZES = "XLA options", "block sizes"
+# Of CPUs, before they followed from the caches and checkpoints contained them.
+_FIRST_BLOCK_SIZES = "loss_chunk_tokens=512, attention_block=128"
+
+
+def computing_facts(config: RunConfig, options: StepOptions) -> dict[str, str]:
     """What computes the numbers of a run, with the user's own modules that the configuration names.
 
     Args:
-        options: XLA options of the training step.
+        options: of the training step.
     """
     modules = (text.partition(":")[0] for text in _texts(encode(config)) if is_import_path(text))
     facts = computing(name for name in modules if name in sys.modules)
-    return {**facts, "XLA options": as_text(options)}
+    return {**facts, **dict(zip((_XLA_OPTIONS, _BLOCK_SIZES), options.texts, strict=True))}
 
 
 def _environment_changes(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    if before and now[_BLOCK_SIZES]:
+        before = {_BLOCK_SIZES: _FIRST_BLOCK_SIZES, **before}
     for name in now if before else ():
         if before.get(name, "") != now[name]:  # earlier versions did not save all of them
             yield f"{name}: {before.get(name) or 'none'} -> {now[name] or 'none'} ({effect_of_fact(name)})"

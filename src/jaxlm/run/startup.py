@@ -35,7 +35,7 @@ from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.lr.shapes import lr_shape_name
 from jaxlm.presets.base import preset_rows
 from jaxlm.run.batch_plan import describe_batches
-from jaxlm.run.compilation.options import describe_options
+from jaxlm.run.compilation.options import describe_options, describe_sizes, step_options
 from jaxlm.run.num_steps import describe_data
 from jaxlm.run.plan import Plan
 from jaxlm.run.references import asked_in, flops_per_token
@@ -66,9 +66,10 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         ("evaluation", f"{_evals(plan)} every {trainer.steps_per_eval} steps"),
         ("FLOPs per token", f"{flops:.4g} ({_counted(plan)}, causal attention)"),
         ("attention", "; ".join(f"{c.name}: {c.reason}" for c in attention_choices(plan)) or "chosen by the model"),
-        ("loss", f"chunks of {default_chunk_tokens(plan.layout.platform)} tokens, {_logits(plan)}"),
+        ("loss", f"chunks of {_chunk_tokens(plan)} tokens, {_logits(plan)}"),
         ("remat", _remat(plan)),
-        *[("XLA options", text) for text in [describe_options(plan)] if text is not None],
+        *[("block sizes", text) for text in [describe_sizes(plan)] if text is not None],
+        *[("step options", text) for text in [describe_options(plan)] if text is not None],
         ("layers", _layers(plan)),
         *[(f"phase {phase.name}", describe_phase(phase)) for phase in plan.phases],
         *[(f"products of {name}", text) for name, text in fp8_products(plan).items()],
@@ -119,6 +120,10 @@ def _sizes(plan: Plan) -> str:
     abstract = plan.state_builder.abstract_state(plan.phases[0]).model
     kind = type(plan.config.model).__name__.removesuffix("Config")
     return f"{kind}, {parameters(abstract)}, vocabulary {plan.state_builder.Vocab.size:,}"
+
+
+def _chunk_tokens(plan: Plan) -> int:
+    return step_options(plan).sizes.loss_chunk_tokens or default_chunk_tokens(plan.layout.platform)
 
 
 def _logits(plan: Plan) -> str:

@@ -1,4 +1,8 @@
-"""XLA options of the training step: a table by platform, and those that `jaxlm bench --tune` chose on this machine."""
+"""What the training step is traced and compiled with besides its configuration: XLA options and block sizes.
+
+XLA options are a table by platform, and block sizes follow from the processor's caches. `jaxlm bench --tune` finds better
+ones on a machine.
+"""
 
 import contextlib
 import hashlib
@@ -6,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,12 @@ import jaxlib.version
 
 from jaxlm.config.decode import choice_name, encode
 from jaxlm.core.atomic_io import atomic_file
-from jaxlm.core.hardware import processor
+from jaxlm.core.hardware import caches, processor
 from jaxlm.core.runtime import same_on_all_processes
 from jaxlm.core.stores import is_url
+from jaxlm.core.tracing import BlockSizes
+from jaxlm.models.attention.backends.blockwise import default_attention_block
+from jaxlm.models.chunked_loss import default_chunk_tokens
 from jaxlm.run.plan import Plan
 
 Options = dict[str, bool | int | str]
@@ -41,12 +48,41 @@ CANDIDATES: Mapping[str, Sequence[Options]] = {
         {"xla_cpu_enable_concurrency_optimized_scheduler": False},
     )
 }
-"""What `jaxlm bench --tune` measures on a platform, beside the table. A jaxlib that lacks an option skips it."""
+"""XLA options that `jaxlm bench --tune` measures on a platform, beside the table. A jaxlib that lacks an option skips it."""
+
+_FACTORS = (0.25, 0.5, 2, 4)  # sizes that are measured, relative to those by cache
+_BLOCK_SIZES = tuple(2**power for power in range(4, 14))
 
 # As JSON, in which 1 is not true.
 _KNOWN = {json.dumps(item) for candidates in CANDIDATES.values() for options in candidates for item in options.items()}
 _FILE = "tuned_options.json"
 _DEFAULT = "XLA's own"
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What the training step is traced and compiled with.
+
+    Attributes:
+        xla: options of the compilation.
+        sizes: block sizes, all None on platforms that have nothing to tune.
+    """
+
+    xla: Options
+    sizes: BlockSizes
+
+    @staticmethod
+    def of(platform: str, options: Options) -> "StepOptions":
+        """Separates options by name. Block sizes that are not among them are those by cache."""
+        sizes = _sizes_by_cache(platform)
+        given = {name: value for name, value in options.items() if name in asdict(sizes)}
+        xla = {name: value for name, value in options.items() if name not in given}
+        return StepOptions(xla, replace(sizes, **given))
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """The XLA options and the block sizes."""
+        return as_text(self.xla), as_text({name: size for name, size in asdict(self.sizes).items() if size is not None})
 
 
 @dataclass(frozen=True)
@@ -57,7 +93,7 @@ class TunedOptions:
         processor: see `hardware.processor`.
         jaxlib: version of the compiler.
         step: see `step_key`.
-        options: what is set besides the table; empty if nothing was faster.
+        options: XLA options besides the table, and fields of `BlockSizes`; empty if nothing was faster.
         ratio: how many times as fast the step is with them: low end, median, high end of a 95 % interval.
         measured_unix_s: when.
     """
@@ -81,26 +117,41 @@ class TunedOptions:
 
 
 def as_text(options: Options) -> str:
-    """The options as they are written in XLA_FLAGS, without dashes."""
+    """The options as they are written in XLA_FLAGS, without dashes. Block sizes look the same."""
     texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
     return ", ".join(f"{name}={text}" for name, text in texts.items())
 
 
 def compiler_options(platform: str) -> Options:
-    """The options of the table for a platform, without those that XLA_FLAGS sets."""
+    """The XLA options of the table for a platform, without those that XLA_FLAGS sets."""
     return _not_set_by_user(TABLE[platform])
 
 
-def step_options(plan: Plan) -> Options:
+def _sizes_by_cache(platform: str) -> BlockSizes:
+    """Without candidates, every run has the same sizes, and they need not be stated."""
+    if platform not in CANDIDATES:
+        return BlockSizes()
+    return BlockSizes(default_chunk_tokens(platform), default_attention_block(platform))
+
+
+def size_candidates(platform: str) -> list[Options]:
+    """Block sizes that `jaxlm bench --tune` measures: a quarter to four times of those by cache."""
+    sizes = {name: size for name, size in asdict(_sizes_by_cache(platform)).items() if size is not None}
+    scaled: Iterator[Options] = ({name: int(size * by)} for name, size in sizes.items() for by in _FACTORS)
+    return [options for options in scaled if all(size in _BLOCK_SIZES for size in options.values())]
+
+
+def step_options(plan: Plan) -> StepOptions:
     """The options of the table and the tuned ones, without those that XLA_FLAGS sets. All processes must call this.
 
-    Processes whose tuned options differ use those of the table.
+    Processes whose tuned options differ use those of the table, and block sizes by cache.
     """
     tuned = tuned_options(plan)
     options = tuned.options if tuned is not None else {}
     if not same_on_all_processes(json.dumps(options, sort_keys=True)):
         options = {}
-    return compiler_options(plan.layout.platform) | _not_set_by_user(options)
+    platform = plan.layout.platform
+    return StepOptions.of(platform, compiler_options(platform) | _not_set_by_user(options))
 
 
 def tuned_options(plan: Plan) -> TunedOptions | None:
@@ -118,12 +169,14 @@ def describe_options(plan: Plan) -> str | None:
     """
     used = step_options(plan)
     if plan.layout.platform not in CANDIDATES:
-        return as_text(used) or None
+        return as_text(used.xla) or None
     tuned, here, key = tuned_options(plan), processor(), step_key(plan)
-    if tuned is not None and tuned.options.items() <= used.items():
+    if tuned is not None and tuned.options.items() <= (used.xla | asdict(used.sizes)).items():
         return str(tuned)
     if tuned is not None:
-        return f"{as_text(used) or _DEFAULT}; those tuned here are not used: XLA_FLAGS or another process has others"
+        return (
+            f"{as_text(used.xla) or _DEFAULT}; those tuned here are not used: XLA_FLAGS or another process has others"
+        )
     others = [t for t in _read(_path(plan)) if t.step == key and t.options]
     if others:
         old = others[-1]
@@ -133,6 +186,18 @@ def describe_options(plan: Plan) -> str | None:
             f"{_DEFAULT}; those tuned on another machine ({was}) are not used on {now}. Tune again: jaxlm bench --tune"
         )
     return f"{_DEFAULT}; `jaxlm bench --tune` looks for faster ones on this machine"
+
+
+def describe_sizes(plan: Plan) -> str | None:
+    """The block sizes of the step, and where they come from; None if the platform has nothing to tune. All processes must
+    call this.
+    """
+    if plan.layout.platform not in CANDIDATES:
+        return None
+    used = step_options(plan)
+    if used.sizes != _sizes_by_cache(plan.layout.platform):
+        return f"{used.texts[1]}, tuned"
+    return f"{used.texts[1]}, for these caches: {caches()}"
 
 
 def step_key(plan: Plan) -> str:
@@ -185,8 +250,14 @@ def _entries(content: Sequence[Any]) -> Iterator[TunedOptions]:
             low, median, high = (float(number) for number in entry["ratio"])
             tuned = TunedOptions(**{**entry, "ratio": (low, median, high)})
             time.gmtime(tuned.measured_unix_s)  # a time that cannot be shown is damage, too
-            if {json.dumps(item) for item in tuned.options.items()} <= _KNOWN:
+            if all(_is_known(*item) for item in tuned.options.items()):
                 yield tuned
+
+
+def _is_known(name: str, value: Any) -> bool:
+    if name in asdict(BlockSizes()):
+        return type(value) is int and value in _BLOCK_SIZES  # True is an int
+    return json.dumps((name, value)) in _KNOWN
 
 
 def _not_set_by_user(options: Options) -> Options:

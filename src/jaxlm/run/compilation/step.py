@@ -13,7 +13,7 @@ from jaxlm.core.batch_schedule import BatchStage
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import memory_limit
 from jaxlm.core.runtime import all_processes
-from jaxlm.core.tracing import tracing
+from jaxlm.core.tracing import BlockSizes, tracing
 from jaxlm.data.loader import leading_axes
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, sharded_shapes
@@ -93,20 +93,26 @@ class StepPrograms:
 
 
 def trace_step(
-    plan: Plan, phase: Phase, remat_policy: str = CHEAP, *, stage: BatchStage | None = None
+    plan: Plan,
+    phase: Phase,
+    remat_policy: str = CHEAP,
+    *,
+    stage: BatchStage | None = None,
+    sizes: BlockSizes | None = None,
 ) -> jax.stages.Traced:
     """Traces the training step of a phase from shapes only. Call it inside `plan.layout.use()`.
 
     Args:
         remat_policy: the policy to use for `model.gradient_checkpointing: auto`.
         stage: the stage whose batch shape to use; None means the largest.
+        sizes: block sizes of the kernels; None leaves them to the kernels.
     """
     abstract = plan.state_builder.abstract_state(phase)
     step = make_train_step(phase, plan.layout, plan.precision, abstract, plan.config.trainer.watch)
     refs, batch = abstract_references(plan, phase), abstract_batch(plan, phase, stage)
     if phase.objective.annotation_key is not None:
         batch = replace(batch, annotations=abstract_annotations(plan, phase, batch))
-    with tracing(auto_remat=remat_policy):
+    with tracing(auto_remat=remat_policy, block_sizes=sizes or BlockSizes()):
         return step.trace(sharded_shapes(abstract, plan.layout), refs, batch, FlagSync.abstract(plan.layout))
 
 
@@ -173,16 +179,11 @@ def _try_compile(
 
 def _compile(plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, limit: int | None) -> CompiledStep:
     started = time.perf_counter()
-    options: Any = step_options(plan)  # JAX annotates the parameter by its default only, None
-    traced = trace_step(plan, phase, remat_policy, stage=stage)
-    call = traced.lower().compile(options)
-    memory = call.memory_analysis()
-    num_bytes = memory and (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes
-    )
+    options = step_options(plan)
+    traced = trace_step(plan, phase, remat_policy, stage=stage, sizes=options.sizes)
+    xla: Any = options.xla  # JAX annotates the parameter by its default only, None
+    call = traced.lower().compile(xla)
+    num_bytes = planned_bytes(call)
     configured = parse_remat(plan.config.model.gradient_checkpointing)
     if configured != AUTO:
         remat_policy = configured if isinstance(configured, str) else ", ".join(configured)
@@ -193,6 +194,17 @@ def _compile(plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, lim
         and has_compiler_remat(call.as_text() or "")
     )
     return CompiledStep(call, traced, remat_policy, time.perf_counter() - started, num_bytes, limit, compiler_remat)
+
+
+def planned_bytes(call: jax.stages.Compiled) -> int | None:
+    """Memory per device that a program needs; None if the compiler does not report it."""
+    memory = call.memory_analysis()
+    return memory and (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
 
 
 _REMAT_THRESHOLD = 0.7  # fraction of memory below which the compiler adds no remat, so its HLO need not be searched

@@ -1,4 +1,4 @@
-"""Finds the XLA options with which the training step is fastest on this machine, by measuring it (`jaxlm bench --tune`).
+"""Finds the XLA options and block sizes that make the training step fastest on this machine (`jaxlm bench --tune`).
 
 A machine's speed drifts by more than most options are worth, so all programs take turns, step by step, and each is compared
 with the step that ran just before or after it.
@@ -18,7 +18,16 @@ import jaxlib.version
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import processor
 from jaxlm.engine.state import RunState
-from jaxlm.run.compilation.options import CANDIDATES, Options, TunedOptions, as_text, compiler_options, step_key
+from jaxlm.run.compilation.options import (
+    CANDIDATES,
+    Options,
+    StepOptions,
+    TunedOptions,
+    as_text,
+    compiler_options,
+    size_candidates,
+    step_key,
+)
 from jaxlm.run.plan import Plan
 
 MIN_ROUNDS = 6
@@ -31,7 +40,11 @@ _TOLERANCE = (
 _OBJECTIVE = "train/objective"
 
 Step = Callable[[RunState, Any], tuple[RunState, Any]]
-Compile = Callable[[Options], Step]
+Compile = Callable[[StepOptions], Step]
+
+
+class UnusableError(Exception):
+    """A program that was compiled cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -49,29 +62,54 @@ class Trial:
     why_not: str = ""
 
 
-def tune(
-    plan: Plan, compile_with: Compile, state: RunState, batches: Sequence[Any], rounds: int, log: Callable[[str], None]
-) -> TunedOptions:
-    """Adds the candidate that helps most to the options, until none helps.
+def candidates_for(platform: str, program: Callable[[StepOptions], str]) -> list[Options]:
+    """The XLA options to measure, and the block sizes of which each makes another program of the step.
 
     Args:
-        compile_with: compiles the step with given options.
-        state: on the devices; its buffers are donated.
-        rounds: steps of each program; at least `MIN_ROUNDS`.
+        program: the text of the program before XLA compiles it.
 
     Raises:
         ConfigError: the platform has no candidates.
     """
-    platform = plan.layout.platform
     if platform not in CANDIDATES:
-        raise ConfigError(f"--tune: no XLA options to choose from on {platform}; only on {', '.join(CANDIDATES)}")
+        raise ConfigError(f"--tune: nothing to choose from on {platform}; only on {', '.join(CANDIDATES)}")
     fixed = compiler_options(platform)
+    found = [options for options in CANDIDATES[platform] if not options.keys() & fixed.keys()]
+    seen = {program(StepOptions.of(platform, {}))}
+    for options in size_candidates(platform):
+        text = program(StepOptions.of(platform, options))
+        if text not in seen:  # short sequences and small batches are a single block either way
+            found.append(options)
+        seen.add(text)
+    return found
+
+
+def tune(
+    plan: Plan,
+    compile_with: Compile,
+    candidates: Sequence[Options],
+    state: RunState,
+    batches: Sequence[Any],
+    rounds: int,
+    log: Callable[[str], None],
+) -> TunedOptions:
+    """Adds the candidate that helps most to the options, until none helps.
+
+    Args:
+        compile_with: compiles the step with given options, or raises `UnusableError`.
+        candidates: see `candidates_for`.
+        state: on the devices; its buffers are donated.
+        rounds: steps of each program; at least `MIN_ROUNDS`.
+    """
+    platform = plan.layout.platform
+    fixed = compiler_options(platform)
+    compile_options = lambda options: compile_with(StepOptions.of(platform, fixed | options))  # noqa: E731
     best: Options = {}
     total = (1.0, 1.0, 1.0)
-    left = [options for options in CANDIDATES[platform] if not options.keys() & fixed.keys()]
+    left = [*candidates]
     while left:
-        base = compile_with(fixed | best)
-        with_extra = lambda extra, kept=best: compile_with(fixed | kept | extra)  # noqa: E731
+        base = compile_options(best)
+        with_extra = lambda extra, kept=best: compile_options(kept | extra)  # noqa: E731
         trials, state = _trials(base, left, with_extra, state, batches, rounds)
         for trial in trials:
             log(_line(trial, best))
@@ -104,7 +142,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 def _trials(
     base: Step,
     candidates: Sequence[Options],
-    compile_with: Compile,
+    compile_with: Callable[[Options], Step],
     state: RunState,
     batches: Sequence[Any],
     rounds: int,
@@ -116,7 +154,7 @@ def _trials(
         try:
             step = compile_with(options)
             losses = _losses(step, state, batches)
-        except jax.errors.JaxRuntimeError as error:  # another jaxlib has other options
+        except (UnusableError, jax.errors.JaxRuntimeError) as error:  # another jaxlib has other options
             failed.append(Trial(options, None, str(error).partition("\n")[0][:120]))
             continue
         if all(abs(ours - theirs) <= _TOLERANCE * abs(theirs) for ours, theirs in zip(losses, expected, strict=True)):
