@@ -253,6 +253,7 @@ def test_generation_with_other_caches_and_a_prefix_cache(dtype, built):
         prompt = [*prompt, *anew[-1], 5, 6, 7]
 
 
+@pytest.mark.slow
 def test_greedy_generation_is_the_argmax_of_full_forward_passes(built, as_inputs, logits_of):
     config = dataclasses.replace(TINY, short_window_fraction=3 / 16)
     model, prompts = built(config), [[1, 2, 3], [4]]
