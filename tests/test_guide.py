@@ -112,8 +112,8 @@ def test_every_example_is_valid_and_not_the_default(tmp_path, monkeypatch):
 
     def run_with(section: ConfigSection, given: dict[str, Any]) -> RunConfig:
         kinds = [s for s in found if s.path == section.path and s.choice]
-        without_default = next((s.choice for s in kinds), None) if not any(s.is_default for s in kinds) else None
-        choice = section.choice or without_default
+        kinds = [] if any(s.is_default for s in kinds) else sorted(kinds, key=lambda s: len(required[s.path, s.choice]))
+        choice = section.choice or next((s.choice for s in kinds), None)
         value: Any = {"type": choice, **given} if choice else given
         places = section.path.split(".") if section.path else []
         while places:
