@@ -67,8 +67,8 @@ def test_killed_in_the_middle_of_an_epoch(workplace, uninterrupted):
 
 
 def test_another_packing_is_refused_on_resume(uninterrupted):
-    split = [word.replace("best_fit,", "best_fit, fill: split,") for word in PACKING]
-    refused = uninterrupted.run(*split, *WATCH, "--trainer.num_train_steps", str(STEPS + 1))
+    *split, _ = (word.replace("best_fit,", "best_fit, fill: split,") for word in PACKING)
+    refused = uninterrupted.run(*split, str(STEPS + 1), *WATCH)
     assert refused.code == 2
     assert "packing" in refused.err
 
