@@ -314,7 +314,10 @@ def _scan_chunks(loss: ChunkedLoss, needed: _Needed, x_BSD, w_VD, columns, heads
 
     if trace_options().twice_differentiable:  # the loop itself is differentiated, and must not save all logits
         one_chunk = jax.checkpoint(one_chunk)
-    start = (jnp.zeros(loss.num_sums, jnp.float32), jnp.zeros(w_VD.shape, jnp.float32) if needed.head else None)
+    start = (
+        jnp.zeros(loss.num_sums, jnp.float32),
+        jnp.zeros(w_VD.shape, jnp.float32) if needed.head and w_VD is not None else None,
+    )
     (sums, dw_VD), dx_NCD = jax.lax.scan(one_chunk, start, chunks)
     dx_BSD = None if dx_NCD is None else dx_NCD.reshape(-1, x_BSD.shape[-1])[:num_tokens].reshape(x_BSD.shape)
     if dw_VD is not None:
