@@ -130,7 +130,7 @@ class MuonConfig(OptimizerConfig):
         schedule = self.momentum_schedule
         value = constant if schedule is None else schedule.build(self.momentum, self.schedule(num_steps), num_steps)
 
-        def update_fn(updates: Any, state: _Momentum, params: Any = None) -> tuple[Any, _Momentum]:
+        def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             decay = value(state.count)
             weight = 1 - decay if self.momentum_ema else 1.0
             mixed = lambda m, g: (decay * m + weight * g).astype(m.dtype)  # noqa: E731
@@ -138,7 +138,7 @@ class MuonConfig(OptimizerConfig):
             ahead = jax.tree.map(mixed, mean, updates) if self.nesterov else mean
             return ahead, _Momentum(state.count + 1, mean)
 
-        def init_fn(params: Any) -> _Momentum:
+        def init_fn(params: Any) -> Any:
             return _Momentum(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
         return optax.GradientTransformation(init_fn, update_fn)
@@ -174,7 +174,7 @@ class MuonConfig(OptimizerConfig):
         decaying = {path for group in groups if group.weight_decay for path in group.paths}
         as_matrices = {path for group in groups if group.as_matrices for path in group.paths}
 
-        def update_fn(updates: Any, state: _Count, params: Any = None) -> tuple[Any, _Count]:
+        def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             rate = self.weight_decay * factor(state.count)
             weights = dict(tree.leaves(params))
             scales = {

@@ -35,10 +35,10 @@ def normalize_by_mean_squares(decay: float) -> optax.GradientTransformation:
         decay: decay rate of the running mean.
     """
 
-    def init_fn(params: Any) -> NorMuonState:
+    def init_fn(params: Any) -> Any:
         return NorMuonState({path: hax.zeros(_axes(view), jnp.float32) for path, view in matrices(params).items()})
 
-    def update_fn(updates: Any, state: NorMuonState, params: Any = None) -> tuple[Any, NorMuonState]:
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         scaled, squares = {}, {}
         for path, view in matrices(updates).items():
             matrix = view.matrix.astype(jnp.float32)
