@@ -139,6 +139,7 @@ def test_mistakes(workplace, in_process, arguments, message):
     assert message in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(any(map(is_installed, CUDA_PLUGINS)), reason="jax's CUDA plugin describes as many as one likes")
 def test_too_many_simulated_devices_are_refused(workplace):
     place = workplace()

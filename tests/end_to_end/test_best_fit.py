@@ -52,6 +52,7 @@ def uninterrupted(workplace) -> Workplace:
     return place
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_an_epoch(workplace, uninterrupted):
     place = with_paragraphs(workplace())
     process = place.start(*PACKING, *WATCH, module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase")

@@ -174,6 +174,7 @@ def test_a_lost_connection_does_not_start_the_run_twice(cloud):
     assert log.splitlines()[1:] == ["first", "last of attempt 1"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_while_the_network_is_down(cloud):
     """Worker 0 makes this machine lose its connection and its network, for longer than several looks."""
     lost = 'touch "$FAKE/offline" "$FAKE/drop"; sleep 1; rm "$FAKE/offline"'
@@ -209,6 +210,7 @@ def test_many_lost_connections_in_a_long_run_lose_no_output(cloud):
     assert path.with_suffix(".ssh.log").read_text().count("Permanently added") == 8
 
 
+@pytest.mark.slow
 def test_a_machine_that_cannot_be_connected_to_is_given_up(cloud):
     cloud.plan(train='[ "$WORKER$ATTEMPT" = 11 ] && sleep 9\ntrue', connect="Permission denied (publickey).\n" * 5)
     code, out = cloud.run("babysit", "--wait_for_others_s", "0.1")

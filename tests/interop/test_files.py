@@ -16,7 +16,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import PublishError
-from jaxlm.interop.hf import folder as folder_module
+from jaxlm.interop.hf import tensor_writer
 from jaxlm.interop.hf.folder import load_model, open_folder, parameter_dtype, save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
 from jaxlm.interop.hf.tensor_files import open_tensors
@@ -59,7 +59,7 @@ def rewritten(folder, change):
 def test_on_a_full_disk_the_process_that_writes_takes_part_in_the_rest_of_the_tensors(tmp_path, monkeypatch):
     """Each tensor is a collective: the other processes would wait for it in all of them."""
     names: list[str] = []
-    convert = folder_module._Writer.arrays
+    convert = tensor_writer.TensorWriter.arrays
 
     def write(path, infos, arrays):
         next(iter(arrays))
@@ -70,8 +70,8 @@ def test_on_a_full_disk_the_process_that_writes_takes_part_in_the_rest_of_the_te
             names.append(name)
             yield array
 
-    monkeypatch.setattr(folder_module._Writer, "arrays", arrays)
-    monkeypatch.setattr(folder_module, "write_safetensors", write)
+    monkeypatch.setattr(tensor_writer.TensorWriter, "arrays", arrays)
+    monkeypatch.setattr(tensor_writer, "write_safetensors", write)
     with pytest.raises(PublishError, match=r"cannot write .*x \(\[Errno 28\] No space left on device\)"):
         saved(tmp_path / "x")
     monkeypatch.undo()

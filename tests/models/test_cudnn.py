@@ -246,7 +246,7 @@ def dirty_padding(q, k, v, segments):
 @pytest.mark.parametrize(
     ("attend", "found"),
     [
-        (reference, None),
+        pytest.param(reference, None, marks=pytest.mark.slow),
         (leaking, "output differs from reference attention by"),
         (one_document_wrong, "output differs from reference attention by 10.0%"),
         (wrong_gradient, "gradient of keys differs from reference attention by 10.0%"),

@@ -213,7 +213,7 @@ def whole_and_part(as_inputs):
     return whole, lambda of: jax.tree.map(lambda a: a["position", of], whole, is_leaf=tree.is_named)
 
 
-@pytest.mark.parametrize("layers", [8, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [pytest.param(8, marks=pytest.mark.slow), 7])
 def test_decoding_with_a_cache_is_the_full_forward_pass(layers, built, as_inputs):
     """Token by token after a prompt, with windows of 4 tokens, in the stacked and in the unstacked form."""
     config = dataclasses.replace(TINY, num_layers=layers, short_window_fraction=3 / 16)
@@ -274,6 +274,7 @@ def test_documents_in_one_row_do_not_see_each_other(built, as_inputs, logits_of)
         np.testing.assert_allclose(packed[:, of], expected, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_taps(built, as_inputs):
     """Each is the output of the layers below it; asking for some does not change the others."""
     model, inputs = built(dataclasses.replace(TINY, num_layers=5)), as_inputs(ids())
@@ -376,7 +377,7 @@ def with_random_weights(run):
     return run
 
 
-@pytest.mark.parametrize("name", [next(iter(LAYOUTS)), pytest.param("fsdp 8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS])
 def test_training_on_eight_devices_is_the_training_of_one(name):
     places = (helpers.one_device(), layout_of(EIGHT, LAYOUTS[name]))
     runs = [with_random_weights(helpers.TinyRun(place, model=EIGHT)) for place in places]

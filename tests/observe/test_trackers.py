@@ -498,6 +498,7 @@ def run_wandb(folder: Path, config: dict, **environment: str) -> subprocess.Comp
     )
 
 
+@pytest.mark.slow
 def test_offline_wandb_writes_the_run(tmp_path):
     pytest.importorskip("wandb")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]

@@ -22,6 +22,7 @@ def options_of_jax():
     compilation_cache.reset_cache()
 
 
+@pytest.mark.slow
 def test_a_damaged_cached_program_is_replaced(tmp_path, capfd, monkeypatch):
     def compile_again() -> bytes:
         compilation_cache.reset_cache()

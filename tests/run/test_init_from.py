@@ -225,6 +225,7 @@ def test_temporary_checkpoints_are_deleted_for_every_kind_of_base_path(trainings
     assert (trainings.folder / "staging").exists() == (kind == "url")
 
 
+@pytest.mark.slow
 def test_old_temporary_checkpoints_can_be_kept(trainings):
     checkpointer = {**trainings.checkpointer, "save_interval": 0, "keep": [], "delete_old_temp_checkpoints": False}
     trainings.run("kept", 3, trainer={"checkpointer": checkpointer})
@@ -232,6 +233,7 @@ def test_old_temporary_checkpoints_can_be_kept(trainings):
     assert names == ["step-0", "step-1", "step-2", "step-3"]
 
 
+@pytest.mark.slow
 def test_a_run_with_other_checkpoints_may_not_write_the_logs_of_one_that_trains(tmp_path):
     trainings = Trainings(tmp_path)
     with LogStore(None, tmp_path / "logs" / "x", print).locked():

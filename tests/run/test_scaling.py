@@ -203,6 +203,7 @@ def test_a_dry_run_lists_the_members_and_writes_nothing(trained, capsys, tmp_pat
     assert len([line for line in capsys.readouterr().out.splitlines() if "| mine-" in line]) == 6
 
 
+@pytest.mark.slow
 def test_results_of_other_keys_are_not_mixed_with_new_ones(trained, capsys):
     assert command.main(["--config_path", "mine.yaml"]) == 0
     assert command.main(["--config_path", "mine.yaml", "--trainer.seed", "1"]) == 2

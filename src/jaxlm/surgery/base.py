@@ -61,6 +61,10 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         """
         return {}
 
+    def compiler_options(self, platform: str) -> Mapping[str, bool | int | str]:
+        """XLA options for the training steps of a run with this surgery."""
+        return {}
+
 
 def merge_surgeries(model: LanguageModel, surgeries: Sequence[SurgeryConfig]) -> LanguageModel:
     """Merges surgeries that were applied in this order, the last one first."""

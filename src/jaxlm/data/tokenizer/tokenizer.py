@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 # Common names of the BOS and EOS tokens, for tokenizers without settings.
 _COMMON_NAMES = {
-    "bos": (END_OF_TEXT, "<s>", "<|begin_of_text|>", "<bos>"),
+    "bos": (END_OF_TEXT, "<s>", "<|begin_of_text|>", "<bos>", "<|bos|>"),
     "eos": (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>"),
 }
 _SETTINGS = "tokenizer_config.json"

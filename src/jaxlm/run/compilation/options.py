@@ -25,6 +25,7 @@ from jaxlm.core.tracing import BlockSizes
 from jaxlm.models.attention.backends.blockwise import default_attention_block
 from jaxlm.models.chunked_loss import default_chunk_tokens
 from jaxlm.run.plan import Plan
+from jaxlm.surgery.base import SurgeryConfig
 
 Options = dict[str, bool | int | str]
 
@@ -122,9 +123,12 @@ def as_text(options: Options) -> str:
     return ", ".join(f"{name}={text}" for name, text in texts.items())
 
 
-def compiler_options(platform: str) -> Options:
-    """The XLA options of the table for a platform, without those that XLA_FLAGS sets."""
-    return _not_set_by_user(TABLE[platform])
+def compiler_options(platform: str, surgeries: Sequence[SurgeryConfig] = ()) -> Options:
+    """The XLA options of the table for a platform and of surgeries, without those that XLA_FLAGS sets."""
+    options = dict(TABLE[platform])
+    for surgery in surgeries:
+        options |= surgery.compiler_options(platform)
+    return _not_set_by_user(options)
 
 
 def _sizes_by_cache(platform: str) -> BlockSizes:
@@ -142,7 +146,8 @@ def size_candidates(platform: str) -> list[Options]:
 
 
 def step_options(plan: Plan) -> StepOptions:
-    """The options of the table and the tuned ones, without those that XLA_FLAGS sets. All processes must call this.
+    """The options of the table, of the surgeries, and the tuned ones, without those that XLA_FLAGS sets. All processes must
+    call this.
 
     Processes whose tuned options differ use those of the table, and block sizes by cache.
     """
@@ -151,7 +156,8 @@ def step_options(plan: Plan) -> StepOptions:
     if not same_on_all_processes(json.dumps(options, sort_keys=True)):
         options = {}
     platform = plan.layout.platform
-    return StepOptions.of(platform, compiler_options(platform) | _not_set_by_user(options))
+    surgeries = [surgery for phase in plan.state_builder.phases for surgery in phase.surgeries]
+    return StepOptions.of(platform, compiler_options(platform, surgeries) | _not_set_by_user(options))
 
 
 def tuned_options(plan: Plan) -> TunedOptions | None:

@@ -239,6 +239,7 @@ class NanoConfig(ModelConfig):
             config=self,
             logit_soft_cap=self.final_soft_cap,
             vocab_multiple=self.vocab_multiple,
+            reads_beyond=True,
         )
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
