@@ -12,7 +12,6 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -55,7 +54,6 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument(
         FETCH_OPTION,
-        type=Path,
         metavar="FOLDER",
         help="first download the tasks of the evaluation `core` (160 MB) there",
     )

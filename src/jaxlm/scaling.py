@@ -23,6 +23,8 @@ from jaxlm.run.scaling.plot import scaling_plot
 from jaxlm.run.scaling.start import train_here, train_on_ray
 from jaxlm.run.scaling.tables import law_table, member_table, plan_table
 
+_SIGNALED = 128  # exit codes above are a signal's
+
 
 @command
 def main(arguments: Sequence[str]) -> int:
@@ -41,11 +43,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _train(members: Sequence[Member], scaling: ScalingConfig, results: list[MemberResult]) -> int:
-    """Trains members and adds their results. Returns the exit code: that of the first member that does not finish."""
+    """Trains members and adds their results. Returns the exit code: that of the first member that does not finish.
+
+    A member that fails does not keep others from training. One that a signal ended is the last.
+    """
     if not members:
         return 0
     for member in members:
         member.write()
+    failed = 0
     ended = train_here(members) if scaling.ray is None else train_on_ray(members, scaling.ray, print)
     with contextlib.closing(ended):
         for number, (member, code) in enumerate(ended, 1):
@@ -55,11 +61,14 @@ def _train(members: Sequence[Member], scaling: ScalingConfig, results: list[Memb
                     f" {member.config_path}. The same jaxlm scaling command continues the study",
                     file=sys.stderr,
                 )
-                return code
+                failed = failed or code
+                if code > _SIGNALED:
+                    break
+                continue
             results.append(member.measure())
             print(f"{member.name}: {scaling.metric} {results[-1].value:.4f} ({number} of {len(members)})", flush=True)
             _write(scaling, results)
-    return 0
+    return failed
 
 
 def _write(scaling: ScalingConfig, results: Sequence[MemberResult]) -> str:

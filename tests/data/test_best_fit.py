@@ -284,7 +284,7 @@ class TestIndexOnDisk:
         assert builds == [16, 16, 16, 16, 16, 15]
 
     @pytest.mark.parametrize("name", ["starts.npy", "lengths.npy", "firsts.npy", "index.json"])
-    @pytest.mark.parametrize("damage", ["changed", "shorter", "missing"])
+    @pytest.mark.parametrize("damage", ["changed", "shorter", "missing", "empty", "header"])
     def test_a_damaged_index_is_built_again(self, cache, builds, tmp_path, name, damage):
         config = BestFitConfig(buffer_size=4)
         expected = open_rows(cache, 15, config).starts.copy()
@@ -292,7 +292,14 @@ class TestIndexOnDisk:
         content = path.read_bytes()
         path.unlink()
         if damage != "missing":
-            path.write_bytes(content[:-4] if damage == "shorter" else content[:-1] + bytes([content[-1] ^ 1]))
+            path.write_bytes(
+                {
+                    "changed": content[:-1] + bytes([content[-1] ^ 1]),
+                    "shorter": content[:-4],
+                    "empty": b"",
+                    "header": content[:10] + b"(" + content[11:],
+                }[damage]
+            )
         np.testing.assert_array_equal(open_rows(cache, 15, config).starts, expected)
         assert builds == [16, 16]
         open_rows(cache, 15, config)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import dataclass
 
 import pytest
 
@@ -11,6 +12,7 @@ from jaxlm.core.guards import RewindRule
 from jaxlm.core.types import StepInfo
 from jaxlm.engine.bad_streak import BadStreak, SkippedStepsError
 from jaxlm.engine.checkpoint.manifest import BestEval, CheckpointName, Cursor, History, in_order
+from jaxlm.engine.early_stopping import EarlyStopping
 from jaxlm.engine.outcome import Rewind
 from jaxlm.engine.phases import StateBuilder, with_phase_ends
 from jaxlm.engine.until import UntilConfig
@@ -164,3 +166,29 @@ def test_phases_follow_where_the_one_before_really_ended():
     assert [(p.start, p.end, p.num_steps) for p in shifted] == [(0, 12, 20), (12, 42, 30), (42, 52, 10)]
     again = with_phase_ends(with_phase_ends(builder, (12,)), (12, 20)).phases
     assert [(p.start, p.end, p.num_steps) for p in again] == [(0, 12, 20), (12, 20, 30), (20, 30, 10)]
+
+
+@dataclass
+class Evaluations:
+    """A stand-in for the hook that runs the evaluations."""
+
+    latest: dict[str, float]
+    all_are_due: bool
+
+    def due(self, step):
+        return True
+
+    def all_due(self, step):
+        return self.all_are_due
+
+
+def test_an_evaluation_that_is_not_due_is_no_mistake():
+    """`evals: [{type: loss}, {type: core, every: 8}]` with `until: {metric: eval/core}`."""
+    until = UntilConfig("eval/core", above=0.2, mode="max")
+    stopping = lambda **measured: EarlyStopping(until, phase(), Evaluations(**measured), None)  # noqa: E731
+    assert stopping(latest={"eval/loss": 3.0}, all_are_due=False).run(1, None) is None
+    with pytest.raises(ConfigError, match=r"'eval/core' given for phase '.*measured eval/loss"):
+        stopping(latest={"eval/loss": 3.0}, all_are_due=True).run(1, None)
+    assert (
+        stopping(latest={"eval/core": 0.3}, all_are_due=False).run(1, None).reason == "eval/core is 0.3000, above 0.2"
+    )

@@ -27,6 +27,7 @@ from jaxlm.models.inference.unstacked import Generator, unstack
 from jaxlm.models.loss import next_token_sums
 from jaxlm.models.rope import DefaultRotary
 from jaxlm.optim.adam import AdamConfig
+from jaxlm.surgery.lora import LoraConfig
 from tests.engine import helpers
 
 COUNTS = json.loads((Path(__file__).parents[1] / "vectors" / "nanochat_counts.json").read_text())
@@ -290,6 +291,18 @@ def test_taps(built, as_inputs):
     np.testing.assert_allclose(every.final.array, normalized, rtol=1e-4, atol=1e-5)
     with pytest.raises(ConfigError, match=r"taps: 'layer_5' given"):
         model.hidden(inputs, taps=("layer_5",))
+
+
+def test_adapters_of_lora_with_dropout_reach_the_gates_of_value_embeddings(built, as_inputs):
+    lora = LoraConfig(target=r"value_gates|q_proj", rank=2, dropout=0.5)
+    model = lora.apply(built(TINY), key=jax.random.key(1))
+    model = tree.map_leaves(lambda path, leaf: leaf + 0.3 if path.endswith((".a", ".b")) else leaf, model)
+    inputs = as_inputs(ids())
+    plain = model.hidden(inputs).final.array
+    assert np.abs(plain - lora.merge(model).hidden(inputs).final.array).max() < 2e-5
+    dropped = [model.hidden(inputs, key=jax.random.key(seed)).final.array for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(dropped[0], dropped[1])
+    assert np.abs(dropped[0] - dropped[2]).max() > 1e-3
 
 
 def program(config, as_inputs):

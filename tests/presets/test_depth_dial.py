@@ -115,6 +115,13 @@ def test_eight_devices_need_no_other_microbatch_than_nanochats(recipe, name):
     assert stage.num_microbatches * stage.microbatch == stage.size
 
 
+@pytest.mark.parametrize(("may_pad", "expected"), [(True, (3, 23)), (False, (67, 1))])
+def test_a_batch_with_few_divisors_is_padded_if_it_may_be(may_pad, expected):
+    trainer = TrainerConfig(train_batch_size=67, max_per_device_parallelism=32, allow_nondivisible_batch_size=may_pad)
+    stage = plan_batches(trainer, 1).train.first
+    assert (stage.num_microbatches, stage.microbatch) == expected
+
+
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 6, 7, 48, 100])
 @pytest.mark.parametrize("limit", [None, 1, 5, 32])
 def test_microbatches_hold_the_batch_on_any_number_of_devices(num_shards, limit):

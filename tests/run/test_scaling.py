@@ -134,19 +134,19 @@ class Trained:
 
     Attributes:
         started: names of the members in the order in which they were started.
-        failing: name of the member that ends with exit code 143.
+        failing: name of the member that ends with `code`.
     """
 
     def __init__(self):
         self.started: list[str] = []
-        self.failing = ""
+        self.failing, self.code = "", 143
 
     def __call__(self, arguments) -> int:
         tree = yaml.safe_load(Path(arguments[-1]).read_text())
         name, budget = tree["trainer"]["id"], tree["preset"]["target_flops"]
         self.started.append(name)
         if name == self.failing:
-            return 143
+            return self.code
         lowest = {1e13: 3.0, 4e13: 4.5}[budget]
         loss = 2.0 + (tree["preset"]["depth"] - lowest) ** 2 / 10 - budget / 1e14
         folder = Path("logs") / name
@@ -201,6 +201,13 @@ def test_a_dry_run_lists_the_members_and_writes_nothing(trained, capsys, tmp_pat
     assert trained.started == []
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
     assert len([line for line in capsys.readouterr().out.splitlines() if "| mine-" in line]) == 6
+
+
+def test_a_member_that_fails_does_not_keep_others_from_training(trained):
+    trained.failing, trained.code = "mine-1e13-d4", 1
+    assert command.main(["--config_path", "mine.yaml"]) == 1
+    assert len(trained.started) == 6
+    assert len(json.loads(Path("scaling/scaling.json").read_text())["members"]) == 5
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ HEADS = "heads"  # query heads
 HEAD_SIZE = "head_size"
 LORA = "lora_rank"
 VALUE_LAYERS = "value_layers"  # the layers with a value embedding
+STACKED_LAYERS = (LAYERS, VALUE_LAYERS)
 VALUE_EMBED = "value_embed"  # features of a value embedding: those of all key/value heads
 GATE_CHANNELS = "gate_channels"  # the first features of the residual stream, as the gates of value embeddings read them
 SMEAR_CHANNELS = "smear_channels"  # the same for the smear gate

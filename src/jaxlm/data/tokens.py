@@ -5,7 +5,7 @@ from typing import Any
 
 from haliax import Axis
 
-from jaxlm.config.decode import encode
+from jaxlm.config.decode import choice_name, encode
 from jaxlm.core.axes import POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt
@@ -65,6 +65,12 @@ class TokensConfig(DataConfig):
                 " true"
             )
         for source in self.sources():
+            if not source.config.format.adds_bos:
+                kind = choice_name(type(source.config.format))
+                raise ConfigError(
+                    f"{source.key}.format.type: {kind} given, whose documents need not begin with BOS, but data.packing:"
+                    " {type: best_fit} makes rows that do. Remove data.packing"
+                )
             most = source.config.format.documents_per_sequence
             if most == 1:
                 raise ConfigError(

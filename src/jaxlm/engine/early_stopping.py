@@ -29,6 +29,10 @@ class Evaluations(Protocol):
         """Whether evaluations run after this step."""
         ...
 
+    def all_due(self, step: int) -> bool:
+        """Whether all of them do."""
+        ...
+
 
 class EarlyStopping:
     """The hook that ends a phase. It runs after the evaluations and before exports."""
@@ -46,6 +50,8 @@ class EarlyStopping:
 
     def run(self, step: int, state: RunState) -> Next | None:
         until, value = self._until, self._value(step)
+        if value is None:
+            return None
         is_last = step == self._phase.end
         if (reason := until.reached(value)) is not None:
             return None if is_last else Next(step, None, reason)
@@ -64,15 +70,19 @@ class EarlyStopping:
             return None if is_last else Next(step, None, reason)
         return Next(step, self._saver.history.pins.get(BEST), reason or "its last step is done")
 
-    def _value(self, step: int) -> float:
-        """The metric. All processes use the value of process 0."""
-        value = np.array([main_only(lambda: self._measured(self._evaluations.latest, step)) or 0.0])
-        return float(broadcast_from_main(value.view(np.uint8)).view(np.float64)[0])
+    def _value(self, step: int) -> float | None:
+        """The metric; None if its evaluation was not due. All processes use what process 0 found."""
+        found = main_only(lambda: self._measured(self._evaluations.latest, step))
+        value = np.array([found is not None, found or 0.0], np.float64)
+        measured, number = broadcast_from_main(value.view(np.uint8)).view(np.float64)
+        return float(number) if measured else None
 
-    def _measured(self, latest: Mapping[str, float], step: int) -> float:
-        if self._until.metric not in latest:
-            raise ConfigError(
-                f"until.metric: '{self._until.metric}' given for phase '{self._phase.name}', but the evaluation after step"
-                f" {step} measured {', '.join(sorted(latest)) or 'nothing: there is no validation data'}"
-            )
-        return latest[self._until.metric]
+    def _measured(self, latest: Mapping[str, float], step: int) -> float | None:
+        if self._until.metric in latest:
+            return latest[self._until.metric]
+        if not self._evaluations.all_due(step):
+            return None
+        raise ConfigError(
+            f"until.metric: '{self._until.metric}' given for phase '{self._phase.name}', but the evaluation after step"
+            f" {step} measured {', '.join(sorted(latest)) or 'nothing: there is no validation data'}"
+        )

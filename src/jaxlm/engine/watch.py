@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core import tree
-from jaxlm.core.axes import LAYERS
+from jaxlm.core.axes import STACKED_LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.types import Histogram
@@ -91,8 +91,9 @@ class WatchConfig:
 
     def _per_layer(self, function: Any, leaf: Any) -> Any:
         """Applies a function to an array, or to each layer of it if the layers are stacked and logged separately."""
-        if self.split_scan_layers and tree.is_named(leaf) and any(axis.name == LAYERS for axis in leaf.axes):
-            layers_first = hax.rearrange(leaf, (LAYERS, ...)).array
+        stacked = [axis.name for axis in leaf.axes if axis.name in STACKED_LAYERS] if tree.is_named(leaf) else []
+        if self.split_scan_layers and stacked:
+            layers_first = hax.rearrange(leaf, (stacked[0], ...)).array
             return jax.vmap(function)(layers_first)
         return function(tree.raw(leaf))
 

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import yaml
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.stores import is_url
 
 CORE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 FETCH_OPTION = "--core_bundle"
@@ -75,7 +77,7 @@ def read_bundle(folder: str, names: Sequence[str] = CORE_TASKS, max_per_task: in
     Raises:
         ConfigError: the folder is no bundle, one of the tasks is missing or has too few questions, or a file is damaged.
     """
-    root = Path(folder).expanduser()
+    root = _local(folder, _WHERE)
     if unknown := [name for name in names if name not in CORE_TASKS]:
         raise ConfigError(f"evals: core: tasks: '{unknown[0]}' given, but CORE has: {', '.join(CORE_TASKS)}")
     for file in (_SETTINGS, _BASELINES):
@@ -84,6 +86,15 @@ def read_bundle(folder: str, names: Sequence[str] = CORE_TASKS, max_per_task: in
                 f"{_WHERE}: '{folder}' given, but it has no {file}. To download the bundle, run jaxlm prepare {FETCH_OPTION}"
                 f" {folder}"
             )
+    try:
+        return _tasks(folder, root, names, max_per_task)
+    except OSError as error:
+        raise ConfigError(
+            f"{_WHERE}: {error.filename} cannot be read ({error.strerror}). Check its permissions"
+        ) from error
+
+
+def _tasks(folder: str, root: Path, names: Sequence[str], max_per_task: int | None) -> list[CoreTask]:
     settings, baselines = _settings(root / _SETTINGS, names), _baselines(root / _BASELINES, names)
     missing = [f"{name} (not in {_SETTINGS})" for name in names if name not in settings]
     missing += [f"{name} (not in {_BASELINES})" for name in names if name in settings and name not in baselines]
@@ -189,12 +200,20 @@ def _is_question(question: Mapping[str, Any], kind: str) -> bool:
     return has_answer and all(isinstance(text, (str, int, float)) for text in texts)
 
 
-def fetch_bundle(folder: Path, log: Callable[[str], None], url: str = CORE_URL) -> None:
+def _local(folder: str, key: str) -> Path:
+    """The path of a folder on this machine. Raises `ConfigError` for a URL."""
+    if is_url(folder):
+        raise ConfigError(f"{key}: '{folder}' given, a local folder expected. Copy the bundle to each machine")
+    return Path(folder).expanduser()
+
+
+def fetch_bundle(given: str, log: Callable[[str], None], url: str = CORE_URL) -> None:
     """Downloads and unpacks the bundle of all tasks (about 160 MB) into a new folder, which is complete once it exists.
 
     Raises:
         ConfigError: the folder has files already, or the bundle cannot be downloaded or written.
     """
+    folder = _local(given, FETCH_OPTION)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{FETCH_OPTION}: {folder} exists already. Give a new folder, or remove it first")
     log(f"downloading {url}")
@@ -212,7 +231,7 @@ def fetch_bundle(folder: Path, log: Callable[[str], None], url: str = CORE_URL) 
             if folder.exists():
                 folder.rmdir()
             settings.parent.rename(folder)
-    except (OSError, http.client.HTTPException, zipfile.BadZipFile) as error:
+    except (OSError, http.client.HTTPException, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(
             f"{FETCH_OPTION}: the bundle cannot be fetched ({error}). Check the network and the disk; or download {url} on"
             f" another machine, and unpack it so that {folder / _SETTINGS} exists"

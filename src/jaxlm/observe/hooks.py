@@ -148,6 +148,9 @@ class EvalHook:
     def due(self, step: int) -> bool:
         return bool(self._due(step)) or step == self._phase.end
 
+    def all_due(self, step: int) -> bool:
+        return len(self._due(step)) == len(self._evals)
+
     def _due(self, step: int) -> list[Eval]:
         number, between = divmod(step, self._every_steps)
         is_last = step == self._phase.end

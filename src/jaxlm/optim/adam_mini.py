@@ -16,7 +16,7 @@ import optax
 from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.axes import EXPERTS, HEAD_SIZE, LAYERS, POSITION, VOCAB
+from jaxlm.core.axes import EXPERTS, HEAD_SIZE, POSITION, STACKED_LAYERS, VOCAB
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, PositiveFloat
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
 from jaxlm.optim.matrices import matrices
@@ -24,7 +24,7 @@ from jaxlm.optim.matrices import matrices
 # A query or key head is one block, because its rows are used together in one product.
 _QUERY_OR_KEY = re.compile(r"(^|\.)[qk]_proj\.weight$")
 # Axes whose indices are separate parameters, or rows of an embedding.
-_SEPARATE = (LAYERS, EXPERTS, VOCAB, POSITION)
+_SEPARATE = (*STACKED_LAYERS, EXPERTS, VOCAB, POSITION)
 
 
 class AdamMiniState(NamedTuple):

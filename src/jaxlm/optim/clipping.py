@@ -11,7 +11,7 @@ import optax
 from annotated_types import Interval
 
 from jaxlm.core import tree
-from jaxlm.core.axes import LAYERS
+from jaxlm.core.axes import STACKED_LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat
 from jaxlm.optim.rolling import RollingWindow
@@ -30,7 +30,7 @@ def clip_by_rms(max_rms: float) -> optax.GradientTransformation:
     def clipped(update: Any) -> Any:
         if not tree.is_named(update):
             return update / jnp.maximum(1.0, jnp.sqrt(jnp.mean(jnp.square(update))) / max_rms)
-        axes = tuple(axis for axis in update.axes if axis.name != LAYERS)
+        axes = tuple(axis for axis in update.axes if axis.name not in STACKED_LAYERS)
         square = hax.mean(hax.square(update), axes) if axes else hax.square(update)
         return update / hax.maximum(hax.sqrt(square) / max_rms, 1.0)
 
@@ -52,7 +52,7 @@ def cautious(direction: optax.GradientTransformation, enabled: bool) -> optax.Gr
         agrees = (update * gradient > 0) * 1.0
         if not tree.is_named(update):
             return update * agrees * update.size / (jnp.sum(agrees) + 1)
-        axes = tuple(axis for axis in update.axes if axis.name != LAYERS)
+        axes = tuple(axis for axis in update.axes if axis.name not in STACKED_LAYERS)
         size, count = math.prod(axis.size for axis in axes), hax.sum(agrees, axes) if axes else agrees
         return (update * agrees * (size / (count + 1))).astype(update.dtype)
 

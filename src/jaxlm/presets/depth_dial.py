@@ -42,8 +42,8 @@ class DepthDialConfig(PresetConfig):
         recipe: `seed` is nanochat of February 2026, `head` of July 2026.
         aspect_ratio: width of the model per layer.
         head_dim: size of an attention head. The width is rounded up to a multiple of it.
-        num_iterations: number of steps. Goes before `target_flops`.
-        target_flops: train for as many steps as these FLOPs allow. Goes before `target_param_data_ratio`.
+        num_iterations: number of steps. Takes precedence over `target_flops`.
+        target_flops: train for as many steps as these FLOPs allow. Takes precedence over `target_param_data_ratio`.
         target_param_data_ratio: training tokens per scaling parameter (matrices of the layers, and the head). Batch and
             weight decay follow it even if another key sets the number of steps. Null is 10.5 for `seed`, 12 for `head`.
         total_batch_size: tokens per step. Null derives it from the training tokens, as a power of two.

@@ -110,21 +110,22 @@ def _stage(trainer: TrainerConfig, size: BatchSize, num_shards: int, per_device:
     elif not trainer.allow_nondivisible_batch_size:
         _check_divides(trainer, size, num_shards, per_device)
     if per_device == -1:
-        per_device = _microbatch(
-            largest_share, trainer.max_per_device_parallelism, padded=bool(size.value % num_shards)
-        )
+        is_padded, may_pad = bool(size.value % num_shards), trainer.allow_nondivisible_batch_size
+        per_device = _microbatch(largest_share, trainer.max_per_device_parallelism, padded=is_padded, may_pad=may_pad)
     return BatchStage(size.start, size.value, -(-size.value // (per_device * num_shards)), per_device * num_shards)
 
 
-def _microbatch(share: int, limit: int | None, *, padded: bool) -> int:
+def _microbatch(share: int, limit: int | None, *, padded: bool, may_pad: bool) -> int:
     """Sequences per device in a microbatch: at most `limit`, in as few microbatches as possible.
 
-    They divide a device's share evenly, unless the batch is `padded` with empty sequences anyway.
+    They divide a device's share evenly, unless the batch is `padded` with empty sequences anyway, or may be and would take
+    more than twice as many microbatches otherwise.
     """
     fewest = 1 if limit is None else -(-share // limit)
-    if padded:
+    even = next(number for number in range(fewest, share + 1) if share % number == 0)
+    if padded or (may_pad and even > 2 * fewest):
         return -(-share // fewest)
-    return share // next(number for number in range(fewest, share + 1) if share % number == 0)
+    return share // even
 
 
 def _check_divides(trainer: TrainerConfig, size: BatchSize, num_shards: int, per_device: int) -> None:

@@ -23,10 +23,10 @@ import equinox as eqx
 import haliax as hax
 import jax
 import numpy as np
-from haliax import Axis, NamedArray
+from haliax import Axis, AxisSpec, NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.axes import LAYERS, LORA, axes_of
+from jaxlm.core.axes import LORA, STACKED_LAYERS, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, PositiveInt
 from jaxlm.core.matmul import Weight, dot
@@ -85,6 +85,14 @@ class LoraLinear(DropoutLayer):
     def with_key(self, key: jax.Array) -> "LoraLinear":
         """Returns the layer with this dropout key, or unchanged if it has no dropout."""
         return dataclasses.replace(self, key=key) if self.dropout else self
+
+    @property
+    def In(self) -> AxisSpec:
+        return self.base.In
+
+    @property
+    def Out(self) -> AxisSpec:
+        return self.base.Out
 
     @property
     def weight(self) -> Weight:
@@ -165,7 +173,7 @@ class LoraConfig(SurgeryConfig):
     def _check_dropout_applies(self, model: LanguageModel) -> None:
         """Refuses dropout on a head: the loss reads its weight and never calls the layer."""
         adapters = tree.modules_by_path(model, LoraLinear)
-        heads = [path for path, layer in adapters if layer.dropout and not layer.a.has_axis(LAYERS)]
+        heads = [path for path, layer in adapters if layer.dropout and not any(map(layer.a.has_axis, STACKED_LAYERS))]
         if heads:
             raise ConfigError(
                 f"surgery lora: dropout: {self.dropout} given, but target '{self.target}' matches {', '.join(heads)}. The"

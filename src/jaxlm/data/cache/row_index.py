@@ -85,7 +85,10 @@ def open_or_index(folder: Path, made_from: Mapping[str, Any], build: Callable[[]
 def _write(folder: Path, index: RowIndex, key: str) -> None:
     folder.mkdir()
     for name in _ARRAYS:
-        np.save(folder / f"{name}.npy", getattr(index, name))
+        with (folder / f"{name}.npy").open("wb") as file:
+            array = getattr(index, name)
+            np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+            file.write(array.data)  # numpy's own writer raises an `OSError` without a number on a full disk
     metadata = {
         "made_from": key,
         "num_cuts": index.num_cuts,
@@ -105,5 +108,5 @@ def _open(path: Path, key: str) -> RowIndex | None:
         if metadata["made_from"] != key or metadata["crc32"] != sums:
             return None
         return RowIndex(**arrays, num_cuts=metadata["num_cuts"], num_lost=metadata["num_lost"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except Exception:  # numpy parses the header of a damaged array, which fails in many ways
         return None

@@ -72,6 +72,8 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
 
     makes: ClassVar[str] = "documents"
     """What the records become: the data section must read the same."""
+    adds_bos: ClassVar[bool] = True
+    """Whether each document begins with BOS if the data section asks for it."""
 
     @classmethod
     def default_choice_name(cls) -> str | None:

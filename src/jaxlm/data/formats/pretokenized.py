@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ class PretokenizedFormat(FormatConfig):
     Attributes:
         input_ids_key: key, or column, of the token ids; not used for .npy files.
     """
+
+    adds_bos: ClassVar[bool] = False
 
     input_ids_key: str = "input_ids"
 

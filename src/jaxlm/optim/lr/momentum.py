@@ -1,4 +1,4 @@
-"""Schedules beside the learning rate's: the decay rate of a momentum, and the factor of the weight decay."""
+"""Schedules of a momentum and of the weight decay."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from jaxlm.core.axes import LAYERS, VALUE_LAYERS
+from jaxlm.core.axes import LAYERS, STACKED_LAYERS, VALUE_LAYERS
 from jaxlm.core.sharding import current_layout, current_platform, for_compute
 from jaxlm.core.tree import is_named
 from jaxlm.models.attention.api import AttentionMask
@@ -36,7 +36,6 @@ from jaxlm.models.scan import runs_as_scan, scan_layers
 from jaxlm.models.stacks import LayerKind, OtherBody, layer_contexts, shortest_period
 
 _PERIODS = "periods"
-_STACKED = (LAYERS, VALUE_LAYERS)
 _Kind = tuple[LayerKind, bool]
 """What is static about a layer, and whether it has a value embedding."""
 
@@ -97,7 +96,7 @@ class _ForwardPass:
     ) -> tuple[_Carry, ForCache]:
         """Runs one layer."""
         axes, dtype = carry.x.axes, carry.x.dtype
-        block = with_dropout_keys(for_compute(layer.block), layer.key)
+        block, value = with_dropout_keys((for_compute(layer.block), value), layer.key)
         resid, x0_factor = for_compute((layer.resid_lambda, layer.x0_lambda))
         x = (resid * carry.x + x0_factor * self.x0).rearrange(axes).astype(dtype)
         x, new = block(x, self.contexts[kind], layer.layer_cache, value, self.tokens)
@@ -208,7 +207,7 @@ class NanoBody(OtherBody):
         if num_periods:
             Periods = Axis(_PERIODS, num_periods)
             stacked = self._stacked(cached, keys, start, last)
-            grouped = tuple(_grouped(part, name, Periods) for part, name in zip(stacked, _STACKED, strict=True))
+            grouped = tuple(_grouped(part, name, Periods) for part, name in zip(stacked, STACKED_LAYERS, strict=True))
             step = self._several_layers(shared, kinds[:period], scan=scan)
             carry, out = scan_layers(step, carry, grouped, Periods, unroll=not scan)
             outputs.append(

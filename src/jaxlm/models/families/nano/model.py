@@ -108,7 +108,7 @@ class NanoConfig(ModelConfig):
         gate_init_max: the gates of value embeddings are initialized uniformly between 0 and this.
         first_resid_lambda, last_resid_lambda: initial factor of the residual stream before the first and before the last
             layer; layers between them are interpolated.
-        first_x0_lambda, last_x0_lambda: the same of the embedding, which is added to the residual stream before each layer.
+        first_x0_lambda, last_x0_lambda: the same for the embedding, which is added to the residual stream before each layer.
     """
 
     seq_len: PositiveInt = 2048
