@@ -20,6 +20,7 @@ from jaxlm.data.cache import row_index
 from jaxlm.data.cache.token_cache import DamagedCacheError, TokenCache
 from jaxlm.data.data import Data
 from jaxlm.data.examples import ExampleRange
+from jaxlm.data.formats.pretokenized import PretokenizedFormat
 from jaxlm.data.formats.supervised import SupervisedFormat
 from jaxlm.data.tokens import TokensConfig
 from tests.data.helpers import cache_of, small_tokenizer, some_text
@@ -435,6 +436,10 @@ def test_records_with_a_loss_mask_are_padded_and_never_cut(config, tmp_path):
 def test_rows_without_bos_are_refused(config):
     with pytest.raises(ConfigError, match=r"data\.enforce_bos: false given, but data\.packing: .* begin with BOS"):
         dataclasses.replace(config, enforce_bos=False).check()
+    with pytest.raises(
+        ConfigError, match=r"data\.format\.type: pretokenized given, whose documents need not begin with BOS"
+    ):
+        dataclasses.replace(config, format=PretokenizedFormat()).check()
 
 
 def test_another_packing_is_other_data(config):
