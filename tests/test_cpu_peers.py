@@ -286,7 +286,7 @@ def test_jaxlms_configuration_is_that_of_its_peers(monkeypatch):
     assert common.flops_per_token() == plan.config.model.flops_per_token(common.VOCAB).causal
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_benchmark_runs_completely(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("psutil")

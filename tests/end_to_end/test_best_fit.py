@@ -67,6 +67,7 @@ def test_killed_in_the_middle_of_an_epoch(workplace, uninterrupted):
     assert len(batches) == STEPS, "every step of this epoch has rows of its own"
 
 
+@pytest.mark.slow
 def test_another_packing_is_refused_on_resume(uninterrupted):
     *split, _ = (word.replace("best_fit,", "best_fit, fill: split,") for word in PACKING)
     refused = uninterrupted.run(*split, str(STEPS + 1), *WATCH)

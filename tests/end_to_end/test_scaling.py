@@ -69,7 +69,7 @@ def test_a_killed_study_continues_and_gives_what_it_would_have_given(workplace):
     assert saved["members"][1]["value"].hex() == last.hex()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_signal_saves_the_member_and_ends_the_study(workplace):
     place = workplace()
     write(place)
@@ -82,7 +82,7 @@ def test_a_signal_saves_the_member_and_ends_the_study(workplace):
     assert "stopped by SIGTERM" in (place.folder / "logs" / "study-1.5e10-d1" / "train.log").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_members_train_on_a_ray_cluster(workplace):
     place = workplace()
     write(place)
