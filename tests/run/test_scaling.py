@@ -210,6 +210,26 @@ def test_a_member_that_fails_does_not_keep_others_from_training(trained):
     assert len(json.loads(Path("scaling/scaling.json").read_text())["members"]) == 5
 
 
+def test_budgets_that_share_a_name_are_refused(trained, capsys):
+    assert command.main(["--config_path", "mine.yaml", "--scaling.budgets", "[1.0e+13, 10000000000000.1]"]) == 2
+    assert "numbers that differ in 12 digits expected" in capsys.readouterr().err
+    assert trained.started == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"value": None}, {"value": "a"}, {"value": float("nan")}, {"num_parameters": 0}, {"name": [1]}, {"name": "zz"}],
+)
+def test_a_damaged_result_is_one_message(trained, capsys, change):
+    assert command.main(["--config_path", "mine.yaml"]) == 0
+    path = Path("scaling/members/mine-1e13-d2.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert command.main(["--config_path", "mine.yaml"]) == 2
+    assert "mine-1e13-d2.json: cannot be read" in capsys.readouterr().err
+    path.write_text("[" * 100_000)
+    assert command.main(["--config_path", "mine.yaml"]) == 2
+
+
 @pytest.mark.slow
 def test_results_of_other_keys_are_not_mixed_with_new_ones(trained, capsys):
     assert command.main(["--config_path", "mine.yaml"]) == 0

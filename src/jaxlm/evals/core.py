@@ -166,7 +166,7 @@ def _num_shared(rows: Sequence[np.ndarray]) -> int:
 def _cropped(pair: _Pair, max_tokens: int) -> _Pair:
     """The last tokens of a pair: at most `max_tokens`, at least one of them context."""
     context, continuation = pair
-    continuation = continuation[-(max_tokens - 1) :] if len(continuation) >= max_tokens else continuation
+    continuation = continuation[max(0, len(continuation) - (max_tokens - 1)) :]
     return context[-(max_tokens - len(continuation)) :], continuation
 
 

@@ -131,12 +131,12 @@ def _settings(file: Path, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     try:
         entries = yaml.safe_load(file.read_text(encoding="utf-8"))["icl_tasks"]
         found = {entry["label"]: entry for entry in entries if entry["label"] in names}
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"{_WHERE}: {file} is damaged: a list `icl_tasks` of tasks with `label` expected") from error
     for name, entry in found.items():
         shots = entry.get("num_fewshot")
         is_sound = (
-            entry.get("icl_task_type") in _KEYS
+            entry.get("icl_task_type") in tuple(_KEYS)
             and isinstance(entry.get("dataset_uri"), str)
             and isinstance(entry.get("continuation_delimiter", " "), str)
             and isinstance(shots, list)

@@ -75,7 +75,10 @@ def open_or_index(folder: Path, made_from: Mapping[str, Any], build: Callable[[]
     with folder_lock(writable_folder(folder), lambda _: None), disk_full_errors(path):
         if (found := _open(path, key)) is not None:  # another process was faster
             return found
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
         built = build()
         with atomic_folder(path) as unfinished:
             _write(unfinished, built, key)

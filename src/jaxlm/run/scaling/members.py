@@ -1,6 +1,7 @@
 """The members of a scaling study: one ordinary run for each budget and depth, as a configuration file of its own."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -122,13 +123,17 @@ class Member:
 
     def write(self) -> None:
         """Writes the configuration file."""
+        self._write_file(self.config_path, self.text)
+
+    def _write_file(self, file: Path, text: str) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with atomic_file(self.config_path) as path:
-                path.write_text(self.text, encoding="utf-8")
+            with atomic_file(file) as path:
+                path.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"scaling.output_dir: {self.folder} cannot be written ({error.strerror}). Set it to a writable folder"
+                f"scaling.output_dir: {self.folder} cannot be written ({error.strerror}). Set it to a writable folder, or"
+                " free some space"
             ) from error
 
     def result(self) -> MemberResult | None:
@@ -140,9 +145,9 @@ class Member:
         if not self.result_path.exists():
             return None
         try:
-            saved = MemberResult(**json.loads(self.result_path.read_text(encoding="utf-8")))
+            saved = self._checked(json.loads(self.result_path.read_text(encoding="utf-8")))
             text = self.config_path.read_text(encoding="utf-8")
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
                 f"{self.result_path}: cannot be read ({error}). Delete it, and the command measures the run again"
             ) from error
@@ -152,6 +157,18 @@ class Member:
                 " another scaling.output_dir and trainer.id, or delete the file, its .json, and the checkpoints and logs"
             )
         return saved if saved.metric == self.metric else self.measure()
+
+    def _checked(self, content: Any) -> MemberResult:
+        """The result in a file of this member. Raises `ValueError` or `TypeError` if it cannot be one."""
+        saved = MemberResult(**content)
+        if (saved.name, saved.depth, saved.budget) != (self.name, self.depth, self.budget):
+            raise ValueError(f"a result of {saved.name!r}, depth {saved.depth!r}, {saved.budget!r} FLOPs")
+        counts = (saved.num_parameters, saved.num_tokens, saved.num_steps, saved.flops_per_token)
+        if not all(type(count) is int and count > 0 for count in counts):
+            raise ValueError("its sizes are not positive integers")
+        if not (isinstance(saved.value, (int, float)) and math.isfinite(saved.value)):
+            raise ValueError(f"value: {saved.value!r}, a number expected")
+        return saved
 
     def measure(self) -> MemberResult:
         """Reads the last value of the metric from the logs of a run that has finished, and saves the result."""
@@ -174,8 +191,7 @@ class Member:
             self.metric,
             float(values[-1]),
         )
-        with atomic_file(self.result_path) as path:
-            path.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+        self._write_file(self.result_path, json.dumps(asdict(result), indent=1) + "\n")
         return result
 
 
@@ -217,6 +233,9 @@ def plan_study(source: ConfigSource, stem: str | None) -> tuple[ScalingConfig, l
         for budget in sorted(scaling.budgets)
         for depth in sorted(scaling.depths)
     ]
+    if len({member.name for member in members}) < len(members):
+        given = scaling.budgets
+        raise config_error(source, ("scaling", "budgets"), f"{given} given, numbers that differ in 12 digits expected")
     return scaling, members
 
 
