@@ -12,7 +12,7 @@ import pytest
 DATA_WAYS = {"fsdp8": 8, "tp2_fsdp4": 4, "tp2_fsdp4_vocab": 4, "hsdp2x4": 4}
 HEAD = 64 * 32
 FAMILIES = {"llama": list(DATA_WAYS), "gpt2": list(DATA_WAYS), "nano": ["fsdp8", "tp2_fsdp4_vocab"]}
-SOAK = {"gpt2": pytest.mark.soak}
+SOAK = {"gpt2": pytest.mark.soak, "nano": pytest.mark.soak}
 
 
 @lru_cache
