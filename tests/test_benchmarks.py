@@ -42,6 +42,7 @@ def test_without_a_gpu_the_benchmark_says_so():
     assert "jax finds no NVIDIA GPU, so there is nothing to measure" in done.stderr
 
 
+@pytest.mark.soak
 def test_the_benchmark_of_fp8_runs_completely_with_tiny(tmp_path):
     done = run("--tiny", "--steps", 2, "--output", tmp_path / "fp8", script="fp8.py")
     assert done.returncode == 0, done.stderr[-3000:]
