@@ -217,7 +217,8 @@ class BestFitSequences(Examples):
         index, num_tokens = self._index, self.cache.num_tokens
         filled = f"{len(self):,} rows of {self.seq_len:,} tokens, packed by best fit, {self.padding:.2%} padding"
         if self._config.fill == "split":
-            return f"{filled}; documents were cut {index.num_cuts:,} times, and no token is lost"
+            lost = f"{index.num_lost:,} of {num_tokens:,} tokens are" if index.num_lost else "no token is"
+            return f"{filled}; documents were cut {index.num_cuts:,} times, and {lost} lost"
         return (
             f"{filled}; {index.num_cuts:,} of {len(self.cache.offsets) - 1:,} documents were cropped, losing"
             f" {index.num_lost:,} of {num_tokens:,} tokens ({index.num_lost / num_tokens:.1%})"

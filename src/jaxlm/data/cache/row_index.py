@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import tokenize
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -111,5 +112,6 @@ def _open(path: Path, key: str) -> RowIndex | None:
         if metadata["made_from"] != key or metadata["crc32"] != sums:
             return None
         return RowIndex(**arrays, num_cuts=metadata["num_cuts"], num_lost=metadata["num_lost"])
-    except Exception:  # numpy parses the header of a damaged array, which fails in many ways
+    # An empty file, and a damaged header, which numpy parses as Python.
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, EOFError, SyntaxError, tokenize.TokenError):
         return None
