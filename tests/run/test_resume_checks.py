@@ -1,6 +1,8 @@
 """Checks and warnings at the start of a resumed run."""
 
 import contextlib
+import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,10 +10,14 @@ import pytest
 from jaxlm.config.load import decode_run
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.tokenizer.train_bpe import train_bpe
+from jaxlm.engine.checkpoint.integrity import seal
+from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.run import resume_checks as resume_checks
 from jaxlm.run.plan import make_plan
-from jaxlm.run.resume_checks import changed_stages, check_same_data
+from jaxlm.run.resume_checks import changed_stages, check_same_data, load_saved_run
+from tests.data.helpers import some_text
 
 SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "intermediate_dim": 32}
 STAGES = [[0, {"a": 1, "b": 0}], [50, {"a": 0, "b": 1}]]
@@ -74,3 +80,33 @@ def test_processes_with_other_data_do_not_train_together(tmp_path, monkeypatch):
         ):
             check_same_data(plan, fingerprint)
         del compared[1:]
+
+
+@pytest.mark.parametrize("vanishes", [True, False])
+def test_a_checkpoint_that_another_start_replaces_while_it_is_read(vanishes, tmp_path, monkeypatch):
+    """The other start trains on, and deletes the checkpoint that this one reads. The lock refuses this start later."""
+    tokenizer = train_bpe([some_text(seed) for seed in range(20)], 300)
+    for name in ("step-1", "step-2"):
+        (tmp_path / name / "run" / "tokenizer").mkdir(parents=True)
+        for file, content in tokenizer.files(max_length=24).items():
+            (tmp_path / name / "run" / "tokenizer" / file).write_bytes(content)
+        (tmp_path / name / "run" / "config.yaml").write_text("trainer: {seed: 7}\n")
+        seal(tmp_path / name)
+    read_tokenizer = resume_checks.load_tokenizer
+
+    def delete_and_read(path):
+        if vanishes:
+            shutil.rmtree(tmp_path / "step-2", ignore_errors=True)
+        elif "step-2" in path:
+            raise ConfigError("unreadable")
+        return read_tokenizer(path)
+
+    monkeypatch.setattr(resume_checks, "load_tokenizer", delete_and_read)
+    plan: Any = SimpleNamespace(checkpoints=LocalFolder(tmp_path))
+    if not vanishes:
+        with pytest.raises(ConfigError, match="unreadable"):
+            load_saved_run(plan)
+        return
+    saved = load_saved_run(plan)
+    assert saved is not None
+    assert (saved.source, saved.config.trainer.seed) == (f"{tmp_path}/step-1/run/config.yaml", 7)

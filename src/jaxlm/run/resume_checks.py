@@ -17,6 +17,7 @@ from jaxlm.core.runtime import main_first, same_on_all_processes
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.engine.checkpoint.integrity import DamagedError
 from jaxlm.engine.checkpoint.manifest import Cursor
+from jaxlm.engine.checkpoint.store import Checkpoint
 from jaxlm.engine.phases import Phase
 from jaxlm.observe.trackers.environment import computing
 from jaxlm.run.compilation.options import StepOptions
@@ -64,22 +65,30 @@ def load_saved_run(plan: Plan) -> SavedRun | None:
     for checkpoint in reversed(plan.checkpoints.checkpoints()):
         try:
             checkpoint.verify(below="run/")
+            return _read_saved_run(checkpoint)
         except DamagedError:
             continue  # it will be set aside later
-        with checkpoint.local("run") as folder:
-            return SavedRun(
-                f"{checkpoint.location}/run/config.yaml",
-                read_config(folder / "config.yaml"),
-                _read_json(folder / DATA_IDENTITY),
-                _read_json(folder / REFERENCES_IDENTITY) or {},
-                _read_json(folder / ENVIRONMENT) or {},  # earlier versions did not save it
-                load_tokenizer(str(folder / "tokenizer")).fingerprint,
-            )
+        except (ConfigError, OSError):
+            if checkpoint.name in plan.checkpoints.names():
+                raise
+            return load_saved_run(plan)  # another start of this run is at work, and has replaced the checkpoint
     logged = plan.log_folder / "config.yaml"
     try:
         return SavedRun(str(logged), read_config(logged)) if logged.is_file() else None
     except ConfigError:
         return None
+
+
+def _read_saved_run(checkpoint: Checkpoint) -> SavedRun:
+    with checkpoint.local("run") as folder:
+        return SavedRun(
+            f"{checkpoint.location}/run/config.yaml",
+            read_config(folder / "config.yaml"),
+            _read_json(folder / DATA_IDENTITY),
+            _read_json(folder / REFERENCES_IDENTITY) or {},
+            _read_json(folder / ENVIRONMENT) or {},  # earlier versions did not save it
+            load_tokenizer(str(folder / "tokenizer")).fingerprint,
+        )
 
 
 def _read_json(path: Path) -> Any:
