@@ -11,7 +11,7 @@ SIZES = "[{start: 0, value: 8}, {start: 7, value: 16}, {start: 12, value: 24}]"
 RUN = ("--config_path", "run.yaml", "--trainer.train_batch_size", SIZES, "--trainer.per_device_parallelism", "8")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_killed_at_a_step_with_larger_batches_ends_the_same(workplace):
     whole, killed = workplace(), workplace()
     for place in (whole, killed):

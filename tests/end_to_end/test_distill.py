@@ -138,7 +138,8 @@ def test_a_checkpoint_is_the_same_teacher_as_its_export(whole):
     assert whole("of a checkpoint")[0] == whole("top k")[0]
 
 
-@pytest.mark.parametrize("form", ["live", pytest.param("cached", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("form", ["live", "cached"])
 def test_eight_devices_and_two_processes_agree_with_one_device(whole, workplace, teacher, form):
     losses, *_ = whole(form)
     close(whole(form, 8)[0], losses, 1e-5)

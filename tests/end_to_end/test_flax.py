@@ -16,8 +16,8 @@ def sections() -> dict[str, str]:
     return {kind: next(block for block in blocks if f"examples.{kind}_model" in block) for kind in ("nnx", "linen")}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "devices"), [("nnx", 8), pytest.param("linen", 1, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "devices"), [("nnx", 8), ("linen", 1)])
 def test_a_killed_and_resumed_run_is_identical(workplace, kind, devices):
     places = [workplace(devices) for _ in range(2)]
     for place in places:

@@ -70,7 +70,7 @@ PLACES = {
     ("case", "devices"),
     [
         ("rewind", 1),
-        ("until", 1),
+        pytest.param("until", 1, marks=pytest.mark.soak),
         pytest.param("rewind", 8, marks=pytest.mark.soak),
         pytest.param("until", 8, marks=pytest.mark.soak),
     ],

@@ -52,7 +52,7 @@ def whole(workplace) -> Callable[..., Workplace]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [8, pytest.param(1, marks=pytest.mark.soak)])
 def test_killed_and_resumed(whole, workplace, devices):
     place = start(workplace(devices))
     process = place.start("--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="first phase")

@@ -26,7 +26,9 @@ def start(workplace, devices: int) -> Workplace:
     return place
 
 
-@pytest.fixture(scope="session", params=[1, 4], ids=["one device", "four devices"])
+@pytest.fixture(
+    scope="session", params=[1, pytest.param(4, marks=pytest.mark.soak)], ids=["one device", "four devices"]
+)
 def whole(request, workplace):
     """The uninterrupted run: (devices, losses, hashes before and after the second phase)."""
     place = start(workplace, request.param)
@@ -58,9 +60,9 @@ FAULTS = ("first phase", "boundary", "after surgery", "saving the entry", "secon
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("whole", "faults"),
-    [(1, FAULTS), (4, ("after surgery",)), pytest.param(4, FAULTS, marks=pytest.mark.soak)],
+    [(1, FAULTS), pytest.param(4, FAULTS, marks=pytest.mark.soak)],
     indirect=["whole"],
-    ids=["one device, everywhere", "four devices, after surgery", "four devices, everywhere"],
+    ids=["one device", "four devices"],
 )
 def test_killed(whole, workplace, faults):
     """One run that is killed at each place in turn."""

@@ -128,16 +128,14 @@ def test_killed_once(workplace, uninterrupted):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
-    [pytest.param(name, marks=() if "kron, float32 router, tp 2" in name else pytest.mark.soak) for name in OTHERS],
+    [pytest.param(name, marks=pytest.mark.soak) for name in OTHERS],
 )
 def test_killed_once_with_another_optimizer_or_precision(workplace, uninterrupted, setting):
     check(workplace, uninterrupted, setting, seed=3, kills=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(m, marks=() if "fsdp 8" in m else pytest.mark.soak) for m in FOUR_GROUPS]
-)
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=pytest.mark.soak) for m in FOUR_GROUPS])
 def test_killed_once_with_four_groups(workplace, uninterrupted, mesh):
     check(workplace, uninterrupted, mesh, seed=5, kills=1)
     _, digest = uninterrupted(mesh)

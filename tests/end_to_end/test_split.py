@@ -25,7 +25,9 @@ def start(workplace, devices: int) -> Workplace:
     return place
 
 
-@pytest.fixture(scope="session", params=[1, 8], ids=["one device", "eight devices"])
+@pytest.fixture(
+    scope="session", params=[1, pytest.param(8, marks=pytest.mark.soak)], ids=["one device", "eight devices"]
+)
 def whole(request, workplace):
     """The uninterrupted run: (its place, losses, hashes before and after the second phase)."""
     place = start(workplace, request.param)
@@ -62,7 +64,7 @@ def test_killed(whole, workplace):
     assert place.digest("step-24") == whole[3]
 
 
-@pytest.mark.parametrize("whole", [8, pytest.param(1, marks=pytest.mark.soak)], indirect=True)
+@pytest.mark.parametrize("whole", [1, pytest.param(8, marks=pytest.mark.soak)], indirect=True)
 def test_its_checkpoint_is_exported_and_sampled_as_the_whole_model(whole):
     """`--verify` reads the exported folder with transformers if it is installed; sampling it gives the same text."""
     place = whole[0]

@@ -170,7 +170,7 @@ def two_processes(workplace) -> Workplace:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("process", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_a_failure_on_one_of_two_processes_is_known_to_both(two_processes, place, process):
     """Neither waits for the other, and both try again at the same step."""
     running = place.start_all(2, *RUN, *OFTEN, **faulty(f"process:{process}"))
@@ -298,7 +298,7 @@ def test_an_outage_of_a_store_that_checkpoints_are_uploaded_to(uninterrupted, pl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize("store", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_an_error_of_the_training_costs_no_checkpoint_that_is_being_written(place, store):
     """What a save needs, its log files and its lease, is closed only once it is finished."""
     url = f"file://{place.folder}/store"

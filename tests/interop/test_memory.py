@@ -62,7 +62,7 @@ def test_an_import_needs_at_most_one_shard_beside_the_model(folder):
     assert found["above_model"] <= 1.15 * found["largest_slice"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_import_takes_at_most_twice_as_long_as_transformers(folder):
     pytest.importorskip("transformers")
     assert measured(folder, "jaxlm")["seconds"] <= 2 * measured(folder, "transformers")["seconds"] + 5

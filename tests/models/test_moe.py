@@ -91,7 +91,9 @@ def trained(where, model=CONFIG):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if "2" in n and "experts" in n else pytest.mark.soak) for n in LAYOUTS]
+)
 def test_training_on_eight_devices_equals_training_on_one(alone, name):
     (metrics, parameters), (expected, wanted) = trained(LAYOUTS[name]()), alone
     for step, reference in zip(metrics, expected, strict=True):

@@ -237,7 +237,7 @@ def test_decoding_with_a_cache_is_the_full_forward_pass(layers, built, as_inputs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("bfloat16", marks=pytest.mark.soak)])
 def test_generation_with_other_caches_and_a_prefix_cache(dtype, built):
     model = built(dataclasses.replace(TINY, seq_len=512))
     decoding, cache, writer = (
@@ -345,7 +345,7 @@ def test_no_second_copy_of_the_parameters_is_saved(remat, as_inputs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["late", "early"])
+@pytest.mark.parametrize("name", ["late", pytest.param("early", marks=pytest.mark.soak)])
 def test_twenty_steps_are_those_of_torch(name):
     """The loss of each step in float32, with Adam on both sides; the run's losses are those of its training step."""
     torch = pytest.importorskip("torch")

@@ -117,7 +117,7 @@ def test_kinds_follow_the_layers(built):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+@pytest.mark.parametrize("cache_dtype", [None, pytest.param("int8", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", MODELS)
 def test_decoding_with_a_cache_gives_the_same_tokens(name, cache_dtype, built):
     """Stacked and unstacked layers, rows of different lengths."""
@@ -210,7 +210,7 @@ def test_a_watched_run_names_the_stacks_and_counts_their_layers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["fsdp 8", "tp 2 x fsdp 4"])
+@pytest.mark.parametrize("mesh", ["tp 2 x fsdp 4", pytest.param("fsdp 8", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("trainable", [(".*",), (r"body\.1", "^head")])
 def test_losses_do_not_depend_on_the_mesh_and_frozen_layers_do_not_change(mesh, trainable):
     halves = phase(surgeries=(SplitAtConfig(1),), trainable=trainable)
