@@ -321,6 +321,13 @@ def test_what_is_compiled_does_not_grow_with_the_number_of_layers(as_inputs):
     assert whole[0] < rest[0] < 2 * whole[0]
 
 
+def test_no_layer_branches(as_inputs):
+    """XLA for GPUs gathers what a branch returns from all devices."""
+    config = dataclasses.replace(TINY, scan_layers=True)
+    assert config.backout is not None
+    assert not re.search(r"stablehlo\.(case|if)\b", program(config, as_inputs))
+
+
 @pytest.mark.slow
 def test_scan_and_unrolled_layers_are_equal(built, as_inputs):
     inputs, found = as_inputs(ids()), []

@@ -103,7 +103,9 @@ class _ForwardPass:
         x = hax.auto_sharded(x.rearrange(axes))
         middle = carry.middle
         if middle is not None:
-            middle = hax.where(layer.index == self.middle, x, middle).rearrange(axes)
+            # A scalar condition makes `hax.where` a `cond`, whose result GPUs gather from all devices.
+            is_middle, before = (layer.index == self.middle).scalar(), middle.rearrange(axes).array
+            middle = NamedArray(jnp.where(is_middle, x.array, before), axes)
         return _Carry(x, middle), new
 
 
