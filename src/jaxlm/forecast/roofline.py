@@ -23,6 +23,7 @@ _FREE = {
         "after-all",
         "bitcast",
         "constant",
+        "fusion-done",
         "get-tuple-element",
         "iota",
         "parameter",
@@ -33,6 +34,7 @@ _FREE = {
     *COLLECTIVES,
     *(f"{kind}-{end}" for kind in (*COLLECTIVES, "async", "copy") for end in ("start", "done", "update")),
 }
+_FUSIONS = ("fusion", "fusion-start")  # the second runs beside other kernels until its `fusion-done`
 _SLICES = {"dynamic-slice", "gather", "slice"}
 # The backward pass of attention has five matrix products, the forward pass two.
 _BACKWARD = 2.5
@@ -167,7 +169,7 @@ class _Roofline:
         """Bytes that a kernel reads and writes."""
         operands = [body[name] for name in kernel.operands if name in body]
         called = self.program.called_by(kernel)
-        if kernel.opcode != "fusion" or len(called) != 1:
+        if kernel.opcode not in _FUSIONS or len(called) != 1:
             return _bytes_written(kernel, body) + sum(_bytes_read(operand, [kernel], body) for operand in operands)
         fused = self.program.computations[called[0]]
         parameters = [instruction for instruction in fused.values() if instruction.opcode == "parameter"]
