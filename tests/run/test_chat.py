@@ -117,7 +117,7 @@ def test_a_model_without_a_template_chats_in_chatml(folder, tmp_path, monkeypatc
     """The rendered text is transformers' with Qwen's template, which is ChatML; text ends the turn, not a token."""
     named = without_template(folder, tmp_path)
     template = chat._load_template(None, named.tokenizer)
-    assert capsys.readouterr().err.startswith("note: the tokenizer has no chat template; ChatML is used.")
+    assert capsys.readouterr().err.startswith("note: the tokenizer has no chat template; chatml is used.")
     turns = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     expected = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
     assert template.prompt(turns, "here") == expected
