@@ -1,6 +1,7 @@
 """Generated conversations: the same for the same keys, right answers, and problems in validation that are not in training."""
 
 import dataclasses
+import itertools
 import json
 import re
 
@@ -31,7 +32,7 @@ def calls(messages: list[dict]) -> list[tuple[str, str]]:
     return [
         (part["text"], following["text"])
         for content in contents
-        for part, following in zip(content, content[1:], strict=False)
+        for part, following in itertools.pairwise(content)
         if (part["type"], following["type"]) == ("python", "python_output")
     ]
 

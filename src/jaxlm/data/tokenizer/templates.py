@@ -43,6 +43,8 @@ _NANOCHAT = r"""
 {%- set has_system = messages[0].role == 'system' -%}
 {%- if has_system and (messages | length < 2 or messages[1].role != 'user') -%}
   {{- raise_exception('message 1 is a system message, which a user message must follow') -}}
+{%- elif has_system and messages[0].content is not string -%}
+  {{- raise_exception('message 1 is a system message, and its content must be text') -}}
 {%- endif -%}
 <|bos|>
 {%- for message in messages[1 if has_system else 0:] -%}
@@ -66,7 +68,7 @@ _NANOCHAT = r"""
       <|assistant_start|>
     {%- endif -%}
     {%- set is_text = message.content is string or not message.content -%}
-    {%- for part in [{'type': 'text', 'text': message.content or ''}] if is_text else message.content -%}
+    {%- for part in ([{'type': 'text', 'text': message.content or ''}] if is_text else message.content) -%}
       {%- if part.text is not string -%}
         {{- raise_exception(number ~ ' has a part whose text is not text') -}}
       {%- elif part.type == 'text' -%}

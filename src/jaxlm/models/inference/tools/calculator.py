@@ -9,8 +9,11 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
-from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from annotated_types import Interval
+
+from jaxlm.core.field_types import NonNegativeInt
 from jaxlm.models.inference.tools.base import Tool
 
 _ARITHMETIC = frozenset("0123456789.+-*/() ")
@@ -27,6 +30,8 @@ _OPERATORS: dict[type, Callable] = {
     ast.USub: operator.neg,
 }
 Number = int | float
+CallLength = Annotated[int, Interval(ge=1, le=4096)]
+"""Longer calls could exhaust the stack of Python's parser."""
 
 
 class _NoOutputError(Exception):
@@ -43,7 +48,7 @@ class Calculator(Tool):
         max_exponent: the largest exponent of `**`. 0 refuses every power, as nanochat does.
     """
 
-    max_characters: PositiveInt = 256
+    max_characters: CallLength = 256
     max_exponent: NonNegativeInt = 0
 
     def run(self, call: str) -> str | None:
