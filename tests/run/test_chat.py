@@ -235,7 +235,7 @@ def test_which_tool_is_used(nanochat_tokenizer, folder):
         ConfigError, match=r"--tool: 'calculator' given, but the model cannot call a tool: .*<\|python_start"
     ):
         tool_calls_of(options("calculator"), plain)
-    with pytest.raises(ConfigError, match="--tool: 'clock' given. Allowed: calculator, none, or package.module:Class"):
+    with pytest.raises(ConfigError, match=r"--tool: 'clock' given\. Allowed: calculator, none, or package"):
         tool_calls_of(options("clock"), tokenizer)
     with pytest.raises(ConfigError, match="there is no dataclass that extends"):
         tool_calls_of(options("jaxlm.chat:Conversation"), tokenizer)
