@@ -34,12 +34,17 @@ phases:
       cache_dir: {cache}-chat-sft
       packing: {{type: best_fit, fill: pad}}
       configs:
-        sums: {{source: {{type: arithmetic, num_train: 40, num_validation: 10}}, format: {{type: chat, chat_template: nanochat}}}}
-        words: {{source: {{type: spelling, num_train: 20, num_validation: 10}}, format: {{type: chat, chat_template: nanochat}}}}
+        sums:
+          source: {{type: arithmetic, num_train: 40, num_validation: 10}}
+          format: {{type: chat, chat_template: nanochat}}
+        words:
+          source: {{type: spelling, num_train: 20, num_validation: 10}}
+          format: {{type: chat, chat_template: nanochat}}
 trainer:
   train_batch_size: 8
   steps_per_eval: 10
   max_eval_batches: 1
+  log_dir: logs
   compilation_cache_dir: {cache}/xla
   checkpointer: {{base_path: checkpoints, save_interval: 1000s, keep: [{{every: 5}}]}}
 optimizer: {{learning_rate: 1.0e-2, warmup: 2}}
