@@ -118,7 +118,7 @@ def test_problems_of_validation_are_not_in_training(name):
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [("missing.txt", "data.source.words: 'missing.txt' cannot be read"), ("few.txt", "has 1 words in lower case")],
+    [("missing.txt", "source.words: 'missing.txt' cannot be read"), ("few.txt", "has 1 words in lower case")],
 )
 def test_words_that_cannot_be_used_are_refused(tmp_path, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)

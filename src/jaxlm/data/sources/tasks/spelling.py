@@ -65,7 +65,7 @@ def _words(path: str | None) -> dict[str, list[str]]:
     by_split = {split: [word for word in words if split_of(word) == split] for split in (TRAIN, VALIDATION)}
     if not all(by_split.values()):
         raise ConfigError(
-            f"data.source.words: {path or 'the reference of Python'} has {len(words)} words in lower case that have"
+            f"source.words: {path or 'the reference of Python'} has {len(words)} words in lower case that have"
             f" {_MIN_LETTERS} to {_MAX_LETTERS} letters and occur at least {_MIN_OCCURRENCES} times: too few to hold some"
             " out for validation. Give a text with a few hundred of them"
         )
@@ -77,11 +77,11 @@ def _text(path: str | None) -> str:
         try:
             return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"data.source.words: '{path}' cannot be read: {error}") from error
+            raise ConfigError(f"source.words: '{path}' cannot be read: {error}") from error
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise ConfigError(
-            f"data.source.words: null given, but this Python has no reference of its language ({error}). Set it to a text"
+            f"source.words: null given, but this Python has no reference of its language ({error}). Set it to a text"
         ) from error
     return "\n".join(topics[name] for name in sorted(topics))
