@@ -51,7 +51,7 @@ def test_arithmetic_is_pythons(expression):
 QUOTABLE = st.characters(codec="utf-8", exclude_categories=("C", "Z"), exclude_characters="\\'\"")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.text(QUOTABLE, max_size=40), st.text(QUOTABLE, max_size=2), st.sampled_from("'\""))
 def test_counting_is_pythons(text, part, quote):
     assert Calculator().run(f"{quote}{text}{quote}.count({quote}{part}{quote})") == str(text.count(part))
@@ -156,9 +156,9 @@ def test_outputs_follow_calls(ids, output):
 
 
 def test_parts_and_text_of_an_answer():
-    ids = [*encode("is "), *ANSWER, START, *encode("1/0"), END, *encode("no"), START, *encode("9")]
+    ids = [*encode("and "), *ANSWER, START, *encode("1/0"), END, *encode("no"), START, *encode("9")]
     assert CALLS.parts(ids) == [
-        {"type": "text", "text": "is "},
+        {"type": "text", "text": "and "},
         {"type": "python", "text": "12*7"},
         {"type": "python_output", "text": "84"},
         {"type": "text", "text": "ok"},
@@ -166,7 +166,7 @@ def test_parts_and_text_of_an_answer():
         {"type": "text", "text": "no"},
         {"type": "python", "text": "9"},
     ]
-    assert CALLS.show(ids) == "is <<12*7=84>>ok<<1/0>>no<<9"
+    assert CALLS.show(ids) == "and <<12*7=84>>ok<<1/0>>no<<9"
     shown = [CALLS.show(ids[:end]) for end in range(len(ids) + 1)]
     assert all(after.startswith(before) for before, after in itertools.pairwise(shown)), "it can be streamed"
     assert CALLS.show([OUTPUT_START, *encode("5"), OUTPUT_END, *encode("a")]) == "<<=5>>a"
@@ -281,6 +281,7 @@ def test_the_model_reads_the_output(calling):
     assert together[0][end + 1 : end + 5] == [38, 1, 2, 39]
 
 
+@pytest.mark.slow
 def test_sampled_rows_do_not_depend_on_their_batch(calling):
     model, calls, _ = calling
     config = GenerationConfig(20, temperature=1.0, top_k=3, seed=5)
