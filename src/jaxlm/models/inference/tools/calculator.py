@@ -67,7 +67,7 @@ class Calculator(Tool):
     def _value(self, node: ast.expr) -> Number:
         match node:
             case ast.Constant(value=value) if type(value) in (int, float):
-                return _limited(value)
+                return _limited(value)  # pyright: ignore[reportArgumentType] - the guard is not understood
             case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
                 return _OPERATORS[type(op)](self._value(operand))
             case ast.BinOp(left=left, op=ast.Pow(), right=right):
