@@ -4,7 +4,8 @@
     echo "What is a mesh?" | jaxlm chat --checkpoint model-folder --temperature 0
 
 Each input line is a user turn. `/help` lists the commands, such as `/reset` for a new conversation; `/exit` or end of input
-ends the program. Ctrl-C stops the current answer, or ends the program if no answer is being generated.
+ends the program. Ctrl-C stops the current answer, or ends the program if no answer is being generated. A model with tokens
+for tool calls can use a calculator: `12 * 7 is <<12 * 7=84>>84` shows the call, its output and the answer.
 """
 
 import argparse
@@ -17,15 +18,17 @@ import time
 from collections.abc import Iterator, Sequence
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.tokenizer.chat_template import CHATML, ChatTemplate
+from jaxlm.data.tokenizer.chat_template import ChatTemplate
+from jaxlm.data.tokenizer.templates import template_of_tokens
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import GenerationConfig, stream_tokens
 from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.stop_strings import StopStrings
+from jaxlm.models.inference.tools.calls import CALL, OUTPUT, TEXT, TOOL_TOKENS, ToolCalls
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.run.exit_codes import command
-from jaxlm.run.generation_options import add_generation_options, generation_config_of
+from jaxlm.run.generation_options import add_generation_options, generation_config_of, tool_calls_of
 from jaxlm.run.load_model import checkpoint_parser, open_model, parse_with_keys
 
 _TOKENS_PER_UPDATE = 4
@@ -46,10 +49,11 @@ def main(arguments: Sequence[str]) -> int:
     loaded = open_model(options.checkpoint, keys, options.adapter, options.weights)
     template = _load_template(options.chat_template, loaded.tokenizer)
     stop_ids = tuple(dict.fromkeys((*loaded.tokenizer.stop_ids, *turn_ends(template, loaded.tokenizer))))
+    calls = _tool_calls(options, loaded.tokenizer, template)
     with loaded.plan.layout.use():
         model = loaded.for_inference(options.quantize)
         config = generation_config_of(options, stop_ids)
-        conversation = Conversation(model, loaded.tokenizer, template, config, options.system)
+        conversation = Conversation(model, loaded.tokenizer, template, config, options.system, calls)
         for line in _input_lines(sys.stdin.isatty()):
             if _COMMAND.fullmatch(line):
                 _obey(conversation, line)
@@ -59,11 +63,37 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _load_template(given: str | None, tokenizer: Tokenizer) -> ChatTemplate:
-    """The given template, else the tokenizer's, else ChatML."""
+    """The given template, else the tokenizer's, else the one for its special tokens, else ChatML."""
     if given is None and tokenizer.chat_template is None:
-        print("note: the tokenizer has no chat template; ChatML is used. --chat_template sets another", file=sys.stderr)
-        given = CHATML
+        given = template_of_tokens(tokenizer.vocabulary())
+        print(
+            f"note: the tokenizer has no chat template; {given} is used. --chat_template sets another", file=sys.stderr
+        )
     return ChatTemplate.load(given, tokenizer, "--chat_template")
+
+
+def _tool_calls(options: argparse.Namespace, tokenizer: Tokenizer, template: ChatTemplate) -> ToolCalls | None:
+    """What answers the model's tool calls; None if nothing does, or if the template cannot write calls."""
+    calls = tool_calls_of(options, tokenizer)
+    if calls is None or _writes_calls(template):
+        return calls
+    if options.tool is not None:
+        raise ConfigError(
+            f"--tool: '{options.tool}' given, but the chat template ({template.origin}) does not write a part of the type"
+            f" {CALL} between {TOOL_TOKENS[0]} and {TOOL_TOKENS[1]}. Remove --tool, or set --chat_template nanochat"
+        )
+    return None
+
+
+def _writes_calls(template: ChatTemplate) -> bool:
+    parts = [{"type": TEXT, "text": "a"}, {"type": CALL, "text": "1"}, {"type": OUTPUT, "text": "2"}]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": parts}]
+    call_start, call_end, output_start, output_end = TOOL_TOKENS
+    written = f"a{call_start}1{call_end}{output_start}2{output_end}"
+    try:
+        return written in template.render(messages, "a conversation", mark=False).text
+    except ConfigError:
+        return False
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,7 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--chat_template",
         default=None,
-        help="chat template, or the path of a .jinja file (default: the tokenizer's, else ChatML)",
+        help="chat template: chatml, nanochat, a text, or the path of a .jinja file (default: the tokenizer's, else nanochat"
+        " if it has its tokens, else chatml)",
     )
     add_generation_options(parser, max_new_tokens=512, temperature=0.7)
     return parser
@@ -131,13 +162,16 @@ class Conversation:
         template: ChatTemplate,
         config: GenerationConfig,
         system: str | None = None,
+        calls: ToolCalls | None = None,
     ):
         self._generator = Generator.of(model)
         self._tokenizer = tokenizer
         self._template = template
         self._config = config
         self._system = system
-        self._stops = StopStrings(turn_end_texts(template, tokenizer), tokenizer.decode)
+        self._calls = calls
+        read = tokenizer.decode if calls is None else calls.show
+        self._stops = StopStrings(turn_end_texts(template, tokenizer), read)
         self.begin()
 
     def begin(self) -> None:
@@ -165,6 +199,7 @@ class Conversation:
             every=_TOKENS_PER_UPDATE,
             until=self._stops.until,
             prefix_cache=self._prefix_cache,
+            tools=self._calls,
         )
         first = next(pieces, [[]])
         self.messages = messages
@@ -181,7 +216,12 @@ class Conversation:
                 shown += rest
                 yield rest
         finally:
-            self.messages = [*messages, {"role": "assistant", "content": shown}]
+            self.messages = [*messages, {"role": "assistant", "content": self._content(ids, shown)}]
+
+    def _content(self, ids: list[int], shown: str) -> str | list[dict[str, str]]:
+        """An answer as the content of its message: its text, or parts if it has calls."""
+        parts = [] if self._calls is None else self._calls.parts(ids)
+        return parts if any(part["type"] != TEXT for part in parts) else shown
 
     def _beginnings_of_stops(self) -> list[str]:
         return [stop[:end] for stop in self._stops.texts for end in range(1, len(stop))]

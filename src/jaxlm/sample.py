@@ -13,7 +13,7 @@ from jaxlm.models.inference.generate import generate_tokens
 from jaxlm.models.inference.stop_strings import StopStrings
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.run.exit_codes import command
-from jaxlm.run.generation_options import add_generation_options, generation_config_of
+from jaxlm.run.generation_options import add_generation_options, generation_config_of, tool_calls_of
 from jaxlm.run.load_model import checkpoint_parser, open_model, parse_with_keys
 
 
@@ -26,14 +26,15 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("--stop: '' given, but a stop string must not be empty. Set a stop string, or remove --stop")
     loaded = open_model(options.checkpoint, keys, options.adapter, options.weights)
     tokenizer, prompts = loaded.tokenizer, options.prompt or [""]
-    stops = StopStrings(stop_strings, tokenizer.decode)
+    calls = tool_calls_of(options, tokenizer)
+    stops = StopStrings(stop_strings, tokenizer.decode if calls is None else calls.show)
 
     with loaded.plan.layout.use():
         model = loaded.for_inference(options.quantize)
         started = time.perf_counter()
         config = generation_config_of(options, tokenizer.stop_ids)
         ids = [loaded.prompt_ids(prompt) for prompt in prompts]
-        completions = generate_tokens(Generator.of(model), ids, config, stops.until)
+        completions = generate_tokens(Generator.of(model), ids, config, stops.until, calls)
         seconds = time.perf_counter() - started
     for note in model.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -48,6 +48,7 @@ def test_an_error_reads_the_same_with_and_without_jax(arguments, tmp_path, monke
     [
         ("--optimizer.type", "muon", "--optimizer.momentum", "0.9"),
         ("--optimizer.type", "my.package:Optimizer", "--optimizer.anything", "1"),
+        ("--data.source", "{type: 'my.package:Sums', num_records: 5}"),
         ("--trainer.per_device_train_batch_size", "4"),
         ("--trainer.tracker", "[{type: tensorboard, logdir: x}]"),
         ("--config_path", "model.yaml"),

@@ -208,6 +208,20 @@ phases:
 )
 
 
+# Phases whose formats and sources have other types than those of the top level.
+CHATS = (
+    GOOD
+    + """
+phases:
+  - name: text
+  - name: chats
+    data: {cache_dir: c2, format: {type: chat, mask_user_turns: false}}
+  - name: tasks
+    data: {train_urls: [], cache_dir: c3, source: {type: arithmetic, num_train: 5}, format: {type: chat}}
+"""
+)
+
+
 def test_a_phase_inherits_missing_keys_from_the_top_level(here):
     (here / "run.yaml").write_text(PHASES)
     one, two = read_config(here / "run.yaml").phases
@@ -217,7 +231,7 @@ def test_a_phase_inherits_missing_keys_from_the_top_level(here):
     assert (two.data.train_urls, two.data.vocab_size) == (["other.txt"], 300)
 
 
-@pytest.mark.parametrize("text", [GOOD, PHASES], ids=["plain", "phases"])
+@pytest.mark.parametrize("text", [GOOD, PHASES, CHATS], ids=["plain", "phases", "other types in phases"])
 def test_a_dumped_configuration_loads_back_equal(text, here):
     (here / "run.yaml").write_text(text)
     config = read_config(here / "run.yaml")

@@ -18,6 +18,7 @@ PLACE = "corpus:Sums"
 def made(tmp_path, monkeypatch):
     # Imports only this module and unregisters it afterwards: other tests list all registered classes.
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "plugins" / "acme_lm")
+    CorpusConfig.get_known_choices()  # imports jaxlm's own first
     monkeypatch.setattr(CorpusConfig, "_choice_registry", {})
 
     def make(source=None, **keys) -> DataConfig:

@@ -1,18 +1,27 @@
-"""Chat: turns through the template, stop conditions, and the error without a template."""
+"""Chat: turns through the template, stop conditions, tool calls, and the error without a template."""
 
+import argparse
 import io
 
+import equinox as eqx
+import haliax as hax
 import jax
+import jax.numpy as jnp
 import pytest
+from haliax import Axis
 
 from jaxlm import chat, sample
 from jaxlm.chat import Conversation, turn_end_texts, turn_ends
+from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
+from jaxlm.data.tokenizer.templates import NANOCHAT_TOKENS
+from jaxlm.data.tokenizer.train_bpe import BpeConfig, train_bpe
 from jaxlm.interop.hf.folder import save_folder
-from jaxlm.models.base import vocab_axis
+from jaxlm.models.base import Hidden, LanguageModel, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.inference.generate import GenerationConfig, generate
 from jaxlm.models.inference.prefix_cache import PrefixCache
+from jaxlm.run.generation_options import tool_calls_of
 from jaxlm.run.load_model import open_model
 from tests.answers import SPECIAL, TEMPLATE, write_tokenizer
 from tests.engine.helpers import one_device
@@ -117,7 +126,7 @@ def test_a_model_without_a_template_chats_in_chatml(folder, tmp_path, monkeypatc
     """The rendered text is transformers' with Qwen's template, which is ChatML; text ends the turn, not a token."""
     named = without_template(folder, tmp_path)
     template = chat._load_template(None, named.tokenizer)
-    assert capsys.readouterr().err.startswith("note: the tokenizer has no chat template; ChatML is used.")
+    assert capsys.readouterr().err.startswith("note: the tokenizer has no chat template; chatml is used.")
     turns = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     expected = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
     assert template.prompt(turns, "here") == expected
@@ -160,3 +169,83 @@ def test_commands_and_what_looks_like_one(capsys):
     assert capsys.readouterr().err == f"/rest is not a command. Did you mean /reset?\n{listed}"
     assert talk.begun == 2
     assert not chat._COMMAND.fullmatch("/etc/hosts has which lines?")
+
+
+SEQ_LEN = 200
+
+
+class Scripted(LanguageModel):
+    """Says `script[p]` after the token at position p, whatever that is."""
+
+    script: jax.Array
+    certainty: jax.Array
+    num_tokens: int = eqx.field(static=True)
+
+    Vocab = property(lambda self: vocab_axis(self.num_tokens))
+    Pos = property(lambda self: Axis("position", self.script.shape[0]))
+
+    def hidden(self, inputs, *, cache=None, taps=(), key=None):
+        following = jax.nn.one_hot(self.script[inputs.positions.array], self.num_tokens) * self.certainty
+        return Hidden(hax.named(following, (*inputs.tokens.axes, self.Vocab)), cache)
+
+    def lm_head(self):
+        return None
+
+    def init_cache(self, Batch, capacity, dtype):
+        return jnp.zeros(())
+
+
+@pytest.fixture(scope="module")
+def nanochat_tokenizer():
+    config = BpeConfig(pattern="nanochat", special_tokens=list(NANOCHAT_TOKENS))
+    return train_bpe(["What is 12 * 7? It is 84."] * 4, 290, config)
+
+
+def options(tool=None):
+    return argparse.Namespace(tool=tool)
+
+
+def test_a_tool_answers_in_the_middle_of_a_turn(nanochat_tokenizer):
+    """Calls and outputs are shown, and stay parts of the turn: the next prompt has the same tokens."""
+    tokenizer = nanochat_tokenizer
+    template = ChatTemplate.load("nanochat", tokenizer, "key")
+    calls = chat._tool_calls(options(), tokenizer, template)
+    ids = lambda text: tokenizer.encode_with_offsets([text])[0][0].tolist()  # noqa: E731
+    asked = ids(template.prompt([{"role": "user", "content": "What is 12 * 7?"}], "here"))
+    before, output = ids("It is <|python_start|>12 * 7<|python_end|>"), ids("<|output_start|>84<|output_end|>")
+    said = [*before, *ids("?" * 4)[:1] * len(output), *ids("84.<|assistant_end|>")]
+    script = jnp.zeros(SEQ_LEN, jnp.int32).at[len(asked) - 1 : len(asked) - 1 + len(said)].set(jnp.asarray(said))
+    model = Scripted(script, jnp.float32(100.0), tokenizer.vocab_size)
+    config = GenerationConfig(64, temperature=0.0, stop_ids=turn_ends(template, tokenizer))
+    talk = Conversation(model, tokenizer, template, config, calls=calls)
+    assert "".join(talk.answer("What is 12 * 7?")) == "It is <<12 * 7=84>>84."
+    assert talk.num_tokens == len(said) - 1
+    kinds = {"It is ": "text", "12 * 7": "python", "84": "python_output", "84.": "text"}
+    assert talk.messages[1]["content"] == [{"type": kind, "text": text} for text, kind in kinds.items()]
+    prompt = ids(template.prompt([*talk.messages, {"role": "user", "content": "And?"}], "here"))
+    assert prompt[: len(asked) + len(said)] == [*asked, *before, *output, *ids("84.<|assistant_end|>")]
+
+
+def test_which_tool_is_used(nanochat_tokenizer, folder):
+    plain, tokenizer = open_model(str(folder), {}).tokenizer, nanochat_tokenizer
+    assert tool_calls_of(options(), plain) is None, "without tokens for calls, there is no tool"
+    assert tool_calls_of(options("none"), tokenizer) is None
+    assert tool_calls_of(options("calculator"), tokenizer) == tool_calls_of(options(), tokenizer)
+    with pytest.raises(
+        ConfigError, match=r"--tool: 'calculator' given, but the model cannot call a tool: .*<\|python_start"
+    ):
+        tool_calls_of(options("calculator"), plain)
+    with pytest.raises(ConfigError, match=r"--tool: 'clock' given\. Allowed: calculator, none, or package"):
+        tool_calls_of(options("clock"), tokenizer)
+    with pytest.raises(ConfigError, match="there is no dataclass that extends"):
+        tool_calls_of(options("jaxlm.chat:Conversation"), tokenizer)
+    chatml = ChatTemplate.load("chatml", tokenizer, "key")
+    assert chat._tool_calls(options(), tokenizer, chatml) is None, "a template that cannot write calls"
+    with pytest.raises(ConfigError, match=r"the chat template \(chatml\) does not write a part of the type python"):
+        chat._tool_calls(options("calculator"), tokenizer, chatml)
+
+
+def test_a_tokenizer_with_nanochats_tokens_chats_in_its_layout(nanochat_tokenizer, capsys):
+    template = chat._load_template(None, nanochat_tokenizer)
+    assert capsys.readouterr().err.startswith("note: the tokenizer has no chat template; nanochat is used.")
+    assert template.prompt([{"role": "user", "content": "U"}], "here").endswith("U<|user_end|><|assistant_start|>")

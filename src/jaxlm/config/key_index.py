@@ -15,7 +15,7 @@ from draccus.choice_types import CHOICE_TYPE_KEY
 
 from jaxlm.config.decode import unknown_key
 from jaxlm.config.overrides import override, parse_arguments
-from jaxlm.config.plugins import ENTRY_POINTS
+from jaxlm.config.plugins import ENTRY_POINTS, is_import_path
 from jaxlm.config.schema import ConfigKey, ConfigSection
 from jaxlm.config.yaml import ConfigSource, KeyPath, load_yaml
 
@@ -69,6 +69,8 @@ class KeyIndex:
 
     def _section_of(self, value: Mapping[str, Any], path: str) -> ConfigSection | None:
         """The section that describes a mapping; None if it is unknown."""
+        if is_import_path(value.get(CHOICE_TYPE_KEY)):
+            return None
         candidates = [section for section in self.sections if section.path == path]
         typed = [section for section in candidates if section.choice is not None]
         if not typed:

@@ -12,7 +12,7 @@ from jaxlm.config.plugins import load_installed_plugins
 from jaxlm.config.recipes import config_file
 from jaxlm.config.run import RunConfig
 from jaxlm.config.schema import sections
-from jaxlm.config.yaml import ConfigSource, load_yaml, merge
+from jaxlm.config.yaml import ConfigSource, load_yaml
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.model_section import with_hf_model
 from jaxlm.interop.levanter.config import from_levanter
@@ -130,10 +130,16 @@ def _inherit_into_phase(tree: Mapping[str, Any], phase: Mapping[str, Any]) -> di
     for section in ("data", "objective", "optimizer"):
         own, shared = phase.get(section), tree.get(section, {})
         if isinstance(own, dict) and isinstance(shared, dict):
-            # Keys of one type mean nothing to another type, so inherit only within the same type.
-            same_type = own.get("type", shared.get("type")) == shared.get("type")
-            full[section] = merge(shared, own) if same_type else own
+            full[section] = _inherit_keys(shared, own)
     return full
+
+
+def _inherit_keys(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A section over one that it inherits from. Keys of one type mean nothing to another type, in sections inside too."""
+    if own.get("type", shared.get("type")) != shared.get("type"):
+        return dict(own)
+    both = {key for key, value in own.items() if isinstance(value, dict) and isinstance(shared.get(key), dict)}
+    return {**shared, **own, **{key: _inherit_keys(shared[key], own[key]) for key in both}}
 
 
 def run_id_of(config: RunConfig) -> str:

@@ -1,9 +1,17 @@
-"""Command-line options for text generation, adapters and quantization."""
+"""Command-line options for text generation, tools, adapters and quantization."""
 
 import argparse
+import inspect
 
+from jaxlm.config.plugins import import_choice, is_import_path
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig
 from jaxlm.models.inference.quantized import FORMATS
+from jaxlm.models.inference.tools.base import Tool
+from jaxlm.models.inference.tools.calls import TOOL_TOKENS, ToolCalls, ToolTokens
+
+_NO_TOOL, _DEFAULT_TOOL = "none", "calculator"
 
 
 def add_generation_options(parser: argparse.ArgumentParser, *, max_new_tokens: int, temperature: float) -> None:
@@ -38,6 +46,13 @@ def add_generation_options(parser: argparse.ArgumentParser, *, max_new_tokens: i
         default=None,
         help="dtype of the KV cache; int8 uses the least memory (default: the parameters' dtype)",
     )
+    parser.add_argument(
+        "--tool",
+        default=None,
+        help=f"tool that answers what the model writes between {TOOL_TOKENS[0]} and {TOOL_TOKENS[1]}:"
+        f" {_DEFAULT_TOOL}, none, or a class of your own, package.module:Class (default: {_DEFAULT_TOOL}, if the tokenizer"
+        " has these tokens)",
+    )
     add_adapter_option(parser)
     add_quantize_option(parser)
 
@@ -68,3 +83,35 @@ def generation_config_of(options: argparse.Namespace, stop_ids: tuple[int, ...])
         stop_ids=stop_ids,
         cache_dtype=options.cache_dtype,
     )
+
+
+def tool_calls_of(options: argparse.Namespace, tokenizer: Tokenizer) -> ToolCalls | None:
+    """What answers the model's tool calls, by the option `--tool`; None if nothing does.
+
+    Raises:
+        ConfigError: there is no such tool, or the tokenizer has no tokens for calls.
+    """
+    name = options.tool or _DEFAULT_TOOL
+    if name == _NO_TOOL:
+        return None
+    kind = _tool_class(name)
+    vocabulary = tokenizer.vocabulary()
+    tokens = ToolTokens.of(vocabulary)
+    if tokens is None and options.tool is not None:
+        missing = next(token for token in TOOL_TOKENS if token not in vocabulary)
+        raise ConfigError(
+            f"--tool: '{name}' given, but the model cannot call a tool: its tokenizer has no token {missing}. Remove --tool"
+        )
+    return None if tokens is None else ToolCalls(kind(), tokens, tokenizer.encode, tokenizer.decode)
+
+
+def _tool_class(name: str) -> type:
+    known = Tool.get_known_choices()
+    if name not in known and not is_import_path(name):
+        allowed = ", ".join(sorted((*known, _NO_TOOL)))
+        raise ConfigError(f"--tool: '{name}' given. Allowed: {allowed}, or package.module:Class")
+    kind = known[name] if name in known else import_choice(Tool, name)
+    required = [p.name for p in inspect.signature(kind).parameters.values() if p.default is p.empty]
+    if required:
+        raise ConfigError(f"--tool: '{name}' given, whose key {required[0]} has no default. Give it a default")
+    return kind

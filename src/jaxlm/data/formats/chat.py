@@ -25,7 +25,8 @@ class ChatFormat(MaskedFormat):
 
     Attributes:
         messages_field: key of the list of messages.
-        chat_template: a Jinja template, or the path of a .jinja file; null uses the tokenizer's chat template.
+        chat_template: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the tokenizer's chat
+            template.
         mask_user_turns: compute the loss only on the assistant's text: what the template puts inside `{% generation %}`, or,
             without such a block, what each assistant message adds to the conversation before it. `false` computes the loss
             on every token.
@@ -46,7 +47,7 @@ class ChatFormat(MaskedFormat):
 
     def texts(self, file: TextFile) -> Iterator[str]:
         for _, messages, _ in self.conversations(file):
-            yield "\n".join(str(message.get("content") or "") for message in messages)
+            yield plain_text(messages)
 
     def conversations(self, file: TextFile) -> Iterator[tuple[str, Messages, int]]:
         """For each conversation: its location (for messages), its messages, and the position in the file."""
@@ -109,3 +110,14 @@ def are_messages(value: Any) -> TypeGuard[Messages]:
         and bool(value)
         and all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in value)
     )
+
+
+def plain_text(messages: Messages) -> str:
+    """The text of messages, without any template. A content that is a list of parts counts with the texts of its parts."""
+    return "\n".join(map(_content_text, messages))
+
+
+def _content_text(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, Mapping))

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import Encoder, FormatConfig, RawContent, TokenizedText
-from jaxlm.data.formats.chat import Messages, are_messages
+from jaxlm.data.formats.chat import Messages, are_messages, plain_text
 from jaxlm.data.sources.document_files import has_records
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
@@ -50,7 +50,8 @@ class PairsFormat(FormatConfig):
         prompt_ends_with: with `prompt_field: null`, the text that ends the prompt, such as `"\\\\n\\\\nAssistant:"`. The
             prompt ends after its last occurrence in what both completions have in common; null ends it at the last space.
             For messages it has no effect: the prompt is all messages that both lists begin with.
-        chat_template: a Jinja template for messages, or the path of a .jinja file; null uses the tokenizer's chat template.
+        chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
+            tokenizer's chat template.
     """
 
     makes: ClassVar[str] = "pairs"
@@ -152,7 +153,7 @@ def _text_or_messages(record: Record, key: str) -> str | Messages:
 
 
 def _plain(content: str | Messages) -> str:
-    return content if isinstance(content, str) else "\n".join(str(m.get("content") or "") for m in content)
+    return content if isinstance(content, str) else plain_text(content)
 
 
 def _rendered_pair(

@@ -55,8 +55,8 @@ class SourceConfig:
             data from the dataset.
         stream: stream the rows of the dataset `id` straight into `<cache_dir>/mirror/`, instead of first downloading it
             to the cache of the `datasets` library.
-        source: a class of your own that generates the records; use it instead of `train_urls`:
-            `{type: "my_package.my_module:MyCorpus"}`.
+        source: a class that generates the records; use it instead of `train_urls`: `{type: arithmetic}`, `{type: spelling}`,
+            or one of your own, `{type: "my_package.my_module:MyCorpus"}`.
     """
 
     train_urls: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Generated records instead of files: `data.source` names a class in your own package.
+"""Generated records instead of files: `data.source` names a class, of `data/sources/tasks/` or in your own package.
 
 The records are written once to <cache_dir>/mirror/<hash of config and version>/<split>.jsonl and then read like any other
 file, so formats, tokenization, interruption and resumption work the same way.
@@ -22,8 +22,9 @@ from jaxlm.data.sources.mirror import MirroredSource, copy_folder_name
 
 
 @dataclass(frozen=True)
-class CorpusConfig(draccus.ChoiceRegistry, abc.ABC):
-    """A class that generates records: `type: my_package.my_module:MyCorpus`, or a name registered by a plugin."""
+class CorpusConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.data.sources.tasks"):
+    """A class that generates records: `type: arithmetic`, `type: my_package.my_module:MyCorpus`, or a name registered by a
+    plugin."""
 
     @property
     @abc.abstractmethod

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.tokenizer.templates import NAMED
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 # Unicode noncharacters, which text must not contain. They mark where `{% generation %}` blocks begin and end.
@@ -22,12 +23,6 @@ _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"([{_BEGIN}{_END}])")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ASSISTANT = "assistant"
-
-CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-"""The template for models that have none, as OpenAI defined it."""
 
 
 class Rendered(NamedTuple):
@@ -53,22 +48,26 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, given: str | None, tokenizer: Tokenizer, key: str) -> "ChatTemplate":
-        """Loads the given template (text, or the path of a .jinja file); None loads the tokenizer's.
+        """Loads the given template (one of `templates.NAMED`, text, or the path of a .jinja file); None loads the
+        tokenizer's.
 
         Args:
             key: config path, for messages.
 
         Raises:
-            ConfigError: there is no template, or it is invalid.
+            ConfigError: there is no template, it is invalid, or the tokenizer lacks its special tokens.
         """
         text, origin = given, key
-        if given is not None and given.endswith(".jinja"):
+        if given is not None and given in NAMED:
+            text, origin = _named(given, tokenizer, key), given
+        elif given is not None and given.endswith(".jinja"):
             text, origin = _read(given, tokenizer, key), given
         elif given is None:
             text, origin = tokenizer.chat_template, "the tokenizer's"
         if text is None:
             raise ConfigError(
-                f"{key}: null, but the tokenizer has no chat template. Give one, as text or as the path of a .jinja file"
+                f"{key}: null, but the tokenizer has no chat template. Give one: {', '.join(NAMED)}, a text, or the path of"
+                " a .jinja file"
             )
         template = cls(text, origin, tokenizer.template_names)
         template.compiled()
@@ -143,6 +142,18 @@ class ChatTemplate:
             raise ConfigError(f"the chat template ({self.origin}), line {error.lineno}: {error.message}") from error
 
 
+def _named(name: str, tokenizer: Tokenizer, key: str) -> str:
+    text, special_tokens = NAMED[name]
+    vocabulary = tokenizer.vocabulary()
+    missing = [token for token in special_tokens if token not in vocabulary]
+    if missing:
+        raise ConfigError(
+            f"{key}: '{name}' given, which writes {missing[0]}, but the tokenizer has no such token. For a tokenizer that is"
+            f" trained, add it to data.tokenizer.special_tokens; the template needs {', '.join(special_tokens)}"
+        )
+    return text
+
+
 def _read(path: str, tokenizer: Tokenizer, key: str) -> str:
     """The text of a .jinja file. The tokenizer of a checkpoint also has the files that were on the machine of its run."""
     try:
@@ -172,7 +183,8 @@ def _split_marked(marked: str) -> Rendered:
             begin = size
         elif part == _END:
             assert begin is not None, "a block ends only after it begins"
-            spans.append((begin, size))
+            # An empty span would count a token that begins before it and ends after it.
+            spans += [(begin, size)] if size > begin else []
         else:
             parts.append(part)
             size += len(part)

@@ -3,12 +3,13 @@
 The loop over tokens runs on the devices. The host reads tokens back only as often as the caller needs them.
 """
 
+import dataclasses
 import functools
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import haliax as hax
@@ -25,6 +26,7 @@ from jaxlm.models.inference.padding import left_padded, padded_length, round_up
 from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.sampling import Sampling
 from jaxlm.models.inference.stop_strings import StopFunction
+from jaxlm.models.inference.tools.calls import ToolCalls
 from jaxlm.models.inference.unstacked import Generator
 
 CACHE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.int8}
@@ -32,6 +34,7 @@ CACHE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.in
 _STOP_IDS_MULTIPLE = 4
 _NO_TOKEN = -1
 _CHECK_EVERY = 16  # tokens between calls of a stop function on the host
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -115,16 +118,20 @@ def generate(
 
 
 def generate_tokens(
-    generator: Generator, prompts: Sequence[Sequence[int]], config: GenerationConfig, until: StopFunction | None = None
+    generator: Generator,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    until: StopFunction | None = None,
+    tools: ToolCalls | None = None,
 ) -> list[list[int]]:
     """Generates the new tokens of each prompt, without the token that ended it.
 
     Args:
-        until: see `stream_tokens`.
+        until, tools: see `stream_tokens`.
     """
     rows: list[list[int]] = [[] for _ in prompts]
     every = config.max_new_tokens if until is None else _CHECK_EVERY
-    for piece in stream_tokens(generator, prompts, config, every=every, until=until):
+    for piece in stream_tokens(generator, prompts, config, every=every, until=until, tools=tools):
         for row, new in zip(rows, piece, strict=True):
             row += new
     return rows
@@ -138,6 +145,7 @@ def stream_tokens(
     every: int,
     until: StopFunction | None = None,
     prefix_cache: PrefixCache | None = None,
+    tools: ToolCalls | None = None,
 ) -> Iterator[list[list[int]]]:
     """Yields the new tokens of each prompt, at most `every` at a time, until all rows have ended.
 
@@ -146,6 +154,8 @@ def stream_tokens(
             than the one that met the condition, up to the end of the piece.
         prefix_cache: for a single prompt. The part of the prompt in this cache is not prefilled again, and the cache
             holds prompt and continuation afterwards.
+        tools: answers the calls in new tokens. After a call, the row continues with the tool's output, which counts as new
+            tokens. A piece ends where a row ends a call.
 
     Raises:
         ConfigError: see `GenerationConfig.check`.
@@ -154,41 +164,70 @@ def stream_tokens(
     num_new = config.max_new_tokens
     if not prompts or num_new == 0:
         return
-    layout = current_layout()
-    num_rows = round_up(len(prompts), 1 if layout is None else layout.num_shards(BATCH))
-    capacity = padded_length(num_new)
-    cache, num_cached = (
-        (None, 0) if prefix_cache is None else prefix_cache.lookup(generator.model, prompts[0], num_rows, capacity)
-    )
-    inputs = left_padded([prompt[num_cached:] for prompt in prompts], num_rows, num_cached)
-    keys = _row_keys(prompts, num_rows, config.seed)
-    stop_ids = jnp.asarray(_pad_stop_ids(config.stop_ids), jnp.int32)
-    sampling = config.sampling
-    dtype = None if config.cache_dtype is None else CACHE_DTYPES[config.cache_dtype]
-    state = _prefill(generator.model, inputs, cache, keys, stop_ids, sampling, capacity, dtype)
-    state = generator.in_step_layout(state)
+    keys, stop_ids, state = _begin(generator, prompts, config, prefix_cache, tools)
     rows: list[list[int]] = [[] for _ in prompts]
     num_yielded = 0
     while num_yielded < num_new:
         end = min(num_new, num_yielded + every)
         if prefix_cache is not None:
             prefix_cache.clear()
-        state = _decode(generator.step_model, state, keys, stop_ids, jnp.int32(end), sampling)
+        state = _decode(generator.step_model, state, keys, stop_ids, jnp.int32(end), config.sampling)
         if prefix_cache is not None:
             cached = np.asarray(state.written)[0, : int(state.step) - 1].tolist()  # all new tokens but the last
             prefix_cache.put(state.cache, [*prompts[0], *cached])
+        end = min(end, int(state.step))  # a call may have ended, or all rows
         new_tokens = np.asarray(state.written)[: len(prompts), num_yielded:end]
         piece = [row[row != _NO_TOKEN].tolist() for row in new_tokens]
         yield piece
         num_yielded = end
         alive = np.array(state.alive)
+        for row, new in zip(rows, piece, strict=True):
+            row += new
         if until is not None:
-            for number, (row, new) in enumerate(zip(rows, piece, strict=True)):
-                row += new
+            for number, row in enumerate(rows):
                 alive[number] &= not until(row)
             state = eqx.tree_at(lambda s: s.alive, state, jax.device_put(alive, state.alive.sharding))
         if not alive.any():
             return
+        if tools is not None:
+            state = _with_outputs(state, [row if alive[number] else [] for number, row in enumerate(rows)], tools)
+
+
+def _begin(
+    generator: Generator,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    prefix_cache: PrefixCache | None,
+    tools: ToolCalls | None,
+) -> tuple[jax.Array, jax.Array, "_State"]:
+    """Prefills the prompts. Returns the keys of the rows, the stop ids, and the state after the first new token."""
+    layout = current_layout()
+    num_rows = round_up(len(prompts), 1 if layout is None else layout.num_shards(BATCH))
+    capacity = padded_length(config.max_new_tokens)
+    cache, num_cached = (
+        (None, 0) if prefix_cache is None else prefix_cache.lookup(generator.model, prompts[0], num_rows, capacity)
+    )
+    inputs = left_padded([prompt[num_cached:] for prompt in prompts], num_rows, num_cached)
+    keys = _row_keys(prompts, num_rows, config.seed)
+    stop_ids = jnp.asarray(_pad_stop_ids(config.stop_ids), jnp.int32)
+    dtype = None if config.cache_dtype is None else CACHE_DTYPES[config.cache_dtype]
+    call_end = None if tools is None else jnp.int32(tools.tokens.call_end)
+    state = _prefill(generator.model, inputs, cache, keys, stop_ids, config.sampling, capacity, dtype, call_end)
+    return keys, stop_ids, generator.in_step_layout(state)
+
+
+def _with_outputs(state: "_State", rows: Sequence[Sequence[int]], tools: ToolCalls) -> "_State":
+    """Forces the outputs of the calls that end with the last token of a row into its next steps."""
+    calls = state.calls
+    assert calls is not None, "there is a tool"
+    if not calls.has_ended:
+        return state
+    forced, step = np.array(calls.forced), int(state.step)
+    for number, row in enumerate(rows):
+        if row and row[-1] == tools.tokens.call_end:
+            output = tools.output_after(row)[: forced.shape[1] - step]
+            forced[number, step : step + len(output)] = output
+    return dataclasses.replace(state, calls=_force(calls, forced))
 
 
 def _pad_stop_ids(stop_ids: Sequence[int]) -> list[int]:
@@ -208,6 +247,20 @@ def _row_keys(prompts: Sequence[Sequence[int]], rows: int, seed: int) -> jax.Arr
     return jax.vmap(lambda w: jax.random.fold_in(jax.random.fold_in(key, w[0]), w[1]))(jnp.asarray(words))
 
 
+class _Calls(eqx.Module):
+    """What a tool answers.
+
+    Attributes:
+        forced: int32 [rows, capacity]; the token of each step, -1 where it is sampled.
+        end: the token that ends a call.
+        has_ended: bool, whether a row has ended a call. The host then has to read it before the next step.
+    """
+
+    forced: jax.Array
+    end: jax.Array
+    has_ended: jax.Array
+
+
 class _State(eqx.Module):
     """Loop carry. Row r has generated `written[r, :step]`, which is -1 after its end. `token` is the last token."""
 
@@ -218,13 +271,20 @@ class _State(eqx.Module):
     alive: jax.Array
     written: jax.Array
     step: jax.Array
+    calls: _Calls | None = None
 
 
 def _append(state: _State, cache: Any, token: jax.Array, stop_ids: jax.Array) -> _State:
+    calls = state.calls
+    if calls is not None:
+        forced = jax.lax.dynamic_index_in_dim(calls.forced, state.step, axis=1, keepdims=False)
+        token = jnp.where(forced == _NO_TOKEN, token, forced)
     alive = state.alive & (token[:, None] != stop_ids).all(axis=1)
+    if calls is not None:
+        calls = _Calls(calls.forced, calls.end, calls.has_ended | (alive & (token == calls.end)).any())
     column = jnp.where(alive, token, _NO_TOKEN)[:, None]
     written = jax.lax.dynamic_update_slice_in_dim(state.written, column, state.step, axis=1)
-    return _State(cache, token, state.positions + 1, state.segment_ids, alive, written, state.step + 1)
+    return _State(cache, token, state.positions + 1, state.segment_ids, alive, written, state.step + 1, calls)
 
 
 def _sample(model: LanguageModel, final: NamedArray, keys: jax.Array, step: jax.Array, sampling: Sampling) -> jax.Array:
@@ -242,6 +302,7 @@ def _prefill(
     sampling: Sampling,
     capacity: int,
     dtype: Any,
+    call_end: jax.Array | None = None,
 ) -> _State:
     """Runs the model over the prompts and samples the first new token of each.
 
@@ -249,6 +310,7 @@ def _prefill(
         cache: holds the tokens before the prompts; None creates an empty cache.
         capacity: number of new tokens to reserve space for.
         dtype: of a new cache; None uses the dtype of the parameters.
+        call_end: the token that ends a call of a tool; None without tools.
     """
     prompt = hax.auto_sharded(prompt)
     Batch, Width = prompt.tokens.resolve_axis(BATCH), prompt.tokens.resolve_axis(POSITION)
@@ -258,14 +320,16 @@ def _prefill(
         cache = model.init_cache(Batch, Width.size + capacity, dtype)
     first = model.hidden(prompt, cache=cache)
     segment_ids = prompt.segment_ids[POSITION, -1].array
+    nothing = jnp.full((Batch.size, capacity), _NO_TOKEN, jnp.int32)
     state = _State(
         first.cache,
         token=jnp.zeros(Batch.size, jnp.int32),
         positions=prompt.positions[POSITION, -1].array,
         segment_ids=segment_ids,
         alive=segment_ids != 0,
-        written=jnp.full((Batch.size, capacity), _NO_TOKEN),
+        written=nothing,
         step=jnp.int32(0),
+        calls=None if call_end is None else _Calls(nothing, call_end, jnp.array(False)),
     )
     token = _sample(model, first.final, keys, state.step, sampling)
     return _replicate_outputs(_append(state, first.cache, token, stop_ids))
@@ -285,13 +349,25 @@ def _decode(
         hidden = model.hidden(inputs, cache=state.cache)
         return _append(state, hidden.cache, _sample(model, hidden.final, keys, state.step, sampling), stop_ids)
 
-    return _replicate_outputs(jax.lax.while_loop(lambda s: (s.step < end) & s.alive.any(), one_token, state))
+    def goes_on(state: _State) -> jax.Array:
+        goes_on = (state.step < end) & state.alive.any()
+        return goes_on if state.calls is None else goes_on & ~state.calls.has_ended
+
+    return _replicate_outputs(jax.lax.while_loop(goes_on, one_token, state))
+
+
+@jax.jit
+def _force(calls: _Calls, forced: jax.Array) -> _Calls:
+    # A jitted function, so that the next `_decode` sees arrays of the same kind and is not compiled again.
+    return _replicated(_Calls(forced, calls.end, jnp.zeros_like(calls.has_ended)))
 
 
 def _replicate_outputs(state: _State) -> _State:
     """Replicates what the host reads, so that every process can read every row."""
+    written, alive, step, calls = _replicated((state.written, state.alive, state.step, state.calls))
+    return dataclasses.replace(state, written=written, alive=alive, step=step, calls=calls)
+
+
+def _replicated(arrays: T) -> T:
     layout = current_layout()
-    if layout is None:
-        return state
-    replicated = jax.lax.with_sharding_constraint((state.written, state.alive), layout.replicated())
-    return eqx.tree_at(lambda s: (s.written, s.alive), state, replicated)
+    return arrays if layout is None else jax.lax.with_sharding_constraint(arrays, layout.replicated())

@@ -1,0 +1,99 @@
+"""Conversations about arithmetic, in which the assistant calls a calculator."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jaxlm.core.field_types import Fraction
+from jaxlm.data.sources.corpus import CorpusConfig
+from jaxlm.data.sources.tasks.base import Message, TaskCorpus, assistant, called, split_of, user
+
+_ASKED = ("What is {}?", "Calculate {}.", "How much is {}?", "{} = ?", "Please compute {}.")
+_NAMES = ("Ada", "Ben", "Chen", "Dana", "Emil", "Fatima", "Grace", "Hugo", "Ines", "Jonas", "Kofi", "Lena")
+_THINGS = ("apples", "books", "cards", "coins", "cups", "eggs", "pencils", "shells", "stamps", "tiles")
+_NEXT = (("Now double that.", "* 2"), ("Add {} to that.", "+ {}"), ("Multiply that by {}.", "* {}"))
+
+
+@CorpusConfig.register_subclass("arithmetic")
+@dataclass(frozen=True)
+class ArithmeticCorpus(TaskCorpus):
+    """Sums, differences, products and quotients, and stories that need two of them.
+
+    Attributes:
+        stories: share of the conversations that are about a story. The others ask for one result.
+        follow_ups: share of the conversations in which a second question is about the result of the first.
+    """
+
+    stories: Fraction = 0.4
+    follow_ups: Fraction = 0.2
+
+    @property
+    def version(self) -> str:
+        return "1"
+
+    def conversation(self, chooser: random.Random, split: str) -> list[Message]:
+        make = _story if chooser.random() < self.stories else _question
+        while True:
+            problem, messages, result = make(chooser)
+            if split_of(problem) == split:
+                break
+        return [*messages, *_follow_up(chooser, result)] if chooser.random() < self.follow_ups else messages
+
+
+_Problem = tuple[str, list[Message], str]  # its first expression, the conversation, and the result
+
+
+def _question(chooser: random.Random) -> _Problem:
+    a, b = chooser.randrange(2, 1000), chooser.randrange(2, 1000)
+    small, other = chooser.randrange(2, 100), chooser.randrange(2, 100)
+    expression = chooser.choice((f"{a} + {b}", f"{a} - {b}", f"{small} * {other}", f"{small * other} / {small}"))
+    call, output = called(expression)
+    result = output.removesuffix(".0")
+    answer = assistant(f"{expression} is ", call, f"{result}.")
+    return expression, [user(chooser.choice(_ASKED).format(expression)), answer], result
+
+
+def _story(chooser: random.Random) -> _Problem:
+    question, first, second, closing = chooser.choice(_STORIES)(chooser)
+    call, output = called(first)
+    next_call, result = called(second.format(output))
+    answer = assistant("First: ", call, f"{output}. Then: ", next_call, f"{result}. {closing.format(result)}")
+    return first, [user(question), answer], result
+
+
+def _boxes(chooser: random.Random) -> Sequence[str]:
+    name, things = chooser.choice(_NAMES), chooser.choice(_THINGS)
+    boxes, each = chooser.randrange(2, 30), chooser.randrange(5, 50)
+    given = chooser.randrange(1, boxes * each)
+    question = f"{name} has {boxes} boxes with {each} {things} each, and gives away {given} {things}."
+    asked, closing = f"How many {things} are left?", f"{name} has {{}} {things} left."
+    return f"{question} {asked}", f"{boxes} * {each}", f"{{}} - {given}", closing
+
+
+def _change(chooser: random.Random) -> Sequence[str]:
+    name, things = chooser.choice(_NAMES), chooser.choice(_THINGS)
+    count, price = chooser.randrange(2, 20), chooser.randrange(2, 30)
+    paid = count * price + chooser.randrange(1, 50)
+    question = f"{name} buys {count} {things} for {price} dollars each, and pays with {paid} dollars."
+    return f"{question} How much change is that?", f"{count} * {price}", f"{paid} - {{}}", "The change is {} dollars."
+
+
+def _days(chooser: random.Random) -> Sequence[str]:
+    name, things = chooser.choice(_NAMES), chooser.choice(_THINGS)
+    first, second, times = chooser.randrange(2, 200), chooser.randrange(2, 200), chooser.randrange(2, 9)
+    question = (
+        f"{name} finds {first} {things} on Monday and {second} on Tuesday. Next week it is {times} times as many."
+    )
+    closing = f"{name} finds {{}} {things} next week."
+    return f"{question} How many {things} is that?", f"{first} + {second}", f"{{}} * {times}", closing
+
+
+_STORIES: tuple[Callable[[random.Random], Sequence[str]], ...] = (_boxes, _change, _days)
+
+
+def _follow_up(chooser: random.Random, result: str) -> list[Message]:
+    asked, applied = chooser.choice(_NEXT)
+    number = chooser.randrange(2, 50)
+    expression = f"{result} {applied.format(number)}"
+    call, output = called(expression)
+    return [user(asked.format(number)), assistant(f"{expression} is ", call, f"{output}.")]
