@@ -95,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--nanochat", nargs="+", required=True, metavar="FOLDER", help="checkouts of nanochat")
     parser.add_argument("--parity", action="store_true", help="compare numbers")
     parser.add_argument("--speed", action="store_true", help="compare speed with the first checkout")
-    parser.add_argument("--depths", default="2,4", help="with --parity: comma-separated depths (default 2,4)")
+    parser.add_argument("--depths", default="3,4", help="with --parity: comma-separated depths (default 3,4)")
     parser.add_argument(
         "--bundle", type=Path, help="with --parity: the folder of CORE's tasks, or one with some of their .jsonl files"
     )
@@ -113,7 +113,7 @@ def parse_arguments() -> argparse.Namespace:
             parser.error(f"--{name}: {getattr(options, name):g} given, at least {least} expected")
     depths = options.depths.split(",")
     if not all(depth.isdigit() and 2 <= int(depth) <= 32 for depth in depths):
-        parser.error(f"--depths: {options.depths} given, numbers from 2 to 32 expected, as in 2,4")
+        parser.error(f"--depths: {options.depths} given, numbers from 2 to 32 expected, as in 3,4")
     options.depths = [int(depth) for depth in dict.fromkeys(depths)]
     if options.bundle is not None and not options.bundle.is_dir():
         parser.error(f"--bundle: {options.bundle} given, which is no folder. jaxlm prepare --core_bundle downloads one")

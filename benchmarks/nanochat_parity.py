@@ -372,7 +372,7 @@ def answers_of(case: Case, place: Place, ours: Mapping[str, list], theirs: Mappi
             asked, refused = asked + 1, refused + (answer is None)
             different += answer is not None and own != answer
             right += bool(answer)
-    note = f"{asked - refused} of {asked} questions of {len(place.tasks)} tasks, {right} right"
+    note = f"{asked - refused} of {asked} questions, {right} right"
     if refused:
         note += f"; nanochat stops at {refused}, whose answers change the token before them"
     return Finding(str(case), "answers to CORE that differ", different, 0, note)
