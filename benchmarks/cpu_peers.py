@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,10 +98,10 @@ def main() -> None:
     began = time.monotonic()
     with ExitStack() as closing:
         try:
-            live = Live(python, options.memory_gib * 2**30, closing)
+            live = Live(PEERS, python, options.memory_gib * 2**30, closing)
             peaks = [live.peak()]
             started = {name: live.start(name) for name in names}
-            turns = live.rounds(names, options, end=began + 60 * options.minutes)
+            turns = live.rounds(names, options.rounds, options.steps, end=began + 60 * options.minutes)
             peaks.append(live.peak())
             live.close()
             starts = {name: [live.cold_and_warm(name) for _ in range(options.starts)] for name in names}
@@ -163,8 +163,9 @@ def prepare(environment: str) -> None:
 class Live:
     """The processes of all peers, and one that multiplies matrices. One runs at a time; the others wait."""
 
-    def __init__(self, python: Callable[[str], Path], memory: float, closing: ExitStack):
-        self._python, self._memory = python, memory
+    def __init__(self, peers: Mapping[str, Peer], python: Callable[[str], Path], memory: float, closing: ExitStack):
+        """Args: python: the interpreter of an environment. memory: most bytes that all of them may use together."""
+        self._peers, self._python, self._memory = peers, python, memory
         self._processes: dict[str, AnsweringProcess] = {}
         self._caches = Path(closing.enter_context(tempfile.TemporaryDirectory()))
         closing.callback(self.close)
@@ -185,17 +186,22 @@ class Live:
         print(f"{name}: first step after {answer['first_step_s']:.1f} s", file=sys.stderr)
         return Started(**answer)
 
-    def rounds(self, names: list[str], options: argparse.Namespace, *, end: float) -> list[Turn]:
-        """Gives each peer a turn per round, until there are enough rounds, or the time is over after the second."""
+    def rounds(self, names: Sequence[str], most: int, steps: int, *, end: float) -> list[Turn]:
+        """Gives each peer a turn per round, until there are enough rounds, or the time is over after the second.
+
+        Args:
+            most: number of rounds.
+            steps: measured steps of a turn.
+        """
         turns: list[Turn] = []
         order = random.Random(0)
-        for number in range(options.rounds):
+        for number in range(most):
             if number > 1 and time.monotonic() > end:
                 break
-            of_round = [self._turn(name, number, options.steps) for name in order.sample(names, len(names))]
+            of_round = [self._turn(name, number, steps) for name in order.sample(names, len(names))]
             turns += of_round
-            steps = ", ".join(f"{turn.peer} {turn.step_s * 1e3:.0f} ms" for turn in of_round)
-            print(f"round {number + 1}: {steps}", file=sys.stderr)
+            medians = ", ".join(f"{turn.peer} {turn.step_s * 1e3:.0f} ms" for turn in of_round)
+            print(f"round {number + 1}: {medians}", file=sys.stderr)
         return turns
 
     def _turn(self, name: str, number: int, steps: int) -> Turn:
@@ -233,7 +239,7 @@ class Live:
 
     def _launch(self, name: str, cache: Path) -> AnsweringProcess:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-        return AnsweringProcess(PEERS[name].arguments(cache, self._python), cwd=ROOT, environment=environment)
+        return AnsweringProcess(self._peers[name].arguments(cache, self._python), cwd=ROOT, environment=environment)
 
     @staticmethod
     def _checked(name: str, answer: Callable[[], dict]) -> dict:

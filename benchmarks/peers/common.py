@@ -38,10 +38,10 @@ def weights() -> dict[str, np.ndarray]:
     return arrays
 
 
-def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of a step, int32 [8, 256]; token frequencies follow Zipf's law, as words do."""
+def batch(step: int, rows: int = BATCH, length: int = SEQ_LEN, vocab: int = VOCAB) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets of a step, int32 [rows, length]; token frequencies follow Zipf's law, as words do."""
     rng = np.random.default_rng(step)
-    tokens = (rng.zipf(1.2, size=(BATCH, SEQ_LEN + 1)) - 1) % VOCAB
+    tokens = (rng.zipf(1.2, size=(rows, length + 1)) - 1) % vocab
     return tokens[:, :-1].astype(np.int32), tokens[:, 1:].astype(np.int32)
 
 
@@ -71,6 +71,7 @@ class Clock:
     """
 
     def __init__(self, **facts):
+        """Args: facts: what the first answer says besides. Another model gives `tokens_per_step` and `flops_per_token`."""
         self._facts = facts
         self._answers = Answers()
         self._left = 0
@@ -84,7 +85,7 @@ class Clock:
         if self._began is None:
             since_start = time.time() - psutil.Process().create_time()
             work = {"tokens_per_step": BATCH * SEQ_LEN, "flops_per_token": flops_per_token()}
-            self._answers.send(first_step_s=since_start, losses=self._losses, **work, **self._facts)
+            self._answers.send(first_step_s=since_start, losses=self._losses, **(work | self._facts))
             self._wait()
         else:
             self._seconds.append(time.perf_counter() - self._began)

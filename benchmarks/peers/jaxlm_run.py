@@ -1,6 +1,5 @@
 """jaxlm's compiled step as in `python -m jaxlm.train`. Arguments: microbatches, compilation cache, [tuned]."""
 
-import itertools
 import sys
 import tempfile
 from dataclasses import replace
@@ -10,18 +9,15 @@ from jaxlm.core.imports import gc_paused
 
 import common
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 with gc_paused():
-    from jaxlm.bench import random_batch
+    from jaxlm_steps import take_steps
+
     from jaxlm.config.load import read_config
     from jaxlm.core import tree
-    from jaxlm.engine.phases import enter_phase
-    from jaxlm.engine.sync import FlagSync, SyncFlags
     from jaxlm.run.compilation.cache import enable_compilation_cache
     from jaxlm.run.compilation.options import step_options, tuned_options
-    from jaxlm.run.compilation.step import compile_step
     from jaxlm.run.plan import make_plan
 
 CONFIG = Path(__file__).with_name("gpt2.yaml")
@@ -66,24 +62,7 @@ def main():
             raise SystemExit(f"nothing was tuned for this step in {options_from} on this machine. Tune it: {TUNE}")
         clock = common.Clock(version=jax.__version__, options=", ".join(filter(None, step_options(plan).texts)))
         with plan.layout.use():
-            phase = plan.phases[0]
-            enter = enter_phase(plan.state_builder, phase, plan.layout, None)
-            step = compile_step(plan, phase, lambda _: None).call
-            state = enter()
-            state = type(state)(**{**vars(state), "model": loaded(state.model, common.weights())})
-            flags = FlagSync(plan.layout).to_devices(SyncFlags())
-            like = random_batch(plan, 0)
-            for number in itertools.count():
-                state, report = step(state, {}, given_batch(like, number), flags)
-                if not clock.tick(report.metrics["train/loss"]):
-                    break
-
-
-def given_batch(like, number):
-    """The rows of a step as a training batch."""
-    inputs, targets = (jnp.asarray(a).reshape(like.tokens.array.shape) for a in common.batch(number))
-    column = lambda array: type(like.tokens)(array, like.tokens.axes)  # noqa: E731
-    return type(like)(column(inputs), column(targets), like.loss_mask, like.segment_ids, like.positions)
+            take_steps(plan, clock, common.batch, changed=lambda model: loaded(model, common.weights()))
 
 
 main()

@@ -114,7 +114,7 @@ class Reference:
         k, v = (part.repeat_interleave(self.heads // self.kv_heads, 2) for part in (k, v))
         back = torch.arange(length)[:, None] - torch.arange(length)[None, :]
         is_short = i < self.num_layers - 1 and self.pattern[i % len(self.pattern)] == "S"
-        seen = (back >= 0) & (back <= (self.short if is_short else length))
+        seen = (back >= 0) & (back <= (self.short if is_short else self.length))
         scores = torch.einsum("bqnh,bknh->bnqk", q, k) / math.sqrt(head)
         y = torch.einsum("bnqk,bknh->bqnh", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
         return y.reshape(batch, length, -1) @ w[f"{layer}c_proj.weight"].T

@@ -109,6 +109,19 @@ def test_logits_loss_and_every_gradient_are_those_of_torch(name, as_inputs, logi
         np.testing.assert_allclose(ours.array, theirs.array, rtol=1e-4, atol=1e-4 * scale, err_msg=path)
 
 
+@pytest.mark.parametrize("name", ["early", pytest.param("late", marks=pytest.mark.slow)])
+def test_inputs_longer_than_seq_len(name, as_inputs, logits_of):
+    """There, layers that attend to all previous tokens are windows of `seq_len` too, and short ones may be longer."""
+    torch = pytest.importorskip("torch")
+    reference = cases()[name]
+    changes = {"short_window_fraction": 0.25, "short_window_multiple": 128} if name == "late" else {}
+    config, arrays, tokens = reference.config(**changes), reference.weights(), ids(length=40, vocab=reference.vocab)
+    assert config.window_distances == (*([128 if name == "late" else 8] * 3), LENGTH)
+    expected = reference.logits({key: torch.tensor(array) for key, array in arrays.items()}, torch.tensor(tokens))
+    model = imported(config, arrays, reference.vocab)
+    np.testing.assert_allclose(logits_of(model, as_inputs(tokens)), expected, rtol=1e-4, atol=2e-5)
+
+
 def test_rounded_rotations_change_the_loss(as_inputs, logits_of):
     """In the fifth digit, as nanochat's do: the option has an effect that the comparison with torch would not allow."""
     pytest.importorskip("torch")

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from jaxlm.core.axes import LAYERS, STACKED_LAYERS, VALUE_LAYERS
+from jaxlm.core.axes import KEY_POSITION, LAYERS, STACKED_LAYERS, VALUE_LAYERS
 from jaxlm.core.sharding import current_layout, current_platform, for_compute
 from jaxlm.core.tree import is_named
 from jaxlm.models.attention.api import AttentionMask
@@ -315,12 +315,22 @@ def _contexts(
     """What the layers of each kind share in one forward pass."""
     kinds = tuple(dict.fromkeys(body.kinds))
     contexts = layer_contexts(kinds, inputs, mask, backend, body.HeadSize, body.seq_len)
-    rotations = [context.rotation for context in contexts]
+    num_keys = mask.key_positions.axis_size(KEY_POSITION)
     return {
-        kind: dataclasses.replace(context, rotation=reversed_rotation(rotation, jnp.dtype(body.rope_dtype)))
-        for kind, context, rotation in zip(kinds, contexts, rotations, strict=True)
-        if rotation is not None
+        kind: dataclasses.replace(
+            context,
+            rotation=reversed_rotation(context.rotation, jnp.dtype(body.rope_dtype)),
+            window=_window_among(num_keys, kind.window, body.seq_len),
+        )
+        for kind, context in zip(kinds, contexts, strict=True)
+        if context.rotation is not None
     }
+
+
+def _window_among(num_keys: int, window: int | None, seq_len: int) -> int | None:
+    """The window, if it masks any of so many keys. Layers without one do not see farther back than `seq_len` tokens."""
+    window = seq_len + 1 if window is None else window
+    return None if window >= num_keys else window
 
 
 def _at(stacked: Any, name: str, number: int) -> Any:

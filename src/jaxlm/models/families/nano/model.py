@@ -86,7 +86,8 @@ class NanoConfig(ModelConfig):
         num_kv_heads: number of key/value heads; must divide `num_heads`. Null means `num_heads`.
         mlp_scale: hidden width of the MLP as a multiple of `hidden_dim`.
         window_pattern: one letter per layer, repeated over the layers: `L` attends to all previous tokens, `S` only to
-            near ones. The last layer always attends to all.
+            near ones. The last layer always attends to all. In an input longer than `seq_len`, `L` attends `seq_len` tokens
+            back.
         short_window_fraction: how far back an `S` layer attends, as a fraction of `seq_len`. A distance of w tokens means
             w + 1 keys, because a token attends to itself.
         short_window_multiple: round that distance up to a multiple of this. Null rounds down to a whole number.
@@ -180,7 +181,7 @@ class NanoConfig(ModelConfig):
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer, from first to last."""
-        windows = [None if back + 1 >= self.seq_len else back + 1 for back in self.window_distances]
+        windows = [None if back == self.seq_len else back + 1 for back in self.window_distances]
         return tuple(LayerKind(self.rope, window) for window in windows)
 
     def check(self) -> None:

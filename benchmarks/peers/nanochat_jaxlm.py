@@ -1,0 +1,84 @@
+"""jaxlm's part of benchmarks/nanochat.py. Arguments: evaluate or step, and a JSON file with the options.
+
+evaluate   imports nanochat's checkpoints: logits of each. Loads jaxlm's own: logits, bits per byte and the answers to CORE.
+step       times the compiled step of `jaxlm train` for benchmarks/cpu_peers.py, from nanochat's initial weights.
+"""
+
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from jaxlm.core.imports import gc_paused
+
+import common
+import jax
+import numpy as np
+
+with gc_paused():
+    from jaxlm_steps import take_steps
+
+    import jaxlm
+    from jaxlm.config.load import read_config
+    from jaxlm.evals.core import CoreEvalConfig, open_core
+    from jaxlm.evaluate import evaluate as evaluate_loss
+    from jaxlm.interop.hf.folder import load_model, open_folder
+    from jaxlm.models.base import vocab_axis
+    from jaxlm.run.compilation.cache import enable_compilation_cache
+    from jaxlm.run.compilation.options import step_options
+    from jaxlm.run.inference_model import InferenceModel
+    from jaxlm.run.plan import make_plan
+
+
+def imported(folder, changes, layout):
+    """The model in a folder of nanochat. Args: changes: keys that its files do not say."""
+    opened = open_folder(Path(folder))
+    config = dataclasses.replace(opened.config, **changes)
+    abstract = jax.eval_shape(lambda: config.build(vocab_axis(opened.vocab_size), key=jax.random.key(0)))
+    return load_model(Path(folder), abstract, config, layout)
+
+
+def evaluate(options):
+    own = jaxlm.load(options["checkpoint"])
+    loaded, layout = own.loaded, own.loaded.plan.layout
+    rows = np.load(options["rows"])["rows"].tolist()
+    found = {"own": np.stack(own.logits(rows))}
+    for name, folder in options["checkpoints"].items():
+        with layout.use():
+            model = imported(folder, options["changes"], layout)
+        found[name] = np.stack(InferenceModel(loaded, model).logits(rows))
+    losses = evaluate_loss(loaded, loaded.data, options["batch"][0], options["num_batches"])
+    (sums,) = losses.values()
+    answers = {}
+    if options["questions"]:
+        config = CoreEvalConfig(options["bundle"], options["tasks"], options["questions"])
+        with layout.use():
+            results = open_core(config, loaded.tokenizer).run(own.model)
+        answers = {name: result.correct.tolist() for name, result in results.items()}
+    about = {"bpb": sums.bits_per_byte, "answers": answers}
+    Path(options["output"]).with_suffix(".json").write_text(json.dumps(about))
+    np.savez(options["output"], **found)
+
+
+def step(options):
+    enable_compilation_cache(options["cache"])
+    run = read_config(Path(options["config"]))
+    rows, length, vocab = options["shape"]
+    with tempfile.TemporaryDirectory() as folder:
+        run = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, log_dir=folder))
+        plan = make_plan(run, "peer", vocab)
+        named = ", ".join(filter(None, step_options(plan).texts))
+        clock = common.Clock(version=jax.__version__, options=named, **options["facts"])
+        with plan.layout.use():
+            abstract = plan.state_builder.abstract_initial_model
+            weights = load_model(Path(options["start"]), abstract, run.model, plan.layout)
+            take_steps(plan, clock, lambda number: common.batch(number, rows, length, vocab), weights=weights)
+
+
+def main():
+    mode, file = sys.argv[1:]
+    {"evaluate": evaluate, "step": step}[mode](json.loads(Path(file).read_text()))
+
+
+main()
