@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.config.load import decode_run
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.folder import load_model, open_folder
@@ -16,6 +18,7 @@ from jaxlm.interop.torch.nanochat import save_nanochat
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.nano.model import NanoConfig
+from jaxlm.run.dry_run import assumed_vocabulary
 from tests.engine.helpers import layout, one_device
 from tests.interop.cases import inputs_of, logits_of
 
@@ -61,6 +64,8 @@ def test_a_run_of_nanochat_is_read(name, prefix, tmp_path):
     weights = written(tmp_path, reference, prefix=prefix, step=12)
     opened = open_folder(tmp_path)
     assert opened.vocab_size == 61
+    sections = {"initialize_from_hf": str(tmp_path), "data": {"tokenizer": "not-here-yet"}}
+    assert assumed_vocabulary(decode_run(ConfigSource(sections), None))[0] == 61
     assert opened.config.window_distances == reference.config().window_distances or name == "late"
     assert (opened.config.smear_channels, opened.config.qk_scale) == ((24, 1.2) if name == "late" else (0, 1.0))
     tokens = np.random.default_rng(0).integers(0, 61, (2, 16))
