@@ -23,7 +23,7 @@ from annotated_types import Interval
 
 from jaxlm.core import tree
 from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeFloat, PositiveFloat, PositiveInt
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, in_float32
 from jaxlm.optim.lr.momentum import DecayFactor, MomentumSchedule, decay_factor
 from jaxlm.optim.matrices import MatrixView, map_matrices, matrices, replace_matrices, size_of, with_adam_fallback
 from jaxlm.optim.orthogonal.iterations import COEFFICIENTS, equal_rows, newton_schulz, orthogonal_norm
@@ -104,7 +104,7 @@ class MuonConfig(OptimizerConfig):
             groups,
             num_steps,
             ("muon", self._direction(num_steps)),
-            optax.scale_by_adam(self.beta1, self.beta2, self.epsilon),
+            in_float32(optax.scale_by_adam(self.beta1, self.beta2, self.epsilon)),
             adam_lr=self.adam_lr,
             max_grad_norm=self.max_grad_norm,
             decay=self._weight_decay(groups, num_steps),
