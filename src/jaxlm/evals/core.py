@@ -57,6 +57,12 @@ class CoreEvalConfig(EvalConfig):
     max_per_task: PositiveInt | None = None
     batch_size: PositiveInt = 16
 
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        measured = self.tasks or CORE_TASKS
+        names = [f"{CORE}/{task}{what}" for task in measured for what in ("", "/accuracy")]
+        return (*([CORE] if set(measured) == set(CORE_TASKS) else []), *names)
+
     def check(self) -> None:
         check_bundle(self.bundle, self.tasks or CORE_TASKS)
 
