@@ -1,5 +1,6 @@
 """Checks of a start, and its table: what will run, on which devices, and why each choice was made."""
 
+import dataclasses
 import json
 import os
 import re
@@ -190,10 +191,18 @@ def activation_dtype(precision: Precision, model: LanguageModel) -> jnp.dtype:
 
 def fp8_products(plan: Plan) -> dict[str, str]:
     """Name of a phase that computes in fp8 -> how many layers do."""
-    models = {phase.name: plan.state_builder.abstract_state(phase).model for phase in plan.phases}
-    described = {name: describe_products(model) for name, model in models.items()}
+    described = {
+        phase.name: _fp8_products(phase, plan.state_builder.abstract_state(phase).model) for phase in plan.phases
+    }
     emulated = "" if has_fp8_products(plan.layout.device) else "; emulated, because this device has no fp8 products"
     return {name: f"{text}{emulated}" for name, text in described.items() if text is not None}
+
+
+def _fp8_products(phase: Phase, model: LanguageModel) -> str | None:
+    if model.head_fp8 is None or phase.objective.head_in_fp8:
+        return describe_products(model)
+    others = describe_products(dataclasses.replace(model, head_fp8=None)) or "all in the compute dtype"
+    return f"{others}; also the head, with objective {choice_name(type(phase.objective))}"
 
 
 def check_performance(plan: Plan) -> None:
