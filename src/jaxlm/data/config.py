@@ -286,8 +286,8 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         examples = self.arrange(cache, source.config.format, seq_len)
         if not len(examples):
             raise ConfigError(
-                f"{source.key}: no document has a token to compute the loss on within model.seq_len ({seq_len}). Raise"
-                " model.seq_len"
+                f"{source.key}: no document of the {split} text has a token to compute the loss on within model.seq_len"
+                f" ({seq_len}). Set {source.key}.{split}_urls to other text, or raise model.seq_len"
             )
         if options["summarize"] and examples.summary:
             source.log_with_name(log)(f"{split}: {examples.summary}")
