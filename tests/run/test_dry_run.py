@@ -81,4 +81,9 @@ def test_what_a_start_would_end_with_is_listed(folder, tmp_path, monkeypatch):
     assert refused(data={**data, "vocab_size": 300})["tokenizer"].startswith(
         "data.vocab_size: 300 given, but the tokenizer"
     )
+    few = json.loads((tmp_path / "config.json").read_text()) | {"vocab_size": 40}
+    (tmp_path / "config.json").write_text(json.dumps(few))
+    assert refused(data=data, initialize_from_hf=True)["weights"].startswith(
+        f"{folder}: the embedding has 40 rows, but the tokenizer has 64 tokens. Set data.tokenizer"
+    )
     assert not (tmp_path / "cache").exists()

@@ -22,8 +22,8 @@ from jaxlm.data.sources.config import TRAIN, VALIDATION
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.data.tokenizer.train_bpe import DEFAULT_VOCAB_SIZE, bpe_config
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
-from jaxlm.interop.hf.folder import open_folder
 from jaxlm.interop.hf.model_section import hf_name
+from jaxlm.interop.pretrained import check_pretrained, open_pretrained
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.plots import schedule_curve
 from jaxlm.optim.groups import group_schedules
@@ -63,7 +63,7 @@ def _of_weights(config: RunConfig, tokenizer: str) -> tuple[int, str] | None:
     name = hf_name(config.initialize_from_hf, tokenizer)
     if name is None or not Path(name).exists():
         return None
-    return open_folder(Path(name), config.hf_skip_keys).vocab_size, f"rows of the embedding in {name}"
+    return open_pretrained(Path(name), config.hf_skip_keys).vocab_size, f"rows of the embedding in {name}"
 
 
 def _of_checkpoint(config: RunConfig, tokenizer: str) -> tuple[int, str] | None:
@@ -142,6 +142,10 @@ def _checks(plan: Plan) -> Iterator[_Question]:
         for source in data.sources():
             check = functools.partial(source.check, caches=False)
             yield _Question(f"text of {source.key}", check, "what has the text")
+    name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
+    if name is not None and Path(name).exists() and not config.hf_weight_names:
+        check = functools.partial(check_pretrained, Path(name), plan.state_builder.Vocab.size, config.hf_skip_keys)
+        yield _Question("weights", check, f"the disk with {name}")
     for evaluation in config.evals:
         yield _Question(f"evaluation {choice_name(type(evaluation))}", evaluation.check, "the disk")
     if jax.process_count() > 1:
