@@ -28,7 +28,7 @@ from jaxlm.optim.lr.momentum import DecayFactor, MomentumSchedule, decay_factor
 from jaxlm.optim.matrices import MatrixView, map_matrices, matrices, replace_matrices, size_of, with_adam_fallback
 from jaxlm.optim.orthogonal.iterations import COEFFICIENTS, equal_rows, newton_schulz, orthogonal_norm
 from jaxlm.optim.orthogonal.normuon import normalize_by_mean_squares
-from jaxlm.optim.orthogonal.shares import map_shares
+from jaxlm.optim.orthogonal.sharded_matrices import map_sharded_matrices
 
 NormFactor = Annotated[float, Interval(ge=1, le=10)]
 
@@ -158,7 +158,7 @@ class MuonConfig(OptimizerConfig):
             views = matrices(map_matrices(equal_rows, updates) if self.row_equilibration else updates)
             # Cast before the matrices move between devices.
             given = {path: view if dtype is None else _cast(view, dtype) for path, view in views.items()}
-            found = map_shares(iterate, given)
+            found = map_sharded_matrices(iterate, given)
             updates = replace_matrices(updates, {p: found[p].astype(v.weight.dtype) for p, v in views.items()})
             return map_matrices(orthogonal_norm, updates) if self.renormalize else updates
 

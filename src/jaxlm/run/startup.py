@@ -29,7 +29,7 @@ from jaxlm.models.layers import SelfAttention
 from jaxlm.models.moe import num_active
 from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_remat
 from jaxlm.models.scan import runs_as_scan
-from jaxlm.models.stacks import OtherBody, Stack
+from jaxlm.models.stacks import HeterogeneousBody, Stack
 from jaxlm.observe.console import duration
 from jaxlm.observe.trackers.environment import JAX_OPTIONS, source_of_jaxlm
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
@@ -163,9 +163,9 @@ def _layers(plan: Plan) -> str:
     return f"{'one compiled layer in a scan' if loop else 'compiled separately'} ({reason})"
 
 
-def _stacks(plan: Plan) -> list[Stack | OtherBody]:
+def _stacks(plan: Plan) -> list[Stack | HeterogeneousBody]:
     model = plan.state_builder.abstract_initial_model
-    return [*tree.modules(model, Stack), *tree.modules(model, OtherBody)]
+    return [*tree.modules(model, Stack), *tree.modules(model, HeterogeneousBody)]
 
 
 def attention_choices(plan: Plan) -> list[AttentionChoice]:
