@@ -155,7 +155,7 @@ def add_weight_decay(config: OptimizerConfig, groups: Sequence[ParameterGroup]) 
 def in_float32(direction: optax.GradientTransformation) -> optax.GradientTransformation:
     """Computes directions in float32, whatever the dtype of the parameters, and stores the state in the dtypes that it has.
 
-    In bfloat16, a decay rate of 0.999 would be 1, and a learning rate one of 256 values between two powers of 2.
+    In bfloat16, a decay rate of 0.999 would be 1, and a learning rate one of 128 values between two powers of 2.
     """
 
     def wide(x: jax.Array) -> jax.Array:

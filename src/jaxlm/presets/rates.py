@@ -122,7 +122,7 @@ class OptimizerKeys:
         own = next((entry for entry in entries if isinstance(entry, Mapping) and entry.get("match") == match), None)
         if own is None:
             return f"not used: you wrote optimizer.groups without an entry that matches {match}"
-        given = own.get("learning_rate", rate)
+        given = own.get("learning_rate", self._given.get("learning_rate", rate))
         return "" if given == rate else f"{given}: you wrote optimizer.groups"
 
     def _schedules(self) -> dict[str, Any]:

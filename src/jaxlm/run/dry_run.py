@@ -16,8 +16,8 @@ import jax
 
 from jaxlm.config.decode import choice_name
 from jaxlm.config.run import RunConfig
-from jaxlm.core import stores
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.stores import is_url
 from jaxlm.data.sources.config import TRAIN, VALIDATION
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.data.tokenizer.train_bpe import DEFAULT_VOCAB_SIZE, bpe_config
@@ -48,7 +48,7 @@ def assumed_vocabulary(config: RunConfig) -> tuple[int, str]:
     if bpe_config(data.tokenizer) is not None:
         return DEFAULT_VOCAB_SIZE, f"{DEFAULT_VOCAB_SIZE:,} (of a tokenizer that is trained without data.vocab_size)"
     for find in (_of_tokenizer, _of_weights, _of_checkpoint):
-        with contextlib.suppress(ConfigError):  # what is wrong is listed below the plan, or ends the start
+        with contextlib.suppress(ConfigError, OSError):  # what is wrong is listed below the plan, or ends the start
             if (found := find(config, str(data.tokenizer))) is not None:
                 return found[0], f"{found[0]:,} ({found[1]})"
     return _DEFAULT_VOCAB_SIZE, f"{_DEFAULT_VOCAB_SIZE:,} (GPT-2's, assumed because data.vocab_size is not set)"
@@ -70,8 +70,9 @@ def _of_checkpoint(config: RunConfig, tokenizer: str) -> tuple[int, str] | None:
     del tokenizer
     trainer = config.trainer
     for path in (trainer.load_checkpoint_path, trainer.initialize_from_state, trainer.initialize_from):
-        local = path is not None and not stores.is_url(path)
-        for checkpoint in resolve_checkpoints(path, Path(trainer.checkpointer.staging_dir))[-1:] if local else ():
+        if path is None or is_url(path):
+            continue
+        for checkpoint in resolve_checkpoints(path, Path(trainer.checkpointer.staging_dir))[-1:]:
             with checkpoint.local("run/tokenizer") as folder:
                 return load_tokenizer(str(folder)).vocab_size, f"tokens of {checkpoint.location}"
     return None
@@ -154,7 +155,7 @@ def _checks(plan: Plan) -> Iterator[_Question]:
         yield _Question("references", functools.partial(_check_references, plan), "the disk")
     starts = (trainer.load_checkpoint_path, trainer.initialize_from, trainer.initialize_from_state)
     # Looking at a URL may download a checkpoint.
-    if not any(path is not None and stores.is_url(path) for path in (trainer.checkpointer.base_path, *starts)):
+    if not any(path is not None and is_url(path) for path in (trainer.checkpointer.base_path, *starts)):
         yield _Question("start", functools.partial(check_init_from, plan), "the disk")
 
 
