@@ -72,7 +72,7 @@ def test_the_head_is_not_counted_as_fp8_where_the_objective_does_not_multiply_it
     assert found["plain"].startswith(
         "1 linear" if exclude else "15 linear layers in fp8 (tensorwise), 0 in the compute"
     )
-    assert found["distilled"].startswith(f"{others} in the compute dtype; also the head, with objective distill")
+    assert found["distilled"].startswith(f"{others} in the compute dtype, among them the head: objective distill")
 
 
 @pytest.mark.parametrize("key", ["hybrid_norm", "input_embedding_norm"])

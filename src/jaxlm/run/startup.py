@@ -202,7 +202,7 @@ def _fp8_products(phase: Phase, model: LanguageModel) -> str | None:
     if model.head_fp8 is None or phase.objective.head_in_fp8:
         return describe_products(model)
     others = describe_products(dataclasses.replace(model, head_fp8=None)) or "all in the compute dtype"
-    return f"{others}; also the head, with objective {choice_name(type(phase.objective))}"
+    return f"{others}, among them the head: objective {choice_name(type(phase.objective))} does not multiply it in fp8"
 
 
 def check_performance(plan: Plan) -> None:
