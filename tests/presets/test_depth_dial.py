@@ -349,8 +349,8 @@ def test_the_start_up_table_has_the_rates_that_are_used():
         assert shown[f"learning rate of {name}"].startswith(start)
     assert shown["by matrix"].startswith("768x768 0.5, ")
     assert shown["momentum of Muon"] == (
-        "0.9: you wrote optimizer.momentum (the preset derives 0.95: you wrote optimizer.momentum_schedule: from 0.85 over"
-        " 10 steps [base_train.py])"
+        "0.9: you wrote optimizer.momentum (the preset derives 0.95: from 0.85 over 10 steps, as you wrote in"
+        " optimizer.momentum_schedule [base_train.py])"
     )
 
 

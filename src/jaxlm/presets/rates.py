@@ -146,11 +146,12 @@ class OptimizerKeys:
         recipe = self._recipe.optimizer["momentum_schedule"]
         given = self._given.get("momentum_schedule", recipe)
         used = recipe | given if isinstance(given, Mapping) else None
+        own = "" if used == recipe else ", as you wrote in optimizer.momentum_schedule"
         if used is None:
-            return "you wrote optimizer.momentum_schedule: constant"
+            return f"constant{own}"
         rises = f"from {used['initial']} over {used['warmup']} steps"
         falls = "" if used["final"] is None else f", to {used['final']} in the warmdown"
-        return f"{'' if used == recipe else 'you wrote optimizer.momentum_schedule: '}{rises}{falls}"
+        return f"{rises}{falls}{own}"
 
 
 def rates_by_shape(model: NanoConfig, rate: float) -> dict[str, float]:
