@@ -335,19 +335,19 @@ def test_the_start_up_table_has_the_rates_that_are_used():
         {"match": "x0_lambdas$", "type": "adam"},  # takes the learning rate around it
         {"match": "mlp", "type": "adam", "learning_rate": 0.001},
     ]
-    own = {"learning_rate": 0.5, "groups": groups, "momentum_schedule": {"warmup": 10}, "momentum": 0.9}
+    own = {"learning_rate": 0.4, "groups": groups, "momentum_schedule": {"warmup": 10}, "momentum": 0.9}
     config = configured(dial(12), {"optimizer": own})
     shown, derived = rows(config), rows(configured(dial(12)))
-    assert rates(config)["x0_lambdas$"] == 0.5
+    assert rates(config)["x0_lambdas$"] == 0.4
     assert (
         shown["learning rate of wte"]
         == f"0.007: you wrote optimizer.groups (the preset derives {derived['learning rate of wte']})"
     )
-    assert shown["learning rate of x0_lambdas"].startswith("0.5: you wrote optimizer.groups (the preset derives ")
+    assert shown["learning rate of x0_lambdas"].startswith("0.4: you wrote optimizer.groups (the preset derives ")
     for name, match in {"lm_head": "^head\\.", "resid_lambdas": "resid_lambdas$"}.items():
         start = f"not used: you wrote optimizer.groups without an entry that matches {match} (the preset derives "
         assert shown[f"learning rate of {name}"].startswith(start)
-    assert shown["by matrix"].startswith("768x768 0.5, ")
+    assert shown["by matrix"].startswith("768x768 0.4, ")
     assert shown["momentum of Muon"] == (
         "0.9: you wrote optimizer.momentum (the preset derives 0.95: from 0.85 over 10 steps, as you wrote in"
         " optimizer.momentum_schedule [base_train.py])"

@@ -207,16 +207,17 @@ def test_a_study_trains_every_member_once_and_writes_table_law_and_plot(trained,
 
 def test_a_second_start_of_a_study_at_work_is_refused(trained, monkeypatch, capsys):
     codes = []
+    study_of_one = ["--config_path", "mine.yaml", "--scaling.depths", "[2]", "--scaling.budgets", "[1.0e+13]"]
 
     def second(arguments) -> int:
         if not codes:
-            codes.append(command.main(["--config_path", "mine.yaml"]))
+            codes.append(command.main(study_of_one))
         return trained(arguments)
 
     monkeypatch.setattr("jaxlm.run.scaling.start.run_command", second)
-    assert command.main(["--config_path", "mine.yaml"]) == 0
+    assert command.main(study_of_one) == 0
     assert codes == [2]
-    assert len(trained.started) == 6
+    assert len(trained.started) == 1
     message = capsys.readouterr().err
     assert f"this study is already being trained (process {os.getpid()} on " in message
     assert f"both would write to {Path('scaling').absolute()}. Wait until" in message
