@@ -51,11 +51,17 @@ def _locked(folder: Path) -> Iterator[None]:
     """Raises `ConfigError` if a study is at work in the folder: both would write the same results."""
     with contextlib.ExitStack() as closing:
         try:
-            what = f"write to {folder.absolute()}"
-            closing.enter_context(locked_file(folder / _LOCK, what, work="study", key="scaling.output_dir"))
+            closing.enter_context(locked_file(folder / _LOCK, f"write to {folder.absolute()}", _held_by))
         except OSError as error:
             raise _unwritable(folder, error) from error
         yield
+
+
+def _held_by(holder: object, what: str) -> ConfigError:
+    return ConfigError(
+        f"a study is already at work here ({holder}): both would {what}. Wait until it ends, stop it, or set another"
+        " scaling.output_dir"
+    )
 
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:

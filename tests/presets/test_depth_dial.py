@@ -354,6 +354,16 @@ def test_the_start_up_table_has_the_rates_that_are_used():
     )
 
 
+UNUSED = {"none": {}, "two": {"matrix_lr": 0.1, "weight_decay": 0.0}}
+
+
+def test_rates_of_the_preset_that_another_optimizer_does_not_use_are_named():
+    adam = {"optimizer": {"type": "adam"}}
+    shown = {name: rows(configured(dial(12, **own), adam))["optimizer"] for name, own in UNUSED.items()}
+    text = "adam: your choice: nothing of its section is filled in"
+    assert shown == {"none": text, "two": f"{text}; preset.matrix_lr, preset.weight_decay: not used"}
+
+
 def test_a_warmup_of_the_whole_run_is_named_where_the_momentum_cannot_fall_after_it():
     config = configured(SMALL, {"optimizer": {"warmup": 1}, "trainer": {"num_train_steps": 50, "train_batch_size": 8}})
     with pytest.raises(
@@ -365,10 +375,6 @@ def test_a_warmup_of_the_whole_run_is_named_where_the_momentum_cannot_fall_after
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        (
-            dial(12, matrix_lr=0.1, weight_decay=0.0) | {"optimizer": {"type": "adam"}},
-            r"preset\.matrix_lr: 0\.1 given, but it is for the optimizer of the preset, muon, and .* is 'adam'",
-        ),
         (dial(0), r"preset\.depth: 0 given, an integer of 1 or more and at most 1024 expected"),
         (dial(12, target_param_data_ratio=0.0), r"preset\.target_param_data_ratio: 0\.0 given, .* above 0"),
         (dial(12, target_param_data_ratio=-1.0), r"preset\.target_param_data_ratio: -1\.0 given"),

@@ -219,7 +219,7 @@ def test_a_second_start_of_a_study_at_work_is_refused(trained, monkeypatch, caps
     assert codes == [2]
     assert len(trained.started) == 1
     message = capsys.readouterr().err
-    assert f"this study is already being trained (process {os.getpid()} on " in message
+    assert f"a study is already at work here (process {os.getpid()} on " in message
     assert f"both would write to {Path('scaling').absolute()}. Wait until" in message
     assert "or set another scaling.output_dir" in message
 

@@ -297,13 +297,8 @@ class _Dial:
         own = {name: getattr(self._dial, name) for name in names if getattr(self._dial, name) is not None}
         given = self._given("optimizer.type")
         if given not in (None, "muon"):
-            for name, value in own.items():
-                raise self._error(
-                    f"preset.{name}",
-                    f"{value:g} given, but it is for the optimizer of the preset, muon, and optimizer.type is '{given}'."
-                    " Remove it, or remove optimizer.type",
-                )
-            self._add("optimizer", given, "your choice: nothing of its section is filled in", "")
+            unused = f"; {', '.join(f'preset.{name}' for name in own)}: not used" if own else ""
+            self._add("optimizer", given, f"your choice: nothing of its section is filled in{unused}", "")
             return {}
         section, recipe = self._given("optimizer"), replace(self._recipe, **own)
         given = section if isinstance(section, Mapping) else {}

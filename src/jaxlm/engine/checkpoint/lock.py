@@ -15,29 +15,24 @@ class LeaseLostError(Exception):
     """Another start of the run has taken its folder, because this process did not answer for too long."""
 
 
-def held_by(holder: object, what: str, work: str = "run", key: str = "trainer.id") -> ConfigError:
-    """The error of a start that finds the same work going on.
-
-    Args:
-        what: both would do, such as `save to PATH`.
-        work: what is trained.
-        key: another value of it keeps both apart.
-    """
+def held_by(holder: object, what: str) -> ConfigError:
+    """The error of a start that finds a run at work. Args: what: both would do, such as `save to PATH`."""
     return ConfigError(
-        f"this {work} is already being trained ({holder}): both would {what}. Wait until it ends, stop it, or set another"
-        f" {key}"
+        f"this run is already being trained ({holder}): both would {what}. Wait until it ends, stop it, or set another"
+        " trainer.id"
     )
 
 
 @contextlib.contextmanager
-def locked_file(path: Path, what: str, work: str = "run", key: str = "trainer.id") -> Iterator[StillHeld]:
+def locked_file(path: Path, what: str, refusal: Callable[[object, str], ConfigError] = held_by) -> Iterator[StillHeld]:
     """Locks a file, which is created if it is missing. The kernel releases it when the process ends, however it ends.
 
     Args:
-        what, work, key: as of `held_by`.
+        what: as of `held_by`.
+        refusal: the error if another process has locked it.
 
     Raises:
-        ConfigError: another process has locked it.
+        ConfigError: the refusal.
         OSError: the file cannot be created.
     """
     import fcntl  # not on Windows
@@ -48,7 +43,7 @@ def locked_file(path: Path, what: str, work: str = "run", key: str = "trainer.id
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
-            raise held_by(file.read().strip() or "by another process", what, work, key) from error
+            raise refusal(file.read().strip() or "by another process", what) from error
         except OSError:
             pass  # this file system has no locks
         file.truncate(0)
