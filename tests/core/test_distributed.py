@@ -1,6 +1,7 @@
 """Launchers are recognized by the variables that they set."""
 
 import fnmatch
+import time
 
 import jax
 import pytest
@@ -73,6 +74,23 @@ def test_under_slurm_jax_finds_the_coordinator(monkeypatch):
     ((given, named),) = seen
     assert given == (None, None, None)
     assert named["local_device_ids"] == [1]
+
+
+def test_a_process_says_that_it_waits_for_the_others(monkeypatch, capsys):
+    monkeypatch.setattr(distributed, "_SILENT_S", 0.01)
+    said = []
+
+    def connect(*given, **named) -> None:
+        deadline = time.monotonic() + 30
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.01)
+            said.extend(filter(None, [capsys.readouterr().err]))
+
+    monkeypatch.setattr(jax.distributed, "initialize", connect)
+    DistributedConfig("127.0.0.1:1234", 2, 0).join()
+    assert said
+    assert said[0].startswith("still waiting for the other processes of the run to connect. If one of them has failed")
+    assert "gives up after 300 s (trainer.distributed.initialization_timeout)" in said[0]
 
 
 def test_jax_reads_slurm_variables():

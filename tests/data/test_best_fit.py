@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -370,6 +371,11 @@ def test_shards_are_packed_and_the_last_one_is_for_validation(config, shards):
         assert f"{len(rows)} rows of 64 tokens" in line
         assert f"losing {num_tokens - kept:,} of {num_tokens:,} tokens ({1 - kept / num_tokens:.1%})" in line
     assert "losing" not in " ".join(opened(config, packing=BestFitConfig(fill="split"))[1])
+    # Rows that are much shorter than the documents lose most of them.
+    said = {length: " ".join(opened(config, length)[1]) for length in (8, 64)}
+    assert [float(share) > 50 for share in re.findall(r"tokens \((.*?)%\)", said[8])] == [True, True]
+    advice = {length: text.count("%). Set data.packing.fill: split, which loses none") for length, text in said.items()}
+    assert advice == {8: 2, 64: 0}
 
 
 def test_the_rows_are_shown_with_their_documents(config):

@@ -8,6 +8,7 @@ import pytest
 from jaxlm.core import atomic_io as atomic_io
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
+from jaxlm.data.formats.supervised import SupervisedFormat
 from jaxlm.data.sources import mirror
 from jaxlm.data.tokenizer import train_bpe as train_bpe_module
 from jaxlm.data.tokens import TokensConfig
@@ -78,6 +79,17 @@ def test_checking_writes_nothing(config, tmp_path):
 def test_invalid_sections_are_refused(config, fields, message):
     with pytest.raises(ConfigError, match=message):
         changed(config, **fields).check()
+
+
+def test_validation_text_without_anything_to_measure_is_named_with_its_key(config, tmp_path):
+    paths = {"train": tmp_path / "train.jsonl", "validation": tmp_path / "validation.jsonl"}
+    for path, question in zip(paths.values(), ("short", "much too long " * 20), strict=True):
+        path.write_text(json.dumps({"input": question, "output": "answer"}) + "\n")
+    urls = {f"{split}_urls": [str(path)] for split, path in paths.items()}
+    record_format = SupervisedFormat(input_field="input", output_field="output")
+    config = changed(config, **urls, format=record_format)
+    with pytest.raises(ConfigError, match=r"model\.seq_len \(64\)\. Set data\.validation_urls to other text, or raise"):
+        config.open(config.load_tokenizer(silent), 64, silent)
 
 
 def test_a_text_key_needs_a_file_of_records(config):

@@ -213,6 +213,11 @@ def test_other_options_are_another_tokenizer(tmp_path):
             300,
             r"data\.tokenizer\.pattern: 'gtp4' given, code, gpt4, nanochat or a regular expression",
         ),
+        (
+            {"special_tokens": ["<|bos|>", "<|\ud800|>"]},
+            300,
+            r"data\.tokenizer\.special_tokens: '<\|\\ud800\|>' given, which has half of a surrogate pair",
+        ),
         ({"pattern": "(a"}, 300, r"data\.tokenizer\.pattern: '\(a' is not a regular expression"),
     ],
 )
@@ -221,6 +226,15 @@ def test_invalid_options_are_refused_before_training(tmp_path, options, vocab_si
     config = TokensConfig([f"{tmp_path}/text.txt"], tokenizer=BpeConfig(**options), vocab_size=vocab_size)
     with pytest.raises(ConfigError, match=message):
         config.check()
+
+
+def test_a_pattern_that_takes_too_many_steps_is_one_message():
+    pattern, text = r"(?:a|aa)+c|\S", "a" * 60 + "bc"
+    with pytest.raises(ConfigError, match=r"data\.tokenizer\.pattern: .* gives up on a text"):
+        train_bpe([text], 300, BpeConfig(pattern=pattern))
+    trained = train_bpe(["aac"], 260, BpeConfig(pattern=pattern))
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: the regular expression .* gives up on a text"):
+        trained.encode(text)
 
 
 def test_the_section_is_read_from_yaml():

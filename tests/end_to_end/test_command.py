@@ -195,7 +195,14 @@ def test_a_dry_run_needs_no_data(workplace):
     assert result.code == 0, result.err
     assert "memory per device" in result.out
     assert "schedule" in result.out
-    assert "dry run complete" in result.out
+    for refused in (
+        "data.tokenizer: '/nowhere/tokenizer.json': no tokenizer.json",
+        "data.train_urls[0]: '/nowhere/train'",
+    ):
+        assert f"a start would end with: {refused}" in result.out
+    assert (
+        "dry run complete: all training steps compile, but a start would not get that far: see tokenizer" in result.out
+    )
     written = [path.relative_to(place.folder) for path in place.folder.rglob("*") if path.is_file()]
     assert sorted(map(str, written)) == ["logs/run/schedule.png", "run.yaml"]  # only the plot
 

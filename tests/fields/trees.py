@@ -95,7 +95,7 @@ BASES: dict[str, Tree] = {
     "stages": _trainer(train_batch_size=[{"start": 0, "value": 16}, {"start": 20, "value": 32}]),
     "watch": _trainer(watch={"interval": 2, "watch_targets": ["grads"]}),
     "keep": _trainer(checkpointer={"keep": [{"every": 10}]}),
-    "until": _trainer(until={"metric": "eval/loss", "below": 3.0}),
+    "until": _trainer(until={"metric": "eval/loss", "below": 3.0}) | {"data": {"validation_urls": ["held-out.txt"]}},
     "lora": tree(phases=[{"name": "p", "surgery": [{"type": "lora", "rank": 2, "target": "attn|mlp"}]}]),
     "split_at": merged(
         tree(phases=[{"name": "p", "surgery": [{"type": "split_at", "layer": 1}]}]), {"model": {"num_layers": 3}}

@@ -8,14 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.config.load import decode_run
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.model_section import with_hf_model
+from jaxlm.interop.pretrained import load_pretrained, open_pretrained
 from jaxlm.interop.torch.nanochat import save_nanochat
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.nano.model import NanoConfig
+from jaxlm.run.dry_run import assumed_vocabulary
 from tests.engine.helpers import layout, one_device
 from tests.interop.cases import inputs_of, logits_of
 
@@ -47,9 +50,9 @@ def written(folder, reference, *, prefix="", step=7, changes=None):
 
 
 def loaded(path, config=None, where=None, vocab=61):
-    config = config or open_folder(path).config
+    config = config or open_pretrained(path).config
     abstract = jax.eval_shape(lambda: config.build(vocab_axis(vocab), key=jax.random.key(0)))
-    return load_model(path, abstract, config, where or one_device())
+    return load_pretrained(path, abstract, config, where or one_device())
 
 
 @pytest.mark.parametrize("name", REVISIONS)
@@ -59,8 +62,10 @@ def test_a_run_of_nanochat_is_read(name, prefix, tmp_path):
     reference = REVISIONS[name]
     written(tmp_path, dataclasses.replace(reference, vocab=64), step=5)
     weights = written(tmp_path, reference, prefix=prefix, step=12)
-    opened = open_folder(tmp_path)
+    opened = open_pretrained(tmp_path)
     assert opened.vocab_size == 61
+    sections = {"initialize_from_hf": str(tmp_path), "data": {"tokenizer": "not-here-yet"}}
+    assert assumed_vocabulary(decode_run(ConfigSource(sections), None))[0] == 61
     assert opened.config.window_distances == reference.config().window_distances or name == "late"
     assert (opened.config.smear_channels, opened.config.qk_scale) == ((24, 1.2) if name == "late" else (0, 1.0))
     tokens = np.random.default_rng(0).integers(0, 61, (2, 16))
@@ -77,7 +82,7 @@ def test_a_run_of_nanochat_is_read(name, prefix, tmp_path):
 def test_what_is_written_is_what_was_read(name, tmp_path):
     """Every tensor of nanochat, bit by bit; the rows that pad the vocabulary are zeros."""
     weights = written(tmp_path / "theirs", REVISIONS[name], changes={"l3_after_layers": "", "l3_n_emb": 0})
-    config = open_folder(tmp_path / "theirs").config
+    config = open_pretrained(tmp_path / "theirs").config
     save_nanochat(tmp_path / "ours", loaded(tmp_path / "theirs"), config, one_device(), step=7)
     found = torch.load(tmp_path / "ours" / "model_000007.pt", weights_only=True)
     assert found.keys() == weights.keys()
@@ -90,14 +95,14 @@ def test_what_is_written_is_what_was_read(name, tmp_path):
     meta, theirs = (json.loads((tmp_path / of / "meta_000007.json").read_text()) for of in ("ours", "theirs"))
     assert meta["model_config"].items() <= theirs["model_config"].items()
     assert meta["step"] == 7
-    assert open_folder(tmp_path / "ours").config == config
+    assert open_pretrained(tmp_path / "ours").config == config
 
 
 @pytest.mark.slow
 def test_a_sharded_model_reads_and_writes_the_same_files(tmp_path):
     reference = dataclasses.replace(LATE, num_layers=4)
     written(tmp_path / "theirs", reference)
-    config, where = open_folder(tmp_path / "theirs").config, layout(model=2)
+    config, where = open_pretrained(tmp_path / "theirs").config, layout(model=2)
     model = loaded(tmp_path / "theirs", where=where, vocab=64)
     with where.use():
         save_nanochat(tmp_path / "ours", model, config, where, step=7)
@@ -125,13 +130,13 @@ def test_the_model_section_comes_from_the_files(tmp_path):
 def test_other_models_of_nanochat_are_refused(changes, message, tmp_path):
     written(tmp_path, EARLY, changes=changes)
     with pytest.raises(ConfigError, match=message):
-        open_folder(tmp_path)
+        open_pretrained(tmp_path)
 
 
 def test_a_revision_between_the_two_is_refused(tmp_path):
     written(tmp_path, dataclasses.replace(EARLY, gate_channels=12))
     with pytest.raises(ConfigError, match=r"gates with \[12\] inputs, and no smear gate\. Supported: nanochat of Feb"):
-        open_folder(tmp_path)
+        open_pretrained(tmp_path)
 
 
 def test_files_that_do_not_fit_the_run_are_refused(tmp_path):
@@ -141,7 +146,7 @@ def test_files_that_do_not_fit_the_run_are_refused(tmp_path):
         loaded(tmp_path, llama)
     with pytest.raises(ConfigError, match=r"a vocabulary of 61 tokens in meta_000007\.json, but the tokenizer has 60"):
         loaded(tmp_path, vocab=60)
-    deeper = dataclasses.replace(open_folder(tmp_path).config, num_layers=5)
+    deeper = dataclasses.replace(open_pretrained(tmp_path).config, num_layers=5)
     with pytest.raises(ConfigError, match=r"transformer\.h\.4\.attn\.c_q\.weight: missing"):
         loaded(tmp_path, deeper)
 

@@ -19,15 +19,16 @@ from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.linear import Linear
+from jaxlm.optim import clipping as limits
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig
-from jaxlm.optim.clipping import ClipUpdateNorm
+from jaxlm.optim.clipping import ClipUpdateNorm, clip_by_rms
 from jaxlm.optim.curvature import Curvature
 from jaxlm.optim.groups import build_optimizer, parameter_groups
 from jaxlm.optim.orthogonal.iterations import newton_schulz
 
 LAYERS, HEADS, SIZE, EMBED = hax.make_axes(layers=2, heads=2, head_size=3, embed=4)
-VOCAB = hax.Axis("vocab", 5)
+VOCAB, VALUE_LAYERS = hax.Axis("vocab", 5), hax.Axis("value_layers", 2)
 STEPS = 6
 Arrays = dict[str, np.ndarray]
 
@@ -343,11 +344,15 @@ def test_adam_mini_has_one_step_size_for_a_head_of_queries_and_for_an_output_of_
         "tokens": {"weight": hax.named(jnp.asarray(rng.normal(size=(5, 4)), jnp.float32), (VOCAB, EMBED))},
         "up": {"bias": hax.named(jnp.asarray(rng.normal(size=(2, 3)), jnp.float32), (LAYERS, SIZE))},
         "scale": jnp.asarray(rng.normal(size=(3, 2, 2)), jnp.float32),
+        # Stacked over those layers only that have them.
+        "gates": Linear(hax.random.normal(jax.random.key(7), (VALUE_LAYERS, SIZE, In)), None, In, SIZE),
+        "shifts": hax.random.normal(jax.random.key(8), (VALUE_LAYERS, SIZE)),
     }
     config = config_of("adam-mini", learning_rate=1.0, weight_decay=0.0, max_grad_norm=None, epsilon=0.0)
     optimizer = build_optimizer(config, parameter_groups(params, config), STEPS)
     updates, _ = optimizer.update(params, optimizer.init(params), params)
     within = {"q_proj": (2, 3), "k_proj": (2, 3), "v_proj": (3,), "tokens": (1,), "bias": (1,), "scale": (0, 1, 2)}
+    within |= {"gates": (2,), "shifts": (1,)}
     for (path, update), (_, gradient) in zip(tree.leaves(updates), tree.leaves(params), strict=True):
         axes = next(axes for name, axes in within.items() if name in path)
         g = np.asarray(tree.raw(gradient), np.float64)
@@ -390,6 +395,21 @@ def test_updates_with_large_rms_are_scaled_down_per_layer():
         for whole, small in layers:
             rms = np.sqrt(np.mean((whole / 1e-2) ** 2))
             np.testing.assert_allclose(small, whole / max(1.0, rms / most), atol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [LAYERS, VALUE_LAYERS], ids=lambda axis: axis.name)
+def test_limits_are_per_layer_also_where_only_some_layers_are_stacked(axis):
+    update, gradient = np.random.default_rng(0).normal(size=(2, 2, 3, 4)).astype(np.float32)
+    update[0] *= 10
+    named = lambda array: {"x": hax.named(jnp.asarray(array), (axis, SIZE, EMBED))}  # noqa: E731
+    small, _ = clip_by_rms(0.5).update(named(update), optax.EmptyState())
+    expected = [x / max(1.0, np.sqrt((x**2).mean()) / 0.5) for x in update]
+    np.testing.assert_allclose(small["x"].array, expected, rtol=1e-5)
+    direction = limits.cautious(optax.stateless(lambda *_: named(update)), True)
+    masked, _ = direction.update(named(gradient), optax.EmptyState())
+    agrees = update * gradient > 0
+    expected = [np.where(a, x, 0.0) * x.size / (a.sum() + 1) for x, a in zip(update, agrees, strict=True)]
+    np.testing.assert_allclose(masked["x"].array, expected, rtol=1e-5)
 
 
 def test_an_outlier_update_is_scaled_down_to_the_recent_limit():

@@ -24,6 +24,7 @@ from jaxlm.config.yaml import ConfigSource, merge
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.presets.base import Derivation, preset_rows
+from jaxlm.presets.nanochat import RECIPES
 from jaxlm.run.batch_plan import plan_batches
 from jaxlm.run.plan import make_plan
 from jaxlm.run.startup import describe
@@ -287,6 +288,8 @@ def test_your_own_keys_win_and_deriving_again_changes_nothing(own):
             "last learning rate": ("optimizer", "min_lr_ratio"),
             "learning rate of Muon": ("optimizer", "learning_rate"),
             "weight decay of Muon": ("optimizer", "weight_decay"),
+            "momentum of Muon": ("optimizer", "momentum_schedule"),
+            **{f"learning rate of {group}": ("optimizer", "groups") for group in RECIPES["head"].groups},
         }.items()
         if path[1] in merged.get(path[0], {}) and "type" not in merged.get(path[0], {})
     }
@@ -324,6 +327,49 @@ def test_the_start_up_table_has_every_number_with_its_formula_and_source():
     assert len(found) > 25
     assert shown["  steps N"].startswith("50: you wrote trainer.num_train_steps (the preset derives ")
     assert shown["  heads"] == "4: 64 / 16 [base_train.py] -> model.num_heads"
+
+
+def test_the_start_up_table_has_the_rates_that_are_used():
+    groups = [
+        {"match": "^tokens\\.", "type": "adam", "learning_rate": 0.007},
+        {"match": "x0_lambdas$", "type": "adam"},  # takes the learning rate around it
+        {"match": "mlp", "type": "adam", "learning_rate": 0.001},
+    ]
+    own = {"learning_rate": 0.4, "groups": groups, "momentum_schedule": {"warmup": 10}, "momentum": 0.9}
+    config = configured(dial(12), {"optimizer": own})
+    shown, derived = rows(config), rows(configured(dial(12)))
+    assert rates(config)["x0_lambdas$"] == 0.4
+    assert (
+        shown["learning rate of wte"]
+        == f"0.007: you wrote optimizer.groups (the preset derives {derived['learning rate of wte']})"
+    )
+    assert shown["learning rate of x0_lambdas"].startswith("0.4: you wrote optimizer.groups (the preset derives ")
+    for name, match in {"lm_head": "^head\\.", "resid_lambdas": "resid_lambdas$"}.items():
+        start = f"not used: you wrote optimizer.groups without an entry that matches {match} (the preset derives "
+        assert shown[f"learning rate of {name}"].startswith(start)
+    assert shown["by matrix"].startswith("768x768 0.4, ")
+    assert shown["momentum of Muon"] == (
+        "0.9: you wrote optimizer.momentum (the preset derives 0.95: from 0.85 over 10 steps, as you wrote in"
+        " optimizer.momentum_schedule [base_train.py])"
+    )
+
+
+UNUSED = {"none": {}, "two": {"matrix_lr": 0.1, "weight_decay": 0.0}}
+
+
+def test_rates_of_the_preset_that_another_optimizer_does_not_use_are_named():
+    adam = {"optimizer": {"type": "adam"}}
+    shown = {name: rows(configured(dial(12, **own), adam))["optimizer"] for name, own in UNUSED.items()}
+    text = "adam: your choice: nothing of its section is filled in"
+    assert shown == {"none": text, "two": f"{text}; preset.matrix_lr, preset.weight_decay: not used"}
+
+
+def test_a_warmup_of_the_whole_run_is_named_where_the_momentum_cannot_fall_after_it():
+    config = configured(SMALL, {"optimizer": {"warmup": 1}, "trainer": {"num_train_steps": 50, "train_batch_size": 8}})
+    with pytest.raises(
+        ConfigError, match=r"^optimizer\.warmup: 1 means the whole cycle, not one step: .*final \(0\.9\)"
+    ):
+        make_plan(config, "x", 300)
 
 
 @pytest.mark.parametrize(

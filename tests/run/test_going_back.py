@@ -346,6 +346,6 @@ def test_the_next_phase_starts_from_the_best_weights_where_the_phase_before_ende
 
 def test_an_unknown_metric_is_named_with_those_that_were_measured(runs):
     with pytest.raises(
-        ConfigError, match=r"until.metric: 'eval/los' given .* measured eval/best_bpb, eval/bpb, eval/loss"
+        ConfigError, match=r"until.metric: 'eval/wiki/loss' given .* measured eval/best_bpb, eval/bpb, eval/loss"
     ):
-        runs.run("unknown", trainer={"until": {"metric": "eval/los", "below": 1.0}})
+        runs.run("unknown", trainer={"until": {"metric": "eval/wiki/loss", "below": 1.0}})

@@ -1,6 +1,7 @@
 """Scaling studies: the fit against closed forms, the members, and what a stopped study does again."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from jaxlm.run.scaling.start import command_of, run_command
 BUDGETS = (1e18, 1e19, 1e20)
 STUDY: dict[str, Any] = {
     "preset": {"type": "depth_dial", "recipe": "seed", "aspect_ratio": 32, "head_dim": 16},
-    "data": {"train_urls": ["corpus.txt"], "vocab_size": 300},
+    "data": {"train_urls": ["corpus.txt"], "validation_urls": ["held-out.txt"], "vocab_size": 300},
     "model": {"seq_len": 32},
     "scaling": {"depths": [6, 2, 4], "budgets": [4e13, 1e13]},
 }
@@ -117,6 +118,14 @@ def test_members_are_ordinary_runs_by_budget_and_depth():
         ({"scaling": {"depths": [2, 2], "budgets": [1e13]}}, r"scaling\.depths: \[2, 2\] given"),
         ({"scaling": {"depths": [0], "budgets": [1e13]}}, r"scaling\.depths\.0: 0 given, an integer of 1 or more"),
         ({"scaling": {"depths": [2], "budgets": [10.0]}}, r"depth 2 with 10 FLOPs: preset\.target_flops: the run has"),
+        (
+            {"scaling": {"depths": [2], "budgets": [1e13], "metric": "eval/core"}},
+            r"scaling\.metric: 'eval/core' given, but no evaluation measures it\. .* measures eval/loss, eval/bpb, ",
+        ),
+        (
+            {"data": {"train_urls": ["corpus.txt"], "vocab_size": 300}},
+            r"scaling\.metric: 'eval/bpb' given, but there is no validation data .* Set data\.validation_urls",
+        ),
         ({"preset": None}, r"preset: missing"),
         ({"preset": {"type": "depth_dial", "depth": 4}}, r"preset\.depth: given beside scaling"),
         ({"trainer": {"num_train_steps": 5}}, r"trainer\.num_train_steps: given beside scaling"),
@@ -196,6 +205,42 @@ def test_a_study_trains_every_member_once_and_writes_table_law_and_plot(trained,
     assert again["members"][0]["value"] == pytest.approx(2 * saved["members"][0]["value"])
 
 
+def test_a_second_start_of_a_study_at_work_is_refused(trained, monkeypatch, capsys):
+    codes = []
+    study_of_one = ["--config_path", "mine.yaml", "--scaling.depths", "[2]", "--scaling.budgets", "[1.0e+13]"]
+
+    def second(arguments) -> int:
+        if not codes:
+            codes.append(command.main(study_of_one))
+        return trained(arguments)
+
+    monkeypatch.setattr("jaxlm.run.scaling.start.run_command", second)
+    assert command.main(study_of_one) == 0
+    assert codes == [2]
+    assert len(trained.started) == 1
+    message = capsys.readouterr().err
+    assert f"a study is already at work here (process {os.getpid()} on " in message
+    assert f"both would write to {Path('scaling').absolute()}. Wait until" in message
+    assert "or set another scaling.output_dir" in message
+
+
+def test_ctrl_c_on_a_cluster_keeps_the_results_and_says_how_to_go_on(trained, monkeypatch, capsys):
+    closed = []
+
+    def train_on_ray(members, config, log):
+        try:
+            yield members[0], trained(command_of(members[0]))
+            raise KeyboardInterrupt
+        finally:
+            closed.append(True)
+
+    monkeypatch.setattr(command, "train_on_ray", train_on_ray)
+    assert command.main(["--config_path", "mine.yaml", "--scaling.ray", "{cpus: 1}"]) == 130
+    assert closed
+    assert "interrupted: 1 of the study's members have finished. Members that were training" in capsys.readouterr().err
+    assert len(json.loads(Path("scaling/scaling.json").read_text())["members"]) == 1
+
+
 def test_a_dry_run_lists_the_members_and_writes_nothing(trained, capsys, tmp_path):
     assert command.main(["--config_path", "mine.yaml", "--dry_run", "true"]) == 0
     assert trained.started == []
@@ -240,9 +285,10 @@ def test_results_of_other_keys_are_not_mixed_with_new_ones(trained, capsys):
 
 
 def test_a_metric_that_was_not_measured_is_named_with_those_that_were(trained, capsys):
-    assert command.main(["--config_path", "mine.yaml", "--scaling.metric", "eval/core"]) == 2
-    assert "'eval/core' given, but logs/mine-1e13-d2/metrics.jsonl does not have it. It has eval/bpb, eval/loss" in (
-        capsys.readouterr().err
+    assert command.main(["--config_path", "mine.yaml", "--scaling.metric", "eval/wiki/loss"]) == 2
+    assert (
+        "'eval/wiki/loss' given, but logs/mine-1e13-d2/metrics.jsonl does not have it. It has eval/bpb, eval/loss"
+        in (capsys.readouterr().err)
     )
 
 

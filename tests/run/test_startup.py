@@ -10,7 +10,7 @@ from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax
 from jaxlm.run.plan import make_plan
-from jaxlm.run.startup import check_accelerator, describe, repeatability
+from jaxlm.run.startup import check_accelerator, describe, fp8_products, repeatability
 from tests.run.test_mesh_plan import MODEL, plan_of
 
 
@@ -55,6 +55,24 @@ def test_a_warmup_of_the_whole_run_is_said_at_every_start(warmup, meaning):
     plan = make_plan(decode_run(ConfigSource({"model": {**MODEL, "num_kv_heads": 4}, **sections}), None), "x", 64)
     (warning,) = [text for name, text in describe(plan) if name == "warning"]
     assert warning.startswith(f"optimizer.warmup: {meaning}: the learning rate rises over all its 100 steps")
+
+
+@pytest.mark.parametrize(("exclude", "others"), [(None, "14 linear layers in fp8 (tensorwise), 1"), ("_proj", "all")])
+def test_the_head_is_not_counted_as_fp8_where_the_objective_does_not_multiply_it_in_fp8(exclude, others):
+    surgery = [{"type": "fp8", "min_features": 16, "exclude": exclude}]
+    sections = {
+        "model": {**MODEL, "num_kv_heads": 4},
+        "refs": {"teacher": {"type": "hf", "path": "not-read"}},
+        "phases": [
+            {"name": "plain", "surgery": surgery},
+            {"name": "distilled", "objective": {"type": "distill"}},
+        ],
+    }
+    found = fp8_products(make_plan(decode_run(ConfigSource(sections), None), "x", 64))
+    assert found["plain"].startswith(
+        "1 linear" if exclude else "15 linear layers in fp8 (tensorwise), 0 in the compute"
+    )
+    assert found["distilled"].startswith(f"{others} in the compute dtype, among them the head: objective distill")
 
 
 @pytest.mark.parametrize("key", ["hybrid_norm", "input_embedding_norm"])

@@ -14,6 +14,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.families.nano import NanoConfig
 from jaxlm.models.layers import dropout, with_dropout_keys
 from jaxlm.models.linear import Linear
 from jaxlm.surgery.base import merge_surgeries
@@ -204,6 +205,23 @@ def test_successive_surgeries_adapt_different_layers(model):
     assert jax.tree.structure(merged) == jax.tree.structure(model)
     with pytest.raises(ConfigError, match=r"matches head\. The loss reads its weight directly"):
         adapted(adapted(model, target="attn|mlp"), target="^head$", dropout=0.1)
+
+
+def test_layers_that_are_stacked_beside_the_others_are_no_head():
+    """The gates of value embeddings, of which not every layer has one."""
+    nano = NanoConfig(seq_len=16, hidden_dim=64, num_layers=3, num_heads=2)
+    abstract = jax.eval_shape(lambda: nano.build(vocab_axis(64), key=jax.random.key(0)))
+    config = {"target": "value_gates", "dropout": 0.5, "rank": 4}
+    changed = eqx.filter_eval_shape(lambda model: adapted(model, **config), abstract)
+    axes = {
+        path: tuple(axis.name for axis in leaf.axes) for path, leaf in tree.leaves(changed) if "value_gates" in path
+    }
+    assert axes["body.value_gates.a"] == ("value_layers", "lora_rank", "gate_channels")
+    assert axes["body.value_gates.b"] == ("value_layers", "kv_heads", "lora_rank")
+    merged = eqx.filter_eval_shape(LoraConfig(**config).merge, changed)
+    assert jax.tree.structure(merged) == jax.tree.structure(abstract)
+    with pytest.raises(ConfigError, match=r"matches head\. The loss reads its weight directly"):
+        eqx.filter_eval_shape(lambda model: adapted(model, target="value_gates|head", dropout=0.5), abstract)
 
 
 def test_surgery_can_be_traced_and_adapters_have_their_layers_axes(model):

@@ -1,10 +1,13 @@
 """Connecting the processes of a multi-process run, with timeouts for lost processes."""
 
+import contextlib
 import glob
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+import sys
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,6 +21,7 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID",
 
 # jax's own heartbeat timeout, as a multiple of the configured one: engine/peers.py should notice first, and say why.
 _JAX_TIMEOUT_FACTOR = 3
+_SILENT_S = 20.0  # until a process that waits for the others says so
 
 
 @dataclass(frozen=True)
@@ -67,15 +71,32 @@ class DistributedConfig:
             return
         # jax would otherwise handle SIGTERM itself; the run has its own handler, which saves a checkpoint first.
         jax.config.update("jax_enable_preemption_service", False)
-        jax.distributed.initialize(
-            self.coordinator_address,
-            self.num_processes,
-            self.process_id,
-            local_device_ids=self._devices(),
-            initialization_timeout=round(self.initialization_timeout.total_seconds()),
-            heartbeat_timeout_seconds=round(self.heartbeat_timeout.total_seconds() * _JAX_TIMEOUT_FACTOR),
-            shutdown_timeout_seconds=round(self.shutdown_timeout.total_seconds()),
+        with self._saying_that_it_waits():
+            jax.distributed.initialize(
+                self.coordinator_address,
+                self.num_processes,
+                self.process_id,
+                local_device_ids=self._devices(),
+                initialization_timeout=round(self.initialization_timeout.total_seconds()),
+                heartbeat_timeout_seconds=round(self.heartbeat_timeout.total_seconds() * _JAX_TIMEOUT_FACTOR),
+                shutdown_timeout_seconds=round(self.shutdown_timeout.total_seconds()),
+            )
+
+    @contextlib.contextmanager
+    def _saying_that_it_waits(self) -> Iterator[None]:
+        """Before they have connected, a process cannot learn that another one has failed: that one's output says why."""
+        line = (
+            "still waiting for the other processes of the run to connect. If one of them has failed, its output says why;"
+            f" this one gives up after {self.initialization_timeout.total_seconds():g} s"
+            " (trainer.distributed.initialization_timeout)"
         )
+        timer = threading.Timer(_SILENT_S, lambda: print(line, file=sys.stderr, flush=True))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _check_address(self) -> None:
         host, _, port = str(self.coordinator_address).rpartition(":")

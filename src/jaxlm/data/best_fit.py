@@ -29,6 +29,7 @@ from jaxlm.data.examples import Examples, documents_as_text
 
 _CHUNK = 1 << 16  # documents whose lengths are Python integers at a time
 _VERSION = 1  # of the rows that the same documents and keys give
+_TOO_MANY_LOST = 0.5  # of the tokens
 Fill = Literal["crop", "split", "pad"]
 
 
@@ -219,9 +220,11 @@ class BestFitSequences(Examples):
         if self._config.fill == "split":
             lost = f"{index.num_lost:,} of {num_tokens:,} tokens are" if index.num_lost else "no token is"
             return f"{filled}; documents were cut {index.num_cuts:,} times, and {lost} lost"
+        lost = index.num_lost / num_tokens
+        advice = ". Set data.packing.fill: split, which loses none" if lost > _TOO_MANY_LOST else ""
         return (
             f"{filled}; {index.num_cuts:,} of {len(self.cache.offsets) - 1:,} documents were cropped, losing"
-            f" {index.num_lost:,} of {num_tokens:,} tokens ({index.num_lost / num_tokens:.1%})"
+            f" {index.num_lost:,} of {num_tokens:,} tokens ({lost:.1%}){advice}"
         )
 
     def starts(self, indices: np.ndarray) -> np.ndarray:

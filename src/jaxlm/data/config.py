@@ -143,17 +143,15 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         """Checks the section and looks up every file, remote ones included. Writes and copies nothing.
 
         Raises:
-            ConfigError: a file is missing, a value is invalid, a key has no effect, or an existing cache was built from
-                other text or with other options.
+            ConfigError: a file is missing, a key is invalid, or an existing cache was built from something else.
         """
         self.cache_store.check()
         self.check_mixture()
         if not self.train_source_names():
             where = "data.configs: no source has train_urls" if self.configs else "data.train_urls: empty"
             raise ConfigError(f"{where}. Give files, folders, globs or 'stdlib:train', or set id to a dataset")
-        self._check_tokenizer()
+        self.check_tokenizer()
         for source in self.sources():
-            source.store.check()
             source.check()
 
     def identity(self) -> dict[str, Any]:
@@ -288,8 +286,8 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         examples = self.arrange(cache, source.config.format, seq_len)
         if not len(examples):
             raise ConfigError(
-                f"{source.key}: no document has a token to compute the loss on within model.seq_len ({seq_len}). Raise"
-                " model.seq_len"
+                f"{source.key}: no document of the {split} text has a token to compute the loss on within model.seq_len"
+                f" ({seq_len}). Set {source.key}.{split}_urls to other text, or raise model.seq_len"
             )
         if options["summarize"] and examples.summary:
             source.log_with_name(log)(f"{split}: {examples.summary}")
@@ -376,13 +374,14 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
                 f"data.num_validation_sequences: given for {source.key}, which has validation data of its own. Remove one"
             )
 
-    def _check_tokenizer(self) -> None:
+    def check_tokenizer(self) -> None:
+        """Raises `ConfigError` if the tokenizer cannot be loaded or trained, or lacks something that a format needs."""
         if bpe := bpe_config(self.tokenizer):
             bpe.check(self.vocab_size)
             return
         tokenizer = self.load_tokenizer(log=lambda _: None)
         for source in self.sources():
-            source.encoder(tokenizer)  # raises if the tokenizer lacks something the format needs
+            source.encoder(tokenizer)
 
     def _tokenizer_identity(self) -> Any:
         if bpe := bpe_config(self.tokenizer):

@@ -82,7 +82,8 @@ class EarlyStopping:
             return latest[self._until.metric]
         if not self._evaluations.all_due(step):
             return None
+        measured = ", ".join(sorted(latest)) or "nothing: there is no validation data. Set data.validation_urls"
         raise ConfigError(
             f"until.metric: '{self._until.metric}' given for phase '{self._phase.name}', but the evaluation after step"
-            f" {step} measured {', '.join(sorted(latest)) or 'nothing: there is no validation data'}"
+            f" {step} measured {measured}"
         )

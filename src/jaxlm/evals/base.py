@@ -79,6 +79,17 @@ class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.
 
     every: PositiveInt = field(default=1, kw_only=True)
 
+    @property
+    def metric_names(self) -> tuple[str, ...] | None:
+        """Names that its metrics end with, after the names of sources or averages and a slash. None: they are not known
+        before it has run."""
+        return None
+
+    def check(self) -> None:
+        """Raises `ConfigError` if something is missing that the evaluation needs besides the model, such as a file. Called
+        before anything is compiled."""
+        return
+
     @abc.abstractmethod
     def open(self, ctx: EvalContext) -> "Eval":
         """Opens the evaluation. It compiles each program only once for the whole run."""

@@ -4,6 +4,7 @@ Source: the tasks of CORE in Li et al. 2024, DataComp-LM (arXiv:2406.11794), as 
 `eval_meta_data.csv`, and a file of JSON lines for each task in `eval_data`.
 """
 
+import contextlib
 import csv
 import http.client
 import json
@@ -77,6 +78,28 @@ def read_bundle(folder: str, names: Sequence[str] = CORE_TASKS, max_per_task: in
     Raises:
         ConfigError: the folder is no bundle, one of the tasks is missing or has too few questions, or a file is damaged.
     """
+    with _reading_errors():
+        return [_task(*found, max_per_task) for found in _find(folder, names)]
+
+
+def check_bundle(folder: str, names: Sequence[str]) -> None:
+    """Like `read_bundle`, but reads no questions."""
+    with _reading_errors():
+        _find(folder, names)
+
+
+@contextlib.contextmanager
+def _reading_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{_WHERE}: {error.filename} cannot be read ({error.strerror}). Check its permissions"
+        ) from error
+
+
+def _find(folder: str, names: Sequence[str]) -> list[tuple[str, Mapping[str, Any], Path, float]]:
+    """Name, settings, file and baseline of each task."""
     root = _local(folder, _WHERE)
     if unknown := [name for name in names if name not in CORE_TASKS]:
         raise ConfigError(f"evals: core: tasks: '{unknown[0]}' given, but CORE has: {', '.join(CORE_TASKS)}")
@@ -86,15 +109,6 @@ def read_bundle(folder: str, names: Sequence[str] = CORE_TASKS, max_per_task: in
                 f"{_WHERE}: '{folder}' given, but it has no {file}. To download the bundle, run jaxlm prepare {FETCH_OPTION}"
                 f" {folder}"
             )
-    try:
-        return _tasks(folder, root, names, max_per_task)
-    except OSError as error:
-        raise ConfigError(
-            f"{_WHERE}: {error.filename} cannot be read ({error.strerror}). Check its permissions"
-        ) from error
-
-
-def _tasks(folder: str, root: Path, names: Sequence[str], max_per_task: int | None) -> list[CoreTask]:
     settings, baselines = _settings(root / _SETTINGS, names), _baselines(root / _BASELINES, names)
     missing = [f"{name} (not in {_SETTINGS})" for name in names if name not in settings]
     missing += [f"{name} (not in {_BASELINES})" for name in names if name in settings and name not in baselines]
@@ -105,7 +119,7 @@ def _tasks(folder: str, root: Path, names: Sequence[str], max_per_task: int | No
             f"{_WHERE}: '{folder}' given, but it lacks {len(missing)} of the tasks of CORE: {', '.join(missing)}. Run jaxlm"
             f" prepare {FETCH_OPTION} with a new folder, or list the tasks that are there in `tasks`"
         )
-    return [_task(name, settings[name], files[name], baselines[name], max_per_task) for name in names]
+    return [(name, settings[name], files[name], baselines[name]) for name in names]
 
 
 def _task(name: str, settings: Mapping[str, Any], file: Path, baseline: float, max_per_task: int | None) -> CoreTask:

@@ -26,6 +26,10 @@ class EntropyEvalConfig(EvalConfig):
 
     reads_supervised: ClassVar[bool] = True
 
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return ("entropy",)
+
     def open(self, ctx: EvalContext) -> Eval:
         return EntropyEval(ctx)
 

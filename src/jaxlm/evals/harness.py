@@ -8,6 +8,7 @@ import difflib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,11 @@ class HarnessEvalConfig(EvalConfig):
     num_fewshot: NonNegativeInt | None = None
     limit: PositiveInt | None = None
     batch_size: PositiveInt = 16
+
+    def check(self) -> None:
+        _check_tasks(self)
+        if find_spec("lm_eval") is None:
+            _harness()  # raises
 
     def open(self, ctx: EvalContext) -> Eval:
         """Raises `ConfigError` if a task cannot be loaded or run (see `open_tasks`)."""
@@ -119,8 +125,7 @@ def open_tasks(config: HarnessEvalConfig, seq_len: int) -> OpenTasks:
         ConfigError: no tasks are given, the harness is not installed, it does not know a task or cannot load it, or the
             model cannot run a task.
     """
-    if not config.tasks:
-        raise ConfigError(f"{_NAME} needs at least one task. Set tasks, for example [arc_easy, lambada_openai]")
+    _check_tasks(config)
     for name, least in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0)):
         value = getattr(config, name)
         if value is not None and value < least:
@@ -143,6 +148,11 @@ def open_tasks(config: HarnessEvalConfig, seq_len: int) -> OpenTasks:
     for name, task in loaded.items():
         _check_supported(name, task, seq_len)
     return OpenTasks(config, evaluate, manager)
+
+
+def _check_tasks(config: HarnessEvalConfig) -> None:
+    if not config.tasks:
+        raise ConfigError(f"{_NAME} needs at least one task. Set tasks, for example [arc_easy, lambada_openai]")
 
 
 def _check_supported(name: str, task: Any, seq_len: int) -> None:

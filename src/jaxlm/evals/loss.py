@@ -31,6 +31,10 @@ class LossEvalConfig(EvalConfig):
 
     reads_supervised: ClassVar[bool] = True
 
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return ("loss", "bpb", "macro_loss", "macro_bpb", "best_bpb")
+
     def open(self, ctx: EvalContext) -> Eval:
         return LossEval(ctx)
 

@@ -30,6 +30,10 @@ class PreferenceEvalConfig(EvalConfig):
     tokens of a completion.
     """
 
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return ("preference/accuracy", "preference/margin", "logps/chosen", "logps/rejected")
+
     def open(self, ctx: EvalContext) -> Eval:
         return PreferenceEval(ctx)
 

@@ -35,6 +35,10 @@ class SamplesEvalConfig(EvalConfig):
     top_p: PositiveFraction | None = None
     seed: Seed = 0
 
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return ()
+
     def open(self, ctx: EvalContext) -> Eval:
         if not self.prompts or self.max_new_tokens < 1:
             raise ConfigError("evals: type samples needs at least one prompt, and max_new_tokens of at least 1")

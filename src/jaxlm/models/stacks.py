@@ -190,8 +190,8 @@ def _concatenated(parts: Sequence[T]) -> T:
     return jax.tree.map(lambda *leaves: hax.concatenate(LAYERS, leaves), *parts, is_leaf=is_named)
 
 
-class OtherBody(eqx.Module):
-    """The layers of a model that are not of the same structure, so that they are no `Body`.
+class HeterogeneousBody(eqx.Module):
+    """Layers of different structures, which no `Body` can stack.
 
     Attributes:
         kinds: the kind of each layer.

@@ -42,6 +42,8 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
 
     batch_types: ClassVar[tuple[type, ...]] = (TokenBatch,)
     """The kinds of batches that the objective reads."""
+    head_in_fp8: ClassVar[bool] = True
+    """Whether the loss multiplies with the head as `model.head_fp8` says. If it does not, the start-up table says so."""
 
     @classmethod
     def default_choice_name(cls) -> str | None:

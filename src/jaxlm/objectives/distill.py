@@ -7,7 +7,7 @@ et al. 2024 (arXiv:2306.13649), equation 1. Top k: `jaxlm.models.distillation`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import haliax as hax
 import jax
@@ -45,6 +45,8 @@ class Distill(ObjectiveConfig):
         cache: ask the teacher once for every training sequence, and store its top k on disk. Later epochs and runs read
             them instead of loading the teacher. Needs `top_k`.
     """
+
+    head_in_fp8: ClassVar[bool] = False
 
     teacher: str = "teacher"
     divergence: Literal["forward_kl", "reverse_kl", "js"] = "forward_kl"

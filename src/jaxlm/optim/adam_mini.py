@@ -18,7 +18,14 @@ from haliax import Axis, NamedArray
 from jaxlm.core import tree
 from jaxlm.core.axes import EXPERTS, HEAD_SIZE, POSITION, STACKED_LAYERS, VOCAB
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, PositiveFloat
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
+from jaxlm.optim.base import (
+    OptimizerConfig,
+    ParameterGroup,
+    add_weight_decay,
+    clip_by_norm,
+    in_float32,
+    scale_by_learning_rate,
+)
 from jaxlm.optim.matrices import matrices
 
 # A query or key head is one block, because its rows are used together in one product.
@@ -66,7 +73,7 @@ class AdamMiniConfig(OptimizerConfig):
         return optax.with_extra_args_support(
             optax.chain(
                 clip_by_norm(self.max_grad_norm),
-                self._direction(),
+                in_float32(self._direction()),
                 add_weight_decay(self, groups),
                 scale_by_learning_rate(self.schedule(num_steps)),
             )

@@ -3,9 +3,11 @@
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import draccus
+import jax
+import jax.numpy as jnp
 import optax
 
 from jaxlm.config.decode import INHERITS
@@ -148,6 +150,22 @@ def decay_mask(groups: Sequence[ParameterGroup]):
 def add_weight_decay(config: OptimizerConfig, groups: Sequence[ParameterGroup]) -> optax.GradientTransformation:
     """Adds decoupled weight decay to the parameters that decay. Place it before the learning rate."""
     return optax.add_decayed_weights(config.weight_decay, decay_mask(groups))
+
+
+def in_float32(direction: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Computes directions in float32, whatever the dtype of the parameters, and stores the state in the dtypes that it has.
+
+    In bfloat16, a decay rate of 0.999 would be 1, and a learning rate one of 128 values between two powers of 2.
+    """
+
+    def wide(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        moved, after = direction.update(jax.tree.map(wide, updates), jax.tree.map(wide, state), params)
+        return moved, jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
+
+    return optax.GradientTransformation(direction.init, update_fn)
 
 
 def clip_by_norm(max_norm: float | None) -> optax.GradientTransformation:

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 import optax
 
 from jaxlm.core.field_types import BelowOne, PositiveFloat
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
+from jaxlm.optim.base import (
+    OptimizerConfig,
+    ParameterGroup,
+    add_weight_decay,
+    clip_by_norm,
+    in_float32,
+    scale_by_learning_rate,
+)
 from jaxlm.optim.clipping import cautious
 
 
@@ -35,7 +42,7 @@ class LionConfig(OptimizerConfig):
         return optax.with_extra_args_support(
             optax.chain(
                 clip_by_norm(self.max_grad_norm),
-                cautious(optax.scale_by_lion(self.beta1, self.beta2), self.cautious),
+                cautious(in_float32(optax.scale_by_lion(self.beta1, self.beta2)), self.cautious),
                 add_weight_decay(self, groups),
                 scale_by_learning_rate(self.schedule(num_steps)),
             )

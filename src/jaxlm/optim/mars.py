@@ -14,7 +14,14 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeFloat, PositiveFloat
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
+from jaxlm.optim.base import (
+    OptimizerConfig,
+    ParameterGroup,
+    add_weight_decay,
+    clip_by_norm,
+    in_float32,
+    scale_by_learning_rate,
+)
 from jaxlm.optim.clipping import cautious
 
 
@@ -47,7 +54,7 @@ class MarsConfig(OptimizerConfig):
             optax.chain(
                 add_change(self.gamma * self.beta1 / (1 - self.beta1)),
                 clip_by_norm(self.max_grad_norm),
-                cautious(optax.scale_by_adam(self.beta1, self.beta2, self.epsilon), self.cautious),
+                cautious(in_float32(optax.scale_by_adam(self.beta1, self.beta2, self.epsilon)), self.cautious),
                 add_weight_decay(self, groups),
                 scale_by_learning_rate(self.schedule(num_steps)),
             )

@@ -23,12 +23,12 @@ from annotated_types import Interval
 
 from jaxlm.core import tree
 from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeFloat, PositiveFloat, PositiveInt
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, in_float32
 from jaxlm.optim.lr.momentum import DecayFactor, MomentumSchedule, decay_factor
 from jaxlm.optim.matrices import MatrixView, map_matrices, matrices, replace_matrices, size_of, with_adam_fallback
 from jaxlm.optim.orthogonal.iterations import COEFFICIENTS, equal_rows, newton_schulz, orthogonal_norm
 from jaxlm.optim.orthogonal.normuon import normalize_by_mean_squares
-from jaxlm.optim.orthogonal.shares import map_shares
+from jaxlm.optim.orthogonal.sharded_matrices import map_sharded_matrices
 
 NormFactor = Annotated[float, Interval(ge=1, le=10)]
 
@@ -104,7 +104,7 @@ class MuonConfig(OptimizerConfig):
             groups,
             num_steps,
             ("muon", self._direction(num_steps)),
-            optax.scale_by_adam(self.beta1, self.beta2, self.epsilon),
+            in_float32(optax.scale_by_adam(self.beta1, self.beta2, self.epsilon)),
             adam_lr=self.adam_lr,
             max_grad_norm=self.max_grad_norm,
             decay=self._weight_decay(groups, num_steps),
@@ -158,7 +158,7 @@ class MuonConfig(OptimizerConfig):
             views = matrices(map_matrices(equal_rows, updates) if self.row_equilibration else updates)
             # Cast before the matrices move between devices.
             given = {path: view if dtype is None else _cast(view, dtype) for path, view in views.items()}
-            found = map_shares(iterate, given)
+            found = map_sharded_matrices(iterate, given)
             updates = replace_matrices(updates, {p: found[p].astype(v.weight.dtype) for p, v in views.items()})
             return map_matrices(orthogonal_norm, updates) if self.renormalize else updates
 

@@ -27,6 +27,8 @@ class DerivedNumber:
         formula: how it follows from other numbers.
         source: where the formula comes from; empty if it says so itself.
         key: dotted path of the key that it fills in; None if it only leads to others.
+        instead: what is used in place of it because of a key that you wrote, and that key; empty if it is used, or if `key`
+            says so.
     """
 
     name: str
@@ -34,10 +36,13 @@ class DerivedNumber:
     formula: str
     source: str
     key: str | None = None
+    instead: str = ""
 
     def row(self, tree: Mapping[str, Any]) -> tuple[str, str]:
         """Name and text for a table. Says so if the key has another value in the configuration `tree`."""
         text = f"{_format(self.value)}: {self.formula}" + (f" [{self.source}]" if self.source else "")
+        if self.instead:
+            return self.name, f"{self.instead} (the preset derives {text})"
         if self.key is None:
             return self.name, text
         path = tuple(self.key.split("."))

@@ -158,8 +158,16 @@ class _Dial:
     def _error(self, path: str, problem: str) -> ConfigError:
         return config_error(self._source, tuple(path.split(".")), problem)
 
-    def _add(self, name: str, value: Any, formula: str, source: str = BASE_TRAIN, key: str | None = None) -> Any:
-        self._numbers.append(DerivedNumber(name, value, formula, source, key))
+    def _add(
+        self,
+        name: str,
+        value: Any,
+        formula: str,
+        source: str = BASE_TRAIN,
+        key: str | None = None,
+        instead: str = "",
+    ) -> Any:
+        self._numbers.append(DerivedNumber(name, value, formula, source, key, instead))
         return value
 
     def _vocab_size(self) -> int:
@@ -285,14 +293,16 @@ class _Dial:
     def _optimizer_keys(
         self, model: NanoConfig, batch: _Batch, target: int, reference: float, num_steps: int
     ) -> dict[str, Any]:
-        if self._given("optimizer.type") not in (None, "muon"):
-            self._add(
-                "optimizer", self._given("optimizer.type"), "your choice: nothing of its section is filled in", ""
-            )
-            return {}
         names = ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "weight_decay")
         own = {name: getattr(self._dial, name) for name in names if getattr(self._dial, name) is not None}
-        derived = OptimizerKeys(self._add, replace(self._recipe, **own), model, batch.rate_scale, num_steps)
+        given = self._given("optimizer.type")
+        if given not in (None, "muon"):
+            unused = f"; {', '.join(f'preset.{name}' for name in own)}: not used" if own else ""
+            self._add("optimizer", given, f"your choice: nothing of its section is filled in{unused}", "")
+            return {}
+        section, recipe = self._given("optimizer"), replace(self._recipe, **own)
+        given = section if isinstance(section, Mapping) else {}
+        derived = OptimizerKeys(self._add, recipe, model, batch.rate_scale, num_steps, given)
         return derived.keys(math.sqrt(batch.tokens / REFERENCE_BATCH), reference / target)
 
     def _trainer_keys(self, size: int) -> dict[str, Any]:

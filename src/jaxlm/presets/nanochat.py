@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxlm.config.decode import encode
+from jaxlm.models.families.nano.revisions import FEBRUARY_2026, JULY_2026
+
 
 @dataclass(frozen=True)
 class AdamGroup:
@@ -93,14 +96,7 @@ SEED = Recipe(
     warmdown_ratio=0.5,
     final_lr_frac=0.0,
     model={
-        "short_window_fraction": 0.5,
-        "short_window_multiple": None,
-        "rope": {"type": "default", "theta": 10_000.0},
-        "qk_scale": 1.0,
-        "value_gate_channels": 32,
-        "value_gate_scale": 2.0,
-        "smear_channels": 0,
-        "backout": None,
+        **encode(FEBRUARY_2026),
         "embed_init_std": 1.0,
         "mlp_init_scale": 1.0,
         "gate_init_max": 0.0,
@@ -135,14 +131,7 @@ HEAD = Recipe(
     warmdown_ratio=0.65,
     final_lr_frac=0.05,
     model={
-        "short_window_fraction": 0.25,
-        "short_window_multiple": 128,
-        "rope": {"type": "default", "theta": 100_000.0},
-        "qk_scale": 1.2,
-        "value_gate_channels": 12,
-        "value_gate_scale": 3.0,
-        "smear_channels": 24,
-        "backout": 0.2,
+        **encode(JULY_2026),
         "embed_init_std": 0.8,
         "mlp_init_scale": 0.4,
         "gate_init_max": 0.02,

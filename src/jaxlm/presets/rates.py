@@ -4,6 +4,7 @@ Source: karpathy/nanochat (`scripts/base_train.py`, commit b7629ef). Weight deca
 which keeps T_epoch = B / (learning rate x weight decay x D) constant.
 """
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from jaxlm.models.families.nano import NanoConfig
@@ -20,7 +21,13 @@ class Add(Protocol):
     """Adds a number to those that are shown, and returns it."""
 
     def __call__(
-        self, name: str, value: Any, formula: str, source: str = BASE_TRAIN, key: str | None = None
+        self,
+        name: str,
+        value: Any,
+        formula: str,
+        source: str = BASE_TRAIN,
+        key: str | None = None,
+        instead: str = "",
     ) -> Any: ...
 
 
@@ -30,11 +37,20 @@ class OptimizerKeys:
     Args:
         recipe: with the rates that you set in the preset in place of its own.
         rate_scale: what the batch multiplies learning rates by.
+        given: the section of the configuration, whose keys win.
     """
 
-    def __init__(self, add: Add, recipe: Recipe, model: NanoConfig, rate_scale: float, num_steps: int):
+    def __init__(
+        self,
+        add: Add,
+        recipe: Recipe,
+        model: NanoConfig,
+        rate_scale: float,
+        num_steps: int,
+        given: Mapping[str, Any],
+    ):
         self._add, self._recipe, self._model = add, recipe, model
-        self._rate_scale, self._num_steps = rate_scale, num_steps
+        self._rate_scale, self._num_steps, self._given = rate_scale, num_steps, given
 
     def keys(self, root_of_batch: float, token_ratio: float) -> dict[str, Any]:
         """All keys.
@@ -50,7 +66,8 @@ class OptimizerKeys:
             f"{recipe.matrix_lr:g} x scale",
             key="optimizer.learning_rate",
         )
-        by_shape = rates_by_shape(self._model, rate)
+        own = self._given.get("learning_rate")
+        by_shape = rates_by_shape(self._model, own if isinstance(own, int | float) else rate)
         self._add("  by matrix", by_shape, "learning rate of Muon x sqrt(max(1, outputs / inputs))")
         decay = self._add(
             "weight decay of Muon",
@@ -83,7 +100,7 @@ class OptimizerKeys:
                 rate, formula = rate * width_scale, f"{formula} x scale with width"
             if group.factor != 1:
                 rate, formula = rate * group.factor, f"{formula} x {group.factor:g}"
-            self._add(f"learning rate of {name}", rate, formula)
+            self._add(f"learning rate of {name}", rate, formula, instead=self._instead(group.match, rate))
             entries.append(
                 {
                     "match": group.match,
@@ -97,6 +114,17 @@ class OptimizerKeys:
             )
         return entries
 
+    def _instead(self, match: str, rate: float) -> str:
+        """What a list of your own has in place of an entry with this learning rate; empty if it has the same."""
+        entries = self._given.get("groups")
+        if not isinstance(entries, list):
+            return ""
+        own = next((entry for entry in entries if isinstance(entry, Mapping) and entry.get("match") == match), None)
+        if own is None:
+            return f"not used: you wrote optimizer.groups without an entry that matches {match}"
+        given = own.get("learning_rate", self._given.get("learning_rate", rate))
+        return "" if given == rate else f"{given}: you wrote optimizer.groups"
+
     def _schedules(self) -> dict[str, Any]:
         """Keys of the schedules that depend on the number of steps."""
         recipe, own, num_steps = self._recipe, "the recipe's", self._num_steps
@@ -108,13 +136,22 @@ class OptimizerKeys:
         self._add("warmdown", warmdown, formula, key="optimizer.decay")
         self._add("warmup", warmup, f"{own} {recipe.warmup_steps}, at most N - warmdown", key="optimizer.warmup")
         self._add("last learning rate", recipe.final_lr_frac, f"{own}, x the peak", key="optimizer.min_lr_ratio")
-        momentum = recipe.optimizer["momentum_schedule"]
-        rises = f"from {momentum['initial']:g} over {momentum['warmup']} steps"
-        falls = "" if momentum["final"] is None else f", to {momentum['final']:g} in the warmdown"
-        self._add("momentum of Muon", recipe.optimizer["momentum"], rises + falls, key="optimizer.momentum")
+        self._add("momentum of Muon", recipe.optimizer["momentum"], self._momentum(), key="optimizer.momentum")
         decay = "optimizer.weight_decay_schedule"
         self._add("schedule of weight decay", recipe.optimizer["weight_decay_schedule"], "to 0 over N", key=decay)
         return {"warmup": warmup, "decay": warmdown, "min_lr_ratio": recipe.final_lr_frac}
+
+    def _momentum(self) -> str:
+        """How the momentum changes."""
+        recipe = self._recipe.optimizer["momentum_schedule"]
+        given = self._given.get("momentum_schedule", recipe)
+        used = recipe | given if isinstance(given, Mapping) else None
+        own = "" if used == recipe else ", as you wrote in optimizer.momentum_schedule"
+        if used is None:
+            return f"constant{own}"
+        rises = f"from {used['initial']} over {used['warmup']} steps"
+        falls = "" if used["final"] is None else f", to {used['final']} in the warmdown"
+        return f"{rises}{falls}{own}"
 
 
 def rates_by_shape(model: NanoConfig, rate: float) -> dict[str, float]:

@@ -1,45 +1,88 @@
 """`--dry_run true`: plans and compiles a run without training. Needs no data, tokenizer or writable folder.
 
-It asks for token caches at a URL, and only writes the plot of the learning-rate schedule to the run's log folder. If either
-fails, it logs a line.
+It looks for everything that a start needs, at URLs too, and lists what a start would end with. It only writes the plot of
+the learning-rate schedule to the run's log folder; if that fails, it logs a line.
 """
 
+import contextlib
+import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+
+from jaxlm.config.decode import choice_name
 from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.stores import is_url
 from jaxlm.data.sources.config import TRAIN, VALIDATION
-from jaxlm.data.sources.named import NamedSource
+from jaxlm.data.tokenizer.tokenizer import load_tokenizer
+from jaxlm.data.tokenizer.train_bpe import DEFAULT_VOCAB_SIZE, bpe_config
+from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
+from jaxlm.interop.hf.model_section import hf_name
+from jaxlm.interop.pretrained import check_pretrained, open_pretrained
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.plots import schedule_curve
 from jaxlm.optim.groups import group_schedules
 from jaxlm.optim.lr.schedules import Schedule
 from jaxlm.run.compilation.step import compile_steps, gib
-from jaxlm.run.init_from import import_notes
+from jaxlm.run.init_from import check_init_from, import_notes
 from jaxlm.run.plan import Plan
+from jaxlm.run.references import check_references
 from jaxlm.run.startup import describe
 
 _DEFAULT_VOCAB_SIZE = 50_257  # GPT-2's
 _ANSWER_S = 10.0  # client libraries repeat an unanswered request for up to a minute
+_REFUSED = "a start would end with: "
 _MAX_CORNERS = 16  # corner points of a schedule to list
 
 
 def assumed_vocabulary(config: RunConfig) -> tuple[int, str]:
-    """The vocabulary size to plan with before a tokenizer is loaded, and a description of where it comes from."""
+    """The vocabulary size to plan with before a run has opened its tokenizer, and a description of where it comes from."""
     data = config.phases[0].data if config.phases and config.phases[0].data else config.data
     if data.vocab_size is not None:
         return data.vocab_size, f"{data.vocab_size:,} (data.vocab_size)"
+    if bpe_config(data.tokenizer) is not None:
+        return DEFAULT_VOCAB_SIZE, f"{DEFAULT_VOCAB_SIZE:,} (of a tokenizer that is trained without data.vocab_size)"
+    for find in (_of_tokenizer, _of_weights, _of_checkpoint):
+        with contextlib.suppress(ConfigError, OSError):  # what is wrong is listed below the plan, or ends the start
+            if (found := find(config, str(data.tokenizer))) is not None:
+                return found[0], f"{found[0]:,} ({found[1]})"
     return _DEFAULT_VOCAB_SIZE, f"{_DEFAULT_VOCAB_SIZE:,} (GPT-2's, assumed because data.vocab_size is not set)"
+
+
+def _of_tokenizer(config: RunConfig, path: str) -> tuple[int, str]:
+    del config
+    return load_tokenizer(path).vocab_size, f"tokens of {path}"
+
+
+def _of_weights(config: RunConfig, tokenizer: str) -> tuple[int, str] | None:
+    name = hf_name(config.initialize_from_hf, tokenizer)
+    if name is None or not Path(name).exists():
+        return None
+    return open_pretrained(Path(name), config.hf_skip_keys).vocab_size, f"rows of the embedding in {name}"
+
+
+def _of_checkpoint(config: RunConfig, tokenizer: str) -> tuple[int, str] | None:
+    del tokenizer
+    trainer = config.trainer
+    for path in (trainer.load_checkpoint_path, trainer.initialize_from_state, trainer.initialize_from):
+        if path is None or is_url(path):
+            continue
+        for checkpoint in resolve_checkpoints(path, Path(trainer.checkpointer.staging_dir))[-1:]:
+            with checkpoint.local("run/tokenizer") as folder:
+                return load_tokenizer(str(folder)).vocab_size, f"tokens of {checkpoint.location}"
+    return None
 
 
 def dry_run(plan: Plan, console: Console) -> None:
     """Logs the plan, compiles the training step of every phase, and logs its memory use."""
     rows = [*describe(plan), ("vocabulary", assumed_vocabulary(plan.config)[1]), *_caches(plan)]
-    console.log(table("plan (dry run: no data is read, no training)", rows))
+    refusals = list(dict.fromkeys(_answers(list(_checks(plan)))))
+    console.log(table("plan (dry run: no data is read, no training)", [*rows, *refusals]))
     for note in import_notes(plan):
         console.log(f"note: {note}")
     with plan.layout.use():
@@ -50,32 +93,96 @@ def dry_run(plan: Plan, console: Console) -> None:
                 phase_rows.append((f"schedule of {name}", _corners(phase.start, schedule)))
             for shape, step in steps.by_shape.items():
                 phase_rows += _memory_rows(shape, step.call.memory_analysis())
-            console.log(table(f"phase '{phase.name}'", phase_rows))
+            too_large = list(_answers([_Question("memory", steps.check_fits_memory, "the compiler")]))
+            refusals += too_large
+            console.log(table(f"phase '{phase.name}'", [*phase_rows, *too_large]))
     console.log(f"schedule: {_plot_schedule(plan)}")
-    console.log("dry run complete: all training steps compile")
+    ends = list(dict.fromkeys(name for name, answer in refusals if answer.startswith(_REFUSED)))
+    but = f", but a start would not get that far: see {', '.join(ends)} in the table" if ends else ""
+    console.log(f"dry run complete: all training steps compile{but}")
+
+
+class _Question(NamedTuple):
+    """Something to ask in a thread.
+
+    Attributes:
+        name: of the row with the answer.
+        ask: returns the answer, or None for no row. Raises `ConfigError` for what would end a start.
+        whom: who answers.
+    """
+
+    name: str
+    ask: Callable[[], str | None]
+    whom: str
 
 
 def _caches(plan: Plan) -> Iterator[tuple[str, str]]:
     """What a start will do about each token cache."""
     sources = {source.folder: source for data in plan.data for source in data.sources()}.values()
-    answers: dict[tuple[Path, str], str] = {}
     asked = [(source, split) for source in sources for split in (TRAIN, VALIDATION) if source.has(split)]
+    return _answers(
+        [
+            _Question(
+                f"token cache {f'{source.name} {split}'.strip()}",
+                functools.partial(source.describe_cache, split),
+                str(source.store.url),
+            )
+            for source, split in asked
+        ]
+    )
+
+
+def _checks(plan: Plan) -> Iterator[_Question]:
+    """What a start checks, as far as that neither writes nor reads text."""
+    config, trainer = plan.config, plan.config.trainer
+    for data in {id(data): data for data in plan.data}.values():
+        if not data.train_source_names():
+            yield _Question("data", data.check, "the data")
+            continue
+        yield _Question("tokenizer", data.check_tokenizer, f"the disk with {data.tokenizer}")
+        for source in data.sources():
+            check = functools.partial(source.check, caches=False)
+            yield _Question(f"text of {source.key}", check, "what has the text")
+    name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
+    if name is not None and Path(name).exists() and not config.hf_weight_names:
+        check = functools.partial(check_pretrained, Path(name), plan.state_builder.Vocab.size, config.hf_skip_keys)
+        yield _Question("weights", check, f"the disk with {name}")
+    for evaluation in config.evals:
+        yield _Question(f"evaluation {choice_name(type(evaluation))}", evaluation.check, "the disk")
+    if jax.process_count() > 1:
+        return  # what follows is agreed on by all processes, in an order that threads do not have
+    if plan.refs and bpe_config(plan.data[0].tokenizer) is None:
+        yield _Question("references", functools.partial(_check_references, plan), "the disk")
+    starts = (trainer.load_checkpoint_path, trainer.initialize_from, trainer.initialize_from_state)
+    # Looking at a URL may download a checkpoint.
+    if not any(path is not None and is_url(path) for path in (trainer.checkpointer.base_path, *starts)):
+        yield _Question("start", functools.partial(check_init_from, plan), "the disk")
+
+
+def _check_references(plan: Plan) -> None:
+    check_references(plan, plan.data[0].load_tokenizer(log=lambda _: None), lambda _: None)
+
+
+def _answers(questions: Sequence[_Question]) -> Iterator[tuple[str, str]]:
+    """The rows with the answers to questions that are asked at the same time."""
+    answers: dict[int, str | None] = {}
     # A thread that is still waiting must not delay the end of the process.
-    threads = [threading.Thread(target=_ask, args=(*item, answers), daemon=True) for item in asked]
+    threads = [threading.Thread(target=_ask, args=(*item, answers), daemon=True) for item in enumerate(questions)]
     for thread in threads:
         thread.start()
     until = time.monotonic() + _ANSWER_S
-    for thread, (source, split) in zip(threads, asked, strict=True):
+    for number, (thread, question) in enumerate(zip(threads, questions, strict=True)):
         thread.join(max(0.0, until - time.monotonic()))
-        answer = answers.get((source.folder, split), f"{source.store.url} has not answered for {_ANSWER_S:g} s")
-        yield f"token cache {f'{source.name} {split}'.strip()}", answer
+        answer = answers.get(number, f"{question.whom} has not answered for {_ANSWER_S:g} s")
+        if answer is not None:
+            yield question.name, answer
 
 
-def _ask(source: NamedSource, split: str, answers: dict[tuple[Path, str], str]) -> None:
+def _ask(number: int, question: _Question, answers: dict[int, str | None]) -> None:
     try:
-        answers[source.folder, split] = source.describe_cache(split)
-    except ConfigError as error:
-        answers[source.folder, split] = f"a start would end with: {error}"
+        answers[number] = question.ask()
+    except (ConfigError, OSError) as error:
+        answers[number] = f"{_REFUSED}{error}"
 
 
 def _plot_schedule(plan: Plan) -> str:

@@ -24,9 +24,9 @@ from jaxlm.engine.checkpoint.restore import (
 from jaxlm.engine.checkpoint.store import Checkpoint
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, place_state
-from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.model_section import hf_name
+from jaxlm.interop.pretrained import load_pretrained, open_pretrained
 from jaxlm.models.base import LanguageModel
 from jaxlm.observe.records import METRICS, read_jsonl
 from jaxlm.run.plan import Plan
@@ -110,7 +110,7 @@ def _load_hf_weights(plan: Plan, log: Log) -> LanguageModel | None:
     abstract = plan.state_builder.abstract_initial_model
     config = plan.config
     options = {"rules": config.hf_weight_names, "skip_keys": config.hf_skip_keys, "log": log}
-    return load_model(path, abstract, config.model, plan.layout, **options)
+    return load_pretrained(path, abstract, config.model, plan.layout, **options)
 
 
 def import_notes(plan: Plan) -> list[str]:
@@ -120,7 +120,7 @@ def import_notes(plan: Plan) -> list[str]:
     if name is None or config.hf_weight_names:
         return notes
     path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=False))
-    return [*open_folder(path, config.hf_skip_keys).notes, *notes]
+    return [*open_pretrained(path, config.hf_skip_keys).notes, *notes]
 
 
 def check_init_from(plan: Plan) -> None:

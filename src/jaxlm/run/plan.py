@@ -25,6 +25,7 @@ from jaxlm.data.tokenizer.train_bpe import BpeConfig, bpe_config
 from jaxlm.engine.checkpoint.manifest import CheckpointName
 from jaxlm.engine.checkpoint.resolve import resolve_folder
 from jaxlm.engine.checkpoint.store import CheckpointFolder
+from jaxlm.engine.metric_names import EVAL_PREFIX
 from jaxlm.engine.phases import Phase, StateBuilder, with_phase_ends
 from jaxlm.engine.until import UntilConfig
 from jaxlm.interop.hf.family import config_to_json, family_of_config
@@ -36,6 +37,8 @@ from jaxlm.optim.groups import group_schedules
 from jaxlm.refs.base import Ref
 from jaxlm.run.batch_plan import BatchPlan, plan_batches, small_batches, unreached_stages
 from jaxlm.run.mesh_plan import check_cut_axes, plan_mesh
+
+_MAX_LISTED = 12  # metrics in a message
 
 
 @dataclass(frozen=True)
@@ -296,6 +299,32 @@ def _until(config: RunConfig, phase: PhaseConfig, index: int) -> UntilConfig | N
     )
     if until is not None:
         until.check(path)
-        if not config.evals:
-            raise ConfigError(f"{path}.metric: '{until.metric}' given, but evals is empty. Add an evaluation")
+        check_metric(until.metric, f"{path}.metric", config, [phase.data or config.data])
     return until
+
+
+def check_metric(metric: str, key: str, config: RunConfig, data: Sequence[DataConfig]) -> None:
+    """Raises `ConfigError` if a metric of evaluations is given that none of them measures. Others are not checked.
+
+    Args:
+        key: dotted path of the key that names it.
+        data: the data that may have validation data.
+    """
+    if not metric.startswith(EVAL_PREFIX):
+        return
+    if not config.evals:
+        raise ConfigError(f"{key}: '{metric}' given, but evals is empty. Add an evaluation")
+    names = {id(each): each.metric_names for each in config.evals}
+    ends = lambda name: f"/{metric}".endswith(f"/{name}")  # noqa: E731
+    measuring = [e for e in config.evals if (own := names[id(e)]) is None or any(map(ends, own))]
+    if not measuring:
+        known = [f"{EVAL_PREFIX}{name}" for own in names.values() for name in own or ()]
+        shown = ", ".join([*known[:_MAX_LISTED], *(["..."] if len(known) > _MAX_LISTED else [])])
+        raise ConfigError(
+            f"{key}: '{metric}' given, but no evaluation measures it. The section evals measures {shown or 'nothing'}"
+        )
+    if all(each.reads_supervised for each in measuring) and not any(section.has_validation for section in data):
+        raise ConfigError(
+            f"{key}: '{metric}' given, but there is no validation data to measure it on. Set data.validation_urls, or"
+            " data.num_validation_sequences to hold some of the training data out"
+        )

@@ -1,5 +1,6 @@
 """Checks of a start, and its table: what will run, on which devices, and why each choice was made."""
 
+import dataclasses
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from jaxlm.models.layers import SelfAttention
 from jaxlm.models.moe import num_active
 from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_remat
 from jaxlm.models.scan import runs_as_scan
-from jaxlm.models.stacks import OtherBody, Stack
+from jaxlm.models.stacks import HeterogeneousBody, Stack
 from jaxlm.observe.console import duration
 from jaxlm.observe.trackers.environment import JAX_OPTIONS, source_of_jaxlm
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
@@ -162,9 +163,9 @@ def _layers(plan: Plan) -> str:
     return f"{'one compiled layer in a scan' if loop else 'compiled separately'} ({reason})"
 
 
-def _stacks(plan: Plan) -> list[Stack | OtherBody]:
+def _stacks(plan: Plan) -> list[Stack | HeterogeneousBody]:
     model = plan.state_builder.abstract_initial_model
-    return [*tree.modules(model, Stack), *tree.modules(model, OtherBody)]
+    return [*tree.modules(model, Stack), *tree.modules(model, HeterogeneousBody)]
 
 
 def attention_choices(plan: Plan) -> list[AttentionChoice]:
@@ -190,10 +191,18 @@ def activation_dtype(precision: Precision, model: LanguageModel) -> jnp.dtype:
 
 def fp8_products(plan: Plan) -> dict[str, str]:
     """Name of a phase that computes in fp8 -> how many layers do."""
-    models = {phase.name: plan.state_builder.abstract_state(phase).model for phase in plan.phases}
-    described = {name: describe_products(model) for name, model in models.items()}
+    described = {
+        phase.name: _fp8_products(phase, plan.state_builder.abstract_state(phase).model) for phase in plan.phases
+    }
     emulated = "" if has_fp8_products(plan.layout.device) else "; emulated, because this device has no fp8 products"
     return {name: f"{text}{emulated}" for name, text in described.items() if text is not None}
+
+
+def _fp8_products(phase: Phase, model: LanguageModel) -> str | None:
+    if model.head_fp8 is None or phase.objective.head_in_fp8:
+        return describe_products(model)
+    others = describe_products(dataclasses.replace(model, head_fp8=None)) or "all in the compute dtype"
+    return f"{others}, among them the head: objective {choice_name(type(phase.objective))} does not multiply it in fp8"
 
 
 def check_performance(plan: Plan) -> None:

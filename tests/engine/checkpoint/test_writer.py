@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import haliax as hax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 from etils import epath
 
+from jaxlm.core.stores import WHILE_TRAINING_S
 from jaxlm.engine.checkpoint import writer as writing
 from jaxlm.engine.checkpoint.health import SaveHealth
 from jaxlm.engine.checkpoint.local import LocalFolder
@@ -91,13 +93,16 @@ def test_a_save_with_nothing_to_go_on_with_is_repeated(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
-def test_without_retries_a_save_is_not_repeated(tmp_path, monkeypatch):
-    _, writer, _ = opened(tmp_path, retry_for_s=0.0)
+@pytest.mark.parametrize(("retry_for_s", "pauses"), [(0.0, []), (1.0, [0.5]), (10.0, [0.5, 1.0, 2.0, 4.0])])
+def test_a_save_that_blocks_is_repeated_no_longer_than_retry_for(tmp_path, monkeypatch, retry_for_s, pauses):
+    _, writer, said = opened(tmp_path, retry_for_s=retry_for_s)
     monkeypatch.setattr(LocalFolder, "commit", lambda self, name: (_ for _ in ()).throw(OSError("no")))
-    started = time.monotonic()
+    slept: list[float] = []
+    monkeypatch.setattr(writing, "time", SimpleNamespace(sleep=slept.append, time=time.time))
     with pytest.raises(SaveError, match="no"):
-        writer.save(STATE, cursor(1), {}, (60.0,))
-    assert time.monotonic() - started < 30
+        writer.save(STATE, cursor(1), {}, WHILE_TRAINING_S)
+    assert slept == pauses
+    assert len(said) == len(pauses)
 
 
 @pytest.mark.parametrize("text", ["/a/b", "gs://a/b"])

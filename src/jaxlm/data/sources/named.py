@@ -61,18 +61,22 @@ class NamedSource:
         """Whether the source has data for the split."""
         return self.config.has(split)
 
-    def check(self) -> None:
+    def check(self, *, caches: bool = True) -> None:
         """Looks up the files, remote ones included. Writes and copies nothing.
+
+        Args:
+            caches: also compare existing caches with the files, which reads those that are local.
 
         Raises:
             ConfigError: a file is missing, a key has no effect, or an existing cache was built from other text or with
                 other options.
         """
+        self.store.check()
         splits = {
             split: [source for item in self._listed(split) for source in item.sources] for split in (TRAIN, VALIDATION)
         }
         self._check_records([source for sources in splits.values() for source in sources])
-        for split, sources in splits.items():
+        for split, sources in splits.items() if caches else ():
             # Comparing needs the content. Sources that are not copied yet are compared when the cache is opened.
             if sources and (self.folder / split).exists() and all(source.is_local(self.mirror) for source in sources):
                 self._check_cache(split)

@@ -1,5 +1,6 @@
 """Tokenizers: text to token ids and back."""
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -101,7 +102,8 @@ class Tokenizer:
 
         Unlike in `encode_batch`, text that looks like a special token becomes that token, as chat templates need.
         """
-        encoded = self._backend_with_offsets.encode_batch(texts, add_special_tokens=False)
+        with pattern_errors():
+            encoded = self._backend_with_offsets.encode_batch(texts, add_special_tokens=False)
         pairs = [np.array(e.offsets, np.int32).reshape(-1, 2) for e in encoded]
         return [(np.asarray(e.ids, np.int32), p[:, 0], p[:, 1]) for e, p in zip(encoded, pairs, strict=True)]
 
@@ -112,7 +114,8 @@ class Tokenizer:
             add_special_tokens: add the special tokens of the post-processor in `tokenizer.json`, if it has one. Like
                 transformers, this ignores `add_bos_token` in `tokenizer_config.json`.
         """
-        return self._unmodified_backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with pattern_errors():
+            return self._unmodified_backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     @functools.cached_property
     def _unmodified_backend(self) -> "tokenizers.Tokenizer":
@@ -248,8 +251,9 @@ class Tokenizer:
 
     def _encode(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         for group in _grouped(texts, _CHARACTERS_PER_CALL):
-            for encoding in self._backend.encode_batch_fast(group, add_special_tokens=False):
-                yield np.asarray(encoding.ids, np.int32)
+            with pattern_errors():
+                encodings = self._backend.encode_batch_fast(group, add_special_tokens=False)
+            yield from (np.asarray(encoding.ids, np.int32) for encoding in encodings)
 
     def _token_length_function(self):
         content = json.loads(self._json())
@@ -264,6 +268,20 @@ class Tokenizer:
             "data.tokenizer: bits per byte needs the number of bytes of each token, but this tokenizer is neither byte-level"
             f" nor SentencePiece (its model is {content['model']['type']}). Use a byte-level or SentencePiece tokenizer"
         )
+
+
+@contextlib.contextmanager
+def pattern_errors(key: str = "data.tokenizer") -> Iterator[None]:
+    """Raises `ConfigError` where the library panics because a regular expression takes too many steps."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # it cannot be imported, and is no Exception
+            raise
+        raise ConfigError(
+            f"{key}: the regular expression that cuts text into pieces gives up on a text ({error}). Nested repetitions,"
+            " such as (a+)+, can match in exponentially many ways. Write it so that there is only one"
+        ) from error
 
 
 def load_tokenizer(path: str, vocab_size: int | None = None) -> Tokenizer:

@@ -13,7 +13,7 @@ from jaxlm.core.field_types import PositiveInt
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 from jaxlm.data.cache.cache_key import CacheKey, check_cache_key, files_key
 from jaxlm.data.sources.text_file import TextFile
-from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
+from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, pattern_errors
 
 TRAIN_BPE = "bpe"
 DEFAULT_VOCAB_SIZE = 8192
@@ -63,6 +63,11 @@ class BpeConfig:
         if not tokens or not all(tokens) or len(set(tokens)) < len(tokens):
             raise ConfigError(
                 f"data.tokenizer.special_tokens: {tokens} given, one or more different tokens expected, none of them empty"
+            )
+        if surrogates := [token for token in tokens if any("\ud800" <= letter <= "\udfff" for letter in token)]:
+            raise ConfigError(
+                f"data.tokenizer.special_tokens: {surrogates[0]!r} given, which has half of a surrogate pair and is no text."
+                " Write the character itself, or \\U and its eight hexadecimal digits"
             )
         if vocab_size is not None and vocab_size < smallest:
             one = "one for the end of text" if self.special_tokens is None else f"{len(tokens)} special tokens"
@@ -120,7 +125,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, config: BpeConfig | None = 
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer=trainer)
+    with pattern_errors("data.tokenizer.pattern"):
+        backend.train_from_iterator(texts, trainer=trainer)
     for token in last:
         if backend.token_to_id(token) is not None:
             raise ConfigError(

@@ -1,7 +1,8 @@
 """How the saves of a run are going: which checkpoint is safe, and how long saves have been failing."""
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.store import SaveError
@@ -40,10 +41,13 @@ class SaveHealth:
         """Whether the last save has failed."""
         return self._streak > 0
 
-    @property
-    def retries(self) -> bool:
-        """Whether a save that fails is tried again at all."""
-        return self._retry_for_s > 0
+    def allowed(self, pauses_s: Sequence[float]) -> list[float]:
+        """The first of the pauses between the tries of a save that blocks: those that are over within `retry_for`.
+
+        The same on all processes, which must try equally often.
+        """
+        ends = itertools.accumulate(pauses_s)
+        return [pause for pause, end in zip(pauses_s, ends, strict=True) if end <= self._retry_for_s]
 
     def retry_due(self) -> bool:
         """Whether the pause after the last failure is over."""

@@ -24,11 +24,15 @@ def held_by(holder: object, what: str) -> ConfigError:
 
 
 @contextlib.contextmanager
-def locked_file(path: Path, what: str) -> Iterator[StillHeld]:
+def locked_file(path: Path, what: str, refusal: Callable[[object, str], ConfigError] = held_by) -> Iterator[StillHeld]:
     """Locks a file, which is created if it is missing. The kernel releases it when the process ends, however it ends.
 
+    Args:
+        what: as of `held_by`.
+        refusal: the error if another process has locked it.
+
     Raises:
-        ConfigError: another process has locked it. Args: what: as of `held_by`.
+        ConfigError: the refusal.
         OSError: the file cannot be created.
     """
     import fcntl  # not on Windows
@@ -39,7 +43,7 @@ def locked_file(path: Path, what: str) -> Iterator[StillHeld]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
-            raise held_by(file.read().strip() or "by another process", what) from error
+            raise refusal(file.read().strip() or "by another process", what) from error
         except OSError:
             pass  # this file system has no locks
         file.truncate(0)

@@ -111,13 +111,13 @@ class CheckpointWriter:
         """Saves a state and blocks until that is done. A save that fails is repeated.
 
         Args:
-            pauses_s: seconds to wait before each further try.
+            pauses_s: seconds to wait before each further try, as far as `retry_for` allows.
 
         Raises:
             SaveError: the last try failed, too.
         """
         self.wait()
-        for pause in (*(pauses_s if self.health.retries else ()), None):
+        for pause in (*self.health.allowed(pauses_s), None):
             self.start(state, cursor, position)
             if (error := self.wait(pause_s=pause, is_last=pause is None)) is None:
                 return

@@ -1,4 +1,4 @@
-"""Reads and writes model folders in Hugging Face format, and reads nanochat's."""
+"""Reads and writes model folders in Hugging Face format."""
 
 import dataclasses
 import json
@@ -19,7 +19,6 @@ from jaxlm.interop.hf.load import differing_head, load_weights
 from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors
 from jaxlm.interop.hf.tensor_writer import TensorWriter
 from jaxlm.interop.json_object import read_json_object
-from jaxlm.interop.torch.nanochat import load_nanochat, model_file, read_config
 from jaxlm.interop.torch.renamed_tensors import RenamedTensors
 from jaxlm.models.base import LanguageModel, ModelConfig
 
@@ -40,15 +39,14 @@ def parse_dtype(name: str, key: str) -> Any:
 
 @dataclass(frozen=True)
 class HfFolder:
-    """A folder with config.json and weights, or with nanochat's files.
+    """A folder with config.json and weights.
 
     Attributes:
-        family: model family of the folder; None for nanochat's.
         vocab_size: number of rows of the embedding; may be larger than the number of tokens.
         notes: what is ignored or read in another way than config.json says.
     """
 
-    family: Family | None
+    family: Family
     config: ModelConfig
     vocab_size: int
     notes: tuple[str, ...] = ()
@@ -75,12 +73,9 @@ def load_model(
     Raises:
         ConfigError: the weights do not fit the model; lists all tensors that are missing or do not fit.
     """
-    if not rules and (file := model_file(path)) is not None:
-        return load_nanochat(file, abstract, config, layout)
     vocab_size = None
     if not rules:
         opened = open_folder(path, skip_keys)
-        assert opened.family is not None
         if not isinstance(config, opened.family.config):
             raise ConfigError(
                 f"model.type: {type(config).__name__} given, but {path} contains a {opened.family.model_types[0]} model."
@@ -112,8 +107,6 @@ def open_folder(path: Path, skip_keys: Sequence[str] = (), *, skipped_by: str = 
     Raises:
         ConfigError: config.json is missing, invalid, or describes an unsupported model.
     """
-    if (weights := model_file(path)) is not None:
-        return HfFolder(None, *read_config(weights))
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(f"{path}: config.json not found. It is required to know the model of the weights")

@@ -28,7 +28,7 @@ from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.families.nano.body import has_value_embedding
 from jaxlm.models.families.nano.counts import padded_vocab_size
 from jaxlm.models.families.nano.model import NanoConfig
-from jaxlm.models.rope import DefaultRotary
+from jaxlm.models.families.nano.revisions import FEBRUARY_2026, JULY_2026
 
 _SIZES = {
     "sequence_len": "seq_len",
@@ -38,26 +38,7 @@ _SIZES = {
     "n_embd": "hidden_dim",
 }
 """Keys of `model_config` and our fields."""
-_WITH_SMEAR: dict[str, Any] = {
-    "short_window_fraction": 0.25,
-    "short_window_multiple": 128,
-    "rope": DefaultRotary(theta=100_000.0),
-    "qk_scale": 1.2,
-    "value_gate_channels": 12,
-    "value_gate_scale": 3.0,
-    "smear_channels": 24,
-    "backout": 0.2,
-}
-"""What the revision with smear computes, where it differs from the defaults of `NanoConfig`."""
-_FIXED = (
-    "mlp_scale",
-    "value_gate_channels",
-    "value_gate_scale",
-    "short_window_fraction",
-    "short_window_multiple",
-    "rope",
-)
-_FIXED += ("qk_scale", "smear_channels", "final_soft_cap")
+_FIXED = ("mlp_scale", "final_soft_cap", *(name for name in FEBRUARY_2026 if name != "backout"))
 """The fields whose value is in nanochat's code. What is missing matters only to an initial model, or to rounding."""
 _MODEL = re.compile(r"model_(\d+)\.pt")
 _VOCAB_MULTIPLE = 64
@@ -100,10 +81,9 @@ def read_config(file: Path) -> tuple[NanoConfig, int]:
     source = _tensors_of(file)
     gates = [info.shape for name, info in source.tensors.items() if name.endswith("attn.ve_gate.weight")]
     channels = {shape[-1] for shape in gates if shape}
-    fields = next(
-        (fields for fields in ({}, _WITH_SMEAR) if channels == {NanoConfig(**fields).value_gate_channels}), None
-    )
-    if fields is None or ("smear_gate.weight" in source.tensors) != bool(fields):
+    revisions = (FEBRUARY_2026, JULY_2026)
+    fields = next((fields for fields in revisions if channels == {fields["value_gate_channels"]}), None)
+    if fields is None or ("smear_gate.weight" in source.tensors) != bool(fields["smear_channels"]):
         raise ConfigError(
             f"{file}: its value embeddings have gates with {sorted(channels) or 'no'} inputs, and"
             f" {'a' if 'smear_gate.weight' in source.tensors else 'no'} smear gate. Supported: nanochat of February 2026 (32"
@@ -123,18 +103,23 @@ def load_nanochat(file: Path, abstract: LanguageModel, config: ModelConfig, layo
     Raises:
         ConfigError: the weights do not fit the model; lists all tensors that are missing or do not fit.
     """
-    _, vocab_size = read_config(file)
     if type(config) is not NanoConfig:
         raise ConfigError(
             f"model.type: {type(config).__name__} given, but {file} contains a model of nanochat. Set model.type: nano, or"
             " use_hf_model_config: true"
         )
-    if abstract.Vocab.size != vocab_size:
-        raise ConfigError(
-            f"{file}: a vocabulary of {vocab_size} tokens in {_meta(file).name}, but the tokenizer has"
-            f" {abstract.Vocab.size}. Set data.tokenizer to the one that the model was trained with"
-        )
+    check_vocabulary(file, abstract.Vocab.size)
     return load_weights(abstract, weight_table(config), _tensors_of(file), layout, where=str(file))
+
+
+def check_vocabulary(file: Path, num_tokens: int) -> None:
+    """Raises `ConfigError` if the model of a weights file has another vocabulary than a tokenizer of this size."""
+    _, vocab_size = read_config(file)
+    if vocab_size != num_tokens:
+        raise ConfigError(
+            f"{file}: a vocabulary of {vocab_size} tokens in {_meta(file).name}, but the tokenizer has {num_tokens}. Set"
+            " data.tokenizer to the one that the model was trained with"
+        )
 
 
 def _tensors_of(file: Path) -> RenamedTensors:
@@ -216,7 +201,7 @@ def _with_rows(array: np.ndarray, size: int, rows: int, *, is_table: bool) -> np
 
 def _model_config(config: NanoConfig, vocab_size: int) -> Mapping[str, Any]:
     """nanochat's `model_config`. Raises `ConfigError` for what its code cannot compute."""
-    theirs = NanoConfig(**(_WITH_SMEAR if config.smear_channels else {}))
+    theirs = NanoConfig(**(JULY_2026 if config.smear_channels else FEBRUARY_2026))
     wrong = [
         f"model.{name}: {getattr(config, name)} given, {getattr(theirs, name)} expected"
         for name in _FIXED

@@ -23,7 +23,7 @@ from jaxlm.models.inference.kv_cache import UnstackedCache, by_cache_row, extend
 from jaxlm.models.layers import LayerCache
 from jaxlm.models.linear import Linear, MatrixLinear
 from jaxlm.models.norms import LayerNorm, RMSNorm
-from jaxlm.models.stacks import Block, Body, LayerKind, OtherBody, layer_contexts, shortest_period
+from jaxlm.models.stacks import Block, Body, HeterogeneousBody, LayerKind, layer_contexts, shortest_period
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class Generator:
 
 def unstack(tree: T) -> T:
     """A copy in which every body and `KVCache` has separate arrays per layer."""
-    return jax.tree.map(_unstack_node, tree, is_leaf=lambda node: isinstance(node, Body | OtherBody | KVCache))
+    return jax.tree.map(_unstack_node, tree, is_leaf=lambda node: isinstance(node, Body | HeterogeneousBody | KVCache))
 
 
 _unstacked_copy = jax.jit(unstack)
@@ -106,7 +106,7 @@ def stack(cache: UnstackedCache) -> KVCache:
 
 
 def _unstack_node(node: Any) -> Any:
-    if isinstance(node, OtherBody):
+    if isinstance(node, HeterogeneousBody):
         return node.unstacked()
     if isinstance(node, Body):
         blocks = tuple(block for stack in node.stacks for block in stack.layers.unstacked())

@@ -55,6 +55,11 @@ class MomentumSchedule:
     def _decay(self, rate: Schedule) -> Segment:
         # Values are float32: that of a constant learning rate may be its peak rounded down.
         falling = [s for s in rate.segments if s.name == "decay" and np.float32(s.last) < np.float32(s.first)]
+        if not falling and rate.notes:
+            raise ConfigError(
+                f"{rate.notes[0]}. No decay is left, over which the momentum would fall to optimizer.momentum_schedule.final"
+                f" ({self.final}). Set a shorter warmup, or momentum_schedule.final: null"
+            )
         if not falling:
             raise ConfigError(
                 f"optimizer.momentum_schedule.final: {self.final} given, but the learning rate does not decay, so the"

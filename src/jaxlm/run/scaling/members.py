@@ -19,6 +19,7 @@ from jaxlm.core.field_types import NonNegativeInt, PositiveFloat, PositiveInt
 from jaxlm.core.stores import is_url
 from jaxlm.observe.records import METRICS, read_metrics
 from jaxlm.presets.base import RunSize, given_at
+from jaxlm.run.plan import check_metric, plan_phases
 from jaxlm.run.scaling.law import TrainedPoint
 
 
@@ -248,6 +249,7 @@ def _member(source: ConfigSource, scaling: ScalingConfig, depth: int, budget: fl
         config = decode_run(ConfigSource(tree, source.marks), None)
     except ConfigError as error:
         raise ConfigError(f"depth {depth} with {budget:g} FLOPs: {error}") from error
+    check_metric(scaling.metric, "scaling.metric", config, plan_phases(config)[1])
     if is_url(config.trainer.log_dir):
         raise config_error(
             source,

@@ -33,7 +33,7 @@ from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout
 from jaxlm.models.linear import Linear, MatrixLinear
 from jaxlm.models.remat import RematPolicy, remat
 from jaxlm.models.scan import runs_as_scan, scan_layers
-from jaxlm.models.stacks import LayerKind, OtherBody, layer_contexts, shortest_period
+from jaxlm.models.stacks import HeterogeneousBody, LayerKind, layer_contexts, shortest_period
 
 _PERIODS = "periods"
 _Kind = tuple[LayerKind, bool]
@@ -109,7 +109,7 @@ class _ForwardPass:
         return _Carry(x, middle), new
 
 
-class NanoBody(OtherBody):
+class NanoBody(HeterogeneousBody):
     """The layers, stacked.
 
     Attributes:

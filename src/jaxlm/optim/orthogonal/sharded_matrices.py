@@ -25,8 +25,10 @@ from jaxlm.optim.matrices import MatrixView
 MeshAxes = tuple[str, ...]
 
 
-def map_shares(change: Callable[[jax.Array], jax.Array], views: Mapping[str, MatrixView]) -> dict[str, NamedArray]:
-    """Applies `change` to every matrix, as [.., rows, columns]. Each device changes its share of the matrices.
+def map_sharded_matrices(
+    change: Callable[[jax.Array], jax.Array], views: Mapping[str, MatrixView]
+) -> dict[str, NamedArray]:
+    """Applies `change` to every matrix, as [.., rows, columns]. Each device changes some of them.
 
     Args:
         change: treats each matrix by itself, and the transpose of a matrix like the matrix. It may return another dtype.

@@ -1,0 +1,62 @@
+"""Pretrained models in a folder, in Hugging Face's format or in nanochat's."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.sharding import Layout
+from jaxlm.interop.hf.folder import load_model, open_folder
+from jaxlm.interop.torch.nanochat import check_vocabulary, load_nanochat, model_file, read_config
+from jaxlm.models.base import LanguageModel, ModelConfig
+
+
+@dataclass(frozen=True)
+class PretrainedModel:
+    """A model in a folder, without its weights.
+
+    Attributes:
+        vocab_size: number of rows of the embedding; may be larger than the number of tokens.
+        notes: what is ignored or read in another way than config.json says.
+    """
+
+    config: ModelConfig
+    vocab_size: int
+    notes: tuple[str, ...] = ()
+
+
+def open_pretrained(path: Path, skip_keys: Sequence[str] = ()) -> PretrainedModel:
+    """Reads the configuration of a folder, or of one of nanochat's files. Arguments and errors as of `open_folder`."""
+    if (file := model_file(path)) is not None:
+        return PretrainedModel(*read_config(file))
+    opened = open_folder(path, skip_keys)
+    return PretrainedModel(opened.config, opened.vocab_size, opened.notes)
+
+
+def check_pretrained(path: Path, num_tokens: int, skip_keys: Sequence[str] = ()) -> None:
+    """Raises `ConfigError` if the weights do not fit a tokenizer of this size. Arguments as of `open_folder`."""
+    if (file := model_file(path)) is not None:
+        return check_vocabulary(file, num_tokens)
+    rows = open_folder(path, skip_keys).vocab_size
+    if rows < num_tokens:
+        raise ConfigError(
+            f"{path}: the embedding has {rows:,} rows, but the tokenizer has {num_tokens:,} tokens. Set data.tokenizer to the"
+            " one that the model was trained with"
+        )
+    return None
+
+
+def load_pretrained(
+    path: Path,
+    abstract: LanguageModel,
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    rules: Mapping[str, str] | None = None,
+    skip_keys: Sequence[str] = (),
+    log: Callable[[str], None] = lambda _: None,
+) -> LanguageModel:
+    """Loads the weights of a folder or file. Arguments and errors as of `jaxlm.interop.hf.folder.load_model`."""
+    if not rules and (file := model_file(path)) is not None:
+        return load_nanochat(file, abstract, config, layout)
+    return load_model(path, abstract, config, layout, rules=rules, skip_keys=skip_keys, log=log)

@@ -1,0 +1,89 @@
+"""What a dry run plans with before a tokenizer is loaded, and what it says that a start would end with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxlm.config.load import decode_run
+from jaxlm.config.run import RunConfig
+from jaxlm.config.yaml import ConfigSource
+from jaxlm.run.dry_run import _answers, _checks, assumed_vocabulary
+from jaxlm.run.plan import make_plan
+from tests.answers import LLAMA, write_tokenizer
+from tests.run.test_mesh_plan import MODEL
+
+CHECKPOINT = Path(__file__).parents[1] / "vectors" / "earlier_run"
+NOWHERE = "/nowhere/tokenizer.json"
+
+
+def configured(**sections: Any) -> RunConfig:
+    return decode_run(ConfigSource({"model": {**MODEL, "num_kv_heads": 4}, **sections}), None)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with config.json, whose embedding has more rows than there are tokens."""
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 384, **LLAMA}))
+    return str(tmp_path)
+
+
+def test_the_vocabulary_is_what_the_configuration_and_its_files_say(folder):
+    saved = json.loads((CHECKPOINT / "step-6" / "run" / "tokenizer" / "tokenizer.json").read_text())["model"]["vocab"]
+    cases: list[tuple[dict[str, Any], int, str]] = [
+        ({"data": {"tokenizer": folder}}, 320, f"tokens of {folder}"),
+        ({"data": {"tokenizer": folder, "vocab_size": 320}}, 320, "data.vocab_size"),
+        ({"data": {"tokenizer": folder}, "initialize_from_hf": True}, 320, f"tokens of {folder}"),
+        ({"data": {"tokenizer": NOWHERE}, "initialize_from_hf": folder}, 384, f"rows of the embedding in {folder}"),
+        (
+            {"data": {"tokenizer": NOWHERE}, "trainer": {"initialize_from": str(CHECKPOINT)}},
+            max(saved.values()) + 1,
+            f"tokens of {CHECKPOINT}/step-6",
+        ),
+        ({}, 8192, "of a tokenizer that is trained without data.vocab_size"),
+        ({"data": {"tokenizer": {"type": "bpe"}, "vocab_size": 300}}, 300, "data.vocab_size"),
+        ({"data": {"tokenizer": NOWHERE}}, 50_257, "GPT-2's, assumed because data.vocab_size is not set"),
+        ({"phases": [{"name": "a", "data": {"tokenizer": folder}}]}, 320, f"tokens of {folder}"),
+    ]
+    for sections, size, source in cases:
+        assert assumed_vocabulary(configured(**sections)) == (size, f"{size:,} ({source})")
+
+
+def refused(**sections: Any) -> dict[str, str]:
+    rows = dict(_answers(list(_checks(make_plan(configured(**sections), "x", 64)))))
+    return {name: answer.removeprefix("a start would end with: ") for name, answer in rows.items()}
+
+
+def test_what_a_start_would_end_with_is_listed(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("text")
+    data = {"train_urls": ["text.txt"], "tokenizer": folder}
+    assert refused(data=data) == {}
+    assert refused() == {
+        "data": "data.train_urls: empty. Give files, folders, globs or 'stdlib:train', or set id to a dataset"
+    }
+    wrong = refused(
+        data={**data, "train_urls": ["*.text"], "tokenizer": NOWHERE},
+        evals=[{"type": "core", "bundle": "bundle"}, {"type": "harness", "tasks": []}],
+        trainer={"initialize_from": "no-run"},
+    )
+    expected = {
+        "tokenizer": f"data.tokenizer: '{NOWHERE}': no tokenizer.json found",
+        "text of data": "data.train_urls[0]: '*.text' matches no file",
+        "evaluation core": "evals: core: bundle: 'bundle' given, but it has no core.yaml. To download the bundle, run jaxlm",
+        "evaluation harness": "tasks: lm-evaluation-harness needs at least one task",
+        "start": "trainer.initialize_from: no checkpoint at no-run",
+    }
+    assert wrong.keys() == expected.keys()
+    assert all(wrong[name].startswith(text) for name, text in expected.items())
+    assert refused(data={**data, "vocab_size": 300})["tokenizer"].startswith(
+        "data.vocab_size: 300 given, but the tokenizer"
+    )
+    few = json.loads((tmp_path / "config.json").read_text()) | {"vocab_size": 40}
+    (tmp_path / "config.json").write_text(json.dumps(few))
+    assert refused(data=data, initialize_from_hf=True)["weights"].startswith(
+        f"{folder}: the embedding has 40 rows, but the tokenizer has 64 tokens. Set data.tokenizer"
+    )
+    assert not (tmp_path / "cache").exists()
