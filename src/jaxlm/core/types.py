@@ -68,9 +68,11 @@ class PairBatch(eqx.Module):
     Attributes:
         pairs: the columns of `TokenBatch`, with the axes {[microbatch,] batch, pair, position}. The first half of a pair is
             the prompt with the chosen completion, the second with the rejected. The loss mask selects the completion.
+        annotations: what the objective's references said about the pairs, as in `TokenBatch`.
     """
 
     pairs: TokenBatch
+    annotations: Any = None
 
     @staticmethod
     def of(**columns: hax.NamedArray) -> "PairBatch":

@@ -1,0 +1,226 @@
+"""Direct preference optimization: the model prefers the chosen completion of each pair more than a reference does.
+
+Source: Rafailov et al. 2023, "Direct Preference Optimization" (arXiv:2305.18290), equation 7; the variants are in
+`jaxlm.objectives.pair_losses`, the reference that follows the model in `jaxlm.objectives.completions`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from annotated_types import Interval
+
+from jaxlm.core.axes import BATCH, PAIR, POSITION
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveFraction
+from jaxlm.core.types import PairBatch, Sum
+from jaxlm.models.base import LanguageModel
+from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
+from jaxlm.objectives.completions import INITIAL, NO_REFERENCE, HeldReference, completion_logps
+from jaxlm.objectives.pair_losses import PAIR_LOSSES, WITH_REFERENCE, PairLogps, PairLossOptions
+
+_GAMMA, _MIXUP = PairLossOptions.simpo_gamma, 1.0
+_SMOOTHED = ("sigmoid", "robust")
+
+
+class ReferenceLogps(eqx.Module):
+    """What a reference says about pairs.
+
+    Attributes:
+        logps: float32 {batch, pair}, its log-likelihood of each completion.
+    """
+
+    logps: hax.NamedArray
+
+
+@ObjectiveConfig.register_subclass("dpo")
+@dataclass(frozen=True)
+class Dpo(ObjectiveConfig):
+    """Preference pairs (`data.type: pairs`): raises the likelihood of the chosen completion over that of the rejected one,
+    compared with a reference. The loss is averaged over pairs.
+
+    Attributes:
+        loss_type: `sigmoid` (DPO; with `label_smoothing`, conservative DPO), `robust`, `ipo`, `hinge`, `apo_zero`,
+            `apo_down`, or without a reference `simpo`, `orpo`. A mapping from names to weights adds several up.
+        beta: how closely the model stays to the reference. For `ipo` it is tau, for `orpo` lambda, for `simpo` the scale of
+            the margin, usually 2 or more.
+        label_smoothing: fraction of pairs that are assumed to be swapped, for `sigmoid` and `robust`.
+        reduction: the likelihood of a completion is that of all its tokens (`sum`), or the geometric mean over them (`mean`).
+        simpo_gamma: the margin that `simpo` aims at.
+        sft_weight: weight of the next-token loss of the chosen completion, averaged over its tokens. Null is 1 with `orpo`,
+            which has it by definition, and otherwise 0.
+        reference: `initial` for the model at the start of the phase, the name of a model in `refs`, or `none`. Null is `none`
+            if no loss needs one, and otherwise `initial`.
+        cache: ask the reference in `refs` once for every training pair, and store its likelihoods on disk. Later epochs and
+            runs read them instead of loading the reference.
+        sync_interval: update the initial reference from the model after every N updates; 0 never does.
+        sync_mixup: fraction by which such an update moves the reference to the model; 1 replaces it.
+    """
+
+    batch_types: ClassVar[tuple[type, ...]] = (PairBatch,)
+    sequences_per_example: ClassVar[int] = 2
+
+    loss_type: (
+        Literal["sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down", "simpo", "orpo"] | dict[str, PositiveFloat]
+    ) = "sigmoid"
+    beta: PositiveFloat = 0.1
+    label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
+    reduction: Literal["sum", "mean"] = "sum"
+    simpo_gamma: NonNegativeFloat = _GAMMA
+    sft_weight: NonNegativeFloat | None = None
+    reference: str | None = None
+    cache: bool = False
+    sync_interval: NonNegativeInt = 0
+    sync_mixup: PositiveFraction = _MIXUP
+
+    def __post_init__(self):
+        names = self._losses
+        unknown = [name for name in names if name not in PAIR_LOSSES]
+        if unknown or not names:
+            given = f"'{unknown[0]}'" if unknown else "an empty mapping"
+            raise ConfigError(f"objective.loss_type: {given} given, expected some of: {', '.join(PAIR_LOSSES)}")
+        self._check_effective("label_smoothing", self.label_smoothing, 0.0, _SMOOTHED)
+        self._check_effective("simpo_gamma", self.simpo_gamma, _GAMMA, ("simpo",))
+        if not self._needs_reference:
+            self._check_effective("reduction", self.reduction, "sum", tuple(WITH_REFERENCE))
+            if self.reference not in (None, NO_REFERENCE):
+                raise ConfigError(
+                    f"objective.reference: '{self.reference}' given, but loss_type: {', '.join(names)} needs none. Remove it"
+                )
+        if self.cache and not self.references:
+            raise ConfigError(
+                f"objective.cache: true given with reference: {self._reference}. Only a model of the section refs can be"
+                " asked before training: set reference to its name, or remove cache"
+            )
+        if self.sync_interval and self._reference != INITIAL:
+            raise ConfigError(
+                f"objective.sync_interval: {self.sync_interval} given with reference: {self._reference}, which never"
+                f" changes. Set reference to {INITIAL}, or remove sync_interval"
+            )
+        if self.sync_mixup != _MIXUP and not self.sync_interval:
+            raise ConfigError(
+                f"objective.sync_mixup: {self.sync_mixup} given without sync_interval, so it has no effect. Set it, or"
+                " remove sync_mixup"
+            )
+
+    def _check_effective(self, key: str, value: Any, default: Any, of: tuple[str, ...]) -> None:
+        if value != default and not set(of) & set(self._losses):
+            raise ConfigError(
+                f"objective.{key}: {value} given, which has no effect with loss_type: {', '.join(self._losses)}. Remove it,"
+                f" or set loss_type to {' or '.join(of)}"
+            )
+
+    @property
+    def _losses(self) -> dict[str, float]:
+        """Name -> weight of each loss."""
+        return {self.loss_type: 1.0} if isinstance(self.loss_type, str) else self.loss_type
+
+    @property
+    def _needs_reference(self) -> bool:
+        return bool(WITH_REFERENCE.keys() & self._losses)
+
+    @property
+    def _reference(self) -> str:
+        return self.reference or (INITIAL if self._needs_reference else NO_REFERENCE)
+
+    @property
+    def _sft_weight(self) -> float:
+        return float("orpo" in self._losses) if self.sft_weight is None else self.sft_weight
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        return () if self._reference in (INITIAL, NO_REFERENCE) else (self._reference,)
+
+    @property
+    def annotation_key(self) -> Mapping[str, Any] | None:
+        return {"logps": "of both completions"} if self.cache else None
+
+    @property
+    def holds_reference(self) -> bool:
+        return self._reference == INITIAL
+
+    def init_slot(self, trainable: Any) -> HeldReference | None:
+        return HeldReference(trainable) if self.holds_reference else None
+
+    def update_slot(self, slot: HeldReference, trainable: Any, updates: jax.Array) -> HeldReference:
+        return slot.synced(trainable, updates, self.sync_interval, self.sync_mixup)
+
+    def references_in_slot(self, slot: HeldReference | None, model: LanguageModel) -> Mapping[str, LanguageModel]:
+        return {} if slot is None else {INITIAL: slot.model(model)}
+
+    def annotate(self, refs: Mapping[str, LanguageModel], batch: PairBatch) -> PairBatch:
+        """Adds the reference's log-likelihoods. Without an effect on a batch that has them."""
+        if batch.annotations is not None or self._reference == NO_REFERENCE:
+            return batch
+        logps, _ = completion_logps(refs[self._reference], batch.sequences())
+        return replace(batch, annotations=ReferenceLogps(_by_pair(logps, batch)))
+
+    def weights(self, batch: PairBatch) -> dict[str, jax.Array]:
+        """The number of pairs, of tokens in chosen completions, and of tokens that are not padding."""
+        denominators = {"loss": hax.sum(_is_pair(batch)).scalar().astype(jnp.float32)}
+        if self._sft_weight:
+            denominators["sft"] = hax.sum(batch.half(0).loss_mask).scalar()
+        return {**denominators, AUXILIARY: auxiliary_weight(batch.pairs)}
+
+    def terms(
+        self, model: LanguageModel, batch: PairBatch, slot: Any, *, key: jax.Array | None
+    ) -> tuple[dict[str, Sum], Metrics, Any]:
+        """The loss terms `loss`, `sft` if it has a weight, and the layers' auxiliary losses.
+
+        The metrics have TRL's names: `rewards/chosen`, `rewards/rejected` (beta times the log-ratios to the reference),
+        `rewards/accuracies` (the fraction of pairs whose chosen reward is larger), `rewards/margins`, `logps/chosen`,
+        `logps/rejected`, and `nll_loss` if `sft` has a weight; `loss` is the loss of the pairs alone.
+        """
+        sums, aux = completion_logps(model, batch.sequences(), key=key)
+        logps, is_pair = _by_pair(sums, batch), _is_pair(batch).array
+        pair = self._pair(logps, batch)
+        options = PairLossOptions(self.beta, self.label_smoothing, self.simpo_gamma)
+        losses = sum((weight * PAIR_LOSSES[name](pair, options) for name, weight in self._losses.items()), 0.0)
+        weights = self.weights(batch)
+        rewards = [self.beta * ratio for ratio in (pair.chosen_ratio, pair.rejected_ratio)]
+        chosen, rejected = (logps[PAIR, number].array for number in (0, 1))
+        columns = {
+            "loss": losses,
+            "rewards/chosen": rewards[0],
+            "rewards/rejected": rewards[1],
+            "rewards/accuracies": rewards[0] > rewards[1],
+            "rewards/margins": rewards[0] - rewards[1],
+            "logps/chosen": chosen,
+            "logps/rejected": rejected,
+        }
+        metrics = {name: Sum(_summed(column, is_pair), weights["loss"]) for name, column in columns.items()}
+        minimized = {"loss": metrics["loss"]}
+        if self._sft_weight:
+            metrics["nll_loss"] = Sum(-_summed(chosen, is_pair), weights["sft"])
+            minimized["sft"] = Sum(self._sft_weight * metrics["nll_loss"].total, weights["sft"])
+        aux_terms, aux_metrics = auxiliary_terms(aux)
+        return {**minimized, **aux_terms}, metrics | aux_metrics, slot
+
+    def _pair(self, logps: hax.NamedArray, batch: PairBatch) -> PairLogps:
+        """The log-likelihoods that the losses read. Args: logps: {batch, pair}, summed over tokens."""
+        num_tokens = hax.maximum(hax.sum(batch.pairs.loss_mask, POSITION), 1.0)
+        reference = hax.zeros_like(logps) if batch.annotations is None else batch.annotations.logps
+        per_token = logps / num_tokens
+        averages = self.reduction == "mean" or not self._needs_reference
+        ours, theirs = (per_token, reference / num_tokens) if averages else (logps, reference)
+        columns = (array[PAIR, number] for array in (ours, theirs, per_token) for number in (0, 1))
+        return PairLogps(*(column.array for column in columns))
+
+
+def _by_pair(of_sequences: hax.NamedArray, batch: PairBatch) -> hax.NamedArray:
+    """{batch} of `PairBatch.sequences` to {batch, pair}."""
+    tokens = batch.pairs.tokens
+    return of_sequences.unflatten_axis(BATCH, (tokens.resolve_axis(BATCH), tokens.resolve_axis(PAIR)))
+
+
+def _is_pair(batch: PairBatch) -> hax.NamedArray:
+    """bool {[microbatch,] batch}: whether both completions have tokens in the loss. Rows that fill up a batch have none."""
+    return hax.all(hax.any(batch.pairs.loss_mask > 0, POSITION), PAIR)
+
+
+def _summed(column: jax.Array, is_pair: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(is_pair, column, 0.0), dtype=jnp.float32)
