@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlm.core.axes import BATCH, PAIR
+from jaxlm.core.axes import BATCH, GROUP, PAIR
 
 
 class Sum(eqx.Module):
@@ -89,6 +89,30 @@ class PairBatch(eqx.Module):
     def supervised(self) -> TokenBatch:
         """The chosen sequences."""
         return self.half(0)
+
+
+class GroupBatch(eqx.Module):
+    """Groups of responses that a model has sampled for the same prompt, each with a reward.
+
+    Attributes:
+        responses: the columns of `TokenBatch`, with the axes {[microbatch,] batch, group, position}. Each sequence is the
+            prompt with a response. The loss mask selects the response.
+        rewards: float32 {[microbatch,] batch, group}.
+        annotations: what the objective's references said about the responses, as in `TokenBatch`.
+    """
+
+    responses: TokenBatch
+    rewards: hax.NamedArray
+    annotations: Any = None
+
+    @staticmethod
+    def of(rewards: hax.NamedArray, **columns: hax.NamedArray) -> "GroupBatch":
+        return GroupBatch(TokenBatch(**columns), rewards)
+
+    def sequences(self) -> TokenBatch:
+        """All sequences, group by group, so that a group stays on one device."""
+        flat = lambda column: column.flatten_axes((BATCH, GROUP), BATCH)  # noqa: E731
+        return jax.tree.map(flat, self.responses, is_leaf=_is_named)
 
 
 def _is_named(leaf: Any) -> bool:
