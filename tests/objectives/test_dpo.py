@@ -20,7 +20,8 @@ from jaxlm.core.types import PairBatch
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig
-from jaxlm.objectives.dpo import Dpo, ReferenceLogps
+from jaxlm.objectives.completions import ReferenceLogps
+from jaxlm.objectives.dpo import Dpo
 from jaxlm.objectives.pair_losses import PAIR_LOSSES, PairLogps, PairLossOptions
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "post_training.json").read_text())["pairs"]
@@ -280,7 +281,7 @@ def test_answers_from_the_disk_are_not_asked_again(models):
         ({"reduction": "mean", "loss_type": "orpo"}, r"objective\.reduction: mean given, which has no effect"),
         (
             {"reference": "base", "loss_type": "simpo"},
-            r"objective\.reference: 'base' given, but loss_type: simpo needs none",
+            r"objective\.reference: 'base' given, but the loss needs none",
         ),
         ({"cache": True}, r"objective\.cache: true given with reference: initial"),
         ({"sync_interval": 5, "reference": "base"}, r"objective\.sync_interval: 5 given with reference: base"),

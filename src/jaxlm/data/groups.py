@@ -22,8 +22,8 @@ from jaxlm.data.formats.groups import GroupsFormat
 @DataConfig.register_subclass("groups")
 @dataclass(frozen=True)
 class GroupsConfig(DataConfig):
-    """Groups of responses that a model has sampled for the same prompt, with their rewards. `model.seq_len` limits each prompt
-    with a response; longer ones are truncated at the end.
+    """Groups of responses that a model has sampled for the same prompt, with their rewards. `model.seq_len` limits each
+    prompt with a response; longer ones are truncated at the end.
     """
 
     reads: ClassVar[str] = "groups"

@@ -42,8 +42,8 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
 
     batch_types: ClassVar[tuple[type, ...]] = (TokenBatch,)
     """The kinds of batches that the objective reads."""
-    sequences_per_example: ClassVar[int] = 1
-    """Number of sequences that the model reads for each example."""
+    sequences_axis: ClassVar[str | None] = None
+    """The axis of the sequences of an example, if the model reads all of them; None if it reads one."""
 
     @classmethod
     def default_choice_name(cls) -> str | None:

@@ -1,6 +1,8 @@
-"""Log-likelihoods of completions, and the reference that an objective keeps in its state."""
+"""Log-likelihoods of completions, and objectives that compare them with those of a reference."""
 
+import abc
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import equinox as eqx
@@ -10,13 +12,26 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from jaxlm.core.axes import POSITION
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NonNegativeInt, PositiveFraction
 from jaxlm.core.tree import is_named
 from jaxlm.core.types import TokenBatch
 from jaxlm.models.base import AuxLoss, Inputs, LanguageModel
 from jaxlm.models.loss import token_losses
+from jaxlm.objectives.base import ObjectiveConfig
 
-INITIAL, NO_REFERENCE = "initial", "none"
-"""References that are not in the section `refs`."""
+_INITIAL, _NONE = "initial", "none"  # references that are not in the section `refs`
+_WHOLE = 1.0
+
+
+class ReferenceLogps(eqx.Module):
+    """What a reference says about completions.
+
+    Attributes:
+        logps: float32, its log-likelihoods, with the axes of the objective.
+    """
+
+    logps: NamedArray
 
 
 def token_logps(
@@ -67,3 +82,85 @@ class HeldReference(eqx.Module):
             return jnp.where(is_due, new.astype(ours.dtype), ours)
 
         return HeldReference(jax.tree.map(moved, self.weights, trainable))
+
+
+@dataclass(frozen=True)
+class ReferencedObjective(ObjectiveConfig):
+    """An objective that compares the model with a reference.
+
+    Attributes:
+        reference: `initial` for the model at the start of the phase, the name of a model in `refs`, or `none`. Null is `none`
+            if the other keys need no reference, and otherwise `initial`.
+        cache: ask the reference in `refs` once for every training example, and store its log-likelihoods on disk. Later
+            epochs and runs read them instead of loading the reference.
+        sync_interval: update the initial reference from the model after every N updates; 0 never does.
+        sync_mixup: fraction by which such an update moves the reference to the model; 1 replaces it.
+    """
+
+    reference: str | None = field(default=None, kw_only=True)
+    cache: bool = field(default=False, kw_only=True)
+    sync_interval: NonNegativeInt = field(default=0, kw_only=True)
+    sync_mixup: PositiveFraction = field(default=_WHOLE, kw_only=True)
+
+    @property
+    @abc.abstractmethod
+    def needs_reference(self) -> bool:
+        """Whether the loss reads the log-likelihoods of a reference."""
+
+    @abc.abstractmethod
+    def reference_logps(self, model: LanguageModel, batch: Any) -> NamedArray:
+        """The log-likelihoods that the loss reads of a reference, for a microbatch."""
+
+    def check_reference(self) -> None:
+        """Raises `ConfigError` if the keys about the reference contradict each other, or have no effect."""
+        if not self.needs_reference and self.reference not in (None, _NONE):
+            raise ConfigError(
+                f"objective.reference: '{self.reference}' given, but the loss needs none with these keys. Remove it"
+            )
+        if self.cache and not self.references:
+            raise ConfigError(
+                f"objective.cache: true given with reference: {self._reference}. Only a model of the section refs can be"
+                " asked before training: set reference to its name, or remove cache"
+            )
+        if self.sync_interval and not self.holds_reference:
+            raise ConfigError(
+                f"objective.sync_interval: {self.sync_interval} given with reference: {self._reference}, which never"
+                f" changes. Set reference to {_INITIAL}, or remove sync_interval"
+            )
+        if self.sync_mixup != _WHOLE and not self.sync_interval:
+            raise ConfigError(
+                f"objective.sync_mixup: {self.sync_mixup} given without sync_interval, so it has no effect. Set it, or"
+                " remove sync_mixup"
+            )
+
+    @property
+    def _reference(self) -> str:
+        return self.reference or (_INITIAL if self.needs_reference else _NONE)
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        return () if self._reference in (_INITIAL, _NONE) else (self._reference,)
+
+    @property
+    def holds_reference(self) -> bool:
+        return self._reference == _INITIAL
+
+    @property
+    def annotation_key(self) -> Mapping[str, Any] | None:
+        return {"logps": type(self).__name__} if self.cache else None
+
+    def init_slot(self, trainable: Any) -> HeldReference | None:
+        return HeldReference(trainable) if self.holds_reference else None
+
+    def update_slot(self, slot: HeldReference, trainable: Any, updates: jax.Array) -> HeldReference:
+        return slot.synced(trainable, updates, self.sync_interval, self.sync_mixup)
+
+    def references_in_slot(self, slot: HeldReference | None, model: LanguageModel) -> Mapping[str, LanguageModel]:
+        return {} if slot is None else {_INITIAL: slot.model(model)}
+
+    def annotate(self, refs: Mapping[str, LanguageModel], batch: Any) -> Any:
+        """Adds the reference's log-likelihoods. Without an effect on a batch that has them."""
+        if batch.annotations is not None or self._reference == _NONE:
+            return batch
+        logps = self.reference_logps(refs[self._reference], batch)
+        return replace(batch, annotations=ReferenceLogps(logps))

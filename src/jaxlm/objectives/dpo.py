@@ -4,11 +4,9 @@ Source: Rafailov et al. 2023, "Direct Preference Optimization" (arXiv:2305.18290
 `jaxlm.objectives.pair_losses`, the reference that follows the model in `jaxlm.objectives.completions`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -16,30 +14,20 @@ from annotated_types import Interval
 
 from jaxlm.core.axes import BATCH, PAIR, POSITION
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveFraction
+from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat
 from jaxlm.core.types import PairBatch, Sum
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
-from jaxlm.objectives.completions import INITIAL, NO_REFERENCE, HeldReference, completion_logps
+from jaxlm.objectives.completions import ReferencedObjective, completion_logps
 from jaxlm.objectives.pair_losses import PAIR_LOSSES, WITH_REFERENCE, PairLogps, PairLossOptions
 
-_GAMMA, _MIXUP = PairLossOptions.simpo_gamma, 1.0
+_GAMMA = PairLossOptions.simpo_gamma
 _SMOOTHED = ("sigmoid", "robust")
-
-
-class ReferenceLogps(eqx.Module):
-    """What a reference says about pairs.
-
-    Attributes:
-        logps: float32 {batch, pair}, its log-likelihood of each completion.
-    """
-
-    logps: hax.NamedArray
 
 
 @ObjectiveConfig.register_subclass("dpo")
 @dataclass(frozen=True)
-class Dpo(ObjectiveConfig):
+class Dpo(ReferencedObjective):
     """Preference pairs (`data.type: pairs`): raises the likelihood of the chosen completion over that of the rejected one,
     compared with a reference. The loss is averaged over pairs.
 
@@ -53,16 +41,10 @@ class Dpo(ObjectiveConfig):
         simpo_gamma: the margin that `simpo` aims at.
         sft_weight: weight of the next-token loss of the chosen completion, averaged over its tokens. Null is 1 with `orpo`,
             which has it by definition, and otherwise 0.
-        reference: `initial` for the model at the start of the phase, the name of a model in `refs`, or `none`. Null is `none`
-            if no loss needs one, and otherwise `initial`.
-        cache: ask the reference in `refs` once for every training pair, and store its likelihoods on disk. Later epochs and
-            runs read them instead of loading the reference.
-        sync_interval: update the initial reference from the model after every N updates; 0 never does.
-        sync_mixup: fraction by which such an update moves the reference to the model; 1 replaces it.
     """
 
     batch_types: ClassVar[tuple[type, ...]] = (PairBatch,)
-    sequences_per_example: ClassVar[int] = 2
+    sequences_axis: ClassVar[str | None] = PAIR
 
     loss_type: (
         Literal["sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down", "simpo", "orpo"] | dict[str, PositiveFloat]
@@ -72,10 +54,6 @@ class Dpo(ObjectiveConfig):
     reduction: Literal["sum", "mean"] = "sum"
     simpo_gamma: NonNegativeFloat = _GAMMA
     sft_weight: NonNegativeFloat | None = None
-    reference: str | None = None
-    cache: bool = False
-    sync_interval: NonNegativeInt = 0
-    sync_mixup: PositiveFraction = _MIXUP
 
     def __post_init__(self):
         names = self._losses
@@ -85,27 +63,9 @@ class Dpo(ObjectiveConfig):
             raise ConfigError(f"objective.loss_type: {given} given, expected some of: {', '.join(PAIR_LOSSES)}")
         self._check_effective("label_smoothing", self.label_smoothing, 0.0, _SMOOTHED)
         self._check_effective("simpo_gamma", self.simpo_gamma, _GAMMA, ("simpo",))
-        if not self._needs_reference:
+        if not self.needs_reference:
             self._check_effective("reduction", self.reduction, "sum", tuple(WITH_REFERENCE))
-            if self.reference not in (None, NO_REFERENCE):
-                raise ConfigError(
-                    f"objective.reference: '{self.reference}' given, but loss_type: {', '.join(names)} needs none. Remove it"
-                )
-        if self.cache and not self.references:
-            raise ConfigError(
-                f"objective.cache: true given with reference: {self._reference}. Only a model of the section refs can be"
-                " asked before training: set reference to its name, or remove cache"
-            )
-        if self.sync_interval and self._reference != INITIAL:
-            raise ConfigError(
-                f"objective.sync_interval: {self.sync_interval} given with reference: {self._reference}, which never"
-                f" changes. Set reference to {INITIAL}, or remove sync_interval"
-            )
-        if self.sync_mixup != _MIXUP and not self.sync_interval:
-            raise ConfigError(
-                f"objective.sync_mixup: {self.sync_mixup} given without sync_interval, so it has no effect. Set it, or"
-                " remove sync_mixup"
-            )
+        self.check_reference()
 
     def _check_effective(self, key: str, value: Any, default: Any, of: tuple[str, ...]) -> None:
         if value != default and not set(of) & set(self._losses):
@@ -120,44 +80,16 @@ class Dpo(ObjectiveConfig):
         return {self.loss_type: 1.0} if isinstance(self.loss_type, str) else self.loss_type
 
     @property
-    def _needs_reference(self) -> bool:
+    def needs_reference(self) -> bool:
         return bool(WITH_REFERENCE.keys() & self._losses)
-
-    @property
-    def _reference(self) -> str:
-        return self.reference or (INITIAL if self._needs_reference else NO_REFERENCE)
 
     @property
     def _sft_weight(self) -> float:
         return float("orpo" in self._losses) if self.sft_weight is None else self.sft_weight
 
-    @property
-    def references(self) -> tuple[str, ...]:
-        return () if self._reference in (INITIAL, NO_REFERENCE) else (self._reference,)
-
-    @property
-    def annotation_key(self) -> Mapping[str, Any] | None:
-        return {"logps": "of both completions"} if self.cache else None
-
-    @property
-    def holds_reference(self) -> bool:
-        return self._reference == INITIAL
-
-    def init_slot(self, trainable: Any) -> HeldReference | None:
-        return HeldReference(trainable) if self.holds_reference else None
-
-    def update_slot(self, slot: HeldReference, trainable: Any, updates: jax.Array) -> HeldReference:
-        return slot.synced(trainable, updates, self.sync_interval, self.sync_mixup)
-
-    def references_in_slot(self, slot: HeldReference | None, model: LanguageModel) -> Mapping[str, LanguageModel]:
-        return {} if slot is None else {INITIAL: slot.model(model)}
-
-    def annotate(self, refs: Mapping[str, LanguageModel], batch: PairBatch) -> PairBatch:
-        """Adds the reference's log-likelihoods. Without an effect on a batch that has them."""
-        if batch.annotations is not None or self._reference == NO_REFERENCE:
-            return batch
-        logps, _ = completion_logps(refs[self._reference], batch.sequences())
-        return replace(batch, annotations=ReferenceLogps(_by_pair(logps, batch)))
+    def reference_logps(self, model: LanguageModel, batch: PairBatch) -> hax.NamedArray:
+        """{batch, pair}: of each completion."""
+        return _by_pair(completion_logps(model, batch.sequences())[0], batch)
 
     def weights(self, batch: PairBatch) -> dict[str, jax.Array]:
         """The number of pairs, of tokens in chosen completions, and of tokens that are not padding."""
@@ -205,7 +137,7 @@ class Dpo(ObjectiveConfig):
         num_tokens = hax.maximum(hax.sum(batch.pairs.loss_mask, POSITION), 1.0)
         reference = hax.zeros_like(logps) if batch.annotations is None else batch.annotations.logps
         per_token = logps / num_tokens
-        averages = self.reduction == "mean" or not self._needs_reference
+        averages = self.reduction == "mean" or not self.needs_reference
         ours, theirs = (per_token, reference / num_tokens) if averages else (logps, reference)
         columns = (array[PAIR, number] for array in (ours, theirs, per_token) for number in (0, 1))
         return PairLogps(*(column.array for column in columns))

@@ -248,7 +248,10 @@ class Run:
         plan = self.plan
         devices = jax.devices()
         peak = peak_flops(devices[0].device_kind)
-        tokens = plan.config.model.seq_len * phase.objective.sequences_per_example
+        seq_len = plan.config.model.seq_len
+        columns = plan.data[phase.index].batch_spec(seq_len).columns.values()
+        sizes = {axis.name: axis.size for column in columns for axis in column.axes}
+        tokens = seq_len * sizes.get(phase.objective.sequences_axis or "", 1)
         return Workload(
             batches=plan.batches.train,
             tokens=tokens,

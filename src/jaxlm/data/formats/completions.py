@@ -156,7 +156,8 @@ class CompletionsEncoder(Encoder):
         return {"chat_template": hashlib.sha256(template.encode()).hexdigest()}
 
     def no_targets_message(self) -> str:
-        return f"{self.key}: {self.config.nothing_to_train_on()}. Set data.enforce_bos and data.enforce_eos, or check the records"
+        advice = "Set data.enforce_bos and data.enforce_eos, or check the records"
+        return f"{self.key}: {self.config.nothing_to_train_on()}. {advice}"
 
     def _plain(self, contents: Sequence[Completions]) -> Iterator[_Sequence]:
         ids = iter(self.tokenizer.encode_arrays([t for c in contents for t in (c.prompt, *c.completions)]))

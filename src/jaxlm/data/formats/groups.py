@@ -26,8 +26,8 @@ from jaxlm.data.tokenizer.chat_template import ChatTemplate
 @FormatConfig.register_subclass("groups")
 @dataclass(frozen=True)
 class GroupsFormat(CompletionsFormat):
-    """Records with a prompt, a list of responses to it and a list of their rewards, for `data.type: groups`. The prompt is a text
-    or a list of messages; the responses are texts.
+    """Records with a prompt, a list of responses to it and a list of their rewards, for `data.type: groups`. The prompt is a
+    text or a list of messages; the responses are texts.
 
     Attributes:
         group_size: number of responses in each record.
