@@ -147,16 +147,28 @@ def models():
     return random_model(0), random_model(1)
 
 
-def logps_of(model, columns):
-    """[pairs, 2]: log-likelihoods of the completions from all logits, one sequence at a time."""
-    found = np.zeros(columns["tokens"].shape[:2])
-    for row in np.ndindex(found.shape):
-        axes = (Axis("batch", 1), Axis("position", columns["tokens"].shape[-1]))
-        named = {k: hax.named(jnp.asarray(columns[k][row])[None], axes) for k in ("tokens", "positions", "segment_ids")}
-        logits = np.asarray(model.logits(model.hidden(Inputs(**named)).final).array[0], np.float64)
+@jax.jit
+def logits_of_one(model, tokens, positions, segment_ids):
+    """[S, vocab]: the logits of one sequence."""
+    axes = (Axis("batch", 1), Axis("position", len(tokens)))
+    named = (hax.named(column[None], axes) for column in (tokens, positions, segment_ids))
+    return model.logits(model.hidden(Inputs(*named)).final).array[0]
+
+
+def target_logps(model, columns):
+    """[..., S]: the log-likelihood of each target from all logits, one sequence at a time."""
+    found = np.zeros(columns["tokens"].shape)
+    for row in np.ndindex(found.shape[:-1]):
+        inputs = (columns[name][row] for name in ("tokens", "positions", "segment_ids"))
+        logits = np.asarray(logits_of_one(model, *inputs), np.float64)
         log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        found[row] = (log_p[np.arange(len(logits)), columns["targets"][row]] * columns["loss_mask"][row]).sum()
+        found[row] = log_p[np.arange(len(logits)), columns["targets"][row]]
     return found
+
+
+def logps_of(model, columns):
+    """[pairs, 2]: the log-likelihoods of the completions."""
+    return (target_logps(model, columns) * columns["loss_mask"]).sum(-1)
 
 
 def measured(objective, model, reference, batch):

@@ -27,7 +27,7 @@ from jaxlm.objectives.policy_losses import (
     log_ratios,
     token_weights,
 )
-from tests.objectives.test_dpo import VOCAB, logps_of, random_model
+from tests.objectives.test_dpo import VOCAB, random_model, target_logps
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "post_training.json").read_text())
 POLICY = {k: jnp.float32(v) for k, v in VECTORS["policy"].items() if isinstance(v, list)}
@@ -157,13 +157,12 @@ def a_batch(groups=3, size=4, length=12, seed=0):
     return columns, rewards, GroupBatch.of(hax.named(rewards, axes[:2]), **named)
 
 
-def token_logps_of(model, columns):
-    """[N, S] from all logits: the log-likelihood of one target at a time."""
-    shape = columns["tokens"].shape
-    each = {**columns, "loss_mask": np.eye(shape[-1])[:, None, None] * np.ones((*shape[:2], 1))}
-    return np.stack([logps_of(model, {**each, "loss_mask": mask}) for mask in each["loss_mask"]], axis=-1).reshape(
-        -1, shape[-1]
-    )
+@pytest.fixture(scope="module")
+def case():
+    """A model, a reference, a batch, and the log-likelihoods [N, S] under both."""
+    models = random_model(0), random_model(1)
+    columns, rewards, batch = a_batch()
+    return *models, columns, rewards, batch, [target_logps(model, columns).reshape(12, -1) for model in models]
 
 
 @pytest.mark.parametrize(
@@ -180,9 +179,8 @@ def token_logps_of(model, columns):
         {"old_policy": "model", "scale": "none", "baseline": "leave_one_out", "loss_agg": "seq_mean_token_sum"},
     ],
 )
-def test_terms_and_metrics_match_the_logits(options):
-    model, reference = random_model(0), random_model(1)
-    columns, rewards, batch = a_batch()
+def test_terms_and_metrics_match_the_logits(case, options):
+    model, reference, columns, rewards, batch, logps = case
     objective = Grpo(**options)
     slot = objective.init_slot(reference)
     asked = objective.annotate(objective.references_in_slot(slot, model), batch)
@@ -190,7 +188,7 @@ def test_terms_and_metrics_match_the_logits(options):
     weights = objective.weights(batch)
 
     mask = columns["loss_mask"].reshape(12, -1).astype(np.float64)[:8]  # the last group is padding
-    ours, theirs = (token_logps_of(m, columns)[:8] for m in (model, reference))
+    ours, theirs = (each[:8] for each in logps)
     centered = rewards[:2] - rewards[:2].mean(1, keepdims=True)
     std = np.sqrt((centered**2).sum(1) / (4 - objective.std_ddof))
     scaled = centered / (std[:, None] + objective.eps) if objective.scale == "group" else centered * 4 / 3
