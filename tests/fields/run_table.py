@@ -274,6 +274,35 @@ DPO: dict[str, Entry] = {
         PREFERENCES + "test_frozen_leaves_are_the_reference_s_too_and_syncs_move_the_others"
     ),
 }
+GROUPS = "tests/objectives/test_grpo.py::"
+OF_TERMS = ShownIn(GROUPS + "test_terms_and_metrics_match_the_logits")
+GRPO: dict[str, Entry] = {
+    **{
+        f"objective.{name}": OF_TERMS
+        for name in (
+            "policy_loss",
+            "clip_eps_high",
+            "dual_clip",
+            "cispo_cap",
+            "importance",
+            "old_policy",
+            "scale",
+            "baseline",
+            "std_ddof",
+            "eps",
+            "loss_agg",
+            "max_response_tokens",
+            "kl_coef",
+            "kl_estimator",
+            "kl_level",
+        )
+    },
+    "objective.clip_eps": OF_TERMS,
+    "objective.reference": Change("base", Refused(r"uses the model 'base', but the section is empty")),
+    "objective.cache": ShownIn(PREFERENCES + "test_answers_from_the_disk_are_not_asked_again"),
+    "objective.sync_interval": DPO["objective.sync_interval"],
+    "objective.sync_mixup": DPO["objective.sync_mixup"],
+}
 CHECKPOINT: dict[str, Entry] = {
     "refs.teacher.path": ShownIn(DISTILLED + "test_a_checkpoint_is_the_same_teacher_as_its_export"),
     "refs.teacher.dtype": Change("int8", Refused(r"refs\.teacher\.dtype: 'int8' given")),
@@ -302,6 +331,7 @@ TABLE: Table = {
     "distill": DISTILL,
     "checkpoint": CHECKPOINT,
     "dpo": DPO,
+    "grpo": GRPO,
     "phases": PHASES,
     "precision": {
         "trainer.mp.default": Change("f32", Program(loses=r"bf16")),

@@ -168,7 +168,7 @@ def case():
 @pytest.mark.parametrize(
     "options",
     [
-        {"clip_eps_high": 0.28, "dual_clip": 2.0, "std_ddof": 1, "eps": 1e-4, "kl_coef": 0.04},
+        {"clip_eps": 0.15, "clip_eps_high": 0.28, "dual_clip": 2.0, "std_ddof": 1, "eps": 1e-4, "kl_coef": 0.04},
         {
             "importance": "sequence",
             "kl_level": "sequence",
