@@ -1,4 +1,4 @@
-"""Runs of the objectives `dpo` and `grpo`: what they learn, killed and resumed with their reference, and its cached answers."""
+"""Runs of `dpo` and `grpo`: what they learn, killed and resumed with their reference, and its cached answers."""
 
 import functools
 import itertools
