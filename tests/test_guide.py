@@ -34,6 +34,8 @@ NEEDED: dict[tuple[str, str | None, str], dict[str, Any]] = {
     ("objective", "distill", "cache"): {"top_k": 8},
     ("objective", "dpo", "cache"): {"reference": "base"},
     ("objective", "grpo", "cache"): {"reference": "base"},
+    ("objective", "kto", "cache"): {"reference": "base"},
+    ("objective", "kto", "sync_mixup"): {"sync_interval": 8},
     ("objective", "dpo", "sync_mixup"): {"sync_interval": 8},
     ("objective", "grpo", "sync_mixup"): {"sync_interval": 8},
     ("objective", "dpo", "simpo_gamma"): {"loss_type": "simpo"},

@@ -90,6 +90,7 @@ def test_every_format_field_has_a_test():
         "pretokenized": ["input_ids_key"],
         "supervised": ["pack", "input_field", "output_field", "separate_with", "mask_inputs"],
         "text": ["text_key"],
+        "unpaired": ["prompt_field", "completion_field", "label_field", "chat_template"],  # tests/data/test_unpaired.py
     }
 
 

@@ -303,6 +303,15 @@ GRPO: dict[str, Entry] = {
     "objective.sync_interval": DPO["objective.sync_interval"],
     "objective.sync_mixup": DPO["objective.sync_mixup"],
 }
+UNPAIRED = ShownIn("tests/objectives/test_kto.py::test_terms_and_metrics_match_the_logits")
+KTO: dict[str, Entry] = {
+    "objective.estimate_kl": UNPAIRED,
+    "objective.beta": UNPAIRED,
+    "objective.desirable_weight": UNPAIRED,
+    "objective.undesirable_weight": UNPAIRED,
+    **{name: GRPO[name] for name in ("objective.reference", "objective.sync_interval", "objective.sync_mixup")},
+    "objective.cache": GRPO["objective.cache"],
+}
 CHECKPOINT: dict[str, Entry] = {
     "refs.teacher.path": ShownIn(DISTILLED + "test_a_checkpoint_is_the_same_teacher_as_its_export"),
     "refs.teacher.dtype": Change("int8", Refused(r"refs\.teacher\.dtype: 'int8' given")),
@@ -332,6 +341,7 @@ TABLE: Table = {
     "checkpoint": CHECKPOINT,
     "dpo": DPO,
     "grpo": GRPO,
+    "kto": KTO,
     "phases": PHASES,
     "precision": {
         "trainer.mp.default": Change("f32", Program(loses=r"bf16")),

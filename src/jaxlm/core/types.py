@@ -115,6 +115,32 @@ class GroupBatch(eqx.Module):
         return jax.tree.map(flat, self.responses, is_leaf=_is_named)
 
 
+class UnpairedBatch(eqx.Module):
+    """Completions that are desirable or not.
+
+    Attributes:
+        completions: each prompt with its completion, {[microbatch,] batch, position}. The loss mask selects the completion.
+        mismatched: each prompt with the completion of another record.
+        labels: float32 {[microbatch,] batch}, 1 for a desirable completion, 0 for another.
+        annotations: what the objective's references said about both, as in `TokenBatch`.
+    """
+
+    completions: TokenBatch
+    mismatched: TokenBatch
+    labels: hax.NamedArray
+    annotations: Any = None
+
+    @staticmethod
+    def of(labels: hax.NamedArray, **columns: hax.NamedArray) -> "UnpairedBatch":
+        own = {name: column for name, column in columns.items() if not name.startswith(MISMATCHED)}
+        others = {name.removeprefix(MISMATCHED): column for name, column in columns.items() if name not in own}
+        return UnpairedBatch(TokenBatch(**own), TokenBatch(**others), labels)
+
+
+MISMATCHED = "mismatched_"
+"""Prefix of the columns of `UnpairedBatch.mismatched`."""
+
+
 def _is_named(leaf: Any) -> bool:
     return isinstance(leaf, hax.NamedArray)
 

@@ -30,11 +30,13 @@ class SeveralCompletions(ContiguousExamples):
         completion_ends = np.flatnonzero(is_target[:-1] & ~is_target[1:]) + 1
         inner = completion_ends[~np.isin(completion_ends, cache.offsets)]
         assert len(inner) == len(starts) * (len(names) - 1), f"each document has {len(names)} completions"
-        bounds = np.concatenate([starts[:, None], inner.reshape(len(starts), -1), ends[:, None]], axis=1)
+        bounds = np.concatenate([starts[:, None], inner.reshape(len(starts), len(names) - 1), ends[:, None]], axis=1)
         first_targets = _first_true(is_target, bounds[:, :-1])
         fits = (first_targets - bounds[:, :-1] <= seq_len).all(axis=1)
         self.documents = np.flatnonzero(fits)
         """The document of each example."""
+        self.first_targets = first_targets[fits]
+        """int64 [examples, completions]: the index in the cache of each completion's first token."""
         self._bounds = bounds[fits]
         sizes = np.diff(self._bounds, axis=1)
         self._num_truncated = int((sizes > seq_len + 1).any(axis=1).sum())
@@ -63,6 +65,10 @@ class SeveralCompletions(ContiguousExamples):
     def starts(self, indices: np.ndarray) -> np.ndarray:
         return self._bounds[indices, 0]
 
+    def ends(self, indices: np.ndarray) -> np.ndarray:
+        """int64: the index in the cache after each example's last token."""
+        return self._bounds[indices, -1]
+
     def read(self, indices: np.ndarray) -> Columns:
         """The columns of `TokenBatch`, [len(indices), completions, seq_len] each."""
         starts, ends = self._bounds[indices, :-1], self._bounds[indices, 1:]
@@ -83,7 +89,8 @@ class SeveralCompletions(ContiguousExamples):
         columns = {name: column[0] for name, column in self.read(np.array([index])).items()}
         num_targets = columns["loss_mask"].sum(axis=1).astype(int)
         counts = [f"{count} ({name})" for count, name in zip(num_targets, self._names, strict=True)]
-        yield f"loss on {' and '.join([', '.join(counts[:-1]), counts[-1]])} of {self.seq_len} tokens"
+        first, last = ", ".join(counts[:-1]), counts[-1]
+        yield f"loss on {' and '.join(filter(None, (first, last)))} of {self.seq_len} tokens"
         source = self.cache.source_of(int(self._bounds[index, 0]))
         for number, completion in enumerate(self._names):
             row = {name: column[number] for name, column in columns.items()}

@@ -59,10 +59,13 @@ class HeldReference(eqx.Module):
     """A reference in the state of an objective: the model from the start of the phase, or from the last sync.
 
     Attributes:
-        weights: the leaves that train, in the dtypes of the computation; None for the others, which never change.
+        weights: the leaves that train, in the dtypes of the computation; None for the others, which never change. None if the
+            reference is not held.
+        statistics: numbers of the objective's own, by name.
     """
 
     weights: Any
+    statistics: dict[str, jax.Array] = eqx.field(default_factory=dict)
 
     def model(self, model: LanguageModel) -> LanguageModel:
         """The reference. Args: model: the model that trains, for its frozen leaves."""
@@ -81,7 +84,7 @@ class HeldReference(eqx.Module):
             new = theirs if mixup == 1 else ours.astype(jnp.float32) * (1 - mixup) + theirs.astype(jnp.float32) * mixup
             return jnp.where(is_due, new.astype(ours.dtype), ours)
 
-        return HeldReference(jax.tree.map(moved, self.weights, trainable))
+        return replace(self, weights=jax.tree.map(moved, self.weights, trainable))
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,14 @@ class ReferencedObjective(ObjectiveConfig):
                 " remove sync_mixup"
             )
 
+    def init_statistics(self) -> dict[str, jax.Array]:
+        """Numbers that the objective keeps between steps, by name."""
+        return {}
+
+    def update_statistics(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The numbers after an update. Args: statistics: as the last microbatch has left them."""
+        return statistics
+
     @property
     def _reference(self) -> str:
         return self.reference or (_INITIAL if self.needs_reference else _NONE)
@@ -150,13 +161,17 @@ class ReferencedObjective(ObjectiveConfig):
         return {"logps": type(self).__name__} if self.cache else None
 
     def init_slot(self, trainable: Any) -> HeldReference | None:
-        return HeldReference(trainable) if self.holds_reference else None
+        statistics = self.init_statistics()
+        if not self.holds_reference and not statistics:
+            return None
+        return HeldReference(trainable if self.holds_reference else None, statistics)
 
     def update_slot(self, slot: HeldReference, trainable: Any, updates: jax.Array) -> HeldReference:
-        return slot.synced(trainable, updates, self.sync_interval, self.sync_mixup)
+        after = slot.synced(trainable, updates, self.sync_interval, self.sync_mixup)
+        return replace(after, statistics=self.update_statistics(slot.statistics))
 
     def references_in_slot(self, slot: HeldReference | None, model: LanguageModel) -> Mapping[str, LanguageModel]:
-        return {} if slot is None else {_INITIAL: slot.model(model)}
+        return {_INITIAL: slot.model(model)} if slot is not None and self.holds_reference else {}
 
     def annotate(self, refs: Mapping[str, LanguageModel], batch: Any) -> Any:
         """Adds the reference's log-likelihoods. Without an effect on a batch that has them."""

@@ -124,8 +124,8 @@ class Grpo(ReferencedObjective):
     def weights(self, batch: GroupBatch) -> dict[str, jax.Array]:
         """The denominators of the loss and of the KL divergence, and the number of tokens that are not padding."""
         mask = batch.responses.loss_mask
-        position_last = mask.rearrange((..., POSITION)).array
-        denominator = average_weight(position_last, self.loss_agg, self.max_response_tokens)
+        position_last = mask.rearrange((*(axis for axis in mask.axes if axis.name != POSITION), POSITION))
+        denominator = average_weight(position_last.array, self.loss_agg, self.max_response_tokens)
         kl = {"kl": denominator} if self.kl_coef else {}
         return {"loss": denominator, **kl, AUXILIARY: auxiliary_weight(batch.responses)}
 
