@@ -49,6 +49,12 @@ def test_advantages_match_the_vectors(name, options):
     np.testing.assert_allclose(found, VECTORS["advantages"][name], rtol=1e-6, atol=1e-6)
 
 
+def test_equal_rewards_have_no_advantage_although_their_mean_is_rounded():
+    rewards = jnp.full((50, 3), 0.1) * jnp.arange(1, 51)[:, None]
+    assert np.any(np.asarray(rewards) != np.asarray(jnp.mean(rewards, axis=-1, keepdims=True)))
+    np.testing.assert_array_equal(group_advantages(rewards), 0)
+
+
 def averaged(losses, average, max_response_tokens=None):
     weight = average_weight(MASK, average, max_response_tokens)
     return float(jnp.sum(losses * token_weights(MASK, average)) / weight)

@@ -180,11 +180,8 @@ class Grpo(ReferencedObjective):
         mask_BGS = batch.responses.loss_mask.rearrange((BATCH, GROUP, POSITION)).array
         has_tokens_BG = jnp.any(mask_BGS > 0, axis=-1).astype(jnp.float32)
         is_group_B = jnp.max(has_tokens_BG, axis=-1)
-        std_B, num_groups, num_responses = (
-            group_std(rewards_BG, self.std_ddof),
-            jnp.sum(is_group_B),
-            jnp.sum(has_tokens_BG),
-        )
+        num_groups, num_responses = jnp.sum(is_group_B), jnp.sum(has_tokens_BG)
+        std_B = group_std(rewards_BG, self.std_ddof)
         return {
             "reward": Sum(jnp.sum(rewards_BG * has_tokens_BG), num_responses),
             "reward_std": Sum(jnp.sum(std_B * is_group_B), num_groups),

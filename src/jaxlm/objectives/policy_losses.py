@@ -33,16 +33,22 @@ def group_advantages(
         std_ddof: 0 divides the sum of squares by the number of responses, 1 by one less.
         eps: added to the standard deviation.
     """
-    size, rewards = rewards.shape[-1], rewards.astype(jnp.float32)
-    centered = rewards - jnp.mean(rewards, axis=-1, keepdims=True)
+    size, centered = rewards.shape[-1], _centered(rewards)
     advantages = centered * size / (size - 1) if baseline == "leave_one_out" else centered
     return advantages / (group_std(rewards, std_ddof)[..., None] + eps) if scale == "group" else advantages
 
 
 def group_std(rewards: jax.Array, std_ddof: int) -> jax.Array:
     """The standard deviation of each group's rewards, float32 [...]. Args: rewards: [..., group]."""
+    return jnp.sqrt(jnp.sum(_centered(rewards) ** 2, axis=-1) / (rewards.shape[-1] - std_ddof))
+
+
+def _centered(rewards: jax.Array) -> jax.Array:
+    """Rewards without the mean of their group; exactly 0 in a group of equal rewards, whose mean may be rounded."""
+    rewards = rewards.astype(jnp.float32)
     centered = rewards - jnp.mean(rewards, axis=-1, keepdims=True)
-    return jnp.sqrt(jnp.sum(centered**2, axis=-1) / (rewards.shape[-1] - std_ddof))
+    are_equal = jnp.max(rewards, axis=-1, keepdims=True) == jnp.min(rewards, axis=-1, keepdims=True)
+    return jnp.where(are_equal, 0.0, centered)
 
 
 def log_ratios(logps_NS: jax.Array, others_NS: jax.Array, mask_NS: jax.Array, level: Level) -> jax.Array:
