@@ -312,6 +312,11 @@ KTO: dict[str, Entry] = {
     **{name: GRPO[name] for name in ("objective.reference", "objective.sync_interval", "objective.sync_mixup")},
     "objective.cache": GRPO["objective.cache"],
 }
+REWARD: dict[str, Entry] = {
+    "objective.center_coefficient": ShownIn(
+        "tests/objectives/test_reward.py::test_terms_and_metrics_match_the_hidden_states"
+    ),
+}
 CHECKPOINT: dict[str, Entry] = {
     "refs.teacher.path": ShownIn(DISTILLED + "test_a_checkpoint_is_the_same_teacher_as_its_export"),
     "refs.teacher.dtype": Change("int8", Refused(r"refs\.teacher\.dtype: 'int8' given")),
@@ -342,6 +347,7 @@ TABLE: Table = {
     "dpo": DPO,
     "grpo": GRPO,
     "kto": KTO,
+    "reward": REWARD,
     "phases": PHASES,
     "precision": {
         "trainer.mp.default": Change("f32", Program(loses=r"bf16")),

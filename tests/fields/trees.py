@@ -55,7 +55,14 @@ MODELS: dict[str, Tree] = {
     "nano": {"type": "nano", **SIZES, "num_layers": 4, "window_pattern": "SL"},
 }
 TEACHER = str(Path(__file__).parent / "teacher")  # only its config.json
-OBJECTIVES = {"next_token": "llama", "distill": "distill", "dpo": "dpo", "grpo": "grpo", "kto": "kto"}
+OBJECTIVES = {
+    "next_token": "llama",
+    "distill": "distill",
+    "dpo": "dpo",
+    "grpo": "grpo",
+    "kto": "kto",
+    "reward": "reward",
+}
 REFS = {"hf": "distill", "checkpoint": "checkpoint"}
 PRESETS = {"depth_dial": "dial"}
 TRAINER = {"id": "x", "train_batch_size": 16, "num_train_steps": 100, "fsdp_axis": "embed"}
@@ -108,6 +115,11 @@ BASES: dict[str, Tree] = {
     "dpo": tree(data={"type": "pairs"}, objective={"type": "dpo"}),
     "grpo": tree(data={"type": "groups"}, objective={"type": "grpo"}),
     "kto": tree(data={"type": "unpaired"}, objective={"type": "kto"}),
+    "reward": tree(
+        data={"type": "pairs"},
+        objective={"type": "reward"},
+        phases=[{"name": "p", "surgery": [{"type": "reward_head"}]}],
+    ),
     "phases": tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimizer={"type": "adam"}),
     "dial": {
         "preset": {"type": "depth_dial", "depth": 2, "aspect_ratio": 32, "head_dim": 16},

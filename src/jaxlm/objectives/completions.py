@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
-from jaxlm.core.axes import POSITION
+from jaxlm.core.axes import BATCH, PAIR, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveFraction
 from jaxlm.core.tree import is_named
-from jaxlm.core.types import TokenBatch
+from jaxlm.core.types import PairBatch, TokenBatch
 from jaxlm.models.base import AuxLoss, Inputs, LanguageModel
 from jaxlm.models.loss import token_losses
 from jaxlm.objectives.base import ObjectiveConfig
@@ -53,6 +53,17 @@ def completion_logps(
     """The log-likelihood of each completion, which the loss mask selects, float32 {batch}, and the layers' losses."""
     logps, aux = token_logps(model, batch, key=key)
     return hax.sum(logps * batch.loss_mask, POSITION), aux
+
+
+def by_pair(of_sequences: hax.NamedArray, batch: PairBatch) -> hax.NamedArray:
+    """{batch} of `PairBatch.sequences` to {batch, pair}."""
+    tokens = batch.pairs.tokens
+    return of_sequences.unflatten_axis(BATCH, (tokens.resolve_axis(BATCH), tokens.resolve_axis(PAIR)))
+
+
+def is_pair(batch: PairBatch) -> hax.NamedArray:
+    """bool {[microbatch,] batch}: whether both completions have tokens in the loss. Rows that fill up a batch have none."""
+    return hax.all(hax.any(batch.pairs.loss_mask > 0, POSITION), PAIR)
 
 
 class HeldReference(eqx.Module):

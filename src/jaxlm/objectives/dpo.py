@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from annotated_types import Interval
 
-from jaxlm.core.axes import BATCH, PAIR, POSITION
+from jaxlm.core.axes import PAIR, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat
 from jaxlm.core.types import PairBatch, Sum
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
-from jaxlm.objectives.completions import ReferencedObjective, completion_logps
+from jaxlm.objectives.completions import ReferencedObjective, by_pair, completion_logps, is_pair
 from jaxlm.objectives.pair_losses import PAIR_LOSSES, WITH_REFERENCE, PairLogps, PairLossOptions
 
 _GAMMA = PairLossOptions.simpo_gamma
@@ -89,11 +89,11 @@ class Dpo(ReferencedObjective):
 
     def reference_logps(self, model: LanguageModel, batch: PairBatch) -> hax.NamedArray:
         """{batch, pair}: of each completion."""
-        return _by_pair(completion_logps(model, batch.sequences())[0], batch)
+        return by_pair(completion_logps(model, batch.sequences())[0], batch)
 
     def weights(self, batch: PairBatch) -> dict[str, jax.Array]:
         """The number of pairs, of tokens in chosen completions, and of tokens that are not padding."""
-        denominators = {"loss": hax.sum(_is_pair(batch)).scalar().astype(jnp.float32)}
+        denominators = {"loss": hax.sum(is_pair(batch)).scalar().astype(jnp.float32)}
         if self._sft_weight:
             denominators["sft"] = hax.sum(batch.half(0).loss_mask).scalar()
         return {**denominators, AUXILIARY: auxiliary_weight(batch.pairs)}
@@ -108,7 +108,7 @@ class Dpo(ReferencedObjective):
         `logps/rejected`, and `nll_loss` if `sft` has a weight; `loss` is the loss of the pairs alone.
         """
         sums, aux = completion_logps(model, batch.sequences(), key=key)
-        logps, is_pair = _by_pair(sums, batch), _is_pair(batch).array
+        logps, counted = by_pair(sums, batch), is_pair(batch).array
         pair = self._pair(logps, batch)
         options = PairLossOptions(self.beta, self.label_smoothing, self.simpo_gamma)
         losses = sum((weight * PAIR_LOSSES[name](pair, options) for name, weight in self._losses.items()), 0.0)
@@ -124,10 +124,10 @@ class Dpo(ReferencedObjective):
             "logps/chosen": chosen,
             "logps/rejected": rejected,
         }
-        metrics = {name: Sum(_summed(column, is_pair), weights["loss"]) for name, column in columns.items()}
+        metrics = {name: Sum(_summed(column, counted), weights["loss"]) for name, column in columns.items()}
         minimized = {"loss": metrics["loss"]}
         if self._sft_weight:
-            metrics["nll_loss"] = Sum(-_summed(chosen, is_pair), weights["sft"])
+            metrics["nll_loss"] = Sum(-_summed(chosen, counted), weights["sft"])
             minimized["sft"] = Sum(self._sft_weight * metrics["nll_loss"].total, weights["sft"])
         aux_terms, aux_metrics = auxiliary_terms(aux)
         return {**minimized, **aux_terms}, metrics | aux_metrics, slot
@@ -143,16 +143,5 @@ class Dpo(ReferencedObjective):
         return PairLogps(*(column.array for column in columns))
 
 
-def _by_pair(of_sequences: hax.NamedArray, batch: PairBatch) -> hax.NamedArray:
-    """{batch} of `PairBatch.sequences` to {batch, pair}."""
-    tokens = batch.pairs.tokens
-    return of_sequences.unflatten_axis(BATCH, (tokens.resolve_axis(BATCH), tokens.resolve_axis(PAIR)))
-
-
-def _is_pair(batch: PairBatch) -> hax.NamedArray:
-    """bool {[microbatch,] batch}: whether both completions have tokens in the loss. Rows that fill up a batch have none."""
-    return hax.all(hax.any(batch.pairs.loss_mask > 0, POSITION), PAIR)
-
-
-def _summed(column: jax.Array, is_pair: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.where(is_pair, column, 0.0), dtype=jnp.float32)
+def _summed(column: jax.Array, counted: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(counted, column, 0.0), dtype=jnp.float32)
