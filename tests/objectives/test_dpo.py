@@ -12,8 +12,10 @@ import pytest
 from haliax import Axis
 
 from jaxlm.config.decode import decode, encode
+from jaxlm.config.load import decode_run
 from jaxlm.config.run import RunConfig
 from jaxlm.config.yaml import ConfigSource
+from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tree import is_named
 from jaxlm.core.types import PairBatch
@@ -23,6 +25,8 @@ from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.completions import ReferenceLogps
 from jaxlm.objectives.dpo import Dpo
 from jaxlm.objectives.pair_losses import PAIR_LOSSES, PairLogps, PairLossOptions
+from jaxlm.run.plan import make_plan
+from jaxlm.run.references import flops_per_token
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "post_training.json").read_text())["pairs"]
 CONFIG = LlamaConfig(seq_len=12, hidden_dim=16, intermediate_dim=24, num_layers=1, num_heads=2, num_kv_heads=1)
@@ -261,6 +265,37 @@ def test_frozen_leaves_are_the_reference_s_too_and_syncs_move_the_others(models)
     for ours, new in zip(jax.tree.leaves(replaced.weights), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(ours, new)
     assert Dpo().update_slot(slot, other, jnp.int32(200)) is slot
+
+
+def test_with_lora_only_the_adapters_are_held_in_the_dtype_of_the_computation():
+    sizes = {
+        "seq_len": 16,
+        "hidden_dim": 32,
+        "intermediate_dim": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+    }
+    lora = {"name": "p", "surgery": [{"type": "lora", "target": "attn", "rank": 2}], "trainable": [r"\.[ab]$"]}
+    config = {
+        "model": sizes,
+        "data": {"type": "pairs"},
+        "objective": {"type": "dpo"},
+        "phases": [lora],
+        "trainer": {"id": "x", "train_batch_size": 8, "mp": "p=f32,c=bfloat16"},
+    }
+    plan = make_plan(decode_run(ConfigSource(config), None), "x", 64)
+    state = plan.state_builder.abstract_state(plan.phases[0])
+    held = dict(tree.leaves(state.slots["objective"].weights))
+    assert {path: (leaf.axes, leaf.dtype) for path, leaf in held.items()} == {
+        path: (leaf.axes, jnp.bfloat16) for path, leaf in tree.leaves(state.model) if path.endswith((".a", ".b"))
+    }
+    alone = plan.config.model.flops_per_token(64).causal
+    assert flops_per_token(plan, plan.phases[0]).causal == pytest.approx(alone * 4 / 3)
+    with pytest.raises(ConfigError, match=r"evals: type objective asks the references about the validation data"):
+        refs = {"base": {"type": "hf", "path": "x"}}
+        cached = {"objective": {"type": "dpo", "reference": "base", "cache": True}, "evals": [{"type": "objective"}]}
+        make_plan(decode_run(ConfigSource({**config, "refs": refs, **cached}), None), "x", 64)
 
 
 def test_answers_from_the_disk_are_not_asked_again(models):
