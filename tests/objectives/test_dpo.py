@@ -292,10 +292,11 @@ def test_with_lora_only_the_adapters_are_held_in_the_dtype_of_the_computation():
     }
     alone = plan.config.model.flops_per_token(64).causal
     assert flops_per_token(plan, plan.phases[0]).causal == pytest.approx(alone * 4 / 3)
+    refs = {"base": {"type": "hf", "path": "x"}}
+    cached = {"objective": {"type": "dpo", "reference": "base", "cache": True}, "evals": [{"type": "objective"}]}
+    source = ConfigSource({**config, "refs": refs, **cached})
     with pytest.raises(ConfigError, match=r"evals: type objective asks the references about the validation data"):
-        refs = {"base": {"type": "hf", "path": "x"}}
-        cached = {"objective": {"type": "dpo", "reference": "base", "cache": True}, "evals": [{"type": "objective"}]}
-        make_plan(decode_run(ConfigSource({**config, "refs": refs, **cached}), None), "x", 64)
+        make_plan(decode_run(source, None), "x", 64)
 
 
 def test_answers_from_the_disk_are_not_asked_again(models):
