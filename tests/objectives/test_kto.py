@@ -17,15 +17,19 @@ ROWS = 6
 LABELS = np.array([1, 0, 0, 1, 0, 1], np.float32)
 
 
+def unpaired_batch(columns):
+    """Pairs as completions: the second half of each is the completion of another record."""
+    axes = (Axis("batch", ROWS), Axis("position", 12))
+    own = {name: hax.named(jnp.asarray(column[:, 0]), axes) for name, column in columns.items()}
+    others = {f"mismatched_{name}": hax.named(jnp.asarray(column[:, 1]), axes) for name, column in columns.items()}
+    return UnpairedBatch.of(hax.named(LABELS, axes[:1]), **own, **others)
+
+
 @pytest.fixture(scope="module")
 def case():
     """A model, a reference, a batch whose last row is padding, and [row, own or mismatched] log-likelihoods under both."""
     models, columns = (random_model(0), random_model(1)), columns_of(ROWS)
-    axes = (Axis("batch", ROWS), Axis("position", 12))
-    own = {name: hax.named(jnp.asarray(column[:, 0]), axes) for name, column in columns.items()}
-    others = {f"mismatched_{name}": hax.named(jnp.asarray(column[:, 1]), axes) for name, column in columns.items()}
-    batch = UnpairedBatch.of(hax.named(LABELS, axes[:1]), **own, **others)
-    return *models, batch, [logps_of(model, columns)[:-1] for model in models]
+    return *models, unpaired_batch(columns), [logps_of(model, columns)[:-1] for model in models]
 
 
 def rows(batch, *at):

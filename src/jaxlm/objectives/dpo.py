@@ -103,17 +103,19 @@ class Dpo(ReferencedObjective):
     ) -> tuple[dict[str, Sum], Metrics, Any]:
         """The loss terms `loss`, `sft` if it has a weight, and the layers' auxiliary losses.
 
-        The metrics have TRL's names: `rewards/chosen`, `rewards/rejected` (beta times the log-ratios to the reference),
+        The metrics have TRL's names: `rewards/chosen`, `rewards/rejected` (beta times the log-ratios to the reference, of
+        whole completions; of the mean per token if no loss needs a reference),
         `rewards/accuracies` (the fraction of pairs whose chosen reward is larger), `rewards/margins`, `logps/chosen`,
         `logps/rejected`, and `nll_loss` if `sft` has a weight; `loss` is the loss of the pairs alone.
         """
         sums, aux = completion_logps(model, batch.sequences(), key=key)
         logps, counted = by_pair(sums, batch), is_pair(batch).array
-        pair = self._pair(logps, batch)
+        pair = self._pair(logps, batch, averages=self.reduction == "mean")
+        rewarded = self._pair(logps, batch, averages=not self.needs_reference)
         options = PairLossOptions(self.beta, self.label_smoothing, self.simpo_gamma)
         losses = sum((weight * PAIR_LOSSES[name](pair, options) for name, weight in self._losses.items()), 0.0)
         weights = self.weights(batch)
-        rewards = [self.beta * ratio for ratio in (pair.chosen_ratio, pair.rejected_ratio)]
+        rewards = [self.beta * ratio for ratio in (rewarded.chosen_ratio, rewarded.rejected_ratio)]
         chosen, rejected = (logps[PAIR, number].array for number in (0, 1))
         columns = {
             "loss": losses,
@@ -132,12 +134,16 @@ class Dpo(ReferencedObjective):
         aux_terms, aux_metrics = auxiliary_terms(aux)
         return {**minimized, **aux_terms}, metrics | aux_metrics, slot
 
-    def _pair(self, logps: hax.NamedArray, batch: PairBatch) -> PairLogps:
-        """The log-likelihoods that the losses read. Args: logps: {batch, pair}, summed over tokens."""
+    def _pair(self, logps: hax.NamedArray, batch: PairBatch, *, averages: bool) -> PairLogps:
+        """The log-likelihoods that the losses read.
+
+        Args:
+            logps: {batch, pair}, summed over tokens.
+            averages: divide all of them by the number of tokens.
+        """
         num_tokens = hax.maximum(hax.sum(batch.pairs.loss_mask, POSITION), 1.0)
         reference = hax.zeros_like(logps) if batch.annotations is None else batch.annotations.logps
         per_token = logps / num_tokens
-        averages = self.reduction == "mean" or not self.needs_reference
         ours, theirs = (per_token, reference / num_tokens) if averages else (logps, reference)
         columns = (array[PAIR, number] for array in (ours, theirs, per_token) for number in (0, 1))
         return PairLogps(*(column.array for column in columns))
