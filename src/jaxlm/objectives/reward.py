@@ -11,7 +11,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 
-from jaxlm.core.axes import EMBED, PAIR, POSITION
+from jaxlm.core.axes import BATCH, EMBED, PAIR, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat
 from jaxlm.core.types import PairBatch, Sum, TokenBatch
@@ -30,10 +30,10 @@ def score(
             "objective.type: reward needs a model with a scalar head. Add `surgery: [{type: reward_head}]` to the phase"
         )
     hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids), key=key)
-    Position = batch.tokens.resolve_axis(POSITION)
-    is_read = batch.segment_ids > 0
-    is_last = is_read & (hax.arange(Position) == hax.sum(is_read, POSITION) - 1)
-    last = hax.sum(hidden.final.astype(jnp.float32) * is_last, POSITION)
+    segments = batch.segment_ids.rearrange((BATCH, POSITION))
+    num_tokens_B = jnp.sum(segments.array > 0, axis=1)
+    is_last_BS = jnp.arange(segments.array.shape[1]) == num_tokens_B[:, None] - 1
+    last = hax.sum(hidden.final.astype(jnp.float32) * hax.named(is_last_BS, segments.axes), POSITION)
     return hax.dot(last, head.astype(jnp.float32), axis=EMBED), hidden.aux
 
 
