@@ -89,7 +89,7 @@ def test_copies_beat_random_letters(whole):
     margins = [record["train/rewards/margins"] for record in steps]
     means = [sum(margins[at : at + 10]) / 10 for at in range(0, 60, 10)]
     assert steps[0]["train/loss"] == pytest.approx(0.693147, abs=1e-5)
-    assert steps[0]["train/rewards/accuracies"] == 0
+    assert steps[0]["train/rewards/margins"] == pytest.approx(0, abs=1e-6)  # rounding decides the accuracy
     assert steps[-1]["train/loss"] < 0.2
     assert steps[-1]["train/rewards/accuracies"] >= 0.98
     assert means[-1] > 1

@@ -319,7 +319,7 @@ def test_answers_from_the_disk_are_not_asked_again(models):
         ({"loss_type": {"sigmod": 1.0}}, r"objective\.loss_type: 'sigmod' given, expected some of: sigmoid, robust"),
         ({"loss_type": {}}, r"objective\.loss_type: an empty mapping given"),
         ({"loss_type": {"ipo": 0.0}}, r"objective\.loss_type\.ipo: 0\.0 given, a finite number above 0 expected"),
-        ({"loss_type": "ppo"}, r"objective\.loss_type: ppo given, 'sigmoid' or .* expected"),
+        ({"loss_type": "ppo"}, r"objective\.loss_type: 'ppo' given, 'sigmoid' or .* expected"),
         ({"label_smoothing": 0.5}, r"objective\.label_smoothing: 0\.5 given"),
         (
             {"label_smoothing": 0.1, "loss_type": "ipo"},

@@ -1,4 +1,4 @@
-"""The losses and metrics of preference objectives against those of TRL, on the same logits. Skipped without `trl`."""
+"""The losses and metrics of preference objectives against those of TRL, on the same likelihoods. Skipped without `trl`."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ import pytest
 from jaxlm.objectives.dpo import Dpo
 from jaxlm.objectives.kto import Kto
 from jaxlm.objectives.pair_losses import PAIR_LOSSES, PairLogps, PairLossOptions
-from tests.objectives.test_dpo import columns_of, logits_of_one, logps_of, measured, pair_batch, random_model
+from tests.objectives.test_dpo import columns_of, logps_of, measured, pair_batch, random_model, target_logps
 from tests.objectives.test_kto import LABELS, ROWS, unpaired_batch
 
 torch = pytest.importorskip("torch")
@@ -23,16 +23,18 @@ def columns_without_padding_rows(rows):
     return {name: column[:-1] for name, column in columns_of(rows + 1).items()}
 
 
-def for_trl(model, columns, order):
-    """A model that returns our logits, and TRL's inputs, for sequences in this order of (row, half)."""
-    logits, ids, mask = [], [], []
-    for at in order:
-        one = np.asarray(logits_of_one(model, *(columns[k][at] for k in ("tokens", "positions", "segment_ids"))))
-        logits.append(np.concatenate([one, one[-1:]]))  # of the last token, which predicts nothing
-        ids.append(np.append(columns["tokens"][at][:1], columns["targets"][at]))
-        mask.append(np.append(0, columns["loss_mask"][at]))
-    outputs = SimpleNamespace(logits=torch.tensor(np.stack(logits)))
-    inputs = {"input_ids": np.stack(ids), "completion_mask": np.stack(mask), "attention_mask": np.stack(mask)}
+def for_trl(logps, columns, order):
+    """A model that returns these log-likelihoods, and TRL's inputs, for sequences in this order of (row, half).
+
+    Args:
+        logps: [rows, 2, S], of all targets.
+    """
+    ids = np.stack([np.append(columns["tokens"][at][:1], columns["targets"][at]) for at in order])
+    mask = np.stack([np.append(0, columns["loss_mask"][at]) for at in order])
+    shown = torch.tensor(np.stack([logps[at] for at in order]) * mask[:, 1:], dtype=torch.float32)
+    nothing = torch.zeros_like(shown)  # metrics that are not compared
+    outputs = SimpleNamespace(log_probs=shown, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+    inputs = {"input_ids": ids, "completion_mask": mask, "attention_mask": np.ones_like(mask)}
     return lambda **_: outputs, {k: torch.tensor(v.astype(np.int64)) for k, v in inputs.items()}
 
 
@@ -44,6 +46,7 @@ def trainer(**attributes):
         "precompute_ref_logps": True,
         "_metrics": {"eval": defaultdict(list)},
         "_total_train_tokens": 0,
+        "_tp_size": 1,
     }
     return SimpleNamespace(**usual, **attributes)
 
@@ -78,7 +81,8 @@ def test_dpo(models, case):
     objective, columns = Dpo(**options), columns_without_padding_rows(3)
     terms, metrics = measured(objective, model, reference, pair_batch(columns))
     theirs = torch.tensor(logps_of(reference, columns), dtype=torch.float32)
-    call, inputs = for_trl(model, columns, [(row, half) for half in range(2) for row in range(3)])
+    order = [(row, half) for half in range(2) for row in range(3)]
+    call, inputs = for_trl(target_logps(model, columns), columns, order)
     inputs |= {"ref_chosen_logps": theirs[:, 0], "ref_rejected_logps": theirs[:, 1]}
     stub = trainer(
         ld_alpha=None,
@@ -126,7 +130,7 @@ def test_kto(models, estimate_kl):
     slot = objective.update_slot(after, reference, jnp.int32(1))  # whose estimate is that of this batch
     terms, metrics, _ = objective.terms(model, asked, slot, key=None)
     ours, theirs = (torch.tensor(logps_of(m, columns), dtype=torch.float32) for m in models)
-    call, inputs = for_trl(model, columns, [(row, 0) for row in range(ROWS)])
+    call, inputs = for_trl(target_logps(model, columns), columns, [(row, 0) for row in range(ROWS)])
     inputs |= {"label": torch.tensor(LABELS), "ref_logps": theirs[:, 0], "ref_KL_logps": theirs[:, 1]}
     stub = trainer(
         _compute_kl_logps=lambda *_: ours[:, 1],
