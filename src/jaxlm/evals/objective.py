@@ -1,6 +1,6 @@
 """Measures the training objective on the validation data."""
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -44,8 +44,8 @@ class ObjectiveEval(Eval):
     def run(self, model: LanguageModel) -> dict[str, float]:
         """The metrics; empty without validation data."""
         model, pending = self._cast(model), deque()
-        totals: Counter[tuple[int, str]] = Counter()
-        weights: Counter[tuple[int, str]] = Counter()
+        totals: dict[tuple[int, str], float] = defaultdict(float)
+        weights: dict[tuple[int, str], float] = defaultdict(float)
 
         def add(measured: tuple[Mapping[str, Sum], Mapping[str, Sum]]) -> None:
             for number, group in enumerate(jax.device_get(measured)):
