@@ -30,6 +30,7 @@ from jaxlm.objectives.policy_losses import (
 from tests.objectives.test_dpo import VOCAB, random_model, target_logps
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "post_training.json").read_text())
+SLOW = pytest.mark.slow
 POLICY = {k: jnp.float32(v) for k, v in VECTORS["policy"].items() if isinstance(v, list)}
 LOGPS, OLD, REFERENCE, MASK, ADVANTAGES = (POLICY[k] for k in ("logps", "old", "reference", "mask", "advantages"))
 
@@ -119,7 +120,9 @@ def test_gradients_match_the_vectors():
     assert float(jax.grad(KL_ESTIMATORS["k3"])(0.0)) == 0
 
 
-@pytest.mark.parametrize(("size", "share"), [(2, 0.5), (3, 2 / 3), (4, 0.75)])
+@pytest.mark.parametrize(
+    ("size", "share"), [(3, 2 / 3), *(pytest.param(*case, marks=SLOW) for case in ((2, 0.5), (4, 0.75)))]
+)
 def test_the_expected_gradient_is_that_of_the_expected_reward(size, share):
     """Over all groups of one-token responses: exactly with RLOO, and (G - 1) / G of it with the mean as the baseline."""
     theta, rewards = jnp.array([0.3, -0.2, 0.5]), np.array([1.0, 0.0, 0.25])
@@ -181,8 +184,14 @@ def case():
             "kl_estimator": "squared",
             "loss_agg": "seq_mean_token_mean",
         },
-        {"policy_loss": "cispo", "cispo_cap": 1.5, "loss_agg": "dr_grpo", "max_response_tokens": 9, "kl_coef": 0.0},
-        {"old_policy": "model", "scale": "none", "baseline": "leave_one_out", "loss_agg": "seq_mean_token_sum"},
+        pytest.param(
+            {"policy_loss": "cispo", "cispo_cap": 1.5, "loss_agg": "dr_grpo", "max_response_tokens": 9, "kl_coef": 0.0},
+            marks=SLOW,
+        ),
+        pytest.param(
+            {"old_policy": "model", "scale": "none", "baseline": "leave_one_out", "loss_agg": "seq_mean_token_sum"},
+            marks=SLOW,
+        ),
     ],
 )
 def test_terms_and_metrics_match_the_logits(case, options):

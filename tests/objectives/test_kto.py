@@ -66,6 +66,7 @@ def test_terms_and_metrics_match_the_logits(case, estimate_kl):
     assert float(objective.weights(batch)["loss"]) == ROWS - 1
 
 
+@pytest.mark.slow
 def test_microbatches_add_up_to_the_batch_and_the_estimate_has_no_gradient(case):
     model, reference, batch, _ = case
     objective = Kto()

@@ -41,6 +41,7 @@ def test_terms_and_metrics_match_the_hidden_states(model):
     )
 
 
+@pytest.mark.slow
 def test_a_few_steps_separate_the_pairs(model):
     objective, batch = RewardObjective(), pair_batch(columns_of())
     loss = lambda m: objective.terms(m, batch, None, key=None)[0]["loss"].mean()  # noqa: E731

@@ -16,6 +16,8 @@ from tests.objectives.test_kto import LABELS, ROWS, unpaired_batch
 torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
 
+pytestmark = pytest.mark.slow
+
 SAME = SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
 
 
