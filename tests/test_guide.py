@@ -28,11 +28,20 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 # Keys that another key must be set for.
-NEEDED: dict[tuple[str, str], dict[str, Any]] = {
-    ("", "use_hf_model_config"): {"initialize_from_hf": "qwen-small"},
-    ("objective", "beta"): {"divergence": "js"},
-    ("objective", "cache"): {"top_k": 8},
-    ("data.format", "prompt_ends_with"): {"prompt_field": None},
+NEEDED: dict[tuple[str, str | None, str], dict[str, Any]] = {
+    ("", None, "use_hf_model_config"): {"initialize_from_hf": "qwen-small"},
+    ("objective", "distill", "beta"): {"divergence": "js"},
+    ("objective", "distill", "cache"): {"top_k": 8},
+    ("objective", "dpo", "cache"): {"reference": "base"},
+    ("objective", "grpo", "cache"): {"reference": "base"},
+    ("objective", "kto", "cache"): {"reference": "base"},
+    ("objective", "kto", "sync_mixup"): {"sync_interval": 8},
+    ("objective", "dpo", "sync_mixup"): {"sync_interval": 8},
+    ("objective", "grpo", "sync_mixup"): {"sync_interval": 8},
+    ("objective", "dpo", "simpo_gamma"): {"loss_type": "simpo"},
+    ("objective", "grpo", "cispo_cap"): {"policy_loss": "cispo"},
+    ("objective", "grpo", "max_response_tokens"): {"loss_agg": "dr_grpo", "max_response_tokens": 8},
+    ("data.format", "pairs", "prompt_ends_with"): {"prompt_field": None},
 }
 
 
@@ -141,7 +150,7 @@ def test_every_example_is_valid_and_not_the_default(tmp_path, monkeypatch):
             if key.name == "source":
                 assert is_import_path(value["type"])
                 continue
-            extra = NEEDED.get((section.path, key.name), {})
+            extra = NEEDED.get((section.path, section.choice, key.name), {})
             read = run_with(section, needed | extra | {key.name: value})
             if key.name not in (*needed, "shutdown_at_exit", "type"):  # these have only one valid value
                 assert read != run_with(section, needed | extra), f"{section.path}.{key.name}: {value} is the default"

@@ -286,7 +286,7 @@ def _open_phase(
             saver,
             skipped=int(state.guard.skipped),
         )
-        evaluations = run.eval_hook(phase, data)
+        evaluations = run.eval_hook(phase, data, refs)
         exports = run.export_hooks(phase, evaluations)
         run.write_programs(phase, steps)
         # The profiler comes first, so that an evaluation after the last recorded step is not in the profile.

@@ -83,11 +83,14 @@ def test_every_format_field_has_a_test():
     }
     assert found == {
         "chat": ["pack", "messages_field", "chat_template", "mask_user_turns"],  # tests/data/test_chat_format.py
+        # tests/data/test_groups.py
+        "groups": ["group_size", "prompt_field", "responses_field", "rewards_field", "chat_template"],
         # tests/data/test_pairs.py
         "pairs": ["prompt_field", "chosen_field", "rejected_field", "prompt_ends_with", "chat_template"],
         "pretokenized": ["input_ids_key"],
         "supervised": ["pack", "input_field", "output_field", "separate_with", "mask_inputs"],
         "text": ["text_key"],
+        "unpaired": ["prompt_field", "completion_field", "label_field", "chat_template"],  # tests/data/test_unpaired.py
     }
 
 

@@ -1,5 +1,6 @@
 """A tiny run without files: model, mesh, phase and random batches."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -96,6 +97,7 @@ class TinyRun:
     model: ModelConfig = MODEL
     vocab: int = VOCAB
     refs: dict[str, LanguageModel] = field(default_factory=dict)
+    batch: Callable[[dict[str, np.ndarray], Layout, int], Any] = batch
 
     def __post_init__(self):
         key = (id(self.where), repr((self.phase, self.model, self.vocab)), self.precision)
@@ -112,18 +114,18 @@ class TinyRun:
 
     def step(self, columns: dict[str, np.ndarray], num_microbatches: int = 1) -> dict[str, float]:
         """One step on a batch; returns its metrics."""
-        inputs = batch(columns, self.where, num_microbatches)
+        inputs = self.batch(columns, self.where, num_microbatches)
         with self.where.use():
             self.state, report = self._program(inputs)(self.state, self.refs, inputs, self._blank)
         return {name: float(value) for name, value in report.metrics.items()}
 
     def compiled_text(self, columns: dict[str, np.ndarray], num_microbatches: int = 1) -> str:
         """The compiled step, as HLO text."""
-        return self._program(batch(columns, self.where, num_microbatches)).as_text()
+        return self._program(self.batch(columns, self.where, num_microbatches)).as_text()
 
-    def _program(self, inputs: TokenBatch) -> Any:
+    def _program(self, inputs: Any) -> Any:
         """The step compiled for batches of this shape, once for all tests."""
-        shape = inputs.tokens.array.shape
+        shape = jax.tree.leaves(inputs)[0].shape
         if shape not in self._compiled:
             with self.where.use():
                 self._compiled[shape] = self._step.lower(self.state, self.refs, inputs, self._blank).compile()

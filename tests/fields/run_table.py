@@ -205,6 +205,9 @@ OPTIMIZER: dict[str, Entry] = {
     "optimizer.cautious": Change(True, Program(gains=r"stablehlo.compare  ?GT")),
     "objective.z_loss_weight": Change(1e-3, Program(gains=r"metrics\['train/z_loss'\]")),
     "objective.label_smoothing": Change(0.1, Constant(0.1 / 64)),
+    "objective.dft": ShownIn(
+        "tests/objectives/test_next_token.py::test_dynamic_fine_tuning_minimizes_another_loss_than_it_logs"
+    ),
 }
 LORA: dict[str, Entry] = {
     "surgery.target": Change("mlp", Shapes({r"attn\.q_proj\.a$": None})),
@@ -254,6 +257,66 @@ DISTILL: dict[str, Entry] = {
     "refs.teacher.weight_names": ShownIn(REFERENCES + "test_weights_of_other_programs_are_renamed"),
     "refs.teacher.skip_keys": ShownIn(REFERENCES + "test_a_key_of_a_teachers_config_is_skipped_on_request"),
 }
+PREFERENCES = "tests/objectives/test_dpo.py::"
+DPO: dict[str, Entry] = {
+    "objective.loss_type": ShownIn(PREFERENCES + "test_terms_and_metrics_match_the_logits"),
+    "objective.beta": ShownIn(PREFERENCES + "test_terms_and_metrics_match_the_logits"),
+    "objective.label_smoothing": ShownIn(PREFERENCES + "test_terms_and_metrics_match_the_logits"),
+    "objective.reduction": ShownIn(PREFERENCES + "test_terms_and_metrics_match_the_logits"),
+    "objective.simpo_gamma": ShownIn(PREFERENCES + "test_the_losses_match_the_closed_forms_with_finite_gradients"),
+    "objective.sft_weight": ShownIn(PREFERENCES + "test_terms_and_metrics_match_the_logits"),
+    "objective.reference": Change("base", Refused(r"uses the model 'base', but the section is empty")),
+    "objective.cache": ShownIn(PREFERENCES + "test_answers_from_the_disk_are_not_asked_again"),
+    "objective.sync_interval": ShownIn(
+        PREFERENCES + "test_frozen_leaves_are_the_reference_s_too_and_syncs_move_the_others"
+    ),
+    "objective.sync_mixup": ShownIn(
+        PREFERENCES + "test_frozen_leaves_are_the_reference_s_too_and_syncs_move_the_others"
+    ),
+}
+GROUPS = "tests/objectives/test_grpo.py::"
+OF_TERMS = ShownIn(GROUPS + "test_terms_and_metrics_match_the_logits")
+GRPO: dict[str, Entry] = {
+    **{
+        f"objective.{name}": OF_TERMS
+        for name in (
+            "policy_loss",
+            "clip_eps_high",
+            "dual_clip",
+            "cispo_cap",
+            "importance",
+            "old_policy",
+            "scale",
+            "baseline",
+            "std_ddof",
+            "eps",
+            "loss_agg",
+            "max_response_tokens",
+            "kl_coef",
+            "kl_estimator",
+            "kl_level",
+        )
+    },
+    "objective.clip_eps": OF_TERMS,
+    "objective.reference": Change("base", Refused(r"uses the model 'base', but the section is empty")),
+    "objective.cache": ShownIn(PREFERENCES + "test_answers_from_the_disk_are_not_asked_again"),
+    "objective.sync_interval": DPO["objective.sync_interval"],
+    "objective.sync_mixup": DPO["objective.sync_mixup"],
+}
+UNPAIRED = ShownIn("tests/objectives/test_kto.py::test_terms_and_metrics_match_the_logits")
+KTO: dict[str, Entry] = {
+    "objective.estimate_kl": UNPAIRED,
+    "objective.beta": UNPAIRED,
+    "objective.desirable_weight": UNPAIRED,
+    "objective.undesirable_weight": UNPAIRED,
+    **{name: GRPO[name] for name in ("objective.reference", "objective.sync_interval", "objective.sync_mixup")},
+    "objective.cache": GRPO["objective.cache"],
+}
+REWARD: dict[str, Entry] = {
+    "objective.center_coefficient": ShownIn(
+        "tests/objectives/test_reward.py::test_terms_and_metrics_match_the_hidden_states"
+    ),
+}
 CHECKPOINT: dict[str, Entry] = {
     "refs.teacher.path": ShownIn(DISTILLED + "test_a_checkpoint_is_the_same_teacher_as_its_export"),
     "refs.teacher.dtype": Change("int8", Refused(r"refs\.teacher\.dtype: 'int8' given")),
@@ -281,6 +344,10 @@ TABLE: Table = {
     "fp8": FP8,
     "distill": DISTILL,
     "checkpoint": CHECKPOINT,
+    "dpo": DPO,
+    "grpo": GRPO,
+    "kto": KTO,
+    "reward": REWARD,
     "phases": PHASES,
     "precision": {
         "trainer.mp.default": Change("f32", Program(loses=r"bf16")),

@@ -31,7 +31,15 @@ CORE = ["bundle", "tasks", "max_per_task", "batch_size"]  # tests/evals/test_cor
 def test_every_field_of_an_eval_is_listed():
     choices = EvalConfig.get_known_choices()
     fields = {kind: [field.name for field in dataclasses.fields(choices[kind])] for kind in choices}
-    own = {"loss": [], "samples": SAMPLES, "harness": HARNESS, "preference": [], "entropy": [], "core": CORE}
+    own = {
+        "loss": [],
+        "samples": SAMPLES,
+        "harness": HARNESS,
+        "preference": [],
+        "entropy": [],
+        "core": CORE,
+        "objective": [],
+    }
     assert fields == {kind: ["every", *names] for kind, names in own.items()}
 
 

@@ -55,7 +55,14 @@ MODELS: dict[str, Tree] = {
     "nano": {"type": "nano", **SIZES, "num_layers": 4, "window_pattern": "SL"},
 }
 TEACHER = str(Path(__file__).parent / "teacher")  # only its config.json
-OBJECTIVES = {"next_token": "llama", "distill": "distill"}
+OBJECTIVES = {
+    "next_token": "llama",
+    "distill": "distill",
+    "dpo": "dpo",
+    "grpo": "grpo",
+    "kto": "kto",
+    "reward": "reward",
+}
 REFS = {"hf": "distill", "checkpoint": "checkpoint"}
 PRESETS = {"depth_dial": "dial"}
 TRAINER = {"id": "x", "train_batch_size": 16, "num_train_steps": 100, "fsdp_axis": "embed"}
@@ -104,6 +111,14 @@ BASES: dict[str, Tree] = {
     "distill": tree(objective={"type": "distill"}, refs={"teacher": {"type": "hf", "path": TEACHER}}),
     "checkpoint": tree(
         objective={"type": "distill"}, refs={"teacher": {"type": "checkpoint", "path": "checkpoints/x"}}
+    ),
+    "dpo": tree(data={"type": "pairs"}, objective={"type": "dpo"}),
+    "grpo": tree(data={"type": "groups"}, objective={"type": "grpo"}),
+    "kto": tree(data={"type": "unpaired"}, objective={"type": "kto"}),
+    "reward": tree(
+        data={"type": "pairs"},
+        objective={"type": "reward"},
+        phases=[{"name": "p", "surgery": [{"type": "reward_head"}]}],
     ),
     "phases": tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimizer={"type": "adam"}),
     "dial": {

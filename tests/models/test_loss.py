@@ -98,6 +98,21 @@ def test_sums_and_gradients_match_the_closed_forms(shape, chunk_tokens, z, smoot
     np.testing.assert_allclose(undifferentiated.total, sums.total, rtol=1e-6)
 
 
+def test_dynamic_fine_tuning_weights_each_token_by_its_probability_as_a_constant():
+    x, w, y, m = problem(2, 37, 16, 50)
+    z, x64, w64 = 1e-2, x.astype(np.float64), w.astype(np.float64)
+    nll, onehot = closed_form(x, w, y, m, 0.0, 0.0)[3], np.eye(50)[y]
+    lse = np.log(np.exp(x64 @ w64.T).sum(-1))
+    p = np.exp(-nll)
+    softmax = np.exp(x64 @ w64.T - lse[..., None])
+    d_logits = m[..., None] * (p[..., None] * (softmax - onehot) + (2 * z * lse)[..., None] * softmax)
+    sums, grads = value_and_grads(x, w, y, m, dft=True, z_loss_weight=z, chunk_tokens=16)
+    np.testing.assert_allclose(sums.total, (m * (p * nll + z * lse**2)).sum(), rtol=2e-6)
+    np.testing.assert_allclose(sums.cross_entropy, (m * nll).sum(), rtol=2e-6)
+    np.testing.assert_allclose(grads[0], np.einsum("bsv,vd->bsd", d_logits, w64), rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(grads[1], np.einsum("bsv,bsd->vd", d_logits, x64), rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("shape", [(2, 37, 16, 50), pytest.param((1, 1, 4, 3), marks=pytest.mark.slow)])
 def test_one_pass_over_the_logits_matches_the_closed_forms(shape):

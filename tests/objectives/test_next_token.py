@@ -1,6 +1,8 @@
 """The next-token objective: its sums, which do not depend on how a batch is split."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import haliax as hax
 import jax
@@ -14,6 +16,7 @@ from jaxlm.core.field_types import check_fields
 from jaxlm.core.types import TokenBatch
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.loss import next_token_sums
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.next_token import NextToken
 
@@ -99,6 +102,44 @@ def test_weights_of_a_whole_batch():
         lambda a: hax.stack("microbatch", [a, a]), batch, is_leaf=lambda a: isinstance(a, hax.NamedArray)
     )
     assert float(NextToken().weights(stacked)["loss"]) == 2 * float(NextToken().weights(batch)["loss"])
+
+
+def test_the_sums_match_the_vectors():
+    given = json.loads((Path(__file__).parents[1] / "vectors" / "post_training.json").read_text())["cross_entropy"]
+    axes = tuple(map(Axis, ("batch", "position", "vocab"), given["shape"]))
+    logits = hax.named(2 * np.sin(1.7 * np.arange(40, dtype=np.float32) + 0.3).reshape(given["shape"]), axes)
+    targets, mask = (hax.named(np.array(given[name]), axes[:2]) for name in ("targets", "mask"))
+
+    def mean(mask, of="total", **options):
+        sums = next_token_sums(logits, None, targets, mask.astype(np.float32), **options)
+        return float(getattr(sums, of)) / float(hax.sum(mask).scalar())
+
+    everything = hax.ones_like(mask)
+    for name, found in {
+        "mean": mean(everything),
+        "mean_smoothing_0.05": mean(everything, label_smoothing=0.05),
+        "mean_smoothing_0.1": mean(everything, label_smoothing=0.1),
+        "masked_mean": mean(mask),
+        "masked_sum": mean(mask) * 5,
+        "masked_smoothing_0.1": mean(mask, label_smoothing=0.1),
+        "masked_z_loss_1e-4": mean(mask, "z_loss", z_loss_weight=1e-4),
+    }.items():
+        assert found == pytest.approx(given[name], rel=1e-6), name
+    rows = [mean(mask * hax.named(np.arange(2) == row, axes[:1])) for row in range(2)]
+    assert np.mean(rows) == pytest.approx(given["mean_of_row_means"], rel=1e-6)
+    assert rows[0] * 3 / 5 + rows[1] * 2 / 5 == pytest.approx(given["masked_mean"], rel=1e-6)
+
+
+def test_dynamic_fine_tuning_minimizes_another_loss_than_it_logs(model):
+    batch = a_batch()
+    logits = model.logits(model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids)).final).array
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.targets.array[..., None], axis=-1)[..., 0]
+    terms, metrics, _ = NextToken(dft=True).terms(model, batch, None, key=None)
+    expected = -(batch.loss_mask.array * jnp.exp(picked) * picked).sum()
+    np.testing.assert_allclose(terms["loss"].total, expected, rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"].total, -(batch.loss_mask.array * picked).sum(), rtol=1e-5)
+    with pytest.raises(ConfigError, match=r"objective\.dft: true given with label_smoothing: 0\.1"):
+        NextToken(dft=True, label_smoothing=0.1)
 
 
 @pytest.mark.parametrize(

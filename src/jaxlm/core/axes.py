@@ -13,6 +13,7 @@ from jaxlm.core.imports import haliax
 MICROBATCH = "microbatch"  # one gradient-accumulation slice of a step's batch
 BATCH = "batch"
 PAIR = "pair"  # the chosen (0) and the rejected (1) completion of a prompt
+GROUP = "group"  # the sampled responses to a prompt
 POSITION = "position"
 KEY_POSITION = "key_position"  # the position axis of attention's keys and values
 CACHE_ROW = "cache_row"  # (batch row, KV head) pairs, for KV caches that flatten the two into one axis

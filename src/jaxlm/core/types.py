@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlm.core.axes import BATCH, PAIR
+from jaxlm.core.axes import BATCH, GROUP, PAIR
 
 
 class Sum(eqx.Module):
@@ -68,9 +68,11 @@ class PairBatch(eqx.Module):
     Attributes:
         pairs: the columns of `TokenBatch`, with the axes {[microbatch,] batch, pair, position}. The first half of a pair is
             the prompt with the chosen completion, the second with the rejected. The loss mask selects the completion.
+        annotations: what the objective's references said about the pairs, as in `TokenBatch`.
     """
 
     pairs: TokenBatch
+    annotations: Any = None
 
     @staticmethod
     def of(**columns: hax.NamedArray) -> "PairBatch":
@@ -87,6 +89,56 @@ class PairBatch(eqx.Module):
     def supervised(self) -> TokenBatch:
         """The chosen sequences."""
         return self.half(0)
+
+
+class GroupBatch(eqx.Module):
+    """Groups of responses that a model has sampled for the same prompt, each with a reward.
+
+    Attributes:
+        responses: the columns of `TokenBatch`, with the axes {[microbatch,] batch, group, position}. Each sequence is the
+            prompt with a response. The loss mask selects the response.
+        rewards: float32 {[microbatch,] batch, group}.
+        annotations: what the objective's references said about the responses, as in `TokenBatch`.
+    """
+
+    responses: TokenBatch
+    rewards: hax.NamedArray
+    annotations: Any = None
+
+    @staticmethod
+    def of(rewards: hax.NamedArray, **columns: hax.NamedArray) -> "GroupBatch":
+        return GroupBatch(TokenBatch(**columns), rewards)
+
+    def sequences(self) -> TokenBatch:
+        """All sequences, group by group, so that a group stays on one device."""
+        flat = lambda column: column.flatten_axes((BATCH, GROUP), BATCH)  # noqa: E731
+        return jax.tree.map(flat, self.responses, is_leaf=_is_named)
+
+
+class UnpairedBatch(eqx.Module):
+    """Completions that are desirable or not.
+
+    Attributes:
+        completions: each prompt with its completion, {[microbatch,] batch, position}. The loss mask selects the completion.
+        mismatched: each prompt with the completion of another record.
+        labels: float32 {[microbatch,] batch}, 1 for a desirable completion, 0 for another.
+        annotations: what the objective's references said about both, as in `TokenBatch`.
+    """
+
+    completions: TokenBatch
+    mismatched: TokenBatch
+    labels: hax.NamedArray
+    annotations: Any = None
+
+    @staticmethod
+    def of(labels: hax.NamedArray, **columns: hax.NamedArray) -> "UnpairedBatch":
+        own = {name: column for name, column in columns.items() if not name.startswith(MISMATCHED)}
+        others = {name.removeprefix(MISMATCHED): column for name, column in columns.items() if name not in own}
+        return UnpairedBatch(TokenBatch(**own), TokenBatch(**others), labels)
+
+
+MISMATCHED = "mismatched_"
+"""Prefix of the columns of `UnpairedBatch.mismatched`."""
 
 
 def _is_named(leaf: Any) -> bool:

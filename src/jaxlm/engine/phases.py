@@ -172,7 +172,7 @@ class StateBuilder:
     def state(self, model: LanguageModel, phase: Phase, skipped: jax.Array | int = 0) -> RunState:
         """The state at the start of a phase, for a model after the phase's surgeries. Traceable."""
         trainable, _ = phase.split(model)
-        slot = phase.objective.init_slot(model)
+        slot = phase.objective.init_slot(self.precision.cast_to_compute(trainable))
         slots = {} if slot is None else {"objective": slot}
         slots |= {guard.name: guard.init_slot() for guard in phase.guards(self.precision)}
         slots |= {name: average.init_slot(trainable) for name, average in phase.averages.items()}

@@ -81,6 +81,7 @@ def make_train_step(
         phase.transformation(abstract.model),
         phase.guards(precision),
         phase.optimizer.schedule(phase.num_steps),
+        precision,
         watch,
     )
 
@@ -100,7 +101,8 @@ def make_train_step(
 
         def accumulate_microbatch(carry: tuple[Any, Any], microbatch: Any, number: jax.Array):
             gradient, slot = carry
-            microbatch = objective.annotate(refs, microbatch)
+            model = eqx.combine(compute, frozen, is_leaf=is_named)
+            microbatch = objective.annotate({**refs, **objective.references_in_slot(slot, model)}, microbatch)
             (_, (total, metrics, slot)), microbatch_gradient = jax.value_and_grad(loss_fn, has_aux=True)(
                 compute, microbatch, slot, number
             )
@@ -137,6 +139,7 @@ class _GuardedUpdate:
     optimizer: optax.GradientTransformationExtraArgs
     guards: Sequence[StepGuard]
     schedule: Schedule
+    precision: Precision
     watch: WatchConfig | None
 
     def __call__(
@@ -144,7 +147,7 @@ class _GuardedUpdate:
     ) -> tuple[RunState, dict[str, jax.Array], Numbers]:
         """The state after the step, its metrics, and what `watch` measured."""
         norm = optax.global_norm(sums.gradient)
-        updated, updates = _apply_update(self.phase, self.optimizer, state, sums, curvature)
+        updated, updates = _apply_update(self.phase, self.optimizer, self.precision, state, sums, curvature)
         update_norm = optax.global_norm(updates)
         finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm) & jnp.isfinite(update_norm)
         stats = StepStats(sums.objective, norm, finite)
@@ -173,7 +176,12 @@ class _GuardedUpdate:
 
 
 def _apply_update(
-    phase: Phase, optimizer: optax.GradientTransformationExtraArgs, state: RunState, sums: _Sums, curvature: Curvature
+    phase: Phase,
+    optimizer: optax.GradientTransformationExtraArgs,
+    precision: Precision,
+    state: RunState,
+    sums: _Sums,
+    curvature: Curvature,
 ) -> tuple[RunState, Any]:
     """The state with the batch's update applied unconditionally, and the update."""
     trainable, frozen = phase.split(state.model)
@@ -181,12 +189,16 @@ def _apply_update(
     trainable = optax.apply_updates(trainable, updates)
     count = state.guard.updates
     averages = {name: average.update(state.slots[name], trainable, count) for name, average in phase.averages.items()}
+    slots = sums.slots | averages
+    if "objective" in slots:
+        compute = precision.cast_to_compute(trainable)
+        slots["objective"] = phase.objective.update_slot(slots["objective"], compute, count + 1)
     after = dataclasses.replace(
         state,
         model=eqx.combine(trainable, frozen, is_leaf=is_named),
         opt_state=opt_state,
         guard=UpdateCounts(updates=count + 1, skipped=state.guard.skipped),
-        slots=sums.slots | averages,
+        slots=slots,
     )
     return after, updates
 
@@ -206,8 +218,9 @@ def _curvature(
         key = jax.random.fold_in(step_key(state), 0)
         with tracing(twice_differentiable=True):
             model = eqx.combine(wide.cast_to_compute(trainable), wide.cast_to_compute(frozen), is_leaf=is_named)
-            first = objective.annotate(refs, first)
-            terms, _, _ = objective.terms(model, first, state.slots.get("objective"), key=key)
+            slot = state.slots.get("objective")
+            first = objective.annotate({**refs, **objective.references_in_slot(slot, model)}, first)
+            terms, _, _ = objective.terms(model, first, slot, key=key)
         return _total(terms, _denominators(objective, first))
 
     def gradient(trainable: Any) -> Any:

@@ -1,7 +1,7 @@
 """The evaluation interface: an evaluation takes a model and returns metrics."""
 
 import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,11 +11,13 @@ import numpy as np
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
-from jaxlm.core.types import DummyPrefix, TokenScores
+from jaxlm.core.types import DummyPrefix, Sum, TokenScores
 from jaxlm.models.base import LanguageModel
 
 Score = Callable[[LanguageModel, Any], TokenScores]
 """Scores the targets of a validation batch. Traceable."""
+Measure = Callable[[LanguageModel, Any], tuple[Mapping[str, Sum], Mapping[str, Sum]]]
+"""The loss terms and metrics of an objective on a validation batch. The model is in the dtypes of the computation."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class EvalContext:
         log_sample: keeps a prompt and the text that the model continues it with, for the trackers.
         enforce_bos: whether the training data begins every document with BOS.
         progress: called while an evaluation makes progress, so that a long one is not taken for one that hangs.
+        measure: measures the phase's objective, with its references and its state; None if nothing is trained.
     """
 
     layout: Layout
@@ -64,6 +67,7 @@ class EvalContext:
     log_sample: Callable[[str, str], None] = lambda prompt, text: None
     enforce_bos: bool = True
     progress: Callable[[], None] = lambda: None
+    measure: Measure | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,9 @@ class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.
 
     reads_supervised: ClassVar[bool] = False
     """Whether it reads the `supervised()` of validation batches, as `EvalContext.score` does."""
+
+    reads_objective: ClassVar[bool] = False
+    """Whether it calls `EvalContext.measure`."""
 
     every: PositiveInt = field(default=1, kw_only=True)
 

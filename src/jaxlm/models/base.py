@@ -173,6 +173,10 @@ class LanguageModel(eqx.Module):
         logits = hidden if head is None else dot(hidden, head, EMBED)
         return NamedArray(soft_capped(logits.array, self.logit_soft_cap), logits.axes)
 
+    def reward_head(self) -> NamedArray | None:
+        """The weight of a head with one output, {embed}, which scores sequences; None if the model has none."""
+        return None
+
     @abc.abstractmethod
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> Any:
         """Creates an empty decoding cache with room for `capacity` tokens per row; usually a `KVCache`.

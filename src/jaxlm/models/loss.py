@@ -1,7 +1,8 @@
 """Next-token cross-entropy in chunks of tokens.
 
 Source: cross-entropy with the z-loss of PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5), the label smoothing
-of Szegedy et al. 2016 (arXiv:1512.00567, section 7) and the logit soft cap of Gemma 2 (arXiv:2408.00118, section 2).
+of Szegedy et al. 2016 (arXiv:1512.00567, section 7), the logit soft cap of Gemma 2 (arXiv:2408.00118, section 2) and the
+dynamic fine-tuning of Wu et al. 2025 (arXiv:2508.05629, equation 9).
 `jaxlm.models.chunked_loss` says how the loss and its gradient are computed without the logits of all tokens.
 """
 
@@ -38,7 +39,7 @@ class CrossEntropySums(eqx.Module):
     """Sums over the tokens of a batch, weighted by the loss mask. Scalars, float32.
 
     Attributes:
-        total: the objective, smoothed cross-entropy plus z-loss. Only this field has a gradient.
+        total: the objective, smoothed or reweighted cross-entropy plus z-loss. Only this field has a gradient.
         cross_entropy: negative log-likelihood in nats, without smoothing.
         z_loss: the z-loss contained in `total`.
         correct: sum of the loss mask over tokens whose most likely prediction is the target.
@@ -59,6 +60,7 @@ def next_token_sums(
     soft_cap: float | None = None,
     z_loss_weight: float = 0.0,
     label_smoothing: float = 0.0,
+    dft: bool = False,
     vocab_multiple: int = 1,
     chunk_tokens: int | None = None,
     fp8: Fp8 | None = None,
@@ -77,10 +79,12 @@ def next_token_sums(
         soft_cap: soft cap of the logits; None applies no cap.
         z_loss_weight: z in `z * logsumexp(logits)**2`, which is added to each token's loss.
         label_smoothing: fraction of the target distribution that is spread uniformly over the vocabulary.
+        dft: multiply each token's negative log-likelihood by its probability, which has no gradient. Without label smoothing.
         vocab_multiple: the logits are computed for a multiple of this, with padding that is not in the loss.
         chunk_tokens: maximum number of tokens per chunk on one device; None uses `chunk_or_default`.
         fp8: how the products with the head are quantized in training; None for not at all.
     """
+    assert not (dft and label_smoothing), "the two reweight the same term"
     if isinstance(head, StoredWeight):
         head = head.floats(hidden.dtype)  # the backward pass is for arrays
     sharding = TokenSharding.of(hidden, head, vocab_multiple)
@@ -90,6 +94,7 @@ def next_token_sums(
         chunk_or_default(chunk_tokens),
         float(z_loss_weight),
         float(label_smoothing),
+        dft,
         products=plain_head if fp8 is None or not multiplies_in_fp8() else NextTokenFp8(fp8, float(z_loss_weight)),
     )
     x_BSD, w_VD = hidden_and_head(hidden, head, sharding)
@@ -179,29 +184,34 @@ class _NextTokenLoss(ChunkedLoss):
 
     z: float
     smoothing: float
+    dft: bool
 
     def sums(self, logits_CV, columns, heads):
-        """The four sums of `CrossEntropySums`, and the logsumexp of the logits."""
+        """The four sums of `CrossEntropySums`, the logsumexp of the logits, and the weight of each token's likelihood."""
         y_C, m_C = columns
         sharding = self.sharding
         num_local = logits_CV.shape[1]
         lse_C, first_C = LogitSummary.of(logits_CV, sharding)
         nll_C = lse_C - target_logit(logits_CV, y_C, sharding)
         z_C = self.z * lse_C**2
-        loss_C = nll_C + z_C
+        weight_C = jax.lax.stop_gradient(jnp.exp(-nll_C)) if self.dft else None
+        loss_C = (nll_C if weight_C is None else weight_C * nll_C) + z_C
         if self.smoothing:
             sum_C = jnp.sum(sharding.fill_padding(logits_CV, 0.0), axis=1)
             mean_C = sharding.sum_vocab(sum_C) / sharding.vocab_size
             loss_C = (1 - self.smoothing) * nll_C + self.smoothing * (lse_C - mean_C) + z_C
         correct_C = is_first_maximum(first_C, y_C, num_local, sharding)
-        return masked_sums((loss_C, nll_C, z_C, correct_C), m_C), lse_C
+        return masked_sums((loss_C, nll_C, z_C, correct_C), m_C), (lse_C, weight_C)
 
     def logit_gradient(self, logits_CV, saved, columns):
         y_C, m_C = columns
+        lse_C, weight_C = saved
         num_local = logits_CV.shape[1]
         ids_C = self.sharding.local_ids(y_C, num_local)
         is_target_CV = ids_C[:, None] == jnp.arange(num_local, dtype=ids_C.dtype)
-        softmax_CV = jnp.exp(logits_CV - saved[:, None])
-        scale_C = 1 + 2 * self.z * saved
+        softmax_CV = jnp.exp(logits_CV - lse_C[:, None])
+        scale_C = (1 if weight_C is None else weight_C) + 2 * self.z * lse_C
         target_CV = jnp.where(is_target_CV, 1 - self.smoothing, 0.0) + self.smoothing / self.sharding.vocab_size
+        if weight_C is not None:
+            target_CV *= weight_C[:, None]
         return m_C[:, None] * (scale_C[:, None] * softmax_CV - target_CV)

@@ -44,20 +44,48 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     """The kinds of batches that the objective reads."""
     head_in_fp8: ClassVar[bool] = True
     """Whether the loss multiplies with the head as `model.head_fp8` says. If it does not, the start-up table says so."""
+    sequences_axis: ClassVar[str | None] = None
+    """The axis of the sequences of an example, if the model reads all of them; None if it reads one."""
 
     @classmethod
     def default_choice_name(cls) -> str | None:
         """The objective used when a config has no `type:`."""
         return "next_token"
 
-    def init_slot(self, model: LanguageModel) -> Any:
-        """The state that the objective keeps between steps, or None."""
+    def init_slot(self, trainable: Any) -> Any:
+        """The state that the objective keeps between steps, or None.
+
+        Args:
+            trainable: the model at the start of the phase, in the dtypes of the computation, with None for frozen leaves.
+        """
         return None
+
+    def update_slot(self, slot: Any, trainable: Any, updates: jax.Array) -> Any:
+        """The state after an update that resulted in the leaves `trainable`, as in `init_slot`. Traceable.
+
+        Args:
+            slot: from the last microbatch's `terms`.
+            updates: int32, number of updates in the phase, with this one. Skipped steps have none.
+        """
+        return slot
 
     @property
     def references(self) -> tuple[str, ...]:
         """Names of the models in the section `refs` that `annotate` asks."""
         return ()
+
+    @property
+    def holds_reference(self) -> bool:
+        """Whether `references_in_slot` has a model with the sizes of the one that trains."""
+        return False
+
+    def references_in_slot(self, slot: Any, model: LanguageModel) -> Mapping[str, LanguageModel]:
+        """Models by name that the objective keeps in its state, and that `annotate` queries besides `references`.
+
+        Args:
+            model: the model that trains, in the dtypes of the computation, for what the state has no copy of.
+        """
+        return {}
 
     @property
     def annotation_key(self) -> Mapping[str, Any] | None:
@@ -71,7 +99,7 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         """Adds what the references say about a microbatch, as its `annotations`. Has no gradient.
 
         Args:
-            refs: the models named by `references`.
+            refs: the models named by `references`, and those of `references_in_slot`.
             batch: {batch, ...}. If it has annotations already, it must be returned unchanged.
         """
         return batch

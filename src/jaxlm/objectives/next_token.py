@@ -1,7 +1,7 @@
 """Next-token prediction, for pretraining, and with a loss mask for instruction tuning.
 
 Source: negative log-likelihood of each token given those before it (Radford et al. 2018, "Improving Language
-Understanding by Generative Pre-Training", equation 1); z-loss and label smoothing as in `jaxlm.models.loss`.
+Understanding by Generative Pre-Training", equation 1); z-loss, label smoothing and DFT as in `jaxlm.models.loss`.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import haliax as hax
 import jax
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat
 from jaxlm.core.types import PairBatch, Sum, TokenBatch, TokenScores
 from jaxlm.models.base import Inputs, LanguageModel
@@ -25,12 +26,22 @@ class NextToken(ObjectiveConfig):
     Attributes:
         z_loss_weight: weight z of the z-loss `z * logsumexp(logits)**2`, which keeps the logits from drifting; 0 disables it.
         label_smoothing: fraction of the target distribution that is spread evenly over the vocabulary; 0 disables it.
+        dft: dynamic fine-tuning: multiply the loss of each token by the token's probability, as a constant. A model that
+            starts from random weights gives every token a probability near 0, and learns next to nothing.
     """
 
     batch_types: ClassVar[tuple[type, ...]] = (TokenBatch, PairBatch)
 
     z_loss_weight: NonNegativeFloat = 0.0
     label_smoothing: BelowOne = 0.0
+    dft: bool = False
+
+    def __post_init__(self):
+        if self.dft and self.label_smoothing:
+            raise ConfigError(
+                f"objective.dft: true given with label_smoothing: {self.label_smoothing}, but both change the weight of the"
+                " likelihood. Remove one of them"
+            )
 
     def weights(self, batch: TokenBatch | PairBatch) -> dict[str, jax.Array]:
         """The number of tokens in the loss mask, and of those that are not padding."""
@@ -56,6 +67,7 @@ class NextToken(ObjectiveConfig):
             fp8=model.head_fp8,
             z_loss_weight=self.z_loss_weight,
             label_smoothing=self.label_smoothing,
+            dft=self.dft,
         )
         weight = self.weights(batch)["loss"]
         metrics = {"loss": Sum(sums.cross_entropy, weight), "accuracy": Sum(sums.correct, weight)}

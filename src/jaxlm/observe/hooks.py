@@ -18,6 +18,8 @@ from jaxlm.observe.trackers import Tracker
 
 _RECENT_STEPS = 50  # steps over which the progress line averages speed
 _MAX_SHOWN = 24  # metrics of an evaluation on the console
+# Metrics that say more about a run than its loss, which hardly moves.
+_OF_PREFERENCES = {"train/rewards/accuracies": "accuracy", "train/rewards/margins": "margin"}
 
 
 class TrackerListener:
@@ -92,6 +94,7 @@ class ProgressListener:
             f"lr {metrics[LEARNING_RATE]:.2e}",
             f"{sum(step.tokens for step in self._recent) / seconds:,.0f} tokens/s",
         ]
+        parts += [f"{short} {metrics[name]:.3f}" for name, short in _OF_PREFERENCES.items() if name in metrics]
         if MFU in metrics:
             parts.append(f"MFU {metrics[MFU]:.1%}")
         pace = (seconds + sum(step.hook_seconds for step in self._recent)) / len(self._recent)
@@ -131,10 +134,12 @@ class EvalHook:
         console: Console,
         generated: list[tuple[str, str]],
         of_run: Callable[[int, Mapping[str, float]], dict[str, float]] = lambda step, metrics: {},
+        before: Callable[[RunState], None] = lambda state: None,
     ):
         """Args:
         generated: where the evaluations put prompts and texts (`EvalContext.log_sample`).
         of_run: returns metrics of the whole run, given a step and the metrics of its evaluations.
+        before: called with the state that is evaluated next.
         """
         self._evals = evals
         self._generated = generated
@@ -143,6 +148,7 @@ class EvalHook:
         self._trackers = trackers
         self._console = console
         self._of_run = of_run
+        self._before = before
         self.latest: dict[str, float] = {}
 
     def due(self, step: int) -> bool:
@@ -157,6 +163,7 @@ class EvalHook:
         return [one for one, every in self._evals if is_last or (not between and number % every == 0)]
 
     def run(self, step: int, state: RunState) -> None:
+        self._before(state)
         metrics, samples = self._measure(self._due(step), state)
         self.latest = metrics | self._of_run(step, metrics)
         if samples:

@@ -192,6 +192,11 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
             f" `supervised()` of a batch, which {type(batch).__name__} does not define. Define it (it returns the"
             " `TokenBatch` to score), or remove the evaluation"
         )
+    if phase.objective.annotation_key is not None and any(each.reads_objective for each in config.evals):
+        raise ConfigError(
+            f"phase '{phase.name}': evals: type objective asks the references about the validation data, but objective.cache:"
+            " true stores their answers for the training data alone and does not load them. Remove the evaluation, or cache"
+        )
     if not isinstance(batch, phase.objective.batch_types):
         raise ConfigError(
             f"phase '{phase.name}': objective.type: {choice_name(type(phase.objective))} cannot train on data.type:"

@@ -83,6 +83,8 @@ def flops_per_token(plan: Plan, phase: Phase) -> FlopsPerToken:
     """FLOPs per training token: the model's, forward and backward, and the forward pass of each reference in the step."""
     vocab_size = plan.state_builder.Vocab.size
     flops = plan.config.model.flops_per_token(vocab_size)
+    if phase.objective.holds_reference:
+        flops = flops.with_forward(flops)
     for name in asked_in(plan, phase):
         config = replace(plan.refs[name].model_config(), seq_len=plan.config.model.seq_len)
         flops = flops.with_forward(config.flops_per_token(vocab_size))

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from jaxlm.engine.sync import FlagSync
 from jaxlm.evals.base import EvalContext, ValidationSet
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.interop.hf.hub import check_upload
+from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.observe import records
 from jaxlm.observe.console import Console
@@ -56,6 +57,7 @@ from jaxlm.run.compilation.step import StepPrograms
 from jaxlm.run.export import ExportHook
 from jaxlm.run.init_from import InitFrom
 from jaxlm.run.num_steps import small_sources
+from jaxlm.run.objective_meter import ObjectiveMeter
 from jaxlm.run.plan import Plan, upload_repository
 from jaxlm.run.references import flops_per_token, references_identity
 from jaxlm.run.resume_checks import (
@@ -103,8 +105,8 @@ class Run:
             self.console.log(f"warning: {line}")
         return opened
 
-    def eval_hook(self, phase: Phase, data: Data) -> EvalHook:
-        """The run's evaluations on the phase's validation data."""
+    def eval_hook(self, phase: Phase, data: Data, refs: Mapping[str, LanguageModel] | None = None) -> EvalHook:
+        """The run's evaluations on the phase's validation data. Args: refs: the references of the phase's step."""
         plan = self.plan
         trainer = plan.config.trainer
 
@@ -118,6 +120,7 @@ class Run:
             return ValidationSet(data_set.source.name, tuple(data_set.source.config.tags), batches)
 
         generated: list[tuple[str, str]] = []
+        meter = ObjectiveMeter(phase.objective, refs or {})
         context = EvalContext(
             layout=plan.layout,
             precision=plan.precision,
@@ -131,11 +134,12 @@ class Run:
             log_sample=lambda prompt, text: generated.append((prompt, text)),
             enforce_bos=plan.data[phase.index].enforce_bos,
             progress=self.clock.progress,
+            measure=meter,
         )
         evals = [ScheduledEval(config.open(context), config.every) for config in plan.config.evals]
         outputs = (self.trackers, self.console, generated)
         of_run = lambda step, metrics: self.loop_state.evaluated(step, metrics)  # noqa: E731
-        return EvalHook(evals, trainer.steps_per_eval, phase, *outputs, of_run)
+        return EvalHook(evals, trainer.steps_per_eval, phase, *outputs, of_run, meter.attach)
 
     def profile_hooks(self, phase: Phase, first_step: int, program: Callable[[int], str]) -> list[ProfileHook]:
         """The profiler hook, if configured. Args: program: returns the HLO text of the program that runs a given step."""
@@ -245,10 +249,13 @@ class Run:
         devices = jax.devices()
         peak = peak_flops(devices[0].device_kind)
         seq_len = plan.config.model.seq_len
+        columns = plan.data[phase.index].batch_spec(seq_len).columns.values()
+        sizes = {axis.name: axis.size for column in columns for axis in column.axes}
+        tokens = seq_len * sizes.get(phase.objective.sequences_axis or "", 1)
         return Workload(
             batches=plan.batches.train,
-            tokens=seq_len,
-            flops=flops_per_token(plan, phase).causal * seq_len,
+            tokens=tokens,
+            flops=flops_per_token(plan, phase).causal * tokens,
             peak_flops=None if peak is None else peak * len(devices),
             num_steps=plan.num_steps,
             previous=self.previous,

@@ -22,7 +22,16 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Log
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 from jaxlm.data.cache.cache_key import CacheKey, file_digests
-from jaxlm.data.cache.token_cache import METADATA, OFFSETS, TARGETS, TOKENS, TokenCache, open_cache, write_metadata
+from jaxlm.data.cache.token_cache import (
+    METADATA,
+    NUMBERS,
+    OFFSETS,
+    TARGETS,
+    TOKENS,
+    TokenCache,
+    open_cache,
+    write_metadata,
+)
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.formats.base import Encoder, RawContent, TokenizedText
 from jaxlm.data.sources.text_file import TextFile
@@ -115,6 +124,9 @@ def _shard_arrays(
     masks = [tokens.target_mask for tokens, _, _ in usable if tokens.target_mask is not None]
     if masks:
         arrays["targets"] = np.concatenate(masks).astype(np.uint8)
+    numbers = [tokens.numbers for tokens, _, _ in usable if tokens.numbers is not None]
+    if numbers:
+        arrays["numbers"] = np.concatenate(numbers).astype(np.float32)
     return arrays
 
 
@@ -199,6 +211,11 @@ def _join_shards(building: Path, files: Sequence[TextFile], made_from: CacheKey,
     if joined["has_targets"]:
         with atomic_file(finished / TARGETS) as path, open(path, "wb") as file:
             joined["crc32"][TARGETS] = _append_targets(shards, file)
+    if joined["numbers"]:
+        numbers = np.concatenate(joined["numbers"])
+        joined["crc32"][NUMBERS] = zlib.crc32(numbers.data)
+        with atomic_file(finished / NUMBERS) as path:
+            path.write_bytes(numbers.data)
     if not joined["lengths"]:
         raise ConfigError("the data contains no text: every record of its files is empty")
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(joined["lengths"]))]).astype(np.int64)
@@ -224,7 +241,8 @@ def _join_shards(building: Path, files: Sequence[TextFile], made_from: CacheKey,
 
 def _append_shards(shards: Sequence[Path], file: BinaryIO) -> dict[str, Any]:
     """Writes the tokens of all shards to `file`; returns their counts and checksum."""
-    joined: dict[str, Any] = {"lengths": [], "sources": [], "num_bytes": 0, "left_out": 0, "has_targets": False}
+    joined: dict[str, Any] = {"lengths": [], "sources": [], "numbers": []}
+    joined |= {"num_bytes": 0, "left_out": 0, "has_targets": False}
     crc32 = 0
     for path in shards:
         shard = _read_complete_shard(path)
@@ -233,6 +251,7 @@ def _append_shards(shards: Sequence[Path], file: BinaryIO) -> dict[str, Any]:
         joined["num_bytes"] += int(shard["num_bytes"])
         joined["left_out"] += int(shard.get("left_out", 0))
         joined["has_targets"] |= "targets" in shard
+        joined["numbers"] += [shard["numbers"]] if "numbers" in shard else []
         joined["dtype"] = shard["tokens"].dtype.name
         crc32 = zlib.crc32(shard["tokens"].data, crc32)
         file.write(shard["tokens"].data)

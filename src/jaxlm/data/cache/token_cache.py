@@ -3,6 +3,7 @@
 <cache_dir>/<split>/tokens.bin     uint16, or uint32 for vocabularies above 65,536
                     offsets.bin    int64 [documents + 1]
                     targets.bin    uint8: target mask: 1 if the loss is computed on the token; no file means all tokens
+                    numbers.bin    float32 [documents, N]: numbers that belong to each document; no file means none
                     cache.json     the cache key, counts, and checksums, including its own
 """
 
@@ -21,7 +22,8 @@ from jaxlm.data.cache.cache_key import CacheKey, check_cache_key
 if TYPE_CHECKING:
     from jaxlm.data.cache.token_blocks import TokenBlocks
 
-TOKENS, OFFSETS, TARGETS, METADATA = "tokens.bin", "offsets.bin", "targets.bin", "cache.json"
+TOKENS, OFFSETS, TARGETS, NUMBERS = "tokens.bin", "offsets.bin", "targets.bin", "numbers.bin"
+METADATA = "cache.json"
 _SEAL = "seal"
 
 
@@ -43,6 +45,7 @@ class TokenCache:
         documents_of: file name -> number of documents from that file, in order.
         target_mask: uint8 [num_tokens], 1 where the loss is computed on a token; None means all tokens.
         blocks: the same as `tokens` if they are at a URL; None if they are on the disk.
+        numbers: float32 [documents, N], numbers that belong to each document, such as rewards; None means none.
     """
 
     folder: Path
@@ -54,6 +57,7 @@ class TokenCache:
     documents_of: Mapping[str, int]
     target_mask: np.ndarray | None = None
     blocks: "TokenBlocks | None" = None
+    numbers: np.ndarray | None = None
 
     @property
     def location(self) -> str:
@@ -142,6 +146,14 @@ def open_cache(folder: Path, made_from: CacheKey | None = None, blocks: "TokenBl
     if TARGETS in crc32:
         target_mask = np.asarray(np.memmap(_sized(folder / TARGETS, metadata["num_tokens"]), np.uint8, mode="r"))
         _check_sum(folder / TARGETS, target_mask, crc32[TARGETS])
+    numbers = None
+    if NUMBERS in crc32:
+        path, num_documents = folder / NUMBERS, metadata["num_documents"]
+        # Each document has equally many, so the size says how many.
+        size = path.stat().st_size if path.is_file() else 0
+        numbers = np.fromfile(_sized(path, max(1, size // (4 * num_documents)) * 4 * num_documents), np.float32)
+        _check_sum(path, numbers, crc32[NUMBERS])
+        numbers = numbers.reshape(num_documents, -1)
     return TokenCache(
         folder,
         tokens,
@@ -149,9 +161,10 @@ def open_cache(folder: Path, made_from: CacheKey | None = None, blocks: "TokenBl
         target_mask=target_mask,
         vocab_size=metadata["made_from"]["vocab_size"],
         num_bytes=metadata["num_bytes"],
-        fingerprint="".join(f"{crc32[name]:08x}" for name in (TOKENS, OFFSETS, TARGETS) if name in crc32),
+        fingerprint="".join(f"{crc32[name]:08x}" for name in (TOKENS, OFFSETS, TARGETS, NUMBERS) if name in crc32),
         documents_of=dict(zip(metadata["made_from"]["files"], metadata["documents_of_files"], strict=True)),
         blocks=blocks,
+        numbers=numbers,
     )
 
 

@@ -36,10 +36,12 @@ class TokenizedText(NamedTuple):
     Attributes:
         ids: int32 [tokens].
         target_mask: bool [tokens], true where the loss is computed on a token; None means all tokens.
+        numbers: float32 [N], numbers that belong to the document, equally many for all documents; None means none.
     """
 
     ids: np.ndarray
     target_mask: np.ndarray | None = None
+    numbers: np.ndarray | None = None
 
 
 class Encoder(abc.ABC):

@@ -112,9 +112,9 @@ def are_messages(value: Any) -> TypeGuard[Messages]:
     )
 
 
-def plain_text(messages: Messages) -> str:
-    """The text of messages, without any template. A content that is a list of parts counts with the texts of its parts."""
-    return "\n".join(map(_content_text, messages))
+def plain_text(content: str | Messages) -> str:
+    """A text, or the text of messages without any template. Parts of a content count with their texts."""
+    return content if isinstance(content, str) else "\n".join(map(_content_text, content))
 
 
 def _content_text(message: Mapping[str, Any]) -> str:

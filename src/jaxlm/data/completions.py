@@ -1,0 +1,104 @@
+"""Several completions of the same prompt, side by side."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxlm.data.batch import Columns
+from jaxlm.data.cache.token_cache import TokenCache
+from jaxlm.data.examples import ContiguousExamples, documents_as_text
+
+
+class SeveralCompletions(ContiguousExamples):
+    """The examples of a token cache in which each document is the prompt and its first completion, the prompt and its
+    second, and so on.
+    """
+
+    def __init__(self, cache: TokenCache, seq_len: int, names: Sequence[str], what: str):
+        """Args:
+        names: what each completion is called when it is shown.
+        what: what the examples are called, as in `pairs`.
+        """
+        self.cache = cache
+        self.seq_len = seq_len
+        self._names, self._what = names, what
+        assert cache.target_mask is not None, "completions have a target mask"
+        starts, ends = cache.offsets[:-1], cache.offsets[1:]
+        is_target = cache.target_mask.astype(bool)
+        # The next sequence begins where a completion ends inside a document.
+        completion_ends = np.flatnonzero(is_target[:-1] & ~is_target[1:]) + 1
+        inner = completion_ends[~np.isin(completion_ends, cache.offsets)]
+        assert len(inner) == len(starts) * (len(names) - 1), f"each document has {len(names)} completions"
+        bounds = np.concatenate([starts[:, None], inner.reshape(len(starts), len(names) - 1), ends[:, None]], axis=1)
+        first_targets = _first_true(is_target, bounds[:, :-1])
+        fits = (first_targets - bounds[:, :-1] <= seq_len).all(axis=1)
+        self.documents = np.flatnonzero(fits)
+        """The document of each example."""
+        self.first_targets = first_targets[fits]
+        """int64 [examples, completions]: the index in the cache of each completion's first token."""
+        self._bounds = bounds[fits]
+        sizes = np.diff(self._bounds, axis=1)
+        self._num_truncated = int((sizes > seq_len + 1).any(axis=1).sum())
+        self._num_without_targets = int((~fits).sum())
+
+    def __len__(self) -> int:
+        return len(self._bounds)
+
+    @property
+    def padding(self) -> float:
+        sizes = np.minimum(np.diff(self._bounds, axis=1), self.seq_len)
+        return 1 - float(sizes.sum()) / max(1, sizes.size * self.seq_len)
+
+    @property
+    def summary(self) -> str:
+        what = self._what
+        parts = [f"{len(self):,} {what} of sequences of {self.seq_len:,} tokens, {self.padding:.1%} padding"]
+        if self._num_truncated:
+            parts.append(f"{self._num_truncated:,} {what} are longer and were truncated")
+        if self._num_without_targets:
+            parts.append(
+                f"{self._num_without_targets:,} {what} left out: their prompt leaves no room for a token of a completion"
+            )
+        return "; ".join(parts)
+
+    def starts(self, indices: np.ndarray) -> np.ndarray:
+        return self._bounds[indices, 0]
+
+    def ends(self, indices: np.ndarray) -> np.ndarray:
+        """int64: the index in the cache after each example's last token."""
+        return self._bounds[indices, -1]
+
+    def read(self, indices: np.ndarray) -> Columns:
+        """The columns of `TokenBatch`, [len(indices), completions, seq_len] each."""
+        starts, ends = self._bounds[indices, :-1], self._bounds[indices, 1:]
+        columns = np.arange(self.seq_len + 1, dtype=np.int32)
+        inside = columns < (ends - starts)[..., None]
+        ids = self.cache.read(starts.ravel(), self.seq_len + 1).reshape(inside.shape) * inside
+        is_target = self.cache.read_target_mask(starts.ravel(), self.seq_len + 1).reshape(inside.shape) & inside
+        is_input = inside[..., :-1]
+        return {
+            "tokens": ids[..., :-1].copy(),
+            "targets": ids[..., 1:].copy(),
+            "loss_mask": is_target[..., 1:].astype(np.float32),
+            "segment_ids": is_input.astype(np.int32),
+            "positions": columns[:-1] * is_input,
+        }
+
+    def show(self, index: int, tokenizer: Any) -> Iterator[str]:
+        columns = {name: column[0] for name, column in self.read(np.array([index])).items()}
+        num_targets = columns["loss_mask"].sum(axis=1).astype(int)
+        counts = [f"{count} ({name})" for count, name in zip(num_targets, self._names, strict=True)]
+        first, last = ", ".join(counts[:-1]), counts[-1]
+        yield f"loss on {' and '.join(filter(None, (first, last)))} of {self.seq_len} tokens"
+        source = self.cache.source_of(int(self._bounds[index, 0]))
+        for number, completion in enumerate(self._names):
+            row = {name: column[number] for name, column in columns.items()}
+            for _, text in documents_as_text(row, tokenizer):
+                yield f"--- {source}, {completion} ---\n{text}"
+
+
+def _first_true(is_target: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """The first true position from each start on."""
+    targets = np.flatnonzero(is_target)
+    return targets[np.searchsorted(targets, starts)]

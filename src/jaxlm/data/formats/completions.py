@@ -1,0 +1,183 @@
+"""Prompts with several completions each; the loss is computed on the completions. Formats of such records extend this."""
+
+import abc
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.formats.base import Encoder, FormatConfig, RawContent, TokenizedText
+from jaxlm.data.formats.chat import Messages, are_messages
+from jaxlm.data.sources.document_files import has_records
+from jaxlm.data.sources.record_files import Record
+from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.tokenizer.chat_template import ChatTemplate
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids
+
+_USER = "user"
+_Sequence = tuple[np.ndarray, np.ndarray]  # ids, and whether the loss is computed on each of them
+
+
+class Completions(NamedTuple):
+    """A prompt and its completions before tokenization.
+
+    Attributes:
+        prompt: the prompt as text. For a conversation, rendered up to the header of the assistant's answer.
+        completions: equally many for all records of a source.
+        is_rendered: a chat template wrote all special tokens; otherwise BOS and EOS are added and the texts have none.
+        numbers: numbers that belong to the record.
+    """
+
+    prompt: str
+    completions: tuple[str, ...]
+    is_rendered: bool
+    numbers: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class CompletionsFormat(FormatConfig):
+    """Records with a prompt and several completions."""
+
+    @property
+    @abc.abstractmethod
+    def num_completions(self) -> int:
+        """Number of completions of each record."""
+
+    @property
+    def documents_per_sequence(self) -> int | None:
+        return 1
+
+    def can_read(self, name: str) -> bool:
+        return has_records(name)
+
+    def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
+        template = None
+        if self.given_template() is not None or tokenizer.chat_template is not None:
+            template = ChatTemplate.load(self.given_template(), tokenizer, f"{key}.chat_template")
+        return CompletionsEncoder(self, key, tokenizer, template, *boundary_ids(tokenizer, bos=bos, eos=eos))
+
+    @abc.abstractmethod
+    def records(self, file: TextFile) -> Iterator[Record]:
+        """The records of a file."""
+
+    @abc.abstractmethod
+    def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
+        """The prompt and the completions of a record. Raises `ConfigError` if it has none, or they need a template."""
+
+    @abc.abstractmethod
+    def nothing_to_train_on(self) -> str:
+        """What is missing if no record has a prompt and completions, for the error message."""
+
+
+def text_or_messages(record: Record, key: str) -> str | Messages:
+    """The value under a key of a record. Raises `ConfigError` if it is neither a text nor a list of messages."""
+    value = record.values.get(key)
+    if isinstance(value, str):
+        return value
+    if are_messages(value):
+        return [{k: v for k, v in m.items() if v is not None} for m in value]
+    given = f"it is {value!r:.80}" if key in record.values else f"the record has the keys {', '.join(record.values)}"
+    raise ConfigError(f"{record.where}: no text and no list of messages under '{key}': {given}")
+
+
+def checked_template(template: ChatTemplate | None, where: str, key: str) -> ChatTemplate:
+    """The template. Raises `ConfigError` if there is none. Args: key: the key of the record that has messages."""
+    if template is None:
+        raise ConfigError(
+            f"{where}: '{key}' is a list of messages, but the tokenizer has no chat template. Set data.format.chat_template"
+        )
+    return template
+
+
+def rendered(
+    where: str, prompt: str | Messages | None, continued: Sequence[Messages], template: ChatTemplate
+) -> Completions:
+    """Renders conversations. Messages that all of them begin with belong to the prompt."""
+    before = [{"role": _USER, "content": prompt}] if isinstance(prompt, str) else (prompt or [])
+    # UltraFeedback and others repeat the prompt in the completions.
+    conversations = [m if m[: len(before)] == before else [*before, *m] for m in continued]
+    # The last message of each list is its completion.
+    leading = zip(*(conversation[:-1] for conversation in conversations), strict=False)
+    equal = itertools.takewhile(lambda several: all(one == several[0] for one in several), leading)
+    shared = [several[0] for several in equal]
+    if not shared:
+        raise ConfigError(f"{where}: no prompt: the lists of messages begin differently")
+    text = template.prompt(shared, where)
+    wholes = [template.render(conversation, where, mark=False).text for conversation in conversations]
+    if not all(whole.startswith(text) for whole in wholes):
+        raise ConfigError(
+            f"{where}: the completion cannot be located: the chat template ({template.origin}) renders the prompt differently"
+            " without it. Use another template"
+        )
+    return Completions(text, tuple(whole[len(text) :] for whole in wholes), is_rendered=True)
+
+
+@dataclass(frozen=True)
+class CompletionsEncoder(Encoder):
+    """Tokenizes each record as one document: the prompt and its first completion, the prompt and its second, and so on.
+
+    The target mask of all completions is set, so it also says where the next sequence begins. A text prompt and its
+    completion are tokenized separately, so the prompt's tokens are the same as at inference. Rendered text is tokenized as a
+    whole.
+    """
+
+    config: CompletionsFormat
+    key: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    before: np.ndarray
+    after: np.ndarray
+
+    def read(self, file: TextFile) -> Iterator[RawContent]:
+        for record in self.config.records(file):
+            found = self.config.completions(record, self.template)
+            texts = (found.prompt, *found.completions)
+            yield RawContent(found, sum(map(len, texts)), sum(len(text.encode()) for text in texts), record.position)
+
+    def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
+        plain, rendered = ([found for found in contents if found.is_rendered is kind] for kind in (False, True))
+        sequences = {False: iter(self._plain(plain)), True: iter(self._rendered(rendered))}
+        return [_document(found, [next(sequences[found.is_rendered]) for _ in found.completions]) for found in contents]
+
+    def cache_key(self) -> dict[str, Any]:
+        if self.template is None:
+            return {}
+        template = json.dumps([self.template.text, dict(self.template.names)])
+        return {"chat_template": hashlib.sha256(template.encode()).hexdigest()}
+
+    def no_targets_message(self) -> str:
+        advice = "Set data.enforce_bos and data.enforce_eos, or check the records"
+        return f"{self.key}: {self.config.nothing_to_train_on()}. {advice}"
+
+    def _plain(self, contents: Sequence[Completions]) -> Iterator[_Sequence]:
+        ids = iter(self.tokenizer.encode_arrays([t for c in contents for t in (c.prompt, *c.completions)]))
+        for found in contents:
+            prompt = next(ids)
+            for completion in itertools.islice(ids, len(found.completions)):
+                yield _sequence(np.concatenate([self.before, prompt]), np.concatenate([completion, self.after]))
+
+    def _rendered(self, contents: Sequence[Completions]) -> Iterator[_Sequence]:
+        texts = [c.prompt + completion for c in contents for completion in c.completions]
+        prompts = [c.prompt for c in contents for _ in c.completions]
+        for prompt, (ids, begins, _) in zip(prompts, self.tokenizer.encode_with_offsets(texts), strict=True):
+            size = int(np.searchsorted(begins, len(prompt)))
+            yield _sequence(ids[:size], ids[size:])
+
+
+def _sequence(prompt: np.ndarray, completion: np.ndarray) -> _Sequence:
+    is_target = np.arange(len(prompt) + len(completion)) >= len(prompt)
+    return np.concatenate([prompt, completion]), is_target
+
+
+def _document(found: Completions, sequences: Sequence[_Sequence]) -> TokenizedText | None:
+    """All sequences as one document; None if one of them has no prompt or no completion."""
+    ids, masks = zip(*sequences, strict=True)
+    if not all(mask.any() and not mask.all() for mask in masks):
+        return None
+    numbers = np.array(found.numbers, np.float32) if found.numbers else None
+    return TokenizedText(np.concatenate(ids), np.concatenate(masks), numbers)

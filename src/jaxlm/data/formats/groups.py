@@ -1,0 +1,92 @@
+"""Groups: a prompt with several sampled responses and their rewards; the loss is computed on the responses."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Interval
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import LARGEST_FLOAT, LARGEST_INT
+from jaxlm.data.formats.base import FormatConfig
+from jaxlm.data.formats.chat import plain_text
+from jaxlm.data.formats.completions import (
+    Completions,
+    CompletionsFormat,
+    checked_template,
+    rendered,
+    text_or_messages,
+)
+from jaxlm.data.sources.record_files import Record
+from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.tokenizer.chat_template import ChatTemplate
+
+
+@FormatConfig.register_subclass("groups")
+@dataclass(frozen=True)
+class GroupsFormat(CompletionsFormat):
+    """Records with a prompt, a list of responses to it and a list of their rewards, for `data.type: groups`. The prompt is a
+    text or a list of messages; the responses are texts.
+
+    Attributes:
+        group_size: number of responses in each record.
+        prompt_field: key of the prompt.
+        responses_field: key of the list of responses.
+        rewards_field: key of the list of rewards.
+        chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
+            tokenizer's chat template.
+    """
+
+    makes: ClassVar[str] = "groups"
+
+    group_size: Annotated[int, Interval(ge=2, le=LARGEST_INT)] = 4
+    prompt_field: str = "prompt"
+    responses_field: str = "responses"
+    rewards_field: str = "rewards"
+    chat_template: str | None = None
+
+    @property
+    def num_completions(self) -> int:
+        return self.group_size
+
+    def given_template(self) -> str | None:
+        return self.chat_template
+
+    def texts(self, file: TextFile) -> Iterator[str]:
+        for record in self.records(file):
+            prompt = plain_text(text_or_messages(record, self.prompt_field))
+            yield from (prompt + response for response in self._responses(record))
+
+    def records(self, file: TextFile) -> Iterator[Record]:
+        return file.records((self.prompt_field, self.responses_field, self.rewards_field))
+
+    def nothing_to_train_on(self) -> str:
+        return f"no group has a prompt and {self.group_size} responses of at least one token each"
+
+    def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
+        prompt, responses = text_or_messages(record, self.prompt_field), self._responses(record)
+        rewards = self._list(record, self.rewards_field, "numbers", _is_reward)
+        if isinstance(prompt, str):
+            return Completions(prompt, tuple(responses), False, tuple(map(float, rewards)))
+        conversations = [[*prompt, {"role": "assistant", "content": response}] for response in responses]
+        template = checked_template(template, record.where, self.prompt_field)
+        found = rendered(record.where, prompt, conversations, template)
+        return found._replace(numbers=tuple(map(float, rewards)))
+
+    def _responses(self, record: Record) -> list[str]:
+        return self._list(record, self.responses_field, "texts", lambda item: isinstance(item, str))
+
+    def _list(self, record: Record, key: str, what: str, accepts: Any) -> list[Any]:
+        found = record.values.get(key)
+        if not isinstance(found, list) or len(found) != self.group_size or not all(map(accepts, found)):
+            raise ConfigError(
+                f"{record.where}: expected a list of {self.group_size} {what} under '{key}' (data.format.group_size), got"
+                f" {found!r:.80}. Keys of the record: {', '.join(record.values) or 'none'}"
+            )
+        return found
+
+
+def _is_reward(item: Any) -> bool:
+    is_number = isinstance(item, (int, float)) and not isinstance(item, bool)
+    return is_number and math.isfinite(item) and abs(item) <= LARGEST_FLOAT

@@ -1,0 +1,78 @@
+"""Unpaired preferences: a prompt with one completion that is desirable or not; the loss is computed on the completion."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.formats.base import FormatConfig
+from jaxlm.data.formats.chat import plain_text
+from jaxlm.data.formats.completions import (
+    Completions,
+    CompletionsFormat,
+    checked_template,
+    rendered,
+    text_or_messages,
+)
+from jaxlm.data.sources.record_files import Record
+from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.tokenizer.chat_template import ChatTemplate
+
+
+@FormatConfig.register_subclass("unpaired")
+@dataclass(frozen=True)
+class UnpairedFormat(CompletionsFormat):
+    """Records with a prompt, a completion and a label, for `data.type: unpaired`. Prompt and completion are texts, or lists
+    of messages.
+
+    Attributes:
+        prompt_field: key of the prompt.
+        completion_field: key of the completion.
+        label_field: key of the label: true (or 1) for a desirable completion, false (or 0) for another.
+        chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
+            tokenizer's chat template.
+    """
+
+    makes: ClassVar[str] = "unpaired"
+
+    prompt_field: str = "prompt"
+    completion_field: str = "completion"
+    label_field: str = "label"
+    chat_template: str | None = None
+
+    @property
+    def num_completions(self) -> int:
+        return 1
+
+    def given_template(self) -> str | None:
+        return self.chat_template
+
+    def texts(self, file: TextFile) -> Iterator[str]:
+        for record in self.records(file):
+            yield "".join(
+                plain_text(text_or_messages(record, key)) for key in (self.prompt_field, self.completion_field)
+            )
+
+    def records(self, file: TextFile) -> Iterator[Record]:
+        return file.records((self.prompt_field, self.completion_field, self.label_field))
+
+    def nothing_to_train_on(self) -> str:
+        return "no record has a prompt and a completion of at least one token each"
+
+    def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
+        prompt, completion = (text_or_messages(record, key) for key in (self.prompt_field, self.completion_field))
+        label = record.values.get(self.label_field)
+        if label not in (0, 1):  # True and False are equal to them
+            raise ConfigError(
+                f"{record.where}: expected true or false under '{self.label_field}', got {label!r:.80}. Keys of the record:"
+                f" {', '.join(record.values) or 'none'}"
+            )
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return Completions(prompt, (completion,), False, (float(label),))
+        if isinstance(completion, str):
+            raise ConfigError(
+                f"{record.where}: '{self.prompt_field}' is a list of messages and '{self.completion_field}' is a text. Make"
+                " both of them texts, or both lists of messages"
+            )
+        template = checked_template(template, record.where, self.completion_field)
+        return rendered(record.where, prompt, (completion,), template)._replace(numbers=(float(label),))

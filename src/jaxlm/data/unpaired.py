@@ -1,0 +1,80 @@
+"""Unpaired preferences: completions that are desirable or not, each beside the completion of another record."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+from haliax import Axis
+
+from jaxlm.core.axes import POSITION
+from jaxlm.core.types import MISMATCHED, UnpairedBatch
+from jaxlm.data.batch import BatchSpec, Column, Columns, random_tokens, token_columns
+from jaxlm.data.cache.token_cache import TokenCache
+from jaxlm.data.completions import SeveralCompletions
+from jaxlm.data.config import DataConfig
+from jaxlm.data.examples import WrappedExamples
+from jaxlm.data.formats.base import FormatConfig
+from jaxlm.data.formats.unpaired import UnpairedFormat
+
+
+@DataConfig.register_subclass("unpaired")
+@dataclass(frozen=True)
+class UnpairedConfig(DataConfig):
+    """Completions that are desirable or not. `model.seq_len` limits each prompt with its completion; longer ones are
+    truncated at the end.
+    """
+
+    reads: ClassVar[str] = "unpaired"
+
+    format: FormatConfig = field(default_factory=UnpairedFormat)
+
+    def batch_spec(self, seq_len: int) -> BatchSpec[UnpairedBatch]:
+        own = token_columns(Axis(POSITION, seq_len))
+        others = {MISMATCHED + name: column for name, column in own.items()}
+        return BatchSpec(UnpairedBatch.of, {**own, **others, "labels": Column(np.float32, ())})
+
+    def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> "LabeledCompletions":
+        del record_format
+        return LabeledCompletions(SeveralCompletions(cache, seq_len, ("completion",), "completions"))
+
+    def random_columns(self, num_examples: int, seq_len: int, vocab_size: int, seed: int) -> Columns:
+        own, others = (random_tokens((num_examples, seq_len), vocab_size, seed + n) for n in (0, 1))
+        labels = np.random.default_rng(seed).integers(0, 2, num_examples).astype(np.float32)
+        return {**own, **{MISMATCHED + name: column for name, column in others.items()}, "labels": labels}
+
+
+class LabeledCompletions(WrappedExamples):
+    """Completions with their labels, and each prompt with the completion of the next example of the source."""
+
+    def __init__(self, completions: SeveralCompletions):
+        super().__init__(completions)
+        assert completions.cache.numbers is not None, "completions have labels"
+        self._labels = completions.cache.numbers[completions.documents, 0]
+        self._first_targets, self._ends = completions.first_targets[:, 0], completions.ends
+
+    def read(self, indices: np.ndarray) -> Columns:
+        own = {name: column[:, 0] for name, column in self._examples.read(indices).items()}
+        others = {MISMATCHED + name: column for name, column in self._mismatched(indices).items()}
+        return {**own, **others, "labels": self._labels[indices]}
+
+    def _mismatched(self, indices: np.ndarray) -> Columns:
+        others = (indices + 1) % len(self)
+        starts = np.stack([self.starts(indices), self._first_targets[others]], axis=1)
+        room = self.seq_len + 1
+        prompts = self._first_targets[indices] - starts[:, 0]
+        completions = np.minimum(self._ends(others) - starts[:, 1], room - prompts)
+        lengths = np.stack([prompts, completions], axis=1)
+        flat = self.cache.read_ranges(starts.ravel(), lengths.ravel())
+        sizes = prompts + completions
+        at = np.arange(room, dtype=np.int32)
+        inside = at < sizes[:, None]
+        ids = np.zeros((len(indices), room), np.int32)
+        ids[inside] = flat
+        is_input = inside[:, :-1]
+        return {
+            "tokens": ids[:, :-1].copy(),
+            "targets": ids[:, 1:].copy(),
+            "loss_mask": (inside & (at >= prompts[:, None]))[:, 1:].astype(np.float32),
+            "segment_ids": is_input.astype(np.int32),
+            "positions": at[:-1] * is_input,
+        }

@@ -1,0 +1,194 @@
+"""Log-likelihoods of completions, and objectives that compare them with those of a reference."""
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+
+from jaxlm.core.axes import BATCH, PAIR, POSITION
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NonNegativeInt, PositiveFraction
+from jaxlm.core.tree import is_named
+from jaxlm.core.types import PairBatch, TokenBatch
+from jaxlm.models.base import AuxLoss, Inputs, LanguageModel
+from jaxlm.models.loss import token_losses
+from jaxlm.objectives.base import ObjectiveConfig
+
+_INITIAL, _NONE = "initial", "none"  # references that are not in the section `refs`
+_WHOLE = 1.0
+
+
+class ReferenceLogps(eqx.Module):
+    """What a reference says about completions.
+
+    Attributes:
+        logps: float32, its log-likelihoods, with the axes of the objective.
+    """
+
+    logps: NamedArray
+
+
+def token_logps(
+    model: LanguageModel, batch: TokenBatch, *, key: jax.Array | None = None
+) -> tuple[NamedArray, Mapping[str, AuxLoss]]:
+    """The log-likelihood of each target, float32 {batch, position}, 0 where the loss mask is, and the layers' losses.
+
+    Differentiable, without the logits of all tokens in memory.
+    """
+    hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids), key=key)
+    options = {"soft_cap": model.logit_soft_cap, "vocab_multiple": model.vocab_multiple}
+    nats = token_losses(hidden.final, model.lm_head(), batch.targets, **options)
+    return -hax.where(batch.loss_mask > 0, nats, 0.0), hidden.aux
+
+
+def completion_logps(
+    model: LanguageModel, batch: TokenBatch, *, key: jax.Array | None = None
+) -> tuple[NamedArray, Mapping[str, AuxLoss]]:
+    """The log-likelihood of each completion, which the loss mask selects, float32 {batch}, and the layers' losses."""
+    logps, aux = token_logps(model, batch, key=key)
+    return hax.sum(logps * batch.loss_mask, POSITION), aux
+
+
+def by_pair(of_sequences: hax.NamedArray, batch: PairBatch) -> hax.NamedArray:
+    """{batch} of `PairBatch.sequences` to {batch, pair}."""
+    tokens = batch.pairs.tokens
+    return of_sequences.unflatten_axis(BATCH, (tokens.resolve_axis(BATCH), tokens.resolve_axis(PAIR)))
+
+
+def is_pair(batch: PairBatch) -> hax.NamedArray:
+    """bool {[microbatch,] batch}: whether both completions have tokens in the loss. Rows that fill up a batch have none."""
+    return hax.all(hax.any(batch.pairs.loss_mask > 0, POSITION), PAIR)
+
+
+class HeldReference(eqx.Module):
+    """A reference in the state of an objective: the model from the start of the phase, or from the last sync.
+
+    Attributes:
+        weights: the leaves that train, in the dtypes of the computation; None for the others, which never change. None if the
+            reference is not held.
+        statistics: numbers of the objective's own, by name.
+    """
+
+    weights: Any
+    statistics: dict[str, jax.Array] = eqx.field(default_factory=dict)
+
+    def model(self, model: LanguageModel) -> LanguageModel:
+        """The reference. Args: model: the model that trains, for its frozen leaves."""
+        return eqx.combine(self.weights, model, is_leaf=is_named)
+
+    def synced(self, trainable: Any, updates: jax.Array, interval: int, mixup: float) -> "HeldReference":
+        """The reference after an update: every `interval` updates, it moves by the fraction `mixup` to `trainable`.
+
+        Source: Gorbatovski et al. 2024 (arXiv:2404.09656), equations 6 and 7.
+        """
+        if not interval:
+            return self
+        is_due = updates % interval == 0
+
+        def moved(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+            new = theirs if mixup == 1 else ours.astype(jnp.float32) * (1 - mixup) + theirs.astype(jnp.float32) * mixup
+            return jnp.where(is_due, new.astype(ours.dtype), ours)
+
+        return replace(self, weights=jax.tree.map(moved, self.weights, trainable))
+
+
+@dataclass(frozen=True)
+class ReferencedObjective(ObjectiveConfig):
+    """An objective that compares the model with a reference.
+
+    Attributes:
+        reference: `initial` for the model at the start of the phase, the name of a model in `refs`, or `none`. Null is `none`
+            if the other keys need no reference, and otherwise `initial`.
+        cache: ask the reference in `refs` once for every training example, and store its log-likelihoods on disk. Later
+            epochs and runs read them instead of loading the reference.
+        sync_interval: update the initial reference from the model after every N updates; 0 never does.
+        sync_mixup: fraction by which such an update moves the reference to the model; 1 replaces it.
+    """
+
+    head_in_fp8: ClassVar[bool] = False
+
+    reference: str | None = field(default=None, kw_only=True)
+    cache: bool = field(default=False, kw_only=True)
+    sync_interval: NonNegativeInt = field(default=0, kw_only=True)
+    sync_mixup: PositiveFraction = field(default=_WHOLE, kw_only=True)
+
+    @property
+    @abc.abstractmethod
+    def needs_reference(self) -> bool:
+        """Whether the loss reads the log-likelihoods of a reference."""
+
+    @abc.abstractmethod
+    def reference_logps(self, model: LanguageModel, batch: Any) -> NamedArray:
+        """The log-likelihoods that the loss reads of a reference, for a microbatch."""
+
+    def check_reference(self) -> None:
+        """Raises `ConfigError` if the keys about the reference contradict each other, or have no effect."""
+        if not self.needs_reference and self.reference not in (None, _NONE):
+            raise ConfigError(
+                f"objective.reference: '{self.reference}' given, but the loss needs none with these keys. Remove it"
+            )
+        if self.cache and not self.references:
+            raise ConfigError(
+                f"objective.cache: true given with reference: {self._reference}. Only a model of the section refs can be"
+                " asked before training: set reference to its name, or remove cache"
+            )
+        if self.sync_interval and not self.holds_reference:
+            raise ConfigError(
+                f"objective.sync_interval: {self.sync_interval} given with reference: {self._reference}, which never"
+                f" changes. Set reference to {_INITIAL}, or remove sync_interval"
+            )
+        if self.sync_mixup != _WHOLE and not self.sync_interval:
+            raise ConfigError(
+                f"objective.sync_mixup: {self.sync_mixup} given without sync_interval, so it has no effect. Set it, or"
+                " remove sync_mixup"
+            )
+
+    def init_statistics(self) -> dict[str, jax.Array]:
+        """Numbers that the objective keeps between steps, by name."""
+        return {}
+
+    def update_statistics(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The numbers after an update. Args: statistics: as the last microbatch has left them."""
+        return statistics
+
+    @property
+    def _reference(self) -> str:
+        return self.reference or (_INITIAL if self.needs_reference else _NONE)
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        return () if self._reference in (_INITIAL, _NONE) else (self._reference,)
+
+    @property
+    def holds_reference(self) -> bool:
+        return self._reference == _INITIAL
+
+    @property
+    def annotation_key(self) -> Mapping[str, Any] | None:
+        return {"logps": type(self).__name__} if self.cache else None
+
+    def init_slot(self, trainable: Any) -> HeldReference | None:
+        statistics = self.init_statistics()
+        if not self.holds_reference and not statistics:
+            return None
+        return HeldReference(trainable if self.holds_reference else None, statistics)
+
+    def update_slot(self, slot: HeldReference, trainable: Any, updates: jax.Array) -> HeldReference:
+        after = slot.synced(trainable, updates, self.sync_interval, self.sync_mixup)
+        return replace(after, statistics=self.update_statistics(slot.statistics))
+
+    def references_in_slot(self, slot: HeldReference | None, model: LanguageModel) -> Mapping[str, LanguageModel]:
+        return {_INITIAL: slot.model(model)} if slot is not None and self.holds_reference else {}
+
+    def annotate(self, refs: Mapping[str, LanguageModel], batch: Any) -> Any:
+        """Adds the reference's log-likelihoods. Without an effect on a batch that has them."""
+        if batch.annotations is not None or self._reference == _NONE:
+            return batch
+        logps = self.reference_logps(refs[self._reference], batch)
+        return replace(batch, annotations=ReferenceLogps(logps))

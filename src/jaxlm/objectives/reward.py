@@ -1,0 +1,85 @@
+"""Reward models: a scalar head scores the chosen completion of each pair higher than the rejected one.
+
+Source: Bradley and Terry 1952, "Rank analysis of incomplete block designs", as the loss of Ouyang et al. 2022
+(arXiv:2203.02155), equation 1; the centering of Eisenstein et al. 2023 (arXiv:2312.09244), section 2.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+
+from jaxlm.core.axes import BATCH, EMBED, PAIR, POSITION
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NonNegativeFloat
+from jaxlm.core.types import PairBatch, Sum, TokenBatch
+from jaxlm.models.base import AuxLoss, Inputs, LanguageModel
+from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
+from jaxlm.objectives.completions import by_pair, is_pair
+
+
+def score(
+    model: LanguageModel, batch: TokenBatch, *, key: jax.Array | None = None
+) -> tuple[hax.NamedArray, dict[str, AuxLoss]]:
+    """The reward of each sequence, float32 {batch}: of its last token that the model reads. And the layers' losses."""
+    head = model.reward_head()
+    if head is None:
+        raise ConfigError(
+            "objective.type: reward needs a model with a scalar head. Add `surgery: [{type: reward_head}]` to the phase"
+        )
+    hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids), key=key)
+    segments = batch.segment_ids.rearrange((BATCH, POSITION))
+    num_tokens_B = jnp.sum(segments.array > 0, axis=1)
+    is_last_BS = jnp.arange(segments.array.shape[1]) == num_tokens_B[:, None] - 1
+    last = hax.sum(hidden.final.astype(jnp.float32) * hax.named(is_last_BS, segments.axes), POSITION)
+    return hax.dot(last, head.astype(jnp.float32), axis=EMBED), hidden.aux
+
+
+@ObjectiveConfig.register_subclass("reward")
+@dataclass(frozen=True)
+class RewardObjective(ObjectiveConfig):
+    """Preference pairs (`data.type: pairs`): a reward head (`surgery: [{type: reward_head}]`) scores the chosen completion
+    higher than the rejected one. The loss is averaged over pairs.
+
+    Attributes:
+        center_coefficient: weight of the squared sum of both rewards of a pair, which keeps their mean near 0; 0 disables it.
+    """
+
+    batch_types: ClassVar[tuple[type, ...]] = (PairBatch,)
+    head_in_fp8: ClassVar[bool] = False
+    sequences_axis: ClassVar[str | None] = PAIR
+
+    center_coefficient: NonNegativeFloat = 0.0
+
+    def weights(self, batch: PairBatch) -> dict[str, jax.Array]:
+        """The number of pairs, and of tokens that are not padding."""
+        num_pairs = hax.sum(is_pair(batch)).scalar().astype(jnp.float32)
+        return {"loss": num_pairs, AUXILIARY: auxiliary_weight(batch.pairs)}
+
+    def terms(
+        self, model: LanguageModel, batch: PairBatch, slot: Any, *, key: jax.Array | None
+    ) -> tuple[dict[str, Sum], Metrics, Any]:
+        """The loss terms `loss` and the layers' auxiliary losses.
+
+        The metrics have TRL's names: `accuracy` (the fraction of pairs whose chosen reward is larger), `margin` (the mean
+        difference) and `mean_reward` (of all completions).
+        """
+        scores, aux = score(model, batch.sequences(), key=key)
+        rewards = by_pair(scores, batch)
+        chosen, rejected = (rewards[PAIR, number].array for number in (0, 1))
+        losses = jax.nn.softplus(rejected - chosen) + self.center_coefficient * (chosen + rejected) ** 2
+        columns = {
+            "loss": losses,
+            "accuracy": chosen > rejected,
+            "margin": chosen - rejected,
+            "mean_reward": (chosen + rejected) / 2,
+        }
+        counted, num_pairs = is_pair(batch).array, self.weights(batch)["loss"]
+        metrics = {
+            name: Sum(jnp.sum(jnp.where(counted, column, 0.0), dtype=jnp.float32), num_pairs)
+            for name, column in columns.items()
+        }
+        aux_terms, aux_metrics = auxiliary_terms(aux)
+        return {"loss": metrics["loss"], **aux_terms}, metrics | aux_metrics, slot

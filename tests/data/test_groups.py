@@ -1,0 +1,145 @@
+"""Groups of rewarded responses: their sequences and rewards, what is left out, batches, and how they are shown."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.config.decode import decode
+from jaxlm.config.yaml import ConfigSource
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.config import DataConfig
+from jaxlm.data.formats.groups import GroupsFormat
+from jaxlm.data.formats.text import TextFormat
+from jaxlm.data.groups import GroupsConfig
+from tests.data.helpers import small_tokenizer, some_text
+from tests.data.test_loader import layout_of
+from tests.data.test_pairs import CHATML
+
+RECORDS = [
+    {
+        "prompt": f"Q{n}: {some_text(n, 3)}",
+        "responses": [f" a{k} {some_text(50 + n, 1 + k + n % 3)}" for k in range(3)],
+        "rewards": [n, n + 0.25, -1],
+    }
+    for n in range(5)
+]
+RENAMED = [{"q": r["prompt"], "a": r["responses"], "score": r["rewards"]} for r in RECORDS]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return small_tokenizer(300)
+
+
+@pytest.fixture
+def opened(tokenizer, tmp_path):
+    """Opens groups of three made of these records."""
+    tokenizer.save(tmp_path / "tokenizer")
+
+    def open_records(records, seq_len=64, log=lambda _: None, **keys):
+        number = len(list(tmp_path.glob("*.jsonl")))
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        config = GroupsConfig(
+            train_urls=[str(path)],
+            validation_urls=[str(path)],
+            cache_dir=f"{tmp_path}/cache{number}",
+            tokenizer=f"{tmp_path}/tokenizer",
+            format=GroupsFormat(**{"group_size": 3} | keys),
+        )
+        config.check()
+        return config.open(config.load_tokenizer(lambda _: None), seq_len, log)
+
+    return open_records
+
+
+def test_each_response_follows_the_prompt_and_has_its_reward(opened, tokenizer):
+    examples = opened(RECORDS).train[""]
+    columns = examples.read(np.arange(len(RECORDS)))
+    assert columns["rewards"].dtype == np.float32
+    for row, record in enumerate(RECORDS):
+        assert columns["rewards"][row].tolist() == record["rewards"]
+        for number, response in enumerate(record["responses"]):
+            prompt, answer = tokenizer.encode_batch([record["prompt"], response])
+            whole = [tokenizer.bos_id, *prompt, *answer, tokenizer.eos_id]
+            size = len(whole) - 1
+            assert columns["tokens"][row, number, :size].tolist() == whole[:-1]
+            assert columns["targets"][row, number, :size].tolist() == whole[1:]
+            assert columns["loss_mask"][row, number, :size].tolist() == [0] * len(prompt) + [1] * (len(answer) + 1)
+            assert not columns["segment_ids"][row, number, size + 1 :].any()
+    renamed = opened(RENAMED, prompt_field="q", responses_field="a", rewards_field="score").train[""]
+    for name, column in renamed.read(np.arange(len(RECORDS))).items():
+        np.testing.assert_array_equal(column, columns[name], err_msg=name)
+
+
+def test_groups_without_room_for_a_response_are_left_out_with_their_rewards(opened):
+    lines: list[str] = []
+    long = {"prompt": "word " * 200, "responses": [" a", " b", " c"], "rewards": [7, 8, 9]}
+    examples = opened([RECORDS[0], long, RECORDS[1]], 24, lines.append).train[""]
+    assert examples.read(np.arange(2))["rewards"].tolist() == [RECORDS[0]["rewards"], RECORDS[1]["rewards"]]
+    assert any("1 groups left out: their prompt leaves no room for a token of a completion" in line for line in lines)
+
+
+def test_a_conversation_is_rendered_with_each_response(opened, tokenizer):
+    record = {"prompt": [{"role": "user", "content": "hi"}], "responses": ["yes", "no", "so"], "rewards": [1, 0, 0]}
+    columns = opened([record], chat_template=CHATML).train[""].read(np.arange(1))
+    for number, response in enumerate(record["responses"]):
+        size = int(columns["segment_ids"][0, number].sum())
+        ids = [*columns["tokens"][0, number, :size], columns["targets"][0, number, size - 1]]
+        ids = ids[: len(ids) - (columns["loss_mask"][0, number, size - 1] == 0)]
+        assert tokenizer.decode(ids) == f"<|user|>hi<|end|><|assistant|>{response}<|end|>"
+
+
+def test_batches_keep_groups_together(opened):
+    layout = layout_of(data=2)
+    batch = next(iter(opened(RECORDS, 32).validation[0].batches(batch_size=8, layout=layout, max_batches=None)))
+    assert [axis.name for axis in batch.responses.tokens.axes] == ["batch", "group", "position"]
+    whole = np.asarray(batch.responses.tokens.array)
+    np.testing.assert_array_equal(np.asarray(batch.sequences().tokens.array), whole.reshape(24, 32))
+    rewards = np.asarray(batch.rewards.array)
+    assert rewards[:5].tolist() == [record["rewards"] for record in RECORDS]
+    assert not rewards[5:].any()
+    sharding = jax.jit(lambda b: b.sequences().tokens.array)(batch).sharding
+    assert sharding.spec[0] in ("data", ("data",)), "flattening moves no row between devices"
+
+
+def test_shown_with_every_response(opened, tokenizer):
+    lines = list(opened(RECORDS).train[""].show(1, tokenizer))
+    assert lines[0].startswith("loss on ")
+    assert [line.partition(" ---")[0] for line in lines[1:]] == [
+        f"--- document 2 of 0.jsonl, response {number}" for number in (1, 2, 3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"responses": ["a", "b"]},
+            r"line 1: expected a list of 3 texts under 'responses' \(data\.format\.group_size\)",
+        ),
+        ({"rewards": [1, 2, None]}, r"expected a list of 3 numbers under 'rewards'"),
+        ({"rewards": [1, 2, True]}, r"expected a list of 3 numbers under 'rewards'"),
+        ({"responses": "abc"}, r"expected a list of 3 texts under 'responses'"),
+        ({"prompt": 3}, r"no text and no list of messages under 'prompt': it is 3"),
+    ],
+)
+def test_records_that_are_no_groups(opened, change, message):
+    with pytest.raises(ConfigError, match=message):
+        opened([{**RECORDS[0], **change}])
+
+
+def test_the_size_of_groups_is_the_same_in_all_sources():
+    with pytest.raises(
+        ConfigError, match=r"data\.format\.type: text makes documents, but data\.type: groups reads groups"
+    ):
+        GroupsConfig(train_urls=["x.jsonl"], format=TextFormat()).batch_spec(8)
+    configs = {
+        name: {"train_urls": ["x.jsonl"], "cache_dir": name, "format": {"type": "groups", "group_size": size}}
+        for name, size in {"one": 2, "two": 4}.items()
+    }
+    data = decode(DataConfig, ConfigSource({"type": "groups", "configs": configs}))
+    with pytest.raises(ConfigError, match=r"groups of 2 and 4 responses given, but all sources must have the same"):
+        data.batch_spec(8)

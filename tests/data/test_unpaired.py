@@ -1,0 +1,92 @@
+"""Unpaired preferences: completions with labels, each beside the completion of the next record."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.formats.unpaired import UnpairedFormat
+from jaxlm.data.unpaired import UnpairedConfig
+from tests.data.helpers import small_tokenizer, some_text
+from tests.data.test_loader import layout_of
+from tests.data.test_pairs import CHATML
+
+RECORDS = [
+    {"prompt": f"Q{n}: {some_text(n, 2 + n)}", "completion": f" {some_text(50 + n, 1 + n % 3)}", "label": n % 2 == 0}
+    for n in range(5)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return small_tokenizer(300)
+
+
+@pytest.fixture
+def opened(tokenizer, tmp_path):
+    """Opens completions made of these records."""
+    tokenizer.save(tmp_path / "tokenizer")
+
+    def open_records(records, seq_len=64, **keys):
+        number = len(list(tmp_path.glob("*.jsonl")))
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        config = UnpairedConfig(
+            train_urls=[str(path)],
+            validation_urls=[str(path)],
+            cache_dir=f"{tmp_path}/cache{number}",
+            tokenizer=f"{tmp_path}/tokenizer",
+            format=UnpairedFormat(**keys),
+        )
+        config.check()
+        return config.open(config.load_tokenizer(lambda _: None), seq_len, lambda _: None)
+
+    return open_records
+
+
+@pytest.mark.parametrize("seq_len", [64, 12])
+def test_a_completion_and_that_of_the_next_record_follow_each_prompt(opened, tokenizer, seq_len):
+    short = [record | {"prompt": record["prompt"][:3]} for record in RECORDS] if seq_len < 64 else RECORDS
+    data = opened(short, seq_len)
+    columns = data.train[""].read(np.arange(5))
+    assert columns["labels"].tolist() == [1, 0, 1, 0, 1]
+    ids = [tokenizer.encode_batch([record["prompt"], record["completion"]]) for record in short]
+    for row in range(5):
+        for prefix, other in (("", row), ("mismatched_", (row + 1) % 5)):
+            prompt, completion = [tokenizer.bos_id, *ids[row][0]], [*ids[other][1], tokenizer.eos_id]
+            whole = [*prompt, *completion][: seq_len + 1]
+            size = min(len(whole), seq_len)
+            found = {name: columns[prefix + name][row] for name in ("tokens", "targets", "loss_mask", "segment_ids")}
+            assert found["tokens"][:size].tolist() == whole[:size]
+            assert found["targets"][: len(whole) - 1].tolist() == whole[1:]
+            assert np.flatnonzero(found["loss_mask"]).tolist() == list(range(len(prompt) - 1, len(whole) - 1))
+            assert found["segment_ids"].tolist() == [1] * size + [0] * (seq_len - size)
+    batch = next(iter(data.validation[0].batches(batch_size=8, layout=layout_of(data=2), max_batches=None)))
+    np.testing.assert_array_equal(np.asarray(batch.mismatched.tokens.array)[:5], columns["mismatched_tokens"])
+    np.testing.assert_array_equal(np.asarray(batch.completions.tokens.array)[:5], columns["tokens"])
+    assert not np.asarray(batch.completions.loss_mask.array)[5:].any()
+
+
+def test_messages_are_rendered_and_fields_name_the_keys(opened, tokenizer):
+    record = {"q": [{"role": "user", "content": "hi"}], "a": [{"role": "assistant", "content": "yes"}], "good": 0}
+    keys = {"prompt_field": "q", "completion_field": "a", "label_field": "good", "chat_template": CHATML}
+    examples = opened([record], **keys).train[""]
+    columns = examples.read(np.arange(1))
+    assert columns["labels"].tolist() == [0]
+    (shown,) = list(examples.show(0, tokenizer))[1:]
+    assert shown == "--- document 1 of 0.jsonl, completion ---\n⟦<|user|>hi<|end|><|assistant|>⟧yes<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"label": "true"}, r"line 1: expected true or false under 'label', got 'true'"),
+        ({"label": None}, r"expected true or false under 'label', got None"),
+        ({"completion": 3}, r"no text and no list of messages under 'completion': it is 3"),
+        ({"prompt": [{"role": "user", "content": "hi"}]}, r"'prompt' is a list of messages and 'completion' is a text"),
+    ],
+)
+def test_records_that_are_refused(opened, change, message):
+    with pytest.raises(ConfigError, match=message):
+        opened([{**RECORDS[0], **change}])

@@ -1,0 +1,285 @@
+"""The objective `grpo`: advantages, losses and averages against float64 vectors, its terms against the model's logits."""
+
+import itertools
+import json
+from pathlib import Path
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from jaxlm.config.decode import decode
+from jaxlm.config.run import RunConfig
+from jaxlm.config.yaml import ConfigSource
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.types import GroupBatch
+from jaxlm.objectives.grpo import Grpo
+from jaxlm.objectives.policy_losses import (
+    KL_ESTIMATORS,
+    average_weight,
+    cispo_losses,
+    clip_fractions,
+    clipped_losses,
+    group_advantages,
+    log_ratios,
+    token_weights,
+)
+from tests.objectives.test_dpo import VOCAB, random_model, target_logps
+
+VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "post_training.json").read_text())
+SLOW = pytest.mark.slow
+POLICY = {k: jnp.float32(v) for k, v in VECTORS["policy"].items() if isinstance(v, list)}
+LOGPS, OLD, REFERENCE, MASK, ADVANTAGES = (POLICY[k] for k in ("logps", "old", "reference", "mask", "advantages"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("group_ddof0_1e-8", {}),
+        ("group_ddof1_1e-4", {"std_ddof": 1, "eps": 1e-4}),
+        ("group_ddof1_1e-6", {"std_ddof": 1, "eps": 1e-6}),
+        ("none", {"scale": "none"}),
+        ("rloo", {"scale": "none", "baseline": "leave_one_out"}),
+    ],
+)
+def test_advantages_match_the_vectors(name, options):
+    found = group_advantages(jnp.float32(VECTORS["advantages"]["rewards"]), **options)
+    np.testing.assert_allclose(found, VECTORS["advantages"][name], rtol=1e-6, atol=1e-6)
+
+
+def test_equal_rewards_have_no_advantage_although_their_mean_is_rounded():
+    rewards = jnp.full((50, 3), 0.1) * jnp.arange(1, 51)[:, None]
+    assert np.any(np.asarray(rewards) != np.asarray(jnp.mean(rewards, axis=-1, keepdims=True)))
+    np.testing.assert_array_equal(group_advantages(rewards), 0)
+
+
+def averaged(losses, average, max_response_tokens=None):
+    weight = average_weight(MASK, average, max_response_tokens)
+    return float(jnp.sum(losses * token_weights(MASK, average)) / weight)
+
+
+def loss_of(logps=LOGPS, average="token_mean", length=None, *, old=OLD, level="token", high=0.2, dual=None, **kl):
+    """The loss as the objective puts it together. kl: estimator=coefficient."""
+    losses = clipped_losses(log_ratios(logps, old, MASK, level), ADVANTAGES, 0.2, high, dual)
+    for name, coefficient in kl.items():
+        losses += coefficient * KL_ESTIMATORS[name](log_ratios(logps, REFERENCE, MASK, level))
+    return averaged(losses, average, length)
+
+
+def test_losses_match_the_vectors():
+    louder = LOGPS.at[1, 0].set(0.5)
+    found = {
+        "token_mean": loss_of(),
+        "token_mean_k3_0.01": loss_of(k3=0.01),
+        "token_mean_k3_0.04": loss_of(k3=0.04),
+        "seq_mean_token_mean": loss_of(average="seq_mean_token_mean"),
+        "seq_mean_token_mean_k3_0.01": loss_of(average="seq_mean_token_mean", k3=0.01),
+        "seq_mean_token_sum": loss_of(average="seq_mean_token_sum"),
+        "dr_grpo_4": loss_of(average="dr_grpo", length=4),
+        "dr_grpo_4_k3_0.01": loss_of(average="dr_grpo", length=4, k3=0.01),
+        "clip_higher_0.28": loss_of(high=0.28),
+        "ratio_to_reference_squared_0.01": loss_of(old=REFERENCE, squared=0.01),
+        "per_sequence_ratio_to_reference_squared_0.01": loss_of(
+            old=REFERENCE, level="sequence", average="seq_mean_token_mean", squared=0.01
+        ),
+        "cispo_5": averaged(cispo_losses(log_ratios(LOGPS, OLD, MASK, "token"), LOGPS, ADVANTAGES, 5.0), "token_mean"),
+    }
+    assert found == pytest.approx({name: VECTORS["policy"][name] for name in found}, rel=2e-6, abs=1e-7)
+    kl = {
+        name: averaged(kl(log_ratios(LOGPS, REFERENCE, MASK, "token")), "token_mean")
+        for name, kl in KL_ESTIMATORS.items()
+    }
+    assert kl == pytest.approx(VECTORS["policy"]["kl"], rel=1e-5)
+    dual = VECTORS["policy"]["dual_clip_3"]
+    assert loss_of(louder) == pytest.approx(dual["without"], rel=1e-6)
+    assert loss_of(louder, dual=3.0) == pytest.approx(dual["with"], rel=1e-6)
+
+
+def test_ratios_of_sequences_and_clip_fractions_match_the_vectors():
+    gspo = VECTORS["policy"]["gspo"]
+    ratios = log_ratios(LOGPS, OLD, MASK, "sequence")
+    np.testing.assert_allclose(np.exp(ratios[:, 0]), gspo["ratio"], rtol=1e-6)
+    assert loss_of(level="sequence", average="seq_mean_token_mean") == pytest.approx(gspo["loss"], rel=1e-6)
+    low, high = clip_fractions(log_ratios(LOGPS, OLD, MASK, "token"), ADVANTAGES, 0.2, 0.2)
+    fractions = {"low": averaged(low, "token_mean"), "high": averaged(high, "token_mean")}
+    assert fractions == pytest.approx(VECTORS["policy"]["clip_fraction"])
+
+
+def test_gradients_match_the_vectors():
+    def loss(logps, old):
+        losses = clipped_losses(log_ratios(logps, old, MASK, "token"), ADVANTAGES, 0.2, 0.2)
+        return jnp.sum(losses * MASK) / jnp.sum(MASK)
+
+    np.testing.assert_allclose(jax.grad(loss)(LOGPS, OLD), VECTORS["policy"]["gradient"], rtol=1e-6, atol=1e-8)
+    on_policy = VECTORS["policy"]["on_policy"]
+    assert float(loss(LOGPS, LOGPS)) == pytest.approx(on_policy["loss"], rel=1e-6)
+    np.testing.assert_allclose(jax.grad(loss)(LOGPS, LOGPS), on_policy["gradient"], rtol=1e-6, atol=1e-8)
+    assert float(jax.grad(KL_ESTIMATORS["k3"])(0.0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "share"), [(3, 2 / 3), *(pytest.param(*case, marks=SLOW) for case in ((2, 0.5), (4, 0.75)))]
+)
+def test_the_expected_gradient_is_that_of_the_expected_reward(size, share):
+    """Over all groups of one-token responses: exactly with RLOO, and (G - 1) / G of it with the mean as the baseline."""
+    theta, rewards = jnp.array([0.3, -0.2, 0.5]), np.array([1.0, 0.0, 0.25])
+    groups = np.array(list(itertools.product(range(3), repeat=size)))
+    expected = jax.grad(lambda t: jnp.dot(jax.nn.softmax(t), rewards))(theta)
+    np.testing.assert_allclose(expected, [0.1903893, -0.0990015, -0.0913878], rtol=1e-5)
+    chance = np.prod(np.asarray(jax.nn.softmax(theta))[groups], axis=1)
+    for baseline, factor in (("mean", share), ("leave_one_out", 1.0)):
+        advantages = group_advantages(jnp.float32(rewards[groups]), scale="none", baseline=baseline)
+
+        def loss(t, advantages=advantages):
+            logps = jax.nn.log_softmax(t)[groups].reshape(-1, 1)
+            ones = jnp.ones_like(logps)
+            ratios = log_ratios(logps, jax.lax.stop_gradient(logps), ones, "token")
+            of_groups = clipped_losses(ratios, advantages.reshape(-1), 0.2, 0.2).reshape(groups.shape).mean(axis=1)
+            return jnp.dot(of_groups, chance)
+
+        np.testing.assert_allclose(-jax.grad(loss)(theta), factor * expected, rtol=2e-5)
+
+
+def a_batch(groups=3, size=4, length=12, seed=0):
+    """Responses of unequal lengths after prompts of three tokens; the last group is padding."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, VOCAB, (groups, size, length + 1))
+    end = 5 + np.arange(groups * size).reshape(groups, size) % (length - 4)
+    at = np.arange(length)
+    inside = at < end[..., None]
+    mask = (at >= 2) & (at + 1 < end[..., None])
+    mask[-1] = False
+    columns = {
+        "tokens": ids[..., :-1] * inside,
+        "targets": ids[..., 1:] * inside,
+        "loss_mask": mask.astype(np.float32),
+        "segment_ids": inside.astype(np.int32),
+        "positions": at * inside,
+    }
+    columns = {k: v.astype(np.float32 if k == "loss_mask" else np.int32) for k, v in columns.items()}
+    rewards = rng.integers(0, 3, (groups, size)).astype(np.float32)
+    axes = (Axis("batch", groups), Axis("group", size), Axis("position", length))
+    named = {name: hax.named(jnp.asarray(column), axes) for name, column in columns.items()}
+    return columns, rewards, GroupBatch.of(hax.named(rewards, axes[:2]), **named)
+
+
+@pytest.fixture(scope="module")
+def case():
+    """A model, a reference, a batch, and the log-likelihoods [N, S] under both."""
+    models = random_model(0), random_model(1)
+    columns, rewards, batch = a_batch()
+    return *models, columns, rewards, batch, [target_logps(model, columns).reshape(12, -1) for model in models]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_eps": 0.15, "clip_eps_high": 0.28, "dual_clip": 2.0, "std_ddof": 1, "eps": 1e-4, "kl_coef": 0.04},
+        {
+            "importance": "sequence",
+            "kl_level": "sequence",
+            "kl_estimator": "squared",
+            "loss_agg": "seq_mean_token_mean",
+        },
+        pytest.param(
+            {"policy_loss": "cispo", "cispo_cap": 1.5, "loss_agg": "dr_grpo", "max_response_tokens": 9, "kl_coef": 0.0},
+            marks=SLOW,
+        ),
+        pytest.param(
+            {"old_policy": "model", "scale": "none", "baseline": "leave_one_out", "loss_agg": "seq_mean_token_sum"},
+            marks=SLOW,
+        ),
+    ],
+)
+def test_terms_and_metrics_match_the_logits(case, options):
+    model, reference, columns, rewards, batch, logps = case
+    objective = Grpo(**options)
+    slot = objective.init_slot(reference)
+    asked = objective.annotate(objective.references_in_slot(slot, model), batch)
+    terms, metrics, _ = objective.terms(model, asked, slot, key=None)
+    weights = objective.weights(batch)
+
+    mask = columns["loss_mask"].reshape(12, -1).astype(np.float64)[:8]  # the last group is padding
+    ours, theirs = (each[:8] for each in logps)
+    centered = rewards[:2] - rewards[:2].mean(1, keepdims=True)
+    std = np.sqrt((centered**2).sum(1) / (4 - objective.std_ddof))
+    scaled = centered / (std[:, None] + objective.eps) if objective.scale == "group" else centered * 4 / 3
+    a = scaled.reshape(-1, 1)
+    lengths = mask.sum(1, keepdims=True)
+    per_sequence = lambda d: (d * mask).sum(1, keepdims=True) / lengths + 0 * d  # noqa: E731
+    d = ours - (ours if objective.old_policy == "model" else theirs)
+    ratio = np.exp(per_sequence(d) if objective.importance == "sequence" else d)
+    low, high = objective.limits
+    losses = -np.minimum(ratio * a, np.clip(ratio, 1 - low, 1 + high) * a)
+    if objective.dual_clip:
+        losses = np.where(a < 0, np.minimum(losses, -objective.dual_clip * a), losses)
+    if objective.policy_loss == "cispo":
+        losses = -np.minimum(ratio, objective.cispo_cap) * a * ours
+    k = per_sequence(ours - theirs) if objective.kl_level == "sequence" else ours - theirs
+    kl = k**2 if objective.kl_estimator == "squared" else np.exp(-k) + k - 1
+    mean = {
+        "token_mean": lambda x: (x * mask).sum() / mask.sum(),
+        "seq_mean_token_mean": lambda x: ((x * mask).sum(1) / lengths[:, 0]).mean(),
+        "seq_mean_token_sum": lambda x: (x * mask).sum(1).mean(),
+        "dr_grpo": lambda x: (x * mask).sum() / (8 * 9),
+    }[objective.loss_agg]
+    expected = {"loss": mean(losses)} | ({"kl": objective.kl_coef * mean(kl)} if objective.kl_coef else {})
+    assert {name: float(term.total / weights[name]) for name, term in terms.items()} == pytest.approx(
+        expected, rel=1e-4, abs=1e-6
+    )
+    expected = {
+        "loss": mean(losses),
+        "reward": rewards[:2].mean(),
+        "reward_std": std.mean(),
+        "frac_reward_zero_std": (std == 0).mean(),
+        "completions/mean_length": lengths.mean(),
+    }
+    if objective.kl_coef:
+        expected["kl"] = (kl * mask).sum() / mask.sum()
+    if objective.policy_loss == "clip":
+        clipped = [((ratio < 1 - low) & (a < 0)) * mask, ((ratio > 1 + high) & (a > 0)) * mask]
+        names = ("clip_ratio/low_mean", "clip_ratio/high_mean")
+        expected |= {name: c.sum() / mask.sum() for name, c in zip(names, clipped, strict=True)}
+    assert {name: float(metric.mean()) for name, metric in metrics.items()} == pytest.approx(
+        expected, rel=1e-4, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_agg": "dr_grpo"}, r"objective\.max_response_tokens: missing\. loss_agg: dr_grpo divides by it"),
+        (
+            {"max_response_tokens": 9},
+            r"objective\.max_response_tokens: 9 given, which has no effect with loss_agg: token_mean",
+        ),
+        (
+            {"policy_loss": "cispo", "clip_eps": 0.1},
+            r"objective\.clip_eps: 0\.1 given, which has no effect with .*cispo",
+        ),
+        ({"cispo_cap": 2.0}, r"objective\.cispo_cap: 2\.0 given, which has no effect with policy_loss: clip"),
+        (
+            {"kl_coef": 0, "kl_estimator": "k2"},
+            r"objective\.kl_estimator: k2 given, which has no effect with kl_coef: 0",
+        ),
+        ({"dual_clip": 1.0}, r"objective\.dual_clip: 1\.0 given, a finite number above 1"),
+        ({"std_ddof": 2}, r"objective\.std_ddof: 2 given, an integer of 0 or more and at most 1"),
+        ({"reference": "none"}, r"objective\.reference: none given, but old_policy: reference"),
+        (
+            {"old_policy": "model", "kl_coef": 0, "reference": "base"},
+            r"objective\.reference: 'base' given, but the loss needs none",
+        ),
+    ],
+)
+def test_options_without_an_effect_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        decode(RunConfig, ConfigSource({"objective": {"type": "grpo", **options}}))
+
+
+def test_a_reference_is_only_held_if_the_loss_reads_it():
+    assert Grpo().holds_reference
+    assert Grpo(old_policy="model").holds_reference
+    assert not Grpo(old_policy="model", kl_coef=0.0).holds_reference

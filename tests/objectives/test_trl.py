@@ -1,0 +1,150 @@
+"""The losses and metrics of preference objectives against those of TRL, on the same likelihoods. Skipped without `trl`."""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.objectives.dpo import Dpo
+from jaxlm.objectives.kto import Kto
+from jaxlm.objectives.pair_losses import PAIR_LOSSES, PairLogps, PairLossOptions
+from tests.objectives.test_dpo import columns_of, logps_of, measured, pair_batch, random_model, target_logps
+from tests.objectives.test_kto import LABELS, ROWS, unpaired_batch
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("trl")
+
+pytestmark = pytest.mark.slow
+
+SAME = SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
+
+
+def columns_without_padding_rows(rows):
+    return {name: column[:-1] for name, column in columns_of(rows + 1).items()}
+
+
+def for_trl(logps, columns, order):
+    """A model that returns these log-likelihoods, and TRL's inputs, for sequences in this order of (row, half).
+
+    Args:
+        logps: [rows, 2, S], of all targets.
+    """
+    ids = np.stack([np.append(columns["tokens"][at][:1], columns["targets"][at]) for at in order])
+    mask = np.stack([np.append(0, columns["loss_mask"][at]) for at in order])
+    shown = torch.tensor(np.stack([logps[at] for at in order]) * mask[:, 1:], dtype=torch.float32)
+    nothing = torch.zeros_like(shown)  # metrics that are not compared
+    outputs = SimpleNamespace(log_probs=shown, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+    inputs = {"input_ids": ids, "completion_mask": mask, "attention_mask": np.ones_like(mask)}
+    return lambda **_: outputs, {k: torch.tensor(v.astype(np.int64)) for k, v in inputs.items()}
+
+
+def trainer(**attributes):
+    usual = {
+        "model": SimpleNamespace(training=False),
+        "accelerator": SAME,
+        "aux_loss_enabled": False,
+        "precompute_ref_logps": True,
+        "_metrics": {"eval": defaultdict(list)},
+        "_total_train_tokens": 0,
+        "_tp_size": 1,
+    }
+    return SimpleNamespace(**usual, **attributes)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return random_model(0), random_model(1)
+
+
+CASES = {
+    "sigmoid": ({"beta": 0.3}, ["sigmoid"], None),
+    "hinge": ({"loss_type": "hinge", "beta": 0.3}, ["hinge"], None),
+    "ipo": ({"loss_type": "ipo", "beta": 0.3, "reduction": "mean"}, ["ipo"], None),
+    "robust": ({"loss_type": "robust", "beta": 0.3, "label_smoothing": 0.2}, ["robust"], None),
+    "apo_zero": ({"loss_type": "apo_zero", "beta": 0.3}, ["apo_zero"], None),
+    "apo_down": ({"loss_type": "apo_down", "beta": 0.3}, ["apo_down"], None),
+    "sigmoid_norm": ({"beta": 0.3, "reduction": "mean"}, ["sigmoid_norm"], None),
+    "mixed": (
+        {"loss_type": {"sigmoid": 0.8, "hinge": 0.5}, "beta": 0.3, "sft_weight": 0.2},
+        ["sigmoid", "hinge", "sft"],
+        [0.8, 0.5, 0.2],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_dpo(models, case):
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    model, reference = models
+    options, names, weights = CASES[case]
+    objective, columns = Dpo(**options), columns_without_padding_rows(3)
+    terms, metrics = measured(objective, model, reference, pair_batch(columns))
+    theirs = torch.tensor(logps_of(reference, columns), dtype=torch.float32)
+    order = [(row, half) for half in range(2) for row in range(3)]
+    call, inputs = for_trl(target_logps(model, columns), columns, order)
+    inputs |= {"ref_chosen_logps": theirs[:, 0], "ref_rejected_logps": theirs[:, 1]}
+    stub = trainer(
+        ld_alpha=None,
+        f_divergence_type="reverse_kl",
+        loss_types=names,
+        loss_weights=weights or [1.0] * len(names),
+        beta=objective.beta,
+        label_smoothing=objective.label_smoothing,
+        use_weighting=False,
+    )
+    loss = DPOTrainer._compute_loss(stub, call, inputs, False)
+    assert sum(terms.values()) == pytest.approx(float(loss), rel=2e-5)
+    shared = {name: values[-1] for name, values in stub._metrics["eval"].items() if name in metrics}
+    assert {"rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"} < shared.keys()
+    assert {"logps/chosen", "logps/rejected"} < shared.keys()
+    assert {name: metrics[name] for name in shared} == pytest.approx(shared, rel=1e-4, abs=1e-6)
+
+
+def test_losses_without_a_reference():
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    means = -np.random.default_rng(0).uniform(0.01, 5, (2, 50)).astype(np.float32)
+    chosen, rejected = map(torch.tensor, means)
+    zeros = jnp.zeros(50)
+    pair = PairLogps(*(zeros,) * 4, *map(jnp.asarray, means))
+    cpo = trainer(alpha=0.0, loss_type="simpo", beta=2.0, simpo_gamma=1.0, label_smoothing=0.0)
+    expected, _, _ = CPOTrainer.cpo_loss(cpo, chosen, rejected)
+    found = PAIR_LOSSES["simpo"](pair, PairLossOptions(beta=2.0, simpo_gamma=1.0))
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
+    expected = -ORPOTrainer.odds_ratio_loss(trainer(beta=0.3), chosen, rejected)[0]
+    np.testing.assert_allclose(PAIR_LOSSES["orpo"](pair, PairLossOptions(beta=0.3)), expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("estimate_kl", [True, False])
+def test_kto(models, estimate_kl):
+    from trl.trainer.kto_trainer import KTOTrainer
+
+    model, reference = models
+    columns = columns_without_padding_rows(ROWS)
+    objective = Kto(beta=0.3, desirable_weight=2.0, undesirable_weight=0.5, estimate_kl=estimate_kl)
+    batch, slot = unpaired_batch(columns), objective.init_slot(reference)
+    asked = objective.annotate(objective.references_in_slot(slot, model), batch)
+    _, _, after = objective.terms(model, asked, slot, key=None)
+    slot = objective.update_slot(after, reference, jnp.int32(1))  # whose estimate is that of this batch
+    terms, metrics, _ = objective.terms(model, asked, slot, key=None)
+    ours, theirs = (torch.tensor(logps_of(m, columns), dtype=torch.float32) for m in models)
+    call, inputs = for_trl(target_logps(model, columns), columns, [(row, 0) for row in range(ROWS)])
+    inputs |= {"label": torch.tensor(LABELS), "ref_logps": theirs[:, 0], "ref_KL_logps": theirs[:, 1]}
+    stub = trainer(
+        _compute_kl_logps=lambda *_: ours[:, 1],
+        calculate_KL=estimate_kl,
+        loss_type="kto" if estimate_kl else "apo_zero_unpaired",
+        beta=0.3,
+        desirable_weight=2.0,
+        undesirable_weight=0.5,
+    )
+    loss = KTOTrainer._compute_loss(stub, call, inputs, False)
+    assert float(terms["loss"].mean()) == pytest.approx(float(loss), rel=2e-5)
+    shared = {name: values[-1] for name, values in stub._metrics["eval"].items() if name in metrics}
+    assert {"rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"} <= shared.keys()
+    found = {name: float(metrics[name].mean()) for name in shared}
+    assert found == pytest.approx(shared, rel=1e-4, abs=1e-6)
