@@ -243,7 +243,11 @@ def references():
 
 @pytest.mark.parametrize(
     "name",
-    ["as in nanochat", *(pytest.param(n, marks=pytest.mark.slow) for n in ("untied", "normalized keys, with backout"))],
+    [
+        "as in nanochat",
+        pytest.param("normalized keys, with backout", marks=pytest.mark.slow),
+        pytest.param("untied", marks=pytest.mark.soak),
+    ],
 )
 def test_logits_loss_and_every_gradient_are_those_of_torch(name, as_inputs, logits_of):
     torch = pytest.importorskip("torch")
@@ -336,8 +340,10 @@ EIGHT = dataclasses.replace(
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("tp 2 x fsdp 4", marks=pytest.mark.slow), pytest.param("fsdp 8", marks=pytest.mark.soak)],
+)
 def test_training_on_eight_devices_is_the_training_of_one(name):
     bounds = {"body.lookups.0.bounds": np.cumsum([0, 400 - 3 * (VOCAB - 1), *[3] * (VOCAB - 1)]).astype(np.int32)}
     runs = []
