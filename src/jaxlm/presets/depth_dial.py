@@ -121,7 +121,10 @@ class _Dial:
             "gpt.py",
         )
         self._add(
-            "FLOPs per token", flops, f"6 x weights in products + 12 x {model.hidden_dim} x {keys_seen:,} (all windows)"
+            "FLOPs per token",
+            flops,
+            f"6 x weights in products + 12 x {model.hidden_dim} x {keys_seen:,} (all windows)"
+            + ("" if model.lookup is None else " + the forward pass of the lookup layers, which nanochat counts twice"),
         )
         reference = self._model(self._sizes_at(_REFERENCE_DEPTH), self._without_sizes())
         target, reference_tokens = self._target_tokens(num_parameters, parameter_counts(reference, vocab_size).scaling)
@@ -215,14 +218,14 @@ class _Dial:
         """The model with the number of entries of its lookup layers, if it has any; the same number in `keys`."""
         if model.lookup is None:
             return model
-        num_entries = self._add(
+        derived = self._add(
             "entries of a lookup layer",
-            num_lookup_entries(model, vocab_size),
+            num_lookup_entries(replace(model, lookup=replace(model.lookup, num_entries=None)), vocab_size),
             "parameters with an entry for each token / 1,000, at least the vocabulary",
             key="model.lookup.num_entries",
         )
-        keys["lookup"]["num_entries"] = num_entries
-        return replace(model, lookup=replace(model.lookup, num_entries=num_entries))
+        keys["lookup"]["num_entries"] = derived
+        return replace(model, lookup=replace(model.lookup, num_entries=_or(model.lookup.num_entries, derived)))
 
     def _model(self, keys: dict[str, Any], given: Any) -> NanoConfig:
         """The model of these keys, under those that you write."""
