@@ -338,6 +338,7 @@ def test_your_own_keys_win_and_deriving_again_changes_nothing(own):
         name
         for name, path in {
             "width": ("model", "hidden_dim"),
+            "entries of a lookup layer": ("model", "lookup"),
             "batch in sequences": ("trainer", "train_batch_size"),
             "steps N": ("trainer", "num_train_steps"),
             "warmup": ("optimizer", "warmup"),
