@@ -107,7 +107,7 @@ BASES: dict[str, Tree] = {
         objective={"type": "distill"}, refs={"teacher": {"type": "checkpoint", "path": "checkpoints/x"}}
     ),
     "phases": tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimizer={"type": "adam"}),
-    "lookup": merged(tree("nano"), {"model": {"lookup": {"layers": [1]}}}),
+    "lookup": merged(tree("nano"), {"model": {"lookup": {"layers": [1], "num_entries": 80}}}),
     "dial": {
         "preset": {"type": "depth_dial", "depth": 2, "aspect_ratio": 32, "head_dim": 16},
         "data": {"vocab_size": 64},

@@ -49,8 +49,9 @@ def open_or_compute(
             return found
         computed = dict(compute())
         remove_leftovers(path)
+        stored: dict[str, Any] = {_KEY: np.array(key), **computed}
         with atomic_file(path) as unfinished, unfinished.open("wb") as file:
-            np.savez(file, **{_KEY: np.array(key)}, **computed)
+            np.savez(file, **stored)
     return computed
 
 

@@ -196,8 +196,8 @@ def _backward(scores: Scores, residuals, d_out_ND: jax.Array):
         # In float32, so that the sums over blocks and tokens are not rounded after each.
         q_CD, d_out_CD = q_CD.astype(jnp.float32), d_out_CD.astype(jnp.float32)
         start = (jnp.zeros_like(q_CD), *tables)
-        d_q_CD, *tables = jax.lax.fori_loop(0, _num_blocks(count_C), step, start)
-        return tuple(tables), d_q_CD.astype(q_ND.dtype)
+        d_q_CD, d_keys_MD, d_values_MD = jax.lax.fori_loop(0, _num_blocks(count_C), step, start)
+        return (d_keys_MD, d_values_MD), d_q_CD.astype(q_ND.dtype)
 
     columns = (*map(tokens.chunks, (q_ND, d_out_ND, lse_N, delta_N)), tokens.first, tokens.count)
     empty = tuple(None if table is None else jnp.zeros(table.shape, jnp.float32) for table in (keys_MD, values_MD))
