@@ -203,7 +203,7 @@ def _backward(scores: Scores, residuals, d_out_ND: jax.Array):
     f32 = functools.partial(jnp.zeros, dtype=jnp.float32)
     empty = f32(keys_MD.shape), None if values_MD is None else f32(values_MD.shape)
     (d_keys_MD, d_values_MD), d_q = jax.lax.scan(chunk, empty, columns)
-    d_values_MD = None if values_MD is None else d_values_MD.astype(values_MD.dtype)
+    d_values_MD = None if values_MD is None or d_values_MD is None else d_values_MD.astype(values_MD.dtype)
     return tokens.unsorted(d_q), None, None, d_keys_MD.astype(keys_MD.dtype), d_values_MD
 
 
