@@ -29,6 +29,7 @@ from jaxlm.evals.core_bundle import FETCH_OPTION, fetch_bundle
 from jaxlm.observe.console import Console, table
 from jaxlm.run.batch_plan import batch_sizes
 from jaxlm.run.exit_codes import command
+from jaxlm.run.leaves_from_tokens import compute_leaves
 from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.run.plan import plan_phases
 
@@ -91,6 +92,9 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
         config = with_num_steps_of_data(config, BatchSchedule.of(sizes), tokenizer, console.log)
     phases = plan_phases(config)[0]
     opened = [section.open(tokenizer, config.model.seq_len, log=console.log) for section in sections]
+    wanted = config.model.leaves_from_tokens(tokenizer.vocab_size)
+    if wanted is not None:
+        compute_leaves(wanted, sections[0], opened[0], tokenizer.vocab_size, console.log)
     return tokenizer, list(map(Prepared, phases, opened))
 
 

@@ -45,6 +45,7 @@ from jaxlm.run.compilation.step import compile_steps
 from jaxlm.run.dry_run import assumed_vocabulary, dry_run
 from jaxlm.run.exit_codes import command
 from jaxlm.run.init_from import InitFrom, check_init_from, check_tokenizer, find_init_from
+from jaxlm.run.leaves_from_tokens import leaves_from_tokens
 from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.run.plan import Plan, make_plan
 from jaxlm.run.references import check_references, load_references
@@ -141,6 +142,8 @@ def _make_checked_plan(config: RunConfig) -> Plan:
     run_id = run_id_of(config)
     check_same_start(config, run_id)
     plan = make_plan(config, run_id, assumed_vocabulary(config)[0])
+    if (vocab_size := plan.data[0].vocab_size) is not None:
+        config.model.leaves_from_tokens(vocab_size)  # raises for keys that do not suit it
     check_performance(plan)
     check_accelerator(plan)
     check_num_steps(config)
@@ -215,6 +218,8 @@ def _start(
         ) from error
     init_from = find_init_from(plan, console.log)
     console.log(table("run", describe(plan, init_from.describe(plan))))
+    if init_from.initializes(plan):
+        plan = plan.with_token_leaves(leaves_from_tokens(plan, tokenizer, console.log))
     plan = plan.with_phase_ends(init_from.history.phase_ends)
     check_tokenizer(init_from, tokenizer.fingerprint, console.log)
     if init_from.state and init_from.resume_step:

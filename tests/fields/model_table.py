@@ -2,7 +2,7 @@
 
 import math
 
-from tests.fields.proofs import Change, Constant, Entry, Initial, Program, Refused, Shapes, ShownIn, Table
+from tests.fields.proofs import Change, Constant, Entry, Initial, Program, Refused, Section, Shapes, ShownIn, Table
 
 BFLOAT16 = {"trainer": {"mp": "p=f32,c=bfloat16"}}
 RANDOM_BITS = Constant(0x1BD11BDA)  # a constant of Threefry, which draws the dropout masks
@@ -191,9 +191,23 @@ NANO: dict[str, Entry] = {
     "model.last_resid_lambda": INITIAL_LAMBDA,
     "model.first_x0_lambda": INITIAL_LAMBDA,
     "model.last_x0_lambda": INITIAL_LAMBDA,
+    "model.lookup": Section(),
+}
+ALLOCATION = "tests/models/test_lookup.py"
+LOOKUP: dict[str, Entry] = {
+    "model.lookup.layers": Change([1, 2], Shapes({r"^model\.body\.lookups\.1\.keys_embedding": (80, 32)})),
+    "model.lookup.num_entries": Change(100, Shapes({r"^model.*keys_embedding": (100, 32)})),
+    "model.lookup.max_entries": ShownIn(f"{ALLOCATION}::test_no_token_gets_more_than_allowed"),
+    "model.lookup.allocation": ShownIn(f"{ALLOCATION}::test_allocations_are_those_of_the_paper_and_of_nanochat"),
+    "model.lookup.sample_tokens": ShownIn(f"{ALLOCATION}::test_prepare_computes_the_tables_once"),
+    "model.lookup.mlp_dim": Change(48, Shapes({r"^model.*lookups.*up_proj\.weight": (48, 32)})),
+    "model.lookup.tied": Change(False, Shapes({r"^model.*values_embedding": (80, 32)})),
+    "model.lookup.key_norm": Change(False, Program(loses="stablehlo.rsqrt")),
+    "model.lookup.score_scale": Change(0.75, Constant(0.75)),
 }
 TABLE: Table = {
     "nano": NANO,
+    "lookup": LOOKUP,
     "gpt2": GPT2,
     "llama": LLAMA,
     "flax": FLAX,

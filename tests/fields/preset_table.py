@@ -22,6 +22,7 @@ def rate_of(match: str) -> Any:
 
 # The base has a batch of 2^16 tokens, whose square root is 2^-1.5 of that of the reference, and a width of 64.
 BATCH, WIDTH = (2**16 / 2**19) ** 0.5, (64 / 768) ** -0.5
+LOOKUP = {"model": {"lookup": {"layers": [0]}}}
 DIAL: dict[str, Entry] = {
     "preset.depth": Change(3, Value(model("num_layers"), 3)),
     "preset.recipe": Change("seed", Value(model("qk_scale"), 1.0)),
@@ -36,6 +37,7 @@ DIAL: dict[str, Entry] = {
     "preset.embedding_lr": Change(0.1, Value(rate_of("tokens"), 0.1 * BATCH * WIDTH)),
     "preset.unembedding_lr": Change(0.1, Value(rate_of("head"), 0.1 * BATCH * WIDTH)),
     "preset.matrix_lr": Change(0.1, Value(lambda plan: plan.config.optimizer.learning_rate, 0.1 * BATCH)),
+    "preset.lookup_lr": Change(0.1, Value(rate_of("lookups"), 0.1 * BATCH * WIDTH), LOOKUP),
     "preset.scalar_lr": Change(0.1, Value(rate_of("x0"), 0.1 * BATCH)),
     "preset.weight_decay": Change(0.0, Value(lambda plan: plan.config.optimizer.weight_decay, 0.0)),
 }

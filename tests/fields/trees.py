@@ -15,6 +15,7 @@ from jaxlm.engine.until import UntilConfig
 from jaxlm.engine.watch import WatchConfig
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderConfig
+from jaxlm.models.families.nano.lookup import LookupConfig
 from jaxlm.models.rope import RotaryConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
@@ -121,6 +122,7 @@ BASES: dict[str, Tree] = {
         phases=[{"name": "p", "surgery": [{"type": "reward_head"}]}],
     ),
     "phases": tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimizer={"type": "adam"}),
+    "lookup": merged(tree("nano"), {"model": {"lookup": {"layers": [1], "num_entries": 80}}}),
     "dial": {
         "preset": {"type": "depth_dial", "depth": 2, "aspect_ratio": 32, "head_dim": 16},
         "data": {"vocab_size": 64},
@@ -158,6 +160,7 @@ def all_fields() -> list[tuple[str, str]]:
         # Llama's relatives share the code of these fields with Llama.
         shared = decoder if issubclass(kind, DecoderConfig) else set()
         found += [(name, path) for name, path in _fields(name, "model", kind) if path.split(".")[-1] not in shared]
+    found += _fields("lookup", "model.lookup", LookupConfig)
     for name, kind in RotaryConfig.get_known_choices().items():
         found += _fields(f"rope {name}", "model.rope", kind)
     found += _fields("llama", "trainer", TrainerConfig)

@@ -17,6 +17,7 @@ from jaxlm.interop.pretrained import load_pretrained, open_pretrained
 from jaxlm.interop.torch.nanochat import save_nanochat
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.families.nano.lookup import LookupConfig
 from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.run.dry_run import assumed_vocabulary
 from tests.engine.helpers import layout, one_device
@@ -26,11 +27,22 @@ torch = pytest.importorskip("torch")
 
 from tests.models.nano_reference import EARLY, LATE  # noqa: E402 - imports torch
 
+ENTRIES = (3,) * 20 + (1,) * 40 + (17,)
 # 61 tokens, so that tables have three rows of padding; windows as the two revisions compute them from the length.
 REVISIONS = {
     "early": dataclasses.replace(EARLY, vocab=61, num_layers=3, kv_heads=1),
     "late": dataclasses.replace(LATE, vocab=61, num_layers=3),
+    "lookup": dataclasses.replace(EARLY, vocab=61, num_layers=3, lookups=(0, 2), entries=ENTRIES),
+    "untied lookup": dataclasses.replace(EARLY, vocab=61, num_layers=3, lookups=(1,), entries=ENTRIES, tied=False),
 }
+
+
+def lookup_keys(reference):
+    """The keys of lookup layers in `model_config`, if the model has any."""
+    if not reference.lookups:
+        return {}
+    keys = {"l3_after_layers": ",".join(map(str, reference.lookups)), "l3_n_emb": sum(reference.entries)}
+    return keys | {"l3_d_up": 48, "l3_k_max": max(reference.entries), "l3_tie_kv": reference.tied}
 
 
 def written(folder, reference, *, prefix="", step=7, changes=None):
@@ -39,12 +51,13 @@ def written(folder, reference, *, prefix="", step=7, changes=None):
     weights = {
         name: tensor.bfloat16() if "wte" in name or "value_embeds" in name else tensor
         for name, tensor in weights.items()
-    }
+    } | {name: torch.tensor(array) for name, array in reference.bounds.items()}
     folder.mkdir(exist_ok=True)
     torch.save({f"{prefix}{name}": tensor for name, tensor in weights.items()}, folder / f"model_{step:06d}.pt")
     sizes = {"sequence_len": reference.length, "vocab_size": reference.vocab, "n_layer": reference.num_layers}
     sizes |= {"n_head": reference.heads, "n_kv_head": reference.kv_heads, "n_embd": reference.width}
-    meta = {"step": step, "model_config": {**sizes, "window_pattern": reference.pattern, **(changes or {})}}
+    sizes |= {"window_pattern": reference.pattern, **lookup_keys(reference)}
+    meta = {"step": step, "model_config": {**sizes, **(changes or {})}}
     (folder / f"meta_{step:06d}.json").write_text(json.dumps(meta))
     return weights
 
@@ -71,7 +84,8 @@ def test_a_run_of_nanochat_is_read(name, prefix, tmp_path):
     tokens = np.random.default_rng(0).integers(0, 61, (2, 16))
     exact = dataclasses.replace(reference, rounds_rope=True)
     with torch.no_grad():
-        expected = exact.logits({key: value.double() for key, value in weights.items()}, torch.tensor(tokens)).numpy()
+        exact_weights = {key: value.double() for key, value in weights.items()}
+        expected = exact.logits(exact_weights, torch.tensor(tokens)).numpy()
     np.testing.assert_allclose(logits_of(loaded(tmp_path), inputs_of(tokens)), expected, rtol=1e-4, atol=1e-4)
     again = loaded(tmp_path / "model_000012.pt")
     for ours, theirs in zip(jax.tree.leaves(again), jax.tree.leaves(loaded(tmp_path)), strict=True):
@@ -81,7 +95,9 @@ def test_a_run_of_nanochat_is_read(name, prefix, tmp_path):
 @pytest.mark.parametrize("name", REVISIONS)
 def test_what_is_written_is_what_was_read(name, tmp_path):
     """Every tensor of nanochat, bit by bit; the rows that pad the vocabulary are zeros."""
-    weights = written(tmp_path / "theirs", REVISIONS[name], changes={"l3_after_layers": "", "l3_n_emb": 0})
+    reference = REVISIONS[name]
+    absent = {} if reference.lookups else {"l3_after_layers": "", "l3_n_emb": 0}
+    weights = written(tmp_path / "theirs", reference, changes=absent)
     config = open_pretrained(tmp_path / "theirs").config
     save_nanochat(tmp_path / "ours", loaded(tmp_path / "theirs"), config, one_device(), step=7)
     found = torch.load(tmp_path / "ours" / "model_000007.pt", weights_only=True)
@@ -90,7 +106,10 @@ def test_what_is_written_is_what_was_read(name, tmp_path):
         assert tensor.shape == weights[key].shape
         is_table = tensor.shape[0] == 64 and key.startswith(("transformer.wte", "lm_head", "value_embeds"))
         rows = 61 if is_table else len(tensor)
-        torch.testing.assert_close(tensor[:rows], weights[key][:rows].float(), rtol=0, atol=0)
+        theirs = weights[key][:rows]
+        torch.testing.assert_close(
+            tensor[:rows], theirs.float() if theirs.is_floating_point() else theirs, rtol=0, atol=0
+        )
         assert not tensor[rows:].any()
     meta, theirs = (json.loads((tmp_path / of / "meta_000007.json").read_text()) for of in ("ours", "theirs"))
     assert meta["model_config"].items() <= theirs["model_config"].items()
@@ -122,7 +141,11 @@ def test_the_model_section_comes_from_the_files(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"l3_after_layers": "1"}, r"l3_after_layers: '1' given, but lookup layers are not supported"),
+        ({"l3_after_layers": "1"}, r"integers in l3_n_emb, l3_d_up and l3_k_max expected, '1' and {'n_emb': None"),
+        (
+            {"l3_after_layers": "4", "l3_n_emb": 64, "l3_d_up": 0, "l3_k_max": 8},
+            r"model\.lookup\.layers: \[4\] given, 0 to 3 expected",
+        ),
         ({"n_embd": "wide"}, r"model_config with the integers vocab_size, .*, n_embd expected"),
         ({"window_pattern": "XL"}, r"model\.window_pattern: 'XL' given"),
     ],
@@ -160,6 +183,13 @@ def test_a_model_that_nanochat_cannot_compute_is_not_written(tmp_path):
     with pytest.raises(ConfigError, match=message):
         save_nanochat(tmp_path / "x", model, config, one_device(), step=1)
     assert not (tmp_path / "x").exists()
+    config = NanoConfig(seq_len=16, hidden_dim=64, num_layers=2, num_heads=2, lookup=LookupConfig([0]))
+    model = jax.eval_shape(lambda: config.build(vocab_axis(64), key=jax.random.key(0)))
+    message = (
+        r"model\.lookup\.key_norm: True given, False expected\n  model\.lookup\.score_scale: None given, 1\.0 expected"
+    )
+    with pytest.raises(ConfigError, match=message):
+        save_nanochat(tmp_path / "x", model, config, one_device(), step=1)
     llama = LlamaConfig(seq_len=16, hidden_dim=64, intermediate_dim=64, num_layers=2, num_heads=2)
     with pytest.raises(ConfigError, match=r"LlamaConfig given, but nanochat has only models of type nano"):
         save_nanochat(tmp_path / "x", llama.build(vocab_axis(8), key=jax.random.key(0)), llama, one_device(), step=1)

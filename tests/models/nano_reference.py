@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from jaxlm.models.families.nano.lookup import LookupConfig
 from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.models.rope import DefaultRotary
 
@@ -29,6 +30,12 @@ class Reference:
     gate_scale: float = 2.0
     qk_scale: float = 1.0
     smears: bool = False
+    lookups: tuple[int, ...] = ()
+    entries: tuple[int, ...] = ()
+    lookup_width: int = 48
+    tied: bool = True
+    key_norm: bool = False
+    lookup_scale: float = 1.0
 
     def config(self, **changes) -> NanoConfig:
         """The same model as a configuration."""
@@ -47,8 +54,22 @@ class Reference:
             "value_gate_scale": self.gate_scale,
             "smear_channels": 24 if self.smears else 0,
             "backout": 0.2 if self.smears else None,
+            "lookup": self.lookup,
         }
         return NanoConfig(**{**fields, **changes})
+
+    @property
+    def lookup(self) -> LookupConfig | None:
+        if not self.lookups:
+            return None
+        options = {"mlp_dim": self.lookup_width, "tied": self.tied, "key_norm": self.key_norm}
+        options |= {"num_entries": sum(self.entries), "max_entries": max(self.entries)}
+        return LookupConfig(list(self.lookups), score_scale=self.lookup_scale, allocation="nanochat", **options)
+
+    @property
+    def bounds(self) -> dict[str, np.ndarray]:
+        """The buffers of the lookup layers."""
+        return {f"l3_layers.{i}.bounds": np.cumsum([0, *self.entries]) for i in self.lookups}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """nanochat's tensors, with the vocabulary padded to a multiple of 64."""
@@ -66,6 +87,11 @@ class Reference:
             if self.has_value(i):
                 shapes |= {f"{layer}attn.ve_gate.weight": (self.kv_heads, self.gate_channels)}
                 shapes |= {f"value_embeds.{i}.weight": (rows, kv)}
+        for i in self.lookups:
+            layer, table = f"l3_layers.{i}.", (sum(self.entries), d)
+            shapes |= {f"{layer}{name}_weight": table for name in (["kv"] if self.tied else ["k", "v"])}
+            shapes |= {f"{layer}w_up.weight": (self.lookup_width, d)}
+            shapes |= {f"{layer}w_mix.weight": (d, self.lookup_width + d)}
         return shapes
 
     def has_value(self, layer: int) -> bool:
@@ -96,11 +122,23 @@ class Reference:
             x = x + self.attention(w, i, norm(x), tokens)
             layer = f"transformer.h.{i}.mlp."
             x = x + F.relu(norm(x) @ w[f"{layer}c_fc.weight"].T).square() @ w[f"{layer}c_proj.weight"].T
+            if i in self.lookups:
+                x = x + self.looked_up(w, f"l3_layers.{i}.", x, tokens)
             middle = x if i == self.num_layers // 2 else middle
         if self.smears:
             x = x - w["backout_lambda"] * middle
         logits = (norm(x) @ w["lm_head.weight"].T)[..., : self.vocab]
         return 15 * torch.tanh(logits / 15)
+
+    def looked_up(self, w, layer: str, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        bounds, read = np.cumsum([0, *self.entries]), []
+        for token, h in zip(tokens.flatten().tolist(), norm(x).flatten(0, 1), strict=True):
+            own = slice(int(bounds[token]), int(bounds[token + 1]))
+            keys, values = (w[f"{layer}{name}_weight"][own] for name in (["kv", "kv"] if self.tied else ["k", "v"]))
+            scores = self.lookup_scale * (norm(keys) if self.key_norm else keys) @ h
+            read.append(scores.softmax(0) @ values)
+        up = norm(torch.stack(read).view(x.shape) @ w[f"{layer}w_up.weight"].T)
+        return torch.cat([up, x], -1) @ w[f"{layer}w_mix.weight"].T
 
     def attention(self, w, i: int, h: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         batch, length, _ = h.shape

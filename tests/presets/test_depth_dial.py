@@ -248,6 +248,63 @@ def test_every_parameter_has_the_optimizer_that_nanochat_gives_it(recipe):
     assert [g.beta1 for g in optimizer.groups if g.match == "x0_lambdas$"] == [0.96]
 
 
+LOOKUPS = json.loads((Path(__file__).parents[1] / "vectors" / "nanochat_lookup.json").read_text())["models"]
+TABLES = r"lookups\.\d+\.\w+_embedding$"
+
+
+def with_lookup(*layers: int, **keys: Any) -> dict[str, Any]:
+    return {"model": {"lookup": {"layers": list(layers), **keys}}}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_lookup_layers_of_the_recipe_seed_are_nanochats(name):
+    want = LOOKUPS[name]
+    config = configured(dial(int(name[1:])), with_lookup(int(want["l3_after_layers"])))
+    got, lookup = numbers(config), config.model.lookup  # pyright: ignore[reportAttributeAccessIssue]
+    assert got["entries of a lookup layer"] == lookup.num_entries == want["l3_n_emb_auto"]
+    assert got["parameters"] == want["param_counts"]
+    assert got["scaling parameters"] == want["scaling_params"]
+    assert got["FLOPs per token"] == want["flops_per_token_seed"]
+    assert got["batch in tokens B"] == want["total_batch_size"]
+    assert got["weight decay of Muon"] == want["weight_decay_scaled"]
+    assert config.trainer.num_train_steps == want["num_iterations"]
+    assert rates(config)[TABLES] == rates(config)[r"^tokens\."]
+    width = 128 * -(-int(name[1:]) * 64 // 128)
+    by_shape = got["  by matrix"]
+    assert by_shape[f"{want['d_up']}x{width}"] == pytest.approx(2 * config.optimizer.learning_rate)
+    assert by_shape[f"{width}x{width + want['d_up']}"] == config.optimizer.learning_rate
+    theirs = (lookup.allocation, lookup.key_norm, lookup.score_scale, lookup.sample_tokens, lookup.max_entries)
+    assert theirs == ("nanochat", False, 1.0, 204_800, 512)
+
+
+def test_lookup_layers_are_yours_to_change():
+    model: Any = configured(dial(4), with_lookup(1, 2, allocation="lzw", num_entries=50_000)).model
+    assert (model.lookup.allocation, model.lookup.num_entries, model.lookup.key_norm) == ("lzw", 50_000, False)
+    late: Any = configured(dial(4, "head"), with_lookup(2)).model
+    assert (late.lookup.allocation, late.lookup.key_norm, late.lookup.score_scale) == ("lzw", True, None)
+    assert configured(dial(4)).model.lookup is None  # pyright: ignore[reportAttributeAccessIssue]
+    scale = rates(configured(dial(4)))[r"^tokens\."] / 0.3
+    own = {"lookup_lr": 0.2}, {"embedding_lr": 0.1}, {"lookup_lr": 0.2, "embedding_lr": 0.1}
+    found = [rates(configured(dial(4, **keys), with_lookup(2)))[TABLES] / scale for keys in own]
+    assert found == pytest.approx([0.2, 0.1, 0.2])
+
+
+def test_adam_updates_the_tables_and_muon_the_matrices_of_lookup_layers():
+    config = configured(SMALL, {"trainer": {"train_batch_size": 8}}, with_lookup(0, 1, tied=False))
+    plan = make_plan(config, "x", 300)
+    (phase,) = plan.phases
+    groups = {
+        config.optimizer.groups[g.owner].match if g.owner is not None else "": g
+        for g in phase.groups(plan.state_builder.abstract_state(phase).model)
+    }
+    counts = numbers(config)["parameters"]
+    assert groups[TABLES].num_parameters == counts["l3_embeds"] == 4 * numbers(config)["entries of a lookup layer"] * 64
+    assert not groups[TABLES].as_matrices
+    assert groups[""].num_parameters == counts["transformer_matrices"] + counts["l3_matrices"]
+    assert {path.split(".")[-1] for path in groups[TABLES].paths} == {"keys_embedding", "values_embedding"}
+    assert not any("bounds" in path for group in groups.values() for path in group.paths)
+
+
 OWN: dict[str, dict[str, Any]] = {
     "nothing": {},
     "sizes": {"model": {"hidden_dim": 48, "num_kv_heads": 1, "window_pattern": "L"}},
@@ -256,6 +313,7 @@ OWN: dict[str, dict[str, Any]] = {
     "rates": {"optimizer": {"learning_rate": 0.5, "weight_decay": 0.0, "momentum_schedule": {"warmup": 10}}},
     "another optimizer": {"optimizer": {"type": "adam", "learning_rate": 0.001}},
     "own groups": {"optimizer": {"groups": [{"match": "tokens", "type": "adam"}]}},
+    "lookup layers": with_lookup(1, num_entries=900),
     "both": {"preset": {"num_iterations": 7, "total_batch_size": 64}, "trainer": {"num_train_steps": 50}},
     "phases": {"phases": [{"name": "a"}, {"name": "b", "num_train_steps": 5}]},
 }
@@ -281,6 +339,7 @@ def test_your_own_keys_win_and_deriving_again_changes_nothing(own):
         name
         for name, path in {
             "width": ("model", "hidden_dim"),
+            "entries of a lookup layer": ("model", "lookup"),
             "batch in sequences": ("trainer", "train_batch_size"),
             "steps N": ("trainer", "num_train_steps"),
             "warmup": ("optimizer", "warmup"),

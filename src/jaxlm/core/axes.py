@@ -36,6 +36,10 @@ STACKED_LAYERS = (LAYERS, VALUE_LAYERS)
 VALUE_EMBED = "value_embed"  # features of a value embedding: those of all key/value heads
 GATE_CHANNELS = "gate_channels"  # the first features of the residual stream, as the gates of value embeddings read them
 SMEAR_CHANNELS = "smear_channels"  # the same for the smear gate
+LOOKUP_ENTRIES = "lookup_entries"  # the entries of all tokens in the table of a lookup layer
+LOOKUP_BOUNDS = "lookup_bounds"  # where the entries of each token begin, and where the last ones end
+LOOKUP_MLP = "lookup_mlp"  # hidden features of a lookup layer
+LOOKUP_MIX = "lookup_mix"  # those and the residual stream, side by side
 
 # Mesh axes.
 REPLICA = "replica"

@@ -16,6 +16,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxlm.core import tree
@@ -118,18 +119,31 @@ class StateBuilder:
         seed: random seed of the whole run.
         precision: dtypes of storage and computation.
         phases: all phases of the run.
+        token_leaves: path -> value of the leaves of the initial model that were computed from the training tokens.
     """
 
     def __init__(
-        self, model: ModelConfig, Vocab: hax.Axis, seed: int, precision: Precision, phases: Sequence[Phase] = ()
+        self,
+        model: ModelConfig,
+        Vocab: hax.Axis,
+        seed: int,
+        precision: Precision,
+        phases: Sequence[Phase] = (),
+        token_leaves: Mapping[str, np.ndarray] | None = None,
     ):
         self.model, self.Vocab, self.precision, self.phases = model, Vocab, precision, tuple(phases)
-        self.seed = seed
+        self.seed, self.token_leaves = seed, dict(token_leaves or {})
         self._abstract: dict[int, RunState] = {}
 
     def initial_model(self) -> LanguageModel:
         """The model before the first phase's surgeries. Traceable."""
-        return self.precision.cast_to_params(self.model.build(self.Vocab, key=self._key(_INIT)))
+        model = self.precision.cast_to_params(self.model.build(self.Vocab, key=self._key(_INIT)))
+        given = self.token_leaves
+
+        def replaced(path: str, leaf: Any) -> Any:
+            return hax.NamedArray(jnp.asarray(given[path], leaf.dtype), leaf.axes) if path in given else leaf
+
+        return tree.map_leaves(replaced, model)
 
     @functools.cached_property
     def abstract_initial_model(self) -> LanguageModel:
@@ -233,7 +247,13 @@ def with_phase_ends(state_builder: StateBuilder, ends: Sequence[int]) -> StateBu
         scheduled = None if num_steps == phase.num_steps else phase.num_steps
         shifted.append(replace(phase, start=start, end=start + num_steps, scheduled_steps=scheduled))
     model, Vocab = state_builder.model, state_builder.Vocab
-    return StateBuilder(model, Vocab, state_builder.seed, state_builder.precision, shifted)
+    return StateBuilder(model, Vocab, state_builder.seed, state_builder.precision, shifted, state_builder.token_leaves)
+
+
+def with_token_leaves(state_builder: StateBuilder, leaves: Mapping[str, np.ndarray]) -> StateBuilder:
+    """The same builder for an initial model with these leaves, by path."""
+    of = state_builder
+    return StateBuilder(of.model, of.Vocab, of.seed, of.precision, of.phases, leaves)
 
 
 @gc_paused()

@@ -1,13 +1,14 @@
 """The interface of language models: inputs, outputs, cache, model and config."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import draccus
 import equinox as eqx
 import jax
+import numpy as np
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED, POSITION, VOCAB
@@ -186,6 +187,23 @@ class LanguageModel(eqx.Module):
         """
 
 
+@dataclass(frozen=True)
+class LeavesFromTokens:
+    """Leaves of the initial model that depend on the training tokens. They are computed once, before the first step.
+
+    Attributes:
+        paths: of these leaves.
+        num_tokens: training tokens to compute them from, at most.
+        key: everything else that determines them. Plain JSON.
+        compute: sequences of token ids -> path -> value. The same tokens must give the same values.
+    """
+
+    paths: tuple[str, ...]
+    num_tokens: int
+    key: Mapping[str, Any]
+    compute: Callable[[Sequence[np.ndarray]], Mapping[str, np.ndarray]]
+
+
 # Names of backends in checkpoints that were saved before the backends were renamed.
 _FORMER_BACKENDS = {"blocks": "blockwise", "plain": "reference"}
 
@@ -238,6 +256,14 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
     @abc.abstractmethod
     def build(self, Vocab: Axis, *, key: jax.Array) -> LanguageModel:
         """Initializes a model. Pure: it can be traced by `jax.eval_shape` or jitted with sharded outputs."""
+
+    def leaves_from_tokens(self, vocab_size: int) -> LeavesFromTokens | None:
+        """The leaves that `build` cannot know, because they depend on the training tokens. None if there are none.
+
+        Raises:
+            ConfigError: these keys do not suit a vocabulary of this size.
+        """
+        return None
 
     @abc.abstractmethod
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:

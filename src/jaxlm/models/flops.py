@@ -36,6 +36,10 @@ class FlopsPerToken:
         causal = sum(flops_per_key * _mean_keys(seq_len, window) for window in windows)
         return FlopsPerToken(6 * weights + causal, 6 * weights + len(windows) * flops_per_key * seq_len)
 
+    def plus(self, flops: float) -> "FlopsPerToken":
+        """With other FLOPs, which do not depend on how attention is counted."""
+        return FlopsPerToken(self.causal + flops, self.palm + flops)
+
     def with_forward(self, other: "FlopsPerToken") -> "FlopsPerToken":
         """With the forward pass of another model, a third of its FLOPs."""
         return FlopsPerToken(self.causal + other.causal / 3, self.palm + other.palm / 3)

@@ -18,7 +18,12 @@ from jaxlm.core.field_types import LearningRate, NonNegativeFloat, PositiveFloat
 from jaxlm.data.config import TRAIN_BPE
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.models.families.nano import NanoConfig
-from jaxlm.models.families.nano.counts import nanochat_flops_per_token, padded_vocab_size, parameter_counts
+from jaxlm.models.families.nano.counts import (
+    nanochat_flops_per_token,
+    num_lookup_entries,
+    padded_vocab_size,
+    parameter_counts,
+)
 from jaxlm.presets.base import Derivation, DerivedNumber, PresetConfig, RunSize, given_at
 from jaxlm.presets.nanochat import RECIPES, Recipe
 from jaxlm.presets.rates import BASE_TRAIN, REFERENCE_BATCH, OptimizerKeys
@@ -52,6 +57,8 @@ class DepthDialConfig(PresetConfig):
             width of 768. Null is 0.3.
         unembedding_lr: the same for the output head. Null is 0.004 for `seed`, 0.008 for `head`.
         matrix_lr: learning rate of Muon at a batch of 524,288 tokens. Null is 0.02.
+        lookup_lr: learning rate of the tables of lookup layers, at the same batch and width. Null is `embedding_lr`. The
+            layers themselves are in `model.lookup`.
         scalar_lr: learning rate of the factors of each layer's inputs at a batch of 524,288 tokens. Null is 0.5.
         weight_decay: weight decay of Muon at a batch of 524,288 tokens and the training tokens of depth 12. Null is 0.2 for
             `seed`, 0.28 for `head`.
@@ -69,6 +76,7 @@ class DepthDialConfig(PresetConfig):
     embedding_lr: LearningRate | None = None
     unembedding_lr: LearningRate | None = None
     matrix_lr: LearningRate | None = None
+    lookup_lr: LearningRate | None = None
     scalar_lr: LearningRate | None = None
     weight_decay: NonNegativeFloat | None = None
 
@@ -102,7 +110,7 @@ class _Dial:
         self._add("recipe", f"{self._dial.recipe}, depth {self._dial.depth}", self._recipe.revision, "")
         vocab_size = self._vocab_size()
         keys = self._model_keys()
-        model = self._model(keys, self._given("model"))
+        model = self._with_lookup(keys, self._model(keys, self._given("model")), vocab_size)
         num_parameters = self._count(model, vocab_size)
         flops = nanochat_flops_per_token(model, vocab_size)
         keys_seen = sum(min(back, model.seq_len) for back in model.window_distances)
@@ -113,7 +121,10 @@ class _Dial:
             "gpt.py",
         )
         self._add(
-            "FLOPs per token", flops, f"6 x weights in products + 12 x {model.hidden_dim} x {keys_seen:,} (all windows)"
+            "FLOPs per token",
+            flops,
+            f"6 x weights in products + 12 x {model.hidden_dim} x {keys_seen:,} (all windows)"
+            + ("" if model.lookup is None else " + the forward pass of the lookup layers, which nanochat counts twice"),
         )
         reference = self._model(self._sizes_at(_REFERENCE_DEPTH), self._without_sizes())
         target, reference_tokens = self._target_tokens(num_parameters, parameter_counts(reference, vocab_size).scaling)
@@ -199,6 +210,8 @@ class _Dial:
                 f" model.hidden_dim: {-(-width // dial.head_dim) * dial.head_dim}",
             )
         keys["num_heads"] = width // dial.head_dim
+        if isinstance(self._given("model.lookup"), Mapping):
+            keys["lookup"] = dict(self._recipe.lookup)
         self._add("layers", keys["num_layers"], "depth", key="model.num_layers")
         self._add("width", keys["hidden_dim"], rule, key="model.hidden_dim")
         self._add("heads", keys["num_heads"], f"{width:,} / {dial.head_dim}", key="model.num_heads")
@@ -206,7 +219,21 @@ class _Dial:
 
     def _without_sizes(self) -> Any:
         given = self._given("model")
-        return {k: v for k, v in given.items() if k not in _SIZES} if isinstance(given, Mapping) else given
+        own = (*_SIZES, "lookup")  # nanochat's reference has no lookup layers
+        return {k: v for k, v in given.items() if k not in own} if isinstance(given, Mapping) else given
+
+    def _with_lookup(self, keys: dict[str, Any], model: NanoConfig, vocab_size: int) -> NanoConfig:
+        """The model with the number of entries of its lookup layers, if it has any; the same number in `keys`."""
+        if model.lookup is None:
+            return model
+        derived = self._add(
+            "entries of a lookup layer",
+            num_lookup_entries(replace(model, lookup=replace(model.lookup, num_entries=None)), vocab_size),
+            "parameters with an entry for each token / 1,000, at least the vocabulary",
+            key="model.lookup.num_entries",
+        )
+        keys["lookup"]["num_entries"] = derived
+        return replace(model, lookup=replace(model.lookup, num_entries=_or(model.lookup.num_entries, derived)))
 
     def _model(self, keys: dict[str, Any], given: Any) -> NanoConfig:
         """The model of these keys, under those that you write."""
@@ -221,7 +248,7 @@ class _Dial:
         self._add(
             "vocabulary, padded", rows, f"{vocab_size:,} rounded up to a multiple of {model.vocab_multiple}", "gpt.py"
         )
-        by_group = {item.name: getattr(counts, item.name) for item in fields(counts)}
+        by_group = {item.name: count for item in fields(counts) if (count := getattr(counts, item.name))}
         self._add("parameters", {**by_group, "total": counts.total}, "sizes of the arrays", "gpt.py")
         return self._add("scaling parameters", counts.scaling, "transformer_matrices + lm_head")
 
@@ -293,13 +320,15 @@ class _Dial:
     def _optimizer_keys(
         self, model: NanoConfig, batch: _Batch, target: int, reference: float, num_steps: int
     ) -> dict[str, Any]:
-        names = ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "weight_decay")
+        names = ("embedding_lr", "unembedding_lr", "matrix_lr", "lookup_lr", "scalar_lr", "weight_decay")
         own = {name: getattr(self._dial, name) for name in names if getattr(self._dial, name) is not None}
         given = self._given("optimizer.type")
         if given not in (None, "muon"):
             unused = f"; {', '.join(f'preset.{name}' for name in own)}: not used" if own else ""
             self._add("optimizer", given, f"your choice: nothing of its section is filled in{unused}", "")
             return {}
+        if "embedding_lr" in own:
+            own.setdefault("lookup_lr", own["embedding_lr"])
         section, recipe = self._given("optimizer"), replace(self._recipe, **own)
         given = section if isinstance(section, Mapping) else {}
         derived = OptimizerKeys(self._add, recipe, model, batch.rate_scale, num_steps, given)

@@ -5,7 +5,7 @@ revision 92d63d4 of July 2026. All rates are those at the reference batch of 524
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxlm.config.decode import encode
@@ -48,6 +48,7 @@ class Recipe:
         model: keys of the model besides its sizes.
         optimizer: keys of Muon besides rates and lengths.
         groups: name -> parameters that AdamW updates; Muon updates all others.
+        lookup: keys of lookup layers besides their sizes, for a model that has any.
     """
 
     revision: str
@@ -60,7 +61,9 @@ class Recipe:
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
     groups: Mapping[str, AdamGroup]
+    lookup: Mapping[str, Any] = field(default_factory=dict)
     embedding_lr: float = 0.3
+    lookup_lr: float = 0.3
     matrix_lr: float = 0.02
     scalar_lr: float = 0.5
     smear_lr: float = 0.2
@@ -70,6 +73,10 @@ _SCALARS = {
     "resid_lambdas": AdamGroup(r"resid_lambdas$", "scalar_lr", 0.8, 0.95, factor=0.01),
     "x0_lambdas": AdamGroup(r"x0_lambdas$", "scalar_lr", 0.96, 0.95),
 }
+LOOKUP_TABLES = {
+    "l3_embeds": AdamGroup(r"lookups\.\d+\.\w+_embedding$", "lookup_lr", 0.8, 0.95, scales_with_width=True)
+}
+"""The tables of lookup layers in both recipes. nanochat of July 2026 has no such layers."""
 MUON_KEYS: dict[str, Any] = {
     "type": "muon",
     "momentum_ema": True,
@@ -120,6 +127,7 @@ SEED = Recipe(
         "value_embeds": AdamGroup(r"value_embedding$", "embedding_lr", 0.8, 0.95, scales_with_width=True),
         **_SCALARS,
     },
+    lookup={"allocation": "nanochat", "sample_tokens": 204_800, "key_norm": False, "score_scale": 1.0},
 )
 
 HEAD = Recipe(

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from jaxlm.models.families.nano import NanoConfig
-from jaxlm.presets.nanochat import MUON_KEYS, Recipe
+from jaxlm.models.families.nano.lookup import lookup_width
+from jaxlm.presets.nanochat import LOOKUP_TABLES, MUON_KEYS, Recipe
 
 BASE_TRAIN = "base_train.py"
 REFERENCE_BATCH = 2**19
@@ -91,7 +92,8 @@ class OptimizerKeys:
         width_scale = (width / _REFERENCE_WIDTH) ** -0.5
         self._add("scale of AdamW with width", width_scale, f"({width} / {_REFERENCE_WIDTH})^-0.5")
         entries = []
-        for name, group in self._recipe.groups.items():
+        tables = {} if self._model.lookup is None else LOOKUP_TABLES
+        for name, group in {**tables, **self._recipe.groups}.items():
             rate: float = getattr(self._recipe, group.rate)
             formula = f"{rate:g}"
             if group.scales_with_batch:
@@ -165,6 +167,9 @@ def rates_by_shape(model: NanoConfig, rate: float) -> dict[str, float]:
         (width, wide),
         (num_kv_heads, model.value_gate_channels),
     ]
+    if model.lookup is not None:
+        hidden = lookup_width(model.lookup, width)
+        shapes += [(hidden, width), (width, hidden + width)]
     return {f"{rows}x{columns}": rate * max(1.0, rows / columns) ** 0.5 for rows, columns in shapes}
 
 

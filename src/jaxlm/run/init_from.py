@@ -55,6 +55,13 @@ class InitFrom:
         """The step of this run's own checkpoint; None for a new run."""
         return self.state.cursor.step if self.state and self.is_own else None
 
+    def initializes(self, plan: Plan) -> bool:
+        """Whether some parameters may be initialized, and not loaded."""
+        if plan.config.trainer.allow_partial_checkpoint:
+            return True
+        hugging_face = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
+        return self.state is None and self.weights is None and hugging_face is None
+
     @property
     def history(self) -> History:
         """The history with which the run starts."""

@@ -8,6 +8,7 @@ from typing import Any
 from jaxlm.core.imports import gc_paused
 
 import jax
+import numpy as np
 
 from jaxlm.config.decode import choice_name, encode
 from jaxlm.config.load import run_id_of
@@ -26,7 +27,7 @@ from jaxlm.engine.checkpoint.manifest import CheckpointName
 from jaxlm.engine.checkpoint.resolve import resolve_folder
 from jaxlm.engine.checkpoint.store import CheckpointFolder
 from jaxlm.engine.metric_names import EVAL_PREFIX
-from jaxlm.engine.phases import Phase, StateBuilder, with_phase_ends
+from jaxlm.engine.phases import Phase, StateBuilder, with_phase_ends, with_token_leaves
 from jaxlm.engine.until import UntilConfig
 from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.folder import parse_dtype
@@ -113,6 +114,10 @@ class Plan:
     def with_phase_ends(self, ends: Sequence[int]) -> "Plan":
         """The plan with the steps after which its first phases really ended."""
         return replace(self, state_builder=with_phase_ends(self.state_builder, ends)) if ends else self
+
+    def with_token_leaves(self, leaves: Mapping[str, np.ndarray]) -> "Plan":
+        """The plan with the leaves of the initial model that were computed from the training tokens, by path."""
+        return replace(self, state_builder=with_token_leaves(self.state_builder, leaves)) if leaves else self
 
     def updated(self, config: RunConfig, vocab_size: int) -> "Plan":
         """The plan for a configuration and vocabulary size known after opening the data; `self` if they are unchanged."""

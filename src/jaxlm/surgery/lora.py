@@ -26,7 +26,7 @@ import numpy as np
 from haliax import Axis, AxisSpec, NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.axes import LORA, STACKED_LAYERS, axes_of
+from jaxlm.core.axes import LORA, VOCAB, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, PositiveInt
 from jaxlm.core.matmul import Weight, dot
@@ -173,7 +173,8 @@ class LoraConfig(SurgeryConfig):
     def _check_dropout_applies(self, model: LanguageModel) -> None:
         """Refuses dropout on a head: the loss reads its weight and never calls the layer."""
         adapters = tree.modules_by_path(model, LoraLinear)
-        heads = [path for path, layer in adapters if layer.dropout and not any(map(layer.a.has_axis, STACKED_LAYERS))]
+        in_vocab = lambda layer: VOCAB in [axis.name for axis in axes_of(layer.Out)]  # noqa: E731
+        heads = [path for path, layer in adapters if layer.dropout and in_vocab(layer)]
         if heads:
             raise ConfigError(
                 f"surgery lora: dropout: {self.dropout} given, but target '{self.target}' matches {', '.join(heads)}. The"

@@ -29,7 +29,10 @@ class TensorWriter:
         }
         written = {part.path for tensor in tensors for part in tensor.parts}
         assert written == set(self._leaves), f"not in the table of weights: {sorted(written ^ set(self._leaves))}"
-        self.infos = {name: TensorInfo(tensor.shape(self._sizes), dtype) for name, (tensor, _) in self._places.items()}
+        self.infos = {
+            name: TensorInfo(tensor.shape(self._sizes), self._stored(tensor, dtype))
+            for name, (tensor, _) in self._places.items()
+        }
         self._left = dict.fromkeys(self.infos)  # tensors that have not been converted
         # Compiled once per shape: selects the parameter of one tensor and replicates it to every device.
         self._whole: Callable[..., jax.Array] = jax.jit(_at, static_argnums=2, out_shardings=layout.replicated())
@@ -59,6 +62,11 @@ class TensorWriter:
             where = {name: file for file, infos in zip(files, shards, strict=True) for name in infos}
             index = {"metadata": {"total_size": total}, "weight_map": where}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+    def _stored(self, tensor: Tensor, dtype: np.dtype) -> np.dtype:
+        """The dtype in the files: integers keep theirs."""
+        leaf = self._leaves[tensor.parts[0].path]
+        return dtype if tree.is_inexact(leaf) else np.dtype(leaf.dtype)
 
     def _on_host(self, leaf: hax.NamedArray, stacked: Sequence[str], numbers: tuple[int, ...]) -> np.ndarray:
         names = [axis.name for axis in leaf.axes]

@@ -26,7 +26,8 @@ from jaxlm.interop.torch.renamed_tensors import RenamedTensors
 from jaxlm.interop.torch.torch_file import TorchFile
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.families.nano.body import has_value_embedding
-from jaxlm.models.families.nano.counts import padded_vocab_size
+from jaxlm.models.families.nano.counts import num_lookup_entries, padded_vocab_size
+from jaxlm.models.families.nano.lookup import LookupConfig
 from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.models.families.nano.revisions import FEBRUARY_2026, JULY_2026
 
@@ -40,6 +41,9 @@ _SIZES = {
 """Keys of `model_config` and our fields."""
 _FIXED = ("mlp_scale", "final_soft_cap", *(name for name in FEBRUARY_2026 if name != "backout"))
 """The fields whose value is in nanochat's code. What is missing matters only to an initial model, or to rounding."""
+_COMPUTED: dict[str, Any] = {"key_norm": False, "score_scale": 1.0}
+_LOOKUP: dict[str, Any] = {**_COMPUTED, "allocation": "nanochat", "sample_tokens": 204_800}
+"""The keys of lookup layers whose value is in nanochat's code. Those in `_COMPUTED` matter to a trained model."""
 _MODEL = re.compile(r"model_(\d+)\.pt")
 _VOCAB_MULTIPLE = 64
 _LAYER = "transformer.h.{layer}."
@@ -67,17 +71,14 @@ def read_config(file: Path) -> tuple[NanoConfig, int]:
     """The model config and the vocabulary size of a weights file.
 
     Raises:
-        ConfigError: the model has lookup layers, is of another revision, or the files are damaged.
+        ConfigError: the model is of another revision, or the files are damaged.
     """
     meta = _meta(file)
     given = read_json_object(meta).get("model_config")
     required = ("vocab_size", *_SIZES)
     if not isinstance(given, dict) or any(type(given.get(key)) is not int for key in required):
         raise ConfigError(f"{meta}: model_config with the integers {', '.join(required)} expected, {given!r} found")
-    if given.get("l3_after_layers"):
-        raise ConfigError(
-            f"{meta}: l3_after_layers: '{given['l3_after_layers']}' given, but lookup layers are not supported"
-        )
+    lookup = _lookup_of(given, meta)
     source = _tensors_of(file)
     gates = [info.shape for name, info in source.tensors.items() if name.endswith("attn.ve_gate.weight")]
     channels = {shape[-1] for shape in gates if shape}
@@ -90,9 +91,32 @@ def read_config(file: Path) -> tuple[NanoConfig, int]:
             " inputs, no smear gate) and of July 2026 (12 inputs, a smear gate)"
         )
     sizes = {ours: given[theirs] for theirs, ours in _SIZES.items()}
-    config = NanoConfig(**sizes, **fields, window_pattern=str(given.get("window_pattern", "L")).upper())
+    pattern = str(given.get("window_pattern", "L")).upper()
+    config = NanoConfig(**sizes, **fields, window_pattern=pattern, lookup=lookup)
     config.check()
     return config, given["vocab_size"]
+
+
+def _lookup_of(given: Mapping[str, Any], meta: Path) -> LookupConfig | None:
+    """The lookup layers of a `model_config`; None if it has none."""
+    text = str(given.get("l3_after_layers") or "")
+    if not text:
+        return None
+    after, numbers = text.split(","), {name: given.get(f"l3_{name}") for name in ("n_emb", "d_up", "k_max")}
+    sizes = {name: value for name, value in numbers.items() if type(value) is int and value >= 0}
+    if not all(part.strip().isdecimal() for part in after) or len(sizes) < len(numbers) or not sizes["n_emb"]:
+        raise ConfigError(
+            f"{meta}: numbers of layers in l3_after_layers, such as '4,16', and integers in l3_n_emb, l3_d_up and l3_k_max"
+            f" expected, '{text}' and {numbers} found"
+        )
+    return LookupConfig(
+        layers=[int(part) for part in after],
+        num_entries=sizes["n_emb"],
+        mlp_dim=sizes["d_up"] or None,
+        max_entries=max(1, sizes["k_max"]),
+        tied=bool(given.get("l3_tie_kv", True)),
+        **_LOOKUP,
+    )
 
 
 def load_nanochat(file: Path, abstract: LanguageModel, config: ModelConfig, layout: Layout) -> LanguageModel:
@@ -153,6 +177,19 @@ def _tensors(config: NanoConfig) -> Iterator[Tensor]:
         ("transformer.h.{value_layer}.attn.ve_gate.weight", "body.value_gates.weight", "kv_heads | gate_channels"),
     ):
         yield dataclasses.replace(single(theirs, ours, layout), first=first, step=2)
+    if config.lookup is not None:
+        for number, layer in enumerate(sorted(config.lookup.layers)):
+            yield from _lookup_tensors(f"l3_layers.{layer}.", f"body.lookups.{number}.", tied=config.lookup.tied)
+
+
+def _lookup_tensors(theirs: str, ours: str, *, tied: bool) -> Iterator[Tensor]:
+    table = "lookup_entries | embed"
+    yield single(f"{theirs}{'kv' if tied else 'k'}_weight", f"{ours}keys_embedding", table)
+    if not tied:
+        yield single(f"{theirs}v_weight", f"{ours}values_embedding", table)
+    yield single(f"{theirs}w_up.weight", f"{ours}up_proj.weight", "lookup_mlp | embed")
+    yield single(f"{theirs}w_mix.weight", f"{ours}mix_proj.weight", "embed | lookup_mix")
+    yield single(f"{theirs}bounds", f"{ours}bounds", "lookup_bounds")
 
 
 def save_nanochat(folder: Path, model: LanguageModel, config: ModelConfig, layout: Layout, *, step: int) -> None:
@@ -182,7 +219,7 @@ def save_nanochat(folder: Path, model: LanguageModel, config: ModelConfig, layou
     rows = padded_vocab_size(dataclasses.replace(config, pad_vocab_to_multiple_of=_VOCAB_MULTIPLE), model.Vocab.size)
     names = list(writer.infos)
     state = {
-        name: torch.tensor(_with_rows(array, model.Vocab.size, rows, is_table=name.startswith(_TABLES)))
+        name: torch.tensor(_as_theirs(array, model.Vocab.size, rows, is_table=name.startswith(_TABLES)))
         for name, array in zip(names, writer.arrays(names), strict=True)
     }
     with publish_folder(folder, meta) as unfinished:
@@ -194,8 +231,10 @@ def save_nanochat(folder: Path, model: LanguageModel, config: ModelConfig, layou
 _TABLES = ("transformer.wte.", "lm_head.", "value_embeds.")
 
 
-def _with_rows(array: np.ndarray, size: int, rows: int, *, is_table: bool) -> np.ndarray:
-    """A table with rows of zeros for the padding of the vocabulary; anything else unchanged."""
+def _as_theirs(array: np.ndarray, size: int, rows: int, *, is_table: bool) -> np.ndarray:
+    """A table with rows of zeros for the padding of the vocabulary; integers in 64 bits; anything else unchanged."""
+    if np.issubdtype(array.dtype, np.integer):
+        return array.astype(np.int64)
     return np.pad(array, ((0, rows - size), (0, 0))) if is_table else array
 
 
@@ -209,8 +248,27 @@ def _model_config(config: NanoConfig, vocab_size: int) -> Mapping[str, Any]:
     ]
     if (config.backout is None) != (theirs.backout is None):
         wrong.append(f"model.backout: {config.backout} given, {theirs.backout} expected")
+    if config.lookup is not None:
+        wrong += [
+            f"model.lookup.{name}: {given} given, {value} expected"
+            for name, value in _COMPUTED.items()
+            if (given := getattr(config.lookup, name)) != value
+        ]
+        if config.smear_channels:
+            wrong.append("model.lookup: given with smear, but nanochat had no lookup layers any more when it got smear")
     if wrong:
         raise ConfigError("nanochat's code cannot compute this model:\n" + "\n".join(f"  {line}" for line in wrong))
     sizes = {theirs: getattr(config, ours) for theirs, ours in _SIZES.items()}
     sizes["n_kv_head"] = config.KVHeads.size
-    return {**sizes, "vocab_size": vocab_size, "window_pattern": config.window_pattern}
+    described = {**sizes, "vocab_size": vocab_size, "window_pattern": config.window_pattern}
+    return described if config.lookup is None else described | _described_lookup(config, config.lookup, vocab_size)
+
+
+def _described_lookup(config: NanoConfig, lookup: LookupConfig, vocab_size: int) -> dict[str, Any]:
+    return {
+        "l3_after_layers": ",".join(map(str, sorted(lookup.layers))),
+        "l3_n_emb": num_lookup_entries(config, vocab_size),
+        "l3_d_up": lookup.mlp_dim or 0,
+        "l3_k_max": lookup.max_entries,
+        "l3_tie_kv": lookup.tied,
+    }

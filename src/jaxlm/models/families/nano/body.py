@@ -5,6 +5,9 @@ embedding too; these are stacked along `value_layers`, so that no other layer st
 layers, after which windows and value embeddings repeat (four layers for the pattern SSSL), so that the windows are static
 and attention skips what they mask. Layers after the last whole period are compiled separately; they are fewer than two
 periods. So what is compiled does not grow with the number of layers.
+
+A lookup layer ends a scan, and the layers after it are another: inside a scan, the gradient of its table would be added up
+over all layers, although only one has it.
 """
 
 import dataclasses
@@ -28,6 +31,7 @@ from jaxlm.models.attention.api import AttentionMask
 from jaxlm.models.attention.choose import AUTO
 from jaxlm.models.base import EMBEDDING, Inputs, KVCache, check_taps, layer_tap, tap_names
 from jaxlm.models.families.nano.layers import NanoBlock, ValueEmbedding, reversed_rotation
+from jaxlm.models.families.nano.lookup import LookupLayer
 from jaxlm.models.inference.kv_cache import UnstackedCache, extend_cache, extend_slots, mask_over_cache
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout_keys
 from jaxlm.models.linear import Linear, MatrixLinear
@@ -35,7 +39,7 @@ from jaxlm.models.remat import RematPolicy, remat
 from jaxlm.models.scan import runs_as_scan, scan_layers
 from jaxlm.models.stacks import HeterogeneousBody, LayerKind, layer_contexts, shortest_period
 
-_PERIODS = "periods"
+_PERIODS, _LOOKUP = "periods", 1
 _Kind = tuple[LayerKind, bool]
 """What is static about a layer, and whether it has a value embedding."""
 
@@ -108,6 +112,12 @@ class _ForwardPass:
             middle = NamedArray(jnp.where(is_middle, x.array, before), axes)
         return _Carry(x, middle), new
 
+    def look_up(self, number: int, carry: _Carry, lookup: LookupLayer, key: jax.Array | None) -> _Carry:
+        """Runs the lookup layer after layer `number`."""
+        lookup = with_dropout_keys(lookup, key)
+        x = carry.x + lookup(carry.x, self.tokens)
+        return _Carry(x, x if number == self.middle and carry.middle is not None else carry.middle)
+
 
 class NanoBody(HeterogeneousBody):
     """The layers, stacked.
@@ -117,6 +127,8 @@ class NanoBody(HeterogeneousBody):
         resid_lambdas, x0_lambdas: {layers}, factors of the residual stream and of the body's input before each layer.
         value_embedding: {value_layers, vocab, value_embed}.
         value_gates: {value_layers, kv_heads, gate_channels}.
+        lookups: the lookup layers.
+        lookup_numbers: the number of the layer that each of them follows, ascending.
         kinds: the kind of each layer.
         HeadSize: features per head.
         seq_len: the model's maximum sequence length.
@@ -133,6 +145,8 @@ class NanoBody(HeterogeneousBody):
     x0_lambdas: NamedArray
     value_embedding: NamedArray
     value_gates: Linear
+    lookups: tuple[LookupLayer, ...]
+    lookup_numbers: tuple[int, ...] = eqx.field(static=True)
     kinds: tuple[LayerKind, ...] = eqx.field(static=True)
     HeadSize: Axis = eqx.field(static=True)
     seq_len: int = eqx.field(static=True)
@@ -155,14 +169,13 @@ class NanoBody(HeterogeneousBody):
             _at(all_values, VALUE_LAYERS, next(numbers)) if self._has_value(number) else None
             for number in range(self.Layers.size)
         )
-        layers, values = jax.tree.map(
+        layers, values, lookups = jax.tree.map(
             lambda part: MatrixLinear.of(part) if isinstance(part, Linear) else part,
-            (layers, values),
+            (layers, values, self.lookups),
             is_leaf=lambda part: isinstance(part, Linear),
         )
-        return UnstackedNanoBody(
-            layers, values, self.kinds, self.HeadSize, self.seq_len, self.rope_dtype, self.keeps_middle
-        )
+        options = self.kinds, self.HeadSize, self.seq_len, self.rope_dtype, self.keeps_middle
+        return UnstackedNanoBody(layers, values, lookups, self.lookup_numbers, *options)
 
     def __call__(
         self, x: NamedArray, inputs: Inputs, cache: KVCache | None, key: jax.Array | None, taps: Sequence[str] = ()
@@ -184,10 +197,14 @@ class NanoBody(HeterogeneousBody):
         cached = None if filled is None else LayerCache(filled.keys[0], filled.values[0])
         keys = None if key is None else jax.random.split(key, num_layers)
         residuals, outputs = {EMBEDDING: x}, []
-        stops = [number + 1 for number in range(num_layers - 1) if layer_tap(number) in taps]
-        for start, stop in itertools.pairwise((0, *stops, num_layers)):
+        lookups = dict(zip(self.lookup_numbers, self.lookups, strict=True))
+        ends = [number for number in range(num_layers - 1) if layer_tap(number) in taps or number in lookups]
+        for start, stop in itertools.pairwise((0, *(number + 1 for number in ends), num_layers)):
             carry, out = self._run(shared, carry, cached, keys, start, stop)
-            residuals[layer_tap(stop - 1)] = carry.x
+            if (last := stop - 1) in lookups:
+                look_up = remat(self.remat_policy, functools.partial(shared.look_up, last), scan=False)
+                carry = look_up(carry, lookups[last], None if keys is None else jax.random.fold_in(keys[last], _LOOKUP))
+            residuals[layer_tap(last)] = carry.x
             outputs.append(out)
         if cache is not None:
             new = _concatenated(outputs)
@@ -269,6 +286,8 @@ class UnstackedNanoBody(eqx.Module):
 
     layers: tuple[_Layer, ...]
     values: tuple[ValueEmbedding | None, ...]
+    lookups: tuple[LookupLayer, ...]
+    lookup_numbers: tuple[int, ...] = eqx.field(static=True)
     kinds: tuple[LayerKind, ...] = eqx.field(static=True)
     HeadSize: Axis = eqx.field(static=True)
     seq_len: int = eqx.field(static=True)
@@ -282,10 +301,13 @@ class UnstackedNanoBody(eqx.Module):
         contexts = _contexts(self, inputs, mask_over_cache(cache, inputs), AUTO)
         shared = _ForwardPass(x, inputs.tokens, contexts, len(self.layers) // 2, stores=True)
         carry, layer_caches = _Carry(x, x if self.keeps_middle else None), []
+        lookups = dict(zip(self.lookup_numbers, self.lookups, strict=True))
         parts = zip(self.layers, self.values, self.kinds, cache.keys[0], cache.values[0], strict=True)
-        for layer, value, kind, k, v in parts:
+        for number, (layer, value, kind, k, v) in enumerate(parts):
             layer = dataclasses.replace(layer, layer_cache=LayerCache(k, v, cache.length))
             carry, layer_cache = shared.run(kind, carry, layer, value)
+            if number in lookups:
+                carry = shared.look_up(number, carry, lookups[number], None)
             layer_caches.append(layer_cache)
         keys, values = (tuple(getattr(one, name) for one in layer_caches) for name in ("keys", "values"))
         extended = UnstackedCache((keys,), (values,), **extend_slots(cache, inputs))

@@ -1,7 +1,7 @@
 """nanochat's model: QK norm, squared ReLU, value embeddings in every other layer, a skip from the embedding into every layer.
 
-Source: karpathy/nanochat (`nanochat/gpt.py`): the defaults are commit b7629ef, without lookup layers; every difference of
-the revision 92d63d4 is a key. QK norm: Henry et al. 2020 (arXiv:2010.04245); squared ReLU: So et al. 2021
+Source: karpathy/nanochat (`nanochat/gpt.py`): the defaults are commit b7629ef; every difference of the revision 92d63d4 is a
+key. QK norm: Henry et al. 2020 (arXiv:2010.04245); squared ReLU: So et al. 2021
 (arXiv:2109.08668); value embeddings: Zhou et al. 2024 (arXiv:2410.17897); soft cap: Gemma Team 2024 (arXiv:2408.00118).
 
 Parameters by path, with L layers of which V have a value embedding. nanochat's names are on the right.
@@ -18,10 +18,19 @@ Parameters by path, with L layers of which V have a value embedding. nanochat's 
     body.resid_lambdas, body.x0_lambdas         {layers: L}                                 resid_lambdas, x0_lambdas
     smear_gate, smear_lambda                    {smear_channels}, {}                        smear_gate, smear_lambda
     backout_lambda                              {}                                          backout_lambda
+
+and with lookup layers, of which number I follows layer N:
+
+    body.lookups.I.keys_embedding               {lookup_entries, embed}                     l3_layers.N.kv_weight (k_weight)
+    body.lookups.I.values_embedding             {lookup_entries, embed}                     l3_layers.N.v_weight, untied
+    body.lookups.I.bounds                       int32 {lookup_bounds: vocab + 1}            l3_layers.N.bounds
+    body.lookups.I.up_proj.weight               {lookup_mlp, embed}                         l3_layers.N.w_up
+    body.lookups.I.mix_proj.weight              {embed, lookup_mix}                         l3_layers.N.w_mix
 """
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,19 +39,17 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import (
-    BATCH,
     EMBED,
     GATE_CHANNELS,
     HEAD_SIZE,
     HEADS,
-    KEY_POSITION,
     KV_HEADS,
     LAYERS,
     MLP,
-    POSITION,
     SMEAR_CHANNELS,
     VALUE_EMBED,
     VALUE_LAYERS,
@@ -58,12 +65,14 @@ from jaxlm.core.field_types import (
 )
 from jaxlm.core.matmul import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
-from jaxlm.models.base import FINAL, Hidden, Inputs, KVCache, LanguageModel, ModelConfig
+from jaxlm.models.base import FINAL, Hidden, Inputs, KVCache, LanguageModel, LeavesFromTokens, ModelConfig
 from jaxlm.models.families.nano.body import NanoBody
-from jaxlm.models.families.nano.counts import parameter_counts
+from jaxlm.models.families.nano.counts import num_lookup_entries, parameter_counts
 from jaxlm.models.families.nano.layers import NanoBlock, first_channels, uniform_linear, zero_linear
+from jaxlm.models.families.nano.lookup import LookupConfig, LookupLayer
+from jaxlm.models.families.nano.smear import previous_embeddings
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.inference.kv_cache import UnstackedCache, empty_cache
+from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import Mlp, SelfAttention, embedding
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import UnweightedRMSNorm
@@ -72,12 +81,13 @@ from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind
 
 _SMEAR_GATE_MAX = 0.02
+_LOOKUPS = 1  # folded into the key, so that the other parameters are the same without lookup layers
 
 
 @ModelConfig.register_subclass("nano")
 @dataclass(frozen=True)
 class NanoConfig(ModelConfig):
-    """nanochat's model. The defaults are its 12 layers of February 2026, without lookup layers.
+    """nanochat's model. The defaults are its 12 layers of February 2026.
 
     Attributes:
         hidden_dim: width of the residual stream.
@@ -110,6 +120,7 @@ class NanoConfig(ModelConfig):
         first_resid_lambda, last_resid_lambda: initial factor of the residual stream before the first and before the last
             layer; layers between them are interpolated.
         first_x0_lambda, last_x0_lambda: the same for the embedding, which is added to the residual stream before each layer.
+        lookup: lookup layers (nanochat's L3): tables of which each token has some entries. Null has none.
     """
 
     seq_len: PositiveInt = 2048
@@ -139,6 +150,7 @@ class NanoConfig(ModelConfig):
     last_resid_lambda: NonNegativeFloat = 1.0
     first_x0_lambda: NonNegativeFloat = 0.1
     last_x0_lambda: NonNegativeFloat = 0.1
+    lookup: LookupConfig | None = None
 
     @property
     def Embed(self) -> Axis:
@@ -200,9 +212,12 @@ class NanoConfig(ModelConfig):
                     f"model.{name}: {channels} given, at most model.hidden_dim = {self.hidden_dim} expected: it is a number"
                     " of features of the residual stream"
                 )
+        if self.lookup is not None:
+            self.lookup.check(self.num_layers)
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> "Nano":
         k_tokens, k_head, k_layers, k_values, k_gates, k_smear = jax.random.split(key, 6)
+        lookups = self._lookups(Vocab, jax.random.fold_in(key, _LOOKUPS))
         Channels, SmearChannels = (
             Axis(GATE_CHANNELS, self.value_gate_channels),
             Axis(SMEAR_CHANNELS, self.smear_channels),
@@ -219,6 +234,8 @@ class NanoConfig(ModelConfig):
                 k_values, (self.ValueLayers, Vocab, ValueEmbed), minval=-bound, maxval=bound
             ),
             value_gates=Linear(gates, None, Channels, self.KVHeads),
+            lookups=tuple(lookups.values()),
+            lookup_numbers=tuple(lookups),
             kinds=self.kinds,
             HeadSize=self.HeadSize,
             seq_len=self.seq_len,
@@ -244,15 +261,47 @@ class NanoConfig(ModelConfig):
         )
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        """FLOPs per training token, with the rows of the head that are in the vocabulary."""
-        return FlopsPerToken.of(
-            weights=parameter_counts(self, vocab_size).transformer_matrices
+        """FLOPs per training token, with the rows of the head that are in the vocabulary.
+
+        A token is taken to read as many entries of a lookup layer as tokens have on average.
+        """
+        counts = parameter_counts(self, vocab_size)
+        layers = FlopsPerToken.of(
+            weights=counts.transformer_matrices
+            + counts.l3_matrices
             + vocab_size * self.hidden_dim
             + self.smear_channels,
             attention_dim=self.hidden_dim,
             seq_len=self.seq_len,
             windows=[kind.window for kind in self.kinds],
         )
+        num_lookups = 0 if self.lookup is None else len(self.lookup.layers)
+        return layers.plus(12 * self.hidden_dim * num_lookups * num_lookup_entries(self, vocab_size) / vocab_size)
+
+    def leaves_from_tokens(self, vocab_size: int) -> LeavesFromTokens | None:
+        lookup = self.lookup
+        if lookup is None:
+            return None
+        num_entries = num_lookup_entries(self, vocab_size)
+        lookup.check_entries(num_entries, vocab_size)
+        if lookup.allocation == "uniform":
+            return None  # as it is initialized
+
+        paths = tuple(f"body.lookups.{number}.bounds" for number in range(len(lookup.layers)))
+        key = {"version": 1, "allocation": lookup.allocation, "entries": num_entries, "most": lookup.max_entries}
+
+        def compute(sequences: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+            return dict.fromkeys(paths, lookup.bounds_of(sequences, num_entries, vocab_size))
+
+        return LeavesFromTokens(paths, lookup.sample_tokens, key, compute)
+
+    def _lookups(self, Vocab: Axis, key: jax.Array) -> dict[int, LookupLayer]:
+        """The lookup layers by the number of the layer that each of them follows."""
+        if self.lookup is None:
+            return {}
+        num_entries = num_lookup_entries(self, Vocab.size)
+        make = functools.partial(LookupLayer.init, self.lookup, Vocab, self.Embed, num_entries, self.layer_norm_epsilon)
+        return {number: make(key=jax.random.fold_in(key, number)) for number in sorted(self.lookup.layers)}
 
     def _between_layers(self, first: float, last: float) -> NamedArray:
         return NamedArray(jnp.linspace(first, last, self.num_layers), (self.Layers,))
@@ -318,7 +367,7 @@ class Nano(LanguageModel):
         x = norm(table(inputs.tokens))
         if self.smear_gate is not None and self.smear_lambda is not None:
             gate, factor = for_compute((self.smear_gate, self.smear_lambda))
-            previous = _previous(x, inputs, cache, lambda tokens: norm(table(tokens)))
+            previous = previous_embeddings(x, inputs, cache, lambda tokens: norm(table(tokens)))
             opened = factor * hnn.sigmoid(hax.dot(first_channels(x, gate.axes[0]), gate, axis=gate.axes))
             x = (x + opened * previous).rearrange(x.axes).astype(x.dtype)
         out = self.body(x, inputs, cache, key, taps)
@@ -334,43 +383,3 @@ class Nano(LanguageModel):
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
         config, smears = self.config, self.smear_gate is not None
         return empty_cache([config.Layers], Batch, capacity, config.KVHeads, config.HeadSize, dtype, with_tokens=smears)
-
-
-def _previous(
-    x: NamedArray, inputs: Inputs, cache: KVCache | UnstackedCache | None, embedded: Callable[[NamedArray], NamedArray]
-) -> NamedArray:
-    """The embedding of the token before each token, {batch, position, embed}; 0 for the first token of a document.
-
-    Args:
-        x: embeddings of the inputs.
-        cache: holds the tokens before the inputs.
-        embedded: embeds tokens.
-    """
-    segments = inputs.segment_ids
-    axes = (segments.resolve_axis(BATCH), segments.resolve_axis(POSITION), x.resolve_axis(EMBED))
-    First = axes[1].resize(1)
-    x, segments = x.rearrange(axes), segments.rearrange(axes[:2])
-    if cache is None or cache.tokens is None:
-        first, first_segment = (
-            hax.zeros((axes[0], First, axes[2]), dtype=x.dtype),
-            hax.zeros((axes[0], First), dtype=jnp.int32),
-        )
-    else:
-        token, first_segment = (_slot_before(slots, cache.length, First) for slots in (cache.tokens, cache.segment_ids))
-        first = embedded(token).rearrange((axes[0], First, axes[2]))
-    before, before_segments = (_shifted(*pair, axes[1]) for pair in ((first, x), (first_segment, segments)))
-    same = NamedArray((before_segments.array == segments.array) & (segments.array != 0), segments.axes)
-    return hax.where(same, before, 0.0).rearrange(axes).astype(x.dtype)
-
-
-def _shifted(first: NamedArray, x: NamedArray, Position: Axis) -> NamedArray:
-    """x moved to the right along positions, with `first` at the left."""
-    array = jnp.concatenate([first.array, x.array[:, : Position.size - 1]], axis=1)
-    return NamedArray(array, x.axes)
-
-
-def _slot_before(slots: NamedArray, length: jax.Array, First: Axis) -> NamedArray:
-    """The last slot in use, {batch, position}; of an empty cache, its first slot, which has segment 0."""
-    slots = slots.rearrange((BATCH, KEY_POSITION))
-    array = jax.lax.dynamic_slice_in_dim(slots.array, jnp.maximum(length - 1, 0), 1, axis=1)
-    return NamedArray(array, (slots.axes[0], First))
