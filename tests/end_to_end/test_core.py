@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from jaxlm import train
 from jaxlm.observe.page.logged_run import read_run
 from jaxlm.observe.page.page import render
 from tests.end_to_end.commands import Workplace
@@ -74,11 +75,10 @@ def test_a_killed_run_measures_the_same_as_a_whole_one(workplace):
     assert all(word in text for word in ("winograd", "training time, all starts", "best bits per byte", "24 per hour"))
 
 
-@pytest.mark.slow
-def test_a_bundle_without_a_task_is_refused_before_the_first_step(workplace):
-    place = place_with_core(workplace, 1)
+def test_a_bundle_without_a_task_is_refused_before_the_data_is_read(workplace, in_process):
+    place = place_with_core(workplace, 8)
     (place.folder / "bundle" / "eval_data" / "some" / "winograd.jsonl").unlink()
-    result = place.run(*ARGUMENTS)
-    assert result.code == 2
-    assert "it lacks 1 of the tasks of CORE: winograd (no file " in result.err
-    assert "Traceback" not in result.err
+    done = in_process(train.main, place, *ARGUMENTS, "--data.train_urls", "[nowhere.txt]")
+    assert done.code == 2
+    assert "it lacks 1 of the tasks of CORE: winograd (no file " in done.err
+    assert "Traceback" not in done.err

@@ -79,6 +79,9 @@ class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.
 
     every: PositiveInt = field(default=1, kw_only=True)
 
+    def check(self) -> None:
+        """Raises `ConfigError` if something is missing that `open`, which runs after the data is tokenized, will need."""
+
     @abc.abstractmethod
     def open(self, ctx: EvalContext) -> "Eval":
         """Opens the evaluation. It compiles each program only once for the whole run."""

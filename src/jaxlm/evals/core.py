@@ -17,7 +17,15 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
-from jaxlm.evals.core_bundle import CORE_TASKS, LANGUAGE_MODELING, MULTIPLE_CHOICE, SCHEMA, CoreTask, read_bundle
+from jaxlm.evals.core_bundle import (
+    CORE_TASKS,
+    LANGUAGE_MODELING,
+    MULTIPLE_CHOICE,
+    SCHEMA,
+    CoreTask,
+    check_bundle,
+    read_bundle,
+)
 from jaxlm.evals.scoring import Scored, score
 from jaxlm.models.base import LanguageModel
 
@@ -48,6 +56,9 @@ class CoreEvalConfig(EvalConfig):
     tasks: list[str] = field(default_factory=list)
     max_per_task: PositiveInt | None = None
     batch_size: PositiveInt = 16
+
+    def check(self) -> None:
+        check_bundle(self.bundle, self.tasks or CORE_TASKS)
 
     def open(self, ctx: EvalContext) -> Eval:
         """Raises `ConfigError` if the bundle lacks a task, or the tokenizer has no token to begin a prompt with."""
