@@ -22,7 +22,8 @@ benchmark = importlib.import_module("muon_vs_adamw")
 def test_the_configurations_differ_in_the_update_of_matrices_alone():
     muon, adamw = (read_config(BENCHMARKS / "optimizers" / f"{name}.yaml") for name in ("muon", "adamw"))
     num_steps = muon.trainer.num_train_steps
-    assert replace(adamw, optimizer=muon.optimizer) == muon
+    assert replace(adamw.trainer, id="muon") == muon.trainer
+    assert replace(adamw, optimizer=muon.optimizer, trainer=muon.trainer) == muon
     assert len(adamw.optimizer.groups) == len(muon.optimizer.groups) == 6
     for ours, theirs in zip(adamw.optimizer.groups, muon.optimizer.groups, strict=True):
         assert replace(ours, learning_rate=1.0, warmup=0, decay=0) == replace(
