@@ -177,11 +177,8 @@ class NanoBody(OtherBody):
         # Prompts have any length, which the configured backend may not allow.
         backend = AUTO if cache is not None else self.attn_backend
         contexts = _contexts(self, inputs, mask, backend)
-        # All layers read the input. Without its sharding, the sum of their gradients takes that of the embedding table, and
-        # every device gathers the gradients of all sequences.
-        x = hax.auto_sharded(x)
         shared = _ForwardPass(x, inputs.tokens, contexts, num_layers // 2, stores=cache is not None)
-        carry = _Carry(x, x if self.keeps_middle else None)
+        carry = _Carry(hax.auto_sharded(x), x if self.keeps_middle else None)
         cached = None if filled is None else LayerCache(filled.keys[0], filled.values[0])
         keys = None if key is None else jax.random.split(key, num_layers)
         residuals, outputs = {EMBEDDING: x}, []

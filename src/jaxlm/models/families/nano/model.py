@@ -314,7 +314,7 @@ class Nano(LanguageModel):
     ) -> Hidden:
         norm = UnweightedRMSNorm(self.config.Embed, self.config.layer_norm_epsilon)
         table = for_lookup(self.tokens)
-        x = norm(hax.auto_sharded(table(inputs.tokens)))
+        x = norm(table(inputs.tokens))
         if self.smear_gate is not None and self.smear_lambda is not None:
             gate, factor = for_compute((self.smear_gate, self.smear_lambda))
             previous = _previous(x, inputs, cache, lambda tokens: norm(table(tokens)))
