@@ -58,6 +58,19 @@ ENTRY %main (s: f32[24,100], j: s32[]) -> f32[24,100] {{
     assert roofline(text, BYTES_ONLY) == Seconds(memory=(2 * 400 + 4) + (2 * 400 + 4))
 
 
+def test_an_asynchronous_fusion_counts_once():
+    text = f"""{HEADER}
+ENTRY %main (s: f32[24,100], r: f32[1,100], j: s32[]) -> f32[24,100] {{
+  %s = f32[24,100]{{1,0}} parameter(0)
+  %r = f32[1,100]{{1,0}} parameter(1)
+  %j = s32[] parameter(2)
+  %a = ((f32[24,100], f32[1,100], s32[]), f32[24,100], u32[]) fusion-start(%s, %r, %j), kind=kLoop, calls=%keep
+  ROOT %b = f32[24,100]{{1,0}} fusion-done(%a)
+}}
+"""
+    assert roofline(text, BYTES_ONLY) == Seconds(memory=2 * 400 + 4)
+
+
 ATTENTION = (
     'custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax{kind}", backend_config={{"intermediate_tensor_shape":'
     ' {{"element_type": "BF16", "dimensions": ["2", "8", "64", "64"], "tuple_shapes": []}}, "mask_type": "CAUSAL",'

@@ -17,7 +17,8 @@ from jaxlm.forecast.hlo import COLLECTIVES, Collective, Computation, Instruction
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:] ?[{\[]([\d," ]*)')
 _SCORES = re.compile(r'"intermediate_tensor_shape".*?"dimensions": ?\[([\d," ]*)\]')
 _ATTENTION = "__cudnn$fmha"
-# Instructions that move no data: aliases of existing values, and collectives.
+_FUSIONS = ("fusion", "fusion-start")
+# Instructions that move no data: aliases of existing values, collectives, and the ends of what runs asynchronously.
 _FREE = {
     *(
         "after-all",
@@ -32,6 +33,7 @@ _FREE = {
     ),
     *COLLECTIVES,
     *(f"{kind}-{end}" for kind in (*COLLECTIVES, "async", "copy") for end in ("start", "done", "update")),
+    "fusion-done",
 }
 _SLICES = {"dynamic-slice", "gather", "slice"}
 # The backward pass of attention has five matrix products, the forward pass two.
@@ -193,7 +195,7 @@ class _Roofline:
         """Bytes that a kernel reads and writes."""
         operands = [body[name] for name in kernel.operands if name in body]
         called = self.program.called_by(kernel)
-        if kernel.opcode != "fusion" or len(called) != 1:
+        if kernel.opcode not in _FUSIONS or len(called) != 1:
             return _bytes_written(kernel, body) + sum(_bytes_read(operand, [kernel], body) for operand in operands)
         fused = self.program.computations[called[0]]
         parameters = [instruction for instruction in fused.values() if instruction.opcode == "parameter"]

@@ -103,7 +103,9 @@ class _ForwardPass:
         x = hax.auto_sharded(x.rearrange(axes))
         middle = carry.middle
         if middle is not None:
-            middle = hax.where(layer.index == self.middle, x, middle).rearrange(axes)
+            # `hax.where` makes a conditional of a scalar, and the partitioner gathers what a conditional returns.
+            is_middle = (layer.index == self.middle).array
+            middle = NamedArray(jnp.where(is_middle, x.array, middle.rearrange(axes).array), axes)
         return _Carry(x, middle), new
 
 
