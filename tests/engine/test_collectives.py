@@ -6,10 +6,8 @@ from collections import Counter
 import pytest
 
 from jaxlm.core import tree
-from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.forecast.hlo import Collective
-from jaxlm.models.families.nano.model import NanoConfig
-from tests.engine.helpers import AXES, EVERY_MESH, MESHES, MODEL, TinyRun, arrays, layout
+from tests.engine.helpers import EVERY_MESH, MESHES, MODEL, TinyRun, arrays, layout
 from tests.forecast.helpers import collectives
 
 
@@ -58,16 +56,3 @@ def test_collectives_of_a_step(name):
     moved = {c for c in found if c.shape[-2:] == (MODEL.seq_len, MODEL.hidden_dim)}
     assert {c.kind for c in moved} == ({"all-reduce"} if name.startswith("tp") else set())
     assert not {c for c in found if c.kind in ("all-to-all", "collective-permute")}
-
-
-def test_activations_of_nanochats_model_stay_where_they_are():
-    """Also the residual stream of the middle layer, which is chosen among those of all layers in a scan."""
-    mappings = AxisMappings("batch", ("embed",), (), {}, {})
-    where = make_layout(mesh_shape(8, replica=1, model=1), mappings, AXES | {"value_embed": MODEL.hidden_dim})
-    config = NanoConfig(
-        seq_len=MODEL.seq_len, hidden_dim=MODEL.hidden_dim, num_layers=12, num_heads=4, smear_channels=24, backout=0.2
-    )
-    found = collectives(TinyRun(where, model=config).compiled_text(arrays(0, rows=32)))
-    assert found
-    activations = 32 * MODEL.seq_len * MODEL.hidden_dim
-    assert max(math.prod(c.shape) for c in found) < activations, "no parameter is as large"

@@ -321,6 +321,13 @@ def test_what_is_compiled_does_not_grow_with_the_number_of_layers(as_inputs):
     assert whole[0] < rest[0] < 2 * whole[0]
 
 
+def test_the_middle_layer_is_chosen_without_a_conditional(as_inputs):
+    """On eight GPUs, XLA's partitioner gathers the whole batch in the branches of one, in every layer."""
+    text = program(dataclasses.replace(TINY, num_layers=8, backout=0.2, scan_layers=True), as_inputs)
+    assert "stablehlo.while" in text
+    assert not re.search(r"stablehlo\.(case|if)\b", text)
+
+
 @pytest.mark.slow
 def test_scan_and_unrolled_layers_are_equal(built, as_inputs):
     inputs, found = as_inputs(ids()), []
