@@ -237,7 +237,7 @@ def test_decoding_with_a_cache_is_the_full_forward_pass(layers, built, as_inputs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("bfloat16", marks=pytest.mark.soak)])
 def test_generation_with_other_caches_and_a_prefix_cache(dtype, built):
     model = built(dataclasses.replace(TINY, seq_len=512))
     decoding, cache, writer = (
@@ -321,11 +321,11 @@ def test_what_is_compiled_does_not_grow_with_the_number_of_layers(as_inputs):
     assert whole[0] < rest[0] < 2 * whole[0]
 
 
-def test_the_middle_layer_is_chosen_without_a_conditional(as_inputs):
-    """On eight GPUs, XLA's partitioner gathers the whole batch in the branches of one, in every layer."""
-    text = program(dataclasses.replace(TINY, num_layers=8, backout=0.2, scan_layers=True), as_inputs)
-    assert "stablehlo.while" in text
-    assert not re.search(r"stablehlo\.(case|if)\b", text)
+def test_no_layer_branches(as_inputs):
+    """XLA for GPUs gathers what a branch returns from all devices."""
+    config = dataclasses.replace(TINY, scan_layers=True)
+    assert config.backout is not None
+    assert not re.search(r"stablehlo\.(case|if)\b", program(config, as_inputs))
 
 
 @pytest.mark.slow
@@ -352,7 +352,7 @@ def test_no_second_copy_of_the_parameters_is_saved(remat, as_inputs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["late", "early"])
+@pytest.mark.parametrize("name", ["late", pytest.param("early", marks=pytest.mark.soak)])
 def test_twenty_steps_are_those_of_torch(name):
     """The loss of each step in float32, with Adam on both sides; the run's losses are those of its training step."""
     torch = pytest.importorskip("torch")

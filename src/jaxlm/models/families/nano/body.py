@@ -103,9 +103,9 @@ class _ForwardPass:
         x = hax.auto_sharded(x.rearrange(axes))
         middle = carry.middle
         if middle is not None:
-            # `hax.where` makes a conditional of a scalar, and the partitioner gathers what a conditional returns.
-            is_middle = (layer.index == self.middle).array
-            middle = NamedArray(jnp.where(is_middle, x.array, middle.rearrange(axes).array), axes)
+            # A scalar condition makes `hax.where` a `cond`, whose result GPUs gather from all devices.
+            is_middle, before = (layer.index == self.middle).scalar(), middle.rearrange(axes).array
+            middle = NamedArray(jnp.where(is_middle, x.array, before), axes)
         return _Carry(x, middle), new
 
 
