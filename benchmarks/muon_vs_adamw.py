@@ -1,11 +1,15 @@
 """Trains two configurations with the same seeds and steps: after how many steps does b reach the last loss of a?
 
-    python benchmarks/muon_vs_adamw.py --folder runs/muon --a adamw.yaml --b muon.yaml [--seeds 0,1,2] [--steps 500]
-        [--a_options "--optimizer.learning_rate 3e-3"] [--b_options "..."] [--evals 25]
+    python benchmarks/muon_vs_adamw.py --folder runs/muon --steps 200 --a_learning_rates 2e-3,5e-3,1.25e-2
+        [--a benchmarks/optimizers/adamw.yaml] [--b benchmarks/optimizers/muon.yaml] [--seeds 0,1,2]
+        [--a_options "--optimizer.beta2 0.98"] [--b_options "..."] [--evals 25] [--tuning_steps 60]
 
 Meant for AdamW as a and Muon as b, but any two configurations of `jaxlm train` will do: files, or recipes such as
-`jaxlm:groups.yaml`. Both need validation data. One run follows the other, each in a process of its own. Start the same
-command again after an interruption: finished runs are not repeated, and the others continue from their last checkpoint.
+`jaxlm:groups.yaml`. Both need validation data. `--a_learning_rates` and `--b_learning_rates` try several values of
+`optimizer.learning_rate` first, in shorter runs with the first seed, and keep the one with the lowest last loss.
+
+One run follows the other, each in a process of its own. Start the same command again after an interruption: finished
+runs are not repeated, and the others continue from their last checkpoint.
 
 Writes `muon_vs_adamw.json` (validation loss by step of every run, and the summary) and `muon_vs_adamw.png` into the folder
 after every pair of runs. Prints a row for each seed, and the summary as JSON in the last line: the last losses, the steps
@@ -22,11 +26,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "muon_vs_adamw"
+DEFAULTS = {"a": "adamw", "b": "muon"}
 Losses = dict[int, float]
 """Step -> validation loss of one run."""
 
@@ -35,51 +41,86 @@ def main() -> None:
     """Trains every pair that is not trained yet, and reports after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="folder for runs, caches and results")
-    for side, usual in (("a", "AdamW"), ("b", "Muon")):
-        parser.add_argument(f"--{side}", required=True, help=f"configuration of jaxlm train, usually with {usual}")
+    for side, name in DEFAULTS.items():
+        default = str(ROOT / "benchmarks" / "optimizers" / f"{name}.yaml")
+        parser.add_argument(f"--{side}", default=default, help=f"configuration of {side} (default {name}.yaml)")
         parser.add_argument(f"--{side}_options", default="", help=f"further options of jaxlm train for {side}")
+        parser.add_argument(f"--{side}_learning_rates", default="", help="comma-separated learning rates to try first")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated seeds of the runs (default 0,1,2)")
     parser.add_argument("--steps", type=int, required=True, help="steps of each run")
+    parser.add_argument(
+        "--tuning_steps", type=int, help="steps of the runs that try learning rates (default --steps / 3)"
+    )
     parser.add_argument("--evals", type=int, default=25, help="evaluations of each run (default 25)")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    runs: dict[str, dict[int, Losses]] = {"a": {}, "b": {}}
-    for seed in map(int, options.seeds.split(",")):
-        for side in runs:
-            runs[side][seed] = train(options, side, seed)
+    seeds = list(map(int, options.seeds.split(",")))
+    rates: dict[str, dict[str, float]] = {}
+    sides: dict[str, Side] = {}
+    for name in DEFAULTS:
+        side = Side(name, getattr(options, name), shlex.split(getattr(options, f"{name}_options")))
+        given = [rate for rate in getattr(options, f"{name}_learning_rates").split(",") if rate]
+        tuning_steps = options.tuning_steps or max(1, options.steps // 3)
+        rates[name] = {rate: try_rate(options.folder, side, rate, seeds[0], tuning_steps) for rate in given}
+        sides[name] = side.with_rate(min(given, key=rates[name].__getitem__)) if given else side
+    runs: dict[str, dict[int, Losses]] = {name: {} for name in sides}
+    for seed in seeds:
+        for name, side in sides.items():
+            steps_per_eval = max(1, options.steps // options.evals)
+            runs[name][seed] = train(options.folder, f"{name}-{seed}", side, seed, options.steps, steps_per_eval)
         print(row(seed, runs["a"][seed], runs["b"][seed]), file=sys.stderr, flush=True)
-        report(options, runs)
+        report(options.folder, sides, rates, runs)
 
 
-def train(options: argparse.Namespace, side: str, seed: int) -> Losses:
+@dataclass(frozen=True)
+class Side:
+    """One of the two configurations, and the options that follow it on the command line."""
+
+    name: str
+    config: str
+    options: Sequence[str]
+
+    def with_rate(self, rate: str) -> "Side":
+        """The same with another learning rate."""
+        return Side(self.name, self.config, [*self.options, "--optimizer.learning_rate", rate])
+
+    def __str__(self) -> str:
+        return " ".join([f"{self.name}: {Path(self.config).stem}", *self.options])
+
+
+def try_rate(folder: Path, side: Side, rate: str, seed: int, steps: int) -> float:
+    """The last validation loss with a learning rate."""
+    losses = train(folder, f"{side.name}-{seed}-rate-{rate}", side.with_rate(rate), seed, steps, steps)
+    return losses[steps]
+
+
+def train(folder: Path, name: str, side: Side, seed: int, steps: int, steps_per_eval: int) -> Losses:
     """Trains a run to its end if it is not there yet. Returns its validation losses."""
-    name, config = f"{side}-{seed}", getattr(options, side)
-    losses = validation_losses(options.folder, name)
-    if options.steps in losses:
+    losses = validation_losses(folder, name)
+    if steps in losses:
         return losses
-    if not config.startswith("jaxlm:"):
-        config = str(Path(config).resolve())
+    config = side.config if side.config.startswith("jaxlm:") else str(Path(side.config).resolve())
     keys = {
         "trainer.id": name,
         "trainer.seed": seed,
-        "trainer.num_train_steps": options.steps,
-        "trainer.steps_per_eval": max(1, options.steps // options.evals),
+        "trainer.num_train_steps": steps,
+        "trainer.steps_per_eval": steps_per_eval,
         "trainer.log_dir": "logs",
         "trainer.checkpointer.base_path": "checkpoints",
         "evals": "[{type: loss}]",
     }
     command = [sys.executable, "-m", "jaxlm.train", "--config_path", config]
     command += [part for key, value in keys.items() for part in (f"--{key}", str(value))]
-    command += shlex.split(getattr(options, f"{side}_options"))
+    command += side.options
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     started = time.perf_counter()
-    with (options.folder / f"{name}.out").open("a") as out:
+    with (folder / f"{name}.out").open("a") as out:
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-        done = subprocess.run(command, cwd=options.folder, env=env, stdout=out, stderr=out)
-    losses = validation_losses(options.folder, name)
-    if done.returncode or options.steps not in losses:
-        raise SystemExit(f"{name}: exit code {done.returncode}, no loss at step {options.steps}; see {out.name}")
-    print(f"{name}: {losses[options.steps]:.4f} after {time.perf_counter() - started:.0f} s", file=sys.stderr)
+        done = subprocess.run(command, cwd=folder, env=env, stdout=out, stderr=out)
+    losses = validation_losses(folder, name)
+    if done.returncode or steps not in losses:
+        raise SystemExit(f"{name}: exit code {done.returncode}, no loss at step {steps}; see {out.name}")
+    print(f"{name}: {losses[steps]:.4f} after {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     return losses
 
 
@@ -132,14 +173,18 @@ def spread(values: Sequence[float]) -> list[float] | None:
     return [statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0] if values else None
 
 
-def report(options: argparse.Namespace, runs: Mapping[str, Mapping[int, Losses]]) -> None:
+def report(
+    folder: Path,
+    sides: Mapping[str, Side],
+    rates: Mapping[str, Mapping[str, float]],
+    runs: Mapping[str, Mapping[int, Losses]],
+) -> None:
     """Writes the results so far, and prints the summary."""
     found = summary(runs)
-    given = {key: getattr(options, key) for key in ("a", "a_options", "b", "b_options")}
-    text = json.dumps({"options": given, "summary": found, "losses": runs}, indent=1)
-    (options.folder / f"{NAME}.json").write_text(text)
-    names = {side: f"{side}: {' '.join([given[side], given[f'{side}_options']]).strip()}" for side in runs}
-    plot(options.folder / f"{NAME}.png", runs, names)
+    given = {name: str(side) for name, side in sides.items()}
+    text = json.dumps({"sides": given, "learning_rates": rates, "summary": found, "losses": runs}, indent=1)
+    (folder / f"{NAME}.json").write_text(text)
+    plot(folder / f"{NAME}.png", runs, given)
     print(json.dumps(found), flush=True)
 
 

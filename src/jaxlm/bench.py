@@ -35,7 +35,7 @@ from jaxlm.engine.peers import watch_peers
 from jaxlm.engine.phases import enter_phase
 from jaxlm.engine.sync import FlagSync, SyncFlags
 from jaxlm.forecast.forecast import forecast_all, simulate_devices
-from jaxlm.forecast.hlo import collectives_per_run, kernels
+from jaxlm.forecast.hlo import collectives_by_kind, kernels
 from jaxlm.forecast.topologies import parse_topology
 from jaxlm.observe.console import Console, table
 from jaxlm.run.compilation.cache import enable_compilation_cache
@@ -259,10 +259,6 @@ def _result(plan: Plan, step: CompiledStep, dispatch_seconds: list[float], step_
     peak = peak_flops(devices[0].device_kind)
     peaks = None if peak is None else peak * len(devices)
     text = step.call.as_text() or ""
-    moved: dict[str, tuple[int, int]] = {}
-    for collective, number in collectives_per_run(text).items():
-        count, num_bytes = moved.get(collective.kind, (0, 0))
-        moved[collective.kind] = (count + number, num_bytes + number * collective.num_bytes)
     quartiles = statistics.quantiles(step_seconds, n=4) if len(step_seconds) > 1 else [seconds] * 3
     return Result(
         tokens_per_second=rate,
@@ -278,7 +274,7 @@ def _result(plan: Plan, step: CompiledStep, dispatch_seconds: list[float], step_
         program_bytes=step.num_bytes,
         recomputation=step.remat_policy,
         kernels=dict(kernels(text)),
-        collectives=moved,
+        collectives=collectives_by_kind(text),
         devices=f"{len(devices)} x {devices[0].device_kind}",
         jax=jax.__version__,
     )

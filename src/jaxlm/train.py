@@ -166,10 +166,8 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     for ref in plan.refs.values():
         ref.identity()  # all processes read the references here; the next line is process 0's alone
     saved = main_only(lambda: check_same_run(plan))  # only process 0 may have these files
-    for data in plan.data:
-        data.check()
-    for evaluation in config.evals:
-        evaluation.check()
+    for section in (*config.evals, *plan.data):
+        section.check()
     enable_compilation_cache(config.trainer.compilation_cache_dir)
 
     tokenizer = main_first(lambda: plan.data[0].load_tokenizer(log=console.log))

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxlm.bench import main
+from jaxlm.core.hardware import peak_flops
 from jaxlm.forecast.aot_devices import CUDA_PLUGINS, is_installed
 
 KEYS = {"tokens_per_second", "mfu", "step_seconds", "compile_seconds", "peak_bytes", "kernels"}
@@ -60,6 +61,8 @@ def test_forecast_with_simulated_devices(workplace):
         assert one["step_seconds"] <= one["step_seconds_exposed"]
         assert 0 < one["mfu_exposed"] <= one["mfu"] < 0.8
         assert 0 < one["memory_bytes"] < one["memory_limit"]
+        assert one["collectives"]["all-gather"][1] > 0
+        assert (one["optimizer_seconds"] is None) == ("simulated" in one["compiled_for"])
 
 
 @pytest.mark.slow
@@ -78,6 +81,7 @@ def test_forecast_with_the_nvidia_compiler(workplace):
     }
     changes = [part for key, value in sizes.items() for part in (f"--model.{key}", str(value))]
     changes += ["--trainer.train_batch_size", "16", "--trainer.mp", "p=f32,c=bfloat16"]
+    changes += ["--optimizer", "{type: muon, learning_rate: 0.02}"]
     done = place.run("--config_path", "run.yaml", *changes, "--topology", "h100-1,h100-16", module="jaxlm.bench")
     assert done.code == 0, done.err
     one, sixteen = map(json.loads, done.out.splitlines()[-2:])
@@ -86,6 +90,12 @@ def test_forecast_with_the_nvidia_compiler(workplace):
         assert found["kernels"].keys() == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
         assert 0 < found["mfu_exposed"] <= found["mfu"] < 0.66
         assert found["step_seconds"] <= found["step_seconds_scheduled"] <= found["step_seconds_exposed"]
+        assert 0 < found["optimizer_seconds"] < found["compute_seconds"] + found["memory_seconds"]
+    # Each of Muon's five iterations has two products of small x small with small x large, and one of small x small.
+    shapes = 2 * (2 * [(256, 256)] + 2 * [(128, 256)] + 3 * [(256, 512)])
+    iterations = sum(5 * 2 * (2 * small**2 * large + small**3) for small, large in shapes)
+    model = one["mfu"] * one["step_seconds"] * peak_flops("NVIDIA H100")
+    assert one["optimizer_flops_share"] == pytest.approx(iterations / (iterations + model), rel=0.1)
     assert one["communication_seconds"] == 0 < sixteen["communication_seconds"]
     assert sixteen["memory_bytes"] < one["memory_bytes"] < 16 * 4 * 1024 * 1024 * 4 + (1 << 30)
 

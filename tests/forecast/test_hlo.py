@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxlm.forecast.hlo import Collective, collectives_per_run, has_compiler_remat, kernels
+from jaxlm.forecast.hlo import Collective, collectives_by_kind, collectives_per_run, has_compiler_remat, kernels
 from tests.forecast.helpers import collectives
 
 
@@ -34,6 +34,7 @@ def test_collectives_of_nested_loops():
     assert executed[added] == 15
     assert sum(n for c, n in executed.items() if c.kind == "all-gather") == 3
     assert added.num_bytes == 32
+    assert collectives_by_kind(text) == {"all-reduce": (15, 15 * 32), "all-gather": (3, 3 * 8 * 32)}
 
 
 def test_kernels_are_library_calls():

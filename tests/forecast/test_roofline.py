@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlm.forecast.roofline import Seconds, Speed, overlapped, roofline
+from jaxlm.forecast.roofline import Seconds, Speed, executed_flops, overlapped, roofline
 
 FLOPS_ONLY = Speed(products=1.0, attention=1.0, memory=float("inf"))
 BYTES_ONLY = Speed(products=float("inf"), attention=float("inf"), memory=1.0)
@@ -64,6 +64,19 @@ ENTRY %main (s: f32[24,100], j: s32[]) -> f32[24,100] {{
     )
     assert asynchronous != text
     assert roofline(asynchronous, BYTES_ONLY) == expected
+
+
+def test_an_asynchronous_fusion_counts_once():
+    text = f"""{HEADER}
+ENTRY %main (s: f32[24,100], r: f32[1,100], j: s32[]) -> f32[24,100] {{
+  %s = f32[24,100]{{1,0}} parameter(0)
+  %r = f32[1,100]{{1,0}} parameter(1)
+  %j = s32[] parameter(2)
+  %a = ((f32[24,100], f32[1,100], s32[]), f32[24,100], u32[]) fusion-start(%s, %r, %j), kind=kLoop, calls=%keep
+  ROOT %b = f32[24,100]{{1,0}} fusion-done(%a)
+}}
+"""
+    assert roofline(text, BYTES_ONLY) == Seconds(memory=2 * 400 + 4)
 
 
 ATTENTION = (
@@ -158,3 +171,35 @@ ENTRY %main (x: {dtype}[64,32], y: {dtype}[32,16]) -> f32[64,16] {{
     assert roofline(text("bf16"), FLOPS_ONLY) == expected
     assert roofline(text("f8e4m3fn"), FLOPS_ONLY) == Seconds(products=expected.products / 2)
     assert roofline(text("f8e5m2"), BYTES_ONLY).total == 64 * 32 + 32 * 16 + 4 * 64 * 16
+
+
+def test_a_named_scope_is_counted_alone():
+    def step(x, w):
+        y = jnp.tanh(x @ w)
+        with jax.named_scope("optimizer"):
+            return jax.lax.scan(lambda y, _: (jnp.tanh(y @ w), None), y, length=5)[0]
+
+    text = compiled(step, (64, 32), (32, 32))
+    one = 2 * 64 * 32 * 32
+    assert roofline(text, FLOPS_ONLY, "optimizer") == Seconds(products=5 * one)
+    assert (executed_flops(text, "optimizer"), executed_flops(text)) == (5 * one, 6 * one)
+    assert executed_flops(text, "optim") == 0, "a scope's whole name"
+
+
+def test_a_fusion_without_a_name_belongs_to_the_scope_of_its_contents():
+    text = """HloModule m
+
+%contents (p: f32[100]) -> f32[100] {
+  %p = f32[100]{0} parameter(0)
+  ROOT %n = f32[100]{0} negate(%p), metadata={op_name="jit(step)/optimizer/neg"}
+}
+
+ENTRY %main (x: f32[100]) -> f32[100] {
+  %x = f32[100]{0} parameter(0)
+  %a = f32[100]{0} fusion(%x), kind=kLoop, calls=%contents
+  %b = f32[100]{0} fusion(%a), kind=kLoop, calls=%contents, metadata={op_name="jit(step)/loss/neg"}
+  ROOT %c = f32[100]{0} sine(%b)
+}
+"""
+    assert roofline(text, BYTES_ONLY) == Seconds(memory=3 * 800)
+    assert roofline(text, BYTES_ONLY, "optimizer") == Seconds(memory=800)

@@ -37,6 +37,7 @@ from jaxlm.optim.groups import group_schedules
 from jaxlm.optim.lr.schedules import Schedule
 
 Refs = Mapping[str, LanguageModel]
+OPTIMIZER_SCOPE = "optimizer"  # forecasts and profiles show what the update costs by this name
 
 
 class StepReport(eqx.Module):
@@ -142,6 +143,7 @@ class _GuardedUpdate:
     precision: Precision
     watch: WatchConfig | None
 
+    @jax.named_scope(OPTIMIZER_SCOPE)
     def __call__(
         self, state: RunState, sums: _Sums, curvature: Curvature, batch: Any
     ) -> tuple[RunState, dict[str, jax.Array], Numbers]:

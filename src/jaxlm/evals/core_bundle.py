@@ -72,34 +72,32 @@ class CoreTask:
         return (accuracy - self.baseline) / (1 - self.baseline)
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """Where a task is, and how it is asked."""
+
+    settings: Mapping[str, Any]
+    file: Path
+    baseline: float
+
+
+def check_bundle(folder: str, names: Sequence[str] = CORE_TASKS) -> None:
+    """Raises `ConfigError` if the folder is no bundle, or lacks one of the tasks. Reads no questions."""
+    _entries(folder, names)
+
+
 def read_bundle(folder: str, names: Sequence[str] = CORE_TASKS, max_per_task: int | None = None) -> list[CoreTask]:
     """Reads tasks of a bundle, in the order of `names`.
 
     Raises:
         ConfigError: the folder is no bundle, one of the tasks is missing or has too few questions, or a file is damaged.
     """
-    with _reading_errors():
-        return [_task(*found, max_per_task) for found in _find(folder, names)]
+    entries = _entries(folder, names)
+    with _readable():
+        return [_task(name, entries[name], max_per_task) for name in names]
 
 
-def check_bundle(folder: str, names: Sequence[str]) -> None:
-    """Like `read_bundle`, but reads no questions."""
-    with _reading_errors():
-        _find(folder, names)
-
-
-@contextlib.contextmanager
-def _reading_errors() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"{_WHERE}: {error.filename} cannot be read ({error.strerror}). Check its permissions"
-        ) from error
-
-
-def _find(folder: str, names: Sequence[str]) -> list[tuple[str, Mapping[str, Any], Path, float]]:
-    """Name, settings, file and baseline of each task."""
+def _entries(folder: str, names: Sequence[str]) -> dict[str, _Entry]:
     root = _local(folder, _WHERE)
     if unknown := [name for name in names if name not in CORE_TASKS]:
         raise ConfigError(f"evals: core: tasks: '{unknown[0]}' given, but CORE has: {', '.join(CORE_TASKS)}")
@@ -109,28 +107,42 @@ def _find(folder: str, names: Sequence[str]) -> list[tuple[str, Mapping[str, Any
                 f"{_WHERE}: '{folder}' given, but it has no {file}. To download the bundle, run jaxlm prepare {FETCH_OPTION}"
                 f" {folder}"
             )
-    settings, baselines = _settings(root / _SETTINGS, names), _baselines(root / _BASELINES, names)
+    with _readable():
+        settings, baselines = _settings(root / _SETTINGS, names), _baselines(root / _BASELINES, names)
+        files = {name: root / _DATA / settings[name]["dataset_uri"] for name in names if name in settings}
+        absent = [f"{name} (no file {file})" for name, file in files.items() if not file.is_file()]
     missing = [f"{name} (not in {_SETTINGS})" for name in names if name not in settings]
     missing += [f"{name} (not in {_BASELINES})" for name in names if name in settings and name not in baselines]
-    files = {name: root / _DATA / settings[name]["dataset_uri"] for name in names if name in settings}
-    missing += [f"{name} (no file {file})" for name, file in files.items() if not file.is_file()]
+    missing += absent
     if missing:
         raise ConfigError(
             f"{_WHERE}: '{folder}' given, but it lacks {len(missing)} of the tasks of CORE: {', '.join(missing)}. Run jaxlm"
             f" prepare {FETCH_OPTION} with a new folder, or list the tasks that are there in `tasks`"
         )
-    return [(name, settings[name], files[name], baselines[name]) for name in names]
+    return {name: _Entry(settings[name], files[name], baselines[name]) for name in names}
 
 
-def _task(name: str, settings: Mapping[str, Any], file: Path, baseline: float, max_per_task: int | None) -> CoreTask:
-    kind, num_fewshot = settings["icl_task_type"], settings["num_fewshot"][0]
-    questions = list(_questions(file, kind, max_per_task))
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    """Turns errors of reading files into `ConfigError`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{_WHERE}: {error.filename} cannot be read ({error.strerror}). Check its permissions"
+        ) from error
+
+
+def _task(name: str, entry: _Entry, max_per_task: int | None) -> CoreTask:
+    kind, num_fewshot = entry.settings["icl_task_type"], entry.settings["num_fewshot"][0]
+    questions = list(_questions(entry.file, kind, max_per_task))
     if len(questions) <= num_fewshot:
         raise ConfigError(
             f"evals: core: {name} puts {num_fewshot} other questions in front of each one, but there are only"
             f" {len(questions)} questions (max_per_task: {max_per_task}). Set max_per_task to {num_fewshot + 1} or more"
         )
-    return CoreTask(name, kind, questions, num_fewshot, settings.get("continuation_delimiter", " "), baseline)
+    delimiter = entry.settings.get("continuation_delimiter", " ")
+    return CoreTask(name, kind, questions, num_fewshot, delimiter, entry.baseline)
 
 
 def asked_lines(num_lines: int, max_per_task: int | None) -> list[int]:

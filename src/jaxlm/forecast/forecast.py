@@ -25,9 +25,10 @@ from jaxlm.config.load import run_id_of
 from jaxlm.config.run import RunConfig
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.engine.step import OPTIMIZER_SCOPE
 from jaxlm.forecast.aot_devices import aot_devices, has_compiler
-from jaxlm.forecast.hlo import Collective, collectives_per_run, kernels
-from jaxlm.forecast.roofline import Seconds, Speed, overlapped, roofline
+from jaxlm.forecast.hlo import Collective, collectives_by_kind, collectives_per_run, kernels
+from jaxlm.forecast.roofline import Seconds, Speed, executed_flops, overlapped, roofline
 from jaxlm.forecast.topologies import Topology
 from jaxlm.models.attention.aot_cuda import compiling_for_cuda
 from jaxlm.models.moe import num_active
@@ -70,6 +71,10 @@ class Forecast:
         mfu_palm: `mfu` with attention counted over the whole sequence.
         memory_bytes: memory per chip, as compiled.
         recomputation: remat policy that the step was compiled with.
+        optimizer_seconds: the part of `compute_seconds` and `memory_seconds` that the update of the parameters takes; None if
+            the kernels are not known.
+        optimizer_flops_share: its share of the FLOPs of matrix products and attention that a device executes.
+        collectives: kind -> (number, output bytes) per step on one chip.
         kernels: number of calls per step of each library kernel.
     """
 
@@ -93,6 +98,9 @@ class Forecast:
     memory_bytes: int | None
     memory_limit: int
     recomputation: str
+    optimizer_seconds: float | None
+    optimizer_flops_share: float | None
+    collectives: dict[str, tuple[int, int]]
     kernels: dict[str, int]
 
 
@@ -153,6 +161,9 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecas
         memory_bytes=step.num_bytes,
         memory_limit=int(topology.chip.memory),
         recomputation=step.remat_policy,
+        optimizer_seconds=roofline(hlo, speed, OPTIMIZER_SCOPE).total if cuda else None,
+        optimizer_flops_share=executed_flops(hlo, OPTIMIZER_SCOPE) / max(1.0, executed_flops(hlo)) if cuda else None,
+        collectives=collectives_by_kind(hlo),
         kernels=dict(kernels(hlo)) if cuda else {},
     )
 
@@ -216,12 +227,20 @@ def _rows(result: Forecast) -> list[tuple[str, str]]:
     step, exposed = map(exact_duration, (result.step_seconds, result.step_seconds_exposed))
     compute, traffic = map(exact_duration, (result.compute_seconds, result.memory_seconds))
     full_attention = f"{result.mfu_palm:.1%} with full attention counted"
+    optimizer = "unknown"
+    if result.optimizer_seconds is not None and result.optimizer_flops_share is not None:
+        share = result.optimizer_seconds / (result.compute_seconds + result.memory_seconds)
+        flops_share = f"{result.optimizer_flops_share:.1%} of FLOPs"
+        optimizer = f"{exact_duration(result.optimizer_seconds)}, {share:.1%} of compute and memory; {flops_share}"
+    moved = ", ".join(f"{kind}: {n}, {gib(size)}" for kind, (n, size) in result.collectives.items())
     return [
         ("compiled for", f"{result.compiled_for}, remat policy {result.recomputation}"),
         ("parameters", f"{result.parameters:,}, {result.active_parameters:,} of them active per token"),
         ("step", f"{result.tokens_per_step:,} tokens, {step} ({seconds}{exposed} exposed)"),
         ("compute", f"{compute} matrix products and attention, {traffic} memory"),
+        ("optimizer", optimizer),
         ("communication", exact_duration(result.communication_seconds)),
+        ("collectives", moved or "none"),
         ("tokens/s", f"{result.tokens_per_second:,.0f} ({result.tokens_per_second / result.chips:,.0f} per chip)"),
         ("MFU", f"{result.mfu:.1%} ({mfu}{result.mfu_exposed:.1%} exposed); {full_attention}"),
         ("kernels", ", ".join(f"{name} x {n}" for name, n in result.kernels.items()) or "unknown"),

@@ -15,6 +15,7 @@ _INSTRUCTION = re.compile(
 )
 _SHAPE = re.compile(r"(?P<dtype>[a-z][a-z\d]*)\[(?P<dims>[\d,]*)\]")
 _OPERAND = re.compile(r"%([\w.\-]+)")
+_SOURCE = re.compile(r'op_name="([^"]*)"')
 _LIBRARY_CALL = re.compile(r'custom_call_target="(?P<name>[^"]+)"')
 _CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
@@ -87,6 +88,12 @@ class Instruction:
         """The library kernel that it calls, or an annotation for the compiler; empty if it calls none."""
         target = _LIBRARY_CALL.search(self.line)
         return target["name"] if target else ""
+
+    @property
+    def source(self) -> str:
+        """Name of the operation in the traced program; empty if the compiler dropped it."""
+        metadata = _SOURCE.search(self.line)
+        return metadata[1] if metadata else ""
 
     def collectives(self) -> list[Collective]:
         """The output arrays, if it is a collective or the start of one."""
@@ -179,6 +186,15 @@ def collectives_per_run(hlo: str) -> Counter[Collective]:
     return counts
 
 
+def collectives_by_kind(hlo: str) -> dict[str, tuple[int, int]]:
+    """Kind -> (number, output bytes) of the collectives in one run of the program."""
+    totals: dict[str, tuple[int, int]] = {}
+    for collective, number in collectives_per_run(hlo).items():
+        count, num_bytes = totals.get(collective.kind, (0, 0))
+        totals[collective.kind] = (count + number, num_bytes + number * collective.num_bytes)
+    return totals
+
+
 def kernels(hlo: str) -> Counter[str]:
     """Counts the calls of each library kernel (cuDNN, cuBLAS, Triton, Mosaic, oneDNN, ...) in one run of the program, and
     its matrix products in fp8, in whatever kernel they are."""
@@ -225,7 +241,6 @@ KINDS = (MATRIX, ATTENTION, FUSION, COLLECTIVE, COPY, OTHER)
 # Control flow: the operations inside are counted instead.
 CONTAINERS = re.compile(r"(while|conditional|call)([.\d]*)$")
 
-_SOURCE = re.compile(r'op_name="([^"]*)"')
 _COLLECTIVES = re.compile(r"all-gather|all-reduce|reduce-scatter|all-to-all|collective|ncclDevKernel|^send\b|^recv\b")
 _PRODUCTS = re.compile(r"^(dot|convolution)\b|gemm|matmul|cublas|cutlass|onednn")
 _ATTENTION = re.compile(r"(^|[/(])attention\b|fmha|flash|splash", re.IGNORECASE)
@@ -255,9 +270,8 @@ def operations(hlo: str) -> dict[str, Operation]:
     by_name: dict[str, Operation] = {}
     for computation in program.computations.values():
         for name, instruction in computation.items():
-            metadata = _SOURCE.search(instruction.line)
-            source = metadata[1] if metadata else ""
-            by_name[name] = Operation(_kind(_opcodes(instruction, program), source, instruction.library_call), source)
+            kind = _kind(_opcodes(instruction, program), instruction.source, instruction.library_call)
+            by_name[name] = Operation(kind, instruction.source)
     return by_name
 
 

@@ -17,7 +17,8 @@ from jaxlm.forecast.hlo import COLLECTIVES, Collective, Computation, Instruction
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:] ?[{\[]([\d," ]*)')
 _SCORES = re.compile(r'"intermediate_tensor_shape".*?"dimensions": ?\[([\d," ]*)\]')
 _ATTENTION = "__cudnn$fmha"
-# Instructions that move no data: aliases of existing values, and collectives.
+_FUSIONS = ("fusion", "fusion-start")
+# Instructions that move no data: aliases of existing values, collectives, and the ends of what runs asynchronously.
 _FREE = {
     *(
         "after-all",
@@ -33,6 +34,7 @@ _FREE = {
     ),
     *COLLECTIVES,
     *(f"{kind}-{end}" for kind in (*COLLECTIVES, "async", "copy") for end in ("start", "done", "update")),
+    "fusion-done",
 }
 _FUSIONS = ("fusion", "fusion-start")  # the second runs beside other kernels until its `fusion-done`
 _SLICES = {"dynamic-slice", "gather", "slice"}
@@ -53,6 +55,9 @@ class Speed:
     products: float
     attention: float
     memory: float
+
+
+_ONE_FLOP = Speed(products=1.0, attention=1.0, memory=math.inf)  # a "second" is a FLOP
 
 
 @dataclass(frozen=True)
@@ -81,14 +86,26 @@ class Seconds:
         return Seconds(times * self.products, times * self.attention, times * self.memory)
 
 
-def roofline(hlo: str, speed: Speed) -> Seconds:
+def roofline(hlo: str, speed: Speed, scope: str = "") -> Seconds:
     """The run time of a program on one device.
 
     A conditional takes as long as its slowest branch, among the branches whose loops have known trip counts: attention
     to packed rows loops over as many documents as there are. Other loops with unknown trip counts count once.
+
+    Args:
+        scope: counts only the operations in this named scope of the traced program. Empty counts all.
     """
     program = Program.parse(hlo)
-    return _Roofline(program, speed).seconds(program.entry) if program.entry else Seconds()
+    return _Roofline(program, speed, scope).seconds(program.entry) if program.entry else Seconds()
+
+
+def executed_flops(hlo: str, scope: str = "") -> float:
+    """FLOPs of matrix products and fused attention in one run of a program on one device. Products in fp8 count half.
+
+    Args:
+        scope: as for `roofline`.
+    """
+    return roofline(hlo, _ONE_FLOP, scope).total
 
 
 def overlapped(hlo: str, speed: Speed, seconds: Callable[[Collective], float]) -> float:
@@ -105,6 +122,7 @@ def overlapped(hlo: str, speed: Speed, seconds: Callable[[Collective], float]) -
 class _Roofline:
     program: Program
     speed: Speed
+    scope: str = ""
 
     def overlapped(self, name: str, seconds: Callable[[Collective], float]) -> float:
         """Overlap of collectives that start and end in a computation. They run one after another, while kernels run."""
@@ -149,12 +167,22 @@ class _Roofline:
         return all(map(self.program.trip_count, loops)) and all(map(self._has_known_trip_counts, called))
 
     def _kernel(self, kernel: Instruction, body: Computation) -> Seconds:
+        if not self._is_counted(kernel):
+            return Seconds()
         if _ATTENTION in kernel.line:
             return Seconds(attention=_attention_flops(kernel) / self.speed.attention)
         memory = self._traffic(kernel, body) / self.speed.memory
         if flops := self._flops(kernel, body):
             return Seconds(products=max(flops / self.speed.products, memory))
         return Seconds(memory=memory)
+
+    def _is_counted(self, kernel: Instruction) -> bool:
+        """Whether a kernel is in the scope. A fusion that has no name is if any of its operations is."""
+        if not self.scope:
+            return True
+        fused = (self.program.computations[name] for name in self.program.called_by(kernel))
+        sources = [kernel.source] if kernel.source else [i.source for contents in fused for i in contents.values()]
+        return any(self.scope in source.split("/") for source in sources)
 
     def _flops(self, kernel: Instruction, body: Computation) -> float:
         """FLOPs of the matrix products in a kernel. Those in fp8 count half, because they are twice as fast."""
