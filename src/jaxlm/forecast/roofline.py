@@ -24,7 +24,6 @@ _FREE = {
         "after-all",
         "bitcast",
         "constant",
-        "fusion-done",
         "get-tuple-element",
         "iota",
         "parameter",
@@ -36,7 +35,6 @@ _FREE = {
     *(f"{kind}-{end}" for kind in (*COLLECTIVES, "async", "copy") for end in ("start", "done", "update")),
     "fusion-done",
 }
-_FUSIONS = ("fusion", "fusion-start")  # the second runs beside other kernels until its `fusion-done`
 _SLICES = {"dynamic-slice", "gather", "slice"}
 # The backward pass of attention has five matrix products, the forward pass two.
 _BACKWARD = 2.5

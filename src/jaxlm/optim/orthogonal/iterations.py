@@ -53,7 +53,7 @@ def newton_schulz(
     for number in range(num_steps):
         a, b, c = coefficients[min(number, len(coefficients) - 1)]
         gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
+        x = a * x + (b * gram + c * gram @ gram) @ x
     return x.mT if tall else x
 
 

@@ -3,11 +3,10 @@
 Every layer has matrices of the same shapes, and two factors; these are stacked along `layers`. Every other layer has a value
 embedding too; these are stacked along `value_layers`, so that no other layer stores one. The scan's body is one period of
 layers, after which windows and value embeddings repeat (four layers for the pattern SSSL), so that the windows are static
-and attention skips what they mask. Layers after the last whole period are compiled separately; they are fewer than two
-periods. So what is compiled does not grow with the number of layers.
+and attention skips what they mask. The layers after the last whole period, fewer than two periods, are compiled separately.
+So programs do not grow with depth.
 
-A lookup layer ends a scan, and the layers after it are another: inside a scan, the gradient of its table would be added up
-over all layers, although only one has it.
+A lookup layer ends a scan, and the layers after it are another: inside, the gradient of its table would be added up per layer.
 """
 
 import dataclasses
@@ -108,8 +107,7 @@ class _ForwardPass:
         middle = carry.middle
         if middle is not None:
             # A scalar condition makes `hax.where` a `cond`, whose result GPUs gather from all devices.
-            is_middle, before = (layer.index == self.middle).scalar(), middle.rearrange(axes).array
-            middle = NamedArray(jnp.where(is_middle, x.array, before), axes)
+            middle = NamedArray(jnp.where(layer.index.array == self.middle, x.array, middle.rearrange(axes).array), axes)
         return _Carry(x, middle), new
 
     def look_up(self, number: int, carry: _Carry, lookup: LookupLayer, key: jax.Array | None) -> _Carry:
