@@ -6,7 +6,7 @@ layers, after which windows and value embeddings repeat (four layers for the pat
 and attention skips what they mask. The layers after the last whole period, fewer than two periods, are compiled separately.
 So programs do not grow with depth.
 
-A lookup layer ends a scan, and the layers after it are another: inside, the gradient of its table would be added up per layer.
+A lookup layer ends a scan, and another follows: inside one, the gradient of its table would be added up per layer.
 """
 
 import dataclasses
@@ -107,7 +107,9 @@ class _ForwardPass:
         middle = carry.middle
         if middle is not None:
             # A scalar condition makes `hax.where` a `cond`, whose result GPUs gather from all devices.
-            middle = NamedArray(jnp.where(layer.index.array == self.middle, x.array, middle.rearrange(axes).array), axes)
+            middle = NamedArray(
+                jnp.where(layer.index.array == self.middle, x.array, middle.rearrange(axes).array), axes
+            )
         return _Carry(x, middle), new
 
     def look_up(self, number: int, carry: _Carry, lookup: LookupLayer, key: jax.Array | None) -> _Carry:
