@@ -40,7 +40,14 @@ def test_import_contracts():
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=recipe_name)
+LARGE = ("nanochat/chat_cpu.yaml", "nanochat/speedrun_d12.yaml", "nanochat/d20.yaml")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow if recipe_name(path) in LARGE else ()) for path in RECIPES],
+    ids=recipe_name,
+)
 def test_every_recipe_has_a_step_that_keeps_and_donates_its_state(path, tmp_path, monkeypatch):
     # The recipes that start from a Hugging Face model use this folder name, and cut it above layer 12.
     (tmp_path / "model-folder").mkdir()

@@ -37,7 +37,9 @@ def flip(path: Path) -> None:
 DAMAGES = {"truncated": truncate, "flipped": flip, "deleted": Path.unlink}
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage", [pytest.param(name, marks=pytest.mark.slow if name == "truncated" else ()) for name in DAMAGES]
+)
 def test_any_damage_to_any_file_is_detected(uninterrupted, workplace, damage):
     place = copied(uninterrupted, workplace)
     newest = place.folder / "checkpoints/run/step-24"

@@ -4,11 +4,14 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.end_to_end.commands import REPOSITORY
 
 SCRIPT = "import sys; sys.path.pop(0); from jaxlm.__main__ import main; sys.exit(main())"  # how an entry point starts
 
 
+@pytest.mark.slow
 def test_the_script_imports_from_the_current_folder(tmp_path):
     (tmp_path / "mine.py").write_text("raise RuntimeError('mine.py was imported')\n")
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY / "src")}

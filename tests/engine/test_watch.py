@@ -34,6 +34,7 @@ def watched():
     return seen
 
 
+@pytest.mark.slow
 def test_norms_agree_with_numpy_for_each_layer(watched):
     before, after, numbers, grad_norm = watched[1]
     scalars, _ = split_watched(numbers)

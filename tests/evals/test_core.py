@@ -148,6 +148,7 @@ def test_every_answer_to_all_tasks_also_in_other_batches_on_one_device(bundle, t
     assert answers(bundle, LLAMA, one_device(), batch_size=3) == found
 
 
+@pytest.mark.slow
 def test_a_limit_comes_before_the_choice_of_examples(bundle, tokenizer):
     names = ["jeopardy", "copa", "winograd"]
     found = answers(bundle, LLAMA, layout(), tasks=names, max_per_task=11)

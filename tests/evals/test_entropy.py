@@ -15,6 +15,7 @@ from tests.engine.helpers import F32, MODEL, VOCAB
 from tests.evals.test_loss import windows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_mean_entropy_of_each_source_is_that_of_its_logits(devices):
     layout = layout_of(data=devices)

@@ -36,7 +36,8 @@ def columns_of_pairs():
     return {name: np.where(np.arange(8)[:, None, None] < NUM_PAIRS, column, 0) for name, column in columns.items()}
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 8])
 def test_accuracy_and_margin_are_those_of_each_pair(devices):
     layout, columns = layout_of(data=devices), columns_of_pairs()
     spec = PairsConfig().batch_spec(SEQ_LEN)

@@ -172,6 +172,7 @@ def test_samples_that_do_not_fit_are_refused_before_training(sampled):
         sampled(max_new_tokens=31)
 
 
+@pytest.mark.slow
 def test_sample_fields(sampled):
     usual, greedy = sampled(), sampled(temperature=0.0)
     assert usual == sampled()

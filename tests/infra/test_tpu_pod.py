@@ -165,6 +165,7 @@ def test_a_run_that_saved_after_sigterm_goes_on_on_the_same_machine(cloud):
     assert len(cloud.calls("create")) == 1
 
 
+@pytest.mark.slow
 def test_a_lost_connection_does_not_start_the_run_twice(cloud):
     cloud.plan(train='echo first\n[ "$WORKER" = 0 ] && touch "$FAKE/drop"\nsleep 0.6; echo "last of attempt $ATTEMPT"')
     code, out = cloud.run("babysit")
@@ -239,6 +240,7 @@ def test_an_answer_that_is_no_json_is_not_permanent(monkeypatch):
     assert not found.value.permanent
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_what_is_left_and_the_same_command_follows_the_run(cloud):
     cloud.plan(
         train='echo "begun"; while [ ! -e "$FAKE/finish" ]; do sleep 0.05; done; echo "finished attempt $ATTEMPT"'

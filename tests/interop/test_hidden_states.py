@@ -162,6 +162,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "tensor parallelism" else name for name in MESHES]
 )

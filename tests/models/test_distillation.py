@@ -127,6 +127,7 @@ def test_a_student_that_equals_the_teacher_has_no_divergence_and_no_gradient(nam
             np.testing.assert_allclose(gradient, 0, atol=5e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["forward", *(pytest.param(n, marks=pytest.mark.slow) for n in list(DIVERGENCES)[1:])])
 def test_more_top_tokens_come_closer_to_the_whole_divergence_from_below(name):
     x, w, tx, tw, y, m = problem()

@@ -229,6 +229,7 @@ def whole_and_part(as_inputs):
     return whole, lambda of: jax.tree.map(lambda a: a["position", of], whole, is_leaf=tree.is_named)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [pytest.param(8, marks=pytest.mark.slow), 7])
 def test_decoding_with_a_cache_is_the_full_forward_pass(layers, built, as_inputs):
     """Token by token after a prompt, with windows of 4 tokens, in the stacked and in the unstacked form."""
@@ -308,6 +309,7 @@ def test_taps(built, as_inputs):
         model.hidden(inputs, taps=("layer_5",))
 
 
+@pytest.mark.slow
 def test_adapters_of_lora_with_dropout_reach_the_gates_of_value_embeddings(built, as_inputs):
     lora = LoraConfig(target=r"value_gates|q_proj", rank=2, dropout=0.5)
     model = lora.apply(built(TINY), key=jax.random.key(1))

@@ -60,7 +60,8 @@ def test_terms_and_metrics_match_the_definition(student, refs):
     np.testing.assert_array_equal(objective.weights(batch)["loss"], m.sum())
 
 
-@pytest.mark.parametrize("top_k", [pytest.param(None, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("top_k", [None, 4])
 def test_microbatches_add_up_to_the_batch(student, refs, top_k):
     batch, objective = a_batch(), Distill(top_k=top_k, divergence="js")
     is_named = lambda a: isinstance(a, hax.NamedArray)  # noqa: E731

@@ -96,6 +96,7 @@ def closed_forms(pair, o):
     }
 
 
+@pytest.mark.slow
 def test_the_losses_match_the_closed_forms_with_finite_gradients():
     rng = np.random.default_rng(0)
     columns = -rng.uniform(0.5, 60, (4, 500))
@@ -233,6 +234,7 @@ def test_a_model_that_is_its_own_reference_has_a_loss_of_ln_2_and_prefers_nothin
     assert metrics["rewards/accuracies"] == metrics["rewards/margins"] == 0
 
 
+@pytest.mark.slow
 def test_only_the_model_that_trains_has_a_gradient_and_a_small_step_widens_the_margin(models):
     model, _ = models
     columns = columns_of(rows=2)  # the second row is no pair

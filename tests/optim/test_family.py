@@ -334,6 +334,7 @@ def test_every_optimizer_has_a_row():
     assert own() == set(DIRECTIONS) == {kind for kind, _ in CASES.values()}
 
 
+@pytest.mark.slow
 def test_adam_mini_has_one_step_size_for_a_head_of_queries_and_for_an_output_of_values():
     """And one for each row of an embedding, for each layer's bias, and for the whole of an array without names."""
     rng = np.random.default_rng(0)

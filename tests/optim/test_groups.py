@@ -68,6 +68,7 @@ def muon_by_hand(momentum: float) -> optax.GradientTransformation:
     return optax.chain(optax.trace(momentum, nesterov=True), orthogonalize)
 
 
+@pytest.mark.slow
 def test_four_groups_match_multi_transform_written_by_hand():
     config = config_of("adam", lr_schedule="linear", groups=FOUR)
     by_hand = optax.chain(
@@ -393,6 +394,7 @@ def test_muon_owns_the_kernels_of_flax(kind):
     assert matrix_paths(params) == {f"params.{path}" for path in FLAX_KERNELS[kind]}
 
 
+@pytest.mark.slow
 def test_the_first_side_of_a_flax_kernel_is_its_input():
     params = EXAMPLES["linen"].build(vocab_axis(50), key=jax.random.PRNGKey(0))
     gradient = tree.map_leaves(lambda path, leaf: random(leaf.axes, len(path)), params)

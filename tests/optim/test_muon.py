@@ -394,7 +394,8 @@ def on_one_device(recipe: str) -> tuple[Any, list[dict[str, np.ndarray]], Any]:
 
 
 @pytest.mark.parametrize("name", EVERY_MESH)
-@pytest.mark.parametrize("recipe", [pytest.param("muon", marks=pytest.mark.slow), "head"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["muon", "head"])
 def test_eight_devices_share_the_matrices_and_find_the_same(recipe, name):
     config, expected, alone = on_one_device(recipe)
     where = layout(**MESHES[name])

@@ -43,6 +43,7 @@ def folder(tmp_path_factory):
     return place / "model"
 
 
+@pytest.mark.slow
 def test_turns_go_through_the_template_and_end_where_it_says(folder, monkeypatch):
     held, lookup = [], PrefixCache.lookup
     monkeypatch.setattr(PrefixCache, "lookup", lambda *args: held.append(found := lookup(*args)) or found)

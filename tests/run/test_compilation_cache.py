@@ -52,6 +52,7 @@ def test_a_damaged_cached_program_is_replaced(tmp_path, capfd, monkeypatch):
         assert "The program is compiled without the cache" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_each_run_of_a_process_has_its_own_folder(tmp_path):
     """JAX itself keeps the first folder of a process."""
 

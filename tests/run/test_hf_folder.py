@@ -53,6 +53,7 @@ def folder(tmp_path):
     return place
 
 
+@pytest.mark.slow
 def test_a_float16_folder_is_sampled_from_and_its_notes_are_printed(folder, capsys):
     arguments = ["--checkpoint", str(folder), "--prompt", "The", "--max_new_tokens", "4", "--temperature", "0"]
     assert sample.main(arguments) == 0
@@ -125,6 +126,7 @@ def test_samples_of_a_run_begin_as_its_documents(enforce_bos, folder, monkeypatc
     assert dataclasses.replace(opened, adds_bos=enforce_bos).prompt_ids("The") == prompts[0]
 
 
+@pytest.mark.slow
 def test_a_key_is_skipped_on_request(folder, capsys):
     """The model is then computed as without the key, in training and in the other commands."""
     before = load(folder)
@@ -156,6 +158,7 @@ def test_a_training_run_logs_the_notes(folder):
     assert "use_mrope: False" in lines[1]
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_the_notes_of_a_start(folder, capsys):
     config = {
         "initialize_from_hf": str(folder),

@@ -159,7 +159,8 @@ def losses(tiny, num_steps, **keys):
     return [tiny.step(arrays(seed), **keys) for seed in range(num_steps)]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_trains_almost_as_without(recipe):
     """The curves of 40 steps, in which the loss falls from 4.2."""
     plain, quantized = (run(one_device(), *surgery) for surgery in ((), (dataclasses.replace(SMALL, recipe=recipe),)))
@@ -196,7 +197,8 @@ def with_policy(policy):
     return run(one_device(), SMALL, precision=F32, model=dataclasses.replace(MODEL, gradient_checkpointing=policy))
 
 
-@pytest.mark.parametrize("policy", ["none", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["none", "full"])
 def test_remat_changes_only_rounding(policy):
     cheap = run(one_device(), SMALL, precision=F32)
     for found, expected in zip(losses(with_policy(policy), 2), losses(cheap, 2), strict=True):

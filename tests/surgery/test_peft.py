@@ -75,6 +75,7 @@ def save_adapters_of(model, folder, plan):
     save_peft(folder, model, plan.config.model, plan.layout, dtype=jnp.float32, base="base")
 
 
+@pytest.mark.slow
 def test_adapters_come_back_from_peft_bit_for_bit(adapted):
     plan, plain, model, folder = adapted
     with plan.layout.use():
@@ -251,6 +252,7 @@ def begun_from(folder: Path, **keys):
     return make_plan(decode_run(ConfigSource(config), None), "x", 61)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_peft_adapters_bit_for_bit(adapted, tmp_path):
     _, _, model, folder = adapted
     moved = tmp_path / "adapter"
