@@ -18,7 +18,9 @@ which b does not get there counts as null, and its row says by how much b misses
 """
 
 import argparse
+import hashlib
 import json
+import math
 import os
 import shlex
 import statistics
@@ -62,7 +64,8 @@ def main() -> None:
         given = [rate for rate in getattr(options, f"{name}_learning_rates").split(",") if rate]
         tuning_steps = options.tuning_steps or max(1, options.steps // 3)
         rates[name] = {rate: try_rate(options.folder, side, rate, seeds[0], tuning_steps) for rate in given}
-        sides[name] = side.with_rate(min(given, key=rates[name].__getitem__)) if given else side
+        best = sorted(given, key=lambda rate: math.inf if math.isnan(rates[name][rate]) else rates[name][rate])[:1]
+        sides[name] = side.with_rate(*best) if best else side
     runs: dict[str, dict[int, Losses]] = {name: {} for name in sides}
     for seed in seeds:
         for name, side in sides.items():
@@ -95,7 +98,12 @@ def try_rate(folder: Path, side: Side, rate: str, seed: int, steps: int) -> floa
 
 
 def train(folder: Path, name: str, side: Side, seed: int, steps: int, steps_per_eval: int) -> Losses:
-    """Trains a run to its end if it is not there yet. Returns its validation losses."""
+    """Trains a run to its end if it is not there yet. Returns its validation losses.
+
+    The run's name ends with a digest of what determines it, so that other options never continue it.
+    """
+    determines = json.dumps([side.config, *side.options, steps, steps_per_eval])
+    name = f"{name}-{hashlib.sha256(determines.encode()).hexdigest()[:6]}"
     losses = validation_losses(folder, name)
     if steps in losses:
         return losses

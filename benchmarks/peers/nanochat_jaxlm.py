@@ -23,7 +23,7 @@ with gc_paused():
     from jaxlm.config.load import read_config
     from jaxlm.evals.core import CoreEvalConfig, open_core
     from jaxlm.evaluate import evaluate as evaluate_loss
-    from jaxlm.interop.hf.folder import load_model, open_folder
+    from jaxlm.interop.pretrained import load_pretrained, open_pretrained
     from jaxlm.models.base import vocab_axis
     from jaxlm.run.compilation.cache import enable_compilation_cache
     from jaxlm.run.compilation.options import step_options
@@ -33,10 +33,10 @@ with gc_paused():
 
 def imported(folder, changes, layout):
     """The model in a folder of nanochat. Args: changes: keys that its files do not say."""
-    opened = open_folder(Path(folder))
+    opened = open_pretrained(Path(folder))
     config = dataclasses.replace(opened.config, **changes)
     abstract = jax.eval_shape(lambda: config.build(vocab_axis(opened.vocab_size), key=jax.random.key(0)))
-    return load_model(Path(folder), abstract, config, layout)
+    return load_pretrained(Path(folder), abstract, config, layout)
 
 
 def evaluate(options):
@@ -72,7 +72,7 @@ def step(options):
         clock = common.Clock(version=jax.__version__, options=named, **options["facts"])
         with plan.layout.use():
             abstract = plan.state_builder.abstract_initial_model
-            weights = load_model(Path(options["start"]), abstract, run.model, plan.layout)
+            weights = load_pretrained(Path(options["start"]), abstract, run.model, plan.layout)
             take_steps(plan, clock, lambda number: common.batch(number, rows, length, vocab), weights=weights)
 
 

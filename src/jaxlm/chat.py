@@ -220,8 +220,17 @@ class Conversation:
 
     def _content(self, ids: list[int], shown: str) -> str | list[dict[str, str]]:
         """An answer as the content of its message: its text, or parts if it has calls."""
-        parts = [] if self._calls is None else self._calls.parts(ids)
-        return parts if any(part["type"] != TEXT for part in parts) else shown
+        if self._calls is None:
+            return shown
+        kept = list(ids)
+        while kept and len(self._calls.show(kept[:-1])) >= len(shown):
+            kept.pop()  # what follows the string that ended the answer
+        parts, num_beyond = self._calls.parts(kept), len(self._calls.show(kept)) - len(shown)
+        if all(part["type"] == TEXT for part in parts):
+            return shown
+        if num_beyond > 0 and parts[-1]["type"] == TEXT:
+            parts[-1] = {**parts[-1], "text": parts[-1]["text"][:-num_beyond]}
+        return parts
 
     def _beginnings_of_stops(self) -> list[str]:
         return [stop[:end] for stop in self._stops.texts for end in range(1, len(stop))]

@@ -86,13 +86,13 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
     for section in sections:
         section.check()
     tokenizer = sections[0].load_tokenizer(log=console.log)
+    wanted = config.model.leaves_from_tokens(tokenizer.vocab_size)
     tokenize_on_ray(config.trainer.ray, sections, tokenizer, config.model.seq_len, console.log)
     sizes = batch_sizes(config.trainer)
     if sizes is not None:
         config = with_num_steps_of_data(config, BatchSchedule.of(sizes), tokenizer, console.log)
     phases = plan_phases(config)[0]
     opened = [section.open(tokenizer, config.model.seq_len, log=console.log) for section in sections]
-    wanted = config.model.leaves_from_tokens(tokenizer.vocab_size)
     if wanted is not None:
         compute_leaves(wanted, sections[0], opened[0], tokenizer.vocab_size, console.log)
     return tokenizer, list(map(Prepared, phases, opened))

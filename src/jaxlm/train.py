@@ -171,6 +171,7 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     enable_compilation_cache(config.trainer.compilation_cache_dir)
 
     tokenizer = main_first(lambda: plan.data[0].load_tokenizer(log=console.log))
+    config.model.leaves_from_tokens(tokenizer.vocab_size)  # raises for keys that do not suit the vocabulary
     check_same_data(plan, tokenizer.fingerprint)
     saved = main_only(lambda: saved and check_same_tokenizer(plan, saved, tokenizer.fingerprint))
     tokenize_on_ray(config.trainer.ray, plan.data, tokenizer, config.model.seq_len, console.log)

@@ -231,6 +231,14 @@ def test_a_phase_inherits_missing_keys_from_the_top_level(here):
     assert (two.data.train_urls, two.data.vocab_size) == (["other.txt"], 300)
 
 
+def test_a_phase_that_names_the_default_type_inherits_the_keys_inside(here):
+    text = GOOD.replace("vocab_size: 300", "vocab_size: 300, format: {text_key: body}")
+    text += "phases: [{name: a, data: {format: {type: text}}}]\n"
+    (here / "run.yaml").write_text(text)
+    (phase,) = read_config(here / "run.yaml").phases
+    assert phase.data.format.text_key == "body"
+
+
 @pytest.mark.parametrize("text", [GOOD, PHASES, CHATS], ids=["plain", "phases", "other types in phases"])
 def test_a_dumped_configuration_loads_back_equal(text, here):
     (here / "run.yaml").write_text(text)

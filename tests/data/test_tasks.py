@@ -111,8 +111,11 @@ def test_the_keys_of_spelling(tmp_path):
 
 @pytest.mark.parametrize("name", CORPORA)
 def test_problems_of_validation_are_not_in_training(name):
-    first = lambda m: calls(m)[0][0] if calls(m) else m[1]["content"][0]["text"]  # noqa: E731
-    train, validation = ({first(m) for m in conversations(CORPORA[name], split)} for split in ("train", "validation"))
+    def problems(split):
+        for messages in conversations(CORPORA[name], split):
+            yield from [call for call, _ in calls(messages)] or [messages[1]["content"][0]["text"]]
+
+    train, validation = set(problems("train")), set(problems("validation"))
     assert not train & validation
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.unpaired import UnpairedFormat
-from jaxlm.data.unpaired import UnpairedConfig
+from jaxlm.data.unpaired import UnpairedConfig, _next_with_another
 from tests.data.helpers import small_tokenizer, some_text
 from tests.data.test_loader import layout_of
 from tests.data.test_pairs import CHATML
@@ -90,3 +90,16 @@ def test_messages_are_rendered_and_fields_name_the_keys(opened, tokenizer):
 def test_records_that_are_refused(opened, change, message):
     with pytest.raises(ConfigError, match=message):
         opened([{**RECORDS[0], **change}])
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ([1, 2, 3], [1, 2, 0]),
+        ([1, 1, 2, 2, 2, 3, 1], [2, 2, 5, 5, 5, 6, 2]),  # the last one's run goes on at the beginning
+        ([4, 4, 4], [1, 2, 0]),
+        ([4], [0]),
+    ],
+)
+def test_mismatched_completions_are_of_another_prompt(keys, expected):
+    assert _next_with_another(np.array(keys, np.uint64)).tolist() == expected

@@ -306,13 +306,13 @@ def test_an_error_of_the_training_costs_no_checkpoint_that_is_being_written(plac
     # The first evaluation, after step 9, has no such metric. The save before it takes longer than the steps until then.
     no_such_metric = (
         "--trainer.until",
-        "{metric: eval/none, patience: 1}",
+        "{metric: eval/none/loss, patience: 1}",
         "--trainer.checkpointer.keep",
         "[{every: 8}]",
     )
     result = place.run(*where, *no_such_metric, **faulty("stall:2", 0.05))
     assert result.code == 2, result.err
-    assert "eval/none" in result.err
+    assert "eval/none/loss" in result.err
     assert "was not saved" not in result.out
     names = RemoteFolder(f"{url}/run").names() if store else place.checkpoints()
     assert names == ["step-8"]

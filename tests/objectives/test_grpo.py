@@ -265,6 +265,16 @@ def test_terms_and_metrics_match_the_logits(case, options):
             {"kl_coef": 0, "kl_estimator": "k2"},
             r"objective\.kl_estimator: k2 given, which has no effect with kl_coef: 0",
         ),
+        (
+            {"old_policy": "model", "clip_eps": 0.1},
+            r"objective\.clip_eps: 0\.1 given, which has no effect with old_policy",
+        ),
+        (
+            {"old_policy": "model", "importance": "sequence"},
+            r"objective\.importance: sequence given, which has no effect",
+        ),
+        ({"scale": "none", "eps": 1e-4}, r"objective\.eps: 0\.0001 given, which has no effect with scale: none"),
+        ({"eps": 0}, r"objective\.eps: 0 given, a finite number above 0"),
         ({"dual_clip": 1.0}, r"objective\.dual_clip: 1\.0 given, a finite number above 1"),
         ({"std_ddof": 2}, r"objective\.std_ddof: 2 given, an integer of 0 or more and at most 1"),
         ({"reference": "none"}, r"objective\.reference: none given, but old_policy: reference"),

@@ -98,3 +98,16 @@ def test_it_needs_a_reference():
     assert held is not None
     assert held.weights is None
     assert Kto(reference="base", estimate_kl=False).init_slot(None) is None
+
+
+def test_a_value_that_is_not_finite_does_not_stay_in_the_divergence():
+    """The loss of the step may be finite, so that its update is applied."""
+    objective = Kto()
+    statistics = {"kl": jnp.float32(0.5), "log_ratios": jnp.float32(np.nan), "sequences": jnp.float32(3)}
+    assert objective.update_statistics(statistics)["kl"] == 0.5
+    assert objective.update_statistics({**statistics, "log_ratios": jnp.float32(6)})["kl"] == 2
+
+
+def test_stored_log_likelihoods_with_and_without_other_records_are_not_mixed_up():
+    keys = [Kto(cache=True, reference="base", estimate_kl=estimate).annotation_key for estimate in (True, False)]
+    assert keys[0] != keys[1]

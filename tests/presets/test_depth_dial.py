@@ -455,6 +455,10 @@ def test_a_warmup_of_the_whole_run_is_named_where_the_momentum_cannot_fall_after
             dial(12) | {"trainer": {"train_batch_size": -1}},
             r"trainer\.train_batch_size: -1 given, but the preset scales",
         ),
+        (
+            {"preset": {"type": "depth_dial", "depth": 4, "lookup_lr": 0.1}},
+            r"preset\.lookup_lr: given, but the model has no lookup layers",
+        ),
         ({"preset": {"type": "dial"}}, r"preset\.type: 'dial' given\. Allowed: depth_dial"),
         ({"preset": {"depth": 3}}, r"preset\.type: no type given\. Allowed: depth_dial"),
         ({"preset": {"type": "depth_dial"}}, r"preset: the key 'depth' is missing"),

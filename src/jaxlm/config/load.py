@@ -134,12 +134,17 @@ def _inherit_into_phase(tree: Mapping[str, Any], phase: Mapping[str, Any]) -> di
     return full
 
 
-def _inherit_keys(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A section over one that it inherits from. Keys of one type mean nothing to another type, in sections inside too."""
-    if own.get("type", shared.get("type")) != shared.get("type"):
+def _inherit_keys(shared: Mapping[str, Any], own: Mapping[str, Any], *, inside: bool = False) -> dict[str, Any]:
+    """A section over one that it inherits from. Keys of one type mean nothing to another type.
+
+    Args:
+        inside: the section is inside of another. Only two types that are both named then differ for certain.
+    """
+    before, after = shared.get("type"), own.get("type", shared.get("type"))
+    if before != after and not (inside and before is None):
         return dict(own)
     both = {key for key, value in own.items() if isinstance(value, dict) and isinstance(shared.get(key), dict)}
-    return {**shared, **own, **{key: _inherit_keys(shared[key], own[key]) for key in both}}
+    return {**shared, **own, **{key: _inherit_keys(shared[key], own[key], inside=True) for key in both}}
 
 
 def run_id_of(config: RunConfig) -> str:

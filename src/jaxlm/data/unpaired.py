@@ -1,5 +1,6 @@
 """Unpaired preferences: completions that are desirable or not, each beside the completion of another record."""
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -15,6 +16,8 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.examples import WrappedExamples
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.unpaired import UnpairedFormat
+
+_PROMPTS_AT_ONCE = 10_000
 
 
 @DataConfig.register_subclass("unpaired")
@@ -44,21 +47,37 @@ class UnpairedConfig(DataConfig):
 
 
 class LabeledCompletions(WrappedExamples):
-    """Completions with their labels, and each prompt with the completion of the next example of the source."""
+    """Completions with their labels, and each prompt with the completion of the next example that has another prompt.
+
+    If the source has a single prompt, that is a completion of this prompt too.
+    """
 
     def __init__(self, completions: SeveralCompletions):
         super().__init__(completions)
         assert completions.cache.numbers is not None, "completions have labels"
         self._labels = completions.cache.numbers[completions.documents, 0]
         self._first_targets, self._ends = completions.first_targets[:, 0], completions.ends
+        self._others = _next_with_another(self._prompt_digests())
 
     def read(self, indices: np.ndarray) -> Columns:
         own = {name: column[:, 0] for name, column in self._examples.read(indices).items()}
         others = {MISMATCHED + name: column for name, column in self._mismatched(indices).items()}
         return {**own, **others, "labels": self._labels[indices]}
 
+    def _prompt_digests(self) -> np.ndarray:
+        """uint64 [examples]: equal for equal prompts."""
+        digests = np.empty(len(self), np.uint64)
+        for first in range(0, len(self), _PROMPTS_AT_ONCE):
+            indices = np.arange(first, min(first + _PROMPTS_AT_ONCE, len(self)))
+            starts = self.starts(indices)
+            lengths = self._first_targets[indices] - starts
+            prompts = np.split(self.cache.read_ranges(starts, lengths), np.cumsum(lengths)[:-1])
+            for index, prompt in zip(indices, prompts, strict=True):
+                digests[index] = int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "little")
+        return digests
+
     def _mismatched(self, indices: np.ndarray) -> Columns:
-        others = (indices + 1) % len(self)
+        others = self._others[indices]
         starts = np.stack([self.starts(indices), self._first_targets[others]], axis=1)
         room = self.seq_len + 1
         prompts = self._first_targets[indices] - starts[:, 0]
@@ -78,3 +97,12 @@ class LabeledCompletions(WrappedExamples):
             "segment_ids": is_input.astype(np.int32),
             "positions": at[:-1] * is_input,
         }
+
+
+def _next_with_another(keys: np.ndarray) -> np.ndarray:
+    """For each position, the next one with another key, around the end; the next one if all keys are equal."""
+    indices, size = np.arange(len(keys)), max(len(keys), 1)
+    last_of_run = np.flatnonzero(keys != np.roll(keys, -1))
+    if not last_of_run.size:
+        return (indices + 1) % size
+    return (last_of_run[np.searchsorted(last_of_run, indices) % last_of_run.size] + 1) % size

@@ -81,6 +81,9 @@ class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.
     reads_supervised: ClassVar[bool] = False
     """Whether it reads the `supervised()` of validation batches, as `EvalContext.score` does."""
 
+    reads_validation: ClassVar[bool] = False
+    """Whether it measures nothing without validation data."""
+
     reads_objective: ClassVar[bool] = False
     """Whether it calls `EvalContext.measure`."""
 

@@ -25,6 +25,7 @@ class EntropyEvalConfig(EvalConfig):
     """
 
     reads_supervised: ClassVar[bool] = True
+    reads_validation: ClassVar[bool] = True
 
     @property
     def metric_names(self) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ class LossEvalConfig(EvalConfig):
     """
 
     reads_supervised: ClassVar[bool] = True
+    reads_validation: ClassVar[bool] = True
 
     @property
     def metric_names(self) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ class ObjectiveEvalConfig(EvalConfig):
     `divergence` of `distill`; only its metric `loss` is left to the evaluation of that name.
     """
 
+    reads_validation: ClassVar[bool] = True
     reads_objective: ClassVar[bool] = True
 
     def open(self, ctx: EvalContext) -> Eval:

@@ -6,6 +6,7 @@ reference model.
 
 from collections import deque
 from dataclasses import dataclass
+from typing import ClassVar
 
 import haliax as hax
 import jax
@@ -29,6 +30,8 @@ class PreferenceEvalConfig(EvalConfig):
     difference in nats), and the mean log-likelihoods `logps/chosen` and `logps/rejected`. Log-likelihoods are sums over the
     tokens of a completion.
     """
+
+    reads_validation: ClassVar[bool] = True
 
     @property
     def metric_names(self) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ from jaxlm.objectives.policy_losses import (
     token_weights,
 )
 
-_CLIP, _CAP = 0.2, 5.0
+_CLIP, _CAP, _EPS = 0.2, 5.0, 1e-8
 
 
 @ObjectiveConfig.register_subclass("grpo")
@@ -80,7 +80,7 @@ class Grpo(ReferencedObjective):
     scale: Scale = "group"
     baseline: Baseline = "mean"
     std_ddof: Annotated[int, Interval(ge=0, le=1)] = 0
-    eps: NonNegativeFloat = 1e-8
+    eps: PositiveFloat = _EPS
     loss_agg: Average = "token_mean"
     max_response_tokens: PositiveInt | None = None
     kl_coef: NonNegativeFloat = 0.01
@@ -91,6 +91,9 @@ class Grpo(ReferencedObjective):
         clips = self.policy_loss == "clip"
         self._check_effective(clips, "policy_loss: cispo", clip_eps=_CLIP, clip_eps_high=None, dual_clip=None)
         self._check_effective(not clips, "policy_loss: clip", cispo_cap=_CAP)
+        on_policy: dict[str, Any] = {"clip_eps": _CLIP, "clip_eps_high": None, "dual_clip": None, "cispo_cap": _CAP}
+        self._check_effective(self.old_policy == "reference", "old_policy: model", **on_policy, importance="token")
+        self._check_effective(self.scale == "group", "scale: none", eps=_EPS)
         self._check_effective(self.kl_coef > 0, "kl_coef: 0", kl_estimator="k3", kl_level="token")
         self._check_effective(self.loss_agg == "dr_grpo", f"loss_agg: {self.loss_agg}", max_response_tokens=None)
         if self.loss_agg == "dr_grpo" and self.max_response_tokens is None:
@@ -151,7 +154,7 @@ class Grpo(ReferencedObjective):
         ratio_NS = log_ratios(logps_NS, old_NS, mask_NS, self.importance)
         losses_NS = self._policy_losses(ratio_NS, logps_NS, advantage_N)
         weights, weight_NS = self.weights(batch), token_weights(mask_NS, self.loss_agg)
-        loss = Sum(jnp.sum(losses_NS * weight_NS), weights["loss"])
+        loss = Sum(jnp.sum(jnp.where(mask_NS > 0, losses_NS * weight_NS, 0.0)), weights["loss"])
         minimized = {"loss": loss}
         metrics = {
             "loss": loss,

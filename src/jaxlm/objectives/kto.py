@@ -4,6 +4,7 @@ Source: Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Opti
 and 9; without a KL divergence: D'Oosterlinck et al. 2024 (arXiv:2408.06266), equation 7, for one completion at a time.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -75,7 +76,13 @@ class Kto(ReferencedObjective):
         if not statistics:
             return statistics
         kl = jnp.maximum(statistics[_TOTAL] / jnp.maximum(statistics[_COUNT], 1.0), 0.0)
-        return {**self.init_statistics(), _KL: kl}
+        # The loss and its gradient do not show a value that is not finite here, and no later step would be without it.
+        return {**self.init_statistics(), _KL: jnp.where(jnp.isfinite(kl), kl, statistics[_KL])}
+
+    @property
+    def annotation_key(self) -> Mapping[str, Any] | None:
+        key = super().annotation_key
+        return key if key is None else {**key, "estimate_kl": self.estimate_kl}
 
     def reference_logps(self, model: LanguageModel, batch: UnpairedBatch) -> hax.NamedArray:
         """{batch, kind}: of the completions, and of those of other records."""

@@ -157,6 +157,10 @@ class _Dial:
         for key in ("use_hf_model_config", "epoch"):
             if self._given(key):
                 raise self._error(key, "given with the preset depth_dial, which sets the same. Remove one of them")
+        if self._dial.lookup_lr is not None and not isinstance(self._given("model.lookup"), Mapping):
+            raise self._error(
+                "preset.lookup_lr", "given, but the model has no lookup layers. Remove it, or set model.lookup"
+            )
         if self._dial.head_dim % 2:
             raise self._error(
                 "preset.head_dim",

@@ -183,6 +183,8 @@ def _ask(number: int, question: _Question, answers: dict[int, str | None]) -> No
         answers[number] = question.ask()
     except (ConfigError, OSError) as error:
         answers[number] = f"{_REFUSED}{error}"
+    except Exception as error:  # of your own classes too; a thread's traceback would be lost between the lines
+        answers[number] = f"{_REFUSED}{type(error).__name__}: {error}"
 
 
 def _plot_schedule(plan: Plan) -> str:

@@ -1,6 +1,7 @@
 """What a run starts from: its own newest checkpoint, another run's state, another model's weights, or scratch."""
 
 import functools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,8 +58,10 @@ class InitFrom:
 
     def initializes(self, plan: Plan) -> bool:
         """Whether some parameters may be initialized, and not loaded."""
-        if plan.config.trainer.allow_partial_checkpoint:
-            return True
+        if (source := self.state or self.weights) is not None and plan.config.trainer.allow_partial_checkpoint:
+            wanted = plan.config.model.leaves_from_tokens(plan.state_builder.Vocab.size)
+            saved = json.loads(source.checkpoint.read("run/manifest.json"))["leaves"]
+            return wanted is not None and any(f"model.{path}" not in saved for path in wanted.paths)
         hugging_face = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
         return self.state is None and self.weights is None and hugging_face is None
 
@@ -92,7 +95,20 @@ class InitFrom:
         abstract = builder.abstract_state(phase)
         initialize = functools.partial(place_state, lambda: builder.initial_state(phase), abstract, plan.layout)
         fresh = initialize if plan.config.trainer.allow_partial_checkpoint else None
+        if fresh is not None and phase.objective.holds_reference:
+            self._check_has_reference(phase)
         return restore(self.state, abstract, plan.layout, fresh=fresh, log=log)
+
+    def _check_has_reference(self, phase: Phase) -> None:
+        """Raises `ConfigError` if the objective would compare the model with a newly initialized one."""
+        assert self.state is not None
+        saved = json.loads(self.state.checkpoint.read("run/manifest.json"))["leaves"]
+        if not any(path.startswith("slots.objective.") for path in saved):
+            raise ConfigError(
+                f"phase '{phase.name}': the objective holds the model from the start of the phase as its reference, which"
+                f" {self.state.location} does not have: it was saved with another objective. Start a new run with"
+                " trainer.initialize_from, add a phase with this objective, or set objective.reference to a model in refs"
+            )
 
     def load_weights(self, plan: Plan, log: Log) -> LanguageModel | None:
         """Loads the model to start the first phase with; None for random weights. Call it inside `plan.layout.use()`."""

@@ -84,7 +84,14 @@ class Plan:
     @property
     def tokens_per_step(self) -> int:
         """Tokens per step with the largest batch size, including padding."""
-        return self.batches.train.largest.size * self.config.model.seq_len
+        return self.batches.train.largest.size * self.tokens_per_example(self.phases[0])
+
+    def tokens_per_example(self, phase: Phase) -> int:
+        """Tokens, including padding, of all sequences of an example that the model reads in a phase."""
+        seq_len = self.config.model.seq_len
+        columns = self.data[phase.index].batch_spec(seq_len).columns.values()
+        sizes = {axis.name: axis.size for column in columns for axis in column.axes}
+        return seq_len * sizes.get(phase.objective.sequences_axis or "", 1)
 
     @property
     def log_folder(self) -> Path:
@@ -194,8 +201,8 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
     if scoring and not hasattr(batch, "supervised") and data.has_validation:
         raise ConfigError(
             f"phase '{phase.name}': data.type: {choice_name(type(data))}: the evaluation '{scoring[0]}' reads"
-            f" `supervised()` of a batch, which {type(batch).__name__} does not define. Define it (it returns the"
-            " `TokenBatch` to score), or remove the evaluation"
+            f" `supervised()` of a batch, which {type(batch).__name__} does not define. Set evals: [{{type: objective}}], or,"
+            " for a batch of your own, define it (it returns the `TokenBatch` to score)"
         )
     if phase.objective.annotation_key is not None and any(each.reads_objective for each in config.evals):
         raise ConfigError(
@@ -333,7 +340,7 @@ def check_metric(metric: str, key: str, config: RunConfig, data: Sequence[DataCo
         raise ConfigError(
             f"{key}: '{metric}' given, but no evaluation measures it. The section evals measures {shown or 'nothing'}"
         )
-    if all(each.reads_supervised for each in measuring) and not any(section.has_validation for section in data):
+    if all(each.reads_validation for each in measuring) and not any(section.has_validation for section in data):
         raise ConfigError(
             f"{key}: '{metric}' given, but there is no validation data to measure it on. Set data.validation_urls, or"
             " data.num_validation_sequences to hold some of the training data out"

@@ -248,10 +248,7 @@ class Run:
         plan = self.plan
         devices = jax.devices()
         peak = peak_flops(devices[0].device_kind)
-        seq_len = plan.config.model.seq_len
-        columns = plan.data[phase.index].batch_spec(seq_len).columns.values()
-        sizes = {axis.name: axis.size for column in columns for axis in column.axes}
-        tokens = seq_len * sizes.get(phase.objective.sequences_axis or "", 1)
+        tokens = plan.tokens_per_example(phase)
         return Workload(
             batches=plan.batches.train,
             tokens=tokens,

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxlm.core.field_types import Fraction
 from jaxlm.data.sources.corpus import CorpusConfig
@@ -11,6 +12,7 @@ from jaxlm.data.sources.tasks.base import Message, TaskCorpus, assistant, called
 _ASKED = ("What is {}?", "Calculate {}.", "How much is {}?", "{} = ?", "Please compute {}.")
 _NAMES = ("Ada", "Ben", "Chen", "Dana", "Emil", "Fatima", "Grace", "Hugo", "Ines", "Jonas", "Kofi", "Lena")
 _THINGS = ("apples", "books", "cards", "coins", "cups", "eggs", "pencils", "shells", "stamps", "tiles")
+_MAX_TRIES = 100  # follow-up questions for one result; some results have none of the split
 _NEXT = (("Now double that.", "* 2"), ("Add {} to that.", "+ {}"), ("Multiply that by {}.", "* {}"))
 
 
@@ -29,36 +31,48 @@ class ArithmeticCorpus(TaskCorpus):
 
     @property
     def version(self) -> str:
-        return "1"
+        return "2"
 
     def conversation(self, chooser: random.Random, split: str) -> list[Message]:
         make = _story if chooser.random() < self.stories else _question
+        goes_on = chooser.random() < self.follow_ups
         while True:
-            problem, messages, result = make(chooser)
-            if split_of(problem) == split:
-                break
-        return [*messages, *_follow_up(chooser, result)] if chooser.random() < self.follow_ups else messages
+            problem = make(chooser, split)
+            more = _follow_up(chooser, split, problem.result) if problem and goes_on else []
+            if problem and more is not None:
+                return [*problem.messages, *more]
 
 
-_Problem = tuple[str, list[Message], str]  # its first expression, the conversation, and the result
+class _Problem(NamedTuple):
+    """A conversation, and the result that it ends with."""
+
+    messages: list[Message]
+    result: str
 
 
-def _question(chooser: random.Random) -> _Problem:
+def _question(chooser: random.Random, split: str) -> _Problem | None:
+    """None if the problem that was drawn is not of the split; the same holds for the functions below."""
     a, b = chooser.randrange(2, 1000), chooser.randrange(2, 1000)
     small, other = chooser.randrange(2, 100), chooser.randrange(2, 100)
     expression = chooser.choice((f"{a} + {b}", f"{a} - {b}", f"{small} * {other}", f"{small * other} / {small}"))
+    if split_of(expression) != split:
+        return None
     call, output = called(expression)
     result = output.removesuffix(".0")
     answer = assistant(f"{expression} is ", call, f"{result}.")
-    return expression, [user(chooser.choice(_ASKED).format(expression)), answer], result
+    return _Problem([user(chooser.choice(_ASKED).format(expression)), answer], result)
 
 
-def _story(chooser: random.Random) -> _Problem:
+def _story(chooser: random.Random, split: str) -> _Problem | None:
     question, first, second, closing = chooser.choice(_STORIES)(chooser)
+    if split_of(first) != split:
+        return None
     call, output = called(first)
+    if split_of(second.format(output)) != split:
+        return None
     next_call, result = called(second.format(output))
     answer = assistant("First: ", call, f"{output}. Then: ", next_call, f"{result}. {closing.format(result)}")
-    return first, [user(question), answer], result
+    return _Problem([user(question), answer], result)
 
 
 def _boxes(chooser: random.Random) -> Sequence[str]:
@@ -91,9 +105,12 @@ def _days(chooser: random.Random) -> Sequence[str]:
 _STORIES: tuple[Callable[[random.Random], Sequence[str]], ...] = (_boxes, _change, _days)
 
 
-def _follow_up(chooser: random.Random, result: str) -> list[Message]:
-    asked, applied = chooser.choice(_NEXT)
-    number = chooser.randrange(2, 50)
-    expression = f"{result} {applied.format(number)}"
-    call, output = called(expression)
-    return [user(asked.format(number)), assistant(f"{expression} is ", call, f"{output}.")]
+def _follow_up(chooser: random.Random, split: str, result: str) -> list[Message] | None:
+    for _ in range(_MAX_TRIES):
+        asked, applied = chooser.choice(_NEXT)
+        number = chooser.randrange(2, 50)
+        expression = f"{result} {applied.format(number)}"
+        if split_of(expression) == split:
+            call, output = called(expression)
+            return [user(asked.format(number)), assistant(f"{expression} is ", call, f"{output}.")]
+    return None

@@ -8,7 +8,7 @@ import draccus
 
 @dataclass(frozen=True)
 class Tool(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.models.inference.tools"):
-    """A program that a model calls while it generates. `type:` selects it."""
+    """A program that a model calls while it generates. `--tool` of `jaxlm chat` and `jaxlm sample` selects it by name."""
 
     @abc.abstractmethod
     def run(self, call: str) -> str | None:
