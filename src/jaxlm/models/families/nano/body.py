@@ -3,8 +3,7 @@
 Every layer has matrices of the same shapes, and two factors; these are stacked along `layers`. Every other layer has a value
 embedding too; these are stacked along `value_layers`, so that no other layer stores one. The scan's body is one period of
 layers, after which windows and value embeddings repeat (four layers for the pattern SSSL), so that the windows are static
-and attention skips what they mask. The layers after the last whole period, fewer than two periods, are compiled separately.
-So programs do not grow with depth.
+and attention skips what they mask. Layers after the last whole period are compiled separately: they are fewer than two periods.
 
 A lookup layer ends a scan, and another follows: inside one, the gradient of its table would be added up per layer.
 """
