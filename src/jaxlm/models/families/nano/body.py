@@ -3,7 +3,7 @@
 Every layer has matrices of the same shapes, and two factors; these are stacked along `layers`. Every other layer has a value
 embedding too; these are stacked along `value_layers`, so that no other layer stores one. The scan's body is one period of
 layers, after which windows and value embeddings repeat (four layers for the pattern SSSL), so that the windows are static
-and attention skips what they mask. Layers after the last whole period are compiled separately: they are fewer than two periods.
+and attention skips what they mask. Layers after the last whole period, fewer than two periods, are compiled separately.
 
 A lookup layer ends a scan, and another follows: inside one, the gradient of its table would be added up per layer.
 """
@@ -103,8 +103,7 @@ class _ForwardPass:
         x = (resid * carry.x + x0_factor * self.x0).rearrange(axes).astype(dtype)
         x, new = block(x, self.contexts[kind], layer.layer_cache, value, self.tokens)
         x = hax.auto_sharded(x.rearrange(axes))
-        middle = carry.middle
-        if middle is not None:
+        if (middle := carry.middle) is not None:
             # A scalar condition makes `hax.where` a `cond`, whose result GPUs gather from all devices.
             middle = NamedArray(
                 jnp.where(layer.index.array == self.middle, x.array, middle.rearrange(axes).array), axes
