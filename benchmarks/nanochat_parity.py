@@ -79,7 +79,7 @@ class Place:
 
     @property
     def tasks(self) -> dict[str, str]:
-        """Task of CORE -> its file and number of examples, as nanochat's functions are told them."""
+        """Task of CORE -> its file and number of examples, in the form that nanochat's functions take."""
         if self.bundle is None:
             return {}
         entries = yaml.safe_load((self.bundle / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]

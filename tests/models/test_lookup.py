@@ -304,7 +304,7 @@ def test_decoding_with_a_cache_is_the_full_forward_pass(built, as_inputs):
 
 @pytest.mark.slow
 def test_taps_after_a_lookup_layer_contain_what_it_adds(built, as_inputs):
-    """And backout subtracts it with the middle layer, whether its tap is asked for or not."""
+    """Backout also subtracts it with the middle layer, with or without a tap there."""
     config = dataclasses.replace(TINY, num_layers=4, lookup=dataclasses.replace(LOOKUP, layers=[2]))
     model, inputs = with_bounds(built(config)), as_inputs(ids())
     run = jax.jit(lambda model, taps: model.hidden(inputs, taps=taps), static_argnums=1)

@@ -348,7 +348,7 @@ def _contexts(
 
 
 def _window_among(num_keys: int, window: int | None, seq_len: int) -> int | None:
-    """The window, if it masks any of so many keys. Layers without one do not see farther back than `seq_len` tokens."""
+    """The window; None if it masks none of the keys. Layers without a window attend at most `seq_len` tokens back."""
     window = seq_len + 1 if window is None else window
     return None if window >= num_keys else window
 

@@ -75,7 +75,7 @@ class LookupConfig:
         object.__setattr__(self, "layers", tuple(self.layers))
 
     def check(self, num_layers: int) -> None:
-        """Raises `ConfigError` if a model of so many layers cannot have these."""
+        """Raises `ConfigError` if these lookup layers do not fit a model with `num_layers` layers."""
         if not self.layers or len(set(self.layers)) < len(self.layers):
             raise ConfigError(
                 f"model.lookup.layers: {list(self.layers)} given, different numbers of layers expected, such as"
@@ -87,7 +87,7 @@ class LookupConfig:
             )
 
     def check_entries(self, num_entries: int, vocab_size: int) -> None:
-        """Raises `ConfigError` if a table of so many entries does not suit a vocabulary of this size."""
+        """Raises `ConfigError` if `num_entries` does not suit a vocabulary of this size."""
         if num_entries < vocab_size:
             raise ConfigError(
                 f"model.lookup.num_entries: {num_entries:,} given, but each of the {vocab_size:,} tokens needs an entry."
