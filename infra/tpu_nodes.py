@@ -40,12 +40,12 @@ RUN = """cd "$HOME/jaxlm" && mkdir -p run
 byte={byte}
 if [ "$(cat run/attempt 2>/dev/null)" != {attempt} ]; then
   [ -s run/pid ] && kill -KILL -- "-$(cat run/pid)" 2>/dev/null
-  rm -f run/code
+  rm -f run/code run/pid
   : > run/log
   byte=1
+  # The run itself writes these files, in a session of its own: what has no session yet ends with this connection.
   PATH="$HOME/jaxlm/venv/bin:$PATH" setsid nohup bash -c {command} >> run/log 2>&1 < /dev/null &
-  echo $! > run/pid
-  echo {attempt} > run/attempt
+  while kill -0 $! 2>/dev/null && [ "$(cat run/attempt 2>/dev/null)" != {attempt} ]; do sleep 0.05; done
 fi
 tail -c "+$byte" -s 0.2 -f --pid="$(cat run/pid)" run/log
 echo "{attempt} ended with $(cat run/code 2>/dev/null || echo 137)" >&2
@@ -134,7 +134,8 @@ class Pod:
     def run_command(self, node: str, worker: str, attempt: str, byte: int = 1) -> list[str]:
         """Starts the run on a worker, or follows its output from a byte, counted from 1."""
         variables = shlex.join(["env", *self.options.env]) + " " if self.options.env else ""
-        command = f"{variables}{train_command(self.options.arguments)}; echo $? > run/code"
+        begun = f"echo $$ > run/pid; echo {attempt} > run/attempt"
+        command = f"{begun}; {variables}{train_command(self.options.arguments)}; echo $? > run/code"
         script = RUN.format(attempt=attempt, command=shlex.quote(command), byte=byte)
         return self.ssh_command(node, worker, script)
 

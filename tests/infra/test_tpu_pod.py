@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -241,13 +242,18 @@ def test_an_answer_that_is_no_json_is_not_permanent(monkeypatch):
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_what_is_left_and_the_same_command_follows_the_run(cloud):
+@pytest.mark.parametrize("last", ["[mine:0] begun", "[mine:1] begun"])
+def test_ctrl_c_says_what_is_left_and_the_same_command_follows_the_run(cloud, last):
+    """Also when the interruption ends the connection to worker 0 before its run has a session of its own."""
+    setsid = cloud.folder / "bin" / "setsid"
+    setsid.write_text(f'#!/bin/sh\n[ "$WORKER" = 0 ] && sleep 0.5\nexec {shutil.which("setsid")} "$@"\n')
+    setsid.chmod(0o755)
     cloud.plan(
         train='echo "begun"; while [ ! -e "$FAKE/finish" ]; do sleep 0.05; done; echo "finished attempt $ATTEMPT"'
     )
     process = cloud.start("babysit", "--type", "v4-32")
     for line in process.stdout:
-        if "begun" in line:
+        if last in line:
             break
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=30)
