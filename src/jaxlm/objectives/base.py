@@ -9,10 +9,10 @@ import draccus
 import jax
 import jax.numpy as jnp
 
-from jaxlm.core.types import Sum, TokenBatch
+from jaxlm.core.types import Largest, Sum, TokenBatch
 from jaxlm.models.base import AuxLoss, LanguageModel
 
-Metrics = dict[str, Sum]
+Metrics = dict[str, Sum | Largest]
 AUXILIARY = "auxiliary"
 """Name of the loss term that layers add, such as router losses."""
 
