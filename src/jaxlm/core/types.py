@@ -125,9 +125,9 @@ class GroupBatch(eqx.Module):
             prompt with a response. The loss mask selects the response.
         rewards: float32 {[microbatch,] batch, group}.
         annotations: what the objective's references said about the responses, as in `TokenBatch`.
-        sampler_logps: float32, the log-likelihood of each target under the distribution that it was sampled from, with the axes
-            of `responses`; None if nobody recorded it.
-        temperature: the responses were sampled with logits divided by this.
+        sampler_logps: float32, with the axes of `responses`: the log-likelihood of each target under the distribution that it
+            was sampled from; None if it is unknown.
+        temperature: what the logits were divided by when the responses were sampled.
     """
 
     responses: TokenBatch

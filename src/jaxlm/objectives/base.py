@@ -1,7 +1,7 @@
 """The objective interface: losses to minimize, as weighted sums."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -51,6 +51,9 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     def default_choice_name(cls) -> str | None:
         """The objective used when a config has no `type:`."""
         return "next_token"
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raises `ConfigError` if the objective cannot train on batches with columns of these names."""
 
     def init_slot(self, trainable: Any) -> Any:
         """The state that the objective keeps between steps, or None.
