@@ -60,6 +60,7 @@ def sample_responses(
     max_new_tokens: int,
     temperature: float,
     stop_ids: Sequence[int],
+    num_rows: int | None = None,
 ) -> Responses:
     """Continues each prompt until a stop token or `max_new_tokens`, all rows at once.
 
@@ -69,9 +70,10 @@ def sample_responses(
     Args:
         rows: the number of each prompt's row. A row's tokens depend on it, and not on the other rows of the call.
         temperature: above 0; the logits are divided by it.
+        num_rows: rows of the program, at least as many as prompts; None has as many. Equal numbers compile once.
     """
     layout = current_layout()
-    num_rows = round_up(len(prompts), 1 if layout is None else layout.num_shards(BATCH))
+    num_rows = round_up(num_rows or len(prompts), 1 if layout is None else layout.num_shards(BATCH))
     numbers = np.zeros(num_rows, np.uint32)
     numbers[: len(rows)] = rows
     words = np.array([noise.seed, noise.step, noise.turn], np.uint32)
