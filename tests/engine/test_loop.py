@@ -53,6 +53,12 @@ class Given:
     def state(self) -> dict[str, Any]:
         return {}
 
+    def due(self, step: int) -> bool:
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
 
 def through_the_loop(run: TinyRun, train_step: Any, batches: list[Any], guard: str = "allow") -> list[StepInfo]:
     seen: list[StepInfo] = []
@@ -141,6 +147,12 @@ class Timed:
     def state(self):
         return {}
 
+    def due(self, step):
+        return False
+
+    def metrics(self):
+        return {}
+
 
 def waits(making_s: float, step_s: float) -> list[float]:
     """The logged seconds that each step waited for its batch."""
@@ -154,7 +166,7 @@ def waits(making_s: float, step_s: float) -> list[float]:
             {},
             batches,
             metrics=SimpleNamespace(
-                push=lambda step, report, loading_s: logged.append(loading_s) or time.sleep(step_s),
+                push=lambda step, report, loading_s, of_batch: logged.append(loading_s) or time.sleep(step_s),
                 drain=lambda: None,
                 skip_time=lambda: None,
                 flags=None,

@@ -286,6 +286,8 @@ GRPO: dict[str, Entry] = {
             "cispo_cap",
             "importance",
             "old_policy",
+            "tis_cap",
+            "overlong_cache",
             "scale",
             "baseline",
             "std_ddof",

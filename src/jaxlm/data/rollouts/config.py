@@ -10,7 +10,7 @@ from haliax import Axis
 
 from jaxlm.core.axes import GROUP, POSITION
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import LARGEST_INT, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
+from jaxlm.core.field_types import LARGEST_INT, NonNegativeInt, PositiveFloat, PositiveInt
 from jaxlm.core.runtime import main_only
 from jaxlm.core.types import GroupBatch
 from jaxlm.data.base import Batches
@@ -29,8 +29,6 @@ from jaxlm.data.sources.config import TRAIN
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.rewards.base import RewardConfig, RewardContext, Rewards, reward_names
 
-_WHOLE, _ALL = 1.0, 0  # top_p and top_k that leave the distribution as it is
-
 
 @DataConfig.register_subclass("rollouts")
 @dataclass(frozen=True)
@@ -41,9 +39,8 @@ class RolloutsConfig(DataConfig):
     Attributes:
         group_size: responses to each prompt.
         max_new_tokens: the most tokens of a response. It ends earlier at the tokenizer's EOS token.
-        temperature: the logits are divided by it, when responses are sampled and in the objective.
-        top_p, top_k: 1 and 0, the whole distribution. Others are refused: the objective does not repeat the truncation, so
-            it would train on other probabilities than those that were sampled from.
+        temperature: the logits are divided by it, when responses are sampled and in the objective. The whole distribution is
+            sampled from: with `top_k` or `top_p`, the objective would train on other probabilities than those of the sampler.
         updates_per_rollout: number of steps that train on a rollout before the next one is sampled.
         minibatches_per_rollout: number of batches that a rollout consists of. With as many as `updates_per_rollout`, each
             response is trained on once; with 1, as often as there are updates.
@@ -61,8 +58,6 @@ class RolloutsConfig(DataConfig):
     group_size: Annotated[int, Interval(ge=2, le=LARGEST_INT)] = 8
     max_new_tokens: PositiveInt = 256
     temperature: PositiveFloat = 1.0
-    top_p: PositiveFraction = _WHOLE
-    top_k: NonNegativeInt = _ALL
     updates_per_rollout: PositiveInt = 1
     minibatches_per_rollout: PositiveInt = 1
     rewards: list[RewardConfig] = field(default_factory=list)
@@ -96,13 +91,6 @@ class RolloutsConfig(DataConfig):
 
     def check_mixture(self) -> None:
         super().check_mixture()
-        for key, given, whole in (("top_p", self.top_p, _WHOLE), ("top_k", self.top_k, _ALL)):
-            if given != whole:
-                raise ConfigError(
-                    f"data.{key}: {given} given, but the objective does not repeat the truncation when it computes the"
-                    f" probabilities of the responses, so only {whole} (no truncation) is possible. Remove it, or set"
-                    " data.temperature"
-                )
         if self.updates_per_rollout % self.minibatches_per_rollout:
             raise ConfigError(
                 f"data.updates_per_rollout: {self.updates_per_rollout} given, a multiple of minibatches_per_rollout"

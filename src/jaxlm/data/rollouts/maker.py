@@ -112,9 +112,9 @@ class RolloutMaker:
     def make(self, model: Any, step: int, first: int, num_groups: int) -> Made:
         """The groups that a step begins to train on. All processes must call this.
 
-        With `dynamic_sampling`, groups of equal rewards are replaced by groups of further prompts. Each round samples for as many
-        prompts, so that they all run the same program; what is left over is dropped. If the rounds do not suffice, the first
-        groups of equal rewards fill the rest.
+        With `dynamic_sampling`, groups of further prompts replace those of equal rewards. Each round samples for as many
+        prompts, so that all run the same program; what is left over is dropped. If the rounds do not suffice, the first groups
+        of equal rewards fill the rest.
 
         Source: dynamic sampling (DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2).
 
@@ -176,7 +176,7 @@ class RolloutMaker:
         return Groups(examples, samples, scores.reshape(-1, len(examples), options.group_size))
 
     def _scores(self, examples: np.ndarray, prompts: Sequence[np.ndarray], samples: Sequence[Sample]) -> np.ndarray:
-        """float64 [rewards + 1, samples]. Process 0 computes them: rewards may be slow, random, or work on one machine only."""
+        """float64 [rewards + 1, samples]. Process 0 computes them: rewards may be slow, random, or need its machine."""
         names = (*self.options.reward_names, TOTAL)
 
         def score() -> np.ndarray:
