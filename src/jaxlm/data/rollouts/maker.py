@@ -113,8 +113,8 @@ class RolloutMaker:
         """The groups that a step begins to train on. All processes must call this.
 
         With `dynamic_sampling`, groups of further prompts replace those of equal rewards. Each round samples for as many
-        prompts, so that all run the same program; what is left over is dropped. If the rounds do not suffice, the first groups
-        of equal rewards fill the rest.
+        prompts, so that all run the same program; what is left over is dropped. If the rounds do not suffice, the first
+        groups of equal rewards fill the rest.
 
         Source: dynamic sampling (DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2).
 
