@@ -1,0 +1,134 @@
+"""Sampled responses: their log-likelihoods, their end, their distribution, and what they depend on."""
+
+import json
+from pathlib import Path
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core.types import TokenBatch
+from jaxlm.models.inference import responses
+from jaxlm.models.inference.responses import Noise, sample_responses
+from jaxlm.models.inference.unstacked import Generator
+from jaxlm.objectives.completions import token_logps
+from tests.engine.helpers import layout
+
+VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "rollouts.json").read_text())["sampler"]
+STOPS, MOST, TEMPERATURE, NOISE = (3, 17), 12, 0.7, Noise(5, 2)
+
+
+@pytest.fixture
+def llama(tiny_llama, built):
+    return built(tiny_llama)
+
+
+def prompts_of(number: int) -> list[list[int]]:
+    """Prompts of 1 to 9 tokens."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 40, 1 + place % 9).tolist() for place in range(number)]
+
+
+PROMPTS = prompts_of(64)
+
+
+def sampled(model, rows=range(64), *, noise=NOISE, temperature=TEMPERATURE, most=MOST, **options):
+    prompts = [PROMPTS[row] for row in rows]
+    settings = {"max_new_tokens": most, "temperature": temperature, "stop_ids": STOPS}
+    return sample_responses(Generator.of(model), prompts, rows, noise, **settings | options)
+
+
+def test_log_likelihoods_are_those_of_a_forward_pass_and_rows_end_with_their_stop_token(llama):
+    found = sampled(llama)
+    lengths = (found.tokens >= 0).sum(axis=1)
+    ends = [row[length - 1] in STOPS for row, length in zip(found.tokens, lengths, strict=True)]
+    assert 10 < sum(ends) < 64  # some are cut off
+    for row, length, is_finished in zip(found.tokens.tolist(), lengths, ends, strict=True):
+        assert row[length:] == [-1] * (MOST - length)
+        assert is_finished or length == MOST
+        assert not set(row[: length - is_finished]) & set(STOPS)
+    width = 24
+    columns = {name: np.zeros((64, width), np.int32) for name in ("tokens", "targets", "segment_ids", "positions")}
+    mask = np.zeros((64, width), np.float32)
+    for row, (prompt, tokens, length) in enumerate(zip(PROMPTS, found.tokens, lengths, strict=True)):
+        whole = [*prompt, *tokens[:length]]
+        size = len(whole) - 1
+        columns["tokens"][row, :size], columns["targets"][row, :size] = whole[:-1], whole[1:]
+        columns["segment_ids"][row, :size], columns["positions"][row, :size] = 1, np.arange(size)
+        mask[row, len(prompt) - 1 : size] = 1
+    axes = (hax.Axis("batch", 64), hax.Axis("position", width))
+    named = {name: hax.named(jnp.asarray(column), axes) for name, column in columns.items()}
+    batch = TokenBatch(**named, loss_mask=hax.named(jnp.asarray(mask), axes))
+    logps, _ = jax.jit(lambda model, batch: token_logps(model, batch, temperature=TEMPERATURE))(llama, batch)
+    recorded = np.concatenate([row[:length] for row, length in zip(found.logps, lengths, strict=True)])
+    np.testing.assert_allclose(np.asarray(logps.array)[mask > 0], recorded, atol=1e-5)
+
+
+def test_a_row_depends_on_its_number_and_not_on_the_others(llama):
+    together = sampled(llama, range(8))
+    for rows in ([3], [6, 1]):
+        part = sampled(llama, rows)
+        np.testing.assert_array_equal(part.tokens, together.tokens[rows])
+        np.testing.assert_allclose(part.logps, together.logps[rows], atol=1e-5)
+    padded = sampled(llama, range(8), num_rows=16)
+    np.testing.assert_array_equal(padded.tokens, together.tokens)
+    again = sampled(llama, range(8))
+    np.testing.assert_array_equal(again.tokens, together.tokens)
+    np.testing.assert_array_equal(again.logps, together.logps)
+    for noise in (Noise(6, 2), Noise(5, 3), Noise(5, 2, 1)):
+        assert np.any(sampled(llama, range(8), noise=noise).tokens != together.tokens)
+    # The first tokens of a row do not depend on how many may follow.
+    shorter = sampled(llama, range(8), most=5)
+    np.testing.assert_array_equal(shorter.tokens, together.tokens[:, :5])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [{}, {"model": 2}], ids=str)
+def test_a_mesh_samples_the_same_tokens(llama, shards):
+    alone, where = sampled(llama, range(20)), layout(**shards)
+    with where.use():
+        placed = jax.tree.map(
+            lambda a: hax.NamedArray(jax.device_put(a.array, where.parameter_sharding(a.axes)), a.axes),
+            llama,
+            is_leaf=lambda a: isinstance(a, hax.NamedArray),
+        )
+        found = sampled(placed, range(20))
+    np.testing.assert_array_equal(found.tokens, alone.tokens)
+    np.testing.assert_allclose(found.logps, alone.logps, atol=1e-5)
+
+
+class Fixed:
+    """A model whose logits are those of the vectors, whatever it reads."""
+
+    Vocab = hax.Axis("vocab", 5)
+
+    @staticmethod
+    def logits(final):
+        return hax.broadcast_to(hax.named(jnp.float32(VECTORS["logits"]), Fixed.Vocab), (*final.axes[:1], Fixed.Vocab))
+
+
+def test_draws_have_the_distribution_of_the_logits_at_a_temperature():
+    """Chi-squared of 20,000 draws: 18.5 is exceeded by one in a thousand seeds."""
+    number = 20_000
+    rows = hax.Axis("batch", number)
+    state = responses._State(
+        None,
+        token=jnp.zeros(number, jnp.int32),
+        positions=jnp.zeros(number, jnp.int32),
+        segment_ids=jnp.ones(number, jnp.int32),
+        alive=jnp.ones(number, bool),
+        tokens=jnp.full((number, 1), -1, jnp.int32),
+        logps=jnp.zeros((number, 1)),
+        step=jnp.int32(0),
+    )
+    final = hax.zeros((rows, hax.Axis("position", 1), hax.Axis("embed", 1)))
+    keys = jax.random.split(jax.random.key(0), number)
+    temperature = jnp.float32(VECTORS["temperature"])
+    after = responses._with_next(Fixed, state, None, final, keys, jnp.array([4, -1]), temperature)
+    expected = np.array(VECTORS["probabilities"])
+    counts = np.bincount(np.asarray(after.token), minlength=5)
+    assert ((counts - number * expected) ** 2 / (number * expected)).sum() < 18.5
+    np.testing.assert_allclose(np.exp(after.logps[:, 0]), expected[np.asarray(after.token)], atol=1e-6)
+    np.testing.assert_array_equal(np.asarray(after.alive), np.asarray(after.token) != 4)
