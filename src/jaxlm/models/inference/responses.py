@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 
-from jaxlm.core.axes import BATCH, POSITION
+from jaxlm.core.axes import BATCH, EMBED, POSITION, VOCAB
+from jaxlm.core.matmul import arranged, einsum
 from jaxlm.core.sharding import current_layout
 from jaxlm.models.base import Inputs, LanguageModel
+from jaxlm.models.chunked_loss import soft_capped
 from jaxlm.models.inference.padding import left_padded, round_up
 from jaxlm.models.inference.unstacked import Generator
 
@@ -160,6 +162,16 @@ def _finish(model: LanguageModel, state: _State, keys: jax.Array, stops: jax.Arr
     return eqx.tree_at(lambda s: (s.tokens, s.logps), state, found)
 
 
+def _logits(model: LanguageModel, last: NamedArray) -> jax.Array:
+    """float32 [rows, vocab], with products like those of the loss: `model.logits` would round them to the model's dtype."""
+    head = model.lm_head()
+    if head is None:
+        logits = last.rearrange((BATCH, VOCAB)).array.astype(jnp.float32)
+    else:
+        logits = einsum("bd,vd->bv", last.rearrange((BATCH, EMBED)).array, arranged(head, (VOCAB, EMBED)), jnp.float32)
+    return soft_capped(logits, model.logit_soft_cap)
+
+
 def _with_next(
     model: LanguageModel,
     state: _State,
@@ -170,7 +182,7 @@ def _with_next(
     temperature: jax.Array,
 ) -> _State:
     """The state with one more token of each row, sampled after the last of the hidden states."""
-    logits = model.logits(final[POSITION, -1]).rearrange((BATCH, model.Vocab)).array.astype(jnp.float32) / temperature
+    logits = _logits(model, final[POSITION, -1]) / temperature
     keys_of_token = jax.vmap(jax.random.fold_in, (0, None))(keys, state.step)
     token = jax.vmap(jax.random.categorical)(keys_of_token, logits).astype(jnp.int32)
     logp = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0] - jax.nn.logsumexp(logits, axis=1)
