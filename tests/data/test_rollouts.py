@@ -1,5 +1,6 @@
 """Data of type rollouts: prompts and their records, batches of a rollout, what is restored, dynamic sampling, refusals."""
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,13 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.prompts import PromptsFormat
 from jaxlm.data.rollouts import config as config_of_rollouts
 from jaxlm.data.rollouts.config import RolloutsConfig
+from jaxlm.data.rollouts.local import LocalSamplerConfig
 from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig
 from jaxlm.rewards.function import FunctionRewardConfig
 from tests.data.helpers import small_tokenizer, some_text
 from tests.data.test_loader import layout_of
 from tests.data.test_pairs import CHATML
+from tests.fields.proofs import assert_test_exists
 
 RECORDS = [{"prompt": f"Q{n}: {some_text(n, 2)}", "worth": n % 4, "n": n} for n in range(40)]
 GROUP = 3
@@ -29,7 +32,9 @@ class Scored:
     """Rewards: the worth of the record times the number of the response, so all are equal for a record that is worth 0."""
 
     def __init__(self, configs, context, *, timeout_s):
-        self.timeout_s, self.seen = timeout_s, []
+        assert [config.name for config in configs] == ["worth"]
+        assert (context.max_new_tokens, timeout_s) == (8, 7.5)
+        self.seen = []
 
     def score(self, rows):
         self.seen.append(rows)
@@ -110,6 +115,7 @@ def opened(tokenizer, tmp_path, seen):
                 "tokenizer": f"{tmp_path}/tokenizer",
                 "group_size": GROUP,
                 "max_new_tokens": 8,
+                "reward_timeout_s": 7.5,
                 "rewards": [FunctionRewardConfig(function="my_rewards:score", name="worth")],
                 "sampler": ScriptedConfig(),
             }
@@ -129,6 +135,26 @@ def columns_of(batch):
     }
     arrays |= {"rewards": batch.rewards, "sampler_logps": batch.sampler_logps}
     return {name: np.asarray(array.array)[0] for name, array in arrays.items()}
+
+
+def test_every_field_of_the_section_has_a_test():
+    inherited = {field.name for field in dataclasses.fields(DataConfig)}
+    assert {field.name for field in dataclasses.fields(RolloutsConfig)} - inherited == set(FIELDS)
+    assert [field.name for field in dataclasses.fields(LocalSamplerConfig)] == [
+        "max_rows"
+    ]  # tests/models/test_responses.py
+    for test in FIELDS.values():
+        assert_test_exists(f"tests/data/test_rollouts.py::{test}")
+
+
+COLUMNS = "test_a_batch_has_each_response_after_its_prompt_with_its_reward"
+MINIBATCHES = "test_a_rollout_is_trained_on_in_minibatches_and_restored_in_the_middle"
+FIELDS = {
+    **dict.fromkeys(("group_size", "max_new_tokens", "temperature", "rewards", "reward_timeout_s", "sampler"), COLUMNS),
+    **dict.fromkeys(("updates_per_rollout", "minibatches_per_rollout"), MINIBATCHES),
+    "dynamic_sampling": "test_groups_with_equal_rewards_are_replaced_as_long_as_rounds_are_left",
+    "long_prompts": "test_prompts_that_are_too_long_are_refused_with_their_place_or_left_out",
+}
 
 
 def test_a_batch_has_each_response_after_its_prompt_with_its_reward(opened, seen, tokenizer):

@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.core.precision import FLOAT32
 from jaxlm.core.types import TokenBatch
+from jaxlm.data.rollouts.local import LocalSamplerConfig
+from jaxlm.data.rollouts.sampler import SamplerContext, SamplingRequest
 from jaxlm.models.inference import responses
 from jaxlm.models.inference.responses import Noise, sample_responses
 from jaxlm.models.inference.unstacked import Generator
@@ -36,7 +39,8 @@ PROMPTS = prompts_of(64)
 
 def sampled(model, rows=range(64), *, noise=NOISE, temperature=TEMPERATURE, most=MOST, **options):
     prompts = [PROMPTS[row] for row in rows]
-    settings = {"max_new_tokens": most, "temperature": temperature, "stop_ids": STOPS}
+    # All calls have the same number of rows, so that they run the same program.
+    settings = {"max_new_tokens": most, "temperature": temperature, "stop_ids": STOPS, "num_rows": 64}
     return sample_responses(Generator.of(model), prompts, rows, noise, **settings | options)
 
 
@@ -72,20 +76,29 @@ def test_a_row_depends_on_its_number_and_not_on_the_others(llama):
         part = sampled(llama, rows)
         np.testing.assert_array_equal(part.tokens, together.tokens[rows])
         np.testing.assert_allclose(part.logps, together.logps[rows], atol=1e-5)
-    padded = sampled(llama, range(8), num_rows=16)
-    np.testing.assert_array_equal(padded.tokens, together.tokens)
     again = sampled(llama, range(8))
     np.testing.assert_array_equal(again.tokens, together.tokens)
     np.testing.assert_array_equal(again.logps, together.logps)
     for noise in (Noise(6, 2), Noise(5, 3), Noise(5, 2, 1)):
         assert np.any(sampled(llama, range(8), noise=noise).tokens != together.tokens)
-    # The first tokens of a row do not depend on how many may follow.
-    shorter = sampled(llama, range(8), most=5)
-    np.testing.assert_array_equal(shorter.tokens, together.tokens[:, :5])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shards", [{}, {"model": 2}], ids=str)
+def test_other_programs_sample_the_same_tokens(llama):
+    """Fewer rows, fewer tokens, and calls of at most 16 rows that are sorted by length."""
+    together = sampled(llama)
+    fewer = sampled(llama, range(5), num_rows=None)
+    np.testing.assert_array_equal(fewer.tokens, together.tokens[:5])
+    np.testing.assert_array_equal(sampled(llama, most=5).tokens, together.tokens[:, :5])
+    sampler = LocalSamplerConfig(max_rows=16).open(SamplerContext(layout(), FLOAT32, print))
+    request = SamplingRequest(NOISE.step, NOISE.seed, range(40), MOST, TEMPERATURE, STOPS)
+    for sample, tokens in zip(sampler.sample(llama, PROMPTS[:40], request), together.tokens, strict=False):
+        assert [*sample.tokens, *[-1] * (MOST - len(sample.tokens))] == tokens.tolist()
+        assert sample.is_finished == (sample.tokens[-1] in STOPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [pytest.param({}, marks=pytest.mark.soak), {"model": 2}], ids=str)
 def test_a_mesh_samples_the_same_tokens(llama, shards):
     alone, where = sampled(llama, range(20)), layout(**shards)
     with where.use():
