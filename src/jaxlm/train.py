@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from jaxlm.config.load import load_config, run_id_of
 from jaxlm.config.run import RunConfig
@@ -260,7 +261,8 @@ def _open_phase(
     sizes = plan.batches.train
     first_step = phase.start if resumed is None else resumed.cursor.step
     seed = plan.config.order_seed
-    batches = data.batches(sizes, plan.layout, start=phase.start, first_step=first_step, seed=seed)
+    order: Any = {"start": phase.start, "first_step": first_step, "seed": seed}
+    batches = data.batches(sizes, plan.layout, **order, precision=plan.precision, log=run.console.log)
     enter = None
     if resumed is None:
         enter = enter_phase(plan.state_builder, phase, plan.layout, state, weights)

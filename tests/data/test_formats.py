@@ -88,6 +88,7 @@ def test_every_format_field_has_a_test():
         # tests/data/test_pairs.py
         "pairs": ["prompt_field", "chosen_field", "rejected_field", "prompt_ends_with", "chat_template"],
         "pretokenized": ["input_ids_key"],
+        "prompts": ["prompt_field", "chat_template"],  # tests/data/test_rollouts.py
         "supervised": ["pack", "input_field", "output_field", "separate_with", "mask_inputs"],
         "text": ["text_key"],
         "unpaired": ["prompt_field", "completion_field", "label_field", "chat_template"],  # tests/data/test_unpaired.py

@@ -6,6 +6,7 @@ import sys
 
 from jaxlm import train
 from jaxlm.data.annotations import AnnotationFolder
+from jaxlm.data.rollouts.maker import RolloutMaker
 from jaxlm.engine import metrics as reports
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manager import Saver
@@ -40,6 +41,8 @@ PLACES = {
     "saving the entry": lambda: setattr(LocalFolder, "commit", die_committing("step-12-adapt", LocalFolder.commit)),
     # The first block of annotations is on disk.
     "annotating": lambda: setattr(AnnotationFolder, "write", die_in_second_call(AnnotationFolder.write)),
+    # The responses of the second rollout are sampled, and not scored.
+    "scoring": lambda: setattr(RolloutMaker, "_scores", die_in_second_call(RolloutMaker._scores)),
 }
 
 

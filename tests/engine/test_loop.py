@@ -13,7 +13,7 @@ import pytest
 from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.types import StepInfo
 from jaxlm.data.prefetch import Prefetch
-from jaxlm.engine.activity import ActivityClock
+from jaxlm.engine.activity import Activity, ActivityClock
 from jaxlm.engine.loop import OpenPhase, run_phase
 from jaxlm.engine.metrics import MAX_IN_FLIGHT, AsyncMetrics, Workload
 from jaxlm.engine.outcome import Done
@@ -51,6 +51,12 @@ class Given:
         pass
 
     def state(self) -> dict[str, Any]:
+        return {}
+
+    def due(self, step: int) -> bool:
+        return False
+
+    def metrics(self) -> dict[str, float]:
         return {}
 
 
@@ -141,6 +147,12 @@ class Timed:
     def state(self):
         return {}
 
+    def due(self, step):
+        return False
+
+    def metrics(self):
+        return {}
+
 
 def waits(making_s: float, step_s: float) -> list[float]:
     """The logged seconds that each step waited for its batch."""
@@ -154,7 +166,7 @@ def waits(making_s: float, step_s: float) -> list[float]:
             {},
             batches,
             metrics=SimpleNamespace(
-                push=lambda step, report, loading_s: logged.append(loading_s) or time.sleep(step_s),
+                push=lambda step, report, loading_s, of_batch: logged.append(loading_s) or time.sleep(step_s),
                 drain=lambda: None,
                 skip_time=lambda: None,
                 flags=None,
@@ -176,3 +188,85 @@ def waits(making_s: float, step_s: float) -> list[float]:
 def test_a_source_slower_than_the_step_shows_in_the_loading_time():
     assert statistics.median(waits(making_s=0.02, step_s=0.0)) >= 0.018
     assert statistics.median(waits(making_s=0.04, step_s=0.02)) >= 0.01  # the step's own time hides the rest
+
+
+class Sampled(Given):
+    """Batches that are made from the weights before every third step, and what the loop asks of them, in order."""
+
+    def __init__(self, log: list[Any]):
+        super().__init__([None] * 7)
+        self.log, self.until = log, 0
+
+    def due(self, step: int) -> bool:
+        return step >= self.until
+
+    def refresh(self, model: Any, step: int) -> None:
+        self.log.append(("refresh", model, step))
+        self.until = step + 3
+
+    def __next__(self) -> Any:
+        self.log.append("next")
+        return super().__next__()
+
+    def read_ahead(self) -> None:
+        self.log.append("ahead")
+
+    def metrics(self) -> dict[str, float]:
+        return {"train/seen": float(self.until)}
+
+
+def through_sampled_batches(log: list[Any], rewind_after: int | None = None) -> Any:
+    note = lambda text: lambda *_, **__: log.append(text)  # noqa: E731
+    metrics = SimpleNamespace(
+        push=lambda step, report, loading_s, of_batch: log.append(("push", step, of_batch)),
+        skip_time=note("skip"),
+        flags=None,
+        rewind=None,
+    )
+
+    def drain() -> None:
+        log.append("drain")
+        if rewind_after is not None and ("push", rewind_after, {"train/seen": 3.0}) in log:
+            metrics.rewind = "back"
+
+    metrics.drain = drain
+    clock = ActivityClock()
+    opened = OpenPhase(
+        phase(end=7),
+        lambda state, *_: (
+            SimpleNamespace(step=0, model=f"weights after {log.append('step') or log.count('step')}"),
+            None,
+        ),
+        {},
+        Sampled(log),  # type: ignore[arg-type]
+        metrics=metrics,  # type: ignore[arg-type]
+        hooks=[],
+        evaluations=None,  # type: ignore[arg-type]
+        exports=(),
+        saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=note("save")),  # type: ignore[arg-type]
+        flag_sync=SimpleNamespace(to_devices=lambda _: None, agreed=lambda *_: SimpleNamespace(save=False, stop=0)),  # type: ignore[arg-type]
+        stop=SimpleNamespace(signal=0),  # type: ignore[arg-type]
+        clock=clock,
+    )
+    outcome = run_phase(SimpleNamespace(step=0, model="weights after 0"), opened)[1]  # type: ignore[arg-type]
+    return outcome, clock
+
+
+def test_batches_are_made_from_the_newest_weights_between_steps():
+    log: list[Any] = []
+    outcome, clock = through_sampled_batches(log)
+    assert isinstance(outcome, Done)
+    expected: list[Any] = []
+    for step in range(7):
+        if step % 3 == 0:  # all steps before are fetched, and their time does not count as the next step's
+            expected += ["drain", ("refresh", f"weights after {step}", step), "skip"]
+        ahead = [] if step % 3 == 2 else ["ahead"]
+        expected += ["next", "step", *ahead, ("push", step + 1, {"train/seen": step // 3 * 3 + 3.0})]
+    assert log == [*expected, "drain", "save", "skip"]
+    assert clock.seconds()[Activity.ROLLOUT] > 0
+
+
+def test_a_run_that_goes_back_samples_nothing_first():
+    log: list[Any] = []
+    assert through_sampled_batches(log, rewind_after=3)[0] == "back"
+    assert [entry for entry in log if entry[0] == "refresh"] == [("refresh", "weights after 0", 0)]

@@ -298,6 +298,8 @@ GRPO: dict[str, Entry] = {
         )
     },
     "objective.clip_eps": OF_TERMS,
+    "objective.tis_cap": ShownIn(GROUPS + "test_terms_on_what_a_sampler_has_recorded"),
+    "objective.overlong_cache": ShownIn(GROUPS + "test_terms_on_what_a_sampler_has_recorded"),
     "objective.reference": Change("base", Refused(r"uses the model 'base', but the section is empty")),
     "objective.cache": ShownIn(PREFERENCES + "test_answers_from_the_disk_are_not_asked_again"),
     "objective.sync_interval": DPO["objective.sync_interval"],

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import haliax as hax
@@ -25,9 +26,11 @@ from jaxlm.objectives.policy_losses import (
     clipped_losses,
     group_advantages,
     log_ratios,
+    overlong_penalties,
     token_weights,
+    truncated_weights,
 )
-from tests.objectives.test_dpo import VOCAB, random_model, target_logps
+from tests.objectives.test_dpo import VOCAB, logits_of_one, random_model, target_logps
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "post_training.json").read_text())
 SLOW = pytest.mark.slow
@@ -106,6 +109,17 @@ def test_ratios_of_sequences_and_clip_fractions_match_the_vectors():
     low, high = clip_fractions(log_ratios(LOGPS, OLD, MASK, "token"), ADVANTAGES, 0.2, 0.2)
     fractions = {"low": averaged(low, "token_mean"), "high": averaged(high, "token_mean")}
     assert fractions == pytest.approx(VECTORS["policy"]["clip_fraction"])
+
+
+def test_truncated_importance_weights_and_overlong_penalties_match_the_vectors():
+    tis = VECTORS["policy"]["truncated_importance"]
+    sampler = jnp.float32(tis["sampler"])
+    found = truncated_weights(OLD, sampler, MASK, tis["cap"])
+    np.testing.assert_allclose(found, tis["weights"], rtol=1e-5)
+    assert not jax.grad(lambda logps: truncated_weights(logps, sampler, MASK, tis["cap"]).sum())(LOGPS).any()
+    overlong = json.loads((Path(__file__).parents[1] / "vectors" / "rollouts.json").read_text())["overlong"]
+    found = overlong_penalties(jnp.array(overlong["lengths"]), overlong["max_tokens"], overlong["cache"])
+    np.testing.assert_array_equal(found, np.float32(overlong["penalties"]))
 
 
 def test_gradients_match_the_vectors():
@@ -234,6 +248,7 @@ def test_terms_and_metrics_match_the_logits(case, options):
         "loss": mean(losses),
         "reward": rewards[:2].mean(),
         "reward_std": std.mean(),
+        "entropy": (entropies(model, columns) * mask).sum() / mask.sum(),
         "frac_reward_zero_std": (std == 0).mean(),
         "completions/mean_length": lengths.mean(),
     }
@@ -248,9 +263,87 @@ def test_terms_and_metrics_match_the_logits(case, options):
     )
 
 
+def entropies(model, columns, temperature=1.0):
+    """[8, S]: of the prediction of each target, from all logits."""
+    names = ("tokens", "positions", "segment_ids")
+    rows = [logits_of_one(model, *(columns[name][row] for name in names)) for row in np.ndindex(2, 4)]
+    log_p = np.asarray(jax.nn.log_softmax(np.asarray(rows, np.float64) / temperature, axis=-1), np.float64)
+    return -(np.exp(log_p) * log_p).sum(-1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"old_policy": "rollout", "kl_coef": 0.0, "overlong_cache": 3, "max_response_tokens": 8},
+        pytest.param({"old_policy": "model", "kl_coef": 0.0, "tis_cap": 1.1, "loss_agg": "dr_grpo"}, marks=SLOW),
+    ],
+    ids=lambda options: options["old_policy"],
+)
+def test_terms_on_what_a_sampler_has_recorded(case, options):
+    """At a temperature of 0.7, with a sampler whose probabilities are not quite ours."""
+    model, _, columns, rewards, batch, _ = case
+    objective = Grpo(**{"max_response_tokens": 8} | options)
+    rng, mask = np.random.default_rng(3), columns["loss_mask"].reshape(12, -1).astype(np.float64)[:8]
+    names = ("tokens", "positions", "segment_ids")
+    logits = np.asarray([logits_of_one(model, *(columns[name][row] for name in names)) for row in np.ndindex(2, 4)])
+    log_p = np.asarray(jax.nn.log_softmax(logits / 0.7, axis=-1), np.float64)
+    ours = np.take_along_axis(log_p, columns["targets"].reshape(12, -1)[:8, :, None], axis=-1)[..., 0]
+    sampler = ours + 0.2 * rng.normal(size=ours.shape)
+    recorded = np.zeros((12, mask.shape[1]), np.float32)
+    recorded[:8] = sampler * mask
+    axes = batch.responses.tokens.axes
+    batch = replace(batch, sampler_logps=hax.named(jnp.asarray(recorded.reshape(3, 4, -1)), axes), temperature=0.7)
+    terms, metrics, _ = objective.terms(model, batch, None, key=None)
+
+    shaped = rewards[:2].astype(np.float64)
+    if objective.overlong_cache:
+        shaped += np.clip((8 - 3 - mask.sum(1)) / 3, -1, 0).reshape(2, 4)
+        assert np.any(shaped != rewards[:2])
+    a = (shaped - shaped.mean(1, keepdims=True)) / (shaped.std(1, keepdims=True) + 1e-8)
+    a = a.reshape(-1, 1)
+    ratio = np.exp(ours - sampler)
+    if objective.old_policy == "rollout":
+        losses = -np.minimum(ratio * a, np.clip(ratio, 0.8, 1.2) * a)
+        expected = (losses * mask).sum() / mask.sum()
+    else:
+        expected = (-np.minimum(ratio, 1.1) * a * mask).sum() / (8 * 8)
+    found = {name: float(metric.logged()) for name, metric in metrics.items()}
+    assert float(terms["loss"].total / objective.weights(batch)["loss"]) == pytest.approx(expected, rel=1e-4)
+    difference = np.abs(ours - sampler) * mask
+    assert found["sampling/logp_diff_mean"] == pytest.approx(difference.sum() / mask.sum(), rel=1e-4)
+    assert found["sampling/logp_diff_max"] == pytest.approx(difference.max(), rel=1e-4)
+    assert found["reward"] == pytest.approx(rewards[:2].mean())
+    assert found["entropy"] == pytest.approx((entropies(model, columns, 0.7) * mask).sum() / mask.sum(), rel=1e-4)
+    assert ("overlong_penalty" in found) == bool(objective.overlong_cache)
+
+
+@pytest.mark.parametrize(
+    ("options", "columns", "message"),
+    [
+        ({"old_policy": "rollout"}, (), r"objective\.old_policy: rollout given, but the data does not record"),
+        ({"old_policy": "model", "tis_cap": 2.0}, (), r"objective\.tis_cap: 2\.0 given, but the data does not record"),
+        ({}, ("sampler_logps",), r"objective\.old_policy: reference given, but the model that trains samples"),
+        (
+            {"old_policy": "rollout", "reference": "base", "cache": True},
+            ("sampler_logps",),
+            r"objective\.cache: true given, but the responses are sampled during training",
+        ),
+    ],
+)
+def test_objectives_that_do_not_suit_the_data_are_refused(options, columns, message):
+    with pytest.raises(ConfigError, match=message):
+        Grpo(**options).check_columns(columns)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"overlong_cache": 4}, r"objective\.max_response_tokens: missing\. overlong_cache is counted from it"),
+        (
+            {"overlong_cache": 9, "max_response_tokens": 8},
+            r"objective\.overlong_cache: 9 given, at most max_response_tokens \(8\)",
+        ),
+        ({"tis_cap": 2.0}, r"objective\.tis_cap: 2\.0 given, which has no effect with old_policy: reference"),
         ({"loss_agg": "dr_grpo"}, r"objective\.max_response_tokens: missing\. loss_agg: dr_grpo divides by it"),
         (
             {"max_response_tokens": 9},

@@ -11,7 +11,7 @@ import pytest
 
 from jaxlm.core.types import StepInfo
 from jaxlm.engine.activity import Activity, ActivityClock, process_age_s
-from jaxlm.observe.ledger import IDLE, LOST, Ledger, account, read_lines
+from jaxlm.observe.ledger import IDLE, LOST, Ledger, account, parse_lines, read_lines
 from jaxlm.observe.records import LEDGER
 
 
@@ -60,6 +60,14 @@ def line_of(seconds: str) -> bytes:
     return text.encode() + b"\n"
 
 
+def test_lines_of_versions_without_rollouts_are_read():
+    older = line_of("1").replace(b', "rollout": 1', b"")
+    assert older != line_of("1")
+    lines, num_damaged = parse_lines(older.ljust(512))
+    assert (lines[0]["seconds"]["rollout"], lines[0]["seconds"]["step"], num_damaged) == (0, 1, 0)
+    assert parse_lines(older.replace(b', "eval": 1', b"").ljust(512)) == ([], 1)
+
+
 def test_two_processes_that_write_at_the_same_time_are_two(run, tmp_path):
     run.start(0)
     run.steps(1, 4)
@@ -82,6 +90,7 @@ def run(tmp_path, monkeypatch) -> FakeClockRun:
 def test_a_run_in_one_piece(run):
     run.start(0)
     run.do(Activity.COMPILE, 10)
+    run.do(Activity.ROLLOUT, 2)
     run.steps(1, 8)
     run.do(Activity.EVAL, 3)
     run.save()
@@ -92,6 +101,7 @@ def test_a_run_in_one_piece(run):
         "compile": 10,
         "restore": 0,
         "data wait": 2,
+        "rollout": 2,
         "step": 6,
         "eval": 3,
         "save": 2,
@@ -100,8 +110,8 @@ def test_a_run_in_one_piece(run):
         IDLE: 0,
     }
     assert found.wall_s == 27
-    assert found.fraction == pytest.approx(6 / 27)
-    assert run.ledger.metrics() == {"throughput/goodput": pytest.approx(6 / 27)}
+    assert found.fraction == pytest.approx((6 + 2) / 29)
+    assert run.ledger.metrics() == {"throughput/goodput": pytest.approx((6 + 2) / 29)}
 
 
 def test_steps_after_the_checkpoint_of_a_killed_run_are_lost(run):

@@ -89,6 +89,12 @@ def test_the_loop_marks_pauses_for_evaluations_and_saves(monkeypatch):
         def state(self):
             return {}
 
+        def due(self, step):
+            return False
+
+        def metrics(self):
+            return {}
+
     @contextlib.contextmanager
     def marked():
         order.append("(")

@@ -304,3 +304,7 @@ def _dtype(name: str, text: str, key: str) -> jnp.dtype:
     if dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
         raise ConfigError(f"{key}: '{text}' needs 64-bit arrays. Set JAX_ENABLE_X64=1 in the environment")
     return dtype
+
+
+FLOAT32 = parse_precision("f32")
+"""All in float32."""

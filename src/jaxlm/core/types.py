@@ -35,6 +35,32 @@ class Sum(eqx.Module):
         """total / weight; 0 if the weight is 0."""
         return self.total / jnp.where(self.weight == 0, 1.0, self.weight)
 
+    def over_microbatches(self) -> "Sum":
+        """The sum over the leading axis."""
+        return Sum(jnp.sum(self.total, axis=0), jnp.sum(self.weight, axis=0))
+
+    def logged(self) -> jax.Array:
+        """The number that is logged."""
+        return self.mean()
+
+
+class Largest(eqx.Module):
+    """The largest of some numbers, for a metric that is no mean.
+
+    Attributes:
+        value: scalar float32.
+    """
+
+    value: jax.Array
+
+    def over_microbatches(self) -> "Largest":
+        """The largest over the leading axis."""
+        return Largest(jnp.max(self.value, axis=0))
+
+    def logged(self) -> jax.Array:
+        """The number that is logged."""
+        return self.value
+
 
 class TokenBatch(eqx.Module):
     """Packed token sequences. Every field has the axes {[microbatch,] batch, position}.
@@ -99,15 +125,26 @@ class GroupBatch(eqx.Module):
             prompt with a response. The loss mask selects the response.
         rewards: float32 {[microbatch,] batch, group}.
         annotations: what the objective's references said about the responses, as in `TokenBatch`.
+        sampler_logps: float32, with the axes of `responses`: the log-likelihood of each target under the distribution that it
+            was sampled from; None if it is unknown.
+        temperature: what the logits were divided by when the responses were sampled.
     """
 
     responses: TokenBatch
     rewards: hax.NamedArray
     annotations: Any = None
+    sampler_logps: hax.NamedArray | None = None
+    temperature: float = eqx.field(static=True, default=1.0)
 
     @staticmethod
-    def of(rewards: hax.NamedArray, **columns: hax.NamedArray) -> "GroupBatch":
-        return GroupBatch(TokenBatch(**columns), rewards)
+    def of(
+        rewards: hax.NamedArray,
+        sampler_logps: hax.NamedArray | None = None,
+        *,
+        temperature: float = 1.0,
+        **columns: hax.NamedArray,
+    ) -> "GroupBatch":
+        return GroupBatch(TokenBatch(**columns), rewards, sampler_logps=sampler_logps, temperature=temperature)
 
     def sequences(self) -> TokenBatch:
         """All sequences, group by group, so that a group stays on one device."""

@@ -1,7 +1,7 @@
 """The interfaces of a source of text and of a stream of training batches."""
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +70,22 @@ class Batches(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Stops background threads."""
+
+    def due(self, step: int) -> bool:
+        """Whether the batch of a step (counted from 0) cannot be taken before `refresh`: the current weights make it."""
+        return False
+
+    def refresh(self, model: Any, step: int) -> None:
+        """Makes the batches of a step, and maybe of those that follow it. Called between steps, if `due`.
+
+        Args:
+            model: the one that trains, in the dtypes and with the sharding of its parameters. The next step overwrites it.
+
+        Raises:
+            ConfigError: on all processes, if they cannot be made.
+        """
+        raise AssertionError("these batches do not depend on the weights")
+
+    def metrics(self) -> Mapping[str, float]:
+        """What the host knows of the batch that was returned last, by name. The step's metrics contain it."""
+        return {}

@@ -20,8 +20,9 @@ from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.data import Data, StopStrategy, ValidationData
 from jaxlm.data.examples import ExampleRange, Examples
 from jaxlm.data.formats.base import FormatConfig
+from jaxlm.data.loader import BatchMaker, example_batches
 from jaxlm.data.shuffle import EraShuffle
-from jaxlm.data.sources.config import TRAIN, VALIDATION, SourceConfig, check_source_names
+from jaxlm.data.sources.config import TRAIN, VALIDATION, SourceConfig, by_source, check_source_names, given
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -102,6 +103,15 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
     @abc.abstractmethod
     def random_columns(self, num_examples: int, seq_len: int, vocab_size: int, seed: int) -> Columns:
         """Columns of random examples, [num_examples, ...] each, for benchmarks."""
+
+    @property
+    def has_examples_per_step(self) -> bool:
+        """Whether each step trains on as many new examples as its batch has, so that epochs determine the steps."""
+        return True
+
+    def batch_maker(self, tokenizer: Tokenizer) -> BatchMaker:
+        """What makes batches of the training examples."""
+        return example_batches
 
     def sources(self) -> tuple[NamedSource, ...]:
         """The sources under `configs`, or the section itself as the only one."""
@@ -231,7 +241,8 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             block_size=self.mixture_block_size,
             shuffle=self.shuffle,
             stop_strategy=self.stop_strategy,
-            max_train_batches=_by_source(self.max_train_batches),
+            max_train_batches=by_source(self.max_train_batches),
+            make_batches=self.batch_maker(tokenizer),
         )
 
     def open_validation(
@@ -264,7 +275,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
     @property
     def _held_out(self) -> dict[str, int]:
         """Source name -> number of sequences that are held out of training."""
-        return _by_source(self.num_validation_sequences)
+        return by_source(self.num_validation_sequences)
 
     def _split_off(self, source: NamedSource, examples: Examples) -> tuple[Examples, Examples]:
         """The examples to train on, and those that are held out."""
@@ -365,7 +376,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             if isinstance(value, int) == bool(self.configs):
                 expected = "a number of each source, such as {wiki: 100}" if self.configs else "a number such as 100"
                 raise ConfigError(f"data.{key}: {value} given, {expected} expected")
-            for name in (name for name in _by_source(value) if name not in names):
+            for name in (name for name in by_source(value) if name not in names):
                 raise ConfigError(
                     f"data.{key}: no source that is trained on is named '{name}'. Sources: {', '.join(names)}"
                 )
@@ -387,13 +398,3 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         if bpe := bpe_config(self.tokenizer):
             return {TRAIN_BPE: self.vocab_size or DEFAULT_VOCAB_SIZE, **bpe.cache_key()}
         return load_tokenizer(str(self.tokenizer)).fingerprint
-
-
-def given(**keys: Any) -> dict[str, Any]:
-    """The keys that are not null. What they change is part of the data's identity only if they are set."""
-    return {name: value for name, value in keys.items() if value is not None}
-
-
-def _by_source(value: int | dict[str, int] | None) -> dict[str, int]:
-    """Source name -> number. The only source of a section without `configs` has no name."""
-    return {"": value} if isinstance(value, int) else value or {}

@@ -11,12 +11,13 @@ from haliax import Axis
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.precision import FLOAT32, Precision
 from jaxlm.core.sharding import Layout
-from jaxlm.data.base import Batches
+from jaxlm.data.base import Batches, Log
 from jaxlm.data.batch import BatchSpec, Column, Columns
 from jaxlm.data.cache.token_cache import Provenance
 from jaxlm.data.examples import ExampleRange, Examples
-from jaxlm.data.loader import BatchReader, ExampleBatches, eval_batches
+from jaxlm.data.loader import BatchContext, BatchMaker, BatchReader, eval_batches, example_batches
 from jaxlm.data.mixture import Mixture, MixtureStage
 from jaxlm.data.shuffle import EraShuffle, Shuffle
 from jaxlm.data.sources.config import VALIDATION
@@ -67,6 +68,7 @@ class Data:
         shuffle: how each source's examples are ordered.
         stop_strategy: when the data ends.
         max_train_batches: source name -> batches of the first size, whose number of examples is all that is trained on.
+        make_batches: what makes the batches of the examples.
     """
 
     train: Mapping[str, Examples]
@@ -77,17 +79,31 @@ class Data:
     shuffle: Shuffle
     stop_strategy: StopStrategy
     max_train_batches: Mapping[str, int] = field(default_factory=dict)
+    make_batches: BatchMaker = example_batches
 
-    def batches(self, schedule: BatchSchedule, layout: Layout, *, start: int, first_step: int, seed: int) -> Batches:
+    def batches(
+        self,
+        schedule: BatchSchedule,
+        layout: Layout,
+        *,
+        start: int,
+        first_step: int,
+        seed: int,
+        precision: Precision = FLOAT32,
+        log: Log = print,
+    ) -> Batches:
         """The training batches, in the order determined by `seed`.
 
         Args:
             schedule: batch sizes by step of the run.
             start: first step of the phase.
             first_step: step that the first batch belongs to.
+            precision: how the model is cast for computation, for batches that it makes itself.
+            log: writes a line to the console.
         """
         mixture = self.mixture(schedule.starting_at(start), seed=seed)
-        return ExampleBatches(BatchReader(mixture, self.spec, schedule, layout), first_step)
+        reader = BatchReader(mixture, self.spec, schedule, layout)
+        return self.make_batches(reader, BatchContext(first_step, seed, precision, log))
 
     def mixture(self, batches: BatchSchedule, *, seed: int) -> Mixture:
         """The training examples in the order determined by `seed`. Args: batches: batch sizes by step of the phase."""

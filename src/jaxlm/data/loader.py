@@ -1,7 +1,7 @@
 """Batches of examples on the devices, prefetched in the background. Each process reads only its own rows."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,9 @@ import numpy as np
 
 from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.batch_schedule import BatchSchedule, BatchStage
+from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
-from jaxlm.data.base import Batches
+from jaxlm.data.base import Batches, Log
 from jaxlm.data.batch import BatchSpec, Columns
 from jaxlm.data.examples import Examples
 from jaxlm.data.mixture import Mixture
@@ -105,6 +106,31 @@ class ExampleBatches(Batches):
         if self._prefetch is not None:
             self._prefetch.close()
             self._prefetch = None
+
+
+@dataclass(frozen=True)
+class BatchContext:
+    """What batches may need of the run.
+
+    Attributes:
+        first_step: step of the schedule that the first batch belongs to.
+        seed: random seed of the order of the training data.
+        precision: how the model is cast for computation.
+        log: writes a line to the console.
+    """
+
+    first_step: int
+    seed: int
+    precision: Precision
+    log: Log
+
+
+BatchMaker = Callable[[BatchReader, BatchContext], Batches]
+
+
+def example_batches(reader: BatchReader, context: BatchContext) -> Batches:
+    """The batches of data that does not depend on the model."""
+    return ExampleBatches(reader, context.first_step)
 
 
 def _nth_batch(reader: BatchReader, consumed: int, first_step: int, number: int) -> Any:

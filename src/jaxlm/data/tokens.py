@@ -13,10 +13,11 @@ from jaxlm.core.types import TokenBatch
 from jaxlm.data.batch import BatchSpec, Columns, random_tokens, token_columns
 from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, open_rows
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.config import DataConfig, given
+from jaxlm.data.config import DataConfig
 from jaxlm.data.examples import Examples
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.packing import PackedSequences, pack_documents
+from jaxlm.data.sources.config import given
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.data.tokenizer.train_bpe import bpe_config
 

@@ -18,6 +18,7 @@ class Activity(enum.StrEnum):
     COMPILE = "compile"
     RESTORE = "restore"
     DATA = "data wait"
+    ROLLOUT = "rollout"
     STEP = "step"
     EVAL = "eval"
     SAVE = "save"

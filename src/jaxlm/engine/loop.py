@@ -80,6 +80,13 @@ def run_phase(state: RunState, at: OpenPhase) -> tuple[RunState, Outcome]:
     step = int(state.step)
     first = True
     while step < at.phase.end:
+        if batches.due(step):
+            metrics.drain()  # the run may go back, and the time that follows is no step's
+            if metrics.rewind is not None:
+                return state, metrics.rewind
+            with pause(), clock.during(Activity.ROLLOUT):
+                batches.refresh(state.model, step)
+            metrics.skip_time()
         started = time.perf_counter()
         with clock.during(Activity.DATA):
             batch = next(batches)
@@ -87,9 +94,10 @@ def run_phase(state: RunState, at: OpenPhase) -> tuple[RunState, Outcome]:
         flags = SyncFlags(stop=stop.signal, save=saver.due_by_clock())
         stop.is_training = True
         state, report = at.train_step(state, at.refs, batch, at.flag_sync.to_devices(flags))
-        batches.read_ahead()  # loads the next batch while this thread waits for the devices
+        if not batches.due(step + 1):
+            batches.read_ahead()  # loads the next batch while this thread waits for the devices
         step += 1
-        metrics.push(step, report, loading_s)
+        metrics.push(step, report, loading_s, batches.metrics())
         agreed = at.flag_sync.agreed(SyncFlags(stop=stop.signal, save=saver.due_by_clock()), metrics.flags)
         ending = step == at.phase.end or bool(agreed.stop)
         due = [hook for hook in at.hooks if hook.due(step)]

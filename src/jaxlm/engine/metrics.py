@@ -4,8 +4,9 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -102,12 +103,14 @@ class _PendingStep:
 
     Attributes:
         loading_s: seconds that the host waited for its batch.
+        of_batch: metrics that the host knows of its batch.
         seconds: its duration; None until it is known.
     """
 
     step: int
     report: StepReport
     loading_s: float
+    of_batch: Mapping[str, float]
     seconds: float | None = None
 
     def is_done(self) -> bool:
@@ -149,11 +152,18 @@ class AsyncMetrics:
         self._last_done = clock()
         self._hooks_s = 0.0
 
-    def push(self, step: int, report: StepReport, loading_s: float) -> None:
-        """Adds a step that was just dispatched, after waiting `loading_s` for its batch. Blocks if too many are pending."""
+    def push(
+        self, step: int, report: StepReport, loading_s: float, of_batch: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        """Adds a step that was just dispatched. Blocks if too many are pending.
+
+        Args:
+            loading_s: how long the host waited for its batch.
+            of_batch: metrics that the host knows of its batch.
+        """
         for array in jax.tree.leaves(report):
             array.copy_to_host_async()
-        self._pending.append(_PendingStep(step, report, loading_s))
+        self._pending.append(_PendingStep(step, report, loading_s, of_batch))
         while len(self._pending) >= MAX_IN_FLIGHT:
             self._fetch()
 
@@ -182,7 +192,7 @@ class AsyncMetrics:
             metrics |= scalars
         self.flags = np.asarray(report.flags)
         metrics |= self._workload.progress(step) | self._workload.throughput(step, seconds)
-        metrics |= {LOADING_TIME: pending.loading_s, HOOK_TIME: self._hooks_s}
+        metrics |= {LOADING_TIME: pending.loading_s, HOOK_TIME: self._hooks_s, **pending.of_batch}
         self._hooks_s = 0.0
         info = StepInfo(step, self._phase, metrics, histograms)
         for listener in self._listeners:

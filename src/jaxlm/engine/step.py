@@ -115,10 +115,10 @@ def make_train_step(
         (gradient, slot), (totals, metrics) = hax.scan(accumulate_microbatch, Microbatch)(
             carry, batch, jnp.arange(Microbatch.size)
         )
-        sum_microbatches = lambda tree: jax.tree.map(lambda x: jnp.sum(x, axis=0), tree)  # noqa: E731
         slots = state.slots if slot is None else {**state.slots, "objective": slot}
         gradient = loss_scale.unscaled(gradient, state.slots)
-        sums = _Sums(gradient, sum_microbatches(totals), sum_microbatches(metrics), slots)
+        metrics = {name: metric.over_microbatches() for name, metric in metrics.items()}
+        sums = _Sums(gradient, jnp.sum(totals, axis=0), metrics, slots)
         curvature = _curvature(phase, layout, precision, state, refs, batch)
         after, scalars, watched = update(state, sums, curvature, batch)
         return after, StepReport(scalars, watched, reduce_flags(flags))
@@ -160,7 +160,7 @@ class _GuardedUpdate:
         always = (state.step + 1, skipped, after.slots | {name: verdict.slot for name, verdict in verdicts.items()})
         after = eqx.tree_at(lambda s: (s.step, s.guard.skipped, s.slots), after, always)
         others = group_schedules(self.phase.optimizer, self.phase.num_steps)
-        metrics = {f"train/{name}": total.mean() for name, total in sums.metrics.items()} | {
+        metrics = {f"train/{name}": metric.logged() for name, metric in sums.metrics.items()} | {
             OBJECTIVE: sums.objective,
             SKIPPED: skipped,
             GRADIENT_NORM: norm,

@@ -1,5 +1,6 @@
 """Measures the training objective on the validation data."""
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.types import Sum
+from jaxlm.core.types import Largest, Sum
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.models.base import LanguageModel
 
@@ -48,11 +49,15 @@ class ObjectiveEval(Eval):
         totals: dict[tuple[int, str], float] = defaultdict(float)
         weights: dict[tuple[int, str], float] = defaultdict(float)
 
-        def add(measured: tuple[Mapping[str, Sum], Mapping[str, Sum]]) -> None:
+        def add(measured: tuple[Mapping[str, Sum], Mapping[str, Sum | Largest]]) -> None:
             for number, group in enumerate(jax.device_get(measured)):
                 for name, part in group.items():
-                    totals[number, name] += float(part.total)
-                    weights[number, name] += float(part.weight)
+                    if isinstance(part, Largest):
+                        totals[number, name] = max(totals.get((number, name), -math.inf), float(part.value))
+                        weights[number, name] = 1.0
+                    else:
+                        totals[number, name] += float(part.total)
+                        weights[number, name] += float(part.weight)
 
         for batch in self._batches():
             pending.append(self._measure(model, batch))

@@ -8,7 +8,7 @@ dynamic fine-tuning of Wu et al. 2025 (arXiv:2508.05629, equation 9).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -111,15 +111,20 @@ def token_losses(
     soft_cap: float | None = None,
     vocab_multiple: int = 1,
     chunk_tokens: int | None = None,
+    temperature: float = 1.0,
 ) -> NamedArray:
     """Negative log-likelihood of each token in nats, float32 {batch, position}, for evaluation.
 
     Supports any cotangent, because the backward pass recomputes the logits of each chunk. Arguments as in
     `next_token_sums`.
+
+    Args:
+        temperature: the logits are divided by it, after the soft cap.
     """
     sharding = TokenSharding.of(hidden, head, vocab_multiple)
 
     def losses(logits_CV: jax.Array, y_C: jax.Array) -> jax.Array:
+        logits_CV = _divided(logits_CV, temperature)
         return logsumexp(logits_CV, sharding) - target_logit(logits_CV, y_C, sharding)
 
     return _by_token(losses, hidden, head, targets, sharding, soft_cap, chunk_tokens)
@@ -141,24 +146,53 @@ def token_entropies(
     sharding = TokenSharding.of(hidden, head, vocab_multiple)
 
     def entropies(logits_CV: jax.Array, _: jax.Array) -> jax.Array:
-        lse_C = logsumexp(logits_CV, sharding)
-        p_CV = jnp.exp(logits_CV - lse_C[:, None])
-        # jnp.where, because a logit may be -inf, and 0 times infinity is NaN.
-        return lse_C - sharding.sum_vocab(jnp.sum(jnp.where(p_CV > 0, p_CV * logits_CV, 0.0), axis=1))
+        return _entropies(logits_CV, logsumexp(logits_CV, sharding), sharding)
 
     return _by_token(entropies, hidden, head, targets, sharding, soft_cap, chunk_tokens)
 
 
+def token_losses_and_entropies(
+    hidden: NamedArray,
+    head: Weight | None,
+    targets: NamedArray,
+    *,
+    soft_cap: float | None = None,
+    vocab_multiple: int = 1,
+    chunk_tokens: int | None = None,
+    temperature: float = 1.0,
+) -> tuple[NamedArray, NamedArray]:
+    """`token_losses`, and the entropies of the same distributions, which have no gradient."""
+    sharding = TokenSharding.of(hidden, head, vocab_multiple)
+
+    def both(logits_CV: jax.Array, y_C: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits_CV = _divided(logits_CV, temperature)
+        lse_C = logsumexp(logits_CV, sharding)
+        constant_CV, constant_C = jax.lax.stop_gradient((logits_CV, lse_C))
+        return lse_C - target_logit(logits_CV, y_C, sharding), _entropies(constant_CV, constant_C, sharding)
+
+    return _by_token(both, hidden, head, targets, sharding, soft_cap, chunk_tokens)
+
+
+def _divided(logits_CV: jax.Array, temperature: float) -> jax.Array:
+    return logits_CV if temperature == 1 else logits_CV / temperature
+
+
+def _entropies(logits_CV: jax.Array, lse_C: jax.Array, sharding: TokenSharding) -> jax.Array:
+    p_CV = jnp.exp(logits_CV - lse_C[:, None])
+    # jnp.where, because a logit may be -inf, and 0 times infinity is NaN.
+    return lse_C - sharding.sum_vocab(jnp.sum(jnp.where(p_CV > 0, p_CV * logits_CV, 0.0), axis=1))
+
+
 def _by_token(
-    of_logits: Callable[[jax.Array, jax.Array], jax.Array],
+    of_logits: Callable[[jax.Array, jax.Array], Any],
     hidden: NamedArray,
     head: Weight | None,
     targets: NamedArray,
     sharding: TokenSharding,
     soft_cap: float | None,
     chunk_tokens: int | None,
-) -> NamedArray:
-    """A number for each token, from the logits and targets of its chunk."""
+) -> Any:
+    """A number for each token, or a tuple of them, from the logits and targets of its chunk."""
     x_BSD, w_VD = hidden_and_head(hidden, head, sharding)
     chunk, cap = chunk_or_default(chunk_tokens), checked_cap(soft_cap)
 
@@ -169,13 +203,13 @@ def _by_token(
         def one_chunk(_, xy):
             return None, of_logits(logits_of(xy[0], w_VD, cap, sharding), xy[1])
 
-        _, values_NC = jax.lax.scan(one_chunk, None, (x_NCD, y_NC))
-        return values_NC.reshape(-1)[:num_tokens].reshape(y_BS.shape)
+        _, values = jax.lax.scan(one_chunk, None, (x_NCD, y_NC))
+        return jax.tree.map(lambda values_NC: values_NC.reshape(-1)[:num_tokens].reshape(y_BS.shape), values)
 
     in_specs = (sharding.tokens(1), sharding.head, sharding.tokens())
     run = sharding.shard_map(local, in_specs, sharding.tokens())
     y_BS = targets.rearrange((BATCH, POSITION))
-    return NamedArray(run(x_BSD, w_VD, y_BS.array), y_BS.axes)
+    return jax.tree.map(lambda values_BS: NamedArray(values_BS, y_BS.axes), run(x_BSD, w_VD, y_BS.array))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The objective interface: losses to minimize, as weighted sums."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,10 +9,10 @@ import draccus
 import jax
 import jax.numpy as jnp
 
-from jaxlm.core.types import Sum, TokenBatch
+from jaxlm.core.types import Largest, Sum, TokenBatch
 from jaxlm.models.base import AuxLoss, LanguageModel
 
-Metrics = dict[str, Sum]
+Metrics = dict[str, Sum | Largest]
 AUXILIARY = "auxiliary"
 """Name of the loss term that layers add, such as router losses."""
 
@@ -51,6 +51,9 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     def default_choice_name(cls) -> str | None:
         """The objective used when a config has no `type:`."""
         return "next_token"
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raises `ConfigError` if the objective cannot train on batches with columns of these names."""
 
     def init_slot(self, trainable: Any) -> Any:
         """The state that the objective keeps between steps, or None.

@@ -16,8 +16,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveFraction
 from jaxlm.core.tree import is_named
 from jaxlm.core.types import PairBatch, TokenBatch
-from jaxlm.models.base import AuxLoss, Inputs, LanguageModel
-from jaxlm.models.loss import token_losses
+from jaxlm.models.base import AuxLoss, Hidden, Inputs, LanguageModel
+from jaxlm.models.loss import token_losses, token_losses_and_entropies
 from jaxlm.objectives.base import ObjectiveConfig
 
 _INITIAL, _NONE = "initial", "none"  # references that are not in the section `refs`
@@ -35,16 +35,38 @@ class ReferenceLogps(eqx.Module):
 
 
 def token_logps(
-    model: LanguageModel, batch: TokenBatch, *, key: jax.Array | None = None
+    model: LanguageModel, batch: TokenBatch, *, key: jax.Array | None = None, temperature: float = 1.0
 ) -> tuple[NamedArray, Mapping[str, AuxLoss]]:
     """The log-likelihood of each target, float32 {batch, position}, 0 where the loss mask is, and the layers' losses.
 
     Differentiable, without the logits of all tokens in memory.
+
+    Args:
+        temperature: the logits are divided by it.
     """
+    hidden, options = _hidden(model, batch, key)
+    nats = token_losses(hidden.final, model.lm_head(), batch.targets, temperature=temperature, **options)
+    return _on_targets(-nats, batch), hidden.aux
+
+
+def token_logps_and_entropies(
+    model: LanguageModel, batch: TokenBatch, *, key: jax.Array | None = None, temperature: float = 1.0
+) -> tuple[NamedArray, NamedArray, Mapping[str, AuxLoss]]:
+    """`token_logps`, with the entropies of the same distributions, which have no gradient."""
+    hidden, options = _hidden(model, batch, key)
+    head, options = model.lm_head(), options | {"temperature": temperature}
+    nats, entropies = token_losses_and_entropies(hidden.final, head, batch.targets, **options)
+    return _on_targets(-nats, batch), _on_targets(entropies, batch), hidden.aux
+
+
+def _hidden(model: LanguageModel, batch: TokenBatch, key: jax.Array | None) -> tuple[Hidden, dict[str, Any]]:
+    """The hidden states of a batch, and what the loss needs to know of the model's logits."""
     hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids), key=key)
-    options = {"soft_cap": model.logit_soft_cap, "vocab_multiple": model.vocab_multiple}
-    nats = token_losses(hidden.final, model.lm_head(), batch.targets, **options)
-    return -hax.where(batch.loss_mask > 0, nats, 0.0), hidden.aux
+    return hidden, {"soft_cap": model.logit_soft_cap, "vocab_multiple": model.vocab_multiple}
+
+
+def _on_targets(of_tokens: NamedArray, batch: TokenBatch) -> NamedArray:
+    return hax.where(batch.loss_mask > 0, of_tokens, 0.0)
 
 
 def completion_logps(

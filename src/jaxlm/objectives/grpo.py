@@ -1,9 +1,10 @@
-"""Group relative policy optimization, on groups of responses that were sampled before training.
+"""Group relative policy optimization, on groups of responses: stored ones, or those that the model samples as it trains.
 
 Source: Shao et al. 2024, "DeepSeekMath" (arXiv:2402.03300), equation 3; advantages, clipping, KL estimators and averages of
 the variants are in `jaxlm.objectives.policy_losses`.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,10 +16,10 @@ from haliax import NamedArray
 from jaxlm.core.axes import BATCH, GROUP, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import LARGEST_FLOAT, BelowOne, NonNegativeFloat, PositiveFloat, PositiveInt
-from jaxlm.core.types import GroupBatch, Sum
+from jaxlm.core.types import GroupBatch, Largest, Sum
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
-from jaxlm.objectives.completions import ReferencedObjective, token_logps
+from jaxlm.objectives.completions import ReferencedObjective, token_logps, token_logps_and_entropies
 from jaxlm.objectives.policy_losses import (
     KL_ESTIMATORS,
     Average,
@@ -32,17 +33,20 @@ from jaxlm.objectives.policy_losses import (
     group_advantages,
     group_std,
     log_ratios,
+    overlong_penalties,
     token_weights,
+    truncated_weights,
 )
 
 _CLIP, _CAP, _EPS = 0.2, 5.0, 1e-8
+_SAMPLER_LOGPS = "sampler_logps"
 
 
 @ObjectiveConfig.register_subclass("grpo")
 @dataclass(frozen=True)
 class Grpo(ReferencedObjective):
-    """Groups of responses with rewards (`data.type: groups`): responses that are better than the others of their group become
-    more likely, within limits around the model that sampled them.
+    """Groups of responses with rewards (`data.type: groups` or `rollouts`): responses that are better than the others of
+    their group become more likely, within limits around the model that sampled them.
 
     Attributes:
         policy_loss: `clip` (PPO's clipped ratio) or `cispo`.
@@ -52,8 +56,11 @@ class Grpo(ReferencedObjective):
         dual_clip: the largest loss of a token with a negative advantage, in units of the advantage; null has no limit.
         cispo_cap: the largest weight of a token, for `cispo`.
         importance: the ratio is that of each `token`, or of the whole `sequence`, normalized by its length (GSPO).
-        old_policy: the model that sampled the responses: the `reference`, or `model`, the one that trains, so that all ratios
-            are 1.
+        old_policy: the model that sampled the responses, whose probabilities the ratios compare with: the `reference`, for
+            stored groups; `rollout`, the probabilities that the sampler has recorded (`data.type: rollouts`); or `model`, the
+            one that trains, so that all ratios are 1.
+        tis_cap: with `old_policy: model` and `data.type: rollouts`, weight each token by the ratio of its probability to that
+            which the sampler has recorded, at most this (truncated importance sampling); null weights none.
         scale: divide advantages by the standard deviation of their `group`, or by nothing: `none` (Dr. GRPO).
         baseline: subtract the `mean` of the group from the rewards, or that of the others: `leave_one_out` (RLOO).
         std_ddof: what is subtracted from the number of responses in the variance: 0, or 1 as in TRL, verl and Tunix.
@@ -61,7 +68,9 @@ class Grpo(ReferencedObjective):
         loss_agg: average over all tokens (`token_mean`, as DAPO), over responses of the mean or the sum of their tokens
             (`seq_mean_token_mean`, as GRPO; `seq_mean_token_sum`), or over responses of the sum of their tokens divided by
             `max_response_tokens` (`dr_grpo`).
-        max_response_tokens: the constant length of `dr_grpo`.
+        max_response_tokens: the constant length of `dr_grpo`, and the length from which `overlong_cache` subtracts 1.
+        overlong_cache: subtract up to 1 from the reward of a response that has fewer than this many tokens left until
+            `max_response_tokens` (DAPO's soft overlong punishment); null subtracts nothing.
         kl_coef: weight of the KL divergence from the reference; 0 disables it.
         kl_estimator: `k1`, `k2`, `k3` or `squared` (twice k2).
         kl_level: the estimator reads the log-ratio of each `token`, or their mean over the `sequence`.
@@ -76,13 +85,15 @@ class Grpo(ReferencedObjective):
     dual_clip: Annotated[float, Interval(gt=1, le=LARGEST_FLOAT)] | None = None
     cispo_cap: PositiveFloat = _CAP
     importance: Level = "token"
-    old_policy: Literal["reference", "model"] = "reference"
+    old_policy: Literal["reference", "rollout", "model"] = "reference"
+    tis_cap: PositiveFloat | None = None
     scale: Scale = "group"
     baseline: Baseline = "mean"
     std_ddof: Annotated[int, Interval(ge=0, le=1)] = 0
     eps: PositiveFloat = _EPS
     loss_agg: Average = "token_mean"
     max_response_tokens: PositiveInt | None = None
+    overlong_cache: PositiveInt | None = None
     kl_coef: NonNegativeFloat = 0.01
     kl_estimator: Literal["k1", "k2", "k3", "squared"] = "k3"
     kl_level: Level = "token"
@@ -92,21 +103,49 @@ class Grpo(ReferencedObjective):
         self._check_effective(clips, "policy_loss: cispo", clip_eps=_CLIP, clip_eps_high=None, dual_clip=None)
         self._check_effective(not clips, "policy_loss: clip", cispo_cap=_CAP)
         on_policy: dict[str, Any] = {"clip_eps": _CLIP, "clip_eps_high": None, "dual_clip": None, "cispo_cap": _CAP}
-        self._check_effective(self.old_policy == "reference", "old_policy: model", **on_policy, importance="token")
+        self._check_effective(self.old_policy != "model", "old_policy: model", **on_policy, importance="token")
+        self._check_effective(self.old_policy == "model", f"old_policy: {self.old_policy}", tis_cap=None)
         self._check_effective(self.scale == "group", "scale: none", eps=_EPS)
         self._check_effective(self.kl_coef > 0, "kl_coef: 0", kl_estimator="k3", kl_level="token")
-        self._check_effective(self.loss_agg == "dr_grpo", f"loss_agg: {self.loss_agg}", max_response_tokens=None)
-        if self.loss_agg == "dr_grpo" and self.max_response_tokens is None:
-            raise ConfigError(
-                "objective.max_response_tokens: missing. loss_agg: dr_grpo divides by it; set it to the limit with which"
-                " the responses were sampled"
-            )
+        self._check_max_response_tokens()
         if self.needs_reference and self.reference == "none":
             raise ConfigError(
                 "objective.reference: none given, but old_policy: reference and kl_coef above 0 need one. Remove it, or set"
-                " old_policy: model and kl_coef: 0"
+                " another old_policy and kl_coef: 0"
             )
         self.check_reference()
+
+    def _check_max_response_tokens(self) -> None:
+        divides, cache, most = self.loss_agg == "dr_grpo", self.overlong_cache, self.max_response_tokens
+        self._check_effective(divides or cache is not None, f"loss_agg: {self.loss_agg}", max_response_tokens=None)
+        if most is None and (divides or cache is not None):
+            why = "loss_agg: dr_grpo divides by it" if divides else "overlong_cache is counted from it"
+            raise ConfigError(
+                f"objective.max_response_tokens: missing. {why}; set it to the limit with which the responses were sampled"
+            )
+        if cache is not None and most is not None and cache > most:
+            raise ConfigError(
+                f"objective.overlong_cache: {cache} given, at most max_response_tokens ({most}) expected. Lower it"
+            )
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        is_sampled = _SAMPLER_LOGPS in columns
+        needs = {"old_policy": self.old_policy == "rollout", "tis_cap": self.tis_cap is not None}
+        for key in (key for key, is_needed in needs.items() if is_needed and not is_sampled):
+            raise ConfigError(
+                f"objective.{key}: {getattr(self, key)} given, but the data does not record the probabilities of its"
+                f" sampler. Set data.type: rollouts, or remove objective.{key}"
+            )
+        if is_sampled and self.old_policy == "reference":
+            raise ConfigError(
+                "objective.old_policy: reference given, but the model that trains samples the responses (data.type:"
+                " rollouts). Set objective.old_policy: rollout"
+            )
+        if is_sampled and self.cache:
+            raise ConfigError(
+                "objective.cache: true given, but the responses are sampled during training, so no reference can be asked"
+                " about them before it. Remove it"
+            )
 
     def _check_effective(self, condition: bool, because: str, **defaults: Any) -> None:
         """Raises `ConfigError` for a key that has another value than its default although it has no effect."""
@@ -122,7 +161,7 @@ class Grpo(ReferencedObjective):
 
     def reference_logps(self, model: LanguageModel, batch: GroupBatch) -> NamedArray:
         """{batch, group, position}: of each token."""
-        return _by_group(token_logps(model, batch.sequences())[0], batch)
+        return _by_group(token_logps(model, batch.sequences(), temperature=batch.temperature)[0], batch)
 
     def weights(self, batch: GroupBatch) -> dict[str, jax.Array]:
         """The denominators of the loss and of the KL divergence, and the number of tokens that are not padding."""
@@ -137,29 +176,38 @@ class Grpo(ReferencedObjective):
     ) -> tuple[dict[str, Sum], Metrics, Any]:
         """The loss terms `loss`, `kl` if it has a weight, and the layers' auxiliary losses.
 
-        The metrics have TRL's names: `reward` and `reward_std` (of the groups), `frac_reward_zero_std`, `kl`,
-        `clip_ratio/low_mean`, `clip_ratio/high_mean`, `completions/mean_length`; `loss` is the policy loss alone.
+        The metrics have TRL's names: `reward` and `reward_std` (of the groups), `frac_reward_zero_std`, `kl`, `entropy`,
+        `clip_ratio/low_mean`, `clip_ratio/high_mean`, `completions/mean_length`; `loss` is the policy loss alone. With the
+        sampler's probabilities, `sampling/logp_diff_mean` and `_max` say how far ours are from them.
         """
         sequences = batch.sequences()
-        logps, aux = token_logps(model, sequences, key=key)
-        logps_NS, mask_NS = (a.rearrange((BATCH, POSITION)).array for a in (logps, sequences.loss_mask))
-        reference_NS = None
-        if batch.annotations is not None:
-            reference_NS = batch.annotations.logps.rearrange((BATCH, GROUP, POSITION)).array.reshape(logps_NS.shape)
-        old_NS = reference_NS if self.old_policy == "reference" else jax.lax.stop_gradient(logps_NS)
-        assert old_NS is not None, "a reference has annotated the batch"
+        logps, entropies, aux = token_logps_and_entropies(model, sequences, key=key, temperature=batch.temperature)
+        logps_NS, entropy_NS, mask_NS = (
+            a.rearrange((BATCH, POSITION)).array for a in (logps, entropies, sequences.loss_mask)
+        )
+        reference_NS = None if batch.annotations is None else _by_sequence(batch.annotations.logps)
+        sampler_NS = None if batch.sampler_logps is None else _by_sequence(batch.sampler_logps)
+        old = {"reference": reference_NS, "rollout": sampler_NS, "model": jax.lax.stop_gradient(logps_NS)}
+        old_NS = old[self.old_policy]
+        assert old_NS is not None, "a reference has annotated the batch, or its sampler has recorded its probabilities"
         rewards_BG = batch.rewards.rearrange((BATCH, GROUP)).array
+        shaped_BG = self._shaped(rewards_BG, mask_NS)
         options: Any = {"scale": self.scale, "baseline": self.baseline, "std_ddof": self.std_ddof, "eps": self.eps}
-        advantage_N = group_advantages(rewards_BG, **options).reshape(-1)
+        advantage_N = group_advantages(shaped_BG, **options).reshape(-1)
         ratio_NS = log_ratios(logps_NS, old_NS, mask_NS, self.importance)
         losses_NS = self._policy_losses(ratio_NS, logps_NS, advantage_N)
+        if self.tis_cap is not None:
+            assert sampler_NS is not None, "see check_columns"
+            losses_NS *= truncated_weights(logps_NS, sampler_NS, mask_NS, self.tis_cap)
         weights, weight_NS = self.weights(batch), token_weights(mask_NS, self.loss_agg)
         loss = Sum(jnp.sum(jnp.where(mask_NS > 0, losses_NS * weight_NS, 0.0)), weights["loss"])
         minimized = {"loss": loss}
         metrics = {
             "loss": loss,
-            **self._reward_metrics(rewards_BG, batch),
+            "entropy": Sum(jnp.sum(entropy_NS * mask_NS), jnp.sum(mask_NS)),
+            **self._reward_metrics(rewards_BG, shaped_BG, batch),
             **_clip_metrics(self, ratio_NS, advantage_N, mask_NS),
+            **({} if sampler_NS is None else _sampler_metrics(logps_NS, sampler_NS, mask_NS)),
         }
         if self.kl_coef:
             assert reference_NS is not None, "a reference has annotated the batch"
@@ -179,13 +227,24 @@ class Grpo(ReferencedObjective):
             return cispo_losses(ratio_NS, logps_NS, advantage_N, self.cispo_cap)
         return clipped_losses(ratio_NS, advantage_N, *self.limits, self.dual_clip)
 
-    def _reward_metrics(self, rewards_BG: jax.Array, batch: GroupBatch) -> Metrics:
+    def _shaped(self, rewards_BG: jax.Array, mask_NS: jax.Array) -> jax.Array:
+        """The rewards with what is subtracted from those of long responses."""
+        if self.overlong_cache is None:
+            return rewards_BG
+        assert self.max_response_tokens is not None, "see _check_max_response_tokens"
+        lengths_BG = jnp.sum(mask_NS > 0, axis=1).reshape(rewards_BG.shape)
+        return rewards_BG + overlong_penalties(lengths_BG, self.max_response_tokens, self.overlong_cache)
+
+    def _reward_metrics(self, rewards_BG: jax.Array, shaped_BG: jax.Array, batch: GroupBatch) -> Metrics:
         mask_BGS = batch.responses.loss_mask.rearrange((BATCH, GROUP, POSITION)).array
         has_tokens_BG = jnp.any(mask_BGS > 0, axis=-1).astype(jnp.float32)
         is_group_B = jnp.max(has_tokens_BG, axis=-1)
         num_groups, num_responses = jnp.sum(is_group_B), jnp.sum(has_tokens_BG)
-        std_B = group_std(rewards_BG, self.std_ddof)
-        return {
+        std_B = group_std(shaped_BG, self.std_ddof)
+        overlong = {}
+        if self.overlong_cache is not None:
+            overlong["overlong_penalty"] = Sum(jnp.sum((shaped_BG - rewards_BG) * has_tokens_BG), num_responses)
+        return overlong | {
             "reward": Sum(jnp.sum(rewards_BG * has_tokens_BG), num_responses),
             "reward_std": Sum(jnp.sum(std_B * is_group_B), num_groups),
             "frac_reward_zero_std": Sum(jnp.sum((std_B == 0) * is_group_B), num_groups),
@@ -200,6 +259,21 @@ def _clip_metrics(objective: Grpo, ratio_NS: jax.Array, advantage_N: jax.Array, 
     return {
         f"clip_ratio/{side}_mean": Sum(jnp.sum(is_clipped * mask_NS), jnp.sum(mask_NS)) for side, is_clipped in sides
     }
+
+
+def _sampler_metrics(logps_NS: jax.Array, sampler_NS: jax.Array, mask_NS: jax.Array) -> Metrics:
+    """How far our log-likelihoods are from those of the sampler, which had the same weights in the first update."""
+    distance_NS = jnp.where(mask_NS > 0, jnp.abs(jax.lax.stop_gradient(logps_NS) - sampler_NS), 0.0)
+    return {
+        "sampling/logp_diff_mean": Sum(jnp.sum(distance_NS), jnp.sum(mask_NS > 0, dtype=jnp.float32)),
+        "sampling/logp_diff_max": Largest(jnp.max(distance_NS)),
+    }
+
+
+def _by_sequence(of_group: NamedArray) -> jax.Array:
+    """[N, S]: {batch, group, position} in the order of `GroupBatch.sequences`."""
+    array = of_group.rearrange((BATCH, GROUP, POSITION)).array
+    return array.reshape(-1, array.shape[-1])
 
 
 def _by_group(of_tokens: NamedArray, batch: GroupBatch) -> NamedArray:

@@ -90,6 +90,24 @@ def cispo_losses(log_ratio_NS: jax.Array, logps_NS: jax.Array, advantage_N: jax.
     return -weight_NS * advantage_N[:, None] * logps_NS
 
 
+def truncated_weights(logps_NS: jax.Array, sampler_NS: jax.Array, mask_NS: jax.Array, cap: float) -> jax.Array:
+    """How much more likely each token is than for the sampler, at most `cap`, without a gradient, float32 [N, S].
+
+    Source: truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training"), for a sampler that computes other probabilities than the trainer.
+    """
+    log_ratio_NS = jnp.where(mask_NS > 0, logps_NS - sampler_NS, 0.0)
+    return jax.lax.stop_gradient(jnp.minimum(jnp.exp(log_ratio_NS), cap))
+
+
+def overlong_penalties(lengths: jax.Array, max_tokens: int, cache: int) -> jax.Array:
+    """What is added to the reward of a long response, float32: from 0 at `max_tokens - cache` tokens to -1 at `max_tokens`.
+
+    Source: soft overlong punishment (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13).
+    """
+    return jnp.clip((max_tokens - cache - lengths.astype(jnp.float32)) / cache, -1.0, 0.0)
+
+
 def _k3(log_ratio: jax.Array) -> jax.Array:
     return jnp.expm1(-log_ratio) + log_ratio
 

@@ -21,6 +21,8 @@ _MAX_SHOWN = 24  # metrics of an evaluation on the console
 # Metrics that say more about a run than its loss, which hardly moves.
 _OF_PREFERENCES = {"train/rewards/accuracies": "accuracy", "train/rewards/margins": "margin"}
 
+_CLIPPED = "train/completions/clipped_ratio"  # only of responses that are sampled in training
+
 
 class TrackerListener:
     """Passes every step's metrics, and those of the whole run, to the trackers."""
@@ -90,6 +92,7 @@ class ProgressListener:
         seconds = sum(step.seconds for step in self._recent)
         parts = [
             f"step {info.step}/{self._phase.end}",
+            *_of_rollout(metrics),
             f"loss {metrics.get(TRAIN_LOSS, metrics[OBJECTIVE]):.4f}",
             f"lr {metrics[LEARNING_RATE]:.2e}",
             f"{sum(step.tokens for step in self._recent) / seconds:,.0f} tokens/s",
@@ -111,6 +114,14 @@ class ProgressListener:
                 f"step {info.step}: {reason}; update skipped ({skipped} skipped so far). Batch:"
                 f" {self._records(info.step - 1)}{command}"
             )
+
+
+def _of_rollout(metrics: Mapping[str, float]) -> list[str]:
+    """What a step that samples its responses is about: the loss hardly moves, and need not fall."""
+    if _CLIPPED not in metrics:
+        return []
+    length, clipped = metrics["train/completions/mean_length"], metrics[_CLIPPED]
+    return [f"reward {metrics['train/reward']:.3f}", f"length {length:.0f} ({clipped:.0%} cut off)"]
 
 
 class ScheduledEval(NamedTuple):

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from jaxlm.core.types import StepInfo
 
 IDLE, LOST = "idle between starts", "lost work"
-_REPEATED = (Activity.DATA, Activity.STEP, Activity.EVAL)  # what is lost when steps are trained again
+_REPEATED = (Activity.DATA, Activity.ROLLOUT, Activity.STEP, Activity.EVAL)  # what is lost when steps are trained again
+_TRAINING = (Activity.ROLLOUT, Activity.STEP)  # in which training makes progress
 _LINE_BYTES = 512  # every line has this length, so that rewriting one is a single write
 _INTERVAL_S = 1.0
 _LARGEST = 1e15  # of the numbers in a line
@@ -45,7 +46,7 @@ class Goodput:
     @property
     def fraction(self) -> float:
         """Share of the wall time in which training made progress that was kept."""
-        return self.seconds[Activity.STEP] / self.wall_s if self.wall_s else 0.0
+        return sum(self.seconds[name] for name in _TRAINING) / self.wall_s if self.wall_s else 0.0
 
     def rows(self) -> list[tuple[str, str]]:
         """Rows of a report: the share of each activity that took any time."""
@@ -83,7 +84,8 @@ class Ledger:
 
     def metrics(self) -> dict[str, float]:
         """The share of the run's wall time, since its first start, in which training made progress that is kept."""
-        kept = self._kept_before_s + self._clock.seconds()[Activity.STEP]
+        seconds = self._clock.seconds()
+        kept = self._kept_before_s + sum(seconds[name] for name in _TRAINING)
         wall_s = self._clock.started_unix_s + self._clock.elapsed_s() - self._began_unix_s
         return {GOODPUT: kept / max(wall_s, 1e-9)}
 
@@ -139,7 +141,7 @@ class Ledger:
         goodput = account([*self._lines_before, now])
         assert goodput is not None
         first = self._lines_before[0] if self._lines_before else now
-        return first["started_unix_s"], goodput.seconds[Activity.STEP] - now["seconds"][Activity.STEP]
+        return first["started_unix_s"], sum(goodput.seconds[name] - now["seconds"][name] for name in _TRAINING)
 
 
 def read_lines(folder: Path) -> list[Mapping[str, Any]]:
@@ -200,9 +202,10 @@ def _parsed(line: bytes) -> Mapping[str, Any] | None:
     """A line of the ledger; None if it is damaged."""
     try:
         record = json.loads(line)
+        record["seconds"].setdefault(Activity.ROLLOUT, 0.0)  # lines of older versions do not have it
         numbers = [record["started_unix_s"], record["stretch"]["from_step"], record["step"], record["elapsed_s"]]
         numbers += [record["seconds"][name] for name in Activity]
         is_sound = all(type(number) in (int, float) and 0 <= number < _LARGEST for number in numbers)
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return record if is_sound else None

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from jaxlm.config.decode import choice_name
 from jaxlm.config.run import RunConfig
 from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.batch_schedule import BatchSchedule
@@ -47,6 +48,11 @@ def with_num_steps_of_data(
     for phase, section in zip(phases, sections, strict=True):
         own = config.phases[phase.index].num_train_steps if config.phases else None
         by_epoch = bool(config.epoch) and own is None
+        if by_epoch and not section.has_examples_per_step:
+            raise ConfigError(
+                f"epoch: {config.epoch} given, but phase '{phase.name}' does not train on new examples in every step"
+                f" (data.type: {choice_name(type(section))}). Remove epoch, and set trainer.num_train_steps"
+            )
         if by_epoch or section.stop_strategy != "restart":
             data = main_first(
                 lambda section=section: section.open(tokenizer, config.model.seq_len, log, summarize=False)

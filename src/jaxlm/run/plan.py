@@ -215,6 +215,7 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
             f" {choice_name(type(data))}: it reads {' or '.join(t.__name__ for t in phase.objective.batch_types)}, and the"
             f" data makes {type(batch).__name__}. Choose another objective or another kind of data"
         )
+    phase.objective.check_columns(spec.columns)
 
 
 def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref]:

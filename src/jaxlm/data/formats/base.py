@@ -102,6 +102,10 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
         """The chat template that the configuration gives, as text or as the path of a .jinja file; None if it gives none."""
         return None
 
+    def beside_prompt(self, values: dict[str, Any]) -> dict[str, Any]:
+        """What a record has besides its prompt, for formats that make prompts. Args: values: of the record."""
+        return values
+
     @abc.abstractmethod
     def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
         """Binds the format to a tokenizer.

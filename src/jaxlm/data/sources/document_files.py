@@ -135,14 +135,14 @@ def _arrow(path: Path, text_key: str) -> Iterator[Document]:
                     yield Document(text, position)
 
 
-def parquet_batches(path: Path, columns: Sequence[str]) -> Iterator[tuple["pa.RecordBatch", int]]:
-    """Batches of those `columns` that exist, and the approximate position in the file after each."""
+def parquet_batches(path: Path, columns: Sequence[str] | None) -> Iterator[tuple["pa.RecordBatch", int]]:
+    """Batches of those `columns` that exist, or of all, and the approximate position in the file after each."""
     import pyarrow.parquet as pq
 
     row, size = 0, path.stat().st_size
     with pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER) as file:
         total = max(1, file.metadata.num_rows)
-        available = [name for name in file.schema_arrow.names if name in columns]
+        available = [name for name in file.schema_arrow.names if columns is None or name in columns]
         for group in range(file.num_row_groups):  # one by one: otherwise Arrow holds several row groups in memory
             for batch in file.iter_batches(_ROWS, [group], available):
                 row += len(batch)

@@ -19,7 +19,7 @@ class Record(NamedTuple):
 
     Attributes:
         where: file and line, record or row, for messages.
-        values: key -> value; of a table, only the requested columns.
+        values: key -> value; of a table, only the requested columns, or all.
         position: how many bytes of the file have been read after this record.
     """
 
@@ -28,11 +28,11 @@ class Record(NamedTuple):
     position: int
 
 
-def read_records(path: Path, keys: Sequence[str]) -> Iterator[Record]:
+def read_records(path: Path, keys: Sequence[str] | None) -> Iterator[Record]:
     """The records of a file.
 
     Args:
-        keys: the columns to read from a table; other files yield whole records.
+        keys: the columns to read from a table, None for all; other files yield whole records.
 
     Raises:
         ConfigError: the file has no records, is damaged, or lacks a column. The message names the position in the file.
@@ -43,35 +43,36 @@ def read_records(path: Path, keys: Sequence[str]) -> Iterator[Record]:
     return reader(path, keys)
 
 
-def _json(path: Path, keys: Sequence[str]) -> Iterator[Record]:
+def _json(path: Path, keys: Sequence[str] | None) -> Iterator[Record]:
     for where, value, position in json_values(path):
         if not isinstance(value, dict):
             raise ConfigError(f"{path}: {where}: expected a record with keys, got {value!r:.80}")
-        _check_unicode(f"{path}: {where}", {key: value.get(key) for key in keys})
+        _check_unicode(f"{path}: {where}", value if keys is None else {key: value.get(key) for key in keys})
         yield Record(f"{path}: {where}", value, position)
 
 
-def _parquet(path: Path, keys: Sequence[str]) -> Iterator[Record]:
+def _parquet(path: Path, keys: Sequence[str] | None) -> Iterator[Record]:
     import pyarrow as pa
 
     with damaged_file_errors(path, lambda: "while it was read", pa.ArrowException):
         yield from _rows(path, keys, parquet_batches(path, keys))
 
 
-def _arrow(path: Path, keys: Sequence[str]) -> Iterator[Record]:
+def _arrow(path: Path, keys: Sequence[str] | None) -> Iterator[Record]:
     import pyarrow as pa
 
     with damaged_file_errors(path, lambda: "while it was read", pa.ArrowException), pa.memory_map(str(path)) as source:
         yield from _rows(path, keys, open_arrow(source)[1])
 
 
-def _rows(path: Path, keys: Sequence[str], batches: Iterator[tuple["pa.RecordBatch", int]]) -> Iterator[Record]:
+def _rows(path: Path, keys: Sequence[str] | None, batches: Iterator[tuple["pa.RecordBatch", int]]) -> Iterator[Record]:
     row = 0
     for batch, position in batches:
-        missing = [key for key in keys if key not in batch.schema.names]
+        wanted = batch.schema.names if keys is None else keys
+        missing = [key for key in wanted if key not in batch.schema.names]
         if missing:
             raise ConfigError(f"{path}: no column '{missing[0]}'. The file has: {', '.join(batch.schema.names)}")
-        for values in _values(path, batch.select(list(keys)), row):
+        for values in _values(path, batch.select(list(wanted)), row):
             row += 1
             yield Record(f"{path}: row {row}", values, position)
 
@@ -110,7 +111,7 @@ def _check_unicode(where: str, value: Any) -> None:
                 _check_unicode(where, part)
 
 
-_READERS: dict[str, Callable[[Path, Sequence[str]], Iterator[Record]]] = {
+_READERS: dict[str, Callable[[Path, Sequence[str] | None], Iterator[Record]]] = {
     ".jsonl": _json,
     ".json": _json,
     ".parquet": _parquet,

@@ -54,8 +54,8 @@ class TextFile:
         """
         return (document for document in read_documents(self.path, self.text_key) if document.text)
 
-    def records(self, keys: Sequence[str]) -> Iterator[Record]:
-        """The records; of a table, only the columns `keys`. Raises like `read`."""
+    def records(self, keys: Sequence[str] | None) -> Iterator[Record]:
+        """The records; of a table, only the columns `keys`, or all. Raises like `read`."""
         return read_records(self.path, keys)
 
     def documents(self) -> Iterator[str]:

@@ -1,0 +1,116 @@
+"""Prompts: what a model answers while it trains. Rewards see the record's other keys."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.formats.base import Encoder, FormatConfig, RawContent, TokenizedText
+from jaxlm.data.formats.chat import plain_text
+from jaxlm.data.formats.completions import checked_template, text_or_messages
+from jaxlm.data.sources.document_files import has_records
+from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.tokenizer.chat_template import ChatTemplate
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids
+
+
+@FormatConfig.register_subclass("prompts")
+@dataclass(frozen=True)
+class PromptsFormat(FormatConfig):
+    """Records with a prompt, as a text or a list of messages, for `data.type: rollouts`. Rewards see the other keys of the
+    record.
+
+    Attributes:
+        prompt_field: key of the prompt.
+        chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
+            tokenizer's chat template. It renders them up to the header of the assistant's answer.
+    """
+
+    makes: ClassVar[str] = "prompts"
+
+    prompt_field: str = "prompt"
+    chat_template: str | None = None
+
+    @property
+    def documents_per_sequence(self) -> int | None:
+        return 1
+
+    def can_read(self, name: str) -> bool:
+        return has_records(name)
+
+    def given_template(self) -> str | None:
+        return self.chat_template
+
+    def beside_prompt(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in values.items() if key != self.prompt_field}
+
+    def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
+        del eos  # a prompt goes on
+        template = None
+        if self.chat_template is not None or tokenizer.chat_template is not None:
+            template = ChatTemplate.load(self.chat_template, tokenizer, f"{key}.chat_template")
+        before, _ = boundary_ids(tokenizer, bos=bos, eos=False)
+        return PromptsEncoder(self, key, tokenizer, template, before)
+
+    def texts(self, file: TextFile) -> Iterator[str]:
+        for record in file.records((self.prompt_field,)):
+            yield plain_text(text_or_messages(record, self.prompt_field))
+
+
+class _Prompt(NamedTuple):
+    """A prompt before tokenization. A rendered one has all special tokens; another one gets BOS."""
+
+    text: str
+    is_rendered: bool
+    where: str
+
+
+@dataclass(frozen=True)
+class PromptsEncoder(Encoder):
+    """Tokenizes each record's prompt as one document, with the ids `before` a text."""
+
+    config: PromptsFormat
+    key: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    before: np.ndarray
+
+    def read(self, file: TextFile) -> Iterator[RawContent]:
+        field = self.config.prompt_field
+        for record in file.records((field,)):
+            found = text_or_messages(record, field)
+            if isinstance(found, str):
+                prompt = _Prompt(found, False, record.where)
+            else:
+                template = checked_template(self.template, record.where, field)
+                prompt = _Prompt(template.prompt(found, record.where), True, record.where)
+            yield RawContent(prompt, len(prompt.text), len(prompt.text.encode()), record.position)
+
+    def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
+        plain = iter(self.tokenizer.encode_arrays([p.text for p in contents if not p.is_rendered]))
+        rendered = iter(self.tokenizer.encode_with_offsets([p.text for p in contents if p.is_rendered]))
+        return [
+            self._tokens(p, next(rendered)[0] if p.is_rendered else np.concatenate([self.before, next(plain)]))
+            for p in contents
+        ]
+
+    def cache_key(self) -> dict[str, Any]:
+        if self.template is None:
+            return {}
+        template = json.dumps([self.template.text, dict(self.template.names)])
+        return {"chat_template": hashlib.sha256(template.encode()).hexdigest()}
+
+    def no_targets_message(self) -> str:
+        return f"{self.key}: there is no record. Check the files"
+
+    def _tokens(self, prompt: _Prompt, ids: np.ndarray) -> TokenizedText:
+        if not len(ids):  # leaving it out would shift the records that follow
+            raise ConfigError(
+                f"{prompt.where}: the prompt under '{self.config.prompt_field}' has no token. Set data.enforce_bos, or remove"
+                " the record"
+            )
+        return TokenizedText(ids)

@@ -1,0 +1,148 @@
+"""The data section of rollouts: prompts, how the model answers them while it trains, and what its answers are worth."""
+
+import functools
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from annotated_types import Interval
+from haliax import Axis
+
+from jaxlm.core.axes import GROUP, POSITION
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import LARGEST_INT, NonNegativeInt, PositiveFloat, PositiveInt
+from jaxlm.core.runtime import main_only
+from jaxlm.core.types import GroupBatch
+from jaxlm.data.base import Batches
+from jaxlm.data.batch import BatchSpec, Column, Columns, random_tokens, token_columns
+from jaxlm.data.cache.token_cache import TokenCache
+from jaxlm.data.config import DataConfig
+from jaxlm.data.formats.base import FormatConfig
+from jaxlm.data.formats.prompts import PromptsFormat
+from jaxlm.data.loader import BatchContext, BatchMaker, BatchReader
+from jaxlm.data.rollouts.batches import RolloutBatches
+from jaxlm.data.rollouts.local import LocalSamplerConfig
+from jaxlm.data.rollouts.maker import RolloutMaker, RolloutOptions
+from jaxlm.data.rollouts.prompts import PromptRecords, Prompts
+from jaxlm.data.rollouts.sampler import SamplerConfig, SamplerContext
+from jaxlm.data.sources.config import TRAIN
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.rewards.base import RewardConfig, RewardContext, Rewards, reward_names
+
+
+@DataConfig.register_subclass("rollouts")
+@dataclass(frozen=True)
+class RolloutsConfig(DataConfig):
+    """Prompts that the model answers while it trains, several times each, and rewards for the answers.
+    `trainer.train_batch_size` counts prompts. A prompt and `max_new_tokens` must fit into `model.seq_len`.
+
+    Attributes:
+        group_size: responses to each prompt.
+        max_new_tokens: the most tokens of a response. It ends earlier at the tokenizer's EOS token.
+        temperature: the logits are divided by it, when responses are sampled and in the objective. The whole distribution is
+            sampled from: with `top_k` or `top_p`, the objective would train on other probabilities than those of the sampler.
+        updates_per_rollout: number of steps that train on a rollout before the next one is sampled.
+        minibatches_per_rollout: number of batches that a rollout consists of. With as many as `updates_per_rollout`, each
+            response is trained on once; with 1, as often as there are updates.
+        rewards: what the responses are worth: the weighted sum of these.
+        reward_timeout_s: seconds that the rewards of a rollout may take. After that, the run ends with an error.
+        dynamic_sampling: if groups have equal rewards, from which nothing can be learned, sample for as many further prompts,
+            at most this often for a rollout (DAPO); 0 trains on what there is.
+        long_prompts: `refuse` to train if a prompt is too long, or `leave_out` such prompts.
+        sampler: what samples the responses.
+    """
+
+    reads: ClassVar[str] = "prompts"
+
+    format: FormatConfig = field(default_factory=PromptsFormat)
+    group_size: Annotated[int, Interval(ge=2, le=LARGEST_INT)] = 8
+    max_new_tokens: PositiveInt = 256
+    temperature: PositiveFloat = 1.0
+    updates_per_rollout: PositiveInt = 1
+    minibatches_per_rollout: PositiveInt = 1
+    rewards: list[RewardConfig] = field(default_factory=list)
+    reward_timeout_s: PositiveFloat = 600.0
+    dynamic_sampling: NonNegativeInt = 0
+    long_prompts: Literal["refuse", "leave_out"] = "refuse"
+    sampler: SamplerConfig = field(default_factory=LocalSamplerConfig)
+
+    def batch_spec(self, seq_len: int) -> BatchSpec[GroupBatch]:
+        Group, Position = Axis(GROUP, self.group_size), Axis(POSITION, seq_len)
+        columns = {
+            "rewards": Column(np.float32, (Group,)),
+            "sampler_logps": Column(np.float32, (Group, Position)),
+            **token_columns(Group, Position),
+        }
+        return BatchSpec(functools.partial(GroupBatch.of, temperature=float(self.temperature)), columns)
+
+    def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> Prompts:
+        del record_format
+        return Prompts(cache, seq_len, self.max_new_tokens, leave_out_long=self.long_prompts == "leave_out")
+
+    def random_columns(self, num_examples: int, seq_len: int, vocab_size: int, seed: int) -> Columns:
+        shape, generator = (num_examples, self.group_size), np.random.default_rng(seed)
+        rewards = generator.integers(0, 2, shape).astype(np.float32)
+        logps = -generator.exponential(np.log(vocab_size), (*shape, seq_len)).astype(np.float32)
+        return {"rewards": rewards, "sampler_logps": logps, **random_tokens((*shape, seq_len), vocab_size, seed)}
+
+    @property
+    def has_examples_per_step(self) -> bool:
+        return self.updates_per_rollout == self.minibatches_per_rollout and not self.dynamic_sampling
+
+    def check_mixture(self) -> None:
+        super().check_mixture()
+        if self.updates_per_rollout % self.minibatches_per_rollout:
+            raise ConfigError(
+                f"data.updates_per_rollout: {self.updates_per_rollout} given, a multiple of minibatches_per_rollout"
+                f" ({self.minibatches_per_rollout}) expected, so that all mini-batches are trained on equally often"
+            )
+        if not self.rewards:
+            raise ConfigError(
+                "data.rewards: empty. Give at least one, such as {type: function, function: my_rewards:score}"
+            )
+        reward_names(self.rewards)
+        if self.has_validation:
+            raise ConfigError(
+                "data: validation data given, but data.type: rollouts has none: there are no responses to evaluate. Remove"
+                " validation_urls, num_validation_files and num_validation_sequences, and set validation_split to null"
+            )
+        if self.stop_strategy != "restart" and not self.has_examples_per_step:
+            raise ConfigError(
+                f"data.stop_strategy: {self.stop_strategy} given, but not every step trains on new prompts"
+                " (updates_per_rollout, dynamic_sampling). Remove it, and set trainer.num_train_steps"
+            )
+
+    def check(self) -> None:
+        super().check()
+        self.sampler.check()
+        for reward in self.rewards:
+            reward.check()
+
+    def batch_maker(self, tokenizer: Tokenizer) -> BatchMaker:
+        context = RewardContext(tokenizer.decode, self.max_new_tokens, tokenizer.stop_ids)
+
+        def make(reader: BatchReader, of_run: BatchContext) -> Batches:
+            maker = RolloutMaker(
+                reader.mixture,
+                self._options(of_run.seed, tokenizer.stop_ids),
+                self.sampler.open(SamplerContext(reader.layout, of_run.precision, of_run.log)),
+                main_only(lambda: Rewards(self.rewards, context, timeout_s=self.reward_timeout_s)),
+                {source.name: PromptRecords(source, of_run.log) for source in self.sources() if source.has(TRAIN)},
+                tokenizer.decode,
+            )
+            return RolloutBatches(reader, of_run, maker)
+
+        return make
+
+    def _options(self, seed: int, stop_ids: tuple[int, ...]) -> RolloutOptions:
+        return RolloutOptions(
+            seed=seed,
+            group_size=self.group_size,
+            max_new_tokens=self.max_new_tokens,
+            temperature=float(self.temperature),
+            updates_per_rollout=self.updates_per_rollout,
+            minibatches_per_rollout=self.minibatches_per_rollout,
+            dynamic_sampling=self.dynamic_sampling,
+            stop_ids=stop_ids,
+            reward_names=tuple(reward_names(self.rewards)),
+        )

@@ -1,0 +1,77 @@
+"""Samples on the devices that train, with the weights where they are."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlm.core.field_types import PositiveInt
+from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig, SamplerContext, SamplingRequest
+from jaxlm.models.inference.padding import padded_length
+from jaxlm.models.inference.responses import Noise, sample_responses
+from jaxlm.models.inference.unstacked import Generator
+
+
+@SamplerConfig.register_subclass("local")
+@dataclass(frozen=True)
+class LocalSamplerConfig(SamplerConfig):
+    """Samples on the devices that train, with the sharded weights as they are: no copy, and no other program.
+
+    Attributes:
+        max_rows: the most responses that are sampled at the same time; null samples all responses of a rollout at once. Their
+            keys and values take memory, `max_rows` times the tokens of the longest prompt and `max_new_tokens`.
+    """
+
+    max_rows: PositiveInt | None = None
+
+    def check(self) -> None:
+        return
+
+    def open(self, context: SamplerContext) -> Sampler:
+        return LocalSampler(self, context)
+
+
+class LocalSampler(Sampler):
+    """Samples with a KV cache, in one program for the prompts and one for all new tokens.
+
+    A conversation with an environment would ask `sample` once per turn, with the text so far as the prompts.
+    """
+
+    def __init__(self, config: LocalSamplerConfig, context: SamplerContext):
+        self._max_rows = config.max_rows
+        self._cast = jax.jit(context.precision.cast_to_compute)
+
+    def sample(self, model: Any, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[Sample]:
+        generator = Generator.of(self._cast(model))
+        most = min(self._max_rows or len(prompts), len(prompts))
+        samples: dict[int, Sample] = {}
+        for places in _calls(prompts, most):
+            found = sample_responses(
+                generator,
+                [prompts[place] for place in places],
+                [request.rows[place] for place in places],
+                Noise(request.seed, request.step, request.turn),
+                max_new_tokens=request.max_new_tokens,
+                temperature=request.temperature,
+                stop_ids=request.stop_ids,
+                num_rows=most,
+            )
+            for place, tokens, logps in zip(places, found.tokens, found.logps, strict=True):
+                samples[place] = _sample(tokens, logps, request.stop_ids)
+        return [samples[place] for place in range(len(prompts))]
+
+    def close(self) -> None:
+        return
+
+
+def _calls(prompts: Sequence[Sequence[int]], most: int) -> Iterator[list[int]]:
+    """The places of the prompts that are sampled together: short ones with short ones, as they are padded to one length."""
+    in_order = sorted(range(len(prompts)), key=lambda place: padded_length(len(prompts[place])))
+    return (in_order[at : at + most] for at in range(0, len(in_order), most))
+
+
+def _sample(tokens: np.ndarray, logps: np.ndarray, stop_ids: Sequence[int]) -> Sample:
+    written = tuple(tokens[tokens >= 0].tolist())
+    return Sample(written, tuple(logps[: len(written)].tolist()), (1,) * len(written), written[-1] in stop_ids)

@@ -1,0 +1,239 @@
+"""Makes rollouts: prompts -> samples (all processes) -> rewards (process 0, then broadcast) -> groups to train on.
+
+The samples depend on the weights, the seed, the step and the number of each row, not on devices, processes or microbatches.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from jaxlm.core.runtime import broadcast_from_main, main_only
+from jaxlm.data.examples import Examples
+from jaxlm.data.mixture import Mixture
+from jaxlm.data.rollouts.prompts import PromptRecords, document_numbers, prompt_tokens
+from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplingRequest
+from jaxlm.data.sources.record_files import Record
+from jaxlm.rewards.base import TOTAL, Rewards, ScoredRows
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """How responses are sampled and trained on; see `RolloutsConfig`.
+
+    Attributes:
+        seed: of the run.
+        stop_ids: tokens that end a response.
+        reward_names: the names of the rewards, in the order of the configuration.
+    """
+
+    seed: int
+    group_size: int
+    max_new_tokens: int
+    temperature: float
+    updates_per_rollout: int
+    minibatches_per_rollout: int
+    dynamic_sampling: int
+    stop_ids: tuple[int, ...]
+    reward_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Sampled groups.
+
+    Attributes:
+        examples: int64 [groups], number of each group's prompt among the training examples.
+        samples: group after group.
+        scores: float64 [rewards + 1, groups, group], each reward, NaN where it does not apply, and the weighted sum.
+    """
+
+    examples: np.ndarray
+    samples: list[Sample]
+    scores: np.ndarray
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """The weighted sums, float64 [groups, group]."""
+        return self.scores[-1]
+
+    @property
+    def have_equal_rewards(self) -> np.ndarray:
+        """bool [groups]: whether nothing can be learned from a group, because all its advantages are 0."""
+        return self.rewards.max(axis=1) == self.rewards.min(axis=1)
+
+    def pick(self, numbers: np.ndarray) -> "Groups":
+        """Some of the groups."""
+        size = self.rewards.shape[1]
+        samples = [self.samples[number * size + i] for number in numbers.tolist() for i in range(size)]
+        return Groups(self.examples[numbers], samples, self.scores[:, numbers])
+
+    def joined(self, other: "Groups") -> "Groups":
+        """These groups, and then others."""
+        examples = np.concatenate([self.examples, other.examples])
+        return Groups(examples, self.samples + other.samples, np.concatenate([self.scores, other.scores], axis=1))
+
+
+class Made(NamedTuple):
+    """The groups to train on, how many prompts were sampled for, and what is logged of it."""
+
+    groups: Groups
+    num_prompts: int
+    metrics: dict[str, float]
+
+
+class RolloutMaker:
+    """Samples groups of responses to the training prompts, and has them rewarded."""
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        options: RolloutOptions,
+        sampler: Sampler,
+        rewards: Rewards | None,
+        records: Mapping[str, PromptRecords],
+        decode: Callable[[Sequence[int]], str],
+    ):
+        """Args:
+        mixture: the prompts, in the order of training.
+        rewards: on process 0; None on the others.
+        records: source name -> the records of its prompts. Only process 0 reads them.
+        decode: token ids to text, without special tokens.
+        """
+        self.options = options
+        self._mixture, self._sampler, self._rewards = mixture, sampler, rewards
+        self._records, self._decode = records, decode
+
+    def make(self, model: Any, step: int, first: int, num_groups: int) -> Made:
+        """The groups that a step begins to train on. All processes must call this.
+
+        With `dynamic_sampling`, groups of further prompts replace those of equal rewards. Each round samples for as many
+        prompts, so that all run the same program; what is left over is dropped. If the rounds do not suffice, the first
+        groups of equal rewards fill the rest.
+
+        Source: dynamic sampling (DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2).
+
+        Args:
+            first: number of the first prompt among the training examples.
+        """
+        seconds = {"sample": 0.0, "score": 0.0}
+        found = self._round(model, step, first + np.arange(num_groups), 0, seconds)
+        for number in range(1, self.options.dynamic_sampling + 1):
+            if (~found.have_equal_rewards).sum() >= num_groups:
+                break
+            examples = first + number * num_groups + np.arange(num_groups)
+            found = found.joined(self._round(model, step, examples, number, seconds))
+        are_equal = found.have_equal_rewards
+        chosen = found.pick(np.sort(np.argsort(are_equal, kind="stable")[:num_groups]))
+        metrics = self._metrics(chosen) | {f"rollout/{name}_seconds": spent for name, spent in seconds.items()}
+        if self.options.dynamic_sampling:
+            metrics["dynamic_sampling/num_prompts"] = float(len(are_equal))
+            metrics["dynamic_sampling/frac_equal"] = float(are_equal.mean())
+        return Made(chosen, len(are_equal), {f"train/{name}": value for name, value in metrics.items()})
+
+    def prompts(self, examples: np.ndarray) -> list[np.ndarray]:
+        """The tokens of the prompts of some training examples."""
+        return self._of_sources(examples, lambda name, prompts, indices: prompt_tokens(prompts, indices))
+
+    def describe(self, examples: np.ndarray) -> str:
+        """Where the prompts of some training examples are, for messages."""
+        return self._mixture.describe(examples)
+
+    def first_response(self, groups: Groups) -> str:
+        """The first response as text with its reward, for the console."""
+        text = self._decode(groups.samples[0].tokens)
+        shortened = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
+        return f"response {shortened!r} has reward {groups.rewards[0, 0]:.3g}"
+
+    def close(self) -> None:
+        """Releases what the sampler and the rewards hold."""
+        self._sampler.close()
+        if self._rewards is not None:
+            self._rewards.close()
+
+    def _round(self, model: Any, step: int, examples: np.ndarray, number: int, seconds: dict[str, float]) -> Groups:
+        """Samples for some prompts. Args: number: of the round; rows go on from the round before."""
+        options, prompts, started = self.options, self.prompts(examples), time.perf_counter()
+        repeated = [prompt.tolist() for prompt in prompts for _ in range(options.group_size)]
+        request = SamplingRequest(
+            step=step,
+            seed=options.seed,
+            rows=range(number * len(repeated), (number + 1) * len(repeated)),
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            stop_ids=options.stop_ids,
+        )
+        samples = self._sampler.sample(model, repeated, request)
+        sampled = time.perf_counter()
+        scores = self._scores(examples, prompts, samples)
+        seconds["sample"] += sampled - started
+        seconds["score"] += time.perf_counter() - sampled
+        return Groups(examples, samples, scores.reshape(-1, len(examples), options.group_size))
+
+    def _scores(self, examples: np.ndarray, prompts: Sequence[np.ndarray], samples: Sequence[Sample]) -> np.ndarray:
+        """float64 [rewards + 1, samples]. Process 0 computes them: rewards may be slow, random, or need its machine."""
+        names = (*self.options.reward_names, TOTAL)
+
+        def score() -> np.ndarray:
+            assert self._rewards is not None, "this is process 0"
+            found = self._rewards.score(self._rows(examples, prompts, samples))
+            return np.stack([found[name] for name in names])
+
+        values = main_only(score)
+        if values is None:
+            values = np.zeros((len(names), len(samples)))
+        # As bytes: jax would make float32 of it.
+        return broadcast_from_main(values.view(np.uint8)).view(np.float64)
+
+    def _rows(self, examples: np.ndarray, prompts: Sequence[np.ndarray], samples: Sequence[Sample]) -> ScoredRows:
+        size = self.options.group_size
+        records = [record for record in self._records_of(examples) for _ in range(size)]
+        keys = dict.fromkeys(key for record in records for key in record.values)
+        return ScoredRows(
+            prompts=[text for prompt in prompts for text in [self._decode(prompt.tolist())] * size],
+            completions=[self._decode(sample.tokens) for sample in samples],
+            completion_ids=[sample.tokens for sample in samples],
+            is_finished=[sample.is_finished for sample in samples],
+            columns={key: [record.values.get(key) for record in records] for key in keys},
+            places=[record.where for record in records],
+        )
+
+    def _records_of(self, examples: np.ndarray) -> list[Record]:
+        def of_source(name: str, prompts: Examples, indices: np.ndarray) -> list[Record]:
+            documents = document_numbers(prompts, indices).tolist()
+            return self._records[name].of(documents, len(prompts.cache.offsets) - 1)
+
+        return self._of_sources(examples, of_source)
+
+    def _of_sources(self, examples: np.ndarray, read: Callable[[str, Examples, np.ndarray], Sequence[T]]) -> list[T]:
+        """What `read` returns for the examples of each source, in the order of the examples."""
+        sources, indices = self._mixture.find(examples)
+        found: dict[int, T] = {}
+        for source in np.unique(sources).tolist():
+            (rows,) = np.nonzero(sources == source)
+            parts = read(self._mixture.names[source], self._mixture.examples_of(source), indices[rows])
+            found |= zip(rows.tolist(), parts, strict=True)
+        return [found[row] for row in range(len(examples))]
+
+    def _metrics(self, groups: Groups) -> dict[str, float]:
+        """What is logged of the groups, with TRL's names where it has them."""
+        lengths = np.array([len(sample.tokens) for sample in groups.samples])
+        is_finished = np.array([sample.is_finished for sample in groups.samples])
+        found = {
+            "completions/min_length": float(lengths.min()),
+            "completions/max_length": float(lengths.max()),
+            "completions/clipped_ratio": float(1 - is_finished.mean()),
+        }
+        if is_finished.any():
+            found["completions/mean_terminated_length"] = float(lengths[is_finished].mean())
+        for name, scores in zip(self.options.reward_names, groups.scores[:-1], strict=True):
+            if (applies := ~np.isnan(scores)).any():
+                found[f"rewards/{name}"] = float(scores[applies].mean())
+        return found
+
+
+_SHOWN_CHARACTERS = 200

@@ -1,0 +1,102 @@
+"""The prompts of rollouts: their tokens are in a token cache, and what rewards read beside them in the records."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.base import Log
+from jaxlm.data.batch import Columns
+from jaxlm.data.cache.token_cache import TokenCache
+from jaxlm.data.examples import ContiguousExamples, Examples
+from jaxlm.data.sources.config import TRAIN
+from jaxlm.data.sources.named import NamedSource
+from jaxlm.data.sources.record_files import Record
+
+
+class Prompts(ContiguousExamples):
+    """The prompts of a token cache, each of which is a document.
+
+    A sequence has room for `max_new_tokens` after its prompt. Longer prompts are left out or refused.
+    """
+
+    def __init__(self, cache: TokenCache, seq_len: int, max_new_tokens: int, *, leave_out_long: bool):
+        self.cache, self.seq_len = cache, seq_len
+        sizes = np.diff(cache.offsets)
+        fits = sizes + max_new_tokens <= seq_len
+        (self._documents,) = np.nonzero(fits)
+        self._num_long = int((~fits).sum())
+        self._mean_size = float(sizes[fits].mean()) if fits.any() else 0.0
+        if self._num_long and not leave_out_long:
+            at = int(np.argmin(fits))
+            raise ConfigError(
+                f"data.max_new_tokens: {max_new_tokens} given, but the prompt of {sizes[at]:,} tokens in"
+                f" {cache.source_of(int(cache.offsets[at]))} leaves room for {max(0, seq_len - int(sizes[at])):,} in"
+                f" model.seq_len ({seq_len:,}); {self._num_long:,} of {len(sizes):,} prompts are too long. Lower"
+                " max_new_tokens, raise model.seq_len, or leave them out: data.long_prompts: leave_out"
+            )
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    @property
+    def padding(self) -> float:
+        return 1 - self._mean_size / self.seq_len
+
+    @property
+    def summary(self) -> str:
+        text = f"{len(self):,} prompts of {self._mean_size:.1f} tokens on average"
+        return text + (f"; {self._num_long:,} left out: they are too long" if self._num_long else "")
+
+    def starts(self, indices: np.ndarray) -> np.ndarray:
+        return self.cache.offsets[self._documents[indices]]
+
+    def read(self, indices: np.ndarray) -> Columns:
+        """The tokens of the prompts, int32 [len(indices), seq_len], and 0 after their end."""
+        sizes = np.diff(self.cache.offsets)[self._documents[indices]]
+        ids = self.cache.read(self.starts(indices), self.seq_len)
+        return {"tokens": ids * (np.arange(self.seq_len) < sizes[:, None])}
+
+    def show(self, index: int, tokenizer: Any) -> Iterator[str]:
+        yield "a prompt, whose responses are sampled when it is its turn"
+        (ids,) = prompt_tokens(self, np.array([index]))
+        start = int(self.starts(np.array([index]))[0])
+        yield f"--- {self.cache.source_of(start)} ---\n{tokenizer.decode(ids.tolist(), special=True)}"
+
+
+def prompt_tokens(prompts: Examples, indices: np.ndarray) -> list[np.ndarray]:
+    """int32 [tokens] of each prompt. Args: prompts: `Prompts`, or a range of them."""
+    cache, numbers = prompts.cache, document_numbers(prompts, indices)
+    sizes = np.diff(cache.offsets)[numbers]
+    return np.split(cache.read_ranges(cache.offsets[numbers], sizes), np.cumsum(sizes)[:-1])
+
+
+def document_numbers(prompts: Examples, indices: np.ndarray) -> np.ndarray:
+    """int64: the number of each prompt's document in the cache."""
+    return np.searchsorted(prompts.cache.offsets, prompts.starts(indices))
+
+
+class PromptRecords:
+    """What the records of a source have besides the prompt, in the order of the documents of its cache. All are read when the
+    first one is asked for, and stay in memory.
+    """
+
+    def __init__(self, source: NamedSource, log: Log):
+        self._source, self._log = source, log
+        self._records: list[Record] | None = None
+
+    def of(self, documents: Sequence[int], num_documents: int) -> list[Record]:
+        """The records of some documents. Args: num_documents: how many the cache has."""
+        if self._records is None:
+            files = self._source.files(TRAIN, self._log)
+            beside = self._source.config.format.beside_prompt
+            self._records = [
+                record._replace(values=beside(record.values)) for file in files for record in file.records(None)
+            ]
+        if len(self._records) != num_documents:
+            raise ConfigError(
+                f"{self._source.key}: the files have {len(self._records):,} records, but there were {num_documents:,} when"
+                " their prompts were tokenized. Restore the files, or start a new run with another data.cache_dir"
+            )
+        return [self._records[number] for number in documents]

@@ -1,0 +1,202 @@
+"""Samples responses with the log-likelihood of each token, for training on them.
+
+`jaxlm.models.inference.generate` serves readers of text: it streams, answers tools, and drops the token that ends a text.
+Here all tokens count, the last one too, and so do the probabilities that they were sampled with.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+
+from jaxlm.core.axes import BATCH, EMBED, POSITION, VOCAB
+from jaxlm.core.matmul import arranged, einsum
+from jaxlm.core.sharding import current_layout
+from jaxlm.models.base import Inputs, LanguageModel
+from jaxlm.models.chunked_loss import soft_capped
+from jaxlm.models.inference.padding import left_padded, round_up
+from jaxlm.models.inference.unstacked import Generator
+
+_NO_TOKEN = -1
+
+
+class Noise(NamedTuple):
+    """What the random numbers of each row depend on: these numbers, the row's number, and the position of the token.
+
+    Attributes:
+        seed: of the run.
+        step: number of the step that the responses are for.
+        turn: number of earlier responses of the same rows.
+    """
+
+    seed: int
+    step: int
+    turn: int = 0
+
+
+class Responses(NamedTuple):
+    """Sampled tokens, one row per prompt, on the host of every process.
+
+    Attributes:
+        tokens: int32 [rows, max_new_tokens], with the token that ended the row; -1 after it.
+        logps: float32 [rows, max_new_tokens], log-likelihood of each token under the distribution that it was sampled from; 0
+            after the end.
+    """
+
+    tokens: np.ndarray
+    logps: np.ndarray
+
+
+def sample_responses(
+    generator: Generator,
+    prompts: Sequence[Sequence[int]],
+    rows: Sequence[int],
+    noise: Noise,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    stop_ids: Sequence[int],
+    num_rows: int | None = None,
+) -> Responses:
+    """Continues each prompt until a stop token or `max_new_tokens`, all rows at once.
+
+    Call it inside `layout.use()`, on all processes with the same arguments. The prompts and new tokens must fit into the
+    model's `seq_len`.
+
+    Args:
+        rows: the number of each prompt's row. A row's tokens depend on it, and not on the other rows of the call.
+        temperature: above 0; the logits are divided by it.
+        num_rows: rows of the program, at least as many as prompts; None has as many. Equal numbers compile once.
+    """
+    layout = current_layout()
+    num_rows = round_up(num_rows or len(prompts), 1 if layout is None else layout.num_shards(BATCH))
+    numbers = np.zeros(num_rows, np.uint32)
+    numbers[: len(rows)] = rows
+    words = np.array([noise.seed, noise.step, noise.turn], np.uint32)
+    stops = np.array([*stop_ids, _NO_TOKEN], np.int32)  # never empty; no token has this id
+    inputs = left_padded(prompts, num_rows)
+    # Traced, so that another temperature compiles nothing.
+    state, keys = _begin(generator.model, inputs, numbers, words, stops, np.float32(temperature), max_new_tokens)
+    state = generator.in_step_layout(state)
+    state = _finish(generator.step_model, state, keys, stops, np.float32(temperature))
+    return Responses(np.asarray(state.tokens)[: len(prompts)], np.asarray(state.logps)[: len(prompts)])
+
+
+class _State(eqx.Module):
+    """Loop carry: `step` tokens of each row have been sampled, `token` is the last one.
+
+    Attributes:
+        cache: of the tokens before `token`.
+        positions, segment_ids: int32 [rows], of `token`.
+        alive: bool [rows], whether the row goes on.
+        tokens, logps: as of `Responses`.
+    """
+
+    cache: Any
+    token: jax.Array
+    positions: jax.Array
+    segment_ids: jax.Array
+    alive: jax.Array
+    tokens: jax.Array
+    logps: jax.Array
+    step: jax.Array
+
+
+@functools.partial(jax.jit, static_argnums=6)
+def _begin(
+    model: LanguageModel,
+    prompt: Inputs,
+    numbers: jax.Array,
+    words: jax.Array,
+    stops: jax.Array,
+    temperature: jax.Array,
+    max_new_tokens: int,
+) -> tuple[_State, jax.Array]:
+    """Runs the model over the prompts and samples the first token of each. Also returns the keys of the rows."""
+    key = jax.random.key(words[0])
+    for word in (words[1], words[2]):
+        key = jax.random.fold_in(key, word)
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(numbers)
+    prompt = hax.auto_sharded(prompt)
+    Batch, Width = prompt.tokens.resolve_axis(BATCH), prompt.tokens.resolve_axis(POSITION)
+    dtype = next(leaf.dtype for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf))
+    # The last token is not read again, so it needs no slot.
+    first = model.hidden(prompt, cache=model.init_cache(Batch, Width.size + max_new_tokens - 1, dtype))
+    segment_ids = prompt.segment_ids[POSITION, -1].array
+    state = _State(
+        first.cache,
+        token=jnp.zeros(Batch.size, jnp.int32),
+        positions=prompt.positions[POSITION, -1].array,
+        segment_ids=segment_ids,
+        alive=segment_ids != 0,
+        tokens=jnp.full((Batch.size, max_new_tokens), _NO_TOKEN, jnp.int32),
+        logps=jnp.zeros((Batch.size, max_new_tokens), jnp.float32),
+        step=jnp.int32(0),
+    )
+    return _with_next(model, state, first.cache, first.final, keys, stops, temperature), keys
+
+
+@functools.partial(jax.jit, donate_argnums=1)
+def _finish(model: LanguageModel, state: _State, keys: jax.Array, stops: jax.Array, temperature: jax.Array) -> _State:
+    """Samples until all rows have ended. What the host reads is replicated, so that every process can read every row."""
+    rows, max_new_tokens = state.tokens.shape
+    axes = (Axis(BATCH, rows), Axis(POSITION, 1))
+
+    def one_token(state: _State) -> _State:
+        columns = (state.token, state.positions, state.segment_ids)
+        hidden = model.hidden(Inputs(*(hax.named(c[:, None], axes) for c in columns)), cache=state.cache)
+        return _with_next(model, state, hidden.cache, hidden.final, keys, stops, temperature)
+
+    goes_on = lambda state: (state.step < max_new_tokens) & state.alive.any()  # noqa: E731
+    state = jax.lax.while_loop(goes_on, one_token, state)
+    layout = current_layout()
+    if layout is None:
+        return state
+    found = jax.lax.with_sharding_constraint((state.tokens, state.logps), layout.replicated())
+    return eqx.tree_at(lambda s: (s.tokens, s.logps), state, found)
+
+
+def _logits(model: LanguageModel, last: NamedArray) -> jax.Array:
+    """float32 [rows, vocab], with products like those of the loss: `model.logits` would round them to the model's dtype."""
+    head = model.lm_head()
+    if head is None:
+        logits = last.rearrange((BATCH, VOCAB)).array.astype(jnp.float32)
+    else:
+        logits = einsum("bd,vd->bv", last.rearrange((BATCH, EMBED)).array, arranged(head, (VOCAB, EMBED)), jnp.float32)
+    return soft_capped(logits, model.logit_soft_cap)
+
+
+def _with_next(
+    model: LanguageModel,
+    state: _State,
+    cache: Any,
+    final: NamedArray,
+    keys: jax.Array,
+    stops: jax.Array,
+    temperature: jax.Array,
+) -> _State:
+    """The state with one more token of each row, sampled after the last of the hidden states."""
+    logits = _logits(model, final[POSITION, -1]) / temperature
+    keys_of_token = jax.vmap(jax.random.fold_in, (0, None))(keys, state.step)
+    token = jax.vmap(jax.random.categorical)(keys_of_token, logits).astype(jnp.int32)
+    logp = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0] - jax.nn.logsumexp(logits, axis=1)
+
+    def written(rows: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(rows, new[:, None], state.step, axis=1)
+
+    return _State(
+        cache,
+        token,
+        state.positions + 1,
+        state.segment_ids,
+        state.alive & (token[:, None] != stops).all(axis=1),
+        written(state.tokens, jnp.where(state.alive, token, _NO_TOKEN)),
+        written(state.logps, jnp.where(state.alive, logp, 0.0)),
+        state.step + 1,
+    )

@@ -1,0 +1,336 @@
+"""Data of type rollouts: prompts and their records, batches of a rollout, what is restored, dynamic sampling, refusals."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxlm.config.decode import decode
+from jaxlm.config.yaml import ConfigSource
+from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.config import DataConfig
+from jaxlm.data.formats.prompts import PromptsFormat
+from jaxlm.data.rollouts import config as config_of_rollouts
+from jaxlm.data.rollouts.config import RolloutsConfig
+from jaxlm.data.rollouts.local import LocalSamplerConfig
+from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig
+from jaxlm.rewards.function import FunctionRewardConfig
+from tests.data.helpers import small_tokenizer, some_text
+from tests.data.test_loader import layout_of
+from tests.data.test_pairs import CHATML
+from tests.fields.proofs import assert_test_exists
+
+RECORDS = [{"prompt": f"Q{n}: {some_text(n, 2)}", "worth": n % 4, "n": n} for n in range(40)]
+GROUP = 3
+
+
+class Scored:
+    """Rewards: the worth of the record times the number of the response, so all are equal for a record that is worth 0."""
+
+    def __init__(self, configs, context, *, timeout_s):
+        assert [config.name for config in configs] == ["worth"]
+        assert (context.max_new_tokens, timeout_s) == (8, 7.5)
+        self.seen = []
+
+    def score(self, rows):
+        self.seen.append(rows)
+        worth = np.array([value * (number % GROUP) for number, value in enumerate(rows.columns["worth"])], np.float64)
+        return {"worth": worth, "reward": worth}
+
+    def close(self):
+        return
+
+
+class Scripted(Sampler):
+    """Answers row r with r % 4 + 1 tokens, of which every third is not the policy's."""
+
+    def __init__(self):
+        self.requests: list[Any] = []
+
+    def sample(self, model, prompts, request):
+        self.requests.append((model, [tuple(prompt) for prompt in prompts], request))
+        return [
+            Sample(
+                tuple(10 + row + i for i in range(row % 4 + 1)),
+                tuple(-0.25 * (i + 1) for i in range(row % 4 + 1)),
+                tuple(int(i % 3 < 2) for i in range(row % 4 + 1)),
+                row % 4 < 3,
+            )
+            for row in request.rows
+        ]
+
+    def close(self):
+        return
+
+
+SAMPLER = Scripted()
+
+
+@dataclass(frozen=True)
+class ScriptedConfig(SamplerConfig):
+    def check(self):
+        return
+
+    def open(self, context):
+        return SAMPLER
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return small_tokenizer(300)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The rows that were scored, one entry per round."""
+    found: list[Any] = []
+
+    def scored(*arguments, **options):
+        rewards = Scored(*arguments, **options)
+        rewards.seen = found
+        return rewards
+
+    monkeypatch.setattr(config_of_rollouts, "Rewards", scored)
+    return found
+
+
+@pytest.fixture
+def opened(tokenizer, tmp_path, seen):
+    """Opens rollouts of these records. Returns the data and the batches of a phase."""
+    tokenizer.save(tmp_path / "tokenizer")
+    SAMPLER.requests.clear()
+
+    def open_records(records=RECORDS, seq_len=48, sizes=((0, 4),), step=0, log=lambda _: None, **keys):
+        number = len(list(tmp_path.glob("*.jsonl")))
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        config = RolloutsConfig(
+            **{
+                "train_urls": [str(path)],
+                "cache_dir": f"{tmp_path}/cache{number}",
+                "tokenizer": f"{tmp_path}/tokenizer",
+                "group_size": GROUP,
+                "max_new_tokens": 8,
+                "reward_timeout_s": 7.5,
+                "rewards": [FunctionRewardConfig(function="my_rewards:score", name="worth")],
+                "sampler": ScriptedConfig(),
+            }
+            | keys
+        )
+        config.check()
+        data = config.open(config.load_tokenizer(lambda _: None), seq_len, log)
+        schedule = BatchSchedule.of([BatchSize(*size) for size in sizes])
+        return data, data.batches(schedule, layout_of(data=2), start=0, first_step=step, seed=3, log=log)
+
+    return open_records
+
+
+def columns_of(batch):
+    arrays = {
+        name: getattr(batch.responses, name) for name in ("tokens", "targets", "loss_mask", "segment_ids", "positions")
+    }
+    arrays |= {"rewards": batch.rewards, "sampler_logps": batch.sampler_logps}
+    return {name: np.asarray(array.array)[0] for name, array in arrays.items()}
+
+
+def test_every_field_of_the_section_has_a_test():
+    inherited = {field.name for field in dataclasses.fields(DataConfig)}
+    assert {field.name for field in dataclasses.fields(RolloutsConfig)} - inherited == set(FIELDS)
+    assert [field.name for field in dataclasses.fields(LocalSamplerConfig)] == [
+        "max_rows"
+    ]  # tests/models/test_responses.py
+    for test in FIELDS.values():
+        assert_test_exists(f"tests/data/test_rollouts.py::{test}")
+
+
+COLUMNS = "test_a_batch_has_each_response_after_its_prompt_with_its_reward"
+MINIBATCHES = "test_a_rollout_is_trained_on_in_minibatches_and_restored_in_the_middle"
+FIELDS = {
+    **dict.fromkeys(("group_size", "max_new_tokens", "temperature", "rewards", "reward_timeout_s", "sampler"), COLUMNS),
+    **dict.fromkeys(("updates_per_rollout", "minibatches_per_rollout"), MINIBATCHES),
+    "dynamic_sampling": "test_groups_with_equal_rewards_are_replaced_as_long_as_rounds_are_left",
+    "long_prompts": "test_prompts_that_are_too_long_are_refused_with_their_place_or_left_out",
+}
+
+
+def test_a_batch_has_each_response_after_its_prompt_with_its_reward(opened, seen, tokenizer):
+    _, batches = opened(temperature=0.5)
+    assert batches.due(0)
+    batches.refresh("the weights", 0)
+    assert not batches.due(0)
+    assert batches.due(1)
+    ((model, prompts, request),) = SAMPLER.requests
+    assert (model, request.step, request.seed, list(request.rows)) == ("the weights", 0, 3, list(range(12)))
+    assert (request.max_new_tokens, request.temperature, request.stop_ids) == (8, 0.5, tokenizer.stop_ids)
+    batch = next(batches)
+    assert batch.temperature == 0.5
+    assert [axis.name for axis in batch.responses.tokens.axes] == ["microbatch", "batch", "group", "position"]
+    columns, (rows,) = columns_of(batch), seen
+    for row in range(12):
+        at, record = divmod(row, GROUP)[0], RECORDS[rows.columns["n"][row]]
+        assert list(prompts[row]) == [tokenizer.bos_id, *tokenizer.encode(record["prompt"])]
+        answer = [10 + row + i for i in range(row % 4 + 1)]
+        whole, before = [*prompts[row], *answer], len(prompts[row]) - 1
+        found = {name: column[at, row % GROUP] for name, column in columns.items()}
+        size = len(whole) - 1
+        assert found["tokens"][: size + 1].tolist() == whole
+        assert found["targets"][:size].tolist() == whole[1:]
+        mask = [int(i % 3 < 2) for i in range(len(answer))]
+        assert found["loss_mask"][:size].tolist() == [0] * before + mask
+        assert not found["loss_mask"][size:].any()
+        expected = [-0.25 * (i + 1) * m for i, m in enumerate(mask)]
+        assert found["sampler_logps"][before:size].tolist() == expected
+        assert found["segment_ids"].tolist() == [1] * len(whole) + [0] * (48 - len(whole))
+        assert found["rewards"] == record["worth"] * (row % GROUP)
+        assert rows.completions[row] == tokenizer.decode(answer)
+        assert (list(rows.completion_ids[row]), rows.is_finished[row]) == (answer, row % 4 < 3)
+        assert rows.prompts[row] == tokenizer.decode(prompts[row])
+        assert rows.places[row].endswith(f"line {record['n'] + 1}")
+    assert set(rows.columns) == {"worth", "n"}
+    metrics = batches.metrics()
+    assert metrics["train/rewards/worth"] == pytest.approx(columns["rewards"].mean())
+    assert metrics["train/completions/clipped_ratio"] == 0.25
+    assert (metrics["train/completions/min_length"], metrics["train/completions/max_length"]) == (1, 4)
+    assert metrics["train/completions/mean_terminated_length"] == 2
+
+
+def trained_on(batches, steps):
+    """The columns of each step, refreshed when due; and the steps that were refreshed."""
+    found, refreshed = [], []
+    for step in steps:
+        if batches.due(step):
+            batches.refresh(f"weights {step}", step)
+            refreshed.append(step)
+        found.append(columns_of(next(batches)))
+    return found, refreshed
+
+
+def assert_same(ours, theirs):
+    for mine, other in zip(ours, theirs, strict=True):
+        for name, column in mine.items():
+            np.testing.assert_array_equal(column, other[name], err_msg=name)
+
+
+def test_a_rollout_is_trained_on_in_minibatches_and_restored_in_the_middle(opened):
+    keys = {"updates_per_rollout": 4, "minibatches_per_rollout": 2}
+    _, batches = opened(**keys)
+    whole, refreshed = trained_on(batches, range(10))
+    assert refreshed == [0, 4, 8]
+    assert_same(whole[0:2], whole[2:4])
+    assert not np.array_equal(whole[0]["tokens"], whole[1]["tokens"])
+    assert not np.array_equal(whole[0]["tokens"], whole[4]["tokens"])
+    _, first = opened(**keys)
+    for step in range(10):
+        state = json.loads(json.dumps(first.state()))
+        assert ("rollout" in state) == (step % 4 > 0)
+        _, resumed = opened(step=step, **keys)
+        resumed.restore(state)
+        assert_same(trained_on(resumed, range(step, 10))[0], whole[step:])
+        trained_on(first, [step])
+    assert first.records(9).startswith("sequences ")
+    # Another size of groups: the rollout does not fit, and another one is sampled.
+    lines = []
+    _, other = opened(step=2, log=lines.append, **keys | {"group_size": 2})
+    _, again = opened(**keys)
+    trained_on(again, range(2))
+    other.restore(again.state())
+    assert other.due(2)
+    assert any("so a new one is sampled" in line for line in lines)
+
+
+def test_a_rollout_ends_where_the_batch_size_changes_and_skipped_prompts_are_left_out(opened):
+    _, batches = opened(sizes=((0, 4), (3, 6)), updates_per_rollout=2)
+    found, refreshed = trained_on(batches, range(5))
+    assert refreshed == [0, 2, 3]
+    assert [len(columns["tokens"]) for columns in found] == [4, 4, 4, 6, 6]
+    _, skipping = opened(updates_per_rollout=2)
+    trained_on(skipping, [0])
+    skipping.skip(3)
+    assert skipping.due(1)
+    assert skipping.state() == {"examples": 4 + 12, "step": 1, "skipped": 12}
+
+
+def test_groups_with_equal_rewards_are_replaced_as_long_as_rounds_are_left(opened, seen):
+    """A quarter of the records is worth nothing."""
+    _, batches = opened(sizes=((0, 8),), dynamic_sampling=5)
+    (columns,), _ = trained_on(batches, [0])
+    assert (columns["rewards"].max(axis=1) > columns["rewards"].min(axis=1)).all()
+    rounds = len(SAMPLER.requests)
+    assert 1 < rounds < 6
+    assert [list(request.rows) for _, _, request in SAMPLER.requests] == [
+        list(range(24 * number, 24 * (number + 1))) for number in range(rounds)
+    ]
+    worth = [value for rows in seen for value in rows.columns["worth"][::GROUP]]
+    expected = [value for value in worth if value][:8]
+    assert columns["rewards"][:, 1].tolist() == expected
+    metrics = batches.metrics()
+    assert metrics["train/dynamic_sampling/num_prompts"] == 8 * rounds == batches.state()["examples"]
+    assert metrics["train/dynamic_sampling/frac_equal"] == worth.count(0) / len(worth)
+
+
+def test_groups_with_equal_rewards_only_are_trained_on_when_no_round_is_left(opened):
+    worthless = [record | {"worth": 0} for record in RECORDS]
+    _, batches = opened(worthless, dynamic_sampling=2)
+    (columns,), _ = trained_on(batches, [0])
+    assert not columns["rewards"].any()
+    assert len(SAMPLER.requests) == 3
+    assert batches.metrics()["train/dynamic_sampling/frac_equal"] == 1
+    assert [list(prompt) for prompt in SAMPLER.requests[0][1][::GROUP]] == [
+        row[: len(prompt)].tolist()
+        for row, prompt in zip(columns["tokens"][:, 0], SAMPLER.requests[0][1][::GROUP], strict=True)
+    ]
+
+
+def test_prompts_that_are_too_long_are_refused_with_their_place_or_left_out(opened, seen):
+    records = [*RECORDS[:6], {"prompt": "word " * 60, "worth": 1, "n": 6}, *RECORDS[7:12]]
+    with pytest.raises(
+        ConfigError, match=r"data\.max_new_tokens: 8 given, but the prompt of \d+ tokens in document 7 of"
+    ):
+        opened(records)
+    lines = []
+    data, batches = opened(records, log=lines.append, long_prompts="leave_out")
+    assert any("11 prompts of" in line and "1 left out: they are too long" in line for line in lines)
+    assert len(data.train[""]) == 11
+    trained_on(batches, range(3))
+    numbers = [n for rows in seen for n in rows.columns["n"][::GROUP]]
+    assert sorted(numbers[:11]) == [0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11]
+    pairs = [pair for rows in seen for pair in zip(rows.places, rows.columns["n"], strict=True)]
+    assert all(place.endswith(f"line {n + 1}") for place, n in pairs)
+
+
+def test_messages_are_rendered_up_to_the_answer(opened, tokenizer):
+    records = [{"q": [{"role": "user", "content": f"hi {n}"}], "worth": 1, "n": n} for n in range(8)]
+    data, _ = opened(records, format=PromptsFormat(prompt_field="q", chat_template=CHATML))
+    _, text = data.train[""].show(2, tokenizer)
+    assert text.partition("\n")[2] == "<|user|>hi 2<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rewards": []}, r"data\.rewards: empty\. Give at least one"),
+        (
+            {"updates_per_rollout": 3, "minibatches_per_rollout": 2},
+            r"data\.updates_per_rollout: 3 given, a multiple of",
+        ),
+        ({"num_validation_sequences": 2}, r"data: validation data given, but data\.type: rollouts has none"),
+        (
+            {"stop_strategy": "first_exhausted", "dynamic_sampling": 1},
+            r"data\.stop_strategy: first_exhausted given, but not every step trains on new prompts",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_sections_that_cannot_work_are_refused(opened, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        opened(**keys)
+
+
+def test_numbers_out_of_range_are_refused():
+    for key, value in {"group_size": 1, "temperature": 0, "max_new_tokens": 0, "dynamic_sampling": -1}.items():
+        with pytest.raises(ConfigError, match=rf"{key}: {value} given"):
+            decode(DataConfig, ConfigSource({"type": "rollouts", key: value}))

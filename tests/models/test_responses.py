@@ -1,0 +1,148 @@
+"""Sampled responses: their log-likelihoods, their end, their distribution, and what they depend on."""
+
+import json
+from pathlib import Path
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core.precision import FLOAT32
+from jaxlm.core.types import TokenBatch
+from jaxlm.data.rollouts.local import LocalSamplerConfig
+from jaxlm.data.rollouts.sampler import SamplerContext, SamplingRequest
+from jaxlm.models.inference import responses
+from jaxlm.models.inference.responses import Noise, sample_responses
+from jaxlm.models.inference.unstacked import Generator
+from jaxlm.objectives.completions import token_logps
+from tests.engine.helpers import layout
+
+VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "rollouts.json").read_text())["sampler"]
+STOPS, MOST, TEMPERATURE, NOISE = (3, 17), 12, 0.7, Noise(5, 2)
+
+
+@pytest.fixture
+def llama(tiny_llama, built):
+    return built(tiny_llama)
+
+
+def prompts_of(number: int) -> list[list[int]]:
+    """Prompts of 1 to 9 tokens."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 40, 1 + place % 9).tolist() for place in range(number)]
+
+
+PROMPTS = prompts_of(64)
+
+
+def sampled(model, rows=range(64), *, noise=NOISE, temperature=TEMPERATURE, most=MOST, **options):
+    prompts = [PROMPTS[row] for row in rows]
+    # All calls have the same number of rows, so that they run the same program.
+    settings = {"max_new_tokens": most, "temperature": temperature, "stop_ids": STOPS, "num_rows": 64}
+    return sample_responses(Generator.of(model), prompts, rows, noise, **settings | options)
+
+
+def test_log_likelihoods_are_those_of_a_forward_pass_and_rows_end_with_their_stop_token(llama):
+    found = sampled(llama)
+    lengths = (found.tokens >= 0).sum(axis=1)
+    ends = [row[length - 1] in STOPS for row, length in zip(found.tokens, lengths, strict=True)]
+    assert 10 < sum(ends) < 64  # some are cut off
+    for row, length, is_finished in zip(found.tokens.tolist(), lengths, ends, strict=True):
+        assert row[length:] == [-1] * (MOST - length)
+        assert is_finished or length == MOST
+        assert not set(row[: length - is_finished]) & set(STOPS)
+    width = 24
+    columns = {name: np.zeros((64, width), np.int32) for name in ("tokens", "targets", "segment_ids", "positions")}
+    mask = np.zeros((64, width), np.float32)
+    for row, (prompt, tokens, length) in enumerate(zip(PROMPTS, found.tokens, lengths, strict=True)):
+        whole = [*prompt, *tokens[:length]]
+        size = len(whole) - 1
+        columns["tokens"][row, :size], columns["targets"][row, :size] = whole[:-1], whole[1:]
+        columns["segment_ids"][row, :size], columns["positions"][row, :size] = 1, np.arange(size)
+        mask[row, len(prompt) - 1 : size] = 1
+    axes = (hax.Axis("batch", 64), hax.Axis("position", width))
+    named = {name: hax.named(jnp.asarray(column), axes) for name, column in columns.items()}
+    batch = TokenBatch(**named, loss_mask=hax.named(jnp.asarray(mask), axes))
+    logps, _ = jax.jit(lambda model, batch: token_logps(model, batch, temperature=TEMPERATURE))(llama, batch)
+    recorded = np.concatenate([row[:length] for row, length in zip(found.logps, lengths, strict=True)])
+    np.testing.assert_allclose(np.asarray(logps.array)[mask > 0], recorded, atol=1e-5)
+
+
+def test_a_row_depends_on_its_number_and_not_on_the_others(llama):
+    together = sampled(llama, range(8))
+    for rows in ([3], [6, 1]):
+        part = sampled(llama, rows)
+        np.testing.assert_array_equal(part.tokens, together.tokens[rows])
+        np.testing.assert_allclose(part.logps, together.logps[rows], atol=1e-5)
+    again = sampled(llama, range(8))
+    np.testing.assert_array_equal(again.tokens, together.tokens)
+    np.testing.assert_array_equal(again.logps, together.logps)
+    for noise in (Noise(6, 2), Noise(5, 3), Noise(5, 2, 1)):
+        assert np.any(sampled(llama, range(8), noise=noise).tokens != together.tokens)
+
+
+@pytest.mark.slow
+def test_other_programs_sample_the_same_tokens(llama):
+    """Fewer rows, fewer tokens, and calls of at most 16 rows that are sorted by length."""
+    together = sampled(llama)
+    fewer = sampled(llama, range(5), num_rows=None)
+    np.testing.assert_array_equal(fewer.tokens, together.tokens[:5])
+    np.testing.assert_array_equal(sampled(llama, most=5).tokens, together.tokens[:, :5])
+    sampler = LocalSamplerConfig(max_rows=16).open(SamplerContext(layout(), FLOAT32, print))
+    request = SamplingRequest(NOISE.step, NOISE.seed, range(40), MOST, TEMPERATURE, STOPS)
+    for sample, tokens in zip(sampler.sample(llama, PROMPTS[:40], request), together.tokens, strict=False):
+        assert [*sample.tokens, *[-1] * (MOST - len(sample.tokens))] == tokens.tolist()
+        assert sample.is_finished == (sample.tokens[-1] in STOPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [pytest.param({}, marks=pytest.mark.soak), {"model": 2}], ids=str)
+def test_a_mesh_samples_the_same_tokens(llama, shards):
+    alone, where = sampled(llama, range(20)), layout(**shards)
+    with where.use():
+        placed = jax.tree.map(
+            lambda a: hax.NamedArray(jax.device_put(a.array, where.parameter_sharding(a.axes)), a.axes),
+            llama,
+            is_leaf=lambda a: isinstance(a, hax.NamedArray),
+        )
+        found = sampled(placed, range(20))
+    np.testing.assert_array_equal(found.tokens, alone.tokens)
+    np.testing.assert_allclose(found.logps, alone.logps, atol=1e-5)
+
+
+class Fixed:
+    """A model without a head, whose logits are its hidden states."""
+
+    logit_soft_cap = None
+
+    @staticmethod
+    def lm_head():
+        return None
+
+
+def test_draws_have_the_distribution_of_the_logits_at_a_temperature():
+    """Chi-squared of 20,000 draws: 18.5 is exceeded by one in a thousand seeds."""
+    number = 20_000
+    rows = hax.Axis("batch", number)
+    state = responses._State(
+        None,
+        token=jnp.zeros(number, jnp.int32),
+        positions=jnp.zeros(number, jnp.int32),
+        segment_ids=jnp.ones(number, jnp.int32),
+        alive=jnp.ones(number, bool),
+        tokens=jnp.full((number, 1), -1, jnp.int32),
+        logps=jnp.zeros((number, 1)),
+        step=jnp.int32(0),
+    )
+    logits = hax.named(jnp.float32(VECTORS["logits"]), "vocab")
+    final = logits.broadcast_to((rows, hax.Axis("position", 1), *logits.axes))
+    keys = jax.random.split(jax.random.key(0), number)
+    temperature = jnp.float32(VECTORS["temperature"])
+    after = responses._with_next(Fixed, state, None, final, keys, jnp.array([4, -1]), temperature)
+    expected = np.array(VECTORS["probabilities"])
+    counts = np.bincount(np.asarray(after.token), minlength=5)
+    assert ((counts - number * expected) ** 2 / (number * expected)).sum() < 18.5
+    np.testing.assert_allclose(np.exp(after.logps[:, 0]), expected[np.asarray(after.token)], atol=1e-6)
+    np.testing.assert_array_equal(np.asarray(after.alive), np.asarray(after.token) != 4)
