@@ -1,14 +1,16 @@
 """The reward interface: a reward gives each completion a number. Every reward of a run works in a process of its own."""
 
 import abc
+import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import draccus
 import numpy as np
 
+from jaxlm.config.decode import choice_name
 from jaxlm.core.errors import ConfigError
 from jaxlm.rewards.worker import RewardWorker
 
@@ -69,7 +71,7 @@ class RewardContext:
 class Reward(abc.ABC):
     """An open reward."""
 
-    scores_alone: ClassVar[bool] = True
+    scores_alone: bool = True
     """Whether a completion's score does not depend on the others. Then `score` gets them one at a time, and an error names
     the record."""
 
@@ -97,7 +99,7 @@ class RewardConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
 
     @property
     def default_name(self) -> str:
-        return self.get_choice_name(type(self))
+        return choice_name(type(self)).rpartition(":")[2]
 
     def check(self) -> None:
         """Raises `ConfigError` if a key cannot work. Called before anything is compiled, and without a device."""
@@ -106,6 +108,14 @@ class RewardConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
     @abc.abstractmethod
     def open(self, context: RewardContext) -> Reward:
         """Opens the reward. Runs in the reward's own process, which has no accelerator."""
+
+
+def compiled_pattern(pattern: str, key: str) -> re.Pattern[str]:
+    """A regular expression. Raises `ConfigError` if it is invalid. Args: key: for messages."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{key}: '{pattern}' is not a valid regular expression: {error}") from error
 
 
 def reward_names(configs: Sequence[RewardConfig]) -> list[str]:
@@ -164,27 +174,28 @@ class Rewards:
                 )
 
     def score(self, rows: ScoredRows) -> dict[str, np.ndarray]:
-        """The rewards by name, float64 [rows], NaN where a reward does not apply; and `reward`, their weighted sum."""
+        """The rewards by name, float64 [rows], NaN where one does not apply; and `reward`, the weighted sum of the others."""
+        assert len(rows), "there is a completion to score"
         self.check_columns(rows.columns)
-        deadline = time.monotonic() + self._timeout_s
-        for worker in self._workers.values():
-            worker.send(rows)
-        scores, failures = {}, []
-        for name, worker in self._workers.items():  # every answer is taken, so none is left for the next call
+        failures: list[ConfigError] = []
+        busy: list[str] = []
+        for name, worker in self._workers.items():
             try:
-                scores[name] = np.array(worker.receive(rows, deadline, self._timeout_s), np.float64)
+                worker.send(rows)
+                busy.append(name)
+            except ConfigError as error:
+                failures.append(error)
+        deadline = time.monotonic() + self._timeout_s
+        scores = {}
+        for name in busy:  # every answer is taken, so none is left for the next call
+            try:
+                scores[name] = np.array(self._workers[name].receive(rows, deadline, self._timeout_s), np.float64)
             except ConfigError as error:
                 failures.append(error)
         if failures:
             raise failures[0]
-        columns = np.stack(list(scores.values()))
-        if unscored := np.flatnonzero(np.isnan(columns).all(axis=0)).tolist():
-            raise ConfigError(
-                f"rewards: no reward applies to {rows.places[unscored[0]]}: {', '.join(scores)} returned None. Return a number"
-                " from one of them, or leave the record out"
-            )
-        weights = np.array([self._weights[name] for name in scores])
-        return scores | {TOTAL: np.nansum(columns * weights[:, None], axis=0)}
+        total = sum(self._weights[name] * np.nan_to_num(values) for name, values in scores.items())
+        return {**scores, TOTAL: np.asarray(total, np.float64)}
 
     def close(self) -> None:
         """Ends the processes."""

@@ -1,8 +1,8 @@
 """The process of one reward: how a run starts it, asks it and ends it, and what happens in it.
 
-It is a new interpreter, because a fork of a process that runs jax may deadlock. It does not import the program that the user
-started, as `multiprocessing` would, so it starts in a fraction of a second. It leads a session of its own: ending it also ends
-the programs that the reward has started, and Ctrl-C in a terminal reaches only the run.
+It is a new interpreter, because a fork of a process that runs jax may deadlock. It does not import the program that the
+user started, as `multiprocessing` would, so it starts in a fraction of a second. It leads a session of its own: ending it
+also ends the programs that the reward has started, and Ctrl-C in a terminal reaches only the run.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from jaxlm.config.decode import choice_name
 from jaxlm.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class RewardWorker:
     """The process of one reward, as the run sees it. If it has ended, the next `send` starts it again."""
 
     def __init__(self, name: str, config: "RewardConfig", context: "RewardContext"):
-        self._label = f"reward '{name}' (type: {config.get_choice_name(type(config))})"
+        self._label = f"reward '{name}' (type: {choice_name(type(config))})"
         self._setup = _pickled_setup(self._label, config, context)
         self._start()
 
@@ -226,9 +227,8 @@ def _description(error: BaseException) -> str:
     if isinstance(error, ConfigError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")) + (
-        os.path.dirname(__file__),
-    )
-    own = [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))]
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    known = (*libraries, os.path.dirname(__file__), "<")
+    own = [frame for frame in frames if not frame.filename.startswith(known)]
     place = f" in {own[-1].filename}, line {own[-1].lineno}" if own else ""
     return f"it raised {type(error).__name__}: {' '.join(str(error).split())[:500]}{place}"
