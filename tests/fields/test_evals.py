@@ -17,7 +17,7 @@ from jaxlm.evals import harness
 from jaxlm.evals.base import EvalConfig, EvalContext
 from jaxlm.models.base import vocab_axis
 from jaxlm.objectives.next_token import score_batch
-from jaxlm.observe.hooks import EvalHook, ScheduledEval
+from jaxlm.observe.hooks import EvalHook, Generated, ScheduledEval
 from jaxlm.run.resources import Run
 from tests.data.helpers import cache_of
 from tests.fields.proofs import Outcome, outcome_of
@@ -82,7 +82,7 @@ def test_every(eval_hook):
 
     evals = [ScheduledEval(evaluation("loss"), 1), ScheduledEval(evaluation("core"), 2)]
     console: Any = SimpleNamespace(log=lambda line: None)
-    both, rare = EvalHook(evals, 10, phase, (), console, []), EvalHook(evals[1:], 10, phase, (), console, [])
+    both, rare = (EvalHook(own, 10, phase, (), console, Generated()) for own in (evals, evals[1:]))
     assert [step for step in range(1, 46) if rare.due(step)] == [20, 40, 45]
     for now in (step for step in range(1, 46) if both.due(step)):
         both.run(now, state)
