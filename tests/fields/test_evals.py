@@ -27,6 +27,11 @@ SAMPLES = ["prompts", "max_new_tokens", "temperature", "top_k", "top_p", "seed"]
 HARNESS = ["tasks", "task_folder", "num_fewshot", "limit", "batch_size"]
 CORE = ["bundle", "tasks", "max_per_task", "batch_size"]  # tests/evals/test_core.py
 
+ROLLOUTS = [  # tests/evals/test_rollouts.py
+    *("prompts_file", "rewards", "prompt_key", "messages_key", "max_prompts", "num_samples", "max_new_tokens"),
+    *("stop_tokens", "temperature", "top_k", "top_p", "seed", "batch_size", "reward_timeout_s", "name"),
+]
+
 
 def test_every_field_of_an_eval_is_listed():
     choices = EvalConfig.get_known_choices()
@@ -39,6 +44,7 @@ def test_every_field_of_an_eval_is_listed():
         "entropy": [],
         "core": CORE,
         "objective": [],
+        "rollouts": ROLLOUTS,
     }
     assert fields == {kind: ["every", *names] for kind, names in own.items()}
 

@@ -48,6 +48,10 @@ def as_told(completion):
     return 0.5
 
 
+def sleeps(completions):
+    time.sleep(600)
+
+
 def too_few(completions):
     return [1.0] * (len(completions) - 1)
 

@@ -37,8 +37,8 @@ class RolloutsEvalConfig(EvalConfig):
         max_prompts: number of prompts, from the first on; null takes all.
         num_samples: number of answers to each prompt.
         max_new_tokens: maximum number of tokens per answer.
-        stop_tokens: special tokens that end an answer, besides the tokenizer's end-of-sequence tokens; for chats, the one that
-            ends the assistant's turn.
+        stop_tokens: special tokens that end an answer, besides the tokenizer's end-of-sequence tokens. For chats, the one
+            that ends the assistant's turn.
         temperature: sampling temperature; 0 decodes greedily.
         top_k: sample only from the `top_k` most likely tokens; null samples from all.
         top_p: sample only from the most likely tokens whose probabilities add up to `top_p`; null samples from all.
@@ -192,7 +192,8 @@ class RolloutsEval(Eval):
         found = main_only(score)
         names = [*reward_names(self._config.rewards), TOTAL]
         table = np.zeros((len(names), len(rows))) if found is None else np.stack([found[name] for name in names])
-        return dict(zip(names, broadcast_from_main(table), strict=True))
+        exact = broadcast_from_main(table.view(np.uint32)).view(np.float64)  # jax would round float64
+        return dict(zip(names, exact, strict=True))
 
     def _rewards(self) -> Rewards:
         tokenizer, config = self._ctx.tokenizer, self._config

@@ -132,7 +132,7 @@ class Run:
             dummy_prefix=self.tokenizer.dummy_prefix(),
             log_sample=generated.add_sample,
             log_completions=generated.add_completions,
-            chat_prompt=functools.partial(_chat_prompt, _with_templates(self.tokenizer, plan)),
+            chat_prompt=functools.partial(_chat_prompt, self.tokenizer, plan),
             enforce_bos=plan.data[phase.index].enforce_bos,
             progress=self.clock.progress,
             measure=meter,
@@ -373,8 +373,10 @@ def _run_info(plan: Plan, init_from: InitFrom) -> RunInfo:
     )
 
 
-def _chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[str, list[int]]:
-    text = ChatTemplate.load(None, tokenizer, "data.tokenizer").prompt(messages, where)
+def _chat_prompt(
+    tokenizer: Any, plan: Plan, messages: Sequence[Mapping[str, Any]], where: str
+) -> tuple[str, list[int]]:
+    text = ChatTemplate.load(None, _with_templates(tokenizer, plan), "data.tokenizer").prompt(messages, where)
     return text, tokenizer.encode_like_transformers(text, add_special_tokens=False)
 
 
