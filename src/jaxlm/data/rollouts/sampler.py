@@ -1,0 +1,102 @@
+"""The interface of samplers: what continues prompts with the current weights."""
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import draccus
+
+from jaxlm.core.precision import Precision
+from jaxlm.core.sharding import Layout
+from jaxlm.data.base import Log
+
+
+@dataclass(frozen=True)
+class SamplerContext:
+    """What a sampler may need of the run.
+
+    Attributes:
+        layout: the mesh that the model is sharded over.
+        precision: how the model is cast for computation.
+        log: writes a line to the console of process 0.
+        export: writes the weights of the model that trains, without adapters, to a new folder in the format of transformers.
+            All processes call it.
+    """
+
+    layout: Layout
+    precision: Precision
+    log: Log
+    export: Callable[[Any, Path], None] = lambda model, folder: None
+
+
+@dataclass(frozen=True)
+class SamplingRequest:
+    """What is sampled.
+
+    Attributes:
+        step: the step that the samples are for, counted from 0. With the seed, it determines them.
+        seed: the run's.
+        rows: the number of each prompt's row in the whole rollout. A row's tokens depend on it, and not on the other rows.
+        turn: number of earlier requests that have sampled for the same rows, in a conversation with an environment.
+        max_new_tokens: the most tokens that are sampled for a prompt.
+        temperature: the logits are divided by it.
+        stop_ids: tokens that end a sample. They are part of it.
+    """
+
+    step: int
+    seed: int
+    rows: Sequence[int]
+    max_new_tokens: int
+    temperature: float
+    stop_ids: tuple[int, ...]
+    turn: int = 0
+
+
+class Sample(NamedTuple):
+    """What follows a prompt.
+
+    Attributes:
+        tokens: with the token that ended it, and nothing after it.
+        logps: log-likelihood of each token under the distribution that it was sampled from; 0 where the mask is.
+        mask: 1 where the policy has written the token, 0 where an environment has.
+        is_finished: whether a stop token ended it, and not the limit of tokens.
+    """
+
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+    mask: tuple[int, ...]
+    is_finished: bool
+
+
+class Sampler(abc.ABC):
+    """Continues prompts. All processes call it with the same arguments, and get the same samples."""
+
+    @abc.abstractmethod
+    def sample(self, model: Any, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[Sample]:
+        """One sample for each prompt. A prompt with several samples is given several times, one after another.
+
+        Args:
+            model: the one that trains, in the dtypes and with the sharding of its parameters.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Releases what it holds."""
+
+
+@dataclass(frozen=True)
+class SamplerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.data.rollouts"):
+    """What samples the responses."""
+
+    @classmethod
+    def default_choice_name(cls) -> str | None:
+        return "local"
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raises `ConfigError` if it cannot be opened, before anything is compiled."""
+
+    @abc.abstractmethod
+    def open(self, context: SamplerContext) -> Sampler: ...
