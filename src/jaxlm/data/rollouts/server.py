@@ -23,6 +23,7 @@ from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig, SamplerC
 from jaxlm.interop.json_server import JsonServer, ServerConfig
 
 _KEY = "data.sampler"
+_VLLM_RELOAD = "/collective_rpc"
 _LARGEST_SEED = 2**31 - 1
 _SAME_TOKENIZER = "Serve the model that trains, with its tokenizer"
 # Servers take what a request leaves out from the model's generation_config.json.
@@ -119,15 +120,11 @@ class ServerSampler(Sampler):
 
     def _load(self, folder: Path) -> None:
         """Has the server load the weights, and removes older ones."""
-        if self._config.protocol == "vllm":
-            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            self._server.post("/collective_rpc", reload)
-            answer = self._server.post("/reset_prefix_cache", {})  # what it has cached is of the old weights
-        else:
-            answer = self._server.post("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
-        if isinstance(answer, dict) and answer.get("success") is False:
+        answers = [self._post(path, body) for path, body in _reloads(self._config.protocol, str(folder))]
+        if failed := [one for one in answers if isinstance(one, dict) and one.get("success") is False]:
             raise ConfigError(
-                f"{_KEY}: the server did not load {folder}: {answer.get('message', answer)}. {_SAME_TOKENIZER}"
+                f"{_KEY}: the server did not load {folder}: {failed[0].get('message', failed[0])}. {_SAME_TOKENIZER}, and"
+                " check that its machine has this folder"
             )
         for old in self._folder.glob("step-*"):
             if old != folder:
@@ -159,11 +156,26 @@ class ServerSampler(Sampler):
             "return_token_ids": True,
             "skip_special_tokens": False,
         }
-        answer = self._server.post("/v1/completions", body)
+        answer = self._post("/v1/completions", body)
         try:
             return _sample(answer, body)
         except _AnswerError as error:
             raise ConfigError(f"{_KEY}: the server's answer cannot be used: {error}") from error
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+        try:
+            return self._server.post(path, body)
+        except ConfigError as error:
+            advice = "" if path != _VLLM_RELOAD else ". Start vLLM with VLLM_SERVER_DEV_MODE=1"
+            raise ConfigError(f"{_KEY}: {error}{advice}") from error
+
+
+def _reloads(protocol: str, folder: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """The requests that have a server load weights, and forget the keys and values of the old ones."""
+    if protocol == "sglang":
+        return [("/update_weights_from_disk", {"model_path": folder, "flush_cache": True})]
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+    return [(_VLLM_RELOAD, reload), ("/reset_prefix_cache", {})]
 
 
 class _AnswerError(Exception):
