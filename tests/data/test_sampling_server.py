@@ -132,11 +132,11 @@ def test_a_row_does_not_depend_on_the_other_rows(sampler):
 
 def test_weights_are_exported_before_the_first_request_and_then_at_intervals(server, sampler, tmp_path):
     exported = Exported()
-    (tmp_path / "weights" / "step-3").mkdir(parents=True)  # a process was killed while it exported
+    (tmp_path / "weights" / "weights-3").mkdir(parents=True)  # a process was killed while it exported
     policy = sampler(export=exported, updates_per_export=2)
     for step in (3, 4, 5, 1):
         policy.sample(f"weights of {step}", PROMPTS[:1], dataclasses.replace(REQUEST, step=step, rows=(0,)))
-    folders = [tmp_path / "weights" / f"step-{step}" for step in (3, 5, 1)]  # the run went back to step 1
+    folders = [tmp_path / "weights" / f"weights-{step}" for step in (3, 5, 1)]  # the run went back to step 1
     assert exported.folders == folders
     reload, reset = "/collective_rpc", "/reset_prefix_cache"
     paths = [path for path, _ in server.requests]
@@ -152,11 +152,11 @@ def test_sglang_loads_weights_in_its_own_way(server, sampler, tmp_path):
     server.answers["/update_weights_from_disk"] = lambda body: loaded
     policy = sampler(protocol="sglang", logprobs="processed")
     policy.sample("weights", PROMPTS, dataclasses.replace(REQUEST, temperature=0.7))
-    folder = str(tmp_path / "weights" / "step-3")
+    folder = str(tmp_path / "weights" / "weights-3")
     assert server.requests[0] == ("/update_weights_from_disk", {"model_path": folder, "flush_cache": True})
     assert bodies(server)[0]["temperature"] == 0.7
     loaded |= {"success": False, "message": "shapes differ"}
-    with pytest.raises(ConfigError, match=r"data\.sampler: the server did not load .*step-4: shapes differ"):
+    with pytest.raises(ConfigError, match=r"data\.sampler: the server did not load .*weights-4: shapes differ"):
         policy.sample("weights", PROMPTS, dataclasses.replace(REQUEST, step=4))
 
 

@@ -102,7 +102,7 @@ class ServerSampler(Sampler):
         """Gives the server the current weights, if those that it has are too old."""
         if self._exported is not None and 0 <= step - self._exported < self._config.updates_per_export:
             return
-        folder = self._folder / f"step-{step}"
+        folder = self._folder / f"weights-{step}"
         main_only(lambda: self._prepare(folder))
         self._context.export(model, folder)
         main_only(lambda: self._load(folder))
@@ -126,7 +126,7 @@ class ServerSampler(Sampler):
                 f"{_KEY}: the server did not load {folder}: {failed[0].get('message', failed[0])}. {_SAME_TOKENIZER}, and"
                 " check that its machine has this folder"
             )
-        for old in self._folder.glob("step-*"):
+        for old in self._folder.glob("weights-*"):
             if old != folder:
                 shutil.rmtree(old, ignore_errors=True)
 
