@@ -61,7 +61,7 @@ class RewardWorker:
                 env=os.environ | {"JAX_PLATFORMS": "cpu"},  # the accelerators are the run's
                 start_new_session=True,
             )
-        self._is_open = False
+        self._is_open = self._has_ended = False
         with contextlib.suppress(OSError):  # it has ended: `opened` says so
             self._connection.send_bytes(self._setup)
 
@@ -77,7 +77,7 @@ class RewardWorker:
 
     def send(self, rows: "ScoredRows") -> None:
         """Begins to score rows. `receive` must follow."""
-        if self._process.poll() is not None:
+        if self._has_ended or self._process.poll() is not None:
             self._end()
             self._start()
             self.opened()
@@ -89,7 +89,7 @@ class RewardWorker:
         at: int | None = None
         while True:
             where = _where(rows, at)
-            late = f"no result for {where} within {timeout_s:g} s. Make it faster, or raise the timeout of rewards"
+            late = f"no result for {where} within {timeout_s:g} s. Make it faster, or raise reward_timeout_s"
             kind, value = self._next(deadline, late, f"while it scored {where}")
             if kind == _SCORED:
                 return value
@@ -103,7 +103,7 @@ class RewardWorker:
         """Ends the process. It exits by itself when its connection closes, unless it is busy."""
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_EXIT_S if self._is_open else 0)
+            self._process.wait(_EXIT_S if self._is_open else 0.0)
         self._end()
 
     def _next(self, deadline: float, late: str, during: str) -> tuple[str, Any]:
@@ -125,6 +125,9 @@ class RewardWorker:
 
     def _end(self) -> int:
         """Ends the process and what it has started. Returns its exit code, negative for a signal."""
+        if self._has_ended:  # its number may be that of another process by now
+            return self._process.wait()
+        self._has_ended = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)  # its group outlives it, if it has started something
         self._connection.close()
@@ -150,12 +153,19 @@ class _Decode:
     """A function that reaches another process as bytes, which are only read if the reward calls it: tokenizers are large."""
 
     def __init__(self, function: Callable[[Sequence[int]], str]):
-        self._pickled = pickle.dumps(function)
+        self._pickled: bytes | None = None
+        self._function: Callable[[Sequence[int]], str] | None = None
+        with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
+            self._pickled = pickle.dumps(function)
 
     def __call__(self, ids: Sequence[int]) -> str:
-        if isinstance(self._pickled, bytes):
-            self._pickled = pickle.loads(self._pickled)
-        return self._pickled(ids)
+        if self._function is None:
+            if self._pickled is None:
+                raise ConfigError(
+                    "`decode` is a function that cannot be sent to another process. Decode with a tokenizer"
+                )
+            self._function = pickle.loads(self._pickled)
+        return self._function(ids)
 
 
 def serve(descriptor: int, run: int) -> None:
