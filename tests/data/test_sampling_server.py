@@ -198,7 +198,10 @@ def test_a_request_that_the_server_refuses_is_not_repeated(server, sampler):
     ("changes", "message"),
     [
         ({"token_ids": None}, "None tokens with"),
-        ({"token_ids": [4, 5, EOS]}, "3 tokens with .* log-probabilities given, 1 to 5 of both expected"),
+        (
+            {"token_ids": [4, 5, EOS], "logprobs": {"token_logprobs": [-1.0, -2.0]}},
+            "3 tokens with 2 log-probabilities given, 1 to 5 of both expected",
+        ),
         ({"token_ids": [], "logprobs": {"token_logprobs": []}}, "0 tokens with 0 log-probabilities"),
         ({"token_ids": ["a"], "logprobs": {"token_logprobs": [-1.0]}}, "other values than tokens"),
         ({"token_ids": [4], "logprobs": {"token_logprobs": [None]}}, "null or not finite"),

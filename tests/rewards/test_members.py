@@ -123,7 +123,9 @@ def test_a_reward_model_on_a_server(server):
     assert reward(**keys).columns == ("topic",)
 
     def vllm(body):
-        found = [{"index": n, "probs": [len(text) / 4], "num_classes": 1} for n, text in enumerate(body["input"])]
+        found = [
+            {"index": n, "probs": [len(text) / 4], "num_classes": 1} for n, text in enumerate(body.get("input", []))
+        ]
         return {"data": found[::-1]}
 
     server.answers["/classify"] = vllm
