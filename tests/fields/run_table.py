@@ -22,6 +22,7 @@ from tests.fields.proofs import (
 # How the mesh axis `model` shards a stored parameter, and how it shards arrays in the computation.
 PARAMETER_OVER_MODEL = r'%arg\d+: tensor<[^>]*> \{sdy.sharding = #sdy.sharding<@mesh, \[[^]]*"model"'
 COMPUTATION_OVER_MODEL = r'sdy.sharding_constraint [^\n]*"model"'
+COMPLETIONS = "tests/observe/test_completions.py::"
 INIT_FROM = "tests/run/test_init_from.py::"
 GOING_BACK = "tests/run/test_going_back.py::"
 HUGGING_FACE = "tests/end_to_end/test_hugging_face.py::"
@@ -124,6 +125,11 @@ TRAINER: dict[str, Entry] = {
     "trainer.model_averaging": Change({"type": "ema"}, Shapes({r"^slots\.ema\.weights\.tokens": (64, 32)})),
     "trainer.checkpointer": Section(),
     "trainer.tracker": ShownIn(FIELDS + "test_trackers.py::test_tracker_field"),
+    "trainer.completions": Section(),
+    "trainer.completions.max_per_step": ShownIn(COMPLETIONS + "test_what_is_kept_and_shown"),
+    "trainer.completions.max_megabytes": ShownIn(COMPLETIONS + "test_the_file_is_replaced_when_it_is_full"),
+    "trainer.completions.show_every": ShownIn(COMPLETIONS + "test_what_is_kept_and_shown"),
+    "trainer.completions.num_shown": ShownIn(COMPLETIONS + "test_what_is_kept_and_shown"),
     "trainer.watch": Change({"interval": 1}, Program(gains=watched("grad/norm/total"))),
     "trainer.profiler": ShownIn(FIELDS + "test_processes.py::test_profiler_fields"),
     "trainer.distributed": ShownIn(FIELDS + "test_processes.py::test_distributed_fields"),

@@ -17,7 +17,7 @@ from jaxlm.evals import harness
 from jaxlm.evals.base import EvalConfig, EvalContext
 from jaxlm.models.base import vocab_axis
 from jaxlm.objectives.next_token import score_batch
-from jaxlm.observe.hooks import EvalHook, ScheduledEval
+from jaxlm.observe.hooks import EvalHook, Generated, ScheduledEval
 from jaxlm.run.resources import Run
 from tests.data.helpers import cache_of
 from tests.fields.proofs import Outcome, outcome_of
@@ -26,6 +26,11 @@ from tests.fields.trees import merged, tree
 SAMPLES = ["prompts", "max_new_tokens", "temperature", "top_k", "top_p", "seed"]
 HARNESS = ["tasks", "task_folder", "num_fewshot", "limit", "batch_size"]
 CORE = ["bundle", "tasks", "max_per_task", "batch_size"]  # tests/evals/test_core.py
+
+ROLLOUTS = [  # tests/evals/test_rollouts.py
+    *("prompts_file", "rewards", "prompt_key", "messages_key", "max_prompts", "num_samples", "max_new_tokens"),
+    *("stop_tokens", "temperature", "top_k", "top_p", "seed", "batch_size", "reward_timeout_s", "name"),
+]
 
 
 def test_every_field_of_an_eval_is_listed():
@@ -39,6 +44,7 @@ def test_every_field_of_an_eval_is_listed():
         "entropy": [],
         "core": CORE,
         "objective": [],
+        "rollouts": ROLLOUTS,
     }
     assert fields == {kind: ["every", *names] for kind, names in own.items()}
 
@@ -82,7 +88,7 @@ def test_every(eval_hook):
 
     evals = [ScheduledEval(evaluation("loss"), 1), ScheduledEval(evaluation("core"), 2)]
     console: Any = SimpleNamespace(log=lambda line: None)
-    both, rare = EvalHook(evals, 10, phase, (), console, []), EvalHook(evals[1:], 10, phase, (), console, [])
+    both, rare = (EvalHook(own, 10, phase, (), console, Generated()) for own in (evals, evals[1:]))
     assert [step for step in range(1, 46) if rare.due(step)] == [20, 40, 45]
     for now in (step for step in range(1, 46) if both.due(step)):
         both.run(now, state)

@@ -18,6 +18,7 @@ from jaxlm.models.decoder import DecoderConfig
 from jaxlm.models.families.nano.lookup import LookupConfig
 from jaxlm.models.rope import RotaryConfig
 from jaxlm.objectives.base import ObjectiveConfig
+from jaxlm.observe.completions import CompletionsConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.presets.base import PresetConfig
 from jaxlm.refs.base import RefConfig
@@ -170,6 +171,7 @@ def all_fields() -> list[tuple[str, str]]:
     found += _fields("precision", "trainer.mp.rules.0", PrecisionRuleConfig)
     found += _fields("llama", "trainer.mesh", MeshConfig)
     found += _fields("until", "trainer.until", UntilConfig)
+    found += _fields("llama", "trainer.completions", CompletionsConfig)
     found += _fields("watch", "trainer.watch", WatchConfig)
     found += _fields("stages", "trainer.train_batch_size.1", BatchSize)
     found += _fields("llama", "optimizer", OptimizerConfig.get_known_choices()["adam"])

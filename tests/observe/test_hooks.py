@@ -9,7 +9,7 @@ from jaxlm.core.types import Sample, StepInfo
 from jaxlm.engine.metrics import CrashListener, NonFiniteError
 from jaxlm.evals.base import Eval
 from jaxlm.observe.console import Console
-from jaxlm.observe.hooks import EvalHook, ProgressListener, ScheduledEval
+from jaxlm.observe.hooks import EvalHook, Generated, ProgressListener, ScheduledEval
 from tests.engine.helpers import phase
 
 
@@ -82,11 +82,11 @@ def test_only_skipped_steps_look_up_their_records():
 
 
 def test_samples_of_the_weights_and_of_each_average_go_to_the_trackers():
-    generated: list[tuple[str, str]] = []
+    generated = Generated()
 
     class Writes(Eval):
         def run(self, model):
-            generated.append(("Once", f" of {model}"))
+            generated.add_sample("Once", f" of {model}")
             return {}
 
     class Keeps:

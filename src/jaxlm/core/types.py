@@ -237,6 +237,30 @@ class Histogram:
 
 
 @dataclass(frozen=True)
+class Completion:
+    """What the policy wrote to a prompt, and its rewards.
+
+    Attributes:
+        name: `train` for a rollout, `eval` for an evaluation, or `eval/<name>` for one of an average of the weights.
+        place: where the prompt's record is.
+        text: the completion.
+        rewards: by name; None where a reward does not apply.
+        reward: their weighted sum.
+        advantage: None if nothing is trained on it.
+        is_finished: whether the policy ended it, and not the limit of tokens.
+    """
+
+    name: str
+    place: str
+    prompt: str
+    text: str
+    rewards: Mapping[str, float | None]
+    reward: float
+    advantage: float | None
+    is_finished: bool
+
+
+@dataclass(frozen=True)
 class Sample:
     """Text that an evaluation has generated.
 

@@ -1,7 +1,7 @@
 """The evaluation interface: an evaluation takes a model and returns metrics."""
 
 import abc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,11 +13,16 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import DummyPrefix, Sum, TokenScores
 from jaxlm.models.base import LanguageModel
+from jaxlm.rewards.base import ScoredRows
 
 Score = Callable[[LanguageModel, Any], TokenScores]
 """Scores the targets of a validation batch. Traceable."""
 Measure = Callable[[LanguageModel, Any], tuple[Mapping[str, Sum], Mapping[str, Sum]]]
 """The loss terms and metrics of an objective on a validation batch. The model is in the dtypes of the computation."""
+ChatPrompt = Callable[[Sequence[Mapping[str, Any]], str], tuple[str, list[int]]]
+"""Gets messages, and where they are, for error messages. Returns the text of the prompt and its tokens."""
+LogCompletions = Callable[[ScoredRows, Mapping[str, np.ndarray]], None]
+"""Gets completions and what `Rewards.score` returned for them."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,8 @@ class EvalContext:
         score: scores the targets of a validation batch.
         dummy_prefix: the space that the tokenizer puts in front of every text; None if it puts none.
         log_sample: keeps a prompt and the text that the model continues it with, for the trackers.
+        log_completions: keeps completions and their rewards, for `completions.jsonl`, the console and the trackers.
+        chat_prompt: renders a conversation that the assistant answers next.
         enforce_bos: whether the training data begins every document with BOS.
         progress: called while an evaluation makes progress, so that a long one is not taken for one that hangs.
         measure: measures the phase's objective, with its references and its state; None if nothing is trained.
@@ -65,6 +72,8 @@ class EvalContext:
     score: Score
     dummy_prefix: DummyPrefix | None = None
     log_sample: Callable[[str, str], None] = lambda prompt, text: None
+    log_completions: LogCompletions = lambda rows, scores: None
+    chat_prompt: ChatPrompt = lambda messages, where: ("", [])
     enforce_bos: bool = True
     progress: Callable[[], None] = lambda: None
     measure: Measure | None = None

@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxlm.core.guards import OBJECTIVE, SKIPPED, StepGuard, skip_reason
 from jaxlm.core.types import Sample, StepInfo
 from jaxlm.engine.activity import Activity
@@ -12,9 +14,11 @@ from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.evals.base import Eval
 from jaxlm.models.base import LanguageModel
+from jaxlm.observe.completions import CompletionLog
 from jaxlm.observe.console import Console, duration
 from jaxlm.observe.records import METRICS
 from jaxlm.observe.trackers import Tracker
+from jaxlm.rewards.base import ScoredRows
 
 _RECENT_STEPS = 50  # steps over which the progress line averages speed
 _MAX_SHOWN = 24  # metrics of an evaluation on the console
@@ -122,6 +126,25 @@ def _of_rollout(metrics: Mapping[str, float]) -> list[str]:
         return []
     length, clipped = metrics["train/completions/mean_length"], metrics[_CLIPPED]
     return [f"reward {metrics['train/reward']:.3f}", f"length {length:.0f} ({clipped:.0%} cut off)"]
+class Generated:
+    """What the model has written for the evaluations: prompts and texts, and completions with their rewards."""
+
+    def __init__(self):
+        self.samples: list[tuple[str, str]] = []
+        self.completions: list[tuple[ScoredRows, Mapping[str, np.ndarray]]] = []
+
+    def add_sample(self, prompt: str, text: str) -> None:
+        """As `EvalContext.log_sample`."""
+        self.samples.append((prompt, text))
+
+    def add_completions(self, rows: ScoredRows, scores: Mapping[str, np.ndarray]) -> None:
+        """As `EvalContext.log_completions`."""
+        self.completions.append((rows, scores))
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.samples.clear()
+        self.completions.clear()
 
 
 class ScheduledEval(NamedTuple):
@@ -143,14 +166,16 @@ class EvalHook:
         phase: Phase,
         trackers: Sequence[Tracker],
         console: Console,
-        generated: list[tuple[str, str]],
+        generated: Generated,
         of_run: Callable[[int, Mapping[str, float]], dict[str, float]] = lambda step, metrics: {},
         before: Callable[[RunState], None] = lambda state: None,
+        completions: CompletionLog | None = None,
     ):
         """Args:
-        generated: where the evaluations put prompts and texts (`EvalContext.log_sample`).
+        generated: where the evaluations put what the model has written.
         of_run: returns metrics of the whole run, given a step and the metrics of its evaluations.
         before: called with the state that is evaluated next.
+        completions: logs completions with their rewards; None logs none.
         """
         self._evals = evals
         self._generated = generated
@@ -160,6 +185,7 @@ class EvalHook:
         self._console = console
         self._of_run = of_run
         self._before = before
+        self._completions = completions
         self.latest: dict[str, float] = {}
 
     def due(self, step: int) -> bool:
@@ -175,7 +201,7 @@ class EvalHook:
 
     def run(self, step: int, state: RunState) -> None:
         self._before(state)
-        metrics, samples = self._measure(self._due(step), state)
+        metrics, samples = self._measure(step, state)
         self.latest = metrics | self._of_run(step, metrics)
         if samples:
             for tracker in self._trackers:
@@ -187,14 +213,16 @@ class EvalHook:
             more = [f"and {len(shown) - _MAX_SHOWN} more in {METRICS}"] if len(shown) > _MAX_SHOWN else []
             self._console.log(f"step {step}: {'  '.join([*shown[:_MAX_SHOWN], *more])}")
 
-    def _measure(self, evals: Sequence[Eval], state: RunState) -> tuple[dict[str, float], list[Sample]]:
-        """Runs evaluations on the weights and on their averages."""
+    def _measure(self, step: int, state: RunState) -> tuple[dict[str, float], list[Sample]]:
+        """Runs the evaluations that are due, on the weights and on their averages."""
         metrics: dict[str, float] = {}
         samples: list[Sample] = []
         for prefix, model in {"eval": state.model, **self._averages(state)}.items():
             self._generated.clear()
-            metrics |= _evaluate(evals, prefix, model)
-            samples += [Sample(prefix, prompt, text) for prompt, text in self._generated]
+            metrics |= _evaluate(self._due(step), prefix, model)
+            samples += [Sample(prefix, prompt, text) for prompt, text in self._generated.samples]
+            for rows, scores in self._generated.completions if self._completions else ():
+                self._completions.log(step, rows, scores, name=prefix)
         return metrics, samples
 
     def _averages(self, state: RunState) -> dict[str, LanguageModel]:

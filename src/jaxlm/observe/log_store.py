@@ -1,13 +1,17 @@
 """Copies a run's log folder to a URL: logs are appended to, and object stores cannot append to a file."""
 
 import contextlib
+import json
 import posixpath
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jaxlm.core.atomic_io import atomic_file
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import check_writable, open_store, put_file, storage_errors
 from jaxlm.engine.checkpoint.lock import locked_file
+from jaxlm.observe.records import CONFIG, ENVIRONMENT
+from jaxlm.observe.trackers import environment
 
 _KEY = "trainer.log_dir"
 
@@ -101,3 +105,17 @@ class LogStore:
             if self._uploaded.get(path) != version:
                 put_file(fs, path, f"{root}/{path.relative_to(self._folder).as_posix()}")
                 self._uploaded[path] = version
+
+
+def describe_start(folder: Path, config: str) -> None:
+    """Writes the configuration and the environment to the log folder. Raises `ConfigError` if it cannot."""
+    texts = {CONFIG: config, ENVIRONMENT: json.dumps(environment.described(), indent=1)}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            with atomic_file(folder / name) as unfinished:
+                unfinished.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.log_dir: {folder} cannot be written ({error.strerror}). Free up disk space, or set another folder"
+        ) from error

@@ -9,6 +9,8 @@ from typing import Any
 METRICS = "metrics.jsonl"
 HISTOGRAMS = "histograms.jsonl"
 SAMPLES = "samples.jsonl"
+COMPLETIONS = "completions.jsonl"
+EARLIER_COMPLETIONS = "completions.1.jsonl"
 LEDGER = "goodput.jsonl"
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"

@@ -1,7 +1,9 @@
-"""The reward interface: a reward gives each completion a number."""
+"""The reward interface: a reward gives each completion a number. Every reward of a run works in a process of its own."""
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+import re
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 
 from jaxlm.config.decode import choice_name
 from jaxlm.core.errors import ConfigError
+from jaxlm.rewards.worker import RewardWorker
 
 TOTAL = "reward"
 """Name of the weighted sum of all rewards."""
@@ -22,7 +25,7 @@ class ScoredRows:
     Attributes:
         completions: the text of each completion, without special tokens.
         completion_ids: its tokens, with the end-of-sequence token if the policy wrote it.
-        is_finished: whether it ends with an end-of-sequence token.
+        is_finished: whether it ends with an end-of-sequence token; False if it was cut off.
         columns: the other values of each prompt's record, by key.
         places: where each prompt's record is, for messages.
     """
@@ -33,6 +36,21 @@ class ScoredRows:
     is_finished: Sequence[bool]
     columns: Mapping[str, Sequence[Any]]
     places: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def row(self, number: int) -> "ScoredRows":
+        """One completion."""
+        part = slice(number, number + 1)
+        return ScoredRows(
+            self.prompts[part],
+            self.completions[part],
+            self.completion_ids[part],
+            self.is_finished[part],
+            {name: values[part] for name, values in self.columns.items()},
+            self.places[part],
+        )
 
 
 @dataclass(frozen=True)
@@ -53,6 +71,15 @@ class RewardContext:
 class Reward(abc.ABC):
     """An open reward."""
 
+    scores_alone: bool = True
+    """Whether a completion's score does not depend on the others. Then `score` gets them one at a time, and an error names
+    the record."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Keys that every prompt's record must have."""
+        return ()
+
     @abc.abstractmethod
     def score(self, rows: ScoredRows) -> list[float | None]:
         """One number per completion. None: this reward does not apply to it."""
@@ -64,45 +91,119 @@ class RewardConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
 
     Attributes:
         name: its name in metrics and messages; null takes the type's name.
-        weight: its factor in the total reward.
+        weight: its factor in the total reward. 0 only logs it.
     """
 
     name: str | None = field(default=None, kw_only=True)
     weight: float = field(default=1.0, kw_only=True)
 
+    @property
+    def default_name(self) -> str:
+        return choice_name(type(self)).rpartition(":")[2]
+
     def check(self) -> None:
-        """Raises `ConfigError` if a key cannot work. Called before anything is compiled."""
+        """Raises `ConfigError` if a key cannot work. Called before anything is compiled, and without a device."""
         return
 
     @abc.abstractmethod
     def open(self, context: RewardContext) -> Reward:
-        """Opens the reward."""
+        """Opens the reward. Runs in the reward's own process, which has no accelerator."""
+
+
+def compiled_pattern(pattern: str, key: str) -> re.Pattern[str]:
+    """A regular expression. Raises `ConfigError` if it is invalid. Args: key: for messages."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{key}: '{pattern}' is not a valid regular expression: {error}") from error
 
 
 def reward_names(configs: Sequence[RewardConfig]) -> list[str]:
     """The name of each reward. Raises `ConfigError` if two are equal or one is reserved."""
-    names = [config.name or choice_name(type(config)) for config in configs]
-    if TOTAL in names or len(set(names)) < len(names):
-        raise ConfigError(f"rewards: the names {', '.join(names)} given, different ones expected. Set `name`")
+    names = [config.name or config.default_name for config in configs]
+    for name in names:
+        if name == TOTAL:
+            raise ConfigError(
+                f"rewards: the name '{TOTAL}' given, which is that of the weighted sum. Set another `name`"
+            )
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"rewards: {names.count(name)} rewards have the name '{name}'. Set `name` in each of them"
+            )
     return names
 
 
 class Rewards:
-    """All rewards of a run."""
+    """All rewards of a run. Each works in its own process, so all run at the same time, and one that hangs can be ended.
+
+    A reward that raises, hangs, or returns something else than one finite number or None per completion raises
+    `ConfigError`. After that, `score` can be called again: a process that was ended is started anew.
+    """
 
     def __init__(self, configs: Sequence[RewardConfig], context: RewardContext, *, timeout_s: float):
         """Args: timeout_s: how long one call of `score` may take."""
-        del timeout_s
-        names = reward_names(configs)
-        self._rewards = {
-            name: (config.weight, config.open(context)) for name, config in zip(names, configs, strict=True)
+        if not configs:
+            raise ConfigError(
+                "rewards: [] given, at least one reward expected, such as {type: exact_match, column: answer}"
+            )
+        self._timeout_s = timeout_s
+        self._weights = {name: config.weight for name, config in zip(reward_names(configs), configs, strict=True)}
+        for config in configs:
+            config.check()
+        self._workers = {
+            name: RewardWorker(name, config, context) for name, config in zip(self._weights, configs, strict=True)
         }
+        try:
+            self._columns = {name: worker.opened() for name, worker in self._workers.items()}
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._weights)
+
+    def check_columns(self, existing: Collection[str]) -> None:
+        """Raises `ConfigError` if a reward reads a column that the records do not have."""
+        for name, columns in self._columns.items():
+            if missing := [column for column in columns if column not in existing]:
+                has = ", ".join(sorted(existing)) or "none besides the prompt"
+                raise ConfigError(
+                    f"reward '{name}' reads the column '{missing[0]}', which the records do not have. Their columns: {has}."
+                    " Change the reward's keys, or add the column to the records"
+                )
 
     def score(self, rows: ScoredRows) -> dict[str, np.ndarray]:
         """The rewards by name, float64 [rows], NaN where one does not apply; and `reward`, the weighted sum of the others."""
-        scores = {name: np.array(reward.score(rows), np.float64) for name, (_, reward) in self._rewards.items()}
-        total = sum(weight * np.nan_to_num(scores[name]) for name, (weight, _) in self._rewards.items())
+        assert len(rows), "there is a completion to score"
+        self.check_columns(rows.columns)
+        failures: list[ConfigError] = []
+        busy: list[str] = []
+        for name, worker in self._workers.items():
+            try:
+                worker.send(rows)
+                busy.append(name)
+            except ConfigError as error:
+                failures.append(error)
+        deadline = time.monotonic() + self._timeout_s
+        scores = {}
+        for name in busy:  # every answer is taken, so none is left for the next call
+            try:
+                scores[name] = np.array(self._workers[name].receive(rows, deadline, self._timeout_s), np.float64)
+            except ConfigError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        total = sum(self._weights[name] * np.nan_to_num(values) for name, values in scores.items())
         return {**scores, TOTAL: np.asarray(total, np.float64)}
 
     def close(self) -> None:
-        """Releases what the rewards hold."""
+        """Ends the processes."""
+        for worker in self._workers.values():
+            worker.close()
+
+    def __enter__(self) -> "Rewards":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()

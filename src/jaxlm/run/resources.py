@@ -14,15 +14,13 @@ import jax
 from jaxlm.config.decode import choice_name, dump, encode
 from jaxlm.config.load import as_run_config
 from jaxlm.core import tree
-from jaxlm.core.atomic_io import atomic_file
-from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.publish import location_of
 from jaxlm.core.runtime import is_main_process, main_first, main_only
 from jaxlm.core.stores import check_writable, is_url
 from jaxlm.data.base import Batches
 from jaxlm.data.data import Data, ValidationData
-from jaxlm.data.tokenizer.chat_template import with_templates
+from jaxlm.data.tokenizer.chat_template import ChatTemplate, with_templates
 from jaxlm.engine.activity import Activity, ActivityClock
 from jaxlm.engine.checkpoint.health import SaveHealth
 from jaxlm.engine.checkpoint.lock import StillHeld
@@ -44,13 +42,14 @@ from jaxlm.interop.hf.hub import check_upload
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.observe import records
+from jaxlm.observe.completions import CompletionLog
 from jaxlm.observe.console import Console
-from jaxlm.observe.hooks import EvalHook, ProgressListener, ScheduledEval, TrackerListener
+from jaxlm.observe.hooks import EvalHook, Generated, ProgressListener, ScheduledEval, TrackerListener
 from jaxlm.observe.ledger import Ledger
-from jaxlm.observe.log_store import LogStore
+from jaxlm.observe.log_store import LogStore, describe_start
 from jaxlm.observe.loop_state import LoopState
 from jaxlm.observe.profiler import ProfileHook
-from jaxlm.observe.trackers import JsonlTracker, RunInfo, Tracker, TrackerConfig, environment
+from jaxlm.observe.trackers import JsonlTracker, RunInfo, Tracker, TrackerConfig
 from jaxlm.observe.trackers.background import BackgroundTracker
 from jaxlm.run.compilation.options import step_options
 from jaxlm.run.compilation.step import StepPrograms
@@ -119,7 +118,7 @@ class Run:
 
             return ValidationSet(data_set.source.name, tuple(data_set.source.config.tags), batches)
 
-        generated: list[tuple[str, str]] = []
+        generated = Generated()
         meter = ObjectiveMeter(phase.objective, refs or {})
         context = EvalContext(
             layout=plan.layout,
@@ -131,7 +130,9 @@ class Run:
             seq_len=plan.config.model.seq_len,
             score=score_batch,
             dummy_prefix=self.tokenizer.dummy_prefix(),
-            log_sample=lambda prompt, text: generated.append((prompt, text)),
+            log_sample=generated.add_sample,
+            log_completions=generated.add_completions,
+            chat_prompt=functools.partial(_chat_prompt, self.tokenizer, plan),
             enforce_bos=plan.data[phase.index].enforce_bos,
             progress=self.clock.progress,
             measure=meter,
@@ -139,7 +140,8 @@ class Run:
         evals = [ScheduledEval(config.open(context), config.every) for config in plan.config.evals]
         outputs = (self.trackers, self.console, generated)
         of_run = lambda step, metrics: self.loop_state.evaluated(step, metrics)  # noqa: E731
-        return EvalHook(evals, trainer.steps_per_eval, phase, *outputs, of_run, meter.attach)
+        completions = CompletionLog(trainer.completions, self.trackers, self.console)
+        return EvalHook(evals, trainer.steps_per_eval, phase, *outputs, of_run, meter.attach, completions)
 
     def profile_hooks(self, phase: Phase, first_step: int, program: Callable[[int], str]) -> list[ProfileHook]:
         """The profiler hook, if configured. Args: program: returns the HLO text of the program that runs a given step."""
@@ -285,7 +287,7 @@ def open_run(
             main_only(lambda: check_writable(exports, "hf_save_path"))
         if plan.config.hf_upload:
             main_only(lambda: check_upload("hf_upload"))
-        main_only(lambda: _describe_start(plan.log_folder, config_text))
+        main_only(lambda: describe_start(plan.log_folder, config_text))
         trackers = _open_trackers(plan, console, init_from) if is_main_process() else ()
         for tracker in trackers:
             closing.callback(tracker.close)
@@ -324,20 +326,6 @@ def _finished(writer: CheckpointWriter, clock: ActivityClock) -> Iterator[None]:
         writer.close()
 
 
-def _describe_start(folder: Path, config: str) -> None:
-    """Writes the configuration and the environment to the log folder. Raises `ConfigError` if it cannot."""
-    texts = {records.CONFIG: config, records.ENVIRONMENT: json.dumps(environment.described(), indent=1)}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            with atomic_file(folder / name) as unfinished:
-                unfinished.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"trainer.log_dir: {folder} cannot be written ({error.strerror}). Free up disk space, or set another folder"
-        ) from error
-
-
 def totals_at(metrics: Path, step: int) -> Totals:
     """A run's totals after `step`, from its metrics file; zeros if the file has no such record."""
     for record in reversed(records.read_metrics(metrics) if step else []):
@@ -349,17 +337,17 @@ def totals_at(metrics: Path, step: int) -> Totals:
 
 def _open_trackers(plan: Plan, console: Console, init_from: InitFrom) -> tuple[Tracker, ...]:
     """The `metrics.jsonl` tracker, and the configured trackers, each in a background thread."""
-    path, attempt = plan.log_folder / records.METRICS, init_from.history.attempt
-    jsonl = JsonlTracker(path, resume_step=init_from.resume_step or 0, attempt=attempt, warn=console.log)
-    configs = plan.config.trainer.trackers
-    if not configs:
+    path, trainer = plan.log_folder / records.METRICS, plan.config.trainer
+    begin = {"resume_step": init_from.resume_step or 0, "attempt": init_from.history.attempt}
+    jsonl = JsonlTracker(path, **begin, warn=console.log, max_completions_bytes=trainer.completions.max_bytes)
+    if not trainer.trackers:
         return (jsonl,)
     run_info = _run_info(plan, init_from)
 
     def in_background(config: TrackerConfig) -> Tracker:
         return BackgroundTracker(choice_name(type(config)), lambda: config.open(run_info), console.log)
 
-    return (jsonl, *map(in_background, configs))
+    return (jsonl, *map(in_background, trainer.trackers))
 
 
 def _run_info(plan: Plan, init_from: InitFrom) -> RunInfo:
@@ -383,6 +371,13 @@ def _run_info(plan: Plan, init_from: InitFrom) -> RunInfo:
         summary=summary,
         abandoned_steps=init_from.history.abandoned_steps,
     )
+
+
+def _chat_prompt(
+    tokenizer: Any, plan: Plan, messages: Sequence[Mapping[str, Any]], where: str
+) -> tuple[str, list[int]]:
+    text = ChatTemplate.load(None, _with_templates(tokenizer, plan), "data.tokenizer").prompt(messages, where)
+    return text, tokenizer.encode_like_transformers(text, add_special_tokens=False)
 
 
 def _with_templates(tokenizer: Any, plan: Plan) -> Any:

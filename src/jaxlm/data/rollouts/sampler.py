@@ -1,8 +1,9 @@
 """The interface of samplers: what continues prompts with the current weights."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import draccus
@@ -20,11 +21,14 @@ class SamplerContext:
         layout: the mesh that the model is sharded over.
         precision: how the model is cast for computation.
         log: writes a line to the console of process 0.
+        export: writes the weights of the model that trains, without adapters, to a new folder in the format of transformers.
+            All processes call it.
     """
 
     layout: Layout
     precision: Precision
     log: Log
+    export: Callable[[Any, Path], None] = lambda model, folder: None
 
 
 @dataclass(frozen=True)

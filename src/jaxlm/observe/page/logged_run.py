@@ -13,6 +13,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import is_url, open_store, storage_errors
 from jaxlm.observe.ledger import account, parse_lines
 from jaxlm.observe.records import (
+    COMPLETIONS,
     CONFIG,
     ENVIRONMENT,
     LEDGER,
@@ -44,6 +45,7 @@ class LoggedRun:
         name: the run's id, or the path as it was given if two runs have one id.
         series: metric -> values by step, without what the run went back over.
         samples: records with `step`, `name`, `prompt` and `text`.
+        completions: records with `step`, `name`, `prompt`, `completion`, `rewards`, `reward` and `advantage`.
         config: the resolved configuration as YAML.
         log: the console output.
         environment: name -> value.
@@ -54,6 +56,7 @@ class LoggedRun:
     name: str
     series: Mapping[str, Series]
     samples: Sequence[Mapping[str, Any]] = ()
+    completions: Sequence[Mapping[str, Any]] = ()
     config: str = ""
     log: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -132,9 +135,11 @@ def _read(name: str, given: str, read: Callable[[str], bytes]) -> LoggedRun:
         raise ConfigError(_no_run(given)) from None
     ends = attempt_ends(records)
     samples, num_damaged_samples = _samples(optional(SAMPLES))
+    completions, num_damaged_completions = _completions(optional(COMPLETIONS))
     unread = [
         *_left_out(METRICS, len(records), num_damaged),
         *_left_out(SAMPLES, len(samples), num_damaged_samples),
+        *_left_out(COMPLETIONS, len(completions), num_damaged_completions),
     ]
     goodput = None
     try:
@@ -147,6 +152,7 @@ def _read(name: str, given: str, read: Callable[[str], bytes]) -> LoggedRun:
         name,
         _series(surviving(records, ends)),
         surviving(samples, ends),
+        surviving(completions, ends),
         optional(CONFIG).decode(errors="replace"),
         optional(TRAIN_LOG).decode(errors="replace"),
         _texts(optional(ENVIRONMENT)),
@@ -160,6 +166,27 @@ def _samples(content: bytes) -> tuple[list[dict[str, Any]], int]:
     records, num_others = parse_jsonl(content)
     samples = [one for one in records if all(isinstance(one.get(key), str) for key in ("name", "prompt", "text"))]
     return samples, num_others + len(records) - len(samples)
+
+
+def _completions(content: bytes) -> tuple[list[dict[str, Any]], int]:
+    """The completions of a file, and the number of its other lines."""
+    records, num_others = parse_jsonl(content)
+
+    def is_valid(one: Mapping[str, Any]) -> bool:
+        numbers = (one.get("reward"), one.get("advantage"), *rewards.values()) if (rewards := _rewards(one)) else ()
+        texts = [one.get(key) for key in ("name", "prompt", "completion")]
+        return bool(numbers) and all(isinstance(text, str) for text in texts) and all(map(_is_number_or_null, numbers))
+
+    valid = [one for one in records if is_valid(one)]
+    return valid, num_others + len(records) - len(valid)
+
+
+def _rewards(record: Mapping[str, Any]) -> dict[str, Any]:
+    return rewards if isinstance(rewards := record.get("rewards"), dict) else {}
+
+
+def _is_number_or_null(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and abs(value) < _LARGEST)
 
 
 def _left_out(file: str, num_read: int, num_damaged: int) -> list[str]:

@@ -10,6 +10,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.observe.page.charts import charts
 from jaxlm.observe.page.logged_run import LoggedRun
 from jaxlm.observe.page.sections import (
+    completions,
     config_values,
     core_table,
     differences,
@@ -90,6 +91,7 @@ def _content(runs: Sequence[LoggedRun], price_per_hour: float | None) -> Mapping
         "skipped": skipped(runs),
         "samples": shown_samples,
         "num_prompts_left_out": num_prompts_left_out,
+        "completions": completions(runs),
         "config_differences": differences(configs, runs) if several else None,
         "environment_differences": differences(environments, runs) if several else None,
     }

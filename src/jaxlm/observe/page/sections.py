@@ -1,4 +1,4 @@
-"""The tables and texts of a page: report card, CORE, where runs differ, skipped steps and samples."""
+"""The tables and texts of a page: report card, CORE, where runs differ, skipped steps, samples and completions."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +37,8 @@ _MAX_KEYS = 5000
 _MAX_SKIPPED = 100  # shown of each run
 _MAX_PROMPTS = 12  # shown of each run
 _MAX_STEPS = 30  # samples shown of each prompt
+_MAX_COMPLETION_STEPS = 12  # with completions shown of each run
+_MAX_COMPLETIONS = 4  # shown of each step
 _MAX_CHARACTERS = 4000  # of a text
 _MAX_RESUMED = 8
 _PLAN = ("devices", "model", "batch", "precision", "starts from")
@@ -72,6 +74,23 @@ class Samples(NamedTuple):
     weights: str
     prompt: str
     texts: Sequence[tuple[int, str]]
+    left_out: int
+
+
+class Completions(NamedTuple):
+    """Completions of a run with their rewards, newest first.
+
+    Attributes:
+        name: `train`, or the name of the evaluation that asked for them.
+        head: the columns after the texts: the rewards, and the advantage.
+        rows: (step, prompt, completion, values of the columns).
+        left_out: how many are not in `rows`.
+    """
+
+    run: str
+    name: str
+    head: Sequence[str]
+    rows: Sequence[tuple[int, str, str, Sequence[str]]]
     left_out: int
 
 
@@ -218,6 +237,35 @@ def samples(runs: Sequence[LoggedRun]) -> tuple[list[Samples], int]:
             entries = [(step, _shortened(texts[step])) for step in kept]
             groups.append(Samples(run, weights, _shortened(prompt), entries, len(steps) - len(kept)))
     return groups, len(found) - len(groups)
+
+
+def completions(runs: Sequence[LoggedRun]) -> list[Completions]:
+    """The first completions of some steps of each run, from its first to its last."""
+    found: dict[tuple[str, str], dict[int, list[Mapping[str, Any]]]] = {}
+    for run in runs:
+        for one in run.completions:
+            found.setdefault((run.name, one["name"]), {}).setdefault(one["step"], []).append(one)
+    groups = []
+    for (run_name, name), by_step in found.items():
+        steps = sorted(by_step, reverse=True)
+        kept = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, _MAX_COMPLETION_STEPS).round().astype(int))]
+        shown = [one for step in kept for one in by_step[step][:_MAX_COMPLETIONS]]
+        rewards = list(dict.fromkeys(name for one in shown for name in one["rewards"]))
+        rows = [
+            (one["step"], _shortened(one["prompt"]), _shortened(one["completion"]), _values(one, rewards))
+            for one in shown
+        ]
+        left_out = sum(map(len, by_step.values())) - len(rows)
+        groups.append(Completions(run_name, name, ["reward", *rewards, "advantage"], rows, left_out))
+    return groups
+
+
+def _values(completion: Mapping[str, Any], rewards: Sequence[str]) -> list[str]:
+    of_rewards = [completion["rewards"].get(name) for name in rewards]
+    return [
+        ABSENT if value is None else f"{value:.3f}"
+        for value in (completion["reward"], *of_rewards, completion["advantage"])
+    ]
 
 
 def _shortened(text: str) -> str:

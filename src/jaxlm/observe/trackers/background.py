@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxlm.core.types import Histogram, Sample
+from jaxlm.core.types import Completion, Histogram, Sample
 from jaxlm.observe.trackers.base import Tracker
 
 _Job = Callable[[Tracker], None]
@@ -66,6 +66,9 @@ class BackgroundTracker:
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         self._queue(lambda tracker: tracker.log_samples(step, samples))
+
+    def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
+        self._queue(lambda tracker: tracker.log_completions(step, completions))
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         self._queue(lambda tracker: tracker.begin_attempt(attempt, step, abandoned_steps))

@@ -9,7 +9,7 @@ import draccus
 
 from jaxlm.config.decode import choice_name
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.types import Histogram, Sample
+from jaxlm.core.types import Completion, Histogram, Sample
 
 
 class Tracker(Protocol):
@@ -23,6 +23,10 @@ class Tracker(Protocol):
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Logs generated text. Called only if an evaluation generates some (`evals: [{type: samples}]`)."""
+
+    def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
+        """Logs completions with their rewards, for `completions.jsonl` all of a step that `trainer.completions` keeps, for
+        other trackers the few that the console shows. Called only if the policy's completions are rewarded."""
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         """The run went back to `step`: the records of later steps are superseded by those that follow.

@@ -1,4 +1,4 @@
-"""The tracker that writes `metrics.jsonl`, `histograms.jsonl` and `samples.jsonl`. It is always on."""
+"""The tracker that writes `metrics.jsonl`, `histograms.jsonl`, `samples.jsonl` and `completions.jsonl`. It is always on."""
 
 import json
 import math
@@ -9,33 +9,44 @@ from typing import Any
 
 from jaxlm.core.atomic_io import free_path
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.types import Histogram, Sample
+from jaxlm.core.types import Completion, Histogram, Sample
 from jaxlm.engine.metric_names import DURATION, RESUMED_FROM
 from jaxlm.observe.log_file import LogFile
-from jaxlm.observe.records import HISTOGRAMS, SAMPLES, parse_jsonl
+from jaxlm.observe.records import COMPLETIONS, EARLIER_COMPLETIONS, HISTOGRAMS, SAMPLES, parse_jsonl
 
 
 class JsonlTracker:
     """Writes one JSON object per record, `step` first, floats in full precision. NaN and infinity become null.
 
     Records have an `attempt` after the run went back to an earlier checkpoint. Histograms go to a second file with `name`,
-    `low`, `high` and `counts`, and samples to a third with `name`, `prompt` and `text`. They are created with their first
-    record. The first training record of a start that resumes has `throughput/resumed_from`: the step of its checkpoint.
+    `low`, `high` and `counts`, samples to a third with `name`, `prompt` and `text`, and completions with their rewards to a
+    fourth. They are created with their first record. The first training record of a start that resumes has
+    `throughput/resumed_from`: the step of its checkpoint.
     """
 
-    def __init__(self, path: Path, *, resume_step: int, attempt: int = 0, warn: Callable[[str], None] = print):
+    def __init__(
+        self,
+        path: Path,
+        *,
+        resume_step: int,
+        attempt: int = 0,
+        warn: Callable[[str], None] = print,
+        max_completions_bytes: float = math.inf,
+    ):
         """Args:
             resume_step: records of later steps are removed from the file, because the run logs them again.
             attempt: how often the run had gone back. The records of earlier attempts stay.
             warn: prints a warning, if a file cannot be written or has lines that are not records.
+            max_completions_bytes: a larger `completions.jsonl` replaces `completions.1.jsonl`, and a new one begins.
 
         Raises:
             ConfigError: the files cannot be read and written.
         """
-        histograms, samples = path.with_name(HISTOGRAMS), path.with_name(SAMPLES)
+        others = (HISTOGRAMS, SAMPLES, COMPLETIONS, EARLIER_COMPLETIONS)
+        histograms, samples, completions, earlier = (path.with_name(name) for name in others)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            for file in (path, histograms, samples):
+            for file in (path, histograms, samples, completions, earlier):
                 _drop_after(file, (attempt, resume_step), warn)
             self._file = LogFile(path, warn)
             self._file.open()
@@ -45,6 +56,7 @@ class JsonlTracker:
                 " free up disk space, or set another folder"
             ) from error
         self._histograms, self._samples = LogFile(histograms, warn), LogFile(samples, warn)
+        self._completions = _RotatedFile(completions, earlier, max_completions_bytes, warn)
         self._attempt = attempt
         self._resumed_from = resume_step
 
@@ -67,6 +79,22 @@ class JsonlTracker:
             self._samples.append(json.dumps(record, ensure_ascii=False) + "\n")
         self._samples.flush(sync=False)
 
+    def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
+        for one in completions:
+            rewards = {name: value if value is None else _finite(value) for name, value in one.rewards.items()}
+            record = self._key(step) | {
+                "name": one.name,
+                "place": one.place,
+                "prompt": one.prompt,
+                "completion": one.text,
+                "rewards": rewards,
+                "reward": _finite(one.reward),
+                "advantage": one.advantage,
+                "finished": one.is_finished,
+            }
+            self._completions.append(json.dumps(record, ensure_ascii=False) + "\n")
+        self._completions.flush()
+
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         self._attempt = attempt
 
@@ -77,8 +105,35 @@ class JsonlTracker:
         self._file.flush()
 
     def close(self) -> None:
-        for file in (self._file, self._histograms, self._samples):
+        for file in (self._file, self._histograms, self._samples, self._completions):
             file.close()
+
+
+class _RotatedFile:
+    """A log file of limited size: a full one replaces the earlier one."""
+
+    def __init__(self, path: Path, earlier: Path, max_bytes: float, warn: Callable[[str], None]):
+        self._path, self._earlier, self._max_bytes, self._warn = path, earlier, max_bytes, warn
+        self._file = LogFile(path, warn)
+        self._size = path.stat().st_size if path.exists() else 0
+
+    def append(self, line: str) -> None:
+        size = len(line.encode(errors="surrogatepass"))
+        if self._size and self._size + size > self._max_bytes:
+            self._file.close()
+            try:
+                os.replace(self._path, self._earlier)
+            except OSError as error:
+                self._warn(f"warning: {self._path} cannot be renamed ({error.strerror}), so it grows beyond its limit")
+            self._file, self._size = LogFile(self._path, self._warn), 0
+        self._file.append(line)
+        self._size += size
+
+    def flush(self) -> None:
+        self._file.flush(sync=False)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _finite(value: float) -> float | None:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.stores import is_url
-from jaxlm.core.types import Histogram, Sample
+from jaxlm.core.types import Completion, Histogram, Sample
 from jaxlm.observe.trackers import environment
 from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
 
@@ -111,6 +111,14 @@ class TensorboardTracker:
             number = numbers[sample.name] = numbers.get(sample.name, -1) + 1
             text = f"**prompt**\n\n{_verbatim(sample.prompt)}\n\n**text**\n\n{_verbatim(sample.text)}"
             self._writer.add_text(f"{sample.name}/samples/{number}", text, step)
+
+    def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
+        """Adds a text for each completion."""
+        for number, one in enumerate(completions):
+            facts = [f"{name} {value}" for name, value in one.rewards.items() if value is not None]
+            title = ", ".join([f"reward {one.reward:g}", *facts, f"advantage {one.advantage}"])
+            text = f"{title}\n\n**prompt**\n\n{_verbatim(one.prompt)}\n\n**completion**\n\n{_verbatim(one.text)}"
+            self._writer.add_text(f"{one.name}/completions/{number}", text, step)
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         """Has TensorBoard hide the later steps."""

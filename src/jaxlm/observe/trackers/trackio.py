@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.types import Histogram, Sample
+from jaxlm.core.types import Completion, Histogram, Sample
 from jaxlm.observe.trackers import environment
 from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
 
@@ -84,6 +84,9 @@ class TrackioTracker:
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Does nothing, because Trackio's tables need pandas. They are in `samples.jsonl`."""
+
+    def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
+        """Does nothing, because Trackio's tables need pandas. They are in `completions.jsonl`."""
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         self._abandoned_steps = abandoned_steps

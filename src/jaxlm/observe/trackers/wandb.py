@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.types import Histogram, Sample
+from jaxlm.core.types import Completion, Histogram, Sample
 from jaxlm.observe.trackers import environment
 from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
 
@@ -235,6 +235,23 @@ class WandbTracker:
         for name in dict.fromkeys(sample.name for sample in samples):
             rows: list[Any] = [[step, sample.prompt, sample.text] for sample in samples if sample.name == name]
             self._handle.log({f"{name}/samples": wandb.Table(["step", "prompt", "text"], rows)}, step=number)
+
+    def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
+        """Logs a table."""
+        import wandb
+
+        number = step + self._abandoned_steps
+        if number < self._first_new_step:
+            return
+        for name in dict.fromkeys(one.name for one in completions):
+            own = [one for one in completions if one.name == name]
+            names = list(own[0].rewards)
+            rows: list[Any] = [
+                [step, one.prompt, one.text, one.reward, *map(one.rewards.get, names), one.advantage, one.is_finished]
+                for one in own
+            ]
+            columns = ["step", "prompt", "completion", "reward", *names, "advantage", "finished"]
+            self._handle.log({f"{name}/completions": wandb.Table(columns, rows)}, step=number)
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         self._abandoned_steps = abandoned_steps

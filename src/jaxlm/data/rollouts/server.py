@@ -1,0 +1,235 @@
+"""Samples on an inference server: vLLM or SGLang, through the completions of their OpenAI-compatible interface.
+
+Tokens go in and come out, so that nothing depends on how a server encodes text. Process 0 asks, and tells the others.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.runtime import broadcast_from_main, main_only
+from jaxlm.core.stores import is_url
+from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig, SamplerContext, SamplingRequest
+from jaxlm.interop.json_server import JsonServer, ServerConfig
+
+_KEY = "data.sampler"
+_VLLM_RELOAD = "/collective_rpc"
+_LARGEST_SEED = 2**31 - 1
+_SAME_TOKENIZER = "Serve the model that trains, with its tokenizer"
+# Servers take what a request leaves out from the model's generation_config.json.
+_WHOLE_DISTRIBUTION = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
+@SamplerConfig.register_subclass("server")
+@dataclass(frozen=True)
+class ServerSamplerConfig(SamplerConfig):
+    """An inference server samples the responses. Before it does, the weights are exported to a folder, which it loads.
+
+    Attributes:
+        server: where it is. vLLM must be started with VLLM_SERVER_DEV_MODE=1, which allows it to load weights.
+        weights_folder: folder for the exported weights, under the same path on the server's machine. Only the newest
+            weights stay in it.
+        protocol: how the server is told to load weights: `vllm` or `sglang`.
+        updates_per_export: number of updates after which the weights are exported again. With more than 1, responses come
+            from older weights, and the objective needs the sampler's log-probabilities (`old_policy: rollout`).
+        logprobs: vLLM's `--logprobs-mode`: `raw`, its default, needs `temperature: 1`; with `processed`, start it with
+            `--logprobs-mode processed_logprobs`. SGLang's are processed.
+        model: the model's name on the server; null leaves it out.
+        max_concurrent: number of requests at a time. Each asks for one response.
+    """
+
+    server: ServerConfig
+    weights_folder: str
+    protocol: Literal["vllm", "sglang"] = "vllm"
+    updates_per_export: PositiveInt = 1
+    logprobs: Literal["raw", "processed"] = "raw"
+    model: str | None = None
+    max_concurrent: PositiveInt = 64
+
+    def check(self) -> None:
+        self.server.check(f"{_KEY}.server")
+        if is_url(self.weights_folder):
+            raise ConfigError(
+                f"{_KEY}.weights_folder: '{self.weights_folder}' given, a folder expected that the server's machine has"
+                " under the same path"
+            )
+        if self.protocol == "sglang" and self.logprobs == "raw":
+            raise ConfigError(f"{_KEY}.logprobs: raw given, but SGLang's are processed. Set logprobs: processed")
+
+    def open(self, context: SamplerContext) -> Sampler:
+        return ServerSampler(self, context, JsonServer(self.server))
+
+
+class ServerSampler(Sampler):
+    """Asks a server. A response depends on the seed, the step, the turn and its row, not on the other requests."""
+
+    def __init__(self, config: ServerSamplerConfig, context: SamplerContext, server: JsonServer):
+        self._config, self._context, self._server = config, context, server
+        self._folder = Path(config.weights_folder).absolute()
+        self._exported: int | None = None  # step of the weights that the server has
+        self._pool = ThreadPoolExecutor(config.max_concurrent, thread_name_prefix="sampler")
+
+    def sample(self, model: Any, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[Sample]:
+        if self._config.logprobs == "raw" and request.temperature != 1:
+            raise ConfigError(
+                f"{_KEY}.logprobs: raw given with temperature: {request.temperature:g}, but raw log-probabilities are those"
+                " at temperature 1. Start vLLM with --logprobs-mode processed_logprobs and set logprobs: processed"
+            )
+        self._update(model, request.step)
+        return _on_all_processes(lambda: self._ask(prompts, request))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _update(self, model: Any, step: int) -> None:
+        """Gives the server the current weights, if those that it has are too old."""
+        if self._exported is not None and 0 <= step - self._exported < self._config.updates_per_export:
+            return
+        folder = self._folder / f"weights-{step}"
+        main_only(lambda: self._prepare(folder))
+        self._context.export(model, folder)
+        main_only(lambda: self._load(folder))
+        self._exported = step
+
+    def _prepare(self, folder: Path) -> None:
+        """Makes room for the weights. A process that was killed may have left some."""
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{_KEY}.weights_folder: {self._folder} cannot be written ({error.strerror}). Set another folder"
+            ) from error
+
+    def _load(self, folder: Path) -> None:
+        """Has the server load the weights, and removes older ones."""
+        answers = [self._post(path, body) for path, body in _reloads(self._config.protocol, str(folder))]
+        if failed := [one for one in answers if isinstance(one, dict) and one.get("success") is False]:
+            raise ConfigError(
+                f"{_KEY}: the server did not load {folder}: {failed[0].get('message', failed[0])}. {_SAME_TOKENIZER}, and"
+                " check that its machine has this folder"
+            )
+        for old in self._folder.glob("weights-*"):
+            if old != folder:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _ask(self, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[Sample]:
+        # One request for each response: servers compute a prompt that they have in their prefix cache only once.
+        asked = [
+            self._pool.submit(self._one, prompt, row, request)
+            for prompt, row in zip(prompts, request.rows, strict=True)
+        ]
+        try:
+            return [one.result() for one in asked]
+        finally:
+            for one in asked:
+                one.cancel()
+
+    def _one(self, prompt: Sequence[int], row: int, request: SamplingRequest) -> Sample:
+        body = {
+            **({} if self._config.model is None else {"model": self._config.model}),
+            "prompt": list(map(int, prompt)),
+            "max_tokens": request.max_new_tokens,
+            "temperature": request.temperature,
+            **_WHOLE_DISTRIBUTION,
+            "n": 1,
+            "seed": seed_of(request, row),
+            "stop_token_ids": list(request.stop_ids),
+            "logprobs": 1,
+            "return_token_ids": True,
+            "skip_special_tokens": False,
+        }
+        answer = self._post("/v1/completions", body)
+        try:
+            return _sample(answer, body)
+        except _AnswerError as error:
+            raise ConfigError(f"{_KEY}: the server's answer cannot be used: {error}") from error
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+        try:
+            return self._server.post(path, body)
+        except ConfigError as error:
+            advice = "" if path != _VLLM_RELOAD else ". Start vLLM with VLLM_SERVER_DEV_MODE=1"
+            raise ConfigError(f"{_KEY}: {error}{advice}") from error
+
+
+def _reloads(protocol: str, folder: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """The requests that have a server load weights, and forget the keys and values of the old ones."""
+    if protocol == "sglang":
+        return [("/update_weights_from_disk", {"model_path": folder, "flush_cache": True})]
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+    return [(_VLLM_RELOAD, reload), ("/reset_prefix_cache", {})]
+
+
+class _AnswerError(Exception):
+    """An answer is not what was asked for."""
+
+
+def seed_of(request: SamplingRequest, row: int) -> int:
+    """The seed of a response."""
+    entropy = (request.seed, request.step, request.turn, row)
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0]) & _LARGEST_SEED
+
+
+def _sample(answer: Any, body: Mapping[str, Any]) -> Sample:
+    """The only choice of an answer, checked against its request."""
+    try:
+        (choice,) = answer["choices"]
+        tokens, reason = choice["token_ids"], choice["finish_reason"]
+        logps = choice["logprobs"]["token_logprobs"]
+        is_complete = isinstance(tokens, list) and isinstance(logps, list)
+    except (TypeError, KeyError, ValueError) as error:
+        raise _AnswerError(
+            f"one choice with token_ids, logprobs and finish_reason expected ({type(error).__name__}: {error}). Use a version"
+            " of the server that supports return_token_ids"
+        ) from error
+    if not is_complete or len(tokens) != len(logps) or not 1 <= len(tokens) <= body["max_tokens"]:
+        sizes = [len(one) if isinstance(one, list) else one for one in (tokens, logps)]
+        raise _AnswerError(
+            f"{sizes[0]} tokens with {sizes[1]} log-probabilities given, 1 to {body['max_tokens']} of both expected"
+        )
+    if not all(type(one) is int and one >= 0 for one in tokens):
+        raise _AnswerError("token_ids has other values than tokens")
+    if not all(type(one) in (int, float) and math.isfinite(one) for one in logps):
+        raise _AnswerError("a log-probability is null or not finite")
+    read = choice.get("prompt_token_ids")
+    if read is not None and read != body["prompt"]:
+        raise _AnswerError(
+            f"it has read the prompt {read[:8]}..., but {body['prompt'][:8]}... was sent. {_SAME_TOKENIZER}"
+        )
+    if reason not in ("stop", "length"):
+        raise _AnswerError(f"finish_reason: {reason!r} given, stop or length expected")
+    if reason == "stop" and tokens[-1] not in body["stop_token_ids"]:
+        raise _AnswerError(
+            f"it stopped at the token {tokens[-1]}, but only {body['stop_token_ids']} end a response. {_SAME_TOKENIZER}"
+        )
+    return Sample(tuple(tokens), tuple(map(float, logps)), (1,) * len(tokens), reason == "stop")
+
+
+def _on_all_processes(make: Callable[[], list[Sample]]) -> list[Sample]:
+    """What process 0 makes, on every process."""
+    made = main_only(make)
+    if jax.process_count() == 1:
+        assert made is not None
+        return made
+    content = b"" if made is None else json.dumps(made).encode()  # writes float64 exactly
+    size = int(broadcast_from_main(np.array(len(content), np.int32)))
+    shared = broadcast_from_main(np.frombuffer(content.ljust(size, b" ")[:size], np.uint8))
+    return [Sample(tuple(t), tuple(p), tuple(m), finished) for t, p, m, finished in json.loads(shared.tobytes())]

@@ -1,0 +1,187 @@
+"""Conversations of the policy with environments: turns that are sampled, and observations that are put between them."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import PositiveInt
+from jaxlm.environments.base import Environment, EnvironmentConfig, Observation
+
+
+class Turn(Protocol):
+    """What a sampler returns for a row: tokens with the one that ended them, their log-likelihoods, and whether a stop token
+    ended them."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+    @property
+    def logps(self) -> Sequence[float]: ...
+
+    @property
+    def is_finished(self) -> bool: ...
+
+
+SampleTurns = Callable[[list[list[int]], list[int], int, int], Sequence[Turn]]
+"""Samples one turn for some rows: (tokens so far, with the prompt; numbers of the rows; turn, from 0; the most new tokens).
+It must stop at the end-of-sequence tokens and at the environment's `turn_ends`, and what it samples for a row must not depend
+on the other rows or on the most new tokens."""
+
+
+@dataclass(frozen=True)
+class ConversationLimits:
+    """When a conversation ends although the environment has not ended it.
+
+    Attributes:
+        max_turns: number of turns of the policy.
+        max_new_tokens: number of tokens after the prompt, those of observations included.
+    """
+
+    max_turns: PositiveInt
+    max_new_tokens: PositiveInt
+
+
+class Dialect(NamedTuple):
+    """How texts and tokens of a conversation correspond.
+
+    Attributes:
+        encode: text to tokens, none of them special.
+        decode: tokens to text, with special tokens.
+        vocabulary: token -> id.
+    """
+
+    encode: Callable[[str], Sequence[int]]
+    decode: Callable[[Sequence[int]], str]
+    vocabulary: Mapping[str, int]
+
+    def special_ids(self, tokens: Sequence[str]) -> list[int]:
+        """Ids of special tokens. Raises `ConfigError` if the tokenizer lacks one."""
+        if missing := [token for token in tokens if token not in self.vocabulary]:
+            raise ConfigError(
+                f"the environment needs the special token {missing[0]}, which the tokenizer does not have. Use a tokenizer"
+                " with this token, or another environment"
+            )
+        return [self.vocabulary[token] for token in tokens]
+
+
+class Conversation(NamedTuple):
+    """What follows a prompt.
+
+    Attributes:
+        tokens: turns and observations.
+        logps: log-likelihood of each token under the distribution that it was sampled from; 0 where the mask is.
+        mask: 1 where the policy has written the token, 0 where the environment has.
+        is_finished: whether the environment has ended the conversation, and no limit.
+        reward: the sum of the environment's rewards.
+        num_turns: of the policy.
+    """
+
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+    mask: tuple[int, ...]
+    is_finished: bool
+    reward: float
+    num_turns: int
+
+
+@dataclass
+class _Row:
+    """A conversation that goes on."""
+
+    number: int
+    prompt: list[int]
+    place: str
+    environment: Environment
+    tokens: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    reward: float = 0.0
+    num_turns: int = 0
+    is_finished: bool = False
+    is_open: bool = True
+
+    def add(self, tokens: Sequence[int], logps: Sequence[float], mask: int) -> None:
+        self.tokens += tokens
+        self.logps += logps
+        self.mask += [mask] * len(tokens)
+
+    def result(self) -> Conversation:
+        sequences = (tuple(self.tokens), tuple(self.logps), tuple(self.mask))
+        return Conversation(*sequences, self.is_finished, self.reward, self.num_turns)
+
+
+class Prompt(NamedTuple):
+    """A prompt of a conversation. Attributes: place: where its record is, for messages."""
+
+    tokens: Sequence[int]
+    text: str
+    columns: Mapping[str, Any]
+    place: str
+
+
+def converse(
+    sample: SampleTurns,
+    config: EnvironmentConfig,
+    prompts: Sequence[Prompt],
+    dialect: Dialect,
+    limits: ConversationLimits,
+) -> list[Conversation]:
+    """Leads one conversation for each prompt. The conversations take their turns together.
+
+    A turn that a limit cuts off ends its conversation, and so does an observation for which there is no room, or after which
+    the policy could not write. That observation is left out.
+    """
+    start, end = dialect.special_ids(config.observation_start), dialect.special_ids(config.observation_end)
+    rows = []
+    for number, prompt in enumerate(prompts):
+        environment = config.open()
+        environment.reset(prompt.text, prompt.columns)
+        rows.append(_Row(number, list(prompt.tokens), prompt.place, environment))
+    for turn in range(limits.max_turns):
+        if not (active := [row for row in rows if row.is_open]):
+            break
+        left = [limits.max_new_tokens - len(row.tokens) for row in active]
+        so_far = [row.prompt + row.tokens for row in active]
+        samples = sample(so_far, [row.number for row in active], turn, max(left))
+        for row, room, one in zip(active, left, samples, strict=True):
+            observation = _turn(row, room, one, dialect)
+            if observation is None or observation.is_done or observation.text is None:
+                continue
+            added = [*start, *dialect.encode(observation.text), *end]
+            is_last = turn + 1 == limits.max_turns
+            if not is_last and len(row.tokens) + len(added) < limits.max_new_tokens:
+                row.add(added, [0.0] * len(added), 0)
+            else:
+                row.is_open = False
+        for row in active:
+            row.is_open &= len(row.tokens) < limits.max_new_tokens
+    return [row.result() for row in rows]
+
+
+def _turn(row: _Row, room: int, sampled: Turn, dialect: Dialect) -> Observation | None:
+    """Adds a turn, and returns the environment's answer; None if a limit has cut the turn off. Args: room: for tokens."""
+    row.add(sampled.tokens[:room], sampled.logps[:room], 1)
+    row.num_turns += 1
+    if not sampled.is_finished or len(sampled.tokens) > room:
+        row.is_open = False
+        return None
+    try:
+        observation = row.environment.step(dialect.decode(list(sampled.tokens)))
+    except ConfigError:
+        raise
+    except Exception as error:  # an environment can raise anything
+        raise ConfigError(
+            f"the environment {type(row.environment).__name__} raised {type(error).__name__}: {error}, in turn"
+            f" {row.num_turns} of the conversation of {row.place}. Correct it"
+        ) from error
+    if not math.isfinite(observation.reward):
+        raise ConfigError(
+            f"the environment {type(row.environment).__name__} gave the reward {observation.reward}, a finite number"
+            f" expected, in turn {row.num_turns} of the conversation of {row.place}. Correct it"
+        )
+    row.reward += observation.reward
+    row.is_finished = observation.is_done
+    row.is_open = not observation.is_done
+    return observation

@@ -1,0 +1,229 @@
+"""Answers held-out prompts, and rewards the answers."""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat, PositiveFraction, PositiveInt, Seed
+from jaxlm.core.runtime import broadcast_from_main, main_only
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext
+from jaxlm.evals.samples import prompt_ids
+from jaxlm.models.base import LanguageModel
+from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
+from jaxlm.models.inference.unstacked import Generator
+from jaxlm.rewards.base import TOTAL, RewardConfig, RewardContext, Rewards, ScoredRows, reward_names
+
+_KEY = "evals: type rollouts"
+
+
+@EvalConfig.register_subclass("rollouts")
+@dataclass(frozen=True)
+class RolloutsEvalConfig(EvalConfig):
+    """Answers held-out prompts and rewards the answers. Logs `eval/<name>/reward`, the mean of each reward, and the lengths.
+
+    Attributes:
+        prompts_file: file of JSON lines, one prompt each. Rewards may read the other keys of its records.
+        rewards: how answers are rewarded.
+        prompt_key: key of the prompt's text.
+        messages_key: key of a conversation, which the tokenizer's chat template renders, instead of a text; null reads
+            `prompt_key`.
+        max_prompts: number of prompts, from the first on; null takes all.
+        num_samples: number of answers to each prompt.
+        max_new_tokens: maximum number of tokens per answer.
+        stop_tokens: special tokens that end an answer, besides the tokenizer's end-of-sequence tokens. For chats, the one
+            that ends the assistant's turn.
+        temperature: sampling temperature; 0 decodes greedily.
+        top_k: sample only from the `top_k` most likely tokens; null samples from all.
+        top_p: sample only from the most likely tokens whose probabilities add up to `top_p`; null samples from all.
+        seed: random seed; the same model and seed give the same answers.
+        batch_size: number of answers that are generated at a time.
+        reward_timeout_s: maximum seconds for a reward to score all answers.
+        name: first part of the metrics' names. Set it if there are several evaluations of this type.
+    """
+
+    prompts_file: str
+    rewards: list[RewardConfig]
+    prompt_key: str = "prompt"
+    messages_key: str | None = None
+    max_prompts: PositiveInt | None = None
+    num_samples: PositiveInt = 1
+    max_new_tokens: PositiveInt = 256
+    stop_tokens: list[str] = field(default_factory=list)
+    temperature: NonNegativeFloat = 0.0
+    top_k: PositiveInt | None = None
+    top_p: PositiveFraction | None = None
+    seed: Seed = 0
+    batch_size: PositiveInt = 32
+    reward_timeout_s: PositiveFloat = 300.0
+    name: str = "rollouts"
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        of_rewards = [f"rewards/{name}" for name in reward_names(self.rewards)]
+        names = [TOTAL, *of_rewards, "completions/mean_length", "completions/clipped_ratio"]
+        return tuple(f"{self.name}/{one}" for one in names)
+
+    def check(self) -> None:
+        if not Path(self.prompts_file).is_file():
+            raise ConfigError(f"{_KEY}: prompts_file: there is no file {self.prompts_file}. Correct the path")
+        if self.num_samples > self.batch_size:
+            raise ConfigError(
+                f"{_KEY}: num_samples: {self.num_samples} given, at most batch_size: {self.batch_size} expected"
+            )
+        if not self.temperature and self.num_samples > 1:
+            raise ConfigError(
+                f"{_KEY}: num_samples: {self.num_samples} given with temperature: 0, with which all answers are the same."
+                " Set a temperature above 0"
+            )
+        reward_names(self.rewards)
+        for reward in self.rewards:
+            reward.check()
+
+    def open(self, ctx: EvalContext) -> Eval:
+        prompts = list(itertools.islice(self._prompts(ctx), self.max_prompts))
+        if not prompts:
+            raise ConfigError(f"{_KEY}: prompts_file: {self.prompts_file} has no prompt")
+        longest = max(prompts, key=lambda prompt: len(prompt.ids))
+        if len(longest.ids) + self.max_new_tokens > ctx.seq_len:
+            raise ConfigError(
+                f"{_KEY}: the prompt of {longest.place} has {len(longest.ids)} tokens, which together with max_new_tokens:"
+                f" {self.max_new_tokens} exceed model.seq_len: {ctx.seq_len}. Shorten it, or set max_new_tokens to"
+                f" {max(1, ctx.seq_len - len(longest.ids))}"
+            )
+        evaluation = RolloutsEval(self, ctx, prompts)
+        main_only(evaluation.check_rewards)
+        return evaluation
+
+    def _prompts(self, ctx: EvalContext) -> Iterator["_Prompt"]:
+        key = self.prompt_key if self.messages_key is None else self.messages_key
+        for place, record in _records(self.prompts_file):
+            if key not in record:
+                raise ConfigError(
+                    f"{_KEY}: {place}: there is no key '{key}'. Its keys: {', '.join(record) or 'none'}. Set prompt_key or"
+                    " messages_key"
+                )
+            columns = {name: value for name, value in record.items() if name != key}
+            if self.messages_key is not None:
+                text, ids = ctx.chat_prompt(record[key], place)
+            elif isinstance(text := record[key], str):
+                ids = prompt_ids(ctx.tokenizer, text, bos=ctx.enforce_bos)
+            else:
+                raise ConfigError(f"{_KEY}: {place}: {key}: a text expected, but it is {str(text)[:60]}")
+            yield _Prompt(place, text, ids, columns)
+
+
+class _Prompt(NamedTuple):
+    """A prompt, and the other values of its record."""
+
+    place: str
+    text: str
+    ids: list[int]
+    columns: Mapping[str, Any]
+
+
+class RolloutsEval(Eval):
+    """Generates on all processes. The rewards are those that process 0 gives."""
+
+    def __init__(self, config: RolloutsEvalConfig, ctx: EvalContext, prompts: Sequence[_Prompt]):
+        self._config = config
+        self._ctx = ctx
+        self._prompts = [prompt for prompt in prompts for _ in range(config.num_samples)]
+        self._stop_ids = (*_special_ids(config.stop_tokens, ctx.tokenizer), *ctx.tokenizer.stop_ids)
+        self._cast = jax.jit(ctx.precision.cast_to_compute)
+        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+        self._columns = {name: [prompt.columns.get(name) for prompt in self._prompts] for name in names}
+
+    def check_rewards(self) -> None:
+        """Raises `ConfigError` if a reward cannot be opened or lacks a column. It costs a second, not an evaluation."""
+        with self._rewards() as rewards:
+            rewards.check_columns(self._columns)
+
+    def run(self, model: LanguageModel) -> dict[str, float]:
+        config = self._config
+        ids = self._generate(Generator.of(self._cast(model)))
+        finished = [len(row) < config.max_new_tokens for row in ids]
+        rows = ScoredRows(
+            prompts=[prompt.text for prompt in self._prompts],
+            completions=[self._ctx.tokenizer.decode(row) for row in ids],
+            completion_ids=[row + list(self._stop_ids[:1]) * end for row, end in zip(ids, finished, strict=True)],
+            is_finished=finished,
+            columns=self._columns,
+            places=[prompt.place for prompt in self._prompts],
+        )
+        scores = self._score(rows)
+        means = {
+            name: float(np.mean(known)) for name, values in scores.items() if len(known := values[~np.isnan(values)])
+        }
+        lengths = {
+            "completions/mean_length": float(np.mean([len(row) for row in rows.completion_ids])),
+            "completions/clipped_ratio": 1 - float(np.mean(finished)),
+        }
+        named = {TOTAL if name == TOTAL else f"rewards/{name}": mean for name, mean in means.items()}
+        return {f"{config.name}/{name}": value for name, value in (named | lengths).items()}
+
+    def _generate(self, generator: Generator) -> list[list[int]]:
+        """The tokens of each answer, without the one that ended it."""
+        config, found = self._config, []
+        sampling = (config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
+        generation = GenerationConfig(*sampling, stop_ids=self._stop_ids)
+        # All answers to a prompt are in one batch, which gives each of them a key of its own.
+        size = config.batch_size // config.num_samples * config.num_samples
+        size = min(size, len(self._prompts))
+        for start in range(0, len(self._prompts), size):
+            batch = [prompt.ids for prompt in self._prompts[start : start + size]]
+            padding = [batch[-1]] * (size - len(batch))  # the same shape for all batches: one program
+            found += generate_tokens(generator, batch + padding, generation, self._go_on)[: len(batch)]
+        return found
+
+    def _score(self, rows: ScoredRows) -> dict[str, np.ndarray]:
+        def score() -> dict[str, np.ndarray]:
+            with self._rewards() as rewards:
+                found = rewards.score(rows)
+            self._ctx.log_completions(rows, found)
+            return found
+
+        found = main_only(score)
+        names = [*reward_names(self._config.rewards), TOTAL]
+        table = np.zeros((len(names), len(rows))) if found is None else np.stack([found[name] for name in names])
+        exact = broadcast_from_main(table.view(np.uint32)).view(np.float64)  # jax would round float64
+        return dict(zip(names, exact, strict=True))
+
+    def _rewards(self) -> Rewards:
+        tokenizer, config = self._ctx.tokenizer, self._config
+        context = RewardContext(tokenizer.decode, config.max_new_tokens, self._stop_ids)
+        return Rewards(config.rewards, context, timeout_s=config.reward_timeout_s)
+
+    def _go_on(self, _tokens: Sequence[int]) -> bool:
+        """Ends no row: only says after each piece that there is progress."""
+        self._ctx.progress()
+        return False
+
+
+def _special_ids(tokens: Sequence[str], tokenizer: Any) -> list[int]:
+    vocabulary = tokenizer.vocabulary() if tokens else {}
+    if missing := [token for token in tokens if token not in vocabulary]:
+        raise ConfigError(f"{_KEY}: stop_tokens: '{missing[0]}' given, but the tokenizer has no such token. Correct it")
+    return [vocabulary[token] for token in tokens]
+
+
+def _records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The records of a file of JSON lines, each with its place."""
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            place = f"{path}, line {number}"
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{_KEY}: {place}: not a JSON object: {error}") from error
+            if not isinstance(record, dict):
+                raise ConfigError(f"{_KEY}: {place}: a JSON object expected, but it is {line.strip()[:60]}")
+            yield place, record

@@ -1,0 +1,117 @@
+"""A client of inference servers (vLLM, SGLang): JSON over HTTP, with timeouts, and retries while a server is not ready."""
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NonNegativeInt, PositiveFloat
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_BUSY = (408, 425, 429)  # and 500 and above: the same request may succeed later
+_CHUNK_BYTES = 1 << 20
+_SHOWN = 300  # characters of a server's message
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How to reach an inference server.
+
+    Attributes:
+        url: its address, such as `http://localhost:8000`.
+        api_key_variable: environment variable with the API key to send; null sends none.
+        timeout_s: maximum seconds to wait for one answer.
+        num_retries: how often a request is repeated that found no server, a busy one, or one that closed the connection.
+            The pauses are 1, 2, 4 and up to 30 seconds.
+    """
+
+    url: str
+    api_key_variable: str | None = None
+    timeout_s: PositiveFloat = 600.0
+    num_retries: NonNegativeInt = 5
+
+    def check(self, key: str) -> None:
+        """Raises `ConfigError` if the address or the API key cannot work. Args: key: of this section, for messages."""
+        parts = urllib.parse.urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{key}.url: '{self.url}' given, an address such as http://localhost:8000 expected")
+        if self.api_key_variable is not None and not os.environ.get(self.api_key_variable):
+            raise ConfigError(
+                f"{key}.api_key_variable: '{self.api_key_variable}' given, but this environment variable is not set. Set it"
+                " to the API key"
+            )
+
+
+class _NotReadyError(Exception):
+    """The request failed in a way that the next attempt may not."""
+
+
+class JsonServer:
+    """Sends requests to one server. Several threads may use it."""
+
+    def __init__(self, config: ServerConfig, *, first_pause_s: float = _FIRST_PAUSE_S):
+        self._config = config
+        self._url = config.url.rstrip("/").removesuffix("/v1")
+        self._first_pause_s = first_pause_s
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Sends a JSON object, and returns the JSON answer.
+
+        Raises:
+            ConfigError: the server refuses the request, or no attempt was answered.
+        """
+        pause, begin = self._first_pause_s, time.monotonic()
+        for attempt in range(self._config.num_retries + 1):
+            try:
+                return self._attempt(path, body)
+            except _NotReadyError as error:
+                problem = error
+            if attempt < self._config.num_retries:
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+        raise ConfigError(
+            f"the server at {self._url}{path} gave no answer: {problem}. {self._config.num_retries + 1} attempts in"
+            f" {time.monotonic() - begin:.0f} s. Start it, or correct url, timeout_s or num_retries"
+        )
+
+    def _attempt(self, path: str, body: Mapping[str, Any]) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if self._config.api_key_variable is not None:
+            headers["Authorization"] = f"Bearer {os.environ[self._config.api_key_variable]}"
+        request = urllib.request.Request(self._url + path, json.dumps(body).encode(), headers, method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=self._config.timeout_s) as answer:
+                content = self._read(answer)
+        except urllib.error.HTTPError as error:
+            with error:
+                message = error.read(_CHUNK_BYTES).decode(errors="replace").strip()[:_SHOWN]
+            if error.code >= 500 or error.code in _BUSY:
+                raise _NotReadyError(f"status {error.code} {message}".strip()) from error
+            raise ConfigError(f"the server at {self._url}{path} refuses the request: {error.code} {message}") from error
+        except (OSError, http.client.HTTPException) as error:  # also timeouts, and connections that were closed
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise _NotReadyError(str(reason) or type(reason).__name__) from error
+        try:
+            return json.loads(content) if content.strip() else None
+        except ValueError as error:
+            raise _NotReadyError(f"the answer is no JSON: {content[:_SHOWN].decode(errors='replace')}") from error
+
+    def _read(self, answer: http.client.HTTPResponse) -> bytes:
+        """The whole answer. The timeout of a socket is for each of its pieces, so their sum is limited here."""
+        deadline, pieces = time.monotonic() + self._config.timeout_s, []
+        while piece := answer.read1(_CHUNK_BYTES):
+            pieces.append(piece)
+            if time.monotonic() > deadline:
+                raise TimeoutError("the answer was not complete in time")
+        content = b"".join(pieces)
+        expected = answer.getheader("Content-Length")
+        if expected is not None and len(content) < int(expected):
+            raise http.client.IncompleteRead(content, int(expected) - len(content))
+        return content

@@ -1,0 +1,244 @@
+"""The process of one reward: how a run starts it, asks it and ends it, and what happens in it.
+
+It is a new interpreter, because a fork of a process that runs jax may deadlock. It does not import the program that the
+user started, as `multiprocessing` would, so it starts in a fraction of a second. It leads a session of its own: ending it
+also ends the programs that the reward has started, and Ctrl-C in a terminal reaches only the run.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import numbers
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from jaxlm.config.decode import choice_name
+from jaxlm.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxlm.rewards.base import Reward, RewardConfig, RewardContext, ScoredRows
+
+START_TIMEOUT_S = 300.0  # large libraries from a cold disk
+RESUMES = "The run's checkpoints are kept; the same command resumes from the newest one"
+_EXIT_S = 2.0
+_PARENT_S = 1.0
+_CODE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
+    "from jaxlm.rewards.worker import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
+)
+_OPENED, _AT, _SCORED, _FAILED = "opened", "at", "scored", "failed"
+
+
+class RewardWorker:
+    """The process of one reward, as the run sees it. If it has ended, the next `send` starts it again."""
+
+    def __init__(self, name: str, config: "RewardConfig", context: "RewardContext"):
+        self._label = f"reward '{name}' (type: {choice_name(type(config))})"
+        self._setup = _pickled_setup(self._label, config, context)
+        self._start()
+
+    def _start(self) -> None:
+        self._connection, theirs = Pipe()
+        paths = json.dumps([path for path in sys.path if isinstance(path, str)])
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CODE, paths, str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a reward prints must not end up in the output of a command
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},  # the accelerators are the run's
+                start_new_session=True,
+            )
+        self._is_open = self._has_ended = False
+        with contextlib.suppress(OSError):  # it has ended: `opened` says so
+            self._connection.send_bytes(self._setup)
+
+    def opened(self) -> tuple[str, ...]:
+        """Waits until the reward is open. Returns the columns that it reads."""
+        late = f"has not opened within {START_TIMEOUT_S:g} s"
+        kind, value = self._next(time.monotonic() + START_TIMEOUT_S, late, "while it opened")
+        if kind == _FAILED:
+            self._end()
+            raise ConfigError(f"{self._label}: {value[0]}")
+        self._is_open = True
+        return value
+
+    def send(self, rows: "ScoredRows") -> None:
+        """Begins to score rows. `receive` must follow."""
+        if self._has_ended or self._process.poll() is not None:
+            self._end()
+            self._start()
+            self.opened()
+        with contextlib.suppress(OSError):  # it has ended: `receive` says so
+            self._connection.send(rows)
+
+    def receive(self, rows: "ScoredRows", deadline: float, timeout_s: float) -> list[float]:
+        """The scores of the rows given to `send`, NaN for None."""
+        at: int | None = None
+        while True:
+            where = _where(rows, at)
+            late = f"no result for {where} within {timeout_s:g} s. Make it faster, or raise reward_timeout_s"
+            kind, value = self._next(deadline, late, f"while it scored {where}")
+            if kind == _SCORED:
+                return value
+            if kind == _FAILED:
+                raise ConfigError(
+                    f"{self._label}: {value[0]}, for {_where(rows, value[1])}. Correct the reward. {RESUMES}"
+                )
+            at = value
+
+    def close(self) -> None:
+        """Ends the process. It exits by itself when its connection closes, unless it is busy."""
+        self._connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_S if self._is_open else 0.0)
+        self._end()
+
+    def _next(self, deadline: float, late: str, during: str) -> tuple[str, Any]:
+        """The next message of the process. If none comes until the deadline, the process is ended."""
+        try:
+            if self._connection.poll(max(deadline - time.monotonic(), 0.0)):
+                return self._connection.recv()
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_EXIT_S)  # the connection closes a moment before the process has ended
+            code = self._end()
+            how = f"the signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            raise ConfigError(
+                f"{self._label}: its process ended with {how} {during}. Look for a lack of memory, a crash of a library, or a"
+                f" call that exits. {RESUMES}"
+            ) from None
+        self._end()
+        raise ConfigError(f"{self._label}: {late}. Its process has been ended. {RESUMES}")
+
+    def _end(self) -> int:
+        """Ends the process and what it has started. Returns its exit code, negative for a signal."""
+        if self._has_ended:  # its number may be that of another process by now
+            return self._process.wait()
+        self._has_ended = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # its group outlives it, if it has started something
+        self._connection.close()
+        return self._process.wait()
+
+
+def _where(rows: "ScoredRows", number: int | None) -> str:
+    """A row for messages: where its record is, and how the completion begins. All rows, if the number is None."""
+    if number is None:
+        return f"the {len(rows.places)} completions of {rows.places[0]} to {rows.places[-1]}"
+    return f"{rows.places[number]} (completion {json.dumps(rows.completions[number][:80], ensure_ascii=False)})"
+
+
+def _pickled_setup(label: str, config: "RewardConfig", context: "RewardContext") -> bytes:
+    if type(config).__module__ == "__main__":
+        raise ConfigError(
+            f"{label}: its class is in the program itself, which the reward's process does not import. Move it to a module"
+        )
+    return pickle.dumps((config, dataclasses.replace(context, decode=_Decode(context.decode))))
+
+
+class _Decode:
+    """A function that reaches another process as bytes, which are only read if the reward calls it: tokenizers are large."""
+
+    def __init__(self, function: Callable[[Sequence[int]], str]):
+        self._pickled: bytes | None = None
+        self._function: Callable[[Sequence[int]], str] | None = None
+        with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
+            self._pickled = pickle.dumps(function)
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        if self._function is None:
+            if self._pickled is None:
+                raise ConfigError(
+                    "`decode` is a function that cannot be sent to another process. Decode with a tokenizer"
+                )
+            self._function = pickle.loads(self._pickled)
+        return self._function(ids)
+
+
+def serve(descriptor: int, run: int) -> None:
+    """What the process does: opens the reward, and scores rows until the run closes the connection.
+
+    Args:
+        descriptor: of the connection.
+        run: process id of the run.
+    """
+    threading.Thread(target=_end_after, args=(run,), daemon=True).start()
+    connection = Connection(descriptor)
+    try:
+        config, context = pickle.loads(connection.recv_bytes())
+        reward: Reward = config.open(context)
+        connection.send((_OPENED, tuple(reward.columns)))
+    except BaseException as error:  # a reward's own module can raise anything, SystemExit too
+        connection.send((_FAILED, (_description(error), None)))
+        return
+    with contextlib.suppress(EOFError, OSError):  # the run has closed the connection, or has ended
+        while True:
+            rows = connection.recv()
+            connection.send(_answer(reward, rows, lambda number: connection.send((_AT, number))))
+
+
+def _end_after(run: int) -> None:
+    """Ends this process when the run has been killed: a reward that hangs would otherwise stay forever."""
+    while os.getppid() == run:
+        time.sleep(_PARENT_S)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _answer(reward: "Reward", rows: "ScoredRows", begin: Callable[[int], None]) -> tuple[str, Any]:
+    """The message that answers rows: their scores, or what is wrong and with which row. Calls `begin` for each row."""
+    scores: list[float] = []
+    parts = [(None, rows)] if not reward.scores_alone else [(number, rows.row(number)) for number in range(len(rows))]
+    for number, part in parts:
+        if number is not None:
+            begin(number)
+        try:
+            given = reward.score(part)
+        except BaseException as error:  # a reward can raise anything, SystemExit too
+            return _FAILED, (_description(error), number)
+        if isinstance(given, str) or not hasattr(given, "__len__") or len(given) != len(part):
+            what = (
+                f"{len(given)} values" if isinstance(given, (list, tuple)) else f"{type(given).__name__} {given!r:.60}"
+            )
+            return _FAILED, (f"it returned {what}, but a list of {len(part)} numbers was expected", number)
+        for place, value in enumerate(given, start=number or 0):
+            try:
+                scores.append(_number(value))
+            except ValueError:
+                expected = "a finite number expected, or None where the reward does not apply"
+                return _FAILED, (f"it returned {value!r:.60}, {expected}", place)
+    return _SCORED, scores
+
+
+def _number(value: Any) -> float:
+    """One score, NaN for None. Raises `ValueError` if it is neither None nor a finite number."""
+    if value is None:
+        return math.nan
+    item = value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value  # of numpy or torch
+    if not isinstance(item, numbers.Real) or not math.isfinite(item):
+        raise ValueError
+    return float(item)
+
+
+def _description(error: BaseException) -> str:
+    """An error in one line, with the place in the user's code."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    known = (*libraries, os.path.dirname(__file__), "<")
+    own = [frame for frame in frames if not frame.filename.startswith(known)]
+    place = f" in {own[-1].filename}, line {own[-1].lineno}" if own else ""
+    return f"it raised {type(error).__name__}: {' '.join(str(error).split())[:500]}{place}"

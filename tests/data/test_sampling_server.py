@@ -1,0 +1,258 @@
+"""The sampler `server`, with a stand-in that answers as vLLM and SGLang do, or fails."""
+
+import dataclasses
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxlm.config.decode import decode
+from jaxlm.config.yaml import ConfigSource
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.rollouts.sampler import SamplerConfig, SamplingRequest
+from jaxlm.data.rollouts.server import ServerSampler, seed_of
+from jaxlm.interop.json_server import JsonServer, ServerConfig
+from tests.http_server import serving
+
+EOS = 2
+REQUEST = SamplingRequest(step=3, seed=7, rows=(0, 1, 2, 3), max_new_tokens=5, temperature=1.0, stop_ids=(EOS,))
+PROMPTS = [[5, 6], [5, 6], [7], [7]]
+
+
+def completion(body, **changes):
+    """What vLLM answers: the length and the tokens follow from the seed."""
+    rng = np.random.default_rng(body["seed"])
+    size = int(rng.integers(1, body["max_tokens"] + 1))
+    is_finished = bool(rng.integers(2))
+    tokens = rng.integers(3, 100, size).tolist()
+    if is_finished:
+        tokens[-1] = body["stop_token_ids"][0]
+    else:
+        tokens = rng.integers(3, 100, body["max_tokens"]).tolist()
+    logps = (-rng.exponential(size=len(tokens))).tolist()
+    choice = {
+        "index": 0,
+        "text": "is not read",
+        "logprobs": {"token_logprobs": logps, "tokens": [], "top_logprobs": [], "text_offset": []},
+        "finish_reason": "stop" if is_finished else "length",
+        "token_ids": tokens,
+        "prompt_token_ids": body["prompt"],
+    }
+    return {"id": "cmpl-1", "object": "text_completion", "choices": [choice | changes]}
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    with serving() as server:
+        server.answers["/v1/completions"] = completion
+        server.answers["/collective_rpc"] = lambda body: {"results": [None]}
+        server.answers["/reset_prefix_cache"] = lambda body: None
+        yield server
+
+
+class Exported:
+    """An export that leaves a file."""
+
+    def __init__(self):
+        self.folders: list[Path] = []
+
+    def __call__(self, model, folder):
+        assert not folder.exists()
+        folder.mkdir()
+        (folder / "model.safetensors").write_text(str(model))
+        self.folders.append(folder)
+
+
+@pytest.fixture
+def sampler(server, tmp_path):
+    """Opens a sampler with these keys, whose retries do not wait."""
+    opened: list[ServerSampler] = []
+
+    def make(export=None, **keys):
+        place = {"url": server.url} | keys.pop("server", {})
+        tree = {"type": "server", "server": place, "weights_folder": str(tmp_path / "weights"), **keys}
+        config: Any = decode(SamplerConfig, ConfigSource(tree))
+        config.check()
+        context: Any = SimpleNamespace(export=export or Exported())
+        opened.append(ServerSampler(config, context, JsonServer(config.server, first_pause_s=0.001)))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.close()
+
+
+def bodies(server):
+    return [body for path, body in server.requests if path == "/v1/completions"]
+
+
+def test_samples_are_the_tokens_that_the_server_returns(server, sampler):
+    found = sampler(model="policy").sample("weights", PROMPTS, REQUEST)
+    sent = {body["seed"]: body for body in bodies(server)}
+    seeds = [seed_of(REQUEST, row) for row in REQUEST.rows]
+    assert (len(set(seeds)), set(sent)) == (4, set(seeds))
+    for sample, seed, prompt in zip(found, seeds, PROMPTS, strict=True):
+        (choice,) = completion(sent[seed])["choices"]
+        assert sent[seed]["prompt"] == prompt
+        assert list(sample.tokens) == choice["token_ids"]
+        assert list(sample.logps) == choice["logprobs"]["token_logprobs"]
+        assert sample.mask == (1,) * len(sample.tokens)
+        assert sample.is_finished == (choice["finish_reason"] == "stop")
+    expected = {
+        "model": "policy",
+        "max_tokens": 5,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "n": 1,
+        "stop_token_ids": [EOS],
+        "logprobs": 1,
+        "return_token_ids": True,
+        "skip_special_tokens": False,
+    }
+    assert {name: value for name, value in bodies(server)[0].items() if name not in ("prompt", "seed")} == expected
+
+
+def test_a_row_does_not_depend_on_the_other_rows(sampler):
+    whole = sampler().sample("weights", PROMPTS, REQUEST)
+    part = dataclasses.replace(REQUEST, rows=(3, 1))
+    few = sampler(max_concurrent=1).sample("weights", [PROMPTS[3], PROMPTS[1]], part)
+    assert few == [whole[3], whole[1]]
+    for change in ({"step": 4}, {"seed": 8}, {"turn": 1}):
+        assert seed_of(dataclasses.replace(REQUEST, **change), 0) != seed_of(REQUEST, 0)
+
+
+def test_weights_are_exported_before_the_first_request_and_then_at_intervals(server, sampler, tmp_path):
+    exported = Exported()
+    (tmp_path / "weights" / "weights-3").mkdir(parents=True)  # a process was killed while it exported
+    policy = sampler(export=exported, updates_per_export=2)
+    for step in (3, 4, 5, 1):
+        policy.sample(f"weights of {step}", PROMPTS[:1], dataclasses.replace(REQUEST, step=step, rows=(0,)))
+    folders = [tmp_path / "weights" / f"weights-{step}" for step in (3, 5, 1)]  # the run went back to step 1
+    assert exported.folders == folders
+    reload, reset = "/collective_rpc", "/reset_prefix_cache"
+    paths = [path for path, _ in server.requests]
+    ask = "/v1/completions"
+    assert paths == [reload, reset, ask, ask, reload, reset, ask, reload, reset, ask]
+    assert server.requests[0][1] == {"method": "reload_weights", "kwargs": {"weights_path": str(folders[0])}}
+    assert list((tmp_path / "weights").iterdir()) == [folders[-1]]
+    assert (folders[-1] / "model.safetensors").read_text() == "weights of 1"
+
+
+def test_sglang_loads_weights_in_its_own_way(server, sampler, tmp_path):
+    loaded = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+    server.answers["/update_weights_from_disk"] = lambda body: loaded
+    policy = sampler(protocol="sglang", logprobs="processed")
+    policy.sample("weights", PROMPTS, dataclasses.replace(REQUEST, temperature=0.7))
+    folder = str(tmp_path / "weights" / "weights-3")
+    assert server.requests[0] == ("/update_weights_from_disk", {"model_path": folder, "flush_cache": True})
+    assert bodies(server)[0]["temperature"] == 0.7
+    loaded |= {"success": False, "message": "shapes differ"}
+    with pytest.raises(ConfigError, match=r"data\.sampler: the server did not load .*weights-4: shapes differ"):
+        policy.sample("weights", PROMPTS, dataclasses.replace(REQUEST, step=4))
+
+
+@pytest.mark.parametrize("fault", [503, 429, 500, "close", "cut", "text"])
+def test_a_server_that_is_not_ready_is_asked_again(server, sampler, fault):
+    expected = sampler().sample("weights", PROMPTS, REQUEST)
+    server.faults = [fault] * 3
+    assert sampler(server={"num_retries": 3}, max_concurrent=1).sample("weights", PROMPTS, REQUEST) == expected
+
+
+def test_a_server_that_stays_away_is_one_message(server, sampler):
+    server.faults = [503] * 100
+    with pytest.raises(ConfigError, match=r"collective_rpc gave no answer: status 503 .* 3 attempts in") as caught:
+        sampler(server={"num_retries": 2}).sample("weights", PROMPTS, REQUEST)
+    assert str(caught.value).startswith("data.sampler: the server at http://127.0.0.1:")
+    server.server_close()
+    with pytest.raises(ConfigError, match=r"gave no answer: .*refused"):
+        JsonServer(ServerConfig("http://127.0.0.1:9", num_retries=1), first_pause_s=0.001).post("/x", {})
+
+
+def test_a_slow_server_is_not_waited_for_longer_than_the_timeout(server, sampler):
+    policy = sampler(server={"num_retries": 0, "timeout_s": 0.2})
+    policy.sample("weights", PROMPTS[:1], dataclasses.replace(REQUEST, rows=(0,)))
+    go_on = threading.Event()
+    server.faults = [go_on]
+    with pytest.raises(ConfigError, match=r"completions gave no answer: .*timed out"):
+        policy.sample("weights", PROMPTS[:1], dataclasses.replace(REQUEST, rows=(0,)))
+    go_on.set()
+
+
+def test_a_request_that_the_server_refuses_is_not_repeated(server, sampler):
+    del server.answers["/collective_rpc"]
+    with pytest.raises(ConfigError, match=r"refuses the request: 404 .*Start vLLM with VLLM_SERVER_DEV_MODE=1"):
+        sampler().sample("weights", PROMPTS, REQUEST)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_ids": None}, "None tokens with"),
+        (
+            {"token_ids": [4, 5, EOS], "logprobs": {"token_logprobs": [-1.0, -2.0]}},
+            "3 tokens with 2 log-probabilities given, 1 to 5 of both expected",
+        ),
+        ({"token_ids": [], "logprobs": {"token_logprobs": []}}, "0 tokens with 0 log-probabilities"),
+        ({"token_ids": ["a"], "logprobs": {"token_logprobs": [-1.0]}}, "other values than tokens"),
+        ({"token_ids": [4], "logprobs": {"token_logprobs": [None]}}, "null or not finite"),
+        ({"token_ids": [4], "logprobs": {"token_logprobs": [float("-inf")]}}, "null or not finite"),
+        ({"prompt_token_ids": [1, 5, 6]}, r"has read the prompt \[1, 5, 6\]..., but \[5, 6\]... was sent"),
+        ({"finish_reason": "abort"}, "finish_reason: 'abort' given"),
+        (
+            {"token_ids": [9], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"},
+            r"stopped at the token 9, but only \[2\] end a response",
+        ),
+        ({"logprobs": None}, "one choice with token_ids, logprobs and finish_reason expected"),
+    ],
+)
+def test_answers_that_cannot_be_used_are_refused(server, sampler, changes, message):
+    server.answers["/v1/completions"] = lambda body: completion(body, **changes)
+    with pytest.raises(ConfigError, match=rf"data\.sampler: the server's answer cannot be used: .*{message}"):
+        sampler().sample("weights", PROMPTS[:1], dataclasses.replace(REQUEST, rows=(0,), max_new_tokens=5))
+
+
+def test_an_answer_with_another_number_of_choices_is_refused(server, sampler):
+    for choices in ([], completion({"seed": 1, "max_tokens": 5, "stop_token_ids": [2], "prompt": []})["choices"] * 2):
+        server.answers["/v1/completions"] = lambda body, choices=choices: {"choices": choices}
+        with pytest.raises(ConfigError, match="one choice with token_ids"):
+            sampler().sample("weights", PROMPTS, REQUEST)
+
+
+def test_an_api_key_is_sent(server, sampler, monkeypatch):
+    with pytest.raises(ConfigError, match=r"data\.sampler\.server\.api_key_variable: 'KEY_OF_TEST' given, but"):
+        sampler(server={"api_key_variable": "KEY_OF_TEST"})
+    monkeypatch.setenv("KEY_OF_TEST", "of-the-test")
+    sampler(server={"api_key_variable": "KEY_OF_TEST"}).sample("weights", PROMPTS, REQUEST)
+    assert {headers["Authorization"] for headers in server.headers} == {"Bearer of-the-test"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"protocol": "sglang"}, r"data\.sampler\.logprobs: raw given, but SGLang's are processed"),
+        ({"weights_folder": "gs://bucket/x"}, r"data\.sampler\.weights_folder: 'gs://bucket/x' given, a folder"),
+        ({"server": {"url": "localhost:8000"}}, r"data\.sampler\.server\.url: 'localhost:8000' given, an address"),
+        ({"server": {"timeout_s": 0}}, "timeout_s"),
+        ({"max_concurrent": 0}, "max_concurrent"),
+        ({"updates_per_export": 0}, "updates_per_export"),
+    ],
+)
+def test_mistakes_are_refused(sampler, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        sampler(**keys)
+
+
+def test_raw_log_probabilities_need_temperature_1(sampler):
+    with pytest.raises(ConfigError, match=r"logprobs: raw given with temperature: 0\.7"):
+        sampler().sample("weights", PROMPTS, dataclasses.replace(REQUEST, temperature=0.7))
+    sampler(logprobs="processed").sample("weights", PROMPTS, dataclasses.replace(REQUEST, temperature=0.7))

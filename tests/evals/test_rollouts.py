@@ -1,0 +1,157 @@
+"""The evaluation `rollouts`, against generation by hand and rewards computed here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.config.decode import decode
+from jaxlm.config.yaml import ConfigSource
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.tokens import TokensConfig
+from jaxlm.evals.base import EvalConfig, EvalContext
+from jaxlm.evals.samples import prompt_ids
+from jaxlm.models.base import vocab_axis
+from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
+from jaxlm.models.inference.unstacked import Generator
+from jaxlm.objectives.next_token import score_batch
+from tests.fields.proofs import outcome_of
+from tests.fields.trees import tree
+
+RECORDS = [{"prompt": "ab", "answer": 3, "other": [{"role": "user", "content": "ab"}]}, {"prompt": "cd", "answer": 5}]
+FUNCTIONS = Path(__file__).parents[1] / "rewards" / "functions.py"
+COUNTS = {"type": "length", "name": "length", "max_tokens": 10}
+
+
+def config_of(file, records=RECORDS, **fields):
+    file.write_text("".join(json.dumps(one) + "\n\n" for one in records))
+    fields = {"prompts_file": str(file), "rewards": [COUNTS], "max_new_tokens": 8} | fields
+    return decode(EvalConfig, ConfigSource({"type": "rollouts", **fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_samples": 2}, "num_samples: 2 given with temperature: 0"),
+        ({"num_samples": 3, "batch_size": 2, "temperature": 1.0}, "num_samples: 3 given, at most batch_size: 2"),
+        ({"rewards": [COUNTS, COUNTS]}, "2 rewards have the name 'length'"),
+        ({"rewards": [{"type": "format", "pattern": "("}]}, "not a valid regular expression"),
+        ({"prompts_file": "no/such.jsonl"}, "there is no file no/such.jsonl"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_compiled(tmp_path, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        config_of(tmp_path / "p.jsonl", **fields).check()
+
+
+def test_the_names_of_the_metrics_are_known(tmp_path):
+    names = ["reward", "rewards/length", "completions/mean_length", "completions/clipped_ratio"]
+    assert config_of(tmp_path / "p.jsonl", name="x").metric_names == tuple(f"x/{name}" for name in names)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """A tokenizer, a model with random weights, and the context."""
+    folder = tmp_path_factory.mktemp("rollouts")
+    (folder / "a.txt").write_text("abcd " * 200)
+    data = TokensConfig(train_urls=[f"{folder}/a.txt"], cache_dir=f"{folder}/c", vocab_size=260)
+    tokenizer = data.load_tokenizer(log=lambda _: None)
+    plan = outcome_of(tree()).plan
+    model = plan.state_builder.model.build(vocab_axis(tokenizer.vocab_size), key=jax.random.key(0))
+    model = jax.tree.map(lambda x: x * 20, model)
+    logged: list[Any] = []
+
+    def chat_prompt(messages, where):
+        text = f"<{messages[0]['content']}>"
+        return text, tokenizer.encode(text)
+
+    context = EvalContext(
+        *(plan.layout, plan.precision, tokenizer, tokenizer.token_bytes(), (), print, 32, score_batch),
+        log_completions=lambda rows, scores: logged.append((rows, scores)),
+        chat_prompt=chat_prompt,
+    )
+    return tokenizer, model, context, logged
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"max_new_tokens": 31},
+            r"the prompt of .*p.jsonl, line 1 has 3 tokens, .* model.seq_len: 32. .* max_new_tokens to 29",
+        ),
+        ({"prompt_key": "question"}, r"p.jsonl, line 1: there is no key 'question'. Its keys: prompt, answer, other"),
+        ({"prompt_key": "answer"}, r"line 1: answer: a text expected, but it is 3"),
+        ({"records": []}, "has no prompt"),
+        ({"records": [[1]]}, "line 1: a JSON object expected"),
+        ({"stop_tokens": ["<|no|>"]}, r"stop_tokens: '<\|no\|>' given, but the tokenizer has no such token"),
+        ({"rewards": [{"type": "exact_match", "column": "solution"}]}, "reads the column 'solution'.* answer, other"),
+        ({"rewards": [{"type": "function", "function": "no_module:f"}]}, "importing no_module failed"),
+    ],
+)
+def test_mistakes_in_the_prompts_are_refused_before_training(case, tmp_path, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        config_of(tmp_path / "p.jsonl", **fields).open(case[2])
+
+
+@pytest.mark.slow
+def test_metrics_are_means_over_the_answers(case, tmp_path):
+    tokenizer, model, context, logged = case
+    generator = Generator.of(model)
+
+    def by_hand(prompt, *options, number=1):
+        config = GenerationConfig(8, *options, stop_ids=tuple(tokenizer.stop_ids))
+        return generate_tokens(generator, [prompt_ids(tokenizer, prompt)] * number, config)
+
+    def run(**fields):
+        logged.clear()
+        metrics = config_of(tmp_path / "p.jsonl", **fields).open(context).run(model)
+        (rows, scores) = logged[0]
+        return metrics, rows, scores
+
+    greedy = [by_hand(one["prompt"], 0.0)[0] for one in RECORDS]
+    metrics, rows, scores = run()
+    finished = [len(ids) < 8 for ids in greedy]
+    assert list(rows.completions) == [tokenizer.decode(ids) for ids in greedy]
+    assert (list(rows.is_finished), list(rows.prompts)) == (finished, ["ab", "cd"])
+    assert rows.columns["answer"] == [3, 5]
+    assert [place.rpartition(", ")[2] for place in rows.places] == ["line 1", "line 3"]
+    lengths = [len(ids) + end for ids, end in zip(greedy, finished, strict=True)]
+    expected = {
+        "rollouts/reward": -np.mean(lengths) / 10,
+        "rollouts/rewards/length": -np.mean(lengths) / 10,
+        "rollouts/completions/mean_length": np.mean(lengths),
+        "rollouts/completions/clipped_ratio": 1 - np.mean(finished),
+    }
+    assert metrics == pytest.approx(expected, rel=1e-12)
+    np.testing.assert_array_equal(scores["reward"], [-n / 10 for n in lengths])
+
+    # Several answers to a prompt are those of one batch, in whichever batches the prompts are.
+    keys = {"num_samples": 3, "temperature": 3.0, "seed": 7}
+    texts = [tokenizer.decode(ids) for one in RECORDS for ids in by_hand(one["prompt"], 3.0, None, None, 7, number=3)]
+    assert len(set(texts)) > 3
+    for batch_size in (4, 32):
+        assert list(run(**keys, batch_size=batch_size)[1].completions) == texts
+    assert list(run(**keys | {"seed": 8})[1].completions) != texts
+    assert list(run(**keys | {"num_samples": 1})[1].completions) == [texts[0], texts[3]]
+    top = run(**keys, top_k=1)[1].completions
+    assert list(run(**keys, top_p=1e-6)[1].completions) == list(top)
+    assert top[0] == rows.completions[0]
+
+    metrics, rows, _ = run(max_prompts=1, name="one", max_new_tokens=3)
+    assert (len(rows), set(metrics)) == (1, {name.replace("rollouts", "one") for name in expected})
+    assert all(len(ids) <= 3 for ids in rows.completion_ids)
+    records = [{"other": [{"role": "user", "content": "ab"}], "answer": 1}]
+    metrics, rows, _ = run(records=records, messages_key="other")
+    assert (list(rows.prompts), set(rows.columns)) == (["<ab>"], {"answer"})
+    first = tokenizer.decode(greedy[0][:1])
+    assert first in tokenizer.vocabulary()
+    metrics, rows, _ = run(stop_tokens=[first], max_prompts=1)
+    assert (list(rows.completions), metrics["rollouts/completions/clipped_ratio"]) == ([""], 0)
+    sleeps = {"type": "function", "function": f"{FUNCTIONS}:sleeps"}
+    with pytest.raises(ConfigError, match=r"no result for the 2 completions of .* within 0\.2 s"):
+        run(reward_timeout_s=0.2, rewards=[sleeps])

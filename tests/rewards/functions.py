@@ -1,0 +1,59 @@
+"""Reward functions of tests. They are also run as a file, which imports the one beside it."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import helper_of_functions  # pyright: ignore[reportMissingImports] - beside this file
+
+
+def lengths(completions, **kwargs):
+    """As TRL calls it: everything by name, and all columns."""
+    assert set(kwargs) >= {"prompts", "completion_ids", "answer"}
+    return [float(len(text)) for text in completions]
+
+
+def of_row(completion, answer, weight=2.0):
+    return None if answer is None else weight * (completion == answer)
+
+
+async def waiting(completion, place):
+    await asyncio.sleep(0.01)
+    return helper_of_functions.ONE + len(place)
+
+
+async def waiting_for_all(completions):
+    await asyncio.sleep(0.01)
+    return [1] * len(completions)
+
+
+def as_told(completion):
+    """Does what the completion says."""
+    match completion.split():
+        case ["raise"]:
+            raise KeyError("answer")
+        case ["return", value]:
+            return {"nan": float("nan"), "text": "good", "none": None}.get(value, value) if value != "7" else 7
+        case ["exit"]:
+            sys.exit(3)
+        case ["kill"]:
+            os.kill(os.getpid(), 9)
+        case ["hang", file]:
+            child = subprocess.Popen(["sleep", "600"])
+            Path(file).write_text(f"{os.getpid()} {child.pid}")
+            time.sleep(600)
+    return 0.5
+
+
+def sleeps(completions):
+    time.sleep(600)
+
+
+def too_few(completions):
+    return [1.0] * (len(completions) - 1)
+
+
+NUMBER = 7

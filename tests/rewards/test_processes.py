@@ -1,0 +1,141 @@
+"""Rewards in their processes: the sum, and every way in which a reward fails."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxlm.config.decode import decode
+from jaxlm.config.yaml import ConfigSource
+from jaxlm.core.errors import ConfigError
+from jaxlm.rewards.base import RewardConfig, Rewards
+from tests.rewards.rows import CONTEXT, rows
+
+FILE = Path(__file__).with_name("functions.py")
+ROOT = Path(__file__).parents[2]
+
+
+def configs(*trees):
+    return [decode(RewardConfig, ConfigSource(tree)) for tree in trees]
+
+
+def function(name, **keys):
+    return {"type": "function", "function": f"{FILE}:{name}", **keys}
+
+
+@pytest.fixture(scope="module")
+def told():
+    """A reward that does what the completion says."""
+    with Rewards(configs(function("as_told", per="row")), CONTEXT, timeout_s=1.5) as rewards:
+        yield rewards
+
+
+def test_the_total_is_the_weighted_sum_of_the_rewards_that_apply():
+    of_row = function("of_row", per="row", weight=0.25)
+    parts = configs({"type": "length", "weight": -2.0}, of_row, {"type": "exact_match", "name": "right", "weight": 0})
+    given = rows("abcde", "a", "b" * 30, answer=["abcde", "x", None])
+    with Rewards(parts, CONTEXT, timeout_s=60) as rewards:
+        first, again = rewards.score(given), rewards.score(given)
+        assert list(first) == ["length", "of_row", "right", "reward"]
+        np.testing.assert_array_equal(first["length"], [-0.25, -0.05, -1])
+        np.testing.assert_array_equal(first["of_row"], [2, 0, np.nan])
+        np.testing.assert_array_equal(first["right"], [1, 0, np.nan])
+        np.testing.assert_array_equal(first["reward"], [0.5 + 0.5, 0.1, 2])
+        assert all(column.dtype == np.float64 for column in first.values())
+        for name, column in first.items():
+            assert column.tobytes() == again[name].tobytes()
+        rewards.check_columns(["answer", "topic"])
+        with pytest.raises(
+            ConfigError, match=r"'of_row' reads the column 'answer', which .* do not have. Their columns: topic"
+        ):
+            rewards.check_columns(["topic"])
+
+
+@pytest.mark.parametrize(
+    ("completion", "problem"),
+    [
+        ("raise", f"it raised KeyError: 'answer' in {re.escape(str(FILE))}, line 3\\d"),
+        ("return nan", "it returned nan, a finite number expected"),
+        ("return text", "it returned 'good', a finite number expected"),
+        ("exit", "it raised SystemExit: 3"),
+        ("kill", "its process ended with the signal SIGKILL while it scored"),
+    ],
+)
+def test_a_reward_that_fails_is_one_message(told, completion, problem):
+    with pytest.raises(ConfigError) as caught:
+        told.score(rows("well", completion, "well"))
+    message = str(caught.value)
+    assert re.search(problem, message), message
+    assert message.startswith("reward 'as_told' (type: function): ")
+    assert f'data.jsonl:2 (completion "{completion}")' in message
+    assert "resumes from the newest one" in message
+    assert "\n" not in message
+    np.testing.assert_array_equal(told.score(rows("well", "return 7"))["as_told"], [0.5, 7])
+
+
+def test_a_reward_that_hangs_is_ended_with_what_it_started(told, tmp_path):
+    with pytest.raises(ConfigError, match=r"no result for data.jsonl:2 .* within 1.5 s.*Its process has been ended"):
+        told.score(rows("well", f"hang {tmp_path / 'ids'}"))
+    for number in map(int, (tmp_path / "ids").read_text().split()):
+        assert has_ended(number)
+    np.testing.assert_array_equal(told.score(rows("well"))["as_told"], [0.5])
+
+
+def has_ended(number, patience_s=5):
+    """Whether a process has ended, or is only waited for by its parent."""
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until:
+        try:
+            if Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.slow
+def test_a_wrong_number_of_values_names_all_records():
+    with (
+        Rewards(configs(function("too_few")), CONTEXT, timeout_s=60) as rewards,
+        pytest.raises(
+            ConfigError, match=r"2 values, but a list of 3 .* the 3 completions of data.jsonl:1 to data.jsonl:3"
+        ),
+    ):
+        rewards.score(rows("a", "b", "c"))
+
+
+def test_a_reward_that_does_not_open_is_refused_at_once():
+    with pytest.raises(ConfigError, match=r"reward 'x' \(type: function\): .*importing no_such_module failed"):
+        Rewards(configs({"type": "function", "function": "no_such_module:x"}), CONTEXT, timeout_s=1)
+    with pytest.raises(ConfigError, match="at least one reward expected"):
+        Rewards([], CONTEXT, timeout_s=1)
+
+
+@pytest.mark.slow
+def test_no_process_outlives_a_run_that_is_killed(tmp_path):
+    program = f"""
+from tests.rewards.test_processes import *
+with Rewards(configs(function("as_told", per="row")), CONTEXT, timeout_s=600) as rewards:
+    rewards.score(rows("hang {tmp_path}/ids"))
+"""
+    run = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    while not (tmp_path / "ids").exists() or not (tmp_path / "ids").read_text():
+        assert run.poll() is None
+        time.sleep(0.05)
+    run.kill()
+    run.wait()
+    for number in map(int, (tmp_path / "ids").read_text().split()):
+        assert has_ended(number)
+
+
+@pytest.mark.slow
+def test_a_worker_imports_no_jax():
+    code = "import sys, jaxlm.rewards.base, jaxlm.rewards.worker, jaxlm.rewards.math; print('jax' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
+    assert found.stdout.strip() == "False"
