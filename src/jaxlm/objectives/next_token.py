@@ -1,7 +1,8 @@
 """Next-token prediction, for pretraining, and with a loss mask for instruction tuning.
 
 Source: negative log-likelihood of each token given those before it (Radford et al. 2018, "Improving Language
-Understanding by Generative Pre-Training", equation 1); z-loss, label smoothing and DFT as in `jaxlm.models.loss`; NEFTune as in `jaxlm.models.layers.token_embeddings`.
+Understanding by Generative Pre-Training", equation 1); z-loss, label smoothing and DFT as in `jaxlm.models.loss`;
+NEFTune as in `jaxlm.models.layers.token_embeddings`.
 """
 
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ class NextToken(ObjectiveConfig):
         label_smoothing: fraction of the target distribution that is spread evenly over the vocabulary; 0 disables it.
         dft: dynamic fine-tuning: multiply the loss of each token by the token's probability, as a constant. A model that
             starts from random weights gives every token a probability near 0, and learns next to nothing.
-        neftune_alpha: NEFTune: in training, add uniform noise to the embeddings of the tokens, of the size `alpha / sqrt(L d)`
-            for a document of L tokens and d features; 5, 10 and 15 are common. 0 adds none.
+        neftune_alpha: NEFTune: in training, add uniform noise to the token embeddings, of the size `alpha / sqrt(L d)` for a
+            document of L tokens and d features; 5, 10 and 15 are common. 0 adds none.
         log_entropy: log the mean entropy of the predictions as `train/entropy`.
     """
 
@@ -61,8 +62,8 @@ class NextToken(ObjectiveConfig):
     ) -> tuple[dict[str, Sum], Metrics, Any]:
         """The loss terms `loss` and the layers' auxiliary losses.
 
-        The metrics are `loss` (plain cross-entropy in nats), `mean_token_accuracy`, `trained_share` (of the tokens that are not
-        padding), `z_loss` and `entropy` if enabled, and those of the layers.
+        The metrics are `loss` (plain cross-entropy in nats), `mean_token_accuracy`, `trained_share` (of the tokens that are
+        not padding), `z_loss` and `entropy` if enabled, and those of the layers.
         """
         batch = batch.supervised()
         inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids, self._noise(model, batch))

@@ -18,7 +18,9 @@ from jaxlm.config.decode import choice_name
 from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import is_url
+from jaxlm.data.config import DataConfig
 from jaxlm.data.sources.config import TRAIN, VALIDATION
+from jaxlm.data.tokenizer.added_tokens import open_tokenizer
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.data.tokenizer.train_bpe import DEFAULT_VOCAB_SIZE, bpe_config
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
@@ -42,7 +44,7 @@ _MAX_CORNERS = 16  # corner points of a schedule to list
 
 def assumed_vocabulary(config: RunConfig) -> tuple[int, str]:
     """The vocabulary size to plan with before a run has opened its tokenizer, and a description of where it comes from."""
-    data = config.phases[0].data if config.phases and config.phases[0].data else config.data
+    data = first_data(config)
     if data.vocab_size is not None:
         return data.vocab_size, f"{data.vocab_size:,} (data.vocab_size)"
     if bpe_config(data.tokenizer) is not None:
@@ -54,9 +56,15 @@ def assumed_vocabulary(config: RunConfig) -> tuple[int, str]:
     return _DEFAULT_VOCAB_SIZE, f"{_DEFAULT_VOCAB_SIZE:,} (GPT-2's, assumed because data.vocab_size is not set)"
 
 
+def first_data(config: RunConfig) -> DataConfig:
+    """The data section of the first phase."""
+    return config.phases[0].data if config.phases and config.phases[0].data else config.data
+
+
 def _of_tokenizer(config: RunConfig, path: str) -> tuple[int, str]:
-    del config
-    return load_tokenizer(path).vocab_size, f"tokens of {path}"
+    added = first_data(config).added_tokens
+    which = f"tokens of {path}{' and data.added_tokens' if added else ''}"
+    return open_tokenizer(path, added, None).vocab_size, which
 
 
 def _of_weights(config: RunConfig, tokenizer: str) -> tuple[int, str] | None:
@@ -145,7 +153,8 @@ def _checks(plan: Plan) -> Iterator[_Question]:
             yield _Question(f"text of {source.key}", check, "what has the text")
     name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
     if name is not None and Path(name).exists() and not config.hf_weight_names:
-        check = functools.partial(check_pretrained, Path(name), plan.state_builder.Vocab.size, config.hf_skip_keys)
+        num_tokens = plan.state_builder.Vocab.size - len(plan.data[0].added_tokens)
+        check = functools.partial(check_pretrained, Path(name), num_tokens, config.hf_skip_keys)
         yield _Question("weights", check, f"the disk with {name}")
     for evaluation in config.evals:
         yield _Question(f"evaluation {choice_name(type(evaluation))}", evaluation.check, "the disk")

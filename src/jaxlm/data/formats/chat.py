@@ -74,7 +74,7 @@ class ChatEncoder(Encoder):
     def read(self, file: TextFile) -> Iterator[RawContent]:
         for where, messages, position in self.config.conversations(file):
             rendered = self.template.render(messages, where, mark=self.config.mask_user_turns)
-            yield RawContent(rendered, len(rendered.text), len(rendered.text.encode()), position)
+            yield RawContent(rendered, len(rendered.text), len(rendered.text.encode()), position, where)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         encoded = self.tokenizer.encode_with_offsets([rendered.text for rendered in contents])

@@ -5,6 +5,7 @@ without HTML escapes, and the block `{% generation %}`. The date (`strftime_now`
 would give different tokens every day.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -148,8 +149,9 @@ def _named(name: str, tokenizer: Tokenizer, key: str) -> str:
     missing = [token for token in special_tokens if token not in vocabulary]
     if missing:
         raise ConfigError(
-            f"{key}: '{name}' given, which writes {missing[0]}, but the tokenizer has no such token. For a tokenizer that is"
-            f" trained, add it to data.tokenizer.special_tokens; the template needs {', '.join(special_tokens)}"
+            f"{key}: '{name}' given, which writes {missing[0]}, but the tokenizer has no such token. Add it to"
+            " data.added_tokens or, for a tokenizer that is trained, to data.tokenizer.special_tokens; the template needs"
+            f" {', '.join(special_tokens)}"
         )
     return text
 
@@ -164,15 +166,43 @@ def _read(path: str, tokenizer: Tokenizer, key: str) -> str:
         raise ConfigError(f"{key}: '{path}' cannot be read: {error}") from error
 
 
+def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The special token that the template writes after an assistant's turn; empty if it writes none."""
+    text, end = _example(template)
+    (ids, starts, _) = tokenizer.encode_with_offsets([text])[0]
+    special = [int(i) for i in ids[starts >= end] if not tokenizer.decode([int(i)])]
+    return tuple(special[:1])
+
+
+def turn_end_texts(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """What the template writes after an assistant's turn, if that is not a special token but text; empty for white space."""
+    text, end = _example(template)
+    after = text[end:].strip()
+    return (after,) if after and not turn_ends(template, tokenizer) else ()
+
+
+def _example(template: ChatTemplate) -> tuple[str, int]:
+    """A rendered conversation, and where the assistant's text ends in it."""
+    content = "jaxlm"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+    text = template.render(turns, "a conversation", mark=False).text
+    return text, text.rindex(content) + len(content)
+
+
 def with_templates(tokenizer: Tokenizer, given: Sequence[str], key: str) -> Tokenizer:
     """The tokenizer to save with a model that was trained with these templates (texts or paths of .jinja files).
 
-    The last one becomes the tokenizer's own. Without any, the tokenizer stays as it is.
+    The last one becomes the tokenizer's own, and the token that it writes after an assistant's turn ends generated text,
+    here and in transformers. Without any, the tokenizer stays as it is.
     """
     if not given:
         return tokenizer
-    texts = {name: ChatTemplate.load(name, tokenizer, key).text for name in given}
-    return tokenizer.with_chat_template(texts[given[-1]], {k: v for k, v in texts.items() if k != v})
+    templates = {name: ChatTemplate.load(name, tokenizer, key) for name in given}
+    own, ends = templates[given[-1]], ()
+    with contextlib.suppress(ConfigError):  # a template need not render a conversation of two turns
+        ends = turn_ends(own, tokenizer)
+    files = {name: template.text for name, template in templates.items() if name != template.text}
+    return tokenizer.with_chat_template(own.text, files, ends)
 
 
 def _split_marked(marked: str) -> Rendered:
