@@ -147,8 +147,8 @@ def no_targets_within(cache: TokenCache, seq_len: int, key: str, split: str, dro
     why = " and longer documents are left out (format.truncation)" if drops_overlong else ""
     return (
         f"{key}: no document of the {split} text has a token to compute the loss on within model.seq_len ({seq_len}){why}."
-        f" The first, {cache.source_of(0)}, has {end:,} tokens, and the loss {begins}. Set {key}.{split}_urls to other text, or"
-        " raise model.seq_len"
+        f" The first, {cache.source_of(0)}, has {end:,} tokens, and the loss {begins}. Set {key}.{split}_urls to other text,"
+        " or raise model.seq_len"
     )
 
 

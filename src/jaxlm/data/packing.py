@@ -129,6 +129,8 @@ class PackedSequences(ContiguousExamples):
         if packed is None:
             return None
         parts = [f"{len(self):,} sequences of {self.seq_len:,} tokens, {self.padding:.1%} padding"]
+        if self.cache.target_mask is not None:
+            parts.append(f"loss on {self.cache.trained_share:.1%} of the documents' tokens")
         if packed.num_overlong:
             fate = "left out" if packed.drops_overlong else "truncated"
             parts.append(

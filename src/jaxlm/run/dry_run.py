@@ -1,5 +1,6 @@
 """`--dry_run true`: plans and compiles a run without training. Needs no data, tokenizer or writable folder.
 
+Of chats and prompts on this machine, it reads the first records, and draws one with the tokens that the loss is computed on.
 It looks for everything that a start needs, at URLs too, and lists what a start would end with. It only writes the plot of
 the learning-rate schedule to the run's log folder; if that fails, it logs a line.
 """
@@ -19,7 +20,9 @@ from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import is_url
 from jaxlm.data.config import DataConfig
+from jaxlm.data.formats.preview import MaskPreview
 from jaxlm.data.sources.config import TRAIN, VALIDATION
+from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokenizer.added_tokens import open_tokenizer
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.data.tokenizer.train_bpe import DEFAULT_VOCAB_SIZE, bpe_config
@@ -89,8 +92,11 @@ def _of_checkpoint(config: RunConfig, tokenizer: str) -> tuple[int, str] | None:
 def dry_run(plan: Plan, console: Console) -> None:
     """Logs the plan, compiles the training step of every phase, and logs its memory use."""
     rows = [*describe(plan), ("vocabulary", assumed_vocabulary(plan.config)[1]), *_caches(plan)]
-    refusals = list(dict.fromkeys(_answers(list(_checks(plan)))))
-    console.log(table("plan (dry run: no data is read, no training)", [*rows, *refusals]))
+    previews: list[MaskPreview] = []
+    refusals = list(dict.fromkeys(_answers([*_checks(plan), *_previews(plan, previews)])))
+    console.log(table("plan (dry run: nothing is tokenized, no training)", [*rows, *refusals]))
+    for preview in previews:
+        console.log(preview.draw(colors=console.has_colors))
     for note in import_notes(plan):
         console.log(f"note: {note}")
     with plan.layout.use():
@@ -166,6 +172,29 @@ def _checks(plan: Plan) -> Iterator[_Question]:
     # Looking at a URL may download a checkpoint.
     if not any(path is not None and is_url(path) for path in (trainer.checkpointer.base_path, *starts)):
         yield _Question("start", functools.partial(check_init_from, plan), "the disk")
+
+
+def _previews(plan: Plan, drawn: list[MaskPreview]) -> Iterator[_Question]:
+    """The share of tokens that the loss is computed on, for chats and prompts on this machine. Adds them to `drawn`."""
+    if bpe_config(plan.data[0].tokenizer) is not None:
+        return
+
+    def shares(source: NamedSource) -> str | None:
+        try:
+            tokenizer = plan.data[0].load_tokenizer(log=lambda _: None)
+            source.check(caches=False)
+        except ConfigError:
+            return None  # other rows say what is wrong with the tokenizer, or with the list of files
+        preview = source.preview(tokenizer, plan.config.model.seq_len)
+        if preview is None:
+            return None
+        drawn.append(preview)
+        return preview.describe()
+
+    sources = {source.folder: source for data in plan.data for source in data.sources()}.values()
+    for source in sources:
+        if source.config.format.has_loss_mask:
+            yield _Question(f"trained tokens of {source.key}", functools.partial(shares, source), "what has the text")
 
 
 def _check_references(plan: Plan) -> None:

@@ -99,6 +99,11 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
     def can_read(self, name: str) -> bool:
         """Whether a file with this name may hold records of this format."""
 
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether documents say on which of their tokens the loss is computed."""
+        return False
+
     def key_of_text(self, source_key: str) -> str | None:
         """The key, or column, that this format reads text from; None if it reads none.
 
@@ -132,11 +137,12 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
 
     def cache_key(self) -> dict[str, Any]:
         """The options that determine the tokens, as plain JSON; {} for text, whose `text_key` is part of the files' key."""
-        options = {name: value for name, value in encode(self).items() if name not in _OF_SEQUENCES}
+        options = {name: value for name, value in encode(self).items() if name not in _NOT_IN_KEY}
         return {} if options["type"] == "text" else {"format": options}
 
 
-_OF_SEQUENCES = ("pack", "truncation")  # options that determine the sequences, and not the tokens
+# Options that determine the sequences and not the tokens, and one that few chat templates read (`ChatEncoder.cache_key`).
+_NOT_IN_KEY = ("pack", "truncation", "tools_field")
 
 
 @dataclass(frozen=True)
@@ -155,6 +161,10 @@ class MaskedFormat(FormatConfig):
     @property
     def documents_per_sequence(self) -> int | None:
         return 0 if self.pack else 1
+
+    @property
+    def has_loss_mask(self) -> bool:
+        return True
 
     @property
     def drops_overlong(self) -> bool:

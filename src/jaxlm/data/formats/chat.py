@@ -4,17 +4,27 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import Encoder, FormatConfig, MaskedFormat, RawContent, TokenizedText
+from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 Messages = list[dict[str, Any]]
+
+
+class Conversation(NamedTuple):
+    """A conversation of a file. Attributes: where: its location, for messages; position: in the file."""
+
+    where: str
+    messages: Messages
+    tools: list[Any] | None
+    position: int
 
 
 @FormatConfig.register_subclass("chat")
@@ -30,11 +40,14 @@ class ChatFormat(MaskedFormat):
         mask_user_turns: compute the loss only on the assistant's text: what the template puts inside `{% generation %}`, or,
             without such a block, what each assistant message adds to the conversation before it. `false` computes the loss
             on every token.
+        tools_field: key of the tools that a conversation may call: a list, or a text with a list in JSON. The template gets
+            it as `tools`. Records without the key have none.
     """
 
     messages_field: str = "messages"
     chat_template: str | None = None
     mask_user_turns: bool = True
+    tools_field: str = "tools"
 
     def given_template(self) -> str | None:
         return self.chat_template
@@ -46,12 +59,12 @@ class ChatFormat(MaskedFormat):
         )
 
     def texts(self, file: TextFile) -> Iterator[str]:
-        for _, messages, _ in self.conversations(file):
-            yield plain_text(messages)
+        for conversation in self.conversations(file):
+            yield plain_text(conversation.messages)
 
-    def conversations(self, file: TextFile) -> Iterator[tuple[str, Messages, int]]:
-        """For each conversation: its location (for messages), its messages, and the position in the file."""
-        for record in file.records((self.messages_field,)):
+    def conversations(self, file: TextFile) -> Iterator["Conversation"]:
+        """The conversations of a file."""
+        for record in file.records((self.messages_field,), (self.tools_field,)):
             messages = record.values.get(self.messages_field)
             if not are_messages(messages):
                 raise ConfigError(
@@ -59,7 +72,21 @@ class ChatFormat(MaskedFormat):
                     f" 'role' and a 'content', got {messages!r:.80}. Keys of the record: {', '.join(record.values) or 'none'}"
                 )
             # Tables have nulls for keys that only some messages have.
-            yield record.where, [{k: v for k, v in m.items() if v is not None} for m in messages], record.position
+            messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
+            yield Conversation(record.where, messages, self._tools(record), record.position)
+
+    def _tools(self, record: Record) -> list[Any] | None:
+        given = record.values.get(self.tools_field)
+        try:
+            tools = json.loads(given) if isinstance(given, str) and given.strip() else given
+        except ValueError:
+            tools = given
+        if tools is not None and tools != "" and not isinstance(tools, list):
+            raise ConfigError(
+                f"{record.where}: expected a list of tools under '{self.tools_field}', or a text with one in JSON, got"
+                f" {given!r:.80}. Set format.tools_field to the key of the tools"
+            )
+        return tools or None
 
 
 @dataclass(frozen=True)
@@ -72,8 +99,8 @@ class ChatEncoder(Encoder):
     key: str
 
     def read(self, file: TextFile) -> Iterator[RawContent]:
-        for where, messages, position in self.config.conversations(file):
-            rendered = self.template.render(messages, where, mark=self.config.mask_user_turns)
+        for where, messages, tools, position in self.config.conversations(file):
+            rendered = self.template.render(messages, where, mark=self.config.mask_user_turns, tools=tools)
             yield RawContent(rendered, len(rendered.text), len(rendered.text.encode()), position, where)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
@@ -89,7 +116,8 @@ class ChatEncoder(Encoder):
 
     def cache_key(self) -> dict[str, Any]:
         template = json.dumps([self.template.text, dict(self.template.names)])
-        return {"chat_template": hashlib.sha256(template.encode()).hexdigest()}
+        reads_tools = {"tools_field": self.config.tools_field} if "tools" in self.template.text else {}
+        return {"chat_template": hashlib.sha256(template.encode()).hexdigest(), **reads_tools}
 
     def no_targets_message(self) -> str:
         if self.template.has_generation:

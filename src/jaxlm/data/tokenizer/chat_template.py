@@ -79,35 +79,40 @@ class ChatTemplate:
         """Whether the template marks the assistant's text with `{% generation %}`."""
         return _GENERATION.search(self.text) is not None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], where: str, *, mark: bool) -> Rendered:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], where: str, *, mark: bool, tools: Sequence[Any] | None = None
+    ) -> Rendered:
         """Renders a conversation.
 
         Args:
             where: location of the conversation, for messages.
             mark: restrict the target spans to the assistant's text; otherwise the loss is computed on all text.
+            tools: what the conversation may call.
 
         Raises:
             ConfigError: the template rejects the messages, or the assistant's text cannot be located.
         """
-        marked = self._text(messages, where)
+        marked = self._text(messages, where, tools)
         if not mark:
             text = _MARKS.sub("", marked)
             return Rendered(text, ((0, len(text)),))
         if self.has_generation:
             return _split_marked(marked)
-        return Rendered(marked, tuple(self._assistant_spans(messages, marked, where)))
+        return Rendered(marked, tuple(self._assistant_spans(messages, marked, where, tools)))
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
         """Renders a conversation followed by the header of the assistant's next message."""
-        return _MARKS.sub("", self._text(messages, where, add_generation_prompt=True))
+        return _MARKS.sub("", self._text(messages, where, None, add_generation_prompt=True))
 
-    def _assistant_spans(self, messages: Sequence[Mapping[str, Any]], whole: str, where: str) -> list[tuple[int, int]]:
+    def _assistant_spans(
+        self, messages: Sequence[Mapping[str, Any]], whole: str, where: str, tools: Sequence[Any] | None
+    ) -> list[tuple[int, int]]:
         """The span that each assistant message adds to the conversation before it, without the message's header."""
         spans = []
         for number, message in enumerate(messages):
             if message["role"] == _ASSISTANT:
-                before = self._text(messages[:number], where, add_generation_prompt=True)
-                until = self._text(messages[: number + 1], where)
+                before = self._text(messages[:number], where, tools, add_generation_prompt=True)
+                until = self._text(messages[: number + 1], where, tools)
                 if not (until.startswith(before) and whole.startswith(until)):
                     raise ConfigError(
                         f"{where}: the assistant's text in message {number + 1} cannot be located: the chat template"
@@ -117,16 +122,27 @@ class ChatTemplate:
                 spans.append((len(before), len(until)))
         return spans
 
-    def _text(self, messages: Sequence[Mapping[str, Any]], where: str, *, add_generation_prompt: bool = False) -> str:
+    def _text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        where: str,
+        tools: Sequence[Any] | None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
         import jinja2
 
-        if _MARKS.search(json.dumps(messages, ensure_ascii=False, default=str)):
+        if _MARKS.search(json.dumps([messages, tools], ensure_ascii=False, default=str)):
             raise ConfigError(
                 f"{where}: the text contains U+FDD0 or U+FDD1, which are Unicode noncharacters. Remove them"
             )
         try:
             return self.compiled().render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self.names
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.names,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise ConfigError(
