@@ -68,7 +68,7 @@ def test_an_example_shows_its_mask_and_special_tokens(config):
     preview = preview_of(config)
     legend, *lines = preview.draw(colors=False).split("\n")
     assert legend.endswith("a.jsonl: line 1: the loss is computed on what is not in ⟦brackets⟧")
-    drawn = "\n".join(lines).replace("⟧⟦", "")
+    drawn = "\n".join(lines)
     assert drawn == "⟦<|user|>What is\nthe capital?<|end|><|assistant|>⟧Paris & <b>Rome</b><|end|>"
     colored = preview.draw(colors=True).split("\n", 1)[1]
     green = "".join(text for codes, text in re.findall(r"\x1b\[([\d;]+)m([^\x1b]*)\x1b\[0m", colored) if "42" in codes)
@@ -109,7 +109,7 @@ def test_text_cannot_control_the_terminal(config, tmp_path):
 def test_prompts_have_a_preview_and_texts_have_none(config, tmp_path):
     (tmp_path / "b.jsonl").write_text('{"prompt": "What?", "response": " That."}\n')
     prompts = dataclasses.replace(config, train_urls=[f"{tmp_path}/b.jsonl"], format=SupervisedFormat())
-    assert preview_of(prompts).draw(colors=False).endswith("\n⟦<|endoftext|>⟧⟦What?⟧ That.<|endoftext|>")
+    assert preview_of(prompts).draw(colors=False).endswith("\n⟦<|endoftext|>What?⟧ That.<|endoftext|>")
     texts = dataclasses.replace(config, train_urls=[f"{tmp_path}/b.jsonl"], format=TextFormat(text_key="prompt"))
     (source,) = texts.sources()
     assert source.preview(texts.load_tokenizer(print), 64) is None
@@ -128,7 +128,7 @@ def test_prompts_have_a_preview_and_texts_have_none(config, tmp_path):
             [CHATS[2]],
             {},
             16,
-            r"^data: of the first 1 records, none .* within model\.seq_len \(16\).*a\.jsonl: line 1\. Raise",
+            r"^data: of the first 1 records, none .* model\.seq_len \(16\).*a\.jsonl: line 1\. Raise",
         ),
         ([CHATS[2]], {"truncation": "drop_overlength"}, 64, r"none has a token to compute the loss on within"),
         (CHATS, {"chat_template": "{% generation %}{% endgeneration %}x"}, 64, r"generation %\} block is empty in all"),

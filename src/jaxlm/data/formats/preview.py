@@ -93,16 +93,11 @@ class MaskPreview:
         )
         if any(piece.is_cut for piece in self.example):
             legend += "; the end is beyond model.seq_len"
-        return f"{legend}\n{''.join(map(_colored if colors else _bracketed, self.example))}"
-
-
-def _colored(piece: Piece) -> str:
-    return piece.in_colors
-
-
-def _bracketed(piece: Piece) -> str:
-    text = _printable(piece.text)
-    return text if piece.is_trained and not piece.is_cut else text.join(_MASKED)
+        if colors:
+            return f"{legend}\n{''.join(piece.in_colors for piece in self.example)}"
+        runs = itertools.groupby(self.example, key=lambda piece: piece.is_trained)
+        texts = [(trained, "".join(_printable(piece.text) for piece in run)) for trained, run in runs]
+        return f"{legend}\n{''.join(text if trained else text.join(_MASKED) for trained, text in texts)}"
 
 
 def _printable(text: str) -> str:
