@@ -124,8 +124,8 @@ def show_examples(config: RunConfig, tokenizer: Tokenizer, page: str, console: C
     previews = [(key, preview) for key, preview in found if preview is not None]
     if not previews:
         raise ConfigError(
-            "--show_example: no source has a loss mask: the loss is computed on every token of their texts. Remove it, or"
-            " set data.format to chat or supervised"
+            "--show_example: no source has chats or prompts with completions (data.format: chat or supervised). To see what"
+            " a batch consists of, use --show_batch 0"
         )
     for key, preview in previews:
         console.log(f"{key}: trained: {preview.describe()}")

@@ -1,9 +1,11 @@
 """Special tokens that are added to a tokenizer, and templates whose end of a turn ends generated text."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from jaxlm import convert
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.added_tokens import open_tokenizer
 from jaxlm.data.tokenizer.chat_template import with_templates
@@ -92,3 +94,13 @@ def test_the_end_of_a_turn_ends_generated_text_here_and_in_transformers(folder, 
     assert "_from_model_config" not in written, "transformers would read the ids of config.json instead"
     # A template without special tokens changes nothing.
     assert with_templates(grown, ["{% for m in messages %}{{ m.content }}{% endfor %}"], "key").stop_ids == (0,)
+
+
+def test_adapters_alone_are_not_exported_without_the_rows_of_new_tokens(tmp_path):
+    config = SimpleNamespace(initialize_from_hf="base")
+    plan = SimpleNamespace(config=config, data=[SimpleNamespace(tokenizer="base", added_tokens=NEW)])
+    opened = SimpleNamespace(plan=plan, location="checkpoints/run/step-1")
+    with pytest.raises(
+        ConfigError, match="--adapters only: checkpoints/run/step-1 has data.added_tokens, and base has no"
+    ):
+        convert._write_adapters(tmp_path, opened, None, None, verify=False)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, KV_HEADS, POSITION
+from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, HEADS, KV_HEADS, POSITION
 from jaxlm.models.activations import activated, gated
 from jaxlm.models.attention.api import AttentionMask, AttentionSpec, as_keys, attention
 from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES
@@ -53,7 +53,7 @@ def token_embeddings(table: hnn.Embedding, inputs: Inputs) -> NamedArray:
     if inputs.noise is None:
         return x
     ids_BS = inputs.segment_ids.rearrange((BATCH, POSITION)).array
-    (Batch, Pos), Embed = inputs.segment_ids.rearrange((BATCH, POSITION)).axes, table.Embed
+    Batch, Pos, Embed = (x.resolve_axis(name) for name in (BATCH, POSITION, EMBED))
     # Another generator may give other numbers under `vmap`.
     keys_B = jax.random.wrap_key_data(inputs.noise.keys.rearrange((BATCH, ...)).array, impl=_GENERATOR)
     uniform = functools.partial(jax.random.uniform, shape=(Pos.size, Embed.size), minval=-1.0, maxval=1.0)

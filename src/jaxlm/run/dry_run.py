@@ -47,7 +47,7 @@ _MAX_CORNERS = 16  # corner points of a schedule to list
 
 def assumed_vocabulary(config: RunConfig) -> tuple[int, str]:
     """The vocabulary size to plan with before a run has opened its tokenizer, and a description of where it comes from."""
-    data = first_data(config)
+    data = _first_data(config)
     if data.vocab_size is not None:
         return data.vocab_size, f"{data.vocab_size:,} (data.vocab_size)"
     if bpe_config(data.tokenizer) is not None:
@@ -59,13 +59,12 @@ def assumed_vocabulary(config: RunConfig) -> tuple[int, str]:
     return _DEFAULT_VOCAB_SIZE, f"{_DEFAULT_VOCAB_SIZE:,} (GPT-2's, assumed because data.vocab_size is not set)"
 
 
-def first_data(config: RunConfig) -> DataConfig:
-    """The data section of the first phase."""
+def _first_data(config: RunConfig) -> DataConfig:
     return config.phases[0].data if config.phases and config.phases[0].data else config.data
 
 
 def _of_tokenizer(config: RunConfig, path: str) -> tuple[int, str]:
-    added = first_data(config).added_tokens
+    added = _first_data(config).added_tokens
     which = f"tokens of {path}{' and data.added_tokens' if added else ''}"
     return open_tokenizer(path, added, None).vocab_size, which
 

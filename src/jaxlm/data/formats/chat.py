@@ -1,7 +1,9 @@
 """Conversations, rendered by a chat template; the loss is computed on the assistant's messages."""
 
+import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
@@ -10,20 +12,26 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import Encoder, FormatConfig, MaskedFormat, RawContent, TokenizedText
-from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 Messages = list[dict[str, Any]]
+_TOOLS = re.compile(r"\btools\b")  # the variable of a chat template
 
 
 class Conversation(NamedTuple):
-    """A conversation of a file. Attributes: where: its location, for messages; position: in the file."""
+    """A conversation of a file.
+
+    Attributes:
+        where: its location, for messages.
+        tools: what the record has under the key of the tools.
+        position: in the file.
+    """
 
     where: str
     messages: Messages
-    tools: list[Any] | None
+    tools: Any
     position: int
 
 
@@ -62,9 +70,9 @@ class ChatFormat(MaskedFormat):
         for conversation in self.conversations(file):
             yield plain_text(conversation.messages)
 
-    def conversations(self, file: TextFile) -> Iterator["Conversation"]:
+    def conversations(self, file: TextFile, *, with_tools: bool = False) -> Iterator[Conversation]:
         """The conversations of a file."""
-        for record in file.records((self.messages_field,), (self.tools_field,)):
+        for record in file.records((self.messages_field,), (self.tools_field,) if with_tools else ()):
             messages = record.values.get(self.messages_field)
             if not are_messages(messages):
                 raise ConfigError(
@@ -73,20 +81,7 @@ class ChatFormat(MaskedFormat):
                 )
             # Tables have nulls for keys that only some messages have.
             messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
-            yield Conversation(record.where, messages, self._tools(record), record.position)
-
-    def _tools(self, record: Record) -> list[Any] | None:
-        given = record.values.get(self.tools_field)
-        try:
-            tools = json.loads(given) if isinstance(given, str) and given.strip() else given
-        except ValueError:
-            tools = given
-        if tools is not None and tools != "" and not isinstance(tools, list):
-            raise ConfigError(
-                f"{record.where}: expected a list of tools under '{self.tools_field}', or a text with one in JSON, got"
-                f" {given!r:.80}. Set format.tools_field to the key of the tools"
-            )
-        return tools or None
+            yield Conversation(record.where, messages, record.values.get(self.tools_field), record.position)
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,8 @@ class ChatEncoder(Encoder):
     key: str
 
     def read(self, file: TextFile) -> Iterator[RawContent]:
-        for where, messages, tools, position in self.config.conversations(file):
+        for where, messages, given, position in self.config.conversations(file, with_tools=self._reads_tools):
+            tools = self._tools(given, where) if self._reads_tools else None
             rendered = self.template.render(messages, where, mark=self.config.mask_user_turns, tools=tools)
             yield RawContent(rendered, len(rendered.text), len(rendered.text.encode()), position, where)
 
@@ -116,8 +112,24 @@ class ChatEncoder(Encoder):
 
     def cache_key(self) -> dict[str, Any]:
         template = json.dumps([self.template.text, dict(self.template.names)])
-        reads_tools = {"tools_field": self.config.tools_field} if "tools" in self.template.text else {}
-        return {"chat_template": hashlib.sha256(template.encode()).hexdigest(), **reads_tools}
+        tools = {"tools_field": self.config.tools_field} if self._reads_tools else {}
+        return {"chat_template": hashlib.sha256(template.encode()).hexdigest(), **tools}
+
+    @property
+    def _reads_tools(self) -> bool:
+        return _TOOLS.search(self.template.text) is not None
+
+    def _tools(self, given: Any, where: str) -> list[Any] | None:
+        tools = given
+        if isinstance(given, str):
+            with contextlib.suppress(ValueError):
+                tools = json.loads(given) if given.strip() else None
+        if tools is not None and not isinstance(tools, list):
+            raise ConfigError(
+                f"{where}: expected a list of tools under '{self.config.tools_field}', or a text with one in JSON, got"
+                f" {given!r:.80}. Set {self.key}.tools_field to the key of the tools"
+            )
+        return tools or None
 
     def no_targets_message(self) -> str:
         if self.template.has_generation:
