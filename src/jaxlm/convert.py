@@ -108,8 +108,8 @@ def _write_adapters(folder: Location, opened: LoadedModel, dtype: Any, card: Mod
         )
     if base is not None and plan.data[0].added_tokens:
         raise ConfigError(
-            f"--adapters only: {opened.location} has data.added_tokens, and {base} has no rows for them, which adapters do not"
-            " contain. Write the whole model, without --adapters only"
+            f"--adapters only: {opened.location} has data.added_tokens, and {base} has no rows for them. Adapters do not"
+            " contain them: write the whole model, without --adapters only"
         )
     model = opened.load()
     files = {README: card.text().encode()}

@@ -100,7 +100,5 @@ def test_adapters_alone_are_not_exported_without_the_rows_of_new_tokens(tmp_path
     config = SimpleNamespace(initialize_from_hf="base")
     plan = SimpleNamespace(config=config, data=[SimpleNamespace(tokenizer="base", added_tokens=NEW)])
     opened = SimpleNamespace(plan=plan, location="checkpoints/run/step-1")
-    with pytest.raises(
-        ConfigError, match="--adapters only: checkpoints/run/step-1 has data.added_tokens, and base has no"
-    ):
+    with pytest.raises(ConfigError, match=r"step-1 has data\.added_tokens, and base has no rows"):
         convert._write_adapters(tmp_path, opened, None, None, verify=False)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -95,6 +96,7 @@ def spoken(workplace):
 def test_answers_are_memorized_said_and_ended(spoken):
     place, out = spoken
     assert "the 2 rows for data.added_tokens are the mean of the 320 others" in out
+    assert re.search(r"accuracy [\d.]+  trained \d\d%", out)
     last = [record for record in records_of(place) if "train/loss" in record][-1]
     assert last["train/loss"] < 0.05
     assert last["train/mean_token_accuracy"] > 0.99
