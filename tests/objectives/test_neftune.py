@@ -36,14 +36,12 @@ def a_batch(rows: int = ROWS, microbatches: int = 1) -> TokenBatch:
     return TokenBatch(**{name: hax.named(jnp.asarray(c.reshape(shape)), axes) for name, c in columns.items()})
 
 
-def noise_of(batch: TokenBatch, dtype=jnp.float32) -> np.ndarray:
+def noise_of(batch: TokenBatch) -> np.ndarray:
     """[batch, position, embed] of the first microbatch."""
     first = jax.tree.map(lambda c: c["microbatch", 0], batch, is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray))
     table = hnn.Embedding.init(Axis("vocab", VOCAB), Axis("embed", WIDTH), key=jax.random.key(1))
-    table = jax.tree.map(lambda a: a.astype(dtype), table)
     inputs = Inputs(first.tokens, first.positions, first.segment_ids)
     noisy = token_embeddings(table, dataclasses.replace(inputs, noise=EmbeddingNoise(first.row_keys, ALPHA)))
-    assert noisy.dtype == dtype
     return np.asarray((noisy - token_embeddings(table, inputs)).array, np.float64)
 
 

@@ -73,7 +73,8 @@ class TokenBatch(eqx.Module):
     def with_row_keys(self, key: jax.Array) -> "TokenBatch":
         """The batch with a random key for each row, numbered over all leading axes."""
         leading = tuple(axis for axis in self.tokens.axes if axis.name != POSITION)
-        words = jax.random.bits(jax.random.fold_in(key, _ROWS), (math.prod(a.size for a in leading), _KEY_WORDS))
+        shape = (math.prod(axis.size for axis in leading), _KEY_WORDS)
+        words = jax.random.bits(jax.random.fold_in(key, _ROWS), shape, jnp.uint32)
         axes = (*leading, hax.Axis(KEY_WORD, _KEY_WORDS))
         return dataclasses.replace(self, row_keys=hax.named(words.reshape([axis.size for axis in axes]), axes))
 
