@@ -118,7 +118,7 @@ class Distill(ObjectiveConfig):
         metrics = {
             "loss": Sum(sums.cross_entropy, weight),
             "divergence": Sum(sums.divergence, weight),
-            "accuracy": Sum(sums.correct, weight),
+            "mean_token_accuracy": Sum(sums.correct, weight),
             "agreement": Sum(sums.agreement, weight),
         }
         aux_terms, aux_metrics = auxiliary_terms(hidden.aux)
