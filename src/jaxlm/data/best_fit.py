@@ -167,8 +167,9 @@ def open_rows(cache: TokenCache, seq_len: int, config: BestFitConfig, *, drop_ov
     """The rows of a token cache, from the index beside it. Builds the index if there is none."""
     keys = {"fill": config.fill, "buffer_size": config.buffer_size, "refill_size": config.refill_size}
     made_from = {"version": _VERSION, "tokens": cache.fingerprint, "seq_len": seq_len, **keys}
-    made_from |= {"drop_overlong": True} if drop_overlong else {}
-    build = lambda: pack_best_fit(cache.offsets, seq_len + 1, config, drop_overlong=drop_overlong)  # noqa: E731
+    options = {"drop_overlong": True} if drop_overlong else {}
+    made_from |= options
+    build = lambda: pack_best_fit(cache.offsets, seq_len + 1, config, **options)  # noqa: E731
     return open_or_index(cache.folder.parent / "packed", made_from, build)
 
 
