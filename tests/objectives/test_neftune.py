@@ -12,7 +12,10 @@ from haliax import Axis
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import PairBatch, TokenBatch
-from jaxlm.models.base import EmbeddingNoise, Inputs
+from jaxlm.models.base import EmbeddingNoise, Inputs, vocab_axis
+from jaxlm.models.families.gpt2 import Gpt2Config
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.families.nano import NanoConfig
 from jaxlm.models.layers import token_embeddings
 from jaxlm.objectives.next_token import NextToken
 from tests.engine.helpers import TinyRun, arrays, layout, one_device, phase
@@ -83,31 +86,35 @@ def test_both_halves_of_a_pair_have_keys():
     assert NextToken().with_row_keys(pairs, jax.random.key(0)) is pairs
 
 
-def test_only_training_has_noise_and_a_model_that_cannot_add_it_is_refused():
-    run = TinyRun(one_device())
-    columns = {k: hax.named(jnp.asarray(v[:2]), (Axis("batch", 2), run.model.Pos)) for k, v in arrays(0).items()}
-    batch, model = TokenBatch(**columns), run.state.model
-    noisy, plain = NextToken(neftune_alpha=ALPHA), NextToken()
+SIZES = {"seq_len": 8, "hidden_dim": 16, "num_layers": 2, "num_heads": 2}
+FAMILIES = [LlamaConfig(intermediate_dim=16, num_kv_heads=2, **SIZES), Gpt2Config(**SIZES), NanoConfig(**SIZES)]
 
-    def loss(objective, batch, model=model):
-        return float(objective.terms(model, batch, None, key=None)[0]["loss"].total)
 
-    assert loss(noisy, batch) == loss(plain, batch)
+@pytest.mark.parametrize("config", FAMILIES, ids=lambda config: type(config).__name__)
+def test_only_training_has_noise_and_a_model_that_cannot_add_it_is_refused(config):
+    model = jax.eval_shape(lambda: config.build(vocab_axis(VOCAB), key=jax.random.key(0)))
+    axes = (Axis("batch", 2), config.Pos)
+    batch = TokenBatch(*(hax.zeros(axes, jnp.int32) for _ in range(5)))
+
+    def draws(objective, batch, model=model) -> bool:
+        terms = lambda m, b: objective.terms(m, b, None, key=None)[0]["loss"].total  # noqa: E731
+        return "random_bits" in str(jax.make_jaxpr(terms)(model, batch))
+
+    noisy = NextToken(neftune_alpha=ALPHA)
     keyed = noisy.with_row_keys(batch, jax.random.key(0))
-    assert loss(noisy, keyed) != loss(plain, batch)
-    with pytest.raises(ConfigError, match=r"objective\.neftune_alpha: 5\.0 given, but this model \(Decoder\) does not"):
-        loss(noisy, keyed, dataclasses.replace(model, adds_noise=False))
+    assert draws(noisy, keyed)
+    assert not draws(noisy, batch), "evaluations have no keys of rows"
+    assert not draws(NextToken(), keyed)
+    with pytest.raises(
+        ConfigError, match=rf"neftune_alpha: 5\.0 given, but this model \({type(model).__name__}\) does not"
+    ):
+        draws(noisy, keyed, dataclasses.replace(model, adds_noise=False))
 
 
 @pytest.mark.slow
 def test_devices_and_microbatches_train_with_the_same_noise():
     noisy = phase(objective=NextToken(neftune_alpha=ALPHA))
-
-    def losses(where, microbatches=1, of=noisy):
-        run = TinyRun(where, of)
-        return [run.step(arrays(i), microbatches)["train/loss"] for i in range(3)]
-
-    expected = losses(one_device())
-    np.testing.assert_allclose(losses(one_device(), 4), expected, rtol=1e-5)
-    np.testing.assert_allclose(losses(layout()), expected, rtol=1e-5)
-    assert abs(losses(one_device(), of=phase())[0] - expected[0]) > 1e-3
+    one, eight = TinyRun(one_device(), noisy), TinyRun(layout(), noisy)
+    for seed in range(3):
+        expected = one.step(arrays(seed))["train/loss"]
+        assert eight.step(arrays(seed), num_microbatches=2)["train/loss"] == pytest.approx(expected, rel=1e-5)
