@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.tokenizer.chat_template import ChatTemplate
+from jaxlm.data.tokenizer.chat_template import ChatTemplate, turn_end_texts, turn_ends
 from jaxlm.data.tokenizer.templates import template_of_tokens
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.base import LanguageModel
@@ -244,29 +244,6 @@ class Conversation:
                 f"the conversation has {num_prompt_tokens} tokens, but the model's maximum sequence length is {seq_len}"
             )
         return dataclasses.replace(self._config, max_new_tokens=min(room, self._config.max_new_tokens))
-
-
-def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The special token that the template writes after an assistant's turn; empty if it writes none."""
-    text, end = _example(template)
-    (ids, starts, _) = tokenizer.encode_with_offsets([text])[0]
-    special = [int(i) for i in ids[starts >= end] if not tokenizer.decode([int(i)])]
-    return tuple(special[:1])
-
-
-def turn_end_texts(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """What the template writes after an assistant's turn, if that is not a special token but text; empty for white space."""
-    text, end = _example(template)
-    after = text[end:].strip()
-    return (after,) if after and not turn_ends(template, tokenizer) else ()
-
-
-def _example(template: ChatTemplate) -> tuple[str, int]:
-    """A rendered conversation, and where the assistant's text ends in it."""
-    content = "jaxlm"
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
-    text = template.render(turns, "a conversation", mark=False).text
-    return text, text.rindex(content) + len(content)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,11 @@ def _write_adapters(folder: Location, opened: LoadedModel, dtype: Any, card: Mod
             f"--verify: {opened.location} did not start from a Hugging Face model (initialize_from_hf), so there is no base"
             " to load the adapters into. Remove --verify, or --adapters only"
         )
+    if base is not None and plan.data[0].added_tokens:
+        raise ConfigError(
+            f"--adapters only: {opened.location} has data.added_tokens, and {base} has no rows for them. Adapters do not"
+            " contain them: write the whole model, without --adapters only"
+        )
     model = opened.load()
     files = {README: card.text().encode()}
     save_peft(folder, model, plan.config.model, plan.layout, dtype=dtype, base=base or "", files=files)

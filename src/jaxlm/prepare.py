@@ -1,6 +1,7 @@
 """Builds a run's token caches ahead of training, and describes them.
 
     jaxlm prepare --config_path run.yaml --show_batch 0
+    jaxlm prepare --config_path chats.yaml --show_example mask.html
     jaxlm prepare --core_bundle eval_bundle
 
 Takes the same configuration as jaxlm train, builds the tokenizer and the token caches of all phases if they do not exist,
@@ -12,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -23,6 +25,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.data import Data
 from jaxlm.data.examples import Examples
+from jaxlm.data.formats.preview import page_of
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.phases import Phase
 from jaxlm.evals.core_bundle import FETCH_OPTION, fetch_bundle
@@ -54,6 +57,14 @@ def main(arguments: Sequence[str]) -> int:
         "--show_batch", type=int, metavar="N", help="print training batch N, which step N + 1 trains on"
     )
     parser.add_argument(
+        "--show_example",
+        nargs="?",
+        const="",
+        metavar="FILE.html",
+        help="for chats and prompts: print an example of each source with the tokens that the loss is computed on in color,"
+        " or write them to a page",
+    )
+    parser.add_argument(
         FETCH_OPTION,
         metavar="FOLDER",
         help="first download the tasks of the evaluation `core` (160 MB) there",
@@ -63,6 +74,8 @@ def main(arguments: Sequence[str]) -> int:
         fetch_bundle(options.core_bundle, print)
         if not rest and options.show_batch is None:
             return 0
+    if options.show_example and not options.show_example.endswith(".html"):
+        raise ConfigError(f"--show_example: '{options.show_example}' given, a file that ends in .html expected")
     jax.config.update("jax_platforms", "cpu")  # leave accelerators free for other processes
     config = load_config(rest, "jaxlm.prepare")
     refuse_dry_run(config, "jaxlm.prepare makes caches")
@@ -72,6 +85,8 @@ def main(arguments: Sequence[str]) -> int:
     tokenizer, prepared = prepare(config, console)
     for title, rows in _cache_rows(prepared):
         console.log(table(title, rows))
+    if options.show_example is not None:
+        show_examples(config, tokenizer, options.show_example, console)
     if options.show_batch is not None:
         for text in batch_as_text(config, prepared, tokenizer, options.show_batch):
             console.log(text)
@@ -96,6 +111,32 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
     if wanted is not None:
         compute_leaves(wanted, sections[0], opened[0], tokenizer.vocab_size, console.log)
     return tokenizer, list(map(Prepared, phases, opened))
+
+
+def show_examples(config: RunConfig, tokenizer: Tokenizer, page: str, console: Console) -> None:
+    """Shows an example of each source whose format has a loss mask. Args: page: file to write; empty prints them.
+
+    Raises:
+        ConfigError: there is no such source, or the file cannot be written.
+    """
+    sources = {source.folder: source for section in plan_phases(config)[1] for source in section.sources()}.values()
+    found = [(source.key, source.preview(tokenizer, config.model.seq_len, copies=console.log)) for source in sources]
+    previews = [(key, preview) for key, preview in found if preview is not None]
+    if not previews:
+        raise ConfigError(
+            "--show_example: no source has chats or prompts with completions (data.format: chat or supervised). To see what"
+            " a batch consists of, use --show_batch 0"
+        )
+    for key, preview in previews:
+        console.log(f"{key}: trained: {preview.describe()}")
+        if not page:
+            console.log(preview.draw(colors=console.has_colors))
+    if page:
+        try:
+            Path(page).write_text(page_of(previews), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--show_example: '{page}' cannot be written: {error.strerror}") from error
+        console.log(f"wrote {page}")
 
 
 def check_batch(config: RunConfig, number: int, phases: Sequence[Phase]) -> None:
@@ -154,6 +195,7 @@ def describe_cache(examples: Examples) -> list[tuple[str, str]]:
         ("bytes per token", f"{cache.num_bytes / cache.num_tokens:.3f}"),
         ("sequences", f"{len(examples):,} of {examples.seq_len:,} tokens"),
         ("padding", f"{examples.padding:.4%} of all positions{where}"),
+        *([] if cache.target_mask is None else [("loss on", f"{cache.trained_share:.1%} of all tokens")]),
         ("fingerprint", cache.fingerprint),
         ("folder", cache.location),
     ]

@@ -468,3 +468,19 @@ def test_a_larger_buffer_cuts_less():
     ]
     assert lost == sorted(lost, reverse=True)
     assert lost[0] > 1.05 * lost[-1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=lengths_of_documents, capacity=st.integers(2, 10))
+def test_without_overlong_documents_the_rows_are_those_of_the_others(lengths, capacity):
+    offsets, config = np.concatenate([[0], np.cumsum(lengths)]), BestFitConfig(fill="pad")
+    found = pack_best_fit(offsets, capacity, config, drop_overlong=True)
+    fits = np.array(lengths) <= capacity
+    expected = pack_best_fit(np.concatenate([[0], np.cumsum(np.array(lengths)[fits])]), capacity, config)
+    np.testing.assert_array_equal(found.firsts, expected.firsts)
+    np.testing.assert_array_equal(found.lengths, expected.lengths)
+    moved_by = (offsets[:-1] - (np.cumsum(np.array(lengths) * fits) - np.array(lengths) * fits))[fits]
+    kept = np.concatenate([[0], np.cumsum(np.array(lengths)[fits])])
+    documents = np.searchsorted(kept, expected.starts, side="right") - 1
+    np.testing.assert_array_equal(found.starts, expected.starts + moved_by[documents])
+    assert (found.num_cuts, found.num_lost) == ((~fits).sum(), sum(lengths) - found.lengths.sum())

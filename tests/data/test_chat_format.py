@@ -185,10 +185,14 @@ def test_truncation_is_counted_and_logged(config, tokenizer):
     lengths = [len(encoded(tokenizer, MARKED, messages)[1].ids) for messages in CONVERSATIONS]
     lost = sum(max(0, length - 65) for length in lengths)
     assert windows.packed is not None
-    assert (windows.packed.num_truncated, windows.packed.num_lost) == (sum(n > 65 for n in lengths), lost)
+    assert (windows.packed.num_overlong, windows.packed.num_lost) == (sum(n > 65 for n in lengths), lost)
     assert f"documents are longer and were truncated, losing {lost:,} of {sum(lengths):,} tokens" in said[-1]
-    with pytest.raises(ConfigError, match=r"within model\.seq_len"):
+    first = encoded(tokenizer, MARKED, CONVERSATIONS[0])[1].target_mask
+    with pytest.raises(
+        ConfigError, match=r"within model\.seq_len \(4\)\. The first, document 1 of a\.jsonl, has"
+    ) as found:
         sequences_of(config, 4)
+    assert f"has {len(first)} tokens, and the loss begins at token {np.argmax(first) + 1}. Set" in str(found.value)
 
 
 def test_a_template_without_assistant_tokens_is_an_error(config, tmp_path):
@@ -198,8 +202,57 @@ def test_a_template_without_assistant_tokens_is_an_error(config, tmp_path):
         sequences_of(dataclasses.replace(config, format=ChatFormat(chat_template=never)), 64)
     others = [[{"role": "gpt", "content": "a"}]]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in others))
-    with pytest.raises(ConfigError, match="none of their messages has the role 'assistant'"):
+    with pytest.raises(
+        ConfigError, match=r"none of their messages has the role 'assistant'.*record is .*a\.jsonl: line 1"
+    ):
         sequences_of(dataclasses.replace(config, format=ChatFormat(chat_template=PLAIN)), 64)
+
+
+def test_overlong_conversations_can_be_left_out(config, tokenizer):
+    said: list[str] = []
+    changed = dataclasses.replace(config, format=ChatFormat(chat_template=MARKED, truncation="drop_overlength"))
+    windows = sequences_of(changed, 100, said.append)
+    texts = [encoded(tokenizer, MARKED, messages)[1] for messages in CONVERSATIONS]
+    lengths = [len(text.ids) for text in texts]
+    lost = sum(n for n in lengths if n > 101)
+    assert 0 < lost < sum(lengths)
+    columns = windows.read(np.arange(len(windows)))
+    kept = [text for text in texts if len(text.ids) <= 101]
+    assert columns["loss_mask"].sum() == sum(text.target_mask[1:].sum() for text in kept)
+    assert f"{sum(n > 101 for n in lengths)} documents are longer and were left out, losing {lost:,} of" in said[-1]
+    share = sum(text.target_mask[1:].sum() for text in texts) / sum(lengths)
+    assert f"loss on {share:.1%} of the documents' tokens" in said[-1]
+    # The tokens are the same, so the cache is; what is trained on is not.
+    assert windows.cache.fingerprint == sequences_of(config, 100).cache.fingerprint
+    assert changed.identity() != config.identity()
+    with pytest.raises(ConfigError, match=r"model\.seq_len \(4\) and longer documents are left out"):
+        sequences_of(changed, 4)
+
+
+def test_a_template_gets_the_tools_of_a_conversation(config, tokenizer, tmp_path):
+    tools = [{"name": "add", "parameters": {"a": "number"}}]
+    template = "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}" + PLAIN
+    values = (tools, json.dumps(tools), None, [])
+    records = [{"messages": CONVERSATIONS[0], "tools": value} for value in values] + [{"messages": CONVERSATIONS[0]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    with_tools = dataclasses.replace(config, format=ChatFormat(chat_template=template, pack=False))
+    rows = sequences_of(with_tools, 512).read(np.arange(5))
+    plain = encoded(tokenizer, PLAIN, CONVERSATIONS[0])[0].text
+    (listed, *_), (bare, *_) = tokenizer.encode_with_offsets([f"tools: {json.dumps(tools)}\n{plain}", plain])
+    for row, value in enumerate((*values, None)):
+        expected = listed if value else bare
+        assert rows["tokens"][row][: len(expected) - 1].tolist() == expected[:-1].tolist()
+        assert rows["loss_mask"][row].sum() == rows["loss_mask"][0].sum() > 0
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._backend_with_offsets)
+    found = reference.apply_chat_template(CONVERSATIONS[0], tools=tools, chat_template=template, tokenize=False)
+    rendered = ChatTemplate(template, "here", {}).render(CONVERSATIONS[0], "here", mark=False, tools=tools)
+    assert rendered.text == found
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CONVERSATIONS[0], "tools": "add"}) + "\n")
+    with pytest.raises(
+        ConfigError, match="line 1: expected a list of tools under 'tools', or a text with one in JSON, got 'add'"
+    ):
+        sequences_of(dataclasses.replace(with_tools, cache_dir=f"{tmp_path}/other"), 512)
 
 
 def test_conversations_without_answers_are_skipped_and_counted(config, tmp_path):

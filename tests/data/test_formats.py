@@ -82,14 +82,15 @@ def test_every_format_field_has_a_test():
         name: [f.name for f in dataclasses.fields(kind)] for name, kind in FormatConfig.get_known_choices().items()
     }
     assert found == {
-        "chat": ["pack", "messages_field", "chat_template", "mask_user_turns"],  # tests/data/test_chat_format.py
+        # tests/data/test_chat_format.py and, for truncation, test_packing.py
+        "chat": ["pack", "truncation", "messages_field", "chat_template", "mask_user_turns", "tools_field"],
         # tests/data/test_groups.py
         "groups": ["group_size", "prompt_field", "responses_field", "rewards_field", "chat_template"],
         # tests/data/test_pairs.py
         "pairs": ["prompt_field", "chosen_field", "rejected_field", "prompt_ends_with", "chat_template"],
         "pretokenized": ["input_ids_key"],
         "prompts": ["prompt_field", "chat_template"],  # tests/data/test_rollouts.py
-        "supervised": ["pack", "input_field", "output_field", "separate_with", "mask_inputs"],
+        "supervised": ["pack", "truncation", "input_field", "output_field", "separate_with", "mask_inputs"],
         "text": ["text_key"],
         "unpaired": ["prompt_field", "completion_field", "label_field", "chat_template"],  # tests/data/test_unpaired.py
     }

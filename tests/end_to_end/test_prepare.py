@@ -1,5 +1,6 @@
 """jaxlm.prepare: training uses the caches that it builds, and it shows the batches that training uses."""
 
+import json
 import re
 
 import jax
@@ -13,6 +14,7 @@ from jaxlm.core.batch_schedule import BatchSchedule, BatchSize, BatchStage
 from jaxlm.core.sharding import Layout
 from jaxlm.observe.console import Console
 from jaxlm.prepare import batch_as_text, main, prepare
+from tests.answers import write_tokenizer
 from tests.data.helpers import some_text, token_batches, write_corpus
 
 TWO_PHASES = """
@@ -156,3 +158,34 @@ def test_training_uses_the_prepared_caches(workplace, tmp_path):
     assert "documents, " not in second.out
     assert "training a BPE" not in second.out
     assert {file: file.stat().st_mtime_ns for file in made} == made
+
+
+def test_shows_an_example_with_its_mask(tmp_path, capsys):
+    write_tokenizer(tmp_path / "tokenizer")
+    messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    (tmp_path / "a.txt").write_text("text")
+    options = ["--data.tokenizer", f"{tmp_path}/tokenizer", "--model.seq_len", "32"]
+    options += ["--trainer.train_batch_size", "1", "--trainer.num_train_steps", "1", "--model.num_layers", "1"]
+    chats = [*options, "--data.train_urls", f"[{tmp_path}/a.jsonl]", "--data.format.type", "chat"]
+    chats += ["--data.cache_dir", f"{tmp_path}/cache"]
+    assert main([*chats, "--show_example"]) == 0
+    shown = capsys.readouterr().out
+    assert "⟦<|user|>What?<|end|><|assistant|>⟧That.<|end|>" in shown
+    assert "\x1b" not in shown, "not a terminal"
+    assert re.search(r"\n  loss on +\d+\.\d% of all tokens\n", shown)
+    page = tmp_path / "mask.html"
+    assert main([*chats, "--show_example", str(page)]) == 0
+    assert f"wrote {page}" in capsys.readouterr().out
+    assert '<span class="trained">That.</span>' in page.read_text()
+    texts = [*options, "--data.train_urls", f"[{tmp_path}/a.txt]", "--data.cache_dir", f"{tmp_path}/other"]
+    for arguments, message in (
+        (
+            [*chats, "--show_example", "mask.png"],
+            "--show_example: 'mask.png' given, a file that ends in .html expected",
+        ),
+        ([*chats, "--show_example", f"{tmp_path}/no/a.html"], "cannot be written: No such file or directory"),
+        ([*texts, "--show_example"], "--show_example: no source has chats or prompts with completions"),
+    ):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err

@@ -214,6 +214,10 @@ OPTIMIZER: dict[str, Entry] = {
     "objective.dft": ShownIn(
         "tests/objectives/test_next_token.py::test_dynamic_fine_tuning_minimizes_another_loss_than_it_logs"
     ),
+    "objective.neftune_alpha": ShownIn(
+        "tests/objectives/test_neftune.py::test_the_noise_is_uniform_with_the_bound_of_the_paper_for_each_document"
+    ),
+    "objective.log_entropy": Change(True, Program(gains=r"metrics\['train/entropy'\]")),
 }
 LORA: dict[str, Entry] = {
     "surgery.target": Change("mlp", Shapes({r"attn\.q_proj\.a$": None})),

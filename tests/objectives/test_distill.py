@@ -50,7 +50,7 @@ def test_terms_and_metrics_match_the_definition(student, refs):
     expected = {
         "loss": nll,
         "divergence": kl,
-        "accuracy": ours.argmax(-1) == batch.targets.array,
+        "mean_token_accuracy": ours.argmax(-1) == batch.targets.array,
         "agreement": ours.argmax(-1) == theirs.argmax(-1),
     }
     assert set(metrics) == set(expected)

@@ -51,25 +51,31 @@ def reference(model, batch, z, smoothing):
     m = batch.loss_mask.array
     plain, z_loss = -(m * picked).sum(), (m * z * lse**2).sum()
     smoothed = -(m * ((1 - smoothing) * picked + smoothing * log_p.mean(-1))).sum()
-    return smoothed + z_loss, plain, z_loss, (m * (logits.argmax(-1) == batch.targets.array)).sum(), m.sum()
+    entropy = -(m * (jnp.exp(log_p) * log_p).sum(-1)).sum()
+    correct = (m * (logits.argmax(-1) == batch.targets.array)).sum()
+    return smoothed + z_loss, plain, z_loss, correct, m.sum(), entropy
 
 
 @pytest.mark.parametrize(("z", "smoothing"), [(0.0, 0.0), (1e-2, 0.1)])
 def test_terms_and_metrics_match_the_definition(model, z, smoothing):
     batch = a_batch()
-    objective = NextToken(z_loss_weight=z, label_smoothing=smoothing)
+    objective = NextToken(z_loss_weight=z, label_smoothing=smoothing, log_entropy=z > 0)
     terms, metrics, slot = objective.terms(model, batch, None, key=None)
-    total, plain, z_loss, correct, weight = reference(model, batch, z, smoothing)
+    total, plain, z_loss, correct, weight, entropy = reference(model, batch, z, smoothing)
     assert slot is None
     assert set(terms) == {"loss"}, "no layer of a dense model adds anything"
     assert set(objective.weights(batch)) == {"loss", "auxiliary"}
     assert float(objective.weights(batch)["auxiliary"]) == np.sum(np.asarray(batch.segment_ids.array) != 0)
-    assert set(metrics) == ({"loss", "accuracy", "z_loss"} if z else {"loss", "accuracy"})
+    usual = {"loss", "mean_token_accuracy", "trained_share"}
+    assert set(metrics) == (usual | {"z_loss", "entropy"} if z else usual)
     np.testing.assert_allclose(terms["loss"].total, total, rtol=1e-5)
     np.testing.assert_allclose(metrics["loss"].total, plain, rtol=1e-5)
-    np.testing.assert_allclose(metrics["accuracy"].total, correct)
+    np.testing.assert_allclose(metrics["mean_token_accuracy"].total, correct)
+    share = metrics.pop("trained_share")
+    assert (float(share.total), float(share.weight)) == (weight, np.sum(np.asarray(batch.segment_ids.array) != 0))
     if z:
         np.testing.assert_allclose(metrics["z_loss"].total, z_loss, rtol=1e-5)
+        np.testing.assert_allclose(metrics["entropy"].total, entropy, rtol=1e-5)
     for entry in (*terms.values(), *metrics.values()):
         np.testing.assert_array_equal(entry.weight, weight)
     np.testing.assert_array_equal(objective.weights(batch)["loss"], weight)

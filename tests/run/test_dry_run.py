@@ -9,7 +9,8 @@ import pytest
 from jaxlm.config.load import decode_run
 from jaxlm.config.run import RunConfig
 from jaxlm.config.yaml import ConfigSource
-from jaxlm.run.dry_run import _answers, _checks, assumed_vocabulary
+from jaxlm.data.formats.preview import MaskPreview
+from jaxlm.run.dry_run import _answers, _checks, _previews, assumed_vocabulary
 from jaxlm.run.plan import make_plan
 from tests.answers import LLAMA, write_tokenizer
 from tests.run.test_mesh_plan import MODEL
@@ -42,6 +43,7 @@ def test_the_vocabulary_is_what_the_configuration_and_its_files_say(folder):
             max(saved.values()) + 1,
             f"tokens of {CHECKPOINT}/step-6",
         ),
+        ({"data": {"tokenizer": folder, "added_tokens": ["<a>"]}}, 321, f"tokens of {folder} and data.added_tokens"),
         ({}, 8192, "of a tokenizer that is trained without data.vocab_size"),
         ({"data": {"tokenizer": {"type": "bpe"}, "vocab_size": 300}}, 300, "data.vocab_size"),
         ({"data": {"tokenizer": NOWHERE}}, 50_257, "GPT-2's, assumed because data.vocab_size is not set"),
@@ -86,4 +88,34 @@ def test_what_a_start_would_end_with_is_listed(folder, tmp_path, monkeypatch):
     assert refused(data=data, initialize_from_hf=True)["weights"].startswith(
         f"{folder}: the embedding has 40 rows, but the tokenizer has 64 tokens. Set data.tokenizer"
     )
+    (tmp_path / "config.json").write_text(json.dumps(few | {"vocab_size": 63}))
+    assert "weights" in refused(data=data, initialize_from_hf=True)
+    assert refused(data={**data, "added_tokens": ["<a>"]}, initialize_from_hf=True) == {}
     assert not (tmp_path / "cache").exists()
+
+
+def test_chats_are_previewed_and_masks_that_are_empty_are_refused(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    (tmp_path / "text.txt").write_text("text")
+
+    def previewed(messages_, **data):
+        (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages_}) + "\n")
+        section = {"train_urls": ["a.jsonl"], "tokenizer": folder, "format": {"type": "chat"}, **data}
+        drawn: list[MaskPreview] = []
+        rows = dict(_answers(list(_previews(make_plan(configured(data=section), "x", 64), drawn))))
+        return rows, drawn
+
+    rows, drawn = previewed(messages)
+    num_trained, num_tokens = len("That.") + 1, len("What?That.") + 4
+    assert rows["trained tokens of data"].endswith("tokens in the first 1 records")
+    assert 0 < drawn[0].num_trained <= num_trained
+    assert drawn[0].num_tokens <= num_tokens
+    for nothing in ({"train_urls": ["text.txt"], "format": {"type": "text"}}, {"train_urls": ["no.jsonl"]}):
+        assert previewed(messages, **nothing) == ({}, []), "nothing to draw, or another row says what is wrong"
+    assert previewed(messages, tokenizer=NOWHERE) == ({}, [])
+    rows, drawn = previewed(messages[:1])
+    assert not drawn
+    assert rows["trained tokens of data"].startswith("a start would end with: data.format: the chat template (the tok")
+    assert rows["trained tokens of data"].endswith("a.jsonl: line 1")

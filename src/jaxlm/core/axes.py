@@ -15,6 +15,7 @@ BATCH = "batch"
 PAIR = "pair"  # the chosen (0) and the rejected (1) completion of a prompt
 GROUP = "group"  # the sampled responses to a prompt
 POSITION = "position"
+KEY_WORD = "key_word"  # the words of a random key
 KEY_POSITION = "key_position"  # the position axis of attention's keys and values
 CACHE_ROW = "cache_row"  # (batch row, KV head) pairs, for KV caches that flatten the two into one axis
 

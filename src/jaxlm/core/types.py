@@ -1,5 +1,7 @@
 """Values passed between packages: weighted sums, batches, metrics of a step."""
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlm.core.axes import BATCH, GROUP, PAIR
+from jaxlm.core.axes import BATCH, GROUP, KEY_WORD, PAIR, POSITION
 
 
 class Sum(eqx.Module):
@@ -62,6 +64,10 @@ class Largest(eqx.Module):
         return self.value
 
 
+_ROWS = 2**31 - 1  # folded into a step's key, into which the numbers of microbatches are folded too
+_KEY_WORDS = 2
+
+
 class TokenBatch(eqx.Module):
     """Packed token sequences. Every field has the axes {[microbatch,] batch, position}.
 
@@ -74,6 +80,8 @@ class TokenBatch(eqx.Module):
         positions: int32, position within the document (within the row for a document that started in an earlier row).
         annotations: what the objective's references said about the tokens (`Objective.annotate`), a tree of named arrays;
             None if they were not asked.
+        row_keys: uint32 {.., key_word} without `position`, a random key for each row (`Objective.with_row_keys`); None if
+            the objective needs none, and in evaluations.
     """
 
     tokens: hax.NamedArray
@@ -82,10 +90,19 @@ class TokenBatch(eqx.Module):
     segment_ids: hax.NamedArray
     positions: hax.NamedArray
     annotations: Any = None
+    row_keys: hax.NamedArray | None = None
 
     def supervised(self) -> "TokenBatch":
         """The sequences that a supervised objective trains on."""
         return self
+
+    def with_row_keys(self, key: jax.Array) -> "TokenBatch":
+        """The batch with a random key for each row, numbered over all leading axes."""
+        leading = tuple(axis for axis in self.tokens.axes if axis.name != POSITION)
+        shape = (math.prod(axis.size for axis in leading), _KEY_WORDS)
+        words = jax.random.bits(jax.random.fold_in(key, _ROWS), shape, jnp.uint32)
+        axes = (*leading, hax.Axis(KEY_WORD, _KEY_WORDS))
+        return dataclasses.replace(self, row_keys=hax.named(words.reshape([axis.size for axis in axes]), axes))
 
 
 class PairBatch(eqx.Module):
@@ -103,6 +120,10 @@ class PairBatch(eqx.Module):
     @staticmethod
     def of(**columns: hax.NamedArray) -> "PairBatch":
         return PairBatch(TokenBatch(**columns))
+
+    def with_row_keys(self, key: jax.Array) -> "PairBatch":
+        """The batch with a random key for each sequence."""
+        return dataclasses.replace(self, pairs=self.pairs.with_row_keys(key))
 
     def half(self, number: int) -> TokenBatch:
         """The chosen (0) or rejected (1) sequences."""

@@ -8,6 +8,16 @@ from typing import Any
 Log = Callable[[str], None]
 
 
+def given(**keys: Any) -> dict[str, Any]:
+    """The keys that are not null. What they change is part of the data's identity only if they are set."""
+    return {name: value for name, value in keys.items() if value is not None}
+
+
+def by_source(value: int | dict[str, int] | None) -> dict[str, int]:
+    """Source name -> number. The only source of a section without `configs` has no name."""
+    return {"": value} if isinstance(value, int) else value or {}
+
+
 class DataSource(abc.ABC):
     """Files of documents that a URL resolves to, local or remote. The attributes are known before anything is copied.
 

@@ -55,15 +55,20 @@ class BestFitConfig:
     type: Literal["best_fit"] = "best_fit"
 
 
-def pack_best_fit(offsets: np.ndarray, capacity: int, config: BestFitConfig) -> RowIndex:
+def pack_best_fit(
+    offsets: np.ndarray, capacity: int, config: BestFitConfig, *, drop_overlong: bool = False
+) -> RowIndex:
     """The rows of one pass over the documents. When all of them have come, the last rows take what still waits.
 
     Args:
         offsets: int64 [documents + 1]: the first token of each document, then the total number of tokens.
         capacity: tokens in a row, at least 2.
+        drop_overlong: leave out documents that are longer than a row.
     """
     sizes = np.diff(offsets)
     too_long = np.maximum(sizes - capacity, 0) if config.fill == "pad" else np.zeros_like(sizes)
+    if drop_overlong:
+        too_long = np.where(sizes > capacity, sizes, 0)
     documents, waiting = _documents(offsets, sizes - too_long), _Waiting(capacity)
     firsts, starts, lengths = array("q", [0]), array("q"), array("i")
     num_cuts, num_lost = int((too_long > 0).sum()), int(too_long.sum())
@@ -158,11 +163,13 @@ def _documents(offsets: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, 
         yield from (pair for pair in pairs if pair[1])
 
 
-def open_rows(cache: TokenCache, seq_len: int, config: BestFitConfig) -> RowIndex:
+def open_rows(cache: TokenCache, seq_len: int, config: BestFitConfig, *, drop_overlong: bool = False) -> RowIndex:
     """The rows of a token cache, from the index beside it. Builds the index if there is none."""
     keys = {"fill": config.fill, "buffer_size": config.buffer_size, "refill_size": config.refill_size}
     made_from = {"version": _VERSION, "tokens": cache.fingerprint, "seq_len": seq_len, **keys}
-    build = lambda: pack_best_fit(cache.offsets, seq_len + 1, config)  # noqa: E731
+    options = {"drop_overlong": True} if drop_overlong else {}
+    made_from |= options
+    build = lambda: pack_best_fit(cache.offsets, seq_len + 1, config, **options)  # noqa: E731
     return open_or_index(cache.folder.parent / "packed", made_from, build)
 
 
@@ -193,10 +200,12 @@ class BestFitSequences(Examples):
         index: RowIndex,
         *,
         ignored_id: int | None = None,
+        drops_overlong: bool = False,
     ):
         """Args:
         index: what the rows consist of.
         ignored_id: a token that is never a target; None if all may be.
+        drops_overlong: documents longer than a row have been left out, and not cropped.
         """
         self.cache = cache
         self.seq_len = seq_len
@@ -204,6 +213,7 @@ class BestFitSequences(Examples):
         self._config = config
         self._ignored_id = ignored_id
         self._index = index
+        self._fate = "left out" if drops_overlong else "cropped"
 
     def __len__(self) -> int:
         return len(self._index)
@@ -223,7 +233,7 @@ class BestFitSequences(Examples):
         lost = index.num_lost / num_tokens
         advice = ". Set data.packing.fill: split, which loses none" if lost > _TOO_MANY_LOST else ""
         return (
-            f"{filled}; {index.num_cuts:,} of {len(self.cache.offsets) - 1:,} documents were cropped, losing"
+            f"{filled}; {index.num_cuts:,} of {len(self.cache.offsets) - 1:,} documents were {self._fate}, losing"
             f" {index.num_lost:,} of {num_tokens:,} tokens ({lost:.1%}){advice}"
         )
 

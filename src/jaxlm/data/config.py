@@ -11,21 +11,22 @@ import draccus
 from jaxlm.config.decode import choice_name, encode
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
-from jaxlm.data.base import Log
+from jaxlm.data.base import Log, by_source, given
 from jaxlm.data.batch import BatchSpec, Columns
 from jaxlm.data.cache.block_mirror import FOLDER, BlockMirror
 from jaxlm.data.cache.cache_store import CacheStore
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.data import Data, StopStrategy, ValidationData
-from jaxlm.data.examples import ExampleRange, Examples
+from jaxlm.data.examples import ExampleRange, Examples, no_targets_within
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.loader import BatchMaker, example_batches
 from jaxlm.data.shuffle import EraShuffle
 from jaxlm.data.sources.config import TRAIN, VALIDATION, SourceConfig, by_source, check_source_names, given
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.sources.text_file import TextFile
-from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from jaxlm.data.tokenizer.added_tokens import open_tokenizer
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.data.tokenizer.train_bpe import (
     DEFAULT_VOCAB_SIZE,
     MADE_FROM,
@@ -49,6 +50,8 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         cache_mirror_gb: most GB of disk for `cache/blocks`, the parts of token caches at a URL that a machine read last.
         tokenizer: path of a tokenizer.json, or of a folder that contains one; `bpe` trains a tokenizer on the training
             files, and `{type: bpe, ...}` does so with options.
+        added_tokens: special tokens to add to a loaded tokenizer, such as those that a chat template writes. A model of
+            `initialize_from_hf` gets a row for each: the mean of its other rows.
         vocab_size: vocabulary size of the tokenizer trained here; null means 8192. For a loaded tokenizer, the size it must
             have; null accepts any.
         shuffle: shuffle the packed sequences, in a new order each epoch. `false` reads them in order;
@@ -74,6 +77,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
     cache_dir: str = "cache/"
     cache_mirror_gb: PositiveFloat = 50.0
     tokenizer: str | BpeConfig = TRAIN_BPE
+    added_tokens: list[str] = field(default_factory=list)
     vocab_size: PositiveInt | None = None
     shuffle: bool | EraShuffle = True
     enforce_bos: bool = True
@@ -188,7 +192,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         """
         bpe = bpe_config(self.tokenizer)
         if bpe is None:
-            return load_tokenizer(str(self.tokenizer), self.vocab_size)
+            return open_tokenizer(str(self.tokenizer), self.added_tokens, self.vocab_size)
         formats = {source.name: source.config.format.cache_key() for source in self.sources()}
         folder = self.cache_store.folder / "tokenizer"
         with self.cache_store.shared(folder, MADE_FROM, log):
@@ -294,12 +298,10 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
     ) -> Examples:
         """Args: options: `summarize`, and further arguments of `NamedSource.open_cache`."""
         cache = source.open_cache(split, tokenizer, log, **{k: v for k, v in options.items() if k != "summarize"})
-        examples = self.arrange(cache, source.config.format, seq_len)
+        record_format = source.config.format
+        examples = self.arrange(cache, record_format, seq_len)
         if not len(examples):
-            raise ConfigError(
-                f"{source.key}: no document of the {split} text has a token to compute the loss on within model.seq_len"
-                f" ({seq_len}). Set {source.key}.{split}_urls to other text, or raise model.seq_len"
-            )
+            raise ConfigError(no_targets_within(cache, seq_len, source.key, split, record_format.drops_overlong))
         if options["summarize"] and examples.summary:
             source.log_with_name(log)(f"{split}: {examples.summary}")
         return examples
@@ -389,6 +391,11 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         """Raises `ConfigError` if the tokenizer cannot be loaded or trained, or lacks something that a format needs."""
         if bpe := bpe_config(self.tokenizer):
             bpe.check(self.vocab_size)
+            if self.added_tokens:
+                raise ConfigError(
+                    "data.added_tokens: given for a tokenizer that is trained. Set data.tokenizer: {type: bpe,"
+                    " special_tokens: [...]} instead"
+                )
             return
         tokenizer = self.load_tokenizer(log=lambda _: None)
         for source in self.sources():
@@ -397,4 +404,4 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
     def _tokenizer_identity(self) -> Any:
         if bpe := bpe_config(self.tokenizer):
             return {TRAIN_BPE: self.vocab_size or DEFAULT_VOCAB_SIZE, **bpe.cache_key()}
-        return load_tokenizer(str(self.tokenizer)).fingerprint
+        return open_tokenizer(str(self.tokenizer), self.added_tokens, None).fingerprint

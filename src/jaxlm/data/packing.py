@@ -4,12 +4,14 @@ tokens    B a a a E|B b b E B|c c ...        sequences of 5 tokens, plus one tok
 targets   a a a E .|b b E . c|c ...          every token except a document's first is a target exactly once
 segments  1 1 1 1 1|1 1 1 1 2|1 ...
 
+With a stride, sequences overlap: each begins `stride` tokens after the one before it.
+
 Whole documents are packed greedily in order, as many as fit: `B a a E .|B b b b E|B c E B d E|`. A document longer than a
-sequence is truncated, and the lost tokens are counted.
+sequence is truncated, or left out, and the lost tokens are counted.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -25,20 +27,27 @@ class PackedDocuments:
     Attributes:
         starts: int64 [sequences], first token of each sequence.
         ends: int64 [sequences], end (exclusive) of each sequence's documents; past the sequence if a document is too long.
-        num_truncated: documents longer than seq_len + 1 tokens (the last one is only a target).
+        num_overlong: documents longer than seq_len + 1 tokens (the last one is only a target).
         num_lost: tokens of these documents that are in no sequence.
+        drops_overlong: these documents are left out, and not truncated.
         num_without_targets: sequences left out because they contain no target token.
     """
 
     starts: np.ndarray
     ends: np.ndarray
-    num_truncated: int
+    num_overlong: int
     num_lost: int
     num_without_targets: int
+    drops_overlong: bool = False
 
 
-def pack_documents(cache: TokenCache, seq_len: int, *, max_documents: int) -> PackedDocuments:
-    """Args: max_documents: maximum documents per sequence: 1, or 0 for as many as fit."""
+def pack_documents(
+    cache: TokenCache, seq_len: int, *, max_documents: int, drop_overlong: bool = False
+) -> PackedDocuments:
+    """Args:
+    max_documents: maximum documents per sequence: 1, or 0 for as many as fit.
+    drop_overlong: leave out documents that are longer than a sequence.
+    """
     lengths = np.diff(cache.offsets)
     cumulative = np.concatenate([[0], np.cumsum(np.minimum(lengths, seq_len))])
     firsts = [0]
@@ -52,9 +61,26 @@ def pack_documents(cache: TokenCache, seq_len: int, *, max_documents: int) -> Pa
     targets_before = np.concatenate([[0], np.cumsum(is_target)])
     has_targets = targets_before[np.minimum(ends, starts + seq_len + 1)] > targets_before[starts]
     lost = np.maximum(lengths - (seq_len + 1), 0)
-    return PackedDocuments(
-        starts[has_targets], ends[has_targets], int((lost > 0).sum()), int(lost.sum()), int((~has_targets).sum())
-    )
+    num_overlong, num_lost = int((lost > 0).sum()), int(lost.sum())
+    if drop_overlong:
+        fits = ends - starts <= seq_len + 1  # an overlong document is alone in its sequence
+        num_lost = int((ends - starts)[~fits].sum())
+        starts, ends, has_targets = starts[fits], ends[fits], has_targets[fits]
+    counts = (num_overlong, num_lost, int((~has_targets).sum()))
+    return PackedDocuments(starts[has_targets], ends[has_targets], *counts, drops_overlong=drop_overlong)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Overlapping sequences.
+
+    Attributes:
+        stride: tokens from the start of a sequence to the start of the next.
+        train_overlap: compute the loss also on the tokens that the sequence before has as targets.
+    """
+
+    stride: int
+    train_overlap: bool
 
 
 class PackedSequences(ContiguousExamples):
@@ -67,27 +93,34 @@ class PackedSequences(ContiguousExamples):
         packed: PackedDocuments | None = None,
         *,
         ignored_id: int | None = None,
+        windows: Windows | None = None,
     ):
         """Args:
         packed: None if documents are split at sequence boundaries.
         ignored_id: a token that is never a target; None if all may be.
+        windows: how sequences overlap if documents are split; None if they do not.
         """
         self.cache = cache
         self.seq_len = seq_len
         self.packed = packed
         self._ignored_id = ignored_id
+        self._windows = windows or Windows(seq_len, True)
+        if windows is not None:
+            self.arrangement = {"windows": asdict(windows)}
 
     def __len__(self) -> int:
         if self.packed is not None:
             return len(self.packed.starts)
         # The last token is never an input: no target follows it.
-        return max(1, -(-(self.cache.num_tokens - 1) // self.seq_len))
+        beyond_first = max(0, self.cache.num_tokens - 1 - self.seq_len)
+        return 1 + -(-beyond_first // self._windows.stride)
 
     @property
     def padding(self) -> float:
         num_positions = len(self) * self.seq_len
         if self.packed is None:
-            return (num_positions - (self.cache.num_tokens - 1)) / num_positions
+            end = (len(self) - 1) * self._windows.stride + self.seq_len
+            return (end - (self.cache.num_tokens - 1)) / num_positions
         return 1 - float(np.minimum(self.packed.ends - self.packed.starts, self.seq_len).sum()) / num_positions
 
     @property
@@ -96,9 +129,12 @@ class PackedSequences(ContiguousExamples):
         if packed is None:
             return None
         parts = [f"{len(self):,} sequences of {self.seq_len:,} tokens, {self.padding:.1%} padding"]
-        if packed.num_truncated:
+        if self.cache.target_mask is not None:
+            parts.append(f"loss on {self.cache.trained_share:.1%} of the documents' tokens")
+        if packed.num_overlong:
+            fate = "left out" if packed.drops_overlong else "truncated"
             parts.append(
-                f"{packed.num_truncated:,} documents are longer and were truncated, losing"
+                f"{packed.num_overlong:,} documents are longer and were {fate}, losing"
                 f" {packed.num_lost:,} of {self.cache.num_tokens:,} tokens"
             )
         if packed.num_without_targets:
@@ -108,7 +144,7 @@ class PackedSequences(ContiguousExamples):
         return "; ".join(parts)
 
     def starts(self, indices: np.ndarray) -> np.ndarray:
-        return indices * self.seq_len if self.packed is None else self.packed.starts[indices]
+        return indices * self._windows.stride if self.packed is None else self.packed.starts[indices]
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The columns of `TokenBatch`, [len(indices), seq_len] each."""
@@ -121,6 +157,8 @@ class PackedSequences(ContiguousExamples):
         is_target = inside & ~begins
         if self.packed is not None:
             ids *= inside
+        elif not self._windows.train_overlap:
+            is_target &= (columns > self.seq_len - self._windows.stride) | (starts == 0)[:, None]
         if self.cache.target_mask is not None:
             is_target &= self.cache.read_target_mask(starts, self.seq_len + 1)
         if self._ignored_id is not None:

@@ -8,17 +8,17 @@ from haliax import Axis
 from jaxlm.config.decode import choice_name, encode
 from jaxlm.core.axes import POSITION
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import NonNegativeInt
+from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.types import TokenBatch
+from jaxlm.data.base import given
 from jaxlm.data.batch import BatchSpec, Columns, random_tokens, token_columns
 from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, open_rows
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.config import DataConfig
 from jaxlm.data.examples import Examples
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.packing import PackedSequences, pack_documents
-from jaxlm.data.sources.config import given
-from jaxlm.data.tokenizer.tokenizer import load_tokenizer
+from jaxlm.data.packing import PackedSequences, Windows, pack_documents
+from jaxlm.data.tokenizer.added_tokens import open_tokenizer
 from jaxlm.data.tokenizer.train_bpe import bpe_config
 
 
@@ -31,33 +31,72 @@ class TokensConfig(DataConfig):
         ignore_token_id: no loss is computed where the token to predict has this id, in training and validation.
         packing: how documents become sequences. Null concatenates texts and cuts them every `model.seq_len` tokens, and packs
             records with a loss mask whole; `{type: best_fit}` chooses documents that fill a sequence.
+        stride: tokens from the start of a sequence of text to the start of the next. With fewer than `model.seq_len`,
+            sequences overlap; null means that they do not.
+        train_overlap: with a stride, compute the loss on every token of a sequence. `false` computes it only on those that
+            the sequence before does not have, so each token counts once, after at least `seq_len - stride` others.
     """
 
     ignore_token_id: NonNegativeInt | None = None
     packing: BestFitConfig | None = None
+    stride: PositiveInt | None = None
+    train_overlap: bool = True
 
     def batch_spec(self, seq_len: int) -> BatchSpec[TokenBatch]:
         return BatchSpec(TokenBatch, token_columns(Axis(POSITION, seq_len)))
 
     def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> Examples:
         max_documents = record_format.documents_per_sequence
+        drop, ignored = record_format.drops_overlong, self.ignore_token_id
         self._check_ignored(cache.vocab_size)
         if self.packing is not None:
-            rows = open_rows(cache, seq_len, self.packing)
-            return BestFitSequences(cache, seq_len, self.packing, rows, ignored_id=self.ignore_token_id)
-        packed = None if max_documents is None else pack_documents(cache, seq_len, max_documents=max_documents)
-        return PackedSequences(cache, seq_len, packed, ignored_id=self.ignore_token_id)
+            rows = open_rows(cache, seq_len, self.packing, drop_overlong=drop)
+            return BestFitSequences(cache, seq_len, self.packing, rows, ignored_id=ignored, drops_overlong=drop)
+        if max_documents is not None:
+            packed = pack_documents(cache, seq_len, max_documents=max_documents, drop_overlong=drop)
+            return PackedSequences(cache, seq_len, packed, ignored_id=ignored)
+        if self.stride is not None and self.stride > seq_len:
+            raise ConfigError(
+                f"data.stride: {self.stride} given, but model.seq_len is {seq_len}, so the tokens between two sequences would"
+                f" be left out. Set it to {seq_len} or less"
+            )
+        windows = None if self.stride is None else Windows(self.stride, self.train_overlap)
+        return PackedSequences(cache, seq_len, ignored_id=ignored, windows=windows)
 
     def check(self) -> None:
         if self.packing is not None:
             self._check_packing(self.packing)
+        self._check_stride()
         super().check()
         if self.ignore_token_id is not None:
             # A tokenizer that is trained here may get fewer tokens, which `arrange` checks.
             is_trained = bpe_config(self.tokenizer) is not None
-            size = self.vocab_size if is_trained else load_tokenizer(str(self.tokenizer)).vocab_size
+            size = (
+                self.vocab_size
+                if is_trained
+                else open_tokenizer(str(self.tokenizer), self.added_tokens, None).vocab_size
+            )
             if size is not None:
                 self._check_ignored(size)
+
+    def _check_stride(self) -> None:
+        if self.stride is None:
+            if not self.train_overlap:
+                raise ConfigError(
+                    "data.train_overlap: false has no effect without data.stride. Remove it, or set a stride"
+                )
+            return
+        if self.packing is not None:
+            raise ConfigError(
+                "data.stride: given together with data.packing, whose rows do not overlap. Remove one of them"
+            )
+        for source in self.sources():
+            if source.config.format.documents_per_sequence is not None:
+                kind = choice_name(type(source.config.format))
+                raise ConfigError(
+                    f"data.stride: {self.stride} given, but the records of {source.key}.format ({kind}) are not split, so"
+                    " their sequences cannot overlap. Remove it"
+                )
 
     def _check_packing(self, packing: BestFitConfig) -> None:
         if not self.enforce_bos:
@@ -92,7 +131,10 @@ class TokensConfig(DataConfig):
 
     def identity(self) -> dict[str, Any]:
         packing = None if self.packing is None else encode(self.packing)
-        return super().identity() | given(ignore_token_id=self.ignore_token_id, packing=packing)
+        windows = {} if self.stride is None else {"stride": self.stride, "train_overlap": self.train_overlap}
+        drops = [source.name for source in self.sources() if source.config.format.drops_overlong] or None
+        keys = given(ignore_token_id=self.ignore_token_id, packing=packing, drop_overlength=drops)
+        return super().identity() | keys | windows
 
     def random_columns(self, num_examples: int, seq_len: int, vocab_size: int, seed: int) -> Columns:
         return random_tokens((num_examples, seq_len), vocab_size, seed)

@@ -145,6 +145,10 @@ class StateBuilder:
 
         return tree.map_leaves(replaced, model)
 
+    def with_vocabulary(self, size: int) -> "StateBuilder":
+        """A builder of the same models with another number of tokens."""
+        return StateBuilder(self.model, self.Vocab.resize(size), self.seed, self.precision, self.phases)
+
     @functools.cached_property
     def abstract_initial_model(self) -> LanguageModel:
         """Shapes and dtypes of `initial_model`."""

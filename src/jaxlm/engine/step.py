@@ -92,6 +92,7 @@ def make_train_step(
         compute, frozen = precision.cast_to_compute(trainable), precision.cast_to_compute(frozen)
         denominators = _denominators(objective, batch)
         key = step_key(state)
+        keyed = objective.with_row_keys(batch, key)
 
         def loss_fn(compute: Any, microbatch: Any, slot: Any, number: jax.Array):
             model = eqx.combine(compute, frozen, is_leaf=is_named)
@@ -113,13 +114,13 @@ def make_train_step(
         Microbatch = microbatch_axis(batch)
         carry = (at_rest(jax.tree.map(jnp.zeros_like, trainable), layout), state.slots.get("objective"))
         (gradient, slot), (totals, metrics) = hax.scan(accumulate_microbatch, Microbatch)(
-            carry, batch, jnp.arange(Microbatch.size)
+            carry, keyed, jnp.arange(Microbatch.size)
         )
         slots = state.slots if slot is None else {**state.slots, "objective": slot}
         gradient = loss_scale.unscaled(gradient, state.slots)
         metrics = {name: metric.over_microbatches() for name, metric in metrics.items()}
         sums = _Sums(gradient, jnp.sum(totals, axis=0), metrics, slots)
-        curvature = _curvature(phase, layout, precision, state, refs, batch)
+        curvature = _curvature(phase, layout, precision, state, refs, keyed)
         after, scalars, watched = update(state, sums, curvature, batch)
         return after, StepReport(scalars, watched, reduce_flags(flags))
 

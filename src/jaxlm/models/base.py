@@ -21,6 +21,18 @@ from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.remat import AUTO, parse_remat
 
 
+class EmbeddingNoise(eqx.Module):
+    """Noise that training adds to the token embeddings (`jaxlm.models.layers.token_embeddings`).
+
+    Attributes:
+        keys: uint32 {batch, key_word}, a random key for each row.
+        alpha: size of the noise.
+    """
+
+    keys: NamedArray
+    alpha: float = eqx.field(static=True)
+
+
 class Inputs(eqx.Module):
     """Packed sequences as a model reads them. There is never a dense attention mask.
 
@@ -28,11 +40,13 @@ class Inputs(eqx.Module):
         tokens: int32 {batch, position}.
         positions: int32 {batch, position}, the position inside the document.
         segment_ids: int32 {batch, position}. Tokens attend only to tokens with the same id; 0 is padding.
+        noise: what to add to the token embeddings; None adds nothing. Only a model with `adds_noise` reads it.
     """
 
     tokens: NamedArray
     positions: NamedArray
     segment_ids: NamedArray
+    noise: EmbeddingNoise | None = None
 
 
 class KVArray(eqx.Module):
@@ -127,6 +141,7 @@ class LanguageModel(eqx.Module):
         head_fp8: how the next-token loss quantizes the products of the head in training; None for not at all.
         notes: limitations of the model, logged at startup.
         reads_beyond: whether it can read sequences longer than `Pos`: it has no table with an entry for each position.
+        adds_noise: whether it adds `Inputs.noise` to its token embeddings.
     """
 
     logit_soft_cap: float | None = eqx.field(static=True, default=None, kw_only=True)
@@ -134,6 +149,7 @@ class LanguageModel(eqx.Module):
     head_fp8: Fp8 | None = eqx.field(static=True, default=None, kw_only=True)
     notes: tuple[str, ...] = eqx.field(static=True, default=(), kw_only=True)
     reads_beyond: bool = eqx.field(static=True, default=False, kw_only=True)
+    adds_noise: bool = eqx.field(static=True, default=False, kw_only=True)
 
     @property
     @abc.abstractmethod

@@ -23,7 +23,16 @@ from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.inference.kv_cache import empty_cache
-from jaxlm.models.layers import ForCache, GatedMlp, LayerCache, LayerContext, Mlp, SelfAttention, embedding
+from jaxlm.models.layers import (
+    ForCache,
+    GatedMlp,
+    LayerCache,
+    LayerContext,
+    Mlp,
+    SelfAttention,
+    embedding,
+    token_embeddings,
+)
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import LayerNorm, RMSNorm
 from jaxlm.models.remat import parse_remat
@@ -230,7 +239,8 @@ class Decoder(LanguageModel):
         head = None if config.tie_word_embeddings else Linear.init(config.Embed, Vocab, std=std, key=k_head)
         tokens = embedding(Vocab, config.Embed, std=std, key=k_tokens)
         norm = rms_norm(config) if config.input_embedding_norm else None
-        options = {"logit_soft_cap": logit_soft_cap, "vocab_multiple": config.vocab_multiple, "reads_beyond": True}
+        options = {"logit_soft_cap": logit_soft_cap, "vocab_multiple": config.vocab_multiple}
+        options |= {"reads_beyond": True, "adds_noise": True}
         return Decoder(tokens, body, head, config, embed_scale, norm, final_scale, **options)
 
     @property
@@ -244,7 +254,7 @@ class Decoder(LanguageModel):
     def hidden(
         self, inputs: Inputs, *, cache: KVCache | None = None, taps: Sequence[str] = (), key: jax.Array | None = None
     ) -> Hidden:
-        x = for_lookup(self.tokens)(inputs.tokens)
+        x = token_embeddings(for_lookup(self.tokens), inputs)
         if self.embed_scale is not None:
             x = x * jax.numpy.asarray(self.embed_scale, x.dtype)
         x = _apply_norm(for_compute(self.embed_norm), x)

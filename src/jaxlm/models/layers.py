@@ -5,6 +5,7 @@ arguments unless they say otherwise.
 """
 
 import abc
+import functools
 import itertools
 import zlib
 from typing import TypeVar
@@ -17,13 +18,13 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.axes import HEAD_SIZE, HEADS, KV_HEADS
+from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, HEADS, KV_HEADS, POSITION
 from jaxlm.models.activations import activated, gated
 from jaxlm.models.attention.api import AttentionMask, AttentionSpec, as_keys, attention
 from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES
 from jaxlm.models.attention.choose import AUTO, AttentionTask
 from jaxlm.models.attention.scores import ScoreRule
-from jaxlm.models.base import KVArray
+from jaxlm.models.base import Inputs, KVArray
 from jaxlm.models.inference.cached_attention import cached_attention
 from jaxlm.models.inference.kv_cache import write_kv_array
 from jaxlm.models.linear import Linear
@@ -36,6 +37,30 @@ from jaxlm.models.token_sharding import AttentionSharding
 def embedding(Vocab: Axis, Embed: Axis, *, std: float, key: jax.Array) -> hnn.Embedding:
     """Initializes an embedding table with N(0, std) entries."""
     return hnn.Embedding(hax.random.normal(key, (Vocab, Embed)) * std, Vocab, Embed)
+
+
+_GENERATOR = "threefry2x32"  # whose keys are two words
+
+
+def token_embeddings(table: hnn.Embedding, inputs: Inputs) -> NamedArray:
+    """The embeddings of the input tokens, {batch, position, embed}, with the inputs' noise if they have any.
+
+    Source: Jain et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetuning" (arXiv:2310.05914), algorithm 1:
+    alpha / sqrt(L d) times a number that is uniform in [-1, 1), for d features and the L tokens of an example. An example
+    is a document of the row, so the noise does not depend on what it is packed with.
+    """
+    x = table(inputs.tokens)
+    if inputs.noise is None:
+        return x
+    ids_BS = inputs.segment_ids.rearrange((BATCH, POSITION)).array
+    Batch, Pos, Embed = (x.resolve_axis(name) for name in (BATCH, POSITION, EMBED))
+    # Another generator may give other numbers under `vmap`.
+    keys_B = jax.random.wrap_key_data(inputs.noise.keys.rearrange((BATCH, ...)).array, impl=_GENERATOR)
+    uniform = functools.partial(jax.random.uniform, shape=(Pos.size, Embed.size), minval=-1.0, maxval=1.0)
+    lengths_BS = jax.vmap(lambda ids: jnp.bincount(ids, length=Pos.size + 1)[ids])(ids_BS)
+    size_BS = jnp.where(ids_BS == 0, 0.0, inputs.noise.alpha * jax.lax.rsqrt(jnp.float32(Embed.size) * lengths_BS))
+    noise = NamedArray(jax.vmap(uniform)(keys_B) * size_BS[..., None], (Batch, Pos, Embed))
+    return (x + noise).rearrange(x.axes).astype(x.dtype)
 
 
 def dropout(x: NamedArray, probability: float, key: jax.Array | None) -> NamedArray:

@@ -43,12 +43,14 @@ class CrossEntropySums(eqx.Module):
         cross_entropy: negative log-likelihood in nats, without smoothing.
         z_loss: the z-loss contained in `total`.
         correct: sum of the loss mask over tokens whose most likely prediction is the target.
+        entropy: entropy of the predictions in nats; 0 if it was not asked for.
     """
 
     total: jax.Array
     cross_entropy: jax.Array
     z_loss: jax.Array
     correct: jax.Array
+    entropy: jax.Array
 
 
 def next_token_sums(
@@ -61,6 +63,7 @@ def next_token_sums(
     z_loss_weight: float = 0.0,
     label_smoothing: float = 0.0,
     dft: bool = False,
+    entropy: bool = False,
     vocab_multiple: int = 1,
     chunk_tokens: int | None = None,
     fp8: Fp8 | None = None,
@@ -80,6 +83,7 @@ def next_token_sums(
         z_loss_weight: z in `z * logsumexp(logits)**2`, which is added to each token's loss.
         label_smoothing: fraction of the target distribution that is spread uniformly over the vocabulary.
         dft: multiply each token's negative log-likelihood by its probability, which has no gradient. Without label smoothing.
+        entropy: also sum the entropy of the predictions.
         vocab_multiple: the logits are computed for a multiple of this, with padding that is not in the loss.
         chunk_tokens: maximum number of tokens per chunk on one device; None uses `chunk_or_default`.
         fp8: how the products with the head are quantized in training; None for not at all.
@@ -95,6 +99,7 @@ def next_token_sums(
         float(z_loss_weight),
         float(label_smoothing),
         dft,
+        entropy,
         products=plain_head if fp8 is None or not multiplies_in_fp8() else NextTokenFp8(fp8, float(z_loss_weight)),
     )
     x_BSD, w_VD = hidden_and_head(hidden, head, sharding)
@@ -214,14 +219,15 @@ def _by_token(
 
 @dataclass(frozen=True)
 class _NextTokenLoss(ChunkedLoss):
-    num_sums: ClassVar[int] = 4
+    num_sums: ClassVar[int] = 5
 
     z: float
     smoothing: float
     dft: bool
+    entropy: bool
 
     def sums(self, logits_CV, columns, heads):
-        """The four sums of `CrossEntropySums`, the logsumexp of the logits, and the weight of each token's likelihood."""
+        """The five sums of `CrossEntropySums`, the logsumexp of the logits, and the weight of each token's likelihood."""
         y_C, m_C = columns
         sharding = self.sharding
         num_local = logits_CV.shape[1]
@@ -235,7 +241,8 @@ class _NextTokenLoss(ChunkedLoss):
             mean_C = sharding.sum_vocab(sum_C) / sharding.vocab_size
             loss_C = (1 - self.smoothing) * nll_C + self.smoothing * (lse_C - mean_C) + z_C
         correct_C = is_first_maximum(first_C, y_C, num_local, sharding)
-        return masked_sums((loss_C, nll_C, z_C, correct_C), m_C), (lse_C, weight_C)
+        entropy_C = _entropies(logits_CV, lse_C, sharding) if self.entropy else jnp.zeros_like(lse_C)
+        return masked_sums((loss_C, nll_C, z_C, correct_C, entropy_C), m_C), (lse_C, weight_C)
 
     def logit_gradient(self, logits_CV, saved, columns):
         y_C, m_C = columns

@@ -107,6 +107,16 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         """
         return batch
 
+    def with_row_keys(self, batch: Any, key: jax.Array) -> Any:
+        """The batch with random keys for its rows, for an objective with noise of its own that must not depend on how the
+        batch is split. Only training calls it.
+
+        Args:
+            batch: {microbatch, batch, ...}, the whole batch.
+            key: of the step.
+        """
+        return batch
+
     @abc.abstractmethod
     def weights(self, batch) -> dict[str, jax.Array]:
         """Each term's denominator (scalar float32) over a whole batch, before it is split into microbatches and annotated."""

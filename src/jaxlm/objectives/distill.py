@@ -98,8 +98,8 @@ class Distill(ObjectiveConfig):
         """The loss terms `loss` and the layers' auxiliary losses.
 
         The metrics are `loss` (plain cross-entropy in nats), `divergence` (in nats, at the temperature and without the
-        factor `temperature**2`), `accuracy`, `agreement` (the fraction of tokens where student and teacher have the same
-        most likely token), and those of the layers.
+        factor `temperature**2`), `mean_token_accuracy`, `agreement` (the fraction of tokens where student and teacher
+        have the same most likely token), and those of the layers.
         """
         hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids), key=key)
         sums = distillation_sums(
@@ -118,7 +118,7 @@ class Distill(ObjectiveConfig):
         metrics = {
             "loss": Sum(sums.cross_entropy, weight),
             "divergence": Sum(sums.divergence, weight),
-            "accuracy": Sum(sums.correct, weight),
+            "mean_token_accuracy": Sum(sums.correct, weight),
             "agreement": Sum(sums.agreement, weight),
         }
         aux_terms, aux_metrics = auxiliary_terms(hidden.aux)

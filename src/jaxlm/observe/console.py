@@ -1,5 +1,6 @@
 """Console output: log lines and a progress line, also appended to `train.log`."""
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -26,6 +27,11 @@ class Console:
         self._showing_progress = False
         self._last_progress = -_PROGRESS_INTERVAL_S
         self._log_file: LogFile | None = None
+
+    @property
+    def has_colors(self) -> bool:
+        """Whether the output is a terminal that may show colors (https://no-color.org)."""
+        return self._is_terminal and not os.environ.get("NO_COLOR")
 
     def log_to(self, path: Path) -> None:
         """Also appends lines to this file from now on. Raises `OSError` if it cannot be opened."""

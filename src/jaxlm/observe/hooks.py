@@ -22,6 +22,8 @@ from jaxlm.rewards.base import ScoredRows
 
 _RECENT_STEPS = 50  # steps over which the progress line averages speed
 _MAX_SHOWN = 24  # metrics of an evaluation on the console
+_ACCURACY, _TRAINED_SHARE = "train/mean_token_accuracy", "train/trained_share"
+_PART = 0.9  # the progress line shows the share of trained tokens if it is less, as in chats
 # Metrics that say more about a run than its loss, which hardly moves.
 _OF_PREFERENCES = {"train/rewards/accuracies": "accuracy", "train/rewards/margins": "margin"}
 
@@ -102,6 +104,8 @@ class ProgressListener:
             f"{sum(step.tokens for step in self._recent) / seconds:,.0f} tokens/s",
         ]
         parts += [f"{short} {metrics[name]:.3f}" for name, short in _OF_PREFERENCES.items() if name in metrics]
+        if metrics.get(_TRAINED_SHARE, 1.0) < _PART:
+            parts += [f"accuracy {metrics[_ACCURACY]:.3f}", f"trained {metrics[_TRAINED_SHARE]:.0%}"]
         if MFU in metrics:
             parts.append(f"MFU {metrics[MFU]:.1%}")
         pace = (seconds + sum(step.hook_seconds for step in self._recent)) / len(self._recent)
@@ -126,6 +130,8 @@ def _of_rollout(metrics: Mapping[str, float]) -> list[str]:
         return []
     length, clipped = metrics["train/completions/mean_length"], metrics[_CLIPPED]
     return [f"reward {metrics['train/reward']:.3f}", f"length {length:.0f} ({clipped:.0%} cut off)"]
+
+
 class Generated:
     """What the model has written for the evaluations: prompts and texts, and completions with their rewards."""
 

@@ -16,7 +16,7 @@ from jaxlm.config.yaml import ConfigSource, merge
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import LearningRate, NonNegativeFloat, PositiveFloat, PositiveInt
 from jaxlm.data.config import TRAIN_BPE
-from jaxlm.data.tokenizer.tokenizer import load_tokenizer
+from jaxlm.data.tokenizer.added_tokens import open_tokenizer
 from jaxlm.models.families.nano import NanoConfig
 from jaxlm.models.families.nano.counts import (
     nanochat_flops_per_token,
@@ -187,10 +187,11 @@ class _Dial:
 
     def _vocab_size(self) -> int:
         tokenizer, given = self._given("data.tokenizer"), self._given("data.vocab_size")
+        added = self._given("data.added_tokens") or ()
         if isinstance(given, int):
             return self._add("vocabulary", given, "data.vocab_size", "")
         if isinstance(tokenizer, str) and tokenizer != TRAIN_BPE:
-            size, why = load_tokenizer(tokenizer).vocab_size, f"tokens of {tokenizer}"
+            size, why = open_tokenizer(tokenizer, added, None).vocab_size, f"tokens of {tokenizer}"
         else:
             size, why = _VOCAB_SIZE, "nanochat's, for a tokenizer that is trained"
         return self._add("vocabulary", size, why, "", "data.vocab_size")

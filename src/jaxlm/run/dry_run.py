@@ -1,5 +1,6 @@
 """`--dry_run true`: plans and compiles a run without training. Needs no data, tokenizer or writable folder.
 
+Of chats and prompts on this machine, it reads the first records, and draws one with the tokens that the loss is computed on.
 It looks for everything that a start needs, at URLs too, and lists what a start would end with. It only writes the plot of
 the learning-rate schedule to the run's log folder; if that fails, it logs a line.
 """
@@ -18,7 +19,11 @@ from jaxlm.config.decode import choice_name
 from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import is_url
+from jaxlm.data.config import DataConfig
+from jaxlm.data.formats.preview import MaskPreview
 from jaxlm.data.sources.config import TRAIN, VALIDATION
+from jaxlm.data.sources.named import NamedSource
+from jaxlm.data.tokenizer.added_tokens import open_tokenizer
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.data.tokenizer.train_bpe import DEFAULT_VOCAB_SIZE, bpe_config
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
@@ -42,7 +47,7 @@ _MAX_CORNERS = 16  # corner points of a schedule to list
 
 def assumed_vocabulary(config: RunConfig) -> tuple[int, str]:
     """The vocabulary size to plan with before a run has opened its tokenizer, and a description of where it comes from."""
-    data = config.phases[0].data if config.phases and config.phases[0].data else config.data
+    data = _first_data(config)
     if data.vocab_size is not None:
         return data.vocab_size, f"{data.vocab_size:,} (data.vocab_size)"
     if bpe_config(data.tokenizer) is not None:
@@ -54,9 +59,14 @@ def assumed_vocabulary(config: RunConfig) -> tuple[int, str]:
     return _DEFAULT_VOCAB_SIZE, f"{_DEFAULT_VOCAB_SIZE:,} (GPT-2's, assumed because data.vocab_size is not set)"
 
 
+def _first_data(config: RunConfig) -> DataConfig:
+    return config.phases[0].data if config.phases and config.phases[0].data else config.data
+
+
 def _of_tokenizer(config: RunConfig, path: str) -> tuple[int, str]:
-    del config
-    return load_tokenizer(path).vocab_size, f"tokens of {path}"
+    added = _first_data(config).added_tokens
+    which = f"tokens of {path}{' and data.added_tokens' if added else ''}"
+    return open_tokenizer(path, added, None).vocab_size, which
 
 
 def _of_weights(config: RunConfig, tokenizer: str) -> tuple[int, str] | None:
@@ -81,8 +91,11 @@ def _of_checkpoint(config: RunConfig, tokenizer: str) -> tuple[int, str] | None:
 def dry_run(plan: Plan, console: Console) -> None:
     """Logs the plan, compiles the training step of every phase, and logs its memory use."""
     rows = [*describe(plan), ("vocabulary", assumed_vocabulary(plan.config)[1]), *_caches(plan)]
-    refusals = list(dict.fromkeys(_answers(list(_checks(plan)))))
-    console.log(table("plan (dry run: no data is read, no training)", [*rows, *refusals]))
+    previews: list[MaskPreview] = []
+    refusals = list(dict.fromkeys(_answers([*_checks(plan), *_previews(plan, previews)])))
+    console.log(table("plan (dry run: nothing is tokenized, no training)", [*rows, *refusals]))
+    for preview in previews:
+        console.log(preview.draw(colors=console.has_colors))
     for note in import_notes(plan):
         console.log(f"note: {note}")
     with plan.layout.use():
@@ -145,7 +158,8 @@ def _checks(plan: Plan) -> Iterator[_Question]:
             yield _Question(f"text of {source.key}", check, "what has the text")
     name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
     if name is not None and Path(name).exists() and not config.hf_weight_names:
-        check = functools.partial(check_pretrained, Path(name), plan.state_builder.Vocab.size, config.hf_skip_keys)
+        num_tokens = plan.state_builder.Vocab.size - len(plan.data[0].added_tokens)
+        check = functools.partial(check_pretrained, Path(name), num_tokens, config.hf_skip_keys)
         yield _Question("weights", check, f"the disk with {name}")
     for evaluation in config.evals:
         yield _Question(f"evaluation {choice_name(type(evaluation))}", evaluation.check, "the disk")
@@ -157,6 +171,29 @@ def _checks(plan: Plan) -> Iterator[_Question]:
     # Looking at a URL may download a checkpoint.
     if not any(path is not None and is_url(path) for path in (trainer.checkpointer.base_path, *starts)):
         yield _Question("start", functools.partial(check_init_from, plan), "the disk")
+
+
+def _previews(plan: Plan, drawn: list[MaskPreview]) -> Iterator[_Question]:
+    """The share of tokens that the loss is computed on, for chats and prompts on this machine. Adds them to `drawn`."""
+    if bpe_config(plan.data[0].tokenizer) is not None:
+        return
+
+    def shares(source: NamedSource) -> str | None:
+        try:
+            tokenizer = plan.data[0].load_tokenizer(log=lambda _: None)
+            source.check(caches=False)
+        except ConfigError:
+            return None  # other rows say what is wrong with the tokenizer, or with the list of files
+        preview = source.preview(tokenizer, plan.config.model.seq_len)
+        if preview is None:
+            return None
+        drawn.append(preview)
+        return preview.describe()
+
+    sources = {source.folder: source for data in plan.data for source in data.sources()}.values()
+    for source in sources:
+        if source.config.format.has_loss_mask:
+            yield _Question(f"trained tokens of {source.key}", functools.partial(shares, source), "what has the text")
 
 
 def _check_references(plan: Plan) -> None:

@@ -28,6 +28,7 @@ from jaxlm.engine.state import RunState, place_state
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.interop.pretrained import load_pretrained, open_pretrained
+from jaxlm.interop.vocabulary import grow_vocabulary
 from jaxlm.models.base import LanguageModel
 from jaxlm.observe.records import METRICS, read_jsonl
 from jaxlm.run.plan import Plan
@@ -131,9 +132,14 @@ def _load_hf_weights(plan: Plan, log: Log) -> LanguageModel | None:
     path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=True))
     log(f"weights: {path}")
     abstract = plan.state_builder.abstract_initial_model
-    config = plan.config
+    config, added = plan.config, plan.data[0].added_tokens
     options = {"rules": config.hf_weight_names, "skip_keys": config.hf_skip_keys, "log": log}
-    return load_pretrained(path, abstract, config.model, plan.layout, **options)
+    if not added:
+        return load_pretrained(path, abstract, config.model, plan.layout, **options)
+    smaller = plan.state_builder.with_vocabulary(abstract.Vocab.size - len(added)).abstract_initial_model
+    model = load_pretrained(path, smaller, config.model, plan.layout, **options)
+    log(f"the {len(added)} rows for data.added_tokens are the mean of the {smaller.Vocab.size:,} others")
+    return grow_vocabulary(model, abstract, plan.layout)
 
 
 def import_notes(plan: Plan) -> list[str]:

@@ -302,7 +302,7 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
         )
     data = tuple(phase.data or config.data for phase in written)
     for index, section in enumerate(data):
-        if section.tokenizer != data[0].tokenizer or section.vocab_size != data[0].vocab_size:
+        if any(getattr(section, key) != getattr(data[0], key) for key in ("tokenizer", "vocab_size", "added_tokens")):
             raise ConfigError(
                 f"phases.{index}.data.tokenizer: {encode(section.tokenizer)} given, but all phases must use the same"
                 f" tokenizer, and the first phase uses {encode(data[0].tokenizer)}"

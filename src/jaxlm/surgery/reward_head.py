@@ -78,4 +78,4 @@ class RewardHeadConfig(SurgeryConfig):
         return model.base
 
 
-_STATIC = ("logit_soft_cap", "vocab_multiple", "head_fp8", "notes", "reads_beyond")
+_STATIC = ("logit_soft_cap", "vocab_multiple", "head_fp8", "notes", "reads_beyond", "adds_noise")

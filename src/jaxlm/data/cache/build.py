@@ -103,7 +103,8 @@ def _write_shards(
             continue
         arrays = _shard_arrays(shard, texts, dtype)
         if not number and not len(arrays["lengths"]):
-            raise ConfigError(encoder.no_targets_message())
+            where = shard.documents[0].where
+            raise ConfigError(encoder.no_targets_message() + (f". The first record is {where}" if where else ""))
         _write_shard(_shard_path(building, number), arrays)
         progress.add(shard.position, len(arrays["lengths"]), len(arrays["tokens"]))
 

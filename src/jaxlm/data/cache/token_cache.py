@@ -69,6 +69,13 @@ class TokenCache:
         """Number of tokens, including special tokens."""
         return len(self.tokens)
 
+    @property
+    def trained_share(self) -> float:
+        """The fraction of tokens that the loss is computed on, before documents are packed."""
+        is_target = self.read_target_mask(np.zeros(1, np.int64), self.num_tokens)[0]
+        is_target[self.offsets[:-1][np.diff(self.offsets) > 0]] = False  # the first token of a document is no target
+        return float(is_target.mean())
+
     def read(self, starts: np.ndarray, length: int) -> np.ndarray:
         """int32 [len(starts), length]: `length` tokens from each start on; 0 past the end of the cache.
 

@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import draccus
 import numpy as np
@@ -12,6 +12,8 @@ from jaxlm.config.decode import encode
 from jaxlm.data.sources.document_files import has_records
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+
+Truncation = Literal["keep_start", "drop_overlength"]
 
 
 class RawContent(NamedTuple):
@@ -22,12 +24,14 @@ class RawContent(NamedTuple):
         size: approximate number of characters.
         num_bytes: bytes of its text.
         position: how many bytes of the file have been read after this document.
+        where: the file and the line, record or row, for messages; empty if nobody asks.
     """
 
     content: Any
     size: int
     num_bytes: int
     position: int
+    where: str = ""
 
 
 class TokenizedText(NamedTuple):
@@ -86,9 +90,19 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
     def documents_per_sequence(self) -> int | None:
         """Maximum documents per sequence (0: as many as fit) if documents are never split; None if they may be."""
 
+    @property
+    def drops_overlong(self) -> bool:
+        """Whether a document that is longer than a sequence is left out, and not cut off at the end."""
+        return False
+
     @abc.abstractmethod
     def can_read(self, name: str) -> bool:
         """Whether a file with this name may hold records of this format."""
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether documents say on which of their tokens the loss is computed."""
+        return False
 
     def key_of_text(self, source_key: str) -> str | None:
         """The key, or column, that this format reads text from; None if it reads none.
@@ -127,8 +141,12 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
 
     def cache_key(self) -> dict[str, Any]:
         """The options that determine the tokens, as plain JSON; {} for text, whose `text_key` is part of the files' key."""
-        options = {name: value for name, value in encode(self).items() if name != "pack"}
+        options = {name: value for name, value in encode(self).items() if name not in _NOT_IN_KEY}
         return {} if options["type"] == "text" else {"format": options}
+
+
+# Options that determine the sequences and not the tokens, and one that few chat templates read (`ChatEncoder.cache_key`).
+_NOT_IN_KEY = ("pack", "truncation", "tools_field")
 
 
 @dataclass(frozen=True)
@@ -137,13 +155,24 @@ class MaskedFormat(FormatConfig):
 
     Attributes:
         pack: pack as many documents into each sequence as fit; false gives each document a sequence of its own.
+        truncation: what becomes of a document that is longer than `model.seq_len`: `keep_start` cuts off its end,
+            `drop_overlength` leaves it out.
     """
 
     pack: bool = field(default=True, kw_only=True)
+    truncation: Truncation = field(default="keep_start", kw_only=True)
 
     @property
     def documents_per_sequence(self) -> int | None:
         return 0 if self.pack else 1
+
+    @property
+    def has_loss_mask(self) -> bool:
+        return True
+
+    @property
+    def drops_overlong(self) -> bool:
+        return self.truncation == "drop_overlength"
 
     def can_read(self, name: str) -> bool:
         return has_records(name)

@@ -1,10 +1,12 @@
 """Conversations, rendered by a chat template; the loss is computed on the assistant's messages."""
 
+import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -15,6 +17,22 @@ from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 Messages = list[dict[str, Any]]
+_TOOLS = re.compile(r"\btools\b")  # the variable of a chat template
+
+
+class Conversation(NamedTuple):
+    """A conversation of a file.
+
+    Attributes:
+        where: its location, for messages.
+        tools: what the record has under the key of the tools.
+        position: in the file.
+    """
+
+    where: str
+    messages: Messages
+    tools: Any
+    position: int
 
 
 @FormatConfig.register_subclass("chat")
@@ -30,11 +48,14 @@ class ChatFormat(MaskedFormat):
         mask_user_turns: compute the loss only on the assistant's text: what the template puts inside `{% generation %}`, or,
             without such a block, what each assistant message adds to the conversation before it. `false` computes the loss
             on every token.
+        tools_field: key of the tools that a conversation may call: a list, or a text with a list in JSON. The template gets
+            it as `tools`. Records without the key have none.
     """
 
     messages_field: str = "messages"
     chat_template: str | None = None
     mask_user_turns: bool = True
+    tools_field: str = "tools"
 
     def given_template(self) -> str | None:
         return self.chat_template
@@ -46,12 +67,12 @@ class ChatFormat(MaskedFormat):
         )
 
     def texts(self, file: TextFile) -> Iterator[str]:
-        for _, messages, _ in self.conversations(file):
-            yield plain_text(messages)
+        for conversation in self.conversations(file):
+            yield plain_text(conversation.messages)
 
-    def conversations(self, file: TextFile) -> Iterator[tuple[str, Messages, int]]:
-        """For each conversation: its location (for messages), its messages, and the position in the file."""
-        for record in file.records((self.messages_field,)):
+    def conversations(self, file: TextFile, *, with_tools: bool = False) -> Iterator[Conversation]:
+        """The conversations of a file."""
+        for record in file.records((self.messages_field,), (self.tools_field,) if with_tools else ()):
             messages = record.values.get(self.messages_field)
             if not are_messages(messages):
                 raise ConfigError(
@@ -59,7 +80,8 @@ class ChatFormat(MaskedFormat):
                     f" 'role' and a 'content', got {messages!r:.80}. Keys of the record: {', '.join(record.values) or 'none'}"
                 )
             # Tables have nulls for keys that only some messages have.
-            yield record.where, [{k: v for k, v in m.items() if v is not None} for m in messages], record.position
+            messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
+            yield Conversation(record.where, messages, record.values.get(self.tools_field), record.position)
 
 
 @dataclass(frozen=True)
@@ -72,9 +94,10 @@ class ChatEncoder(Encoder):
     key: str
 
     def read(self, file: TextFile) -> Iterator[RawContent]:
-        for where, messages, position in self.config.conversations(file):
-            rendered = self.template.render(messages, where, mark=self.config.mask_user_turns)
-            yield RawContent(rendered, len(rendered.text), len(rendered.text.encode()), position)
+        for where, messages, given, position in self.config.conversations(file, with_tools=self._reads_tools):
+            tools = self._tools(given, where) if self._reads_tools else None
+            rendered = self.template.render(messages, where, mark=self.config.mask_user_turns, tools=tools)
+            yield RawContent(rendered, len(rendered.text), len(rendered.text.encode()), position, where)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         encoded = self.tokenizer.encode_with_offsets([rendered.text for rendered in contents])
@@ -89,7 +112,24 @@ class ChatEncoder(Encoder):
 
     def cache_key(self) -> dict[str, Any]:
         template = json.dumps([self.template.text, dict(self.template.names)])
-        return {"chat_template": hashlib.sha256(template.encode()).hexdigest()}
+        tools = {"tools_field": self.config.tools_field} if self._reads_tools else {}
+        return {"chat_template": hashlib.sha256(template.encode()).hexdigest(), **tools}
+
+    @property
+    def _reads_tools(self) -> bool:
+        return _TOOLS.search(self.template.text) is not None
+
+    def _tools(self, given: Any, where: str) -> list[Any] | None:
+        tools = given
+        if isinstance(given, str):
+            with contextlib.suppress(ValueError):
+                tools = json.loads(given) if given.strip() else None
+        if tools is not None and not isinstance(tools, list):
+            raise ConfigError(
+                f"{where}: expected a list of tools under '{self.config.tools_field}', or a text with one in JSON, got"
+                f" {given!r:.80}. Set {self.key}.tools_field to the key of the tools"
+            )
+        return tools or None
 
     def no_targets_message(self) -> str:
         if self.template.has_generation:

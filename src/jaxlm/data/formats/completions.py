@@ -137,7 +137,8 @@ class CompletionsEncoder(Encoder):
         for record in self.config.records(file):
             found = self.config.completions(record, self.template)
             texts = (found.prompt, *found.completions)
-            yield RawContent(found, sum(map(len, texts)), sum(len(text.encode()) for text in texts), record.position)
+            num_bytes = sum(len(text.encode()) for text in texts)
+            yield RawContent(found, sum(map(len, texts)), num_bytes, record.position, record.where)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         plain, rendered = ([found for found in contents if found.is_rendered is kind] for kind in (False, True))

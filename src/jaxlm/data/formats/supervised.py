@@ -35,14 +35,14 @@ class SupervisedFormat(MaskedFormat):
         return SupervisedEncoder(self, key, tokenizer, *boundary_ids(tokenizer, bos=bos, eos=eos))
 
     def texts(self, file: TextFile) -> Iterator[str]:
-        return (prompt + completion for (prompt, completion), _ in self.pairs(file))
+        return (prompt + completion for _, (prompt, completion), _ in self.pairs(file))
 
-    def pairs(self, file: TextFile) -> Iterator[tuple[tuple[str, str], int]]:
-        """For each record: (prompt including `separate_with`, completion), and the position in the file."""
+    def pairs(self, file: TextFile) -> Iterator[tuple[str, tuple[str, str], int]]:
+        """For each record: its location, (prompt including `separate_with`, completion), and the position in the file."""
         keys = (self.input_field, self.output_field)
         for record in file.records(keys):
             prompt, completion = (_text(record, key) for key in keys)
-            yield (prompt + (self.separate_with or ""), completion), record.position
+            yield record.where, (prompt + (self.separate_with or ""), completion), record.position
 
 
 def _text(record: Record, key: str) -> str:
@@ -66,8 +66,8 @@ class SupervisedEncoder(Encoder):
     after: np.ndarray
 
     def read(self, file: TextFile) -> Iterator[RawContent]:
-        for pair, position in self.config.pairs(file):
-            yield RawContent(pair, sum(map(len, pair)), sum(len(text.encode()) for text in pair), position)
+        for where, pair, position in self.config.pairs(file):
+            yield RawContent(pair, sum(map(len, pair)), sum(len(text.encode()) for text in pair), position, where)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         ids = self.tokenizer.encode_arrays([text for pair in contents for text in pair])

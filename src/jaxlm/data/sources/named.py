@@ -17,6 +17,7 @@ from jaxlm.data.cache.shared_cache import describe_cache, find_blocks, open_in_s
 from jaxlm.data.cache.token_cache import METADATA, Provenance, TokenCache, make_provenance, read_metadata
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.formats.base import Encoder
+from jaxlm.data.formats.preview import MaskPreview, preview_masks
 from jaxlm.data.sources.config import DEFAULT_TEXT_KEY, TRAIN, VALIDATION, ListedUrl, SourceConfig
 from jaxlm.data.sources.files import open_files
 from jaxlm.data.sources.text_file import TextFile
@@ -112,6 +113,24 @@ class NamedSource:
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         return self.config.format.encoder(tokenizer, bos=self.bos, eos=self.eos, key=f"{self.key}.format")
+
+    def preview(self, tokenizer: Tokenizer, seq_len: int, *, copies: Log | None = None) -> MaskPreview | None:
+        """What the loss is computed on in the first training records; None for a format without a loss mask.
+
+        Args:
+            copies: logs what is copied from other machines; None copies nothing, and returns None for such text.
+
+        Raises:
+            ConfigError: a record cannot be read, or the loss would be computed on no token.
+        """
+        if not self.config.format.has_loss_mask or not self.has(TRAIN):
+            return None
+        listed = self._listed(TRAIN)
+        if copies is None and not all(source.is_local(self.mirror) for item in listed for source in item.sources):
+            return None
+        files = self._files(listed, copies or (lambda _: None), {})
+        options = {"drops_overlong": self.config.format.drops_overlong, "key": self.key}
+        return preview_masks(self.encoder(tokenizer), files, tokenizer, seq_len, **options)
 
     def is_tokenized(self, split: str) -> bool:
         """Whether the token cache of the split exists, here or at the URL."""

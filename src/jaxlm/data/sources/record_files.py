@@ -28,11 +28,12 @@ class Record(NamedTuple):
     position: int
 
 
-def read_records(path: Path, keys: Sequence[str] | None) -> Iterator[Record]:
+def read_records(path: Path, keys: Sequence[str] | None, optional: Sequence[str] = ()) -> Iterator[Record]:
     """The records of a file.
 
     Args:
         keys: the columns to read from a table, None for all; other files yield whole records.
+        optional: more columns to read, if the table has them.
 
     Raises:
         ConfigError: the file has no records, is damaged, or lacks a column. The message names the position in the file.
@@ -40,39 +41,44 @@ def read_records(path: Path, keys: Sequence[str] | None) -> Iterator[Record]:
     reader = _READERS.get(format_of(path.name) or "")
     if reader is None:
         raise ConfigError(f"{path}: expected a file of records ({', '.join(_READERS)})")
-    return reader(path, keys)
+    return reader(path, keys, optional)
 
 
-def _json(path: Path, keys: Sequence[str] | None) -> Iterator[Record]:
+def _json(path: Path, keys: Sequence[str] | None, optional: Sequence[str]) -> Iterator[Record]:
     for where, value, position in json_values(path):
         if not isinstance(value, dict):
             raise ConfigError(f"{path}: {where}: expected a record with keys, got {value!r:.80}")
-        _check_unicode(f"{path}: {where}", value if keys is None else {key: value.get(key) for key in keys})
+        _check_unicode(
+            f"{path}: {where}", value if keys is None else {key: value.get(key) for key in (*keys, *optional)}
+        )
         yield Record(f"{path}: {where}", value, position)
 
 
-def _parquet(path: Path, keys: Sequence[str] | None) -> Iterator[Record]:
+def _parquet(path: Path, keys: Sequence[str] | None, optional: Sequence[str]) -> Iterator[Record]:
     import pyarrow as pa
 
     with damaged_file_errors(path, lambda: "while it was read", pa.ArrowException):
-        yield from _rows(path, keys, parquet_batches(path, keys))
+        yield from _rows(path, keys, optional, parquet_batches(path, None if keys is None else [*keys, *optional]))
 
 
-def _arrow(path: Path, keys: Sequence[str] | None) -> Iterator[Record]:
+def _arrow(path: Path, keys: Sequence[str] | None, optional: Sequence[str]) -> Iterator[Record]:
     import pyarrow as pa
 
     with damaged_file_errors(path, lambda: "while it was read", pa.ArrowException), pa.memory_map(str(path)) as source:
-        yield from _rows(path, keys, open_arrow(source)[1])
+        yield from _rows(path, keys, optional, open_arrow(source)[1])
 
 
-def _rows(path: Path, keys: Sequence[str] | None, batches: Iterator[tuple["pa.RecordBatch", int]]) -> Iterator[Record]:
+def _rows(
+    path: Path, keys: Sequence[str] | None, optional: Sequence[str], batches: Iterator[tuple["pa.RecordBatch", int]]
+) -> Iterator[Record]:
     row = 0
     for batch, position in batches:
         wanted = batch.schema.names if keys is None else keys
         missing = [key for key in wanted if key not in batch.schema.names]
         if missing:
             raise ConfigError(f"{path}: no column '{missing[0]}'. The file has: {', '.join(batch.schema.names)}")
-        for values in _values(path, batch.select(list(wanted)), row):
+        columns = [*wanted, *(key for key in optional if key in batch.schema.names and key not in wanted)]
+        for values in _values(path, batch.select(columns), row):
             row += 1
             yield Record(f"{path}: row {row}", values, position)
 
@@ -111,7 +117,7 @@ def _check_unicode(where: str, value: Any) -> None:
                 _check_unicode(where, part)
 
 
-_READERS: dict[str, Callable[[Path, Sequence[str] | None], Iterator[Record]]] = {
+_READERS: dict[str, Callable[[Path, Sequence[str] | None, Sequence[str]], Iterator[Record]]] = {
     ".jsonl": _json,
     ".json": _json,
     ".parquet": _parquet,

@@ -5,6 +5,7 @@ without HTML escapes, and the block `{% generation %}`. The date (`strftime_now`
 would give different tokens every day.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -78,35 +79,40 @@ class ChatTemplate:
         """Whether the template marks the assistant's text with `{% generation %}`."""
         return _GENERATION.search(self.text) is not None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], where: str, *, mark: bool) -> Rendered:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], where: str, *, mark: bool, tools: Sequence[Any] | None = None
+    ) -> Rendered:
         """Renders a conversation.
 
         Args:
             where: location of the conversation, for messages.
             mark: restrict the target spans to the assistant's text; otherwise the loss is computed on all text.
+            tools: what the conversation may call.
 
         Raises:
             ConfigError: the template rejects the messages, or the assistant's text cannot be located.
         """
-        marked = self._text(messages, where)
+        marked = self._text(messages, where, tools)
         if not mark:
             text = _MARKS.sub("", marked)
             return Rendered(text, ((0, len(text)),))
         if self.has_generation:
             return _split_marked(marked)
-        return Rendered(marked, tuple(self._assistant_spans(messages, marked, where)))
+        return Rendered(marked, tuple(self._assistant_spans(messages, marked, where, tools)))
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
         """Renders a conversation followed by the header of the assistant's next message."""
-        return _MARKS.sub("", self._text(messages, where, add_generation_prompt=True))
+        return _MARKS.sub("", self._text(messages, where, None, add_generation_prompt=True))
 
-    def _assistant_spans(self, messages: Sequence[Mapping[str, Any]], whole: str, where: str) -> list[tuple[int, int]]:
+    def _assistant_spans(
+        self, messages: Sequence[Mapping[str, Any]], whole: str, where: str, tools: Sequence[Any] | None
+    ) -> list[tuple[int, int]]:
         """The span that each assistant message adds to the conversation before it, without the message's header."""
         spans = []
         for number, message in enumerate(messages):
             if message["role"] == _ASSISTANT:
-                before = self._text(messages[:number], where, add_generation_prompt=True)
-                until = self._text(messages[: number + 1], where)
+                before = self._text(messages[:number], where, tools, add_generation_prompt=True)
+                until = self._text(messages[: number + 1], where, tools)
                 if not (until.startswith(before) and whole.startswith(until)):
                     raise ConfigError(
                         f"{where}: the assistant's text in message {number + 1} cannot be located: the chat template"
@@ -116,16 +122,27 @@ class ChatTemplate:
                 spans.append((len(before), len(until)))
         return spans
 
-    def _text(self, messages: Sequence[Mapping[str, Any]], where: str, *, add_generation_prompt: bool = False) -> str:
+    def _text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        where: str,
+        tools: Sequence[Any] | None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
         import jinja2
 
-        if _MARKS.search(json.dumps(messages, ensure_ascii=False, default=str)):
+        if _MARKS.search(json.dumps([messages, tools], ensure_ascii=False, default=str)):
             raise ConfigError(
                 f"{where}: the text contains U+FDD0 or U+FDD1, which are Unicode noncharacters. Remove them"
             )
         try:
             return self.compiled().render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self.names
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.names,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise ConfigError(
@@ -148,8 +165,9 @@ def _named(name: str, tokenizer: Tokenizer, key: str) -> str:
     missing = [token for token in special_tokens if token not in vocabulary]
     if missing:
         raise ConfigError(
-            f"{key}: '{name}' given, which writes {missing[0]}, but the tokenizer has no such token. For a tokenizer that is"
-            f" trained, add it to data.tokenizer.special_tokens; the template needs {', '.join(special_tokens)}"
+            f"{key}: '{name}' given, which writes {missing[0]}, but the tokenizer has no such token. Add it to"
+            " data.added_tokens or, for a tokenizer that is trained, to data.tokenizer.special_tokens; the template needs"
+            f" {', '.join(special_tokens)}"
         )
     return text
 
@@ -164,15 +182,43 @@ def _read(path: str, tokenizer: Tokenizer, key: str) -> str:
         raise ConfigError(f"{key}: '{path}' cannot be read: {error}") from error
 
 
+def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The special token that the template writes after an assistant's turn; empty if it writes none."""
+    text, end = _example(template)
+    (ids, starts, _) = tokenizer.encode_with_offsets([text])[0]
+    special = [int(i) for i in ids[starts >= end] if not tokenizer.decode([int(i)])]
+    return tuple(special[:1])
+
+
+def turn_end_texts(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """What the template writes after an assistant's turn, if that is not a special token but text; empty for white space."""
+    text, end = _example(template)
+    after = text[end:].strip()
+    return (after,) if after and not turn_ends(template, tokenizer) else ()
+
+
+def _example(template: ChatTemplate) -> tuple[str, int]:
+    """A rendered conversation, and where the assistant's text ends in it."""
+    content = "jaxlm"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+    text = template.render(turns, "a conversation", mark=False).text
+    return text, text.rindex(content) + len(content)
+
+
 def with_templates(tokenizer: Tokenizer, given: Sequence[str], key: str) -> Tokenizer:
     """The tokenizer to save with a model that was trained with these templates (texts or paths of .jinja files).
 
-    The last one becomes the tokenizer's own. Without any, the tokenizer stays as it is.
+    The last one becomes the tokenizer's own, and the token that it writes after an assistant's turn ends generated text,
+    here and in transformers. Without any, the tokenizer stays as it is.
     """
     if not given:
         return tokenizer
-    texts = {name: ChatTemplate.load(name, tokenizer, key).text for name in given}
-    return tokenizer.with_chat_template(texts[given[-1]], {k: v for k, v in texts.items() if k != v})
+    templates = {name: ChatTemplate.load(name, tokenizer, key) for name in given}
+    own, ends = templates[given[-1]], ()
+    with contextlib.suppress(ConfigError):  # a template need not render a conversation of two turns
+        ends = turn_ends(own, tokenizer)
+    files = {name: template.text for name, template in templates.items() if name != template.text}
+    return tokenizer.with_chat_template(own.text, files, ends)
 
 
 def _split_marked(marked: str) -> Rendered:

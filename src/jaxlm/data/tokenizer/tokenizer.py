@@ -1,6 +1,5 @@
 """Tokenizers: text to token ids and back."""
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -15,6 +14,7 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import DummyPrefix
+from jaxlm.data.tokenizer.pattern_errors import pattern_errors
 from jaxlm.interop.json_object import read_json_object
 
 if TYPE_CHECKING:
@@ -150,12 +150,16 @@ class Tokenizer:
         """Path of a .jinja file -> its text, for the chat templates that a run was configured with."""
         return json.loads(self._extra_files.get(_GIVEN_TEMPLATES, b"{}"))
 
-    def with_chat_template(self, text: str, given: Mapping[str, str]) -> "Tokenizer":
-        """A copy with this chat template. Args: given: see `given_templates`."""
+    def with_chat_template(self, text: str, given: Mapping[str, str], turn_ends: Sequence[int] = ()) -> "Tokenizer":
+        """A copy with this chat template. Args: given: see `given_templates`; turn_ends: more ids that end generated text."""
         settings = {name: value for name, value in self._settings.items() if name != "chat_template"}
         files = {_CHAT_TEMPLATE: text, _SETTINGS: json.dumps(settings), _GIVEN_TEMPLATES: json.dumps(dict(given))}
+        if not set(turn_ends) <= set(self.stop_ids):
+            generation = json.loads(self._extra_files.get(_GENERATION) or json.dumps(self.special_ids))
+            generation.pop("_from_model_config", None)  # transformers would read config.json instead
+            files[_GENERATION] = json.dumps(generation | {"eos_token_id": [*self.stop_ids, *turn_ends]})
         encoded = {name: content.encode("utf-8") for name, content in files.items()}
-        return Tokenizer(self._backend, self.bos_id, self.eos_id, self._extra_files | encoded)
+        return Tokenizer(self._backend, self.bos_id, self.eos_id, self._extra_files | encoded, self._model_ids)
 
     @property
     def template_names(self) -> dict[str, str]:
@@ -268,20 +272,6 @@ class Tokenizer:
             "data.tokenizer: bits per byte needs the number of bytes of each token, but this tokenizer is neither byte-level"
             f" nor SentencePiece (its model is {content['model']['type']}). Use a byte-level or SentencePiece tokenizer"
         )
-
-
-@contextlib.contextmanager
-def pattern_errors(key: str = "data.tokenizer") -> Iterator[None]:
-    """Raises `ConfigError` where the library panics because a regular expression takes too many steps."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # it cannot be imported, and is no Exception
-            raise
-        raise ConfigError(
-            f"{key}: the regular expression that cuts text into pieces gives up on a text ({error}). Nested repetitions,"
-            " such as (a+)+, can match in exponentially many ways. Write it so that there is only one"
-        ) from error
 
 
 def load_tokenizer(path: str, vocab_size: int | None = None) -> Tokenizer:

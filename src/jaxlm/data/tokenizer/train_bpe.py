@@ -13,7 +13,8 @@ from jaxlm.core.field_types import PositiveInt
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 from jaxlm.data.cache.cache_key import CacheKey, check_cache_key, files_key
 from jaxlm.data.sources.text_file import TextFile
-from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, pattern_errors
+from jaxlm.data.tokenizer.pattern_errors import pattern_errors
+from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 
 TRAIN_BPE = "bpe"
 DEFAULT_VOCAB_SIZE = 8192

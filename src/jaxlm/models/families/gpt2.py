@@ -23,7 +23,16 @@ from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
 from jaxlm.models.decoder import TransformerConfig
 from jaxlm.models.inference.kv_cache import empty_cache
-from jaxlm.models.layers import ForCache, LayerCache, LayerContext, Mlp, SelfAttention, dropout, embedding
+from jaxlm.models.layers import (
+    ForCache,
+    LayerCache,
+    LayerContext,
+    Mlp,
+    SelfAttention,
+    dropout,
+    embedding,
+    token_embeddings,
+)
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import LayerNorm
 from jaxlm.models.stacks import Body, LayerKind
@@ -96,7 +105,7 @@ class Gpt2Config(TransformerConfig):
         # A key of its own, so that the other parameters are those of a model with a tied head.
         k_head, Embed, tied = jax.random.fold_in(key, 1), self.Embed, self.tie_word_embeddings
         head = None if tied else Linear.init(Embed, Vocab, std=std, key=k_head)
-        return Gpt2(tokens, positions, body, head, self, vocab_multiple=self.vocab_multiple)
+        return Gpt2(tokens, positions, body, head, self, vocab_multiple=self.vocab_multiple, adds_noise=True)
 
 
 class Gpt2Block(eqx.Module):
@@ -172,7 +181,7 @@ class Gpt2(LanguageModel):
     ) -> Hidden:
         k_embed, k_body = (None, None) if key is None else jax.random.split(key)
         tokens, positions = for_lookup((self.tokens, self.positions))
-        x = tokens(inputs.tokens) + positions(inputs.positions)
+        x = token_embeddings(tokens, inputs) + positions(inputs.positions)
         return self.body(dropout(x, self.config.embed_pdrop, k_embed), inputs, cache, k_body, taps)
 
     def lm_head(self) -> Weight:

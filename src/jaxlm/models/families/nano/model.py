@@ -73,7 +73,7 @@ from jaxlm.models.families.nano.lookup import LookupConfig, LookupLayer
 from jaxlm.models.families.nano.smear import previous_embeddings
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.inference.kv_cache import empty_cache
-from jaxlm.models.layers import Mlp, SelfAttention, embedding
+from jaxlm.models.layers import Mlp, SelfAttention, embedding, token_embeddings
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import UnweightedRMSNorm
 from jaxlm.models.remat import parse_remat
@@ -258,6 +258,7 @@ class NanoConfig(ModelConfig):
             logit_soft_cap=self.final_soft_cap,
             vocab_multiple=self.vocab_multiple,
             reads_beyond=True,
+            adds_noise=True,
         )
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
@@ -364,7 +365,7 @@ class Nano(LanguageModel):
     ) -> Hidden:
         norm = UnweightedRMSNorm(self.config.Embed, self.config.layer_norm_epsilon)
         table = for_lookup(self.tokens)
-        x = norm(table(inputs.tokens))
+        x = norm(token_embeddings(table, inputs))
         if self.smear_gate is not None and self.smear_lambda is not None:
             gate, factor = for_compute((self.smear_gate, self.smear_lambda))
             previous = previous_embeddings(x, inputs, cache, lambda tokens: norm(table(tokens)))

@@ -1,0 +1,20 @@
+"""Turns panics of the library `tokenizers` into messages."""
+
+import contextlib
+from collections.abc import Iterator
+
+from jaxlm.core.errors import ConfigError
+
+
+@contextlib.contextmanager
+def pattern_errors(key: str = "data.tokenizer") -> Iterator[None]:
+    """Raises `ConfigError` where the library panics because a regular expression takes too many steps."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # it cannot be imported, and is no Exception
+            raise
+        raise ConfigError(
+            f"{key}: the regular expression that cuts text into pieces gives up on a text ({error}). Nested repetitions,"
+            " such as (a+)+, can match in exponentially many ways. Write it so that there is only one"
+        ) from error

@@ -1,0 +1,141 @@
+"""What is shown of chats and prompts before they are tokenized."""
+
+import dataclasses
+import html
+import json
+import re
+
+import numpy as np
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.formats.chat import ChatFormat
+from jaxlm.data.formats.preview import MaskPreview, page_of
+from jaxlm.data.formats.supervised import SupervisedFormat
+from jaxlm.data.formats.text import TextFormat
+from jaxlm.data.sources.named import NamedSource
+from jaxlm.data.tokens import TokensConfig
+from tests.answers import TEMPLATE, write_tokenizer
+
+CHATS = [
+    [{"role": "user", "content": "What is\nthe capital?"}, {"role": "assistant", "content": "Paris & <b>Rome</b>"}],
+    [{"role": "user", "content": "Nobody answers."}],
+    [{"role": "user", "content": "a " * 40}, {"role": "assistant", "content": "much too long " * 20}],
+]
+
+
+@pytest.fixture
+def config(tmp_path):
+    write_tokenizer(tmp_path / "tokenizer")
+    write(tmp_path, CHATS)
+    return TokensConfig(
+        train_urls=[f"{tmp_path}/a.jsonl"],
+        cache_dir=f"{tmp_path}/cache",
+        tokenizer=f"{tmp_path}/tokenizer",
+        format=ChatFormat(chat_template=TEMPLATE),
+    )
+
+
+def write(folder, chats):
+    (folder / "a.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in chats))
+
+
+def preview_of(config: TokensConfig, seq_len: int = 64, **format_keys) -> MaskPreview:
+    config = dataclasses.replace(config, format=dataclasses.replace(config.format, **format_keys))
+    (source,) = config.sources()
+    assert isinstance(source, NamedSource)
+    found = source.preview(config.load_tokenizer(lambda _: None), seq_len)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("truncation", ["keep_start", "drop_overlength"])
+def test_the_shares_are_those_of_the_sequences_that_are_trained_on(config, truncation):
+    preview = preview_of(config, truncation=truncation)
+    changed = dataclasses.replace(config, format=dataclasses.replace(config.format, truncation=truncation))
+    sequences = changed.open(changed.load_tokenizer(lambda _: None), 64, lambda _: None).train[""]
+    assert preview.num_trained == sequences.read(np.arange(len(sequences)))["loss_mask"].sum()
+    assert preview.num_tokens == sequences.cache.num_tokens
+    assert (preview.num_records, preview.num_empty, preview.num_overlong) == (3, 1, 1)
+    fate = "lose their ends" if truncation == "keep_start" else "are left out"
+    assert preview.describe() == (
+        f"{preview.num_trained / preview.num_tokens:.1%} of {preview.num_tokens} tokens in the first 3 records; 1 records"
+        f" have none and are left out; 1 are longer than model.seq_len and {fate}"
+    )
+
+
+def test_an_example_shows_its_mask_and_special_tokens(config):
+    preview = preview_of(config)
+    legend, *lines = preview.draw(colors=False).split("\n")
+    assert legend.endswith("a.jsonl: line 1: the loss is computed on what is not in ⟦brackets⟧")
+    drawn = "\n".join(lines)
+    assert drawn == "⟦<|user|>What is\nthe capital?<|end|><|assistant|>⟧Paris & <b>Rome</b><|end|>"
+    colored = preview.draw(colors=True).split("\n", 1)[1]
+    green = "".join(text for codes, text in re.findall(r"\x1b\[([\d;]+)m([^\x1b]*)\x1b\[0m", colored) if "42" in codes)
+    assert green == "Paris & <b>Rome</b><|end|>"
+    assert re.sub(r"\x1b\[[\d;]+m", "", colored) == re.sub("[⟦⟧]", "", drawn)
+    assert "\x1b[2;1m<|user|>\x1b[0m" in colored
+    page = page_of([("data.configs.a", preview)])
+    trained = re.findall(r'<span class="trained(?: special)?">(.*?)</span>', page.split("<pre>")[1], re.DOTALL)
+    assert html.unescape("".join(trained)) == green
+    assert "<b>Rome" not in page
+    assert '<span class="special">&lt;|user|&gt;</span>' in page
+    assert "<h2>data.configs.a</h2>" in page
+    assert not re.search(r"(src|href)=|url\(|https?:", page), "it needs no other file"
+
+
+def test_what_is_cut_off_is_marked(config, tmp_path):
+    write(tmp_path, [CHATS[2]])
+    size = 110
+    preview = preview_of(config, size)
+    ids = config.load_tokenizer(print).encode_with_offsets([TEMPLATE_OF_LAST])[0][0].tolist()
+    kept = "".join(piece.text for piece in preview.example if not piece.is_cut)
+    assert kept == config.load_tokenizer(print).decode(ids[: size + 1], special=True)
+    assert "; the end is beyond model.seq_len" in preview.draw(colors=False).split("\n")[0]
+    assert "\x1b[9;31m" in preview.draw(colors=True)
+    assert '<span class="cut">' in page_of([("data", preview)])
+
+
+TEMPLATE_OF_LAST = "<|user|>" + "a " * 40 + "<|end|><|assistant|>" + "much too long " * 20 + "<|end|>"
+
+
+def test_text_cannot_control_the_terminal(config, tmp_path):
+    write(tmp_path, [[CHATS[0][0], {"role": "assistant", "content": "a\x1b[2Jb\rc\x9bd\te"}]])
+    drawn = preview_of(config).draw(colors=True)
+    assert "\x1b[2J" not in drawn
+    assert "a\ufffd[2Jb\ufffdc\ufffdd\te" in re.sub(r"\x1b\[[\d;]+m", "", drawn)
+
+
+def test_prompts_have_a_preview_and_texts_have_none(config, tmp_path):
+    (tmp_path / "b.jsonl").write_text('{"prompt": "What?", "response": " That."}\n')
+    prompts = dataclasses.replace(config, train_urls=[f"{tmp_path}/b.jsonl"], format=SupervisedFormat())
+    assert preview_of(prompts).draw(colors=False).endswith("\n⟦<|endoftext|>What?⟧ That.<|endoftext|>")
+    texts = dataclasses.replace(config, train_urls=[f"{tmp_path}/b.jsonl"], format=TextFormat(text_key="prompt"))
+    (source,) = texts.sources()
+    assert source.preview(texts.load_tokenizer(print), 64) is None
+
+
+@pytest.mark.parametrize(
+    ("chats", "keys", "seq_len", "message"),
+    [
+        (
+            [CHATS[1]],
+            {},
+            64,
+            r"none of their messages has the role 'assistant'.*The first record is .*a\.jsonl: line 1$",
+        ),
+        (
+            [CHATS[2]],
+            {},
+            16,
+            r"^data: of the first 1 records, none .* model\.seq_len \(16\).*a\.jsonl: line 1\. Raise",
+        ),
+        ([CHATS[2]], {"truncation": "drop_overlength"}, 64, r"none has a token to compute the loss on within"),
+        (CHATS, {"chat_template": "{% generation %}{% endgeneration %}x"}, 64, r"generation %\} block is empty in all"),
+    ],
+    ids=["no assistant", "cut off", "left out", "empty block"],
+)
+def test_empty_masks_are_errors_that_name_the_record(config, tmp_path, chats, keys, seq_len, message):
+    write(tmp_path, chats)
+    with pytest.raises(ConfigError, match=message):
+        preview_of(config, seq_len, **keys)
