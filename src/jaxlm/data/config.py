@@ -11,7 +11,7 @@ import draccus
 from jaxlm.config.decode import choice_name, encode
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
-from jaxlm.data.base import Log
+from jaxlm.data.base import TRAIN, VALIDATION, Log
 from jaxlm.data.batch import BatchSpec, Columns
 from jaxlm.data.cache.block_mirror import FOLDER, BlockMirror
 from jaxlm.data.cache.cache_store import CacheStore
@@ -21,7 +21,7 @@ from jaxlm.data.data import Data, StopStrategy, ValidationData
 from jaxlm.data.examples import ExampleRange, Examples
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.shuffle import EraShuffle
-from jaxlm.data.sources.config import TRAIN, VALIDATION, SourceConfig, check_source_names
+from jaxlm.data.sources.config import SourceConfig, check_source_names
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer

@@ -12,14 +12,13 @@ from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
-from jaxlm.data.base import Batches
+from jaxlm.data.base import VALIDATION, Batches
 from jaxlm.data.batch import BatchSpec, Column, Columns
 from jaxlm.data.cache.token_cache import Provenance
 from jaxlm.data.examples import ExampleRange, Examples
 from jaxlm.data.loader import BatchReader, ExampleBatches, eval_batches
 from jaxlm.data.mixture import Mixture, MixtureStage
 from jaxlm.data.shuffle import EraShuffle, Shuffle
-from jaxlm.data.sources.config import VALIDATION
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.train_weights import WeightStage, block_counts
 

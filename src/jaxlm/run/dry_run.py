@@ -18,7 +18,7 @@ from jaxlm.config.decode import choice_name
 from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import is_url
-from jaxlm.data.sources.config import TRAIN, VALIDATION
+from jaxlm.data.base import TRAIN, VALIDATION
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.data.tokenizer.train_bpe import DEFAULT_VOCAB_SIZE, bpe_config
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints

@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.data.base import DataSource
+from jaxlm.data.base import TRAIN, VALIDATION, DataSource
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.sources.corpus import CorpusConfig, CorpusSource
 from jaxlm.data.sources.files import sources_of
 from jaxlm.data.sources.named_dataset import dataset_sources
 
-TRAIN, VALIDATION = "train", "validation"
 DEFAULT_TEXT_KEY = "text"
 _RESERVED = (TRAIN, VALIDATION, "tokenizer", "mirror", "evaluate")
 
