@@ -181,6 +181,7 @@ OPTIMIZER: dict[str, Entry] = {
     "optimizer.weight_decay": Change(0.3, Decays({r"q_proj\.weight": 0.3})),
     "optimizer.lr_schedule": Change("linear", Rates({34: 7e-5})),
     "optimizer.min_lr_ratio": Change(0.5, Rates({100: 5e-5})),
+    "optimizer.lr_floor": Change(0.5, Rates({0: 5e-5, 100: 5e-5})),
     "optimizer.warmup": Change(10, Rates({5: 5e-5})),
     "optimizer.warmup_from_zero": Change(False, Rates({0: 1e-5, 4: 5e-5}), also={"optimizer": {"warmup": 10}}),
     "optimizer.decay": Change(10, Rates({50: 1e-4, 90: 1e-4})),
