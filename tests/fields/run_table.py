@@ -124,6 +124,7 @@ TRAINER: dict[str, Entry] = {
     "trainer.model_averaging": Change({"type": "ema"}, Shapes({r"^slots\.ema\.weights\.tokens": (64, 32)})),
     "trainer.checkpointer": Section(),
     "trainer.tracker": ShownIn(FIELDS + "test_trackers.py::test_tracker_field"),
+    "trainer.callbacks": ShownIn("tests/observe/test_callbacks.py::test_the_hooks_of_a_run_and_their_order"),
     "trainer.watch": Change({"interval": 1}, Program(gains=watched("grad/norm/total"))),
     "trainer.profiler": ShownIn(FIELDS + "test_processes.py::test_profiler_fields"),
     "trainer.distributed": ShownIn(FIELDS + "test_processes.py::test_distributed_fields"),

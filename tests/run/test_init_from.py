@@ -104,6 +104,25 @@ def test_programs_are_dumped_to_the_configured_folder(trainings):
     assert not (trainings.folder / "logs" / "part" / "artifacts").exists()
 
 
+@pytest.mark.slow
+def test_callbacks_that_look_or_raise_change_no_bit(trainings):
+    kind, seen = "tests.observe.test_callbacks:RecorderConfig", trainings.folder / "seen.txt"
+    callbacks = [
+        {"type": kind, "path": str(seen)},
+        {"type": kind, "path": str(trainings.folder / "broken.txt"), "fail_in": "on_batch_end", "at": 3},
+    ]
+    trainings.run("followed", 6, trainer={"callbacks": callbacks})
+    assert trainings.losses("followed") == trainings.losses("whole")
+    saved = [saved_arrays(trainings.place(name) / "step-6") for name in ("followed", "whole")]
+    assert same(*saved)
+    assert trainings.output.count("callback 2 (") == 1
+    assert "failed in on_batch_end at step 3 (ValueError: no on_batch_end;" in trainings.output
+    lines = seen.read_text().splitlines()
+    assert [line for line in lines if "batch_end" in line] == [f"on_batch_end {number}" for number in range(1, 7)]
+    assert (lines[0], lines[1]) == ("on_train_begin followed", "on_epoch_begin 0")
+    assert lines[-2:] == ["on_epoch_end 0", "on_train_end"]
+
+
 @pytest.mark.parametrize("key", ["load_checkpoint_path", pytest.param("initialize_from_state", marks=pytest.mark.slow)])
 def test_another_runs_state_continues_bit_for_bit_and_is_saved_as_the_runs_own(trainings, key):
     name = f"by_{key}"

@@ -141,6 +141,7 @@ EFFECTS: dict[str, Effect] = {
     "trainer.model_averaging": Effect("changes what follows", "the average of the weights is another from here"),
     "trainer.checkpointer": HARMLESS,
     "trainer.tracker": HARMLESS,
+    "trainer.callbacks": HARMLESS,
     "trainer.watch": ROUNDING,
     "trainer.profiler": HARMLESS,
     "trainer.distributed": HARMLESS,
