@@ -191,7 +191,8 @@ class Misnamed(Callback):
         raise AssertionError("never called")
 
 
-def test_what_cannot_be_opened():
+def test_what_cannot_be_opened(monkeypatch):
+    monkeypatch.setitem(CallbackConfig.get_known_choices(), "opened_with", OpenedWith)
     said: list[str] = []
     context = CallbackContext(RUN, said.append)
 
@@ -203,8 +204,10 @@ def test_what_cannot_be_opened():
     assert recorder.lines == ["on_train_begin mine"]
     (line,) = said
     assert "cannot be opened (OSError: no such device; test_callbacks.py:" in line
-    assert line.startswith("callback 1 (")
-    message = r"trainer\.callbacks: 1 \(.*\): Misnamed defines on_step_end, which is never called\. .*on_batch_end"
+    assert line.startswith("callback 1 (opened_with) ")
+    message = (
+        r"trainer\.callbacks: 1 \(opened_with\): Misnamed defines on_step_end, which is never called\. .*on_batch_end"
+    )
     with pytest.raises(ConfigError, match=message):
         open_callbacks([OpenedWith(Misnamed)], context)
 
