@@ -27,7 +27,7 @@ from jaxlm.models.base import LanguageModel
 from jaxlm.models.chunked_loss import default_chunk_tokens
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.moe import num_active
-from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_remat
+from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, RematModules, parse_remat
 from jaxlm.models.scan import runs_as_scan
 from jaxlm.models.stacks import HeterogeneousBody, Stack
 from jaxlm.observe.console import duration
@@ -152,6 +152,8 @@ def _remat(plan: Plan) -> str:
     }
     if isinstance(remat_policy, str):
         return descriptions[remat_policy]
+    if isinstance(remat_policy, RematModules):
+        return f"the modules of each layer that match '{remat_policy.modules}' are recomputed, and nothing else"
     return f"everything except each layer's input and {', '.join(remat_policy)} is recomputed"
 
 
