@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch import Columns
 from jaxlm.data.cache.token_cache import TokenCache
 
@@ -39,6 +40,10 @@ class Examples(abc.ABC):
     @abc.abstractmethod
     def summary(self) -> str | None:
         """How the documents became examples, for the log; None if there is nothing to say."""
+
+    def no_lesson(self) -> str | None:
+        """Why nothing can be learned from any of the examples, and what to check; None if something can."""
+        return None
 
     @abc.abstractmethod
     def starts(self, indices: np.ndarray) -> np.ndarray:
@@ -97,6 +102,9 @@ class WrappedExamples(Examples):
     def summary(self) -> str | None:
         return self._examples.summary
 
+    def no_lesson(self) -> str | None:
+        return self._examples.no_lesson()
+
     def starts(self, indices: np.ndarray) -> np.ndarray:
         return self._examples.starts(indices)
 
@@ -137,6 +145,14 @@ class ExampleRange(WrappedExamples):
 
     def show(self, index: int, tokenizer: Any) -> Iterator[str]:
         return super().show(index + self._range.start, tokenizer)
+
+
+def check_lessons(train: Mapping[str, Examples]) -> None:
+    """Raises `ConfigError` if nothing can be learned from any source. Args: train: by the names of the sources."""
+    lessons = {name: examples.no_lesson() for name, examples in train.items()}
+    if lessons and all(lessons.values()):
+        name, problem = next(iter(lessons.items()))
+        raise ConfigError(f"data{f'.configs.{name}' if name else ''}: {problem}")
 
 
 def documents_as_text(row: Columns, tokenizer: Any) -> Iterator[tuple[int, str]]:
