@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.examples import check_lessons
+from jaxlm.data.examples import check_signals
 from jaxlm.data.formats.groups import GroupsFormat
 from jaxlm.data.formats.pairs import PairsFormat
 from jaxlm.data.formats.unpaired import UnpairedFormat
@@ -114,22 +114,22 @@ def test_completions_are_compared_as_far_as_the_sequences_reach(open_with):
         ),
     ],
 )
-def test_data_without_any_lesson_is_refused(open_with, kind, records, message):
+def test_data_without_any_signal_is_refused(open_with, kind, records, message):
     with pytest.raises(ConfigError, match=message):
         open_with(*KINDS[kind])(records, 48)
 
 
-def test_one_source_with_a_lesson_is_enough(open_with):
+def test_one_source_with_a_signal_is_enough(open_with):
     useless = {**GROUP, "rewards": [2, 2, 2]}
     opened = open_with(*KINDS["groups"])
     sound = opened([GROUP]).train[""]
     mixed = opened([useless, GROUP]).train[""]
-    assert (sound.no_lesson(), mixed.no_lesson()) == (None, None)
+    assert (sound.no_signal(), mixed.no_signal()) == (None, None)
     equal = type(mixed)(mixed._examples)
     equal._are_all_equal = True
-    check_lessons({"one": equal, "two": sound})
+    check_signals({"one": equal, "two": sound})
     with pytest.raises(ConfigError, match=r"^data\.configs\.one: all 1 groups have equal rewards"):
-        check_lessons({"one": equal})
+        check_signals({"one": equal})
 
 
 @pytest.mark.parametrize(

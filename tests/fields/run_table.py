@@ -314,6 +314,11 @@ KTO: dict[str, Entry] = {
     **{name: GRPO[name] for name in ("objective.reference", "objective.sync_interval", "objective.sync_mixup")},
     "objective.cache": GRPO["objective.cache"],
 }
+REWARD_HEAD: dict[str, Entry] = {
+    "surgery.from_hf": ShownIn(
+        "tests/interop/test_classifier.py::test_rewards_are_those_of_transformers_in_both_directions"
+    ),
+}
 REWARD: dict[str, Entry] = {
     "objective.center_coefficient": ShownIn(
         "tests/objectives/test_reward.py::test_terms_and_metrics_match_the_hidden_states"
@@ -350,6 +355,7 @@ TABLE: Table = {
     "grpo": GRPO,
     "kto": KTO,
     "reward": REWARD,
+    "reward_head": REWARD_HEAD,
     "phases": PHASES,
     "precision": {
         "trainer.mp.default": Change("f32", Program(loses=r"bf16")),

@@ -18,7 +18,7 @@ from jaxlm.data.cache.cache_store import CacheStore
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.data import Data, StopStrategy, ValidationData
-from jaxlm.data.examples import ExampleRange, Examples, check_lessons
+from jaxlm.data.examples import ExampleRange, Examples, check_signals
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.shuffle import EraShuffle
 from jaxlm.data.sources.config import SourceConfig, check_source_names
@@ -222,7 +222,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             for source in self.sources()
             if source.name in names
         }
-        check_lessons(train)
+        check_signals(train)
         sizes = {name: float(len(examples)) for name, examples in train.items()}
         return Data(
             train=train,

@@ -41,7 +41,7 @@ class Examples(abc.ABC):
     def summary(self) -> str | None:
         """How the documents became examples, for the log; None if there is nothing to say."""
 
-    def no_lesson(self) -> str | None:
+    def no_signal(self) -> str | None:
         """Why nothing can be learned from any of the examples, and what to check; None if something can."""
         return None
 
@@ -102,8 +102,8 @@ class WrappedExamples(Examples):
     def summary(self) -> str | None:
         return self._examples.summary
 
-    def no_lesson(self) -> str | None:
-        return self._examples.no_lesson()
+    def no_signal(self) -> str | None:
+        return self._examples.no_signal()
 
     def starts(self, indices: np.ndarray) -> np.ndarray:
         return self._examples.starts(indices)
@@ -147,11 +147,11 @@ class ExampleRange(WrappedExamples):
         return super().show(index + self._range.start, tokenizer)
 
 
-def check_lessons(train: Mapping[str, Examples]) -> None:
+def check_signals(train: Mapping[str, Examples]) -> None:
     """Raises `ConfigError` if nothing can be learned from any source. Args: train: by the names of the sources."""
-    lessons = {name: examples.no_lesson() for name, examples in train.items()}
-    if lessons and all(lessons.values()):
-        name, problem = next(iter(lessons.items()))
+    signals = {name: examples.no_signal() for name, examples in train.items()}
+    if signals and all(signals.values()):
+        name, problem = next(iter(signals.items()))
         raise ConfigError(f"data{f'.configs.{name}' if name else ''}: {problem}")
 
 

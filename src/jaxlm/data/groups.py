@@ -74,7 +74,7 @@ class RewardedGroups(WrappedExamples):
         parts = (super().summary, self._equal and f"{self._equal}: none of their responses is better than the others")
         return "; ".join(filter(None, parts))
 
-    def no_lesson(self) -> str | None:
+    def no_signal(self) -> str | None:
         if not self._are_all_equal:
             return None
         return (

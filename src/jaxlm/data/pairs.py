@@ -53,7 +53,7 @@ class PreferencePairs(WrappedExamples):
     def summary(self) -> str | None:
         return "; ".join(filter(None, (super().summary, self._equal and f"{self._equal}: they show no preference")))
 
-    def no_lesson(self) -> str | None:
+    def no_signal(self) -> str | None:
         if not self._are_all_equal:
             return None
         return (
