@@ -1,6 +1,7 @@
 """The recipes `astrai_*` have the formulas and defaults of AstrAI's training page of May 2026."""
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from haliax import Axis
 
 from jaxlm.config.load import decode_run
 from jaxlm.config.run import RunConfig
+from jaxlm.config.schema import sections
 from jaxlm.config.yaml import ConfigSource, load_yaml
 from jaxlm.models.loss import next_token_sums
 from jaxlm.objectives import dpo, grpo
@@ -129,3 +131,64 @@ def test_the_reference_of_grpo_follows_the_model_every_200_updates():
         slot = objective.update_slot(slot, {"w": jnp.float32(updates)}, jnp.int32(updates))
         held[updates] = float(slot.weights["w"])
     assert held == {1: 0, 199: 0, 200: 200, 201: 200, 399: 200, 400: 400, 401: 400}
+
+
+PAGE = (ROOT / "docs" / "howto" / "astrai.md").read_text()
+# Of params.md, in May 2026.
+FLAGS = [
+    "train_type",
+    "data_root_path",
+    "param_path",
+    "n_epoch",
+    "batch_per_device",
+    "grad_accum_steps",
+    "warmup_ratio",
+    "max_lr",
+    "max_grad_norm",
+    "adamw_beta1",
+    "adamw_beta2",
+    "adamw_weight_decay",
+    "window_size",
+    "stride",
+    "random_seed",
+    "num_workers",
+    "no_pin_memory",
+    "ckpt_interval",
+    "ckpt_dir",
+    "start_epoch",
+    "start_batch",
+    "nprocs",
+    "parallel_mode",
+    "device_type",
+    "start_method",
+    "dpo_beta",
+    "label_smoothing",
+    "group_size",
+    "grpo_clip_eps",
+    "grpo_kl_coef",
+    "grpo_sync_interval",
+]
+
+
+def test_every_flag_has_a_row_whose_keys_exist():
+    rows = [
+        line.split("|")[1:-1]
+        for line in PAGE.partition("## Flags")[2].partition("## ")[0].splitlines()
+        if "`--" in line
+    ]
+    assert sorted(flag for row in rows for flag in re.findall(r"`--(\w+)`", row[0])) == sorted(FLAGS)
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)(?:: [^`]*)?`", " ".join(row[2] for row in rows))
+    keys = {f"{section.path}.{key.name}".lstrip(".") for section in sections(RunConfig) for key in section.keys}
+    typed = {"objective.type", "data.type"}  # registries, which have no key of this name
+    assert {name for name in named if name not in ("false", "null")} - keys == typed
+    assert len(set(named)) > 25
+
+
+def test_the_keys_of_the_other_tables_exist():
+    names = {key.name for section in sections(RunConfig) for key in section.keys}
+    learning, callbacks = (
+        PAGE.partition(f"## {title}")[2].partition("## ")[0] for title in ("Learning rates", "Callbacks")
+    )
+    keys = re.findall(r"`(\w+): ", learning) + re.findall(r"`(?:trainer|model|data|optimizer)\.(\w+)", callbacks)
+    assert len(keys) >= 12
+    assert set(keys) <= names
