@@ -108,9 +108,7 @@ def test_modules_that_match_nothing_are_refused(tiny_llama, gradient_of):
     )
     with pytest.raises(ConfigError, match=message):
         gradient.lower(weights)
-    with pytest.raises(
-        ConfigError, match=r"gradient_checkpointing\.modules: '\(' given, a regular expression expected"
-    ):
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing\.modules: '\(' is not a valid regular expression"):
         RematModules("(")
     with pytest.raises(ConfigError, match=r"modules given, but the layers of nano are checkpointed as a whole"):
         NanoConfig(gradient_checkpointing=RematModules("mlp")).check()

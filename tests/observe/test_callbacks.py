@@ -222,5 +222,5 @@ def test_print_metrics():
         follow(step(number, **{"grad/norm/total": 0.123456789, "train/loss": 1.0, "lr": 3e-4}))
     assert said == ["step 2: grad/norm/total 0.123457  lr 0.0003"]
     wrong = decode_run(ConfigSource({"trainer": {"callbacks": [{"type": "print_metrics", "metrics": "("}]}}), None)
-    with pytest.raises(ConfigError, match=r"callbacks \(print_metrics\): metrics: '\(' given, a regular expression"):
+    with pytest.raises(ConfigError, match=r"callbacks \(print_metrics\): metrics: '\(' is not a valid regular"):
         wrong.trainer.check()

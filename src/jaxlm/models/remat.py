@@ -28,6 +28,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.matmul import FP8_SCALE
 from jaxlm.core.sharding import for_compute
 from jaxlm.core.tracing import trace_options
+from jaxlm.core.tree import compile_pattern
 from jaxlm.models.attention.backends.blockwise import ATTENTION
 from jaxlm.models.norms import NORM
 
@@ -46,12 +47,7 @@ class RematModules:
     modules: str
 
     def __post_init__(self):
-        try:
-            re.compile(self.modules)
-        except re.error as error:
-            raise ConfigError(
-                f"model.gradient_checkpointing.modules: '{self.modules}' given, a regular expression expected: {error}"
-            ) from error
+        compile_pattern(self.modules, "model.gradient_checkpointing.modules")
 
 
 RematPolicy = str | tuple[str, ...] | RematModules

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.tree import compile_pattern
 from jaxlm.core.types import StepInfo
 from jaxlm.observe.callbacks.base import Callback, CallbackConfig, CallbackContext
 
@@ -24,13 +24,7 @@ class PrintMetricsConfig(CallbackConfig):
     metrics: str = "^train/|^grad/norm/total$"
 
     def check(self) -> None:
-        try:
-            re.compile(self.metrics)
-        except re.error as error:
-            raise ConfigError(
-                f"trainer.callbacks (print_metrics): metrics: '{self.metrics}' given, a regular expression expected:"
-                f" {error}"
-            ) from error
+        compile_pattern(self.metrics, "trainer.callbacks (print_metrics): metrics")
 
     def open(self, context: CallbackContext) -> Callback:
         return PrintMetrics(self.every, re.compile(self.metrics), context.log)
