@@ -150,7 +150,8 @@ def with_remat_modules(remat_policy: RematPolicy, block: T, *, scan: bool) -> T:
             f" {', '.join(modules)}"
         )
     wrapped = {name: _RematModule(module, FULL if name in matching else NONE, scan) for name, module in modules.items()}
-    return dataclasses.replace(for_compute(block), **wrapped)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    change: Any = dataclasses.replace
+    return change(for_compute(change(block, **dict.fromkeys(modules))), **wrapped)
 
 
 def _policy(remat_policy: RematPolicy) -> Callable[..., bool] | None:
