@@ -62,7 +62,7 @@ def verify_folder(folder: Path, model: LanguageModel, config: ModelConfig, layou
 
 def _verify_scores(folder: Path, model: LanguageModel, seq_len: int, layout: Layout) -> str:
     """Compares rewards of random sequences of unequal lengths."""
-    rng, scores = np.random.default_rng(0), _last_scores(model)
+    rng, scores = np.random.default_rng(0), _last_scores(model, layout)
     padding = read_json_object(folder / "config.json").get("pad_token_id")
     ids = np.setdiff1d(np.arange(model.Vocab.size), [-1 if padding is None else padding])
     lengths = np.unique(np.linspace(1, min(seq_len, _PROMPT_LENGTH), _NUM_SCORED, dtype=int))
@@ -77,7 +77,7 @@ def _verify_scores(folder: Path, model: LanguageModel, seq_len: int, layout: Lay
     return f"verified with {reader}: rewards within {difference:.1e}"
 
 
-def _last_scores(model: LanguageModel) -> Callable[[list[int]], float]:
+def _last_scores(model: LanguageModel, layout: Layout) -> Callable[[list[int]], float]:
     """The reward of a sequence."""
 
     @jax.jit
@@ -86,7 +86,7 @@ def _last_scores(model: LanguageModel) -> Callable[[list[int]], float]:
         assert head is not None, "the model has a reward head"
         return hax.dot(model.hidden(inputs).final, head, axis=EMBED).array
 
-    return lambda row: float(score(model, _inputs(np.array([row])))[0, -1])
+    return lambda row: float(score(model, _inputs(np.array([row] * layout.mesh.size)))[0, -1])
 
 
 def _classifier(folder: Path, layout: Layout) -> tuple[str, Callable[[list[int]], float]]:
@@ -112,7 +112,7 @@ def _classifier(folder: Path, layout: Layout) -> tuple[str, Callable[[list[int]]
     hidden = jax.jit(lambda model, inputs: model.hidden(inputs).final.array)
 
     def of_jaxlm(row: list[int]) -> float:
-        return float(np.asarray(hidden(base, _inputs(np.array([row]))))[0, -1] @ head)
+        return float(np.asarray(hidden(base, _inputs(np.array([row] * layout.mesh.size))))[0, -1] @ head)
 
     return "jaxlm (transformers is not installed)", of_jaxlm
 
