@@ -81,7 +81,7 @@ class SeveralCompletions(ContiguousExamples):
         sizes = np.minimum(np.diff(self._bounds, axis=1), self.seq_len + 1)
         candidates = np.flatnonzero((sizes == sizes[:, :1]).all(axis=1))
         begin = self.cache.read(self.first_targets[candidates].ravel(), _COMPARED_FIRST)
-        begin = begin.reshape(*self.first_targets[candidates].shape, -1)
+        begin = begin.reshape(*self.first_targets[candidates].shape, _COMPARED_FIRST)
         left = sizes[candidates] - (self.first_targets - self._bounds[:, :-1])[candidates]
         begin = begin * (np.arange(_COMPARED_FIRST) < left[..., None])
         candidates = candidates[(begin == begin[:, :1]).all(axis=(1, 2))]
