@@ -11,7 +11,7 @@ ENTRIES: dict[tuple[str, str], Entry] = {
     (base, path): entry for table in TABLES for base, fields in table.items() for path, entry in fields.items()
 }
 QUICK = ("llama", "gpt2", "flax")
-SLOW_BASES = ("distill", "watch", "rope linear", "rope llama3", "rope longrope", "rope yarn")
+SLOW_BASES = ("distill", "watch", "remat", "rope linear", "rope llama3", "rope longrope", "rope yarn")
 
 
 def test_every_field_is_listed():

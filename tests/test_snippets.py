@@ -301,7 +301,7 @@ def own_classes() -> dict[str, tuple[str, dict[str, Any]]]:
     return found
 
 
-KINDS = ("front", "my_objective", "momentum", "csv_file", "confidence", "gains", "sums", "my_data", "bigram")
+KINDS = ("front", "my_objective", "momentum", "csv_file", "alarm", "confidence", "gains", "sums", "my_data", "bigram")
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from jaxlm.run.export import export_model, logged_evaluation, model_card
 from jaxlm.run.generation_options import add_adapter_option
 from jaxlm.run.inference_model import InferenceModel, load
 from jaxlm.run.load_model import LoadedModel, add_checkpoint_options, open_model
-from jaxlm.surgery.base import merge_surgeries
+from jaxlm.surgery.base import export_form, merge_surgeries
 from jaxlm.surgery.lora import round_adapters, save_peft
 
 _TO_NANOCHAT = "to-nanochat"
@@ -91,7 +91,7 @@ def _card(opened: LoadedModel, name: str, library: str) -> ModelCard:
 
 def _write_model(folder: Location, opened: LoadedModel, dtype: Any, card: ModelCard, *, verify: bool) -> None:
     plan = opened.plan
-    model = merge_surgeries(opened.load(), opened.surgeries)
+    model = export_form(opened.load(), opened.surgeries)
     export_model(folder, model, plan, opened.tokenizer, dtype, card)
     print(f"wrote {opened.location} to {folder} as {jnp.dtype(dtype).name}")
     if verify:

@@ -27,10 +27,10 @@ from jaxlm.config.overrides import override
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.base import VALIDATION
 from jaxlm.data.cache.token_cache import Provenance
 from jaxlm.data.config import DataConfig
 from jaxlm.data.data import ValidationData
-from jaxlm.data.sources.named import VALIDATION
 from jaxlm.evals.harness import HarnessEvalConfig
 from jaxlm.evals.loss import NOTHING, EvalLoss, LossMeter, by_group, macro
 from jaxlm.objectives.next_token import score_batch

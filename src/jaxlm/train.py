@@ -285,7 +285,7 @@ def _open_phase(
             saver.save_rewound(state, resumed.cursor, batches.state())
             run.begin_attempt(saver.history, first_step)
         run.console.log(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model)))
-        listeners = run.listeners(phase, state, batches, saver.history)
+        listeners = run.listeners(phase, state, data, batches, saver.history)
         streak = BadStreak(
             phase.optimizer.rewind_rule,
             plan.config.trainer.crash_after_skipped,

@@ -38,6 +38,11 @@ WORDS = [
     "🙂",
 ]
 
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
 
 def some_text(seed: int, num_words: int = 60) -> str:
     """Words, code and non-Latin scripts, determined by the seed."""

@@ -1,7 +1,5 @@
 """Groups of rewarded responses: their sequences and rewards, what is left out, batches, and how they are shown."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
@@ -13,9 +11,8 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.groups import GroupsFormat
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.groups import GroupsConfig
-from tests.data.helpers import small_tokenizer, some_text
+from tests.data.helpers import CHATML, some_text
 from tests.data.test_loader import layout_of
-from tests.data.test_pairs import CHATML
 
 RECORDS = [
     {
@@ -28,31 +25,10 @@ RECORDS = [
 RENAMED = [{"q": r["prompt"], "a": r["responses"], "score": r["rewards"]} for r in RECORDS]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return small_tokenizer(300)
-
-
 @pytest.fixture
-def opened(tokenizer, tmp_path):
+def opened(open_with):
     """Opens groups of three made of these records."""
-    tokenizer.save(tmp_path / "tokenizer")
-
-    def open_records(records, seq_len=64, log=lambda _: None, **keys):
-        number = len(list(tmp_path.glob("*.jsonl")))
-        path = tmp_path / f"{number}.jsonl"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        config = GroupsConfig(
-            train_urls=[str(path)],
-            validation_urls=[str(path)],
-            cache_dir=f"{tmp_path}/cache{number}",
-            tokenizer=f"{tmp_path}/tokenizer",
-            format=GroupsFormat(**{"group_size": 3} | keys),
-        )
-        config.check()
-        return config.open(config.load_tokenizer(lambda _: None), seq_len, log)
-
-    return open_records
+    return open_with(GroupsConfig, lambda **keys: GroupsFormat(**{"group_size": 3} | keys))
 
 
 def test_each_response_follows_the_prompt_and_has_its_reward(opened, tokenizer):

@@ -19,7 +19,7 @@ from jaxlm.data.formats.supervised import SupervisedFormat
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.pairs import PairsConfig
 from jaxlm.data.tokens import TokensConfig
-from tests.data.helpers import small_tokenizer, some_text
+from tests.data.helpers import CHATML, some_text
 from tests.data.test_loader import layout_of
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -27,38 +27,12 @@ RECORDS = [
     {"prompt": f"Q{n}: {some_text(n, 3)}", "chosen": f" yes {some_text(50 + n, 2 + n)}", "rejected": f" no {n}"}
     for n in range(9)
 ]
-CHATML = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return small_tokenizer(300)
 
 
 @pytest.fixture
-def opened(tokenizer, tmp_path):
+def opened(open_with):
     """Opens pairs made of these records."""
-    tokenizer.save(tmp_path / "tokenizer")
-
-    def open_records(records, seq_len=64, log=lambda _: None, **keys):
-        number = len(list(tmp_path.glob("*.jsonl")))
-        path = tmp_path / f"{number}.jsonl"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        record_format = PairsFormat(**keys)
-        config = PairsConfig(
-            train_urls=[str(path)],
-            validation_urls=[str(path)],
-            cache_dir=f"{tmp_path}/cache{number}",
-            tokenizer=f"{tmp_path}/tokenizer",
-            format=record_format,
-        )
-        config.check()
-        return config.open(config.load_tokenizer(lambda _: None), seq_len, log)
-
-    return open_records
+    return open_with(PairsConfig, PairsFormat)
 
 
 def halves(columns, row):

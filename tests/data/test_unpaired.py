@@ -1,16 +1,13 @@
 """Unpaired preferences: completions with labels, each beside the completion of the next record."""
 
-import json
-
 import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.unpaired import UnpairedFormat
 from jaxlm.data.unpaired import UnpairedConfig, _next_with_another
-from tests.data.helpers import small_tokenizer, some_text
+from tests.data.helpers import CHATML, some_text
 from tests.data.test_loader import layout_of
-from tests.data.test_pairs import CHATML
 
 RECORDS = [
     {"prompt": f"Q{n}: {some_text(n, 2 + n)}", "completion": f" {some_text(50 + n, 1 + n % 3)}", "label": n % 2 == 0}
@@ -18,31 +15,10 @@ RECORDS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return small_tokenizer(300)
-
-
 @pytest.fixture
-def opened(tokenizer, tmp_path):
+def opened(open_with):
     """Opens completions made of these records."""
-    tokenizer.save(tmp_path / "tokenizer")
-
-    def open_records(records, seq_len=64, **keys):
-        number = len(list(tmp_path.glob("*.jsonl")))
-        path = tmp_path / f"{number}.jsonl"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        config = UnpairedConfig(
-            train_urls=[str(path)],
-            validation_urls=[str(path)],
-            cache_dir=f"{tmp_path}/cache{number}",
-            tokenizer=f"{tmp_path}/tokenizer",
-            format=UnpairedFormat(**keys),
-        )
-        config.check()
-        return config.open(config.load_tokenizer(lambda _: None), seq_len, lambda _: None)
-
-    return open_records
+    return open_with(UnpairedConfig, UnpairedFormat)
 
 
 @pytest.mark.parametrize("seq_len", [64, 12])

@@ -44,6 +44,8 @@ def test_plugin_classes_train_and_their_checkpoint_is_read(installed):
     options = (
         "--trainer.tracker",
         "[{type: acme_csv, path: all.csv}]",
+        "--trainer.callbacks",
+        '[{type: "acme_lm.callback:SlowestConfig"}]',
         "--greeting",
         "good day",
         "--optimizer.learning_rate",
@@ -64,6 +66,7 @@ def test_plugin_classes_train_and_their_checkpoint_is_read(installed):
     assert losses[-1] < losses[0] - 0.3
     rows = [line.split(",") for line in (installed.folder / "all.csv").read_text().splitlines()]
     assert {row[0]: row[2] for row in rows if row[1] == "train/loss"}["24"] == repr(losses[-1])
+    assert (installed.folder / "slowest.txt").read_text().endswith(" of 24")
     # The program's own keys are not saved; all other keys are read by every command, through the same import paths.
     evaluated = installed.run("--checkpoint", "checkpoints/run", module="jaxlm.evaluate", **environment(installed))
     assert evaluated.code == 0, evaluated.err

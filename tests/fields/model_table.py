@@ -206,6 +206,7 @@ LOOKUP: dict[str, Entry] = {
     "model.lookup.score_scale": Change(0.75, Constant(0.75)),
 }
 TABLE: Table = {
+    "remat": {"model.gradient_checkpointing.modules": Change("attn|mlp", Program(gains=r"stablehlo\.dot_general"))},
     "nano": NANO,
     "lookup": LOOKUP,
     "gpt2": GPT2,

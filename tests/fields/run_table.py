@@ -130,6 +130,7 @@ TRAINER: dict[str, Entry] = {
     "trainer.completions.max_megabytes": ShownIn(COMPLETIONS + "test_the_file_is_replaced_when_it_is_full"),
     "trainer.completions.show_every": ShownIn(COMPLETIONS + "test_what_is_kept_and_shown"),
     "trainer.completions.num_shown": ShownIn(COMPLETIONS + "test_what_is_kept_and_shown"),
+    "trainer.callbacks": ShownIn("tests/observe/test_callbacks.py::test_the_hooks_of_a_run_and_their_order"),
     "trainer.watch": Change({"interval": 1}, Program(gains=watched("grad/norm/total"))),
     "trainer.profiler": ShownIn(FIELDS + "test_processes.py::test_profiler_fields"),
     "trainer.distributed": ShownIn(FIELDS + "test_processes.py::test_distributed_fields"),
@@ -187,6 +188,7 @@ OPTIMIZER: dict[str, Entry] = {
     "optimizer.weight_decay": Change(0.3, Decays({r"q_proj\.weight": 0.3})),
     "optimizer.lr_schedule": Change("linear", Rates({34: 7e-5})),
     "optimizer.min_lr_ratio": Change(0.5, Rates({100: 5e-5})),
+    "optimizer.lr_floor": Change(0.5, Rates({0: 5e-5, 100: 5e-5})),
     "optimizer.warmup": Change(10, Rates({5: 5e-5})),
     "optimizer.warmup_from_zero": Change(False, Rates({0: 1e-5, 4: 5e-5}), also={"optimizer": {"warmup": 10}}),
     "optimizer.decay": Change(10, Rates({50: 1e-4, 90: 1e-4})),
@@ -324,6 +326,11 @@ KTO: dict[str, Entry] = {
     **{name: GRPO[name] for name in ("objective.reference", "objective.sync_interval", "objective.sync_mixup")},
     "objective.cache": GRPO["objective.cache"],
 }
+REWARD_HEAD: dict[str, Entry] = {
+    "surgery.from_hf": ShownIn(
+        "tests/interop/test_classifier.py::test_rewards_are_those_of_transformers_in_both_directions"
+    ),
+}
 REWARD: dict[str, Entry] = {
     "objective.center_coefficient": ShownIn(
         "tests/objectives/test_reward.py::test_terms_and_metrics_match_the_hidden_states"
@@ -360,6 +367,7 @@ TABLE: Table = {
     "grpo": GRPO,
     "kto": KTO,
     "reward": REWARD,
+    "reward_head": REWARD_HEAD,
     "phases": PHASES,
     "precision": {
         "trainer.mp.default": Change("f32", Program(loses=r"bf16")),

@@ -16,6 +16,7 @@ from jaxlm.engine.watch import WatchConfig
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderConfig
 from jaxlm.models.families.nano.lookup import LookupConfig
+from jaxlm.models.remat import RematModules
 from jaxlm.models.rope import RotaryConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.observe.completions import CompletionsConfig
@@ -130,6 +131,7 @@ BASES: dict[str, Tree] = {
         "model": {"type": "nano", "seq_len": 16},
         "trainer": {"id": "x"},
     },
+    "remat": merged(tree(), {"model": {"gradient_checkpointing": {"modules": "mlp"}}}),
     "precision": _trainer(mp={"default": "p=f32,c=bfloat16", "rules": [{"match": "mlp", "compute": "f32"}]}),
 }
 
@@ -162,6 +164,7 @@ def all_fields() -> list[tuple[str, str]]:
         shared = decoder if issubclass(kind, DecoderConfig) else set()
         found += [(name, path) for name, path in _fields(name, "model", kind) if path.split(".")[-1] not in shared]
     found += _fields("lookup", "model.lookup", LookupConfig)
+    found += _fields("remat", "model.gradient_checkpointing", RematModules)
     for name, kind in RotaryConfig.get_known_choices().items():
         found += _fields(f"rope {name}", "model.rope", kind)
     found += _fields("llama", "trainer", TrainerConfig)

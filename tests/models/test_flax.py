@@ -19,6 +19,7 @@ from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.flax import FlaxConfig
 from jaxlm.models.inference.generate import generate
 from jaxlm.models.loss import next_token_sums, token_losses
+from jaxlm.models.remat import RematModules
 from tests.engine.helpers import VOCAB, TinyRun, arrays, layout, one_device
 
 LINEN_AXES = {
@@ -136,6 +137,11 @@ def factories(monkeypatch):
         ("examples.nnx_model:make", {"scan_layers": True}, "model.scan_layers: True given"),
         ("examples.nnx_model:make", {"attn_backend": "reference"}, "model.attn_backend: reference given"),
         ("examples.nnx_model:make", {"gradient_checkpointing": ["mlp"]}, "Allowed: auto, none, cheap, full"),
+        (
+            "examples.nnx_model:make",
+            {"gradient_checkpointing": RematModules("mlp")},
+            "a list of names, or modules, given",
+        ),
         ("flax_factories:averages", {}, r"has the state norm.mean \(BatchStat\), norm.var"),
         (
             "flax_factories:narrow",

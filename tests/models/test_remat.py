@@ -1,12 +1,18 @@
 """The remat policies of `gradient_checkpointing`."""
 
+import dataclasses
+
+import equinox as eqx
 import jax
+import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tracing import tracing
 from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.remat import CANDIDATES, parse_remat
+from jaxlm.models.families.nano.model import NanoConfig
+from jaxlm.models.flops import matrix_operations
+from jaxlm.models.remat import CANDIDATES, RematModules, parse_remat
 
 
 @pytest.mark.parametrize(
@@ -18,6 +24,7 @@ from jaxlm.models.remat import CANDIDATES, parse_remat
         ("auto", "auto"),
         ("none", "none"),
         (["query", "mlp"], ("query", "mlp")),
+        (RematModules("mlp"), RematModules("mlp")),
     ],
 )
 def test_reads(value, remat_policy):
@@ -29,6 +36,82 @@ def test_reads(value, remat_policy):
 def test_refuses(value, message):
     with pytest.raises(ConfigError, match=message):
         Gpt2Config(gradient_checkpointing=value)
+
+
+@pytest.fixture
+def gradient_of(built, as_inputs):
+    """The gradient of a model with a policy, as a function of the weights, and the weights."""
+    inputs = as_inputs([list(range(16))] * 4)
+
+    def make(config, remat_policy):
+        model = built(dataclasses.replace(config, gradient_checkpointing=remat_policy))
+        weights, rest = eqx.partition(model, eqx.is_inexact_array)
+
+        def loss(weights):
+            return (eqx.combine(weights, rest).hidden(inputs).final.array ** 2).sum()
+
+        return jax.jit(jax.grad(loss)), weights
+
+    return make
+
+
+def test_only_the_modules_that_match_are_recomputed(tiny_llama, gradient_of):
+    """In matrix products of the traced program, and in the memory of the compiled one."""
+    config = tiny_llama
+    policies = {
+        "none": "none",
+        "mlp": RematModules("^mlp$"),
+        "attn": RematModules("attn$"),
+        "both": RematModules("^attn$|^mlp$"),
+        "norms": RematModules("norm"),
+        "full": "full",
+    }
+    traced = {name: gradient_of(config, policy) for name, policy in policies.items()}
+    jaxprs = {name: jax.make_jaxpr(gradient)(weights) for name, (gradient, weights) in traced.items()}
+    operations = {name: matrix_operations(jaxpr.jaxpr) for name, jaxpr in jaxprs.items()}
+    tokens, layers, width = 4 * 16, config.num_layers, config.hidden_dim
+    # The last product of a module is not needed again.
+    mlp = 2 * tokens * width * (2 * config.intermediate_dim) * layers
+    projections = 2 * tokens * width * (width + 2 * config.num_kv_heads * (width // config.num_heads)) * layers
+    recomputed = {name: count - operations["none"] for name, count in operations.items()}
+    assert recomputed["norms"] == 0
+    assert recomputed["mlp"] == mlp
+    assert recomputed["attn"] >= projections
+    assert recomputed["both"] == recomputed["mlp"] + recomputed["attn"]
+    temporary = {
+        name: gradient.lower(weights).compile().memory_analysis().temp_size_in_bytes
+        for name, (gradient, weights) in traced.items()
+        if name in ("none", "mlp", "both")
+    }
+    assert temporary["both"] < temporary["mlp"] < temporary["none"]
+    whole, some = (traced[name][0](traced[name][1]) for name in ("none", "both"))
+    for ours, theirs in zip(jax.tree.leaves(some), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_modules_of_gpt2_unrolled(gradient_of):
+    """Its attention reads the width of a head from a module."""
+    sizes = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "scan_layers": False}
+    config = Gpt2Config(**sizes, scale_attn_by_inverse_layer_idx=True)
+    (whole, weights), (some, _) = (gradient_of(config, policy) for policy in ("none", RematModules("attn|mlp")))
+    for ours, theirs in zip(jax.tree.leaves(some(weights)), jax.tree.leaves(whole(weights)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    programs = [step.lower(weights).compile().as_text().count(" dot(") for step in (whole, some)]
+    assert programs[0] < programs[1], "XLA does not merge the recomputation with the forward pass"
+
+
+def test_modules_that_match_nothing_are_refused(tiny_llama, gradient_of):
+    gradient, weights = gradient_of(tiny_llama, RematModules("mpl"))
+    message = (
+        r"gradient_checkpointing\.modules: 'mpl' matches no module of a layer\. A layer has: attn_norm, attn, .*mlp"
+    )
+    with pytest.raises(ConfigError, match=message):
+        gradient.lower(weights)
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing\.modules: '\(' is not a valid regular expression"):
+        RematModules("(")
+    with pytest.raises(ConfigError, match=r"modules given, but the layers of nano are checkpointed as a whole"):
+        NanoConfig(gradient_checkpointing=RematModules("mlp")).check()
 
 
 def test_auto_compiles_like_the_policy_it_chose(tiny_llama, built, as_inputs):

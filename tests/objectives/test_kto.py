@@ -7,10 +7,14 @@ import numpy as np
 import pytest
 from haliax import Axis
 
+from jaxlm.config.load import decode_run
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tree import is_named
 from jaxlm.core.types import UnpairedBatch
 from jaxlm.objectives.kto import Kto
+from jaxlm.run.plan import make_plan
+from jaxlm.run.references import flops_per_token
 from tests.objectives.test_dpo import columns_of, logps_of, random_model
 
 ROWS = 6
@@ -111,3 +115,19 @@ def test_a_value_that_is_not_finite_does_not_stay_in_the_divergence():
 def test_stored_log_likelihoods_with_and_without_other_records_are_not_mixed_up():
     keys = [Kto(cache=True, reference="base", estimate_kl=estimate).annotation_key for estimate in (True, False)]
     assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize(("estimate_kl", "passes"), [(True, 3), (False, 1)])
+def test_forward_passes_of_both_models_count_in_the_flops(estimate_kl, passes):
+    """Of the reference on the completions, and of both on those of other records: a third of training each."""
+    config = {
+        "model": {"seq_len": 16, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 1, "num_heads": 4},
+        "data": {"type": "unpaired"},
+        "objective": {"type": "kto", "estimate_kl": estimate_kl},
+        "trainer": {"id": "x", "train_batch_size": 8},
+    }
+    plan = make_plan(decode_run(ConfigSource(config), None), "x", 64)
+    alone = plan.config.model.flops_per_token(64)
+    found = flops_per_token(plan, plan.phases[0])
+    assert found.causal == pytest.approx(alone.causal * (1 + passes / 3))
+    assert found.palm == pytest.approx(alone.palm * (1 + passes / 3))

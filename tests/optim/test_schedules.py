@@ -274,6 +274,8 @@ class TestSections:
             ({"type": "cosine", "timescale": 3}, "no such key"),
             ({"exponent": 2.0}, "no type given"),
             ({"type": "power"}, "'batch_size' is missing"),
+            ({"type": "sgdr"}, "'first_decay' is missing"),
+            ("sgdr", "needs keys. Set {type: sgdr, first_decay: ...}"),
             ("power", "needs keys. Set {type: power, batch_size: ..., seq_length: ...}"),
         ],
     )
@@ -298,6 +300,61 @@ class TestSections:
 
 def _without_type(config: AdamConfig) -> dict:
     return {key: value for key, value in encode(config).items() if key != "type"}
+
+
+# AstrAI's schedules (May 2026), computed by other code with a peak of 1, a warmup of 4 steps and a `min_rate` of 0.05.
+ASTRAI_COSINE = (
+    {"lr_schedule": "cosine", "min_lr_ratio": 0.0, "lr_floor": 0.05},
+    20,
+    {0: 0.05, 1: 0.25, 2: 0.5, 3: 0.75, 4: 1, 8: 0.853553, 12: 0.5, 16: 0.146447, 20: 0.05},
+)
+ASTRAI_SGDR = (
+    {"lr_schedule": {"type": "sgdr", "first_decay": 8, "t_mult": 2}, "min_lr_ratio": 0.05, "lr_floor": 0.05},
+    80,  # the fourth decay is cut off
+    {
+        0: 0.05,
+        1: 0.25,
+        4: 1,
+        8: 0.525,
+        11: 0.086157,
+        12: 1,
+        20: 0.525,
+        27: 0.059127,
+        28: 1,
+        44: 0.525,
+        59: 0.052287,
+        60: 1,
+    },
+)
+
+
+@pytest.mark.parametrize(("keys", "num_steps", "expected"), [ASTRAI_COSINE, ASTRAI_SGDR])
+def test_a_floor_and_warm_restarts_match_published_values(keys, num_steps, expected):
+    schedule = adam({"learning_rate": 1.0, "warmup": 4, **keys}).schedule(num_steps)
+    found = [float(schedule(step)) for step in expected]
+    np.testing.assert_allclose(found, list(expected.values()), atol=1e-6)
+    traced = jax.jit(jax.vmap(schedule))(np.array(list(expected)))
+    np.testing.assert_allclose(traced, list(expected.values()), atol=1e-6)
+
+
+def test_restarts_are_those_of_cycles_of_the_same_lengths_and_need_not_fill_the_run():
+    keys = {"learning_rate": 1.0, "warmup": 4, "min_lr_ratio": 0.05}
+    restarts = adam({**keys, "lr_schedule": {"type": "sgdr", "first_decay": 8, "t_mult": 2}}).schedule(60)
+    cycles = adam({**keys, "cycle_length": [12, 16, 32]}).schedule(60)
+    steps = np.arange(60)
+    np.testing.assert_allclose(restarts(steps), cycles(steps), rtol=1e-6)
+    equal = {"type": "sgdr", "first_decay": 7, "t_mult": 1}
+    every_seven = adam({**keys, "warmup": 0, "lr_schedule": equal}).schedule(50)
+    position = np.arange(50) % 7
+    np.testing.assert_allclose(every_seven(np.arange(50)), 0.525 + 0.475 * np.cos(np.pi * position / 7), rtol=1e-5)
+
+
+def test_the_floor_holds_in_warmups_and_decays():
+    schedule = make_schedule(ScheduleSpec(2.0, 10, None, "linear", 0.0, rewarmup=10, cycles=2, floor=0.25), 100)
+    plain = make_schedule(ScheduleSpec(2.0, 10, None, "linear", 0.0, rewarmup=10, cycles=2), 100)
+    steps = np.arange(101)
+    np.testing.assert_array_equal(schedule(steps), np.maximum(plain(steps), np.float32(0.5)))
+    assert min(value for _, value, _ in schedule.corner_points()) == 0.5
 
 
 def test_decay_ends_at_the_minimum_ratio():

@@ -16,9 +16,11 @@ from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint.manifest import find_checkpoints
+from jaxlm.observe.callbacks import CallbackConfig
 from jaxlm.observe.console import Console
 from jaxlm.observe.log_store import LogStore
 from jaxlm.train import train
+from tests.observe.test_callbacks import RecorderConfig
 
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 1, "num_heads": 4, "intermediate_dim": 32}
 
@@ -102,6 +104,26 @@ def test_programs_are_dumped_to_the_configured_folder(trainings):
     assert "lambda" in (artifacts / "train.jaxpr.txt").read_text()
     assert "ENTRY" in (artifacts / "train.hlo.txt").read_text()
     assert not (trainings.folder / "logs" / "part" / "artifacts").exists()
+
+
+@pytest.mark.slow
+def test_callbacks_that_look_or_raise_change_no_bit(trainings, monkeypatch):
+    monkeypatch.setitem(CallbackConfig.get_known_choices(), "recorder", RecorderConfig)
+    kind, seen = "recorder", trainings.folder / "seen.txt"
+    callbacks = [
+        {"type": kind, "path": str(seen)},
+        {"type": kind, "path": str(trainings.folder / "broken.txt"), "fail_in": "on_batch_end", "at": 3},
+    ]
+    trainings.run("followed", 6, trainer={"callbacks": callbacks})
+    assert trainings.losses("followed") == trainings.losses("whole")
+    saved = [saved_arrays(trainings.place(name) / "step-6") for name in ("followed", "whole")]
+    assert same(*saved)
+    assert trainings.output.count("callback 2 (recorder)") == 1
+    assert "failed in on_batch_end at step 3 (ValueError: no on_batch_end;" in trainings.output
+    lines = seen.read_text().splitlines()
+    assert [line for line in lines if "batch_end" in line] == [f"on_batch_end {number}" for number in range(1, 7)]
+    assert (lines[0], lines[1]) == ("on_train_begin followed", "on_epoch_begin 0")
+    assert lines[-2:] == ["on_epoch_end 0", "on_train_end"]
 
 
 @pytest.mark.parametrize("key", ["load_checkpoint_path", pytest.param("initialize_from_state", marks=pytest.mark.slow)])

@@ -11,7 +11,7 @@ from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.mixture import Mixture
-from jaxlm.run.num_steps import check_num_steps, small_sources, with_num_steps_of_data
+from jaxlm.run.num_steps import check_num_steps, epoch_of, small_sources, with_num_steps_of_data
 from jaxlm.run.plan import plan_phases
 from tests.run.test_init_from import Trainings
 
@@ -47,6 +47,10 @@ def test_epochs_set_the_number_of_steps(resolved):
     assert (
         with_num_steps_of_data(config, BatchSchedule.of([BatchSize(0, 8)]), tokenizer, print) == config
     )  # as in a resumed run
+    data, (phase,) = config.data.open(tokenizer, 16, lambda _: None), plan_phases(config)[0]
+    epoch = epoch_of(phase, data, BatchSchedule.of([BatchSize(0, 8)]))
+    assert [epoch(step) for step in range(phase.num_steps)] == [8 * s // len(windows) for s in range(phase.num_steps)]
+    assert epoch(phase.num_steps - 1) == 2
     own = [{"name": "p"}, {"name": "q", "num_train_steps": 7}]
     assert steps(resolved(epoch=3, phases=own)[0]) == [*steps(config), 7]
     assert steps(resolved(trainer={"num_train_steps": 5})[0]) == [5]

@@ -155,6 +155,7 @@ EFFECTS: dict[str, Effect] = {
     "trainer.checkpointer": HARMLESS,
     "trainer.tracker": HARMLESS,
     "trainer.completions": HARMLESS,
+    "trainer.callbacks": HARMLESS,
     "trainer.watch": ROUNDING,
     "trainer.profiler": HARMLESS,
     "trainer.distributed": HARMLESS,

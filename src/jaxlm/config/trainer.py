@@ -14,6 +14,7 @@ from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.until import UntilConfig
 from jaxlm.engine.watch import WatchConfig
 from jaxlm.engine.watchdog import WatchdogConfig
+from jaxlm.observe.callbacks import CallbackConfig
 from jaxlm.observe.completions import CompletionsConfig
 from jaxlm.observe.profiler import ProfilerConfig
 from jaxlm.observe.trackers import TrackerConfig
@@ -92,6 +93,7 @@ class TrainerConfig:
         checkpointer: where and when to save checkpoints.
         tracker: trackers to log metrics to in addition to `metrics.jsonl`: one, or a list. The default `type` is `wandb`.
         completions: which completions of the policy are logged with their rewards, in `completions.jsonl` and elsewhere.
+        callbacks: classes of your own that are told what happens in the run, and `print_metrics`.
         watch: log norms and histograms of gradients, parameters and updates; null logs none.
         profiler: record a profile of some steps into the log folder; null records none.
         distributed: how the processes of a multi-process run connect.
@@ -145,6 +147,7 @@ class TrainerConfig:
     checkpointer: CheckpointerConfig = field(default_factory=CheckpointerConfig)
     tracker: TrackerConfig | list[TrackerConfig] = field(default_factory=list)
     completions: CompletionsConfig = field(default_factory=CompletionsConfig)
+    callbacks: list[CallbackConfig] = field(default_factory=list)
     watch: WatchConfig | None = None
     profiler: ProfilerConfig | None = None
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
@@ -155,6 +158,8 @@ class TrainerConfig:
     def check(self) -> None:
         """Raises `ConfigError` for values that are invalid for every model and every set of devices."""
         self.checkpointer.check()
+        for callback in self.callbacks:
+            callback.check()
         if self.watch is not None:
             self.watch.check()
         if self.shutdown_at_exit:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 Log = Callable[[str], None]
+TRAIN, VALIDATION = "train", "validation"
+"""The splits of a source."""
 
 
 def given(**keys: Any) -> dict[str, Any]:

@@ -9,6 +9,9 @@ from jaxlm.data.batch import Columns
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import ContiguousExamples, documents_as_text
 
+_COMPARED_FIRST = 16  # tokens of each completion, which tell most of them apart
+_READ_AT_ONCE = 1000
+
 
 class SeveralCompletions(ContiguousExamples):
     """The examples of a token cache in which each document is the prompt and its first completion, the prompt and its
@@ -40,6 +43,7 @@ class SeveralCompletions(ContiguousExamples):
         self._bounds = bounds[fits]
         sizes = np.diff(self._bounds, axis=1)
         self._num_truncated = int((sizes > seq_len + 1).any(axis=1).sum())
+        self._without_targets = [self.cache.source_of(int(start)) for start in bounds[~fits, 0][:1]]
         self._num_without_targets = int((~fits).sum())
 
     def __len__(self) -> int:
@@ -59,8 +63,34 @@ class SeveralCompletions(ContiguousExamples):
         if self._num_without_targets:
             parts.append(
                 f"{self._num_without_targets:,} {what} left out: their prompt leaves no room for a token of a completion"
+                f" (the first: {self._without_targets[0]})"
             )
         return "; ".join(parts)
+
+    def place(self, index: int) -> str:
+        """Where an example comes from, for messages."""
+        return self.cache.source_of(int(self._bounds[index, 0]))
+
+    def with_equal_completions(self) -> np.ndarray:
+        """The indices of the examples whose completions are all equal, as far as `seq_len` reaches.
+
+        None are found in a cache at a URL, which would have to be downloaded.
+        """
+        if self.cache.blocks is not None:
+            return np.zeros(0, np.int64)
+        sizes = np.minimum(np.diff(self._bounds, axis=1), self.seq_len + 1)
+        candidates = np.flatnonzero((sizes == sizes[:, :1]).all(axis=1))
+        begin = self.cache.read(self.first_targets[candidates].ravel(), _COMPARED_FIRST)
+        begin = begin.reshape(*self.first_targets[candidates].shape, _COMPARED_FIRST)
+        left = sizes[candidates] - (self.first_targets - self._bounds[:, :-1])[candidates]
+        begin = begin * (np.arange(_COMPARED_FIRST) < left[..., None])
+        candidates = candidates[(begin == begin[:, :1]).all(axis=(1, 2))]
+        equal = [np.zeros(0, np.int64)]
+        for indices in np.split(candidates, range(_READ_AT_ONCE, len(candidates), _READ_AT_ONCE)):
+            columns = self.read(indices)
+            same = [(columns[name] == columns[name][:, :1]).all(axis=(1, 2)) for name in ("tokens", "targets")]
+            equal.append(indices[np.logical_and(*same)])
+        return np.concatenate(equal)
 
     def starts(self, indices: np.ndarray) -> np.ndarray:
         return self._bounds[indices, 0]
@@ -96,6 +126,11 @@ class SeveralCompletions(ContiguousExamples):
             row = {name: column[number] for name, column in columns.items()}
             for _, text in documents_as_text(row, tokenizer):
                 yield f"--- {source}, {completion} ---\n{text}"
+
+
+def first_of(examples: SeveralCompletions, indices: np.ndarray) -> str:
+    """The place of the first of some examples, for messages."""
+    return f"(the first: {examples.place(int(indices[0]))})"
 
 
 def _first_true(is_target: np.ndarray, starts: np.ndarray) -> np.ndarray:

@@ -11,18 +11,18 @@ import draccus
 from jaxlm.config.decode import choice_name, encode
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
-from jaxlm.data.base import Log, by_source, given
+from jaxlm.data.base import TRAIN, VALIDATION, Log, by_source, given
 from jaxlm.data.batch import BatchSpec, Columns
 from jaxlm.data.cache.block_mirror import FOLDER, BlockMirror
 from jaxlm.data.cache.cache_store import CacheStore
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.data import Data, StopStrategy, ValidationData
-from jaxlm.data.examples import ExampleRange, Examples, no_targets_within
+from jaxlm.data.examples import ExampleRange, Examples, check_signals, no_targets_within
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.loader import BatchMaker, example_batches
 from jaxlm.data.shuffle import EraShuffle
-from jaxlm.data.sources.config import TRAIN, VALIDATION, SourceConfig, by_source, check_source_names, given
+from jaxlm.data.sources.config import SourceConfig, check_source_names
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.added_tokens import open_tokenizer
@@ -236,6 +236,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             for source in self.sources()
             if source.name in names
         }
+        check_signals(train)
         sizes = {name: float(len(examples)) for name, examples in train.items()}
         return Data(
             train=train,

@@ -13,14 +13,13 @@ from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import FLOAT32, Precision
 from jaxlm.core.sharding import Layout
-from jaxlm.data.base import Batches, Log
+from jaxlm.data.base import VALIDATION, Batches, Log
 from jaxlm.data.batch import BatchSpec, Column, Columns
 from jaxlm.data.cache.token_cache import Provenance
 from jaxlm.data.examples import ExampleRange, Examples
 from jaxlm.data.loader import BatchContext, BatchMaker, BatchReader, eval_batches, example_batches
 from jaxlm.data.mixture import Mixture, MixtureStage
 from jaxlm.data.shuffle import EraShuffle, Shuffle
-from jaxlm.data.sources.config import VALIDATION
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.train_weights import WeightStage, block_counts
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch import Columns
 from jaxlm.data.cache.token_cache import TokenCache
 
@@ -39,6 +40,10 @@ class Examples(abc.ABC):
     @abc.abstractmethod
     def summary(self) -> str | None:
         """How the documents became examples, for the log; None if there is nothing to say."""
+
+    def no_signal(self) -> str | None:
+        """Why nothing can be learned from any of the examples, and what to check; None if something can."""
+        return None
 
     @abc.abstractmethod
     def starts(self, indices: np.ndarray) -> np.ndarray:
@@ -97,6 +102,9 @@ class WrappedExamples(Examples):
     def summary(self) -> str | None:
         return self._examples.summary
 
+    def no_signal(self) -> str | None:
+        return self._examples.no_signal()
+
     def starts(self, indices: np.ndarray) -> np.ndarray:
         return self._examples.starts(indices)
 
@@ -150,6 +158,14 @@ def no_targets_within(cache: TokenCache, seq_len: int, key: str, split: str, dro
         f" The first, {cache.source_of(0)}, has {end:,} tokens, and the loss {begins}. Set {key}.{split}_urls to other text,"
         " or raise model.seq_len"
     )
+
+
+def check_signals(train: Mapping[str, Examples]) -> None:
+    """Raises `ConfigError` if nothing can be learned from any source. Args: train: by the names of the sources."""
+    signals = {name: examples.no_signal() for name, examples in train.items()}
+    if signals and all(signals.values()):
+        name, problem = next(iter(signals.items()))
+        raise ConfigError(f"data{f'.configs.{name}' if name else ''}: {problem}")
 
 
 def documents_as_text(row: Columns, tokenizer: Any) -> Iterator[tuple[int, str]]:

@@ -11,7 +11,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import GroupBatch
 from jaxlm.data.batch import BatchSpec, Column, Columns, random_tokens, token_columns
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.completions import SeveralCompletions
+from jaxlm.data.completions import SeveralCompletions, first_of
 from jaxlm.data.config import DataConfig
 from jaxlm.data.examples import WrappedExamples
 from jaxlm.data.formats.base import FormatConfig
@@ -65,6 +65,22 @@ class RewardedGroups(WrappedExamples):
         super().__init__(groups)
         assert groups.cache.numbers is not None, "groups have rewards"
         self._rewards = groups.cache.numbers[groups.documents]
+        equal = np.flatnonzero(np.ptp(self._rewards, axis=1) == 0)
+        self._equal = f"{len(equal):,} groups have equal rewards {first_of(groups, equal)}" if len(equal) else None
+        self._are_all_equal = 0 < len(equal) == len(groups)
+
+    @property
+    def summary(self) -> str | None:
+        parts = (super().summary, self._equal and f"{self._equal}: none of their responses is better than the others")
+        return "; ".join(filter(None, parts))
+
+    def no_signal(self) -> str | None:
+        if not self._are_all_equal:
+            return None
+        return (
+            f"all {self._equal}, so no response is better than another. Check rewards_field of the format, and the function"
+            " that computed the rewards"
+        )
 
     def read(self, indices: np.ndarray) -> Columns:
         return {"rewards": self._rewards[indices], **self._examples.read(indices)}

@@ -11,7 +11,7 @@ from jaxlm.core.axes import POSITION
 from jaxlm.core.types import MISMATCHED, UnpairedBatch
 from jaxlm.data.batch import BatchSpec, Column, Columns, random_tokens, token_columns
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.completions import SeveralCompletions
+from jaxlm.data.completions import SeveralCompletions, first_of
 from jaxlm.data.config import DataConfig
 from jaxlm.data.examples import WrappedExamples
 from jaxlm.data.formats.base import FormatConfig
@@ -56,8 +56,19 @@ class LabeledCompletions(WrappedExamples):
         super().__init__(completions)
         assert completions.cache.numbers is not None, "completions have labels"
         self._labels = completions.cache.numbers[completions.documents, 0]
+        label = "true" if self._labels.any() else "false"
+        self._note = ""
+        if len(self._labels) and not np.ptp(self._labels):
+            place = first_of(completions, np.zeros(1, int))
+            self._note = (
+                f"all of them have the label {label} {place}: unless another source has the other, check label_field"
+            )
         self._first_targets, self._ends = completions.first_targets[:, 0], completions.ends
         self._others = _next_with_another(self._prompt_digests())
+
+    @property
+    def summary(self) -> str | None:
+        return "; ".join(filter(None, (super().summary, self._note)))
 
     def read(self, indices: np.ndarray) -> Columns:
         own = {name: column[:, 0] for name, column in self._examples.read(indices).items()}

@@ -18,7 +18,7 @@ from jaxlm.core.matmul import Fp8, Weight, dot
 from jaxlm.core.types import Sum
 from jaxlm.models.chunked_loss import soft_capped
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.remat import AUTO, parse_remat
+from jaxlm.models.remat import AUTO, RematModules, parse_remat
 
 
 class EmbeddingNoise(eqx.Module):
@@ -233,7 +233,8 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
         gradient_checkpointing: what the backward pass recomputes instead of reading it from memory. `none` (or false)
             recomputes nothing; `cheap` norms and activations, but no matrix products; `full` (or true) everything
             except each layer's input. A list names the activations to save (query, key, value, attention, mlp, expert);
-            everything else is recomputed. `auto` recomputes as little as fits into device memory.
+            everything else is recomputed. `{modules: mlp}` recomputes only some modules of each layer. `auto` recomputes as
+            little as fits into device memory.
         scan_layers: true compiles one layer and runs it in a loop; false compiles every layer separately; `auto`
             decides. Parameters and checkpoints have the same layout either way.
         attn_backend: implementation of attention. `auto` selects the best one for the model and device, and logs which
@@ -244,7 +245,7 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
     """
 
     seq_len: PositiveInt = 1024
-    gradient_checkpointing: bool | str | list[str] = AUTO
+    gradient_checkpointing: bool | str | list[str] | RematModules = AUTO
     scan_layers: bool | Literal["auto"] = AUTO
     attn_backend: str = AUTO
     pad_vocab_to_multiple_of: PositiveInt | None = None

@@ -5,14 +5,19 @@
              activations, rotary embeddings and inputs in fp8
     full     saves only each layer's input (Chen et al. 2016, arXiv:1604.06174)
     [names]  saves the layer's input and the named activations: query, key, value, attention, mlp, expert
+    modules  saves nothing inside of the modules of each layer whose names match a regular expression, except their inputs,
+             and everything in the others
     auto     the first of the platform's policies that fits into memory, decided when the step is compiled
 
 Parameters are never saved a second time. Second derivatives always use `full`: attention then has no kernel, and its
 [T, T] weights of each head would be saved for all layers.
 """
 
+import dataclasses
+import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -21,11 +26,31 @@ from jax import ad_checkpoint
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.matmul import FP8_SCALE
+from jaxlm.core.sharding import for_compute
 from jaxlm.core.tracing import trace_options
+from jaxlm.core.tree import compile_pattern
 from jaxlm.models.attention.backends.blockwise import ATTENTION
 from jaxlm.models.norms import NORM
 
-RematPolicy = str | tuple[str, ...]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RematModules:
+    """Some modules of every layer.
+
+    Attributes:
+        modules: regular expression searched for in the names of a layer's modules, such as attn, mlp and mlp_norm. The
+            backward pass recomputes what happens inside of those that match, and reads the rest from memory.
+    """
+
+    modules: str
+
+    def __post_init__(self):
+        compile_pattern(self.modules, "model.gradient_checkpointing.modules")
+
+
+RematPolicy = str | tuple[str, ...] | RematModules
 
 AUTO, NONE, CHEAP, FULL = "auto", "none", "cheap", "full"
 QUERY, KEY, VALUE, MLP, EXPERT = "query", "key", "value", "mlp", "expert"
@@ -37,7 +62,7 @@ _POLICIES = (AUTO, NONE, CHEAP, FULL)
 CANDIDATES = {"cpu": (CHEAP, FULL), "gpu": (NONE, CHEAP, FULL), "tpu": (NONE, CHEAP, FULL)}
 
 
-def parse_remat(value: bool | str | Sequence[str]) -> RematPolicy:
+def parse_remat(value: bool | str | Sequence[str] | RematModules) -> RematPolicy:
     """Converts `model.gradient_checkpointing` to a policy: true is `full` and false is `none`.
 
     Raises:
@@ -45,11 +70,13 @@ def parse_remat(value: bool | str | Sequence[str]) -> RematPolicy:
     """
     if isinstance(value, bool):
         return FULL if value else NONE
+    if isinstance(value, RematModules):
+        return value
     if isinstance(value, str):
         if value not in _POLICIES:
             raise ConfigError(
                 f"model.gradient_checkpointing: '{value}' given. Allowed: true, false, {', '.join(_POLICIES)}, or a"
-                f" list of activations to save: {', '.join(NAMES)}"
+                f" list of activations to save: {', '.join(NAMES)}, or {{modules: ...}}"
             )
         return value
     unknown = [name for name in value if name not in NAMES]
@@ -57,6 +84,13 @@ def parse_remat(value: bool | str | Sequence[str]) -> RematPolicy:
         problem = f"'{unknown[0]}' given" if unknown else "an empty list given"
         raise ConfigError(f"model.gradient_checkpointing: {problem}. Activations to save: {', '.join(NAMES)}")
     return tuple(value)
+
+
+def remat_name(remat_policy: RematPolicy) -> str:
+    """A policy, for messages."""
+    if isinstance(remat_policy, RematModules):
+        return f"modules {remat_policy.modules}"
+    return remat_policy if isinstance(remat_policy, str) else ", ".join(remat_policy)
 
 
 def checkpoint_name(x: NamedArray, name: str) -> NamedArray:
@@ -68,8 +102,56 @@ def remat(remat_policy: RematPolicy, layer: Callable[..., Any], *, scan: bool) -
     """Wraps a layer so that the backward pass reads what the policy saves and recomputes the rest."""
     remat_policy = trace_options().auto_remat if remat_policy == AUTO else remat_policy
     remat_policy = FULL if trace_options().twice_differentiable else remat_policy
+    if isinstance(remat_policy, RematModules):
+        return layer  # its modules are wrapped instead
     # Outside a scan, XLA would merge the recomputation with the forward computation.
     return eqx.filter_checkpoint(layer, policy=_policy(remat_policy), prevent_cse=not scan)
+
+
+class _RematModule(eqx.Module):
+    """A module of a layer, with parameters as they are stored, that is checkpointed on its own."""
+
+    module: Any
+    policy: str = eqx.field(static=True)
+    scan: bool = eqx.field(static=True)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        def run(module: Any, arguments: tuple, keywords: dict) -> Any:
+            return for_compute(module)(*arguments, **keywords)
+
+        checkpointed = eqx.filter_checkpoint(run, policy=_policy(self.policy), prevent_cse=not self.scan)
+        return checkpointed(self.module, arguments, keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+
+def with_remat_modules(remat_policy: RematPolicy, block: T, *, scan: bool) -> T:
+    """A block for the computation, given as it is stored. With a policy for modules, each of them is checkpointed.
+
+    Each module reshards its parameters inside of its checkpoint, so that the backward pass does it again. Otherwise all
+    layers' gathered parameters would be saved.
+
+    Raises:
+        ConfigError: no module matches.
+    """
+    if not isinstance(remat_policy, RematModules) or trace_options().twice_differentiable:
+        return for_compute(block)
+    names = [field.name for field in dataclasses.fields(block)]  # pyright: ignore[reportArgumentType]
+    modules = {
+        name: module for name in names if callable(module := getattr(block, name)) and isinstance(module, eqx.Module)
+    }
+    matching = {name for name in modules if re.search(remat_policy.modules, name)}
+    if not matching:
+        raise ConfigError(
+            f"model.gradient_checkpointing.modules: '{remat_policy.modules}' matches no module of a layer. A layer has:"
+            f" {', '.join(modules)}"
+        )
+    wrapped = {name: _RematModule(module, FULL if name in matching else NONE, scan) for name, module in modules.items()}
+    change: Any = dataclasses.replace
+    return change(for_compute(change(block, **dict.fromkeys(modules))), **wrapped)
 
 
 def _policy(remat_policy: RematPolicy) -> Callable[..., bool] | None:

@@ -26,7 +26,7 @@ from jaxlm.models.base import EMBEDDING, FINAL, AuxLoss, Hidden, Inputs, KVCache
 from jaxlm.models.inference.kv_cache import extend_cache, mask_over_cache
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout_keys
 from jaxlm.models.norms import LayerNorm, RMSNorm
-from jaxlm.models.remat import RematPolicy, remat
+from jaxlm.models.remat import RematPolicy, remat, with_remat_modules
 from jaxlm.models.rope import RotaryConfig
 from jaxlm.models.scan import runs_as_scan, scan_layers
 
@@ -302,9 +302,12 @@ class Stack(Body, eqx.Module):
         contexts = layer_contexts(
             self.kinds, shared.inputs, shared.attention_mask, backend, self.HeadSize, self.seq_len
         )
+        layout = current_layout()
+        num_devices = 1 if layout is None else layout.mesh.size
+        scan, _ = runs_as_scan(self.scan, self.Layers.size, platform=current_platform(), num_devices=num_devices)
 
         def layer(kind_index: int, x: NamedArray, block: Block, index: NamedArray, layer_cache: LayerCache | None, key):
-            block = with_dropout_keys(for_compute(block), key)
+            block = with_remat_modules(self.remat_policy, with_dropout_keys(block, key), scan=scan)
             x, new, aux = block(x, contexts[kind_index], layer_cache, index=index, key=key)
             return hax.auto_sharded(x), (new if shared.stores else None, aux)
 
@@ -314,9 +317,6 @@ class Stack(Body, eqx.Module):
             cached,
             None if shared.key is None else _layer_keys(shared.key, shared.num_layers, first_layer, self.Layers.size),
         )
-        layout = current_layout()
-        num_devices = 1 if layout is None else layout.mesh.size
-        scan, _ = runs_as_scan(self.scan, self.Layers.size, platform=current_platform(), num_devices=num_devices)
         layer = remat(self.remat_policy, layer, scan=scan)
         period = len(self.kinds)
         return scan_layers(layer, hax.auto_sharded(x), per_layer, self.Layers, unroll=not scan, period=period)

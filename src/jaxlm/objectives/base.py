@@ -82,6 +82,11 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         """Whether `references_in_slot` has a model with the sizes of the one that trains."""
         return False
 
+    @property
+    def num_forward_sequences(self) -> int:
+        """Number of further sequences of an example that the model and the references read, without a backward pass."""
+        return 0
+
     def references_in_slot(self, slot: Any, model: LanguageModel) -> Mapping[str, LanguageModel]:
         """Models by name that the objective keeps in its state, and that `annotate` queries besides `references`.
 

@@ -68,6 +68,10 @@ class Kto(ReferencedObjective):
     def needs_reference(self) -> bool:
         return True
 
+    @property
+    def num_forward_sequences(self) -> int:
+        return int(self.estimate_kl)
+
     def init_statistics(self) -> dict[str, jax.Array]:
         names = (_KL, _TOTAL, _COUNT) if self.estimate_kl else ()
         return {name: jnp.zeros((), jnp.float32) for name in names}

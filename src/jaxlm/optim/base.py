@@ -55,9 +55,11 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     Attributes:
         learning_rate: peak learning rate.
         weight_decay: decoupled weight decay, as in AdamW; multiplied by the learning rate of the step.
-        lr_schedule: shape of the learning-rate decay: constant, linear, cosine, polynomial, inv_sqrt, inv or power, as a
-            name or as a section with `type` and the keys of that shape.
+        lr_schedule: shape of the learning-rate decay: constant, linear, cosine, sgdr, polynomial, inv_sqrt, inv or power, as
+            a name or as a section with `type` and the keys of that shape.
         min_lr_ratio: learning rate at the end of each cycle, as a fraction of the peak.
+        lr_floor: lowest learning rate of all updates, those of the warmup too, as a fraction of the peak. With
+            `min_lr_ratio: 0`, the decay has its full shape and stops at the floor.
         warmup: length of the linear warmup from 0 to the peak in the first cycle, limited to the length of that cycle. Up to
             1: fraction of the cycle; above 1: steps.
         warmup_from_zero: the first update of a warmup has the learning rate that it starts from: 0 in the first cycle. False
@@ -88,6 +90,7 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     weight_decay: NonNegativeFloat = 0.0
     lr_schedule: LrShape | str = "cosine"
     min_lr_ratio: Fraction = 0.1
+    lr_floor: Fraction = 0.0
     warmup: ScheduleLength = 0.01
     warmup_from_zero: bool = True
     decay: ScheduleLength | None = None
@@ -137,6 +140,7 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
             cycles=self.cycles,
             cycle_length=self.cycle_length,
             from_zero=self.warmup_from_zero,
+            floor=self.lr_floor,
         )
         return make_schedule(spec, num_steps)
 

@@ -19,9 +19,9 @@ from jaxlm.config.decode import choice_name
 from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import is_url
+from jaxlm.data.base import TRAIN, VALIDATION
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.preview import MaskPreview
-from jaxlm.data.sources.config import TRAIN, VALIDATION
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokenizer.added_tokens import open_tokenizer
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer

@@ -19,6 +19,7 @@ from jaxlm.engine.activity import Activity
 from jaxlm.engine.metric_names import EVAL_PREFIX
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
+from jaxlm.interop.hf.classifier import is_reward_model
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.hub import repository_of, upload_folder
 from jaxlm.interop.hf.model_card import README, ModelCard
@@ -27,7 +28,7 @@ from jaxlm.models.base import LanguageModel
 from jaxlm.observe.records import METRICS, read_metrics
 from jaxlm.run.plan import Plan
 from jaxlm.run.startup import describe_phase, parameters
-from jaxlm.surgery.base import merge_surgeries
+from jaxlm.surgery.base import export_form
 
 _HUB_URL = "hf:"  # a dataset as one of the train_urls
 _MAX_URLS = 20
@@ -39,13 +40,15 @@ def export_model(
     """Writes a complete new folder: configuration, weights, tokenizer and model card. All processes must call this.
 
     Args:
-        model: a plain model, with all surgeries merged.
+        model: in the form of `export_form`.
     """
     config = plan.config.model
     files = tokenizer.files(max_length=config.seq_len)
     of_tokenizer = files.pop(README, None)
     if of_tokenizer is not None and _tokenizer_is_of_base(plan):
         card = replace(card, of_base=of_tokenizer.decode("utf-8", errors="replace"))
+    if is_reward_model(model):
+        card = replace(card, task="text-classification")
     files[README] = card.text().encode()
     save_folder(folder, model, config, plan.layout, dtype=dtype, files=files, special_ids=tokenizer.special_ids)
 
@@ -82,7 +85,7 @@ class ExportHook:
         folder = child_of(self.folder, f"step-{step}")
         if is_taken(folder, "config.json"):
             return
-        model = merge_surgeries(state.model, self.plan.state_builder.surgeries_until(self.phase))
+        model = export_form(state.model, self.plan.state_builder.surgeries_until(self.phase))
         devices = self.plan.layout.mesh.devices.ravel()
         card = model_card(self.plan, step, self.latest(), hardware=f"{len(devices)} x {devices[0].device_kind}")
         try:

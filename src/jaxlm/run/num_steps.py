@@ -82,6 +82,19 @@ def _of_epochs(config: RunConfig, data: Data, batches: BatchSchedule) -> int:
     return num_steps
 
 
+def epoch_of(phase: Phase, data: Data, batches: BatchSchedule) -> Callable[[int], int | None]:
+    """A function from a step (counted from 0) to its pass over the phase's data; None if that has several sources.
+
+    Args:
+        batches: of the whole run.
+    """
+    own = batches.starting_at(phase.start)
+    sequences = list(data.trained_on(own).values())
+    if len(sequences) > 1:
+        return lambda step: None
+    return lambda step: own.examples_before(step - phase.start) // len(sequences[0])
+
+
 def _until_exhausted(
     phase: Phase, num_steps: int, data: Data, batches: BatchSchedule, seed: int, log: Callable[[str], None]
 ) -> int:

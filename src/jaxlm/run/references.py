@@ -80,14 +80,16 @@ def asked_in(plan: Plan, phase: Phase) -> tuple[str, ...]:
 
 
 def flops_per_token(plan: Plan, phase: Phase) -> FlopsPerToken:
-    """FLOPs per training token: the model's, forward and backward, and the forward pass of each reference in the step."""
+    """FLOPs per training token: the model's, forward and backward, and the forward passes of the references in the step."""
     vocab_size = plan.state_builder.Vocab.size
-    flops = plan.config.model.flops_per_token(vocab_size)
-    if phase.objective.holds_reference:
-        flops = flops.with_forward(flops)
-    for name in asked_in(plan, phase):
-        config = replace(plan.refs[name].model_config(), seq_len=plan.config.model.seq_len)
-        flops = flops.with_forward(config.flops_per_token(vocab_size))
+    own = plan.config.model.flops_per_token(vocab_size)
+    names = asked_in(plan, phase)
+    configs = [replace(plan.refs[name].model_config(), seq_len=plan.config.model.seq_len) for name in names]
+    references = [config.flops_per_token(vocab_size) for config in configs] + [own] * phase.objective.holds_reference
+    num_forward = phase.objective.num_forward_sequences
+    flops = own
+    for other in [own] * num_forward + references * (1 + num_forward):
+        flops = flops.with_forward(other)
     return flops
 
 

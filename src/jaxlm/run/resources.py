@@ -11,9 +11,8 @@ from typing import Any
 
 import jax
 
-from jaxlm.config.decode import choice_name, dump, encode
+from jaxlm.config.decode import choice_name, dump
 from jaxlm.config.load import as_run_config
-from jaxlm.core import tree
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.publish import location_of
 from jaxlm.core.runtime import is_main_process, main_first, main_only
@@ -42,6 +41,7 @@ from jaxlm.interop.hf.hub import check_upload
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.observe import records
+from jaxlm.observe.callbacks import CallbackContext, CallbackListener, Callbacks, open_callbacks
 from jaxlm.observe.completions import CompletionLog
 from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import EvalHook, Generated, ProgressListener, ScheduledEval, TrackerListener
@@ -49,13 +49,13 @@ from jaxlm.observe.ledger import Ledger
 from jaxlm.observe.log_store import LogStore, describe_start
 from jaxlm.observe.loop_state import LoopState
 from jaxlm.observe.profiler import ProfileHook
-from jaxlm.observe.trackers import JsonlTracker, RunInfo, Tracker, TrackerConfig
+from jaxlm.observe.trackers import JsonlTracker, Tracker, TrackerConfig
 from jaxlm.observe.trackers.background import BackgroundTracker
 from jaxlm.run.compilation.options import step_options
 from jaxlm.run.compilation.step import StepPrograms
 from jaxlm.run.export import ExportHook
 from jaxlm.run.init_from import InitFrom
-from jaxlm.run.num_steps import small_sources
+from jaxlm.run.num_steps import epoch_of, small_sources
 from jaxlm.run.objective_meter import ObjectiveMeter
 from jaxlm.run.plan import Plan, upload_repository
 from jaxlm.run.references import flops_per_token, references_identity
@@ -66,6 +66,7 @@ from jaxlm.run.resume_checks import (
     computing_facts,
     data_identity,
 )
+from jaxlm.run.startup import run_info
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Run:
         clock: what this process spends its time on.
         ledgers: the ledger of the run's time; empty on processes other than 0.
         loop_state: metrics of the whole run.
+        callbacks: classes of the user's own; none on processes other than 0.
     """
 
     plan: Plan
@@ -94,6 +96,7 @@ class Run:
     clock: ActivityClock
     ledgers: tuple[Ledger, ...]
     loop_state: LoopState
+    callbacks: Callbacks
 
     def open_data(self, phase: Phase) -> Data:
         """Opens the phase's token caches, and builds them first if they do not exist."""
@@ -180,15 +183,20 @@ class Run:
         for tracker in self.trackers:
             tracker.begin_attempt(history.attempt, step, history.abandoned_steps)
 
-    def listeners(self, phase: Phase, state: RunState, batches: Batches, history: History) -> tuple[Listener, ...]:
+    def listeners(
+        self, phase: Phase, state: RunState, data: Data, batches: Batches, history: History
+    ) -> tuple[Listener, ...]:
         """The listeners that receive every step's metrics. Args: batches: the batches that the steps train on."""
         trainer = self.plan.config.trainer
         guards, skipped, is_first = phase.guards(self.plan.precision), int(state.guard.skipped), not history.attempt
         of_run = [self.writer.health.metrics, *(ledger.metrics for ledger in self.ledgers), self.loop_state.metrics]
+        epochs = epoch_of(phase, data, self.plan.batches.train)
+        follow = CallbackListener(self.callbacks, of_run, epoch_of=epochs, last_step=phase.end, skipped=skipped)
         return (
             *self.ledgers,
             self.loop_state,
             TrackerListener(self.trackers, of_run),
+            *([follow] if self.callbacks else []),
             ProgressListener(
                 self.console, phase, batches.records, skipped=skipped, guards=guards, first_attempt=is_first
             ),
@@ -304,10 +312,10 @@ def open_run(
         flush = [*(tracker.flush for tracker in trackers), *([logs.upload] if is_main_process() else [])]
         writer = CheckpointWriter(plan.checkpoints, files, health, console.log, still_held, flush, clock.progress)
         sync = FlagSync(plan.layout)
-        with _finished(writer, clock):
-            yield Run(
-                plan, tokenizer, console, writer, trackers, logs, previous, sync, stop, clock, ledgers, loop_state
-            )
+        callbacks = main_only(lambda: _open_callbacks(plan, console, init_from)) or Callbacks({}, console.log)
+        with callbacks, _finished(writer, clock):
+            parts = (plan, tokenizer, console, writer, trackers, logs, previous, sync, stop, clock, ledgers, loop_state)
+            yield Run(*parts, callbacks)
 
 
 @contextlib.contextmanager
@@ -342,35 +350,17 @@ def _open_trackers(plan: Plan, console: Console, init_from: InitFrom) -> tuple[T
     jsonl = JsonlTracker(path, **begin, warn=console.log, max_completions_bytes=trainer.completions.max_bytes)
     if not trainer.trackers:
         return (jsonl,)
-    run_info = _run_info(plan, init_from)
+    info = run_info(plan, init_from)
 
     def in_background(config: TrackerConfig) -> Tracker:
-        return BackgroundTracker(choice_name(type(config)), lambda: config.open(run_info), console.log)
+        return BackgroundTracker(choice_name(type(config)), lambda: config.open(info), console.log)
 
     return (jsonl, *map(in_background, trainer.trackers))
 
 
-def _run_info(plan: Plan, init_from: InitFrom) -> RunInfo:
-    devices = jax.devices()
-    peak = peak_flops(devices[0].device_kind)
-    summary: dict[str, float | str] = {
-        "parameter_count": tree.num_parameters(plan.state_builder.abstract_state(plan.phases[-1]).model),
-        "num_devices": len(devices),
-        "num_hosts": jax.process_count(),
-        "backend": jax.default_backend(),
-        "throughput/device_kind": devices[0].device_kind,
-    }
-    if peak is not None:
-        summary["throughput/theoretical_flops"] = peak * len(devices)
-    return RunInfo(
-        run_id=plan.run_id,
-        resume_step=init_from.resume_step or 0,
-        is_new=init_from.resume_step is None,
-        config=encode(plan.config),
-        config_text=dump(plan.config),
-        summary=summary,
-        abandoned_steps=init_from.history.abandoned_steps,
-    )
+def _open_callbacks(plan: Plan, console: Console, init_from: InitFrom) -> Callbacks | None:
+    configs = plan.config.trainer.callbacks
+    return open_callbacks(configs, CallbackContext(run_info(plan, init_from), console.log)) if configs else None
 
 
 def _chat_prompt(

@@ -12,11 +12,11 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 
-from jaxlm.config.decode import choice_name, encode
+from jaxlm.config.decode import choice_name, dump, encode
 from jaxlm.config.run import RunConfig
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.hardware import cuda_capability
+from jaxlm.core.hardware import cuda_capability, peak_flops
 from jaxlm.core.matmul import has_fp8_products
 from jaxlm.core.precision import Precision
 from jaxlm.core.runtime import differences_between_processes
@@ -27,16 +27,18 @@ from jaxlm.models.base import LanguageModel
 from jaxlm.models.chunked_loss import default_chunk_tokens
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.moe import num_active
-from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_remat
+from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, RematModules, parse_remat
 from jaxlm.models.scan import runs_as_scan
 from jaxlm.models.stacks import HeterogeneousBody, Stack
 from jaxlm.observe.console import duration
+from jaxlm.observe.trackers import RunInfo
 from jaxlm.observe.trackers.environment import JAX_OPTIONS, source_of_jaxlm
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.lr.shapes import lr_shape_name
 from jaxlm.presets.base import preset_rows
 from jaxlm.run.batch_plan import describe_batches
 from jaxlm.run.compilation.options import describe_options, describe_sizes, step_options
+from jaxlm.run.init_from import InitFrom
 from jaxlm.run.num_steps import describe_data
 from jaxlm.run.plan import Plan
 from jaxlm.run.references import asked_in, flops_per_token
@@ -150,6 +152,8 @@ def _remat(plan: Plan) -> str:
     }
     if isinstance(remat_policy, str):
         return descriptions[remat_policy]
+    if isinstance(remat_policy, RematModules):
+        return f"the modules of each layer that match '{remat_policy.modules}' are recomputed, and nothing else"
     return f"everything except each layer's input and {', '.join(remat_policy)} is recomputed"
 
 
@@ -319,3 +323,27 @@ def _group_row(optimizer: OptimizerConfig, group: ParameterGroup) -> str:
     rate = getattr(owner, "adam_lr", owner.learning_rate) if falls_back else owner.learning_rate
     rule = f"{choice_name(type(owner))}{', its rule for others' if falls_back else ''}"
     return f"{size}, {rule}, {lr_shape_name(owner.lr_schedule)} schedule from {rate:g}"
+
+
+def run_info(plan: Plan, init_from: InitFrom) -> RunInfo:
+    """Facts about the run for those who follow it."""
+    devices = jax.devices()
+    peak = peak_flops(devices[0].device_kind)
+    summary: dict[str, float | str] = {
+        "parameter_count": tree.num_parameters(plan.state_builder.abstract_state(plan.phases[-1]).model),
+        "num_devices": len(devices),
+        "num_hosts": jax.process_count(),
+        "backend": jax.default_backend(),
+        "throughput/device_kind": devices[0].device_kind,
+    }
+    if peak is not None:
+        summary["throughput/theoretical_flops"] = peak * len(devices)
+    return RunInfo(
+        run_id=plan.run_id,
+        resume_step=init_from.resume_step or 0,
+        is_new=init_from.resume_step is None,
+        config=encode(plan.config),
+        config_text=dump(plan.config),
+        summary=summary,
+        abandoned_steps=init_from.history.abandoned_steps,
+    )

@@ -34,6 +34,15 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         Exports, sampling and generation use it. Must trace under `jax.jit`.
         """
 
+    def exported(self, model: LanguageModel, merged: LanguageModel) -> LanguageModel:
+        """The model for an export: `merged`, with what the files of transformers have of this surgery.
+
+        Args:
+            model: before this surgery was merged.
+            merged: after all surgeries were merged.
+        """
+        return merged
+
     def initial_leaves(self, model: LanguageModel, config: ModelConfig) -> Mapping[str, np.ndarray | jax.Array]:
         """Values that replace leaves made by `apply`, such as adapters read from a file: path -> array of the leaf's shape.
 
@@ -71,3 +80,11 @@ def merge_surgeries(model: LanguageModel, surgeries: Sequence[SurgeryConfig]) ->
     for surgery in reversed(surgeries):
         model = surgery.merge(model)
     return model
+
+
+def export_form(model: LanguageModel, surgeries: Sequence[SurgeryConfig]) -> LanguageModel:
+    """A trained model as exports write it: with merged surgeries, except for what the files of transformers have of them."""
+    if not surgeries:
+        return model
+    *before, last = surgeries
+    return last.exported(model, export_form(last.merge(model), before))

@@ -4,19 +4,22 @@ Source: Stiennon et al. 2020, "Learning to summarize from human feedback" (arXiv
 weights have the variance 1 / (width + 1), as in appendix B.1.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import haliax as hax
 import jax
+import numpy as np
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.matmul import Weight
 from jaxlm.core.sharding import for_compute
-from jaxlm.models.base import Hidden, Inputs, LanguageModel
+from jaxlm.interop.hf.classifier import read_score
+from jaxlm.models.base import Hidden, Inputs, LanguageModel, ModelConfig
 from jaxlm.surgery.base import SurgeryConfig
 
 
@@ -58,8 +61,14 @@ class RewardModel(LanguageModel):
 @dataclass(frozen=True)
 class RewardHeadConfig(SurgeryConfig):
     """Adds a head with one output, for the objective `reward`. Parameter paths then begin with `base.`, and the head is
-    `reward`. Exports and samples leave it out.
+    `reward`. Exports are models for sequence classification; samples leave the head out.
+
+    Attributes:
+        from_hf: start with the head of a model for sequence classification in Hugging Face format, given as a folder; null
+            initializes it randomly.
     """
+
+    from_hf: str | None = None
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
         head = model.lm_head()
@@ -76,6 +85,15 @@ class RewardHeadConfig(SurgeryConfig):
     def merge(self, model: LanguageModel) -> LanguageModel:
         assert isinstance(model, RewardModel), "the surgery has been applied"
         return model.base
+
+    def exported(self, model: LanguageModel, merged: LanguageModel) -> LanguageModel:
+        assert isinstance(model, RewardModel), "the surgery has been applied"
+        return replace(model, base=merged)
+
+    def initial_leaves(self, model: LanguageModel, config: ModelConfig) -> Mapping[str, np.ndarray]:
+        if self.from_hf is None:
+            return {}
+        return {"reward": read_score(Path(self.from_hf), "surgery reward_head: from_hf")}
 
 
 _STATIC = ("logit_soft_cap", "vocab_multiple", "head_fp8", "notes", "reads_beyond", "adds_noise")

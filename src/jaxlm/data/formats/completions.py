@@ -19,7 +19,7 @@ from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids
 
-_USER = "user"
+_USER, _ASSISTANT = "user", "assistant"
 _Sequence = tuple[np.ndarray, np.ndarray]  # ids, and whether the loss is computed on each of them
 
 
@@ -107,6 +107,13 @@ def rendered(
     shared = [several[0] for several in equal]
     if not shared:
         raise ConfigError(f"{where}: no prompt: the lists of messages begin differently")
+    for conversation in conversations:
+        roles = [message["role"] for message in conversation[len(shared) :]]
+        if _ASSISTANT not in roles:
+            raise ConfigError(
+                f"{where}: a completion has no message with the role '{_ASSISTANT}': its messages after the prompt have the"
+                f" roles {', '.join(roles)}. Remove the record, or rename the roles"
+            )
     text = template.prompt(shared, where)
     wholes = [template.render(conversation, where, mark=False).text for conversation in conversations]
     if not all(whole.startswith(text) for whole in wholes):

@@ -13,7 +13,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import LARGEST_INT, NonNegativeInt, PositiveFloat, PositiveInt
 from jaxlm.core.runtime import main_only
 from jaxlm.core.types import GroupBatch
-from jaxlm.data.base import Batches
+from jaxlm.data.base import TRAIN, Batches
 from jaxlm.data.batch import BatchSpec, Column, Columns, random_tokens, token_columns
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.config import DataConfig
@@ -25,7 +25,6 @@ from jaxlm.data.rollouts.local import LocalSamplerConfig
 from jaxlm.data.rollouts.maker import RolloutMaker, RolloutOptions
 from jaxlm.data.rollouts.prompts import PromptRecords, Prompts
 from jaxlm.data.rollouts.sampler import SamplerConfig, SamplerContext
-from jaxlm.data.sources.config import TRAIN
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.rewards.base import RewardConfig, RewardContext, Rewards, reward_names
 

@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.base import Log
+from jaxlm.data.base import TRAIN, Log
 from jaxlm.data.batch import Columns
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import ContiguousExamples, Examples
-from jaxlm.data.sources.config import TRAIN
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.sources.record_files import Record
 

@@ -3,18 +3,17 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.data.base import DataSource
+from jaxlm.data.base import TRAIN, VALIDATION, DataSource
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.sources.corpus import CorpusConfig, CorpusSource
 from jaxlm.data.sources.files import sources_of
 from jaxlm.data.sources.named_dataset import dataset_sources
 
-TRAIN, VALIDATION = "train", "validation"
 DEFAULT_TEXT_KEY = "text"
 _RESERVED = (TRAIN, VALIDATION, "tokenizer", "mirror", "evaluate")
 
@@ -128,16 +127,6 @@ class SourceConfig:
                 raise ConfigError(
                     f"{key}.{name}: has no effect without {key}.id. Set {key}.id to a dataset, or remove it"
                 )
-
-
-def by_source(value: int | dict[str, int] | None) -> dict[str, int]:
-    """Source name -> number. The only source of a section without `configs` has no name."""
-    return {"": value} if isinstance(value, int) else value or {}
-
-
-def given(**keys: Any) -> dict[str, Any]:
-    """The keys that are not null. What they change is part of the data's identity only if they are set."""
-    return {name: value for name, value in keys.items() if value is not None}
 
 
 def _list(urls: Sequence[str], key: str, mirror: Path, cache: Path) -> list[ListedUrl]:

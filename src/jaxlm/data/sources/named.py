@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.base import DataSource, Log
+from jaxlm.data.base import TRAIN, VALIDATION, DataSource, Log
 from jaxlm.data.cache.block_mirror import BlockMirror
 from jaxlm.data.cache.build import open_or_build
 from jaxlm.data.cache.cache_key import cache_key, check_cache_key, file_digests
@@ -18,7 +18,7 @@ from jaxlm.data.cache.token_cache import METADATA, Provenance, TokenCache, make_
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.formats.base import Encoder
 from jaxlm.data.formats.preview import MaskPreview, preview_masks
-from jaxlm.data.sources.config import DEFAULT_TEXT_KEY, TRAIN, VALIDATION, ListedUrl, SourceConfig
+from jaxlm.data.sources.config import DEFAULT_TEXT_KEY, ListedUrl, SourceConfig
 from jaxlm.data.sources.files import open_files
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.sources.text_ledger import TextLedger

@@ -7,9 +7,9 @@ import sysconfig
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.base import TRAIN, VALIDATION
 
 SCHEME = "stdlib:"
-TRAIN, VALIDATION = "train", "validation"
 _VALIDATION_EVERY = 20  # about one file in 20 is held out for validation
 _NOT_LIBRARY = frozenset(("site-packages", "dist-packages", "__pycache__"))
 

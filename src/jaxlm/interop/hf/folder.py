@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import Location, PublishError, check_unused, publish_folder
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.sharding import Layout
+from jaxlm.interop.hf.classifier import SCORE, classifier_keys, classifier_tensors, is_classifier, is_reward_model
 from jaxlm.interop.hf.family import Family, Json, config_from_json, config_to_json, family_of_config, family_of_json
 from jaxlm.interop.hf.load import differing_head, load_weights
 from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors
@@ -73,7 +75,7 @@ def load_model(
     Raises:
         ConfigError: the weights do not fit the model; lists all tensors that are missing or do not fit.
     """
-    vocab_size = None
+    vocab_size, unused = None, ()
     if not rules:
         opened = open_folder(path, skip_keys)
         if not isinstance(config, opened.family.config):
@@ -82,6 +84,7 @@ def load_model(
                 " Set use_hf_model_config: true, or set model.type"
             )
         vocab_size = opened.vocab_size
+        unused = (re.escape(SCORE),) if is_classifier(read_json_object(path / "config.json")) else ()
         for note in opened.notes:
             log(f"note: {note}")
     family, source = family_of_config(config), open_tensors(path)
@@ -92,7 +95,7 @@ def load_model(
         layout,
         where=str(path),
         prefix=family.prefix,
-        unused=family.unused,
+        unused=(*family.unused, *unused),
         vocab_size=vocab_size,
     )
 
@@ -117,7 +120,19 @@ def open_folder(path: Path, skip_keys: Sequence[str] = (), *, skipped_by: str = 
         raise ConfigError(f"{file}: vocab_size: {vocab_size!r} given, an integer of 1 or more expected")
     config, notes = config_from_json(family, content, str(file))
     config, more = _untied_if_different(path, family, config)
+    if is_classifier(content):
+        config, more = _tied(path, config)
     return HfFolder(family, config, vocab_size, (*notes, *more))
+
+
+def _tied(path: Path, config: Any) -> tuple[ModelConfig, tuple[str, ...]]:
+    """The config with tied embeddings, and a note: a sequence classifier has no head for tokens."""
+    if getattr(config, "tie_word_embeddings", True):
+        return config, ()
+    note = (
+        f"{path}: the model is for sequence classification. It has no head for tokens, so the token embedding is used"
+    )
+    return dataclasses.replace(config, tie_word_embeddings=True), (note,)
 
 
 def _without(content: Json, skip_keys: Sequence[str], where: str, file: Path) -> Json:
@@ -174,7 +189,7 @@ def save_folder(
     The write is atomic: the folder is complete or absent. At most one tensor at a time is in host memory.
 
     Args:
-        model: a model of `config`, without adapters.
+        model: a model of `config`, without adapters. One with a reward head becomes a sequence classifier.
         dtype: dtype of the weights in the files.
         files: additional files to write, such as the tokenizer's. Without a generation_config.json among them, one with
             the special ids is written.
@@ -193,7 +208,11 @@ def save_folder(
     vocabulary = {"vocab_size": model.Vocab.size, **none, **special_ids}
     described = {**config_to_json(family, config), **vocabulary, "torch_dtype": np.dtype(dtype).name}
     described.setdefault("use_cache", True)
-    writer = TensorWriter(model, family.tensors(config), layout, np.dtype(dtype))
+    tensors, left_out = list(family.tensors(config)), set()
+    if is_reward_model(model):
+        described |= classifier_keys(family.architecture, special_ids)
+        tensors, left_out = classifier_tensors(tensors)
+    writer = TensorWriter(model, tensors, layout, np.dtype(dtype), left_out)
     if not is_main_process():
         writer.join_others()
         return

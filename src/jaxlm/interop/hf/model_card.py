@@ -14,7 +14,6 @@ README = "README.md"
 # Keys in the header of the base model's card that also hold for a model made from it.
 _INHERITED = ("license", "license_name", "license_link", "language")
 _HEADER = re.compile(r"---\s*\n(.*?\n)---\s*(?:\n|$)", re.DOTALL)
-_TASK = "text-generation"
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,7 @@ class ModelCard:
         base_model: the Hub name of the model that it was made from; None if there is none.
         datasets: Hub names of the datasets that it was trained on.
         of_base: README.md of the model that it was made from, which stays part of the card.
+        task: what the Hub calls what the model does.
     """
 
     title: str
@@ -38,12 +38,13 @@ class ModelCard:
     base_model: str | None = None
     datasets: Sequence[str] = ()
     of_base: str | None = None
+    task: str = "text-generation"
 
     def text(self) -> str:
         """The content of README.md."""
         inherited, of_base = _split(self.of_base or "")
         header = {key: inherited[key] for key in _INHERITED if key in inherited}
-        header |= {"library_name": self.library, "pipeline_tag": _TASK}
+        header |= {"library_name": self.library, "pipeline_tag": self.task}
         header |= {"base_model": self.base_model} if self.base_model else {}
         header |= {"datasets": list(self.datasets)} if self.datasets else {}
         parts = [f"---\n{yaml.safe_dump(header, sort_keys=False)}---", f"# {self.title}", self.summary]

@@ -1,7 +1,7 @@
 """Converts a model's parameters to the tensors of a weight table, one at a time, and writes them to files."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,11 @@ from jaxlm.models.base import LanguageModel
 class TensorWriter:
     """Converts a model's parameters to tensors and writes them to files."""
 
-    def __init__(self, model: LanguageModel, tensors: Any, layout: Layout, dtype: np.dtype):
-        leaves = tree.leaves(model)
+    def __init__(
+        self, model: LanguageModel, tensors: Any, layout: Layout, dtype: np.dtype, left_out: Collection[str] = ()
+    ):
+        """Args: left_out: paths of parameters that no tensor has."""
+        leaves = [(path, leaf) for path, leaf in tree.leaves(model) if path not in left_out]
         self._leaves = dict(leaves)
         self._sizes = axis_sizes(leaves)
         self._layout = layout

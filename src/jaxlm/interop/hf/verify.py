@@ -11,15 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 
-from jaxlm.core.axes import BATCH, POSITION
+from jaxlm.core.axes import BATCH, EMBED, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
+from jaxlm.interop.hf.classifier import is_reward_model, read_score
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.tensor_files import open_tensors
+from jaxlm.interop.json_object import read_json_object
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
 from jaxlm.models.inference.generate import generate
 
-_PROMPT_LENGTH, _NUM_NEW_TOKENS = 16, 32
+_PROMPT_LENGTH, _NUM_NEW_TOKENS, _NUM_SCORED = 16, 32, 4
 _RELATIVE_TOLERANCE = 1e-3  # of the largest logit; both sides compute in float32, in different orders
 
 
@@ -33,10 +35,12 @@ def verify_folder(folder: Path, model: LanguageModel, config: ModelConfig, layou
         A summary of the comparison.
 
     Raises:
-        ConfigError: the logits or greedy tokens differ.
+        ConfigError: the logits or greedy tokens differ; of a reward model, the rewards.
     """
     dtype = next(iter(open_tensors(folder).tensors.values())).dtype
     rounded = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(dtype).astype(jnp.float32), tree))(model)
+    if is_reward_model(model):
+        return _verify_scores(folder, rounded, config.seq_len, layout)
     length = min(config.seq_len, _PROMPT_LENGTH + _NUM_NEW_TOKENS)
     ids = np.random.default_rng(0).integers(0, model.Vocab.size, size=(layout.mesh.size, length))
     ours = np.asarray(_logits(rounded, ids))
@@ -56,22 +60,86 @@ def verify_folder(folder: Path, model: LanguageModel, config: ModelConfig, layou
     return f"verified with {reader}: logits within {difference:.1e}, the same {new} greedy tokens"
 
 
+def _verify_scores(folder: Path, model: LanguageModel, seq_len: int, layout: Layout) -> str:
+    """Compares rewards of random sequences of unequal lengths."""
+    rng, scores = np.random.default_rng(0), _last_scores(model, layout)
+    padding = read_json_object(folder / "config.json").get("pad_token_id")
+    ids = np.setdiff1d(np.arange(model.Vocab.size), [-1 if padding is None else padding])
+    lengths = np.unique(np.linspace(1, min(seq_len, _PROMPT_LENGTH), _NUM_SCORED, dtype=int))
+    rows = [rng.choice(ids, length).tolist() for length in lengths]
+    reader, read_scores = _classifier(folder, layout)
+    ours, theirs = (np.array([score(row) for row in rows]) for score in (scores, read_scores))
+    difference = float(np.abs(ours - theirs).max())
+    if not difference <= _RELATIVE_TOLERANCE * float(np.abs(ours).max()):
+        raise ConfigError(
+            f"{folder}: loaded with {reader}, rewards differ by up to {difference:.3g} from the checkpoint"
+        )
+    return f"verified with {reader}: rewards within {difference:.1e}"
+
+
+def _last_scores(model: LanguageModel, layout: Layout) -> Callable[[list[int]], float]:
+    """The reward of a sequence."""
+
+    @jax.jit
+    def score(model: LanguageModel, inputs: Inputs) -> jax.Array:
+        head = model.reward_head()
+        assert head is not None, "the model has a reward head"
+        return hax.dot(model.hidden(inputs).final, head, axis=EMBED).array
+
+    return lambda row: float(score(model, _inputs(np.array([row] * layout.mesh.size)))[0, -1])
+
+
+def _classifier(folder: Path, layout: Layout) -> tuple[str, Callable[[list[int]], float]]:
+    """The library that loads the folder of a reward model, and its rewards."""
+    if _has_transformers():
+        import torch  # pyright: ignore[reportMissingImports] - extras
+        import transformers  # pyright: ignore[reportMissingImports]
+
+        loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=torch.float32
+        ).eval()
+
+        def scores(row: list[int]) -> float:
+            with torch.no_grad():
+                return float(loaded(torch.tensor([row])).logits[0, 0])
+
+        return f"transformers {transformers.__version__}", scores
+    opened = open_folder(folder)
+    vocab = Axis("vocab", opened.vocab_size)
+    abstract = jax.eval_shape(lambda: opened.config.build(vocab, key=jax.random.key(0)))
+    base = load_model(folder, abstract, opened.config, layout)
+    head = read_score(folder, "--output_dir")
+    hidden = jax.jit(lambda model, inputs: model.hidden(inputs).final.array)
+
+    def of_jaxlm(row: list[int]) -> float:
+        return float(np.asarray(hidden(base, _inputs(np.array([row] * layout.mesh.size))))[0, -1] @ head)
+
+    return "jaxlm (transformers is not installed)", of_jaxlm
+
+
 @jax.jit
 def _model_logits(model: LanguageModel, inputs: Inputs) -> jax.Array:
     return model.logits(model.hidden(inputs).final).array
 
 
 def _logits(model: LanguageModel, ids: np.ndarray) -> jax.Array:
+    return _model_logits(model, _inputs(ids))
+
+
+def _inputs(ids: np.ndarray) -> Inputs:
+    """Sequences without padding. Args: ids: [batch, position]."""
     axes = (Axis(BATCH, ids.shape[0]), Axis(POSITION, ids.shape[1]))
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    return _model_logits(
-        model, Inputs(*(hax.named(jnp.asarray(a, jnp.int32), axes) for a in (ids, positions, np.ones_like(ids))))
-    )
+    return Inputs(*(hax.named(jnp.asarray(a, jnp.int32), axes) for a in (ids, positions, np.ones_like(ids))))
+
+
+def _has_transformers() -> bool:
+    return importlib.util.find_spec("transformers") is not None and importlib.util.find_spec("torch") is not None
 
 
 def _reader(folder: Path, config: ModelConfig, layout: Layout) -> tuple[str, Callable[..., Any], Callable[..., Any]]:
     """The library that loads the folder: (name, ids -> logits, (prompt, count) -> greedy tokens)."""
-    if importlib.util.find_spec("transformers") is not None and importlib.util.find_spec("torch") is not None:
+    if _has_transformers():
         return _transformers(folder)
     vocab = Axis("vocab", open_folder(folder).vocab_size)
     abstract = jax.eval_shape(lambda: config.build(vocab, key=jax.random.key(0)))

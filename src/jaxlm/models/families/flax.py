@@ -48,10 +48,10 @@ class FlaxConfig(ModelConfig):
                 raise ConfigError(
                     f"model.{name}: {getattr(self, name)} given, but it has no effect on a Flax module. Remove it"
                 )
-        if isinstance(self.gradient_checkpointing, tuple):
+        if not isinstance(parse_remat(self.gradient_checkpointing), str):
             raise ConfigError(
-                "model.gradient_checkpointing: a list of names given, but a Flax module has no named activations."
-                " Allowed: auto, none, cheap, full"
+                "model.gradient_checkpointing: a list of names, or modules, given, but jaxlm does not know the activations"
+                " and layers of a Flax module. Allowed: auto, none, cheap, full"
             )
         load_factory(self.factory)
 

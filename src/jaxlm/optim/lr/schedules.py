@@ -32,6 +32,7 @@ class ScheduleSpec:
         cycles: number of cycles, or the steps at which cycles end.
         cycle_length: length of each cycle in steps or as a fraction of all steps, or a list.
         from_zero: the first step of a warmup has the value that it starts from, rather than that of one step later.
+        floor: the lowest value of all steps, as a fraction of the peak.
     """
 
     peak: float
@@ -43,6 +44,7 @@ class ScheduleSpec:
     cycles: int | Sequence[int] | None = None
     cycle_length: int | float | Sequence[int] | None = None
     from_zero: bool = True
+    floor: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,10 @@ class Schedule:
         notes: what its lengths mean, where they may mean something else than intended.
     """
 
-    def __init__(self, segments: Sequence[Segment], decay: LrShape, peak: float, low: float, notes: Sequence[str] = ()):
+    def __init__(self, segments: Sequence[Segment], decay: LrShape, spec: ScheduleSpec, notes: Sequence[str] = ()):
         self.segments, self.notes = tuple(segments), tuple(notes)
-        self._decay, self._peak, self._low = decay, peak, low
+        self._decay, self._peak, self._low = decay, spec.peak, spec.min_ratio
+        self._floor = spec.floor * spec.peak
         self._starts = np.array([s.start for s in segments], np.int32)
         rows = [(s.length, s.first, s.last, s.warmup, s.name == "decay") for s in segments]
         self._table = np.array(rows, np.float32).T
@@ -97,7 +100,8 @@ class Schedule:
         with np.errstate(divide="ignore"):  # a negative power of 0 tokens is inf, which the peak limits
             fallen = self._decay.value(ShapeSpan(since, length, warmup, self._peak, self._low))
         # A formula may round to just above the peak.
-        return xp.minimum(xp.where(is_decay > 0, fallen, line), self._peak)
+        value = xp.minimum(xp.where(is_decay > 0, fallen, line), self._peak)
+        return xp.maximum(value, self._floor) if self._floor else value
 
     def corner_points(self) -> list[tuple[int, float, str]]:
         """(step, value, label) at the start of each segment and at the end, for display.
@@ -138,7 +142,7 @@ def make_schedule(spec: ScheduleSpec, num_steps: int) -> Schedule:
         ahead = 0.0 if spec.from_zero or not steps else (spec.peak - low) / steps
         rise = Segment(name, start, steps, low + ahead, spec.peak + ahead, steps)
         segments += _cycle(spec, decay, rise, end)
-    return Schedule(segments, decay, spec.peak, spec.min_ratio, list(notes.values()))
+    return Schedule(segments, decay, spec, list(notes.values()))
 
 
 def _whole_cycle_note(name: str, given: int | float, cycle: int) -> str:

@@ -90,6 +90,41 @@ class Cosine(LrShape):
         return at.peak * (at.low + (1 - at.low) * wave**self.exponent)
 
 
+_LAST_STEP = 2**31  # no run is longer
+
+
+@LrShape.register_subclass("sgdr")
+@dataclass(frozen=True)
+class Sgdr(LrShape):
+    """Cosine decays with warm restarts, each `t_mult` times as long as the one before (Loshchilov and Hutter 2017,
+    arXiv:1608.03983, section 3). The end of the run cuts the last one off, so that the lengths do not depend on the run's.
+
+    Attributes:
+        first_decay: steps of the first decay, after the warmup.
+        t_mult: how much longer each decay is than the one before.
+    """
+
+    first_decay: PositiveInt
+    t_mult: PositiveInt = 2
+
+    def value(self, at: ShapeSpan) -> Number:
+        start, length = self._decay_around(at)
+        wave = 0.5 * (1 + at.xp.cos(np.pi * (at.since - start) / length))
+        return at.peak * (at.low + (1 - at.low) * wave)
+
+    def _decay_around(self, at: ShapeSpan) -> tuple[Number, Number]:
+        """Start and length of the decay in which a position lies."""
+        if self.t_mult == 1:
+            return at.xp.floor_divide(at.since, self.first_decay) * self.first_decay, float(self.first_decay)
+        starts, lengths = [0], [self.first_decay]
+        while starts[-1] + lengths[-1] < _LAST_STEP:
+            starts.append(starts[-1] + lengths[-1])
+            lengths.append(lengths[-1] * self.t_mult)
+        table = np.array([starts, lengths], np.float32)
+        number = at.xp.searchsorted(at.xp.asarray(table[0]), at.since, side="right") - 1
+        return at.xp.asarray(table[0])[number], at.xp.asarray(table[1])[number]
+
+
 @LrShape.register_subclass("polynomial")
 @dataclass(frozen=True)
 class Polynomial(LrShape):

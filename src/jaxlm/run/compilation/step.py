@@ -20,7 +20,7 @@ from jaxlm.engine.state import RunState, sharded_shapes
 from jaxlm.engine.step import StepReport, make_train_step
 from jaxlm.engine.sync import FlagSync
 from jaxlm.forecast.hlo import has_compiler_remat
-from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, NONE, parse_remat
+from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, NONE, parse_remat, remat_name
 from jaxlm.run.compilation.options import step_options
 from jaxlm.run.plan import Plan
 from jaxlm.run.references import abstract_annotations, abstract_references
@@ -186,7 +186,7 @@ def _compile(plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, lim
     num_bytes = planned_bytes(call)
     configured = parse_remat(plan.config.model.gradient_checkpointing)
     if configured != AUTO:
-        remat_policy = configured if isinstance(configured, str) else ", ".join(configured)
+        remat_policy = remat_name(configured)
     compiler_remat = (
         limit is not None
         and num_bytes is not None

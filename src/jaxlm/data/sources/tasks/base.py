@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt, Seed
+from jaxlm.data.base import TRAIN, VALIDATION
 from jaxlm.data.sources.corpus import CorpusConfig
 from jaxlm.models.inference.tools.calculator import Calculator
 from jaxlm.models.inference.tools.calls import CALL, OUTPUT, TEXT
 
-TRAIN, VALIDATION = "train", "validation"
 Message = dict[str, Any]
 Part = dict[str, str]
 _HELD_OUT_EVERY = 20  # about one problem in 20 is never trained on

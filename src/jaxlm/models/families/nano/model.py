@@ -76,7 +76,7 @@ from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import Mlp, SelfAttention, embedding, token_embeddings
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import UnweightedRMSNorm
-from jaxlm.models.remat import parse_remat
+from jaxlm.models.remat import RematModules, parse_remat
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind
 
@@ -205,6 +205,11 @@ class NanoConfig(ModelConfig):
             raise ConfigError(
                 f"model.window_pattern: '{self.window_pattern}' given, a word of the letters S (short window) and L (all"
                 " previous tokens) expected, as in SSSL"
+            )
+        if isinstance(self.gradient_checkpointing, RematModules):
+            raise ConfigError(
+                "model.gradient_checkpointing: modules given, but the layers of nano are checkpointed as a whole. Allowed:"
+                " auto, none, cheap, full, or a list of activations to save"
             )
         for name in ("value_gate_channels", "smear_channels"):
             if (channels := getattr(self, name)) > self.hidden_dim:

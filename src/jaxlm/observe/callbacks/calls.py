@@ -1,0 +1,140 @@
+"""Calls the callbacks of a run. What they raise ends nothing but themselves."""
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+from jaxlm.config.decode import choice_name
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.guards import SKIPPED
+from jaxlm.core.types import StepInfo
+from jaxlm.observe.callbacks.base import HOOKS, Callback, CallbackConfig, CallbackContext
+
+_FAILURES = (Exception, SystemExit)  # of third-party code
+
+
+class Callbacks:
+    """The callbacks of a run, in the order of the configuration.
+
+    One that raises is named once on the console, and not called again. As a context, it tells them about the end of the run.
+    """
+
+    def __init__(self, callbacks: Mapping[str, Callback], log: Callable[[str], None]):
+        """Args: callbacks: by the name that messages have for each."""
+        self._callbacks = dict(callbacks)
+        self._log = log
+        self._epoch: int | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._callbacks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self.call("on_error", "", error)
+        self.call("on_train_end", "")
+
+    def call(self, hook: str, when: str, *arguments: Any) -> None:
+        """Calls a method of all callbacks. Args: when: for the message about one that raises, such as ` at step 3`."""
+        for name, callback in list(self._callbacks.items()):
+            try:
+                getattr(callback, hook)(*arguments)
+            except _FAILURES as failure:
+                del self._callbacks[name]
+                self._log(
+                    f"callback {name} failed in {hook}{when} ({_described(failure)}); the run continues without it"
+                )
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begins an epoch, unless it has begun."""
+        if epoch != self._epoch:
+            self.end_epoch()
+            self._epoch = epoch
+            self.call("on_epoch_begin", f" of epoch {epoch}", epoch)
+
+    def end_epoch(self) -> None:
+        """Ends the epoch that has begun, if there is one."""
+        if self._epoch is not None:
+            epoch, self._epoch = self._epoch, None
+            self.call("on_epoch_end", f" of epoch {epoch}", epoch)
+
+
+class CallbackListener:
+    """Passes the steps of a phase to the callbacks."""
+
+    def __init__(
+        self,
+        callbacks: Callbacks,
+        of_run: Sequence[Callable[[], dict[str, float]]],
+        *,
+        epoch_of: Callable[[int], int | None],
+        last_step: int,
+        skipped: int,
+    ):
+        """Args:
+        of_run: called at each step; each returns metrics of the whole run.
+        epoch_of: returns the epoch of a step (counted from 0), if the phase has epochs.
+        last_step: the step with which the phase ends.
+        skipped: number of steps skipped before this process started or resumed the phase.
+        """
+        self._callbacks = callbacks
+        self._of_run = of_run
+        self._epoch_of = epoch_of
+        self._last_step = last_step
+        self._skipped = skipped
+
+    def __call__(self, info: StepInfo) -> None:
+        metrics = dict(info.metrics)
+        for measure in self._of_run:
+            metrics |= measure()
+        shown = replace(info, metrics=MappingProxyType(metrics), histograms=MappingProxyType(dict(info.histograms)))
+        callbacks, when = self._callbacks, f" at step {info.step}"
+        if (epoch := self._epoch_of(info.step - 1)) is not None:
+            callbacks.begin_epoch(epoch)
+        callbacks.call("on_batch_begin", when, info.step)
+        callbacks.call("on_batch_end", when, shown)
+        skipped, self._skipped = self._skipped, int(info.metrics[SKIPPED])
+        if self._skipped <= skipped:
+            callbacks.call("on_optimizer_step", when, shown)
+        if info.step == self._last_step or self._epoch_of(info.step) != epoch:
+            callbacks.end_epoch()
+
+
+def open_callbacks(configs: Sequence[CallbackConfig], context: CallbackContext) -> Callbacks:
+    """Opens the callbacks of a run, and tells them that it begins.
+
+    Raises:
+        ConfigError: a callback defines a method that would never be called.
+    """
+    opened: dict[str, Callback] = {}
+    for number, config in enumerate(configs):
+        name = f"{number + 1} ({choice_name(type(config))})"
+        try:
+            opened[name] = config.open(context)
+        except ConfigError:
+            raise
+        except _FAILURES as failure:
+            context.log(f"callback {name} cannot be opened ({_described(failure)}); the run continues without it")
+    for name, callback in opened.items():
+        unknown = [one for one in dir(callback) if one.startswith("on_") and one not in HOOKS]
+        if unknown:
+            raise ConfigError(
+                f"trainer.callbacks: {name}: {type(callback).__qualname__} defines {unknown[0]}, which is never called."
+                f" The methods of callbacks are: {', '.join(HOOKS)}"
+            )
+    callbacks = Callbacks(opened, context.log)
+    callbacks.call("on_train_begin", "", context.run)
+    return callbacks
+
+
+def _described(failure: BaseException) -> str:
+    """The error in one line, with the line of code that raised it."""
+    lines = str(failure).strip().splitlines() or [""]
+    frames = traceback.extract_tb(failure.__traceback__)
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "unknown line"
+    return f"{type(failure).__name__}: {lines[0]}; {where}"

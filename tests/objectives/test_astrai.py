@@ -1,0 +1,166 @@
+"""The recipes `astrai_*` have the formulas and defaults of AstrAI's training page of May 2026."""
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import haliax as hax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from jaxlm.config.load import decode_run
+from jaxlm.config.run import RunConfig
+from jaxlm.config.schema import sections
+from jaxlm.config.yaml import ConfigSource, load_yaml
+from jaxlm.models.loss import next_token_sums
+from jaxlm.objectives import dpo, grpo
+from jaxlm.objectives.completions import ReferenceLogps
+from tests.objectives.test_dpo import NUM_PAIRS, columns_of, pair_batch
+from tests.objectives.test_grpo import a_batch
+
+ROOT = Path(__file__).parents[2]
+VECTORS = json.loads((ROOT / "tests" / "vectors" / "post_training.json").read_text())
+NAMES = ("seq", "sft", "dpo", "grpo")
+# Defaults of params.md; of `AdamW` and of the class of the scheduler, where params.md has no flag.
+OPTIMIZER = {
+    "learning_rate": 3e-4,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "epsilon": 1e-8,
+    "weight_decay": 0.01,
+    "default_weight_decay_mask": False,
+    "max_grad_norm": 1.0,
+    "warmup": 0.05,
+    "lr_schedule": "cosine",
+}
+
+
+@cache
+def recipe(name: str) -> RunConfig:
+    """A recipe without the model that it starts from, which a user has."""
+    tree = dict(load_yaml(ROOT / "config" / "post_training" / f"astrai_{name}.yaml").tree)
+    for key in ("initialize_from_hf", "use_hf_model_config"):
+        del tree[key]
+    return decode_run(ConfigSource(tree), None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_defaults_of_the_command_line(name):
+    config = recipe(name)
+    assert {key: getattr(config.optimizer, key) for key in OPTIMIZER} == OPTIMIZER
+    assert (config.epoch, config.data_seed, config.model.seq_len) == (1, 3407, 2048)
+    num_steps, warmup = 210, 10  # int(0.05 * 210)
+    steps = np.arange(num_steps + 1)
+    cosine = 0.5 * (1 + np.cos(np.pi * np.minimum((steps - warmup) / (num_steps - warmup), 1)))
+    expected = 3e-4 * np.maximum(0.05, np.where(steps < warmup, steps / warmup, cosine))
+    np.testing.assert_allclose(config.optimizer.schedule(num_steps)(steps), expected, rtol=1e-5)
+    assert float(config.optimizer.schedule(14)(0)) == np.float32(3e-4)  # int(0.05 * 14): no warmup
+
+
+def test_the_smoothed_cross_entropy_is_the_mean_over_all_targets():
+    given = VECTORS["cross_entropy"]
+    axes = tuple(map(Axis, ("batch", "position", "vocab"), given["shape"]))
+    logits = hax.named(2 * np.sin(1.7 * np.arange(40, dtype=np.float32) + 0.3).reshape(given["shape"]), axes)
+    targets = hax.named(np.array(given["targets"]), axes[:2])
+    for name in ("seq", "sft"):
+        objective = recipe(name).objective
+        assert (objective.z_loss_weight, objective.dft) == (0.0, False)
+        sums = next_token_sums(logits, None, targets, hax.ones(axes[:2]), label_smoothing=objective.label_smoothing)
+        assert float(sums.total) / 8 == pytest.approx(given["mean_smoothing_0.05"], rel=1e-6)
+
+
+def test_dpo_compares_means_over_tokens(monkeypatch):
+    pairs = {name: np.array(value) for name, value in VECTORS["pairs"].items() if isinstance(value, list)}
+    sides = ("chosen", "rejected")
+    columns = columns_of()
+    for number, side in enumerate(sides):
+        columns["loss_mask"][:, number] = np.arange(12) < pairs[f"{side}_tokens"][:, None]
+    policy, reference = (np.stack([pairs[prefix + side] for side in sides], 1) for prefix in ("", "reference_"))
+    batch = pair_batch(columns)
+    axes = tuple(batch.pairs.tokens.resolve_axis(name) for name in ("batch", "pair"))
+    logps = hax.named(jnp.float32(policy.ravel()), Axis("batch", 2 * NUM_PAIRS))
+    monkeypatch.setattr(dpo, "completion_logps", lambda *_, **__: (logps, {}))
+    asked = replace(batch, annotations=ReferenceLogps(hax.named(jnp.float32(reference), axes)))
+    objective = recipe("dpo").objective
+    terms, _, _ = objective.terms(None, asked, None, key=None)
+    assert float(terms["loss"].mean()) == pytest.approx(VECTORS["pairs"]["sigmoid_mean"], rel=1e-6)
+    assert objective.holds_reference
+    assert objective.sync_interval == 0
+
+
+def test_grpo_compares_whole_responses_with_one_reference(monkeypatch):
+    """L = -mean(min(r A, clip(r) A)) + 0.01 mean((log p - log q)^2), with one log-likelihood per response: its mean."""
+    columns, rewards, batch = a_batch()
+    rewards = rewards.astype(np.float64)[:2]  # the last group is padding
+    mask = columns["loss_mask"].astype(np.float64)[:2]
+    rng = np.random.default_rng(5)
+    reference = -rng.uniform(0.1, 4, columns["tokens"].shape)
+    policy = reference + rng.normal(0, 0.6, reference.shape)
+    named = batch.responses.tokens.axes
+    monkeypatch.setattr(
+        grpo,
+        "token_logps",
+        lambda *_, **__: (hax.named(jnp.float32(policy.reshape(12, -1)), (Axis("batch", 12), named[2])), {}),
+    )
+    asked = replace(batch, annotations=ReferenceLogps(hax.named(jnp.float32(reference), named)))
+    objective = recipe("grpo").objective
+    terms, _, _ = objective.terms(None, asked, None, key=None)
+    weights = objective.weights(asked)
+
+    mean = lambda logps: (logps[:2] * mask).sum(-1) / mask.sum(-1)  # noqa: E731
+    log_ratio = mean(policy) - mean(reference)
+    std = rewards.std(axis=1, ddof=1, keepdims=True)
+    advantages = (rewards - rewards.mean(1, keepdims=True)) / (std + np.finfo(np.float32).eps)
+    ratio = np.exp(log_ratio)
+    surrogate = np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
+    assert np.any(surrogate != ratio * advantages), "a ratio is clipped"
+    found = {name: float(term.total / weights[name]) for name, term in terms.items()}
+    assert found == pytest.approx({"loss": -surrogate.mean(), "kl": 0.01 * (log_ratio**2).mean()}, rel=1e-5)
+    assert recipe("grpo").data.format.group_size == 4
+
+
+def test_the_reference_of_grpo_follows_the_model_every_200_updates():
+    objective = recipe("grpo").objective
+    slot = objective.init_slot({"w": jnp.float32(0.0)})
+    held = {}
+    for updates in (1, 199, 200, 201, 399, 400, 401):
+        slot = objective.update_slot(slot, {"w": jnp.float32(updates)}, jnp.int32(updates))
+        held[updates] = float(slot.weights["w"])
+    assert held == {1: 0, 199: 0, 200: 200, 201: 200, 399: 200, 400: 400, 401: 400}
+
+
+PAGE = (ROOT / "docs" / "howto" / "astrai.md").read_text()
+FLAGS = json.loads((ROOT / "tests" / "vectors" / "astrai_flags.json").read_text())["flags"]
+
+
+def test_every_flag_has_a_row_whose_keys_exist():
+    rows = [
+        line.split("|")[1:-1]
+        for line in PAGE.partition("## Flags")[2].partition("## ")[0].splitlines()
+        if "`--" in line
+    ]
+    listed = [(re.findall(r"`--(\w+)`", row[0]), row[1]) for row in rows]
+    assert sorted(flag for flags, _ in listed for flag in flags) == sorted(FLAGS)
+    for flags, shown in listed:
+        given = [FLAGS[flag] for flag in flags if FLAGS[flag] is not None]
+        if given:
+            assert [type(value)(text.strip()) for value, text in zip(given, shown.split(","), strict=True)] == given
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)*)(?:: [^`]*)?`", " ".join(row[2] for row in rows))
+    keys = {f"{section.path}.{key.name}".lstrip(".") for section in sections(RunConfig) for key in section.keys}
+    typed = {"objective.type", "data.type"}  # registries, which have no key of this name
+    assert {name for name in named if name not in ("false", "null")} - keys == typed
+    assert len(set(named)) > 25
+
+
+def test_the_keys_of_the_other_tables_exist():
+    names = {key.name for section in sections(RunConfig) for key in section.keys}
+    learning, callbacks = (
+        PAGE.partition(f"## {title}")[2].partition("## ")[0] for title in ("Learning rates", "Callbacks")
+    )
+    keys = re.findall(r"`(\w+): ", learning) + re.findall(r"`(?:trainer|model|data|optimizer)\.(\w+)", callbacks)
+    assert len(keys) >= 12
+    assert set(keys) <= names
