@@ -22,6 +22,7 @@ from jaxlm.engine.checkpoint.restore import (
     newest_undamaged,
     restore,
 )
+from jaxlm.engine.checkpoint.resume import restore_state
 from jaxlm.engine.checkpoint.store import Checkpoint
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, place_state
@@ -91,24 +92,8 @@ class InitFrom:
     def load_state(self, plan: Plan, phase: Phase, log: Log) -> RunState:
         """Restores the whole state of a checkpoint in `phase`. Call it inside `plan.layout.use()`."""
         assert self.state is not None
-        builder = plan.state_builder
-        abstract = builder.abstract_state(phase)
-        initialize = functools.partial(place_state, lambda: builder.initial_state(phase), abstract, plan.layout)
-        fresh = initialize if plan.config.trainer.allow_partial_checkpoint else None
-        if fresh is not None and phase.objective.holds_reference:
-            self._check_has_reference(phase)
-        return restore(self.state, abstract, plan.layout, fresh=fresh, log=log)
-
-    def _check_has_reference(self, phase: Phase) -> None:
-        """Raises `ConfigError` if the objective would compare the model with a newly initialized one."""
-        assert self.state is not None
-        saved = json.loads(self.state.checkpoint.read("run/manifest.json"))["leaves"]
-        if not any(path.startswith("slots.objective.") for path in saved):
-            raise ConfigError(
-                f"phase '{phase.name}': the objective holds the model from the start of the phase as its reference, which"
-                f" {self.state.location} does not have: it was saved with another objective. Start a new run with"
-                " trainer.initialize_from, add a phase with this objective, or set objective.reference to a model in refs"
-            )
+        partial = plan.config.trainer.allow_partial_checkpoint
+        return restore_state(self.state, plan.state_builder, phase, plan.layout, log, allow_partial=partial)
 
     def load_weights(self, plan: Plan, log: Log) -> LanguageModel | None:
         """Loads the model to start the first phase with; None for random weights. Call it inside `plan.layout.use()`."""
