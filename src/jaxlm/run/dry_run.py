@@ -37,6 +37,7 @@ from jaxlm.run.startup import describe
 _DEFAULT_VOCAB_SIZE = 50_257  # GPT-2's
 _ANSWER_S = 10.0  # client libraries repeat an unanswered request for up to a minute
 _REFUSED = "a start would end with: "
+_UNCHECKED = "not checked: "
 _MAX_CORNERS = 16  # corner points of a schedule to list
 
 
@@ -81,7 +82,7 @@ def _of_checkpoint(config: RunConfig, tokenizer: str) -> tuple[int, str] | None:
 def dry_run(plan: Plan, console: Console) -> None:
     """Logs the plan, compiles the training step of every phase, and logs its memory use."""
     rows = [*describe(plan), ("vocabulary", assumed_vocabulary(plan.config)[1]), *_caches(plan)]
-    refusals = list(dict.fromkeys(_answers(list(_checks(plan)))))
+    refusals = list(dict.fromkeys([*_answers(list(_checks(plan))), *_answers_of_all(list(_agreed_checks(plan)))]))
     console.log(table("plan (dry run: no data is read, no training)", [*rows, *refusals]))
     for note in import_notes(plan):
         console.log(f"note: {note}")
@@ -97,9 +98,19 @@ def dry_run(plan: Plan, console: Console) -> None:
             refusals += too_large
             console.log(table(f"phase '{phase.name}'", [*phase_rows, *too_large]))
     console.log(f"schedule: {_plot_schedule(plan)}")
-    ends = list(dict.fromkeys(name for name, answer in refusals if answer.startswith(_REFUSED)))
-    but = f", but a start would not get that far: see {', '.join(ends)} in the table" if ends else ""
-    console.log(f"dry run complete: all training steps compile{but}")
+    console.log(f"dry run complete: all training steps compile{_but(rows + refusals)}")
+
+
+def _but(rows: Sequence[tuple[str, str]]) -> str:
+    """What qualifies that all training steps compile."""
+    but = ""
+    for prefix, says in (
+        (_REFUSED, ", but a start would not get that far"),
+        (_UNCHECKED, ". Not everything was checked"),
+    ):
+        names = list(dict.fromkeys(name for name, answer in rows if answer.startswith(prefix)))
+        but += f"{says}: see {', '.join(names)} in the table" if names else ""
+    return but
 
 
 class _Question(NamedTuple):
@@ -134,7 +145,7 @@ def _caches(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _checks(plan: Plan) -> Iterator[_Question]:
     """What a start checks, as far as that neither writes nor reads text."""
-    config, trainer = plan.config, plan.config.trainer
+    config = plan.config
     for data in {id(data): data for data in plan.data}.values():
         if not data.train_source_names():
             yield _Question("data", data.check, "the data")
@@ -143,20 +154,37 @@ def _checks(plan: Plan) -> Iterator[_Question]:
         for source in data.sources():
             check = functools.partial(source.check, caches=False)
             yield _Question(f"text of {source.key}", check, "what has the text")
-    name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
-    if name is not None and Path(name).exists() and not config.hf_weight_names:
-        check = functools.partial(check_pretrained, Path(name), plan.state_builder.Vocab.size, config.hf_skip_keys)
-        yield _Question("weights", check, f"the disk with {name}")
     for evaluation in config.evals:
         yield _Question(f"evaluation {choice_name(type(evaluation))}", evaluation.check, "the disk")
-    if jax.process_count() > 1:
-        return  # what follows is agreed on by all processes, in an order that threads do not have
-    if plan.refs and bpe_config(plan.data[0].tokenizer) is None:
+    name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
+    if name is None:
+        return
+    if not Path(name).exists():
+        yield _unchecked("weights", f"{name} is not on this disk")
+    elif config.hf_weight_names:
+        yield _unchecked("weights", "hf_weight_names gives them other names")
+    else:
+        check = functools.partial(check_pretrained, Path(name), plan.state_builder.Vocab.size, config.hf_skip_keys)
+        yield _Question("weights", check, f"the disk with {name}")
+
+
+def _agreed_checks(plan: Plan) -> Iterator[_Question]:
+    """What all processes of a start check together."""
+    trainer = plan.config.trainer
+    if plan.refs and bpe_config(plan.data[0].tokenizer) is not None:
+        yield _unchecked("references", "whether they have the run's tokens, because a start trains its tokenizer")
+    elif plan.refs:
         yield _Question("references", functools.partial(_check_references, plan), "the disk")
     starts = (trainer.load_checkpoint_path, trainer.initialize_from, trainer.initialize_from_state)
-    # Looking at a URL may download a checkpoint.
-    if not any(path is not None and is_url(path) for path in (trainer.checkpointer.base_path, *starts)):
+    urls = [path for path in (trainer.checkpointer.base_path, *starts) if path is not None and is_url(path)]
+    if urls:
+        yield _unchecked("start", f"the checkpoints at {' and '.join(urls)}, which a start may download")
+    else:
         yield _Question("start", functools.partial(check_init_from, plan), "the disk")
+
+
+def _unchecked(name: str, what: str) -> _Question:
+    return _Question(name, lambda: f"{_UNCHECKED}{what}", "")
 
 
 def _check_references(plan: Plan) -> None:
@@ -173,8 +201,20 @@ def _answers(questions: Sequence[_Question]) -> Iterator[tuple[str, str]]:
     until = time.monotonic() + _ANSWER_S
     for number, (thread, question) in enumerate(zip(threads, questions, strict=True)):
         thread.join(max(0.0, until - time.monotonic()))
-        answer = answers.get(number, f"{question.whom} has not answered for {_ANSWER_S:g} s")
+        answer = answers.get(number, f"{_UNCHECKED}{question.whom} has not answered for {_ANSWER_S:g} s")
         if answer is not None:
+            yield question.name, answer
+
+
+def _answers_of_all(questions: Sequence[_Question]) -> Iterator[tuple[str, str]]:
+    """The same for questions that all processes ask together: in an order that threads do not have."""
+    if jax.process_count() == 1:
+        yield from _answers(questions)
+        return
+    answers: dict[int, str | None] = {}
+    for number, question in enumerate(questions):
+        _ask(number, question, answers)
+        if (answer := answers[number]) is not None:
             yield question.name, answer
 
 
