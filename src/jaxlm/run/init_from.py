@@ -5,9 +5,11 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from jaxlm.config.run import RunConfig
 from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import broadcast_from_main, main_first, main_only
@@ -63,8 +65,7 @@ class InitFrom:
             wanted = plan.config.model.leaves_from_tokens(plan.state_builder.Vocab.size)
             saved = json.loads(source.checkpoint.read("run/manifest.json"))["leaves"]
             return wanted is not None and any(f"model.{path}" not in saved for path in wanted.paths)
-        hugging_face = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
-        return self.state is None and self.weights is None and hugging_face is None
+        return self.state is None and self.weights is None and starts_at_random(plan.config, plan.data[0].tokenizer)
 
     @property
     def history(self) -> History:
@@ -106,6 +107,19 @@ class InitFrom:
         abstract = plan.state_builder.abstract_initial_model
         fresh = (lambda: place_state(plan.state_builder.initial_model, abstract, plan.layout)) if partial else None
         return restore(self.weights, abstract, plan.layout, prefix="model", fresh=fresh, log=log, cast=True)
+
+
+def starts_at_random(config: RunConfig, tokenizer: Any) -> bool:
+    """Whether a new run may initialize some parameters, and not load them.
+
+    Args:
+        tokenizer: `data.tokenizer` of the first phase.
+    """
+    trainer = config.trainer
+    if hf_name(config.initialize_from_hf, tokenizer) is not None:
+        return False
+    given = trainer.initialize_from or trainer.initialize_from_state
+    return given is None or trainer.allow_partial_checkpoint
 
 
 def _load_hf_weights(plan: Plan, log: Log) -> LanguageModel | None:
