@@ -270,7 +270,7 @@ def test_frozen_leaves_are_the_reference_s_too_and_syncs_move_the_others(models)
 
 
 def test_small_steps_of_a_reference_arrive_in_a_bfloat16_computation(models):
-    """1000 steps of 1e-3 from the first model to the second: 1 - 0.999 ** 1000 of the way. In bfloat16, none would be made."""
+    """1000 steps of 1e-3 from one model to another: 1 - 0.999 ** 1000 of the way. In bfloat16, most would be lost."""
     first, target = (jax.tree.map(lambda array: array.astype(jnp.bfloat16), model) for model in models)
     objective = Dpo(sync_interval=1, sync_mixup=1e-3)
 

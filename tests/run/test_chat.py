@@ -25,8 +25,8 @@ from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.inference.generate import GenerationConfig, generate
 from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.tools.calculator import Calculator
-from jaxlm.run.generation_options import tool_calls_of
 from jaxlm.objectives.next_token import score_batch
+from jaxlm.run.generation_options import tool_calls_of
 from jaxlm.run.load_model import open_model
 from tests.answers import SPECIAL, TEMPLATE, write_tokenizer
 from tests.engine.helpers import F32, one_device
