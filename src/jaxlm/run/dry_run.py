@@ -22,6 +22,7 @@ from jaxlm.data.sources.config import TRAIN, VALIDATION
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.data.tokenizer.train_bpe import DEFAULT_VOCAB_SIZE, bpe_config
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
+from jaxlm.interop.hf.folder import ReadOptions
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.interop.pretrained import check_pretrained, open_pretrained
 from jaxlm.observe.console import Console, table
@@ -64,7 +65,8 @@ def _of_weights(config: RunConfig, tokenizer: str) -> tuple[int, str] | None:
     name = hf_name(config.initialize_from_hf, tokenizer)
     if name is None or not Path(name).exists():
         return None
-    return open_pretrained(Path(name), config.hf_skip_keys).vocab_size, f"rows of the embedding in {name}"
+    opened = open_pretrained(Path(name), ReadOptions(skip_keys=config.hf_skip_keys))
+    return opened.vocab_size, f"rows of the embedding in {name}"
 
 
 def _of_checkpoint(config: RunConfig, tokenizer: str) -> tuple[int, str] | None:
@@ -164,7 +166,8 @@ def _checks(plan: Plan) -> Iterator[_Question]:
     elif config.hf_weight_names:
         yield _unchecked("weights", "hf_weight_names gives them other names")
     else:
-        check = functools.partial(check_pretrained, Path(name), plan.state_builder.Vocab.size, config.hf_skip_keys)
+        options = ReadOptions(skip_keys=config.hf_skip_keys)
+        check = functools.partial(check_pretrained, Path(name), plan.state_builder.Vocab.size, options)
         yield _Question("weights", check, f"the disk with {name}")
 
 

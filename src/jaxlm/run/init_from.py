@@ -28,6 +28,7 @@ from jaxlm.engine.checkpoint.resume import restore_state
 from jaxlm.engine.checkpoint.store import Checkpoint
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, place_state
+from jaxlm.interop.hf.folder import ReadOptions
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.interop.pretrained import load_pretrained, open_pretrained
@@ -131,8 +132,8 @@ def _load_hf_weights(plan: Plan, log: Log) -> LanguageModel | None:
     log(f"weights: {path}")
     abstract = plan.state_builder.abstract_initial_model
     config = plan.config
-    options = {"rules": config.hf_weight_names, "skip_keys": config.hf_skip_keys, "log": log}
-    return load_pretrained(path, abstract, config.model, plan.layout, **options)
+    options = ReadOptions(config.hf_weight_names, config.hf_skip_keys, log=log)
+    return load_pretrained(path, abstract, config.model, plan.layout, options)
 
 
 def import_notes(plan: Plan) -> list[str]:
@@ -142,7 +143,7 @@ def import_notes(plan: Plan) -> list[str]:
     if name is None or config.hf_weight_names:
         return notes
     path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=False))
-    return [*open_pretrained(path, config.hf_skip_keys).notes, *notes]
+    return [*open_pretrained(path, ReadOptions(skip_keys=config.hf_skip_keys)).notes, *notes]
 
 
 def check_init_from(plan: Plan) -> None:
