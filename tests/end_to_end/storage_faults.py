@@ -117,9 +117,10 @@ def stall(num_steps: str, seconds: str) -> None:
     def beginning(self, name, files):
         step = int(name.split("-")[1])
         # The run waits for the saves of its first state and of its last one.
-        if 0 < step < NUM_STEPS:
+        until = min(step + int(num_steps), NUM_STEPS - 1)
+        if step:
             with further:
-                if not further.wait_for(lambda: newest[0] >= step + int(num_steps), float(seconds)):
+                if not further.wait_for(lambda: newest[0] >= until, float(seconds)):
                     print(f"no step was done during the save of step {step}", flush=True)
         begin(self, name, files)
 
