@@ -11,6 +11,7 @@ usage: infra/local.sh [options] -- ARGUMENTS OF jaxlm train
   --port PORT     port of the coordinator on this machine (default: a free one)
   --retries N     how often the run starts again after a hang, 143 or a killed process (default: 0)
   --wait_s N      seconds before it is started again (default: 30)
+  --others_s N    seconds that the other processes get to end by themselves once one has failed (default: 20)
   --log_dir DIR   output of each process (default: logs/local)
   --dry_run       print the commands, run nothing
   --help
@@ -24,12 +25,12 @@ fail() {
   exit 2
 }
 
-processes=2 gpus=0 port="" retries=0 wait_s=30 log_dir=logs/local dry_run=false
+processes=2 gpus=0 port="" retries=0 wait_s=30 others_s=20 log_dir=logs/local dry_run=false
 while [ $# -gt 0 ]; do
   case $1 in
     --help) usage; exit 0 ;;
     --dry_run) dry_run=true; shift ;;
-    --processes | --gpus | --port | --retries | --wait_s | --log_dir)
+    --processes | --gpus | --port | --retries | --wait_s | --others_s | --log_dir)
       [ $# -gt 1 ] || fail "$1: a value is missing"
       printf -v "${1#--}" %s "$2"
       shift 2
@@ -40,12 +41,23 @@ while [ $# -gt 0 ]; do
 done
 [ $# -gt 0 ] || fail "give the arguments of jaxlm train after --"
 [[ $processes =~ ^[1-9][0-9]*$ ]] || fail "--processes: '$processes' given, a number from 1 expected"
-for number in "$gpus" "$retries" "$wait_s" "${port:-0}"; do
+for number in "$gpus" "$retries" "$wait_s" "$others_s" "${port:-0}"; do
   [[ $number =~ ^[0-9]+$ ]] || fail "'$number' given, a number expected"
 done
 
+# A port below those of outgoing connections, one of which could otherwise take it before process 0 does.
 free_port() {
-  python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+  python -c '
+import random, socket
+while True:
+    port = random.randint(12_000, 31_999)
+    with socket.socket() as tried:
+        try:
+            tried.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+    print(port)
+    break'
 }
 
 # The command of process $1, in the array `command`.
@@ -102,6 +114,37 @@ rank() {
   fi
 }
 
+# Pauses for a moment, without a process of its own.
+tick() {
+  read -rt "$tick_s" -u 3 || true
+}
+
+# Waits until no process runs. Once one has failed, the others are ended after a while, because those that are not connected
+# yet would wait for it for minutes. The exit codes of these do not count.
+wait_for_all() {
+  local number running deadline=""
+  running=("${!pids[@]}")
+  while [ "${#running[@]}" -gt 0 ]; do
+    tick
+    for number in "${running[@]}"; do
+      ! kill -0 "${pids[$number]}" 2>/dev/null || continue
+      unset "running[$number]"
+      wait_for "${pids[$number]}"
+      [ "$deadline" != passed ] || continue
+      [ "$(rank "$ended")" -le "$(rank "$code")" ] || code=$ended
+      # Others may still save after a signal.
+      [ "$ended" -eq 0 ] || [ "$ended" -eq 143 ] || [ "$stopped" -ne 0 ] || deadline=${deadline:-$((SECONDS + others_s))}
+    done
+    if [[ $deadline =~ ^[0-9]+$ ]] && [ "$SECONDS" -ge "$deadline" ] && [ "${#running[@]}" -gt 0 ]; then
+      deadline=passed
+      echo "infra/local.sh: a process ended with $code; ending those that still wait for it: ${running[*]}" >&2
+      for number in "${running[@]}"; do
+        kill -TERM "${pids[$number]}" 2>/dev/null || true
+      done
+    fi
+  done
+}
+
 # Runs all processes; `code` becomes the exit code of the run.
 attempt() {
   local number
@@ -109,14 +152,11 @@ attempt() {
   [ "$processes" -eq 1 ] || address_port=${port:-$(free_port)}
   for ((number = 0; number < processes; number++)); do
     render "$number"
-    "${command[@]}" > >(tee -a "$log_dir/$number.log" | sed -u "s/^/[$number] /") 2>&1 &
+    "${command[@]}" > >(tee -a "$log_dir/$number.log" | sed -u "s/^/[$number] /") 2>&1 3>&- &
     pids+=($!)
   done
   pass_on_again
-  for number in "${!pids[@]}"; do
-    wait_for "${pids[$number]}"
-    [ "$(rank "$ended")" -le "$(rank "$code")" ] || code=$ended
-  done
+  wait_for_all
 }
 
 # Waits before the next attempt, or until a signal.
@@ -138,6 +178,9 @@ if $dry_run; then
   exit 0
 fi
 mkdir -p "$log_dir"
+tick_s=0.1
+[ "${BASH_VERSINFO[0]}" -ge 4 ] || tick_s=1
+exec 3<> <(:)
 pids=()
 trap 'pass_on TERM 143' TERM
 trap 'pass_on INT 130' INT

@@ -3,12 +3,13 @@
 import contextlib
 import logging
 import os
-import socket
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
 
 import pytest
+
+from tests.ports import reserved_port
 
 BUCKET = "bucket"
 
@@ -19,9 +20,7 @@ def gcs_server() -> Iterator[dict[str, str]]:
 
     Call it once per process: TensorStore reads its variable only once.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    address = f"http://127.0.0.1:{reserved_port()}"
     environment = {
         "STORAGE_EMULATOR_HOST": address,
         "TENSORSTORE_GCS_HTTP_URL": address,

@@ -170,8 +170,9 @@ class Conversation:
         self._config = config
         self._system = system
         self._calls = calls
-        read = tokenizer.decode if calls is None else calls.show
-        self._stops = StopStrings(turn_end_texts(template, tokenizer), read)
+        ends = turn_end_texts(template, tokenizer)
+        of_text = StopStrings.of_text(ends, tokenizer.decode)
+        self._stops = of_text if calls is None else StopStrings(ends, calls.fragments)
         self.begin()
 
     def begin(self) -> None:
@@ -228,7 +229,7 @@ class Conversation:
         parts, num_beyond = self._calls.parts(kept), len(self._calls.show(kept)) - len(shown)
         if all(part["type"] == TEXT for part in parts):
             return shown
-        if num_beyond > 0 and parts[-1]["type"] == TEXT:
+        if num_beyond > 0 and parts[-1]["type"] != OUTPUT:
             parts[-1] = {**parts[-1], "text": parts[-1]["text"][:-num_beyond]}
         return parts
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxlm.config.load import load_config, refuse_dry_run
 from jaxlm.config.run import RunConfig
-from jaxlm.core.batch_schedule import BatchSchedule
+from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.data import Data
@@ -32,6 +32,7 @@ from jaxlm.evals.core_bundle import FETCH_OPTION, fetch_bundle
 from jaxlm.observe.console import Console, table
 from jaxlm.run.batch_plan import batch_sizes
 from jaxlm.run.exit_codes import command
+from jaxlm.run.init_from import starts_at_random
 from jaxlm.run.leaves_from_tokens import compute_leaves
 from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.run.plan import plan_phases
@@ -108,8 +109,15 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
         config = with_num_steps_of_data(config, BatchSchedule.of(sizes), tokenizer, console.log)
     phases = plan_phases(config)[0]
     opened = [section.open(tokenizer, config.model.seq_len, log=console.log) for section in sections]
-    if wanted is not None:
-        compute_leaves(wanted, sections[0], opened[0], tokenizer.vocab_size, console.log)
+    if wanted is not None and starts_at_random(config, sections[0].tokenizer):
+        if sizes is None and opened[0].max_train_batches:
+            console.log(
+                f"{', '.join(wanted.paths)}: left to the run, because the data that max_train_batches leaves depends on the"
+                " batch size, and trainer.train_batch_size: -1 on the devices"
+            )
+        else:
+            batches = BatchSchedule.of(sizes or [BatchSize(0, 1)])
+            compute_leaves(wanted, sections[0], opened[0], tokenizer.vocab_size, batches, console.log)
     return tokenizer, list(map(Prepared, phases, opened))
 
 

@@ -27,7 +27,8 @@ def main(arguments: Sequence[str]) -> int:
     loaded = open_model(options.checkpoint, keys, options.adapter, options.weights)
     tokenizer, prompts = loaded.tokenizer, options.prompt or [""]
     calls = tool_calls_of(options, tokenizer)
-    stops = StopStrings(stop_strings, tokenizer.decode if calls is None else calls.show)
+    of_text = StopStrings.of_text(stop_strings, tokenizer.decode)
+    stops = of_text if calls is None else StopStrings(stop_strings, calls.fragments)
 
     with loaded.plan.layout.use():
         model = loaded.for_inference(options.quantize)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tests.end_to_end.fork_server import READ_AT_START, fork_server
+from tests.ports import reserved_port
 from tests.xla_flags import flags_for
 
 REPOSITORY = Path(__file__).parents[2]
@@ -95,10 +95,8 @@ class Workplace:
         self, arguments: Sequence[Sequence[str]], *, module: str = "jaxlm.train", **environment: str
     ) -> list[Any]:
         """Starts one run of several processes, each with its own arguments."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
         where = "--trainer.distributed."
+        address = f"127.0.0.1:{reserved_port()}"
         common = (f"{where}coordinator_address", address, f"{where}num_processes", str(len(arguments)))
         return [
             self.start(*own, *common, f"{where}process_id", str(number), module=module, **environment)

@@ -99,7 +99,9 @@ class ForkServer:
         self, module: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]
     ) -> ForkedProcess:
         """Starts `python -m module arguments` in a folder."""
-        out, err, (ours, status) = os.pipe(), os.pipe(), socket.socketpair()
+        out, err = os.pipe(), os.pipe()
+        # Of messages: a command may have ended before its number is read here.
+        ours, status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         request = {
             "module": module,
             "arguments": list(arguments),

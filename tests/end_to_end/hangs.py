@@ -1,10 +1,11 @@
-"""`jaxlm.train` that hangs for ever, or is paused, at the point that the environment names."""
+"""`jaxlm.train` that hangs for ever, or is slow for a good reason, at the point that the environment names."""
 
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 
@@ -14,7 +15,7 @@ from jaxlm.engine import metrics as reports
 from jaxlm.engine.checkpoint.local import LocalFolder
 
 FIRST_ROW = 16 * 9  # of step 10
-PAUSE_S = 9
+SLOW_S = 13
 
 
 def hang(*_args, **_kwargs):
@@ -48,8 +49,19 @@ def at_step(number, action):
 
 def pause():
     """Stops this process, which another one continues."""
-    subprocess.Popen(["sh", "-c", f"sleep {PAUSE_S}; kill -CONT {os.getpid()}"])
+    subprocess.Popen(["sh", "-c", f"sleep {SLOW_S}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def in_a_slow_compilation_and_a_pause():
+    compile_steps = train.compile_steps
+
+    def slowly(*args):
+        time.sleep(SLOW_S)
+        return compile_steps(*args)
+
+    train.compile_steps = slowly
+    at_step(7, pause)
 
 
 PLACES = {
@@ -57,7 +69,7 @@ PLACES = {
     "save": lambda: in_the_save("step-5"),
     "last save": lambda: in_the_save("step-24"),
     "process 1": lambda: at_step(7, lambda: hang() if jax.process_index() == 1 else None),
-    "pause": lambda: at_step(7, pause),
+    "nothing": in_a_slow_compilation_and_a_pause,
 }
 
 if __name__ == "__main__":

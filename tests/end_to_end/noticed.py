@@ -26,7 +26,7 @@ def preempted(self, step, *args, push=reports.AsyncMetrics.push):
         connection = http.client.HTTPConnection(os.environ["GCE_METADATA_HOST"])
         connection.request("PUT", "/", body='{"preempted": "TRUE"}')
         assert connection.getresponse().status == 200
-        assert noticed.wait(20)
+        assert noticed.wait(300)
 
 
 if __name__ == "__main__":

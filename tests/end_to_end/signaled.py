@@ -20,7 +20,7 @@ def signalling(self, step, *args, push=reports.AsyncMetrics.push):
     if step == int(STEP) and jax.process_index() == int(PROCESS):
         os.kill(os.getpid(), int(NUMBER))
         os.kill(os.getpid(), int(NUMBER))  # as `timeout` does: together they are one signal
-        if TWICE:
+        while TWICE:  # the thread that answers may be late for the first one
             time.sleep(1.5)
             os.kill(os.getpid(), int(NUMBER))
 

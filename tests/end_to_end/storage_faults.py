@@ -3,13 +3,15 @@
 JAXLM_TEST_FAULT is a fault and its numbers, separated by colons:
 
 errors:<seed>        each file operation in the run's checkpoint folder fails in 5 % of the cases, and arrays in some saves
-stall:<seconds>      each save takes this much longer, in its first file
+stall:<n>:<seconds>  each save takes until the run is n steps further, but at most so long, in its first file
 enospc               from step 7 to step 19, no small file can be written
 large_files          from step 7 to step 19, no large file can be written: the arrays, which C++ code writes
 unreachable          from step 7 to step 19, every file operation in the folder `store` fails
 erofs                from step 7 to step 19, the disk is read-only
 process:<n>          like `large_files`, on one of several processes
-none                 nothing
+none                 nothing; at step 7, the run waits for the file `go` in the working folder
+
+A fault that begins at a step begins once the save of step 5 is finished.
 
 JAXLM_TEST_PACE is the number of seconds by which each step is slower, so that a run lasts longer than its faults.
 """
@@ -30,11 +32,13 @@ import jax
 
 from jaxlm import train
 from jaxlm.engine import metrics as reports
+from jaxlm.engine.checkpoint.integrity import CHECKSUMS
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.writer import CheckpointWriter
+from tests.end_to_end.waiting import wait_for, wait_for_go
 
 FOLDER, STORE = "checkpoints/run", "store"
-FIRST_STEP, LAST_STEP = 7, 19
+SAVED_STEP, FIRST_STEP, LAST_STEP, NUM_STEPS = 5, 7, 19, 24
 _OPERATIONS = ("open", "mkdir", "rename", "replace", "unlink", "rmdir", "scandir", "fsync", "listdir")
 _ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
@@ -92,31 +96,51 @@ def errors(seed: str) -> None:
     CheckpointWriter._write = writing
 
 
-def stall(seconds: str) -> None:
-    begin = LocalFolder.begin
-
-    def beginning(self, name, files):
-        time.sleep(float(seconds))
-        begin(self, name, files)
-
-    LocalFolder.begin = beginning
-
-
-def for_a_while(begin, end) -> None:
+def after_each_step(act) -> None:
     push = reports.AsyncMetrics.push
 
     def pushing(self, step, *args):
         push(self, step, *args)
-        if step == FIRST_STEP:
-            begin()
-        if step == LAST_STEP:
-            end()
+        act(step)
 
     reports.AsyncMetrics.push = pushing
 
 
+def stall(num_steps: str, seconds: str) -> None:
+    begin, further, newest = LocalFolder.begin, threading.Condition(), [0]
+
+    def go_on(step: int) -> None:
+        with further:
+            newest[0] = step
+            further.notify_all()
+
+    def beginning(self, name, files):
+        step = int(name.split("-")[1])
+        # The run waits for the saves of its first state and of its last one.
+        until = min(step + int(num_steps), NUM_STEPS - 1)
+        if step:
+            with further:
+                if not further.wait_for(lambda: newest[0] >= until, float(seconds)):
+                    print(f"no step was done during the save of step {step}", flush=True)
+        begin(self, name, files)
+
+    LocalFolder.begin = beginning
+    after_each_step(go_on)
+
+
+def for_a_while(begin, end) -> None:
+    def act(step: int) -> None:
+        if step == FIRST_STEP:
+            wait_for(lambda: any(Path().glob(f"*/run/step-{SAVED_STEP}/{CHECKSUMS}")))
+            begin()
+        if step == LAST_STEP:
+            end()
+
+    after_each_step(act)
+
+
 def none() -> None:
-    pass
+    after_each_step(lambda step: wait_for_go(Path()) if step == FIRST_STEP else None)
 
 
 def enospc() -> None:
@@ -157,13 +181,7 @@ FAULTS = {
 
 
 def slow_down(seconds: float) -> None:
-    push = reports.AsyncMetrics.push
-
-    def pushing(self, *args):
-        time.sleep(seconds)
-        push(self, *args)
-
-    reports.AsyncMetrics.push = pushing
+    after_each_step(lambda _: time.sleep(seconds))
 
 
 if __name__ == "__main__":

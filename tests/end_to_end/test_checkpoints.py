@@ -10,6 +10,7 @@ import pytest
 
 from jaxlm.engine.checkpoint.integrity import DamagedError, verify
 from tests.end_to_end.commands import Workplace
+from tests.end_to_end.test_storage_faults import faulty
 
 RUN = ("--config_path", "run.yaml")
 
@@ -176,10 +177,12 @@ def test_every_process_reports_the_checkpoint_that_process_0_commits(workplace):
 def test_a_second_start_of_a_running_run_ends_with_a_message_and_does_no_harm(uninterrupted, workplace):
     place = workplace()
     place.write()
-    first = place.start(*RUN, *EVERY_STEP)
-    while first.poll() is None and not any("." not in name for name in place.checkpoints()):
+    # The first one waits for the second.
+    first = place.start(*RUN, *EVERY_STEP, **faulty("none", 0))
+    while first.poll() is None and "step-5" not in place.checkpoints():
         time.sleep(0.01)
     second = place.run(*RUN)
+    (place.folder / "go").touch()
     _, err = first.communicate(timeout=300)
     assert second.code == 2
     assert f"already being trained (process {first.pid} on" in second.err

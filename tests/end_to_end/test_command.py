@@ -207,6 +207,19 @@ def test_a_dry_run_needs_no_data(workplace):
     assert sorted(map(str, written)) == ["logs/run/schedule.png", "run.yaml"]  # only the plot
 
 
+@pytest.mark.slow
+def test_a_dry_run_of_two_processes_checks_what_a_start_checks(workplace):
+    place = workplace()
+    place.write()
+    arguments = (*RUN, "--dry_run", "true", "--trainer.initialize_from", "no-run")
+    for process in place.start_all(2, *arguments):
+        out, err = process.communicate(timeout=500)
+        assert process.returncode == 0, err
+        if "plan (dry run" in out:  # process 0 speaks for all
+            assert "a start would end with: trainer.initialize_from: no checkpoint at no-run" in out
+            assert "but a start would not get that far: see start in the table" in out
+
+
 def test_help_names_every_section(workplace, in_process):
     result = in_process(train.main, workplace(), "--help")
     assert result.code == 0

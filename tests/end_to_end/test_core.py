@@ -2,7 +2,6 @@
 
 import json
 import signal
-import time
 
 import pytest
 
@@ -42,11 +41,8 @@ def test_a_killed_run_measures_the_same_as_a_whole_one(workplace):
     whole, killed = (place_with_core(workplace, 8) for _ in range(2))
     result = whole.run(*ARGUMENTS)
     assert result.code == 0, result.err
-    process = killed.start(*ARGUMENTS)
-    while process.poll() is None and "step-15" not in killed.checkpoints():
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    died = killed.run(*ARGUMENTS, module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase")
+    assert died.code == -signal.SIGKILL, died.err
     result = killed.run(*ARGUMENTS)
     assert result.code == 0, result.err
     assert "resuming" in result.out

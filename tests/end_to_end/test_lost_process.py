@@ -10,6 +10,7 @@ import pytest
 from tests.end_to_end.test_signals import RUN, process_end
 
 HEARTBEAT_S = 6
+SOON_S = 150  # the others would wait for 300 s (trainer.distributed.shutdown_timeout)
 
 
 def wait_until_lost(pid: int) -> None:
@@ -62,5 +63,5 @@ def test_losing_a_process_ends_the_others(workplace, processes, number, lost, me
         assert re.search(said, err), err
         assert code == 1 or aborted, err
         assert "Traceback" not in err
-    assert seconds < 5 * HEARTBEAT_S
+    assert seconds < SOON_S
     assert "step-24" not in place.checkpoints()

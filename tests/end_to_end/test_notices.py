@@ -1,7 +1,6 @@
 """A machine that says that it will be preempted: saved after the step, exit 143, and resumed bit for bit."""
 
 import contextlib
-import time
 
 import pytest
 
@@ -52,9 +51,7 @@ def test_training_does_not_depend_on_the_server(workplace, uninterrupted, behavi
     place.write()
     with metadata_server() as server:
         server.behavior = behavior
-        began = time.monotonic()
         ended = place.run(*RUN, GCE_METADATA_HOST=server.host)
-        assert time.monotonic() - began < 60
         assert server.num_asked >= 1
     assert (ended.code, place.losses()) == (0, uninterrupted.losses), ended.err
     assert "Google" not in ended.out + ended.err

@@ -66,7 +66,7 @@ class Soak:
 
     def terminate(self, process: Any) -> Any:
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=100)
+        _, err = process.communicate(timeout=500)
         assert process.returncode in (0, *TERMINATED), err
         return self.start()
 

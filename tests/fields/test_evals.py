@@ -23,7 +23,7 @@ from tests.data.helpers import cache_of
 from tests.fields.proofs import Outcome, outcome_of
 from tests.fields.trees import merged, tree
 
-SAMPLES = ["prompts", "max_new_tokens", "temperature", "top_k", "top_p", "seed"]
+SAMPLES = ["prompts", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "tool"]  # tool: tests/run/test_chat.py
 HARNESS = ["tasks", "task_folder", "num_fewshot", "limit", "batch_size"]
 CORE = ["bundle", "tasks", "max_per_task", "batch_size"]  # tests/evals/test_core.py
 

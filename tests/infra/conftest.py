@@ -12,20 +12,14 @@ import pytest
 import yaml
 
 from tests.end_to_end.commands import REPOSITORY, Workplace, make_corpus
+from tests.end_to_end.waiting import EVALS
+from tests.ports import reserved_port
 from tests.xla_flags import flags_for
 
 sys.path.insert(0, str(REPOSITORY / "infra"))  # its modules import each other so
 
 NUM_STEPS = 24
-# Small steps: time for a kill between two saves.
-ARGUMENTS = (
-    "--config_path",
-    "run.yaml",
-    "--trainer.num_train_steps",
-    str(NUM_STEPS),
-    "--trainer.steps_per_eval",
-    "1000",
-)
+ARGUMENTS = ("--config_path", "run.yaml", "--trainer.num_train_steps", str(NUM_STEPS))
 LAST = f"step-{NUM_STEPS}"
 
 
@@ -36,7 +30,8 @@ class Launched(Workplace):
     @property
     def environment(self) -> dict[str, str]:
         variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags_for(1), "RAY_USAGE_STATS_ENABLED": "0"}
-        paths = {"PYTHONPATH": f"{REPOSITORY / 'src'}", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        paths = {"PYTHONPATH": f"{REPOSITORY / 'src'}{os.pathsep}{REPOSITORY}"}
+        paths |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         return os.environ | variables | paths
 
     def launch(self, *command: str) -> subprocess.Popen:
@@ -63,10 +58,19 @@ class Launched(Workplace):
                 continue  # it has ended
         return sorted(found)
 
-    def wait_for_checkpoint(self, name: str = "step-", timeout_s: float = 120) -> None:
-        """Waits until the run has saved, so that a later attempt begins in the middle. Args: name: how its name begins."""
+    def wait_at(self, step: int) -> None:
+        """From now on, the run waits at this step until `go` is called."""
+        path = self.folder / "run.yaml"
+        path.write_text(path.read_text().replace("steps_per_eval: 1000", f"steps_per_eval: {step}") + EVALS)
+
+    def go(self) -> None:
+        """Lets the run go on, and does not stop it any more."""
+        (self.folder / "go").touch()
+
+    def wait_for_checkpoint(self, name: str, timeout_s: float = 400) -> None:
+        """Waits until a checkpoint is finished, so that a later attempt begins in the middle."""
         end = time.monotonic() + timeout_s
-        while not any(found.startswith(name) for found in self.checkpoints()):
+        while name not in self.checkpoints():
             assert time.monotonic() < end, "no checkpoint was saved"
             time.sleep(0.02)
 
@@ -84,7 +88,9 @@ def launched(tmp_path_factory):
     def make() -> Launched:
         place = Launched(tmp_path_factory.mktemp("work"), shared / "cache", shared / "corpus")
         path = place.write()
-        path.write_text(path.read_text().replace("every: 5", "every: 8"))
+        path.write_text(
+            path.read_text().replace("every: 5", "every: 8").replace("steps_per_eval: 9", "steps_per_eval: 1000")
+        )
         return place
 
     return make
@@ -110,7 +116,7 @@ def pod_commands(folder: Path, nodes: int) -> list[str]:
     assert container["command"] == ["bash", "-c"]
     # The name in the cluster's DNS; Kubernetes itself resolves "$$".
     (line,) = container["args"]
-    return [line.replace("mine-run-0-0.mine:8476", "127.0.0.1:28476").replace("$$", "$")] * nodes
+    return [line.replace("mine-run-0-0.mine:8476", f"127.0.0.1:{reserved_port()}").replace("$$", "$")] * nodes
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,8 @@ worker.
 $FAKE/train is a shell script that stands for the training run: $NODE, $WORKER and $ATTEMPT (from 1) say which one it is.
 $FAKE/create and $FAKE/delete, if they exist, have a line per call: an error message, or nothing for success; $FAKE/connect
 has one per connection to worker 0. If $FAKE/drop appears, the connection to worker 0 is lost once, and its run goes on.
-While $FAKE/offline exists, this machine has no network. Each connection prints a message to stderr, as ssh does.
+While $FAKE/offline exists, this machine has no network, and each call adds a line to it. Each connection prints a message to
+stderr, as ssh does.
 """
 
 import json
@@ -29,6 +30,16 @@ exec bash "$FAKE/train"
 def fail(message: str, code: int = 1) -> None:
     print(f"ERROR: {message}", file=sys.stderr)
     sys.exit(code)
+
+
+def is_offline() -> bool:
+    try:
+        calls = os.open(FAKE / "offline", os.O_WRONLY | os.O_APPEND)  # not created: the run may have just deleted it
+    except FileNotFoundError:
+        return False
+    os.write(calls, b"\n")
+    os.close(calls)
+    return True
 
 
 def planned_failure(verb: str) -> None:
@@ -112,7 +123,7 @@ def main() -> None:
     with (FAKE / "calls").open("a") as calls:
         calls.write(json.dumps(sys.argv[1:]) + "\n")
     (FAKE / "state").mkdir(exist_ok=True)
-    if (FAKE / "offline").exists():
+    if is_offline():
         fail("gcloud crashed (ConnectionError): Failed to establish a new connection: Network is unreachable")
     group, verb, *words = sys.argv[3:]
     names = [word for word in words if not word.startswith("--")]

@@ -18,11 +18,13 @@ SOON = ("--trainer.distributed.heartbeat_timeout", "20s")  # instead of 100 s un
 @pytest.mark.slow
 def test_local(launched, expected):
     place = launched()
+    place.wait_at(12)
     process = place.launch(
         str(INFRA / "local.sh"), "--processes", "2", "--retries", "1", "--wait_s", "0", "--", *ARGUMENTS, *SOON
     )
-    place.wait_for_checkpoint()
+    place.wait_for_checkpoint("step-8")
     place.kill_one()
+    place.go()
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
     assert "starting again in 0 s, 0 times left" in out
@@ -47,7 +49,7 @@ def test_sigterm_to_one_pod_saves_in_all(launched):
     try:
         place.wait_for_checkpoint("step-8")
         pods[1].terminate()
-        outs = [pod.communicate(timeout=120)[0] for pod in pods]
+        outs = [pod.communicate(timeout=300)[0] for pod in pods]
     finally:
         for pod in pods:
             pod.kill()
@@ -62,16 +64,18 @@ def test_ray(launched, expected):
     """A cluster; the actor that watches one of the processes is killed, which kills the process."""
     pytest.importorskip("ray")
     place = launched()
+    place.wait_at(12)
     words = ("--address", "local", "--nodes", "2", "--cpus", "0.5", "--share_nodes", "--backoff_s", "0.1")
     process = place.launch(sys.executable, str(INFRA / "ray_job.py"), *words, "--", *ARGUMENTS)
-    place.wait_for_checkpoint()
+    place.wait_for_checkpoint("step-8")
     killed = place.training_processes()[-1]
     actor = int(subprocess.run(["ps", "-o", "ppid=", "-p", str(killed)], capture_output=True, text=True).stdout)
     os.kill(actor, signal.SIGKILL)
-    end = time.monotonic() + 10
-    while killed in place.training_processes() and time.monotonic() < end:
+    end = time.monotonic() + 100
+    while killed in place.training_processes():
+        assert time.monotonic() < end, "the process of the actor goes on"
         time.sleep(0.01)
-    assert killed not in place.training_processes()
+    place.go()
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
     assert "infra: retry: the nodes ended with" in out

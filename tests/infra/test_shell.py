@@ -141,6 +141,42 @@ def test_local_decides_like_the_other_launchers(tmp_path, codes, outcome):
     assert (result.returncode == 0) == (outcome == "done")
 
 
+def test_local_ends_processes_that_wait_for_one_that_has_failed(tmp_path):
+    """Process 1 fails before it connects. Process 0 would wait for it for trainer.distributed.initialization_timeout."""
+    trains = '[ "${@: -1}" = 1 ] && { touch "$HOME/failed"; exit 1; }\nexec sleep 600'
+    command = [
+        str(INFRA / "local.sh"),
+        "--processes",
+        "2",
+        "--port",
+        "1",
+        "--retries",
+        "1",
+        "--others_s",
+        "0",
+        "--",
+        "x",
+    ]
+    environment = stand_in(tmp_path, python=trains)
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 1, "the 143 of process 0 does not count"
+    assert "a process ended with 1; ending those that still wait for it: 0" in result.stderr
+    assert "starting again" not in result.stderr
+
+
+def test_local_finds_a_free_port(tmp_path):
+    """Outside of the range of outgoing connections."""
+    python = f'[ "$1" = -c ] && exec {sys.executable} "$@"\necho "${{@: -5:1}}"'
+    command = [str(INFRA / "local.sh"), "--processes", "2", "--", "x"]
+    result = subprocess.run(
+        command, env=stand_in(tmp_path, python=python), cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    ports = {int(line.rpartition(":")[2]) for line in result.stdout.splitlines()}
+    assert len(ports) == 1, result.stdout
+    assert ports <= set(range(12_000, 32_000))
+
+
 def test_local_waits_and_a_signal_ends_that(tmp_path):
     command = [str(INFRA / "local.sh"), "--processes", "1", "--retries", "1", "--wait_s", "600", "--", "x"]
     pipes = {"stderr": subprocess.PIPE, "text": True}
@@ -148,7 +184,7 @@ def test_local_waits_and_a_signal_ends_that(tmp_path):
     with subprocess.Popen(command, env=environment, cwd=tmp_path, **pipes) as process:
         assert "starting again in 600 s" in process.stderr.readline()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 143
+        assert process.wait(100) == 143
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -170,7 +206,7 @@ def slurm(folder: Path, restarts: int = 0, **programs: str) -> tuple[int, str, l
     environment = stand_in(folder, **({"scontrol": requeued} | programs))
     environment |= {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts), "JAXLM_SETUP": "export READY=yes"}
     command = ["bash", str(INFRA / "slurm.sbatch"), "--config_path", "my file.yaml"]
-    result = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=30)
+    result = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
     path = folder / "requeued"
     return result.returncode, result.stdout + result.stderr, path.read_text().splitlines() if path.exists() else []
 

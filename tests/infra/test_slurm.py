@@ -14,6 +14,7 @@ import pytest
 
 from tests.end_to_end.commands import REPOSITORY
 from tests.infra.conftest import ARGUMENTS, Launched
+from tests.ports import reserved_port
 
 SCRIPT = str(REPOSITORY / "infra" / "slurm.sbatch")
 
@@ -27,8 +28,8 @@ MpiDefault=none
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 ReturnToService=2
-SlurmctldPort=26817
-SlurmdPort=26818
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.pid
 StateSaveLocation={folder}/state
@@ -58,7 +59,8 @@ def slurm(tmp_path):
     for name in ("state", "spool"):
         (tmp_path / name).mkdir()
     path = tmp_path / "slurm.conf"
-    path.write_text(CONFIG.format(host=socket.gethostname().partition(".")[0], folder=tmp_path))
+    host, ports = socket.gethostname().partition(".")[0], [reserved_port(), reserved_port()]
+    path.write_text(CONFIG.format(host=host, folder=tmp_path, ports=ports))
     variables = os.environ | {"SLURM_CONF": str(path)}
     daemons = [
         subprocess.Popen([name, "-D"], env=variables, stderr=subprocess.DEVNULL) for name in ("slurmctld", "slurmd")
@@ -77,7 +79,7 @@ def output(variables: dict[str, str], *command: str) -> str:
     return subprocess.run(command, env=variables, capture_output=True, text=True).stdout
 
 
-def wait_until(condition, problem: str, timeout_s: float = 240) -> None:
+def wait_until(condition, problem: str, timeout_s: float = 600) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, problem
@@ -130,14 +132,17 @@ def test_a_slow_task_ends_by_itself(slurm, launched, code, log):
 @pytest.mark.soak
 def test_a_preempted_job_is_requeued_and_identical(slurm, launched, expected):
     place = launched()
+    place.wait_at(12)
     variables = place.environment | {"SLURM_CONF": slurm["SLURM_CONF"]}
     job = submit(place, variables, "--ntasks-per-node", "2", SCRIPT, *ARGUMENTS)
-    place.wait_for_checkpoint()
+    place.wait_for_checkpoint("step-8")
     urgent = submit(
         place, variables, "--partition", "high", "--exclusive", "--output", "urgent.log", "--wrap", "echo urgent"
     )
-    wait_until(lambda: state(variables, urgent) in ("", "COMPLETED"), "the other job did not run")
     log = Path(place.folder / f"logs/slurm-{job}.log")
+    wait_until(lambda: "SIGTERM received" in log.read_text(), "the run is not told")
+    place.go()
+    wait_until(lambda: state(variables, urgent) in ("", "COMPLETED"), "the other job did not run")
     wait_until(lambda: "\ndone" in log.read_text() and state(variables, job) in ("", "COMPLETED"), log.read_text())
     text = log.read_text()
     assert "ended with 143: requeued, restart 1" in text, text

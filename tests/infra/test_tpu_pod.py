@@ -15,7 +15,12 @@ import tpu_nodes
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "infra" / "tpu_pod.py"
-FAST = ("--backoff_s", "0.01", "--poll_s", "0.05", "--wait_for_others_s", "5")
+FAST = ("--backoff_s", "0.01", "--poll_s", "0.05", "--wait_for_others_s", "100")
+# Shell commands of the training script. What the script does next happens only when the others are so far.
+ALL_BEGUN = (
+    'touch "$FAKE/begun-$NODE-$WORKER"; while [ "$(ls "$FAKE" | grep -c ^begun-)" -lt {number} ]; do sleep 0.05; done'
+)
+DROP = 'touch "$FAKE/drop"; while [ -e "$FAKE/drop" ]; do sleep 0.05; done'
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Cloud:
 
     def run(self, command: str, *words: str, **options) -> tuple[int, str]:
         process = self.start(command, *words, **options)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=500)
         return process.returncode, out
 
     def plan(self, **files: str) -> None:
@@ -93,9 +98,10 @@ def test_a_run_to_its_end(cloud):
 
 def test_a_preempted_slice_is_created_again(cloud):
     """The machine disappears under one worker; the other one ends with 1, because it lost a process."""
+    lost = 'printf PREEMPTED > "$FAKE/state/$NODE"'
     cloud.plan(
-        train='if [ "$ATTEMPT" = 1 ]; then [ "$WORKER" = 0 ] && { sleep 0.3; exit 1; }\n'
-        'sleep 0.1; printf PREEMPTED > "$FAKE/state/$NODE"; sleep 60; fi\necho "attempt $ATTEMPT"'
+        train=f'if [ "$ATTEMPT" = 1 ]; then {ALL_BEGUN.format(number=2)}\n[ "$WORKER" = 0 ] && exit 1\n'
+        f'{lost}; sleep 600; fi\necho "attempt $ATTEMPT"'
     )
     code, out = cloud.run("babysit", "--spot")
     assert code == 0, out
@@ -108,10 +114,10 @@ def test_a_preempted_slice_is_created_again(cloud):
 
 @pytest.mark.slow
 def test_a_preempted_slice_of_two(cloud):
+    lost = 'printf SUSPENDED > "$FAKE/state/mine"; rm -f "$FAKE/state/$NODE"'
     cloud.plan(
-        train='[ "$ATTEMPT$NODE" = 1mine-0 ] && { sleep 0.4; exit 1; }\n'
-        'if [ "$ATTEMPT" = 1 ]; then sleep 0.1; printf SUSPENDED > "$FAKE/state/mine"\n'
-        'rm -f "$FAKE/state/$NODE"; sleep 60; fi'
+        train=f'if [ "$ATTEMPT" = 1 ]; then {ALL_BEGUN.format(number=4)}\n[ "$NODE" = mine-0 ] && exit 1\n'
+        f"{lost}; sleep 600; fi"
     )
     code, out = cloud.run("babysit", "--slices", "2", "--spot", "--type", "v5p-16")
     assert code == 0, out
@@ -168,7 +174,7 @@ def test_a_run_that_saved_after_sigterm_goes_on_on_the_same_machine(cloud):
 
 @pytest.mark.slow
 def test_a_lost_connection_does_not_start_the_run_twice(cloud):
-    cloud.plan(train='echo first\n[ "$WORKER" = 0 ] && touch "$FAKE/drop"\nsleep 0.6; echo "last of attempt $ATTEMPT"')
+    cloud.plan(train=f'echo first\n[ "$WORKER" = 0 ] && {{ {DROP}; }}\necho "last of attempt $ATTEMPT"')
     code, out = cloud.run("babysit")
     assert code == 0, out
     assert out.count("mine:0: connection lost; its machine is READY, connecting again") == 1
@@ -179,7 +185,8 @@ def test_a_lost_connection_does_not_start_the_run_twice(cloud):
 @pytest.mark.slow
 def test_a_run_goes_on_while_the_network_is_down(cloud):
     """Worker 0 makes this machine lose its connection and its network, for longer than several looks."""
-    lost = 'touch "$FAKE/offline" "$FAKE/drop"; sleep 1; rm "$FAKE/offline"'
+    asked = 'while [ "$(wc -l < "$FAKE/offline")" -lt 4 ]; do sleep 0.05; done'
+    lost = f'touch "$FAKE/offline" "$FAKE/drop"; {asked}; rm "$FAKE/offline"'
     cloud.plan(train=f'[ "$WORKER$ATTEMPT" = 01 ] && {{ echo first; {lost}; }}\necho "last of attempt $ATTEMPT"')
     code, out = cloud.run("babysit")
     assert code == 0, out
@@ -201,7 +208,7 @@ def test_an_exit_code_of_gcloud_is_not_that_of_the_run(cloud):
 @pytest.mark.slow
 def test_many_lost_connections_in_a_long_run_lose_no_output(cloud):
     """Lines with and without an end, carriage returns, and bytes that are no text, with a message of ssh per connection."""
-    line = r'printf "%s\r\xff half" "$n"; touch "$FAKE/drop"; while [ -e "$FAKE/drop" ]; do sleep 0.05; done; echo " of $n"'
+    line = rf'printf "%s\r\xff half" "$n"; {DROP}; echo " of $n"'
     cloud.plan(train=f'[ "$WORKER" = 0 ] && for n in 1 2 3 4 5 6 7; do {line}; done\necho "last of attempt $ATTEMPT"')
     code, out = cloud.run("babysit", "--connected_s", "0")
     assert code == 0, out
@@ -223,10 +230,8 @@ def test_a_machine_that_cannot_be_connected_to_is_given_up(cloud):
 
 def test_what_is_left_is_said_after_an_error_of_this_machine(cloud):
     """The disk becomes full."""
-    replaced = (
-        'ln -sf /dev/full "$FAKE"/logs/infra/mine/*/mine-0.log; touch "$FAKE/drop"; sleep 0.5; echo more; sleep 2'
-    )
-    cloud.plan(train=f'[ "$WORKER" = 0 ] && {{ echo first; sleep 0.3; {replaced}; }}')
+    replaced = f'ln -sf /dev/full "$FAKE"/logs/infra/mine/*/mine-0.log; {DROP}; echo more'
+    cloud.plan(train=f'[ "$WORKER" = 0 ] && {{ echo first; {replaced}; }}')
     code, out = cloud.run("babysit")
     assert code == 1, out
     assert "No space left on device" in out
@@ -256,7 +261,7 @@ def test_ctrl_c_says_what_is_left_and_the_same_command_follows_the_run(cloud, la
         if last in line:
             break
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=500)
     assert process.returncode == 130
     assert "mine (1 x v4-32, z) is left, state READY, and costs money. To delete it:" in out
     assert f"python {SCRIPT} delete mine --zone z" in out

@@ -17,7 +17,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import PublishError
 from jaxlm.interop.hf import tensor_writer
-from jaxlm.interop.hf.folder import load_model, open_folder, parameter_dtype, save_folder
+from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder, parameter_dtype, save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
 from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.interop.torch.renamed_tensors import RenamedTensors
@@ -227,7 +227,7 @@ def test_a_tied_model_with_another_head_is_computed_as_in_transformers(same, tmp
     opened, notes = open_folder(folder), []
     assert opened.config.tie_word_embeddings == same
     shapes = jax.eval_shape(lambda: opened.config.build(vocab_axis(VOCAB), key=jax.random.key(0)))
-    model = load_model(folder, shapes, opened.config, one_device(), log=notes.append)
+    model = load_model(folder, shapes, opened.config, one_device(), ReadOptions(log=notes.append))
     np.testing.assert_allclose(logits_of(model, inputs_of(ids)), expected, rtol=1e-4, atol=1e-4)
     assert ["lm_head.weight differs from the token embedding" in note for note in notes] == [True] * (not same)
     if not same:
@@ -314,7 +314,7 @@ def test_torch_files_and_weight_name_rules(tmp_path):
     assert source.tensors == file.tensors
     for name in file.tensors:
         np.testing.assert_array_equal(source.view(name), file.view(name))
-    loaded = load_model(tmp_path / "teacher.pt", abstract(dtype=jnp.bfloat16), CONFIG, one_device(), rules=rules)
+    loaded = load_model(tmp_path / "teacher.pt", abstract(dtype=jnp.bfloat16), CONFIG, one_device(), ReadOptions(rules))
     np.testing.assert_array_equal(loaded.lm_head().array, built(dtype=jnp.bfloat16).lm_head().array)
     with pytest.raises(ConfigError, match=r"the rule 'no such\.\*' matches no tensor"):
         RenamedTensors(open_tensors(tmp_path / "teacher.pt"), {"no such.*": ""})

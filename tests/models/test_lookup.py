@@ -92,6 +92,14 @@ def test_the_scan_is_that_of_whole_codewords():
     assert codeword_ends(sequences, 5).tolist() == scanned([s.tolist() for s in sequences], 5)
 
 
+def test_uniform_tables_may_be_of_any_size():
+    config = dataclasses.replace(TINY, lookup=LookupConfig(layers=[1], allocation="uniform", num_entries=300 * 600 + 1))
+    config.check()
+    assert config.leaves_from_tokens(300) is None
+    model = jax.eval_shape(lambda: config.build(vocab_axis(300), key=jax.random.key(0)))
+    assert model.body.lookups[0].scores.max_entries == 601  # more than the default of max_entries
+
+
 def test_no_token_gets_more_than_allowed():
     """A small sample has too few codewords: the list is gone through again, until the table is full."""
     sample = [np.zeros(500, int)]  # one token only
@@ -143,6 +151,14 @@ def test_counts_are_nanochats(name):
         (
             {"layers": [1], "num_entries": 701, "max_entries": 2},
             r"model\.lookup\.max_entries: 2 given, so 300 tokens have at most 600 entries, but the table has 701\. Raise",
+        ),
+        (
+            {"layers": [1], "allocation": "uniform", "max_entries": 2},
+            r"model\.lookup\.max_entries: 2 given, which has no effect with allocation: uniform\. Remove it, or set alloc",
+        ),
+        (
+            {"layers": [1], "allocation": "uniform", "sample_tokens": 160},
+            r"model\.lookup\.sample_tokens: 160 given, which has no effect with allocation: uniform",
         ),
     ],
 )
@@ -415,3 +431,16 @@ def test_prepare_computes_the_tables_once(tmp_path, monkeypatch):
     starts = np.arange(10) * size // 10 * 16
     entries = allocate("lzw", list(cache.read(starts, 16)), tokenizer.vocab_size, 900, 512)
     np.testing.assert_array_equal(np.diff(small["body.lookups.0.bounds"]), entries)
+
+    # Only the first sequences are trained on: two batches of eight.
+    data = dataclasses.replace(config.data, max_train_batches=2)
+    first = dataclasses.replace(config, data=data)
+    few = leaves_from_tokens(make_plan(first, "x", tokenizer.vocab_size), tokenizer, lines.append)
+    assert any("from 256 training tokens" in line for line in lines)
+    entries = allocate("lzw", list(cache.read(np.arange(16) * 16, 16)), tokenizer.vocab_size, 900, 512)
+    np.testing.assert_array_equal(np.diff(few["body.lookups.0.bounds"]), entries)
+
+    lines.clear()  # a run that loads its weights reads none of this
+    (tmp_path / "cache" / "derived").rename(tmp_path / "away")
+    prepare(dataclasses.replace(config, initialize_from_hf="someone/model"), Console())
+    assert not any("computing" in line for line in lines)

@@ -16,6 +16,7 @@ from jaxlm.core.axes import POSITION
 from jaxlm.models.base import Hidden, LanguageModel, vocab_axis
 from jaxlm.models.inference import generate as decode
 from jaxlm.models.inference.generate import GenerationConfig, generate, generate_tokens, stream_tokens
+from jaxlm.models.inference.stop_strings import StopStrings
 from jaxlm.models.inference.tools.base import Tool
 from jaxlm.models.inference.tools.calculator import Calculator
 from jaxlm.models.inference.tools.calls import TOOL_TOKENS, ToolCalls, ToolTokens
@@ -171,6 +172,25 @@ def test_parts_and_text_of_an_answer():
     assert all(after.startswith(before) for before, after in itertools.pairwise(shown)), "it can be streamed"
     assert CALLS.show([OUTPUT_START, *encode("5"), OUTPUT_END, *encode("a")]) == "<<=5>>a"
     assert CALLS.parts([]) == []
+
+
+def test_a_stop_string_ends_only_what_the_model_wrote():
+    ids = [*encode("is "), *ANSWER]
+    assert CALLS.show(ids) == "is <<12*7=84>>ok"
+    for texts, shown in (
+        (["84"], CALLS.show(ids)),
+        (["<<"], CALLS.show(ids)),
+        (["7o"], CALLS.show(ids)),  # on both sides of an output
+        (["k"], "is <<12*7=84>>o"),
+        (["*7"], "is <<12"),
+        (["k", "s "], "i"),
+    ):
+        stops = StopStrings(texts, CALLS.fragments)
+        assert stops.before(ids) == shown
+        assert stops.until is not None
+        assert stops.until(ids) == (shown != CALLS.show(ids))
+    assert StopStrings.of_text(["b"], read).before(encode("abc")) == "a"
+    assert StopStrings.of_text([], read).until is None
 
 
 class Scripted(LanguageModel):

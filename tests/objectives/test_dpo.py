@@ -269,6 +269,27 @@ def test_frozen_leaves_are_the_reference_s_too_and_syncs_move_the_others(models)
     assert Dpo().update_slot(slot, other, jnp.int32(200)).weights is slot.weights
 
 
+def test_small_steps_of_a_reference_arrive_in_a_bfloat16_computation(models):
+    """1000 steps of 1e-3 from one model to another: 1 - 0.999 ** 1000 of the way. In bfloat16, most would be lost."""
+    first, target = (jax.tree.map(lambda array: array.astype(jnp.bfloat16), model) for model in models)
+    objective = Dpo(sync_interval=1, sync_mixup=1e-3)
+
+    @jax.jit
+    def followed(slot):
+        step = lambda number, slot: objective.update_slot(slot, target, number)  # noqa: E731
+        return jax.lax.fori_loop(1, 1001, step, slot)
+
+    slot = followed(objective.init_slot(first))
+    share = 1 - 0.999**1000
+    for held, old, new in zip(*map(jax.tree.leaves, (slot.weights, first, target)), strict=True):
+        assert held.dtype == jnp.float32
+        old, new = np.asarray(old, np.float64), np.asarray(new, np.float64)
+        np.testing.assert_allclose(held, (1 - share) * old + share * new, rtol=1e-4, atol=1e-6)
+    asked = objective.references_in_slot(slot, first)["initial"]
+    assert {leaf.dtype for leaf in jax.tree.leaves(asked)} == {jnp.dtype(jnp.bfloat16)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(Dpo(sync_interval=1).init_slot(first))} == {jnp.dtype(jnp.bfloat16)}
+
+
 def test_with_lora_only_the_adapters_are_held_in_the_dtype_of_the_computation():
     sizes = {
         "seq_len": 16,

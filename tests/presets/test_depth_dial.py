@@ -280,6 +280,8 @@ def test_lookup_layers_of_the_recipe_seed_are_nanochats(name):
 def test_lookup_layers_are_yours_to_change():
     model: Any = configured(dial(4), with_lookup(1, 2, allocation="lzw", num_entries=50_000)).model
     assert (model.lookup.allocation, model.lookup.num_entries, model.lookup.key_norm) == ("lzw", 50_000, False)
+    even: Any = configured(dial(4), with_lookup(1, allocation="uniform")).model
+    even.check()  # without nanochat's sample_tokens, which would have no effect
     late: Any = configured(dial(4, "head"), with_lookup(2)).model
     assert (late.lookup.allocation, late.lookup.key_norm, late.lookup.score_scale) == ("lzw", True, None)
     assert configured(dial(4)).model.lookup is None  # pyright: ignore[reportAttributeAccessIssue]

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+from dataclasses import replace
 
 import equinox as eqx
 import haliax as hax
@@ -16,15 +17,19 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.templates import NANOCHAT_TOKENS
 from jaxlm.data.tokenizer.train_bpe import BpeConfig, train_bpe
+from jaxlm.evals.base import EvalContext
+from jaxlm.evals.samples import SamplesEvalConfig, prompt_ids
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.models.base import Hidden, LanguageModel, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.inference.generate import GenerationConfig, generate
 from jaxlm.models.inference.prefix_cache import PrefixCache
+from jaxlm.models.inference.tools.calculator import Calculator
+from jaxlm.objectives.next_token import score_batch
 from jaxlm.run.generation_options import tool_calls_of
 from jaxlm.run.load_model import open_model
 from tests.answers import SPECIAL, TEMPLATE, write_tokenizer
-from tests.engine.helpers import one_device
+from tests.engine.helpers import F32, one_device
 
 MODEL = LlamaConfig(
     seq_len=128, hidden_dim=32, intermediate_dim=48, num_layers=1, num_heads=4, num_kv_heads=2, initializer_range=0.3
@@ -238,6 +243,20 @@ def test_which_tool_is_used(nanochat_tokenizer, folder):
         tool_calls_of(options("calculator"), plain)
     with pytest.raises(ConfigError, match=r"--tool: 'clock' given\. Allowed: calculator, none, or package"):
         tool_calls_of(options("clock"), tokenizer)
+    limits = "{type: calculator, max_exponent: 9, max_characters: 12}"
+    calls = tool_calls_of(options(limits), tokenizer)
+    assert calls is not None
+    assert calls.tool == Calculator(max_characters=12, max_exponent=9)
+    with pytest.raises(ConfigError, match=r"^--tool\.max_characters: 5000 given, .*1 to 4096 expected"):
+        tool_calls_of(options("{type: calculator, max_characters: 5000}"), tokenizer)
+    with pytest.raises(
+        ConfigError, match=r"^--tool\.digits: no such key in tool \(type calculator\)\. Allowed: max_char"
+    ):
+        tool_calls_of(options("{type: calculator, digits: 5}"), tokenizer)
+    with pytest.raises(
+        ConfigError, match=r"--tool: '\{max_exponent: 9\}' given\. Allowed: calculator, none, or package"
+    ):
+        tool_calls_of(options("{max_exponent: 9}"), tokenizer)
     with pytest.raises(ConfigError, match="there is no dataclass that extends"):
         tool_calls_of(options("jaxlm.chat:Conversation"), tokenizer)
     chatml = ChatTemplate.load("chatml", tokenizer, "key")
@@ -250,3 +269,27 @@ def test_a_tokenizer_with_nanochats_tokens_chats_in_its_layout(nanochat_tokenize
     template = chat._load_template(None, nanochat_tokenizer)
     assert capsys.readouterr().err.startswith("note: the tokenizer has no chat template; nanochat is used.")
     assert template.prompt([{"role": "user", "content": "U"}], "here").endswith("U<|user_end|><|assistant_start|>")
+
+
+def test_samples_of_a_run_have_the_outputs_of_a_tool(nanochat_tokenizer):
+    tokenizer = nanochat_tokenizer
+    ids = lambda text: tokenizer.encode_with_offsets([text])[0][0].tolist()  # noqa: E731
+    asked = prompt_ids(tokenizer, "What is 12 * 7?")
+    before, output = ids("It is <|python_start|>12 * 7<|python_end|>"), ids("<|output_start|>84<|output_end|>")
+    said = [*before, *ids("?" * 4)[:1] * len(output), *ids("84.")]
+    script = jnp.zeros(SEQ_LEN, jnp.int32).at[len(asked) - 1 : len(asked) - 1 + len(said)].set(jnp.asarray(said))
+    model, kept = Scripted(script, jnp.float32(100.0), tokenizer.vocab_size), []
+    context = EvalContext(
+        *(one_device(), F32, tokenizer, tokenizer.token_bytes(), (), lambda _: None, SEQ_LEN, score_batch),
+        log_sample=lambda prompt, text: kept.append(text),
+    )
+    options = {"prompts": ["What is 12 * 7?"], "max_new_tokens": len(said), "temperature": 0.0}
+    for tool in (Calculator(), None):
+        SamplesEvalConfig(**options, tool=tool).open(context).run(model)
+    assert kept[0] == "It is <<12 * 7=84>>84."
+    assert kept[1].startswith("It is 12 * 7?")
+    unable = replace(context, tokenizer=train_bpe(["some text"] * 4, 260))
+    with pytest.raises(
+        ConfigError, match=r"evals: type samples: tool given, but the model cannot call a tool: .*no token"
+    ):
+        SamplesEvalConfig(**options, tool=Calculator()).open(unable)

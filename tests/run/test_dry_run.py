@@ -1,6 +1,7 @@
 """What a dry run plans with before a tokenizer is loaded, and what it says that a start would end with."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from jaxlm.config.load import decode_run
 from jaxlm.config.run import RunConfig
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.data.formats.preview import MaskPreview
-from jaxlm.run.dry_run import _answers, _checks, _previews, assumed_vocabulary
+from jaxlm.run import dry_run as dry_runs
+from jaxlm.run.dry_run import _agreed_checks, _answers, _but, _checks, _previews, assumed_vocabulary
 from jaxlm.run.plan import make_plan
 from tests.answers import LLAMA, write_tokenizer
 from tests.run.test_mesh_plan import MODEL
@@ -54,7 +56,8 @@ def test_the_vocabulary_is_what_the_configuration_and_its_files_say(folder):
 
 
 def refused(**sections: Any) -> dict[str, str]:
-    rows = dict(_answers(list(_checks(make_plan(configured(**sections), "x", 64)))))
+    plan = make_plan(configured(**sections), "x", 64)
+    rows = dict(_answers([*_checks(plan), *_agreed_checks(plan)]))
     return {name: answer.removeprefix("a start would end with: ") for name, answer in rows.items()}
 
 
@@ -119,3 +122,27 @@ def test_chats_are_previewed_and_masks_that_are_empty_are_refused(folder, tmp_pa
     assert not drawn
     assert rows["trained tokens of data"].startswith("a start would end with: data.format: the chat template (the tok")
     assert rows["trained tokens of data"].endswith("a.jsonl: line 1")
+
+
+def test_what_was_not_checked_qualifies_the_last_line(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("text")
+    data = {"train_urls": ["text.txt"], "tokenizer": folder}
+    rows = refused(
+        data=data, initialize_from_hf="someone/model", trainer={"checkpointer": {"base_path": "gs://b/runs"}}
+    )
+    assert rows == {
+        "weights": "not checked: someone/model is not on this disk",
+        "start": "not checked: the checkpoints at gs://b/runs, which a start may download",
+    }
+    assert _but(list(rows.items())) == ". Not everything was checked: see weights, start in the table"
+    assert _but([("data", "a start would end with: x"), *rows.items()]) == (
+        ", but a start would not get that far: see data in the table. Not everything was checked: see weights, start in the"
+        " table"
+    )
+    assert _but([("optimizer", "adam")]) == ""
+    monkeypatch.setattr(dry_runs, "_ANSWER_S", 0.0)
+    never = threading.Event()
+    (row,) = _answers([dry_runs._Question("text of data", never.wait, "the store")])
+    never.set()
+    assert row == ("text of data", "not checked: the store has not answered for 0 s")

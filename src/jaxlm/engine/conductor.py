@@ -17,7 +17,8 @@ from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.activity import Activity
 from jaxlm.engine.checkpoint.manifest import CheckpointName, History
-from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, newest_undamaged, restore
+from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, newest_undamaged
+from jaxlm.engine.checkpoint.resume import restore_state
 from jaxlm.engine.checkpoint.store import CheckpointFolder
 from jaxlm.engine.loop import OpenPhase
 from jaxlm.engine.outcome import Done, Interrupted, Next, Outcome, Rewind
@@ -151,7 +152,7 @@ class Conductor:
             )
         for array in jax.tree.leaves(state):
             array.delete()
-        return found, restore(found, self.state_builder.abstract_state(phase), self._layout)
+        return found, restore_state(found, self.state_builder, phase, self._layout, self._log)
 
 
 def _precedes(name: str, rewind: Rewind, phase: Phase, attempt: int) -> bool:

@@ -256,7 +256,7 @@ class _BackendMethods:
         return map(utils.make_disjoint_window, windows)
 
     def _generate(self, generator: Generator, contexts: Sequence[str], request: "_GenerationRequest") -> list[str]:
-        stops = StopStrings(request.stops, self._tokenizer.decode)
+        stops = StopStrings.of_text(request.stops, self._tokenizer.decode)
         max_prompt_tokens = self._model.Pos.size - request.max_new_tokens
         prompts = [self.tok_encode(context)[-max_prompt_tokens:] for context in contexts]
         config = GenerationConfig(

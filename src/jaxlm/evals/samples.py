@@ -11,6 +11,8 @@ from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveFra
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
+from jaxlm.models.inference.tools.base import Tool
+from jaxlm.models.inference.tools.calls import ToolCalls
 from jaxlm.models.inference.unstacked import Generator
 
 
@@ -26,6 +28,8 @@ class SamplesEvalConfig(EvalConfig):
         top_k: sample only from the `top_k` most likely tokens; null samples from all.
         top_p: sample only from the most likely tokens whose probabilities add up to `top_p`; null samples from all.
         seed: random seed; the same model and seed generate the same text.
+        tool: answers the model's calls, as in `jaxlm chat`, such as `{type: calculator}`; null answers none. The tokenizer
+            must have the tokens of calls. Outputs count as new tokens.
     """
 
     prompts: list[str] = field(default_factory=lambda: [""])
@@ -34,6 +38,7 @@ class SamplesEvalConfig(EvalConfig):
     top_k: PositiveInt | None = None
     top_p: PositiveFraction | None = None
     seed: Seed = 0
+    tool: Tool | None = None
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -49,14 +54,16 @@ class SamplesEvalConfig(EvalConfig):
                 f" together they must not exceed model.seq_len: {ctx.seq_len}. Shorten the prompt, or set max_new_tokens to"
                 f" {max(1, ctx.seq_len - longest)}"
             )
-        return SamplesEval(self, ctx)
+        calls = None if self.tool is None else ToolCalls.of(self.tool, ctx.tokenizer, "evals: type samples: tool")
+        return SamplesEval(self, ctx, calls)
 
 
 class SamplesEval(Eval):
     """Prints and logs samples, and returns no metrics."""
 
-    def __init__(self, config: SamplesEvalConfig, ctx: EvalContext):
+    def __init__(self, config: SamplesEvalConfig, ctx: EvalContext, calls: ToolCalls | None):
         self._config = config
+        self._calls = calls
         self._ctx = ctx
         self._cast = jax.jit(ctx.precision.cast_to_compute)
 
@@ -65,9 +72,9 @@ class SamplesEval(Eval):
         prompts = [prompt_ids(tokenizer, prompt, bos=self._ctx.enforce_bos) for prompt in config.prompts]
         sampling = (config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
         generation = GenerationConfig(*sampling, stop_ids=tokenizer.stop_ids)
-        continuations = generate_tokens(Generator.of(self._cast(model)), prompts, generation, self._go_on)
+        continuations = generate_tokens(Generator.of(self._cast(model)), prompts, generation, self._go_on, self._calls)
         for prompt, ids in zip(config.prompts, continuations, strict=True):
-            text = tokenizer.decode(ids)
+            text = tokenizer.decode(ids) if self._calls is None else self._calls.show(ids)
             self._ctx.log(textwrap.indent(prompt + text, "  | ", lambda _line: True))
             self._ctx.log_sample(prompt, text)
         return {}

@@ -1,12 +1,11 @@
 """Pretrained models in a folder, in Hugging Face's format or in nanochat's."""
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
-from jaxlm.interop.hf.folder import load_model, open_folder
+from jaxlm.interop.hf.folder import AS_THEY_ARE, ReadOptions, load_model, open_folder
 from jaxlm.interop.torch.nanochat import check_vocabulary, load_nanochat, model_file, read_config
 from jaxlm.models.base import LanguageModel, ModelConfig
 
@@ -25,19 +24,19 @@ class PretrainedModel:
     notes: tuple[str, ...] = ()
 
 
-def open_pretrained(path: Path, skip_keys: Sequence[str] = ()) -> PretrainedModel:
-    """Reads the configuration of a folder, or of one of nanochat's files. Arguments and errors as of `open_folder`."""
+def open_pretrained(path: Path, options: ReadOptions = AS_THEY_ARE) -> PretrainedModel:
+    """Reads the configuration of a folder, or of one of nanochat's files. Errors as of `open_folder`."""
     if (file := model_file(path)) is not None:
         return PretrainedModel(*read_config(file))
-    opened = open_folder(path, skip_keys)
+    opened = open_folder(path, options)
     return PretrainedModel(opened.config, opened.vocab_size, opened.notes)
 
 
-def check_pretrained(path: Path, num_tokens: int, skip_keys: Sequence[str] = ()) -> None:
-    """Raises `ConfigError` if the weights do not fit a tokenizer of this size. Arguments as of `open_folder`."""
+def check_pretrained(path: Path, num_tokens: int, options: ReadOptions = AS_THEY_ARE) -> None:
+    """Raises `ConfigError` if the weights do not fit a tokenizer of this size."""
     if (file := model_file(path)) is not None:
         return check_vocabulary(file, num_tokens)
-    rows = open_folder(path, skip_keys).vocab_size
+    rows = open_folder(path, options).vocab_size
     if rows < num_tokens:
         raise ConfigError(
             f"{path}: the embedding has {rows:,} rows, but the tokenizer has {num_tokens:,} tokens. Set data.tokenizer to the"
@@ -47,16 +46,9 @@ def check_pretrained(path: Path, num_tokens: int, skip_keys: Sequence[str] = ())
 
 
 def load_pretrained(
-    path: Path,
-    abstract: LanguageModel,
-    config: ModelConfig,
-    layout: Layout,
-    *,
-    rules: Mapping[str, str] | None = None,
-    skip_keys: Sequence[str] = (),
-    log: Callable[[str], None] = lambda _: None,
+    path: Path, abstract: LanguageModel, config: ModelConfig, layout: Layout, options: ReadOptions = AS_THEY_ARE
 ) -> LanguageModel:
     """Loads the weights of a folder or file. Arguments and errors as of `jaxlm.interop.hf.folder.load_model`."""
-    if not rules and (file := model_file(path)) is not None:
+    if not options.rules and (file := model_file(path)) is not None:
         return load_nanochat(file, abstract, config, layout)
-    return load_model(path, abstract, config, layout, rules=rules, skip_keys=skip_keys, log=log)
+    return load_model(path, abstract, config, layout, options)

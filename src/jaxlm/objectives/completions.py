@@ -93,7 +93,8 @@ class HeldReference(eqx.Module):
 
     Attributes:
         weights: the leaves that train, in the dtypes of the computation; None for the others, which never change. None if the
-            reference is not held.
+            reference is not held. If it follows the model by fractions, at least float32: in bfloat16, steps of less than
+            1/256 of a weight would be lost.
         statistics: numbers of the objective's own, by name.
     """
 
@@ -102,7 +103,11 @@ class HeldReference(eqx.Module):
 
     def model(self, model: LanguageModel) -> LanguageModel:
         """The reference. Args: model: the model that trains, for its frozen leaves."""
-        return eqx.combine(self.weights, model, is_leaf=is_named)
+
+        def computing(ours: Any, theirs: Any) -> Any:
+            return theirs if ours is None else ours.astype(theirs.dtype)
+
+        return jax.tree.map(computing, self.weights, model, is_leaf=lambda leaf: leaf is None or is_named(leaf))
 
     def synced(self, trainable: Any, updates: jax.Array, interval: int, mixup: float) -> "HeldReference":
         """The reference after an update: every `interval` updates, it moves by the fraction `mixup` to `trainable`.
@@ -114,8 +119,8 @@ class HeldReference(eqx.Module):
         is_due = updates % interval == 0
 
         def moved(ours: jax.Array, theirs: jax.Array) -> jax.Array:
-            new = theirs if mixup == 1 else ours.astype(jnp.float32) * (1 - mixup) + theirs.astype(jnp.float32) * mixup
-            return jnp.where(is_due, new.astype(ours.dtype), ours)
+            new = theirs.astype(ours.dtype) if mixup == _WHOLE else ours + (theirs.astype(ours.dtype) - ours) * mixup
+            return jnp.where(is_due, new, ours)
 
         return replace(self, weights=jax.tree.map(moved, self.weights, trainable))
 
@@ -199,7 +204,10 @@ class ReferencedObjective(ObjectiveConfig):
         statistics = self.init_statistics()
         if not self.holds_reference and not statistics:
             return None
-        return HeldReference(trainable if self.holds_reference else None, statistics)
+        weights = trainable if self.holds_reference else None
+        if self.sync_mixup != _WHOLE:
+            weights = jax.tree.map(lambda array: array.astype(jnp.promote_types(array.dtype, jnp.float32)), weights)
+        return HeldReference(weights, statistics)
 
     def update_slot(self, slot: HeldReference, trainable: Any, updates: jax.Array) -> HeldReference:
         after = slot.synced(trainable, updates, self.sync_interval, self.sync_mixup)

@@ -125,7 +125,7 @@ class MuonConfig(OptimizerConfig):
 
     def _momentum(self, num_steps: int) -> optax.GradientTransformation:
         if self.momentum_schedule is None and not self.momentum_ema:
-            return optax.trace(self.momentum, self.nesterov)
+            return _in_their_dtype(in_float32(optax.trace(self.momentum, self.nesterov)))
         constant = lambda _: jnp.asarray(self.momentum, jnp.float32)  # noqa: E731
         schedule = self.momentum_schedule
         value = constant if schedule is None else schedule.build(self.momentum, self.schedule(num_steps), num_steps)
@@ -193,6 +193,16 @@ class MuonConfig(OptimizerConfig):
             return tree.map_leaves(decayed, updates), _Count(state.count + 1)
 
         return optax.GradientTransformation(lambda params: _Count(jnp.zeros((), jnp.int32)), update_fn)
+
+
+def _in_their_dtype(direction: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Rounds directions to the dtypes of the gradients."""
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        moved, state = direction.update(updates, state, params)
+        return jax.tree.map(lambda new, old: new.astype(old.dtype), moved, updates), state
+
+    return optax.GradientTransformation(direction.init, update_fn)
 
 
 class _Momentum(NamedTuple):

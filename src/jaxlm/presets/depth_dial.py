@@ -215,8 +215,9 @@ class _Dial:
                 f" model.hidden_dim: {-(-width // dial.head_dim) * dial.head_dim}",
             )
         keys["num_heads"] = width // dial.head_dim
-        if isinstance(self._given("model.lookup"), Mapping):
-            keys["lookup"] = dict(self._recipe.lookup)
+        if isinstance(given := self._given("model.lookup"), Mapping):
+            unused = ("sample_tokens",) if given.get("allocation") == "uniform" else ()
+            keys["lookup"] = {key: value for key, value in self._recipe.lookup.items() if key not in unused}
         self._add("layers", keys["num_layers"], "depth", key="model.num_layers")
         self._add("width", keys["hidden_dim"], rule, key="model.hidden_dim")
         self._add("heads", keys["num_heads"], f"{width:,} / {dial.head_dim}", key="model.num_heads")

@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -15,7 +15,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from jaxlm.interop.hf.folder import HfFolder, load_model, open_folder
+from jaxlm.interop.hf.folder import HfFolder, ReadOptions, load_model, open_folder
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.refs.base import Log, Ref, RefConfig
@@ -59,9 +59,8 @@ class _HfRef(Ref[HfRefConfig]):
     def load(self, Vocab: Axis, layout: Layout, log: Log) -> LanguageModel:
         folder = self._with_weights
         log(f"{self.key}: {folder}")
-        rules = self.config.weight_names or None
-        options = {"rules": rules, "skip_keys": self.config.skip_keys, "log": log}
-        return load_model(folder, self.abstract(Vocab), self._opened.config, layout, **options)
+        options = replace(self._options, rules=self.config.weight_names, log=log)
+        return load_model(folder, self.abstract(Vocab), self._opened.config, layout, options)
 
     def notes(self) -> Sequence[str]:
         return () if self.config.weight_names else self._opened.notes
@@ -82,7 +81,11 @@ class _HfRef(Ref[HfRefConfig]):
 
     @functools.cached_property
     def _opened(self) -> HfFolder:
-        return open_folder(self._folder, self.config.skip_keys, skipped_by=f"{self.key}.skip_keys")
+        return open_folder(self._folder, self._options)
+
+    @property
+    def _options(self) -> ReadOptions:
+        return ReadOptions(skip_keys=self.config.skip_keys, skipped_by=f"{self.key}.skip_keys")
 
     @functools.cached_property
     def _identity(self) -> dict[str, str]:

@@ -27,6 +27,7 @@ from jaxlm.data.tokenizer.added_tokens import open_tokenizer
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.data.tokenizer.train_bpe import DEFAULT_VOCAB_SIZE, bpe_config
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
+from jaxlm.interop.hf.folder import ReadOptions
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.interop.pretrained import check_pretrained, open_pretrained
 from jaxlm.observe.console import Console, table
@@ -42,6 +43,7 @@ from jaxlm.run.startup import describe
 _DEFAULT_VOCAB_SIZE = 50_257  # GPT-2's
 _ANSWER_S = 10.0  # client libraries repeat an unanswered request for up to a minute
 _REFUSED = "a start would end with: "
+_UNCHECKED = "not checked: "
 _MAX_CORNERS = 16  # corner points of a schedule to list
 
 
@@ -73,7 +75,8 @@ def _of_weights(config: RunConfig, tokenizer: str) -> tuple[int, str] | None:
     name = hf_name(config.initialize_from_hf, tokenizer)
     if name is None or not Path(name).exists():
         return None
-    return open_pretrained(Path(name), config.hf_skip_keys).vocab_size, f"rows of the embedding in {name}"
+    opened = open_pretrained(Path(name), ReadOptions(skip_keys=config.hf_skip_keys))
+    return opened.vocab_size, f"rows of the embedding in {name}"
 
 
 def _of_checkpoint(config: RunConfig, tokenizer: str) -> tuple[int, str] | None:
@@ -92,7 +95,8 @@ def dry_run(plan: Plan, console: Console) -> None:
     """Logs the plan, compiles the training step of every phase, and logs its memory use."""
     rows = [*describe(plan), ("vocabulary", assumed_vocabulary(plan.config)[1]), *_caches(plan)]
     previews: list[MaskPreview] = []
-    refusals = list(dict.fromkeys(_answers([*_checks(plan), *_previews(plan, previews)])))
+    answers = [*_answers([*_checks(plan), *_previews(plan, previews)]), *_answers_of_all(list(_agreed_checks(plan)))]
+    refusals = list(dict.fromkeys(answers))
     console.log(table("plan (dry run: nothing is tokenized, no training)", [*rows, *refusals]))
     for preview in previews:
         console.log(preview.draw(colors=console.has_colors))
@@ -110,9 +114,19 @@ def dry_run(plan: Plan, console: Console) -> None:
             refusals += too_large
             console.log(table(f"phase '{phase.name}'", [*phase_rows, *too_large]))
     console.log(f"schedule: {_plot_schedule(plan)}")
-    ends = list(dict.fromkeys(name for name, answer in refusals if answer.startswith(_REFUSED)))
-    but = f", but a start would not get that far: see {', '.join(ends)} in the table" if ends else ""
-    console.log(f"dry run complete: all training steps compile{but}")
+    console.log(f"dry run complete: all training steps compile{_but(rows + refusals)}")
+
+
+def _but(rows: Sequence[tuple[str, str]]) -> str:
+    """What qualifies that all training steps compile."""
+    but = ""
+    for prefix, says in (
+        (_REFUSED, ", but a start would not get that far"),
+        (_UNCHECKED, ". Not everything was checked"),
+    ):
+        names = list(dict.fromkeys(name for name, answer in rows if answer.startswith(prefix)))
+        but += f"{says}: see {', '.join(names)} in the table" if names else ""
+    return but
 
 
 class _Question(NamedTuple):
@@ -147,7 +161,7 @@ def _caches(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _checks(plan: Plan) -> Iterator[_Question]:
     """What a start checks, as far as that neither writes nor reads text."""
-    config, trainer = plan.config, plan.config.trainer
+    config = plan.config
     for data in {id(data): data for data in plan.data}.values():
         if not data.train_source_names():
             yield _Question("data", data.check, "the data")
@@ -156,20 +170,34 @@ def _checks(plan: Plan) -> Iterator[_Question]:
         for source in data.sources():
             check = functools.partial(source.check, caches=False)
             yield _Question(f"text of {source.key}", check, "what has the text")
-    name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
-    if name is not None and Path(name).exists() and not config.hf_weight_names:
-        num_tokens = plan.state_builder.Vocab.size - len(plan.data[0].added_tokens)
-        check = functools.partial(check_pretrained, Path(name), num_tokens, config.hf_skip_keys)
-        yield _Question("weights", check, f"the disk with {name}")
     for evaluation in config.evals:
         yield _Question(f"evaluation {choice_name(type(evaluation))}", evaluation.check, "the disk")
-    if jax.process_count() > 1:
-        return  # what follows is agreed on by all processes, in an order that threads do not have
-    if plan.refs and bpe_config(plan.data[0].tokenizer) is None:
+    name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
+    if name is None:
+        return
+    if not Path(name).exists():
+        yield _unchecked("weights", f"{name} is not on this disk")
+    elif config.hf_weight_names:
+        yield _unchecked("weights", "hf_weight_names gives them other names")
+    else:
+        options = ReadOptions(skip_keys=config.hf_skip_keys)
+        num_tokens = plan.state_builder.Vocab.size - len(plan.data[0].added_tokens)
+        check = functools.partial(check_pretrained, Path(name), num_tokens, options)
+        yield _Question("weights", check, f"the disk with {name}")
+
+
+def _agreed_checks(plan: Plan) -> Iterator[_Question]:
+    """What all processes of a start check together."""
+    trainer = plan.config.trainer
+    if plan.refs and bpe_config(plan.data[0].tokenizer) is not None:
+        yield _unchecked("references", "whether they have the run's tokens, because a start trains its tokenizer")
+    elif plan.refs:
         yield _Question("references", functools.partial(_check_references, plan), "the disk")
     starts = (trainer.load_checkpoint_path, trainer.initialize_from, trainer.initialize_from_state)
-    # Looking at a URL may download a checkpoint.
-    if not any(path is not None and is_url(path) for path in (trainer.checkpointer.base_path, *starts)):
+    urls = [path for path in (trainer.checkpointer.base_path, *starts) if path is not None and is_url(path)]
+    if urls:
+        yield _unchecked("start", f"the checkpoints at {' and '.join(urls)}, which a start may download")
+    else:
         yield _Question("start", functools.partial(check_init_from, plan), "the disk")
 
 
@@ -196,6 +224,10 @@ def _previews(plan: Plan, drawn: list[MaskPreview]) -> Iterator[_Question]:
             yield _Question(f"trained tokens of {source.key}", functools.partial(shares, source), "what has the text")
 
 
+def _unchecked(name: str, what: str) -> _Question:
+    return _Question(name, lambda: f"{_UNCHECKED}{what}", "")
+
+
 def _check_references(plan: Plan) -> None:
     check_references(plan, plan.data[0].load_tokenizer(log=lambda _: None), lambda _: None)
 
@@ -210,8 +242,20 @@ def _answers(questions: Sequence[_Question]) -> Iterator[tuple[str, str]]:
     until = time.monotonic() + _ANSWER_S
     for number, (thread, question) in enumerate(zip(threads, questions, strict=True)):
         thread.join(max(0.0, until - time.monotonic()))
-        answer = answers.get(number, f"{question.whom} has not answered for {_ANSWER_S:g} s")
+        answer = answers.get(number, f"{_UNCHECKED}{question.whom} has not answered for {_ANSWER_S:g} s")
         if answer is not None:
+            yield question.name, answer
+
+
+def _answers_of_all(questions: Sequence[_Question]) -> Iterator[tuple[str, str]]:
+    """The same for questions that all processes ask together: in an order that threads do not have."""
+    if jax.process_count() == 1:
+        yield from _answers(questions)
+        return
+    answers: dict[int, str | None] = {}
+    for number, question in enumerate(questions):
+        _ask(number, question, answers)
+        if (answer := answers[number]) is not None:
             yield question.name, answer
 
 

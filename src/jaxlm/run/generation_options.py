@@ -1,9 +1,11 @@
 """Command-line options for text generation, tools, adapters and quantization."""
 
 import argparse
-import inspect
+from dataclasses import dataclass
 
-from jaxlm.config.plugins import import_choice, is_import_path
+from jaxlm.config.decode import decode
+from jaxlm.config.plugins import is_import_path
+from jaxlm.config.yaml import ConfigSource, parse_value
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig
@@ -50,8 +52,8 @@ def add_generation_options(parser: argparse.ArgumentParser, *, max_new_tokens: i
         "--tool",
         default=None,
         help=f"tool that answers what the model writes between {TOOL_TOKENS[0]} and {TOOL_TOKENS[1]}:"
-        f" {_DEFAULT_TOOL}, none, or a class of your own, package.module:Class (default: {_DEFAULT_TOOL}, if the tokenizer"
-        " has these tokens)",
+        f" {_DEFAULT_TOOL}, none, or a class of your own, package.module:Class; or with keys, as in"
+        f" '{{type: {_DEFAULT_TOOL}, max_exponent: 9}}' (default: {_DEFAULT_TOOL}, if the tokenizer has these tokens)",
     )
     add_adapter_option(parser)
     add_quantize_option(parser)
@@ -94,24 +96,25 @@ def tool_calls_of(options: argparse.Namespace, tokenizer: Tokenizer) -> ToolCall
     name = options.tool or _DEFAULT_TOOL
     if name == _NO_TOOL:
         return None
-    kind = _tool_class(name)
-    vocabulary = tokenizer.vocabulary()
-    tokens = ToolTokens.of(vocabulary)
-    if tokens is None and options.tool is not None:
-        missing = next(token for token in TOOL_TOKENS if token not in vocabulary)
-        raise ConfigError(
-            f"--tool: '{name}' given, but the model cannot call a tool: its tokenizer has no token {missing}. Remove --tool"
-        )
-    return None if tokens is None else ToolCalls(kind(), tokens, tokenizer.encode, tokenizer.decode)
+    tool = _tool(name)
+    if options.tool is None and ToolTokens.of(tokenizer.vocabulary()) is None:
+        return None
+    return ToolCalls.of(tool, tokenizer, f"--tool: '{name}'")
 
 
-def _tool_class(name: str) -> type:
-    known = Tool.get_known_choices()
+@dataclass(frozen=True)
+class _ToolOption:
+    tool: Tool
+
+
+def _tool(text: str) -> Tool:
+    """The tool of a name, or of a mapping with `type` and keys."""
+    given = parse_value(text) if text.lstrip().startswith("{") else {"type": text}
+    name, known = given.get("type"), Tool.get_known_choices()
     if name not in known and not is_import_path(name):
         allowed = ", ".join(sorted((*known, _NO_TOOL)))
-        raise ConfigError(f"--tool: '{name}' given. Allowed: {allowed}, or package.module:Class")
-    kind = known[name] if name in known else import_choice(Tool, name)
-    required = [p.name for p in inspect.signature(kind).parameters.values() if p.default is p.empty]
-    if required:
-        raise ConfigError(f"--tool: '{name}' given, whose key {required[0]} has no default. Give it a default")
-    return kind
+        raise ConfigError(f"--tool: '{name or text}' given. Allowed: {allowed}, or package.module:Class")
+    try:
+        return decode(_ToolOption, ConfigSource({"tool": given})).tool
+    except ConfigError as error:
+        raise ConfigError(f"--{error}") from error

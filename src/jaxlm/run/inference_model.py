@@ -75,7 +75,7 @@ class InferenceModel:
             raise ConfigError(f"generate: stop: {stop!r} given, but a list of texts that are not empty is expected")
         ids = [self.loaded.prompt_ids(p) if isinstance(p, str) else list(map(int, p)) for p in prompts]
         config = GenerationConfig(max_new_tokens, temperature, top_k, top_p, seed, self.loaded.tokenizer.stop_ids)
-        stops = StopStrings(stop, self.tokenizer.decode)
+        stops = StopStrings.of_text(stop, self.tokenizer.decode)
         with self.loaded.plan.layout.use():
             return [stops.before(new) for new in generate_tokens(self._generator, ids, config, stops.until)]
 

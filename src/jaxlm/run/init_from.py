@@ -5,9 +5,11 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from jaxlm.config.run import RunConfig
 from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import broadcast_from_main, main_first, main_only
@@ -22,9 +24,11 @@ from jaxlm.engine.checkpoint.restore import (
     newest_undamaged,
     restore,
 )
+from jaxlm.engine.checkpoint.resume import restore_state
 from jaxlm.engine.checkpoint.store import Checkpoint
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, place_state
+from jaxlm.interop.hf.folder import ReadOptions
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.interop.pretrained import load_pretrained, open_pretrained
@@ -63,8 +67,7 @@ class InitFrom:
             wanted = plan.config.model.leaves_from_tokens(plan.state_builder.Vocab.size)
             saved = json.loads(source.checkpoint.read("run/manifest.json"))["leaves"]
             return wanted is not None and any(f"model.{path}" not in saved for path in wanted.paths)
-        hugging_face = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
-        return self.state is None and self.weights is None and hugging_face is None
+        return self.state is None and self.weights is None and starts_at_random(plan.config, plan.data[0].tokenizer)
 
     @property
     def history(self) -> History:
@@ -92,24 +95,8 @@ class InitFrom:
     def load_state(self, plan: Plan, phase: Phase, log: Log) -> RunState:
         """Restores the whole state of a checkpoint in `phase`. Call it inside `plan.layout.use()`."""
         assert self.state is not None
-        builder = plan.state_builder
-        abstract = builder.abstract_state(phase)
-        initialize = functools.partial(place_state, lambda: builder.initial_state(phase), abstract, plan.layout)
-        fresh = initialize if plan.config.trainer.allow_partial_checkpoint else None
-        if fresh is not None and phase.objective.holds_reference:
-            self._check_has_reference(phase)
-        return restore(self.state, abstract, plan.layout, fresh=fresh, log=log)
-
-    def _check_has_reference(self, phase: Phase) -> None:
-        """Raises `ConfigError` if the objective would compare the model with a newly initialized one."""
-        assert self.state is not None
-        saved = json.loads(self.state.checkpoint.read("run/manifest.json"))["leaves"]
-        if not any(path.startswith("slots.objective.") for path in saved):
-            raise ConfigError(
-                f"phase '{phase.name}': the objective holds the model from the start of the phase as its reference, which"
-                f" {self.state.location} does not have: it was saved with another objective. Start a new run with"
-                " trainer.initialize_from, add a phase with this objective, or set objective.reference to a model in refs"
-            )
+        partial = plan.config.trainer.allow_partial_checkpoint
+        return restore_state(self.state, plan.state_builder, phase, plan.layout, log, allow_partial=partial)
 
     def load_weights(self, plan: Plan, log: Log) -> LanguageModel | None:
         """Loads the model to start the first phase with; None for random weights. Call it inside `plan.layout.use()`."""
@@ -124,6 +111,19 @@ class InitFrom:
         return restore(self.weights, abstract, plan.layout, prefix="model", fresh=fresh, log=log, cast=True)
 
 
+def starts_at_random(config: RunConfig, tokenizer: Any) -> bool:
+    """Whether a new run may initialize some parameters, and not load them.
+
+    Args:
+        tokenizer: `data.tokenizer` of the first phase.
+    """
+    trainer = config.trainer
+    if hf_name(config.initialize_from_hf, tokenizer) is not None:
+        return False
+    given = trainer.initialize_from or trainer.initialize_from_state
+    return given is None or trainer.allow_partial_checkpoint
+
+
 def _load_hf_weights(plan: Plan, log: Log) -> LanguageModel | None:
     """The configured Hugging Face weights, or None."""
     name = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
@@ -133,11 +133,11 @@ def _load_hf_weights(plan: Plan, log: Log) -> LanguageModel | None:
     log(f"weights: {path}")
     abstract = plan.state_builder.abstract_initial_model
     config, added = plan.config, plan.data[0].added_tokens
-    options = {"rules": config.hf_weight_names, "skip_keys": config.hf_skip_keys, "log": log}
+    options = ReadOptions(config.hf_weight_names, config.hf_skip_keys, log=log)
     if not added:
-        return load_pretrained(path, abstract, config.model, plan.layout, **options)
+        return load_pretrained(path, abstract, config.model, plan.layout, options)
     smaller = plan.state_builder.with_vocabulary(abstract.Vocab.size - len(added)).abstract_initial_model
-    model = load_pretrained(path, smaller, config.model, plan.layout, **options)
+    model = load_pretrained(path, smaller, config.model, plan.layout, options)
     log(f"the {len(added)} rows for data.added_tokens are the mean of the {smaller.Vocab.size:,} others")
     return grow_vocabulary(model, abstract, plan.layout)
 
@@ -149,7 +149,7 @@ def import_notes(plan: Plan) -> list[str]:
     if name is None or config.hf_weight_names:
         return notes
     path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=False))
-    return [*open_pretrained(path, config.hf_skip_keys).notes, *notes]
+    return [*open_pretrained(path, ReadOptions(skip_keys=config.hf_skip_keys)).notes, *notes]
 
 
 def check_init_from(plan: Plan) -> None:

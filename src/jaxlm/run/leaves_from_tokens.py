@@ -2,17 +2,19 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxlm.core import tree
+from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.runtime import broadcast_from_main, main_only
 from jaxlm.data.cache.derived_arrays import Arrays, open_or_compute
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.config import DataConfig
 from jaxlm.data.data import Data
+from jaxlm.data.examples import Examples
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.base import LeavesFromTokens
 from jaxlm.run.plan import Plan
@@ -31,7 +33,7 @@ def leaves_from_tokens(plan: Plan, tokenizer: Tokenizer, log: Log) -> Arrays:
 
     def compute() -> Arrays:
         data = section.open(tokenizer, model.seq_len, log, summarize=False)
-        return compute_leaves(wanted, section, data, builder.Vocab.size, log)
+        return compute_leaves(wanted, section, data, builder.Vocab.size, plan.batches.train, log)
 
     computed = main_only(compute)  # the others need not even see its caches
     abstract = dict(tree.leaves(builder.abstract_initial_model))
@@ -39,9 +41,15 @@ def leaves_from_tokens(plan: Plan, tokenizer: Tokenizer, log: Log) -> Arrays:
     return {path: broadcast_from_main((computed or empty)[path]) for path in wanted.paths}
 
 
-def compute_leaves(wanted: LeavesFromTokens, section: DataConfig, data: Data, vocab_size: int, log: Log) -> Arrays:
-    """These leaves for a model that is trained on this data first. They are in the cache afterwards."""
-    samples = list(_samples(data, wanted.num_tokens))
+def compute_leaves(
+    wanted: LeavesFromTokens, section: DataConfig, data: Data, vocab_size: int, batches: BatchSchedule, log: Log
+) -> Arrays:
+    """These leaves for a model that is trained on this data first. They are in the cache afterwards.
+
+    Args:
+        batches: batch sizes by step of the run, on which it depends what `max_train_batches` leaves.
+    """
+    samples = list(_samples(data, data.trained_on(batches), wanted.num_tokens))
     made_from = {"leaves": dict(wanted.key), "vocabulary": vocab_size, "tokens": [each.identity for each in samples]}
 
     def compute() -> dict[str, np.ndarray]:
@@ -71,13 +79,17 @@ class _Sample:
         return np.split(self.cache.read_ranges(self.starts, self.lengths), np.cumsum(self.lengths)[:-1])
 
 
-def _samples(data: Data, num_tokens: int) -> Iterator[_Sample]:
-    """Training sequences at equal distances: of each source as many as suit its weight, averaged over the stages."""
-    shares = dict.fromkeys(data.train, 0.0)
+def _samples(data: Data, train: Mapping[str, Examples], num_tokens: int) -> Iterator[_Sample]:
+    """Training sequences at equal distances: of each source as many as suit its weight, averaged over the stages.
+
+    Args:
+        train: source name -> the examples that are trained on.
+    """
+    shares = dict.fromkeys(train, 0.0)
     for stage in data.weights:
         for name in shares:
             shares[name] += stage.weights.get(name, 0.0) / sum(stage.weights.values()) / len(data.weights)
-    for name, examples in data.train.items():
+    for name, examples in train.items():
         share = shares[name] if data.weights else 1.0
         wanted = int(np.ceil(share * num_tokens / examples.seq_len))
         size = min(wanted, len(examples))

@@ -24,7 +24,7 @@ from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, restore
 from jaxlm.evals.samples import prompt_ids
-from jaxlm.interop.hf.folder import load_model, open_folder, parameter_dtype
+from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder, parameter_dtype
 from jaxlm.interop.hf.hub import local_folder, may_be_repository
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.quantized import describe_weights, quantized
@@ -322,14 +322,14 @@ def _open_hf_model(
     }
     check_effective(keys, also=(*_TOP_LEVEL, *also))
     config = decode_run(override(ConfigSource(defaults), dict(keys)), None)
-    opened = open_folder(folder, config.hf_skip_keys)
+    options = ReadOptions(skip_keys=config.hf_skip_keys, log=_to_stderr)
+    opened = open_folder(folder, options)
     tokenizer = load_tokenizer(str(folder))
     # All embedding rows, even those without a token, so that the logits match those of transformers.
     plan = make_plan(config, "imported", opened.vocab_size, devices)
 
     def load() -> LanguageModel:
-        options = {"skip_keys": config.hf_skip_keys, "log": _to_stderr}
-        return load_model(folder, plan.state_builder.abstract_initial_model, config.model, plan.layout, **options)
+        return load_model(folder, plan.state_builder.abstract_initial_model, config.model, plan.layout, options)
 
     return LoadedModel(folder, tokenizer, plan, (), plan.data[0], None, load, adds_bos=None)
 

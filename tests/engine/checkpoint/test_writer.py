@@ -57,13 +57,20 @@ def test_nothing_is_written_if_a_checkpoint_cannot_be_begun(tmp_path):
 
 def test_a_slow_disk_is_waited_for_only_by_the_next_save(tmp_path, monkeypatch):
     goes_on, begin = threading.Event(), LocalFolder.begin
-    monkeypatch.setattr(LocalFolder, "begin", lambda *arguments: (goes_on.wait(60), begin(*arguments)))
+    monkeypatch.setattr(LocalFolder, "begin", lambda *arguments: (goes_on.wait(100), begin(*arguments)))
     monkeypatch.setattr(writing, "_PATIENCE_S", 0.1)
     folder, writer, said = opened(tmp_path)
     writer.start(STATE, cursor(1), {})
     assert writer.is_busy
     assert folder.names() == []
-    threading.Timer(0.5, goes_on.set).start()
+
+    def finish_once_it_is_mentioned() -> None:
+        end = time.monotonic() + 60
+        while not said and time.monotonic() < end:
+            time.sleep(0.01)
+        goes_on.set()
+
+    threading.Thread(target=finish_once_it_is_mentioned).start()
     assert writer.wait() is None
     assert said == ["waiting for the save of step-1, which is still being written"]
     assert folder.names() == ["step-1"]

@@ -55,7 +55,7 @@ class TextFile:
         return (document for document in read_documents(self.path, self.text_key) if document.text)
 
     def records(self, keys: Sequence[str] | None, optional: Sequence[str] = ()) -> Iterator[Record]:
-        """The records; of a table, only the columns `keys` (None: all), and those of `optional` it has. Raises like `read`."""
+        """The records; of tables, only the columns `keys` (None: all), and those of `optional` it has. Raises like `read`."""
         return read_records(self.path, keys, optional)
 
     def documents(self) -> Iterator[str]:

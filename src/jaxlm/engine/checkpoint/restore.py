@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -118,6 +118,7 @@ def restore(
     fresh: Callable[[], T] | None = None,
     log: Callable[[str], None] = print,
     cast: bool = False,
+    unused: Collection[str] = (),
 ) -> T:
     """Reads the arrays of `abstract` from a checkpoint directly into their sharding on the current mesh.
 
@@ -127,6 +128,7 @@ def restore(
         fresh: builds the arrays that the checkpoint does not have. Arrays that only one side has are logged. Without it,
             the checkpoint must have exactly the arrays of `abstract`.
         cast: also accept other floating-point dtypes.
+        unused: paths of arrays in the checkpoint that are not read.
 
     Raises:
         ConfigError: the checkpoint's arrays differ from those of `abstract`; lists the first differences.
@@ -136,7 +138,7 @@ def restore(
     saved: dict[str, Any] = json.loads(verified.checkpoint.read("run/manifest.json"))["leaves"]
     dotted = f"{prefix}." if prefix else ""
     expected = {dotted + path: leaf for path, leaf in manifest(abstract).items()}
-    saved = {path: leaf for path, leaf in saved.items() if path.startswith(dotted)}
+    saved = {path: leaf for path, leaf in saved.items() if path.startswith(dotted) and path not in unused}
     if cast:
         saved = {path: _cast(leaf, expected[path]) if path in expected else leaf for path, leaf in saved.items()}
     if fresh is None:
@@ -155,7 +157,7 @@ def restore(
             args=ocp.args.PyTreeRestore(
                 item=target,
                 restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-                partial_restore=bool(prefix) or fresh is not None,
+                partial_restore=bool(prefix or unused) or fresh is not None,
             ),
         )
     loaded = {path.removeprefix(dotted): array for path, array in arrays.items()}
@@ -182,20 +184,39 @@ def _log_partial(location: Path | str, missing: list[str], ignored: list[str], l
 
 
 def _compare(location: Path | str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    differences = [
-        f"  {leaf}: checkpoint {_describe(saved.get(leaf))}, this model {_describe(expected.get(leaf))}"
-        for leaf in sorted({*saved, *expected})
-        if saved.get(leaf) != expected.get(leaf)
+    differing = [leaf for leaf in sorted({*saved, *expected}) if saved.get(leaf) != expected.get(leaf)]
+    if not differing:
+        return
+    keys = sorted({_key_of(leaf, saved.get(leaf), expected.get(leaf)) for leaf in differing})
+    what, where = ("this model", "") if keys == ["model"] else ("this configuration", f" in {', '.join(keys)}")
+    lines = [
+        f"  {leaf}: checkpoint {_describe(saved.get(leaf))}, {what} {_describe(expected.get(leaf))}"
+        for leaf in differing[:_MOST_SHOWN]
     ]
-    if differences:
-        more = f"\n  ... and {len(differences) - _MOST_SHOWN} more" if len(differences) > _MOST_SHOWN else ""
-        raise ConfigError(
-            f"the checkpoint {location} does not match this model:\n"
-            + "\n".join(differences[:_MOST_SHOWN])
-            + more
-            + "\nConfigure the model that the checkpoint was saved with (run/config.yaml in the checkpoint), or set another"
-            " trainer.id. To ignore arrays that only one side has, set trainer.allow_partial_checkpoint: true"
-        )
+    if len(differing) > _MOST_SHOWN:
+        lines.append(f"  ... and {len(differing) - _MOST_SHOWN} more")
+    advice = "Set these keys as the checkpoint has them (in its run/config.yaml), or set another trainer.id."
+    if saved.keys() != expected.keys():
+        advice += " To ignore arrays that only one side has, set trainer.allow_partial_checkpoint: true"
+    raise ConfigError("\n".join([f"the checkpoint {location} does not match {what}{where}:", *lines, advice]))
+
+
+# Prefix of a leaf's path -> the section or key that decides whether the leaf exists, and its shape.
+_KEYS = {
+    "model.": "model",
+    "opt_state.": "optimizer",
+    "slots.objective.": "objective",
+    "slots.loss_scale.": "trainer.mp",
+    "slots.bad_steps.": "optimizer.skip_bad_steps",
+    "slots.": "trainer.model_averaging",
+}
+
+
+def _key_of(leaf: str, saved: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> str:
+    """The key whose change explains why a leaf differs."""
+    if saved is not None and expected is not None and saved["shape"] == expected["shape"]:
+        return "trainer.mp"
+    return next((key for prefix, key in _KEYS.items() if leaf.startswith(prefix)), "model")
 
 
 def _describe(leaf: Mapping[str, Any] | None) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,30 @@ def parse_dtype(name: str, key: str) -> Any:
     return DTYPES[name]
 
 
+def _ignore(_: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How the files of another program are read.
+
+    Attributes:
+        rules: `RenamedTensors` rules from their tensor names to the Hugging Face names. With any, config.json is not read.
+        skip_keys: keys of config.json to read as if they were not there.
+        skipped_by: the key of the configuration that names them, for messages.
+        log: gets the notes about config.json when the weights are loaded.
+    """
+
+    rules: Mapping[str, str] = field(default_factory=dict)
+    skip_keys: Sequence[str] = ()
+    skipped_by: str = "hf_skip_keys"
+    log: Callable[[str], None] = _ignore
+
+
+AS_THEY_ARE = ReadOptions()
+
+
 @dataclass(frozen=True)
 class HfFolder:
     """A folder with config.json and weights.
@@ -59,25 +83,19 @@ def load_model(
     abstract: LanguageModel,
     config: ModelConfig,
     layout: Layout,
-    *,
-    rules: Mapping[str, str] | None = None,
-    skip_keys: Sequence[str] = (),
-    log: Callable[[str], None] = lambda _: None,
+    options: ReadOptions = AS_THEY_ARE,
 ) -> LanguageModel:
     """Loads the weights of a folder or file into a model with the shapes and dtypes of `abstract`, sharded by `layout`.
 
     Args:
         abstract: a model of `config` under `jax.eval_shape`.
-        rules: for files of other programs, `RenamedTensors` rules from their tensor names to the Hugging Face names.
-        skip_keys: as in `open_folder`.
-        log: gets the folder's notes.
 
     Raises:
         ConfigError: the weights do not fit the model; lists all tensors that are missing or do not fit.
     """
     vocab_size, unused = None, ()
-    if not rules:
-        opened = open_folder(path, skip_keys)
+    if not options.rules:
+        opened = open_folder(path, options)
         if not isinstance(config, opened.family.config):
             raise ConfigError(
                 f"model.type: {type(config).__name__} given, but {path} contains a {opened.family.model_types[0]} model."
@@ -86,12 +104,12 @@ def load_model(
         vocab_size = opened.vocab_size
         unused = (re.escape(SCORE),) if is_classifier(read_json_object(path / "config.json")) else ()
         for note in opened.notes:
-            log(f"note: {note}")
+            options.log(f"note: {note}")
     family, source = family_of_config(config), open_tensors(path)
     return load_weights(
         abstract,
         family.tensors(config),
-        RenamedTensors(source, rules) if rules else source,
+        RenamedTensors(source, options.rules) if options.rules else source,
         layout,
         where=str(path),
         prefix=family.prefix,
@@ -100,12 +118,8 @@ def load_model(
     )
 
 
-def open_folder(path: Path, skip_keys: Sequence[str] = (), *, skipped_by: str = "hf_skip_keys") -> HfFolder:
+def open_folder(path: Path, options: ReadOptions = AS_THEY_ARE) -> HfFolder:
     """Reads config.json of a folder.
-
-    Args:
-        skip_keys: keys of config.json to read as if they were not there.
-        skipped_by: the key of the configuration that names them, for messages.
 
     Raises:
         ConfigError: config.json is missing, invalid, or describes an unsupported model.
@@ -113,7 +127,7 @@ def open_folder(path: Path, skip_keys: Sequence[str] = (), *, skipped_by: str = 
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(f"{path}: config.json not found. It is required to know the model of the weights")
-    content = _without(read_json_object(file), skip_keys, f"{skipped_by}: ", file)
+    content = _without(read_json_object(file), options.skip_keys, f"{options.skipped_by}: ", file)
     family = family_of_json(content, str(file))
     vocab_size = content.get("vocab_size")
     if type(vocab_size) is not int or vocab_size < 1:

@@ -7,6 +7,7 @@ from typing import Any
 from jaxlm.config.decode import encode
 from jaxlm.config.yaml import merge
 from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.folder import ReadOptions
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.pretrained import open_pretrained
 
@@ -50,7 +51,7 @@ def with_hf_model(tree: Mapping[str, Any]) -> dict[str, Any]:
         )
     skipped = tree.get("hf_skip_keys")
     skip_keys = skipped if isinstance(skipped, list) else []  # decoding reports what is not a list
-    base = encode(open_pretrained(local_folder(name, _KEY, weights=False), skip_keys).config)
+    base = encode(open_pretrained(local_folder(name, _KEY, weights=False), ReadOptions(skip_keys=skip_keys)).config)
     own = tree.get("model", {})
     if isinstance(own, Mapping) and own.get("type", base["type"]) != base["type"]:
         raise ConfigError(

@@ -265,10 +265,11 @@ def _model_config(config: NanoConfig, vocab_size: int) -> Mapping[str, Any]:
 
 
 def _described_lookup(config: NanoConfig, lookup: LookupConfig, vocab_size: int) -> dict[str, Any]:
+    num_entries = num_lookup_entries(config, vocab_size)
     return {
         "l3_after_layers": ",".join(map(str, sorted(lookup.layers))),
-        "l3_n_emb": num_lookup_entries(config, vocab_size),
+        "l3_n_emb": num_entries,
         "l3_d_up": lookup.mlp_dim or 0,
-        "l3_k_max": lookup.max_entries,
+        "l3_k_max": lookup.most_entries(num_entries, vocab_size),
         "l3_tie_kv": lookup.tied,
     }

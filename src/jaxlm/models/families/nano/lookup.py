@@ -49,11 +49,11 @@ class LookupConfig:
         layers: numbers of the layers, from 0, after each of which a lookup layer follows. The middle of the model is best.
         num_entries: entries of each table. Null is a thousandth of the parameters that the model has with one entry for each
             token, and at least the vocabulary, as in nanochat.
-        max_entries: the most entries of a token.
+        max_entries: the most entries of a token. Not with `uniform`, which gives all tokens the same number.
         allocation: how many entries each token gets, at least one. `lzw`: one for each frequent sequence of tokens that ends
             with it, found in a sample of the training tokens. `nanochat`: as in its code, which gives all tokens the same
             number, and one more to the most frequent ones. `uniform`: the same number for all, without looking at the tokens.
-        sample_tokens: training tokens in that sample, at most. nanochat's are 204,800.
+        sample_tokens: training tokens in that sample, at most. nanochat's are 204,800. Not with `uniform`.
         mlp_dim: hidden width. Null is four times `model.hidden_dim`.
         tied: use the keys as values too.
         key_norm: normalize the keys. nanochat does not.
@@ -85,6 +85,13 @@ class LookupConfig:
             raise ConfigError(
                 f"model.lookup.layers: {list(self.layers)} given, 0 to {num_layers - 1} expected (num_layers - 1)"
             )
+        for key in ("max_entries", "sample_tokens"):
+            given = getattr(self, key)
+            if self.allocation == "uniform" and given != getattr(LookupConfig, key):
+                raise ConfigError(
+                    f"model.lookup.{key}: {given:,} given, which has no effect with allocation: uniform. Remove it, or set"
+                    " allocation to lzw or nanochat"
+                )
 
     def check_entries(self, num_entries: int, vocab_size: int) -> None:
         """Raises `ConfigError` if `num_entries` does not suit a vocabulary of this size."""
@@ -93,12 +100,16 @@ class LookupConfig:
                 f"model.lookup.num_entries: {num_entries:,} given, but each of the {vocab_size:,} tokens needs an entry."
                 " Raise it, or remove it"
             )
-        if num_entries > vocab_size * self.max_entries:
+        if num_entries > vocab_size * self.most_entries(num_entries, vocab_size):
             raise ConfigError(
                 f"model.lookup.max_entries: {self.max_entries} given, so {vocab_size:,} tokens have at most"
                 f" {vocab_size * self.max_entries:,} entries, but the table has {num_entries:,}. Raise max_entries, or set"
                 " num_entries to a lower number"
             )
+
+    def most_entries(self, num_entries: int, vocab_size: int) -> int:
+        """The most entries that a token may have in a table of this size."""
+        return -(-num_entries // vocab_size) if self.allocation == "uniform" else self.max_entries
 
     def bounds_of(self, sequences: Sequence[np.ndarray], num_entries: int, vocab_size: int) -> np.ndarray:
         """Where the entries of each token begin, and where the last ones end, int32 [vocab + 1].
@@ -150,7 +161,7 @@ class LookupLayer(eqx.Module):
             up_proj=uniform_linear(Embed, Hidden, std=Embed.size**-0.5, key=k_up),
             mix_proj=zero_linear(Axis(LOOKUP_MIX, Hidden.size + Embed.size), Embed),
             norm=UnweightedRMSNorm(Embed, epsilon),
-            scores=Scores(scale, epsilon if config.key_norm else None, config.max_entries),
+            scores=Scores(scale, epsilon if config.key_norm else None, config.most_entries(num_entries, Vocab.size)),
         )
 
     def __call__(self, x: NamedArray, tokens: NamedArray) -> NamedArray:

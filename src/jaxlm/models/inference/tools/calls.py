@@ -6,8 +6,9 @@ the model writes this                  the tool's output, forced into the stream
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.models.inference.tools.base import Tool
 
 TOOL_TOKENS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
@@ -43,6 +44,22 @@ class ToolCalls:
     encode: Callable[[str], Sequence[int]]
     decode: Callable[[list[int]], str]
 
+    @classmethod
+    def of(cls, tool: Tool, tokenizer: Any, key: str) -> "ToolCalls":
+        """Answers the calls of models with this tokenizer. Raises `ConfigError` if it has no tokens for calls.
+
+        Args:
+            key: what chose the tool, such as `--tool`.
+        """
+        vocabulary = tokenizer.vocabulary()
+        tokens = ToolTokens.of(vocabulary)
+        if tokens is None:
+            missing = next(token for token in TOOL_TOKENS if token not in vocabulary)
+            raise ConfigError(
+                f"{key} given, but the model cannot call a tool: its tokenizer has no token {missing}. Remove it"
+            )
+        return cls(tool, tokens, tokenizer.encode, tokenizer.decode)
+
     def output_after(self, ids: Sequence[int]) -> list[int]:
         """The tokens that must follow `ids`, whose last token ends a call; none if the call has no output."""
         start, end = self.tokens.call_start, self.tokens.call_end
@@ -69,13 +86,17 @@ class ToolCalls:
 
         More tokens only add to the text, except that they may complete its last character.
         """
-        shown, is_open = "", False
+        return "".join(text for text, _ in self.fragments(ids))
+
+    def fragments(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
+        """The parts of `show(ids)`, each with whether the model wrote it, and not the tool or this class."""
+        shown, is_open = [], False
         for kind, text, has_ended in self._pieces(ids):
             if kind == OUTPUT:
-                shown += ("=" if is_open else "<<=") + text + (">>" if has_ended else "")
+                shown.append((("=" if is_open else "<<=") + text + (">>" if has_ended else ""), False))
                 is_open = not has_ended
             else:
-                shown += (">>" if is_open else "") + ("<<" if kind == CALL else "") + text
+                shown += [((">>" if is_open else "") + ("<<" if kind == CALL else ""), False), (text, True)]
                 is_open = kind == CALL
         return shown
 
