@@ -38,7 +38,7 @@ TEXTS, INSTRUCTIONS, PAIRS = (
     "hh_harmless_pairs_1200.jsonl",
 )
 BASE, HELD_OUT_INSTRUCTIONS, PROMPT_CHARACTERS = "base", 100, 400
-PRETRAIN_STEPS, SFT_STEPS, DPO_EPOCHS, BATCH, PAIRS_PER_BATCH = 900, 300, 3, 8, 16
+PRETRAIN_STEPS, SFT_STEPS, DPO_EPOCHS, BATCH, PAIRS_PER_BATCH = 700, 300, 2, 8, 16
 SEQ_LEN = 256
 MODEL = {
     "type": "llama",
@@ -140,7 +140,7 @@ def base_config(data: Path, seed: int) -> dict[str, Any]:
             {"name": "sft", "num_train_steps": SFT_STEPS, "data": sft, "optimizer": {"learning_rate": 1e-3}},
         ],
         "optimizer": {"learning_rate": 6e-3, **_SHAPE},
-        "trainer": trainer(seed, BATCH, 30),
+        "trainer": trainer(seed, BATCH, 50),
         "hf_save_path": f"exports/{BASE}",
         "evals": [{"type": "loss"}],
     }
@@ -161,7 +161,7 @@ def dpo_config(fold: int, export: str, steps: int, seed: int) -> dict[str, Any]:
         },
         "objective": {"type": "dpo", "beta": 0.1},
         "optimizer": {"learning_rate": 5e-4, **_SHAPE, "weight_decay": 0.0},
-        "trainer": {**trainer(seed, PAIRS_PER_BATCH, max(1, steps // 5)), "num_train_steps": steps},
+        "trainer": {**trainer(seed, PAIRS_PER_BATCH, max(1, steps // 4)), "num_train_steps": steps},
         "evals": [{"type": "objective"}, {"type": "preference"}],
     }
 
