@@ -43,6 +43,7 @@ ENVIRONMENTS = {
     "jaxlm": ["-e", str(ROOT), "psutil"],
     "torch": TORCH,
     "hf": [*TORCH, "transformers>=5.20", "accelerate>=1.1"],
+    "trl": [*TORCH, "trl==1.16.0", "peft", "transformers>=5.20", "accelerate>=1.1", "datasets"],
     # levanter imports gitpython and chex but does not require them.
     "levanter": ["levanter==1.2.dev1644", "gitpython", "chex", "psutil"],
 }

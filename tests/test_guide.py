@@ -41,7 +41,11 @@ NEEDED: dict[tuple[str, str | None, str], dict[str, Any]] = {
     ("objective", "dpo", "simpo_gamma"): {"loss_type": "simpo"},
     ("objective", "grpo", "tis_cap"): {"old_policy": "model"},
     ("objective", "grpo", "overlong_cache"): {"max_response_tokens": 512},
+    ("objective", "dpo", "alphapo_alpha"): {"loss_type": "alphapo"},
+    ("objective", "dpo", "discopop_tau"): {"loss_type": "discopop"},
     ("objective", "grpo", "cispo_cap"): {"policy_loss": "cispo"},
+    ("objective", "grpo", "sapo_positive_temperature"): {"policy_loss": "sapo"},
+    ("objective", "grpo", "sapo_negative_temperature"): {"policy_loss": "sapo"},
     ("objective", "grpo", "max_response_tokens"): {"loss_agg": "dr_grpo", "max_response_tokens": 8},
     ("data.format", "pairs", "prompt_ends_with"): {"prompt_field": None},
 }

@@ -40,7 +40,7 @@ def test_import_contracts():
     assert result.returncode == 0, result.stdout
 
 
-LARGE = ("nanochat/chat_cpu.yaml", "nanochat/speedrun_d12.yaml", "nanochat/d20.yaml")
+LARGE = ("post_training/end_to_end.yaml", "nanochat/chat_cpu.yaml", "nanochat/speedrun_d12.yaml", "nanochat/d20.yaml")
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,17 @@ def test_a_phase_that_names_the_default_type_inherits_the_keys_inside(here):
     assert phase.data.format.text_key == "body"
 
 
+def test_a_phase_with_another_kind_of_data_inherits_the_tokenizer_alone(here):
+    text = GOOD.replace("vocab_size: 300", "vocab_size: 300, tokenizer: {type: bpe, pattern: nanochat}")
+    pairs = "{type: pairs, source: {type: arithmetic_pairs}, cache_dir: c2}"
+    (here / "run.yaml").write_text(text + f"phases: [{{name: a}}, {{name: b, data: {pairs}}}]\n")
+    config = read_config(here / "run.yaml")
+    data = config.phases[1].data
+    assert (data.tokenizer, data.vocab_size) == (config.data.tokenizer, 300)
+    assert config.data.tokenizer.pattern == "nanochat"
+    assert (data.train_urls, data.cache_dir) == ([], "c2")
+
+
 @pytest.mark.parametrize("text", [GOOD, PHASES, CHATS], ids=["plain", "phases", "other types in phases"])
 def test_a_dumped_configuration_loads_back_equal(text, here):
     (here / "run.yaml").write_text(text)

@@ -13,12 +13,15 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.sources.corpus import CorpusConfig
 from jaxlm.data.sources.tasks.arithmetic import ArithmeticCorpus
+from jaxlm.data.sources.tasks.arithmetic_answers import ArithmeticGroups, ArithmeticPairs
 from jaxlm.data.sources.tasks.base import split_of
 from jaxlm.data.sources.tasks.spelling import SpellingCorpus, _words
 from jaxlm.data.tokenizer.templates import NANOCHAT_TOKENS
 from jaxlm.models.inference.tools.calculator import Calculator
 
 SMALL = {"num_train": 300, "num_validation": 60}
+PAIRS = ArithmeticPairs(num_train=120, num_validation=40)
+GROUPS = ArithmeticGroups(num_train=60, num_validation=20)
 CORPORA = {"arithmetic": ArithmeticCorpus(**SMALL), "spelling": SpellingCorpus(**SMALL)}
 
 
@@ -43,7 +46,12 @@ def test_every_corpus_and_field_has_a_test():
     }
     shared = ["num_train", "num_validation", "seed"]
     own = {name: fields for name, fields in found.items() if ":" not in name and not name.startswith("acme")}
-    assert own == {"arithmetic": [*shared, "stories", "follow_ups"], "spelling": [*shared, "words", "counts"]}
+    assert own == {
+        "arithmetic": [*shared, "stories", "follow_ups"],
+        "arithmetic_pairs": [*shared, "stories"],
+        "arithmetic_groups": [*shared, "stories", "group_size"],
+        "spelling": [*shared, "words", "counts"],
+    }
 
 
 @pytest.mark.parametrize("name", CORPORA)
@@ -117,6 +125,53 @@ def test_problems_of_validation_are_not_in_training(name):
 
     train, validation = set(problems("train")), set(problems("validation"))
     assert not train & validation
+
+
+def solved(question: str) -> str:
+    """The result of a problem, from the numbers and signs of its question alone."""
+    numbers = list(map(int, re.findall(r"\d+", question)))
+    if len(numbers) == 2:
+        (sign,) = re.findall(r" ([-+*/]) ", question)
+        a, b = numbers
+        return str({"+": a + b, "-": a - b, "*": a * b, "/": a // b}[sign])
+    a, b, c = numbers
+    solve = {"gives away": a * b - c, "change": c - a * b, "times as many": (a + b) * c}
+    (result,) = (solve[kind] for kind in solve if kind in question)
+    return str(result)
+
+
+def result_of(answer: str) -> str:
+    return re.findall(r"-?\d+", answer)[-1]
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_the_chosen_answer_is_right_and_the_other_wrong_with_the_same_layout(split):
+    kinds = set()
+    for record in PAIRS.records(split):
+        (asked,) = record["prompt"]
+        texts = {side: record[side][0]["content"] for side in ("chosen", "rejected")}
+        results = {side: result_of(content[-1]["text"]) for side, content in texts.items()}
+        assert results["chosen"] == solved(asked["content"]) != results["rejected"]
+        assert [part["type"] for part in texts["chosen"]] == [part["type"] for part in texts["rejected"]]
+        for content in texts.values():
+            for call, output in calls([{"role": "assistant", "content": content}]):
+                assert output == str(eval(call))
+        kinds.add(len(texts["chosen"]))
+    assert len(kinds) == 2, "single expressions and stories"
+    assert {len(r["chosen"][0]["content"]) for r in ArithmeticPairs(num_train=30, stories=0.0).records("train")} == {4}
+
+
+def test_rewards_of_groups_are_those_of_their_answers():
+    records = list(GROUPS.records("train"))
+    assert records == list(dataclasses.replace(GROUPS).records("train"))
+    for record in records:
+        asked = record["prompt"][0]["content"]
+        rewards = [float(result_of(response) == solved(asked)) for response in record["responses"]]
+        assert rewards == record["rewards"]
+        assert 0 < sum(rewards) < len(rewards) == 4
+        assert all(response.count(token) >= 1 for response in record["responses"] for token in NANOCHAT_TOKENS[5:])
+    larger = ArithmeticGroups(num_train=20, group_size=6, stories=1.0).records("train")
+    assert {len(record["responses"]) for record in larger} == {6}
 
 
 @pytest.mark.parametrize(

@@ -77,10 +77,12 @@ def test_each_pair_has_its_own_loss_and_reward():
         np.testing.assert_array_equal(permuted, np.asarray(loss(pair, PairLossOptions()))[order], err_msg=name)
 
 
+@np.errstate(divide="ignore")
 def closed_forms(pair, o):
-    """Every loss from its definition, in float64."""
+    """Every loss from its definition, in float64; `exo_pair` is infinite without smoothing."""
     c, r, rc, rr, cm, rm = (np.asarray(column, np.float64) for column in pair)
     prob = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
+    x, y, a = o.beta * (c - rc), o.beta * (r - rr), o.alphapo_alpha
     z = o.beta * ((c - rc) - (r - rr))
     wins, loses = -np.log(prob(z)), -np.log(prob(-z))
     odds = lambda mean: np.exp(mean) / (1 - np.exp(mean))  # noqa: E731
@@ -91,7 +93,13 @@ def closed_forms(pair, o):
         "hinge": np.maximum(0, 1 - z),
         "apo_zero": 1 - prob(o.beta * (c - rc)) + prob(o.beta * (r - rr)),
         "apo_down": prob(o.beta * (c - rc)) + 1 - prob(z),
+        "exo_pair": prob(z) * np.log(prob(z) / (1 - o.label_smoothing))
+        + prob(-z) * np.log(prob(-z) / o.label_smoothing),
+        "nca_pair": -np.log(prob(x)) - (np.log(prob(-x)) + np.log(prob(-y))) / 2,
+        "sppo_hard": (x / o.beta - 0.5 / o.beta) ** 2 + (y / o.beta + 0.5 / o.beta) ** 2,
+        "discopop": (1 - prob(z / o.discopop_tau)) * wins + prob(z / o.discopop_tau) * np.exp(-z),
         "simpo": -np.log(prob(o.beta * (cm - rm) - o.simpo_gamma)),
+        "alphapo": -np.log(prob(o.beta * (np.exp(-a * rm) - np.exp(-a * cm)) / a - o.simpo_gamma)),
         "orpo": -o.beta * np.log(prob(np.log(odds(cm)) - np.log(odds(rm)))),
     }
 
@@ -103,7 +111,7 @@ def test_the_losses_match_the_closed_forms_with_finite_gradients():
     # Likelihoods per token from almost 1 to almost 0.
     means = -(10 ** rng.uniform(-4, 1.3, (2, 500)))
     pair = PairLogps(*map(jnp.float32, (*columns, *means)))
-    options = PairLossOptions(beta=0.3, label_smoothing=0.2, simpo_gamma=0.7)
+    options = PairLossOptions(beta=0.3, label_smoothing=0.2, simpo_gamma=0.7, alphapo_alpha=0.1, discopop_tau=0.5)
     expected = closed_forms(pair, options)
     assert expected.keys() == PAIR_LOSSES.keys()
     for name, loss in PAIR_LOSSES.items():
@@ -347,6 +355,15 @@ def test_answers_from_the_disk_are_not_asked_again(models):
         (
             {"label_smoothing": 0.1, "loss_type": "ipo"},
             r"label_smoothing: 0\.1 given, which has no effect with .*: ipo",
+        ),
+        (
+            {"loss_type": "exo_pair"},
+            r"objective\.label_smoothing: 0 given, but exo_pair compares with a preference that is",
+        ),
+        ({"discopop_tau": 1.0}, r"objective\.discopop_tau: 1\.0 given, which has no effect with loss_type: sigmoid"),
+        (
+            {"alphapo_alpha": 1.0, "loss_type": "simpo"},
+            r"alphapo_alpha: 1\.0 given, which has no effect with .*: simpo",
         ),
         ({"simpo_gamma": 1.0}, r"objective\.simpo_gamma: 1\.0 given, which has no effect with loss_type: sigmoid"),
         ({"reduction": "mean", "loss_type": "orpo"}, r"objective\.reduction: mean given, which has no effect"),

@@ -203,6 +203,10 @@ def case():
             marks=SLOW,
         ),
         pytest.param(
+            {"policy_loss": "sapo", "sapo_positive_temperature": 0.8, "sapo_negative_temperature": 1.3, "kl_coef": 0.0},
+            marks=SLOW,
+        ),
+        pytest.param(
             {"old_policy": "model", "scale": "none", "baseline": "leave_one_out", "loss_agg": "seq_mean_token_sum"},
             marks=SLOW,
         ),
@@ -232,6 +236,9 @@ def test_terms_and_metrics_match_the_logits(case, options):
         losses = np.where(a < 0, np.minimum(losses, -objective.dual_clip * a), losses)
     if objective.policy_loss == "cispo":
         losses = -np.minimum(ratio, objective.cispo_cap) * a * ours
+    if objective.policy_loss == "sapo":
+        tau = np.where(a > 0, objective.sapo_positive_temperature, objective.sapo_negative_temperature)
+        losses = -a * 4 / tau / (1 + np.exp(-tau * (ratio - 1)))
     k = per_sequence(ours - theirs) if objective.kl_level == "sequence" else ours - theirs
     kl = k**2 if objective.kl_estimator == "squared" else np.exp(-k) + k - 1
     mean = {
@@ -352,6 +359,10 @@ def test_objectives_that_do_not_suit_the_data_are_refused(options, columns, mess
         (
             {"policy_loss": "cispo", "clip_eps": 0.1},
             r"objective\.clip_eps: 0\.1 given, which has no effect with .*cispo",
+        ),
+        (
+            {"sapo_negative_temperature": 2.0},
+            r"sapo_negative_temperature: 2\.0 given, which has no effect with .*: clip",
         ),
         ({"cispo_cap": 2.0}, r"objective\.cispo_cap: 2\.0 given, which has no effect with policy_loss: clip"),
         (

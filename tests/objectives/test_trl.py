@@ -3,15 +3,21 @@
 from collections import defaultdict
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxlm.objectives.dpo import Dpo
+from jaxlm.objectives.grpo import Grpo
 from jaxlm.objectives.kto import Kto
 from jaxlm.objectives.pair_losses import PAIR_LOSSES, PairLogps, PairLossOptions
+from jaxlm.objectives.reward import RewardObjective
+from jaxlm.surgery.reward_head import RewardHeadConfig
 from tests.objectives.test_dpo import columns_of, logps_of, measured, pair_batch, random_model, target_logps
+from tests.objectives.test_grpo import a_batch
 from tests.objectives.test_kto import LABELS, ROWS, unpaired_batch
+from tests.objectives.test_reward import rewards_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
@@ -66,6 +72,10 @@ CASES = {
     "apo_zero": ({"loss_type": "apo_zero", "beta": 0.3}, ["apo_zero"], None),
     "apo_down": ({"loss_type": "apo_down", "beta": 0.3}, ["apo_down"], None),
     "sigmoid_norm": ({"beta": 0.3, "reduction": "mean"}, ["sigmoid_norm"], None),
+    "exo_pair": ({"loss_type": "exo_pair", "beta": 0.3, "label_smoothing": 0.1}, ["exo_pair"], None),
+    "nca_pair": ({"loss_type": "nca_pair", "beta": 0.3}, ["nca_pair"], None),
+    "sppo_hard": ({"loss_type": "sppo_hard", "beta": 0.3}, ["sppo_hard"], None),
+    "discopop": ({"loss_type": "discopop", "beta": 0.3, "discopop_tau": 0.5}, ["discopop"], None),
     "mixed": (
         {"loss_type": {"sigmoid": 0.8, "hinge": 0.5}, "beta": 0.3, "sft_weight": 0.2},
         ["sigmoid", "hinge", "sft"],
@@ -94,6 +104,7 @@ def test_dpo(models, case):
         beta=objective.beta,
         label_smoothing=objective.label_smoothing,
         use_weighting=False,
+        args=SimpleNamespace(discopop_tau=objective.discopop_tau),
     )
     loss = DPOTrainer._compute_loss(stub, call, inputs, False)
     assert sum(terms.values()) == pytest.approx(float(loss), rel=2e-5)
@@ -114,6 +125,10 @@ def test_losses_without_a_reference():
     cpo = trainer(alpha=0.0, loss_type="simpo", beta=2.0, simpo_gamma=1.0, label_smoothing=0.0)
     expected, _, _ = CPOTrainer.cpo_loss(cpo, chosen, rejected)
     found = PAIR_LOSSES["simpo"](pair, PairLossOptions(beta=2.0, simpo_gamma=1.0))
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
+    cpo.alpha = 0.2
+    expected, _, _ = CPOTrainer.cpo_loss(cpo, chosen, rejected)
+    found = PAIR_LOSSES["alphapo"](pair, PairLossOptions(beta=2.0, simpo_gamma=1.0, alphapo_alpha=0.2))
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
     expected = -ORPOTrainer.odds_ratio_loss(trainer(beta=0.3), chosen, rejected)[0]
     np.testing.assert_allclose(PAIR_LOSSES["orpo"](pair, PairLossOptions(beta=0.3)), expected, rtol=2e-5, atol=1e-6)
@@ -146,5 +161,108 @@ def test_kto(models, estimate_kl):
     assert float(terms["loss"].mean()) == pytest.approx(float(loss), rel=2e-5)
     shared = {name: values[-1] for name, values in stub._metrics["eval"].items() if name in metrics}
     assert {"rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"} <= shared.keys()
+    found = {name: float(metrics[name].mean()) for name in shared}
+    assert found == pytest.approx(shared, rel=1e-4, abs=1e-6)
+
+
+GRPO_CASES = {
+    "grpo": ({"loss_agg": "seq_mean_token_mean", "kl_coef": 0.04}, "grpo"),
+    "bnpo": ({"loss_agg": "token_mean", "kl_coef": 0.0}, "bnpo"),
+    "dapo": ({"loss_agg": "token_mean", "clip_eps_high": 0.28, "kl_coef": 0.0}, "dapo"),
+    "two-sided": ({"loss_agg": "token_mean", "dual_clip": 1.5, "kl_coef": 0.0}, "dapo"),
+    "dr_grpo": ({"scale": "none", "loss_agg": "dr_grpo", "max_response_tokens": 9, "kl_coef": 0.0}, "dr_grpo"),
+    "gspo": ({"importance": "sequence", "loss_agg": "seq_mean_token_mean", "kl_coef": 0.0}, "grpo"),
+    "luspo": ({"importance": "sequence", "loss_agg": "seq_mean_token_sum", "kl_coef": 0.0}, "luspo"),
+    "cispo": ({"policy_loss": "cispo", "cispo_cap": 1.5, "kl_coef": 0.0}, "cispo"),
+    "sapo": (
+        {
+            "policy_loss": "sapo",
+            "sapo_positive_temperature": 0.8,
+            "sapo_negative_temperature": 1.3,
+            "loss_agg": "seq_mean_token_mean",
+            "kl_coef": 0.0,
+        },
+        "sapo",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def sampled(models):
+    """Groups of responses, and their log-likelihoods [responses, S] under the model and the reference."""
+    columns, rewards, batch = a_batch()
+    return columns, rewards, batch, [target_logps(model, columns).reshape(12, -1)[:8] for model in models]
+
+
+@pytest.mark.parametrize("case", GRPO_CASES)
+def test_grpo(models, sampled, case):
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    options, loss_type = GRPO_CASES[case]
+    scaled = {} if options.get("scale") == "none" else {"std_ddof": 1, "eps": 1e-4}
+    objective, (model, reference) = Grpo(**scaled, **options), models
+    columns, rewards, batch, logps = sampled
+    terms, metrics = measured(objective, model, reference, batch)
+    ours, theirs = (torch.tensor(each, dtype=torch.float32) for each in logps)
+    mask = torch.tensor(columns["loss_mask"].reshape(12, -1)[:8])
+    groups = torch.tensor(rewards[:2])
+    advantages = groups - groups.mean(1, keepdim=True)
+    if objective.scale == "group":
+        advantages /= groups.std(1, keepdim=True) + 1e-4
+    low, high = objective.limits
+    stub = trainer(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (ours, torch.zeros_like(ours), None),
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        beta=objective.kl_coef,
+        loss_type=loss_type,
+        epsilon_low=low,
+        epsilon_high=objective.cispo_cap if loss_type == "cispo" else high,
+        importance_sampling_level=objective.importance,
+        use_vllm=False,
+        vllm_importance_sampling_correction=False,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=objective.max_response_tokens,
+        tools=None,
+        args=SimpleNamespace(
+            delta=objective.dual_clip,
+            use_bias_correction_kl=False,
+            sapo_temperature_pos=objective.sapo_positive_temperature,
+            sapo_temperature_neg=objective.sapo_negative_temperature,
+        ),
+    )
+    none = torch.zeros(8, 0, dtype=torch.long)
+    inputs = {
+        "prompt_ids": none,
+        "prompt_mask": none,
+        "completion_ids": torch.zeros_like(mask, dtype=torch.long),
+        "completion_mask": mask,
+        "advantages": advantages.reshape(-1),
+        "old_per_token_logps": theirs,
+        "ref_per_token_logps": theirs,
+        "num_items_in_batch": mask.sum(),
+    }
+    loss = GRPOTrainer._compute_loss(stub, None, inputs)
+    assert sum(terms.values()) == pytest.approx(float(loss), rel=2e-5, abs=1e-6)
+    shared = {name: values[-1] for name, values in stub._metrics["eval"].items() if name in metrics}
+    assert {name: metrics[name] for name in shared} == pytest.approx(shared, rel=1e-4, abs=1e-6)
+    assert ("clip_ratio/low_mean" in shared) == (objective.policy_loss == "clip")
+
+
+@pytest.mark.parametrize("center", [0.0, 0.1])
+def test_reward(center):
+    from trl.trainer.reward_trainer import RewardTrainer
+
+    model = RewardHeadConfig().apply(random_model(0), key=jax.random.key(3))
+    columns = columns_without_padding_rows(3)
+    objective, batch = RewardObjective(center_coefficient=center), pair_batch(columns)
+    terms, metrics, _ = objective.terms(model, batch, None, key=None)
+    logits = torch.tensor(rewards_of(model, columns).T.reshape(-1, 1), dtype=torch.float32)  # all chosen, all rejected
+    stub = trainer(args=SimpleNamespace(center_rewards_coefficient=center or None))
+    inputs = {"attention_mask": torch.ones(6, 1, dtype=torch.long)}
+    loss = RewardTrainer.compute_loss(stub, lambda **_: SimpleNamespace(logits=logits), inputs)
+    assert float(terms["loss"].mean()) == pytest.approx(float(loss), rel=2e-5)
+    shared = {name: values[-1] for name, values in stub._metrics["eval"].items() if name in metrics}
+    assert {"accuracy", "margin", "mean_reward"} <= shared.keys()
     found = {name: float(metrics[name].mean()) for name in shared}
     assert found == pytest.approx(shared, rel=1e-4, abs=1e-6)

@@ -20,6 +20,7 @@ from jaxlm.presets.base import with_preset
 from jaxlm.surgery.base import SurgeryConfig
 
 R = TypeVar("R", bound=RunConfig)
+_OF_ALL_PHASES = ("tokenizer", "vocab_size")  # keys of `data` that must be the same in all phases
 
 
 def as_run_config(config: RunConfig) -> RunConfig:
@@ -131,6 +132,8 @@ def _inherit_into_phase(tree: Mapping[str, Any], phase: Mapping[str, Any]) -> di
         own, shared = phase.get(section), tree.get(section, {})
         if isinstance(own, dict) and isinstance(shared, dict):
             full[section] = _inherit_keys(shared, own)
+            if section == "data":  # also for another kind of data: no other values are valid there
+                full[section] = {**{key: shared[key] for key in _OF_ALL_PHASES if key in shared}, **full[section]}
     return full
 
 

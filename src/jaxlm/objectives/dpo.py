@@ -21,8 +21,23 @@ from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary
 from jaxlm.objectives.completions import ReferencedObjective, by_pair, completion_logps, is_pair
 from jaxlm.objectives.pair_losses import PAIR_LOSSES, WITH_REFERENCE, PairLogps, PairLossOptions
 
-_GAMMA = PairLossOptions.simpo_gamma
-_SMOOTHED = ("sigmoid", "robust")
+_GAMMA, _ALPHA, _TAU = PairLossOptions.simpo_gamma, PairLossOptions.alphapo_alpha, PairLossOptions.discopop_tau
+LossName = Literal[
+    "sigmoid",
+    "robust",
+    "ipo",
+    "hinge",
+    "apo_zero",
+    "apo_down",
+    "exo_pair",
+    "nca_pair",
+    "sppo_hard",
+    "discopop",
+    "simpo",
+    "alphapo",
+    "orpo",
+]
+_SMOOTHED = ("sigmoid", "robust", "exo_pair")
 
 
 @ObjectiveConfig.register_subclass("dpo")
@@ -33,12 +48,16 @@ class Dpo(ReferencedObjective):
 
     Attributes:
         loss_type: `sigmoid` (DPO; with `label_smoothing`, conservative DPO), `robust`, `ipo`, `hinge`, `apo_zero`,
-            `apo_down`, or without a reference `simpo`, `orpo`. A mapping from names to weights adds several up.
-        beta: how closely the model stays to the reference. For `ipo` it is tau, for `orpo` lambda, for `simpo` the scale of
-            the margin, usually 2 or more.
-        label_smoothing: fraction of pairs that are assumed to be swapped, for `sigmoid` and `robust`.
+            `apo_down`, `exo_pair`, `nca_pair`, `sppo_hard`, `discopop`, or without a reference `simpo`, `alphapo`, `orpo`. A
+            mapping from names to weights adds several up.
+        beta: how closely the model stays to the reference. For `ipo` it is tau, for `sppo_hard` 1 / eta, for `orpo` lambda,
+            for `simpo` and `alphapo` the scale of the margin, usually 2 or more.
+        label_smoothing: fraction of pairs that are assumed to be swapped, for `sigmoid`, `robust` and `exo_pair`, which
+            needs one above 0.
         reduction: the likelihood of a completion is that of all its tokens (`sum`), or the geometric mean over them (`mean`).
-        simpo_gamma: the margin that `simpo` aims at.
+        simpo_gamma: the margin that `simpo` and `alphapo` aim at.
+        alphapo_alpha: how much more a change of an unlikely completion counts with `alphapo`; the limit at 0 is `simpo`.
+        discopop_tau: how far around a margin of 0 `discopop` changes from the exponential to the logistic loss.
         sft_weight: weight of the next-token loss of the chosen completion, averaged over its tokens. Null is 1 with `orpo`,
             which has it by definition, and otherwise 0.
     """
@@ -46,13 +65,13 @@ class Dpo(ReferencedObjective):
     batch_types: ClassVar[tuple[type, ...]] = (PairBatch,)
     sequences_axis: ClassVar[str | None] = PAIR
 
-    loss_type: (
-        Literal["sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down", "simpo", "orpo"] | dict[str, PositiveFloat]
-    ) = "sigmoid"
+    loss_type: LossName | dict[str, PositiveFloat] = "sigmoid"
     beta: PositiveFloat = 0.1
     label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
     reduction: Literal["sum", "mean"] = "sum"
     simpo_gamma: NonNegativeFloat = _GAMMA
+    alphapo_alpha: PositiveFloat = _ALPHA
+    discopop_tau: PositiveFloat = _TAU
     sft_weight: NonNegativeFloat | None = None
 
     def __post_init__(self):
@@ -62,7 +81,14 @@ class Dpo(ReferencedObjective):
             given = f"'{unknown[0]}'" if unknown else "an empty mapping"
             raise ConfigError(f"objective.loss_type: {given} given, expected some of: {', '.join(PAIR_LOSSES)}")
         self._check_effective("label_smoothing", self.label_smoothing, 0.0, _SMOOTHED)
-        self._check_effective("simpo_gamma", self.simpo_gamma, _GAMMA, ("simpo",))
+        if "exo_pair" in names and not self.label_smoothing:
+            raise ConfigError(
+                "objective.label_smoothing: 0 given, but exo_pair compares with a preference that is not certain. Set it to"
+                " the fraction of pairs that may be swapped, such as 0.001"
+            )
+        self._check_effective("simpo_gamma", self.simpo_gamma, _GAMMA, ("simpo", "alphapo"))
+        self._check_effective("alphapo_alpha", self.alphapo_alpha, _ALPHA, ("alphapo",))
+        self._check_effective("discopop_tau", self.discopop_tau, _TAU, ("discopop",))
         if not self.needs_reference:
             self._check_effective("reduction", self.reduction, "sum", tuple(WITH_REFERENCE))
         self.check_reference()
@@ -112,7 +138,8 @@ class Dpo(ReferencedObjective):
         logps, counted = by_pair(sums, batch), is_pair(batch).array
         pair = self._pair(logps, batch, averages=self.reduction == "mean")
         rewarded = self._pair(logps, batch, averages=not self.needs_reference)
-        options = PairLossOptions(self.beta, self.label_smoothing, self.simpo_gamma)
+        numbers = (self.beta, self.label_smoothing, self.simpo_gamma, self.alphapo_alpha, self.discopop_tau)
+        options = PairLossOptions(*numbers)
         losses = sum((weight * PAIR_LOSSES[name](pair, options) for name, weight in self._losses.items()), 0.0)
         weights = self.weights(batch)
         rewards = [self.beta * ratio for ratio in (rewarded.chosen_ratio, rewarded.rejected_ratio)]

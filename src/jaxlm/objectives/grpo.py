@@ -34,12 +34,14 @@ from jaxlm.objectives.policy_losses import (
     group_std,
     log_ratios,
     overlong_penalties,
+    sapo_losses,
     token_weights,
     truncated_weights,
 )
 
 _CLIP, _CAP, _EPS = 0.2, 5.0, 1e-8
 _SAMPLER_LOGPS = "sampler_logps"
+_POSITIVE, _NEGATIVE = 1.0, 1.05
 
 
 @ObjectiveConfig.register_subclass("grpo")
@@ -49,12 +51,14 @@ class Grpo(ReferencedObjective):
     their group become more likely, within limits around the model that sampled them.
 
     Attributes:
-        policy_loss: `clip` (PPO's clipped ratio) or `cispo`.
+        policy_loss: `clip` (PPO's clipped ratio), `cispo`, or `sapo`, which saturates instead of clipping.
         clip_eps: the ratio of a token's probability to that under the sampling model is clipped below 1 minus this, and above
             1 plus this.
         clip_eps_high: the upper limit, if it differs; null is `clip_eps`. DAPO has 0.28.
         dual_clip: the largest loss of a token with a negative advantage, in units of the advantage; null has no limit.
         cispo_cap: the largest weight of a token, for `cispo`.
+        sapo_positive_temperature, sapo_negative_temperature: how fast `sapo` saturates as the ratio moves away from 1, for
+            positive and for negative advantages.
         importance: the ratio is that of each `token`, or of the whole `sequence`, normalized by its length (GSPO).
         old_policy: the model that sampled the responses, whose probabilities the ratios compare with: the `reference`, for
             stored groups; `rollout`, the probabilities that the sampler has recorded (`data.type: rollouts`); or `model`, the
@@ -79,11 +83,13 @@ class Grpo(ReferencedObjective):
     batch_types: ClassVar[tuple[type, ...]] = (GroupBatch,)
     sequences_axis: ClassVar[str | None] = GROUP
 
-    policy_loss: Literal["clip", "cispo"] = "clip"
+    policy_loss: Literal["clip", "cispo", "sapo"] = "clip"
     clip_eps: BelowOne = _CLIP
     clip_eps_high: NonNegativeFloat | None = None
     dual_clip: Annotated[float, Interval(gt=1, le=LARGEST_FLOAT)] | None = None
     cispo_cap: PositiveFloat = _CAP
+    sapo_positive_temperature: PositiveFloat = _POSITIVE
+    sapo_negative_temperature: PositiveFloat = _NEGATIVE
     importance: Level = "token"
     old_policy: Literal["reference", "rollout", "model"] = "reference"
     tis_cap: PositiveFloat | None = None
@@ -99,11 +105,15 @@ class Grpo(ReferencedObjective):
     kl_level: Level = "token"
 
     def __post_init__(self):
-        clips = self.policy_loss == "clip"
-        self._check_effective(clips, "policy_loss: cispo", clip_eps=_CLIP, clip_eps_high=None, dual_clip=None)
-        self._check_effective(not clips, "policy_loss: clip", cispo_cap=_CAP)
-        on_policy: dict[str, Any] = {"clip_eps": _CLIP, "clip_eps_high": None, "dual_clip": None, "cispo_cap": _CAP}
-        self._check_effective(self.old_policy != "model", "old_policy: model", **on_policy, importance="token")
+        of_loss: dict[str, dict[str, Any]] = {
+            "clip": {"clip_eps": _CLIP, "clip_eps_high": None, "dual_clip": None},
+            "cispo": {"cispo_cap": _CAP},
+            "sapo": {"sapo_positive_temperature": _POSITIVE, "sapo_negative_temperature": _NEGATIVE},
+        }
+        for name, keys in of_loss.items():
+            self._check_effective(self.policy_loss == name, f"policy_loss: {self.policy_loss}", **keys)
+            self._check_effective(self.old_policy != "model", "old_policy: model", **keys)
+        self._check_effective(self.old_policy != "model", "old_policy: model", importance="token")
         self._check_effective(self.old_policy == "model", f"old_policy: {self.old_policy}", tis_cap=None)
         self._check_effective(self.scale == "group", "scale: none", eps=_EPS)
         self._check_effective(self.kl_coef > 0, "kl_coef: 0", kl_estimator="k3", kl_level="token")
@@ -225,6 +235,9 @@ class Grpo(ReferencedObjective):
     def _policy_losses(self, ratio_NS: jax.Array, logps_NS: jax.Array, advantage_N: jax.Array) -> jax.Array:
         if self.policy_loss == "cispo":
             return cispo_losses(ratio_NS, logps_NS, advantage_N, self.cispo_cap)
+        if self.policy_loss == "sapo":
+            temperatures = self.sapo_positive_temperature, self.sapo_negative_temperature
+            return sapo_losses(ratio_NS, advantage_N, *temperatures)
         return clipped_losses(ratio_NS, advantage_N, *self.limits, self.dual_clip)
 
     def _shaped(self, rewards_BG: jax.Array, mask_NS: jax.Array) -> jax.Array:

@@ -53,6 +53,8 @@ class PairLossOptions:
     beta: float = 0.1
     label_smoothing: float = 0.0
     simpo_gamma: float = 0.5
+    alphapo_alpha: float = 0.25
+    discopop_tau: float = 0.05
 
 
 def sigmoid(pair: PairLogps, options: PairLossOptions) -> jax.Array:
@@ -92,10 +94,51 @@ def apo_down(pair: PairLogps, options: PairLossOptions) -> jax.Array:
     return chosen + 1 - margin
 
 
+def exo_pair(pair: PairLogps, options: PairLossOptions) -> jax.Array:
+    """EXO for two completions: Ji et al. 2024 (arXiv:2402.00856), equation 16: the KL divergence of the model's preference
+    from 1 - `label_smoothing` for the chosen completion.
+    """
+    logit, epsilon = options.beta * pair.margin, options.label_smoothing
+    wins, loses = jax.nn.log_sigmoid(logit), jax.nn.log_sigmoid(-logit)
+    return jnp.exp(wins) * (wins - jnp.log1p(-epsilon)) + jnp.exp(loses) * (loses - jnp.log(epsilon))
+
+
+def nca_pair(pair: PairLogps, options: PairLossOptions) -> jax.Array:
+    """NCA for two completions, of which only the chosen has a reward: Chen et al. 2024 (arXiv:2402.05369), the loss NCA with
+    K = 2: it keeps the likelihood of the chosen completion from falling.
+    """
+    chosen, rejected = options.beta * pair.chosen_ratio, options.beta * pair.rejected_ratio
+    return jax.nn.softplus(-chosen) + (jax.nn.softplus(chosen) + jax.nn.softplus(rejected)) / 2
+
+
+def sppo_hard(pair: PairLogps, options: PairLossOptions) -> jax.Array:
+    """SPPO: Wu et al. 2024 (arXiv:2405.00675), equation 4.7, if the chosen completion always wins; beta is 1 / eta."""
+    target = 1 / (2 * options.beta)
+    return (pair.chosen_ratio - target) ** 2 + (pair.rejected_ratio + target) ** 2
+
+
+def discopop(pair: PairLogps, options: PairLossOptions) -> jax.Array:
+    """DiscoPOP: Lu et al. 2024 (arXiv:2406.08414), equation 5: the margin blends a logistic and an exponential loss."""
+    logit = options.beta * pair.margin
+    modulation = logit / options.discopop_tau
+    # One exponent: the exponential loss alone would be infinite where its share is 0.
+    exponential = jnp.exp(jax.nn.log_sigmoid(modulation) - logit)
+    return jax.nn.sigmoid(-modulation) * jax.nn.softplus(-logit) + exponential
+
+
 def simpo(pair: PairLogps, options: PairLossOptions) -> jax.Array:
     """SimPO: Meng et al. 2024 (arXiv:2405.14734), equation 6. It needs no reference."""
     margin = pair.chosen_per_token - pair.rejected_per_token
     return jax.nn.softplus(options.simpo_gamma - options.beta * margin)
+
+
+def alphapo(pair: PairLogps, options: PairLossOptions) -> jax.Array:
+    """AlphaPO: Gupta et al. 2025 (arXiv:2501.03884), SimPO with the reward (1 - p^-alpha) / alpha of a likelihood p per token
+    instead of its logarithm. It needs no reference.
+    """
+    alpha = options.alphapo_alpha
+    chosen, rejected = (-jnp.expm1(-alpha * mean) / alpha for mean in (pair.chosen_per_token, pair.rejected_per_token))
+    return jax.nn.softplus(options.simpo_gamma - options.beta * (chosen - rejected))
 
 
 def orpo(pair: PairLogps, options: PairLossOptions) -> jax.Array:
@@ -114,8 +157,9 @@ def _log_complement(logp: jax.Array) -> jax.Array:
 
 PairLoss = Callable[[PairLogps, PairLossOptions], jax.Array]
 WITH_REFERENCE: Mapping[str, PairLoss] = {
-    loss.__name__: loss for loss in (sigmoid, robust, ipo, hinge, apo_zero, apo_down)
+    loss.__name__: loss
+    for loss in (sigmoid, robust, ipo, hinge, apo_zero, apo_down, exo_pair, nca_pair, sppo_hard, discopop)
 }
-WITHOUT_REFERENCE: Mapping[str, PairLoss] = {loss.__name__: loss for loss in (simpo, orpo)}
+WITHOUT_REFERENCE: Mapping[str, PairLoss] = {loss.__name__: loss for loss in (simpo, alphapo, orpo)}
 PAIR_LOSSES: Mapping[str, PairLoss] = {**WITH_REFERENCE, **WITHOUT_REFERENCE}
 """Name -> (log-likelihoods, options) -> the loss of each pair, float32 [pairs]."""

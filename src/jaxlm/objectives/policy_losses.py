@@ -108,6 +108,19 @@ def overlong_penalties(lengths: jax.Array, max_tokens: int, cache: int) -> jax.A
     return jnp.clip((max_tokens - cache - lengths.astype(jnp.float32)) / cache, -1.0, 0.0)
 
 
+def sapo_losses(
+    log_ratio_NS: jax.Array, advantage_N: jax.Array, positive_temperature: float, negative_temperature: float
+) -> jax.Array:
+    """SAPO's loss of each token, float32 [N, S]: a sigmoid of the ratio instead of the clipped ratio, of slope 1 at 1.
+
+    Source: Gao et al. 2025, "Soft Adaptive Policy Optimization" (arXiv:2511.20347).
+    """
+    advantage_N1 = advantage_N[:, None]
+    temperature_N1 = jnp.where(advantage_N1 > 0, positive_temperature, negative_temperature)
+    gate_NS = jax.nn.sigmoid(temperature_N1 * jnp.expm1(log_ratio_NS)) * 4 / temperature_N1
+    return -gate_NS * advantage_N1
+
+
 def _k3(log_ratio: jax.Array) -> jax.Array:
     return jnp.expm1(-log_ratio) + log_ratio
 

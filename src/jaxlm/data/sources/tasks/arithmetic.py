@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxlm.core.field_types import Fraction
 from jaxlm.data.sources.corpus import CorpusConfig
-from jaxlm.data.sources.tasks.base import Message, TaskCorpus, assistant, called, split_of, user
+from jaxlm.data.sources.tasks.base import ConversationCorpus, Message, assistant, called, split_of, user
 
 _ASKED = ("What is {}?", "Calculate {}.", "How much is {}?", "{} = ?", "Please compute {}.")
 _NAMES = ("Ada", "Ben", "Chen", "Dana", "Emil", "Fatima", "Grace", "Hugo", "Ines", "Jonas", "Kofi", "Lena")
@@ -18,7 +18,7 @@ _NEXT = (("Now double that.", "* 2"), ("Add {} to that.", "+ {}"), ("Multiply th
 
 @CorpusConfig.register_subclass("arithmetic")
 @dataclass(frozen=True)
-class ArithmeticCorpus(TaskCorpus):
+class ArithmeticCorpus(ConversationCorpus):
     """Sums, differences, products and quotients, and stories that need two of them.
 
     Attributes:
@@ -34,45 +34,70 @@ class ArithmeticCorpus(TaskCorpus):
         return "2"
 
     def conversation(self, chooser: random.Random, split: str) -> list[Message]:
-        make = _story if chooser.random() < self.stories else _question
+        make = problem_maker(chooser, self.stories)
         goes_on = chooser.random() < self.follow_ups
         while True:
             problem = make(chooser, split)
-            more = _follow_up(chooser, split, problem.result) if problem and goes_on else []
-            if problem and more is not None:
-                return [*problem.messages, *more]
+            if problem is None:
+                continue
+            answer, result = answered(problem)
+            more = _follow_up(chooser, split, result) if goes_on else []
+            if more is not None:
+                return [user(problem.question), answer, *more]
 
 
-class _Problem(NamedTuple):
-    """A conversation, and the result that it ends with."""
+class Problem(NamedTuple):
+    """A problem, and how it is solved.
 
-    messages: list[Message]
-    result: str
+    Attributes:
+        question: what the user asks.
+        steps: one expression, or two, of which the second has `{}` for the result of the first.
+        closing: the last sentence of a story's answer, with `{}` for its result; None for a single expression.
+    """
+
+    question: str
+    steps: tuple[str, ...]
+    closing: str | None
 
 
-def _question(chooser: random.Random, split: str) -> _Problem | None:
-    """None if the problem that was drawn is not of the split; the same holds for the functions below."""
+ProblemMaker = Callable[[random.Random, str], Problem | None]
+"""(random numbers, split) -> a problem; None if the one that was drawn is not of the split."""
+
+
+def problem_maker(chooser: random.Random, stories: float) -> ProblemMaker:
+    """What draws a problem. Args: stories: how often it draws a story."""
+    return _story if chooser.random() < stories else _question
+
+
+def answered(problem: Problem) -> tuple[Message, str]:
+    """The answer to a problem, with its calls of the calculator, and its result."""
+    first, *more = problem.steps
+    call, output = called(first)
+    if problem.closing is None:
+        result = output.removesuffix(".0")
+        return assistant(f"{first} is ", call, f"{result}."), result
+    next_call, result = called(more[0].format(output))
+    closing = problem.closing.format(result)
+    return assistant("First: ", call, f"{output}. Then: ", next_call, f"{result}. {closing}"), result
+
+
+def _question(chooser: random.Random, split: str) -> Problem | None:
     a, b = chooser.randrange(2, 1000), chooser.randrange(2, 1000)
     small, other = chooser.randrange(2, 100), chooser.randrange(2, 100)
     expression = chooser.choice((f"{a} + {b}", f"{a} - {b}", f"{small} * {other}", f"{small * other} / {small}"))
     if split_of(expression) != split:
         return None
-    call, output = called(expression)
-    result = output.removesuffix(".0")
-    answer = assistant(f"{expression} is ", call, f"{result}.")
-    return _Problem([user(chooser.choice(_ASKED).format(expression)), answer], result)
+    return Problem(chooser.choice(_ASKED).format(expression), (expression,), None)
 
 
-def _story(chooser: random.Random, split: str) -> _Problem | None:
+def _story(chooser: random.Random, split: str) -> Problem | None:
     question, first, second, closing = chooser.choice(_STORIES)(chooser)
     if split_of(first) != split:
         return None
-    call, output = called(first)
+    _, output = called(first)
     if split_of(second.format(output)) != split:
         return None
-    next_call, result = called(second.format(output))
-    answer = assistant("First: ", call, f"{output}. Then: ", next_call, f"{result}. {closing.format(result)}")
-    return _Problem([user(question), answer], result)
+    return Problem(question, (first, second), closing)
 
 
 def _boxes(chooser: random.Random) -> Sequence[str]:
@@ -106,6 +131,7 @@ _STORIES: tuple[Callable[[random.Random], Sequence[str]], ...] = (_boxes, _chang
 
 
 def _follow_up(chooser: random.Random, split: str, result: str) -> list[Message] | None:
+    """A second question with its answer; None if none of the split has been found."""
     for _ in range(_MAX_TRIES):
         asked, applied = chooser.choice(_NEXT)
         number = chooser.randrange(2, 50)

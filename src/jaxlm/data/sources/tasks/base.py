@@ -1,4 +1,4 @@
-"""Generated conversations about problems whose answers a program knows. Answers call the calculator."""
+"""Generated records about problems whose answers a program knows. Answers call the calculator."""
 
 import abc
 import hashlib
@@ -20,12 +20,12 @@ _HELD_OUT_EVERY = 20  # about one problem in 20 is never trained on
 
 @dataclass(frozen=True)
 class TaskCorpus(CorpusConfig):
-    """Records with `messages`. Answers with calls are lists of parts, of the types `text`, `python` and `python_output`.
+    """Records about problems. Answers with calls are lists of parts, of the types `text`, `python` and `python_output`.
 
     Attributes:
-        num_train: number of conversations for training.
-        num_validation: number of conversations for validation, about problems that are not in training; 0 for none.
-        seed: random seed of the conversations.
+        num_train: number of records for training.
+        num_validation: number of records for validation, about problems that are not in training; 0 for none.
+        seed: random seed of the records.
     """
 
     num_train: PositiveInt = 20_000
@@ -38,7 +38,19 @@ class TaskCorpus(CorpusConfig):
 
     def records(self, split: str) -> Iterator[Mapping[str, Any]]:
         for index in range(self.num_train if split == TRAIN else self.num_validation):
-            yield {"messages": self.conversation(random.Random(f"{self.seed} {split} {index}"), split)}
+            yield self.record(random.Random(f"{self.seed} {split} {index}"), split)
+
+    @abc.abstractmethod
+    def record(self, chooser: random.Random, split: str) -> Mapping[str, Any]:
+        """A record about a problem of the split (see `split_of`)."""
+
+
+@dataclass(frozen=True)
+class ConversationCorpus(TaskCorpus):
+    """Records with `messages`."""
+
+    def record(self, chooser: random.Random, split: str) -> Mapping[str, Any]:
+        return {"messages": self.conversation(chooser, split)}
 
     @abc.abstractmethod
     def conversation(self, chooser: random.Random, split: str) -> list[Message]:

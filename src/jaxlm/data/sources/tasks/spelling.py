@@ -13,7 +13,14 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction
 from jaxlm.data.base import TRAIN, VALIDATION
 from jaxlm.data.sources.corpus import CorpusConfig
-from jaxlm.data.sources.tasks.base import Message, TaskCorpus, assistant, called, split_of, user
+from jaxlm.data.sources.tasks.base import (
+    ConversationCorpus,
+    Message,
+    assistant,
+    called,
+    split_of,
+    user,
+)
 
 _ASKED = ("How do you spell {}?", "Spell the word {}.", "Which letters does {} have?")
 _COUNTED = ("How many {1} are in {0}?", "How often does {1} occur in {0}?", "Count the {1} in the word {0}.")
@@ -24,7 +31,7 @@ _MIN_OCCURRENCES = 2  # in the text; what occurs once is often no word
 
 @CorpusConfig.register_subclass("spelling")
 @dataclass(frozen=True)
-class SpellingCorpus(TaskCorpus):
+class SpellingCorpus(ConversationCorpus):
     """Words to spell, and letters to count in them.
 
     Attributes:

@@ -1,0 +1,64 @@
+"""The benchmarks of fine-tuning: how they split real records, what both peers train on, and what they report."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "peers")]  # at the end, so they shadow nothing
+post_training, work = map(importlib.import_module, ("post_training", "post_training_rows"))
+
+
+def dialogue(number: int, answer: str) -> str:
+    return f"\n\nHuman: question {number // 2}?\n\nAssistant: Well.\n\nHuman: and {number}?\n\nAssistant: {answer}"
+
+
+def test_folds_share_no_dialogue_and_hold_every_pair_out_once(tmp_path):
+    records = [{"chosen": dialogue(n, "Yes, sure."), "rejected": dialogue(n, "Yes, no.")} for n in range(60)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    sizes = post_training.split_pairs(tmp_path / "pairs.jsonl", tmp_path, 3, seed=0)
+    assert sum(sizes) == 60
+    assert min(sizes) > 0
+    seen = []
+    for fold, size in enumerate(sizes):
+        held_out, train = (
+            [json.loads(line) for line in (tmp_path / f"{name}-{fold}.jsonl").read_text().splitlines()]
+            for name in ("held_out", "train")
+        )
+        assert (len(held_out), len(train)) == (size, 60 - size)
+        first = [{pair["prompt"].split("\n\nAssistant:")[0] for pair in part} for part in (held_out, train)]
+        assert not first[0] & first[1]
+        seen += held_out
+    assert {pair["chosen"] for pair in seen} == {" Yes, sure."}
+    assert len({pair["prompt"] for pair in seen}) == 60
+    assert all(pair["prompt"].endswith("\n\nAssistant:") for pair in seen)
+
+
+def test_a_pair_is_what_differs_after_the_end_of_a_long_prompt():
+    before = "\n\nHuman: " + "x" * 900 + "\n\nAssistant:"
+    pair = post_training.as_pair({"chosen": f"{before} One. ", "rejected": f"{before} Two."})
+    assert pair == {"prompt": before[-400:], "chosen": " One.", "rejected": " Two."}
+    assert post_training.as_pair({"chosen": f"{before} One.", "rejected": f"{before} "}) is None
+
+
+def test_accuracies_of_folds_are_pooled_with_the_standard_error_of_a_fraction():
+    share = post_training.pooled([0.5, 0.75], [100, 300])
+    assert share == pytest.approx((50 + 225) / 400)
+    found = post_training.fraction(0.6, 400)
+    assert found["standard_error"] == pytest.approx((0.6 * 0.4 / 400) ** 0.5)
+    assert found["standard_errors_above_half"] == pytest.approx(0.1 / (0.24 / 400) ** 0.5)
+
+
+def test_both_halves_of_a_pair_have_the_same_prompt_and_steps_repeat():
+    rows = work.rows(3)
+    assert rows.shape == (work.SEQUENCES, work.MODEL["seq_len"] + 1)
+    np.testing.assert_array_equal(rows[::2, : work.PROMPT], rows[1::2, : work.PROMPT])
+    assert (rows[::2, work.PROMPT :] != rows[1::2, work.PROMPT :]).any()
+    np.testing.assert_array_equal(rows, work.rows(3 + work.DISTINCT))
+    forward = work.flops_per_token("sft") / 3
+    assert work.flops_per_token("dpo") == pytest.approx(4 * forward)
+    assert work.flops_per_token("dpo-lora") == pytest.approx(work.flops_per_token("sft-lora") * 3 / 2)
