@@ -126,7 +126,7 @@ def test_whole_documents_agree_with_packing_one_document_at_a_time(lengths, seq_
         packed_by_hand(documents, masks, seq_len, max_documents),
     )
     assert len(sequences) == len(expected)
-    assert whole.num_truncated == sum(n > seq_len + 1 for n in lengths)
+    assert whole.num_overlong == sum(n > seq_len + 1 for n in lengths)
     assert whole.num_lost == sum(max(0, n - seq_len - 1) for n in lengths)
     if expected:
         columns = sequences.read(np.arange(len(sequences)))

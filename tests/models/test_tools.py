@@ -175,15 +175,15 @@ def test_parts_and_text_of_an_answer():
 
 
 def test_a_stop_string_ends_only_what_the_model_wrote():
-    ids = [*encode("is "), *ANSWER]
-    assert CALLS.show(ids) == "is <<12*7=84>>ok"
+    ids = [*encode("an "), *ANSWER]
+    assert CALLS.show(ids) == "an <<12*7=84>>ok"
     for texts, shown in (
         (["84"], CALLS.show(ids)),
         (["<<"], CALLS.show(ids)),
         (["7o"], CALLS.show(ids)),  # on both sides of an output
-        (["k"], "is <<12*7=84>>o"),
-        (["*7"], "is <<12"),
-        (["k", "s "], "i"),
+        (["k"], "an <<12*7=84>>o"),
+        (["*7"], "an <<12"),
+        (["k", "n "], "a"),
     ):
         stops = StopStrings(texts, CALLS.fragments)
         assert stops.before(ids) == shown

@@ -86,7 +86,7 @@ def test_both_halves_of_a_pair_have_keys():
     assert NextToken().with_row_keys(pairs, jax.random.key(0)) is pairs
 
 
-SIZES = {"seq_len": 8, "hidden_dim": 16, "num_layers": 2, "num_heads": 2}
+SIZES = {"seq_len": 8, "hidden_dim": 32, "num_layers": 2, "num_heads": 2}
 FAMILIES = [LlamaConfig(intermediate_dim=16, num_kv_heads=2, **SIZES), Gpt2Config(**SIZES), NanoConfig(**SIZES)]
 
 

@@ -247,7 +247,7 @@ def test_which_tool_is_used(nanochat_tokenizer, folder):
     calls = tool_calls_of(options(limits), tokenizer)
     assert calls is not None
     assert calls.tool == Calculator(max_characters=12, max_exponent=9)
-    with pytest.raises(ConfigError, match=r"^--tool\.max_characters: 5000 given, .*1 to 4096 expected"):
+    with pytest.raises(ConfigError, match=r"^--tool\.max_characters: 5000 given, .*at most 4096 expected"):
         tool_calls_of(options("{type: calculator, max_characters: 5000}"), tokenizer)
     with pytest.raises(
         ConfigError, match=r"^--tool\.digits: no such key in tool \(type calculator\)\. Allowed: max_char"
