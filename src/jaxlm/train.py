@@ -262,7 +262,7 @@ def _open_phase(
     first_step = phase.start if resumed is None else resumed.cursor.step
     seed = plan.config.order_seed
     order: Any = {"start": phase.start, "first_step": first_step, "seed": seed}
-    batches = data.batches(sizes, plan.layout, **order, precision=plan.precision, log=run.console.log)
+    batches = data.batches(sizes, plan.layout, **order, services=run.services(phase))
     enter = None
     if resumed is None:
         enter = enter_phase(plan.state_builder, phase, plan.layout, state, weights)

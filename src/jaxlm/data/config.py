@@ -18,7 +18,7 @@ from jaxlm.data.cache.cache_store import CacheStore
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.data import Data, StopStrategy, ValidationData
-from jaxlm.data.examples import ExampleRange, Examples, check_signals, no_targets_within
+from jaxlm.data.examples import Examples, check_signals, no_targets_within, split_off
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.loader import BatchMaker, example_batches
 from jaxlm.data.shuffle import EraShuffle
@@ -232,7 +232,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         """
         names, options = self._weighted_names(), {"workers": workers, "summarize": summarize}
         train = {
-            source.name: self._split_off(source, self._examples(source, TRAIN, tokenizer, seq_len, log, options))[0]
+            source.name: self._split(source, self._examples(source, TRAIN, tokenizer, seq_len, log, options))[0]
             for source in self.sources()
             if source.name in names
         }
@@ -274,7 +274,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
                 found.append(ValidationData(source, examples, spec))
             elif source.name in self._held_out:
                 examples = self._examples(source, TRAIN, tokenizer, seq_len, log, options | {"summarize": False})
-                found.append(ValidationData(source, self._split_off(source, examples)[1], spec, TRAIN))
+                found.append(ValidationData(source, self._split(source, examples)[1], spec, TRAIN))
         return tuple(found)
 
     @property
@@ -282,17 +282,8 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         """Source name -> number of sequences that are held out of training."""
         return by_source(self.num_validation_sequences)
 
-    def _split_off(self, source: NamedSource, examples: Examples) -> tuple[Examples, Examples]:
-        """The examples to train on, and those that are held out."""
-        held_out, available = self._held_out.get(source.name, 0), len(examples)
-        if not held_out:
-            return examples, ExampleRange(examples, available, available)
-        if held_out >= available:
-            raise ConfigError(
-                f"data.num_validation_sequences: {held_out} given, but {source.key} has only {available:,} sequences of"
-                f" {examples.seq_len} tokens. Give fewer, so that some are left to train on"
-            )
-        return ExampleRange(examples, 0, available - held_out), ExampleRange(examples, available - held_out, available)
+    def _split(self, source: NamedSource, examples: Examples) -> tuple[Examples, Examples]:
+        return split_off(examples, self._held_out.get(source.name, 0), source.key)
 
     def _examples(
         self, source: NamedSource, split: str, tokenizer: Tokenizer, seq_len: int, log: Log, options: dict[str, Any]

@@ -11,13 +11,12 @@ from haliax import Axis
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.precision import FLOAT32, Precision
 from jaxlm.core.sharding import Layout
-from jaxlm.data.base import VALIDATION, Batches, Log
+from jaxlm.data.base import VALIDATION, Batches
 from jaxlm.data.batch import BatchSpec, Column, Columns
 from jaxlm.data.cache.token_cache import Provenance
 from jaxlm.data.examples import ExampleRange, Examples
-from jaxlm.data.loader import BatchContext, BatchMaker, BatchReader, eval_batches, example_batches
+from jaxlm.data.loader import BatchContext, BatchMaker, BatchReader, RunServices, eval_batches, example_batches
 from jaxlm.data.mixture import Mixture, MixtureStage
 from jaxlm.data.shuffle import EraShuffle, Shuffle
 from jaxlm.data.sources.named import NamedSource
@@ -88,8 +87,7 @@ class Data:
         start: int,
         first_step: int,
         seed: int,
-        precision: Precision = FLOAT32,
-        log: Log = print,
+        services: RunServices | None = None,
     ) -> Batches:
         """The training batches, in the order determined by `seed`.
 
@@ -97,12 +95,11 @@ class Data:
             schedule: batch sizes by step of the run.
             start: first step of the phase.
             first_step: step that the first batch belongs to.
-            precision: how the model is cast for computation, for batches that it makes itself.
-            log: writes a line to the console.
+            services: of the run, for batches that ask the model.
         """
         mixture = self.mixture(schedule.starting_at(start), seed=seed)
         reader = BatchReader(mixture, self.spec, schedule, layout)
-        return self.make_batches(reader, BatchContext(first_step, seed, precision, log))
+        return self.make_batches(reader, BatchContext(first_step, seed, services or RunServices()))
 
     def mixture(self, batches: BatchSchedule, *, seed: int) -> Mixture:
         """The training examples in the order determined by `seed`. Args: batches: batch sizes by step of the phase."""

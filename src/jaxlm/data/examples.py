@@ -183,3 +183,15 @@ def documents_as_text(row: Columns, tokenizer: Any) -> Iterator[tuple[int, str]]
         runs = itertools.groupby(positions.tolist(), key=lambda position: bool(is_target[position]))
         texts = [(target, tokenizer.decode(ids[list(run)].tolist(), special=True)) for target, run in runs]
         yield int(positions[0]), "".join(text if target else text.join(_MASKED) for target, text in texts)
+
+
+def split_off(examples: Examples, num_held_out: int, key: str) -> tuple[Examples, Examples]:
+    """The examples to train on, and the last ones, which are held out. Args: key: of the source."""
+    available = len(examples)
+    if num_held_out and num_held_out >= available:
+        raise ConfigError(
+            f"data.num_validation_sequences: {num_held_out} given, but {key} has only {available:,} sequences of"
+            f" {examples.seq_len} tokens. Give fewer, so that some are left to train on"
+        )
+    left = available - num_held_out
+    return ExampleRange(examples, 0, left) if num_held_out else examples, ExampleRange(examples, left, available)

@@ -1,22 +1,24 @@
 """Batches of examples on the devices, prefetched in the background. Each process reads only its own rows."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import haliax as hax
 import numpy as np
 
 from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.batch_schedule import BatchSchedule, BatchStage
-from jaxlm.core.precision import Precision
+from jaxlm.core.precision import FLOAT32, Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.data.base import Batches, Log
 from jaxlm.data.batch import BatchSpec, Columns
 from jaxlm.data.examples import Examples
 from jaxlm.data.mixture import Mixture
 from jaxlm.data.prefetch import Prefetch
+from jaxlm.rewards.base import ScoredRows
 
 _PREFETCHED = 2
 _READ_AHEAD = 4  # batches whose tokens are downloaded, if they are at a URL, while earlier ones are prefetched
@@ -108,21 +110,44 @@ class ExampleBatches(Batches):
             self._prefetch = None
 
 
+class LogRollout(Protocol):
+    """Gets the step that a rollout is for, its completions, their rewards by name, and their advantages."""
+
+    def __call__(
+        self, step: int, rows: ScoredRows, scores: Mapping[str, np.ndarray], advantages: np.ndarray, /
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunServices:
+    """What batches that ask the model may use of the run.
+
+    Attributes:
+        precision: how the model is cast for computation.
+        log: writes a line to the console.
+        log_rollout: logs completions that the model trains on.
+        export: writes the weights of the model that trains, without adapters, to a new folder in the format of transformers.
+            All processes call it.
+    """
+
+    precision: Precision = FLOAT32
+    log: Log = print
+    log_rollout: LogRollout = lambda step, rows, scores, advantages: None
+    export: Callable[[Any, Path], None] = lambda model, folder: None
+
+
 @dataclass(frozen=True)
 class BatchContext:
-    """What batches may need of the run.
+    """What batches may need.
 
     Attributes:
         first_step: step of the schedule that the first batch belongs to.
         seed: random seed of the order of the training data.
-        precision: how the model is cast for computation.
-        log: writes a line to the console.
     """
 
     first_step: int
     seed: int
-    precision: Precision
-    log: Log
+    services: RunServices
 
 
 BatchMaker = Callable[[BatchReader, BatchContext], Batches]

@@ -53,6 +53,26 @@ def export_model(
     save_folder(folder, model, config, plan.layout, dtype=dtype, files=files, special_ids=tokenizer.special_ids)
 
 
+def weights_exporter(plan: Plan, phase: Phase, tokenizer: Tokenizer) -> Callable[[LanguageModel, Path], None]:
+    """What writes the weights of a model that trains, without adapters, for an inference server. All processes call it."""
+    surgeries = plan.state_builder.surgeries_until(phase)
+
+    def export(model: LanguageModel, folder: Path) -> None:
+        exported, config = export_form(model, surgeries), plan.config.model
+        files = tokenizer.files(max_length=config.seq_len)
+        save_folder(
+            folder,
+            exported,
+            config,
+            plan.layout,
+            dtype=plan.precision.params,
+            files=files,
+            special_ids=tokenizer.special_ids,
+        )
+
+    return export
+
+
 @dataclass(frozen=True)
 class ExportHook:
     """Exports the model to `folder/step-N` every `every_steps` steps and after the last step of the phase.

@@ -19,6 +19,7 @@ from jaxlm.core.runtime import is_main_process, main_first, main_only
 from jaxlm.core.stores import check_writable, is_url
 from jaxlm.data.base import Batches
 from jaxlm.data.data import Data, ValidationData
+from jaxlm.data.loader import RunServices
 from jaxlm.data.tokenizer.chat_template import ChatTemplate, with_templates
 from jaxlm.engine.activity import Activity, ActivityClock
 from jaxlm.engine.checkpoint.health import SaveHealth
@@ -53,7 +54,7 @@ from jaxlm.observe.trackers import JsonlTracker, Tracker, TrackerConfig
 from jaxlm.observe.trackers.background import BackgroundTracker
 from jaxlm.run.compilation.options import step_options
 from jaxlm.run.compilation.step import StepPrograms
-from jaxlm.run.export import ExportHook
+from jaxlm.run.export import ExportHook, weights_exporter
 from jaxlm.run.init_from import InitFrom
 from jaxlm.run.num_steps import epoch_of, small_sources
 from jaxlm.run.objective_meter import ObjectiveMeter
@@ -106,6 +107,12 @@ class Run:
         for line in (*small_sources(opened, plan.batches.train.first.size), *opened.slow_sources()):
             self.console.log(f"warning: {line}")
         return opened
+
+    def services(self, phase: Phase) -> RunServices:
+        """What batches that ask the model may use."""
+        plan, tokenizer = self.plan, _with_templates(self.tokenizer, self.plan)
+        completions = CompletionLog(plan.config.trainer.completions, self.trackers, self.console)
+        return RunServices(plan.precision, self.console.log, completions.log, weights_exporter(plan, phase, tokenizer))
 
     def eval_hook(self, phase: Phase, data: Data, refs: Mapping[str, LanguageModel] | None = None) -> EvalHook:
         """The run's evaluations on the phase's validation data. Args: refs: the references of the phase's step."""

@@ -1,6 +1,5 @@
 """Training batches of responses that the current weights have sampled."""
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,20 +11,17 @@ from jaxlm.data.loader import BatchContext, BatchReader, leading_axes
 from jaxlm.data.rollouts.maker import RolloutMaker
 from jaxlm.data.rollouts.rollout import Rollout
 
-_SHOW_INTERVAL_S = 30.0
-
 
 class RolloutBatches(Batches):
     """Batches of groups of responses. A rollout is sampled before the first of the steps that train on it."""
 
     def __init__(self, reader: BatchReader, context: BatchContext, maker: RolloutMaker):
-        self._reader, self._maker, self._log = reader, maker, context.log
+        self._reader, self._maker, self._log = reader, maker, context.services.log
         self._step = context.first_step
         self._consumed = 0
         self._skipped = 0
         self._rollout: Rollout | None = None
         self._metrics: Mapping[str, float] = {}
-        self._shown_at = -_SHOW_INTERVAL_S
 
     def due(self, step: int) -> bool:
         return self._rollout is None or not self._rollout.first_step <= step < self._rollout.end
@@ -36,9 +32,6 @@ class RolloutBatches(Batches):
         num_groups = num_minibatches * self._reader.batches.at(step).size
         groups, num_prompts, metrics = self._maker.make(model, step, self._consumed, num_groups)
         self._consumed += num_prompts
-        if time.monotonic() - self._shown_at >= _SHOW_INTERVAL_S:
-            self._log(f"step {step + 1}: {self._maker.first_response(groups)}")
-            self._shown_at = time.monotonic()
         sampled = (groups.examples, groups.samples, groups.rewards)
         self._rollout = Rollout.of((step, end), num_minibatches, *sampled, metrics)
 

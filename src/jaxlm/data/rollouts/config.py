@@ -21,12 +21,16 @@ from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.prompts import PromptsFormat
 from jaxlm.data.loader import BatchContext, BatchMaker, BatchReader
 from jaxlm.data.rollouts.batches import RolloutBatches
+from jaxlm.data.rollouts.conversations import EARNED, Conversations
 from jaxlm.data.rollouts.local import LocalSamplerConfig
 from jaxlm.data.rollouts.maker import RolloutMaker, RolloutOptions
 from jaxlm.data.rollouts.prompts import PromptRecords, Prompts
 from jaxlm.data.rollouts.sampler import SamplerConfig, SamplerContext
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.environments.base import EnvironmentConfig
 from jaxlm.rewards.base import RewardConfig, RewardContext, Rewards, reward_names
+
+_MAX_TURNS = 4
 
 
 @DataConfig.register_subclass("rollouts")
@@ -47,6 +51,9 @@ class RolloutsConfig(DataConfig):
         reward_timeout_s: seconds that the rewards of a rollout may take. After that, the run ends with an error.
         dynamic_sampling: if groups have equal rewards, from which nothing can be learned, sample for as many further prompts,
             at most this often for a rollout (DAPO); 0 trains on what there is.
+        environment: what answers the response, after which the policy writes on: several turns are one response, whose tokens
+            count only where the policy wrote them. Null lets it write once. The environment's reward is added to the others.
+        max_turns: the most turns of the policy in an environment.
         long_prompts: `refuse` to train if a prompt is too long, or `leave_out` such prompts.
         sampler: what samples the responses.
     """
@@ -62,6 +69,8 @@ class RolloutsConfig(DataConfig):
     rewards: list[RewardConfig] = field(default_factory=list)
     reward_timeout_s: PositiveFloat = 600.0
     dynamic_sampling: NonNegativeInt = 0
+    environment: EnvironmentConfig | None = None
+    max_turns: PositiveInt = _MAX_TURNS
     long_prompts: Literal["refuse", "leave_out"] = "refuse"
     sampler: SamplerConfig = field(default_factory=LocalSamplerConfig)
 
@@ -95,9 +104,17 @@ class RolloutsConfig(DataConfig):
                 f"data.updates_per_rollout: {self.updates_per_rollout} given, a multiple of minibatches_per_rollout"
                 f" ({self.minibatches_per_rollout}) expected, so that all mini-batches are trained on equally often"
             )
+        if self.environment is None and self.max_turns != _MAX_TURNS:
+            raise ConfigError(
+                f"data.max_turns: {self.max_turns} given, which has no effect without data.environment. Remove one of them"
+            )
         if not self.rewards:
             raise ConfigError(
                 "data.rewards: empty. Give at least one, such as {type: function, function: my_rewards:score}"
+            )
+        if self.environment is not None and EARNED in reward_names(self.rewards):
+            raise ConfigError(
+                f"data.rewards: the name '{EARNED}' is that of the environment's reward. Set another `name`"
             )
         reward_names(self.rewards)
         if self.has_validation:
@@ -114,20 +131,24 @@ class RolloutsConfig(DataConfig):
     def check(self) -> None:
         super().check()
         self.sampler.check()
-        for reward in self.rewards:
-            reward.check()
+        for part in (*self.rewards, *([] if self.environment is None else [self.environment])):
+            part.check()
 
     def batch_maker(self, tokenizer: Tokenizer) -> BatchMaker:
         context = RewardContext(tokenizer.decode, self.max_new_tokens, tokenizer.stop_ids)
 
         def make(reader: BatchReader, of_run: BatchContext) -> Batches:
+            run, environment = of_run.services, self.environment
+            sampler = self.sampler.open(SamplerContext(reader.layout, run.precision, run.log, run.export))
             maker = RolloutMaker(
                 reader.mixture,
                 self._options(of_run.seed, tokenizer.stop_ids),
-                self.sampler.open(SamplerContext(reader.layout, of_run.precision, of_run.log)),
+                sampler,
                 main_only(lambda: Rewards(self.rewards, context, timeout_s=self.reward_timeout_s)),
-                {source.name: PromptRecords(source, of_run.log) for source in self.sources() if source.has(TRAIN)},
+                {source.name: PromptRecords(source, run.log) for source in self.sources() if source.has(TRAIN)},
                 tokenizer.decode,
+                run.log_rollout,
+                environment and Conversations(environment, self.max_turns, sampler, tokenizer),
             )
             return RolloutBatches(reader, of_run, maker)
 
@@ -143,5 +164,5 @@ class RolloutsConfig(DataConfig):
             minibatches_per_rollout=self.minibatches_per_rollout,
             dynamic_sampling=self.dynamic_sampling,
             stop_ids=stop_ids,
-            reward_names=tuple(reward_names(self.rewards)),
+            reward_names=(*reward_names(self.rewards), *([] if self.environment is None else [EARNED])),
         )

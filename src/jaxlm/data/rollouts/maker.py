@@ -12,10 +12,13 @@ import numpy as np
 
 from jaxlm.core.runtime import broadcast_from_main, main_only
 from jaxlm.data.examples import Examples
+from jaxlm.data.loader import LogRollout
 from jaxlm.data.mixture import Mixture
+from jaxlm.data.rollouts.conversations import EARNED, Conversations
 from jaxlm.data.rollouts.prompts import PromptRecords, document_numbers, prompt_tokens
 from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplingRequest
 from jaxlm.data.sources.record_files import Record
+from jaxlm.environments.converse import Prompt
 from jaxlm.rewards.base import TOTAL, Rewards, ScoredRows
 
 T = TypeVar("T")
@@ -28,7 +31,7 @@ class RolloutOptions:
     Attributes:
         seed: of the run.
         stop_ids: tokens that end a response.
-        reward_names: the names of the rewards, in the order of the configuration.
+        reward_names: the names of the rewards, in the order of the configuration, and that of the environment's.
     """
 
     seed: int
@@ -97,16 +100,22 @@ class RolloutMaker:
         rewards: Rewards | None,
         records: Mapping[str, PromptRecords],
         decode: Callable[[Sequence[int]], str],
+        log_rollout: LogRollout,
+        conversations: Conversations | None = None,
     ):
         """Args:
         mixture: the prompts, in the order of training.
         rewards: on process 0; None on the others.
-        records: source name -> the records of its prompts. Only process 0 reads them.
+        records: source name -> the records of its prompts. Only process 0 reads them, or all for an environment.
         decode: token ids to text, without special tokens.
+        conversations: with an environment; None lets the policy write once.
         """
         self.options = options
         self._mixture, self._sampler, self._rewards = mixture, sampler, rewards
         self._records, self._decode = records, decode
+        self._log_rollout, self._conversations = log_rollout, conversations
+        if rewards is not None:
+            rewards.check_columns({key for source in records.values() for key in source.columns})
 
     def make(self, model: Any, step: int, first: int, num_groups: int) -> Made:
         """The groups that a step begins to train on. All processes must call this.
@@ -133,6 +142,7 @@ class RolloutMaker:
         if self.options.dynamic_sampling:
             metrics["dynamic_sampling/num_prompts"] = float(len(are_equal))
             metrics["dynamic_sampling/frac_equal"] = float(are_equal.mean())
+        main_only(lambda: self._log(step, chosen))
         return Made(chosen, len(are_equal), {f"train/{name}": value for name, value in metrics.items()})
 
     def prompts(self, examples: np.ndarray) -> list[np.ndarray]:
@@ -142,12 +152,6 @@ class RolloutMaker:
     def describe(self, examples: np.ndarray) -> str:
         """Where the prompts of some training examples are, for messages."""
         return self._mixture.describe(examples)
-
-    def first_response(self, groups: Groups) -> str:
-        """The first response as text with its reward, for the console."""
-        text = self._decode(groups.samples[0].tokens)
-        shortened = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
-        return f"response {shortened!r} has reward {groups.rewards[0, 0]:.3g}"
 
     def close(self) -> None:
         """Releases what the sampler and the rewards hold."""
@@ -167,20 +171,37 @@ class RolloutMaker:
             temperature=options.temperature,
             stop_ids=options.stop_ids,
         )
-        samples = self._sampler.sample(model, repeated, request)
+        samples, earned = self._answers(model, examples, repeated, request)
         sampled = time.perf_counter()
-        scores = self._scores(examples, prompts, samples)
+        scores = self._scores(examples, prompts, samples, earned)
         seconds["sample"] += sampled - started
         seconds["score"] += time.perf_counter() - sampled
         return Groups(examples, samples, scores.reshape(-1, len(examples), options.group_size))
 
-    def _scores(self, examples: np.ndarray, prompts: Sequence[np.ndarray], samples: Sequence[Sample]) -> np.ndarray:
+    def _answers(
+        self, model: Any, examples: np.ndarray, repeated: list[list[int]], request: SamplingRequest
+    ) -> tuple[list[Sample], list[float]]:
+        """The samples, and what each has earned from the environment, if there is one."""
+        if self._conversations is None:
+            return self._sampler.sample(model, repeated, request), []
+        size, records = self.options.group_size, self._records_of(examples)
+        prompts = [
+            Prompt(ids, self._decode(ids), records[number // size].values, records[number // size].where)
+            for number, ids in enumerate(repeated)
+        ]
+        return self._conversations.of(model, prompts, request)
+
+    def _scores(
+        self, examples: np.ndarray, prompts: Sequence[np.ndarray], samples: Sequence[Sample], earned: Sequence[float]
+    ) -> np.ndarray:
         """float64 [rewards + 1, samples]. Process 0 computes them: rewards may be slow, random, or need its machine."""
         names = (*self.options.reward_names, TOTAL)
 
         def score() -> np.ndarray:
             assert self._rewards is not None, "this is process 0"
             found = self._rewards.score(self._rows(examples, prompts, samples))
+            if earned:
+                found = {**found, EARNED: np.array(earned), TOTAL: found[TOTAL] + np.array(earned)}
             return np.stack([found[name] for name in names])
 
         values = main_only(score)
@@ -201,6 +222,12 @@ class RolloutMaker:
             columns={key: [record.values.get(key) for record in records] for key in keys},
             places=[record.where for record in records],
         )
+
+    def _log(self, step: int, groups: Groups) -> None:
+        names, rewards = (*self.options.reward_names, TOTAL), groups.rewards
+        scores = {name: values.ravel() for name, values in zip(names, groups.scores, strict=True)}
+        rows = self._rows(groups.examples, self.prompts(groups.examples), groups.samples)
+        self._log_rollout(step + 1, rows, scores, (rewards - rewards.mean(axis=1, keepdims=True)).ravel())
 
     def _records_of(self, examples: np.ndarray) -> list[Record]:
         def of_source(name: str, prompts: Examples, indices: np.ndarray) -> list[Record]:
@@ -234,6 +261,3 @@ class RolloutMaker:
             if (applies := ~np.isnan(scores)).any():
                 found[f"rewards/{name}"] = float(scores[applies].mean())
         return found
-
-
-_SHOWN_CHARACTERS = 200

@@ -87,15 +87,24 @@ class PromptRecords:
 
     def of(self, documents: Sequence[int], num_documents: int) -> list[Record]:
         """The records of some documents. Args: num_documents: how many the cache has."""
+        records = self._all()
+        if len(records) != num_documents:
+            raise ConfigError(
+                f"{self._source.key}: the files have {len(records):,} records, but there were {num_documents:,} when"
+                " their prompts were tokenized. Restore the files, or start a new run with another data.cache_dir"
+            )
+        return [records[number] for number in documents]
+
+    @property
+    def columns(self) -> set[str]:
+        """The keys that some record has besides the prompt."""
+        return {key for record in self._all() for key in record.values}
+
+    def _all(self) -> list[Record]:
         if self._records is None:
             files = self._source.files(TRAIN, self._log)
             beside = self._source.config.format.beside_prompt
             self._records = [
                 record._replace(values=beside(record.values)) for file in files for record in file.records(None)
             ]
-        if len(self._records) != num_documents:
-            raise ConfigError(
-                f"{self._source.key}: the files have {len(self._records):,} records, but there were {num_documents:,} when"
-                " their prompts were tokenized. Restore the files, or start a new run with another data.cache_dir"
-            )
-        return [self._records[number] for number in documents]
+        return self._records
