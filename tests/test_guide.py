@@ -40,7 +40,7 @@ NEEDED: dict[tuple[str, str | None, str], dict[str, Any]] = {
     ("objective", "grpo", "sync_mixup"): {"sync_interval": 8},
     ("objective", "dpo", "simpo_gamma"): {"loss_type": "simpo"},
     ("objective", "grpo", "tis_cap"): {"old_policy": "model"},
-    ("objective", "grpo", "overlong_cache"): {"max_response_tokens": 512},
+    ("objective", "grpo", "overlong_cache"): {"loss_agg": "dr_grpo", "max_response_tokens": 512},
     ("objective", "dpo", "alphapo_alpha"): {"loss_type": "alphapo"},
     ("objective", "dpo", "discopop_tau"): {"loss_type": "discopop"},
     ("objective", "grpo", "cispo_cap"): {"policy_loss": "cispo"},

@@ -14,10 +14,12 @@ from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.prompts import PromptsFormat
+from jaxlm.data.loader import RunServices
 from jaxlm.data.rollouts import config as config_of_rollouts
 from jaxlm.data.rollouts.config import RolloutsConfig
 from jaxlm.data.rollouts.local import LocalSamplerConfig
 from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig
+from jaxlm.environments.base import Environment, EnvironmentConfig, Observation
 from jaxlm.rewards.function import FunctionRewardConfig
 from tests.data.helpers import small_tokenizer, some_text
 from tests.data.test_loader import layout_of
@@ -31,10 +33,15 @@ GROUP = 3
 class Scored:
     """Rewards: the worth of the record times the number of the response, so all are equal for a record that is worth 0."""
 
+    max_new_tokens = 8
+
     def __init__(self, configs, context, *, timeout_s):
         assert [config.name for config in configs] == ["worth"]
-        assert (context.max_new_tokens, timeout_s) == (8, 7.5)
+        assert (context.max_new_tokens, timeout_s) == (self.max_new_tokens, 7.5)
         self.seen = []
+
+    def check_columns(self, existing):
+        assert existing == {"worth", "n"}
 
     def score(self, rows):
         self.seen.append(rows)
@@ -104,7 +111,9 @@ def opened(tokenizer, tmp_path, seen):
     tokenizer.save(tmp_path / "tokenizer")
     SAMPLER.requests.clear()
 
-    def open_records(records=RECORDS, seq_len=48, sizes=((0, 4),), step=0, log=lambda _: None, **keys):
+    def open_records(
+        records=RECORDS, seq_len=48, sizes=((0, 4),), step=0, log=lambda _: None, log_rollout=lambda *_: None, **keys
+    ):
         number = len(list(tmp_path.glob("*.jsonl")))
         path = tmp_path / f"{number}.jsonl"
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -124,7 +133,8 @@ def opened(tokenizer, tmp_path, seen):
         config.check()
         data = config.open(config.load_tokenizer(lambda _: None), seq_len, log)
         schedule = BatchSchedule.of([BatchSize(*size) for size in sizes])
-        return data, data.batches(schedule, layout_of(data=2), start=0, first_step=step, seed=3, log=log)
+        services = RunServices(log=log, log_rollout=log_rollout)
+        return data, data.batches(schedule, layout_of(data=2), start=0, first_step=step, seed=3, services=services)
 
     return open_records
 
@@ -153,6 +163,7 @@ FIELDS = {
     **dict.fromkeys(("group_size", "max_new_tokens", "temperature", "rewards", "reward_timeout_s", "sampler"), COLUMNS),
     **dict.fromkeys(("updates_per_rollout", "minibatches_per_rollout"), MINIBATCHES),
     "dynamic_sampling": "test_groups_with_equal_rewards_are_replaced_as_long_as_rounds_are_left",
+    **dict.fromkeys(("environment", "max_turns"), "test_an_environment_speaks_between_turns_and_rewards_them"),
     "long_prompts": "test_prompts_that_are_too_long_are_refused_with_their_place_or_left_out",
 }
 
@@ -196,6 +207,61 @@ def test_a_batch_has_each_response_after_its_prompt_with_its_reward(opened, seen
     assert metrics["train/completions/clipped_ratio"] == 0.25
     assert (metrics["train/completions/min_length"], metrics["train/completions/max_length"]) == (1, 4)
     assert metrics["train/completions/mean_terminated_length"] == 2
+
+
+@dataclass(frozen=True)
+class AnswersConfig(EnvironmentConfig):
+    """Answers each turn with its number. Ends the conversations of records whose `n` is even after their second turn."""
+
+    def open(self):
+        return Answers()
+
+
+class Answers(Environment):
+    def reset(self, prompt, columns):
+        self.prompt, self.n, self.turns = prompt, columns["n"], 0
+
+    def step(self, completion):
+        self.turns += 1
+        return Observation(str(self.turns), 0.25 * self.turns, self.turns == 2 and self.n % 2 == 0)
+
+
+@pytest.mark.parametrize("max_turns", [2, 3])
+def test_an_environment_speaks_between_turns_and_rewards_them(opened, seen, tokenizer, max_turns):
+    logged: list[Any] = []
+    keys = {"environment": AnswersConfig(), "max_turns": max_turns, "max_new_tokens": 20, "reward_timeout_s": 7.5}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scored, "max_new_tokens", 20)
+        _, batches = opened(seq_len=64, log_rollout=lambda *of_rollout: logged.append(of_rollout), **keys)
+        batches.refresh("the weights", 0)
+    assert [(request.turn, len(asked)) for _, asked, request in SAMPLER.requests] == [(n, 12) for n in range(max_turns)]
+    columns, (rows,) = columns_of(next(batches)), seen
+    ((step, logged_rows, scores, advantages),) = logged
+    assert step == 1
+    for row in range(12):
+        at, number, n = row // GROUP, row % GROUP, rows.columns["n"][row]
+        turn = [10 + row + i for i in range(row % 4 + 1)]
+        # Row 3 of four never finishes its turn, so the environment never answers it.
+        num_turns = 1 if row % 4 == 3 else 2 if n % 2 == 0 else max_turns
+        answers = [tokenizer.encode(str(turn_number)) for turn_number in (1, 2, 3)]
+        tokens, mask = list(turn), [1] * len(turn)
+        for turn_number in range(1, num_turns):
+            tokens += [*answers[turn_number - 1], *turn]
+            mask += [0] * len(answers[turn_number - 1]) + [1] * len(turn)
+        assert list(rows.completion_ids[row]) == tokens
+        is_trained = columns["loss_mask"][at, number] > 0
+        assert columns["targets"][at, number][is_trained].tolist() == [
+            t for t, m in zip(tokens, mask, strict=True) if m
+        ]
+        assert is_trained.sum() == sum(mask) == np.count_nonzero(columns["sampler_logps"][at, number])
+        earned = 0.0 if row % 4 == 3 else sum(0.25 * turn_number for turn_number in range(1, num_turns + 1))
+        expected = RECORDS[n]["worth"] * number + earned
+        assert columns["rewards"][at, number] == expected == scores["reward"][row]
+        assert scores["environment"][row] == earned
+        assert logged_rows.completions[row] == rows.completions[row]
+    of_groups = scores["reward"].reshape(-1, GROUP)
+    np.testing.assert_allclose(advantages, (of_groups - of_groups.mean(axis=1, keepdims=True)).ravel())
+    assert batches.metrics()["train/rewards/environment"] == pytest.approx(scores["environment"].mean())
 
 
 def trained_on(batches, steps):
@@ -312,6 +378,11 @@ def test_messages_are_rendered_up_to_the_answer(opened, tokenizer):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        ({"max_turns": 3}, r"data\.max_turns: 3 given, which has no effect without data\.environment"),
+        (
+            {"environment": AnswersConfig(), "rewards": [FunctionRewardConfig(function="a:b", name="environment")]},
+            r"data\.rewards: the name 'environment' is that of the environment's reward",
+        ),
         ({"rewards": []}, r"data\.rewards: empty\. Give at least one"),
         (
             {"updates_per_rollout": 3, "minibatches_per_rollout": 2},

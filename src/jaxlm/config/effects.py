@@ -85,6 +85,8 @@ EFFECTS: dict[str, Effect] = {
     "data.reward_timeout_s": HARMLESS,
     "data.dynamic_sampling": _UPDATES,
     "data.long_prompts": _ORDER,
+    "data.environment": _UPDATES,
+    "data.max_turns": _UPDATES,
     "data.sampler": ROUNDING,
     "model": MODEL,
     "model.gradient_checkpointing": ROUNDING,
