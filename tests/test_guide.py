@@ -40,10 +40,12 @@ NEEDED: dict[tuple[str, str | None, str], dict[str, Any]] = {
     ("objective", "grpo", "sync_mixup"): {"sync_interval": 8},
     ("objective", "dpo", "simpo_gamma"): {"loss_type": "simpo"},
     ("objective", "grpo", "tis_cap"): {"old_policy": "model"},
-    ("objective", "grpo", "overlong_cache"): {"max_response_tokens": 512},
+    ("objective", "grpo", "overlong_cache"): {"loss_agg": "dr_grpo", "max_response_tokens": 512},
     ("objective", "grpo", "cispo_cap"): {"policy_loss": "cispo"},
     ("objective", "grpo", "max_response_tokens"): {"loss_agg": "dr_grpo", "max_response_tokens": 8},
     ("data.format", "pairs", "prompt_ends_with"): {"prompt_field": None},
+    ("data.rewards.N", None, "name"): {"function": "my_rewards:score"},
+    ("data.rewards.N", None, "weight"): {"function": "my_rewards:score"},
 }
 
 
