@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-TOKENS = ["<eos>", *"01234567", " ", "=", "?", "!", "x", "y", "z"]
+TOKENS = ["<eos>", *"01234567", "Ġ", "=", "?", "!", "x", "y", "z"]  # Ġ is a space
 EOS, DIGITS = 0, 8
 FIRST = TOKENS.index("0")
 
@@ -24,7 +24,7 @@ def wrong(completion_ids, digit):
 
 def prompt_ids(digit: int) -> list[int]:
     """`d =`, after the token that begins a document."""
-    return [EOS, FIRST + digit, TOKENS.index(" "), TOKENS.index("=")]
+    return [EOS, FIRST + digit, TOKENS.index("Ġ"), TOKENS.index("=")]
 
 
 def write_task(folder: Path) -> None:
@@ -33,8 +33,10 @@ def write_task(folder: Path) -> None:
     from tokenizers import decoders, models, pre_tokenizers
 
     backend = tokenizers.Tokenizer(models.WordLevel({t: i for i, t in enumerate(TOKENS)}, unk_token="?"))
-    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
-    backend.decoder = decoders.Fuse()
+    by_character = pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    by_byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([by_character, by_byte])
+    backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<eos>"])
     (folder / "tokenizer").mkdir()
     backend.save(str(folder / "tokenizer" / "tokenizer.json"))

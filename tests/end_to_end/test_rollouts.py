@@ -76,23 +76,23 @@ CHECKED = {"checkpointer": {"base_path": "checkpoints", "save_interval": "1000s"
 
 @pytest.mark.slow
 def test_the_model_learns_the_successor(workplace):
-    place = start(workplace(), 150, trainer=CHECKED)
+    place = start(workplace(), 100, trainer=CHECKED)
     shown = finish(place)
     records = steps_of(place)
     rewards = [record["train/reward"] for record in records]
     assert np.mean(rewards[:10]) < 0.25
     assert np.mean(rewards[-10:]) > 0.8
-    probabilities = [success(place, step) for step in range(25, 151, 25)]
-    assert probabilities[-1] > 0.9
-    assert probabilities == sorted(probabilities)
+    early, late = success(place, 25), success(place, 100)
+    assert 1 / 16 < early < late
+    assert late > 0.9
     assert max(record["train/sampling/logp_diff_max"] for record in records) < 1e-5
     assert max(abs(record["train/clip_ratio/high_mean"]) for record in records) == 0
     for record in records:  # the reward of the host and that of the objective
         assert record["train/rewards/right"] == pytest.approx(record["train/reward"], abs=1e-6)
     assert records[-1]["train/completions/clipped_ratio"] < 0.1 < records[0]["train/completions/clipped_ratio"]
     assert records[-1]["train/entropy"] < records[0]["train/entropy"]
-    line = next(line for line in shown.splitlines() if line.startswith("step 150/150"))
-    assert line.startswith("step 150/150  reward ")
+    line = next(line for line in shown.splitlines() if line.startswith("step 100/100"))
+    assert line.startswith("step 100/100  reward ")
     assert "  length " in line
     assert "rollout " in next(line for line in shown.splitlines() if "wall time" in line)
 
@@ -131,7 +131,7 @@ def test_the_reference_holds_the_model_back(workplace):
     assert found[1.0][1] < found[0.001][1]
 
 
-# A checkpoint after step 5, which is the second of three updates of a rollout with prompts of two mini-batches.
+# Steps 5 to 8 train on the second rollout, twice on each of its mini-batches.
 SEVERAL = {"updates_per_rollout": 4, "minibatches_per_rollout": 2, "dynamic_sampling": 1}
 
 
@@ -153,10 +153,11 @@ def whole(workplace) -> Callable[[], Workplace]:
 def test_a_run_that_is_killed_within_a_rollout_goes_on_bit_for_bit(whole, workplace):
     place = start(workplace(), 12, data=SEVERAL)
     dies = {"module": "tests.end_to_end.dies", "JAXLM_TEST_DIES_AT": "first phase"}
-    process = place.start("--config_path", "run.yaml", **dies)
+    every_step = ("--trainer.checkpointer.save_interval", "0s")
+    process = place.start("--config_path", "run.yaml", *every_step, **dies)
     process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL
-    position = json.loads((place.folder / "checkpoints/run/step-5/data/position.json").read_text())
+    position = json.loads((place.folder / "checkpoints/run/step-7/data/position.json").read_text())
     assert (position["rollout"]["first_step"], position["rollout"]["end"]) == (4, 8)
     assert "resuming" in finish(place)
     assert place.losses() == whole().losses()

@@ -109,7 +109,7 @@ def test_a_run_in_one_piece(run):
         LOST: 0,
         IDLE: 0,
     }
-    assert found.wall_s == 27
+    assert found.wall_s == 29
     assert found.fraction == pytest.approx((6 + 2) / 29)
     assert run.ledger.metrics() == {"throughput/goodput": pytest.approx((6 + 2) / 29)}
 
@@ -131,6 +131,7 @@ def test_steps_after_the_checkpoint_of_a_killed_run_are_lost(run):
         "compile": 0,
         "restore": 5,
         "data wait": 4,
+        "rollout": 0,
         "step": 12,
         "eval": 0,
         "save": 2,

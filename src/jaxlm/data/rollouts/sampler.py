@@ -100,4 +100,4 @@ class SamplerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
 
     @abc.abstractmethod
     def open(self, context: SamplerContext) -> Sampler:
-        """Opens the sampler."""
+        """Opens the sampler, on every process."""
