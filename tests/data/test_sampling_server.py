@@ -241,6 +241,7 @@ def test_an_api_key_is_sent(server, sampler, monkeypatch):
     [
         ({"protocol": "sglang"}, r"data\.sampler\.logprobs: raw given, but SGLang's are processed"),
         ({"weights_folder": "gs://bucket/x"}, r"data\.sampler\.weights_folder: 'gs://bucket/x' given, a folder"),
+        ({"weights_folder": ""}, r"data\.sampler\.weights_folder: '' given, a folder"),
         ({"server": {"url": "localhost:8000"}}, r"data\.sampler\.server\.url: 'localhost:8000' given, an address"),
         ({"server": {"timeout_s": 0}}, "timeout_s"),
         ({"max_concurrent": 0}, "max_concurrent"),

@@ -40,6 +40,8 @@ def config_of(file, records=RECORDS, **fields):
         ({"rewards": [COUNTS, COUNTS]}, "2 rewards have the name 'length'"),
         ({"rewards": [{"type": "format", "pattern": "("}]}, "not a valid regular expression"),
         ({"prompts_file": "no/such.jsonl"}, "there is no file no/such.jsonl"),
+        ({"prompts_file": ""}, "prompts_file: missing"),
+        ({"rewards": []}, "rewards: missing"),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_compiled(tmp_path, fields, message):

@@ -48,8 +48,8 @@ class RolloutsEvalConfig(EvalConfig):
         name: first part of the metrics' names. Set it if there are several evaluations of this type.
     """
 
-    prompts_file: str
-    rewards: list[RewardConfig]
+    prompts_file: str = ""
+    rewards: list[RewardConfig] = field(default_factory=list)
     prompt_key: str = "prompt"
     messages_key: str | None = None
     max_prompts: PositiveInt | None = None
@@ -71,6 +71,12 @@ class RolloutsEvalConfig(EvalConfig):
         return tuple(f"{self.name}/{one}" for one in names)
 
     def check(self) -> None:
+        if not self.prompts_file or not self.rewards:
+            missing = "rewards" if self.prompts_file else "prompts_file"
+            raise ConfigError(
+                f"{_KEY}: {missing}: missing. Give a file of prompts, and at least one reward, such as"
+                " {type: exact_match, column: answer}"
+            )
         if not Path(self.prompts_file).is_file():
             raise ConfigError(f"{_KEY}: prompts_file: there is no file {self.prompts_file}. Correct the path")
         if self.num_samples > self.batch_size:

@@ -56,7 +56,7 @@ class ServerSamplerConfig(SamplerConfig):
     """
 
     server: ServerConfig
-    weights_folder: str
+    weights_folder: str = ""
     protocol: Literal["vllm", "sglang"] = "vllm"
     updates_per_export: PositiveInt = 1
     logprobs: Literal["raw", "processed"] = "raw"
@@ -65,7 +65,7 @@ class ServerSamplerConfig(SamplerConfig):
 
     def check(self) -> None:
         self.server.check(f"{_KEY}.server")
-        if is_url(self.weights_folder):
+        if not self.weights_folder or is_url(self.weights_folder):
             raise ConfigError(
                 f"{_KEY}.weights_folder: '{self.weights_folder}' given, a folder expected that the server's machine has"
                 " under the same path"
