@@ -25,8 +25,8 @@ from tests.interop.cases import FIRST, VOCAB, config_of, inputs_of, tokens
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-# An untied head, which a classifier does not have; fused weights; the other families. At these lengths, Phi 3's LongRoPE
-# has other frequencies in transformers than in training (docs/from-levanter.md).
+# An untied head, which a classifier does not have; fused weights; the other families. Short texts have other LongRoPE
+# frequencies in transformers than in training, so Phi 3 has a case without it.
 UNTIED = "llama-own-heads"
 OTHERS = {**FIRST, "phi3": "phi3-window"}
 OTHERS = [name for kind, name in OTHERS.items() if kind not in ("gpt2", "granite")]
