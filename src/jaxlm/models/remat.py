@@ -155,6 +155,7 @@ def with_remat_modules(remat_policy: RematPolicy, block: T, *, scan: bool) -> T:
 
 
 def _policy(remat_policy: RematPolicy) -> Callable[..., bool] | None:
+    assert not isinstance(remat_policy, RematModules), "modules have policies of their own"
     policies = jax.checkpoint_policies
     if remat_policy == FULL:
         return None

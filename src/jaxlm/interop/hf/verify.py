@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 
-from jaxlm.core.axes import BATCH, EMBED, POSITION
+from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.classifier import is_reward_model, read_score
@@ -21,7 +21,7 @@ from jaxlm.interop.json_object import read_json_object
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
 from jaxlm.models.inference.generate import generate
 
-_PROMPT_LENGTH, _NUM_NEW_TOKENS, _NUM_SCORED = 16, 32, 4
+_PROMPT_LENGTH, _NUM_NEW_TOKENS = 16, 32
 _RELATIVE_TOLERANCE = 1e-3  # of the largest logit; both sides compute in float32, in different orders
 
 
@@ -61,14 +61,13 @@ def verify_folder(folder: Path, model: LanguageModel, config: ModelConfig, layou
 
 
 def _verify_scores(folder: Path, model: LanguageModel, seq_len: int, layout: Layout) -> str:
-    """Compares rewards of random sequences of unequal lengths."""
-    rng, scores = np.random.default_rng(0), _last_scores(model, layout)
+    """Compares the rewards of the beginnings of a random sequence."""
     padding = read_json_object(folder / "config.json").get("pad_token_id")
-    ids = np.setdiff1d(np.arange(model.Vocab.size), [-1 if padding is None else padding])
-    lengths = np.unique(np.linspace(1, min(seq_len, _PROMPT_LENGTH), _NUM_SCORED, dtype=int))
-    rows = [rng.choice(ids, length).tolist() for length in lengths]
-    reader, read_scores = _classifier(folder, layout)
-    ours, theirs = (np.array([score(row) for row in rows]) for score in (scores, read_scores))
+    known = np.setdiff1d(np.arange(model.Vocab.size), [-1 if padding is None else padding])
+    ids = np.random.default_rng(0).choice(known, min(seq_len, _PROMPT_LENGTH))
+    reader, rewards = _classifier(folder, layout)
+    head = jax.jit(lambda model: model.reward_head())(model)
+    ours, theirs = _scores(model, head.array, ids, layout), rewards(ids)
     difference = float(np.abs(ours - theirs).max())
     if not difference <= _RELATIVE_TOLERANCE * float(np.abs(ours).max()):
         raise ConfigError(
@@ -77,44 +76,33 @@ def _verify_scores(folder: Path, model: LanguageModel, seq_len: int, layout: Lay
     return f"verified with {reader}: rewards within {difference:.1e}"
 
 
-def _last_scores(model: LanguageModel, layout: Layout) -> Callable[[list[int]], float]:
-    """The reward of a sequence."""
-
-    @jax.jit
-    def score(model: LanguageModel, inputs: Inputs) -> jax.Array:
-        head = model.reward_head()
-        assert head is not None, "the model has a reward head"
-        return hax.dot(model.hidden(inputs).final, head, axis=EMBED).array
-
-    return lambda row: float(score(model, _inputs(np.array([row] * layout.mesh.size)))[0, -1])
+def _scores(model: LanguageModel, head: Any, ids: np.ndarray, layout: Layout) -> np.ndarray:
+    """The reward after each token of a sequence. Args: head: [embed]."""
+    hidden = jax.jit(lambda model, inputs: model.hidden(inputs).final.array)
+    return np.asarray(hidden(model, _inputs(np.array([ids] * layout.mesh.size))))[0] @ np.asarray(head)
 
 
-def _classifier(folder: Path, layout: Layout) -> tuple[str, Callable[[list[int]], float]]:
-    """The library that loads the folder of a reward model, and its rewards."""
+def _classifier(folder: Path, layout: Layout) -> tuple[str, Callable[[np.ndarray], np.ndarray]]:
+    """The library that loads the folder of a reward model, and the reward after each token of a sequence."""
     if _has_transformers():
         import torch  # pyright: ignore[reportMissingImports] - extras
         import transformers  # pyright: ignore[reportMissingImports]
 
-        loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype=torch.float32
-        ).eval()
+        classes: Any = transformers.AutoModelForSequenceClassification
+        loaded = classes.from_pretrained(folder, dtype=torch.float32).eval()
 
-        def scores(row: list[int]) -> float:
+        def of_beginnings(ids: np.ndarray) -> np.ndarray:
             with torch.no_grad():
-                return float(loaded(torch.tensor([row])).logits[0, 0])
+                return np.array(
+                    [float(loaded(torch.tensor(ids[None, :end])).logits[0, 0]) for end in range(1, len(ids) + 1)]
+                )
 
-        return f"transformers {transformers.__version__}", scores
+        return f"transformers {transformers.__version__}", of_beginnings
     opened = open_folder(folder)
     vocab = Axis("vocab", opened.vocab_size)
     abstract = jax.eval_shape(lambda: opened.config.build(vocab, key=jax.random.key(0)))
-    base = load_model(folder, abstract, opened.config, layout)
-    head = read_score(folder, "--output_dir")
-    hidden = jax.jit(lambda model, inputs: model.hidden(inputs).final.array)
-
-    def of_jaxlm(row: list[int]) -> float:
-        return float(np.asarray(hidden(base, _inputs(np.array([row] * layout.mesh.size))))[0, -1] @ head)
-
-    return "jaxlm (transformers is not installed)", of_jaxlm
+    base, head = load_model(folder, abstract, opened.config, layout), read_score(folder, "--output_dir")
+    return "jaxlm (transformers is not installed)", lambda ids: _scores(base, head, ids, layout)
 
 
 @jax.jit
