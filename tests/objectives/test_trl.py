@@ -24,7 +24,13 @@ pytest.importorskip("trl")
 
 pytestmark = pytest.mark.slow
 
-SAME = SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
+SAME = SimpleNamespace(
+    device="cpu",
+    num_processes=1,
+    gather=lambda x: x,
+    gather_for_metrics=lambda x: x,
+    reduce=lambda x, reduction: x,
+)
 
 
 def columns_without_padding_rows(rows):
@@ -74,6 +80,7 @@ CASES = {
     "sigmoid_norm": ({"beta": 0.3, "reduction": "mean"}, ["sigmoid_norm"], None),
     "exo_pair": ({"loss_type": "exo_pair", "beta": 0.3, "label_smoothing": 0.1}, ["exo_pair"], None),
     "nca_pair": ({"loss_type": "nca_pair", "beta": 0.3}, ["nca_pair"], None),
+    "bco_pair": ({"loss_type": "bco_pair", "beta": 0.3}, ["bco_pair"], None),
     "sppo_hard": ({"loss_type": "sppo_hard", "beta": 0.3}, ["sppo_hard"], None),
     "discopop": ({"loss_type": "discopop", "beta": 0.3, "discopop_tau": 0.5}, ["discopop"], None),
     "mixed": (
@@ -224,6 +231,7 @@ def test_grpo(models, sampled, case):
         current_gradient_accumulation_steps=1,
         max_completion_length=objective.max_response_tokens,
         tools=None,
+        _entropy_bonus_enabled=False,
         args=SimpleNamespace(
             delta=objective.dual_clip,
             use_bias_correction_kl=False,
