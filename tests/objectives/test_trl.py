@@ -11,7 +11,7 @@ import pytest
 from jaxlm.objectives.dpo import Dpo
 from jaxlm.objectives.grpo import Grpo
 from jaxlm.objectives.kto import Kto
-from jaxlm.objectives.pair_losses import PAIR_LOSSES, PairLogps, PairLossOptions
+from jaxlm.objectives.pair_losses import PAIR_LOSSES, WITH_REFERENCE, PairLogps, PairLossOptions
 from jaxlm.objectives.reward import RewardObjective
 from jaxlm.surgery.reward_head import RewardHeadConfig
 from tests.objectives.test_dpo import columns_of, logps_of, measured, pair_batch, random_model, target_logps
@@ -63,6 +63,50 @@ def trainer(**attributes):
         "_tp_size": 1,
     }
     return SimpleNamespace(**usual, **attributes)
+
+
+RANDOM = {
+    "sigmoid": {},
+    "hinge": {},
+    "ipo": {},
+    "robust": {"label_smoothing": 0.2},
+    "apo_zero": {},
+    "apo_down": {},
+    "exo_pair": {"label_smoothing": 0.1},
+    "nca_pair": {},
+    "bco_pair": {},
+    "sppo_hard": {},
+    "discopop": {"discopop_tau": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", WITH_REFERENCE)
+def test_every_loss_of_pairs_on_random_tensors(name):
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    options = PairLossOptions(beta=0.3, **RANDOM[name])
+    # Completions of one token, with as many nats of their own as a completion has.
+    columns = -np.random.default_rng(0).uniform(1, 9, (4, 64)).astype(np.float32)
+    chosen, rejected, of_reference = columns[0], columns[1], torch.tensor(columns[2:], dtype=torch.float64)
+    shown = torch.tensor(np.concatenate([chosen, rejected])[:, None], dtype=torch.float64)
+    nothing = torch.zeros_like(shown)
+    outputs = SimpleNamespace(log_probs=shown, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+    ids = torch.zeros(128, 2, dtype=torch.long)
+    inputs = {"input_ids": ids, "attention_mask": ids + 1, "completion_mask": torch.tensor([[0, 1]] * 128)}
+    inputs |= {"ref_chosen_logps": of_reference[0], "ref_rejected_logps": of_reference[1]}
+    stub = trainer(
+        ld_alpha=None,
+        f_divergence_type="reverse_kl",
+        loss_types=[name],
+        loss_weights=[1.0],
+        beta=options.beta,
+        label_smoothing=options.label_smoothing,
+        use_weighting=False,
+        args=SimpleNamespace(discopop_tau=options.discopop_tau),
+    )
+    expected = float(DPOTrainer._compute_loss(stub, lambda **_: outputs, inputs, False))
+    pair = PairLogps(*map(jnp.asarray, columns), *(jnp.zeros(64),) * 2)
+    assert np.mean(np.asarray(WITH_REFERENCE[name](pair, options), np.float64)) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
