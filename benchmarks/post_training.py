@@ -9,7 +9,8 @@ hh_harmless_pairs_1200.jsonl (`chosen`, `rejected`: dialogues that differ in the
 2. The pairs are split into folds, by the first turn of their dialogues, so that no dialogue is in two folds. For each fold, a
    run of DPO starts from the fine-tuned model, trains on the other folds and is evaluated on this one. So every pair is
    judged once, by a model that was not trained on it. The accuracy is the fraction of pairs whose chosen answer has the
-   larger reward; the standard error is that of a fraction. Prompts keep their last 400 characters, so that every pair fits.
+   larger reward; the standard error is that of a fraction. Prompts keep their last 400 characters, so that every pair fits;
+   long answers are truncated.
 
 Start the same command again after an interruption: finished runs are not repeated. Writes `post_training.json` into the
 folder, and the curves to `--picture`. The last line printed is JSON.
@@ -38,8 +39,8 @@ TEXTS, INSTRUCTIONS, PAIRS = (
     "hh_harmless_pairs_1200.jsonl",
 )
 BASE, HELD_OUT_INSTRUCTIONS, PROMPT_CHARACTERS = "base", 100, 400
-PRETRAIN_STEPS, SFT_STEPS, DPO_EPOCHS, BATCH, PAIRS_PER_BATCH = 700, 300, 2, 8, 16
-SEQ_LEN = 256
+PRETRAIN_STEPS, SFT_STEPS, DPO_EPOCHS, BATCH, PAIRS_PER_BATCH = 500, 300, 2, 8, 16
+SEQ_LEN, PAIR_SEQ_LEN = 256, 192
 MODEL = {
     "type": "llama",
     "seq_len": SEQ_LEN,
@@ -140,7 +141,7 @@ def base_config(data: Path, seed: int) -> dict[str, Any]:
             {"name": "sft", "num_train_steps": SFT_STEPS, "data": sft, "optimizer": {"learning_rate": 1e-3}},
         ],
         "optimizer": {"learning_rate": 6e-3, **_SHAPE},
-        "trainer": trainer(seed, BATCH, 50),
+        "trainer": trainer(seed, BATCH, 60),
         "hf_save_path": f"exports/{BASE}",
         "evals": [{"type": "loss"}],
     }
@@ -151,7 +152,7 @@ def dpo_config(fold: int, export: str, steps: int, seed: int) -> dict[str, Any]:
     return {
         "initialize_from_hf": export,
         "use_hf_model_config": True,
-        "model": {"seq_len": SEQ_LEN},
+        "model": {"seq_len": PAIR_SEQ_LEN},
         "data": {
             "type": "pairs",
             "train_urls": [f"train-{fold}.jsonl"],
@@ -162,7 +163,7 @@ def dpo_config(fold: int, export: str, steps: int, seed: int) -> dict[str, Any]:
         "objective": {"type": "dpo", "beta": 0.1},
         "optimizer": {"learning_rate": 5e-4, **_SHAPE, "weight_decay": 0.0},
         "trainer": {**trainer(seed, PAIRS_PER_BATCH, max(1, steps // 4)), "num_train_steps": steps},
-        "evals": [{"type": "objective"}, {"type": "preference"}],
+        "evals": [{"type": "objective"}, {"type": "preference", "every": 4}],
     }
 
 

@@ -46,8 +46,8 @@ def dataset(method: str) -> Dataset:
     steps = [work.rows(number).tolist() for number in range(work.DISTINCT)]
     if not work.is_dpo(method):
         found = [ids for step in steps for ids in step]
-        mask = [0] * work.PROMPT + [1] * (len(found[0]) - work.PROMPT)
-        return Dataset.from_list([{"input_ids": ids, "completion_mask": mask} for ids in found])
+        hidden = [-100] * work.PROMPT
+        return Dataset.from_list([{"input_ids": ids, "labels": hidden + ids[work.PROMPT :]} for ids in found])
     pairs = [(step[at], step[at + 1]) for step in steps for at in range(0, work.SEQUENCES, 2)]
     return Dataset.from_list(
         [
@@ -83,7 +83,7 @@ def arguments(method: str, folder: str, *, compiled: bool):
     }
     if work.is_dpo(method):
         return trl.DPOConfig(**usual, beta=work.BETA)
-    return trl.SFTConfig(**usual, completion_only_loss=True)
+    return trl.SFTConfig(**usual)
 
 
 def main():

@@ -96,6 +96,7 @@ def closed_forms(pair, o):
         "exo_pair": prob(z) * np.log(prob(z) / (1 - o.label_smoothing))
         + prob(-z) * np.log(prob(-z) / o.label_smoothing),
         "nca_pair": -np.log(prob(x)) - (np.log(prob(-x)) + np.log(prob(-y))) / 2,
+        "bco_pair": -np.log(prob(x)) - np.log(prob(-y)),
         "sppo_hard": (x / o.beta - 0.5 / o.beta) ** 2 + (y / o.beta + 0.5 / o.beta) ** 2,
         "discopop": (1 - prob(z / o.discopop_tau)) * wins + prob(z / o.discopop_tau) * np.exp(-z),
         "simpo": -np.log(prob(o.beta * (cm - rm) - o.simpo_gamma)),

@@ -262,9 +262,10 @@ def test_terms_and_metrics_match_the_logits(case, options):
     if objective.kl_coef:
         expected["kl"] = (kl * mask).sum() / mask.sum()
     if objective.policy_loss == "clip":
-        clipped = [((ratio < 1 - low) & (a < 0)) * mask, ((ratio > 1 + high) & (a > 0)) * mask]
+        counts = mask / lengths if objective.importance == "sequence" else mask
+        clipped = [((ratio < 1 - low) & (a < 0)) * counts, ((ratio > 1 + high) & (a > 0)) * counts]
         names = ("clip_ratio/low_mean", "clip_ratio/high_mean")
-        expected |= {name: c.sum() / mask.sum() for name, c in zip(names, clipped, strict=True)}
+        expected |= {name: c.sum() / counts.sum() for name, c in zip(names, clipped, strict=True)}
     assert {name: float(metric.mean()) for name, metric in metrics.items()} == pytest.approx(
         expected, rel=1e-4, abs=1e-6
     )

@@ -11,7 +11,7 @@ import pytest
 from jaxlm.objectives.dpo import Dpo
 from jaxlm.objectives.grpo import Grpo
 from jaxlm.objectives.kto import Kto
-from jaxlm.objectives.pair_losses import PAIR_LOSSES, PairLogps, PairLossOptions
+from jaxlm.objectives.pair_losses import PAIR_LOSSES, WITH_REFERENCE, PairLogps, PairLossOptions
 from jaxlm.objectives.reward import RewardObjective
 from jaxlm.surgery.reward_head import RewardHeadConfig
 from tests.objectives.test_dpo import columns_of, logps_of, measured, pair_batch, random_model, target_logps
@@ -24,7 +24,13 @@ pytest.importorskip("trl")
 
 pytestmark = pytest.mark.slow
 
-SAME = SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
+SAME = SimpleNamespace(
+    device="cpu",
+    num_processes=1,
+    gather=lambda x: x,
+    gather_for_metrics=lambda x: x,
+    reduce=lambda x, reduction: x,
+)
 
 
 def columns_without_padding_rows(rows):
@@ -59,6 +65,50 @@ def trainer(**attributes):
     return SimpleNamespace(**usual, **attributes)
 
 
+RANDOM = {
+    "sigmoid": {},
+    "hinge": {},
+    "ipo": {},
+    "robust": {"label_smoothing": 0.2},
+    "apo_zero": {},
+    "apo_down": {},
+    "exo_pair": {"label_smoothing": 0.1},
+    "nca_pair": {},
+    "bco_pair": {},
+    "sppo_hard": {},
+    "discopop": {"discopop_tau": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", WITH_REFERENCE)
+def test_every_loss_of_pairs_on_random_tensors(name):
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    options = PairLossOptions(beta=0.3, **RANDOM[name])
+    # Completions of one token, with as many nats of their own as a completion has.
+    columns = -np.random.default_rng(0).uniform(1, 9, (4, 64)).astype(np.float32)
+    chosen, rejected, of_reference = columns[0], columns[1], torch.tensor(columns[2:], dtype=torch.float64)
+    shown = torch.tensor(np.concatenate([chosen, rejected])[:, None], dtype=torch.float64)
+    nothing = torch.zeros_like(shown)
+    outputs = SimpleNamespace(log_probs=shown, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+    ids = torch.zeros(128, 2, dtype=torch.long)
+    inputs = {"input_ids": ids, "attention_mask": ids + 1, "completion_mask": torch.tensor([[0, 1]] * 128)}
+    inputs |= {"ref_chosen_logps": of_reference[0], "ref_rejected_logps": of_reference[1]}
+    stub = trainer(
+        ld_alpha=None,
+        f_divergence_type="reverse_kl",
+        loss_types=[name],
+        loss_weights=[1.0],
+        beta=options.beta,
+        label_smoothing=options.label_smoothing,
+        use_weighting=False,
+        args=SimpleNamespace(discopop_tau=options.discopop_tau),
+    )
+    expected = float(DPOTrainer._compute_loss(stub, lambda **_: outputs, inputs, False))
+    pair = PairLogps(*map(jnp.asarray, columns), *(jnp.zeros(64),) * 2)
+    assert np.mean(np.asarray(WITH_REFERENCE[name](pair, options), np.float64)) == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.fixture(scope="module")
 def models():
     return random_model(0), random_model(1)
@@ -74,6 +124,7 @@ CASES = {
     "sigmoid_norm": ({"beta": 0.3, "reduction": "mean"}, ["sigmoid_norm"], None),
     "exo_pair": ({"loss_type": "exo_pair", "beta": 0.3, "label_smoothing": 0.1}, ["exo_pair"], None),
     "nca_pair": ({"loss_type": "nca_pair", "beta": 0.3}, ["nca_pair"], None),
+    "bco_pair": ({"loss_type": "bco_pair", "beta": 0.3}, ["bco_pair"], None),
     "sppo_hard": ({"loss_type": "sppo_hard", "beta": 0.3}, ["sppo_hard"], None),
     "discopop": ({"loss_type": "discopop", "beta": 0.3, "discopop_tau": 0.5}, ["discopop"], None),
     "mixed": (
@@ -224,6 +275,7 @@ def test_grpo(models, sampled, case):
         current_gradient_accumulation_steps=1,
         max_completion_length=objective.max_response_tokens,
         tools=None,
+        _entropy_bonus_enabled=False,
         args=SimpleNamespace(
             delta=objective.dual_clip,
             use_bias_correction_kl=False,

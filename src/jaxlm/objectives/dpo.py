@@ -31,6 +31,7 @@ LossName = Literal[
     "apo_down",
     "exo_pair",
     "nca_pair",
+    "bco_pair",
     "sppo_hard",
     "discopop",
     "simpo",
@@ -48,8 +49,8 @@ class Dpo(ReferencedObjective):
 
     Attributes:
         loss_type: `sigmoid` (DPO; with `label_smoothing`, conservative DPO), `robust`, `ipo`, `hinge`, `apo_zero`,
-            `apo_down`, `exo_pair`, `nca_pair`, `sppo_hard`, `discopop`, or without a reference `simpo`, `alphapo`, `orpo`. A
-            mapping from names to weights adds several up.
+            `apo_down`, `exo_pair`, `nca_pair`, `bco_pair`, `sppo_hard`, `discopop`, or without a reference `simpo`,
+            `alphapo`, `orpo`. A mapping from names to weights adds several up.
         beta: how closely the model stays to the reference. For `ipo` it is tau, for `sppo_hard` 1 / eta, for `orpo` lambda,
             for `simpo` and `alphapo` the scale of the margin, usually 2 or more.
         label_smoothing: fraction of pairs that are assumed to be swapped, for `sigmoid`, `robust` and `exo_pair`, which

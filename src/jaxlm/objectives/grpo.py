@@ -269,9 +269,10 @@ def _clip_metrics(objective: Grpo, ratio_NS: jax.Array, advantage_N: jax.Array, 
     if objective.policy_loss != "clip":
         return {}
     sides = zip(("low", "high"), clip_fractions(ratio_NS, advantage_N, *objective.limits), strict=True)
-    return {
-        f"clip_ratio/{side}_mean": Sum(jnp.sum(is_clipped * mask_NS), jnp.sum(mask_NS)) for side, is_clipped in sides
-    }
+    # Ratios of whole responses count once each.
+    weight_NS = token_weights(mask_NS, "seq_mean_token_mean") if objective.importance == "sequence" else mask_NS
+    total = jnp.sum(weight_NS)
+    return {f"clip_ratio/{side}_mean": Sum(jnp.sum(is_clipped * weight_NS), total) for side, is_clipped in sides}
 
 
 def _sampler_metrics(logps_NS: jax.Array, sampler_NS: jax.Array, mask_NS: jax.Array) -> Metrics:

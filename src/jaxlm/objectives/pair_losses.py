@@ -111,6 +111,11 @@ def nca_pair(pair: PairLogps, options: PairLossOptions) -> jax.Array:
     return jax.nn.softplus(-chosen) + (jax.nn.softplus(chosen) + jax.nn.softplus(rejected)) / 2
 
 
+def bco_pair(pair: PairLogps, options: PairLossOptions) -> jax.Array:
+    """BCO on pairs: Jung et al. 2024 (arXiv:2404.04656): classifies both completions by their rewards, without its shift."""
+    return jax.nn.softplus(-options.beta * pair.chosen_ratio) + jax.nn.softplus(options.beta * pair.rejected_ratio)
+
+
 def sppo_hard(pair: PairLogps, options: PairLossOptions) -> jax.Array:
     """SPPO: Wu et al. 2024 (arXiv:2405.00675), equation 4.7, if the chosen completion always wins; beta is 1 / eta."""
     target = 1 / (2 * options.beta)
@@ -158,7 +163,7 @@ def _log_complement(logp: jax.Array) -> jax.Array:
 PairLoss = Callable[[PairLogps, PairLossOptions], jax.Array]
 WITH_REFERENCE: Mapping[str, PairLoss] = {
     loss.__name__: loss
-    for loss in (sigmoid, robust, ipo, hinge, apo_zero, apo_down, exo_pair, nca_pair, sppo_hard, discopop)
+    for loss in (sigmoid, robust, ipo, hinge, apo_zero, apo_down, exo_pair, nca_pair, bco_pair, sppo_hard, discopop)
 }
 WITHOUT_REFERENCE: Mapping[str, PairLoss] = {loss.__name__: loss for loss in (simpo, alphapo, orpo)}
 PAIR_LOSSES: Mapping[str, PairLoss] = {**WITH_REFERENCE, **WITHOUT_REFERENCE}
