@@ -48,8 +48,6 @@ NEEDED: dict[tuple[str, str | None, str], dict[str, Any]] = {
     ("objective", "grpo", "sapo_negative_temperature"): {"policy_loss": "sapo"},
     ("objective", "grpo", "max_response_tokens"): {"loss_agg": "dr_grpo", "max_response_tokens": 8},
     ("data.format", "pairs", "prompt_ends_with"): {"prompt_field": None},
-    ("data.rewards.N", None, "name"): {"function": "my_rewards:score"},
-    ("data.rewards.N", None, "weight"): {"function": "my_rewards:score"},
 }
 
 
