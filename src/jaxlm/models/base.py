@@ -46,7 +46,7 @@ class Inputs(eqx.Module):
     tokens: NamedArray
     positions: NamedArray
     segment_ids: NamedArray
-    noise: EmbeddingNoise | None = None
+    noise: EmbeddingNoise | None = eqx.field(default=None, kw_only=True)
 
 
 class KVArray(eqx.Module):

@@ -250,7 +250,7 @@ class WandbTracker:
                 [step, one.prompt, one.text, one.reward, *map(one.rewards.get, names), one.advantage, one.is_finished]
                 for one in own
             ]
-            columns = ["step", "prompt", "completion", "reward", *names, "advantage", "finished"]
+            columns: list[Any] = ["step", "prompt", "completion", "reward", *names, "advantage", "finished"]
             self._handle.log({f"{name}/completions": wandb.Table(columns, rows)}, step=number)
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
