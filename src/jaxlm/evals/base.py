@@ -16,7 +16,7 @@ from jaxlm.models.base import LanguageModel
 
 Score = Callable[[LanguageModel, Any], TokenScores]
 """Scores the targets of a validation batch. Traceable."""
-Measure = Callable[[LanguageModel, Any], tuple[Mapping[str, Sum], Mapping[str, Sum]]]
+Measure = Callable[[LanguageModel, Any], tuple[Mapping[str, Sum], Mapping[str, Sum | Largest]]]
 """The loss terms and metrics of an objective on a validation batch. The model is in the dtypes of the computation."""
 
 

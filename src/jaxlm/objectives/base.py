@@ -24,7 +24,7 @@ def auxiliary_weight(batch: TokenBatch) -> jax.Array:
 
 def auxiliary_terms(aux: Mapping[str, AuxLoss]) -> tuple[dict[str, Sum], Metrics]:
     """The auxiliary loss term of a model's layers, if there is one, and its unweighted parts as metrics."""
-    metrics = {name: loss.sum for name, loss in aux.items()}
+    metrics: Metrics = {name: loss.sum for name, loss in aux.items()}
     minimized = [loss for loss in aux.values() if loss.coefficient]
     if not minimized:
         return {}, metrics
