@@ -11,7 +11,7 @@ import numpy as np
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
-from jaxlm.core.types import DummyPrefix, Sum, TokenScores
+from jaxlm.core.types import DummyPrefix, Largest, Sum, TokenScores
 from jaxlm.models.base import LanguageModel
 
 Score = Callable[[LanguageModel, Any], TokenScores]
