@@ -88,7 +88,7 @@ def test_the_model_learns_the_successor(workplace):
     assert max(abs(record["train/clip_ratio/high_mean"]) for record in records) == 0
     for record in records:  # the reward of the host and that of the objective
         assert record["train/rewards/right"] == pytest.approx(record["train/reward"], rel=1e-5)
-    assert records[-1]["train/completions/clipped_ratio"] < 0.1 < records[0]["train/completions/clipped_ratio"]
+    assert records[-1]["train/completions/clipped_ratio"] < 0.5 < records[0]["train/completions/clipped_ratio"]
     assert records[-1]["train/entropy"] < records[0]["train/entropy"]
     line = next(line for line in shown.splitlines() if line.startswith("step 60/60"))
     assert line.startswith("step 60/60  reward ")
