@@ -1,5 +1,6 @@
 """GRPO on responses that are sampled in training, through the real command: it learns, on any devices, through a kill."""
 
+import itertools
 import json
 import signal
 from collections.abc import Callable
@@ -23,7 +24,7 @@ ROLLOUTS = {
     "cache_dir": "cache",
     "group_size": 8,
     "max_new_tokens": 3,
-    "rewards": [{"type": "function", "function": "tests.end_to_end.successor:right"}],
+    "rewards": [{"type": "function", "function": "tests.end_to_end.successor:right", "name": "right"}],
 }
 
 
@@ -76,23 +77,21 @@ CHECKED = {"checkpointer": {"base_path": "checkpoints", "save_interval": "1000s"
 
 @pytest.mark.slow
 def test_the_model_learns_the_successor(workplace):
-    place = start(workplace(), 100, trainer=CHECKED)
+    place = start(workplace(), 60)
     shown = finish(place)
     records = steps_of(place)
     rewards = [record["train/reward"] for record in records]
     assert np.mean(rewards[:10]) < 0.25
     assert np.mean(rewards[-10:]) > 0.8
-    early, late = success(place, 25), success(place, 100)
-    assert 1 / 16 < early < late
-    assert late > 0.9
+    assert success(place, 60) > 0.9
     assert max(record["train/sampling/logp_diff_max"] for record in records) < 1e-5
     assert max(abs(record["train/clip_ratio/high_mean"]) for record in records) == 0
     for record in records:  # the reward of the host and that of the objective
-        assert record["train/rewards/right"] == pytest.approx(record["train/reward"], abs=1e-6)
-    assert records[-1]["train/completions/clipped_ratio"] < 0.1 < records[0]["train/completions/clipped_ratio"]
+        assert record["train/rewards/right"] == pytest.approx(record["train/reward"], rel=1e-5)
+    assert records[-1]["train/completions/clipped_ratio"] < 0.5 < records[0]["train/completions/clipped_ratio"]
     assert records[-1]["train/entropy"] < records[0]["train/entropy"]
-    line = next(line for line in shown.splitlines() if line.startswith("step 100/100"))
-    assert line.startswith("step 100/100  reward ")
+    line = next(line for line in shown.splitlines() if line.startswith("step 60/60"))
+    assert line.startswith("step 60/60  reward ")
     assert "  length " in line
     assert "rollout " in next(line for line in shown.splitlines() if "wall time" in line)
 
@@ -100,9 +99,13 @@ def test_the_model_learns_the_successor(workplace):
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", [1, 2])
 def test_other_seeds_learn_too(workplace, seed):
-    place = start(workplace(), 150, trainer={"seed": seed})
+    place = start(workplace(), 150, trainer=CHECKED | {"seed": seed})
     finish(place)
-    assert success(place, 150) > 0.9
+    probabilities = [success(place, step) for step in range(25, 151, 25)]
+    assert probabilities[0] > 1 / 16
+    assert probabilities[-1] > 0.9
+    # It grows from checkpoint to checkpoint, until hardly anything is left to learn.
+    assert all(after > before for before, after in itertools.pairwise(probabilities) if before < 0.95)
 
 
 @pytest.mark.soak
@@ -110,7 +113,9 @@ def test_other_seeds_learn_too(workplace, seed):
 def test_nothing_is_learned_without_a_rate_and_the_opposite_from_the_opposite_reward(workplace, control):
     changes: dict[str, Any] = {"optimizer": {"learning_rate": 0.0}}
     if control == "negated":
-        changes = {"data": {"rewards": [{"type": "function", "function": "tests.end_to_end.successor:wrong"}]}}
+        changes = {
+            "data": {"rewards": [{"type": "function", "function": "tests.end_to_end.successor:wrong", "name": "wrong"}]}
+        }
     place = start(workplace(), 150, trainer=CHECKED, **changes)
     finish(place)
     first, last = success(place, 25), success(place, 150)
@@ -157,7 +162,9 @@ def test_a_run_that_is_killed_within_a_rollout_goes_on_bit_for_bit(whole, workpl
     process = place.start("--config_path", "run.yaml", *every_step, **dies)
     process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL
-    position = json.loads((place.folder / "checkpoints/run/step-7/data/position.json").read_text())
+    newest = max((int(name[5:]) for name in place.checkpoints() if name[5:].isdecimal()), default=0)
+    assert 4 < newest < 8
+    position = json.loads((place.folder / f"checkpoints/run/step-{newest}/data/position.json").read_text())
     assert (position["rollout"]["first_step"], position["rollout"]["end"]) == (4, 8)
     assert "resuming" in finish(place)
     assert place.losses() == whole().losses()
@@ -187,7 +194,7 @@ def assert_close(ours: Workplace, theirs: Workplace) -> None:
         assert mine["grad/norm/total"] == pytest.approx(other["grad/norm/total"], rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_processes_sample_and_train_like_one(whole, workplace):
     place = start(workplace(2), 12, data=SEVERAL)
     for code, _, err in [process_end(process) for process in place.start_all(2, "--config_path", "run.yaml")]:

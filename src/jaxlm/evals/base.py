@@ -11,13 +11,13 @@ import numpy as np
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
-from jaxlm.core.types import DummyPrefix, Sum, TokenScores
+from jaxlm.core.types import DummyPrefix, Largest, Sum, TokenScores
 from jaxlm.models.base import LanguageModel
 from jaxlm.rewards.base import ScoredRows
 
 Score = Callable[[LanguageModel, Any], TokenScores]
 """Scores the targets of a validation batch. Traceable."""
-Measure = Callable[[LanguageModel, Any], tuple[Mapping[str, Sum], Mapping[str, Sum]]]
+Measure = Callable[[LanguageModel, Any], tuple[Mapping[str, Sum], Mapping[str, Sum | Largest]]]
 """The loss terms and metrics of an objective on a validation batch. The model is in the dtypes of the computation."""
 ChatPrompt = Callable[[Sequence[Mapping[str, Any]], str], tuple[str, list[int]]]
 """Gets messages, and where they are, for error messages. Returns the text of the prompt and its tokens."""

@@ -54,8 +54,8 @@ def token_logps_and_entropies(
 ) -> tuple[NamedArray, NamedArray, Mapping[str, AuxLoss]]:
     """`token_logps`, with the entropies of the same distributions, which have no gradient."""
     hidden, options = _hidden(model, batch, key)
-    head, targets = model.lm_head(), batch.targets
-    nats, entropies = token_losses_and_entropies(hidden.final, head, targets, temperature=temperature, **options)
+    arguments = (hidden.final, model.lm_head(), batch.targets)
+    nats, entropies = token_losses_and_entropies(*arguments, temperature=temperature, **options)
     return _on_targets(-nats, batch), _on_targets(entropies, batch), hidden.aux
 
 

@@ -84,8 +84,8 @@ class Rollout:
         arrays = {name: _unpacked(state["arrays"][name], dtype) for name, dtype in _ARRAYS.items()}
         for name in ("lengths", "rewards"):
             arrays[name] = arrays[name].reshape(state["shape"])
-        numbers: dict[str, Any] = {name: int(state[name]) for name in ("first_step", "end", "num_minibatches")}
-        return Rollout(**numbers, **arrays, metrics=dict(state["metrics"]))
+        first_step, end, num_minibatches = (int(state[name]) for name in ("first_step", "end", "num_minibatches"))
+        return Rollout(first_step, end, num_minibatches, **arrays, metrics=dict(state["metrics"]))
 
     @property
     def group_size(self) -> int:
