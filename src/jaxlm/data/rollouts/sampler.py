@@ -99,4 +99,5 @@ class SamplerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         """Raises `ConfigError` if it cannot be opened, before anything is compiled."""
 
     @abc.abstractmethod
-    def open(self, context: SamplerContext) -> Sampler: ...
+    def open(self, context: SamplerContext) -> Sampler:
+        """Opens the sampler, on every process."""
