@@ -84,7 +84,7 @@ def case(tmp_path_factory):
     [
         (
             {"max_new_tokens": 31},
-            r"the prompt of .*p.jsonl, line 1 has 3 tokens, .* model.seq_len: 32. .* max_new_tokens to 29",
+            r"the prompt of .*p.jsonl, line 1 has \d tokens, .* model.seq_len: 32. .* max_new_tokens to (29|30)",
         ),
         ({"prompt_key": "question"}, r"p.jsonl, line 1: there is no key 'question'. Its keys: prompt, answer, other"),
         ({"prompt_key": "answer"}, r"line 1: answer: a text expected, but it is 3"),
@@ -100,23 +100,28 @@ def test_mistakes_in_the_prompts_are_refused_before_training(case, tmp_path, fie
         config_of(tmp_path / "p.jsonl", **fields).open(case[2])
 
 
+def by_hand(case, prompts, *options):
+    tokenizer, model, *_ = case
+    config = GenerationConfig(8, *options, stop_ids=tuple(tokenizer.stop_ids))
+    return generate_tokens(Generator.of(model), [prompt_ids(tokenizer, prompt) for prompt in prompts], config)
+
+
+def run(case, folder, **fields):
+    """The metrics, and the rows and scores that are logged."""
+    _, model, context, logged = case
+    logged.clear()
+    metrics = config_of(folder / "p.jsonl", **fields).open(context).run(model)
+    return metrics, *logged[0]
+
+
+SAMPLED = {"num_samples": 3, "temperature": 3.0, "seed": 7}
+
+
 @pytest.mark.slow
 def test_metrics_are_means_over_the_answers(case, tmp_path):
-    tokenizer, model, context, logged = case
-    generator = Generator.of(model)
-
-    def by_hand(prompt, *options, number=1):
-        config = GenerationConfig(8, *options, stop_ids=tuple(tokenizer.stop_ids))
-        return generate_tokens(generator, [prompt_ids(tokenizer, prompt)] * number, config)
-
-    def run(**fields):
-        logged.clear()
-        metrics = config_of(tmp_path / "p.jsonl", **fields).open(context).run(model)
-        (rows, scores) = logged[0]
-        return metrics, rows, scores
-
-    greedy = [by_hand(one["prompt"], 0.0)[0] for one in RECORDS]
-    metrics, rows, scores = run()
+    tokenizer = case[0]
+    greedy = by_hand(case, ["ab", "cd"], 0.0)
+    metrics, rows, scores = run(case, tmp_path)
     finished = [len(ids) < 8 for ids in greedy]
     assert list(rows.completions) == [tokenizer.decode(ids) for ids in greedy]
     assert (list(rows.is_finished), list(rows.prompts)) == (finished, ["ab", "cd"])
@@ -132,28 +137,34 @@ def test_metrics_are_means_over_the_answers(case, tmp_path):
     assert metrics == pytest.approx(expected, rel=1e-12)
     np.testing.assert_array_equal(scores["reward"], [-n / 10 for n in lengths])
 
-    # Several answers to a prompt are those of one batch, in whichever batches the prompts are.
-    keys = {"num_samples": 3, "temperature": 3.0, "seed": 7}
-    texts = [tokenizer.decode(ids) for one in RECORDS for ids in by_hand(one["prompt"], 3.0, None, None, 7, number=3)]
+    # All answers to a prompt are in one batch, here one batch for each prompt.
+    sampled = [ids for prompt in ("ab", "cd") for ids in by_hand(case, [prompt] * 3, 3.0, None, None, 7)]
+    texts = [tokenizer.decode(ids) for ids in sampled]
     assert len(set(texts)) > 3
-    for batch_size in (4, 32):
-        assert list(run(**keys, batch_size=batch_size)[1].completions) == texts
-    assert list(run(**keys | {"seed": 8})[1].completions) != texts
-    assert list(run(**keys | {"num_samples": 1})[1].completions) == [texts[0], texts[3]]
-    top = run(**keys, top_k=1)[1].completions
-    assert list(run(**keys, top_p=1e-6)[1].completions) == list(top)
-    assert top[0] == rows.completions[0]
+    assert list(run(case, tmp_path, **SAMPLED, batch_size=4)[1].completions) == texts
 
-    metrics, rows, _ = run(max_prompts=1, name="one", max_new_tokens=3)
-    assert (len(rows), set(metrics)) == (1, {name.replace("rollouts", "one") for name in expected})
+
+@pytest.mark.soak
+def test_the_other_keys(case, tmp_path):
+    tokenizer = case[0]
+    greedy = by_hand(case, ["ab", "cd"], 0.0)
+    texts = list(run(case, tmp_path, **SAMPLED)[1].completions)
+    assert list(run(case, tmp_path, **SAMPLED, batch_size=4)[1].completions) == texts
+    assert list(run(case, tmp_path, **SAMPLED | {"seed": 8})[1].completions) != texts
+    assert list(run(case, tmp_path, **SAMPLED | {"num_samples": 1})[1].completions) == [texts[0], texts[3]]
+    top = run(case, tmp_path, **SAMPLED, top_k=1)[1].completions
+    assert list(run(case, tmp_path, **SAMPLED, top_p=1e-6)[1].completions) == list(top)
+    assert top[0] == tokenizer.decode(greedy[0])
+
+    metrics, rows, _ = run(case, tmp_path, max_prompts=1, name="one", max_new_tokens=3)
+    assert (len(rows), set(metrics)) == (1, {name.replace("rollouts", "one") for name in run(case, tmp_path)[0]})
     assert all(len(ids) <= 3 for ids in rows.completion_ids)
     records = [{"other": [{"role": "user", "content": "ab"}], "answer": 1}]
-    metrics, rows, _ = run(records=records, messages_key="other")
+    metrics, rows, _ = run(case, tmp_path, records=records, messages_key="other")
     assert (list(rows.prompts), set(rows.columns)) == (["<ab>"], {"answer"})
-    first = tokenizer.decode(greedy[0][:1])
-    assert first in tokenizer.vocabulary()
-    metrics, rows, _ = run(stop_tokens=[first], max_prompts=1)
+    (first,) = (name for name, number in tokenizer.vocabulary().items() if number == greedy[0][0])
+    metrics, rows, _ = run(case, tmp_path, stop_tokens=[first], max_prompts=1)
     assert (list(rows.completions), metrics["rollouts/completions/clipped_ratio"]) == ([""], 0)
     sleeps = {"type": "function", "function": f"{FUNCTIONS}:sleeps"}
     with pytest.raises(ConfigError, match=r"no result for the 2 completions of .* within 0\.2 s"):
-        run(reward_timeout_s=0.2, rewards=[sleeps])
+        run(case, tmp_path, reward_timeout_s=0.2, rewards=[sleeps])
