@@ -88,7 +88,9 @@ def test_validation_text_without_anything_to_measure_is_named_with_its_key(confi
     urls = {f"{split}_urls": [str(path)] for split, path in paths.items()}
     record_format = SupervisedFormat(input_field="input", output_field="output")
     config = changed(config, **urls, format=record_format)
-    with pytest.raises(ConfigError, match=r"model\.seq_len \(64\)\. .*Set data\.validation_urls to other text, or raise"):
+    with pytest.raises(
+        ConfigError, match=r"model\.seq_len \(64\)\. .*Set data\.validation_urls to other text, or raise"
+    ):
         config.open(config.load_tokenizer(silent), 64, silent)
 
 

@@ -46,7 +46,7 @@ data:
 objective: {{log_entropy: true}}
 hf_save_path: exports
 trainer:
-  num_train_steps: 150
+  num_train_steps: 80
   train_batch_size: 8
   compilation_cache_dir: {cache}/xla
   checkpointer: {{base_path: checkpoints}}
@@ -103,7 +103,7 @@ def test_answers_are_memorized_said_and_ended(spoken):
     assert 0 <= last["train/entropy"] < 0.2
     assert 0.1 < last["train/trained_share"] < 0.6
 
-    export = place.folder / "exports" / "step-150"
+    export = place.folder / "exports" / "step-80"
     model = load(str(export))
     tokenizer = model.tokenizer
     end = tokenizer.vocabulary()["<|im_end|>"]
