@@ -83,6 +83,7 @@ def fraction_right(export: Path, problems: Sequence[tuple[str, str]]) -> float:
     tokenizer = loaded.tokenizer
     template = ChatTemplate.load(None, tokenizer, "the export's chat template")
     calls = tool_calls_of(argparse.Namespace(tool="calculator"), tokenizer)
+    answer_text = tokenizer.decode if calls is None else calls.show
     prompts = [template.prompt([user(question)], "a question") for question, _ in problems]
     ids = [encoded[0].tolist() for encoded in tokenizer.encode_with_offsets(prompts)]
     stop_ids = (*tokenizer.stop_ids, *turn_ends(template, tokenizer))
@@ -93,7 +94,9 @@ def fraction_right(export: Path, problems: Sequence[tuple[str, str]]) -> float:
         for at in range(0, len(ids), _ROWS):
             answers = generate_tokens(generator, ids[at : at + _ROWS], config, None, calls)
             for answer, (_, result) in zip(answers, problems[at : at + _ROWS], strict=True):
-                numbers = re.findall(r"-?\d+(?:\.\d+)?", tokenizer.decode(answer))
+                # As `<<12 * 7=84>>84`: without marks, the call and its output would run into the answer.
+                text = answer_text(answer)
+                numbers = re.findall(r"-?\d+(?:\.\d+)?", text.rpartition(">>")[2])
                 right += bool(numbers) and numbers[-1] == result
     return right / len(problems)
 

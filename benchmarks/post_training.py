@@ -9,7 +9,7 @@ hh_harmless_pairs_1200.jsonl (`chosen`, `rejected`: dialogues that differ in the
 2. The pairs are split into folds, by the first turn of their dialogues, so that no dialogue is in two folds. For each fold, a
    run of DPO starts from the fine-tuned model, trains on the other folds and is evaluated on this one. So every pair is
    judged once, by a model that was not trained on it. The accuracy is the fraction of pairs whose chosen answer has the
-   larger reward; the standard error is that of a fraction. Prompts keep their last 400 characters, so that every pair fits;
+   larger reward; the standard error is that of a fraction. Prompts keep their last 200 characters, so that every pair fits;
    long answers are truncated.
 
 Start the same command again after an interruption: finished runs are not repeated. Writes `post_training.json` into the
@@ -38,9 +38,9 @@ TEXTS, INSTRUCTIONS, PAIRS = (
     "dolly_instructions_700.jsonl",
     "hh_harmless_pairs_1200.jsonl",
 )
-BASE, HELD_OUT_INSTRUCTIONS, PROMPT_CHARACTERS = "base", 100, 400
+BASE, HELD_OUT_INSTRUCTIONS, PROMPT_CHARACTERS = "base", 100, 200
 PRETRAIN_STEPS, SFT_STEPS, DPO_EPOCHS, BATCH, PAIRS_PER_BATCH = 500, 300, 2, 8, 16
-SEQ_LEN, PAIR_SEQ_LEN = 256, 192
+SEQ_LEN, PAIR_SEQ_LEN = 256, 128
 MODEL = {
     "type": "llama",
     "seq_len": SEQ_LEN,

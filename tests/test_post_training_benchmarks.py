@@ -41,7 +41,7 @@ def test_folds_share_no_dialogue_and_hold_every_pair_out_once(tmp_path):
 def test_a_pair_is_what_differs_after_the_end_of_a_long_prompt():
     before = "\n\nHuman: " + "x" * 900 + "\n\nAssistant:"
     pair = post_training.as_pair({"chosen": f"{before} One. ", "rejected": f"{before} Two."})
-    assert pair == {"prompt": before[-400:], "chosen": " One.", "rejected": " Two."}
+    assert pair == {"prompt": before[-200:], "chosen": " One.", "rejected": " Two."}
     assert post_training.as_pair({"chosen": f"{before} One.", "rejected": f"{before} "}) is None
 
 
