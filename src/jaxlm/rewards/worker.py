@@ -165,6 +165,7 @@ class _Decode:
                     "`decode` is a function that cannot be sent to another process. Decode with a tokenizer"
                 )
             self._function = pickle.loads(self._pickled)
+        assert self._function is not None, "it was pickled"
         return self._function(ids)
 
 
