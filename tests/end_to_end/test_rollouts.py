@@ -75,7 +75,7 @@ def success(place: Workplace, step: int) -> float:
 CHECKED = {"checkpointer": {"base_path": "checkpoints", "save_interval": "1000s", "keep": [{"every": 25}]}}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_model_learns_the_successor(workplace):
     place = start(workplace(), 60)
     shown = finish(place)
