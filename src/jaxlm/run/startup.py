@@ -265,7 +265,7 @@ def check_same_start(config: RunConfig, run_id: str) -> None:
 
 # Keys that may differ between machines. What they name is compared by content, or only used by process 0.
 _LOCAL_KEYS = re.compile(
-    r"config\.(trainer\.(log_dir|compilation_cache_dir|checkpointer\.staging_dir|(distributed|tracker|ray)\b.*)|.*(cache_dir|cache_mirror_gb|_urls))"
+    r"config\.(trainer\.(log_dir|compilation_cache_dir|checkpointer\.staging_dir|(distributed|tracker|callbacks|ray)\b.*)|.*(cache_dir|cache_mirror_gb|_urls))"
 )
 
 
