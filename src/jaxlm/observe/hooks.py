@@ -212,8 +212,9 @@ class EvalHook:
             self._generated.clear()
             metrics |= _evaluate(self._due(step), prefix, model)
             samples += [Sample(prefix, prompt, text) for prompt, text in self._generated.samples]
-            for rows, scores in self._generated.completions if self._completions else ():
-                self._completions.log(step, rows, scores, name=prefix)
+            if self._completions is not None:
+                for rows, scores in self._generated.completions:
+                    self._completions.log(step, rows, scores, name=prefix)
         return metrics, samples
 
     def _averages(self, state: RunState) -> dict[str, LanguageModel]:
