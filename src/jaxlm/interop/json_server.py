@@ -67,7 +67,7 @@ class JsonServer:
         Raises:
             ConfigError: the server refuses the request, or no attempt was answered.
         """
-        pause, begin = self._first_pause_s, time.monotonic()
+        pause, begin, problem = self._first_pause_s, time.monotonic(), None
         for attempt in range(self._config.num_retries + 1):
             try:
                 return self._attempt(path, body)
