@@ -184,7 +184,7 @@ def test_a_dry_run_says_what_a_start_will_do(tmp_path, monkeypatch, memory):
         raise FileNotFoundError
 
     monkeypatch.setattr(type(memory), "cat_file", late)
-    assert said(section(text)) == f"{URL} has not answered for 0.01 s"
+    assert said(section(text)) == f"not checked: {URL} has not answered for 0.01 s"
     answered.set()
 
 

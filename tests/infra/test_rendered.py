@@ -13,6 +13,8 @@ PAGES = sorted((ROOT / "docs/howto/clusters").glob("*.md"))
 TRAIN = ("--config_path", "mine.yaml", "--trainer.id", "it's mine")
 LINE = "python -m jaxlm.train --config_path mine.yaml --trainer.id 'it'\"'\"'s mine'"
 
+BEGUN = "echo $$ > run/pid; echo ATTEMPT > run/attempt"
+
 
 def output_of(*command: str, code: int = 0) -> str:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -39,7 +41,7 @@ def test_tpu_v4_32():
     assert run[3:7] == ["tpu-vm", "ssh", "mine", "--worker=N"]
     (inner,) = [line for line in shlex.split(run[-2].partition("=")[2])[2].split("\n") if "setsid" in line]
     script = shlex.split(inner)
-    assert script[script.index("-c") + 1] == f"env 'A=b c' {LINE}; echo $? > run/code"
+    assert script[script.index("-c") + 1] == f"{BEGUN}; env 'A=b c' {LINE}; echo $? > run/code"
 
 
 def test_tpu_two_v5p_slices():

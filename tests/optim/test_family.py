@@ -492,6 +492,7 @@ CHANGES: dict[str, Any] = {
     "normuon_beta2": 0.9,
     "orthogonalization_dtype": "bfloat16",
     "weight_decay_schedule": "linear",
+    "lr_floor": 0.9,
 }
 # What must be set for a field to have an effect.
 BESIDE: dict[str, dict[str, Any]] = {"warmup_from_zero": {"warmup": 0.5}}

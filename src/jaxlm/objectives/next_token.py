@@ -66,7 +66,7 @@ class NextToken(ObjectiveConfig):
         not padding), `z_loss` and `entropy` if enabled, and those of the layers.
         """
         batch = batch.supervised()
-        inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids, self._noise(model, batch))
+        inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids, noise=self._noise(model, batch))
         hidden = model.hidden(inputs, key=key)
         sums = next_token_sums(
             hidden.final,
