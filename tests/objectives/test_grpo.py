@@ -16,7 +16,7 @@ from jaxlm.config.decode import decode
 from jaxlm.config.run import RunConfig
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.types import GroupBatch
+from jaxlm.core.types import GroupBatch, Largest, Sum
 from jaxlm.objectives.grpo import Grpo
 from jaxlm.objectives.policy_losses import (
     KL_ESTIMATORS,
@@ -398,3 +398,9 @@ def test_a_reference_is_only_held_if_the_loss_reads_it():
     assert Grpo().holds_reference
     assert Grpo(old_policy="model").holds_reference
     assert not Grpo(old_policy="model", kl_coef=0.0).holds_reference
+
+
+def test_metrics_of_microbatches_are_their_mean_or_their_largest():
+    parts = jnp.array([1.0, 3.0, 2.0])
+    assert float(Largest(parts).over_microbatches().logged()) == 3
+    assert float(Sum(parts, jnp.array([2.0, 2.0, 0.0])).over_microbatches().logged()) == 1.5
