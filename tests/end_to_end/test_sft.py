@@ -46,7 +46,7 @@ data:
 objective: {{log_entropy: true}}
 hf_save_path: exports
 trainer:
-  num_train_steps: 80
+  num_train_steps: 150
   train_batch_size: 8
   compilation_cache_dir: {cache}/xla
   checkpointer: {{base_path: checkpoints}}
@@ -64,9 +64,9 @@ data:
 model: {{type: llama, seq_len: 16, hidden_dim: 64, intermediate_dim: 64, num_layers: 2, num_heads: 2, num_kv_heads: 2}}
 objective: {{type: next_token, label_smoothing: {smoothing}}}
 trainer:
-  num_train_steps: 80
+  num_train_steps: 150
   train_batch_size: 16
-  steps_per_eval: 80
+  steps_per_eval: 150
   compilation_cache_dir: {cache}/xla
   checkpointer: {{base_path: checkpoints}}
 optimizer: {{learning_rate: 1.0e-2, weight_decay: 0.0, warmup: 5, min_lr_ratio: 0.0}}
@@ -103,7 +103,7 @@ def test_answers_are_memorized_said_and_ended(spoken):
     assert 0 <= last["train/entropy"] < 0.2
     assert 0.1 < last["train/trained_share"] < 0.6
 
-    export = place.folder / "exports" / "step-80"
+    export = place.folder / "exports" / "step-150"
     model = load(str(export))
     tokenizer = model.tokenizer
     end = tokenizer.vocabulary()["<|im_end|>"]
