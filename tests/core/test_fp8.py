@@ -91,6 +91,7 @@ def test_the_three_products_are_those_of_the_quantized_arrays(fp8, dtype):
         np.testing.assert_allclose(got, wanted, rtol=rtol, atol=1e-6 * np.abs(wanted).max())
 
 
+@pytest.mark.slow
 @every_recipe
 def test_the_error_is_that_of_three_or_two_bits(fp8):
     """So that the test above is not one of a product that is not quantized, or quantized twice."""

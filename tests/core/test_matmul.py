@@ -36,6 +36,7 @@ def test_a_product_is_computed_in_the_dtype_of_its_weight(x, weight):
     )
 
 
+@pytest.mark.slow
 def test_int8_weights_are_their_definition():
     weight = named(1, Heads, Size, Embed)
     weight = hax.named(

@@ -60,6 +60,7 @@ def test_token_bytes_of_single_bytes_and_of_the_end_of_text(small):
     assert (counts == 1).sum() == 256
 
 
+@pytest.mark.slow
 def test_training_is_deterministic_across_processes():
     program = textwrap.dedent(
         """

@@ -1,15 +1,12 @@
 """The command `jaxlm scaling` trains its members in processes of their own, and continues where it was killed."""
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.end_to_end.commands import REPOSITORY
 
 CONFIG = """
 preset: {{type: depth_dial, aspect_ratio: 32, head_dim: 16, total_batch_size: 512}}
@@ -24,13 +21,6 @@ trainer:
   checkpointer: {{save_interval: 1000s, keep: [{{every: 20}}]}}
 """
 KILLED = "study-1.5e10-d2"
-# Python runs it at the start of every process. The member waits after step 20, so that the kill does not come too late.
-WAITING = f"""
-import sys
-if sys.orig_argv[1] == "-m" and any("{KILLED}" in word for word in sys.orig_argv):
-    from tests.end_to_end import hangs
-    hangs.at_step(21, hangs.hang)
-"""
 
 
 def write(place: Any) -> None:
@@ -50,10 +40,7 @@ def test_a_killed_study_continues_and_gives_what_it_would_have_given(workplace):
     place, undisturbed = workplace(), workplace()
     for each in (place, undisturbed):
         write(each)
-    (place.folder / "waiting").mkdir()
-    (place.folder / "waiting" / "sitecustomize.py").write_text(WAITING)
-    path = os.pathsep.join(map(str, (place.folder / "waiting", REPOSITORY / "src", REPOSITORY)))
-    process = place.start("--config_path", "study.yaml", module="jaxlm.scaling", PYTHONPATH=path)
+    process = place.start("--config_path", "study.yaml", module="jaxlm.scaling")
     wait_for(place.folder / "checkpoints" / KILLED / "step-20", process)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=300)

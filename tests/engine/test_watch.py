@@ -50,6 +50,7 @@ def test_norms_agree_with_numpy_for_each_layer(watched):
     assert any(name.startswith("opt_state/norm/") for name in scalars)
 
 
+@pytest.mark.slow
 def test_histograms_agree_with_numpy(watched):
     before = {path: array for path, array in watched[0][0].items() if path.startswith("tokens")}
     watch = WatchConfig(["params"], False, False, include_histograms=True, interval=1)
@@ -67,6 +68,7 @@ def test_histograms_agree_with_numpy(watched):
     assert np.abs(np.cumsum(found.counts) - np.cumsum(counts)).max() <= 2
 
 
+@pytest.mark.slow
 def test_nothing_is_measured_between_intervals(watched):
     assert not WATCH.due(1)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(watched[0][2]))

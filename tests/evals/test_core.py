@@ -155,6 +155,7 @@ def test_a_limit_comes_before_the_choice_of_examples(bundle, tokenizer):
     assert found == expected(bundle, LLAMA, tokenizer, names, max_per_task=11)
 
 
+@pytest.mark.slow
 def test_a_model_with_a_table_of_positions_reads_the_end_of_a_prompt(bundle, tokenizer):
     names = ["arc_easy", "winograd", "bigbench_repeat_copy_logic"]
     found = expected(bundle, GPT2, tokenizer, names, max_tokens=GPT2.seq_len)

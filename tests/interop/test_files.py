@@ -424,6 +424,7 @@ def test_peft_computes_the_same(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_safetensors_are_imported_without_torch(tmp_path):
     """In a process where importing torch, transformers or the safetensors library fails."""
     folder = saved(tmp_path / "hf")

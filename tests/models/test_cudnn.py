@@ -181,6 +181,7 @@ def stood_in(monkeypatch):
     monkeypatch.setattr(fused, "_dot_product_attention_bwd_p_wrapper", backward)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("packed", "windowed", "rows"),
     [
@@ -243,6 +244,7 @@ def dirty_padding(q, k, v, segments):
     return reference(q, k, v, segments) + jnp.where(segments == 0, 1.0, 0.0)[:, :, None, None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attend", "found"),
     [

@@ -48,6 +48,7 @@ def inputs_of(ids):
     return Inputs(*(hax.named(jnp.asarray(a, jnp.int32), axes) for a in (ids, positions, np.ones(ids.shape))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
 def test_the_examples_train_sharded(kind):
     run = TinyRun(layout(), model=EXAMPLES[kind])

@@ -77,6 +77,7 @@ def test_greedy_rows_of_a_batch_equal_full_forward_passes(model):
     assert new == [greedy_by_hand(model, prompt, 12) for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_batch(llama):
     options = {"max_new_tokens": 10, "temperature": 1.0, "top_k": 20, "top_p": 0.95, "seed": 3}
     together = generate(llama, PROMPTS, **options)

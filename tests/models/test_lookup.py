@@ -257,6 +257,7 @@ def references():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -38,6 +38,7 @@ CONFIG = MixtralConfig(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [37, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 300))])
 def test_grouped_products_equal_ragged_dot(num_rows):
     """Values and gradients, with empty groups and rows that are in no group."""

@@ -46,6 +46,7 @@ def inputs(as_inputs):
     return as_inputs(np.random.default_rng(3).integers(0, 40, (2, 16)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_generated_tokens_are_those_of_the_weights_they_stand_for(family, built, inputs, logits_of):
     model = built(MODELS[family])

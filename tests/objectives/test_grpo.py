@@ -134,6 +134,7 @@ def test_gradients_match_the_vectors():
     assert float(jax.grad(KL_ESTIMATORS["k3"])(0.0)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "share"), [(3, 2 / 3), *(pytest.param(*case, marks=SLOW) for case in ((2, 0.5), (4, 0.75)))]
 )

@@ -227,6 +227,7 @@ def test_the_age_of_a_process_is_that_of_its_start():
     assert process_age_s() > 0
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_process_count_its_age_once(tmp_path):
     program = f"""
 from pathlib import Path

@@ -75,6 +75,7 @@ def test_an_evaluation_between_steps_does_not_count_as_idle():
     assert "Excluded" not in describe_profile(plain, "title")
 
 
+@pytest.mark.slow
 def test_the_loop_marks_pauses_for_evaluations_and_saves(monkeypatch):
     """Evaluations and saves run inside a pause; steps do not."""
     order: list[str] = []
@@ -170,6 +171,7 @@ def test_a_failing_profiler_is_reported_and_the_run_continues(tmp_path, monkeypa
     assert "the run continues without a profile" in line
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_early_ends_the_recording(tmp_path):
     lines: list[str] = []
     for _ in range(2):  # an open recording would make the second one fail

@@ -573,6 +573,7 @@ def test_wandb_refuses_an_id_of_another_run(is_new, known, taken, monkeypatch):
         assert "Set another trainer.tracker.id, or delete the wandb run" in lines[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "said"),
     [

@@ -185,6 +185,7 @@ def evaluated(capsys, *arguments):
     return json.loads(shown.out.splitlines()[-1]), shown.err
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_folder_is_that_of_transformers(folder, tmp_path, monkeypatch, capsys):
     """On given text, in nats per token and bits per byte, for comparison with a run's losses."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

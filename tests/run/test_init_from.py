@@ -91,6 +91,7 @@ def same(one: dict[str, np.ndarray], two: dict[str, np.ndarray]) -> bool:
     return one.keys() == two.keys() and all(np.array_equal(one[path], two[path]) for path in one)
 
 
+@pytest.mark.slow
 @pytest.mark.trap("T3")
 def test_the_last_step_is_saved_permanently(trainings):
     """A Levanter run ends with its last timed save."""
@@ -99,6 +100,7 @@ def test_the_last_step_is_saved_permanently(trainings):
     assert cursor["temporary"] is False
 
 
+@pytest.mark.slow
 def test_programs_are_dumped_to_the_configured_folder(trainings):
     artifacts = trainings.folder / "logs" / "whole" / "artifacts"
     assert "lambda" in (artifacts / "train.jaxpr.txt").read_text()
@@ -126,6 +128,7 @@ def test_callbacks_that_look_or_raise_change_no_bit(trainings, monkeypatch):
     assert lines[-2:] == ["on_epoch_end 0", "on_train_end"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["load_checkpoint_path", pytest.param("initialize_from_state", marks=pytest.mark.slow)])
 def test_another_runs_state_continues_bit_for_bit_and_is_saved_as_the_runs_own(trainings, key):
     name = f"by_{key}"
@@ -152,6 +155,7 @@ def test_a_state_at_the_end_of_its_run_is_adopted_as_complete(trainings):
     assert result.checkpoint == trainings.place("adopted") / "step-6"
 
 
+@pytest.mark.slow
 @pytest.mark.trap("D10")
 def test_initialize_from_loads_only_the_model(trainings):
     """According to the guide, only the model is initialized; Levanter loads the whole state including the step."""
@@ -208,6 +212,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_impossible_starts_are_refused_before_anything_is_written(trainings, case):
     trainer, named = REFUSED[case]
@@ -216,6 +221,7 @@ def test_impossible_starts_are_refused_before_anything_is_written(trainings, cas
     assert not (trainings.folder / "logs" / "refused").exists()
 
 
+@pytest.mark.slow
 def test_starting_over_existing_checkpoints_is_refused(trainings):
     with pytest.raises(ConfigError, match="load_checkpoint: false given, but the run 'part' already has checkpoints"):
         trainings.run("part", 4, trainer={"load_checkpoint": False})

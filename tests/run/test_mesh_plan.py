@@ -106,6 +106,7 @@ def test_compute_axis_resources_extend_the_compute_mapping():
     assert parameter == BATCH | {"embed": "data"}
 
 
+@pytest.mark.slow
 @pytest.mark.trap("T6", "D7")
 def test_a_list_of_fsdp_axes_shards_by_each_axis():
     """Levanter turns the list into a string, which silently disables FSDP."""

@@ -111,6 +111,7 @@ def test_the_dtype_is_a_key(folder, tokenizer):
         plan_of(folder, tokenizer, refs={"teacher": {**refs["teacher"], "dtype": "int8"}})
 
 
+@pytest.mark.slow
 def test_a_key_of_a_teachers_config_is_skipped_on_request(folder, tokenizer, tmp_path):
     """Then it is the same teacher as without the key, with another identity than that of the folder read in full."""
     theirs = shutil.copytree(folder, tmp_path / "hf")

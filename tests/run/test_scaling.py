@@ -248,6 +248,7 @@ def test_a_dry_run_lists_the_members_and_writes_nothing(trained, capsys, tmp_pat
     assert len([line for line in capsys.readouterr().out.splitlines() if "| mine-" in line]) == 6
 
 
+@pytest.mark.slow
 def test_a_member_that_fails_does_not_keep_others_from_training(trained):
     trained.failing, trained.code = "mine-1e13-d4", 1
     assert command.main(["--config_path", "mine.yaml"]) == 1

@@ -101,6 +101,7 @@ def planned(folder: Path, num_tokens: int = 61):
     return make_plan(decode_run(ConfigSource(config), None), "x", num_tokens)
 
 
+@pytest.mark.slow
 def test_a_surgery_brings_leaves_and_merges_itself_into_exports(tmp_path, gains):
     num_tokens = write_tokenizer(tmp_path / "tokenizer")
     plan = planned(tmp_path, num_tokens)

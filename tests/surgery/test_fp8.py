@@ -206,6 +206,7 @@ def test_remat_changes_only_rounding(policy):
         assert found["grad/norm/total"] == pytest.approx(expected["grad/norm/total"], rel=2e-4)
 
 
+@pytest.mark.slow
 def test_inputs_are_saved_in_fp8_and_weights_are_not():
     """The stacks of all layers' arrays that the loop over layers writes: [layers, batch, position, features]."""
 

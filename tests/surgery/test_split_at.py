@@ -77,6 +77,7 @@ def loss(model, inputs, key):
     return (model.logits(hidden.final).array ** 2).mean() + auxiliary, hidden.aux
 
 
+@pytest.mark.slow
 @every
 def test_parameters_outputs_and_gradients_are_those_of_the_whole_model(name, built, as_inputs):
     config, layer = MODELS[name]

@@ -128,6 +128,7 @@ def test_an_objective_s_own_numbers_start_anew_and_what_it_does_not_keep_is_drop
     check_same(found, state)
 
 
+@pytest.mark.slow
 def test_a_reference_is_made_anew_only_at_the_start_of_its_phase(saved):
     checkpoint, state = saved(NextToken(), F32, step=0)
     for partial in (False, True):
