@@ -235,7 +235,7 @@ def test_a_template_gets_the_tools_of_a_conversation(config, tokenizer, tmp_path
     values = (tools, json.dumps(tools), None, [])
     records = [{"messages": CONVERSATIONS[0], "tools": value} for value in values] + [{"messages": CONVERSATIONS[0]}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    with_tools = dataclasses.replace(config, format=ChatFormat(chat_template=template, pack=False))
+    with_tools = dataclasses.replace(config, format=ChatFormat(chat_template=template, pack=False, tools_field="tools"))
     rows = sequences_of(with_tools, 512).read(np.arange(5))
     plain = encoded(tokenizer, PLAIN, CONVERSATIONS[0])[0].text
     (listed, *_), (bare, *_) = tokenizer.encode_with_offsets([f"tools: {json.dumps(tools)}\n{plain}", plain])
@@ -253,6 +253,9 @@ def test_a_template_gets_the_tools_of_a_conversation(config, tokenizer, tmp_path
         ConfigError, match="line 1: expected a list of tools under 'tools', or a text with one in JSON, got 'add'"
     ):
         sequences_of(dataclasses.replace(with_tools, cache_dir=f"{tmp_path}/other"), 512)
+    unread = ChatFormat(chat_template=PLAIN, tools_field="tools")
+    with pytest.raises(ConfigError, match=r"format\.tools_field: 'tools' given, but the chat template reads no tools"):
+        sequences_of(dataclasses.replace(config, format=unread, cache_dir=f"{tmp_path}/unread"), 512)
 
 
 def test_conversations_without_answers_are_skipped_and_counted(config, tmp_path):

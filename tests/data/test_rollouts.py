@@ -41,7 +41,7 @@ class Scored:
         self.seen = []
 
     def check_columns(self, existing):
-        assert existing == {"worth", "n"}
+        assert list(existing) == ["n", "worth"]
 
     def score(self, rows):
         self.seen.append(rows)
@@ -197,16 +197,17 @@ def test_a_batch_has_each_response_after_its_prompt_with_its_reward(opened, seen
         assert found["sampler_logps"][before:size].tolist() == expected
         assert found["segment_ids"].tolist() == [1] * len(whole) + [0] * (48 - len(whole))
         assert found["rewards"] == record["worth"] * (row % GROUP)
-        assert rows.completions[row] == tokenizer.decode(answer)
-        assert (list(rows.completion_ids[row]), rows.is_finished[row]) == (answer, row % 4 < 3)
+        written = [token for i, token in enumerate(answer) if i % 3 < 2]
+        assert rows.completions[row] == tokenizer.decode(written)
+        assert (list(rows.completion_ids[row]), rows.is_finished[row]) == (written, row % 4 < 3)
         assert rows.prompts[row] == tokenizer.decode(prompts[row])
         assert rows.places[row].endswith(f"line {record['n'] + 1}")
     assert set(rows.columns) == {"worth", "n"}
     metrics = batches.metrics()
     assert metrics["train/rewards/worth"] == pytest.approx(columns["rewards"].mean())
     assert metrics["train/completions/clipped_ratio"] == 0.25
-    assert (metrics["train/completions/min_length"], metrics["train/completions/max_length"]) == (1, 4)
-    assert metrics["train/completions/mean_terminated_length"] == 2
+    assert (metrics["train/completions/min_length"], metrics["train/completions/max_length"]) == (1, 3)
+    assert metrics["train/completions/mean_terminated_length"] == pytest.approx(5 / 3)
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,9 @@ def test_an_environment_speaks_between_turns_and_rewards_them(opened, seen, toke
         patch.setattr(Scored, "max_new_tokens", 20)
         _, batches = opened(seq_len=64, log_rollout=lambda *of_rollout: logged.append(of_rollout), **keys)
         batches.refresh("the weights", 0)
-    assert [(request.turn, len(asked)) for _, asked, request in SAMPLER.requests] == [(n, 12) for n in range(max_turns)]
+    assert [request.turn for _, _, request in SAMPLER.requests] == list(range(max_turns))
+    assert {(request.num_rows, request.max_new_tokens) for _, _, request in SAMPLER.requests} == {(12, 20)}
+    assert SAMPLER.requests[0][2].room == 20 > SAMPLER.requests[1][2].room
     columns, (rows,) = columns_of(next(batches)), seen
     ((step, logged_rows, scores, advantages),) = logged
     assert step == 1
@@ -248,11 +251,11 @@ def test_an_environment_speaks_between_turns_and_rewards_them(opened, seen, toke
         for turn_number in range(1, num_turns):
             tokens += [*answers[turn_number - 1], *turn]
             mask += [0] * len(answers[turn_number - 1]) + [1] * len(turn)
-        assert list(rows.completion_ids[row]) == tokens
+        written = [token for token, is_own in zip(tokens, mask, strict=True) if is_own]
+        assert list(rows.completion_ids[row]) == written, "rewards do not read what the environment has said"
+        assert rows.completions[row] == tokenizer.decode(written)
         is_trained = columns["loss_mask"][at, number] > 0
-        assert columns["targets"][at, number][is_trained].tolist() == [
-            t for t, m in zip(tokens, mask, strict=True) if m
-        ]
+        assert columns["targets"][at, number][is_trained].tolist() == written
         assert is_trained.sum() == sum(mask) == np.count_nonzero(columns["sampler_logps"][at, number])
         earned = 0.0 if row % 4 == 3 else sum(0.25 * turn_number for turn_number in range(1, num_turns + 1))
         expected = RECORDS[n]["worth"] * number + earned

@@ -45,12 +45,12 @@ def test_every_completion_is_a_line_and_some_are_shown(tmp_path):
     files = JsonlTracker(tmp_path / "metrics.jsonl", resume_step=0)
     config = decode(CompletionsConfig, ConfigSource({"show_every": 2, "num_shown": 1}))
     log = CompletionLog(config, (files, other), Console(shown))
-    log.log(1, some_rows(), SCORES, ADVANTAGES)
-    log.log(2, some_rows("x" * 500), SCORES, ADVANTAGES)
+    log.log(4, some_rows("x" * 500), SCORES, ADVANTAGES)
+    log.log(5, some_rows(), SCORES, ADVANTAGES)
     records = lines_of(tmp_path / COMPLETIONS)  # flushed, although nothing is closed
     assert len(records) == 6
-    assert records[0] == {
-        "step": 1,
+    assert records[3] == {
+        "step": 5,
         "name": "train",
         "place": "a:1",
         "prompt": "2+2? ",
@@ -60,16 +60,18 @@ def test_every_completion_is_a_line_and_some_are_shown(tmp_path):
         "advantage": 1.25,
         "finished": True,
     }
-    assert (records[1]["finished"], records[2]["rewards"]["right"], records[2]["prompt"]) == (False, None, "é? ")
+    assert (records[4]["finished"], records[5]["rewards"]["right"], records[5]["prompt"]) == (False, None, "é? ")
     assert other.log_completions.call_count == 1
     step, tabled = other.log_completions.call_args.args
-    assert (step, [one.text for one in tabled]) == (2, ["x" * 500])
+    assert (step, [one.text for one in tabled]) == (4, ["x" * 500])
     text = shown.getvalue()
     assert text.startswith(
-        "step 2: completions (train)\n  reward 0.500  right 1.000  length -0.500  advantage +1.250\n  | 2+2? >>>…"
+        "step 4: completions (train)\n  reward 0.500  right 1.000  length -0.500  advantage +1.250\n  | 2+2? >>>…"
     )
     assert "five" not in text
     assert max(map(len, text.splitlines())) < 500
+    log.log(11, some_rows(), SCORES, ADVANTAGES)
+    assert other.log_completions.call_count == 2, "there may be no rollout at a multiple of show_every"
     files.close()
 
 

@@ -20,7 +20,7 @@ from jaxlm.presets.base import with_preset
 from jaxlm.surgery.base import SurgeryConfig
 
 R = TypeVar("R", bound=RunConfig)
-_OF_ALL_PHASES = ("tokenizer", "vocab_size")  # keys of `data` that must be the same in all phases
+_OF_ALL_PHASES = ("tokenizer", "vocab_size", "added_tokens")  # keys of `data` that must be the same in all phases
 
 
 def as_run_config(config: RunConfig) -> RunConfig:

@@ -248,6 +248,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             stop_strategy=self.stop_strategy,
             max_train_batches=by_source(self.max_train_batches),
             make_batches=self.batch_maker(tokenizer),
+            has_examples_per_step=self.has_examples_per_step,
         )
 
     def open_validation(

@@ -65,6 +65,7 @@ class Data:
         block_size: examples in a block of the mixture; within each block the proportions are exact.
         shuffle: how each source's examples are ordered.
         stop_strategy: when the data ends.
+        has_examples_per_step: whether each step reads as many new examples as its batch has.
         max_train_batches: source name -> batches of the first size, whose number of examples is all that is trained on.
         make_batches: what makes the batches of the examples.
     """
@@ -78,6 +79,7 @@ class Data:
     stop_strategy: StopStrategy
     max_train_batches: Mapping[str, int] = field(default_factory=dict)
     make_batches: BatchMaker = example_batches
+    has_examples_per_step: bool = True
 
     def batches(
         self,

@@ -125,6 +125,8 @@ class RunServices:
     Attributes:
         precision: how the model is cast for computation.
         log: writes a line to the console.
+        stop_ids: the tokens that end an answer, with those of the run's chat templates; None takes the tokenizer's.
+        progress: says that the run has not stopped, while one call takes long.
         log_rollout: logs completions that the model trains on.
         export: writes the weights of the model that trains, without adapters, to a new folder in the format of transformers.
             All processes call it.
@@ -132,6 +134,8 @@ class RunServices:
 
     precision: Precision = FLOAT32
     log: Log = print
+    stop_ids: tuple[int, ...] | None = None
+    progress: Callable[[], None] = lambda: None
     log_rollout: LogRollout = lambda step, rows, scores, advantages: None
     export: Callable[[Any, Path], None] = lambda model, folder: None
 

@@ -1,5 +1,6 @@
 """Conversations of the policy with environments: turns that are sampled, and observations that are put between them."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -137,7 +138,7 @@ def converse(
     rows = []
     for number, prompt in enumerate(prompts):
         environment = config.open()
-        environment.reset(prompt.text, prompt.columns)
+        _guarded(environment, prompt.place, functools.partial(environment.reset, prompt.text, prompt.columns))
         rows.append(_Row(number, list(prompt.tokens), prompt.place, environment))
     for turn in range(limits.max_turns):
         if not (active := [row for row in rows if row.is_open]):
@@ -167,21 +168,31 @@ def _turn(row: _Row, room: int, sampled: Turn, dialect: Dialect) -> Observation 
     if not sampled.is_finished or len(sampled.tokens) > room:
         row.is_open = False
         return None
-    try:
-        observation = row.environment.step(dialect.decode(list(sampled.tokens)))
-    except ConfigError:
-        raise
-    except Exception as error:  # an environment can raise anything
+    turn = dialect.decode(list(sampled.tokens))
+    where = f"turn {row.num_turns} of the conversation of {row.place}"
+    observation = _guarded(row.environment, where, functools.partial(row.environment.step, turn))
+    if not isinstance(observation, Observation) or not isinstance(observation.text, str | None):
         raise ConfigError(
-            f"the environment {type(row.environment).__name__} raised {type(error).__name__}: {error}, in turn"
-            f" {row.num_turns} of the conversation of {row.place}. Correct it"
-        ) from error
-    if not math.isfinite(observation.reward):
+            f"the environment {type(row.environment).__name__} answered {observation!r:.80}, an Observation with a text or"
+            f" None expected, in {where}. Correct it"
+        )
+    if not isinstance(observation.reward, int | float) or not math.isfinite(observation.reward):
         raise ConfigError(
             f"the environment {type(row.environment).__name__} gave the reward {observation.reward}, a finite number"
-            f" expected, in turn {row.num_turns} of the conversation of {row.place}. Correct it"
+            f" expected, in {where}. Correct it"
         )
     row.reward += observation.reward
     row.is_finished = observation.is_done
     row.is_open = not observation.is_done
     return observation
+
+
+def _guarded(environment: Environment, where: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except ConfigError:
+        raise
+    except Exception as error:  # an environment can raise anything
+        raise ConfigError(
+            f"the environment {type(environment).__name__} raised {type(error).__name__}: {error}, in {where}. Correct it"
+        ) from error

@@ -39,14 +39,30 @@ class ServerConfig:
 
     def check(self, key: str) -> None:
         """Raises `ConfigError` if the address or the API key cannot work. Args: key: of this section, for messages."""
-        parts = urllib.parse.urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _is_address(self.url):
             raise ConfigError(f"{key}.url: '{self.url}' given, an address such as http://localhost:8000 expected")
         if self.api_key_variable is not None and not os.environ.get(self.api_key_variable):
             raise ConfigError(
                 f"{key}.api_key_variable: '{self.api_key_variable}' given, but this environment variable is not set. Set it"
                 " to the API key"
             )
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets, or a port that is no number
+        return False
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    """What the server says about an error, as far as it says it."""
+    try:
+        with error:
+            return error.read(_CHUNK_BYTES).decode(errors="replace").strip()[:_SHOWN]
+    except (OSError, http.client.HTTPException):
+        return ""
 
 
 class _NotReadyError(Exception):
@@ -90,8 +106,7 @@ class JsonServer:
             with urllib.request.urlopen(request, timeout=self._config.timeout_s) as answer:
                 content = self._read(answer)
         except urllib.error.HTTPError as error:
-            with error:
-                message = error.read(_CHUNK_BYTES).decode(errors="replace").strip()[:_SHOWN]
+            message = _message(error)
             if error.code >= 500 or error.code in _BUSY:
                 raise _NotReadyError(f"status {error.code} {message}".strip()) from error
             raise ConfigError(f"the server at {self._url}{path} refuses the request: {error.code} {message}") from error

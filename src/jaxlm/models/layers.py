@@ -47,7 +47,7 @@ def token_embeddings(table: hnn.Embedding, inputs: Inputs) -> NamedArray:
 
     Source: Jain et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetuning" (arXiv:2310.05914), algorithm 1:
     alpha / sqrt(L d) times a number that is uniform in [-1, 1), for d features and the L tokens of an example. An example
-    is a document of the row, so the noise does not depend on what it is packed with.
+    is a document of the row, so the size of the noise does not depend on what it is packed with.
     """
     x = table(inputs.tokens)
     if inputs.noise is None:

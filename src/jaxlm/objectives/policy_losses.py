@@ -108,6 +108,9 @@ def overlong_penalties(lengths: jax.Array, max_tokens: int, cache: int) -> jax.A
     return jnp.clip((max_tokens - cache - lengths.astype(jnp.float32)) / cache, -1.0, 0.0)
 
 
+_SATURATED = 80.0
+
+
 def sapo_losses(
     log_ratio_NS: jax.Array, advantage_N: jax.Array, positive_temperature: float, negative_temperature: float
 ) -> jax.Array:
@@ -117,6 +120,7 @@ def sapo_losses(
     """
     advantage_N1 = advantage_N[:, None]
     temperature_N1 = jnp.where(advantage_N1 > 0, positive_temperature, negative_temperature)
+    log_ratio_NS = jnp.minimum(log_ratio_NS, _SATURATED)  # infinity times the slope of 0 would be NaN
     gate_NS = jax.nn.sigmoid(temperature_N1 * jnp.expm1(log_ratio_NS)) * 4 / temperature_N1
     return -gate_NS * advantage_N1
 

@@ -27,8 +27,8 @@ class CompletionsConfig:
         max_per_step: how many completions of a rollout or an evaluation go to `completions.jsonl`, from the first on; null
             writes all.
         max_megabytes: when `completions.jsonl` has this size, it replaces `completions.1.jsonl`, and a new file begins.
-        show_every: show completions of each N-th step of the training on the console and in trackers with tables; 0 never
-            does. Those of evaluations are always shown.
+        show_every: show completions of the first rollout in each N steps of the training on the console and in trackers with
+            tables; 0 shows none. Those of evaluations are always shown.
         num_shown: how many are shown; 0 shows none.
     """
 
@@ -50,6 +50,7 @@ class CompletionLog:
         self._config = config
         self._trackers = trackers
         self._console = console
+        self._shown = -1
 
     def log(
         self,
@@ -73,12 +74,18 @@ class CompletionLog:
         completions = [_completion(name, rows, scores, advantages, number) for number in range(num_logged)]
         files, *others = self._trackers
         files.log_completions(step, completions)
-        if name == ROLLOUT and (not self._config.show_every or step % self._config.show_every):
+        if name == ROLLOUT and not self._is_time_to_show(step):
             return
         if shown := completions[: self._config.num_shown]:
             for tracker in others:
                 tracker.log_completions(step, shown)
             self._console.log("\n".join([f"step {step}: completions ({name})", *map(_described, shown)]))
+
+    def _is_time_to_show(self, step: int) -> bool:
+        """Whether a rollout is the first one of `show_every` steps. Not every step has one."""
+        every, before = self._config.show_every, self._shown
+        self._shown = step // every if every else before
+        return self._shown != before
 
 
 def _completion(

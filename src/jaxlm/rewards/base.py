@@ -1,6 +1,7 @@
 """The reward interface: a reward gives each completion a number. Every reward of a run works in a process of its own."""
 
 import abc
+import math
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -148,7 +149,9 @@ class Rewards:
             )
         self._timeout_s = timeout_s
         self._weights = {name: config.weight for name, config in zip(reward_names(configs), configs, strict=True)}
-        for config in configs:
+        for name, config in zip(self._weights, configs, strict=True):
+            if not math.isfinite(config.weight):
+                raise ConfigError(f"reward '{name}': weight: {config.weight} given, a finite number expected")
             config.check()
         self._workers = {
             name: RewardWorker(name, config, context) for name, config in zip(self._weights, configs, strict=True)

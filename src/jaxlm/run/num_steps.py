@@ -83,14 +83,15 @@ def _of_epochs(config: RunConfig, data: Data, batches: BatchSchedule) -> int:
 
 
 def epoch_of(phase: Phase, data: Data, batches: BatchSchedule) -> Callable[[int], int | None]:
-    """A function from a step (counted from 0) to its pass over the phase's data; None if that has several sources.
+    """A function from a step (counted from 0) to its pass over the phase's data; None if that has several sources, or if not
+    every step reads new examples.
 
     Args:
         batches: of the whole run.
     """
     own = batches.starting_at(phase.start)
     sequences = list(data.trained_on(own).values())
-    if len(sequences) > 1:
+    if len(sequences) > 1 or not data.has_examples_per_step:
         return lambda step: None
     return lambda step: own.examples_before(step - phase.start) // len(sequences[0])
 

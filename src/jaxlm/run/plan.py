@@ -302,11 +302,12 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
         )
     data = tuple(phase.data or config.data for phase in written)
     for index, section in enumerate(data):
-        if any(getattr(section, key) != getattr(data[0], key) for key in ("tokenizer", "vocab_size", "added_tokens")):
-            raise ConfigError(
-                f"phases.{index}.data.tokenizer: {encode(section.tokenizer)} given, but all phases must use the same"
-                f" tokenizer, and the first phase uses {encode(data[0].tokenizer)}"
-            )
+        for key in ("tokenizer", "vocab_size", "added_tokens"):
+            if (given := getattr(section, key)) != (first := getattr(data[0], key)):
+                raise ConfigError(
+                    f"phases.{index}.data.{key}: {encode(given)} given, but all phases must use the same tokenizer, and the"
+                    f" first phase has {encode(first)}"
+                )
     return tuple(phases), data
 
 

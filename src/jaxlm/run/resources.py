@@ -112,7 +112,9 @@ class Run:
         """What batches that ask the model may use."""
         plan, tokenizer = self.plan, _with_templates(self.tokenizer, self.plan)
         completions = CompletionLog(plan.config.trainer.completions, self.trackers, self.console)
-        return RunServices(plan.precision, self.console.log, completions.log, weights_exporter(plan, phase, tokenizer))
+        export = weights_exporter(plan, phase, tokenizer)
+        of_run = (plan.precision, self.console.log, tokenizer.stop_ids, self.clock.progress)
+        return RunServices(*of_run, completions.log, export)
 
     def eval_hook(self, phase: Phase, data: Data, refs: Mapping[str, LanguageModel] | None = None) -> EvalHook:
         """The run's evaluations on the phase's validation data. Args: refs: the references of the phase's step."""
@@ -133,7 +135,7 @@ class Run:
         context = EvalContext(
             layout=plan.layout,
             precision=plan.precision,
-            tokenizer=self.tokenizer,
+            tokenizer=_with_templates(self.tokenizer, plan),
             token_bytes=self.tokenizer.token_bytes(),
             validation=tuple(map(validation_set, data.validation)),
             log=self.console.log,

@@ -142,11 +142,13 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
     def cache_key(self) -> dict[str, Any]:
         """The options that determine the tokens, as plain JSON; {} for text, whose `text_key` is part of the files' key."""
         options = {name: value for name, value in encode(self).items() if name not in _NOT_IN_KEY}
+        if options.get("tools_field", self) is None:
+            del options["tools_field"]  # older runs have no such key
         return {} if options["type"] == "text" else {"format": options}
 
 
-# Options that determine the sequences and not the tokens, and one that few chat templates read (`ChatEncoder.cache_key`).
-_NOT_IN_KEY = ("pack", "truncation", "tools_field")
+# Options that determine the sequences and not the tokens.
+_NOT_IN_KEY = ("pack", "truncation")
 
 
 @dataclass(frozen=True)

@@ -49,30 +49,35 @@ class ChatFormat(MaskedFormat):
             without such a block, what each assistant message adds to the conversation before it. `false` computes the loss
             on every token.
         tools_field: key of the tools that a conversation may call: a list, or a text with a list in JSON. The template gets
-            it as `tools`. Records without the key have none.
+            it as `tools`. Records without the key have none. Null gives the template none.
     """
 
     messages_field: str = "messages"
     chat_template: str | None = None
     mask_user_turns: bool = True
-    tools_field: str = "tools"
+    tools_field: str | None = None
 
     def given_template(self) -> str | None:
         return self.chat_template
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
         del bos, eos
-        return ChatEncoder(
-            self, ChatTemplate.load(self.chat_template, tokenizer, f"{key}.chat_template"), tokenizer, key
-        )
+        template = ChatTemplate.load(self.chat_template, tokenizer, f"{key}.chat_template")
+        if self.tools_field is not None and not _TOOLS.search(template.text):
+            raise ConfigError(
+                f"{key}.tools_field: '{self.tools_field}' given, but the chat template reads no tools. Remove it, or set"
+                " chat_template to one that has the variable `tools`"
+            )
+        return ChatEncoder(self, template, tokenizer, key)
 
     def texts(self, file: TextFile) -> Iterator[str]:
         for conversation in self.conversations(file):
             yield plain_text(conversation.messages)
 
-    def conversations(self, file: TextFile, *, with_tools: bool = False) -> Iterator[Conversation]:
+    def conversations(self, file: TextFile) -> Iterator[Conversation]:
         """The conversations of a file."""
-        for record in file.records((self.messages_field,), (self.tools_field,) if with_tools else ()):
+        optional = () if self.tools_field is None else (self.tools_field,)
+        for record in file.records((self.messages_field,), optional):
             messages = record.values.get(self.messages_field)
             if not are_messages(messages):
                 raise ConfigError(
@@ -81,7 +86,8 @@ class ChatFormat(MaskedFormat):
                 )
             # Tables have nulls for keys that only some messages have.
             messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
-            yield Conversation(record.where, messages, record.values.get(self.tools_field), record.position)
+            tools = None if self.tools_field is None else record.values.get(self.tools_field)
+            yield Conversation(record.where, messages, tools, record.position)
 
 
 @dataclass(frozen=True)
@@ -94,8 +100,8 @@ class ChatEncoder(Encoder):
     key: str
 
     def read(self, file: TextFile) -> Iterator[RawContent]:
-        for where, messages, given, position in self.config.conversations(file, with_tools=self._reads_tools):
-            tools = self._tools(given, where) if self._reads_tools else None
+        for where, messages, given, position in self.config.conversations(file):
+            tools = self._tools(given, where)
             rendered = self.template.render(messages, where, mark=self.config.mask_user_turns, tools=tools)
             yield RawContent(rendered, len(rendered.text), len(rendered.text.encode()), position, where)
 
@@ -112,12 +118,7 @@ class ChatEncoder(Encoder):
 
     def cache_key(self) -> dict[str, Any]:
         template = json.dumps([self.template.text, dict(self.template.names)])
-        tools = {"tools_field": self.config.tools_field} if self._reads_tools else {}
-        return {"chat_template": hashlib.sha256(template.encode()).hexdigest(), **tools}
-
-    @property
-    def _reads_tools(self) -> bool:
-        return _TOOLS.search(self.template.text) is not None
+        return {"chat_template": hashlib.sha256(template.encode()).hexdigest()}
 
     def _tools(self, given: Any, where: str) -> list[Any] | None:
         tools = given

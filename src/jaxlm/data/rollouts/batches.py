@@ -1,5 +1,6 @@
 """Training batches of responses that the current weights have sampled."""
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,15 +72,20 @@ class RolloutBatches(Batches):
         sampled it are gone. `skipped` is how many prompts were left out; absent if none were.
         """
         skipped = {"skipped": self._skipped} if self._skipped else {}
-        held = {} if self._rollout is None or self.due(self._step) else {"rollout": self._rollout.state()}
+        held: dict[str, Any] = {}
+        if self._rollout is not None and not self.due(self._step):
+            held = {"rollout": self._rollout.state(), "prompts": self._checksum(self._rollout)}
         return {"examples": self._consumed, "step": self._step, **skipped, **held}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._consumed, self._step = int(state["examples"]), int(state.get("step", self._step))
         self._skipped = int(state.get("skipped", 0))
         self._rollout = Rollout.restored(state["rollout"]) if "rollout" in state else None
-        if self._rollout is not None and not self._still_fits(self._rollout):
-            self._log("the rollout in the checkpoint has groups or batches of another size, so a new one is sampled")
+        if self._rollout is not None and not self._still_fits(self._rollout, state["prompts"]):
+            self._log(
+                "the rollout in the checkpoint has groups or batches of another size, or other prompts, so a new one is"
+                " sampled"
+            )
             self._rollout = None
 
     def skip(self, num_steps: int) -> None:
@@ -105,6 +111,11 @@ class RolloutBatches(Batches):
             end += 1
         return end, min(options.minibatches_per_rollout, end - step)
 
-    def _still_fits(self, rollout: Rollout) -> bool:
+    def _still_fits(self, rollout: Rollout, checksum: int) -> bool:
+        """Whether the configuration still gives the steps of a rollout these groups, and its examples these prompts."""
         size = self._reader.batches.at(self._step).size * rollout.num_minibatches
-        return rollout.lengths.shape == (size, self._maker.options.group_size)
+        of_size = rollout.lengths.shape == (size, self._maker.options.group_size)
+        return of_size and self._checksum(rollout) == checksum
+
+    def _checksum(self, rollout: Rollout) -> int:
+        return zlib.crc32(b"".join(prompt.tobytes() for prompt in self._maker.prompts(rollout.examples)))

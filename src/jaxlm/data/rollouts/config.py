@@ -122,6 +122,11 @@ class RolloutsConfig(DataConfig):
                 "data: validation data given, but data.type: rollouts has none: there are no responses to evaluate. Remove"
                 " validation_urls, num_validation_files and num_validation_sequences, and set validation_split to null"
             )
+        if isinstance(self.train_weights, list) and len(self.train_weights) > 1 and not self.has_examples_per_step:
+            raise ConfigError(
+                "data.train_weights: several stages given, but not every step trains on new prompts (updates_per_rollout,"
+                " dynamic_sampling), so no stage begins at a step. Give the weights of one stage"
+            )
         if self.stop_strategy != "restart" and not self.has_examples_per_step:
             raise ConfigError(
                 f"data.stop_strategy: {self.stop_strategy} given, but not every step trains on new prompts"
@@ -135,14 +140,14 @@ class RolloutsConfig(DataConfig):
             part.check()
 
     def batch_maker(self, tokenizer: Tokenizer) -> BatchMaker:
-        context = RewardContext(tokenizer.decode, self.max_new_tokens, tokenizer.stop_ids)
-
         def make(reader: BatchReader, of_run: BatchContext) -> Batches:
+            stop_ids = of_run.services.stop_ids or tokenizer.stop_ids
+            context = RewardContext(tokenizer.decode, self.max_new_tokens, stop_ids)
             run, environment = of_run.services, self.environment
-            sampler = self.sampler.open(SamplerContext(reader.layout, run.precision, run.log, run.export))
+            sampler = self.sampler.open(SamplerContext(reader.layout, run.precision, run.log, run.progress, run.export))
             maker = RolloutMaker(
                 reader.mixture,
-                self._options(of_run.seed, tokenizer.stop_ids),
+                self._options(of_run.seed, stop_ids),
                 sampler,
                 main_only(lambda: Rewards(self.rewards, context, timeout_s=self.reward_timeout_s)),
                 {source.name: PromptRecords(source, run.log) for source in self.sources() if source.has(TRAIN)},

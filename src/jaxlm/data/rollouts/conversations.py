@@ -21,18 +21,16 @@ class Conversations:
         decode = lambda ids: tokenizer.decode(ids, special=True)  # noqa: E731
         self._dialect = Dialect(tokenizer.encode, decode, tokenizer.vocabulary())
         self._turn_ends = tuple(self._dialect.special_ids(config.turn_ends))
+        self._dialect.special_ids((*config.observation_start, *config.observation_end))  # before anything is compiled
 
     def of(self, model: Any, prompts: Sequence[Prompt], request: SamplingRequest) -> tuple[list[Sample], list[float]]:
         """One conversation for each prompt as a sample, and what it has earned. Args: request: of the first turn."""
 
         def turns(so_far: list[list[int]], rows: list[int], turn: int, most: int) -> Sequence[Sample]:
-            del most  # one length for all turns, so that they share a program; what is too long is cut off
-            # Rows that have ended are filled up with the first one that goes on, for the same reason.
-            filled = [*so_far, *[so_far[0]] * (len(prompts) - len(so_far))]
-            numbers = [request.rows[row] for row in (*rows, *[rows[0]] * (len(prompts) - len(rows)))]
             stops = tuple(dict.fromkeys((*request.stop_ids, *self._turn_ends)))
-            asked = replace(request, rows=numbers, turn=turn, stop_ids=stops)
-            return self._sampler.sample(model, filled, asked)[: len(so_far)]
+            numbers = [request.rows[row] for row in rows]
+            asked = replace(request, rows=numbers, turn=turn, stop_ids=stops, num_rows=len(prompts), room=most)
+            return self._sampler.sample(model, so_far, asked)
 
         limits = ConversationLimits(self._max_turns, request.max_new_tokens)
         held = converse(turns, self._config, prompts, self._dialect, limits)

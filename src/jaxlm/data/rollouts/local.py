@@ -42,10 +42,12 @@ class LocalSampler(Sampler):
     def __init__(self, config: LocalSamplerConfig, context: SamplerContext):
         self._max_rows = config.max_rows
         self._cast = jax.jit(context.precision.cast_to_compute)
+        self._progress = context.progress
 
     def sample(self, model: Any, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[Sample]:
         generator = Generator.of(self._cast(model))
-        most = min(self._max_rows or len(prompts), len(prompts))
+        num_rows = request.num_rows or len(prompts)
+        most = min(self._max_rows or num_rows, num_rows)
         samples: dict[int, Sample] = {}
         for places in _calls(prompts, most):
             found = sample_responses(
@@ -58,6 +60,7 @@ class LocalSampler(Sampler):
                 stop_ids=request.stop_ids,
                 num_rows=most,
             )
+            self._progress()
             for place, tokens, logps in zip(places, found.tokens, found.logps, strict=True):
                 samples[place] = _sample(tokens, logps, request.stop_ids)
         return [samples[place] for place in range(len(prompts))]

@@ -3,6 +3,7 @@
 The samples depend on the weights, the seed, the step and the number of each row, not on devices, processes or microbatches.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,8 +115,10 @@ class RolloutMaker:
         self._mixture, self._sampler, self._rewards = mixture, sampler, rewards
         self._records, self._decode = records, decode
         self._log_rollout, self._conversations = log_rollout, conversations
+        self._columns: list[str] = []
         if rewards is not None:
-            rewards.check_columns({key for source in records.values() for key in source.columns})
+            self._columns = sorted({key for source in records.values() for key in source.columns})
+            rewards.check_columns(self._columns)
 
     def make(self, model: Any, step: int, first: int, num_groups: int) -> Made:
         """The groups that a step begins to train on. All processes must call this.
@@ -213,13 +216,14 @@ class RolloutMaker:
     def _rows(self, examples: np.ndarray, prompts: Sequence[np.ndarray], samples: Sequence[Sample]) -> ScoredRows:
         size = self.options.group_size
         records = [record for record in self._records_of(examples) for _ in range(size)]
-        keys = dict.fromkeys(key for record in records for key in record.values)
+        # Rewards score what the policy has written. What an environment has said is not its own.
+        written = [tuple(itertools.compress(sample.tokens, sample.mask)) for sample in samples]
         return ScoredRows(
             prompts=[text for prompt in prompts for text in [self._decode(prompt.tolist())] * size],
-            completions=[self._decode(sample.tokens) for sample in samples],
-            completion_ids=[sample.tokens for sample in samples],
+            completions=[self._decode(tokens) for tokens in written],
+            completion_ids=written,
             is_finished=[sample.is_finished for sample in samples],
-            columns={key: [record.values.get(key) for record in records] for key in keys},
+            columns={key: [record.values.get(key) for record in records] for key in self._columns},
             places=[record.where for record in records],
         )
 
@@ -248,7 +252,7 @@ class RolloutMaker:
 
     def _metrics(self, groups: Groups) -> dict[str, float]:
         """What is logged of the groups, with TRL's names where it has them."""
-        lengths = np.array([len(sample.tokens) for sample in groups.samples])
+        lengths = np.array([sum(sample.mask) for sample in groups.samples])
         is_finished = np.array([sample.is_finished for sample in groups.samples])
         found = {
             "completions/min_length": float(lengths.min()),

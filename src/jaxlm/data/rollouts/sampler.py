@@ -21,6 +21,7 @@ class SamplerContext:
         layout: the mesh that the model is sharded over.
         precision: how the model is cast for computation.
         log: writes a line to the console of process 0.
+        progress: says that the run has not stopped, while one call takes long.
         export: writes the weights of the model that trains, without adapters, to a new folder in the format of transformers.
             All processes call it.
     """
@@ -28,6 +29,7 @@ class SamplerContext:
     layout: Layout
     precision: Precision
     log: Log
+    progress: Callable[[], None] = lambda: None
     export: Callable[[Any, Path], None] = lambda model, folder: None
 
 
@@ -43,6 +45,9 @@ class SamplingRequest:
         max_new_tokens: the most tokens that are sampled for a prompt.
         temperature: the logits are divided by it.
         stop_ids: tokens that end a sample. They are part of it.
+        num_rows: number of prompts of the largest request of this kind, for samplers that compile a program for it; None if
+            this is it.
+        room: the most tokens that are of use, if fewer than `max_new_tokens`. More are cut off.
     """
 
     step: int
@@ -52,6 +57,8 @@ class SamplingRequest:
     temperature: float
     stop_ids: tuple[int, ...]
     turn: int = 0
+    num_rows: int | None = None
+    room: int | None = None
 
 
 class Sample(NamedTuple):

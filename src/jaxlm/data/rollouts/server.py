@@ -146,7 +146,7 @@ class ServerSampler(Sampler):
         body = {
             **({} if self._config.model is None else {"model": self._config.model}),
             "prompt": list(map(int, prompt)),
-            "max_tokens": request.max_new_tokens,
+            "max_tokens": min(request.max_new_tokens, request.room or request.max_new_tokens),
             "temperature": request.temperature,
             **_WHOLE_DISTRIBUTION,
             "n": 1,

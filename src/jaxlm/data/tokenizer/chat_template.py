@@ -186,7 +186,9 @@ def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The special token that the template writes after an assistant's turn; empty if it writes none."""
     text, end = _example(template)
     (ids, starts, _) = tokenizer.encode_with_offsets([text])[0]
-    special = [int(i) for i in ids[starts >= end] if not tokenizer.decode([int(i)])]
+    # Some decoders drop a space at the start of a text, so a token without text need not be special.
+    after = [[int(i)] for i in ids[starts >= end]]
+    special = [one[0] for one in after if not tokenizer.decode(one) and tokenizer.decode(one, special=True)]
     return tuple(special[:1])
 
 
