@@ -301,14 +301,24 @@ def test_a_rollout_is_trained_on_in_minibatches_and_restored_in_the_middle(opene
         assert_same(trained_on(resumed, range(step, 10))[0], whole[step:])
         trained_on(first, [step])
     assert first.records(9).startswith("sequences ")
-    # Another size of groups: the rollout does not fit, and another one is sampled.
-    lines = []
-    _, other = opened(step=2, log=lines.append, **keys | {"group_size": 2})
-    _, again = opened(**keys)
-    trained_on(again, range(2))
-    other.restore(again.state())
-    assert other.due(2)
-    assert any("so a new one is sampled" in line for line in lines)
+    # Another size of groups, or other prompts: the rollout does not fit, and another one is sampled.
+    reordered = [record | {"prompt": record["prompt"][::-1]} for record in RECORDS]
+    for changed in ({"group_size": 2}, {"records": reordered}):
+        lines: list[str] = []
+        _, other = opened(step=2, log=lines.append, **keys | changed)
+        _, again = opened(**keys)
+        trained_on(again, range(2))
+        other.restore(again.state())
+        assert other.due(2)
+        assert any("so a new one is sampled" in line for line in lines)
+
+
+def test_rewards_get_the_columns_of_all_records(opened, seen):
+    records = [{"prompt": f"Q{n}", "worth": 1, **({"n": n} if n == 39 else {})} for n in range(40)]
+    _, batches = opened(records, sizes=((0, 2),))
+    trained_on(batches, range(2))
+    assert [set(rows.columns) for rows in seen] == [{"worth", "n"}] * 2
+    assert None in seen[0].columns["n"]
 
 
 def test_a_rollout_ends_where_the_batch_size_changes_and_skipped_prompts_are_left_out(opened):

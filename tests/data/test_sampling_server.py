@@ -257,3 +257,9 @@ def test_raw_log_probabilities_need_temperature_1(sampler):
     with pytest.raises(ConfigError, match=r"logprobs: raw given with temperature: 0\.7"):
         sampler().sample("weights", PROMPTS, dataclasses.replace(REQUEST, temperature=0.7))
     sampler(logprobs="processed").sample("weights", PROMPTS, dataclasses.replace(REQUEST, temperature=0.7))
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "http://[::1", "http://host:port"])
+def test_an_address_that_cannot_be_one_is_refused(url):
+    with pytest.raises(ConfigError, match=r"^here\.url: .* given, an address such as http://localhost:8000 expected$"):
+        ServerConfig(url).check("here")

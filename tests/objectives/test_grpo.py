@@ -27,6 +27,7 @@ from jaxlm.objectives.policy_losses import (
     group_advantages,
     log_ratios,
     overlong_penalties,
+    sapo_losses,
     token_weights,
     truncated_weights,
 )
@@ -405,3 +406,9 @@ def test_metrics_of_microbatches_are_their_mean_or_their_largest():
     parts = jnp.array([1.0, 3.0, 2.0])
     assert float(Largest(parts).over_microbatches().logged()) == 3
     assert float(Sum(parts, jnp.array([2.0, 2.0, 0.0])).over_microbatches().logged()) == 1.5
+
+
+def test_the_gradient_of_sapo_is_finite_for_any_ratio():
+    gradient = jax.grad(lambda log_ratio: jnp.sum(sapo_losses(log_ratio, jnp.ones(1), 1.0, 1.05)))
+    found = np.asarray(gradient(jnp.float32([[-200.0, 0.0, 200.0]])))
+    np.testing.assert_allclose(found, [[0.0, -1.0, 0.0]], atol=1e-6)
