@@ -20,6 +20,7 @@ def run(*arguments, script="gpu.py"):
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
 
 
+@pytest.mark.soak
 def test_the_gpu_benchmark_runs_completely_with_tiny(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("psutil")

@@ -89,7 +89,7 @@ def arrays(url: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     "kills",
     [
-        pytest.param([(1, "step-6")], marks=pytest.mark.slow, id="one"),
+        pytest.param([(1, "step-6")], marks=pytest.mark.soak, id="one"),
         pytest.param([(0, "step-6"), (1, "step-9")], marks=pytest.mark.soak, id="both"),
     ],
 )

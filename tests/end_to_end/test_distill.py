@@ -122,6 +122,7 @@ def test_a_cached_teacher_gives_the_losses_of_a_live_one_and_is_loaded_once(whol
         assert text not in again.out
 
 
+@pytest.mark.soak
 def test_the_average_of_a_checkpoint_is_another_teacher(whole, workplace, teacher):
     place = prepared(workplace, teacher, "of a checkpoint")
     average = ("--refs.teacher.weights", "ema")

@@ -28,7 +28,7 @@ def reads(place: Workplace, kind: str) -> list[list[list[int]]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_each_row_is_read_by_one_process_and_losses_equal_those_of_a_single_process(workplace):
     alone, four = workplace(1), workplace(1)
     for place in (alone, four):

@@ -51,7 +51,7 @@ def whole(workplace) -> Callable[..., Workplace]:
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("devices", [8, pytest.param(1, marks=pytest.mark.soak)])
 def test_killed_and_resumed(whole, workplace, devices):
     place = start(workplace(devices))

@@ -148,7 +148,7 @@ def test_killed_once_with_four_groups(workplace, uninterrupted, mesh):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_four_groups_train_the_same_on_one_and_on_eight_devices(uninterrupted):
     alone, sharded = (uninterrupted(f"four groups, {mesh}")[0] for mesh in ("one device", "fsdp 8"))
     assert alone.keys() == sharded.keys()

@@ -131,7 +131,7 @@ SKIPPING = ("--optimizer.skip_bad_steps", "24")
 
 @pytest.mark.parametrize(
     ("made", "goodput_above"),
-    [pytest.param(small, None, marks=pytest.mark.slow), pytest.param(half_an_hour, 0.9, marks=pytest.mark.soak)],
+    [pytest.param(small, None, marks=pytest.mark.soak), pytest.param(half_an_hour, 0.9, marks=pytest.mark.soak)],
 )
 def test_a_run_that_meets_every_fault_ends_like_one_that_meets_none(workplace, made, goodput_above):
     clean, disturbed = made(workplace)

@@ -51,6 +51,7 @@ def test_the_lower_stack_and_the_embedding_do_not_change(whole):
     assert earlier["model.head.weight"] != after["model.head.weight"]
 
 
+@pytest.mark.soak
 def test_killed(whole, workplace):
     """One run that is killed at each place in turn."""
     place = start(workplace, whole[0].devices)

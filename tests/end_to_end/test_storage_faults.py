@@ -82,7 +82,9 @@ def test_a_disk_that_recovers_costs_no_checkpoint_of_a_rule(uninterrupted, place
     check_like(uninterrupted, place, result)
     lines = failures(result)
     assert lines
-    assert all(reason in line for line in lines), lines
+    # A save that has begun before the fault may find a file that it could not finish.
+    assert all("was not saved" in line for line in lines), lines
+    assert any(reason in line for line in lines), lines
     assert "the newest finished checkpoint is step-" in lines[0]
     assert "Training goes on. The next try is in 0.5 s" in lines[0]
     assert "checkpoints are saved again: step-" in result.out
@@ -281,7 +283,7 @@ def with_outage(
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("outage", one_slow("forbidden"))
 def test_an_outage_of_a_bucket(uninterrupted, place, gcs, outage):
     url = f"gs://{BUCKET}/outage-{outage.replace(' ', '-')}"

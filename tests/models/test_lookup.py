@@ -357,10 +357,8 @@ EIGHT = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param("tp 2 x fsdp 4", marks=pytest.mark.slow), pytest.param("fsdp 8", marks=pytest.mark.soak)],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["tp 2 x fsdp 4", "fsdp 8"])
 def test_training_on_eight_devices_is_the_training_of_one(name):
     bounds = {"body.lookups.0.bounds": np.cumsum([0, 400 - 3 * (VOCAB - 1), *[3] * (VOCAB - 1)]).astype(np.int32)}
     runs = []

@@ -107,7 +107,7 @@ def test_training_on_eight_devices_equals_training_on_one(alone, name):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5, err_msg=path)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_shared_expert_trains_the_same_on_eight_devices():
     sizes = {name: getattr(CONFIG, name) for name in ("seq_len", "hidden_dim", "intermediate_dim", "num_layers")}
     model = Qwen2MoeConfig(

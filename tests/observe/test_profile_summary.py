@@ -130,7 +130,7 @@ def test_the_loop_marks_pauses_for_evaluations_and_saves(monkeypatch):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_real_trace_is_summarized_and_the_state_is_unchanged(tmp_path):
     run, lines = TinyRun(layout()), []
     text = run.compiled_text(arrays(0))

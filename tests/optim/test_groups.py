@@ -442,7 +442,7 @@ def test_a_run_of_four_groups_is_the_same_on_eight_devices():
     assert {row.owner for row in rows} == {0, 1, 2, None}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_sophia_as_a_group_trains_with_lora_and_muon_beside_it():
     adapters = (LoraConfig(target="attn", rank=2),)
     entries = [{"match": "mlp", "type": "sophia-h", "learning_rate": 3e-3, "update_interval": 3}]

@@ -469,8 +469,8 @@ def test_muon_costs_less_than_two_percent_of_a_step_of_half_a_million_tokens():
     assert found < 0.02 * model.flops_per_token(32768).causal * 2**19
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if "tp" in n else pytest.mark.soak) for n in MESHES])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", MESHES)
 def test_a_run_with_every_option_is_the_same_on_eight_devices(name):
     head = HEAD | {"learning_rate": 3e-3, "weight_decay": 0.3, "momentum_schedule": {"warmup": 6, "final": 0.8}}
     groups = [{"match": "tokens|norm", "type": "adam", "learning_rate": 3e-3, "beta1": 0.8, "epsilon": 1e-10}]

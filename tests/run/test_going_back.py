@@ -233,7 +233,7 @@ def test_going_back_to_an_earlier_checkpoint_is_the_run_that_was_stopped_there(r
         runs.run("returned", **back_to(runs, "returned", "step-5"))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "keep", [pytest.param([{"every": 2}], marks=pytest.mark.soak, id="permanent"), pytest.param([], id="temporary")]
 )

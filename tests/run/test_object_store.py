@@ -24,7 +24,7 @@ def bucket(monkeypatch) -> Iterator[str]:
         yield f"s3://{S3_BUCKET}"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_resumed_from_an_object_store_bit_for_bit(bucket, tmp_path):
     trainings = Trainings(tmp_path)
 

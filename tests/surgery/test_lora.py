@@ -124,8 +124,8 @@ def test_every_layer_with_dropout_has_its_own_key(model):
         assert all(layer.key is None for layer in tree.modules(unkeyed, LoraLinear)), "0 is none, to the last bit"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["tp 2 x fsdp 4", pytest.param("fsdp 8", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", ["tp 2 x fsdp 4", "fsdp 8"])
 def test_dropout_does_not_depend_on_the_mesh(mesh):
     lora = LoraConfig(target="attn|mlp", rank=4, dropout=0.5)
     dropping = phase(surgeries=(lora,), trainable=(r"\.[ab]$",))

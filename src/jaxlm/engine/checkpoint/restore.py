@@ -184,7 +184,8 @@ def _log_partial(location: Path | str, missing: list[str], ignored: list[str], l
 
 
 def _compare(location: Path | str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    differing = [leaf for leaf in sorted({*saved, *expected}) if saved.get(leaf) != expected.get(leaf)]
+    differing = [leaf for leaf in {*saved, *expected} if saved.get(leaf) != expected.get(leaf)]
+    differing.sort(key=lambda leaf: (not leaf.startswith("model."), leaf))  # the others follow from the model
     if not differing:
         return
     keys = sorted({_key_of(leaf, saved.get(leaf), expected.get(leaf)) for leaf in differing})
