@@ -21,6 +21,7 @@ from jaxlm.engine.checkpoint.writer import flat_arrays, manifest
 from jaxlm.engine.state import shardings
 
 T = TypeVar("T")
+_OF_THE_MODEL = {"optimizer", "trainer.model_averaging"}  # their arrays have the shapes of the model's
 _MOST_SHOWN = 8
 
 
@@ -185,10 +186,11 @@ def _log_partial(location: Path | str, missing: list[str], ignored: list[str], l
 
 def _compare(location: Path | str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     differing = [leaf for leaf in {*saved, *expected} if saved.get(leaf) != expected.get(leaf)]
-    differing.sort(key=lambda leaf: (not leaf.startswith("model."), leaf))  # the others follow from the model
+    differing.sort(key=lambda leaf: (not leaf.startswith("model."), leaf))
     if not differing:
         return
-    keys = sorted({_key_of(leaf, saved.get(leaf), expected.get(leaf)) for leaf in differing})
+    found = {_key_of(leaf, saved.get(leaf), expected.get(leaf)) for leaf in differing}
+    keys = sorted(found - _OF_THE_MODEL if "model" in found else found)
     what, where = ("this model", "") if keys == ["model"] else ("this configuration", f" in {', '.join(keys)}")
     lines = [
         f"  {leaf}: checkpoint {_describe(saved.get(leaf))}, {what} {_describe(expected.get(leaf))}"
