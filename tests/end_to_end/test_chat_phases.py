@@ -66,7 +66,7 @@ def whole(workplace) -> Workplace:
     return place
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_that_is_killed_while_it_is_fine_tuned_ends_like_the_others(whole, workplace):
     place = start(workplace)
     process = place.start(

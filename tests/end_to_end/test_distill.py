@@ -84,6 +84,7 @@ def test_killed(whole, workplace, teacher, devices):
     finish(place, devices, whole("live", devices))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.soak)])
 def test_killed_while_the_cache_is_written_and_in_training(whole, workplace, teacher, devices):
     place = prepared(workplace, teacher, "cached", devices)

@@ -49,7 +49,7 @@ def test_a_process_that_waits_for_one_that_hangs_ends_too(workplace):
     assert "in run_phase" in stacks[0]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_pause_and_a_compilation_are_not_taken_for_a_hang(workplace):
     """A process that was stopped for longer than `end_after`, and whose compilation took longer."""
     work = workplace()

@@ -35,7 +35,7 @@ def wait_for(path: Path, process: Any) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_killed_study_continues_and_gives_what_it_would_have_given(workplace):
     place, undisturbed = workplace(), workplace()
     for each in (place, undisturbed):
