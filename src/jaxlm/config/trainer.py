@@ -93,7 +93,7 @@ class TrainerConfig:
         checkpointer: where and when to save checkpoints.
         tracker: trackers to log metrics to in addition to `metrics.jsonl`: one, or a list. The default `type` is `wandb`.
         completions: which completions of the policy are logged with their rewards, in `completions.jsonl` and elsewhere.
-        callbacks: classes of your own that are told what happens in the run, and `print_metrics`.
+        callbacks: classes of your own that follow the run, and `print_metrics`.
         watch: log norms and histograms of gradients, parameters and updates; null logs none.
         profiler: record a profile of some steps into the log folder; null records none.
         distributed: how the processes of a multi-process run connect.

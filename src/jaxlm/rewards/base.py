@@ -153,10 +153,10 @@ class Rewards:
             if not math.isfinite(config.weight):
                 raise ConfigError(f"reward '{name}': weight: {config.weight} given, a finite number expected")
             config.check()
-        self._workers = {
-            name: RewardWorker(name, config, context) for name, config in zip(self._weights, configs, strict=True)
-        }
+        self._workers: dict[str, RewardWorker] = {}
         try:
+            for name, config in zip(self._weights, configs, strict=True):
+                self._workers[name] = RewardWorker(name, config, context)
             self._columns = {name: worker.opened() for name, worker in self._workers.items()}
         except BaseException:
             self.close()

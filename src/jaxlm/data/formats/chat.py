@@ -1,7 +1,6 @@
 """Conversations, rendered by a chat template; the loss is computed on the assistant's messages."""
 
 import contextlib
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -117,8 +116,7 @@ class ChatEncoder(Encoder):
         return tokens
 
     def cache_key(self) -> dict[str, Any]:
-        template = json.dumps([self.template.text, dict(self.template.names)])
-        return {"chat_template": hashlib.sha256(template.encode()).hexdigest()}
+        return self.template.cache_key()
 
     def _tools(self, given: Any, where: str) -> list[Any] | None:
         tools = given

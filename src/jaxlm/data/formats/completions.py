@@ -1,9 +1,7 @@
 """Prompts with several completions each; the loss is computed on the completions. Formats of such records extend this."""
 
 import abc
-import hashlib
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -153,10 +151,7 @@ class CompletionsEncoder(Encoder):
         return [_document(found, [next(sequences[found.is_rendered]) for _ in found.completions]) for found in contents]
 
     def cache_key(self) -> dict[str, Any]:
-        if self.template is None:
-            return {}
-        template = json.dumps([self.template.text, dict(self.template.names)])
-        return {"chat_template": hashlib.sha256(template.encode()).hexdigest()}
+        return {} if self.template is None else self.template.cache_key()
 
     def no_targets_message(self) -> str:
         advice = "Set data.enforce_bos and data.enforce_eos, or check the records"

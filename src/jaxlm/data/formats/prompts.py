@@ -1,7 +1,5 @@
 """Prompts: what a model answers while it trains. Rewards see the record's other keys."""
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -99,10 +97,7 @@ class PromptsEncoder(Encoder):
         ]
 
     def cache_key(self) -> dict[str, Any]:
-        if self.template is None:
-            return {}
-        template = json.dumps([self.template.text, dict(self.template.names)])
-        return {"chat_template": hashlib.sha256(template.encode()).hexdigest()}
+        return {} if self.template is None else self.template.cache_key()
 
     def no_targets_message(self) -> str:
         return f"{self.key}: there is no record. Check the files"

@@ -49,7 +49,7 @@ class RolloutsConfig(DataConfig):
             response is trained on once; with 1, as often as there are updates.
         rewards: what the responses are worth: the weighted sum of these.
         reward_timeout_s: seconds that the rewards of a rollout may take. After that, the run ends with an error.
-        dynamic_sampling: if groups have equal rewards, from which nothing can be learned, sample for as many further prompts,
+        dynamic_sampling: groups with equal rewards teach nothing. If a rollout has some, sample for as many further prompts,
             at most this often for a rollout (DAPO); 0 trains on what there is.
         environment: what answers the response, after which the policy writes on: several turns are one response, whose tokens
             count only where the policy wrote them. Null lets it write once. The environment's reward is added to the others.

@@ -46,7 +46,7 @@ class ServerSamplerConfig(SamplerConfig):
         server: where it is. vLLM must be started with VLLM_SERVER_DEV_MODE=1, which allows it to load weights.
         weights_folder: folder for the exported weights, under the same path on the server's machine. Only the newest
             weights stay in it.
-        protocol: how the server is told to load weights: `vllm` or `sglang`.
+        protocol: the server's requests to load weights: those of `vllm` or `sglang`.
         updates_per_export: number of updates after which the weights are exported again. With more than 1, responses come
             from older weights, and the objective needs the sampler's log-probabilities (`old_policy: rollout`).
         logprobs: vLLM's `--logprobs-mode`: `raw`, its default, needs `temperature: 1`; with `processed`, start it with

@@ -7,6 +7,7 @@ would give different tokens every day.
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import re
@@ -46,6 +47,11 @@ class ChatTemplate:
     text: str
     origin: str
     names: Mapping[str, str]
+
+    def cache_key(self) -> dict[str, str]:
+        """What determines rendered text, as plain JSON."""
+        content = json.dumps([self.text, dict(self.names)])
+        return {"chat_template": hashlib.sha256(content.encode()).hexdigest()}
 
     @classmethod
     def load(cls, given: str | None, tokenizer: Tokenizer, key: str) -> "ChatTemplate":

@@ -1,4 +1,4 @@
-"""The callback interface: a callback is told what happens in a run, and changes nothing."""
+"""The callback interface: a callback follows a run, and changes nothing."""
 
 import abc
 from collections.abc import Callable
@@ -65,7 +65,7 @@ class CallbackContext:
 
 @dataclass(frozen=True)
 class CallbackConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.observe.callbacks"):
-    """A class that is told what happens in a run; `type:` selects it."""
+    """A class that follows a run; `type:` selects it."""
 
     @abc.abstractmethod
     def check(self) -> None:
