@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -100,6 +101,15 @@ def has_ended(number, patience_s=5):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_every_process_of_a_job_ends_no_reward(told, number):
+    """The run saves after it, and its step still needs the rewards."""
+    before = told.score(rows("right"))
+    (worker,) = told._workers.values()
+    os.kill(worker._process.pid, number)
+    assert told.score(rows("right"))["reward"] == before["reward"]
+
+
 def test_a_wrong_number_of_values_names_all_records():
     with (
         Rewards(configs(function("too_few")), CONTEXT, timeout_s=60) as rewards,

@@ -176,6 +176,10 @@ def serve(descriptor: int, run: int) -> None:
         descriptor: of the connection.
         run: process id of the run.
     """
+    # SLURM and others signal every process of a job. The run saves then, and ends this one. Programs that a reward starts do
+    # not inherit a handler, only what is ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     threading.Thread(target=_end_after, args=(run,), daemon=True).start()
     connection = Connection(descriptor)
     try:
