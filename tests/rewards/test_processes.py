@@ -100,7 +100,6 @@ def has_ended(number, patience_s=5):
     return False
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_every_process_of_a_job_ends_no_reward(told, number):
     """The run saves after it, and its step still needs the rewards."""
@@ -110,6 +109,7 @@ def test_a_signal_to_every_process_of_a_job_ends_no_reward(told, number):
     assert told.score(rows("right"))["reward"] == before["reward"]
 
 
+@pytest.mark.slow
 def test_a_wrong_number_of_values_names_all_records():
     with (
         Rewards(configs(function("too_few")), CONTEXT, timeout_s=60) as rewards,
