@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 
 import pytest
 from hypothesis import is_hypothesis_test, settings
@@ -26,6 +27,13 @@ GROUPS = {
     ),
     **dict.fromkeys((f"tests/engine/test_{name}.py" for name in ("step", "collectives", "guards")), "steps"),
 }
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Random weights of torch do not depend on which tests ran before."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session")

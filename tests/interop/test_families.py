@@ -213,7 +213,11 @@ def test_only_lookups_of_a_pad_token_in_the_text_have_another_gradient(tied, tmp
     """transformers gives them none, even if the token has a meaning. The padding of a batch has none in either."""
     config = {**LLAMA, "pad_token_id": PAD, "tie_word_embeddings": tied}
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+    with torch.no_grad():
+        # It begins as a zero vector. There RMSNorm multiplies gradients, and their rounding errors, by 1 / sqrt(epsilon).
+        theirs.model.embed_tokens.weight[PAD].normal_(0, 0.2)
     theirs.save_pretrained(tmp_path)
+    theirs = theirs.double()
     opened, model = imported(tmp_path)
     ids = tokens()
     ids[:, 3::5] = PAD
