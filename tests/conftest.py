@@ -6,7 +6,7 @@ import signal
 import sys
 
 import pytest
-from hypothesis import is_hypothesis_test, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from tests.xla_flags import flags_for
 
@@ -16,6 +16,11 @@ os.environ["XLA_FLAGS"] = flags_for(8, os.environ.get("XLA_FLAGS", ""))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+# A run of the suite says the same each time, however busy the machine is: no deadlines, and the same examples.
+# `--examples` searches with other ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("repeatable")
 
 FIELDS = "tests/test_fields.py"
 # One worker runs all tests of a file, and all files of a group, so shared fixtures are built once.
@@ -76,7 +81,7 @@ def pytest_collection_modifyitems(config, items):
             function = getattr(test, "__func__", test)
             own = function._hypothesis_internal_use_settings
             # There is no public way to change a test's existing settings.
-            function._hypothesis_internal_use_settings = settings(own, max_examples=examples, deadline=None)
+            function._hypothesis_internal_use_settings = settings(own, max_examples=examples, derandomize=False)
     first = ("tests/end_to_end/", FIELDS, "tests/test_")
     items.sort(key=lambda item: next((n for n, start in enumerate(first) if item.nodeid.startswith(start)), len(first)))
 

@@ -105,7 +105,7 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("run")
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(st.sampled_from(KEYS), st.sampled_from(VALUES))
 def test_a_key_refuses_a_value_in_one_message_or_makes_a_plan(folder, key, value):
     assert outcome(folder, *key, value) in ("refused", "planned")

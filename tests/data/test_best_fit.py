@@ -118,7 +118,7 @@ def test_the_rows_are_those_of_nanochat():
     np.testing.assert_array_equal(columns["positions"], np.tile(np.arange(GOLDEN["T"]), (len(expected), 1)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 9), config=configs)
 def test_agrees_with_searching_a_list(lengths, seq_len, config):
     sequences, expected = (
@@ -134,7 +134,7 @@ def test_agrees_with_searching_a_list(lengths, seq_len, config):
         assert sequences._index.num_cuts == sum(ends[d] < lengths[d] for d in ends)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 9), config=configs, data=st.data())
 def test_columns_agree_with_packing_one_token_at_a_time(lengths, seq_len, config, data):
     documents = documents_of(lengths)
@@ -171,7 +171,7 @@ def test_columns_agree_with_packing_one_token_at_a_time(lengths, seq_len, config
     assert sequences.padding == pytest.approx(num_padding / (len(expected) * seq_len))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 9), config=configs)
 def test_split_documents_lose_nothing(lengths, seq_len, config):
     documents = documents_of(lengths)
@@ -189,7 +189,7 @@ def test_split_documents_lose_nothing(lengths, seq_len, config):
     assert all(inputs[token] == 1 for document in documents for token in document[1:-1])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 9), config=configs)
 def test_cropped_rows_begin_with_bos_and_all_but_the_last_are_full(lengths, seq_len, config):
     sequences = sequences_of(documents_of(lengths), seq_len, dataclasses.replace(config, fill="crop"))
@@ -470,7 +470,7 @@ def test_a_larger_buffer_cuts_less():
     assert lost[0] > 1.05 * lost[-1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths=lengths_of_documents, capacity=st.integers(2, 10))
 def test_without_overlong_documents_the_rows_are_those_of_the_others(lengths, capacity):
     offsets, config = np.concatenate([[0], np.cumsum(lengths)]), BestFitConfig(fill="pad")

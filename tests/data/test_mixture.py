@@ -108,7 +108,7 @@ def test_exhausted_after_counts_the_examples():
 weights = st.lists(st.floats(0.01, 1), min_size=1, max_size=6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(weights, st.integers(1000, 5000))
 def test_counts_match_the_weights_within_one_example(values, block_size):
     names = [str(n) for n in range(len(values))]
@@ -117,7 +117,7 @@ def test_counts_match_the_weights_within_one_example(values, block_size):
     np.testing.assert_array_less(np.abs(np.array(counts) - np.array(values) / sum(values) * block_size), 1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 60), max_size=4), st.integers(0, 2**32), st.data())
 def test_stages_at_any_step_agree_with_an_example_by_example_stream(lengths, seed, data):
     counts = st.lists(st.integers(0, 3), min_size=3, max_size=3).filter(any)

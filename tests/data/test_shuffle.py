@@ -18,13 +18,13 @@ def test_is_a_permutation(size):
     np.testing.assert_array_equal(np.sort(order(size, seed=3, epoch=2)), np.arange(size))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.integers(1, 5000), seed=st.integers(-(2**31), 2**63), epoch=st.integers(0, 2**40))
 def test_is_a_permutation_for_any_size_seed_and_epoch(size, seed, epoch):
     np.testing.assert_array_equal(np.sort(order(size, seed, epoch)), np.arange(size))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     size=st.integers(2**33, 2**50), indices=st.lists(st.integers(0, 2**33 - 1), min_size=1, max_size=50, unique=True)
 )
@@ -35,7 +35,7 @@ def test_sizes_larger_than_any_array(size, indices):
     assert places.max() < size
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), size=st.integers(1, 2000))
 def test_a_single_index_gives_the_same_result_as_in_a_batch(data, size):
     index, epoch = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 5))
@@ -48,7 +48,7 @@ def test_epochs_and_seeds_have_different_orders():
     assert len(orders) == 400
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     size=st.integers(1, 300),
     start=st.integers(0, 10**15),
@@ -101,7 +101,7 @@ def test_neighbors_are_separated():
     assert (steps == 1).mean() < 0.002
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.integers(1, 70), era_length=st.integers(1, 80), seed=st.integers(0, 2**32))
 def test_each_era_is_shuffled_separately_and_differently_in_each_epoch(size, era_length, seed):
     found = shuffle_in_eras(np.arange(3 * size), size, era_length, seed=seed).reshape(3, size)

@@ -35,7 +35,7 @@ def small():
     return small_tokenizer()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=any_text | code_like.map("".join))
 def test_any_text_round_trips_byte_for_byte(small, text):
     [ids] = small.encode_batch([text])
@@ -103,7 +103,7 @@ def test_patterns_cut_text_into_pieces(pattern, expected):
 
 
 @given(text=st.text("aB é名²٣12345 \t\n\r'sSvVeE._(€़🙂\u00a0", max_size=60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_pattern_of_nanochat_agrees_with_its_possessive_form(text):
     """Its own pattern never gives back what `?` and `+` have matched. The library `regex` runs it as written."""
     import tokenizers
@@ -357,7 +357,7 @@ def sentencepiece_like() -> Tokenizer:
     return Tokenizer(backend, 1, 2)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(text=st.text("ab é🙂\n", max_size=30))
 def test_token_bytes_of_a_sentencepiece_vocabulary(text):
     tokenizer = sentencepiece_like()
@@ -391,7 +391,7 @@ class TestLongTexts:
         assert tokenizer.encode_batch([text, "a", text])[2] == whole
         return len(tokenizer._split_long_text(text))
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(
         text=st.lists(
             st.sampled_from(["a", "9", "\n", "\n\n", " ", "\r\n", "'s", "é", "़", "²", "(", "_"]), max_size=120
@@ -400,7 +400,7 @@ class TestLongTexts:
     def test_splitting_gives_the_same_ids(self, small, text):
         self.agree(small, "".join(text))
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(
         text=st.lists(
             st.sampled_from(["a", "9", "\n", "\n\n", " ", "\r\n", "'s", "é", "़", "²", "(", "_"]), max_size=120

@@ -43,7 +43,7 @@ def as_python(expression: str) -> str | None:
     return str(value) if abs(value) < float("inf") else None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.recursive(NUMBERS, compound, max_leaves=12))
 def test_arithmetic_is_pythons(expression):
     assert Calculator(max_characters=4096).run(expression) == as_python(expression)
@@ -52,7 +52,7 @@ def test_arithmetic_is_pythons(expression):
 QUOTABLE = st.characters(codec="utf-8", exclude_categories=("C", "Z"), exclude_characters="\\'\"")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.text(QUOTABLE, max_size=40), st.text(QUOTABLE, max_size=2), st.sampled_from("'\""))
 def test_counting_is_pythons(text, part, quote):
     assert Calculator().run(f"{quote}{text}{quote}.count({quote}{part}{quote})") == str(text.count(part))

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import sqlite3
+import statistics
 import subprocess
 import sys
 import threading
@@ -279,7 +280,7 @@ class Recording:
         if what == self._fail:
             raise RuntimeError(f"no {what} today\nand more lines")
         if what == self._block:
-            self.go_on.wait(30)
+            self.go_on.wait(60)
 
 
 def test_a_guarded_tracker_receives_everything_in_order():
@@ -301,7 +302,7 @@ def test_records_are_queued_until_the_interval_or_a_flush():
     slow, quick = Recording(), Recording()
     patient = BackgroundTracker("t", slow.opened, print, TrackerTimeouts(gather_s=60.0))
     hasty = BackgroundTracker("t", quick.opened, print, TrackerTimeouts(gather_s=0.01))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not (slow.calls and quick.calls) and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.05)
@@ -385,17 +386,17 @@ def test_a_blocking_tracker_does_not_delay_the_run(where):
     tracker = BackgroundTracker(
         "stuck", stuck.opened, lines.append, TrackerTimeouts(max_waiting=50, flush_s=0.2, close_s=0.2)
     )
-    slowest = 0.0
-    for step in range(1, 30):
-        began = time.perf_counter()
-        tracker.log(step, {"x": 1.0})
-        slowest = max(slowest, time.perf_counter() - began)
-    assert slowest < 0.1
     began = time.perf_counter()
+    for step in range(1, 30):
+        tracker.log(step, {"x": 1.0})
+    assert time.perf_counter() - began < 30  # the tracker would block for 60 s
+    flushes = []
     for _ in range(10):
+        began = time.perf_counter()
         tracker.flush()
+        flushes.append(time.perf_counter() - began)
+    assert statistics.median(flushes) < 0.2  # only one of them waits until its timeout
     tracker.close()
-    assert time.perf_counter() - began < 2.0  # one timeout for a flush, one for closing
     expected = {"open": 1, "log": 2, "flush": 2, "close": 1}[where]
     assert len(lines) in (expected, 1)
     assert "has not finished within 0.2 s" in lines[-1]
@@ -677,7 +678,7 @@ def test_records_do_not_wait_for_the_code(tmp_path, monkeypatch):
 
     def log_code(folder: str, **_: object) -> None:
         assert os.listdir(folder) == ["main.py"]
-        assert arrived.wait(10)
+        assert arrived.wait(60)
         raise OSError("no space")
 
     handle.log_code = log_code

@@ -141,7 +141,7 @@ def check_schedule(shape: ScheduleSpec, cycles: dict, num_steps: int) -> None:
             assert high == pytest.approx(peak, rel=1e-5)  # the peak is reached
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shape=SHAPES, cycles=CYCLES, num_steps=st.integers(1, MOST_STEPS))
 @example(ScheduleSpec(1.0, 0, 1.0, "linear", 0.1), {"cycles": [199]}, 200)
 def test_random_schedules(shape, cycles, num_steps):
@@ -149,7 +149,7 @@ def test_random_schedules(shape, cycles, num_steps):
 
 
 @pytest.mark.soak
-@settings(max_examples=5000, deadline=None)
+@settings(max_examples=5000)
 @given(shape=SHAPES, cycles=CYCLES, num_steps=st.integers(1, MOST_STEPS))
 def test_five_thousand_random_schedules(shape, cycles, num_steps):
     check_schedule(shape, cycles, num_steps)
