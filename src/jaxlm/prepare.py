@@ -24,7 +24,7 @@ from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.data import Data
-from jaxlm.data.examples import Examples
+from jaxlm.data.examples import Examples, check_signals
 from jaxlm.data.formats.preview import page_of
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.phases import Phase
@@ -109,6 +109,9 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
         config = with_num_steps_of_data(config, BatchSchedule.of(sizes), tokenizer, console.log)
     phases = plan_phases(config)[0]
     opened = [section.open(tokenizer, config.model.seq_len, log=console.log) for section in sections]
+    for phase, data in zip(phases, opened, strict=True):
+        if phase.objective.sequences_axis is not None:
+            check_signals(data.train)
     if wanted is not None and starts_at_random(config, sections[0].tokenizer):
         if sizes is None and opened[0].max_train_batches:
             console.log(

@@ -45,6 +45,10 @@ class Examples(abc.ABC):
         """Why nothing can be learned from any of the examples, and what to check; None if something can."""
         return None
 
+    def num_apart_from(self, first: int) -> int:
+        """The number of examples from the beginning, at most `first`, that have no target of those from `first` on."""
+        return first
+
     @abc.abstractmethod
     def starts(self, indices: np.ndarray) -> np.ndarray:
         """int64: the index in the cache of each example's first token."""
@@ -105,6 +109,9 @@ class WrappedExamples(Examples):
     def no_signal(self) -> str | None:
         return self._examples.no_signal()
 
+    def num_apart_from(self, first: int) -> int:
+        return self._examples.num_apart_from(first)
+
     def starts(self, indices: np.ndarray) -> np.ndarray:
         return self._examples.starts(indices)
 
@@ -161,7 +168,11 @@ def no_targets_within(cache: TokenCache, seq_len: int, key: str, split: str, dro
 
 
 def check_signals(train: Mapping[str, Examples]) -> None:
-    """Raises `ConfigError` if nothing can be learned from any source. Args: train: by the names of the sources."""
+    """Raises `ConfigError` if an objective that compares the sequences of an example can learn nothing from any source.
+
+    Args:
+        train: by the names of the sources.
+    """
     signals = {name: examples.no_signal() for name, examples in train.items()}
     if signals and all(signals.values()):
         name, problem = next(iter(signals.items()))
@@ -188,10 +199,13 @@ def documents_as_text(row: Columns, tokenizer: Any) -> Iterator[tuple[int, str]]
 def split_off(examples: Examples, num_held_out: int, key: str) -> tuple[Examples, Examples]:
     """The examples to train on, and the last ones, which are held out. Args: key: of the source."""
     available = len(examples)
-    if num_held_out and num_held_out >= available:
+    first = available - num_held_out
+    num_trained = examples.num_apart_from(first) if 0 < num_held_out < available else max(first, 0)
+    if not num_trained:
+        overlap = f", of which {first:,} overlap these (data.stride)" if first > 0 else ""
         raise ConfigError(
             f"data.num_validation_sequences: {num_held_out} given, but {key} has only {available:,} sequences of"
-            f" {examples.seq_len} tokens. Give fewer, so that some are left to train on"
+            f" {examples.seq_len} tokens{overlap}. Give fewer, so that some are left to train on"
         )
-    left = available - num_held_out
-    return ExampleRange(examples, 0, left) if num_held_out else examples, ExampleRange(examples, left, available)
+    trained = ExampleRange(examples, 0, num_trained) if num_held_out else examples
+    return trained, ExampleRange(examples, first, available)

@@ -143,6 +143,12 @@ class PackedSequences(ContiguousExamples):
             )
         return "; ".join(parts)
 
+    def num_apart_from(self, first: int) -> int:
+        # Without loss on the overlap, no target is in two sequences, and what precedes it may have been trained on.
+        if self.packed is not None or not self._windows.train_overlap:
+            return first
+        return max(0, first + 1 - -(-self.seq_len // self._windows.stride))
+
     def starts(self, indices: np.ndarray) -> np.ndarray:
         return indices * self._windows.stride if self.packed is None else self.packed.starts[indices]
 

@@ -32,7 +32,8 @@ class TokensConfig(DataConfig):
         packing: how documents become sequences. Null concatenates texts and cuts them every `model.seq_len` tokens, and packs
             records with a loss mask whole; `{type: best_fit}` chooses documents that fill a sequence.
         stride: tokens from the start of a sequence of text to the start of the next. With fewer than `model.seq_len`,
-            sequences overlap; null means that they do not.
+            sequences overlap; null means that they do not. Sequences with targets that those held out
+            (`num_validation_sequences`) have too are left out of training.
         train_overlap: with a stride, compute the loss on every token of a sequence. `false` computes it only on those that
             the sequence before does not have, so each token counts once, after at least `seq_len - stride` others.
     """
@@ -43,6 +44,11 @@ class TokensConfig(DataConfig):
     train_overlap: bool = True
 
     def batch_spec(self, seq_len: int) -> BatchSpec[TokenBatch]:
+        if self.stride is not None and self.stride > seq_len:
+            raise ConfigError(
+                f"data.stride: {self.stride} given, but model.seq_len is {seq_len}, so the tokens between two sequences would"
+                f" be left out. Set it to {seq_len} or less"
+            )
         return BatchSpec(TokenBatch, token_columns(Axis(POSITION, seq_len)))
 
     def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> Examples:
@@ -55,11 +61,6 @@ class TokensConfig(DataConfig):
         if max_documents is not None:
             packed = pack_documents(cache, seq_len, max_documents=max_documents, drop_overlong=drop)
             return PackedSequences(cache, seq_len, packed, ignored_id=ignored)
-        if self.stride is not None and self.stride > seq_len:
-            raise ConfigError(
-                f"data.stride: {self.stride} given, but model.seq_len is {seq_len}, so the tokens between two sequences would"
-                f" be left out. Set it to {seq_len} or less"
-            )
         windows = None if self.stride is None else Windows(self.stride, self.train_overlap)
         return PackedSequences(cache, seq_len, ignored_id=ignored, windows=windows)
 

@@ -19,6 +19,7 @@ from jaxlm.core.runtime import is_main_process, main_first, main_only
 from jaxlm.core.stores import check_writable, is_url
 from jaxlm.data.base import Batches
 from jaxlm.data.data import Data, ValidationData
+from jaxlm.data.examples import check_signals
 from jaxlm.data.loader import RunServices
 from jaxlm.data.tokenizer.chat_template import ChatTemplate, with_templates
 from jaxlm.engine.activity import Activity, ActivityClock
@@ -104,6 +105,8 @@ class Run:
         plan = self.plan
         data = plan.data[phase.index]
         opened = main_first(lambda: data.open(self.tokenizer, plan.config.model.seq_len, log=self.console.log))
+        if phase.objective.sequences_axis is not None:
+            check_signals(opened.train)
         for line in (*small_sources(opened, plan.batches.train.first.size), *opened.slow_sources()):
             self.console.log(f"warning: {line}")
         return opened
