@@ -140,7 +140,7 @@ def show_examples(config: RunConfig, tokenizer: Tokenizer, page: str, console: C
         )
     for key, preview in previews:
         console.log(f"{key}: trained: {preview.describe()}")
-        if not page:
+        if not page and preview.example:
             console.log(preview.draw(colors=console.has_colors))
     if page:
         try:

@@ -18,6 +18,7 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.examples import Examples
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.packing import PackedSequences, Windows, pack_documents
+from jaxlm.data.sources.named import truncations
 from jaxlm.data.tokenizer.added_tokens import open_tokenizer
 from jaxlm.data.tokenizer.train_bpe import bpe_config
 
@@ -53,13 +54,13 @@ class TokensConfig(DataConfig):
 
     def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> Examples:
         max_documents = record_format.documents_per_sequence
-        drop, ignored = record_format.drops_overlong, self.ignore_token_id
+        truncation, ignored = record_format.overlong, self.ignore_token_id
         self._check_ignored(cache.vocab_size)
         if self.packing is not None:
-            rows = open_rows(cache, seq_len, self.packing, drop_overlong=drop)
-            return BestFitSequences(cache, seq_len, self.packing, rows, ignored_id=ignored, drops_overlong=drop)
+            rows = open_rows(cache, seq_len, self.packing, truncation=truncation)
+            return BestFitSequences(cache, seq_len, self.packing, rows, ignored_id=ignored, truncation=truncation)
         if max_documents is not None:
-            packed = pack_documents(cache, seq_len, max_documents=max_documents, drop_overlong=drop)
+            packed = pack_documents(cache, seq_len, max_documents=max_documents, truncation=truncation)
             return PackedSequences(cache, seq_len, packed, ignored_id=ignored)
         windows = None if self.stride is None else Windows(self.stride, self.train_overlap)
         return PackedSequences(cache, seq_len, ignored_id=ignored, windows=windows)
@@ -133,9 +134,8 @@ class TokensConfig(DataConfig):
     def identity(self) -> dict[str, Any]:
         packing = None if self.packing is None else encode(self.packing)
         windows = {} if self.stride is None else {"stride": self.stride, "train_overlap": self.train_overlap}
-        drops = [source.name for source in self.sources() if source.config.format.drops_overlong] or None
-        keys = given(ignore_token_id=self.ignore_token_id, packing=packing, drop_overlength=drops)
-        return super().identity() | keys | windows
+        keys = given(ignore_token_id=self.ignore_token_id, packing=packing)
+        return super().identity() | keys | truncations(self.sources()) | windows
 
     def random_columns(self, num_examples: int, seq_len: int, vocab_size: int, seed: int) -> Columns:
         return random_tokens((num_examples, seq_len), vocab_size, seed)
