@@ -151,13 +151,20 @@ def show_examples(config: RunConfig, tokenizer: Tokenizer, page: str, console: C
 
 
 def check_batch(config: RunConfig, number: int, phases: Sequence[Phase]) -> None:
-    """Raises `ConfigError` if the run has no training batch `number`, or its size depends on the devices."""
+    """Raises `ConfigError` if the run has no training batch `number`, or what it consists of is not known beforehand."""
     num_steps = phases[-1].end
     if not 0 <= number < num_steps:
         raise ConfigError(f"--show_batch: {number} given, must be between 0 and {num_steps - 1} ({num_steps} steps)")
     if batch_sizes(config.trainer) is None:
         raise ConfigError(
             "--show_batch: trainer.train_batch_size is -1, so the batch size depends on the devices. Set it to a number"
+        )
+    phase, section = next(pair for pair in zip(phases, plan_phases(config)[1], strict=True) if number < pair[0].end)
+    if not section.has_examples_per_step:
+        raise ConfigError(
+            f"--show_batch: {number} given, but in phase '{phase.name}' not every step trains on new prompts"
+            " (data.updates_per_rollout, dynamic_sampling). The run writes the prompts and responses that steps train on"
+            " to completions.jsonl"
         )
 
 

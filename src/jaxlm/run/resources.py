@@ -200,7 +200,8 @@ class Run:
     ) -> tuple[Listener, ...]:
         """The listeners that receive every step's metrics. Args: batches: the batches that the steps train on."""
         trainer = self.plan.config.trainer
-        guards, skipped, is_first = phase.guards(self.plan.precision), int(state.guard.skipped), not history.attempt
+        guards, skipped = phase.guards(self.plan.precision), int(state.guard.skipped)
+        can_show = not history.attempt and data.has_examples_per_step
         of_run = [self.writer.health.metrics, *(ledger.metrics for ledger in self.ledgers), self.loop_state.metrics]
         epochs = epoch_of(phase, data, self.plan.batches.train)
         follow = CallbackListener(self.callbacks, of_run, epoch_of=epochs, last_step=phase.end, skipped=skipped)
@@ -210,7 +211,7 @@ class Run:
             TrackerListener(self.trackers, of_run),
             *([follow] if self.callbacks else []),
             ProgressListener(
-                self.console, phase, batches.records, skipped=skipped, guards=guards, first_attempt=is_first
+                self.console, phase, batches.records, skipped=skipped, guards=guards, can_show_batches=can_show
             ),
             CrashListener(on_nan=trainer.crash_on_nan, on_inf=trainer.crash_on_inf),
         )
