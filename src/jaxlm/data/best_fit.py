@@ -32,6 +32,7 @@ _CHUNK = 1 << 16  # documents whose lengths are Python integers at a time
 _VERSION = 1  # of the rows that the same documents and keys give
 _TOO_MANY_LOST = 0.5  # of the tokens
 _FATES = {"keep_start": "cropped", "keep_end": "cropped at the beginning", "drop_overlength": "left out"}
+_IN_INDEX = {"keep_start": {}, "keep_end": {"keep_end": True}, "drop_overlength": {"drop_overlong": True}}
 Fill = Literal["crop", "split", "pad"]
 
 
@@ -172,9 +173,7 @@ def open_rows(
     """The rows of a token cache, from the index beside it. Builds the index if there is none."""
     keys = {"fill": config.fill, "buffer_size": config.buffer_size, "refill_size": config.refill_size}
     made_from = {"version": _VERSION, "tokens": cache.fingerprint, "seq_len": seq_len, **keys}
-    made_from |= {"keep_start": {}, "keep_end": {"keep_end": True}, "drop_overlength": {"drop_overlong": True}}[
-        truncation
-    ]
+    made_from |= _IN_INDEX[truncation]
     build = lambda: pack_best_fit(cache.offsets, seq_len + 1, config, truncation=truncation)  # noqa: E731
     return open_or_index(cache.folder.parent / "packed", made_from, build)
 

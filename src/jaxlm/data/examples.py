@@ -201,13 +201,14 @@ def documents_as_text(row: Columns, tokenizer: Any) -> Iterator[tuple[int, str]]
 def split_off(examples: Examples, num_held_out: int, key: str) -> tuple[Examples, Examples]:
     """The examples to train on, and the last ones, which are held out. Args: key: of the source."""
     available = len(examples)
-    first = available - num_held_out
-    num_trained = examples.num_apart_from(first) if 0 < num_held_out < available else max(first, 0)
+    if not num_held_out:
+        return examples, ExampleRange(examples, available, available)
+    first = max(available - num_held_out, 0)
+    num_trained = examples.num_apart_from(first)
     if not num_trained:
-        overlap = f", of which {first:,} overlap these (data.stride)" if first > 0 else ""
+        overlap = f", of which {first:,} overlap these (data.stride)" if first else ""
         raise ConfigError(
             f"data.num_validation_sequences: {num_held_out} given, but {key} has only {available:,} sequences of"
             f" {examples.seq_len} tokens{overlap}. Give fewer, so that some are left to train on"
         )
-    trained = ExampleRange(examples, 0, num_trained) if num_held_out else examples
-    return trained, ExampleRange(examples, first, available)
+    return ExampleRange(examples, 0, num_trained), ExampleRange(examples, first, available)

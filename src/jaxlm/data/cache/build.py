@@ -97,9 +97,9 @@ def _write_shards(
     """Tokenizes all documents shard by shard; shards that exist already are kept."""
     dtype = np.uint16 if made_from["vocab_size"] <= 1 << 16 else np.uint32
     progress = _Progress(building.stem, sum(file.size for file in files), log)
-    first, num_read, is_useful = "", 0, True
+    first, num_read, num_usable = "", 0, 0
     for number, (shard, texts) in enumerate(_tokenized(_shards_of(files, encoder), building, encoder, workers)):
-        if number == 1 and not is_useful:
+        if number == 1 and not num_usable:
             log(
                 f"{building.stem}: warning: none of the first {num_read:,} documents has a token to compute the loss on. If"
                 f" the others have none either, the run will not start: {encoder.no_targets_message()}"
@@ -112,8 +112,8 @@ def _write_shards(
             _write_shard(_shard_path(building, number), arrays)
             progress.add(shard.position, len(arrays["lengths"]), len(arrays["tokens"]))
         first, num_read = first or shard.documents[0].where, num_read + len(shard.documents)
-        is_useful = len(arrays["lengths"]) > 0 or (is_useful and number > 0)
-    if not is_useful:
+        num_usable += len(arrays["lengths"])
+    if num_read and not num_usable:
         raise ConfigError(encoder.no_targets_message() + (f". The first record is {first}" if first else ""))
 
 
