@@ -24,7 +24,7 @@ from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.data import Data
-from jaxlm.data.examples import Examples
+from jaxlm.data.examples import Examples, check_signals
 from jaxlm.data.formats.preview import page_of
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.phases import Phase
@@ -109,6 +109,9 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
         config = with_num_steps_of_data(config, BatchSchedule.of(sizes), tokenizer, console.log)
     phases = plan_phases(config)[0]
     opened = [section.open(tokenizer, config.model.seq_len, log=console.log) for section in sections]
+    for phase, data in zip(phases, opened, strict=True):
+        if phase.objective.sequences_axis is not None:
+            check_signals(data.train)
     if wanted is not None and starts_at_random(config, sections[0].tokenizer):
         if sizes is None and opened[0].max_train_batches:
             console.log(
@@ -137,7 +140,7 @@ def show_examples(config: RunConfig, tokenizer: Tokenizer, page: str, console: C
         )
     for key, preview in previews:
         console.log(f"{key}: trained: {preview.describe()}")
-        if not page:
+        if not page and preview.example:
             console.log(preview.draw(colors=console.has_colors))
     if page:
         try:
@@ -148,13 +151,20 @@ def show_examples(config: RunConfig, tokenizer: Tokenizer, page: str, console: C
 
 
 def check_batch(config: RunConfig, number: int, phases: Sequence[Phase]) -> None:
-    """Raises `ConfigError` if the run has no training batch `number`, or its size depends on the devices."""
+    """Raises `ConfigError` if the run has no training batch `number`, or what it consists of is not known beforehand."""
     num_steps = phases[-1].end
     if not 0 <= number < num_steps:
         raise ConfigError(f"--show_batch: {number} given, must be between 0 and {num_steps - 1} ({num_steps} steps)")
     if batch_sizes(config.trainer) is None:
         raise ConfigError(
             "--show_batch: trainer.train_batch_size is -1, so the batch size depends on the devices. Set it to a number"
+        )
+    phase, section = next(pair for pair in zip(phases, plan_phases(config)[1], strict=True) if number < pair[0].end)
+    if not section.has_examples_per_step:
+        raise ConfigError(
+            f"--show_batch: {number} given, but in phase '{phase.name}' not every step trains on new prompts"
+            " (data.updates_per_rollout, dynamic_sampling). The run writes the prompts and responses that steps train on"
+            " to completions.jsonl"
         )
 
 

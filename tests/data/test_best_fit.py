@@ -474,7 +474,7 @@ def test_a_larger_buffer_cuts_less():
 @given(lengths=lengths_of_documents, capacity=st.integers(2, 10))
 def test_without_overlong_documents_the_rows_are_those_of_the_others(lengths, capacity):
     offsets, config = np.concatenate([[0], np.cumsum(lengths)]), BestFitConfig(fill="pad")
-    found = pack_best_fit(offsets, capacity, config, drop_overlong=True)
+    found = pack_best_fit(offsets, capacity, config, truncation="drop_overlength")
     fits = np.array(lengths) <= capacity
     expected = pack_best_fit(np.concatenate([[0], np.cumsum(np.array(lengths)[fits])]), capacity, config)
     np.testing.assert_array_equal(found.firsts, expected.firsts)
@@ -484,3 +484,15 @@ def test_without_overlong_documents_the_rows_are_those_of_the_others(lengths, ca
     documents = np.searchsorted(kept, expected.starts, side="right") - 1
     np.testing.assert_array_equal(found.starts, expected.starts + moved_by[documents])
     assert (found.num_cuts, found.num_lost) == ((~fits).sum(), sum(lengths) - found.lengths.sum())
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=lengths_of_documents, capacity=st.integers(2, 10))
+def test_the_ends_of_overlong_documents_are_packed_like_their_beginnings(lengths, capacity):
+    offsets, config = np.concatenate([[0], np.cumsum(lengths)]), BestFitConfig(fill="pad")
+    found = pack_best_fit(offsets, capacity, config, truncation="keep_end")
+    expected = pack_best_fit(offsets, capacity, config)
+    for name in ("firsts", "lengths", "num_cuts", "num_lost"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    ends = offsets[1:][np.searchsorted(offsets, expected.starts, side="right") - 1]
+    np.testing.assert_array_equal(found.starts, np.maximum(expected.starts, ends - capacity))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +12,7 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.chat import ChatEncoder, ChatFormat
+from jaxlm.data.formats.sharegpt import ShareGptFormat
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.data.tokens import TokensConfig
@@ -305,3 +307,64 @@ def test_records_that_are_not_conversations_are_refused(config, tmp_path, record
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
     with pytest.raises(ConfigError, match=said):
         sequences_of(config, 64)
+
+
+def test_sharegpt_turns_are_messages_with_mapped_roles(config, tmp_path):
+    """The same tokens and masks as from messages; other keys of a turn reach the template."""
+    names = {"user": "human", "assistant": "gpt", "system": "system", "tool": "tool"}
+    conversations = [[*messages, {"role": "tool", "content": "42"}] for messages in CONVERSATIONS]
+    expected = sequences_of(_written(config, tmp_path, "messages", conversations), 64).cache.fingerprint
+
+    def turns(**own):
+        return [[{"from": {**names, **own}[m["role"]], "value": m["content"]} for m in each] for each in conversations]
+
+    usual = ShareGptFormat(chat_template=MARKED)
+    cases = [
+        ("conversations", turns(), usual),
+        ("conversations", turns(user="user", assistant="chatgpt", tool="observation"), usual),
+        ("talk", turns(assistant="bing"), ShareGptFormat("talk", {"bing": "assistant"}, chat_template=MARKED)),
+    ]
+    for key, records, how in cases:
+        changed = dataclasses.replace(_written(config, tmp_path, key, records), format=how)
+        assert sequences_of(changed, 64).cache.fingerprint == expected
+    weighted = [[{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "tool": 7}]]
+    with_tool = dataclasses.replace(
+        _written(config, tmp_path, "conversations", weighted), format=ShareGptFormat(chat_template=BEGINS)
+    )
+    assert "[ASSISTANT]7" in "".join(sequences_of(with_tool, 64).show(0, with_tool.load_tokenizer(print)))
+
+
+def _written(config: TokensConfig, folder: Path, key: str, conversations: list) -> TokensConfig:
+    """The configuration for a new file of these conversations."""
+    path = folder / f"written{len(list(folder.glob('written*.jsonl')))}.jsonl"
+    path.write_text("".join(json.dumps({key: turns}) + "\n" for turns in conversations))
+    return dataclasses.replace(config, train_urls=[str(path)], cache_dir=f"{path}.cache")
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "bing", "value": "b"}]},
+            r"line 1: turn 2 of 'conversations' is from 'bing', which has no role\. Known: human, .*\{bing: assistant\}",
+        ),
+        ({"messages": [{"role": "user", "content": "a"}]}, "line 1: no conversation under 'conversations'.* messages$"),
+        (
+            {"conversations": [{"role": "user", "content": "a"}]},
+            "line 1: turn 1 .* texts under 'from' and 'value', got",
+        ),
+        ({"conversations": [{"from": "human", "value": None}]}, "line 1: turn 1 of 'conversations': expected texts"),
+        ({"conversations": []}, "line 1: no conversation under 'conversations'"),
+    ],
+)
+def test_records_that_are_not_sharegpt_are_refused(config, tmp_path, record, said):
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(ConfigError, match=said):
+        sequences_of(dataclasses.replace(config, format=ShareGptFormat(chat_template=MARKED)), 64)
+
+
+def test_the_chat_format_names_the_one_of_sharegpt(config, tmp_path):
+    turns = [[{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]]
+    changed = _written(config, tmp_path, "messages", turns)
+    with pytest.raises(ConfigError, match=r"no messages under 'messages'.*set format\.type to sharegpt"):
+        sequences_of(changed, 64)

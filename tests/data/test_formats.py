@@ -83,13 +83,18 @@ def test_every_format_field_has_a_test():
     }
     assert found == {
         # tests/data/test_chat_format.py and, for truncation, test_packing.py
-        "chat": ["pack", "truncation", "messages_field", "chat_template", "mask_user_turns", "tools_field"],
+        "chat": ["pack", "truncation", "chat_template", "mask_user_turns", "tools_field", "messages_field"],
         # tests/data/test_groups.py
         "groups": ["group_size", "prompt_field", "responses_field", "rewards_field", "chat_template"],
         # tests/data/test_pairs.py
-        "pairs": ["prompt_field", "chosen_field", "rejected_field", "prompt_ends_with", "chat_template"],
+        "pairs": ["prompt_field", "chosen_field", "rejected_field", "prompt_ends_with", "chat_template", "truncation"],
         "pretokenized": ["input_ids_key"],
         "prompts": ["prompt_field", "chat_template"],  # tests/data/test_rollouts.py
+        # tests/data/test_chat_format.py
+        "sharegpt": [
+            *("pack", "truncation", "chat_template", "mask_user_turns", "tools_field"),
+            *("conversations_field", "roles"),
+        ],
         "supervised": ["pack", "truncation", "input_field", "output_field", "separate_with", "mask_inputs"],
         "text": ["text_key"],
         "unpaired": ["prompt_field", "completion_field", "label_field", "chat_template"],  # tests/data/test_unpaired.py

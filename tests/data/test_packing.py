@@ -115,12 +115,20 @@ def packed_by_hand(documents: list[list[int]], masks: list[list[int]], seq_len: 
 
 
 @settings(max_examples=200)
-@given(lengths=lengths_of_documents, seq_len=st.integers(1, 9), max_documents=st.sampled_from([0, 1]), data=st.data())
-def test_whole_documents_agree_with_packing_one_document_at_a_time(lengths, seq_len, max_documents, data):
+@given(
+    lengths=lengths_of_documents,
+    seq_len=st.integers(1, 9),
+    max_documents=st.sampled_from([0, 1]),
+    truncation=st.sampled_from(["keep_start", "keep_end"]),
+    data=st.data(),
+)
+def test_whole_documents_agree_with_packing_one_document_at_a_time(lengths, seq_len, max_documents, truncation, data):
     documents = [[1 + (7 * d + i) % 50 for i in range(length)] for d, length in enumerate(lengths)]
     masks = [data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)) for n in lengths]
     cache = dataclasses.replace(cache_of(documents), target_mask=np.concatenate(masks).astype(np.uint8))
-    whole = pack_documents(cache, seq_len, max_documents=max_documents)
+    whole = pack_documents(cache, seq_len, max_documents=max_documents, truncation=truncation)
+    if truncation == "keep_end":
+        documents, masks = ([each[-seq_len - 1 :] for each in several] for several in (documents, masks))
     sequences, expected = (
         PackedSequences(cache, seq_len, whole),
         packed_by_hand(documents, masks, seq_len, max_documents),

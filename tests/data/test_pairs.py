@@ -1,5 +1,6 @@
 """Preference pairs: published record layouts, masks, truncation, batches, resuming, and how they are shown."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -127,6 +128,35 @@ def test_long_pairs_are_truncated_and_pairs_without_a_target_are_left_out(opened
     assert f"{left_out} pairs left out: their prompt leaves no room for a token of a completion" in summary
     assert "pairs are longer and were truncated" in summary
     assert examples.padding == pytest.approx(1 - columns["segment_ids"].sum() / columns["segment_ids"].size)
+
+
+@pytest.mark.parametrize("truncation", ["keep_end", "drop_overlength"])
+def test_long_pairs_can_lose_their_beginnings_or_be_left_out(opened, tokenizer, tmp_path, truncation):
+    lines: list[str] = []
+    long = {"prompt": "word " * 200, "chosen": " a", "rejected": " b" * 300}
+    records, room = [*RECORDS, long], 25
+    examples = opened(records, room - 1, lines.append, truncation=truncation).train[""]
+    whole = []
+    for record in records:
+        prompt, *completions = tokenizer.encode_batch([record[key] for key in ("prompt", "chosen", "rejected")])
+        prompt = [tokenizer.bos_id, *prompt]
+        whole.append(
+            [([*prompt, *c, tokenizer.eos_id], [False] * len(prompt) + [True] * (len(c) + 1)) for c in completions]
+        )
+    num_long = sum(any(len(ids) > room for ids, _ in pair) for pair in whole)
+    assert 1 < num_long < len(records)
+    if truncation == "drop_overlength":
+        expected = [pair for pair in whole if all(len(ids) <= room for ids, _ in pair)]
+    else:
+        expected = [[(ids[-room:], [False, *mask[-room:][1:]]) for ids, mask in pair] for pair in whole]
+    columns = examples.read(np.arange(len(examples)))
+    assert [list(halves(columns, row)) for row in range(len(examples))] == expected
+    fate = "left out" if truncation == "drop_overlength" else "truncated at the beginning"
+    assert any(f"; {num_long} pairs are longer and were {fate}" in line for line in lines if "train: " in line)
+    places = {"cache_dir": f"{tmp_path}/cache0", "tokenizer": f"{tmp_path}/tokenizer"}
+    base = PairsConfig(train_urls=[f"{tmp_path}/0.jsonl"], **places)
+    changed = dataclasses.replace(base, format=PairsFormat(truncation=truncation))
+    assert changed.identity() == base.identity() | {truncation: [""]}
 
 
 def test_batches_are_equal_on_any_mesh_and_continue_after_a_restart(opened):

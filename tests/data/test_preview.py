@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.cache import build as build_module
+from jaxlm.data.formats import preview as preview_module
 from jaxlm.data.formats.chat import ChatFormat
 from jaxlm.data.formats.preview import MaskPreview, page_of
 from jaxlm.data.formats.supervised import SupervisedFormat
@@ -49,7 +51,10 @@ def preview_of(config: TokensConfig, seq_len: int = 64, **format_keys) -> MaskPr
     return found
 
 
-@pytest.mark.parametrize("truncation", ["keep_start", "drop_overlength"])
+FATES = {"keep_start": "lose their ends", "keep_end": "lose their beginnings", "drop_overlength": "are left out"}
+
+
+@pytest.mark.parametrize("truncation", FATES)
 def test_the_shares_are_those_of_the_sequences_that_are_trained_on(config, truncation):
     preview = preview_of(config, truncation=truncation)
     changed = dataclasses.replace(config, format=dataclasses.replace(config.format, truncation=truncation))
@@ -57,10 +62,9 @@ def test_the_shares_are_those_of_the_sequences_that_are_trained_on(config, trunc
     assert preview.num_trained == sequences.read(np.arange(len(sequences)))["loss_mask"].sum()
     assert preview.num_tokens == sequences.cache.num_tokens
     assert (preview.num_records, preview.num_empty, preview.num_overlong) == (3, 1, 1)
-    fate = "lose their ends" if truncation == "keep_start" else "are left out"
     assert preview.describe() == (
         f"{preview.num_trained / preview.num_tokens:.1%} of {preview.num_tokens} tokens in the first 3 records; 1 records"
-        f" have none and are left out; 1 are longer than model.seq_len and {fate}"
+        f" have none and are left out; 1 are longer than model.seq_len and {FATES[truncation]}"
     )
 
 
@@ -96,6 +100,46 @@ def test_what_is_cut_off_is_marked(config, tmp_path):
     assert '<span class="cut">' in page_of([("data", preview)])
 
 
+def test_what_is_cut_off_at_the_beginning_is_struck_out(config, tmp_path):
+    write(tmp_path, CHATS[2:])
+    preview = preview_of(config, 20, truncation="keep_end")
+    cut, kept = preview.example[0], preview.example[-1]
+    assert (cut.is_cut, kept.is_cut, kept.is_trained) == (True, False, True)
+    assert "".join(piece.text for piece in preview.example).endswith("much too long <|end|>")
+    assert preview.num_trained == 20, "the first token that is kept is only an input"
+    assert "; the beginning is beyond model.seq_len" in preview.draw(colors=False).split("\n")[0]
+
+
+@pytest.mark.parametrize(("num_before", "num_after"), [(4, 1), (7, 1), (5, 0)])
+def test_records_without_a_target_at_the_beginning_are_no_error(config, tmp_path, monkeypatch, num_before, num_after):
+    """The preview searches six records, two at a time."""
+    monkeypatch.setattr(preview_module, "MAX_RECORDS", 2)
+    monkeypatch.setattr(preview_module, "_MAX_BLOCKS", 3)
+    monkeypatch.setattr(build_module, "_SHARD_CHARACTERS", 1)
+    write(tmp_path, [CHATS[1]] * num_before + [CHATS[0]] * num_after)
+    lines: list[str] = []
+    tokenize = lambda: config.open(config.load_tokenizer(print), 64, lines.append)  # noqa: E731
+    if not num_after:
+        for read in (lambda: preview_of(config), tokenize):
+            with pytest.raises(ConfigError, match=r"no assistant tokens.*first record is .*a\.jsonl: line 1$"):
+                read()
+        return
+    preview = preview_of(config)
+    if num_before < 6:
+        assert (preview.num_records, preview.num_empty) == (5, 4)
+        assert preview.where.endswith("line 5")
+    else:
+        assert preview.example == ()
+        assert preview.describe().startswith("warning: none of the first 6 records has a token to compute the loss on")
+        assert "none of their messages has the role 'assistant'" in preview.describe()
+        assert "<pre></pre>" in page_of([("data", preview)])
+    assert len(tokenize().train[""]) == 1
+    (warning,) = [line for line in lines if "warning" in line]
+    assert warning.startswith(
+        "train: warning: none of the first 1 documents has a token to compute the loss on. If the"
+    )
+
+
 TEMPLATE_OF_LAST = "<|user|>" + "a " * 40 + "<|end|><|assistant|>" + "much too long " * 20 + "<|end|>"
 
 
@@ -128,7 +172,7 @@ def test_prompts_have_a_preview_and_texts_have_none(config, tmp_path):
             [CHATS[2]],
             {},
             16,
-            r"^data: of the first 1 records, none .* model\.seq_len \(16\).*a\.jsonl: line 1\. Raise",
+            r"^data: of all 1 records, none .* model\.seq_len \(16\).*a\.jsonl: line 1\. Raise",
         ),
         ([CHATS[2]], {"truncation": "drop_overlength"}, 64, r"none has a token to compute the loss on within"),
         (CHATS, {"chat_template": "{% generation %}{% endgeneration %}x"}, 64, r"generation %\} block is empty in all"),

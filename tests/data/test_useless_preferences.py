@@ -1,8 +1,16 @@
 """Preferences and rewards from which little or nothing can be learned: one message each, with the place of a record."""
 
+import contextlib
+import json
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
+from jaxlm.config.load import decode_run
+from jaxlm.config.yaml import ConfigSource
+from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.examples import check_signals
 from jaxlm.data.formats.groups import GroupsFormat
@@ -11,6 +19,10 @@ from jaxlm.data.formats.unpaired import UnpairedFormat
 from jaxlm.data.groups import GroupsConfig
 from jaxlm.data.pairs import PairsConfig
 from jaxlm.data.unpaired import UnpairedConfig
+from jaxlm.observe.console import Console
+from jaxlm.prepare import prepare
+from jaxlm.run.plan import plan_phases
+from jaxlm.run.resources import Run
 from tests.data.helpers import CHATML, some_text
 
 PAIR = {"prompt": "Q: why?", "chosen": " because so", "rejected": " because not"}
@@ -116,7 +128,28 @@ def test_completions_are_compared_as_far_as_the_sequences_reach(open_with):
 )
 def test_data_without_any_signal_is_refused(open_with, kind, records, message):
     with pytest.raises(ConfigError, match=message):
-        open_with(*KINDS[kind])(records, 48)
+        check_signals(open_with(*KINDS[kind])(records, 48).train)
+
+
+@pytest.mark.parametrize(("objective", "is_refused"), [("next_token", False), ("reward", True)])
+def test_only_an_objective_that_compares_refuses_equal_halves(tokenizer, tmp_path, objective, is_refused):
+    """The next-token loss trains on the chosen halves as on any text."""
+    tokenizer.save(tmp_path / "tokenizer")
+    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(EQUAL)}\n" * 2)
+    places = {"cache_dir": f"{tmp_path}/cache", "tokenizer": f"{tmp_path}/tokenizer"}
+    sections = {
+        "model": {"type": "llama", "seq_len": 48},
+        "data": {"type": "pairs", "train_urls": [f"{tmp_path}/pairs.jsonl"], **places},
+        "objective": {"type": objective},
+        "trainer": {"train_batch_size": 1},
+    }
+    config = decode_run(ConfigSource(sections), None)
+    (phase,), data = plan_phases(config)
+    plan = SimpleNamespace(config=config, data=data, batches=SimpleNamespace(train=BatchSchedule.of([BatchSize(0, 1)])))
+    run: Any = SimpleNamespace(plan=plan, tokenizer=tokenizer, console=Console())
+    for opens in (lambda: prepare(config, Console()), lambda: Run.open_data(run, phase)):
+        with pytest.raises(ConfigError, match="all 2 pairs have two equal") if is_refused else contextlib.nullcontext():
+            opens()
 
 
 def test_one_source_with_a_signal_is_enough(open_with):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.best_fit import BestFitConfig
+from jaxlm.data.examples import Examples, split_off
 from jaxlm.data.formats.supervised import SupervisedFormat
 from jaxlm.data.packing import PackedSequences, Windows
 from jaxlm.data.tokens import TokensConfig
@@ -60,6 +61,29 @@ def test_without_the_overlap_every_token_is_a_target_once(sizes, length):
             np.testing.assert_array_equal(once[name], column)
 
 
+@settings(max_examples=150, deadline=None)
+@given(sizes=sizes, held_out=st.integers(1, 20), overlap=st.booleans())
+def test_no_token_that_is_evaluated_is_trained_on(sizes, held_out, overlap):
+    num_tokens, seq_len, stride = sizes
+    sequences = PackedSequences(cache_of([list(range(num_tokens))]), seq_len, windows=Windows(stride, overlap))
+    left = len(sequences) - held_out
+    evaluated = {token for row in range(max(left, 0), len(sequences)) for token in targets(sequences, row)}
+    apart = [row for row in range(left) if not evaluated & targets(sequences, row)]
+    if not apart:
+        with pytest.raises(ConfigError, match=rf"num_validation_sequences: {held_out} given, but data has only"):
+            split_off(sequences, held_out, "data")
+        return
+    train, validation = split_off(sequences, held_out, "data")
+    assert len(train) == len(apart), "no more is left out than has to be"
+    assert set().union(*(targets(train, row) for row in range(len(train)))).isdisjoint(evaluated)
+    assert set().union(*(targets(validation, row) for row in range(held_out))) == evaluated
+
+
+def targets(sequences: Examples, row: int) -> set[int]:
+    columns = sequences.read(np.array([row]))
+    return set(columns["targets"][columns["loss_mask"] == 1].tolist())
+
+
 def test_a_stride_is_part_of_the_datas_identity_and_is_refused_where_it_has_no_effect(tmp_path):
     small_tokenizer(300).save(tmp_path / "tokenizer")
     (tmp_path / "a.txt").write_text("some words " * 50)
@@ -80,8 +104,11 @@ def test_a_stride_is_part_of_the_datas_identity_and_is_refused_where_it_has_no_e
     identities = [dataclasses.replace(config, **c).identity() for c in ({}, {"stride": 8}, {"train_overlap": False})]
     assert len({str(identity) for identity in [*identities, plain.identity()]}) == 4
     records = {"train_urls": [f"{tmp_path}/b.jsonl"], "format": SupervisedFormat(), "stride": 4}
+    other = dataclasses.replace(plain, cache_dir=f"{tmp_path}/other", stride=17)
+    with pytest.raises(ConfigError, match=r"data\.stride: 17 given, but model\.seq_len is 16"):
+        other.open(tokenizer, 16, lambda _: None)
+    assert not (tmp_path / "other").exists(), "nothing has been tokenized"
     for changes, message in (
-        ({"stride": 17}, r"data\.stride: 17 given, but model\.seq_len is 16"),
         ({"train_overlap": False}, r"data\.train_overlap: false has no effect without data\.stride"),
         ({"stride": 4, "packing": BestFitConfig()}, r"data\.stride: given together with data\.packing"),
         (records, r"data\.stride: 4 given, but the records of data\.format \(supervised\) are not split"),

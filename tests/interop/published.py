@@ -865,6 +865,10 @@ REFUSED: dict[str, tuple[Json, str]] = {
         _qwen2_moe(use_sliding_window=True),
         "use_sliding_window: only full attention is supported for this family",
     ),
+    "Qwen2-57B-mixed": (
+        _qwen2_moe(decoder_sparse_step=2, mlp_only_layers=[0]),
+        r"decoder_sparse_step: 2 given, .*; 1 expected\n  mlp_only_layers: \[0\] given, .*; \[\] expected",
+    ),
     "gemma-3-4b": (
         {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": {}},
         "unknown model_type 'gemma3'",

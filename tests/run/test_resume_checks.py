@@ -23,11 +23,12 @@ SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "num_
 STAGES = [[0, {"a": 1, "b": 0}], [50, {"a": 0, "b": 1}]]
 
 
-def warnings_of(batch: Any, weights: Any, examples: int, **position: int) -> list[str]:
+def warnings_of(batch: Any, weights: Any, examples: int, sections: Any = None, **position: Any) -> list[str]:
     """A cursor at step 30 of a run that has read the given number of sequences."""
-    data = {"configs": {"a": {"train_urls": ["a"]}, "b": {"train_urls": ["b"]}}, "train_weights": weights}
+    sections = sections or {"data": {"configs": {"a": {"train_urls": ["a"]}, "b": {"train_urls": ["b"]}}}}
     trainer = {"train_batch_size": batch, "num_train_steps": 100}
-    plan = make_plan(decode_run(ConfigSource({"model": SIZES, "data": data, "trainer": trainer}), None), "x", 64)
+    tree = {"model": SIZES, **sections, "data": {**sections["data"], "train_weights": weights}, "trainer": trainer}
+    plan = make_plan(decode_run(ConfigSource(tree), None), "x", 64)
     cursor = Cursor(step=30, phase=0, phase_name="train", entering=False, temporary=True)
     return changed_stages(cursor, {"examples": examples, "step": 30, **position}, plan.phases[0], plan)
 
@@ -53,6 +54,20 @@ def test_other_batch_sizes_move_the_stages_of_weights(batch, weights, examples, 
 def test_skipped_data_does_not_move_the_stages_of_weights():
     assert warnings_of(16, STAGES, 640, skipped=160) == []
     assert len(warnings_of(16, STAGES, 640)) == 1
+
+
+def test_a_rollout_in_the_middle_does_not_move_the_stages_of_weights():
+    """It has read the prompts of all its mini-batches: here those of steps 28 to 31."""
+    configs = {name: {"train_urls": [name], "format": {"type": "prompts"}} for name in "ab"}
+    rollouts = {"type": "rollouts", "configs": configs, "updates_per_rollout": 4, "minibatches_per_rollout": 4}
+    rollouts["rewards"] = [{"type": "length", "max_tokens": 8}]
+    sections = {"data": rollouts, "objective": {"type": "grpo", "old_policy": "rollout", "kl_coef": 0.0}}
+    held = {"rollout": {"first_step": 28, "end": 32}}
+    assert warnings_of(16, STAGES, 512, sections, **held) == []
+    (line,) = warnings_of(32, STAGES, 512, sections, **held)
+    assert "the first 32 steps of phase 'train' read 512 sequences" in line
+    assert "have read 1,024" in line
+    assert "[{start: 0, value: 16}, {start: 32, value: 32}]" in line
 
 
 def test_processes_with_other_data_do_not_train_together(tmp_path, monkeypatch):

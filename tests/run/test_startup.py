@@ -84,6 +84,26 @@ def test_a_model_that_cannot_be_exported_is_refused_before_it_is_trained(key):
     make_plan(replace(config, hf_save_path=None), "x", 64)
 
 
+def test_a_reward_model_that_transformers_has_no_class_for_is_refused_before_it_is_trained():
+    sections = {
+        "model": {**MODEL, "num_kv_heads": 4, "type": "granite"},
+        "data": {"type": "pairs"},
+        "objective": {"type": "reward"},
+        "phases": [{"name": "reward", "surgery": [{"type": "reward_head"}]}],
+        "hf_save_path": "exports",
+    }
+    with pytest.raises(ConfigError, match=r"no GraniteForSequenceClassification.* Remove hf_save_path"):
+        make_plan(decode_run(ConfigSource(sections), None), "x", 64)
+    for others in ({"hf_save_path": None}, {"model": {**MODEL, "num_kv_heads": 4}}):
+        make_plan(decode_run(ConfigSource({**sections, **others}), None), "x", 64)
+
+
+def test_a_stride_longer_than_a_sequence_is_refused_with_the_plan():
+    sections = {"model": {**MODEL, "num_kv_heads": 4}, "data": {"train_urls": ["none.txt"], "stride": 17}}
+    with pytest.raises(ConfigError, match=r"data\.stride: 17 given, but model\.seq_len is 16"):
+        make_plan(decode_run(ConfigSource(sections), None), "x", 64)
+
+
 @pytest.mark.parametrize(
     ("flags", "start"),
     [

@@ -26,10 +26,13 @@ from jaxlm.data.batch import Columns
 from jaxlm.data.cache.row_index import RowIndex, open_or_index
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import Examples, documents_as_text
+from jaxlm.data.formats.base import Truncation
 
 _CHUNK = 1 << 16  # documents whose lengths are Python integers at a time
 _VERSION = 1  # of the rows that the same documents and keys give
 _TOO_MANY_LOST = 0.5  # of the tokens
+_FATES = {"keep_start": "cropped", "keep_end": "cropped at the beginning", "drop_overlength": "left out"}
+_IN_INDEX = {"keep_start": {}, "keep_end": {"keep_end": True}, "drop_overlength": {"drop_overlong": True}}
 Fill = Literal["crop", "split", "pad"]
 
 
@@ -56,20 +59,21 @@ class BestFitConfig:
 
 
 def pack_best_fit(
-    offsets: np.ndarray, capacity: int, config: BestFitConfig, *, drop_overlong: bool = False
+    offsets: np.ndarray, capacity: int, config: BestFitConfig, *, truncation: Truncation = "keep_start"
 ) -> RowIndex:
     """The rows of one pass over the documents. When all of them have come, the last rows take what still waits.
 
     Args:
         offsets: int64 [documents + 1]: the first token of each document, then the total number of tokens.
         capacity: tokens in a row, at least 2.
-        drop_overlong: leave out documents that are longer than a row.
+        truncation: what becomes of documents that are longer than a row, with `fill: pad`.
     """
     sizes = np.diff(offsets)
     too_long = np.maximum(sizes - capacity, 0) if config.fill == "pad" else np.zeros_like(sizes)
-    if drop_overlong:
+    if truncation == "drop_overlength":
         too_long = np.where(sizes > capacity, sizes, 0)
-    documents, waiting = _documents(offsets, sizes - too_long), _Waiting(capacity)
+    starts_at = offsets[:-1] + too_long if truncation == "keep_end" else offsets[:-1]
+    documents, waiting = _documents(starts_at, sizes - too_long), _Waiting(capacity)
     firsts, starts, lengths = array("q", [0]), array("q"), array("i")
     num_cuts, num_lost = int((too_long > 0).sum()), int(too_long.sum())
     while True:
@@ -155,21 +159,22 @@ class _Waiting:
         return start, length
 
 
-def _documents(offsets: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, int]]:
+def _documents(starts: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, int]]:
     """Start and length of each document that is not empty."""
     for begin in range(0, len(lengths), _CHUNK):
         chunk = slice(begin, begin + _CHUNK)
-        pairs = zip(offsets[:-1][chunk].tolist(), lengths[chunk].tolist(), strict=True)
+        pairs = zip(starts[chunk].tolist(), lengths[chunk].tolist(), strict=True)
         yield from (pair for pair in pairs if pair[1])
 
 
-def open_rows(cache: TokenCache, seq_len: int, config: BestFitConfig, *, drop_overlong: bool = False) -> RowIndex:
+def open_rows(
+    cache: TokenCache, seq_len: int, config: BestFitConfig, *, truncation: Truncation = "keep_start"
+) -> RowIndex:
     """The rows of a token cache, from the index beside it. Builds the index if there is none."""
     keys = {"fill": config.fill, "buffer_size": config.buffer_size, "refill_size": config.refill_size}
     made_from = {"version": _VERSION, "tokens": cache.fingerprint, "seq_len": seq_len, **keys}
-    options = {"drop_overlong": True} if drop_overlong else {}
-    made_from |= options
-    build = lambda: pack_best_fit(cache.offsets, seq_len + 1, config, **options)  # noqa: E731
+    made_from |= _IN_INDEX[truncation]
+    build = lambda: pack_best_fit(cache.offsets, seq_len + 1, config, truncation=truncation)  # noqa: E731
     return open_or_index(cache.folder.parent / "packed", made_from, build)
 
 
@@ -200,12 +205,12 @@ class BestFitSequences(Examples):
         index: RowIndex,
         *,
         ignored_id: int | None = None,
-        drops_overlong: bool = False,
+        truncation: Truncation = "keep_start",
     ):
         """Args:
         index: what the rows consist of.
         ignored_id: a token that is never a target; None if all may be.
-        drops_overlong: documents longer than a row have been left out, and not cropped.
+        truncation: what became of documents longer than a row.
         """
         self.cache = cache
         self.seq_len = seq_len
@@ -213,7 +218,7 @@ class BestFitSequences(Examples):
         self._config = config
         self._ignored_id = ignored_id
         self._index = index
-        self._fate = "left out" if drops_overlong else "cropped"
+        self._fate = _FATES[truncation]
 
     def __len__(self) -> int:
         return len(self._index)

@@ -8,6 +8,8 @@ import numpy as np
 from jaxlm.data.batch import Columns
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import ContiguousExamples, documents_as_text
+from jaxlm.data.formats.base import Truncation
+from jaxlm.data.packing import FATES
 
 _COMPARED_FIRST = 16  # tokens of each completion, which tell most of them apart
 _READ_AT_ONCE = 1000
@@ -18,10 +20,14 @@ class SeveralCompletions(ContiguousExamples):
     second, and so on.
     """
 
-    def __init__(self, cache: TokenCache, seq_len: int, names: Sequence[str], what: str):
+    def __init__(
+        self, cache: TokenCache, seq_len: int, names: Sequence[str], what: str, truncation: Truncation = "keep_start"
+    ):
         """Args:
         names: what each completion is called when it is shown.
         what: what the examples are called, as in `pairs`.
+        truncation: what becomes of a sequence that is too long. `keep_end` cuts the beginning off each sequence of an
+            example as far as it has to; `drop_overlength` leaves out examples of which any sequence is too long.
         """
         self.cache = cache
         self.seq_len = seq_len
@@ -34,32 +40,40 @@ class SeveralCompletions(ContiguousExamples):
         inner = completion_ends[~np.isin(completion_ends, cache.offsets)]
         assert len(inner) == len(starts) * (len(names) - 1), f"each document has {len(names)} completions"
         bounds = np.concatenate([starts[:, None], inner.reshape(len(starts), len(names) - 1), ends[:, None]], axis=1)
-        first_targets = _first_true(is_target, bounds[:, :-1])
-        fits = (first_targets - bounds[:, :-1] <= seq_len).all(axis=1)
+        starts, ends = bounds[:, :-1], bounds[:, 1:]
+        first_targets = _first_true(is_target, starts)
+        is_long = (ends - starts > seq_len + 1).any(axis=1)
+        if truncation == "keep_end":
+            self.arrangement = {"truncation": truncation}
+            starts = np.maximum(starts, ends - (seq_len + 1))
+            first_targets = np.maximum(first_targets, starts + 1)  # nothing precedes the first token
+        has_targets, drops = (first_targets - starts <= seq_len).all(axis=1), truncation == "drop_overlength"
+        fits = ~is_long if drops else has_targets
         self.documents = np.flatnonzero(fits)
         """The document of each example."""
         self.first_targets = first_targets[fits]
-        """int64 [examples, completions]: the index in the cache of each completion's first token."""
-        self._bounds = bounds[fits]
-        sizes = np.diff(self._bounds, axis=1)
-        self._num_truncated = int((sizes > seq_len + 1).any(axis=1).sum())
-        self._without_targets = [self.cache.source_of(int(start)) for start in bounds[~fits, 0][:1]]
-        self._num_without_targets = int((~fits).sum())
+        """int64 [examples, completions]: the index in the cache of each completion's first target."""
+        self._starts, self._ends = starts[fits], ends[fits]
+        self._truncation = truncation
+        self._num_long = int((is_long if drops else is_long & fits).sum())
+        without_targets = starts[:0, 0] if drops else starts[~fits, 0]
+        self._num_without_targets = len(without_targets)
+        self._without_targets = [self.cache.source_of(int(start)) for start in without_targets[:1]]
 
     def __len__(self) -> int:
-        return len(self._bounds)
+        return len(self._starts)
 
     @property
     def padding(self) -> float:
-        sizes = np.minimum(np.diff(self._bounds, axis=1), self.seq_len)
+        sizes = np.minimum(self._ends - self._starts, self.seq_len)
         return 1 - float(sizes.sum()) / max(1, sizes.size * self.seq_len)
 
     @property
     def summary(self) -> str:
         what = self._what
         parts = [f"{len(self):,} {what} of sequences of {self.seq_len:,} tokens, {self.padding:.1%} padding"]
-        if self._num_truncated:
-            parts.append(f"{self._num_truncated:,} {what} are longer and were truncated")
+        if self._num_long:
+            parts.append(f"{self._num_long:,} {what} are longer and were {FATES[self._truncation]}")
         if self._num_without_targets:
             parts.append(
                 f"{self._num_without_targets:,} {what} left out: their prompt leaves no room for a token of a completion"
@@ -69,7 +83,7 @@ class SeveralCompletions(ContiguousExamples):
 
     def place(self, index: int) -> str:
         """Where an example comes from, for messages."""
-        return self.cache.source_of(int(self._bounds[index, 0]))
+        return self.cache.source_of(int(self._starts[index, 0]))
 
     def with_equal_completions(self) -> np.ndarray:
         """The indices of the examples whose completions are all equal, as far as `seq_len` reaches.
@@ -78,11 +92,11 @@ class SeveralCompletions(ContiguousExamples):
         """
         if self.cache.blocks is not None:
             return np.zeros(0, np.int64)
-        sizes = np.minimum(np.diff(self._bounds, axis=1), self.seq_len + 1)
+        sizes = np.minimum(self._ends - self._starts, self.seq_len + 1)
         candidates = np.flatnonzero((sizes == sizes[:, :1]).all(axis=1))
         begin = self.cache.read(self.first_targets[candidates].ravel(), _COMPARED_FIRST)
         begin = begin.reshape(*self.first_targets[candidates].shape, _COMPARED_FIRST)
-        left = sizes[candidates] - (self.first_targets - self._bounds[:, :-1])[candidates]
+        left = sizes[candidates] - (self.first_targets - self._starts)[candidates]
         begin = begin * (np.arange(_COMPARED_FIRST) < left[..., None])
         candidates = candidates[(begin == begin[:, :1]).all(axis=(1, 2))]
         equal = [np.zeros(0, np.int64)]
@@ -93,15 +107,15 @@ class SeveralCompletions(ContiguousExamples):
         return np.concatenate(equal)
 
     def starts(self, indices: np.ndarray) -> np.ndarray:
-        return self._bounds[indices, 0]
+        return self._starts[indices, 0]
 
     def ends(self, indices: np.ndarray) -> np.ndarray:
         """int64: the index in the cache after each example's last token."""
-        return self._bounds[indices, -1]
+        return self._ends[indices, -1]
 
     def read(self, indices: np.ndarray) -> Columns:
         """The columns of `TokenBatch`, [len(indices), completions, seq_len] each."""
-        starts, ends = self._bounds[indices, :-1], self._bounds[indices, 1:]
+        starts, ends = self._starts[indices], self._ends[indices]
         columns = np.arange(self.seq_len + 1, dtype=np.int32)
         inside = columns < (ends - starts)[..., None]
         ids = self.cache.read(starts.ravel(), self.seq_len + 1).reshape(inside.shape) * inside
@@ -121,7 +135,7 @@ class SeveralCompletions(ContiguousExamples):
         counts = [f"{count} ({name})" for count, name in zip(num_targets, self._names, strict=True)]
         first, last = ", ".join(counts[:-1]), counts[-1]
         yield f"loss on {' and '.join(filter(None, (first, last)))} of {self.seq_len} tokens"
-        source = self.cache.source_of(int(self._bounds[index, 0]))
+        source = self.place(index)
         for number, completion in enumerate(self._names):
             row = {name: column[number] for name, column in columns.items()}
             for _, text in documents_as_text(row, tokenizer):

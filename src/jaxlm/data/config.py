@@ -18,7 +18,7 @@ from jaxlm.data.cache.cache_store import CacheStore
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.data import Data, StopStrategy, ValidationData
-from jaxlm.data.examples import Examples, check_signals, no_targets_within, split_off
+from jaxlm.data.examples import Examples, no_targets_within, split_off
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.loader import BatchMaker, example_batches
 from jaxlm.data.shuffle import EraShuffle
@@ -70,8 +70,8 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         max_train_batches: train only on the first sequences of the cache: on as many as fill this many batches of the first
             batch size. By source, `{wiki: 100}`, or a number if there is only one. The default `train_weights` do not
             change by it.
-        num_validation_sequences: hold the last sequences of the cache out of training, and evaluate on them. By source,
-            `{wiki: 100}`, or a number if there is only one.
+        num_validation_sequences: hold the last sequences of the cache out of training, with their targets (see `stride`), and
+            evaluate on them. By source, `{wiki: 100}`, or a number if there is only one.
     """
 
     cache_dir: str = "cache/"
@@ -98,7 +98,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
 
     @abc.abstractmethod
     def batch_spec(self, seq_len: int) -> BatchSpec[Any]:
-        """The shapes of the batches."""
+        """The shapes of the batches. Raises `ConfigError` for keys that do not suit sequences of this length."""
 
     @abc.abstractmethod
     def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> Examples:
@@ -230,17 +230,17 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         Args:
             summarize: log how the examples are packed.
         """
+        spec = self.batch_spec(seq_len)  # refuses some keys, before anything is tokenized
         names, options = self._weighted_names(), {"workers": workers, "summarize": summarize}
         train = {
             source.name: self._split(source, self._examples(source, TRAIN, tokenizer, seq_len, log, options))[0]
             for source in self.sources()
             if source.name in names
         }
-        check_signals(train)
         sizes = {name: float(len(examples)) for name, examples in train.items()}
         return Data(
             train=train,
-            spec=self.batch_spec(seq_len),
+            spec=spec,
             validation=self.open_validation(tokenizer, seq_len, log, **options),
             weights=weight_stages(self.train_weights or sizes, self.train_source_names()) if self.configs else (),
             block_size=self.mixture_block_size,
@@ -294,7 +294,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         record_format = source.config.format
         examples = self.arrange(cache, record_format, seq_len)
         if not len(examples):
-            raise ConfigError(no_targets_within(cache, seq_len, source.key, split, record_format.drops_overlong))
+            raise ConfigError(no_targets_within(cache, seq_len, source.key, split, record_format.overlong))
         if options["summarize"] and examples.summary:
             source.log_with_name(log)(f"{split}: {examples.summary}")
         return examples

@@ -11,6 +11,7 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch import Columns
 from jaxlm.data.cache.token_cache import TokenCache
+from jaxlm.data.formats.base import Truncation
 
 _MASKED = ("⟦", "⟧")
 
@@ -44,6 +45,10 @@ class Examples(abc.ABC):
     def no_signal(self) -> str | None:
         """Why nothing can be learned from any of the examples, and what to check; None if something can."""
         return None
+
+    def num_apart_from(self, first: int) -> int:
+        """The number of examples from the beginning, at most `first`, that have no target of those from `first` on."""
+        return first
 
     @abc.abstractmethod
     def starts(self, indices: np.ndarray) -> np.ndarray:
@@ -105,6 +110,9 @@ class WrappedExamples(Examples):
     def no_signal(self) -> str | None:
         return self._examples.no_signal()
 
+    def num_apart_from(self, first: int) -> int:
+        return self._examples.num_apart_from(first)
+
     def starts(self, indices: np.ndarray) -> np.ndarray:
         return self._examples.starts(indices)
 
@@ -147,12 +155,13 @@ class ExampleRange(WrappedExamples):
         return super().show(index + self._range.start, tokenizer)
 
 
-def no_targets_within(cache: TokenCache, seq_len: int, key: str, split: str, drops_overlong: bool) -> str:
+def no_targets_within(cache: TokenCache, seq_len: int, key: str, split: str, truncation: Truncation) -> str:
     """The error message if the sequences of a source have no target token. Args: key: of the source."""
     end, is_target = int(cache.offsets[1]), cache.read_target_mask(np.zeros(1, np.int64), int(cache.offsets[1]))[0]
     first = int(np.argmax(is_target)) + 1
     begins = f"begins at token {first:,}" if is_target.any() else "is on no token"
-    why = " and longer documents are left out (format.truncation)" if drops_overlong else ""
+    fates = {"drop_overlength": "are left out", "keep_end": "lose their beginnings"}
+    why = f" and longer documents {fates[truncation]} (format.truncation)" if truncation in fates else ""
     return (
         f"{key}: no document of the {split} text has a token to compute the loss on within model.seq_len ({seq_len}){why}."
         f" The first, {cache.source_of(0)}, has {end:,} tokens, and the loss {begins}. Set {key}.{split}_urls to other text,"
@@ -161,7 +170,11 @@ def no_targets_within(cache: TokenCache, seq_len: int, key: str, split: str, dro
 
 
 def check_signals(train: Mapping[str, Examples]) -> None:
-    """Raises `ConfigError` if nothing can be learned from any source. Args: train: by the names of the sources."""
+    """Raises `ConfigError` if an objective that compares the sequences of an example can learn nothing from any source.
+
+    Args:
+        train: by the names of the sources.
+    """
     signals = {name: examples.no_signal() for name, examples in train.items()}
     if signals and all(signals.values()):
         name, problem = next(iter(signals.items()))
@@ -188,10 +201,14 @@ def documents_as_text(row: Columns, tokenizer: Any) -> Iterator[tuple[int, str]]
 def split_off(examples: Examples, num_held_out: int, key: str) -> tuple[Examples, Examples]:
     """The examples to train on, and the last ones, which are held out. Args: key: of the source."""
     available = len(examples)
-    if num_held_out and num_held_out >= available:
+    if not num_held_out:
+        return examples, ExampleRange(examples, available, available)
+    first = max(available - num_held_out, 0)
+    num_trained = examples.num_apart_from(first)
+    if not num_trained:
+        overlap = f", of which {first:,} overlap these (data.stride)" if first else ""
         raise ConfigError(
             f"data.num_validation_sequences: {num_held_out} given, but {key} has only {available:,} sequences of"
-            f" {examples.seq_len} tokens. Give fewer, so that some are left to train on"
+            f" {examples.seq_len} tokens{overlap}. Give fewer, so that some are left to train on"
         )
-    left = available - num_held_out
-    return ExampleRange(examples, 0, left) if num_held_out else examples, ExampleRange(examples, left, available)
+    return ExampleRange(examples, 0, num_trained), ExampleRange(examples, first, available)

@@ -7,7 +7,7 @@ segments  1 1 1 1 1|1 1 1 1 2|1 ...
 With a stride, sequences overlap: each begins `stride` tokens after the one before it.
 
 Whole documents are packed greedily in order, as many as fit: `B a a E .|B b b b E|B c E B d E|`. A document longer than a
-sequence is truncated, or left out, and the lost tokens are counted.
+sequence is truncated at the end or at the beginning, or left out, and the lost tokens are counted.
 """
 
 from collections.abc import Iterator
@@ -18,6 +18,10 @@ import numpy as np
 
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import ContiguousExamples, documents_as_text
+from jaxlm.data.formats.base import Truncation
+
+FATES = {"keep_start": "truncated", "keep_end": "truncated at the beginning", "drop_overlength": "left out"}
+"""What was done with what is too long, for messages."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,12 @@ class PackedDocuments:
 
     Attributes:
         starts: int64 [sequences], first token of each sequence.
-        ends: int64 [sequences], end (exclusive) of each sequence's documents; past the sequence if a document is too long.
+        ends: int64 [sequences], end (exclusive) of each sequence's documents; past the sequence if a document that is too
+            long keeps its beginning.
         num_overlong: documents longer than seq_len + 1 tokens (the last one is only a target).
         num_lost: tokens of these documents that are in no sequence.
-        drops_overlong: these documents are left out, and not truncated.
         num_without_targets: sequences left out because they contain no target token.
+        truncation: what became of the documents that are too long.
     """
 
     starts: np.ndarray
@@ -38,15 +43,15 @@ class PackedDocuments:
     num_overlong: int
     num_lost: int
     num_without_targets: int
-    drops_overlong: bool = False
+    truncation: Truncation = "keep_start"
 
 
 def pack_documents(
-    cache: TokenCache, seq_len: int, *, max_documents: int, drop_overlong: bool = False
+    cache: TokenCache, seq_len: int, *, max_documents: int, truncation: Truncation = "keep_start"
 ) -> PackedDocuments:
     """Args:
     max_documents: maximum documents per sequence: 1, or 0 for as many as fit.
-    drop_overlong: leave out documents that are longer than a sequence.
+    truncation: what becomes of documents that are longer than a sequence.
     """
     lengths = np.diff(cache.offsets)
     cumulative = np.concatenate([[0], np.cumsum(np.minimum(lengths, seq_len))])
@@ -59,15 +64,19 @@ def pack_documents(
     is_target = cache.read_target_mask(np.zeros(1, np.int64), cache.num_tokens)[0]
     is_target[cache.offsets[:-1][lengths > 0]] = False  # the first token of a document is never a target
     targets_before = np.concatenate([[0], np.cumsum(is_target)])
-    has_targets = targets_before[np.minimum(ends, starts + seq_len + 1)] > targets_before[starts]
+    if truncation == "keep_end":
+        starts = np.maximum(starts, ends - (seq_len + 1))  # an overlong document is alone in its sequence
+    # Nothing precedes the first token of a sequence, so it is no target.
+    first = np.minimum(starts + 1, ends)
+    has_targets = targets_before[np.minimum(ends, starts + seq_len + 1)] > targets_before[first]
     lost = np.maximum(lengths - (seq_len + 1), 0)
     num_overlong, num_lost = int((lost > 0).sum()), int(lost.sum())
-    if drop_overlong:
-        fits = ends - starts <= seq_len + 1  # an overlong document is alone in its sequence
+    if truncation == "drop_overlength":
+        fits = ends - starts <= seq_len + 1
         num_lost = int((ends - starts)[~fits].sum())
         starts, ends, has_targets = starts[fits], ends[fits], has_targets[fits]
     counts = (num_overlong, num_lost, int((~has_targets).sum()))
-    return PackedDocuments(starts[has_targets], ends[has_targets], *counts, drops_overlong=drop_overlong)
+    return PackedDocuments(starts[has_targets], ends[has_targets], *counts, truncation=truncation)
 
 
 @dataclass(frozen=True)
@@ -132,7 +141,7 @@ class PackedSequences(ContiguousExamples):
         if self.cache.target_mask is not None:
             parts.append(f"loss on {self.cache.trained_share:.1%} of the documents' tokens")
         if packed.num_overlong:
-            fate = "left out" if packed.drops_overlong else "truncated"
+            fate = FATES[packed.truncation]
             parts.append(
                 f"{packed.num_overlong:,} documents are longer and were {fate}, losing"
                 f" {packed.num_lost:,} of {self.cache.num_tokens:,} tokens"
@@ -142,6 +151,12 @@ class PackedSequences(ContiguousExamples):
                 f"{packed.num_without_targets:,} sequences left out: truncation removed every token the loss is computed on"
             )
         return "; ".join(parts)
+
+    def num_apart_from(self, first: int) -> int:
+        # Without loss on the overlap, no target is in two sequences, and what precedes it may have been trained on.
+        if self.packed is not None or not self._windows.train_overlap:
+            return first
+        return max(0, first + 1 - -(-self.seq_len // self._windows.stride))
 
     def starts(self, indices: np.ndarray) -> np.ndarray:
         return indices * self._windows.stride if self.packed is None else self.packed.starts[indices]

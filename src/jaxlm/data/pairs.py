@@ -1,7 +1,7 @@
 """Preference pairs: two completions of the same prompt, side by side."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from haliax import Axis
 
@@ -14,13 +14,14 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.examples import WrappedExamples
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.pairs import PairsFormat
+from jaxlm.data.sources.named import truncations
 
 
 @DataConfig.register_subclass("pairs")
 @dataclass(frozen=True)
 class PairsConfig(DataConfig):
-    """Pairs of a chosen and a rejected completion of the same prompt. `model.seq_len` limits each half; longer ones are
-    truncated at the end.
+    """Pairs of a chosen and a rejected completion of the same prompt. `model.seq_len` limits each half; `format.truncation`
+    says what becomes of longer ones.
     """
 
     reads: ClassVar[str] = "pairs"
@@ -31,8 +32,11 @@ class PairsConfig(DataConfig):
         return BatchSpec(PairBatch.of, token_columns(Axis(PAIR, 2), Axis(POSITION, seq_len)))
 
     def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> "PreferencePairs":
-        del record_format
-        return PreferencePairs(SeveralCompletions(cache, seq_len, ("chosen", "rejected"), "pairs"))
+        names, truncation = ("chosen", "rejected"), record_format.overlong
+        return PreferencePairs(SeveralCompletions(cache, seq_len, names, "pairs", truncation))
+
+    def identity(self) -> dict[str, Any]:
+        return super().identity() | truncations(self.sources())
 
     def random_columns(self, num_examples: int, seq_len: int, vocab_size: int, seed: int) -> Columns:
         return random_tokens((num_examples, 2, seq_len), vocab_size, seed)

@@ -18,6 +18,7 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.examples import Examples
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.packing import PackedSequences, Windows, pack_documents
+from jaxlm.data.sources.named import truncations
 from jaxlm.data.tokenizer.added_tokens import open_tokenizer
 from jaxlm.data.tokenizer.train_bpe import bpe_config
 
@@ -32,7 +33,8 @@ class TokensConfig(DataConfig):
         packing: how documents become sequences. Null concatenates texts and cuts them every `model.seq_len` tokens, and packs
             records with a loss mask whole; `{type: best_fit}` chooses documents that fill a sequence.
         stride: tokens from the start of a sequence of text to the start of the next. With fewer than `model.seq_len`,
-            sequences overlap; null means that they do not.
+            sequences overlap; null means that they do not. Sequences with targets that those held out
+            (`num_validation_sequences`) have too are left out of training.
         train_overlap: with a stride, compute the loss on every token of a sequence. `false` computes it only on those that
             the sequence before does not have, so each token counts once, after at least `seq_len - stride` others.
     """
@@ -43,23 +45,23 @@ class TokensConfig(DataConfig):
     train_overlap: bool = True
 
     def batch_spec(self, seq_len: int) -> BatchSpec[TokenBatch]:
-        return BatchSpec(TokenBatch, token_columns(Axis(POSITION, seq_len)))
-
-    def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> Examples:
-        max_documents = record_format.documents_per_sequence
-        drop, ignored = record_format.drops_overlong, self.ignore_token_id
-        self._check_ignored(cache.vocab_size)
-        if self.packing is not None:
-            rows = open_rows(cache, seq_len, self.packing, drop_overlong=drop)
-            return BestFitSequences(cache, seq_len, self.packing, rows, ignored_id=ignored, drops_overlong=drop)
-        if max_documents is not None:
-            packed = pack_documents(cache, seq_len, max_documents=max_documents, drop_overlong=drop)
-            return PackedSequences(cache, seq_len, packed, ignored_id=ignored)
         if self.stride is not None and self.stride > seq_len:
             raise ConfigError(
                 f"data.stride: {self.stride} given, but model.seq_len is {seq_len}, so the tokens between two sequences would"
                 f" be left out. Set it to {seq_len} or less"
             )
+        return BatchSpec(TokenBatch, token_columns(Axis(POSITION, seq_len)))
+
+    def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> Examples:
+        max_documents = record_format.documents_per_sequence
+        truncation, ignored = record_format.overlong, self.ignore_token_id
+        self._check_ignored(cache.vocab_size)
+        if self.packing is not None:
+            rows = open_rows(cache, seq_len, self.packing, truncation=truncation)
+            return BestFitSequences(cache, seq_len, self.packing, rows, ignored_id=ignored, truncation=truncation)
+        if max_documents is not None:
+            packed = pack_documents(cache, seq_len, max_documents=max_documents, truncation=truncation)
+            return PackedSequences(cache, seq_len, packed, ignored_id=ignored)
         windows = None if self.stride is None else Windows(self.stride, self.train_overlap)
         return PackedSequences(cache, seq_len, ignored_id=ignored, windows=windows)
 
@@ -132,9 +134,8 @@ class TokensConfig(DataConfig):
     def identity(self) -> dict[str, Any]:
         packing = None if self.packing is None else encode(self.packing)
         windows = {} if self.stride is None else {"stride": self.stride, "train_overlap": self.train_overlap}
-        drops = [source.name for source in self.sources() if source.config.format.drops_overlong] or None
-        keys = given(ignore_token_id=self.ignore_token_id, packing=packing, drop_overlength=drops)
-        return super().identity() | keys | windows
+        keys = given(ignore_token_id=self.ignore_token_id, packing=packing)
+        return super().identity() | keys | truncations(self.sources()) | windows
 
     def random_columns(self, num_examples: int, seq_len: int, vocab_size: int, seed: int) -> Columns:
         return random_tokens((num_examples, seq_len), vocab_size, seed)

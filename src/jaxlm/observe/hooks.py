@@ -65,20 +65,20 @@ class ProgressListener:
         *,
         skipped: int,
         guards: Sequence[StepGuard] = (),
-        first_attempt: bool = True,
+        can_show_batches: bool = True,
     ):
         """Args:
         records: describes the contents of a batch, given its step counted from 0; called for skipped steps.
         skipped: number of steps skipped before this process started or resumed the phase.
         guards: the guards of the phase, which say why they skip updates.
-        first_attempt: whether the run has never gone back, so that the batch of each step follows from the configuration.
+        can_show_batches: whether the batch of each step follows from the configuration.
         """
         self._console = console
         self._phase = phase
         self._records = records
         self._skipped = skipped
         self._guards = guards
-        self._first_attempt = first_attempt
+        self._can_show_batches = can_show_batches
         self._recent: deque[_StepTime] = deque(maxlen=_RECENT_STEPS)
         self._warming_up = True
 
@@ -117,7 +117,9 @@ class ProgressListener:
         if skipped > self._skipped:
             self._skipped = skipped
             reason = skip_reason(self._guards, info.metrics)
-            command = f" (to print it, run jaxlm.prepare --show_batch {info.step - 1})" if self._first_attempt else ""
+            command = (
+                f" (to print it, run jaxlm.prepare --show_batch {info.step - 1})" if self._can_show_batches else ""
+            )
             self._console.log(
                 f"step {info.step}: {reason}; update skipped ({skipped} skipped so far). Batch:"
                 f" {self._records(info.step - 1)}{command}"

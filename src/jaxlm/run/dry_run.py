@@ -215,7 +215,8 @@ def _previews(plan: Plan, drawn: list[MaskPreview]) -> Iterator[_Question]:
         preview = source.preview(tokenizer, plan.config.model.seq_len)
         if preview is None:
             return None
-        drawn.append(preview)
+        if preview.example:
+            drawn.append(preview)
         return preview.describe()
 
     sources = {source.folder: source for data in plan.data for source in data.sources()}.values()

@@ -29,6 +29,7 @@ from jaxlm.engine.checkpoint.store import CheckpointFolder
 from jaxlm.engine.metric_names import EVAL_PREFIX
 from jaxlm.engine.phases import Phase, StateBuilder, with_phase_ends, with_token_leaves
 from jaxlm.engine.until import UntilConfig
+from jaxlm.interop.hf.classifier import classifier_name, is_reward_model
 from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.interop.hf.hub import check_upload_name
@@ -177,6 +178,8 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     # Raises for surgeries that do not apply and patterns that match nothing.
     states = [plan.state_builder.abstract_state(phase) for phase in phases]
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
+    if config.hf_save_path is not None and any(is_reward_model(state.model) for state in states):
+        classifier_name(family_of_config(config.model).architecture)  # raises if transformers has no such class
     for phase, state in zip(phases, states, strict=True):
         cut = {path: leaf.axes for path, leaf in tree.leaves(state.model) if tree.is_named(leaf)}
         check_cut_axes(layout, cut, phase.name)

@@ -19,6 +19,7 @@ from jaxlm.core.runtime import is_main_process, main_first, main_only
 from jaxlm.core.stores import check_writable, is_url
 from jaxlm.data.base import Batches
 from jaxlm.data.data import Data, ValidationData
+from jaxlm.data.examples import check_signals
 from jaxlm.data.loader import RunServices
 from jaxlm.data.tokenizer.chat_template import ChatTemplate, with_templates
 from jaxlm.engine.activity import Activity, ActivityClock
@@ -104,6 +105,8 @@ class Run:
         plan = self.plan
         data = plan.data[phase.index]
         opened = main_first(lambda: data.open(self.tokenizer, plan.config.model.seq_len, log=self.console.log))
+        if phase.objective.sequences_axis is not None:
+            check_signals(opened.train)
         for line in (*small_sources(opened, plan.batches.train.first.size), *opened.slow_sources()):
             self.console.log(f"warning: {line}")
         return opened
@@ -197,7 +200,8 @@ class Run:
     ) -> tuple[Listener, ...]:
         """The listeners that receive every step's metrics. Args: batches: the batches that the steps train on."""
         trainer = self.plan.config.trainer
-        guards, skipped, is_first = phase.guards(self.plan.precision), int(state.guard.skipped), not history.attempt
+        guards, skipped = phase.guards(self.plan.precision), int(state.guard.skipped)
+        can_show = not history.attempt and data.has_examples_per_step
         of_run = [self.writer.health.metrics, *(ledger.metrics for ledger in self.ledgers), self.loop_state.metrics]
         epochs = epoch_of(phase, data, self.plan.batches.train)
         follow = CallbackListener(self.callbacks, of_run, epoch_of=epochs, last_step=phase.end, skipped=skipped)
@@ -207,7 +211,7 @@ class Run:
             TrackerListener(self.trackers, of_run),
             *([follow] if self.callbacks else []),
             ProgressListener(
-                self.console, phase, batches.records, skipped=skipped, guards=guards, first_attempt=is_first
+                self.console, phase, batches.records, skipped=skipped, guards=guards, can_show_batches=can_show
             ),
             CrashListener(on_nan=trainer.crash_on_nan, on_inf=trainer.crash_on_inf),
         )

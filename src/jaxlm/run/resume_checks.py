@@ -163,11 +163,13 @@ def changed_stages(cursor: Cursor, position: Mapping[str, Any], phase: Phase, pl
     Args:
         position: data position of the checkpoint.
     """
-    weights, sizes, steps = plan.data[phase.index].train_weights, plan.batches.train, cursor.step - phase.start
+    weights, sizes = plan.data[phase.index].train_weights, plan.batches.train
     if not isinstance(weights, list) or len(weights) < 2:
         return []
     read = int(position["examples"]) - int(position.get("skipped", 0))
-    planned = sizes.examples_between(phase.start, cursor.step)
+    # A rollout reads the prompts of all its mini-batches at once.
+    until = int(position.get("rollout", {}).get("end", cursor.step))
+    steps, planned = until - phase.start, sizes.examples_between(phase.start, until)
     if read == planned:
         return []
     line = (
@@ -175,7 +177,7 @@ def changed_stages(cursor: Cursor, position: Mapping[str, Any], phase: Phase, pl
         f" trainer.train_batch_size they would have read {planned:,}. The stages of data.train_weights therefore start at"
         " different sequences than before, and some sequences may be repeated or skipped. To avoid this, include the batch"
         f" sizes of past steps: trainer.train_batch_size: [{{start: 0, value: {read // max(steps, 1)}}},"
-        f" {{start: {cursor.step}, value: {sizes.at(cursor.step).size}}}]"
+        f" {{start: {until}, value: {sizes.at(until).size}}}]"
     )
     return [line]
 

@@ -97,16 +97,24 @@ def _write_shards(
     """Tokenizes all documents shard by shard; shards that exist already are kept."""
     dtype = np.uint16 if made_from["vocab_size"] <= 1 << 16 else np.uint32
     progress = _Progress(building.stem, sum(file.size for file in files), log)
+    first, num_read, num_usable = "", 0, 0
     for number, (shard, texts) in enumerate(_tokenized(_shards_of(files, encoder), building, encoder, workers)):
+        if number == 1 and not num_usable:
+            log(
+                f"{building.stem}: warning: none of the first {num_read:,} documents has a token to compute the loss on. If"
+                f" the others have none either, the run will not start: {encoder.no_targets_message()}"
+            )
         if texts is None:
+            arrays = _read_complete_shard(_shard_path(building, number))
             progress.skip(shard.position)
-            continue
-        arrays = _shard_arrays(shard, texts, dtype)
-        if not number and not len(arrays["lengths"]):
-            where = shard.documents[0].where
-            raise ConfigError(encoder.no_targets_message() + (f". The first record is {where}" if where else ""))
-        _write_shard(_shard_path(building, number), arrays)
-        progress.add(shard.position, len(arrays["lengths"]), len(arrays["tokens"]))
+        else:
+            arrays = _shard_arrays(shard, texts, dtype)
+            _write_shard(_shard_path(building, number), arrays)
+            progress.add(shard.position, len(arrays["lengths"]), len(arrays["tokens"]))
+        first, num_read = first or shard.documents[0].where, num_read + len(shard.documents)
+        num_usable += len(arrays["lengths"])
+    if num_read and not num_usable:
+        raise ConfigError(encoder.no_targets_message() + (f". The first record is {first}" if first else ""))
 
 
 def _shard_arrays(

@@ -13,7 +13,7 @@ from jaxlm.data.sources.document_files import has_records
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
-Truncation = Literal["keep_start", "drop_overlength"]
+Truncation = Literal["keep_start", "keep_end", "drop_overlength"]
 
 
 class RawContent(NamedTuple):
@@ -69,7 +69,7 @@ class Encoder(abc.ABC):
 
     @abc.abstractmethod
     def no_targets_message(self) -> str:
-        """The error message if none of the first documents has a target token, with advice."""
+        """The error message if no document that was read has a target token, with advice."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
         """Maximum documents per sequence (0: as many as fit) if documents are never split; None if they may be."""
 
     @property
-    def drops_overlong(self) -> bool:
-        """Whether a document that is longer than a sequence is left out, and not cut off at the end."""
-        return False
+    def overlong(self) -> Truncation:
+        """What becomes of a document that is longer than a sequence."""
+        return "keep_start"
 
     @abc.abstractmethod
     def can_read(self, name: str) -> bool:
@@ -158,7 +158,7 @@ class MaskedFormat(FormatConfig):
     Attributes:
         pack: pack as many documents into each sequence as fit; false gives each document a sequence of its own.
         truncation: what becomes of a document that is longer than `model.seq_len`: `keep_start` cuts off its end,
-            `drop_overlength` leaves it out.
+            `keep_end` its beginning, and `drop_overlength` leaves it out.
     """
 
     pack: bool = field(default=True, kw_only=True)
@@ -173,8 +173,8 @@ class MaskedFormat(FormatConfig):
         return True
 
     @property
-    def drops_overlong(self) -> bool:
-        return self.truncation == "drop_overlength"
+    def overlong(self) -> Truncation:
+        return self.truncation
 
     def can_read(self, name: str) -> bool:
         return has_records(name)

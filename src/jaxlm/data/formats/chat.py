@@ -1,16 +1,18 @@
 """Conversations, rendered by a chat template; the loss is computed on the assistant's messages."""
 
+import abc
 import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import Encoder, FormatConfig, MaskedFormat, RawContent, TokenizedText
+from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -34,14 +36,12 @@ class Conversation(NamedTuple):
     position: int
 
 
-@FormatConfig.register_subclass("chat")
 @dataclass(frozen=True)
-class ChatFormat(MaskedFormat):
-    """Records with a list of messages, each with a `role` and a `content`. The chat template determines every token: no BOS
-    or EOS is added, and special tokens written by the template are the tokenizer's.
+class ConversationFormat(MaskedFormat):
+    """Base of formats with conversations. The chat template determines every token: no BOS or EOS is added, and special
+    tokens written by the template are the tokenizer's.
 
     Attributes:
-        messages_field: key of the list of messages.
         chat_template: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the tokenizer's chat
             template.
         mask_user_turns: compute the loss only on the assistant's text: what the template puts inside `{% generation %}`, or,
@@ -51,10 +51,18 @@ class ChatFormat(MaskedFormat):
             it as `tools`. Records without the key have none. Null gives the template none.
     """
 
-    messages_field: str = "messages"
-    chat_template: str | None = None
-    mask_user_turns: bool = True
-    tools_field: str | None = None
+    chat_template: str | None = field(default=None, kw_only=True)
+    mask_user_turns: bool = field(default=True, kw_only=True)
+    tools_field: str | None = field(default=None, kw_only=True)
+
+    @property
+    @abc.abstractmethod
+    def key_of_messages(self) -> str:
+        """The key of the conversation in a record."""
+
+    @abc.abstractmethod
+    def messages(self, record: Record) -> Messages:
+        """The conversation of a record. Raises `ConfigError` if it has none."""
 
     def given_template(self) -> str | None:
         return self.chat_template
@@ -76,24 +84,46 @@ class ChatFormat(MaskedFormat):
     def conversations(self, file: TextFile) -> Iterator[Conversation]:
         """The conversations of a file."""
         optional = () if self.tools_field is None else (self.tools_field,)
-        for record in file.records((self.messages_field,), optional):
-            messages = record.values.get(self.messages_field)
-            if not are_messages(messages):
-                raise ConfigError(
-                    f"{record.where}: no messages under '{self.messages_field}': expected a list of messages, each with a"
-                    f" 'role' and a 'content', got {messages!r:.80}. Keys of the record: {', '.join(record.values) or 'none'}"
-                )
+        for record in file.records((self.key_of_messages,), optional):
             # Tables have nulls for keys that only some messages have.
-            messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
+            messages = [{k: v for k, v in m.items() if v is not None} for m in self.messages(record)]
             tools = None if self.tools_field is None else record.values.get(self.tools_field)
             yield Conversation(record.where, messages, tools, record.position)
+
+
+@FormatConfig.register_subclass("chat")
+@dataclass(frozen=True)
+class ChatFormat(ConversationFormat):
+    """Records with a list of messages, each with a `role` and a `content`.
+
+    Attributes:
+        messages_field: key of the list of messages.
+    """
+
+    messages_field: str = "messages"
+
+    @property
+    def key_of_messages(self) -> str:
+        return self.messages_field
+
+    def messages(self, record: Record) -> Messages:
+        messages = record.values.get(self.messages_field)
+        if not are_messages(messages):
+            turns = messages if isinstance(messages, list) else []
+            is_sharegpt = bool(turns) and all(isinstance(turn, Mapping) and "from" in turn for turn in turns)
+            raise ConfigError(
+                f"{record.where}: no messages under '{self.messages_field}': expected a list of messages, each with a"
+                f" 'role' and a 'content', got {messages!r:.80}. Keys of the record: {', '.join(record.values) or 'none'}"
+                + (". For messages with 'from' and 'value', set format.type to sharegpt" if is_sharegpt else "")
+            )
+        return messages
 
 
 @dataclass(frozen=True)
 class ChatEncoder(Encoder):
     """Renders and tokenizes conversations."""
 
-    config: ChatFormat
+    config: ConversationFormat
     template: ChatTemplate
     tokenizer: Tokenizer
     key: str
@@ -137,8 +167,8 @@ class ChatEncoder(Encoder):
         else:
             why = "none of their messages has the role 'assistant' and text that the template renders"
         return (
-            f"{self.key}: the chat template ({self.template.origin}) marks no assistant tokens in the first"
-            f" conversations: {why}. Or set mask_user_turns to false to compute the loss on every token"
+            f"{self.key}: the chat template ({self.template.origin}) marks no assistant tokens in the conversations read so"
+            f" far: {why}. Or set mask_user_turns to false to compute the loss on every token"
         )
 
 

@@ -2,11 +2,11 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.formats.base import FormatConfig
+from jaxlm.data.formats.base import FormatConfig, Truncation
 from jaxlm.data.formats.chat import plain_text
 from jaxlm.data.formats.completions import (
     Completions,
@@ -35,6 +35,8 @@ class PairsFormat(CompletionsFormat):
             For messages it has no effect: the prompt is all messages that both lists begin with.
         chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
             tokenizer's chat template.
+        truncation: what becomes of a prompt with a completion that is longer than `model.seq_len`: `keep_start` cuts off its
+            end, `keep_end` its beginning, and `drop_overlength` leaves the pair out.
     """
 
     makes: ClassVar[str] = "pairs"
@@ -44,6 +46,7 @@ class PairsFormat(CompletionsFormat):
     rejected_field: str = "rejected"
     prompt_ends_with: str | None = None
     chat_template: str | None = None
+    truncation: Truncation = field(default="keep_start", kw_only=True)
 
     def __post_init__(self):
         if self.prompt_ends_with is not None and (self.prompt_field is not None or not self.prompt_ends_with):
@@ -51,6 +54,10 @@ class PairsFormat(CompletionsFormat):
                 f"data.format.prompt_ends_with: {self.prompt_ends_with!r} given, but it needs a text, and has an effect only"
                 " with prompt_field: null. Remove it, or set prompt_field to null"
             )
+
+    @property
+    def overlong(self) -> Truncation:
+        return self.truncation
 
     @property
     def num_completions(self) -> int:

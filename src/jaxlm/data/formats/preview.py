@@ -10,11 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.formats.base import Encoder, TokenizedText
+from jaxlm.data.formats.base import Encoder, TokenizedText, Truncation
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 MAX_RECORDS = 1000
+_MAX_BLOCKS = 10  # of MAX_RECORDS that are searched for a token to compute the loss on
+_CUT_OFF = {"keep_start": ("lose their ends", "the end"), "keep_end": ("lose their beginnings", "the beginning")}
+_CUT_OFF["drop_overlength"] = ("are left out", "the end")
 _MASKED = ("⟦", "⟧")
 # Text of a record must not move the cursor or change colors that it does not own.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -61,9 +64,10 @@ class MaskPreview:
         num_overlong: those that are longer than a sequence.
         num_tokens: tokens of all of them.
         num_trained: of these, the tokens that the loss is computed on, as far as they are within a sequence.
-        drops_overlong: records that are longer are left out.
+        truncation: what becomes of those that are longer.
         where: of the example.
-        example: the first record with a token to compute the loss on.
+        example: the first record with a token to compute the loss on; empty if none of these records has one.
+        advice: why that may be so.
     """
 
     num_records: int
@@ -71,19 +75,24 @@ class MaskPreview:
     num_overlong: int
     num_tokens: int
     num_trained: int
-    drops_overlong: bool
+    truncation: Truncation
     where: str
     example: tuple[Piece, ...]
+    advice: str = ""
 
     def describe(self) -> str:
         """The shares, in a line."""
+        if not self.example:
+            return (
+                f"warning: none of the first {self.num_records:,} records has a token to compute the loss on within"
+                f" model.seq_len. If the others have none either, the run will not start: {self.advice}"
+            )
         share = self.num_trained / max(self.num_tokens, 1)
         parts = [f"{share:.1%} of {self.num_tokens:,} tokens in the first {self.num_records:,} records"]
         if self.num_empty:
             parts.append(f"{self.num_empty:,} records have none and are left out")
         if self.num_overlong:
-            fate = "are left out" if self.drops_overlong else "lose their ends"
-            parts.append(f"{self.num_overlong:,} are longer than model.seq_len and {fate}")
+            parts.append(f"{self.num_overlong:,} are longer than model.seq_len and {_CUT_OFF[self.truncation][0]}")
         return "; ".join(parts)
 
     def draw(self, *, colors: bool) -> str:
@@ -92,7 +101,7 @@ class MaskPreview:
             "what is green" if colors else "what is not in ⟦brackets⟧"
         )
         if any(piece.is_cut for piece in self.example):
-            legend += "; the end is beyond model.seq_len"
+            legend += f"; {_CUT_OFF[self.truncation][1]} is beyond model.seq_len"
         if colors:
             return f"{legend}\n{''.join(piece.in_colors for piece in self.example)}"
         runs = itertools.groupby(self.example, key=lambda piece: piece.is_trained)
@@ -104,52 +113,80 @@ def _printable(text: str) -> str:
     return _CONTROL.sub("\ufffd", text)
 
 
+class _Tokenized(NamedTuple):
+    """A tokenized record.
+
+    Attributes:
+        within: bool [tokens]: whether the loss is computed on each token within a sequence.
+    """
+
+    where: str
+    text: TokenizedText
+    within: np.ndarray
+
+
 def preview_masks(
-    encoder: Encoder, files: Iterable[TextFile], tokenizer: Tokenizer, seq_len: int, *, drops_overlong: bool, key: str
+    encoder: Encoder, files: Iterable[TextFile], tokenizer: Tokenizer, seq_len: int, *, truncation: Truncation, key: str
 ) -> MaskPreview:
-    """Tokenizes the first records of some files. Args: key: of the source, for messages.
+    """Tokenizes the first records of some files, and up to ten times as many until one has a token to compute the loss on.
+
+    Args:
+        key: of the source, for messages.
 
     Raises:
-        ConfigError: a record cannot be read, or the loss would be computed on no token of any of them.
+        ConfigError: a record cannot be read, or the loss would be computed on no token of all files.
     """
-    records = list(itertools.islice(itertools.chain.from_iterable(map(encoder.read, files)), MAX_RECORDS))
-    texts = encoder.encode([record.content for record in records])
-    found = [(record, text) for record, text in zip(records, texts, strict=True) if text is not None]
-    if not found:
-        first = f". The first record is {records[0].where}" if records else ""
-        raise ConfigError(encoder.no_targets_message() + first)
-    fitting = [(record, text, _within(text, seq_len, drops_overlong)) for record, text in found]
-    trained = [int(within.sum()) for _, _, within in fitting]
-    if not any(trained):
+    records = itertools.chain.from_iterable(map(encoder.read, files))
+    found: list[_Tokenized] = []
+    example, first, num_records = None, "", 0
+    for _ in range(_MAX_BLOCKS):
+        block = list(itertools.islice(records, MAX_RECORDS))
+        first, num_records = first or (block[0].where if block else ""), num_records + len(block)
+        texts = zip(block, encoder.encode([record.content for record in block]), strict=True)
+        new = [_Tokenized(r.where, t, _within(t, seq_len, truncation)) for r, t in texts if t is not None]
+        found += new
+        example = next((record for record in new if record.within.any()), None)
+        if example is not None or len(block) < MAX_RECORDS:
+            break
+    advice = "raise model.seq_len" if found else encoder.no_targets_message()
+    if example is None and next(records, None) is None:
+        if not found:
+            raise ConfigError(advice + (f". The first record is {first}" if first else ""))
         raise ConfigError(
-            f"{key}: of the first {len(records):,} records, none has a token to compute the loss on within model.seq_len"
-            f" ({seq_len}). The first is {records[0].where}. Raise model.seq_len"
+            f"{key}: of all {num_records:,} records, none has a token to compute the loss on within model.seq_len"
+            f" ({seq_len}). The first is {first}. Raise model.seq_len"
         )
-    record, text, within = fitting[int(np.argmax(np.array(trained) > 0))]
     return MaskPreview(
-        num_records=len(records),
-        num_empty=len(records) - len(found),
-        num_overlong=sum(len(text.ids) > seq_len + 1 for _, text in found),
-        num_tokens=sum(len(text.ids) for _, text in found),
-        num_trained=sum(trained),
-        drops_overlong=drops_overlong,
-        where=record.where,
-        example=_pieces(text, within, tokenizer, seq_len),
+        num_records=num_records,
+        num_empty=num_records - len(found),
+        num_overlong=sum(len(record.text.ids) > seq_len + 1 for record in found),
+        num_tokens=sum(len(record.text.ids) for record in found),
+        num_trained=sum(int(record.within.sum()) for record in found),
+        truncation=truncation,
+        where=example.where if example is not None else first,
+        example=_pieces(example, tokenizer, seq_len, truncation) if example is not None else (),
+        advice=advice,
     )
 
 
-def _within(text: TokenizedText, seq_len: int, drops_overlong: bool) -> np.ndarray:
-    """bool [tokens]: whether the loss is computed on each token."""
+def _within(text: TokenizedText, seq_len: int, truncation: Truncation) -> np.ndarray:
     within = np.ones(len(text.ids), bool) if text.target_mask is None else text.target_mask.astype(bool)
     within[:1] = False  # the first token of a document is never a target
-    within[0 if drops_overlong and len(within) > seq_len + 1 else seq_len + 1 :] = False
+    room = seq_len + 1
+    if len(within) > room and truncation == "keep_end":
+        within[: len(within) - room + 1] = False
+    elif len(within) > room:
+        within[0 if truncation == "drop_overlength" else room :] = False
     return within
 
 
-def _pieces(text: TokenizedText, within: np.ndarray, tokenizer: Tokenizer, seq_len: int) -> tuple[Piece, ...]:
-    ids = text.ids.tolist()
+def _pieces(record: _Tokenized, tokenizer: Tokenizer, seq_len: int, truncation: Truncation) -> tuple[Piece, ...]:
+    ids = record.text.ids.tolist()
     special = {token for token in set(ids) if not tokenizer.decode([token])}
-    kinds = [(bool(within[n]), token in special, n > seq_len) for n, token in enumerate(ids)]
+    start = max(0, len(ids) - seq_len - 1) if truncation == "keep_end" else 0
+    kinds = [
+        (bool(record.within[n]), token in special, not start <= n <= start + seq_len) for n, token in enumerate(ids)
+    ]
     runs = itertools.groupby(range(len(ids)), key=kinds.__getitem__)
     return tuple(Piece(tokenizer.decode([ids[n] for n in run], special=True), *kind) for kind, run in runs)
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from jaxlm.data.sources.files import open_files
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.sources.text_ledger import TextLedger
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+
+_NOT_USUAL = ("drop_overlength", "keep_end")
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class NamedSource:
             copies: logs what is copied from other machines; None copies nothing, and returns None for such text.
 
         Raises:
-            ConfigError: a record cannot be read, or the loss would be computed on no token.
+            ConfigError: a record cannot be read, or the loss would be computed on no token of the source.
         """
         if not self.config.format.has_loss_mask or not self.has(TRAIN):
             return None
@@ -129,8 +131,8 @@ class NamedSource:
         if copies is None and not all(source.is_local(self.mirror) for item in listed for source in item.sources):
             return None
         files = self._files(listed, copies or (lambda _: None), {})
-        options = {"drops_overlong": self.config.format.drops_overlong, "key": self.key}
-        return preview_masks(self.encoder(tokenizer), files, tokenizer, seq_len, **options)
+        truncation = self.config.format.overlong
+        return preview_masks(self.encoder(tokenizer), files, tokenizer, seq_len, truncation=truncation, key=self.key)
 
     def is_tokenized(self, split: str) -> bool:
         """Whether the token cache of the split exists, here or at the URL."""
@@ -235,3 +237,10 @@ class NamedSource:
         now |= {"format": None} if "format" in before else {}
         now |= self.config.format.cache_key()
         check_cache_key("token cache", self.folder / split, before, now)
+
+
+def truncations(sources: Sequence[NamedSource]) -> dict[str, list[str]]:
+    """The part of the identity of training data that says in which sources documents do not keep their beginnings if they
+    are too long."""
+    named = {how: [s.name for s in sources if s.config.format.overlong == how] for how in _NOT_USUAL}
+    return {how: names for how, names in named.items() if names}

@@ -38,6 +38,17 @@ def is_classifier(content: Mapping[str, Any]) -> bool:
     return isinstance(names, list) and any(isinstance(name, str) and name.endswith(_SUFFIX) for name in names)
 
 
+def classifier_name(architecture: str) -> str:
+    """The class of the classifier of an architecture. Raises `ConfigError` if transformers has none."""
+    family = next((architecture.removesuffix(end) for end in _OF_TOKENS if architecture.endswith(end)), architecture)
+    if family in _MISSING:
+        raise ConfigError(
+            f"transformers has no {family}{_SUFFIX}, so the reward model cannot be exported. Remove hf_save_path: the"
+            " checkpoints have its head"
+        )
+    return f"{_OTHER_NAMES.get(family, family)}{_SUFFIX}"
+
+
 def classifier_keys(architecture: str, special_ids: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of config.json in which a classifier differs from the model of the architecture.
 
@@ -47,16 +58,10 @@ def classifier_keys(architecture: str, special_ids: Mapping[str, Any]) -> dict[s
     Raises:
         ConfigError: transformers has no such class.
     """
-    family = next((architecture.removesuffix(end) for end in _OF_TOKENS if architecture.endswith(end)), architecture)
-    if family in _MISSING:
-        raise ConfigError(
-            f"transformers has no {family}{_SUFFIX}, so the reward model cannot be exported. Remove hf_save_path: the"
-            " checkpoints have its head"
-        )
     pad, eos = special_ids.get("pad_token_id"), special_ids.get("eos_token_id")
     ends = eos if isinstance(eos, list) else [eos]
     return {
-        "architectures": [f"{_OTHER_NAMES.get(family, family)}{_SUFFIX}"],
+        "architectures": [classifier_name(architecture)],
         "id2label": {"0": "reward"},
         "label2id": {"reward": 0},
         "pad_token_id": None if pad in ends else pad,

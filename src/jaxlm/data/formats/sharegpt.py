@@ -1,0 +1,67 @@
+"""Conversations as ShareGPT exports them: turns with `from` and `value`; the loss is computed on the assistant's."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.formats.base import FormatConfig
+from jaxlm.data.formats.chat import ConversationFormat, Messages
+from jaxlm.data.sources.record_files import Record
+
+_FROM, _VALUE = "from", "value"
+_ROLES = MappingProxyType(
+    {
+        "human": "user",
+        "user": "user",
+        "gpt": "assistant",
+        "chatgpt": "assistant",
+        "assistant": "assistant",
+        "system": "system",
+        "tool": "tool",
+        "observation": "tool",
+    }
+)
+
+
+@FormatConfig.register_subclass("sharegpt")
+@dataclass(frozen=True)
+class ShareGptFormat(ConversationFormat):
+    """Records with a list of turns, each with `from` (`human`, `gpt`, `system` or `tool`) and `value`. The chat template gets
+    them as messages with a `role` (`user`, `assistant`, `system` or `tool`) and a `content`.
+
+    Attributes:
+        conversations_field: key of the list of turns.
+        roles: the roles of further names under `from`, or other ones for the usual names.
+    """
+
+    conversations_field: str = "conversations"
+    roles: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def key_of_messages(self) -> str:
+        return self.conversations_field
+
+    def messages(self, record: Record) -> Messages:
+        turns, roles = record.values.get(self.conversations_field), {**_ROLES, **self.roles}
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
+            raise ConfigError(
+                f"{record.where}: no conversation under '{self.conversations_field}': expected a list of turns, each with"
+                f" '{_FROM}' and '{_VALUE}', got {turns!r:.80}. Keys of the record: {', '.join(record.values) or 'none'}"
+            )
+        messages = []
+        for number, turn in enumerate(turns):
+            name, text = turn.get(_FROM), turn.get(_VALUE)
+            if not isinstance(name, str) or not isinstance(text, str):
+                raise ConfigError(
+                    f"{record.where}: turn {number + 1} of '{self.conversations_field}': expected texts under '{_FROM}' and"
+                    f" '{_VALUE}', got {dict(turn)!r:.80}"
+                )
+            if name not in roles:
+                raise ConfigError(
+                    f"{record.where}: turn {number + 1} of '{self.conversations_field}' is from '{name}', which has no role."
+                    f" Known: {', '.join(roles)}. Set format.roles, such as {{{name}: assistant}}"
+                )
+            others = {key: value for key, value in turn.items() if key not in (_FROM, _VALUE)}
+            messages.append({**others, "role": roles[name], "content": text})
+        return messages
