@@ -198,7 +198,8 @@ def test_a_batch_has_each_response_after_its_prompt_with_its_reward(opened, seen
         assert found["segment_ids"].tolist() == [1] * len(whole) + [0] * (48 - len(whole))
         assert found["rewards"] == record["worth"] * (row % GROUP)
         written = [token for i, token in enumerate(answer) if i % 3 < 2]
-        assert rows.completions[row] == tokenizer.decode(written)
+        turns = [answer[:2], answer[3:]] if len(answer) == 4 else [answer[:2]]
+        assert rows.completions[row] == "\n".join(map(tokenizer.decode, turns))
         assert (list(rows.completion_ids[row]), rows.is_finished[row]) == (written, row % 4 < 3)
         assert rows.prompts[row] == tokenizer.decode(prompts[row])
         assert rows.places[row].endswith(f"line {record['n'] + 1}")
@@ -253,7 +254,7 @@ def test_an_environment_speaks_between_turns_and_rewards_them(opened, seen, toke
             mask += [0] * len(answers[turn_number - 1]) + [1] * len(turn)
         written = [token for token, is_own in zip(tokens, mask, strict=True) if is_own]
         assert list(rows.completion_ids[row]) == written, "rewards do not read what the environment has said"
-        assert rows.completions[row] == tokenizer.decode(written)
+        assert rows.completions[row] == "\n".join([tokenizer.decode(turn)] * num_turns)
         is_trained = columns["loss_mask"][at, number] > 0
         assert columns["targets"][at, number][is_trained].tolist() == written
         assert is_trained.sum() == sum(mask) == np.count_nonzero(columns["sampler_logps"][at, number])

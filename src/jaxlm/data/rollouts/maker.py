@@ -220,12 +220,17 @@ class RolloutMaker:
         written = [tuple(itertools.compress(sample.tokens, sample.mask)) for sample in samples]
         return ScoredRows(
             prompts=[text for prompt in prompts for text in [self._decode(prompt.tolist())] * size],
-            completions=[self._decode(tokens) for tokens in written],
+            completions=[self._written(sample) for sample in samples],
             completion_ids=written,
             is_finished=[sample.is_finished for sample in samples],
             columns={key: [record.values.get(key) for record in records] for key in self._columns},
             places=[record.where for record in records],
         )
+
+    def _written(self, sample: Sample) -> str:
+        """What the policy has written, its turns on lines of their own: digits of two turns are not one number."""
+        turns = itertools.groupby(zip(sample.tokens, sample.mask, strict=True), key=lambda token: token[1])
+        return "\n".join(self._decode([token for token, _ in tokens]) for is_own, tokens in turns if is_own)
 
     def _log(self, step: int, groups: Groups) -> None:
         names, rewards = (*self.options.reward_names, TOTAL), groups.rewards
