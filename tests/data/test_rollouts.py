@@ -163,6 +163,7 @@ FIELDS = {
     **dict.fromkeys(("group_size", "max_new_tokens", "temperature", "rewards", "reward_timeout_s", "sampler"), COLUMNS),
     **dict.fromkeys(("updates_per_rollout", "minibatches_per_rollout"), MINIBATCHES),
     "dynamic_sampling": "test_groups_with_equal_rewards_are_replaced_as_long_as_rounds_are_left",
+    "curriculum": "test_a_curriculum_passes_over_prompts_and_goes_on_as_if_nothing_had_happened",
     **dict.fromkeys(("environment", "max_turns"), "test_an_environment_speaks_between_turns_and_rewards_them"),
     "long_prompts": "test_prompts_that_are_too_long_are_refused_with_their_place_or_left_out",
 }

@@ -69,9 +69,9 @@ class Dpo(ReferencedObjective):
 
     Attributes:
         loss_type: `sigmoid` (DPO; with `label_smoothing`, conservative DPO), `robust`, `ipo`, `hinge`, `apo_zero`,
-            `apo_down`, `exo_pair`, `nca_pair`, `bco_pair`, `sppo_hard`, `discopop`, `aot` or `aot_unpaired`, which compare the
-            pairs of a batch with each other, or without a reference `simpo`, `alphapo`, `orpo`. A mapping from names to
-            weights adds several up.
+            `apo_down`, `exo_pair`, `nca_pair`, `bco_pair`, `sppo_hard`, `discopop`, `aot` or `aot_unpaired`, which compare
+            the pairs of a batch with each other, or without a reference `simpo`, `alphapo`, `orpo`. A mapping from names
+            to weights adds several up.
         beta: how closely the model stays to the reference. For `ipo` it is tau, for `sppo_hard` 1 / eta, for `orpo` lambda,
             for `simpo` and `alphapo` the scale of the margin, usually 2 or more.
         label_smoothing: fraction of pairs that are assumed to be swapped, for `sigmoid`, `robust`, `aot`, `aot_unpaired`,
@@ -205,11 +205,8 @@ class Dpo(ReferencedObjective):
             likelihood = self._likelihood(of_tokens + collision, batch)
         else:
             (of_tokens, aux), likelihood = token_logps(model, batch.sequences(), key=key), 1.0
-        logps, whole, counted = (
-            self._summed_logps(of_tokens, batch),
-            _whole_logps(of_tokens, batch),
-            is_pair(batch).array,
-        )
+        logps, whole = self._summed_logps(of_tokens, batch), _whole_logps(of_tokens, batch)
+        counted = is_pair(batch).array
         losses = likelihood * self._losses_of(self._compared(logps, whole, batch), counted)
         rewarded = self._pair(logps, whole, batch, averages=not self.needs_reference)
         weights = self.weights(batch)
@@ -269,9 +266,8 @@ class Dpo(ReferencedObjective):
         number, length = hax.cumsum(is_counted, POSITION), hax.sum(is_counted, POSITION)
         is_shared = number <= hax.min(length, PAIR)
         weight = hax.where(is_shared, 1.0, self.ld_alpha).rearrange(batch.pairs.loss_mask.axes)
-        return _whole_logps(
-            of_tokens, replace(batch, pairs=replace(batch.pairs, loss_mask=batch.pairs.loss_mask * weight))
-        )
+        weighted = replace(batch.pairs, loss_mask=batch.pairs.loss_mask * weight)
+        return _whole_logps(of_tokens, replace(batch, pairs=weighted))
 
     def _likelihood(self, aligned: hax.NamedArray, batch: PairBatch) -> jax.Array:
         """How likely both completions of each pair are for the model, without a gradient, float32 [pairs].

@@ -167,7 +167,7 @@ def _log_complement(logp: jax.Array) -> jax.Array:
 
 def aot(pair: PairLogps, options: PairLossOptions, is_pair: jax.Array) -> jax.Array:
     """AOT on pairs: Melnyk et al. 2024 (arXiv:2406.05882): the distribution of the model's log-ratios of chosen and rejected
-    completions dominates that of the reference's: the n-th smallest of the one is compared with the n-th smallest of the other.
+    completions dominates that of the reference's: the n-th smallest of one is compared with the n-th smallest of the other.
     """
     ours, theirs = pair.chosen - pair.rejected, pair.reference_chosen - pair.reference_rejected
     return _smoothed(options.beta * (ours - _of_equal_rank(ours, theirs, is_pair)), options)
