@@ -154,7 +154,7 @@ def test_every_field_of_the_section_has_a_test():
         "max_rows"
     ]  # tests/models/test_responses.py
     for test in FIELDS.values():
-        assert_test_exists(f"tests/data/test_rollouts.py::{test}")
+        assert_test_exists(test if "::" in test else f"tests/data/test_rollouts.py::{test}")
 
 
 COLUMNS = "test_a_batch_has_each_response_after_its_prompt_with_its_reward"
@@ -163,7 +163,7 @@ FIELDS = {
     **dict.fromkeys(("group_size", "max_new_tokens", "temperature", "rewards", "reward_timeout_s", "sampler"), COLUMNS),
     **dict.fromkeys(("updates_per_rollout", "minibatches_per_rollout"), MINIBATCHES),
     "dynamic_sampling": "test_groups_with_equal_rewards_are_replaced_as_long_as_rounds_are_left",
-    "curriculum": "test_a_curriculum_passes_over_prompts_and_goes_on_as_if_nothing_had_happened",
+    "curriculum": "tests/data/test_curricula.py::test_a_resumed_curriculum_goes_on_as_if_nothing_had_happened",
     **dict.fromkeys(("environment", "max_turns"), "test_an_environment_speaks_between_turns_and_rewards_them"),
     "long_prompts": "test_prompts_that_are_too_long_are_refused_with_their_place_or_left_out",
 }
@@ -406,7 +406,7 @@ def test_messages_are_rendered_up_to_the_answer(opened, tokenizer):
         ({"num_validation_sequences": 2}, r"data: validation data given, but data\.type: rollouts has none"),
         (
             {"stop_strategy": "first_exhausted", "dynamic_sampling": 1},
-            r"data\.stop_strategy: first_exhausted given, but not every step trains on new prompts",
+            r"data\.stop_strategy: first_exhausted given, but not every step trains on as many new prompts",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
