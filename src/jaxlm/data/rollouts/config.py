@@ -156,6 +156,8 @@ class RolloutsConfig(DataConfig):
                 sources = enumerate(reader.mixture.names)
                 return [prompt_values(reader.mixture.examples_of(n), records[name], column) for n, name in sources]
 
+            # Before the processes of the rewards start, because it may refuse the records.
+            curriculum = self.curriculum and self.curriculum.open(CurriculumContext(of_run.seed, of_run.start, values))
             maker = RolloutMaker(
                 reader.mixture,
                 self._options(of_run.seed, stop_ids),
@@ -165,7 +167,7 @@ class RolloutsConfig(DataConfig):
                 tokenizer.decode,
                 run.log_rollout,
                 environment and Conversations(environment, self.max_turns, sampler, tokenizer),
-                self.curriculum and self.curriculum.open(CurriculumContext(of_run.seed, of_run.start, values)),
+                curriculum,
             )
             return RolloutBatches(reader, of_run, maker)
 
