@@ -106,20 +106,16 @@ def test_entropies_of_tokens_do_not_see_the_padding_in_their_gradients_either(sh
         _, found = token_losses_and_entropies(*named(x, w, jnp.asarray(y)), chunk_tokens=16, **options)
         return jnp.sum(found.array * m), found.array
 
-    of_hidden_and_head = jax.jit(
-        jax.grad(summed, argnums=(0, 1), has_aux=True), static_argnames=("entropy_gradient", "vocab_multiple")
-    )
-    collision = jax.jit(
-        lambda x, w: (
-            token_losses_and_collision_entropies(*named(x, w, jnp.asarray(y)), chunk_tokens=16, vocab_multiple=5)[
-                1
-            ].array
-        )
-    )
+    def collision(x, w):
+        options = {"chunk_tokens": 16, "vocab_multiple": 5}
+        return token_losses_and_collision_entropies(*named(x, w, jnp.asarray(y)), **options)[1].array
+
+    names = ("entropy_gradient", "vocab_multiple")
+    of_hidden_and_head = jax.jit(jax.grad(summed, argnums=(0, 1), has_aux=True), static_argnames=names)
     with odd_layout(8).use() if sharded else contextlib.nullcontext():
         gradients, found = of_hidden_and_head(x, w, entropy_gradient=True, vocab_multiple=5)
         (no_gradient, _), _ = of_hidden_and_head(x, w, entropy_gradient=False, vocab_multiple=5)
-        np.testing.assert_allclose(collision(x, w), -np.log((p**2).sum(-1)), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(jax.jit(collision)(x, w), -np.log((p**2).sum(-1)), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found, entropy, rtol=1e-5)
     np.testing.assert_allclose(gradients[0], np.einsum("bsv,vd->bsd", dlogits, w), rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(gradients[1], np.einsum("bsv,bsd->vd", dlogits, x), rtol=2e-5, atol=2e-5)
