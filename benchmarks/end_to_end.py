@@ -12,6 +12,7 @@ import json
 import math
 import random
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from jaxlm.data.sources.tasks.base import VALIDATION, user
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
 from jaxlm.models.inference.unstacked import Generator
+from jaxlm.observe.trackers import read_jsonl
 from jaxlm.run.generation_options import tool_calls_of
 from jaxlm.run.load_model import open_model
 
@@ -50,7 +52,8 @@ def main() -> None:
         error = math.sqrt(share * (1 - share) / len(problems))
         right[name] = [share, error]
         print(f"{name}: {share:.3f} of {len(problems)} answers are right (standard error {error:.3f})", file=sys.stderr)
-    found = {"right": right, "last": last_evaluations(options.folder), "seconds": seconds, "keys": keys}
+    found = {"right": right, "reward": rewards(options.folder), "last": last_evaluations(options.folder)}
+    found |= {"seconds": seconds, "keys": keys}
     (options.folder / "end_to_end.json").write_text(json.dumps(found, indent=1))
     print(json.dumps(found))
 
@@ -101,12 +104,23 @@ def fraction_right(export: Path, problems: Sequence[tuple[str, str]]) -> float:
     return right / len(problems)
 
 
+def rewards(folder: Path) -> dict[str, float]:
+    """The mean reward of the first and of the last ten rollouts."""
+    found = [record["train/reward"] for record in records(folder) if "train/reward" in record]
+    return {"first": statistics.fmean(found[:10]), "last": statistics.fmean(found[-10:])}
+
+
 def last_evaluations(folder: Path) -> dict[str, float]:
     """The last value of each metric that the evaluations have logged."""
     last: dict[str, float] = {}
-    for line in (folder / "logs" / "end_to_end" / "metrics.jsonl").read_text().splitlines():
-        last |= {name: value for name, value in json.loads(line).items() if name.startswith("eval/")}
+    for record in records(folder):
+        last |= {name: value for name, value in record.items() if name.startswith("eval/")}
     return last
+
+
+def records(folder: Path) -> list[dict[str, float]]:
+    """What the run has logged, step after step. Of repeated steps, the last."""
+    return read_jsonl(folder / "logs" / "end_to_end" / "metrics.jsonl")
 
 
 if __name__ == "__main__":

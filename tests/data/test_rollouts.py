@@ -154,7 +154,7 @@ def test_every_field_of_the_section_has_a_test():
         "max_rows"
     ]  # tests/models/test_responses.py
     for test in FIELDS.values():
-        assert_test_exists(f"tests/data/test_rollouts.py::{test}")
+        assert_test_exists(test if "::" in test else f"tests/data/test_rollouts.py::{test}")
 
 
 COLUMNS = "test_a_batch_has_each_response_after_its_prompt_with_its_reward"
@@ -163,6 +163,7 @@ FIELDS = {
     **dict.fromkeys(("group_size", "max_new_tokens", "temperature", "rewards", "reward_timeout_s", "sampler"), COLUMNS),
     **dict.fromkeys(("updates_per_rollout", "minibatches_per_rollout"), MINIBATCHES),
     "dynamic_sampling": "test_groups_with_equal_rewards_are_replaced_as_long_as_rounds_are_left",
+    "curriculum": "tests/data/test_curricula.py::test_a_resumed_curriculum_goes_on_as_if_nothing_had_happened",
     **dict.fromkeys(("environment", "max_turns"), "test_an_environment_speaks_between_turns_and_rewards_them"),
     "long_prompts": "test_prompts_that_are_too_long_are_refused_with_their_place_or_left_out",
 }
@@ -198,7 +199,8 @@ def test_a_batch_has_each_response_after_its_prompt_with_its_reward(opened, seen
         assert found["segment_ids"].tolist() == [1] * len(whole) + [0] * (48 - len(whole))
         assert found["rewards"] == record["worth"] * (row % GROUP)
         written = [token for i, token in enumerate(answer) if i % 3 < 2]
-        assert rows.completions[row] == tokenizer.decode(written)
+        turns = [answer[:2], answer[3:]] if len(answer) == 4 else [answer[:2]]
+        assert rows.completions[row] == "\n".join(map(tokenizer.decode, turns))
         assert (list(rows.completion_ids[row]), rows.is_finished[row]) == (written, row % 4 < 3)
         assert rows.prompts[row] == tokenizer.decode(prompts[row])
         assert rows.places[row].endswith(f"line {record['n'] + 1}")
@@ -253,7 +255,7 @@ def test_an_environment_speaks_between_turns_and_rewards_them(opened, seen, toke
             mask += [0] * len(answers[turn_number - 1]) + [1] * len(turn)
         written = [token for token, is_own in zip(tokens, mask, strict=True) if is_own]
         assert list(rows.completion_ids[row]) == written, "rewards do not read what the environment has said"
-        assert rows.completions[row] == tokenizer.decode(written)
+        assert rows.completions[row] == "\n".join([tokenizer.decode(turn)] * num_turns)
         is_trained = columns["loss_mask"][at, number] > 0
         assert columns["targets"][at, number][is_trained].tolist() == written
         assert is_trained.sum() == sum(mask) == np.count_nonzero(columns["sampler_logps"][at, number])
@@ -404,7 +406,7 @@ def test_messages_are_rendered_up_to_the_answer(opened, tokenizer):
         ({"num_validation_sequences": 2}, r"data: validation data given, but data\.type: rollouts has none"),
         (
             {"stop_strategy": "first_exhausted", "dynamic_sampling": 1},
-            r"data\.stop_strategy: first_exhausted given, but not every step trains on new prompts",
+            r"data\.stop_strategy: first_exhausted given, but not every step trains on as many new prompts",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -13,7 +13,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.sources.corpus import CorpusConfig
 from jaxlm.data.sources.tasks.arithmetic import ArithmeticCorpus
-from jaxlm.data.sources.tasks.arithmetic_answers import ArithmeticGroups, ArithmeticPairs
+from jaxlm.data.sources.tasks.arithmetic_answers import ArithmeticGroups, ArithmeticPairs, ArithmeticPrompts
 from jaxlm.data.sources.tasks.base import split_of
 from jaxlm.data.sources.tasks.spelling import SpellingCorpus, _words
 from jaxlm.data.tokenizer.templates import NANOCHAT_TOKENS
@@ -50,6 +50,7 @@ def test_every_corpus_and_field_has_a_test():
         "arithmetic": [*shared, "stories", "follow_ups"],
         "arithmetic_pairs": [*shared, "stories"],
         "arithmetic_groups": [*shared, "stories", "group_size"],
+        "arithmetic_prompts": [*shared, "stories"],
         "spelling": [*shared, "words", "counts"],
     }
 
@@ -172,6 +173,14 @@ def test_rewards_of_groups_are_those_of_their_answers():
         assert all(response.count(token) >= 1 for response in record["responses"] for token in NANOCHAT_TOKENS[5:])
     larger = ArithmeticGroups(num_train=20, group_size=6, stories=1.0).records("train")
     assert {len(record["responses"]) for record in larger} == {6}
+
+
+def test_prompts_have_the_result_and_a_difficulty():
+    for stories, digits in ((0.0, range(2, 7)), (1.0, range(4, 13))):
+        records = list(ArithmeticPrompts(num_train=40, stories=stories, seed=3).records("train"))
+        assert all(record["answer"] == solved(record["prompt"][0]["content"]) for record in records)
+        assert {record["difficulty"] for record in records} <= set(digits)
+        assert len({record["difficulty"] for record in records}) > 3
 
 
 @pytest.mark.parametrize(

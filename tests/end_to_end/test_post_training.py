@@ -30,7 +30,9 @@ def place(workplace) -> Workplace:
     for phase in recipe["phases"]:
         phase["num_train_steps"] = STEPS[phase["name"]]
         if "data" in phase:
-            phase["data"]["source"] |= {"num_train": 64, "num_validation": 16}
+            is_sampled = phase["name"] == "grpo"
+            phase["data"]["source"] |= {"num_train": 64, "num_validation": 0 if is_sampled else 16}
+            phase["data"] |= {"max_new_tokens": 16, "group_size": 4, "long_prompts": "leave_out"} if is_sampled else {}
     (place.folder / "run.yaml").write_text(yaml.safe_dump(recipe))
     finished = place.run("--config_path", "run.yaml")
     assert finished.code == 0, finished.err
@@ -46,13 +48,13 @@ def test_each_phase_minimizes_its_own_objective_on_its_own_data(place):
         assert len(of_phase[name]) == steps
         first += steps
     assert of_phase["dpo"][0]["train/loss"] == pytest.approx(0.693147, abs=1e-4)
-    assert of_phase["grpo"][0]["train/kl"] == pytest.approx(0, abs=1e-5)
-    assert 0 < of_phase["grpo"][0]["train/reward"] < 1
+    assert max(step["train/sampling/logp_diff_max"] for step in of_phase["grpo"]) < 1e-4
+    assert all(0 <= step["train/rewards/exact_match"] == step["train/reward"] <= 1 for step in of_phase["grpo"])
     shown = {"dpo": "train/rewards/margins", "grpo": "train/clip_ratio/high_mean"}
     for phase, metric in shown.items():
         assert [name for name, steps in of_phase.items() if metric in steps[0]] == [phase]
-    evaluated = {name: {r["step"] for r in records if name in r} for name in ("eval/rewards/accuracies", "eval/reward")}
-    assert evaluated == {"eval/rewards/accuracies": {18, 24}, "eval/reward": {30}}
+    assert {r["step"] for r in records if "eval/rewards/accuracies" in r} == {18, 24}
+    assert max(r["step"] for r in records if "eval/objective" in r) == 24  # rollouts have no validation data
 
 
 @pytest.mark.slow

@@ -137,7 +137,12 @@ def test_the_reference_holds_the_model_back(workplace):
 
 
 # Steps 5 to 8 train on the second rollout, twice on each of its mini-batches.
-SEVERAL = {"updates_per_rollout": 4, "minibatches_per_rollout": 2, "dynamic_sampling": 1}
+SEVERAL = {
+    "updates_per_rollout": 4,
+    "minibatches_per_rollout": 2,
+    "dynamic_sampling": 1,
+    "curriculum": {"type": "success", "solved_at": 0.8, "easy": 0.9, "hard_share": 0.4},
+}
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +171,8 @@ def test_a_run_that_is_killed_within_a_rollout_goes_on_bit_for_bit(whole, workpl
     assert 4 < newest < 8
     position = json.loads((place.folder / f"checkpoints/run/step-{newest}/data/position.json").read_text())
     assert (position["rollout"]["first_step"], position["rollout"]["end"]) == (4, 8)
+    assert position["curriculum"]["rates"]
+    assert max(record["train/curriculum/passed_over"] for record in steps_of(whole())) > 0
     assert "resuming" in finish(place)
     assert place.losses() == whole().losses()
     assert same_everywhere(place) == same_everywhere(whole())

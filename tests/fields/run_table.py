@@ -278,6 +278,10 @@ DPO: dict[str, Entry] = {
     "objective.simpo_gamma": ShownIn(PREFERENCES + "test_the_losses_match_the_closed_forms_with_finite_gradients"),
     "objective.alphapo_alpha": ShownIn(PREFERENCES + "test_the_losses_match_the_closed_forms_with_finite_gradients"),
     "objective.discopop_tau": ShownIn(PREFERENCES + "test_the_losses_match_the_closed_forms_with_finite_gradients"),
+    **{
+        f"objective.{name}": ShownIn("tests/objectives/test_trl_vectors.py::test_losses_of_pairs_are_those_of_trl")
+        for name in ("f_divergence", "f_divergence_alpha", "ld_alpha", "wpo")
+    },
     "objective.sft_weight": ShownIn(PREFERENCES + "test_terms_and_metrics_match_the_logits"),
     "objective.reference": Change("base", Refused(r"uses the model 'base', but the section is empty")),
     "objective.cache": ShownIn(PREFERENCES + "test_answers_from_the_disk_are_not_asked_again"),
@@ -314,6 +318,20 @@ GRPO: dict[str, Entry] = {
         )
     },
     "objective.clip_eps": OF_TERMS,
+    **{
+        f"objective.{name}": ShownIn("tests/objectives/test_trl_vectors.py::test_losses_of_groups_are_those_of_trl")
+        for name in (
+            "vespo_positive_power",
+            "vespo_positive_decay",
+            "vespo_negative_power",
+            "vespo_negative_decay",
+            "off_policy_threshold",
+            "top_entropy",
+            "entropy_coef",
+            "kl_unbiased",
+            "kl_in_reward",
+        )
+    },
     "objective.tis_cap": ShownIn(GROUPS + "test_terms_on_what_a_sampler_has_recorded"),
     "objective.overlong_cache": ShownIn(GROUPS + "test_terms_on_what_a_sampler_has_recorded"),
     "objective.reference": Change("base", Refused(r"uses the model 'base', but the section is empty")),

@@ -1,5 +1,6 @@
 """A vocabulary that is padded in the loss, against the same model without padding."""
 
+import contextlib
 import dataclasses
 
 import haliax as hax
@@ -19,7 +20,11 @@ from jaxlm.models.base import vocab_axis
 from jaxlm.models.distillation import TeacherStates, distillation_sums, top_k_of
 from jaxlm.models.divergences import ForwardKL, JensenShannon, ReverseKL
 from jaxlm.models.inference.generate import generate
-from jaxlm.models.loss import token_losses
+from jaxlm.models.loss import (
+    token_losses,
+    token_losses_and_collision_entropies,
+    token_losses_and_entropies,
+)
 from tests.engine import helpers
 from tests.models.test_loss import closed_form, named, problem, sums_of, value_and_grads
 
@@ -85,6 +90,36 @@ def test_losses_of_tokens_do_not_see_the_padding():
     np.testing.assert_allclose(evaluate(*arrays), expected, rtol=1e-5, atol=1e-6)
     with odd_layout(8).use():
         np.testing.assert_allclose(jax.jit(lambda x, w, y: token_losses(x, w, y).array)(*arrays), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_entropies_of_tokens_do_not_see_the_padding_in_their_gradients_either(sharded):
+    """H = -sum p ln p, whose gradient of a logit is -p (ln p + H), and the collision entropy -ln sum p^2, without one."""
+    x, w, y, m = problem(8, 16, 32, ODD)
+    logits = x.astype(np.float64) @ w.astype(np.float64).T
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    entropy = -(p * np.log(p)).sum(-1)
+    dlogits = -m[..., None] * p * (np.log(p) + entropy[..., None])
+
+    def summed(x, w, **options):
+        _, found = token_losses_and_entropies(*named(x, w, jnp.asarray(y)), chunk_tokens=16, **options)
+        return jnp.sum(found.array * m), found.array
+
+    def collision(x, w):
+        options = {"chunk_tokens": 16, "vocab_multiple": 5}
+        return token_losses_and_collision_entropies(*named(x, w, jnp.asarray(y)), **options)[1].array
+
+    names = ("entropy_gradient", "vocab_multiple")
+    of_hidden_and_head = jax.jit(jax.grad(summed, argnums=(0, 1), has_aux=True), static_argnames=names)
+    with odd_layout(8).use() if sharded else contextlib.nullcontext():
+        gradients, found = of_hidden_and_head(x, w, entropy_gradient=True, vocab_multiple=5)
+        (no_gradient, _), _ = of_hidden_and_head(x, w, entropy_gradient=False, vocab_multiple=5)
+        np.testing.assert_allclose(jax.jit(collision)(x, w), -np.log((p**2).sum(-1)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found, entropy, rtol=1e-5)
+    np.testing.assert_allclose(gradients[0], np.einsum("bsv,vd->bsd", dlogits, w), rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(gradients[1], np.einsum("bsv,bsd->vd", dlogits, x), rtol=2e-5, atol=2e-5)
+    assert not np.any(no_gradient)
 
 
 def test_an_int8_head_is_padded_with_its_scales():

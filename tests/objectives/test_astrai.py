@@ -82,8 +82,10 @@ def test_dpo_compares_means_over_tokens(monkeypatch):
     policy, reference = (np.stack([pairs[prefix + side] for side in sides], 1) for prefix in ("", "reference_"))
     batch = pair_batch(columns)
     axes = tuple(batch.pairs.tokens.resolve_axis(name) for name in ("batch", "pair"))
-    logps = hax.named(jnp.float32(policy.ravel()), Axis("batch", 2 * NUM_PAIRS))
-    monkeypatch.setattr(dpo, "completion_logps", lambda *_, **__: (logps, {}))
+    of_tokens = np.zeros((2 * NUM_PAIRS, 12), np.float32)
+    of_tokens[:, 0] = policy.ravel()  # in the first token of each completion
+    logps = hax.named(jnp.asarray(of_tokens), (Axis("batch", 2 * NUM_PAIRS), Axis("position", 12)))
+    monkeypatch.setattr(dpo, "token_logps", lambda *_, **__: (logps, {}))
     asked = replace(batch, annotations=ReferenceLogps(hax.named(jnp.float32(reference), axes)))
     objective = recipe("dpo").objective
     terms, _, _ = objective.terms(None, asked, None, key=None)

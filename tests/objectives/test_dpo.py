@@ -331,6 +331,26 @@ def test_with_lora_only_the_adapters_are_held_in_the_dtype_of_the_computation():
         make_plan(decode_run(source, None), "x", 64)
 
 
+def test_losses_that_compare_pairs_refuse_microbatches():
+    sizes = {
+        "seq_len": 16,
+        "hidden_dim": 32,
+        "intermediate_dim": 48,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+    }
+    trainer = {"id": "x", "train_batch_size": 16, "per_device_parallelism": 1}
+    config = {"model": sizes, "data": {"type": "pairs"}, "trainer": trainer}
+
+    def plan(**objective):
+        return make_plan(decode_run(ConfigSource({**config, "objective": {"type": "dpo", **objective}}), None), "x", 64)
+
+    plan()
+    with pytest.raises(ConfigError, match=r"the loss compares all examples of a batch .* a batch of 16 is split into"):
+        plan(loss_type={"aot": 1.0, "sigmoid": 0.5})
+
+
 def test_answers_from_the_disk_are_not_asked_again(models):
     model, _ = models
     batch = pair_batch(columns_of())
@@ -372,6 +392,17 @@ def test_answers_from_the_disk_are_not_asked_again(models):
             {"reference": "base", "loss_type": "simpo"},
             r"objective\.reference: 'base' given, but the loss needs none",
         ),
+        (
+            {"ld_alpha": 0.5, "loss_type": "simpo"},
+            r"objective\.ld_alpha: 0\.5 given, which has no effect with .*: simpo",
+        ),
+        (
+            {"f_divergence": "js_divergence", "loss_type": "apo_zero"},
+            r"objective\.f_divergence: js_divergence given, but loss_type: apo_zero is not defined for it",
+        ),
+        ({"f_divergence_alpha": 0.3}, r"f_divergence_alpha: 0\.3 given, which has no effect with .*: reverse_kl"),
+        ({"f_divergence": "forward_kl", "reference": "none"}, r"f_divergence: forward_kl given with reference: none"),
+        ({"wpo": True, "loss_type": "aot"}, r"objective\.wpo: true given, but aot and aot_unpaired compare"),
         ({"cache": True}, r"objective\.cache: true given with reference: initial"),
         ({"sync_interval": 5, "reference": "base"}, r"objective\.sync_interval: 5 given with reference: base"),
         ({"sync_mixup": 0.5}, r"objective\.sync_mixup: 0\.5 given without sync_interval"),

@@ -332,6 +332,11 @@ def test_terms_on_what_a_sampler_has_recorded(case, options):
     [
         ({"old_policy": "rollout"}, (), r"objective\.old_policy: rollout given, but the data does not record"),
         ({"old_policy": "model", "tis_cap": 2.0}, (), r"objective\.tis_cap: 2\.0 given, but the data does not record"),
+        (
+            {"old_policy": "model", "off_policy_threshold": 0.1},
+            (),
+            r"objective\.off_policy_threshold: 0\.1 given, but the data does not record",
+        ),
         ({}, ("sampler_logps",), r"objective\.old_policy: reference given, but the model that trains samples"),
         (
             {"old_policy": "rollout", "reference": "base", "cache": True},
@@ -354,6 +359,24 @@ def test_objectives_that_do_not_suit_the_data_are_refused(options, columns, mess
             r"objective\.overlong_cache: 9 given, at most max_response_tokens \(8\)",
         ),
         ({"tis_cap": 2.0}, r"objective\.tis_cap: 2\.0 given, which has no effect with old_policy: reference"),
+        (
+            {"vespo_positive_power": 1.0},
+            r"vespo_positive_power: 1\.0 given, which has no effect with policy_loss: clip",
+        ),
+        (
+            {"policy_loss": "gmpo", "importance": "sequence"},
+            r"objective\.importance: sequence given, which has no effect with policy_loss: gmpo",
+        ),
+        ({"kl_coef": 0, "kl_unbiased": True}, r"kl_unbiased: True given, which has no effect with kl_coef: 0"),
+        ({"kl_in_reward": True}, r"kl_in_reward: True given, which has no effect with old_policy: reference"),
+        (
+            {"kl_in_reward": True, "kl_unbiased": True, "old_policy": "rollout"},
+            r"kl_unbiased: True given, which has no effect with kl_in_reward: true",
+        ),
+        (
+            {"kl_in_reward": True, "scale": "batch", "old_policy": "rollout"},
+            r"objective\.scale: batch given with kl_in_reward: true",
+        ),
         ({"loss_agg": "dr_grpo"}, r"objective\.max_response_tokens: missing\. loss_agg: dr_grpo divides by it"),
         (
             {"max_response_tokens": 9},

@@ -65,6 +65,17 @@ def trainer(**attributes):
     return SimpleNamespace(**usual, **attributes)
 
 
+def test_the_vectors_are_what_trl_computes():
+    from tests.objectives.test_trl_vectors import VECTORS
+    from tests.objectives.trl_losses import expected, inputs
+
+    given = inputs()
+    for kind, arrays in given.items():
+        assert VECTORS[kind]["inputs"] == {name: array.tolist() for name, array in arrays.items()}
+    for kind, losses in expected(given).items():
+        assert losses == pytest.approx(VECTORS[kind]["expected"], rel=1e-7)
+
+
 RANDOM = {
     "sigmoid": {},
     "hinge": {},

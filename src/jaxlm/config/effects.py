@@ -84,6 +84,7 @@ EFFECTS: dict[str, Effect] = {
     "data.rewards": _UPDATES,
     "data.reward_timeout_s": HARMLESS,
     "data.dynamic_sampling": _UPDATES,
+    "data.curriculum": _UPDATES,
     "data.long_prompts": _ORDER,
     "data.environment": _UPDATES,
     "data.max_turns": _UPDATES,

@@ -148,6 +148,8 @@ class GroupBatch(eqx.Module):
         annotations: what the objective's references said about the responses, as in `TokenBatch`.
         sampler_logps: float32, with the axes of `responses`: the log-likelihood of each target under the distribution that it
             was sampled from; None if it is unknown.
+        std_of_batch: float32 {[microbatch,] batch}, a number of the whole batch by which the objective divides advantages;
+            None if it needs none.
         temperature: what the logits were divided by when the responses were sampled.
     """
 
@@ -155,6 +157,7 @@ class GroupBatch(eqx.Module):
     rewards: hax.NamedArray
     annotations: Any = None
     sampler_logps: hax.NamedArray | None = None
+    std_of_batch: hax.NamedArray | None = None
     temperature: float = eqx.field(static=True, default=1.0)
 
     @staticmethod

@@ -101,7 +101,7 @@ class Data:
         """
         mixture = self.mixture(schedule.starting_at(start), seed=seed)
         reader = BatchReader(mixture, self.spec, schedule, layout)
-        return self.make_batches(reader, BatchContext(first_step, seed, services or RunServices()))
+        return self.make_batches(reader, BatchContext(start, first_step, seed, services or RunServices()))
 
     def mixture(self, batches: BatchSchedule, *, seed: int) -> Mixture:
         """The training examples in the order determined by `seed`. Args: batches: batch sizes by step of the phase."""

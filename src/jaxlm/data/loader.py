@@ -145,10 +145,12 @@ class BatchContext:
     """What batches may need.
 
     Attributes:
+        start: first step of the phase.
         first_step: step of the schedule that the first batch belongs to.
         seed: random seed of the order of the training data.
     """
 
+    start: int
     first_step: int
     seed: int
     services: RunServices

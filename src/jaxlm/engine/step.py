@@ -92,7 +92,7 @@ def make_train_step(
         compute, frozen = precision.cast_to_compute(trainable), precision.cast_to_compute(frozen)
         denominators = _denominators(objective, batch)
         key = step_key(state)
-        keyed = objective.with_row_keys(batch, key)
+        keyed = objective.with_row_keys(objective.with_batch_statistics(batch), key)
 
         def loss_fn(compute: Any, microbatch: Any, slot: Any, number: jax.Array):
             model = eqx.combine(compute, frozen, is_leaf=is_named)

@@ -165,15 +165,43 @@ def token_losses_and_entropies(
     vocab_multiple: int = 1,
     chunk_tokens: int | None = None,
     temperature: float = 1.0,
+    entropy_gradient: bool = False,
 ) -> tuple[NamedArray, NamedArray]:
-    """`token_losses`, and the entropies of the same distributions, which have no gradient."""
+    """`token_losses`, and the entropies of the same distributions.
+
+    Args:
+        entropy_gradient: whether the entropies have a gradient.
+    """
     sharding = TokenSharding.of(hidden, head, vocab_multiple)
 
     def both(logits_CV: jax.Array, y_C: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits_CV = _divided(logits_CV, temperature)
         lse_C = logsumexp(logits_CV, sharding)
+        of_entropy = (logits_CV, lse_C) if entropy_gradient else jax.lax.stop_gradient((logits_CV, lse_C))
+        return lse_C - target_logit(logits_CV, y_C, sharding), _entropies(*of_entropy, sharding)
+
+    return _by_token(both, hidden, head, targets, sharding, soft_cap, chunk_tokens)
+
+
+def token_losses_and_collision_entropies(
+    hidden: NamedArray,
+    head: Weight | None,
+    targets: NamedArray,
+    *,
+    soft_cap: float | None = None,
+    vocab_multiple: int = 1,
+    chunk_tokens: int | None = None,
+) -> tuple[NamedArray, NamedArray]:
+    """`token_losses`, and the collision entropies of the same distributions: minus the log of the sum of the squared
+    probabilities (Rényi entropies of order 2), which have no gradient.
+    """
+    sharding = TokenSharding.of(hidden, head, vocab_multiple)
+
+    def both(logits_CV: jax.Array, y_C: jax.Array) -> tuple[jax.Array, jax.Array]:
+        lse_C = logsumexp(logits_CV, sharding)
         constant_CV, constant_C = jax.lax.stop_gradient((logits_CV, lse_C))
-        return lse_C - target_logit(logits_CV, y_C, sharding), _entropies(constant_CV, constant_C, sharding)
+        collision_C = 2 * constant_C - logsumexp(2 * constant_CV, sharding)
+        return lse_C - target_logit(logits_CV, y_C, sharding), collision_C
 
     return _by_token(both, hidden, head, targets, sharding, soft_cap, chunk_tokens)
 
@@ -184,8 +212,8 @@ def _divided(logits_CV: jax.Array, temperature: float) -> jax.Array:
 
 def _entropies(logits_CV: jax.Array, lse_C: jax.Array, sharding: TokenSharding) -> jax.Array:
     p_CV = jnp.exp(logits_CV - lse_C[:, None])
-    # jnp.where, because a logit may be -inf, and 0 times infinity is NaN.
-    return lse_C - sharding.sum_vocab(jnp.sum(jnp.where(p_CV > 0, p_CV * logits_CV, 0.0), axis=1))
+    # jnp.where, because a logit may be -inf, and 0 times infinity is NaN, in the gradient too.
+    return lse_C - sharding.sum_vocab(jnp.sum(p_CV * jnp.where(p_CV > 0, logits_CV, 0.0), axis=1))
 
 
 def _by_token(

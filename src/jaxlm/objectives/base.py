@@ -87,6 +87,11 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         """Number of further sequences of an example that the model and the references read, without a backward pass."""
         return 0
 
+    @property
+    def compares_examples(self) -> bool:
+        """Whether the loss of an example depends on the others of its batch, which then cannot be split into microbatches."""
+        return False
+
     def references_in_slot(self, slot: Any, model: LanguageModel) -> Mapping[str, LanguageModel]:
         """Models by name that the objective keeps in its state, and that `annotate` queries besides `references`.
 
@@ -109,6 +114,14 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         Args:
             refs: the models named by `references`, and those of `references_in_slot`.
             batch: {batch, ...}. If it has annotations already, it must be returned unchanged.
+        """
+        return batch
+
+    def with_batch_statistics(self, batch: Any) -> Any:
+        """The batch with what the loss of an example needs to know of all of them, before they are split into microbatches.
+
+        Args:
+            batch: {[microbatch,] batch, ...}, the whole batch, not annotated.
         """
         return batch
 

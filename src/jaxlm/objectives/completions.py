@@ -17,7 +17,7 @@ from jaxlm.core.field_types import NonNegativeInt, PositiveFraction
 from jaxlm.core.tree import is_named
 from jaxlm.core.types import PairBatch, TokenBatch
 from jaxlm.models.base import AuxLoss, Hidden, Inputs, LanguageModel
-from jaxlm.models.loss import token_losses, token_losses_and_entropies
+from jaxlm.models.loss import token_losses, token_losses_and_collision_entropies, token_losses_and_entropies
 from jaxlm.objectives.base import ObjectiveConfig
 
 _INITIAL, _NONE = "initial", "none"  # references that are not in the section `refs`
@@ -50,13 +50,27 @@ def token_logps(
 
 
 def token_logps_and_entropies(
-    model: LanguageModel, batch: TokenBatch, *, key: jax.Array | None = None, temperature: float = 1.0
+    model: LanguageModel,
+    batch: TokenBatch,
+    *,
+    key: jax.Array | None = None,
+    temperature: float = 1.0,
+    entropy_gradient: bool = False,
 ) -> tuple[NamedArray, NamedArray, Mapping[str, AuxLoss]]:
-    """`token_logps`, with the entropies of the same distributions, which have no gradient."""
+    """`token_logps`, with the entropies of the same distributions, and maybe their gradient."""
     hidden, options = _hidden(model, batch, key)
-    arguments = (hidden.final, model.lm_head(), batch.targets)
-    nats, entropies = token_losses_and_entropies(*arguments, temperature=temperature, **options)
+    options |= {"temperature": temperature, "entropy_gradient": entropy_gradient}
+    nats, entropies = token_losses_and_entropies(hidden.final, model.lm_head(), batch.targets, **options)
     return _on_targets(-nats, batch), _on_targets(entropies, batch), hidden.aux
+
+
+def token_logps_and_collision_entropies(
+    model: LanguageModel, batch: TokenBatch, *, key: jax.Array | None = None
+) -> tuple[NamedArray, NamedArray, Mapping[str, AuxLoss]]:
+    """`token_logps`, with the collision entropies of the same distributions, which have no gradient."""
+    hidden, options = _hidden(model, batch, key)
+    nats, collision = token_losses_and_collision_entropies(hidden.final, model.lm_head(), batch.targets, **options)
+    return _on_targets(-nats, batch), _on_targets(collision, batch), hidden.aux
 
 
 def _hidden(model: LanguageModel, batch: TokenBatch, key: jax.Array | None) -> tuple[Hidden, dict[str, Any]]:

@@ -4,10 +4,11 @@ Source: Shao et al. 2024, "DeepSeekMath" (arXiv:2402.03300), equation 3; advanta
 the variants are in `jaxlm.objectives.policy_losses`.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 from annotated_types import Interval
@@ -15,33 +16,53 @@ from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, GROUP, POSITION
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import LARGEST_FLOAT, BelowOne, NonNegativeFloat, PositiveFloat, PositiveInt
-from jaxlm.core.types import GroupBatch, Largest, Sum
-from jaxlm.models.base import LanguageModel
+from jaxlm.core.field_types import (
+    LARGEST_FLOAT,
+    BelowOne,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+)
+from jaxlm.core.types import GroupBatch, Sum
+from jaxlm.models.base import AuxLoss, LanguageModel
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
 from jaxlm.objectives.completions import ReferencedObjective, token_logps, token_logps_and_entropies
 from jaxlm.objectives.policy_losses import (
     KL_ESTIMATORS,
     Average,
     Baseline,
+    Importance,
     Level,
     Scale,
     average_weight,
+    batch_std,
     cispo_losses,
-    clip_fractions,
     clipped_losses,
+    gmpo_losses,
     group_advantages,
-    group_std,
     log_ratios,
+    most_uncertain,
+    on_policy_weights,
     overlong_penalties,
     sapo_losses,
     token_weights,
     truncated_weights,
+    vespo_losses,
+)
+from jaxlm.objectives.response_tokens import (
+    ResponseTokens,
+    by_sequence,
+    clip_metrics,
+    reward_metrics,
+    sampler_metrics,
 )
 
 _CLIP, _CAP, _EPS = 0.2, 5.0, 1e-8
 _SAMPLER_LOGPS = "sampler_logps"
 _POSITIVE, _NEGATIVE = 1.0, 1.05
+_VESPO_POSITIVE, _VESPO_NEGATIVE = (2.0, 3.0), (3.0, 2.0)
+_OF_BATCH = ("batch", "batch_advantages")
 
 
 @ObjectiveConfig.register_subclass("grpo")
@@ -51,21 +72,29 @@ class Grpo(ReferencedObjective):
     their group become more likely, within limits around the model that sampled them.
 
     Attributes:
-        policy_loss: `clip` (PPO's clipped ratio), `cispo`, or `sapo`, which saturates instead of clipping.
+        policy_loss: `clip` (PPO's clipped ratio), `gmpo` (the same of the geometric mean of the tokens' ratios), `cispo`,
+            `sapo`, which saturates instead of clipping, or `vespo`, which weights whole responses by a smooth function.
         clip_eps: the ratio of a token's probability to that under the sampling model is clipped below 1 minus this, and above
-            1 plus this.
+            1 plus this. With `gmpo`, the logarithm of the ratio stays within this distance of 0; the paper has 0.4.
         clip_eps_high: the upper limit, if it differs; null is `clip_eps`. DAPO has 0.28.
         dual_clip: the largest loss of a token with a negative advantage, in units of the advantage; null has no limit.
         cispo_cap: the largest weight of a token, for `cispo`.
         sapo_positive_temperature, sapo_negative_temperature: how fast `sapo` saturates as the ratio moves away from 1, for
             positive and for negative advantages.
-        importance: the ratio is that of each `token`, or of the whole `sequence`, normalized by its length (GSPO).
+        vespo_positive_power, vespo_negative_power: how fast the weight of `vespo` falls for responses that have become less
+            likely, for positive and for negative advantages: the power of the ratio.
+        vespo_positive_decay, vespo_negative_decay: how fast it falls for those that have become more likely.
+        importance: the ratio is that of each `token`; of the whole `sequence`, normalized by its length (GSPO); or of the
+            whole sequence as it is, `sequence_product` (RLOO).
         old_policy: the model that sampled the responses, whose probabilities the ratios compare with: the `reference`, for
             stored groups; `rollout`, the probabilities that the sampler has recorded (`data.type: rollouts`); or `model`, the
             one that trains, so that all ratios are 1.
         tis_cap: with `old_policy: model` and `data.type: rollouts`, weight each token by the ratio of its probability to that
             which the sampler has recorded, at most this (truncated importance sampling); null weights none.
-        scale: divide advantages by the standard deviation of their `group`, or by nothing: `none` (Dr. GRPO).
+        off_policy_threshold: leave out responses with a negative advantage that have become less likely by more than this, in
+            nats a token, since they were sampled (DeepSeek-V3.2); null leaves none out.
+        scale: divide advantages by the standard deviation of the rewards of their `group`, of the rewards of the whole
+            `batch`, or of all advantages of the batch (`batch_advantages`, as REINFORCE++), or by nothing: `none` (Dr. GRPO).
         baseline: subtract the `mean` of the group from the rewards, or that of the others: `leave_one_out` (RLOO).
         std_ddof: what is subtracted from the number of responses in the variance: 0, or 1 as in TRL, verl and Tunix.
         eps: added to the standard deviation. TRL has 1e-4, verl and Tunix 1e-6.
@@ -75,24 +104,34 @@ class Grpo(ReferencedObjective):
         max_response_tokens: the constant length of `dr_grpo`, and the length from which `overlong_cache` subtracts 1.
         overlong_cache: subtract up to 1 from the reward of a response that has fewer than this many tokens left until
             `max_response_tokens` (DAPO's soft overlong punishment); null subtracts nothing.
+        top_entropy: the share of the tokens of a batch, those with the largest entropies, that the policy loss counts.
+        entropy_coef: weight of the mean entropy of the tokens, which is maximized; 0 disables it.
         kl_coef: weight of the KL divergence from the reference; 0 disables it.
         kl_estimator: `k1`, `k2`, `k3` or `squared` (twice k2).
         kl_level: the estimator reads the log-ratio of each `token`, or their mean over the `sequence`.
+        kl_unbiased: multiply the estimate by the ratio, so that its gradient is that of the KL divergence (DeepSeek-V3.2).
+        kl_in_reward: subtract the sampling model's KL divergence, summed over the response, from its reward, and not from the
+            loss.
     """
 
     batch_types: ClassVar[tuple[type, ...]] = (GroupBatch,)
     sequences_axis: ClassVar[str | None] = GROUP
 
-    policy_loss: Literal["clip", "cispo", "sapo"] = "clip"
+    policy_loss: Literal["clip", "gmpo", "cispo", "sapo", "vespo"] = "clip"
     clip_eps: BelowOne = _CLIP
     clip_eps_high: NonNegativeFloat | None = None
     dual_clip: Annotated[float, Interval(gt=1, le=LARGEST_FLOAT)] | None = None
     cispo_cap: PositiveFloat = _CAP
     sapo_positive_temperature: PositiveFloat = _POSITIVE
     sapo_negative_temperature: PositiveFloat = _NEGATIVE
-    importance: Level = "token"
+    vespo_positive_power: PositiveFloat = _VESPO_POSITIVE[0]
+    vespo_positive_decay: PositiveFloat = _VESPO_POSITIVE[1]
+    vespo_negative_power: PositiveFloat = _VESPO_NEGATIVE[0]
+    vespo_negative_decay: PositiveFloat = _VESPO_NEGATIVE[1]
+    importance: Importance = "token"
     old_policy: Literal["reference", "rollout", "model"] = "reference"
     tis_cap: PositiveFloat | None = None
+    off_policy_threshold: PositiveFloat | None = None
     scale: Scale = "group"
     baseline: Baseline = "mean"
     std_ddof: Annotated[int, Interval(ge=0, le=1)] = 0
@@ -100,23 +139,42 @@ class Grpo(ReferencedObjective):
     loss_agg: Average = "token_mean"
     max_response_tokens: PositiveInt | None = None
     overlong_cache: PositiveInt | None = None
+    top_entropy: PositiveFraction = 1.0
+    entropy_coef: NonNegativeFloat = 0.0
     kl_coef: NonNegativeFloat = 0.01
     kl_estimator: Literal["k1", "k2", "k3", "squared"] = "k3"
     kl_level: Level = "token"
+    kl_unbiased: bool = False
+    kl_in_reward: bool = False
 
     def __post_init__(self):
-        of_loss: dict[str, dict[str, Any]] = {
-            "clip": {"clip_eps": _CLIP, "clip_eps_high": None, "dual_clip": None},
-            "cispo": {"cispo_cap": _CAP},
-            "sapo": {"sapo_positive_temperature": _POSITIVE, "sapo_negative_temperature": _NEGATIVE},
+        vespo = {
+            f"vespo_{sign}_{name}": default
+            for sign, both in (("positive", _VESPO_POSITIVE), ("negative", _VESPO_NEGATIVE))
+            for name, default in zip(("power", "decay"), both, strict=True)
         }
-        for name, keys in of_loss.items():
-            self._check_effective(self.policy_loss == name, f"policy_loss: {self.policy_loss}", **keys)
+        of_losses: dict[tuple[str, ...], dict[str, Any]] = {
+            ("clip", "gmpo"): {"clip_eps": _CLIP, "clip_eps_high": None},
+            ("clip",): {"dual_clip": None},
+            ("cispo",): {"cispo_cap": _CAP},
+            ("sapo",): {"sapo_positive_temperature": _POSITIVE, "sapo_negative_temperature": _NEGATIVE},
+            ("vespo",): vespo,
+            ("clip", "cispo", "sapo"): {"importance": "token"},
+        }
+        for names, keys in of_losses.items():
+            self._check_effective(self.policy_loss in names, f"policy_loss: {self.policy_loss}", **keys)
             self._check_effective(self.old_policy != "model", "old_policy: model", **keys)
-        self._check_effective(self.old_policy != "model", "old_policy: model", importance="token")
         self._check_effective(self.old_policy == "model", f"old_policy: {self.old_policy}", tis_cap=None)
-        self._check_effective(self.scale == "group", "scale: none", eps=_EPS)
-        self._check_effective(self.kl_coef > 0, "kl_coef: 0", kl_estimator="k3", kl_level="token")
+        self._check_effective(self.scale != "none", "scale: none", eps=_EPS)
+        of_kl = {"kl_estimator": "k3", "kl_level": "token", "kl_unbiased": False, "kl_in_reward": False}
+        self._check_effective(self.kl_coef > 0, "kl_coef: 0", **of_kl)
+        self._check_effective(not self.kl_in_reward, "kl_in_reward: true", kl_level="token", kl_unbiased=False)
+        self._check_effective(self.old_policy != "reference", "old_policy: reference", kl_in_reward=False)
+        if self.kl_in_reward and self.scale in _OF_BATCH:
+            raise ConfigError(
+                f"objective.scale: {self.scale} given with kl_in_reward: true, but the rewards of a whole batch are not known"
+                " with their KL divergences before it is split into microbatches. Set scale to group or none"
+            )
         self._check_max_response_tokens()
         if self.needs_reference and self.reference == "none":
             raise ConfigError(
@@ -140,7 +198,12 @@ class Grpo(ReferencedObjective):
 
     def check_columns(self, columns: Collection[str]) -> None:
         is_sampled = _SAMPLER_LOGPS in columns
-        needs = {"old_policy": self.old_policy == "rollout", "tis_cap": self.tis_cap is not None}
+        of_model = self.old_policy == "model" and self.off_policy_threshold is not None
+        needs = {
+            "old_policy": self.old_policy == "rollout",
+            "tis_cap": self.tis_cap is not None,
+            "off_policy_threshold": of_model,
+        }
         for key in (key for key, is_needed in needs.items() if is_needed and not is_sampled):
             raise ConfigError(
                 f"objective.{key}: {getattr(self, key)} given, but the data does not record the probabilities of its"
@@ -173,57 +236,71 @@ class Grpo(ReferencedObjective):
         """{batch, group, position}: of each token."""
         return _by_group(token_logps(model, batch.sequences(), temperature=batch.temperature)[0], batch)
 
+    @property
+    def compares_examples(self) -> bool:
+        return self.top_entropy < 1
+
     def weights(self, batch: GroupBatch) -> dict[str, jax.Array]:
-        """The denominators of the loss and of the KL divergence, and the number of tokens that are not padding."""
+        """The denominators of the loss, the KL divergence and the entropy, and the number of tokens that are not padding."""
         mask = batch.responses.loss_mask
         position_last = mask.rearrange((*(axis for axis in mask.axes if axis.name != POSITION), POSITION))
         denominator = average_weight(position_last.array, self.loss_agg, self.max_response_tokens)
-        kl = {"kl": denominator} if self.kl_coef else {}
-        return {"loss": denominator, **kl, AUXILIARY: auxiliary_weight(batch.responses)}
+        kl = {"kl": denominator} if self._kl_in_loss else {}
+        entropy = {"entropy": jnp.sum(mask.array)} if self.entropy_coef else {}
+        return {"loss": denominator, **kl, **entropy, AUXILIARY: auxiliary_weight(batch.responses)}
+
+    def with_batch_statistics(self, batch: GroupBatch) -> GroupBatch:
+        if self.scale not in _OF_BATCH:
+            return batch
+        lengths = hax.sum((batch.responses.loss_mask > 0).astype(jnp.int32), POSITION).rearrange(batch.rewards.axes)
+        shaped = self._shaped(batch.rewards.array, lengths.array)
+        options: Any = {"scale": self.scale, "baseline": self.baseline, "std_ddof": self.std_ddof}
+        std = batch_std(_group_last(batch.rewards, shaped), _group_last(batch.rewards, lengths.array > 0), **options)
+        rows = tuple(axis for axis in batch.rewards.axes if axis.name != GROUP)
+        return replace(batch, std_of_batch=hax.full(rows, std, dtype=jnp.float32))
 
     def terms(
         self, model: LanguageModel, batch: GroupBatch, slot: Any, *, key: jax.Array | None
     ) -> tuple[dict[str, Sum], Metrics, Any]:
-        """The loss terms `loss`, `kl` if it has a weight, and the layers' auxiliary losses.
+        """The loss terms `loss`, `kl` and `entropy` if they have a weight, and the layers' auxiliary losses.
 
         The metrics have TRL's names: `reward` and `reward_std` (of the groups), `frac_reward_zero_std`, `kl`, `entropy`,
         `clip_ratio/low_mean`, `clip_ratio/high_mean`, `completions/mean_length`; `loss` is the policy loss alone. With the
         sampler's probabilities, `sampling/logp_diff_mean` and `_max` say how far ours are from them.
         """
-        sequences = batch.sequences()
-        logps, entropies, aux = token_logps_and_entropies(model, sequences, key=key, temperature=batch.temperature)
-        logps_NS, entropy_NS, mask_NS = (
-            a.rearrange((BATCH, POSITION)).array for a in (logps, entropies, sequences.loss_mask)
-        )
-        reference_NS = None if batch.annotations is None else _by_sequence(batch.annotations.logps)
-        sampler_NS = None if batch.sampler_logps is None else _by_sequence(batch.sampler_logps)
-        old = {"reference": reference_NS, "rollout": sampler_NS, "model": jax.lax.stop_gradient(logps_NS)}
-        old_NS = old[self.old_policy]
-        assert old_NS is not None, "a reference has annotated the batch, or its sampler has recorded its probabilities"
+        tokens, aux = self._tokens(model, batch, key)
         rewards_BG = batch.rewards.rearrange((BATCH, GROUP)).array
-        shaped_BG = self._shaped(rewards_BG, mask_NS)
+        lengths_BG = jnp.sum(tokens.mask > 0, axis=1).reshape(rewards_BG.shape)
+        shaped_BG = self._shaped(rewards_BG, lengths_BG)
+        if self.kl_in_reward:
+            shaped_BG -= self.kl_coef * self._kl_of_sampler(tokens).reshape(rewards_BG.shape)
+        std_of_batch = None if batch.std_of_batch is None else jnp.max(batch.std_of_batch.array)
         options: Any = {"scale": self.scale, "baseline": self.baseline, "std_ddof": self.std_ddof, "eps": self.eps}
-        advantage_N = group_advantages(shaped_BG, **options).reshape(-1)
-        ratio_NS = log_ratios(logps_NS, old_NS, mask_NS, self.importance)
-        losses_NS = self._policy_losses(ratio_NS, logps_NS, advantage_N)
-        if self.tis_cap is not None:
-            assert sampler_NS is not None, "see check_columns"
-            losses_NS *= truncated_weights(logps_NS, sampler_NS, mask_NS, self.tis_cap)
-        weights, weight_NS = self.weights(batch), token_weights(mask_NS, self.loss_agg)
-        loss = Sum(jnp.sum(jnp.where(mask_NS > 0, losses_NS * weight_NS, 0.0)), weights["loss"])
+        advantage_N = group_advantages(shaped_BG, **options, std_of_batch=std_of_batch).reshape(-1)
+        ratio_NS = log_ratios(tokens.logps, tokens.old, tokens.mask, self.importance)
+        losses_NS = self._policy_losses(tokens, ratio_NS, advantage_N)
+        weights, weight_NS = self.weights(batch), token_weights(tokens.mask, self.loss_agg)
+        loss = Sum(jnp.sum(jnp.where(tokens.mask > 0, losses_NS * weight_NS, 0.0)), weights["loss"])
+        entropy = Sum(jnp.sum(tokens.entropy * tokens.mask), jnp.sum(tokens.mask))
         minimized = {"loss": loss}
         metrics = {
             "loss": loss,
-            "entropy": Sum(jnp.sum(entropy_NS * mask_NS), jnp.sum(mask_NS)),
-            **self._reward_metrics(rewards_BG, shaped_BG, batch),
-            **_clip_metrics(self, ratio_NS, advantage_N, mask_NS),
-            **({} if sampler_NS is None else _sampler_metrics(logps_NS, sampler_NS, mask_NS)),
+            "entropy": entropy,
+            **reward_metrics(rewards_BG, shaped_BG, batch, self.std_ddof),
+            **self._clip_metrics(tokens, ratio_NS, advantage_N),
+            **({} if tokens.sampler is None else sampler_metrics(tokens.logps, tokens.sampler, tokens.mask)),
         }
-        if self.kl_coef:
-            assert reference_NS is not None, "a reference has annotated the batch"
-            kl_NS = KL_ESTIMATORS[self.kl_estimator](log_ratios(logps_NS, reference_NS, mask_NS, self.kl_level))
+        if self.entropy_coef:
+            minimized["entropy"] = Sum(-self.entropy_coef * entropy.total, weights["entropy"])
+        if self._kl_in_loss:
+            kl_NS = self._kl(tokens, ratio_NS)
             minimized["kl"] = Sum(self.kl_coef * jnp.sum(kl_NS * weight_NS), weights["kl"])
-            metrics["kl"] = Sum(jnp.sum(kl_NS * mask_NS), jnp.sum(mask_NS))
+            metrics["kl"] = Sum(jnp.sum(kl_NS * tokens.mask), jnp.sum(tokens.mask))
+        elif self.kl_in_reward:
+            metrics["kl"] = Sum(jnp.sum(self._kl_of_sampler(tokens)), jnp.sum(tokens.mask))
+        if self.overlong_cache is not None:
+            penalty = jnp.sum((self._shaped(rewards_BG, lengths_BG) - rewards_BG) * (lengths_BG > 0))
+            metrics["overlong_penalty"] = Sum(penalty, metrics["reward"].weight)
         aux_terms, aux_metrics = auxiliary_terms(aux)
         return {**minimized, **aux_terms}, metrics | aux_metrics, slot
 
@@ -232,65 +309,90 @@ class Grpo(ReferencedObjective):
         """How far below and above 1 the ratio is clipped."""
         return self.clip_eps, self.clip_eps if self.clip_eps_high is None else self.clip_eps_high
 
-    def _policy_losses(self, ratio_NS: jax.Array, logps_NS: jax.Array, advantage_N: jax.Array) -> jax.Array:
-        if self.policy_loss == "cispo":
-            return cispo_losses(ratio_NS, logps_NS, advantage_N, self.cispo_cap)
-        if self.policy_loss == "sapo":
-            temperatures = self.sapo_positive_temperature, self.sapo_negative_temperature
-            return sapo_losses(ratio_NS, advantage_N, *temperatures)
-        return clipped_losses(ratio_NS, advantage_N, *self.limits, self.dual_clip)
+    @property
+    def _kl_in_loss(self) -> bool:
+        return self.kl_coef > 0 and not self.kl_in_reward
 
-    def _shaped(self, rewards_BG: jax.Array, mask_NS: jax.Array) -> jax.Array:
-        """The rewards with what is subtracted from those of long responses."""
+    def _tokens(
+        self, model: LanguageModel, batch: GroupBatch, key: jax.Array | None
+    ) -> tuple[ResponseTokens, Mapping[str, AuxLoss]]:
+        """The numbers of the tokens, and the layers' losses."""
+        sequences = batch.sequences()
+        options: Any = {"key": key, "temperature": batch.temperature, "entropy_gradient": self.entropy_coef > 0}
+        logps, entropies, aux = token_logps_and_entropies(model, sequences, **options)
+        logps_NS, entropy_NS, mask_NS = (
+            a.rearrange((BATCH, POSITION)).array for a in (logps, entropies, sequences.loss_mask)
+        )
+        reference_NS = None if batch.annotations is None else by_sequence(batch.annotations.logps)
+        sampler_NS = None if batch.sampler_logps is None else by_sequence(batch.sampler_logps)
+        old = {"reference": reference_NS, "rollout": sampler_NS, "model": jax.lax.stop_gradient(logps_NS)}
+        old_NS = old[self.old_policy]
+        assert old_NS is not None, "a reference has annotated the batch, or its sampler has recorded its probabilities"
+        return ResponseTokens(logps_NS, entropy_NS, mask_NS, old_NS, reference_NS, sampler_NS), aux
+
+    def _policy_losses(self, tokens: ResponseTokens, ratio_NS: jax.Array, advantage_N: jax.Array) -> jax.Array:
+        losses_NS = self._plain_policy_losses(tokens, ratio_NS, advantage_N)
+        if self.tis_cap is not None:
+            assert tokens.sampler is not None, "see check_columns"
+            losses_NS *= truncated_weights(tokens.logps, tokens.sampler, tokens.mask, self.tis_cap)
+        if self.off_policy_threshold is not None:
+            sampled_NS = tokens.old if tokens.sampler is None else tokens.sampler
+            arguments = (tokens.logps, sampled_NS, advantage_N, tokens.mask)
+            losses_NS *= on_policy_weights(*arguments, self.off_policy_threshold)
+        if self.top_entropy < 1:
+            entropy_NS = jax.lax.stop_gradient(tokens.entropy)
+            losses_NS = jnp.where(most_uncertain(entropy_NS, tokens.mask, self.top_entropy), losses_NS, 0.0)
+        return losses_NS
+
+    def _plain_policy_losses(self, tokens: ResponseTokens, ratio_NS: jax.Array, advantage_N: jax.Array) -> jax.Array:
+        match self.policy_loss:
+            case "clip":
+                return clipped_losses(ratio_NS, advantage_N, *self.limits, self.dual_clip)
+            case "gmpo":
+                return gmpo_losses(ratio_NS, advantage_N, tokens.mask, *self.limits)
+            case "cispo":
+                return cispo_losses(ratio_NS, tokens.logps, advantage_N, self.cispo_cap)
+            case "sapo":
+                temperatures = self.sapo_positive_temperature, self.sapo_negative_temperature
+                return sapo_losses(ratio_NS, advantage_N, *temperatures)
+            case "vespo":
+                positive = self.vespo_positive_power, self.vespo_positive_decay
+                negative = self.vespo_negative_power, self.vespo_negative_decay
+                return vespo_losses(ratio_NS, tokens.logps, advantage_N, tokens.mask, positive, negative)
+
+    def _clip_metrics(self, tokens: ResponseTokens, ratio_NS: jax.Array, advantage_N: jax.Array) -> Metrics:
+        if self.policy_loss not in ("clip", "gmpo"):
+            return {}
+        options: Any = {"importance": self.importance, "of_logarithms": self.policy_loss == "gmpo"}
+        return clip_metrics(ratio_NS, advantage_N, tokens.mask, self.limits, **options)
+
+    def _kl(self, tokens: ResponseTokens, ratio_NS: jax.Array) -> jax.Array:
+        """The estimated KL divergence from the reference at each token, float32 [N, S]."""
+        assert tokens.reference is not None, "a reference has annotated the batch"
+        of_reference_NS = log_ratios(tokens.logps, tokens.reference, tokens.mask, self.kl_level)
+        kl_NS = KL_ESTIMATORS[self.kl_estimator](of_reference_NS)
+        return kl_NS * jnp.exp(ratio_NS) if self.kl_unbiased else kl_NS
+
+    def _kl_of_sampler(self, tokens: ResponseTokens) -> jax.Array:
+        """The estimated KL divergence of each response under the model that sampled it from the reference, float32 [N]."""
+        assert tokens.reference is not None, "a reference has annotated the batch"
+        ratio_NS = log_ratios(tokens.old, tokens.reference, tokens.mask, "token")
+        return jnp.sum(KL_ESTIMATORS[self.kl_estimator](ratio_NS) * tokens.mask, axis=1)
+
+    def _shaped(self, rewards: jax.Array, lengths: jax.Array) -> jax.Array:
+        """The rewards with what is subtracted from those of long responses. Args: lengths: in tokens."""
         if self.overlong_cache is None:
-            return rewards_BG
+            return rewards
         assert self.max_response_tokens is not None, "see _check_max_response_tokens"
-        lengths_BG = jnp.sum(mask_NS > 0, axis=1).reshape(rewards_BG.shape)
-        return rewards_BG + overlong_penalties(lengths_BG, self.max_response_tokens, self.overlong_cache)
-
-    def _reward_metrics(self, rewards_BG: jax.Array, shaped_BG: jax.Array, batch: GroupBatch) -> Metrics:
-        mask_BGS = batch.responses.loss_mask.rearrange((BATCH, GROUP, POSITION)).array
-        has_tokens_BG = jnp.any(mask_BGS > 0, axis=-1).astype(jnp.float32)
-        is_group_B = jnp.max(has_tokens_BG, axis=-1)
-        num_groups, num_responses = jnp.sum(is_group_B), jnp.sum(has_tokens_BG)
-        std_B = group_std(shaped_BG, self.std_ddof)
-        overlong = {}
-        if self.overlong_cache is not None:
-            overlong["overlong_penalty"] = Sum(jnp.sum((shaped_BG - rewards_BG) * has_tokens_BG), num_responses)
-        return overlong | {
-            "reward": Sum(jnp.sum(rewards_BG * has_tokens_BG), num_responses),
-            "reward_std": Sum(jnp.sum(std_B * is_group_B), num_groups),
-            "frac_reward_zero_std": Sum(jnp.sum((std_B == 0) * is_group_B), num_groups),
-            "completions/mean_length": Sum(jnp.sum(mask_BGS > 0, dtype=jnp.float32), num_responses),
-        }
-
-
-def _clip_metrics(objective: Grpo, ratio_NS: jax.Array, advantage_N: jax.Array, mask_NS: jax.Array) -> Metrics:
-    if objective.policy_loss != "clip":
-        return {}
-    sides = zip(("low", "high"), clip_fractions(ratio_NS, advantage_N, *objective.limits), strict=True)
-    # Ratios of whole responses count once each.
-    weight_NS = token_weights(mask_NS, "seq_mean_token_mean") if objective.importance == "sequence" else mask_NS
-    total = jnp.sum(weight_NS)
-    return {f"clip_ratio/{side}_mean": Sum(jnp.sum(is_clipped * weight_NS), total) for side, is_clipped in sides}
-
-
-def _sampler_metrics(logps_NS: jax.Array, sampler_NS: jax.Array, mask_NS: jax.Array) -> Metrics:
-    """How far our log-likelihoods are from those of the sampler, which had the same weights in the first update."""
-    distance_NS = jnp.where(mask_NS > 0, jnp.abs(jax.lax.stop_gradient(logps_NS) - sampler_NS), 0.0)
-    return {
-        "sampling/logp_diff_mean": Sum(jnp.sum(distance_NS), jnp.sum(mask_NS > 0, dtype=jnp.float32)),
-        "sampling/logp_diff_max": Largest(jnp.max(distance_NS)),
-    }
-
-
-def _by_sequence(of_group: NamedArray) -> jax.Array:
-    """[N, S]: {batch, group, position} in the order of `GroupBatch.sequences`."""
-    array = of_group.rearrange((BATCH, GROUP, POSITION)).array
-    return array.reshape(-1, array.shape[-1])
+        return rewards + overlong_penalties(lengths, self.max_response_tokens, self.overlong_cache)
 
 
 def _by_group(of_tokens: NamedArray, batch: GroupBatch) -> NamedArray:
     """{batch, position} of `GroupBatch.sequences` to {batch, group, position}."""
     tokens = batch.responses.tokens
     return of_tokens.unflatten_axis(BATCH, (tokens.resolve_axis(BATCH), tokens.resolve_axis(GROUP)))
+
+
+def _group_last(like: NamedArray, array: jax.Array) -> jax.Array:
+    """[..., group] of an array with the axes of `like`."""
+    return hax.named(array, like.axes).rearrange((..., GROUP)).array

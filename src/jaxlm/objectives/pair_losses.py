@@ -57,12 +57,17 @@ class PairLossOptions:
     discopop_tau: float = 0.05
 
 
+def _smoothed(logit: jax.Array, options: PairLossOptions) -> jax.Array:
+    """The logistic loss, if a fraction `label_smoothing` of the preferences is reversed."""
+    epsilon = options.label_smoothing
+    return (1 - epsilon) * jax.nn.softplus(-logit) + epsilon * jax.nn.softplus(logit)
+
+
 def sigmoid(pair: PairLogps, options: PairLossOptions) -> jax.Array:
     """DPO: Rafailov et al. 2023 (arXiv:2305.18290), equation 7. With label smoothing, conservative DPO: Mitchell 2023, "A
     note on DPO with noisy preferences & relationship to IPO", equation 3.
     """
-    logit, epsilon = options.beta * pair.margin, options.label_smoothing
-    return (1 - epsilon) * jax.nn.softplus(-logit) + epsilon * jax.nn.softplus(logit)
+    return _smoothed(options.beta * pair.margin, options)
 
 
 def robust(pair: PairLogps, options: PairLossOptions) -> jax.Array:
@@ -134,7 +139,7 @@ def discopop(pair: PairLogps, options: PairLossOptions) -> jax.Array:
 def simpo(pair: PairLogps, options: PairLossOptions) -> jax.Array:
     """SimPO: Meng et al. 2024 (arXiv:2405.14734), equation 6. It needs no reference."""
     margin = pair.chosen_per_token - pair.rejected_per_token
-    return jax.nn.softplus(options.simpo_gamma - options.beta * margin)
+    return _smoothed(options.beta * margin - options.simpo_gamma, options)
 
 
 def alphapo(pair: PairLogps, options: PairLossOptions) -> jax.Array:
@@ -143,7 +148,7 @@ def alphapo(pair: PairLogps, options: PairLossOptions) -> jax.Array:
     """
     alpha = options.alphapo_alpha
     chosen, rejected = (-jnp.expm1(-alpha * mean) / alpha for mean in (pair.chosen_per_token, pair.rejected_per_token))
-    return jax.nn.softplus(options.simpo_gamma - options.beta * (chosen - rejected))
+    return _smoothed(options.beta * (chosen - rejected) - options.simpo_gamma, options)
 
 
 def orpo(pair: PairLogps, options: PairLossOptions) -> jax.Array:
@@ -160,7 +165,67 @@ def _log_complement(logp: jax.Array) -> jax.Array:
     return jnp.where(logp > half, jnp.log(-jnp.expm1(near)), jnp.log1p(-jnp.exp(far)))
 
 
+def aot(pair: PairLogps, options: PairLossOptions, is_pair: jax.Array) -> jax.Array:
+    """AOT on pairs: Melnyk et al. 2024 (arXiv:2406.05882): the distribution of the model's log-ratios of chosen and rejected
+    completions dominates that of the reference's: the n-th smallest of one is compared with the n-th smallest of the other.
+    """
+    ours, theirs = pair.chosen - pair.rejected, pair.reference_chosen - pair.reference_rejected
+    return _smoothed(options.beta * (ours - _of_equal_rank(ours, theirs, is_pair)), options)
+
+
+def aot_unpaired(pair: PairLogps, options: PairLossOptions, is_pair: jax.Array) -> jax.Array:
+    """AOT without pairs: Melnyk et al. 2024 (arXiv:2406.05882): the distribution of the chosen completions' log-ratios to the
+    reference dominates that of the rejected.
+    """
+    chosen, rejected = pair.chosen_ratio, pair.rejected_ratio
+    return _smoothed(options.beta * (chosen - _of_equal_rank(chosen, rejected, is_pair)), options)
+
+
+def _of_equal_rank(ours: jax.Array, others: jax.Array, is_pair: jax.Array) -> jax.Array:
+    """For each of ours, the one of the others that has its rank among them. Rows that are no pairs come last."""
+    first = [jax.lax.stop_gradient(jnp.where(is_pair, column, jnp.inf)) for column in (ours, others)]
+    rank = jnp.argsort(jnp.argsort(first[0]))
+    return others[jnp.argsort(first[1])][rank]
+
+
+_MOST_NATS = 80.0  # exp of more would be infinite in float32
+
+
+def _alpha_score(log_ratio: jax.Array, alpha: float) -> jax.Array:
+    return jnp.expm1(jnp.minimum((alpha - 1) * log_ratio, _MOST_NATS)) / (alpha - 1)
+
+
+DIVERGENCES: Mapping[str, Callable[[jax.Array, float], jax.Array]] = {
+    "reverse_kl": lambda log_ratio, alpha: log_ratio,
+    "forward_kl": lambda log_ratio, alpha: _alpha_score(log_ratio, 0.0),
+    "js_divergence": lambda log_ratio, alpha: jnp.log(2.0) + jax.nn.log_sigmoid(log_ratio),
+    "alpha_divergence": _alpha_score,
+}
+"""Name of a divergence from the reference -> (log-ratio to it, alpha) -> the score whose difference is the margin: the
+derivative of its f at the ratio.
+
+Source: f-DPO (Wang et al. 2023, arXiv:2309.16240), table 1.
+"""
+
+
+def scored(pair: PairLogps, divergence: str, alpha: float, lengths: tuple[jax.Array, jax.Array] | None) -> PairLogps:
+    """Pairs with scores instead of log-likelihoods, and without a reference, so that their margin is that of a divergence.
+
+    Args:
+        divergence: see `DIVERGENCES`.
+        lengths: what the scores of chosen and of rejected completions are divided by; None for nothing.
+    """
+    chosen, rejected = (DIVERGENCES[divergence](ratio, alpha) for ratio in (pair.chosen_ratio, pair.rejected_ratio))
+    if lengths is not None:
+        chosen, rejected = chosen / lengths[0], rejected / lengths[1]
+    nothing = jnp.zeros_like(chosen)
+    return pair._replace(chosen=chosen, rejected=rejected, reference_chosen=nothing, reference_rejected=nothing)
+
+
 PairLoss = Callable[[PairLogps, PairLossOptions], jax.Array]
+BatchLoss = Callable[[PairLogps, PairLossOptions, jax.Array], jax.Array]
+OF_MARGIN: Mapping[str, PairLoss] = {loss.__name__: loss for loss in (sigmoid, robust, ipo, hinge, exo_pair, discopop)}
+"""The losses that read nothing but the margin."""
 WITH_REFERENCE: Mapping[str, PairLoss] = {
     loss.__name__: loss
     for loss in (sigmoid, robust, ipo, hinge, apo_zero, apo_down, exo_pair, nca_pair, bco_pair, sppo_hard, discopop)
@@ -168,3 +233,7 @@ WITH_REFERENCE: Mapping[str, PairLoss] = {
 WITHOUT_REFERENCE: Mapping[str, PairLoss] = {loss.__name__: loss for loss in (simpo, alphapo, orpo)}
 PAIR_LOSSES: Mapping[str, PairLoss] = {**WITH_REFERENCE, **WITHOUT_REFERENCE}
 """Name -> (log-likelihoods, options) -> the loss of each pair, float32 [pairs]."""
+BATCH_LOSSES: Mapping[str, BatchLoss] = {loss.__name__: loss for loss in (aot, aot_unpaired)}
+"""Name -> (log-likelihoods, options, bool [pairs]: whether a row is a pair) -> the loss of each pair, float32 [pairs]. They
+compare the pairs of a batch with each other, and with a reference.
+"""

@@ -12,14 +12,21 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-Scale = Literal["group", "none"]
+Scale = Literal["group", "batch", "batch_advantages", "none"]
 Baseline = Literal["mean", "leave_one_out"]
 Level = Literal["token", "sequence"]
+Importance = Literal["token", "sequence", "sequence_product"]
 Average = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"]
 
 
 def group_advantages(
-    rewards: jax.Array, *, scale: Scale = "group", baseline: Baseline = "mean", std_ddof: int = 0, eps: float = 1e-8
+    rewards: jax.Array,
+    *,
+    scale: Scale = "group",
+    baseline: Baseline = "mean",
+    std_ddof: int = 0,
+    eps: float = 1e-8,
+    std_of_batch: jax.Array | None = None,
 ) -> jax.Array:
     """The advantage of each response over the others of its group, float32 [..., group].
 
@@ -28,14 +35,40 @@ def group_advantages(
 
     Args:
         rewards: [..., group].
-        scale: whether advantages are divided by the group's standard deviation.
+        scale: whether advantages are divided by the group's standard deviation, or by `std_of_batch`.
         baseline: what is subtracted: the mean of the group, or that of the other responses.
         std_ddof: 0 divides the sum of squares by the number of responses, 1 by one less.
         eps: added to the standard deviation.
+        std_of_batch: see `batch_std`. Scalar.
     """
     size, centered = rewards.shape[-1], _centered(rewards)
     advantages = centered * size / (size - 1) if baseline == "leave_one_out" else centered
-    return advantages / (group_std(rewards, std_ddof)[..., None] + eps) if scale == "group" else advantages
+    if scale == "none":
+        return advantages
+    if scale == "group":
+        return advantages / (group_std(rewards, std_ddof)[..., None] + eps)
+    assert std_of_batch is not None, "the scale is that of the whole batch"
+    return advantages / (std_of_batch + eps)
+
+
+def batch_std(
+    rewards: jax.Array, is_response: jax.Array, *, scale: Scale, baseline: Baseline, std_ddof: int
+) -> jax.Array:
+    """The standard deviation over a whole batch of what `scale` names, a scalar.
+
+    Source: of the rewards, `batch`: Liu et al. 2025, "Tricks or Traps? A Deep Dive into RL for LLM Reasoning"
+    (arXiv:2508.08221); of the advantages, `batch_advantages`: REINFORCE++ (Hu 2025, arXiv:2501.03262).
+
+    Args:
+        rewards: [..., group].
+        is_response: bool [..., group]; others are padding.
+    """
+    if scale == "batch_advantages":
+        rewards = group_advantages(rewards, scale="none", baseline=baseline)
+    count = jnp.sum(is_response, dtype=jnp.float32)
+    mean = jnp.sum(jnp.where(is_response, rewards, 0.0)) / jnp.maximum(count, 1.0)
+    squares = jnp.where(is_response, (rewards - mean) ** 2, 0.0)
+    return jnp.sqrt(jnp.sum(squares) / jnp.maximum(count - std_ddof, 1.0))
 
 
 def group_std(rewards: jax.Array, std_ddof: int) -> jax.Array:
@@ -51,17 +84,20 @@ def _centered(rewards: jax.Array) -> jax.Array:
     return jnp.where(are_equal, 0.0, centered)
 
 
-def log_ratios(logps_NS: jax.Array, others_NS: jax.Array, mask_NS: jax.Array, level: Level) -> jax.Array:
+def log_ratios(logps_NS: jax.Array, others_NS: jax.Array, mask_NS: jax.Array, level: Importance) -> jax.Array:
     """How much more likely each token is than for another model, as a logarithm, float32 [N, S].
 
     With `sequence`, every token has the mean of its response: the ratio is that of the whole responses, normalized by length.
-    Source: GSPO (Zheng et al. 2025, arXiv:2507.18071, equation 7).
+    Source: GSPO (Zheng et al. 2025, arXiv:2507.18071, equation 7). With `sequence_product`, it has their sum: the ratio of
+    the responses themselves, which are one action in RLOO (Ahmadian et al. 2024, arXiv:2402.14740, section 3).
     """
     ratios_NS = jnp.where(mask_NS > 0, logps_NS - others_NS, 0.0)
     if level == "token":
         return ratios_NS
-    mean_N = jnp.sum(ratios_NS * mask_NS, axis=1) / jnp.maximum(jnp.sum(mask_NS, axis=1), 1.0)
-    return jnp.broadcast_to(mean_N[:, None], ratios_NS.shape)
+    of_sequence_N = jnp.sum(ratios_NS * mask_NS, axis=1)
+    if level == "sequence":
+        of_sequence_N /= jnp.maximum(jnp.sum(mask_NS, axis=1), 1.0)
+    return jnp.broadcast_to(of_sequence_N[:, None], ratios_NS.shape)
 
 
 def clipped_losses(
@@ -125,6 +161,76 @@ def sapo_losses(
     return -gate_NS * advantage_N1
 
 
+_SMALLEST_LOG_WEIGHT, _LARGEST_LOG_WEIGHT = -18.420681, 20.0  # ln 1e-8; as in the authors' code
+
+
+def vespo_losses(
+    log_ratio_NS: jax.Array,
+    logps_NS: jax.Array,
+    advantage_N: jax.Array,
+    mask_NS: jax.Array,
+    positive: tuple[float, float],
+    negative: tuple[float, float],
+) -> jax.Array:
+    """VESPO's loss of each token, float32 [N, S]: a smooth weight of the ratio w of the whole response, w^k e^(l - l w),
+    which is 1 at 1 and has no gradient.
+
+    Source: "VESPO: Variational Sequence-Level Soft Policy Optimization" (2026, arXiv:2602.10693).
+
+    Args:
+        log_ratio_NS: of each token.
+        positive, negative: k and l for positive (or no) and for negative advantages.
+    """
+    bounded_NS = jnp.clip(log_ratio_NS, -_LARGEST_LOG_WEIGHT, _LARGEST_LOG_WEIGHT)
+    log_w_N = jnp.clip(jnp.sum(bounded_NS * mask_NS, axis=1), _SMALLEST_LOG_WEIGHT, _LARGEST_LOG_WEIGHT)
+    k_N, l_N = (jnp.where(advantage_N >= 0, *both) for both in zip(positive, negative, strict=True))
+    weight_N = jnp.exp(l_N + k_N * log_w_N - l_N * jnp.exp(log_w_N))
+    return -jax.lax.stop_gradient(weight_N * advantage_N)[:, None] * logps_NS
+
+
+def gmpo_losses(
+    log_ratio_NS: jax.Array, advantage_N: jax.Array, mask_NS: jax.Array, low: float, high: float
+) -> jax.Array:
+    """GMPO's loss, the same for each token of a response, float32 [N, S]: of the geometric mean of the tokens' ratios, whose
+    logarithms are clipped as PPO clips the ratios, to -low and high.
+
+    Source: Zhao et al. 2025, "Geometric-Mean Policy Optimization" (arXiv:2507.20673).
+
+    Args:
+        log_ratio_NS: of each token.
+    """
+    advantage_N1 = advantage_N[:, None]
+    clipped_NS = jnp.clip(log_ratio_NS, -low, high)
+    pessimistic_NS = jnp.where(
+        advantage_N1 > 0, jnp.minimum(log_ratio_NS, clipped_NS), jnp.maximum(log_ratio_NS, clipped_NS)
+    )
+    mean_N = jnp.sum(pessimistic_NS * mask_NS, axis=1) / jnp.maximum(jnp.sum(mask_NS, axis=1), 1.0)
+    return jnp.broadcast_to(-(jnp.exp(mean_N) * advantage_N)[:, None], log_ratio_NS.shape)
+
+
+def on_policy_weights(
+    logps_NS: jax.Array, old_NS: jax.Array, advantage_N: jax.Array, mask_NS: jax.Array, threshold: float
+) -> jax.Array:
+    """0 for responses with a negative advantage that have become less likely by more than `threshold` nats a token, else 1,
+    float32 [N, 1].
+
+    Source: off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, equation 9).
+    """
+    fallen_NS = jnp.where(mask_NS > 0, old_NS - jax.lax.stop_gradient(logps_NS), 0.0)
+    mean_N = jnp.sum(fallen_NS * mask_NS, axis=1) / jnp.maximum(jnp.sum(mask_NS, axis=1), 1.0)
+    return ((advantage_N >= 0) | (mean_N <= threshold)).astype(jnp.float32)[:, None]
+
+
+def most_uncertain(entropy_NS: jax.Array, mask_NS: jax.Array, share: float) -> jax.Array:
+    """Whether each token is one of this `share` of all tokens that had the largest entropies, bool [N, S].
+
+    Source: Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv:2506.01939), equation 5.
+    """
+    is_token_NS = mask_NS > 0
+    threshold = jnp.nanquantile(jnp.where(is_token_NS, entropy_NS, jnp.nan), 1 - share)
+    return is_token_NS & (entropy_NS >= threshold)
+
+
 def _k3(log_ratio: jax.Array) -> jax.Array:
     return jnp.expm1(-log_ratio) + log_ratio
 
@@ -142,11 +248,16 @@ Source: Schulman 2020, "Approximating KL divergence"; `squared` is twice k2.
 
 
 def clip_fractions(
-    log_ratio_NS: jax.Array, advantage_N: jax.Array, low: float, high: float
+    log_ratio_NS: jax.Array, advantage_N: jax.Array, low: float, high: float, *, of_logarithms: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Whether the lower and the upper limit take away the gradient of each token, bool [N, S] each."""
-    ratio_NS, advantage_N1 = jnp.exp(log_ratio_NS), advantage_N[:, None]
-    return (ratio_NS < 1 - low) & (advantage_N1 < 0), (ratio_NS > 1 + high) & (advantage_N1 > 0)
+    """Whether the lower and the upper limit take away the gradient of each token, bool [N, S] each.
+
+    Args:
+        of_logarithms: the limits are those of the logarithms of the ratios, from 0, and not of the ratios, from 1.
+    """
+    center, advantage_N1 = 0.0 if of_logarithms else 1.0, advantage_N[:, None]
+    ratio_NS = log_ratio_NS if of_logarithms else jnp.exp(log_ratio_NS)
+    return (ratio_NS < center - low) & (advantage_N1 < 0), (ratio_NS > center + high) & (advantage_N1 > 0)
 
 
 def token_weights(mask_NS: jax.Array, average: Average) -> jax.Array:

@@ -32,6 +32,7 @@ class ObjectiveMeter:
         self, model: LanguageModel, refs: dict[str, LanguageModel], slot: Any, batch: Any
     ) -> tuple[dict[str, Sum], Metrics]:
         objective = self._objective
+        batch = objective.with_batch_statistics(batch)
         batch = objective.annotate({**refs, **objective.references_in_slot(slot, model)}, batch)
         terms, metrics, _ = objective.terms(model, batch, slot, key=None)
         return terms, metrics

@@ -15,6 +15,7 @@ from jaxlm.config.load import run_id_of
 from jaxlm.config.run import PhaseConfig, RunConfig
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH
+from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.core.mesh import MeshShape
@@ -175,6 +176,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     )
     for phase, section in zip(phases, data, strict=True):
         _check_batch(phase, section, config)
+        _check_microbatches(phase, batches.train)
     # Raises for surgeries that do not apply and patterns that match nothing.
     states = [plan.state_builder.abstract_state(phase) for phase in phases]
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
@@ -219,6 +221,18 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
             f" data makes {type(batch).__name__}. Choose another objective or another kind of data"
         )
     phase.objective.check_columns(spec.columns)
+
+
+def _check_microbatches(phase: Phase, batches: BatchSchedule) -> None:
+    """Raises `ConfigError` if the phase's objective compares examples that are in different microbatches."""
+    split = [stage for stage in batches.between(phase.start, phase.end) if stage.num_microbatches > 1]
+    if split and phase.objective.compares_examples:
+        raise ConfigError(
+            f"phase '{phase.name}': objective: with these keys, the loss compares all examples of a batch with each other,"
+            f" but a batch of {split[0].size} is split into {split[0].num_microbatches} microbatches of"
+            f" {split[0].microbatch}. Set trainer.per_device_parallelism: -1 and remove max_per_device_parallelism, or lower"
+            " trainer.train_batch_size"
+        )
 
 
 def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref]:

@@ -31,8 +31,7 @@ class RolloutBatches(Batches):
         assert step == self._step, "the run and its batches are at the same step"
         end, num_minibatches = self._steps_from(step)
         num_groups = num_minibatches * self._reader.batches.at(step).size
-        groups, num_prompts, metrics = self._maker.make(model, step, self._consumed, num_groups)
-        self._consumed += num_prompts
+        groups, self._consumed, metrics = self._maker.make(model, step, self._consumed, num_groups)
         sampled = (groups.examples, groups.samples, groups.rewards)
         self._rollout = Rollout.of((step, end), num_minibatches, *sampled, metrics)
 
@@ -66,7 +65,7 @@ class RolloutBatches(Batches):
         return
 
     def state(self) -> dict[str, Any]:
-        """{"examples": number of prompts consumed, "step": step of the next batch}.
+        """{"examples": number of prompts consumed, "step": step of the next batch}, and what a curriculum has learned.
 
         Between two updates of one rollout, also the `rollout`: it cannot be sampled again, because the weights that have
         sampled it are gone. `skipped` is how many prompts were left out; absent if none were.
@@ -75,11 +74,15 @@ class RolloutBatches(Batches):
         held: dict[str, Any] = {}
         if self._rollout is not None and not self.due(self._step):
             held = {"rollout": self._rollout.state(), "prompts": self._checksum(self._rollout)}
-        return {"examples": self._consumed, "step": self._step, **skipped, **held}
+        curriculum = self._maker.order.curriculum
+        learned = {} if curriculum is None else {"curriculum": curriculum.state()}
+        return {"examples": self._consumed, "step": self._step, **skipped, **learned, **held}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._consumed, self._step = int(state["examples"]), int(state.get("step", self._step))
         self._skipped = int(state.get("skipped", 0))
+        if self._maker.order.curriculum is not None:
+            self._maker.order.curriculum.restore(state.get("curriculum", {}))
         self._rollout = Rollout.restored(state["rollout"]) if "rollout" in state else None
         if self._rollout is not None and not self._still_fits(self._rollout, state["prompts"]):
             self._log(

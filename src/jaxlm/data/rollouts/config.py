@@ -22,9 +22,10 @@ from jaxlm.data.formats.prompts import PromptsFormat
 from jaxlm.data.loader import BatchContext, BatchMaker, BatchReader
 from jaxlm.data.rollouts.batches import RolloutBatches
 from jaxlm.data.rollouts.conversations import EARNED, Conversations
+from jaxlm.data.rollouts.curriculum import CurriculumConfig, CurriculumContext
 from jaxlm.data.rollouts.local import LocalSamplerConfig
 from jaxlm.data.rollouts.maker import RolloutMaker, RolloutOptions
-from jaxlm.data.rollouts.prompts import PromptRecords, Prompts
+from jaxlm.data.rollouts.prompts import PromptRecords, Prompts, prompt_values
 from jaxlm.data.rollouts.sampler import SamplerConfig, SamplerContext
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.environments.base import EnvironmentConfig
@@ -51,6 +52,7 @@ class RolloutsConfig(DataConfig):
         reward_timeout_s: seconds that the rewards of a rollout may take. After that, the run ends with an error.
         dynamic_sampling: groups with equal rewards teach nothing. If a rollout has some, sample for as many further prompts,
             at most this often for a rollout (DAPO); 0 trains on what there is.
+        curriculum: for which prompts, when it is their turn, responses are sampled; null samples for all.
         environment: what answers the response, after which the policy writes on: several turns are one response, whose tokens
             count only where the policy wrote them. Null lets it write once. The environment's reward is added to the others.
         max_turns: the most turns of the policy in an environment.
@@ -69,6 +71,7 @@ class RolloutsConfig(DataConfig):
     rewards: list[RewardConfig] = field(default_factory=list)
     reward_timeout_s: PositiveFloat = 600.0
     dynamic_sampling: NonNegativeInt = 0
+    curriculum: CurriculumConfig | None = None
     environment: EnvironmentConfig | None = None
     max_turns: PositiveInt = _MAX_TURNS
     long_prompts: Literal["refuse", "leave_out"] = "refuse"
@@ -95,7 +98,8 @@ class RolloutsConfig(DataConfig):
 
     @property
     def has_examples_per_step(self) -> bool:
-        return self.updates_per_rollout == self.minibatches_per_rollout and not self.dynamic_sampling
+        is_once = self.updates_per_rollout == self.minibatches_per_rollout
+        return is_once and not self.dynamic_sampling and self.curriculum is None
 
     def check_mixture(self) -> None:
         super().check_mixture()
@@ -124,20 +128,21 @@ class RolloutsConfig(DataConfig):
             )
         if isinstance(self.train_weights, list) and len(self.train_weights) > 1 and not self.has_examples_per_step:
             raise ConfigError(
-                "data.train_weights: several stages given, but not every step trains on new prompts (updates_per_rollout,"
-                " dynamic_sampling), so no stage begins at a step. Give the weights of one stage"
+                "data.train_weights: several stages given, but not every step trains on as many new prompts"
+                " (updates_per_rollout, dynamic_sampling, curriculum), so no stage begins at a step. Give the weights of one"
+                " stage"
             )
         if self.stop_strategy != "restart" and not self.has_examples_per_step:
             raise ConfigError(
-                f"data.stop_strategy: {self.stop_strategy} given, but not every step trains on new prompts"
-                " (updates_per_rollout, dynamic_sampling). Remove it, and set trainer.num_train_steps"
+                f"data.stop_strategy: {self.stop_strategy} given, but not every step trains on as many new prompts"
+                " (updates_per_rollout, dynamic_sampling, curriculum). Remove it, and set trainer.num_train_steps"
             )
 
     def check(self) -> None:
         super().check()
-        self.sampler.check()
-        for part in (*self.rewards, *([] if self.environment is None else [self.environment])):
-            part.check()
+        for part in (self.sampler, *self.rewards, self.environment, self.curriculum):
+            if part is not None:
+                part.check()
 
     def batch_maker(self, tokenizer: Tokenizer) -> BatchMaker:
         def make(reader: BatchReader, of_run: BatchContext) -> Batches:
@@ -145,15 +150,24 @@ class RolloutsConfig(DataConfig):
             context = RewardContext(tokenizer.decode, self.max_new_tokens, stop_ids)
             run, environment = of_run.services, self.environment
             sampler = self.sampler.open(SamplerContext(reader.layout, run.precision, run.log, run.progress, run.export))
+            records = {source.name: PromptRecords(source, run.log) for source in self.sources() if source.has(TRAIN)}
+
+            def values(column: str) -> list[np.ndarray]:
+                sources = enumerate(reader.mixture.names)
+                return [prompt_values(reader.mixture.examples_of(n), records[name], column) for n, name in sources]
+
+            # Before the processes of the rewards start, because it may refuse the records.
+            curriculum = self.curriculum and self.curriculum.open(CurriculumContext(of_run.seed, of_run.start, values))
             maker = RolloutMaker(
                 reader.mixture,
                 self._options(of_run.seed, stop_ids),
                 sampler,
                 main_only(lambda: Rewards(self.rewards, context, timeout_s=self.reward_timeout_s)),
-                {source.name: PromptRecords(source, run.log) for source in self.sources() if source.has(TRAIN)},
+                records,
                 tokenizer.decode,
                 run.log_rollout,
                 environment and Conversations(environment, self.max_turns, sampler, tokenizer),
+                curriculum,
             )
             return RolloutBatches(reader, of_run, maker)
 

@@ -16,6 +16,7 @@ from jaxlm.data.examples import Examples
 from jaxlm.data.loader import LogRollout
 from jaxlm.data.mixture import Mixture
 from jaxlm.data.rollouts.conversations import EARNED, Conversations
+from jaxlm.data.rollouts.curriculum import Curriculum, PromptOrder
 from jaxlm.data.rollouts.prompts import PromptRecords, document_numbers, prompt_tokens
 from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplingRequest
 from jaxlm.data.sources.record_files import Record
@@ -83,10 +84,10 @@ class Groups:
 
 
 class Made(NamedTuple):
-    """The groups to train on, how many prompts were sampled for, and what is logged of it."""
+    """The groups to train on, the number of the next prompt in the order of training, and what is logged of it."""
 
     groups: Groups
-    num_prompts: int
+    next_prompt: int
     metrics: dict[str, float]
 
 
@@ -103,18 +104,22 @@ class RolloutMaker:
         decode: Callable[[Sequence[int]], str],
         log_rollout: LogRollout,
         conversations: Conversations | None = None,
+        curriculum: Curriculum | None = None,
     ):
         """Args:
         mixture: the prompts, in the order of training.
         rewards: on process 0; None on the others.
-        records: source name -> the records of its prompts. Only process 0 reads them, or all for an environment.
+        records: source name -> the records of its prompts. Only process 0 reads them, or all for an environment or a
+            curriculum.
         decode: token ids to text, without special tokens.
         conversations: with an environment; None lets the policy write once.
+        curriculum: which of the prompts are sampled for; None samples for all.
         """
         self.options = options
         self._mixture, self._sampler, self._rewards = mixture, sampler, rewards
         self._records, self._decode = records, decode
         self._log_rollout, self._conversations = log_rollout, conversations
+        self.order = PromptOrder(mixture, curriculum)
         self._columns: list[str] = []
         if rewards is not None:
             self._columns = sorted({key for source in records.values() for key in source.columns})
@@ -130,14 +135,15 @@ class RolloutMaker:
         Source: dynamic sampling (DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2).
 
         Args:
-            first: number of the first prompt among the training examples.
+            first: number of the next prompt among the training examples.
         """
         seconds = {"sample": 0.0, "score": 0.0}
-        found = self._round(model, step, first + np.arange(num_groups), 0, seconds)
+        examples, after = self.order.take(first, num_groups, step)
+        found = self._round(model, step, examples, 0, seconds)
         for number in range(1, self.options.dynamic_sampling + 1):
             if (~found.have_equal_rewards).sum() >= num_groups:
                 break
-            examples = first + number * num_groups + np.arange(num_groups)
+            examples, after = self.order.take(after, num_groups, step)
             found = found.joined(self._round(model, step, examples, number, seconds))
         are_equal = found.have_equal_rewards
         chosen = found.pick(np.sort(np.argsort(are_equal, kind="stable")[:num_groups]))
@@ -145,8 +151,10 @@ class RolloutMaker:
         if self.options.dynamic_sampling:
             metrics["dynamic_sampling/num_prompts"] = float(len(are_equal))
             metrics["dynamic_sampling/frac_equal"] = float(are_equal.mean())
+        self.order.learn(found.examples, found.rewards)
+        metrics |= self.order.metrics(step, after - first - len(are_equal))
         main_only(lambda: self._log(step, chosen))
-        return Made(chosen, len(are_equal), {f"train/{name}": value for name, value in metrics.items()})
+        return Made(chosen, after, {f"train/{name}": value for name, value in metrics.items()})
 
     def prompts(self, examples: np.ndarray) -> list[np.ndarray]:
         """The tokens of the prompts of some training examples."""
@@ -220,12 +228,17 @@ class RolloutMaker:
         written = [tuple(itertools.compress(sample.tokens, sample.mask)) for sample in samples]
         return ScoredRows(
             prompts=[text for prompt in prompts for text in [self._decode(prompt.tolist())] * size],
-            completions=[self._decode(tokens) for tokens in written],
+            completions=[self._written(sample) for sample in samples],
             completion_ids=written,
             is_finished=[sample.is_finished for sample in samples],
             columns={key: [record.values.get(key) for record in records] for key in self._columns},
             places=[record.where for record in records],
         )
+
+    def _written(self, sample: Sample) -> str:
+        """What the policy has written, its turns on lines of their own: digits of two turns are not one number."""
+        turns = itertools.groupby(zip(sample.tokens, sample.mask, strict=True), key=lambda token: token[1])
+        return "\n".join(self._decode([token for token, _ in tokens]) for is_own, tokens in turns if is_own)
 
     def _log(self, step: int, groups: Groups) -> None:
         names, rewards = (*self.options.reward_names, TOTAL), groups.rewards

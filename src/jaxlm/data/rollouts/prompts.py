@@ -1,5 +1,6 @@
 """The prompts of rollouts: their tokens are in a token cache, and what rewards read beside them in the records."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -74,6 +75,21 @@ def prompt_tokens(prompts: Examples, indices: np.ndarray) -> list[np.ndarray]:
 def document_numbers(prompts: Examples, indices: np.ndarray) -> np.ndarray:
     """int64: the number of each prompt's document in the cache."""
     return np.searchsorted(prompts.cache.offsets, prompts.starts(indices))
+
+
+def prompt_values(prompts: Examples, records: "PromptRecords", column: str) -> np.ndarray:
+    """float64 [prompts]: the number that each prompt's record has under a key."""
+    documents = document_numbers(prompts, np.arange(len(prompts))).tolist()
+    found = np.zeros(len(documents))
+    for row, record in enumerate(records.of(documents, len(prompts.cache.offsets) - 1)):
+        value = record.values.get(column)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(
+                f"data.curriculum.column: {column} given, a finite number in every record expected, but {record.where} has"
+                f" {value!r:.40} there. Correct the record, or name another key"
+            )
+        found[row] = value
+    return found
 
 
 class PromptRecords:

@@ -74,14 +74,14 @@ class Rollout:
             "end": self.end,
             "num_minibatches": self.num_minibatches,
             "shape": list(self.lengths.shape),
-            "arrays": {name: _packed(getattr(self, name)) for name in _ARRAYS},
+            "arrays": {name: packed(getattr(self, name)) for name in _ARRAYS},
             "metrics": dict(self.metrics),
         }
 
     @staticmethod
     def restored(state: Mapping[str, Any]) -> "Rollout":
         """The rollout of a state."""
-        arrays = {name: _unpacked(state["arrays"][name], dtype) for name, dtype in _ARRAYS.items()}
+        arrays = {name: unpacked(state["arrays"][name], dtype) for name, dtype in _ARRAYS.items()}
         for name in ("lengths", "rewards"):
             arrays[name] = arrays[name].reshape(state["shape"])
         first_step, end, num_minibatches = (int(state[name]) for name in ("first_step", "end", "num_minibatches"))
@@ -123,9 +123,11 @@ class Rollout:
         }
 
 
-def _packed(array: np.ndarray) -> str:
+def packed(array: np.ndarray) -> str:
+    """An array as a text, compressed and exact."""
     return base64.b64encode(zlib.compress(np.ascontiguousarray(array).tobytes())).decode()
 
 
-def _unpacked(text: str, dtype: Any) -> np.ndarray:
+def unpacked(text: str, dtype: Any) -> np.ndarray:
+    """The array that `packed` has made a text of, flat."""
     return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype)

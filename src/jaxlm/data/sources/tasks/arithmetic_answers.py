@@ -1,4 +1,4 @@
-"""Right and wrong answers to problems of arithmetic: as preference pairs, and as groups with rewards."""
+"""Problems of arithmetic for training on preferences and rewards: with right and wrong answers, or with the result alone."""
 
 import random
 import re
@@ -65,6 +65,34 @@ class ArithmeticGroups(TaskCorpus):
         chooser.shuffle(rewards)
         answers = [answered(problem if reward == _RIGHT else _mistaken(chooser, problem))[0] for reward in rewards]
         return {"prompt": [user(problem.question)], "responses": list(map(_as_text, answers)), "rewards": rewards}
+
+
+@CorpusConfig.register_subclass("arithmetic_prompts")
+@dataclass(frozen=True)
+class ArithmeticPrompts(TaskCorpus):
+    """Problems whose answers the model samples, with the result as `answer`, and as `difficulty` the number of digits that a
+    right answer computes with.
+
+    Attributes:
+        stories: share of the problems that are stories. The others ask for one result.
+    """
+
+    stories: Fraction = 0.4
+
+    @property
+    def version(self) -> str:
+        return "1"
+
+    def record(self, chooser: random.Random, split: str) -> Mapping[str, Any]:
+        problem = _problem(chooser, split, self.stories)
+        digits = sum(len(_DIGIT.findall(call)) for call in _calls(problem))
+        result = answered(problem)[1].removesuffix(".0")
+        return {"prompt": [user(problem.question)], "answer": result, "difficulty": digits}
+
+
+def _calls(problem: Problem) -> list[str]:
+    """The expressions of a right answer."""
+    return [part["text"] for part in answered(problem)[0]["content"] if part["type"] == CALL]
 
 
 def _problem(chooser: random.Random, split: str, stories: float) -> Problem:

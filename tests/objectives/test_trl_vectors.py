@@ -1,0 +1,201 @@
+"""The losses of pairs and of groups are those that TRL 1.16 computes of the same likelihoods: the numbers in
+`tests/vectors/trl_losses.json`, which `tests/objectives/trl_losses.py` writes.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from jaxlm.core.types import GroupBatch, PairBatch
+from jaxlm.objectives import dpo, grpo
+from jaxlm.objectives.completions import ReferenceLogps
+from jaxlm.objectives.dpo import Dpo
+from jaxlm.objectives.grpo import Grpo
+from jaxlm.objectives.pair_losses import BATCH_LOSSES, OF_MARGIN, PAIR_LOSSES
+
+VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "trl_losses.json").read_text())
+NO_KL = {"kl_coef": 0.0}
+WHOLE = {"loss_agg": "seq_mean_token_mean"}
+LEAVE_ONE_OUT = {"baseline": "leave_one_out", **WHOLE, "importance": "sequence_product"}
+AS_TRL = {"std_ddof": 1, "eps": 1e-4}
+
+PAIRS = {
+    **{name: {"loss_type": name} for name in ("sigmoid", "hinge", "apo_zero", "apo_down", "nca_pair", "bco_pair")},
+    "sigmoid_norm": {"reduction": "mean"},
+    "ipo": {"loss_type": "ipo", "reduction": "mean"},
+    "robust": {"loss_type": "robust", "label_smoothing": 0.2},
+    "exo_pair": {"loss_type": "exo_pair", "label_smoothing": 0.1},
+    "sppo_hard": {"loss_type": "sppo_hard"},
+    "discopop": {"loss_type": "discopop", "discopop_tau": 0.5},
+    "aot": {"loss_type": "aot", "label_smoothing": 0.1},
+    "aot_unpaired": {"loss_type": "aot_unpaired", "label_smoothing": 0.1},
+    "mixed": {"loss_type": {"sigmoid": 0.75, "hinge": 0.5}, "sft_weight": 0.25},
+    "sigmoid forward_kl": {"f_divergence": "forward_kl"},
+    "sigmoid js_divergence": {"f_divergence": "js_divergence"},
+    "sigmoid alpha_divergence": {"f_divergence": "alpha_divergence", "f_divergence_alpha": 0.25},
+    "sigmoid_norm alpha_divergence": {"f_divergence": "alpha_divergence", "reduction": "mean"},
+    "ipo js_divergence": {"loss_type": "ipo", "f_divergence": "js_divergence", "reduction": "mean"},
+    "hinge forward_kl": {"loss_type": "hinge", "f_divergence": "forward_kl"},
+    "sigmoid ld_alpha": {"ld_alpha": 0.25},
+    "apo_zero ld_alpha": {"loss_type": "apo_zero", "ld_alpha": 0.0},
+    "sigmoid_norm ld_alpha": {"ld_alpha": 0.5, "reduction": "mean"},
+    "sigmoid wpo": {"wpo": True},
+    "hinge wpo": {"loss_type": "hinge", "wpo": True},
+    "cpo sigmoid": {"reference": "none", "label_smoothing": 0.1, "sft_weight": 1.0},
+    "cpo hinge": {"reference": "none", "loss_type": "hinge", "sft_weight": 1.0},
+    "cpo ipo": {"reference": "none", "loss_type": "ipo", "reduction": "mean", "sft_weight": 1.0},
+    "cpo simpo": {"loss_type": "simpo", "simpo_gamma": 0.3, "label_smoothing": 0.1},
+    "cpo alphapo": {"loss_type": "alphapo", "simpo_gamma": 0.3, "alphapo_alpha": 0.2, "label_smoothing": 0.1},
+    "orpo": {"loss_type": "orpo", "sft_weight": 0.0},
+}
+GROUPS = {
+    "grpo": {**WHOLE, "kl_coef": 0.04},
+    "bnpo": NO_KL,
+    "dapo": {"clip_eps_high": 0.28, **NO_KL},
+    "two-sided": {"dual_clip": 1.5, **NO_KL},
+    "dr_grpo": {"scale": "none", "loss_agg": "dr_grpo", "max_response_tokens": 9, **NO_KL},
+    "gspo": {"importance": "sequence", **WHOLE, **NO_KL},
+    "luspo": {"importance": "sequence", "loss_agg": "seq_mean_token_sum", **NO_KL},
+    "cispo": {"policy_loss": "cispo", "cispo_cap": 1.25, **NO_KL},
+    "cispo sequence": {"policy_loss": "cispo", "cispo_cap": 1.05, "importance": "sequence", **NO_KL},
+    "sapo": {
+        "policy_loss": "sapo",
+        "sapo_positive_temperature": 0.8,
+        "sapo_negative_temperature": 1.3,
+        **WHOLE,
+        **NO_KL,
+    },
+    "vespo": {"policy_loss": "vespo", **NO_KL},
+    "vespo powers": {
+        "policy_loss": "vespo",
+        "vespo_positive_power": 1.5,
+        "vespo_positive_decay": 2.5,
+        "vespo_negative_power": 0.5,
+        "vespo_negative_decay": 0.75,
+        "kl_coef": 0.04,
+    },
+    "gmpo": {"policy_loss": "gmpo", "clip_eps": 0.15, "clip_eps_high": 0.25, **WHOLE, "kl_coef": 0.04},
+    "batch": {"scale": "batch", **NO_KL},
+    "kl_unbiased": {"kl_unbiased": True, "kl_coef": 0.04},
+    "kl_unbiased sequence": {"importance": "sequence", **WHOLE, "kl_unbiased": True, "kl_coef": 0.04},
+    "off_policy": {"off_policy_threshold": 0.05, **NO_KL},
+    "top_entropy": {"top_entropy": 0.4, **NO_KL},
+    "entropy_coef": {"entropy_coef": 0.02, **NO_KL},
+    "rloo": {"scale": "none", **LEAVE_ONE_OUT, **NO_KL},
+    "rloo normalized": {"scale": "batch_advantages", **LEAVE_ONE_OUT, **NO_KL},
+    "rloo kl": {"scale": "none", **LEAVE_ONE_OUT, "kl_in_reward": True, "kl_estimator": "k1", "kl_coef": 0.05},
+}
+
+
+def test_every_loss_and_case_is_listed():
+    assert set(PAIRS) == set(VECTORS["pairs"]["expected"])
+    assert set(GROUPS) == set(VECTORS["groups"]["expected"])
+    for kind in ("pairs", "groups"):  # no two cases have one loss, so each key has an effect
+        losses = sorted(VECTORS[kind]["expected"].values())
+        assert np.diff(losses).min() > 1e-5, kind
+    assert {*PAIR_LOSSES, *BATCH_LOSSES} - {"simpo", "alphapo"} <= set(PAIRS)
+    assert set(OF_MARGIN) <= set(PAIR_LOSSES)
+
+
+def total(terms, weights):
+    assert terms.keys() <= weights.keys()
+    return sum(float(term.total / weights[name]) for name, term in terms.items())
+
+
+def inputs_of(kind):
+    """The arrays of a kind of batch, with a row of zeros at the end, which is padding."""
+    arrays = {name: np.array(values, np.float32) for name, values in VECTORS[kind]["inputs"].items()}
+    return {name: np.concatenate([values, np.zeros_like(values[:1])]) for name, values in arrays.items()}
+
+
+def token_columns(mask):
+    names = ("tokens", "targets", "segment_ids", "positions")
+    return {name: np.zeros(mask.shape, np.int32) for name in names} | {"loss_mask": mask}
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    """A batch of pairs, and functions for the log-likelihoods and the collision entropies of a model by name."""
+    given = inputs_of("pairs")
+    axes = (Axis("batch", 7), Axis("pair", 2), Axis("position", given["mask"].shape[-1]))
+    of_sequences = (Axis("batch", 14), axes[2])
+
+    def flat(name):
+        return hax.named(jnp.asarray(given[name].reshape(14, -1)), of_sequences)
+
+    batch = PairBatch.of(**{k: hax.named(jnp.asarray(v), axes) for k, v in token_columns(given["mask"]).items()})
+    return (
+        batch,
+        lambda model, batch, **_: (flat(model), {}),
+        lambda model, batch, **_: (flat(model), flat("collision"), {}),
+    )
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_losses_of_pairs_are_those_of_trl(monkeypatch, pairs, case):
+    batch, logps, logps_and_collision = pairs
+    monkeypatch.setattr(dpo, "token_logps", logps)
+    monkeypatch.setattr(dpo, "token_logps_and_collision_entropies", logps_and_collision)
+    objective = Dpo(**{"beta": 0.3} | PAIRS[case])
+    asked = objective.annotate({"initial": "reference"}, batch)
+    terms, _, _ = objective.terms("policy", asked, None, key=None)
+    expected = VECTORS["pairs"]["expected"][case]
+    assert total(terms, objective.weights(batch)) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def groups():
+    """A batch of groups, annotated, and a function for log-likelihoods and entropies."""
+    given = inputs_of("groups")
+    axes = (Axis("batch", 3), Axis("group", 4), Axis("position", given["mask"].shape[-1]))
+    columns = {name: hax.named(jnp.asarray(values), axes) for name, values in token_columns(given["mask"]).items()}
+    named = {name: hax.named(jnp.asarray(given[name]), axes) for name in ("old", "reference")}
+    rewards = hax.named(jnp.asarray(given["rewards"]), axes[:2])
+    batch = GroupBatch.of(rewards, named["old"], **columns)
+    flat = {
+        name: hax.named(jnp.asarray(given[name].reshape(12, -1)), (Axis("batch", 12), axes[2]))
+        for name in ("policy", "entropy")
+    }
+    return batch, ReferenceLogps(named["reference"]), lambda *_, **__: (flat["policy"], flat["entropy"], {})
+
+
+def loss_of_groups(objective, batch, reference):
+    batch = objective.with_batch_statistics(batch)
+    batch = replace(batch, annotations=reference if objective.needs_reference else None)
+    terms, _, _ = objective.terms(None, batch, None, key=None)
+    return total(terms, objective.weights(batch))
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_losses_of_groups_are_those_of_trl(monkeypatch, groups, case):
+    batch, reference, logps_and_entropies = groups
+    monkeypatch.setattr(grpo, "token_logps_and_entropies", logps_and_entropies)
+    scaled = {} if GROUPS[case].get("scale") == "none" else AS_TRL
+    objective = Grpo(**{"old_policy": "rollout"} | scaled | GROUPS[case])
+    expected = VECTORS["groups"]["expected"][case]
+    assert loss_of_groups(objective, batch, reference) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["batch", "batch_advantages"])
+def test_the_scale_of_a_batch_does_not_depend_on_its_microbatches(groups, scale):
+    batch, _, _ = groups
+    objective = Grpo(old_policy="model", scale=scale, kl_coef=0.0)
+    whole = objective.with_batch_statistics(batch)
+    split = jax.tree.map(
+        lambda column: column.unflatten_axis("batch", (Axis("microbatch", 3), Axis("batch", 1))),
+        batch,
+        is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray),
+    )
+    of_split = objective.with_batch_statistics(split).std_of_batch
+    assert [axis.name for axis in of_split.axes] == ["microbatch", "batch"]
+    np.testing.assert_allclose(np.unique(of_split.array), np.unique(whole.std_of_batch.array), rtol=1e-6)
+    rewards = np.array(VECTORS["groups"]["inputs"]["rewards"])
+    of = rewards if scale == "batch" else rewards - rewards.mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(whole.std_of_batch.array, of.std(), rtol=1e-6)
