@@ -486,7 +486,7 @@ def test_without_overlong_documents_the_rows_are_those_of_the_others(lengths, ca
     assert (found.num_cuts, found.num_lost) == ((~fits).sum(), sum(lengths) - found.lengths.sum())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths=lengths_of_documents, capacity=st.integers(2, 10))
 def test_the_ends_of_overlong_documents_are_packed_like_their_beginnings(lengths, capacity):
     offsets, config = np.concatenate([[0], np.cumsum(lengths)]), BestFitConfig(fill="pad")
