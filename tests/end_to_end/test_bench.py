@@ -133,7 +133,7 @@ def test_forecast_of_fp8_with_the_nvidia_compiler(workplace, recipe):
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(is_installed, CUDA_PLUGINS)), reason="jax's CUDA plugin is not installed")
 def test_forecast_of_rollouts_with_the_nvidia_compiler(workplace):
-    """FSDP gathers all weights for each new token, in the dtype of the computation. Weights that are whole are not gathered."""
+    """FSDP gathers all weights for each new token, in the dtype of the computation; whole weights need no gathering."""
     place = workplace(1)
     place.write("")
     data = {
