@@ -63,6 +63,7 @@ def test_forecast_with_simulated_devices(workplace):
         assert 0 < one["memory_bytes"] < one["memory_limit"]
         assert one["collectives"]["all-gather"][1] > 0
         assert (one["optimizer_seconds"] is None) == ("simulated" in one["compiled_for"])
+        assert one["sampling"] is None
 
 
 @pytest.mark.slow
@@ -127,6 +128,54 @@ def test_forecast_of_fp8_with_the_nvidia_compiler(workplace, recipe):
     head = 2 if recipe == "rowwise" else 3
     assert 2 * (4 + 7 + 4) + head <= hopper["fp8 products"] <= 2 * 3 * 7 + head
     assert "fp8 products" not in ampere
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(is_installed, CUDA_PLUGINS)), reason="jax's CUDA plugin is not installed")
+def test_forecast_of_rollouts_with_the_nvidia_compiler(workplace):
+    """FSDP gathers all weights for each new token, in the dtype of the computation; whole weights need no gathering."""
+    place = workplace(1)
+    place.write("")
+    data = {
+        "type": "rollouts",
+        "vocab_size": 1024,
+        "group_size": 8,
+        "max_new_tokens": 128,
+        "rewards": [{"type": "exact_match"}],
+    }
+    model = {
+        "type": "llama",
+        "seq_len": 256,
+        "hidden_dim": 256,
+        "intermediate_dim": 512,
+        "num_layers": 2,
+        "num_heads": 4,
+    }
+    phases = [{"name": "a", "surgery": [{"type": "lora", "target": "attn|mlp", "rank": 4}], "trainable": [r"\\.[ab]$"]}]
+    changes = ["--data", json.dumps(data), "--model", json.dumps(model), "--phases", json.dumps(phases)]
+    changes += ["--objective", json.dumps({"type": "grpo", "old_policy": "rollout", "kl_coef": 0.0})]
+    changes += ["--trainer.train_batch_size", "16", "--trainer.mp", "p=f32,c=bfloat16", "--topology", "h100-8"]
+    weights = 2 * (2 * (4 * 256 * 256 + 3 * 256 * 512) + 1024 * 256)  # bytes of all layers and the head
+    cache = 2 * 2 * 2 * 4 * 64 * (256 - 1)  # bytes of a row
+    found = {}
+    for fsdp in ("embed", "null"):
+        done = place.run("--config_path", "run.yaml", *changes, "--trainer.fsdp_axis", fsdp, module="jaxlm.bench")
+        assert done.code == 0, done.err
+        found[fsdp] = json.loads(done.out.splitlines()[-1])
+    for result in found.values():
+        sampling = result["sampling"]
+        assert (sampling["rows"], sampling["calls"], sampling["steps"]) == (16 * 8, 1, 1)
+        assert (sampling["prompt_tokens"], sampling["new_tokens"]) == (128, 128)
+        assert sampling["cache_bytes"] == 16 * cache
+        assert sampling["memory_bytes"] > sampling["cache_bytes"]
+        assert 0 < sampling["token_seconds"] <= sampling["token_seconds_exposed"]
+        rollout = sampling["prompt_seconds"] + 127 * sampling["token_seconds"]
+        assert sampling["rollout_seconds"] == pytest.approx(rollout)
+        assert sampling["tokens_per_second"] == pytest.approx(128 * 128 / rollout)
+        assert result["executed_flops"] > 0.9 * result["flops_per_token"] * result["tokens_per_step"] / 8
+    gathered = found["embed"]["sampling"]["collectives"]["all-gather"][1]
+    assert weights <= gathered < 1.2 * weights, "adapters and the embedding besides"
+    assert sum(size for _, size in found["null"]["sampling"]["collectives"].values()) < 1e4
 
 
 @pytest.mark.parametrize(

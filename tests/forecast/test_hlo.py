@@ -4,7 +4,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxlm.forecast.hlo import Collective, collectives_by_kind, collectives_per_run, has_compiler_remat, kernels
+from jaxlm.forecast.hlo import (
+    Collective,
+    collectives_by_kind,
+    collectives_per_run,
+    has_compiler_remat,
+    kernels,
+    with_trip_count,
+)
+from jaxlm.forecast.roofline import executed_flops
 from tests.forecast.helpers import collectives
 
 
@@ -52,6 +60,22 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 }
 """
     assert kernels(text) == {"__cudnn$fmhaSoftmax": 12}
+
+
+def test_loops_that_end_when_the_data_says_so_get_a_trip_count():
+    """Sampling ends when all rows have ended: the loop over tokens has no trip count, the loop over layers inside has one."""
+
+    def sampled(x, most):
+        layer = lambda x, _: (jnp.tanh(x @ x), None)  # noqa: E731
+        step = lambda at: (jax.lax.scan(layer, at[0], None, length=5)[0], at[1] + 1)  # noqa: E731
+        return jax.lax.while_loop(lambda at: (at[1] < most) & jnp.any(at[0] > 0.5), step, (x, 0))[0]
+
+    text = jax.jit(sampled).lower(jnp.ones((8, 8)), 7).compile().as_text()
+    flops = 2 * 8**3
+    assert executed_flops(text) == 5 * flops
+    assert executed_flops(with_trip_count(text, 3)) == 3 * 5 * flops
+    known = jax.jit(lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, length=4)[0]).lower(jnp.ones((8, 8)))
+    assert executed_flops(with_trip_count(known.compile().as_text(), 3)) == 4 * flops
 
 
 def test_asynchronous_collectives_count_their_output():

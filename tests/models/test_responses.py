@@ -14,6 +14,7 @@ from jaxlm.core.types import TokenBatch
 from jaxlm.data.rollouts.local import LocalSamplerConfig
 from jaxlm.data.rollouts.sampler import SamplerContext, SamplingRequest
 from jaxlm.models.inference import responses
+from jaxlm.models.inference.padding import left_padded
 from jaxlm.models.inference.responses import Noise, sample_responses
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.objectives.completions import token_logps
@@ -107,9 +108,24 @@ def test_a_mesh_samples_the_same_tokens(llama, shards):
             llama,
             is_leaf=lambda a: isinstance(a, hax.NamedArray),
         )
-        found = sampled(placed, range(20))
+        found, forecast = sampled(placed, range(20)), sampled_by_compiled_programs(placed, PROMPTS[:20])
     np.testing.assert_array_equal(found.tokens, alone.tokens)
     np.testing.assert_allclose(found.logps, alone.logps, atol=1e-5)
+    np.testing.assert_array_equal(forecast, found.tokens)
+
+
+def sampled_by_compiled_programs(model, prompts):
+    """The tokens from the programs that a forecast compiles, from shapes alone, for 64 rows."""
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), model)
+    programs = responses.compile_sampling(shapes, 64, 9, MOST)
+    numbers = np.arange(64, dtype=np.uint32) * (np.arange(64) < len(prompts))
+    given = np.array(STOPS, np.int32), np.float32(TEMPERATURE)
+    noise = np.array(NOISE, np.uint32)
+    state, keys = programs.prompts(model, left_padded(prompts, 64), numbers.astype(np.uint32), noise, *given)
+    state = programs.tokens(model, state, keys, *given)
+    cache = jax.tree.leaves(programs.cache)
+    assert [leaf.shape for leaf in cache] == [a.shape for a in jax.tree.leaves((state.cache.keys, state.cache.values))]
+    return np.asarray(state.tokens)[: len(prompts)]
 
 
 class Fixed:

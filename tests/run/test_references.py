@@ -82,6 +82,27 @@ def test_flops_count_the_forward_pass_of_a_teacher_in_the_step(folder, tokenizer
     assert flops_per_token(cached, cached.phases[0]).causal == alone
 
 
+def test_flops_do_not_count_the_gradients_of_frozen_matrices(folder, tokenizer):
+    lora = [{"type": "lora", "target": "attn|mlp", "rank": 2}]
+    layer, table = 4 * 32 * 32 + 3 * 32 * 48, tokenizer.vocab_size * 32
+
+    def counted(trainable, **sections):
+        phases = [{"name": "train", "surgery": lora, "trainable": [trainable]}]
+        plan = plan_of(folder, tokenizer, **{"refs": {}, "objective": {}, "phases": phases} | sections)
+        return flops_per_token(plan, plan.phases[0]).causal
+
+    alone = plan_of(folder, tokenizer, refs={}, objective={}).config.model.flops_per_token(tokenizer.vocab_size).causal
+    assert counted(".") == alone
+    assert counted(r"\.[ab]$") == alone - 2 * (layer + table)
+    assert counted("head") == alone - 2 * layer
+    tied = {"model": STUDENT | {"tie_word_embeddings": True}}
+    assert counted("tokens", **tied) == alone - 2 * layer
+    assert counted(r"\.[ab]$", **tied) == alone - 2 * (layer + table)
+    held = {"data": {"type": "pairs"}, "objective": {"type": "dpo"}}
+    forward = alone / 3  # of the model without its adapters, which is the reference
+    assert counted(r"\.[ab]$", **held) == pytest.approx(alone - 2 * (layer + table) + forward)
+
+
 def test_a_teacher_is_loaded_in_its_own_dtype_sharded_like_parameters(folder, tokenizer):
     plan = plan_of(folder, tokenizer)
     assert check(plan, tokenizer) == ""

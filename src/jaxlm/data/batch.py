@@ -28,16 +28,42 @@ class Column:
 
 
 @dataclass(frozen=True)
+class SampledRows:
+    """What the devices that train sample before they train on it.
+
+    Attributes:
+        group_size: responses to each example.
+        num_batches: number of batches whose examples are sampled together.
+        num_steps: number of steps that train on them.
+        prompt_tokens, new_tokens: the most tokens of a prompt and of a response.
+        rows_at_once: number of responses -> how many of them are sampled at the same time.
+    """
+
+    group_size: int
+    num_batches: int
+    num_steps: int
+    prompt_tokens: int
+    new_tokens: int
+    rows_at_once: Callable[[int], int]
+
+    def num_rows(self, batch_size: int) -> int:
+        """Number of responses that are sampled together, for batches of this size."""
+        return self.group_size * self.num_batches * batch_size
+
+
+@dataclass(frozen=True)
 class BatchSpec(Generic[B]):
     """The shapes of one kind of batch.
 
     Attributes:
         make: the batch's class, whose fields are the columns.
         columns: column by name.
+        sampled: what the devices sample before they train on it; None if they sample nothing.
     """
 
     make: Callable[..., B]
     columns: Mapping[str, Column]
+    sampled: SampledRows | None = None
 
     def abstract(self, leading: Sequence[hax.Axis], layout: Layout) -> B:
         """Shapes, dtypes and shardings of a batch. Args: leading: {[microbatch,] batch}."""

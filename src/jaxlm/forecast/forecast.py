@@ -11,7 +11,6 @@ none.
 """
 
 import dataclasses
-import functools
 import json
 import os
 from collections.abc import Sequence
@@ -27,23 +26,22 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.step import OPTIMIZER_SCOPE
 from jaxlm.forecast.aot_devices import aot_devices, has_compiler
-from jaxlm.forecast.hlo import Collective, collectives_by_kind, collectives_per_run, kernels
-from jaxlm.forecast.roofline import Seconds, Speed, executed_flops, overlapped, roofline
+from jaxlm.forecast.estimate import Estimate, communication_seconds, estimate_kernels, speed_of
+from jaxlm.forecast.hlo import collectives_by_kind, kernels
+from jaxlm.forecast.roofline import Seconds, executed_flops, roofline
+from jaxlm.forecast.sampling import SamplingForecast, forecast_sampling, moved
 from jaxlm.forecast.topologies import Topology
 from jaxlm.models.attention.aot_cuda import compiling_for_cuda
 from jaxlm.models.moe import num_active
 from jaxlm.models.remat import FULL
 from jaxlm.observe.console import Console, exact_duration, table
-from jaxlm.run.compilation.step import compile_step, gib
+from jaxlm.run.compilation.step import CompiledStep, compile_step, gib
 from jaxlm.run.dry_run import assumed_vocabulary
 from jaxlm.run.plan import Plan, make_plan
 from jaxlm.run.references import flops_per_token
 
 # Fraction of a data sheet's peak that a large bf16 matrix product reaches; measured on one H200: 0.78 to 0.81.
 GEMM_SHARE = 0.8
-# Fractions of the peak that the kernels of a training step reach: matrix products 600 to 690 of 989 TFLOP/s, cuDNN's
-# attention 350 to 500, and elementwise kernels 4.0 of 4.8 TB/s (public measurements on Hopper).
-_PRODUCTS_SHARE, _ATTENTION_SHARE, _MEMORY_SHARE = 0.66, 0.43, 0.83
 _MAX_SIMULATED = 2048  # XLA treats more as devices of another process, which it cannot compile for on CPUs
 _COMPILER_HINTS = {
     "gpu": "pip install 'jaxlm[gpu]' installs the compiler for NVIDIA GPUs; no GPU is needed",
@@ -76,6 +74,11 @@ class Forecast:
         optimizer_flops_share: its share of the FLOPs of matrix products and attention that a device executes.
         collectives: kind -> (number, output bytes) per step on one chip.
         kernels: number of calls per step of each library kernel.
+        flops_per_token: the model's, as `mfu` counts them.
+        executed_flops: FLOPs of matrix products and attention that a chip executes in a step, recomputation included; None if
+            the kernels are not known. Products in fp8 count half.
+        sampling: what the model samples on these chips before it trains on it; None if it samples nothing there, or if the
+            kernels are not known.
     """
 
     topology: str
@@ -102,6 +105,9 @@ class Forecast:
     optimizer_flops_share: float | None
     collectives: dict[str, tuple[int, int]]
     kernels: dict[str, int]
+    flops_per_token: float
+    executed_flops: float | None
+    sampling: SamplingForecast | None
 
 
 def simulate_devices(topologies: Sequence[Topology]) -> None:
@@ -127,16 +133,19 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecas
     cuda = topology.chip.cuda if has_real_compiler else None
     devices, compiled_for = aot_devices(topology) if has_real_compiler else _simulated_devices(topology)
     plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0], devices)
+    sampling = None
     with plan.layout.use(), compiling_for_cuda(cuda.capability) if cuda else nullcontext():
         step = compile_step(plan, plan.phases[0], console.log, limit=int(topology.chip.memory))
+        if cuda:
+            sampling = forecast_sampling(plan, topology, console.log)
     hlo = step.call.as_text() or ""
-    speed = _speed(topology, plan.precision.compute)
-    full_remat = step.remat_policy == FULL
-    time = roofline(hlo, speed) if cuda else _analytic_seconds(plan, topology, full_remat=full_remat)
-    collective_seconds = functools.partial(_collective_seconds, plan=plan, topology=topology)
-    communication = sum(n * collective_seconds(collective) for collective, n in collectives_per_run(hlo).items())
-    seconds, exposed = max(time.total, communication), time.total + communication
-    scheduled = exposed - overlapped(hlo, speed, collective_seconds) if cuda else None
+    speed = speed_of(topology, plan.precision.compute)
+    estimate = (
+        estimate_kernels(hlo, topology, plan.mesh, plan.precision.compute)
+        if cuda
+        else _analytic(plan, topology, step, hlo)
+    )
+    seconds, exposed, scheduled = estimate.overlapped, estimate.exposed, estimate.scheduled
     model = plan.state_builder.abstract_state(plan.phases[0]).model
     flops = flops_per_token(plan, plan.phases[0])
     per_second = plan.tokens_per_step / (topology.num_chips * topology.chip.peak)
@@ -147,9 +156,9 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecas
         parameters=tree.num_parameters(model),
         active_parameters=num_active(model),
         tokens_per_step=plan.tokens_per_step,
-        compute_seconds=time.products + time.attention,
-        memory_seconds=time.memory,
-        communication_seconds=communication,
+        compute_seconds=estimate.kernels.products + estimate.kernels.attention,
+        memory_seconds=estimate.kernels.memory,
+        communication_seconds=estimate.communication,
         step_seconds=seconds,
         step_seconds_exposed=exposed,
         step_seconds_scheduled=scheduled,
@@ -162,9 +171,12 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecas
         memory_limit=int(topology.chip.memory),
         recomputation=step.remat_policy,
         optimizer_seconds=roofline(hlo, speed, OPTIMIZER_SCOPE).total if cuda else None,
-        optimizer_flops_share=executed_flops(hlo, OPTIMIZER_SCOPE) / max(1.0, executed_flops(hlo)) if cuda else None,
-        collectives=collectives_by_kind(hlo),
+        optimizer_flops_share=executed_flops(hlo, OPTIMIZER_SCOPE) / max(1.0, estimate.flops or 0.0) if cuda else None,
+        collectives=estimate.collectives,
         kernels=dict(kernels(hlo)) if cuda else {},
+        flops_per_token=flops.causal,
+        executed_flops=estimate.flops,
+        sampling=sampling,
     )
 
 
@@ -186,10 +198,15 @@ def _simulated_devices(topology: Topology) -> tuple[Sequence[Any], str]:
     return devices[: topology.num_chips], description
 
 
-def _speed(topology: Topology, dtype: Any) -> Speed:
-    chip = topology.chip
-    peak = chip.peak_of(dtype)
-    return Speed(peak * _PRODUCTS_SHARE, peak * _ATTENTION_SHARE, chip.memory_bandwidth * _MEMORY_SHARE)
+def _analytic(plan: Plan, topology: Topology, step: CompiledStep, hlo: str) -> Estimate:
+    """The estimate for chips whose kernels are not known."""
+    return Estimate(
+        kernels=_analytic_seconds(plan, topology, full_remat=step.remat_policy == FULL),
+        communication=communication_seconds(hlo, topology, plan.mesh),
+        hidden=None,
+        flops=None,
+        collectives=collectives_by_kind(hlo),
+    )
 
 
 def _analytic_seconds(plan: Plan, topology: Topology, *, full_remat: bool) -> Seconds:
@@ -203,19 +220,6 @@ def _analytic_seconds(plan: Plan, topology: Topology, *, full_remat: bool) -> Se
         products=executed / (topology.chip.peak_of(plan.precision.compute) * GEMM_SHARE),
         memory=state / num_shards / topology.chip.memory_bandwidth,
     )
-
-
-def _collective_seconds(collective: Collective, plan: Plan, topology: Topology) -> float:
-    """Time of a ring over the likely group, at the bandwidth of its slowest link.
-
-    Parameters are gathered over the `data` axis, whose devices are `model` devices apart. Reductions over replicas span
-    all devices.
-    """
-    group, span = plan.mesh.data, plan.mesh.data * plan.mesh.model
-    if group == 1 or (plan.mesh.replica > 1 and collective.kind == "all-reduce"):
-        group = span = topology.num_chips
-    passes = {"all-reduce": 2.0, "reduce-scatter": float(group)}.get(collective.kind, 1.0)
-    return passes * collective.num_bytes * (group - 1) / group / topology.bandwidth(span)
 
 
 def _rows(result: Forecast) -> list[tuple[str, str]]:
@@ -232,17 +236,23 @@ def _rows(result: Forecast) -> list[tuple[str, str]]:
         share = result.optimizer_seconds / (result.compute_seconds + result.memory_seconds)
         flops_share = f"{result.optimizer_flops_share:.1%} of FLOPs"
         optimizer = f"{exact_duration(result.optimizer_seconds)}, {share:.1%} of compute and memory; {flops_share}"
-    moved = ", ".join(f"{kind}: {n}, {gib(size)}" for kind, (n, size) in result.collectives.items())
-    return [
+    executed = "unknown"
+    if result.executed_flops is not None:
+        counted = result.flops_per_token * result.tokens_per_step / result.chips
+        times = result.executed_flops / counted
+        executed = f"{result.executed_flops:.4g} executed per chip and step, {times:.2f} times the model's"
+    rows = [
         ("compiled for", f"{result.compiled_for}, remat policy {result.recomputation}"),
         ("parameters", f"{result.parameters:,}, {result.active_parameters:,} of them active per token"),
         ("step", f"{result.tokens_per_step:,} tokens, {step} ({seconds}{exposed} exposed)"),
         ("compute", f"{compute} matrix products and attention, {traffic} memory"),
         ("optimizer", optimizer),
         ("communication", exact_duration(result.communication_seconds)),
-        ("collectives", moved or "none"),
+        ("FLOPs", f"{result.flops_per_token:.4g} per token; {executed}"),
+        ("collectives", moved(result.collectives)),
         ("tokens/s", f"{result.tokens_per_second:,.0f} ({result.tokens_per_second / result.chips:,.0f} per chip)"),
         ("MFU", f"{result.mfu:.1%} ({mfu}{result.mfu_exposed:.1%} exposed); {full_attention}"),
         ("kernels", ", ".join(f"{name} x {n}" for name, n in result.kernels.items()) or "unknown"),
         ("memory per chip", f"{memory} of {gib(result.memory_limit)}"),
     ]
+    return rows if result.sampling is None else [*rows, *result.sampling.rows_of_table(result.memory_limit)]

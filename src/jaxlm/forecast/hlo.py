@@ -170,6 +170,18 @@ class Program:
                 pending += [(called, count * trips) for called in self.called_by(instruction)]
 
 
+def with_trip_count(hlo: str, trips: int) -> str:
+    """The text with a trip count for the loops of the entry computation that end when the data says so."""
+    lines, in_entry = [], False
+    for line in hlo.splitlines():
+        if not line.startswith(" ") and (header := _COMPUTATION.match(line)):
+            in_entry = header["entry"] is not None
+        if in_entry and (m := _INSTRUCTION.match(line)) and m["opcode"] == "while" and not _TRIPS.search(line):
+            line += f', known_trip_count={{"n":"{trips}"}}'
+        lines.append(line)
+    return "\n".join(lines)
+
+
 def collectives_per_run(hlo: str) -> Counter[Collective]:
     """Counts how often each collective is executed in one run of the program, as far as trip counts are known."""
     counts: Counter[Collective] = Counter()

@@ -14,7 +14,7 @@ from jaxlm.core.field_types import LARGEST_INT, NonNegativeInt, PositiveFloat, P
 from jaxlm.core.runtime import main_only
 from jaxlm.core.types import GroupBatch
 from jaxlm.data.base import TRAIN, Batches
-from jaxlm.data.batch import BatchSpec, Column, Columns, random_tokens, token_columns
+from jaxlm.data.batch import BatchSpec, Column, Columns, SampledRows, random_tokens, token_columns
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.base import FormatConfig
@@ -84,7 +84,21 @@ class RolloutsConfig(DataConfig):
             "sampler_logps": Column(np.float32, (Group, Position)),
             **token_columns(Group, Position),
         }
-        return BatchSpec(functools.partial(GroupBatch.of, temperature=float(self.temperature)), columns)
+        make = functools.partial(GroupBatch.of, temperature=float(self.temperature))
+        return BatchSpec(make, columns, self._sampled(seq_len))
+
+    def _sampled(self, seq_len: int) -> SampledRows | None:
+        """What the devices that train sample; None if a server does."""
+        if not self.sampler.rows_at_once(self.group_size):
+            return None
+        return SampledRows(
+            group_size=self.group_size,
+            num_batches=self.minibatches_per_rollout,
+            num_steps=self.updates_per_rollout,
+            prompt_tokens=seq_len - self.max_new_tokens,
+            new_tokens=self.max_new_tokens,
+            rows_at_once=self.sampler.rows_at_once,
+        )
 
     def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> Prompts:
         del record_format

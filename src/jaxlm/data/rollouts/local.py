@@ -32,6 +32,9 @@ class LocalSamplerConfig(SamplerConfig):
     def open(self, context: SamplerContext) -> Sampler:
         return LocalSampler(self, context)
 
+    def rows_at_once(self, num_rows: int) -> int:
+        return min(self.max_rows or num_rows, num_rows)
+
 
 class LocalSampler(Sampler):
     """Samples with a KV cache, in one program for the prompts and one for all new tokens.
@@ -40,14 +43,14 @@ class LocalSampler(Sampler):
     """
 
     def __init__(self, config: LocalSamplerConfig, context: SamplerContext):
-        self._max_rows = config.max_rows
+        self._config = config
         self._cast = jax.jit(context.precision.cast_to_compute)
         self._progress = context.progress
 
     def sample(self, model: Any, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[Sample]:
         generator = Generator.of(self._cast(model))
         num_rows = request.num_rows or len(prompts)
-        most = min(self._max_rows or num_rows, num_rows)
+        most = self._config.rows_at_once(num_rows)
         samples: dict[int, Sample] = {}
         for places in _calls(prompts, most):
             found = sample_responses(

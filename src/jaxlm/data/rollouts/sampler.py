@@ -108,3 +108,7 @@ class SamplerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
     @abc.abstractmethod
     def open(self, context: SamplerContext) -> Sampler:
         """Opens the sampler, on every process."""
+
+    def rows_at_once(self, num_rows: int) -> int:
+        """How many of the rows of a rollout the devices that train sample at the same time; 0 if they sample none."""
+        return 0

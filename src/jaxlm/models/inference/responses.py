@@ -20,7 +20,7 @@ from jaxlm.core.matmul import arranged, einsum
 from jaxlm.core.sharding import current_layout
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.chunked_loss import soft_capped
-from jaxlm.models.inference.padding import left_padded, round_up
+from jaxlm.models.inference.padding import left_padded, padded_length, round_up
 from jaxlm.models.inference.unstacked import Generator
 
 _NO_TOKEN = -1
@@ -74,8 +74,7 @@ def sample_responses(
         temperature: above 0; the logits are divided by it.
         num_rows: rows of the program, at least as many as prompts; None has as many. Equal numbers compile once.
     """
-    layout = current_layout()
-    num_rows = round_up(num_rows or len(prompts), 1 if layout is None else layout.num_shards(BATCH))
+    num_rows = _program_rows(num_rows or len(prompts))
     numbers = np.zeros(num_rows, np.uint32)
     numbers[: len(rows)] = rows
     words = np.array([noise.seed, noise.step, noise.turn], np.uint32)
@@ -86,6 +85,45 @@ def sample_responses(
     state = generator.in_step_layout(state)
     state = _finish(generator.step_model, state, keys, stops, np.float32(temperature))
     return Responses(np.asarray(state.tokens)[: len(prompts)], np.asarray(state.logps)[: len(prompts)])
+
+
+class SamplingPrograms(NamedTuple):
+    """The compiled programs of `sample_responses`.
+
+    Attributes:
+        prompts: reads the prompts and samples the first token of each.
+        tokens: samples the other tokens, in a loop.
+        cache: shapes, dtypes and shardings of the keys and values.
+    """
+
+    prompts: jax.stages.Compiled
+    tokens: jax.stages.Compiled
+    cache: Any
+
+
+def compile_sampling(model: LanguageModel, num_rows: int, prompt_tokens: int, max_new_tokens: int) -> SamplingPrograms:
+    """Compiles what `sample_responses` runs for so many rows and prompts of that length, from shapes only. On devices that
+    decode with stacked layers, which are all but a single CPU.
+
+    Call it inside `layout.use()`. Args: model: shapes, dtypes and shardings.
+    """
+    num_rows, width = _program_rows(num_rows), padded_length(prompt_tokens)
+    shape: Any = jax.ShapeDtypeStruct
+    column = NamedArray(shape((num_rows, width), jnp.int32), (Axis(BATCH, num_rows), Axis(POSITION, width)))
+    numbers, words, stops = shape((num_rows,), jnp.uint32), shape((3,), jnp.uint32), shape((2,), jnp.int32)
+    temperature = shape((), jnp.float32)
+    lowered = _begin.lower(model, Inputs(column, column, column), numbers, words, stops, temperature, max_new_tokens)
+    prompts = lowered.compile()
+    place = lambda found, sharding: shape(found.shape, found.dtype, sharding=sharding)  # noqa: E731
+    state, keys = jax.tree.map(place, lowered.out_info, prompts.output_shardings)
+    tokens = _finish.lower(model, state, keys, stops, temperature).compile()
+    return SamplingPrograms(prompts, tokens, (state.cache.keys, state.cache.values))
+
+
+def _program_rows(num_rows: int) -> int:
+    """Rows of a program: a multiple of the devices that they are divided over."""
+    layout = current_layout()
+    return round_up(num_rows, 1 if layout is None else layout.num_shards(BATCH))
 
 
 class _State(eqx.Module):
