@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jaxlm.rewards.base import Reward, RewardConfig, RewardContext, ScoredRows
 
 START_TIMEOUT_S = 300.0  # large libraries from a cold disk
+_SEND_S = 300  # until a process counts as lost that does not read what it is sent
 RESUMES = "The run's checkpoints are kept; the same command resumes from the newest one"
 _EXIT_S = 2.0
 _PARENT_S = 1.0
@@ -181,7 +182,7 @@ class RewardWorker:
 def _connections() -> tuple[Connection, Connection]:
     """Both ends of a connection. Sending at the first one raises `BlockingIOError` when nothing is read for long."""
     ours, theirs = socket.socketpair()
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", round(START_TIMEOUT_S), 0))
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
     return Connection(ours.detach()), Connection(theirs.detach())
 
 
