@@ -57,7 +57,7 @@ def test_a_dry_run_says_what_does_not_open(config, tmp_path):
         ({"environment": {"type": "tool"}}, r"the environment needs the special token <\|python_end\|>, which"),
         (
             {"environment": {"type": f"{OpensNothingConfig.__module__}:OpensNothingConfig"}},
-            "opened None, an Environment",
+            "the environment OpensNothingConfig opened None, an Environment expected",
         ),
         ({"sampler": server()}, "data.sampler.server: the server at http://127.0.0.1:.* gave no answer: .*refused"),
         ({"sampler": server(), "temperature": 0.5}, r"data.sampler.logprobs: raw given with temperature: 0\.5"),
