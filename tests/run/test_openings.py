@@ -17,7 +17,7 @@ from jaxlm.observe.console import Console
 from jaxlm.run import dry_run as dry_runs
 from jaxlm.run.plan import make_plan
 from tests.answers import write_tokenizer
-from tests.environments.opens_nothing import OpensNothingConfig
+from tests.environments.own import OpensNothingConfig
 from tests.ports import reserved_port
 from tests.run.test_dry_run import configured
 
