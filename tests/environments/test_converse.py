@@ -170,7 +170,7 @@ def test_an_environment_of_several_turns():
     assert config.opened[1].heard == ["go", "7" + EOS]
 
 
-class Dice(Environment):
+class Counting(Environment):
     """Never answers the same twice, as an environment on another machine would."""
 
     numbers = itertools.count()
@@ -184,9 +184,9 @@ class Dice(Environment):
 
 
 @dataclass(frozen=True)
-class DiceConfig(EnvironmentConfig):
+class CountingConfig(EnvironmentConfig):
     def open(self):
-        return Dice()
+        return Counting()
 
 
 def test_all_processes_hear_the_environment_of_process_0(monkeypatch):
@@ -195,7 +195,7 @@ def test_all_processes_hear_the_environment_of_process_0(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 0)
     monkeypatch.setattr(runtime, "broadcast_from_main", lambda values: sent.append(values) or values)
     turns = ["a" + EOS, "bc" + EOS, "d" + EOS]
-    first = converse(Script(turns, turns), DiceConfig(), prompts("go", "on", secret=7), DIALECT, LIMITS)
+    first = converse(Script(turns, turns), CountingConfig(), prompts("go", "on", secret=7), DIALECT, LIMITS)
     assert len({one.tokens for one in first}) == 2
 
     def receive(values):
@@ -205,7 +205,7 @@ def test_all_processes_hear_the_environment_of_process_0(monkeypatch):
 
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(runtime, "broadcast_from_main", receive)
-    second = converse(Script(turns, turns), DiceConfig(), prompts("go", "on"), DIALECT, LIMITS)
+    second = converse(Script(turns, turns), CountingConfig(), prompts("go", "on"), DIALECT, LIMITS)
     assert (second, sent) == (first, [])
 
 
