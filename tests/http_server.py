@@ -9,7 +9,8 @@ from typing import Any
 
 
 class StandIn(ThreadingHTTPServer):
-    """Answers `POST path` with `answers[path](body)`, but first with `faults`, one for each request.
+    """Answers `POST path` (and `GET path`, without a body) with `answers[path](body)`, but first with `faults`, one for each
+    request.
 
     A fault is a status, `close` (no answer), `cut` (half an answer), `text` (no JSON), or an event to wait for.
     """
@@ -36,8 +37,11 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: StandIn
 
+    def do_GET(self):
+        self.do_POST()
+
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"null")
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"null")
         with self.server.lock:
             self.server.requests.append((self.path, body))
             self.server.headers.append(dict(self.headers))

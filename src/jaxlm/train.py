@@ -60,7 +60,14 @@ from jaxlm.run.resume_checks import (
     check_same_run,
     check_same_tokenizer,
 )
-from jaxlm.run.startup import check_accelerator, check_performance, check_same_start, describe, group_rows
+from jaxlm.run.startup import (
+    check_accelerator,
+    check_opens,
+    check_performance,
+    check_same_start,
+    describe,
+    group_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -175,6 +182,7 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     config.model.leaves_from_tokens(tokenizer.vocab_size)  # raises for keys that do not suit the vocabulary
     check_same_data(plan, tokenizer.fingerprint)
     saved = main_only(lambda: saved and check_same_tokenizer(plan, saved, tokenizer.fingerprint))
+    main_only(lambda: check_opens(plan, tokenizer))
     tokenize_on_ray(config.trainer.ray, plan.data, tokenizer, config.model.seq_len, console.log)
     config = with_num_steps_of_data(config, plan.batches.train, tokenizer, console.log)
     plan = plan.updated(config, tokenizer.vocab_size)
@@ -262,17 +270,17 @@ def _open_phase(
     first_step = phase.start if resumed is None else resumed.cursor.step
     seed = plan.config.order_seed
     order: Any = {"start": phase.start, "first_step": first_step, "seed": seed}
-    batches = data.batches(sizes, plan.layout, **order, services=run.services(phase))
-    enter = None
-    if resumed is None:
-        enter = enter_phase(plan.state_builder, phase, plan.layout, state, weights)
-    # Compiled before the state is made: a step that does not fit into memory ends in a message, not in a killed machine.
-    with run.clock.during(Activity.COMPILE):
-        steps = compile_steps(plan, phase, first_step, run.console.log)
-    steps.check_fits_memory()
-    refs = load_references(plan, phase, run.console.log)
     with contextlib.ExitStack() as closing:
+        batches = data.batches(sizes, plan.layout, **order, services=run.services(phase))
         closing.enter_context(contextlib.closing(batches))
+        enter = None
+        if resumed is None:
+            enter = enter_phase(plan.state_builder, phase, plan.layout, state, weights)
+        # Compiled before the state is made: a step that does not fit into memory ends in a message, not in a killed machine.
+        with run.clock.during(Activity.COMPILE):
+            steps = compile_steps(plan, phase, first_step, run.console.log)
+        steps.check_fits_memory()
+        refs = load_references(plan, phase, run.console.log)
         if enter is not None:
             state = enter()
             with run.clock.during(Activity.SAVE):

@@ -6,7 +6,7 @@ import pytest
 
 from jaxlm.core import runtime
 from jaxlm.core.errors import ConfigError, PeerError
-from jaxlm.core.runtime import main_first, main_only
+from jaxlm.core.runtime import from_main, main_first, main_only
 
 
 def fail(error):
@@ -57,6 +57,24 @@ def test_other_processes_fail_like_process_0(two, error, expected, message):
     two(1, heard=news)
     with pytest.raises(expected, match=message):
         main_first(fail(AssertionError("must not be called")))
+
+
+def test_what_process_0_makes_is_on_every_process(two, monkeypatch):
+    for value in (0, ["größe", None, 0.1, True], {"long": "x" * 5000}):
+        sent = two(0)
+        sent.clear()
+        assert from_main(lambda value=value: value) == value
+        two(1)
+        heard = iter(list(sent))
+
+        def receive(values, heard=heard):
+            news = next(heard)
+            assert (values.shape, values.dtype) == (news.shape, news.dtype), "all processes run the same program"
+            return news
+
+        monkeypatch.setattr(runtime, "broadcast_from_main", receive)
+        assert from_main(fail(AssertionError("must not be called"))) == value
+        assert next(heard, None) is None
 
 
 def test_process_0_learns_that_another_has_failed(two):

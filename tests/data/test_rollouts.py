@@ -20,6 +20,8 @@ from jaxlm.data.rollouts.config import RolloutsConfig
 from jaxlm.data.rollouts.local import LocalSamplerConfig
 from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig
 from jaxlm.environments.base import Environment, EnvironmentConfig, Observation
+from jaxlm.environments.tool import ToolEnvironmentConfig
+from jaxlm.rewards.base import Rewards
 from jaxlm.rewards.function import FunctionRewardConfig
 from tests.data.helpers import small_tokenizer, some_text
 from tests.data.test_loader import layout_of
@@ -269,6 +271,28 @@ def test_an_environment_speaks_between_turns_and_rewards_them(opened, seen, toke
     assert batches.metrics()["train/rewards/environment"] == pytest.approx(scores["environment"].mean())
 
 
+def test_an_environment_may_give_the_only_reward(opened, monkeypatch):
+    monkeypatch.setattr(config_of_rollouts, "Rewards", Rewards)
+    assert ToolEnvironmentConfig(reward_per_call=0.5).gives_rewards
+    keys = {"environment": AnswersConfig(), "max_turns": 1, "rewards": []}
+    (columns,), _ = trained_on(opened(**keys)[1], [0])
+    assert columns["rewards"].ravel().tolist() == [0.0 if row % 4 == 3 else 0.25 for row in range(12)]
+
+
+def test_what_is_open_is_closed_if_a_start_fails(opened, monkeypatch):
+    closed: list[str] = []
+
+    def fail(self, existing):
+        raise ConfigError("no such column")
+
+    monkeypatch.setattr(Scored, "check_columns", fail)
+    monkeypatch.setattr(Scored, "close", lambda self: closed.append("rewards"))
+    monkeypatch.setattr(Scripted, "close", lambda self: closed.append("sampler"))
+    with pytest.raises(ConfigError, match="no such column"):
+        opened()
+    assert closed == ["rewards", "sampler"]
+
+
 def trained_on(batches, steps):
     """The columns of each step, refreshed when due; and the steps that were refreshed."""
     found, refreshed = [], []
@@ -399,6 +423,10 @@ def test_messages_are_rendered_up_to_the_answer(opened, tokenizer):
             r"data\.rewards: the name 'environment' is that of the environment's reward",
         ),
         ({"rewards": []}, r"data\.rewards: empty\. Give at least one"),
+        (
+            {"rewards": [], "environment": ToolEnvironmentConfig()},
+            r"data\.rewards: empty, and the environment gives no rewards either\. Give at least one",
+        ),
         (
             {"updates_per_rollout": 3, "minibatches_per_rollout": 2},
             r"data\.updates_per_rollout: 3 given, a multiple of",

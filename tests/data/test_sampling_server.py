@@ -77,7 +77,7 @@ def sampler(server, tmp_path):
         tree = {"type": "server", "server": place, "weights_folder": str(tmp_path / "weights"), **keys}
         config: Any = decode(SamplerConfig, ConfigSource(tree))
         config.check()
-        context: Any = SimpleNamespace(export=export or Exported())
+        context: Any = SimpleNamespace(export=export or Exported(), progress=lambda: None)
         opened.append(ServerSampler(config, context, JsonServer(config.server, first_pause_s=0.001)))
         return opened[-1]
 
@@ -175,6 +175,48 @@ def test_a_server_that_stays_away_is_one_message(server, sampler):
     server.server_close()
     with pytest.raises(ConfigError, match=r"gave no answer: .*refused"):
         JsonServer(ServerConfig("http://127.0.0.1:9", num_retries=1), first_pause_s=0.001).post("/x", {})
+
+
+def test_a_failure_is_told_at_once_although_other_requests_wait(server, sampler):
+    """No thread that waits keeps the process from ending."""
+    policy = sampler(server={"num_retries": 0})
+    policy.sample("weights", PROMPTS[:1], dataclasses.replace(REQUEST, rows=(0,)))
+    go_on = threading.Event()
+    server.faults = [go_on, 400, go_on, go_on]
+    with pytest.raises(ConfigError, match=r"completions refuses the request: 400"):
+        policy.sample("weights", PROMPTS, REQUEST)
+    waiting = [thread for thread in threading.enumerate() if thread.name == "sampler"]
+    assert waiting
+    assert all(thread.daemon for thread in waiting)
+    go_on.set()
+
+
+def test_a_request_that_times_out_is_not_repeated(server):
+    go_on = threading.Event()
+    server.faults = [go_on]
+    with pytest.raises(ConfigError, match=r"127.0.0.1:\d+/x gave no answer: timed out after timeout_s: 0\.2\. .*raise"):
+        JsonServer(ServerConfig(server.url, timeout_s=0.2)).post("/x", {})
+    go_on.set()
+    assert len(server.requests) == 1
+
+
+def test_a_start_asks_the_server_once(server, sampler, tmp_path, monkeypatch):
+    config = sampler()._config
+    server.answers["/v1/models"] = lambda body: {"object": "list", "data": []}
+    server.faults = [503]
+    with pytest.raises(
+        ConfigError, match=r"data\.sampler\.server: the server at .*/v1/models gave no answer: status 503"
+    ):
+        config.check_opens(1.0, dry=True)
+    config.check_opens(1.0, dry=True)
+    assert not (tmp_path / "weights").exists()
+    config.check_opens(1.0, dry=False)
+    assert (tmp_path / "weights").is_dir()
+    del server.answers["/v1/models"]
+    config.check_opens(1.0, dry=True)  # it answers, although it does not know the request
+    server.faults = [401]
+    with pytest.raises(ConfigError, match=r"data\.sampler\.server: .*refuses the request: 401"):
+        config.check_opens(1.0, dry=True)
 
 
 def test_a_slow_server_is_not_waited_for_longer_than_the_timeout(server, sampler):

@@ -210,6 +210,17 @@ def test_two_processes_sample_and_train_like_one(whole, workplace):
 
 
 @pytest.mark.soak
+def test_two_processes_train_in_a_random_environment(workplace):
+    """If each process had its own, they would have other numbers of turns, and wait for each other."""
+    keys = {"environment": {"type": "tests.environments.own:DiceConfig"}, "max_turns": 3, "max_new_tokens": 12}
+    place = start(workplace(2), 4, data={**keys, "rewards": []})
+    for code, _, err in [process_end(process) for process in place.start_all(2, "--config_path", "run.yaml")]:
+        assert code == 0, err
+    for record in steps_of(place):
+        assert record["train/rewards/environment"] == pytest.approx(record["train/reward"], rel=1e-5)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "keys", [{}, {"per_device_parallelism": 1}, {"fsdp_axis": None}], ids=["fsdp", "microbatches", "replicated"]
 )

@@ -1,9 +1,11 @@
 """Conversations with environments, with a sampler that follows a script; the masks of what it returns in losses."""
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import haliax as hax
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from haliax import Axis
 
 from jaxlm.config.decode import decode
 from jaxlm.config.yaml import ConfigSource
+from jaxlm.core import runtime
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import GroupBatch, TokenBatch
 from jaxlm.environments.base import Environment, EnvironmentConfig, Observation
@@ -165,6 +168,45 @@ def test_an_environment_of_several_turns():
     assert (first.reward, second.reward) == (0.75, 1.0)
     assert config.opened[0].heard == ["guess", "5" + EOS, "8" + EOS, "7" + EOS]
     assert config.opened[1].heard == ["go", "7" + EOS]
+
+
+class Counting(Environment):
+    """Never answers the same twice, as an environment on another machine would."""
+
+    numbers = itertools.count()
+
+    def reset(self, prompt, columns):
+        assert columns, "only process 0 has the records"
+
+    def step(self, completion):
+        number = next(self.numbers)
+        return Observation("x" * number, reward=number / 3, is_done=number > 3)
+
+
+@dataclass(frozen=True)
+class CountingConfig(EnvironmentConfig):
+    def open(self):
+        return Counting()
+
+
+def test_all_processes_hear_the_environment_of_process_0(monkeypatch):
+    sent: list[Any] = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    monkeypatch.setattr(runtime, "broadcast_from_main", lambda values: sent.append(values) or values)
+    turns = ["a" + EOS, "bc" + EOS, "d" + EOS]
+    first = converse(Script(turns, turns), CountingConfig(), prompts("go", "on", secret=7), DIALECT, LIMITS)
+    assert len({one.tokens for one in first}) == 2
+
+    def receive(values):
+        news = sent.pop(0)
+        assert (values.shape, values.dtype) == (news.shape, news.dtype), "all processes run the same program"
+        return news
+
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(runtime, "broadcast_from_main", receive)
+    second = converse(Script(turns, turns), CountingConfig(), prompts("go", "on"), DIALECT, LIMITS)
+    assert (second, sent) == (first, [])
 
 
 def test_an_environment_that_fails_is_named():

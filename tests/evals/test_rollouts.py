@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -49,6 +50,30 @@ def test_mistakes_are_refused_before_anything_is_compiled(tmp_path, fields, mess
         config_of(tmp_path / "p.jsonl", **fields).check()
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt_key": "question"}, r"p.jsonl, line 1: there is no key 'question'. Its keys: prompt, answer, other"),
+        ({"records": []}, "has no prompt"),
+        ({"records": [[1]]}, "line 1: a JSON object expected"),
+        ({"stop_tokens": ["<|no|>"]}, r"stop_tokens: '<\|no\|>' given, but the tokenizer has no such token"),
+        ({"rewards": [{"type": "exact_match", "column": "solution"}]}, "reads the column 'solution'.* answer, other"),
+        ({"rewards": [{"type": "function", "function": "no_module:f"}]}, "importing no_module failed"),
+    ],
+)
+def test_mistakes_are_refused_at_the_start(tmp_path, fields, message):
+    tokenizer = SimpleNamespace(decode=str, vocabulary=lambda: {}, stop_ids=(0,))
+    with pytest.raises(ConfigError, match=message):
+        config_of(tmp_path / "p.jsonl", **fields).check_opens(lambda: tokenizer)
+
+
+def test_prompts_that_are_no_utf_8_are_refused_with_their_place(tmp_path):
+    config = config_of(tmp_path / "p.jsonl")
+    (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "a"}\n\n' + '{"prompt": "größe"}\n'.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"p.jsonl, line 3: not UTF-8 text: .*Save the file as UTF-8"):
+        config.check_opens(lambda: None)
+
+
 def test_the_names_of_the_metrics_are_known(tmp_path):
     names = ["reward", "rewards/length", "completions/mean_length", "completions/clipped_ratio"]
     assert config_of(tmp_path / "p.jsonl", name="x").metric_names == tuple(f"x/{name}" for name in names)
@@ -72,7 +97,7 @@ def case(tmp_path_factory):
 
     context = EvalContext(
         *(plan.layout, plan.precision, tokenizer, tokenizer.token_bytes(), (), print, 32, score_batch),
-        log_completions=lambda rows, scores: logged.append((rows, scores)),
+        log_completions=lambda name, rows, scores: logged.append((name, rows, scores)),
         chat_prompt=chat_prompt,
     )
     return tokenizer, model, context, logged
@@ -86,13 +111,7 @@ def case(tmp_path_factory):
             {"max_new_tokens": 31},
             r"the prompt of .*p.jsonl, line 1 has \d tokens, .* model.seq_len: 32. .* max_new_tokens to (29|30)",
         ),
-        ({"prompt_key": "question"}, r"p.jsonl, line 1: there is no key 'question'. Its keys: prompt, answer, other"),
         ({"prompt_key": "answer"}, r"line 1: answer: a text expected, but it is 3"),
-        ({"records": []}, "has no prompt"),
-        ({"records": [[1]]}, "line 1: a JSON object expected"),
-        ({"stop_tokens": ["<|no|>"]}, r"stop_tokens: '<\|no\|>' given, but the tokenizer has no such token"),
-        ({"rewards": [{"type": "exact_match", "column": "solution"}]}, "reads the column 'solution'.* answer, other"),
-        ({"rewards": [{"type": "function", "function": "no_module:f"}]}, "importing no_module failed"),
     ],
 )
 def test_mistakes_in_the_prompts_are_refused_before_training(case, tmp_path, fields, message):
@@ -110,15 +129,18 @@ def run(case, folder, **fields):
     """The metrics, and the rows and scores that are logged."""
     _, model, context, logged = case
     logged.clear()
-    metrics = config_of(folder / "p.jsonl", **fields).open(context).run(model)
-    return metrics, *logged[0]
+    config = config_of(folder / "p.jsonl", **fields)
+    metrics = config.open(context).run(model)
+    ((name, rows, scores),) = logged
+    assert name == config.completions_name
+    return metrics, rows, scores
 
 
 SAMPLED = {"num_samples": 3, "temperature": 3.0, "seed": 7}
 
 
 @pytest.mark.slow
-def test_metrics_are_means_over_the_answers(case, tmp_path):
+def test_metrics_are_means_over_the_answers(case, tmp_path, capsys):
     tokenizer = case[0]
     greedy = by_hand(case, ["ab", "cd"], 0.0)
     metrics, rows, scores = run(case, tmp_path)
@@ -136,6 +158,21 @@ def test_metrics_are_means_over_the_answers(case, tmp_path):
     }
     assert metrics == pytest.approx(expected, rel=1e-12)
     np.testing.assert_array_equal(scores["reward"], [-n / 10 for n in lengths])
+
+    by_number = {number: token for token, number in tokenizer.vocabulary().items()}
+    first, other = greedy[0][0], next(n for n in sorted(by_number) if n not in {*greedy[0], *tokenizer.stop_ids})
+    without_answers = [{"prompt": "ab", "answer": None}, {"prompt": "cd", "answer": None}]
+    rewards = [COUNTS, {"type": "exact_match"}]
+    stops = [by_number[other], by_number[first]]
+    metrics, rows, _ = run(case, tmp_path, records=without_answers, rewards=rewards, stop_tokens=stops)
+    assert (rows.completions[0], rows.completion_ids[0]) == ("", [first]), (
+        "the token that ended it, not the first of them"
+    )
+    assert "rollouts/rewards/exact_match" not in metrics
+    said = (
+        "warning: evaluation 'rollouts': the reward 'exact_match' applies to none of the 2 answers, so it has no metric"
+    )
+    assert capsys.readouterr().out.count(said) == 1
 
     # All answers to a prompt are in one batch, here one batch for each prompt.
     sampled = [ids for prompt in ("ab", "cd") for ids in by_hand(case, [prompt] * 3, 3.0, None, None, 7)]

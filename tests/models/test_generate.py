@@ -94,6 +94,10 @@ def test_end_tokens_are_not_returned(llama):
     eos = free[2][4]
     stopped = generate(llama, PROMPTS, max_new_tokens=10, temperature=1.0, seed=1, eos_id=eos)
     assert stopped == [row[: row.index(eos)] if eos in row else row for row in free]
+    other = next(token for token in range(len(free[0]) * 3 + 1) if not any(token in row for row in free))
+    with_stop = GenerationConfig(10, temperature=1.0, seed=1, stop_ids=(other, eos), with_stop=True)
+    ended = generate_tokens(Generator.of(llama), PROMPTS, with_stop)
+    assert ended == [row[: row.index(eos) + 1] if eos in row else row for row in free]
 
 
 @pytest.mark.slow

@@ -131,12 +131,12 @@ def test_a_resumed_run_has_each_completion_once(tmp_path):
     assert lines_of(tmp_path / COMPLETIONS)[-1]["attempt"] == 1
 
 
-def test_completions_of_evaluations_have_the_name_of_the_weights(tmp_path):
+def test_completions_of_evaluations_have_their_name_and_that_of_the_weights(tmp_path):
     generated = Generated()
 
     class Answers(Eval):
         def run(self, model):
-            generated.add_completions(some_rows(f"of {model}"), SCORES)
+            generated.add_completions("held-out", some_rows(f"of {model}"), SCORES)
             return {"reward": 0.5}
 
     shown = io.StringIO()
@@ -147,8 +147,8 @@ def test_completions_of_evaluations_have_the_name_of_the_weights(tmp_path):
     hook.run(3, SimpleNamespace(model="weights"))
     files.close()
     found = [(one["step"], one["name"], one["completion"]) for one in lines_of(tmp_path / COMPLETIONS)]
-    assert found == [(3, "eval", "of weights"), (3, "eval/ema", "of average")]
-    assert re.findall(r"step 3: completions \((.*)\)", shown.getvalue()) == ["eval", "eval/ema"]
+    assert found == [(3, "eval/held-out", "of weights"), (3, "eval/ema/held-out", "of average")]
+    assert re.findall(r"step 3: completions \((.*)\)", shown.getvalue()) == ["eval/held-out", "eval/ema/held-out"]
     assert hook.latest == {"eval/reward": 0.5, "eval/ema/reward": 0.5}
 
 

@@ -41,11 +41,34 @@ def as_told(completion):
             sys.exit(3)
         case ["kill"]:
             os.kill(os.getpid(), 9)
+        case ["devices"]:
+            hidden = {
+                "CUDA_VISIBLE_DEVICES": "",
+                "HIP_VISIBLE_DEVICES": "-1",
+                "JAX_PLATFORMS": "cpu",
+                "PJRT_DEVICE": "CPU",
+            }
+            return float(hidden.items() <= os.environ.items())
         case ["hang", file]:
             child = subprocess.Popen(["sleep", "600"])
             Path(file).write_text(f"{os.getpid()} {child.pid}")
             time.sleep(600)
     return 0.5
+
+
+def waits(completion):
+    """Waits for `touches`."""
+    word, _, file = completion.partition(" ")
+    while word == "wait" and not Path(file).exists():
+        time.sleep(0.01)
+    return 1
+
+
+def touches(completion):
+    word, _, file = completion.partition(" ")
+    if word == "touch":
+        Path(file).touch()
+    return 1
 
 
 def sleeps(completions):

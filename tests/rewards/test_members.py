@@ -130,8 +130,9 @@ def test_a_reward_model_on_a_server(server):
 
     server.answers["/classify"] = vllm
     assert scores(given, **keys) == [11 / 4, 12 / 4, 13 / 4]
-    assert [body["input"] for _, body in server.requests] == [["t: prompt a", "t: prompt bb"], ["t: prompt ccc"]]
-    assert all(body["use_activation"] is False for _, body in server.requests)
+    asked = [body for path, body in server.requests if path == "/classify"]
+    assert [body["input"] for body in asked] == [["t: prompt a", "t: prompt bb"], ["t: prompt ccc"]]
+    assert all(body["use_activation"] is False for body in asked)
     with pytest.raises(ConfigError, match="not that of protocol: sglang"):
         scores(given, **keys, protocol="sglang")
     server.answers["/classify"] = lambda body: [{"embedding": [len(text)]} for text in body["text"]]
@@ -139,6 +140,9 @@ def test_a_reward_model_on_a_server(server):
     server.answers["/classify"] = lambda body: {"data": [{"index": 0, "probs": [0.5, 0.5]}]}
     with pytest.raises(ConfigError, match=r"returned 1 outputs with \[2\] values for 2 texts"):
         scores(given, **keys)
+    server.faults = [503]
+    with pytest.raises(ConfigError, match=r"127.0.0.1:\d+/v1/models gave no answer: status 503 .* 1 attempts"):
+        reward(**keys | {"server": {"url": server.url, "num_retries": 0}})
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 from jaxlm.config.decode import decode
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
+from jaxlm.rewards import worker
 from jaxlm.rewards.base import RewardConfig, Rewards
 from tests.rewards.rows import CONTEXT, rows
 
@@ -79,6 +80,37 @@ def test_a_reward_that_fails_is_one_message(told, completion, problem):
     np.testing.assert_array_equal(told.score(rows("well", "return 7"))["as_told"], [0.5, 7])
 
 
+def test_rewards_work_at_the_same_time_on_any_number_of_rows(tmp_path):
+    """The first reward waits in its first row for the last row of the second one."""
+    given = rows(f"wait {tmp_path / 'file'}", *["x"] * 600, f"touch {tmp_path / 'file'}")
+    pair = configs(function("waits", per="row"), function("touches", per="row"))
+    with Rewards(pair, CONTEXT, timeout_s=60) as rewards:
+        assert (rewards.score(given)["reward"] == 2).all()
+
+
+def test_a_failure_is_told_at_once_although_another_reward_hangs(tmp_path):
+    pair = configs(function("waits", per="row"), function("as_told", per="row"))
+    with Rewards(pair, CONTEXT, timeout_s=600) as rewards:
+        with pytest.raises(ConfigError, match=r"reward 'as_told' .* it raised KeyError"):
+            rewards.score(rows("raise", f"wait {tmp_path / 'never'}"))
+        assert rewards.score(rows("well"))["reward"] == 1.5
+
+
+@pytest.mark.slow
+def test_a_reward_that_reads_nothing_is_ended(monkeypatch):
+    monkeypatch.setattr(worker, "_SEND_S", 1)
+    with Rewards(configs(function("as_told", per="row")), CONTEXT, timeout_s=600) as rewards:
+        (one,) = rewards._workers.values()
+        os.kill(one._process.pid, signal.SIGSTOP)
+        with pytest.raises(ConfigError, match=r"no result for .* within 600 s.*Its process has been ended"):
+            rewards.score(rows("x" * 5_000_000))
+        assert rewards.score(rows("well"))["reward"] == 0.5
+
+
+def test_rewards_see_no_accelerator(told):
+    assert told.score(rows("devices"))["reward"] == 1
+
+
 def test_a_reward_that_hangs_is_ended_with_what_it_started(told, tmp_path):
     with pytest.raises(ConfigError, match=r"no result for data.jsonl:2 .* within 1.5 s.*Its process has been ended"):
         told.score(rows("well", f"hang {tmp_path / 'ids'}"))
@@ -123,8 +155,8 @@ def test_a_wrong_number_of_values_names_all_records():
 def test_a_reward_that_does_not_open_is_refused_at_once():
     with pytest.raises(ConfigError, match=r"reward 'x' \(type: function\): .*importing no_such_module failed"):
         Rewards(configs({"type": "function", "function": "no_such_module:x"}), CONTEXT, timeout_s=1)
-    with pytest.raises(ConfigError, match="at least one reward expected"):
-        Rewards([], CONTEXT, timeout_s=1)
+    with Rewards([], CONTEXT, timeout_s=1) as none:
+        assert list(none.score(rows("a", "b"))["reward"]) == [0, 0]
 
 
 @pytest.mark.slow

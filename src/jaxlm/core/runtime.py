@@ -112,6 +112,22 @@ def main_only(act: Callable[[], T]) -> T | None:
     return result
 
 
+def from_main(make: Callable[[], Any]) -> Any:
+    """What `make` returns on process 0, on every process. It must be plain JSON, which is exact for floats.
+
+    Raises:
+        BaseException: on all processes, as `main_only` does.
+    """
+    made = main_only(make)
+    if jax.process_count() == 1:
+        return made
+    content = json.dumps(made).encode() if is_main_process() else b""
+    size = int(broadcast_from_main(np.array(len(content), np.int32)))
+    width = 1 << (size - 1).bit_length()  # few different widths, because jax compiles a program for each
+    shared = broadcast_from_main(np.frombuffer(content.ljust(width), np.uint8))
+    return json.loads(shared.tobytes())
+
+
 def main_first(make: Callable[[], T]) -> T:
     """Calls `make` on process 0 and then on the others, so that they find the files that process 0 writes.
 

@@ -2,7 +2,7 @@
 
 import abc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -168,6 +168,11 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         for source in self.sources():
             source.check()
 
+    def check_opens(self, tokenizer: Callable[[], Tokenizer], *, dry: bool) -> None:
+        """Raises `ConfigError` if something that batches need besides text cannot be opened. Process 0 calls it first of all.
+        Args: dry: write nothing, and do not wait for a server that is not ready."""
+        return
+
     def identity(self) -> dict[str, Any]:
         """The identity of the training data, by content and not by path. Reads all local files, and remote ones once.
 
@@ -217,13 +222,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         )
 
     def open(
-        self,
-        tokenizer: Tokenizer,
-        seq_len: int,
-        log: Log,
-        workers: Workers = LOCAL_WORKERS,
-        *,
-        summarize: bool = True,
+        self, tokenizer: Tokenizer, seq_len: int, log: Log, workers: Workers = LOCAL_WORKERS, *, summarize: bool = True
     ) -> Data:
         """Opens the data as examples of `seq_len` tokens per sequence. Missing caches are tokenized first, by `workers`.
 

@@ -24,7 +24,7 @@ class Observation:
 
 
 class Environment(abc.ABC):
-    """One conversation with the policy. With several processes, each runs it, so it must answer all of them alike."""
+    """One conversation with the policy. With several processes, process 0 runs it and tells the others what it says."""
 
     @abc.abstractmethod
     def reset(self, prompt: str, columns: Mapping[str, Any]) -> None:
@@ -61,6 +61,11 @@ class EnvironmentConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path=
     def observation_end(self) -> tuple[str, ...]:
         """Special tokens after the text of each observation."""
         return ()
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether its observations may have a reward. If not, `data.rewards` must give some."""
+        return True
 
     def check(self) -> None:
         """Raises `ConfigError` if a key cannot work."""

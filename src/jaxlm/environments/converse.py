@@ -1,6 +1,9 @@
-"""Conversations of the policy with environments: turns that are sampled, and observations that are put between them."""
+"""Conversations of the policy with environments: turns that are sampled, and observations that are put between them.
 
-import functools
+All processes call this. Only process 0 opens environments and asks them, and the others get its observations. So an
+environment may be random, or need a program that only one machine has.
+"""
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.runtime import from_main, main_only
 from jaxlm.environments.base import Environment, EnvironmentConfig, Observation
 
 
@@ -93,8 +97,6 @@ class _Row:
 
     number: int
     prompt: list[int]
-    place: str
-    environment: Environment
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
@@ -114,7 +116,7 @@ class _Row:
 
 
 class Prompt(NamedTuple):
-    """A prompt of a conversation. Attributes: place: where its record is, for messages."""
+    """A prompt of a conversation. Attributes: columns, place: of its record; empty on processes other than 0."""
 
     tokens: Sequence[int]
     text: str
@@ -135,22 +137,22 @@ def converse(
     the policy could not write. That observation is left out.
     """
     start, end = dialect.special_ids(config.observation_start), dialect.special_ids(config.observation_end)
-    rows = []
-    for number, prompt in enumerate(prompts):
-        environment = config.open()
-        _guarded(environment, prompt.place, functools.partial(environment.reset, prompt.text, prompt.columns))
-        rows.append(_Row(number, list(prompt.tokens), prompt.place, environment))
+    speakers = main_only(lambda: [_Speaker(config, prompt) for prompt in prompts]) or []
+    rows = [_Row(number, list(prompt.tokens)) for number, prompt in enumerate(prompts)]
     for turn in range(limits.max_turns):
         if not (active := [row for row in rows if row.is_open]):
             break
         left = [limits.max_new_tokens - len(row.tokens) for row in active]
         so_far = [row.prompt + row.tokens for row in active]
         samples = sample(so_far, [row.number for row in active], turn, max(left))
-        for row, room, one in zip(active, left, samples, strict=True):
-            observation = _turn(row, room, one, dialect)
-            if observation is None or observation.is_done or observation.text is None:
+        turns = zip(active, left, samples, strict=True)
+        written = [(row, one.tokens) for row, room, one in turns if _add_turn(row, room, one)]
+        for (row, _), (text, reward, is_done) in zip(written, _observations(speakers, written, dialect), strict=True):
+            row.reward += reward
+            row.is_finished, row.is_open = is_done, not is_done
+            if is_done or text is None:
                 continue
-            added = [*start, *dialect.encode(observation.text), *end]
+            added = [*start, *dialect.encode(text), *end]
             is_last = turn + 1 == limits.max_turns
             if not is_last and len(row.tokens) + len(added) < limits.max_new_tokens:
                 row.add(added, [0.0] * len(added), 0)
@@ -161,38 +163,70 @@ def converse(
     return [row.result() for row in rows]
 
 
-def _turn(row: _Row, room: int, sampled: Turn, dialect: Dialect) -> Observation | None:
-    """Adds a turn, and returns the environment's answer; None if a limit has cut the turn off. Args: room: for tokens."""
+def check_environment_opens(config: EnvironmentConfig) -> None:
+    """Raises `ConfigError` if the environment cannot be opened."""
+    _opened(config)
+
+
+def _add_turn(row: _Row, room: int, sampled: Turn) -> bool:
+    """Adds a turn. Returns whether the environment answers it: not if a limit has cut it off. Args: room: for tokens."""
     row.add(sampled.tokens[:room], sampled.logps[:room], 1)
     row.num_turns += 1
-    if not sampled.is_finished or len(sampled.tokens) > room:
-        row.is_open = False
-        return None
-    turn = dialect.decode(list(sampled.tokens))
-    where = f"turn {row.num_turns} of the conversation of {row.place}"
-    observation = _guarded(row.environment, where, functools.partial(row.environment.step, turn))
-    if not isinstance(observation, Observation) or not isinstance(observation.text, str | None):
-        raise ConfigError(
-            f"the environment {type(row.environment).__name__} answered {observation!r:.80}, an Observation with a text or"
-            f" None expected, in {where}. Correct it"
-        )
-    if not isinstance(observation.reward, int | float) or not math.isfinite(observation.reward):
-        raise ConfigError(
-            f"the environment {type(row.environment).__name__} gave the reward {observation.reward}, a finite number"
-            f" expected, in {where}. Correct it"
-        )
-    row.reward += observation.reward
-    row.is_finished = observation.is_done
-    row.is_open = not observation.is_done
-    return observation
+    row.is_open = sampled.is_finished and len(sampled.tokens) <= room
+    return row.is_open
 
 
-def _guarded(environment: Environment, where: str, call: Callable[[], Any]) -> Any:
+def _observations(
+    speakers: "Sequence[_Speaker]", written: Sequence[tuple[_Row, Sequence[int]]], dialect: Dialect
+) -> list[tuple[str | None, float, bool]]:
+    """What the environments say to the turns that rows have written. Args: speakers: empty on processes other than 0."""
+
+    def ask() -> list[tuple[str | None, float, bool]]:
+        return [speakers[row.number].answer(dialect.decode(list(tokens)), row.num_turns) for row, tokens in written]
+
+    return from_main(ask) if written else []
+
+
+class _Speaker:
+    """The environment of a row. Whatever it raises or answers wrongly is a `ConfigError`."""
+
+    def __init__(self, config: EnvironmentConfig, prompt: Prompt):
+        self._environment, self._place = _opened(config), prompt.place
+        name = type(self._environment).__name__
+        _guarded(name, prompt.place, lambda: self._environment.reset(prompt.text, prompt.columns))
+
+    def answer(self, turn: str, number: int) -> tuple[str | None, float, bool]:
+        """The text, the reward, and whether the conversation is over. Args: number: of the turn, for messages."""
+        name, where = type(self._environment).__name__, f"turn {number} of the conversation of {self._place}"
+        given = _guarded(name, where, lambda: self._environment.step(turn))
+        if not isinstance(given, Observation) or not isinstance(given.text, str | None):
+            raise ConfigError(
+                f"the environment {name} answered {given!r:.80}, an Observation with a text or None expected, in {where}."
+                " Correct it"
+            )
+        if not isinstance(given.reward, int | float) or not math.isfinite(given.reward):
+            raise ConfigError(
+                f"the environment {name} gave the reward {given.reward}, a finite number expected, in {where}. Correct it"
+            )
+        return given.text, float(given.reward), bool(given.is_done)
+
+
+def _opened(config: EnvironmentConfig) -> Environment:
+    kind = type(config).__name__
+    environment = _guarded(kind, "its method open", config.open)
+    if not isinstance(environment, Environment):
+        raise ConfigError(
+            f"the environment {kind} opened {environment!r:.80}, an Environment expected. Correct its method open"
+        )
+    return environment
+
+
+def _guarded(name: str, where: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except ConfigError:
         raise
     except Exception as error:  # an environment can raise anything
         raise ConfigError(
-            f"the environment {type(environment).__name__} raised {type(error).__name__}: {error}, in {where}. Correct it"
+            f"the environment {name} raised {type(error).__name__}: {error}, in {where}. Correct it"
         ) from error

@@ -45,6 +45,10 @@ class ToolEnvironmentConfig(EnvironmentConfig):
     def observation_end(self) -> tuple[str, ...]:
         return (_OUTPUT_END,)
 
+    @property
+    def gives_rewards(self) -> bool:
+        return bool(self.reward_per_call or self.reward_per_invalid_call)
+
     def open(self) -> Environment:
         return ToolEnvironment(self)
 

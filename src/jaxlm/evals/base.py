@@ -21,8 +21,8 @@ Measure = Callable[[LanguageModel, Any], tuple[Mapping[str, Sum], Mapping[str, S
 """The loss terms and metrics of an objective on a validation batch. The model is in the dtypes of the computation."""
 ChatPrompt = Callable[[Sequence[Mapping[str, Any]], str], tuple[str, list[int]]]
 """Gets messages, and where they are, for error messages. Returns the text of the prompt and its tokens."""
-LogCompletions = Callable[[ScoredRows, Mapping[str, np.ndarray]], None]
-"""Gets completions and what `Rewards.score` returned for them."""
+LogCompletions = Callable[[str, ScoredRows, Mapping[str, np.ndarray]], None]
+"""Gets the `completions_name` of an evaluation, its completions, and what `Rewards.score` returned for them."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class EvalContext:
     score: Score
     dummy_prefix: DummyPrefix | None = None
     log_sample: Callable[[str, str], None] = lambda prompt, text: None
-    log_completions: LogCompletions = lambda rows, scores: None
+    log_completions: LogCompletions = lambda name, rows, scores: None
     chat_prompt: ChatPrompt = lambda messages, where: ("", [])
     enforce_bos: bool = True
     progress: Callable[[], None] = lambda: None
@@ -104,9 +104,19 @@ class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.
         before it has run."""
         return None
 
+    @property
+    def completions_name(self) -> str | None:
+        """The name that its completions have in files and tables, as no other evaluation's. None: it logs none."""
+        return None
+
     def check(self) -> None:
         """Raises `ConfigError` if something is missing that the evaluation needs besides the model, such as a file. Called
         before anything is compiled."""
+        return
+
+    def check_opens(self, tokenizer: Callable[[], Any]) -> None:
+        """Raises `ConfigError` if something cannot be opened that the evaluation needs, such as a reward. Process 0 calls it
+        before anything is tokenized or compiled."""
         return
 
     @abc.abstractmethod

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,7 +45,8 @@ class RolloutsEvalConfig(EvalConfig):
         seed: random seed; the same model and seed give the same answers.
         batch_size: number of answers that are generated at a time.
         reward_timeout_s: maximum seconds for a reward to score all answers.
-        name: first part of the metrics' names. Set it if there are several evaluations of this type.
+        name: first part of the names of its metrics, and in those of its completions. Several evaluations of this type need
+            different names.
     """
 
     prompts_file: str = ""
@@ -70,6 +71,10 @@ class RolloutsEvalConfig(EvalConfig):
         names = [TOTAL, *of_rewards, "completions/mean_length", "completions/clipped_ratio"]
         return tuple(f"{self.name}/{one}" for one in names)
 
+    @property
+    def completions_name(self) -> str:
+        return self.name
+
     def check(self) -> None:
         if not self.prompts_file or not self.rewards:
             missing = "rewards" if self.prompts_file else "prompts_file"
@@ -92,10 +97,28 @@ class RolloutsEvalConfig(EvalConfig):
         for reward in self.rewards:
             reward.check()
 
+    def check_opens(self, tokenizer: Callable[[], Any]) -> None:
+        self.check()
+        columns = {name for _, record in self._records() for name in record} - {self._prompt_key}
+        with self.open_rewards(tokenizer()) as rewards:
+            rewards.check_columns(columns)
+
+    def open_rewards(self, tokenizer: Any) -> Rewards:
+        """Starts the processes of the rewards."""
+        context = RewardContext(tokenizer.decode, self.max_new_tokens, self.stop_ids(tokenizer))
+        return Rewards(self.rewards, context, timeout_s=self.reward_timeout_s)
+
+    def stop_ids(self, tokenizer: Any) -> tuple[int, ...]:
+        """The tokens that end an answer. Raises `ConfigError` if the tokenizer lacks one of `stop_tokens`."""
+        vocabulary = tokenizer.vocabulary() if self.stop_tokens else {}
+        if missing := [token for token in self.stop_tokens if token not in vocabulary]:
+            raise ConfigError(
+                f"{_KEY}: stop_tokens: '{missing[0]}' given, but the tokenizer has no such token. Correct it"
+            )
+        return (*(vocabulary[token] for token in self.stop_tokens), *tokenizer.stop_ids)
+
     def open(self, ctx: EvalContext) -> Eval:
-        prompts = list(itertools.islice(self._prompts(ctx), self.max_prompts))
-        if not prompts:
-            raise ConfigError(f"{_KEY}: prompts_file: {self.prompts_file} has no prompt")
+        prompts = list(self._prompts(ctx))
         longest = max(prompts, key=lambda prompt: len(prompt.ids))
         if len(longest.ids) + self.max_new_tokens > ctx.seq_len:
             raise ConfigError(
@@ -103,18 +126,28 @@ class RolloutsEvalConfig(EvalConfig):
                 f" {self.max_new_tokens} exceed model.seq_len: {ctx.seq_len}. Shorten it, or set max_new_tokens to"
                 f" {max(1, ctx.seq_len - len(longest.ids))}"
             )
-        evaluation = RolloutsEval(self, ctx, prompts)
-        main_only(evaluation.check_rewards)
-        return evaluation
+        return RolloutsEval(self, ctx, prompts)
+
+    @property
+    def _prompt_key(self) -> str:
+        return self.prompt_key if self.messages_key is None else self.messages_key
+
+    def _records(self) -> list[tuple[str, dict[str, Any]]]:
+        """The records with prompts that are read, each with its place."""
+        records = list(itertools.islice(_records(self.prompts_file), self.max_prompts))
+        if not records:
+            raise ConfigError(f"{_KEY}: prompts_file: {self.prompts_file} has no prompt")
+        for place, record in records:
+            if self._prompt_key not in record:
+                raise ConfigError(
+                    f"{_KEY}: {place}: there is no key '{self._prompt_key}'. Its keys: {', '.join(record) or 'none'}. Set"
+                    " prompt_key or messages_key"
+                )
+        return records
 
     def _prompts(self, ctx: EvalContext) -> Iterator["_Prompt"]:
-        key = self.prompt_key if self.messages_key is None else self.messages_key
-        for place, record in _records(self.prompts_file):
-            if key not in record:
-                raise ConfigError(
-                    f"{_KEY}: {place}: there is no key '{key}'. Its keys: {', '.join(record) or 'none'}. Set prompt_key or"
-                    " messages_key"
-                )
+        key = self._prompt_key
+        for place, record in self._records():
             columns = {name: value for name, value in record.items() if name != key}
             if self.messages_key is not None:
                 text, ids = ctx.chat_prompt(record[key], place)
@@ -141,24 +174,22 @@ class RolloutsEval(Eval):
         self._config = config
         self._ctx = ctx
         self._prompts = [prompt for prompt in prompts for _ in range(config.num_samples)]
-        self._stop_ids = (*_special_ids(config.stop_tokens, ctx.tokenizer), *ctx.tokenizer.stop_ids)
+        self._stop_ids = config.stop_ids(ctx.tokenizer)
+        self._warned: set[str] = set()
         self._cast = jax.jit(ctx.precision.cast_to_compute)
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
         self._columns = {name: [prompt.columns.get(name) for prompt in self._prompts] for name in names}
 
-    def check_rewards(self) -> None:
-        """Raises `ConfigError` if a reward cannot be opened or lacks a column. It costs a second, not an evaluation."""
-        with self._rewards() as rewards:
-            rewards.check_columns(self._columns)
-
     def run(self, model: LanguageModel) -> dict[str, float]:
         config = self._config
         ids = self._generate(Generator.of(self._cast(model)))
-        finished = [len(row) < config.max_new_tokens for row in ids]
+        finished = [bool(row) and row[-1] in self._stop_ids for row in ids]
         rows = ScoredRows(
             prompts=[prompt.text for prompt in self._prompts],
-            completions=[self._ctx.tokenizer.decode(row) for row in ids],
-            completion_ids=[row + list(self._stop_ids[:1]) * end for row, end in zip(ids, finished, strict=True)],
+            completions=[
+                self._ctx.tokenizer.decode(row[:-1] if end else row) for row, end in zip(ids, finished, strict=True)
+            ],
+            completion_ids=ids,
             is_finished=finished,
             columns=self._columns,
             places=[prompt.place for prompt in self._prompts],
@@ -167,6 +198,7 @@ class RolloutsEval(Eval):
         means = {
             name: float(np.mean(known)) for name, values in scores.items() if len(known := values[~np.isnan(values)])
         }
+        self._warn_of([name for name in scores if name not in means])
         lengths = {
             "completions/mean_length": float(np.mean([len(row) for row in rows.completion_ids])),
             "completions/clipped_ratio": 1 - float(np.mean(finished)),
@@ -174,11 +206,20 @@ class RolloutsEval(Eval):
         named = {TOTAL if name == TOTAL else f"rewards/{name}": mean for name, mean in means.items()}
         return {f"{config.name}/{name}": value for name, value in (named | lengths).items()}
 
+    def _warn_of(self, names: Sequence[str]) -> None:
+        """Says once of each reward that it has no metric."""
+        for name in (name for name in names if name not in self._warned):
+            self._warned.add(name)
+            self._ctx.log(
+                f"warning: evaluation '{self._config.name}': the reward '{name}' applies to none of the"
+                f" {len(self._prompts)} answers, so it has no metric"
+            )
+
     def _generate(self, generator: Generator) -> list[list[int]]:
-        """The tokens of each answer, without the one that ended it."""
+        """The tokens of each answer, with the one that ended it."""
         config, found = self._config, []
         sampling = (config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
-        generation = GenerationConfig(*sampling, stop_ids=self._stop_ids)
+        generation = GenerationConfig(*sampling, stop_ids=self._stop_ids, with_stop=True)
         # All answers to a prompt are in one batch, which gives each of them a key of its own.
         size = config.batch_size // config.num_samples * config.num_samples
         size = min(size, len(self._prompts))
@@ -190,9 +231,9 @@ class RolloutsEval(Eval):
 
     def _score(self, rows: ScoredRows) -> dict[str, np.ndarray]:
         def score() -> dict[str, np.ndarray]:
-            with self._rewards() as rewards:
+            with self._config.open_rewards(self._ctx.tokenizer) as rewards:
                 found = rewards.score(rows)
-            self._ctx.log_completions(rows, found)
+            self._ctx.log_completions(self._config.name, rows, found)
             return found
 
         found = main_only(score)
@@ -201,33 +242,24 @@ class RolloutsEval(Eval):
         exact = broadcast_from_main(table.view(np.uint32)).view(np.float64)  # jax would round float64
         return dict(zip(names, exact, strict=True))
 
-    def _rewards(self) -> Rewards:
-        tokenizer, config = self._ctx.tokenizer, self._config
-        context = RewardContext(tokenizer.decode, config.max_new_tokens, self._stop_ids)
-        return Rewards(config.rewards, context, timeout_s=config.reward_timeout_s)
-
     def _go_on(self, _tokens: Sequence[int]) -> bool:
         """Ends no row: only says after each piece that there is progress."""
         self._ctx.progress()
         return False
 
 
-def _special_ids(tokens: Sequence[str], tokenizer: Any) -> list[int]:
-    vocabulary = tokenizer.vocabulary() if tokens else {}
-    if missing := [token for token in tokens if token not in vocabulary]:
-        raise ConfigError(f"{_KEY}: stop_tokens: '{missing[0]}' given, but the tokenizer has no such token. Correct it")
-    return [vocabulary[token] for token in tokens]
-
-
 def _records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The records of a file of JSON lines, each with its place."""
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
+    with open(path, "rb") as file:
+        for number, content in enumerate(file, start=1):
+            if not content.strip():
                 continue
             place = f"{path}, line {number}"
             try:
+                line = content.decode()
                 record = json.loads(line)
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{_KEY}: {place}: not UTF-8 text: {error}. Save the file as UTF-8") from error
             except ValueError as error:
                 raise ConfigError(f"{_KEY}: {place}: not a JSON object: {error}") from error
             if not isinstance(record, dict):

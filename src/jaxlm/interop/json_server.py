@@ -7,7 +7,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveFloat
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_CONNECT_S = 10.0  # a machine that is down answers nothing at all
+_NO_ACCESS = (401, 403)
 _BUSY = (408, 425, 429)  # and 500 and above: the same request may succeed later
 _CHUNK_BYTES = 1 << 20
 _SHOWN = 300  # characters of a server's message
@@ -27,7 +29,7 @@ class ServerConfig:
     Attributes:
         url: its address, such as `http://localhost:8000`.
         api_key_variable: environment variable with the API key to send; null sends none.
-        timeout_s: maximum seconds to wait for one answer.
+        timeout_s: maximum seconds to wait for one answer. A request that was not answered by then is not repeated.
         num_retries: how often a request is repeated that found no server, a busy one, or one that closed the connection.
             The pauses are 1, 2, 4 and up to 30 seconds.
     """
@@ -69,6 +71,45 @@ class _NotReadyError(Exception):
     """The request failed in a way that the next attempt may not."""
 
 
+class _RefusedError(ConfigError):
+    """The server refuses a request. Attributes: code: the status."""
+
+    def __init__(self, code: int, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+class _Connection(http.client.HTTPConnection):
+    """Connects soon or not at all; then there is time for the answer."""
+
+    def connect(self) -> None:
+        _connect(self, super().connect)
+
+
+class _SecureConnection(http.client.HTTPSConnection):
+    """The same over TLS."""
+
+    def connect(self) -> None:
+        _connect(self, super().connect)
+
+
+def _connect(connection: http.client.HTTPConnection, connect: Callable[[], None]) -> None:
+    answer_s = connection.timeout or _CONNECT_S
+    connection.timeout = min(answer_s, _CONNECT_S)
+    connect()
+    connection.sock.settimeout(answer_s)
+
+
+class _HttpHandler(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Connection, req)
+
+
+class _HttpsHandler(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_SecureConnection, req)
+
+
 class JsonServer:
     """Sends requests to one server. Several threads may use it."""
 
@@ -76,6 +117,15 @@ class JsonServer:
         self._config = config
         self._url = config.url.rstrip("/").removesuffix("/v1")
         self._first_pause_s = first_pause_s
+        self._opener = urllib.request.build_opener(_HttpHandler, _HttpsHandler)
+
+    def check_reachable(self) -> None:
+        """Raises `ConfigError` if there is no server, or it refuses the API key. It need not know the request."""
+        try:
+            self._answer("/v1/models", None)
+        except _RefusedError as error:
+            if error.code in _NO_ACCESS:
+                raise
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Sends a JSON object, and returns the JSON answer.
@@ -83,6 +133,9 @@ class JsonServer:
         Raises:
             ConfigError: the server refuses the request, or no attempt was answered.
         """
+        return self._answer(path, body)
+
+    def _answer(self, path: str, body: Mapping[str, Any] | None) -> Any:
         pause, begin, problem = self._first_pause_s, time.monotonic(), None
         for attempt in range(self._config.num_retries + 1):
             try:
@@ -97,20 +150,27 @@ class JsonServer:
             f" {time.monotonic() - begin:.0f} s. Start it, or correct url, timeout_s or num_retries"
         )
 
-    def _attempt(self, path: str, body: Mapping[str, Any]) -> Any:
+    def _attempt(self, path: str, body: Mapping[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}
         if self._config.api_key_variable is not None:
             headers["Authorization"] = f"Bearer {os.environ[self._config.api_key_variable]}"
-        request = urllib.request.Request(self._url + path, json.dumps(body).encode(), headers, method="POST")
+        content, method = (None, "GET") if body is None else (json.dumps(body).encode(), "POST")
+        request = urllib.request.Request(self._url + path, content, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=self._config.timeout_s) as answer:
+            with self._opener.open(request, timeout=self._config.timeout_s) as answer:
                 content = self._read(answer)
         except urllib.error.HTTPError as error:
             message = _message(error)
             if error.code >= 500 or error.code in _BUSY:
                 raise _NotReadyError(f"status {error.code} {message}".strip()) from error
-            raise ConfigError(f"the server at {self._url}{path} refuses the request: {error.code} {message}") from error
-        except (OSError, http.client.HTTPException) as error:  # also timeouts, and connections that were closed
+            refused = f"the server at {self._url}{path} refuses the request: {error.code} {message}"
+            raise _RefusedError(error.code, refused) from error
+        except TimeoutError as error:  # not while it connected, which is a `URLError`
+            raise ConfigError(
+                f"the server at {self._url}{path} gave no answer: timed out after timeout_s: {self._config.timeout_s:g}."
+                " Look at what it does, or raise timeout_s"
+            ) from error
+        except (OSError, http.client.HTTPException) as error:  # no connection, or one that was closed
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             raise _NotReadyError(str(reason) or type(reason).__name__) from error
         try:
@@ -124,7 +184,7 @@ class JsonServer:
         while piece := answer.read1(_CHUNK_BYTES):
             pieces.append(piece)
             if time.monotonic() > deadline:
-                raise TimeoutError("the answer was not complete in time")
+                raise TimeoutError
         content = b"".join(pieces)
         expected = answer.getheader("Content-Length")
         if expected is not None and len(content) < int(expected):

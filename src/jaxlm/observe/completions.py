@@ -66,7 +66,7 @@ class CompletionLog:
         Args:
             scores: as `Rewards.score` returns them.
             advantages: [rows]; None if nothing is trained on them.
-            name: `train`, or that of an evaluation.
+            name: `train`, or `eval/` and the name of an evaluation.
         """
         if not self._trackers:
             return

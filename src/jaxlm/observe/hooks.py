@@ -139,15 +139,15 @@ class Generated:
 
     def __init__(self):
         self.samples: list[tuple[str, str]] = []
-        self.completions: list[tuple[ScoredRows, Mapping[str, np.ndarray]]] = []
+        self.completions: list[tuple[str, ScoredRows, Mapping[str, np.ndarray]]] = []
 
     def add_sample(self, prompt: str, text: str) -> None:
         """As `EvalContext.log_sample`."""
         self.samples.append((prompt, text))
 
-    def add_completions(self, rows: ScoredRows, scores: Mapping[str, np.ndarray]) -> None:
+    def add_completions(self, name: str, rows: ScoredRows, scores: Mapping[str, np.ndarray]) -> None:
         """As `EvalContext.log_completions`."""
-        self.completions.append((rows, scores))
+        self.completions.append((name, rows, scores))
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -230,8 +230,8 @@ class EvalHook:
             metrics |= _evaluate(self._due(step), prefix, model)
             samples += [Sample(prefix, prompt, text) for prompt, text in self._generated.samples]
             if self._completions is not None:
-                for rows, scores in self._generated.completions:
-                    self._completions.log(step, rows, scores, name=prefix)
+                for name, rows, scores in self._generated.completions:
+                    self._completions.log(step, rows, scores, name=f"{prefix}/{name}")
         return metrics, samples
 
     def _averages(self, state: RunState) -> dict[str, LanguageModel]:

@@ -2,8 +2,9 @@
 
 import abc
 import math
+import multiprocessing.connection
+import pickle
 import re
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from jaxlm.rewards.worker import RewardWorker
 
 TOTAL = "reward"
 """Name of the weighted sum of all rewards."""
+_LONGEST_WAIT_S = 3600.0  # at a time; the operating system does not take any number
 
 
 @dataclass(frozen=True)
@@ -134,20 +136,27 @@ def reward_names(configs: Sequence[RewardConfig]) -> list[str]:
     return names
 
 
+def _opened(workers: Collection[RewardWorker]) -> list[tuple[str, ...]]:
+    """Waits until processes that have just started are open, all at the same time. Returns the columns that each reads."""
+    try:
+        for worker in workers:
+            worker.set_up()
+        return [worker.opened() for worker in workers]
+    except BaseException:
+        for worker in workers:
+            worker.end()
+        raise
+
+
 class Rewards:
     """All rewards of a run. Each works in its own process, so all run at the same time, and one that hangs can be ended.
 
     A reward that raises, hangs, or returns something else than one finite number or None per completion raises
-    `ConfigError`. After that, `score` can be called again: a process that was ended is started anew.
+    `ConfigError` at once, and the others are ended. After that, `score` can be called again: it starts them anew.
     """
 
     def __init__(self, configs: Sequence[RewardConfig], context: RewardContext, *, timeout_s: float):
-        """Args: timeout_s: how long one call of `score` may take."""
-        if not configs:
-            raise ConfigError(
-                "rewards: [] given, at least one reward expected, such as {type: exact_match, column: answer}"
-            )
-        self._timeout_s = timeout_s
+        """Args: timeout_s: how long each reward may take in a call of `score`."""
         self._weights = {name: config.weight for name, config in zip(reward_names(configs), configs, strict=True)}
         for name, config in zip(self._weights, configs, strict=True):
             if not math.isfinite(config.weight):
@@ -156,8 +165,8 @@ class Rewards:
         self._workers: dict[str, RewardWorker] = {}
         try:
             for name, config in zip(self._weights, configs, strict=True):
-                self._workers[name] = RewardWorker(name, config, context)
-            self._columns = {name: worker.opened() for name, worker in self._workers.items()}
+                self._workers[name] = RewardWorker(name, config, context, timeout_s)
+            self._columns = dict(zip(self._workers, _opened(self._workers.values()), strict=True))
         except BaseException:
             self.close()
             raise
@@ -180,25 +189,36 @@ class Rewards:
         """The rewards by name, float64 [rows], NaN where one does not apply; and `reward`, the weighted sum of the others."""
         assert len(rows), "there is a completion to score"
         self.check_columns(rows.columns)
-        failures: list[ConfigError] = []
-        busy: list[str] = []
-        for name, worker in self._workers.items():
-            try:
-                worker.send(rows)
-                busy.append(name)
-            except ConfigError as error:
-                failures.append(error)
-        deadline = time.monotonic() + self._timeout_s
-        scores = {}
-        for name in busy:  # every answer is taken, so none is left for the next call
-            try:
-                scores[name] = np.array(self._workers[name].receive(rows, deadline, self._timeout_s), np.float64)
-            except ConfigError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
-        total = sum(self._weights[name] * np.nan_to_num(values) for name, values in scores.items())
-        return {**scores, TOTAL: np.asarray(total, np.float64)}
+        _opened([worker for worker in self._workers.values() if worker.restart()])
+        found = self._answers(rows)
+        scores = {name: np.array(found[name], np.float64) for name in self._workers}
+        total = np.zeros(len(rows))
+        for name, values in scores.items():
+            total += self._weights[name] * np.nan_to_num(values)
+        return {**scores, TOTAL: total}
+
+    def _answers(self, rows: ScoredRows) -> dict[str, list[float]]:
+        """What the processes answer. All are listened to at the same time: one that nobody listens to would stop working."""
+        pickled, found, busy = pickle.dumps(rows), {}, dict(self._workers)
+        try:
+            for worker in busy.values():
+                worker.send(rows, pickled)
+            while busy:
+                left = min(max(worker.seconds_left, 0.0) for worker in busy.values())
+                ready = multiprocessing.connection.wait(
+                    [worker.connection for worker in busy.values()], min(left, _LONGEST_WAIT_S)
+                )
+                for name, worker in list(busy.items()):
+                    if worker.connection in ready and (scores := worker.receive()) is not None:
+                        found[name] = scores
+                        del busy[name]
+                    else:
+                        worker.check_in_time()
+        except BaseException:
+            for worker in busy.values():  # no answer must be left for the next call
+                worker.end()
+            raise
+        return found
 
     def close(self) -> None:
         """Ends the processes."""

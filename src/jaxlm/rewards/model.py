@@ -62,7 +62,9 @@ class ModelRewardConfig(RewardConfig):
 
     def open(self, context: RewardContext) -> Reward:
         if self.server is not None:
-            return ServedReward(self, JsonServer(self.server))
+            server = JsonServer(self.server)
+            server.check_reachable()
+            return ServedReward(self, server)
         assert self.path is not None
         return ClassifierReward(self, *_classifier(self.path))
 

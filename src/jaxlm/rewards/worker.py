@@ -13,6 +13,8 @@ import numbers
 import os
 import pickle
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -20,7 +22,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from jaxlm.rewards.base import Reward, RewardConfig, RewardContext, ScoredRows
 
 START_TIMEOUT_S = 300.0  # large libraries from a cold disk
+_SEND_S = 300  # until a process counts as lost that does not read what it is sent
 RESUMES = "The run's checkpoints are kept; the same command resumes from the newest one"
 _EXIT_S = 2.0
 _PARENT_S = 1.0
@@ -38,19 +40,30 @@ _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
     "from jaxlm.rewards.worker import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
 )
+# The accelerators are the run's: a library that takes one would fail, or take the run's memory.
+_NO_ACCELERATOR = {
+    "JAX_PLATFORMS": "cpu",
+    "PJRT_DEVICE": "CPU",  # of torch_xla
+    "CUDA_VISIBLE_DEVICES": "",
+    "HIP_VISIBLE_DEVICES": "-1",
+}
 _OPENED, _AT, _SCORED, _FAILED = "opened", "at", "scored", "failed"
 
 
 class RewardWorker:
-    """The process of one reward, as the run sees it. If it has ended, the next `send` starts it again."""
+    """The process of one reward, as the run sees it. `set_up` and `opened` must follow its start."""
 
-    def __init__(self, name: str, config: "RewardConfig", context: "RewardContext"):
+    def __init__(self, name: str, config: "RewardConfig", context: "RewardContext", timeout_s: float):
+        """Args: timeout_s: how long it may take to score the rows of one `send`."""
         self._label = f"reward '{name}' (type: {choice_name(type(config))})"
         self._setup = _pickled_setup(self._label, config, context)
+        self._timeout_s, self._deadline = timeout_s, 0.0
+        self._rows: ScoredRows | None = None
+        self._at: int | None = None
         self._start()
 
     def _start(self) -> None:
-        self._connection, theirs = Pipe()
+        self._connection, theirs = _connections()
         paths = json.dumps([path for path in sys.path if isinstance(path, str)])
         with theirs:
             self._process = subprocess.Popen(
@@ -58,72 +71,104 @@ class RewardWorker:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a reward prints must not end up in the output of a command
-                env=os.environ | {"JAX_PLATFORMS": "cpu"},  # the accelerators are the run's
+                env=os.environ | _NO_ACCELERATOR,
                 start_new_session=True,
             )
         self._is_open = self._has_ended = False
+
+    def set_up(self) -> None:
+        """Tells the process which reward it is. Waits until it has started."""
         with contextlib.suppress(OSError):  # it has ended: `opened` says so
             self._connection.send_bytes(self._setup)
 
     def opened(self) -> tuple[str, ...]:
         """Waits until the reward is open. Returns the columns that it reads."""
-        late = f"has not opened within {START_TIMEOUT_S:g} s"
-        kind, value = self._next(time.monotonic() + START_TIMEOUT_S, late, "while it opened")
+        if not self._connection.poll(START_TIMEOUT_S):
+            raise self._late(f"has not opened within {START_TIMEOUT_S:g} s")
+        kind, value = self._next("while it opened")
         if kind == _FAILED:
-            self._end()
+            self.end()
             raise ConfigError(f"{self._label}: {value[0]}")
         self._is_open = True
         return value
 
-    def send(self, rows: "ScoredRows") -> None:
-        """Begins to score rows. `receive` must follow."""
-        if self._has_ended or self._process.poll() is not None:
-            self._end()
-            self._start()
-            self.opened()
-        with contextlib.suppress(OSError):  # it has ended: `receive` says so
-            self._connection.send(rows)
+    def restart(self) -> bool:
+        """Starts the process again if it has ended. Returns whether it did."""
+        if not self._has_ended and self._process.poll() is None:
+            return False
+        self.end()
+        self._start()
+        return True
 
-    def receive(self, rows: "ScoredRows", deadline: float, timeout_s: float) -> list[float]:
-        """The scores of the rows given to `send`, NaN for None."""
-        at: int | None = None
-        while True:
-            where = _where(rows, at)
-            late = f"no result for {where} within {timeout_s:g} s. Make it faster, or raise reward_timeout_s"
-            kind, value = self._next(deadline, late, f"while it scored {where}")
-            if kind == _SCORED:
-                return value
-            if kind == _FAILED:
-                raise ConfigError(
-                    f"{self._label}: {value[0]}, for {_where(rows, value[1])}. Correct the reward. {RESUMES}"
-                )
-            at = value
+    def send(self, rows: "ScoredRows", pickled: bytes) -> None:
+        """Begins to score rows. `receive` must follow until it returns the scores. Args: pickled: the rows."""
+        self._rows, self._at, timeout_s = rows, None, self._timeout_s
+        try:
+            self._connection.send_bytes(pickled)
+        except BlockingIOError:  # it was stopped, or a thread that the reward has left behind does not let it read
+            timeout_s = 0.0
+        except OSError:  # it has ended: `receive` says so
+            pass
+        self._deadline = time.monotonic() + timeout_s
+
+    @property
+    def connection(self) -> Connection:
+        """Has something to read when `receive` has."""
+        return self._connection
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the rows given to `send` have to be scored."""
+        return self._deadline - time.monotonic()
+
+    def receive(self) -> list[float] | None:
+        """Reads one message of the process. Returns the scores of the rows given to `send`, NaN for None, if it has them."""
+        assert self._rows is not None, "send comes first"
+        kind, value = self._next(f"while it scored {_where(self._rows, self._at)}")
+        if kind == _SCORED:
+            return value
+        if kind == _FAILED:
+            where = _where(self._rows, value[1])
+            raise ConfigError(f"{self._label}: {value[0]}, for {where}. Correct the reward. {RESUMES}")
+        self._at = value
+        return None
+
+    def check_in_time(self) -> None:
+        """Ends the process if it has no time left for the rows given to `send`, and raises `ConfigError`."""
+        assert self._rows is not None, "send comes first"
+        if self.seconds_left <= 0:
+            where = _where(self._rows, self._at)
+            raise self._late(
+                f"no result for {where} within {self._timeout_s:g} s. Make it faster, or raise reward_timeout_s"
+            )
 
     def close(self) -> None:
         """Ends the process. It exits by itself when its connection closes, unless it is busy."""
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S if self._is_open else 0.0)
-        self._end()
+        self.end()
 
-    def _next(self, deadline: float, late: str, during: str) -> tuple[str, Any]:
-        """The next message of the process. If none comes until the deadline, the process is ended."""
+    def _next(self, during: str) -> tuple[str, Any]:
+        """The next message of the process."""
         try:
-            if self._connection.poll(max(deadline - time.monotonic(), 0.0)):
-                return self._connection.recv()
+            return self._connection.recv()
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_S)  # the connection closes a moment before the process has ended
-            code = self._end()
+            code = self.end()
             how = f"the signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             raise ConfigError(
                 f"{self._label}: its process ended with {how} {during}. Look for a lack of memory, a crash of a library, or a"
                 f" call that exits. {RESUMES}"
             ) from None
-        self._end()
-        raise ConfigError(f"{self._label}: {late}. Its process has been ended. {RESUMES}")
 
-    def _end(self) -> int:
+    def _late(self, what: str) -> ConfigError:
+        """Ends the process. Args: what: it has not done in time."""
+        self.end()
+        return ConfigError(f"{self._label}: {what}. Its process has been ended. {RESUMES}")
+
+    def end(self) -> int:
         """Ends the process and what it has started. Returns its exit code, negative for a signal."""
         if self._has_ended:  # its number may be that of another process by now
             return self._process.wait()
@@ -132,6 +177,13 @@ class RewardWorker:
             os.killpg(self._process.pid, signal.SIGKILL)  # its group outlives it, if it has started something
         self._connection.close()
         return self._process.wait()
+
+
+def _connections() -> tuple[Connection, Connection]:
+    """Both ends of a connection. Sending at the first one raises `BlockingIOError` when nothing is read for long."""
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
+    return Connection(ours.detach()), Connection(theirs.detach())
 
 
 def _where(rows: "ScoredRows", number: int | None) -> str:

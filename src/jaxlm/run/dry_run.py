@@ -1,8 +1,9 @@
 """`--dry_run true`: plans and compiles a run without training. Needs no data, tokenizer or writable folder.
 
 Of chats and prompts on this machine, it reads the first records, and draws one with the tokens that the loss is computed on.
-It looks for everything that a start needs, at URLs too, and lists what a start would end with. It only writes the plot of
-the learning-rate schedule to the run's log folder; if that fails, it logs a line.
+It looks for everything that a start needs, at URLs too, and lists what a start would end with. It opens rewards and
+environments, and asks sampling servers once. It only writes the plot of the learning-rate schedule to the run's log folder;
+if that fails, it logs a line.
 """
 
 import contextlib
@@ -18,13 +19,14 @@ import jax
 from jaxlm.config.decode import choice_name
 from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.runtime import is_main_process
 from jaxlm.core.stores import is_url
 from jaxlm.data.base import TRAIN, VALIDATION
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.preview import MaskPreview
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokenizer.added_tokens import open_tokenizer
-from jaxlm.data.tokenizer.tokenizer import load_tokenizer
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.data.tokenizer.train_bpe import DEFAULT_VOCAB_SIZE, bpe_config
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
 from jaxlm.interop.hf.folder import ReadOptions
@@ -96,6 +98,7 @@ def dry_run(plan: Plan, console: Console) -> None:
     rows = [*describe(plan), ("vocabulary", assumed_vocabulary(plan.config)[1]), *_caches(plan)]
     previews: list[MaskPreview] = []
     answers = [*_answers([*_checks(plan), *_previews(plan, previews)]), *_answers_of_all(list(_agreed_checks(plan)))]
+    answers += _answers_in_turn(list(_openings(plan))) if is_main_process() else []
     refusals = list(dict.fromkeys(answers))
     console.log(table("plan (dry run: nothing is tokenized, no training)", [*rows, *refusals]))
     for preview in previews:
@@ -127,6 +130,10 @@ def _but(rows: Sequence[tuple[str, str]]) -> str:
         names = list(dict.fromkeys(name for name, answer in rows if answer.startswith(prefix)))
         but += f"{says}: see {', '.join(names)} in the table" if names else ""
     return but
+
+
+class _UncheckedError(Exception):
+    """What was not checked, and why."""
 
 
 class _Question(NamedTuple):
@@ -201,6 +208,23 @@ def _agreed_checks(plan: Plan) -> Iterator[_Question]:
         yield _Question("start", functools.partial(check_init_from, plan), "the disk")
 
 
+def _openings(plan: Plan) -> Iterator[_Question]:
+    """What a start opens on process 0. Rewards have time limits of their own: they may import large libraries."""
+
+    def tokenizer() -> Tokenizer:
+        if bpe_config(plan.data[0].tokenizer) is not None:
+            raise _UncheckedError("whether its rewards open, because a start trains their tokenizer")
+        return plan.data[0].load_tokenizer(log=lambda _: None)
+
+    for data in {id(data): data for data in plan.data}.values():
+        check = functools.partial(data.check_opens, tokenizer, dry=True)
+        yield _Question(f"data {choice_name(type(data))}", check, "")
+    for evaluation in plan.config.evals:
+        yield _Question(
+            f"evaluation {choice_name(type(evaluation))}", functools.partial(evaluation.check_opens, tokenizer), ""
+        )
+
+
 def _previews(plan: Plan, drawn: list[MaskPreview]) -> Iterator[_Question]:
     """The share of tokens that the loss is computed on, for chats and prompts on this machine. Adds them to `drawn`."""
     if bpe_config(plan.data[0].tokenizer) is not None:
@@ -252,7 +276,12 @@ def _answers_of_all(questions: Sequence[_Question]) -> Iterator[tuple[str, str]]
     """The same for questions that all processes ask together: in an order that threads do not have."""
     if jax.process_count() == 1:
         yield from _answers(questions)
-        return
+    else:
+        yield from _answers_in_turn(questions)
+
+
+def _answers_in_turn(questions: Sequence[_Question]) -> Iterator[tuple[str, str]]:
+    """The same for questions that are asked one after another, however long each takes."""
     answers: dict[int, str | None] = {}
     for number, question in enumerate(questions):
         _ask(number, question, answers)
@@ -263,6 +292,8 @@ def _answers_of_all(questions: Sequence[_Question]) -> Iterator[tuple[str, str]]
 def _ask(number: int, question: _Question, answers: dict[int, str | None]) -> None:
     try:
         answers[number] = question.ask()
+    except _UncheckedError as error:
+        answers[number] = f"{_UNCHECKED}{error}"
     except (ConfigError, OSError) as error:
         answers[number] = f"{_REFUSED}{error}"
     except Exception as error:  # of your own classes too; a thread's traceback would be lost between the lines

@@ -174,6 +174,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         batches=batches,
         refs=plan_references(config, phases),
     )
+    _check_evaluations(config)
     for phase, section in zip(phases, data, strict=True):
         _check_batch(phase, section, config)
         _check_microbatches(phase, batches.train)
@@ -196,6 +197,16 @@ def _schedule_notes(phases: Sequence[Phase]) -> list[str]:
         of_phase = f"phase '{phase.name}': " if len(phases) > 1 else ""
         notes |= {f"{of_phase}{note}": None for each in (schedule, *groups.values()) for note in each.notes}
     return list(notes)
+
+
+def _check_evaluations(config: RunConfig) -> None:
+    """Raises `ConfigError` if completions of two evaluations would have the same name."""
+    names = [name for each in config.evals if (name := each.completions_name) is not None]
+    if equal := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(
+            f"evals: {len(equal)} evaluations given with the name '{equal[0]}', under which their metrics and completions are"
+            " logged. Set `name` in each of them"
+        )
 
 
 def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:

@@ -21,6 +21,7 @@ from jaxlm.core.matmul import has_fp8_products
 from jaxlm.core.precision import Precision
 from jaxlm.core.runtime import differences_between_processes
 from jaxlm.core.sharding import axis_mapping_table
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.phases import Phase
 from jaxlm.models.attention.choose import AttentionChoice, choose_attention
 from jaxlm.models.base import LanguageModel
@@ -287,6 +288,15 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from _flat(f"{path}.{key}", item)
     else:
         yield path, json.dumps(value, default=str)
+
+
+def check_opens(plan: Plan, tokenizer: Tokenizer) -> None:
+    """Raises `ConfigError` if a reward, an environment, a sampler or something else cannot be opened that a phase or an
+    evaluation needs. Process 0 calls it."""
+    for data in {id(data): data for data in plan.data}.values():
+        data.check_opens(lambda: tokenizer, dry=False)
+    for evaluation in plan.config.evals:
+        evaluation.check_opens(lambda: tokenizer)
 
 
 def check_accelerator(plan: Plan) -> None:

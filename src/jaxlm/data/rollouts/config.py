@@ -1,6 +1,8 @@
 """The data section of rollouts: prompts, how the model answers them while it trains, and what its answers are worth."""
 
+import contextlib
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
@@ -21,7 +23,7 @@ from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.prompts import PromptsFormat
 from jaxlm.data.loader import BatchContext, BatchMaker, BatchReader
 from jaxlm.data.rollouts.batches import RolloutBatches
-from jaxlm.data.rollouts.conversations import EARNED, Conversations
+from jaxlm.data.rollouts.conversations import EARNED, Conversations, dialect_of
 from jaxlm.data.rollouts.curriculum import CurriculumConfig, CurriculumContext
 from jaxlm.data.rollouts.local import LocalSamplerConfig
 from jaxlm.data.rollouts.maker import RolloutMaker, RolloutOptions
@@ -29,6 +31,7 @@ from jaxlm.data.rollouts.prompts import PromptRecords, Prompts, prompt_values
 from jaxlm.data.rollouts.sampler import SamplerConfig, SamplerContext
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.environments.base import EnvironmentConfig
+from jaxlm.environments.converse import check_environment_opens
 from jaxlm.rewards.base import RewardConfig, RewardContext, Rewards, reward_names
 
 _MAX_TURNS = 4
@@ -48,7 +51,7 @@ class RolloutsConfig(DataConfig):
         updates_per_rollout: number of steps that train on a rollout before the next one is sampled.
         minibatches_per_rollout: number of batches that a rollout consists of. With as many as `updates_per_rollout`, each
             response is trained on once; with 1, as often as there are updates.
-        rewards: what the responses are worth: the weighted sum of these.
+        rewards: what the responses are worth: the weighted sum of these. May be empty if the environment gives rewards.
         reward_timeout_s: seconds that the rewards of a rollout may take. After that, the run ends with an error.
         dynamic_sampling: groups with equal rewards teach nothing. If a rollout has some, sample for as many further prompts,
             at most this often for a rollout (DAPO); 0 trains on what there is.
@@ -126,9 +129,10 @@ class RolloutsConfig(DataConfig):
             raise ConfigError(
                 f"data.max_turns: {self.max_turns} given, which has no effect without data.environment. Remove one of them"
             )
-        if not self.rewards:
+        if not self.rewards and (self.environment is None or not self.environment.gives_rewards):
+            without = "" if self.environment is None else ", and the environment gives no rewards either"
             raise ConfigError(
-                "data.rewards: empty. Give at least one, such as {type: function, function: my_rewards:score}"
+                f"data.rewards: empty{without}. Give at least one, such as {{type: function, function: my_rewards:score}}"
             )
         if self.environment is not None and EARNED in reward_names(self.rewards):
             raise ConfigError(
@@ -154,16 +158,30 @@ class RolloutsConfig(DataConfig):
 
     def check(self) -> None:
         super().check()
+        self._check_parts()
+
+    def _check_parts(self) -> None:
         for part in (self.sampler, *self.rewards, self.environment, self.curriculum):
             if part is not None:
                 part.check()
 
+    def check_opens(self, tokenizer: Callable[[], Tokenizer], *, dry: bool) -> None:
+        self._check_parts()
+        self.sampler.check_opens(self.temperature, dry=dry)
+        if self.environment is not None:
+            dialect_of(self.environment, tokenizer())
+            check_environment_opens(self.environment)
+        self._open_rewards(tokenizer(), tokenizer().stop_ids).close()
+
+    def _open_rewards(self, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> Rewards:
+        context = RewardContext(tokenizer.decode, self.max_new_tokens, stop_ids)
+        return Rewards(self.rewards, context, timeout_s=self.reward_timeout_s)
+
     def batch_maker(self, tokenizer: Tokenizer) -> BatchMaker:
         def make(reader: BatchReader, of_run: BatchContext) -> Batches:
-            stop_ids = of_run.services.stop_ids or tokenizer.stop_ids
-            context = RewardContext(tokenizer.decode, self.max_new_tokens, stop_ids)
             run, environment = of_run.services, self.environment
-            sampler = self.sampler.open(SamplerContext(reader.layout, run.precision, run.log, run.progress, run.export))
+            stop_ids = run.stop_ids or tokenizer.stop_ids
+            services = SamplerContext(reader.layout, run.precision, run.log, run.progress, run.export)
             records = {source.name: PromptRecords(source, run.log) for source in self.sources() if source.has(TRAIN)}
 
             def values(column: str) -> list[np.ndarray]:
@@ -172,17 +190,23 @@ class RolloutsConfig(DataConfig):
 
             # Before the processes of the rewards start, because it may refuse the records.
             curriculum = self.curriculum and self.curriculum.open(CurriculumContext(of_run.seed, of_run.start, values))
-            maker = RolloutMaker(
-                reader.mixture,
-                self._options(of_run.seed, stop_ids),
-                sampler,
-                main_only(lambda: Rewards(self.rewards, context, timeout_s=self.reward_timeout_s)),
-                records,
-                tokenizer.decode,
-                run.log_rollout,
-                environment and Conversations(environment, self.max_turns, sampler, tokenizer),
-                curriculum,
-            )
+            with contextlib.ExitStack() as on_error:
+                sampler = on_error.enter_context(contextlib.closing(self.sampler.open(services)))
+                rewards = main_only(
+                    lambda: on_error.enter_context(contextlib.closing(self._open_rewards(tokenizer, stop_ids)))
+                )
+                maker = RolloutMaker(
+                    reader.mixture,
+                    self._options(of_run.seed, stop_ids),
+                    sampler,
+                    rewards,
+                    records,
+                    tokenizer.decode,
+                    run.log_rollout,
+                    environment and Conversations(environment, self.max_turns, sampler, tokenizer),
+                    curriculum,
+                )
+                on_error.pop_all()  # from here on, the batches close them
             return RolloutBatches(reader, of_run, maker)
 
         return make

@@ -13,15 +13,21 @@ EARNED = "environment"
 """The name of the environment's reward, which is added to the others."""
 
 
+def dialect_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> Dialect:
+    """How conversations become tokens. Raises `ConfigError` if the tokenizer lacks a special token of the environment."""
+    decode = lambda ids: tokenizer.decode(ids, special=True)  # noqa: E731
+    dialect = Dialect(tokenizer.encode, decode, tokenizer.vocabulary())
+    dialect.special_ids((*config.turn_ends, *config.observation_start, *config.observation_end))
+    return dialect
+
+
 class Conversations:
-    """Has the policy and an environment take turns. All processes run the same conversations."""
+    """Has the policy and an environment take turns. All processes lead the same conversations."""
 
     def __init__(self, config: EnvironmentConfig, max_turns: int, sampler: Sampler, tokenizer: Tokenizer):
         self._config, self._max_turns, self._sampler = config, max_turns, sampler
-        decode = lambda ids: tokenizer.decode(ids, special=True)  # noqa: E731
-        self._dialect = Dialect(tokenizer.encode, decode, tokenizer.vocabulary())
+        self._dialect = dialect_of(config, tokenizer)
         self._turn_ends = tuple(self._dialect.special_ids(config.turn_ends))
-        self._dialect.special_ids((*config.observation_start, *config.observation_end))  # before anything is compiled
 
     def of(self, model: Any, prompts: Sequence[Prompt], request: SamplingRequest) -> tuple[list[Sample], list[float]]:
         """One conversation for each prompt as a sample, and what it has earned. Args: request: of the first turn."""

@@ -1,4 +1,4 @@
-"""Samples on the devices that train, with the weights where they are."""
+"""Samples on the devices that train."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from jaxlm.models.inference.unstacked import Generator
 @SamplerConfig.register_subclass("local")
 @dataclass(frozen=True)
 class LocalSamplerConfig(SamplerConfig):
-    """Samples on the devices that train, with the sharded weights as they are: no copy, and no other program.
+    """Samples on the devices that train, with the weights in the compute dtype, sharded as they are.
 
     Attributes:
         max_rows: the most responses that are sampled at the same time; null samples all responses of a rollout at once. Their
@@ -39,7 +39,7 @@ class LocalSamplerConfig(SamplerConfig):
 class LocalSampler(Sampler):
     """Samples with a KV cache, in one program for the prompts and one for all new tokens.
 
-    A conversation with an environment would ask `sample` once per turn, with the text so far as the prompts.
+    A conversation with an environment asks `sample` once per turn, with the text so far as the prompts.
     """
 
     def __init__(self, config: LocalSamplerConfig, context: SamplerContext):

@@ -109,8 +109,7 @@ class RolloutMaker:
         """Args:
         mixture: the prompts, in the order of training.
         rewards: on process 0; None on the others.
-        records: source name -> the records of its prompts. Only process 0 reads them, or all for an environment or a
-            curriculum.
+        records: source name -> the records of its prompts. Only process 0 reads them, or all for a curriculum.
         decode: token ids to text, without special tokens.
         conversations: with an environment; None lets the policy write once.
         curriculum: which of the prompts are sampled for; None samples for all.
@@ -195,7 +194,8 @@ class RolloutMaker:
         """The samples, and what each has earned from the environment, if there is one."""
         if self._conversations is None:
             return self._sampler.sample(model, repeated, request), []
-        size, records = self.options.group_size, self._records_of(examples)
+        size = self.options.group_size
+        records = main_only(lambda: self._records_of(examples)) or [Record("", {}, 0)] * len(examples)
         prompts = [
             Prompt(ids, self._decode(ids), records[number // size].values, records[number // size].where)
             for number, ids in enumerate(repeated)

@@ -105,6 +105,15 @@ class SamplerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
     def check(self) -> None:
         """Raises `ConfigError` if it cannot be opened, before anything is compiled."""
 
+    def check_opens(self, temperature: float, *, dry: bool) -> None:
+        """Raises `ConfigError` if it cannot sample at a temperature, or needs something that is not there. Process 0 calls it
+        before anything is compiled.
+
+        Args:
+            dry: write nothing, and do not wait for a server that is not ready.
+        """
+        return
+
     @abc.abstractmethod
     def open(self, context: SamplerContext) -> Sampler:
         """Opens the sampler, on every process."""

@@ -3,24 +3,27 @@
 Tokens go in and come out, so that nothing depends on how a server encodes text. Process 0 asks, and tells the others.
 """
 
-import json
+import contextlib
+import functools
 import math
+import queue
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-import jax
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.core.runtime import broadcast_from_main, main_only
+from jaxlm.core.runtime import from_main, main_only
 from jaxlm.core.stores import is_url
 from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig, SamplerContext, SamplingRequest
 from jaxlm.interop.json_server import JsonServer, ServerConfig
+
+T = TypeVar("T")
 
 _KEY = "data.sampler"
 _VLLM_RELOAD = "/collective_rpc"
@@ -73,6 +76,28 @@ class ServerSamplerConfig(SamplerConfig):
         if self.protocol == "sglang" and self.logprobs == "raw":
             raise ConfigError(f"{_KEY}.logprobs: raw given, but SGLang's are processed. Set logprobs: processed")
 
+    def check_opens(self, temperature: float, *, dry: bool) -> None:
+        self.check_temperature(temperature)
+        if not dry:
+            make_folder(self.folder)
+        try:
+            JsonServer(replace(self.server, num_retries=0) if dry else self.server).check_reachable()
+        except ConfigError as error:
+            raise ConfigError(f"{_KEY}.server: {error}") from error
+
+    def check_temperature(self, temperature: float) -> None:
+        """Raises `ConfigError` if the server's log-probabilities are not those at a temperature."""
+        if self.logprobs == "raw" and temperature != 1:
+            raise ConfigError(
+                f"{_KEY}.logprobs: raw given with temperature: {temperature:g}, but raw log-probabilities are those"
+                " at temperature 1. Start vLLM with --logprobs-mode processed_logprobs and set logprobs: processed"
+            )
+
+    @property
+    def folder(self) -> Path:
+        """Where weights are exported to."""
+        return Path(self.weights_folder).absolute()
+
     def open(self, context: SamplerContext) -> Sampler:
         return ServerSampler(self, context, JsonServer(self.server))
 
@@ -82,21 +107,19 @@ class ServerSampler(Sampler):
 
     def __init__(self, config: ServerSamplerConfig, context: SamplerContext, server: JsonServer):
         self._config, self._context, self._server = config, context, server
-        self._folder = Path(config.weights_folder).absolute()
+        self._folder = config.folder
         self._exported: int | None = None  # step of the weights that the server has
-        self._pool = ThreadPoolExecutor(config.max_concurrent, thread_name_prefix="sampler")
 
     def sample(self, model: Any, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[Sample]:
-        if self._config.logprobs == "raw" and request.temperature != 1:
-            raise ConfigError(
-                f"{_KEY}.logprobs: raw given with temperature: {request.temperature:g}, but raw log-probabilities are those"
-                " at temperature 1. Start vLLM with --logprobs-mode processed_logprobs and set logprobs: processed"
-            )
+        self._config.check_temperature(request.temperature)
         self._update(model, request.step)
-        return _on_all_processes(lambda: self._ask(prompts, request))
+        return [
+            Sample(tuple(tokens), tuple(logps), tuple(mask), is_finished)
+            for tokens, logps, mask, is_finished in from_main(lambda: self._ask(prompts, request))
+        ]
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        return
 
     def _update(self, model: Any, step: int) -> None:
         """Gives the server the current weights, if those that it has are too old."""
@@ -110,13 +133,8 @@ class ServerSampler(Sampler):
 
     def _prepare(self, folder: Path) -> None:
         """Makes room for the weights. A process that was killed may have left some."""
-        try:
-            shutil.rmtree(folder, ignore_errors=True)
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"{_KEY}.weights_folder: {self._folder} cannot be written ({error.strerror}). Set another folder"
-            ) from error
+        shutil.rmtree(folder, ignore_errors=True)
+        make_folder(self._folder)
 
     def _load(self, folder: Path) -> None:
         """Has the server load the weights, and removes older ones."""
@@ -132,15 +150,11 @@ class ServerSampler(Sampler):
 
     def _ask(self, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[Sample]:
         # One request for each response: servers compute a prompt that they have in their prefix cache only once.
-        asked = [
-            self._pool.submit(self._one, prompt, row, request)
+        calls = [
+            functools.partial(self._one, prompt, row, request)
             for prompt, row in zip(prompts, request.rows, strict=True)
         ]
-        try:
-            return [one.result() for one in asked]
-        finally:
-            for one in asked:
-                one.cancel()
+        return _at_the_same_time(calls, self._config.max_concurrent, self._context.progress)
 
     def _one(self, prompt: Sequence[int], row: int, request: SamplingRequest) -> Sample:
         body = {
@@ -223,13 +237,49 @@ def _sample(answer: Any, body: Mapping[str, Any]) -> Sample:
     return Sample(tuple(tokens), tuple(map(float, logps)), (1,) * len(tokens), reason == "stop")
 
 
-def _on_all_processes(make: Callable[[], list[Sample]]) -> list[Sample]:
-    """What process 0 makes, on every process."""
-    made = main_only(make)
-    if jax.process_count() == 1:
-        assert made is not None
-        return made
-    content = b"" if made is None else json.dumps(made).encode()  # writes float64 exactly
-    size = int(broadcast_from_main(np.array(len(content), np.int32)))
-    shared = broadcast_from_main(np.frombuffer(content.ljust(size, b" ")[:size], np.uint8))
-    return [Sample(tuple(t), tuple(p), tuple(m), finished) for t, p, m, finished in json.loads(shared.tobytes())]
+def make_folder(folder: Path) -> None:
+    """Makes the folder for the weights. Raises `ConfigError` if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{_KEY}.weights_folder: {folder} cannot be written ({error.strerror}). Set another folder"
+        ) from error
+
+
+def _at_the_same_time(calls: Sequence[Callable[[], T]], most: int, progress: Callable[[], None]) -> list[T]:
+    """The results of calls, at most `most` at a time. Raises the first error at once.
+
+    The process need not wait for the threads when it ends: a request may be without an answer for long.
+
+    Args:
+        progress: called after each of them.
+    """
+    left: queue.SimpleQueue[int] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[tuple[int, T | None, BaseException | None]] = queue.SimpleQueue()
+    stop = threading.Event()
+    for number in range(len(calls)):
+        left.put(number)
+
+    def work() -> None:
+        with contextlib.suppress(queue.Empty):
+            while not stop.is_set():
+                number = left.get_nowait()
+                try:
+                    ended.put((number, calls[number](), None))
+                except BaseException as error:
+                    ended.put((number, None, error))
+
+    for _ in range(min(most, len(calls))):
+        threading.Thread(target=work, name="sampler", daemon=True).start()
+    results: dict[int, Any] = {}
+    try:
+        while len(results) < len(calls):
+            number, result, error = ended.get()
+            if error is not None:
+                raise error
+            results[number] = result
+            progress()
+    finally:
+        stop.set()
+    return [results[number] for number in range(len(calls))]

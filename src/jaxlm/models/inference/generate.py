@@ -46,9 +46,10 @@ class GenerationConfig:
         temperature, top_k, top_p: see `Sampling`.
         seed: random seed. The tokens of a row depend only on the seed and the row's prompt, not on the other rows of
             the batch. Repeated prompts get different continuations.
-        stop_ids: tokens that end a continuation. They are not part of the output.
+        stop_ids: tokens that end a continuation. They are not part of the output, unless `with_stop`.
         cache_dtype: dtype of keys and values in the cache, a key of `CACHE_DTYPES`. None uses the dtype of the
             parameters.
+        with_stop: whether the token that ended a continuation is part of the output.
     """
 
     max_new_tokens: int
@@ -58,6 +59,7 @@ class GenerationConfig:
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
     cache_dtype: str | None = None
+    with_stop: bool = False
 
     @property
     def sampling(self) -> Sampling:
@@ -124,7 +126,7 @@ def generate_tokens(
     until: StopFunction | None = None,
     tools: ToolCalls | None = None,
 ) -> list[list[int]]:
-    """Generates the new tokens of each prompt, without the token that ended it.
+    """Generates the new tokens of each prompt, without the token that ended it (unless `with_stop`).
 
     Args:
         until, tools: see `stream_tokens`.
@@ -177,7 +179,7 @@ def stream_tokens(
             prefix_cache.put(state.cache, [*prompts[0], *cached])
         end = min(end, int(state.step))  # a call may have ended, or all rows
         new_tokens = np.asarray(state.written)[: len(prompts), num_yielded:end]
-        piece = [row[row != _NO_TOKEN].tolist() for row in new_tokens]
+        piece = [_until_end(row, config) for row in new_tokens]
         yield piece
         num_yielded = end
         alive = np.array(state.alive)
@@ -230,6 +232,12 @@ def _with_outputs(state: "_State", rows: Sequence[Sequence[int]], tools: ToolCal
     return dataclasses.replace(state, calls=_force(calls, forced))
 
 
+def _until_end(tokens: np.ndarray, config: GenerationConfig) -> list[int]:
+    """The new tokens of a row until it has ended."""
+    row = tokens[tokens != _NO_TOKEN].tolist()
+    return row[:-1] if row and row[-1] in config.stop_ids and not config.with_stop else row
+
+
 def _pad_stop_ids(stop_ids: Sequence[int]) -> list[int]:
     """Pads to one of few lengths, so that few shapes are compiled."""
     return [*stop_ids, *[_NO_TOKEN] * (round_up(max(1, len(stop_ids)), _STOP_IDS_MULTIPLE) - len(stop_ids))]
@@ -262,7 +270,8 @@ class _Calls(eqx.Module):
 
 
 class _State(eqx.Module):
-    """Loop carry. Row r has generated `written[r, :step]`, which is -1 after its end. `token` is the last token."""
+    """Loop carry. Row r has generated `written[r, :step]`, which is -1 after the token that ended it. `token` is the last
+    token."""
 
     cache: Any
     token: jax.Array
@@ -282,7 +291,7 @@ def _append(state: _State, cache: Any, token: jax.Array, stop_ids: jax.Array) ->
     alive = state.alive & (token[:, None] != stop_ids).all(axis=1)
     if calls is not None:
         calls = _Calls(calls.forced, calls.end, calls.has_ended | (alive & (token == calls.end)).any())
-    column = jnp.where(alive, token, _NO_TOKEN)[:, None]
+    column = jnp.where(state.alive, token, _NO_TOKEN)[:, None]
     written = jax.lax.dynamic_update_slice_in_dim(state.written, column, state.step, axis=1)
     return _State(cache, token, state.positions + 1, state.segment_ids, alive, written, state.step + 1, calls)
 
