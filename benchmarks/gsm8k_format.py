@@ -5,9 +5,10 @@ not rewarded. Questions of at most 160 characters are asked, 100 of them only in
 the model first, without the annotations of the calculator, so that its answers sometimes have the form. 80 tokens are too
 few for four in ten solutions.
 
-The runs: `gsm8k` fine-tunes. `grpo` rewards the form. Two controls differ from it in one key each: `grpo-zero` has a learning
-rate of 0, `grpo-negated` gives -1 for the form. All are evaluated alike: 4 answers to each held-out question, sampled with the
-same seed. Answers to one question resemble each other, so the standard errors are those of means over questions.
+The runs: `gsm8k` fine-tunes. `grpo` rewards the form. Two controls differ from it in one key each: `grpo-zero` has a
+learning rate of 0, `grpo-negated` gives -1 for the form. All are evaluated alike: 4 answers to each held-out question,
+sampled with the same seed. Answers to one question resemble each other, so the standard errors are those of means over the
+questions.
 """
 
 import json
