@@ -117,3 +117,15 @@ def test_both_halves_of_a_pair_have_the_same_prompt_and_steps_repeat():
     forward = work.flops_per_token("sft") / 3
     assert work.flops_per_token("dpo") == pytest.approx(4 * forward)
     assert work.flops_per_token("dpo-lora") == pytest.approx(work.flops_per_token("sft-lora") * 3 / 2)
+    assert work.flops_per_token("grpo") == pytest.approx(5 * forward)
+
+
+def test_prompts_of_grpo_are_words_of_which_each_is_a_token():
+    prompts, tokenizer = work.prompts(), work.tokenizer()
+    assert len(prompts) == work.DISTINCT * work.SEQUENCES // work.GROUP
+    ids = [tokenizer.encode(prompt).ids for prompt in prompts]
+    assert {len(row) for row in ids} == {work.GRPO_PROMPT}
+    assert work.MODEL["seq_len"] == work.GRPO_PROMPT + work.NEW_TOKENS
+    expected = np.maximum(work.rows(1)[:: work.GROUP, : work.GRPO_PROMPT], 1)
+    np.testing.assert_array_equal(ids[2:4], expected)
+    assert work.reward(completion_ids=[[2, 4, 1, 3], [6]], prompts=[]) == [0.5, 1.0]
