@@ -1,9 +1,10 @@
-"""Fine-tunes and aligns a small Llama on real instructions and real preferences, and reports what held-out data says.
+"""Fine-tunes and aligns a small Llama on real instructions, preferences and questions, and reports what held-out data says.
 
     python benchmarks/post_training.py --data FOLDER --folder runs/post_training [--folds 3] [--seed 0] [--picture FILE.svg]
 
-FOLDER has wikitext2_valid.txt, tinyshakespeare.txt, dolly_instructions_700.jsonl (`prompt`, `response`) and
-hh_harmless_pairs_1200.jsonl (`chosen`, `rejected`: dialogues that differ in the last answer). Nothing is downloaded.
+FOLDER has wikitext2_valid.txt, tinyshakespeare.txt, dolly_instructions_700.jsonl (`prompt`, `response`),
+hh_harmless_pairs_1200.jsonl (`chosen`, `rejected`: dialogues that differ in the last answer) and gsm8k_train_2000.jsonl
+(`question`, `answer`). Nothing is downloaded.
 
 1. One run pretrains on the two texts, then fine-tunes on 600 instructions; 100 are held out.
 2. The pairs are split into folds, by the first turn of their dialogues, so that no dialogue is in two folds. For each fold, a
@@ -11,6 +12,8 @@ hh_harmless_pairs_1200.jsonl (`chosen`, `rejected`: dialogues that differ in the
    judged once, by a model that was not trained on it. The accuracy is the fraction of pairs whose chosen answer has the
    larger reward; the standard error is that of a fraction. Prompts keep their last 200 characters, so that every pair fits;
    long answers are truncated.
+3. The model is fine-tuned on GSM8K's solutions. Then GRPO samples answers while it trains, and rewards their form. Two
+   short runs are its controls. See gsm8k_format.py.
 
 Start the same command again after an interruption: finished runs are not repeated. Writes `post_training.json` into the
 folder, and the curves to `--picture`. The last line printed is JSON.
@@ -21,18 +24,14 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import random
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+import gsm8k_format
+from tuning_runs import Records, averaged, read, series, train, trainer, write
 
-ROOT = Path(__file__).resolve().parents[1]
 TEXTS, INSTRUCTIONS, PAIRS = (
     ("wikitext2_valid.txt", "tinyshakespeare.txt"),
     "dolly_instructions_700.jsonl",
@@ -54,13 +53,12 @@ MODEL = {
 }
 _ASSISTANT = "\n\nAssistant:"
 _SHAPE = {"weight_decay": 0.1, "warmup": 0.05, "lr_schedule": "linear", "decay": 0.7, "min_lr_ratio": 0.0}
-Records = list[dict[str, Any]]
 
 
 def main() -> None:
     """Runs what has not run yet, and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with the four files")
+    parser.add_argument("--data", type=Path, required=True, help="folder with the five files")
     parser.add_argument("--folder", type=Path, required=True, help="folder for runs, caches and results")
     parser.add_argument("--folds", type=int, default=3, help="number of folds of the pairs, 2 or more (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the splits and the runs (default 0)")
@@ -76,10 +74,11 @@ def main() -> None:
     for fold, size in enumerate(sizes):
         steps = DPO_EPOCHS * (sum(sizes) - size) // PAIRS_PER_BATCH
         runs[f"fold-{fold}"] = train(options.folder, f"fold-{fold}", dpo_config(fold, export, steps, options.seed))
-    found = summary(runs, options.folder, sizes)
+    grpo = gsm8k_format.run_all(options.data, options.folder, export, _SHAPE, options.seed)
+    found = summary(runs, options.folder, sizes) | {"gsm8k": gsm8k_format.summary(grpo, options.folder)}
     (options.folder / "post_training.json").write_text(json.dumps(found, indent=1))
     if options.picture is not None:
-        plot(options.picture, runs)
+        plot(options.picture, runs, grpo, found["gsm8k"])
     print(json.dumps(found))
 
 
@@ -115,13 +114,6 @@ def as_pair(record: Mapping[str, str]) -> dict[str, str] | None:
     end = "".join(character for character, _ in same).rfind(_ASSISTANT) + len(_ASSISTANT)
     answers = {"chosen": chosen[end:].rstrip(), "rejected": rejected[end:].rstrip()}
     return {"prompt": chosen[:end][-PROMPT_CHARACTERS:], **answers} if all(answers.values()) else None
-
-
-def write(path: Path, lines: Any) -> None:
-    """Writes lines, unless the file has them: a run that goes on must find its files unchanged."""
-    text = "".join(f"{line}\n" for line in lines)
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        path.write_text(text, encoding="utf-8")
 
 
 def base_config(data: Path, seed: int) -> dict[str, Any]:
@@ -167,45 +159,12 @@ def dpo_config(fold: int, export: str, steps: int, seed: int) -> dict[str, Any]:
     }
 
 
-def trainer(seed: int, batch: int, steps_per_eval: int) -> dict[str, Any]:
-    """The trainer's keys that all runs share."""
-    return {
-        "seed": seed,
-        "train_batch_size": batch,
-        "steps_per_eval": steps_per_eval,
-        "max_eval_batches": None,
-        "log_dir": "logs",
-        "checkpointer": {"base_path": "checkpoints", "save_interval": "1m", "keep": []},
-    }
-
-
-def train(folder: Path, name: str, config: Mapping[str, Any]) -> Records:
-    """Trains a run to its end if it is not there yet. Returns its records."""
-    finished, text = folder / f"{name}.finished", yaml.safe_dump(dict(config), sort_keys=False)
-    if not finished.exists() or finished.read_text() != text:
-        (folder / f"{name}.yaml").write_text(text)
-        started = time.perf_counter()
-        with (folder / f"{name}.out").open("a") as out:
-            paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-            env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-            command = [sys.executable, "-m", "jaxlm.train", "--config_path", f"{name}.yaml"]
-            done = subprocess.run(command, cwd=folder, env=env, stdout=out, stderr=out)
-        if done.returncode:
-            raise SystemExit(f"{name}: exit code {done.returncode}; see {folder / name}.out")
-        print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
-        finished.write_text(text)
-    lines = (folder / "logs" / name / "metrics.jsonl").read_text().splitlines()
-    return list(map(json.loads, lines))
-
-
 def summary(runs: Mapping[str, Records], folder: Path, sizes: Sequence[int]) -> dict[str, Any]:
     """The figures, with the accuracy of two rules that know nothing of the model to compare with."""
     held_out = [s for s in series(runs[BASE], "eval/loss") if s[0] > PRETRAIN_STEPS]
     folds = [runs[f"fold-{fold}"] for fold in range(len(sizes))]
     last = {name: [series(run, f"eval/{name}")[-1][1] for run in folds] for name in _MEASURED}
-    pairs = [
-        json.loads(l) for n in range(len(sizes)) for l in (folder / f"held_out-{n}.jsonl").read_text().splitlines()
-    ]
+    pairs = [pair for fold in range(len(sizes)) for pair in read(folder / f"held_out-{fold}.jsonl")]
     shorter = sum(len(pair["chosen"]) < len(pair["rejected"]) for pair in pairs) / len(pairs)
     return {
         "sft": {"first": held_out[0], "best": min(held_out, key=lambda item: item[1]), "last": held_out[-1]},
@@ -233,22 +192,17 @@ def fraction(share: float, number: int) -> dict[str, float]:
     return {"fraction": share, "standard_error": error, "standard_errors_above_half": (share - 0.5) / error}
 
 
-def series(records: Records, name: str) -> list[tuple[int, float]]:
-    """The steps and values of a metric."""
-    return [(record["step"], record[name]) for record in records if record.get(name) is not None]
-
-
-def plot(path: Path, runs: Mapping[str, Records]) -> None:
-    """Plots the losses of fine-tuning, and accuracy and margin of DPO for each fold."""
+def plot(path: Path, runs: Mapping[str, Records], grpo: Mapping[str, Records], found: Mapping[str, Any]) -> None:
+    """Plots the losses of fine-tuning, accuracy and margin of DPO for each fold, and GRPO. Args: found: GRPO's figures."""
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "jaxlm"}
-    figure = Figure(figsize=(9, 3), layout="constrained")
-    losses, accuracies, margins = figure.subplots(1, 3)
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    (losses, accuracies, margins), axes_of_grpo = figure.subplots(2, 3)
     for name, label in (("train/loss", "training"), ("eval/loss", "held out")):
-        found = [(step - PRETRAIN_STEPS, value) for step, value in series(runs[BASE], name) if step > PRETRAIN_STEPS]
-        losses.plot(*zip(*averaged(found), strict=True), label=label)
+        points = [(step - PRETRAIN_STEPS, value) for step, value in series(runs[BASE], name) if step > PRETRAIN_STEPS]
+        losses.plot(*zip(*averaged(points), strict=True), label=label)
     for fold, records in ((name, run) for name, run in runs.items() if name != BASE):
         for axes, metric in ((accuracies, "rewards/accuracies"), (margins, "rewards/margins")):
             (line,) = axes.plot(
@@ -262,15 +216,8 @@ def plot(path: Path, runs: Mapping[str, Records]) -> None:
     margins.set(title="DPO: margin", xlabel="step")
     losses.legend()
     accuracies.legend(title="held out")
+    gsm8k_format.plot(axes_of_grpo, grpo, found)
     figure.savefig(path, format="svg", metadata={"Date": None})
-
-
-def averaged(points: Sequence[tuple[int, float]], width: int = 10) -> list[tuple[float, float]]:
-    """Means over as many points."""
-    if len(points) < 3 * width:
-        return [*points]
-    parts = [points[at : at + width] for at in range(0, len(points) - width + 1, width)]
-    return [(sum(s for s, _ in part) / width, sum(v for _, v in part) / width) for part in parts]
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """Compares fine-tuning in jaxlm with TRL on a CPU: same weights, data and batch, in the same seconds.
 
     python benchmarks/trl_peers.py
-    python benchmarks/trl_peers.py --methods sft,dpo,dpo-lora --minutes 10
+    python benchmarks/trl_peers.py --methods sft,dpo,dpo-lora,grpo --minutes 10
     python benchmarks/trl_peers.py --methods dpo --variants trl,trl-compile
 
 For each method, both programs stay alive, each in its own process, and take a few steps in turn, as in cpu_peers.py, whose
 report this prints: tokens/s, how many times as fast jaxlm is with a 95 % interval, memory, and by how much the losses of both
 differ. benchmarks/peers/post_training_rows.py says what is trained. Adapters begin with other random numbers in each program,
-so the losses of `-lora` differ after the first step.
+so the losses of `-lora` differ after the first step. `grpo` includes sampling and the reward. Each program has its own
+sampler, so the entropies that are compared in place of losses differ by what chance adds.
 
 Then it prints the memory that jaxlm's compiled steps need, and that of `dpo-lora` relative to `sft-lora` with as many
 sequences. Makes a virtual environment for each program once (under benchmarks/.venvs), or uses this Python for both
@@ -28,7 +29,7 @@ from machine import this_processor
 from peer_report import report
 from processes import PeerFailedError, answer_of
 
-METHODS = ("sft", "sft-lora", "dpo", "dpo-lora")
+METHODS = ("sft", "sft-lora", "dpo", "dpo-lora", "grpo")
 VARIANTS = {"trl": (), "trl-compile": ("compile",)}
 GOAL, MEMORY_GOAL = 1.3, 1.1
 _JAXLM, _TRL = "post_training_jaxlm.py", "post_training_trl.py"
@@ -86,7 +87,7 @@ def compared(method: str, options: argparse.Namespace, python, model: Path) -> d
 def parse_arguments() -> argparse.Namespace:
     """The command line. Wrong values end the process with a message."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="sft,dpo,dpo-lora", help=f"comma-separated, of: {', '.join(METHODS)}")
+    parser.add_argument("--methods", default="sft,dpo,dpo-lora,grpo", help=f"comma-separated, of: {', '.join(METHODS)}")
     parser.add_argument("--variants", default="trl", help=f"comma-separated, of: {', '.join(VARIANTS)}")
     parser.add_argument("--rounds", type=int, default=40, help="at most this many rounds for a method (default 40)")
     parser.add_argument(

@@ -2,14 +2,16 @@
 
 make         writes the model with random weights, in Hugging Face format; prints the number of its parameters as JSON
 memory       prints the bytes that the compiled step of each method needs, as JSON
-sft, ...     times the compiled step of `jaxlm train` with that method
+sft, ...     times the compiled step of `jaxlm train` with that method; for `grpo`, with its sampling and its reward
 """
 
 import itertools
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jaxlm.core.imports import gc_paused
 
@@ -21,7 +23,7 @@ import post_training_rows as work
 with gc_paused():
     from jaxlm.config.load import decode_run
     from jaxlm.config.yaml import ConfigSource
-    from jaxlm.data.loader import leading_axes
+    from jaxlm.data.loader import RunServices, leading_axes
     from jaxlm.engine.phases import enter_phase
     from jaxlm.engine.sync import FlagSync, SyncFlags
     from jaxlm.interop.hf.folder import save_folder
@@ -32,21 +34,41 @@ with gc_paused():
     from jaxlm.run.plan import make_plan
 
 
-def planned(method: str, log_dir: str):
+def sections(method: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """The sections `data` and `objective`, and the number of examples in a step. Args: folder: of the prompts of `grpo`."""
+    if method == work.GRPO:
+        data = {
+            "type": "rollouts",
+            "train_urls": [str(folder / "prompts.jsonl")],
+            "cache_dir": str(folder / "cache"),
+            "tokenizer": str(folder / "tokenizer"),
+            "enforce_bos": False,
+            "group_size": work.GROUP,
+            "max_new_tokens": work.NEW_TOKENS,
+            "rewards": [{"type": "function", "function": f"{work.__file__}:reward"}],
+        }
+        objective = {"type": "grpo", "old_policy": "rollout", "kl_coef": work.KL_COEF}
+        return data, objective, work.SEQUENCES // work.GROUP
+    if work.is_dpo(method):
+        return {"type": "pairs"}, {"type": "dpo", "beta": work.BETA}, work.SEQUENCES // 2
+    return {}, {}, work.SEQUENCES
+
+
+def planned(method: str, folder: Path):
     """The plan of a run with a method."""
-    num_examples = work.SEQUENCES // 2 if work.is_dpo(method) else work.SEQUENCES
+    data, objective, num_examples = sections(method, folder)
     phase = {"name": "tune"}
     if work.is_lora(method):
         surgery = [{"type": "lora", "target": "attn|mlp", "rank": work.RANK, "alpha": work.ALPHA}]
         phase |= {"surgery": surgery, "trainable": [r"\.[ab]$"]}
     tree = {
         "model": {"type": "llama", **work.MODEL},
-        "data": {"type": "pairs"} if work.is_dpo(method) else {},
-        "objective": {"type": "dpo", "beta": work.BETA} if work.is_dpo(method) else {},
+        "data": data,
+        "objective": objective,
         "phases": [phase],
         "trainer": {
             "id": "peer",
-            "log_dir": log_dir,
+            "log_dir": str(folder / "logs"),
             "num_train_steps": common.MOST_STEPS,
             "train_batch_size": num_examples,
             "per_device_parallelism": num_examples,
@@ -80,10 +102,41 @@ def columns(step: int, num_examples: int) -> dict[str, np.ndarray]:
     return {name: column.reshape(shape) for name, column in found.items()}
 
 
+def fixed_batches(plan) -> Callable[[int, Any], Any]:
+    """The batch of a step by its number."""
+    stage, spec = plan.batches.train.largest, plan.data[0].batch_spec(work.MODEL["seq_len"])
+
+    def batch(number: int, _model: Any) -> Any:
+        of_step = columns(number, stage.size)
+        read = lambda at: {name: column[at] for name, column in of_step.items()}  # noqa: E731
+        return spec.assemble(read, leading_axes(stage), plan.layout)
+
+    return batch
+
+
+def sampled_batches(plan, folder: Path) -> Callable[[int, Any], Any]:
+    """The batch of a step, which the model samples, made by what makes those of `jaxlm train`."""
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in work.prompts()))
+    (folder / "tokenizer").mkdir()
+    work.tokenizer().save(str(folder / "tokenizer" / "tokenizer.json"))
+    data = plan.data[0]
+    opened = data.open(data.load_tokenizer(print), work.MODEL["seq_len"], print)
+    # No token has this id, so that no answer ends before the others.
+    services = RunServices(stop_ids=(work.VOCAB,))
+    batches = opened.batches(plan.batches.train, plan.layout, start=0, first_step=0, seed=0, services=services)
+
+    def batch(number: int, model: Any) -> Any:
+        if batches.due(number):
+            batches.refresh(model, number)
+        return next(batches)
+
+    return batch
+
+
 def make(folder: Path) -> None:
     """Writes the model that all peers start from."""
-    with tempfile.TemporaryDirectory() as logs:
-        plan = planned("sft", logs)
+    with tempfile.TemporaryDirectory() as scratch:
+        plan = planned("sft", Path(scratch))
     with plan.layout.use():
         model = jax.jit(plan.state_builder.initial_model)()
         save_folder(folder, model, plan.config.model, plan.layout, dtype=np.float32, files={}, special_ids={})
@@ -94,35 +147,29 @@ def memory() -> None:
     """Prints the bytes of each method's step."""
     found = {}
     for method in work.LEARNING_RATE:
-        with tempfile.TemporaryDirectory() as logs:
-            plan = planned(method, logs)
+        with tempfile.TemporaryDirectory() as scratch:
+            plan = planned(method, Path(scratch))
         with plan.layout.use():
             found[method] = compile_step(plan, plan.phases[0], lambda _: None).num_bytes
     print(json.dumps(found))
 
 
-def train(method: str, folder: Path) -> None:
-    """Takes steps as long as the clock says."""
-    with tempfile.TemporaryDirectory() as logs:
-        plan = planned(method, logs)
-    phase, stage = plan.phases[0], plan.batches.train.largest
+def train(method: str, folder: Path, scratch: Path) -> None:
+    """Takes steps as long as the clock says. Args: folder: of the model."""
+    plan = planned(method, scratch)
+    phase = plan.phases[0]
     options = ", ".join(filter(None, step_options(plan).texts))
     clock = common.Clock(version=jax.__version__, options=options, **work.facts(method))
-    spec = plan.data[0].batch_spec(work.MODEL["seq_len"])
+    is_grpo = method == work.GRPO
     with plan.layout.use():
         weights = load_pretrained(folder, plan.state_builder.abstract_initial_model, plan.config.model, plan.layout)
         enter = enter_phase(plan.state_builder, phase, plan.layout, None, weights)
         step = compile_step(plan, phase, lambda _: None).call
         state, flags = enter(), FlagSync(plan.layout).to_devices(SyncFlags())
+        batch = sampled_batches(plan, scratch) if is_grpo else fixed_batches(plan)
         for number in itertools.count():
-            of_step = columns(number, stage.size)
-            batch = spec.assemble(
-                lambda at, found=of_step: {name: column[at] for name, column in found.items()},
-                leading_axes(stage),
-                plan.layout,
-            )
-            state, report = step(state, {}, batch, flags)
-            if not clock.tick(report.metrics["train/loss"]):
+            state, report = step(state, {}, batch(number, state.model), flags)
+            if not clock.tick(report.metrics["train/entropy" if is_grpo else "train/loss"]):
                 break
 
 
@@ -134,7 +181,8 @@ def main() -> None:
     elif task == "memory":
         memory()
     else:
-        train(task, Path(folder))
+        with tempfile.TemporaryDirectory() as scratch:
+            train(task, Path(folder), Path(scratch))
 
 
 main()

@@ -9,7 +9,6 @@ import post_training_rows as work
 import torch
 import trl
 from datasets import Dataset
-from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 
@@ -21,7 +20,7 @@ class Ticks(TrainerCallback):
         self.trainer = None
 
     def on_step_end(self, args, state, control, **_):
-        control.should_training_stop = not self._clock.tick(self.trainer.last_loss)
+        control.should_training_stop = not self._clock.tick(self.trainer.last_figure)
 
 
 def in_order(kind):
@@ -35,14 +34,25 @@ def in_order(kind):
             return dataset
 
         def training_step(self, *args, **kwargs):
-            self.last_loss = super().training_step(*args, **kwargs)
-            return self.last_loss
+            self.last_figure = super().training_step(*args, **kwargs)
+            return self.last_figure
 
     return InOrder
 
 
+class Grpo(trl.GRPOTrainer):
+    """Keeps each step's entropy. The order of prompts is that of the dataset."""
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self.last_figure = self._metrics["train"]["entropy"][-1]
+        return loss
+
+
 def dataset(method: str) -> Dataset:
-    """The rows of all steps, as token ids."""
+    """The rows of all steps, as token ids; for `grpo`, the prompts."""
+    if method == work.GRPO:
+        return Dataset.from_list([{"prompt": text} for text in work.prompts()])
     steps = [work.rows(number).tolist() for number in range(work.DISTINCT)]
     if not work.is_dpo(method):
         found = [ids for step in steps for ids in step]
@@ -79,20 +89,34 @@ def arguments(method: str, folder: str, *, compiled: bool):
         "logging_strategy": "no",
         "save_strategy": "no",
         "disable_tqdm": True,
-        "max_length": None,
     }
+    if method == work.GRPO:
+        return trl.GRPOConfig(
+            **usual,
+            beta=work.KL_COEF,
+            num_generations=work.GROUP,
+            max_completion_length=work.NEW_TOKENS,
+            generation_kwargs={"min_new_tokens": work.NEW_TOKENS},
+            shuffle_dataset=False,
+        )
     if work.is_dpo(method):
-        return trl.DPOConfig(**usual, beta=work.BETA)
-    return trl.SFTConfig(**usual)
+        return trl.DPOConfig(**usual, max_length=None, beta=work.BETA)
+    return trl.SFTConfig(**usual, max_length=None)
+
+
+def trainer_of(method: str):
+    """The class of the trainer."""
+    if method == work.GRPO:
+        return Grpo
+    return in_order(trl.DPOTrainer if work.is_dpo(method) else trl.SFTTrainer)
 
 
 def main():
     method, *compiled, folder = sys.argv[1:]
     clock = common.Clock(version=trl.__version__, **work.facts(method))
     model = AutoModelForCausalLM.from_pretrained(Path(folder), dtype=torch.float32)
-    words = Tokenizer(models.WordLevel({"<eos>": 0, **{f"w{n}": n for n in range(1, work.VOCAB)}}, unk_token="<eos>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
-    extra = {}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=work.tokenizer(), eos_token="<eos>", pad_token="<eos>")
+    extra = {"reward_funcs": work.reward} if method == work.GRPO else {}
     if work.is_lora(method):
         from peft import LoraConfig
 
@@ -101,10 +125,9 @@ def main():
                 r=work.RANK, lora_alpha=work.ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"
             )
         }
-    trainer = in_order(trl.DPOTrainer if work.is_dpo(method) else trl.SFTTrainer)
     ticks = Ticks(clock)
     with tempfile.TemporaryDirectory() as output:
-        ticks.trainer = trainer(
+        ticks.trainer = trainer_of(method)(
             model=model,
             args=arguments(method, output, compiled=bool(compiled)),
             train_dataset=dataset(method),
