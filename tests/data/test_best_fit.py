@@ -261,9 +261,9 @@ class TestIndexOnDisk:
     def builds(self, monkeypatch) -> list[int]:
         calls: list[int] = []
 
-        def counted(offsets, capacity, config, pack=pack_best_fit):
+        def counted(offsets, capacity, config, *, truncation, pack=pack_best_fit):
             calls.append(capacity)
-            return pack(offsets, capacity, config)
+            return pack(offsets, capacity, config, truncation=truncation)
 
         monkeypatch.setattr(best_fit, "pack_best_fit", counted)
         return calls
