@@ -43,7 +43,14 @@ NEEDED: dict[tuple[str, str | None, str], dict[str, Any]] = {
     ("objective", "grpo", "overlong_cache"): {"loss_agg": "dr_grpo", "max_response_tokens": 512},
     ("objective", "dpo", "alphapo_alpha"): {"loss_type": "alphapo"},
     ("objective", "dpo", "discopop_tau"): {"loss_type": "discopop"},
+    ("objective", "dpo", "f_divergence_alpha"): {"f_divergence": "alpha_divergence"},
     ("objective", "grpo", "cispo_cap"): {"policy_loss": "cispo"},
+    **{
+        ("objective", "grpo", f"vespo_{sign}_{name}"): {"policy_loss": "vespo"}
+        for sign in ("positive", "negative")
+        for name in ("power", "decay")
+    },
+    ("objective", "grpo", "kl_in_reward"): {"old_policy": "rollout"},
     ("objective", "grpo", "sapo_positive_temperature"): {"policy_loss": "sapo"},
     ("objective", "grpo", "sapo_negative_temperature"): {"policy_loss": "sapo"},
     ("objective", "grpo", "max_response_tokens"): {"loss_agg": "dr_grpo", "max_response_tokens": 8},

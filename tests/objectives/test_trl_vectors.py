@@ -85,7 +85,7 @@ GROUPS = {
     "batch": {"scale": "batch", **NO_KL},
     "kl_unbiased": {"kl_unbiased": True, "kl_coef": 0.04},
     "kl_unbiased sequence": {"importance": "sequence", **WHOLE, "kl_unbiased": True, "kl_coef": 0.04},
-    "off_policy": {"off_policy_threshold": 0.05, **NO_KL},
+    "off_policy": {"off_policy_threshold": 0.01, **NO_KL},
     "top_entropy": {"top_entropy": 0.4, **NO_KL},
     "entropy_coef": {"entropy_coef": 0.02, **NO_KL},
     "rloo": {"scale": "none", **LEAVE_ONE_OUT, **NO_KL},

@@ -68,9 +68,15 @@ def tensor(array: Any) -> torch.Tensor:
     return torch.tensor(np.asarray(array), dtype=torch.float64)
 
 
+class _Model(torch.nn.Module):
+    """What the trainers ask of a model besides its outputs."""
+
+    is_gradient_checkpointing = False
+
+
 def trainer(**attributes: Any) -> SimpleNamespace:
     usual = {
-        "model": SimpleNamespace(training=False, is_gradient_checkpointing=False),
+        "model": _Model().eval(),
         "accelerator": ONE_PROCESS,
         "aux_loss_enabled": False,
         "precompute_ref_logps": False,
@@ -247,7 +253,7 @@ def losses_of_groups(given: dict[str, Any]) -> dict[str, float]:
         "batch": of("dapo", scale="batch"),
         "kl_unbiased": of("dapo", beta=0.04, use_bias_correction_kl=True),
         "kl_unbiased sequence": of("grpo", beta=0.04, use_bias_correction_kl=True, **sequence),
-        "off_policy": of("dapo", off_policy_mask_threshold=0.05),
+        "off_policy": of("dapo", off_policy_mask_threshold=0.01),
         "top_entropy": of("dapo", top_entropy_quantile=0.4),
         "entropy_coef": of("dapo", entropy_coef=0.02),
         "rloo": rloo(scale="rloo"),
