@@ -124,6 +124,34 @@ def test_every_layer_with_dropout_has_its_own_key(model):
         assert all(layer.key is None for layer in tree.modules(unkeyed, LoraLinear)), "0 is none, to the last bit"
 
 
+@pytest.mark.slow
+def test_the_cheap_policy_saves_as_much_as_without_adapters():
+    """The output of a layer with an adapter, and not the products of layer and adapter."""
+    sizes = {
+        "seq_len": 64,
+        "hidden_dim": 64,
+        "intermediate_dim": 256,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+    }
+    config = LlamaConfig(**sizes, gradient_checkpointing="cheap", scan_layers=True)
+    plain = config.build(vocab_axis(64), key=jax.random.PRNGKey(0))
+    ids = hax.zeros((hax.Axis("batch", 32), config.Pos), dtype=jnp.int32)
+
+    def temporary(model, trainable):
+        weights, rest = tree.partition(model, tree.select(model, [trainable]))
+
+        def loss(weights):
+            model = eqx.combine(weights, rest, is_leaf=tree.is_named)
+            return jnp.sum(model.hidden(Inputs(ids, ids, ids + 1)).final.array ** 2)
+
+        return jax.jit(jax.grad(loss)).lower(weights).compile().memory_analysis().temp_size_in_bytes
+
+    with_adapters = temporary(adapted(plain, target="attn|mlp", rank=2), r"\.[ab]$")
+    assert with_adapters < 1.1 * temporary(plain, ".")
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", ["tp 2 x fsdp 4", "fsdp 8"])
 def test_dropout_does_not_depend_on_the_mesh(mesh):

@@ -1,8 +1,8 @@
 """Remat policies (gradient checkpointing): what a layer saves for the backward pass, and what it recomputes.
 
     none     saves everything that the derivative reads, except changes of layout and dtype
-    cheap    saves matrix products, attention, the row statistics of norms and the scales of fp8; recomputes norms,
-             activations, rotary embeddings and inputs in fp8
+    cheap    saves matrix products (of a layer with an adapter, the sum), attention, the row statistics of norms and the
+             scales of fp8; recomputes norms, activations, rotary embeddings and inputs in fp8
     full     saves only each layer's input (Chen et al. 2016, arXiv:1604.06174)
     [names]  saves the layer's input and the named activations: query, key, value, attention, mlp, expert
     modules  saves nothing inside of the modules of each layer whose names match a regular expression, except their inputs,
@@ -55,6 +55,8 @@ RematPolicy = str | tuple[str, ...] | RematModules
 AUTO, NONE, CHEAP, FULL = "auto", "none", "cheap", "full"
 QUERY, KEY, VALUE, MLP, EXPERT = "query", "key", "value", "mlp", "expert"
 NAMES = (QUERY, KEY, VALUE, ATTENTION, MLP, EXPERT)
+ADAPTED = "adapted"
+"""The output of a layer with an adapter. Without it, `cheap` would save the products of layer and adapter, not their sum."""
 _POLICIES = (AUTO, NONE, CHEAP, FULL)
 
 # Least recomputation first. On CPUs it is faster to recompute an activation than to read it from memory
@@ -163,7 +165,7 @@ def _policy(remat_policy: RematPolicy) -> Callable[..., bool] | None:
         return _all_but_parameters
     if remat_policy == CHEAP:
         return policies.save_from_both_policies(
-            policies.dots_saveable, policies.save_only_these_names(ATTENTION, EXPERT, NORM, FP8_SCALE)
+            policies.dots_saveable, policies.save_only_these_names(ATTENTION, EXPERT, NORM, FP8_SCALE, ADAPTED)
         )
     return policies.save_only_these_names(*remat_policy)
 

@@ -40,6 +40,7 @@ from jaxlm.interop.peft.write import Adapter, save_adapters
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.layers import DropoutLayer, dropout
 from jaxlm.models.linear import Linear
+from jaxlm.models.remat import ADAPTED, checkpoint_name
 from jaxlm.models.stacks import Body, path_in_one_stack
 from jaxlm.surgery.base import SurgeryConfig
 
@@ -76,7 +77,8 @@ class LoraLinear(DropoutLayer):
     def __call__(self, inputs: NamedArray) -> NamedArray:
         """{.., In} to {.., Out}."""
         low = dot(dropout(inputs, self.dropout, self.key), self.a, self.base.In)
-        return (self.base(inputs) + dot(low, self.b, LORA) * self.scale).astype(inputs.dtype)
+        out = (self.base(inputs) + dot(low, self.b, LORA) * self.scale).astype(inputs.dtype)
+        return checkpoint_name(out, ADAPTED)
 
     def operand(self, x: NamedArray) -> NamedArray:
         """As `Linear.operand`."""

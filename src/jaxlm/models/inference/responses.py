@@ -107,17 +107,18 @@ def compile_sampling(model: LanguageModel, num_rows: int, prompt_tokens: int, ma
 
     Call it inside `layout.use()`. Args: model: shapes, dtypes and shardings.
     """
-    num_rows, width = _program_rows(num_rows), padded_length(prompt_tokens)
+    num_rows, width, layout = _program_rows(num_rows), padded_length(prompt_tokens), current_layout()
     shape: Any = jax.ShapeDtypeStruct
-    column = NamedArray(shape((num_rows, width), jnp.int32), (Axis(BATCH, num_rows), Axis(POSITION, width)))
+    tokens = shape((num_rows, width), jnp.int32, sharding=None if layout is None else layout.replicated())
+    column = NamedArray(tokens, (Axis(BATCH, num_rows), Axis(POSITION, width)))
     numbers, words, stops = shape((num_rows,), jnp.uint32), shape((3,), jnp.uint32), shape((2,), jnp.int32)
     temperature = shape((), jnp.float32)
     lowered = _begin.lower(model, Inputs(column, column, column), numbers, words, stops, temperature, max_new_tokens)
     prompts = lowered.compile()
     place = lambda found, sharding: shape(found.shape, found.dtype, sharding=sharding)  # noqa: E731
     state, keys = jax.tree.map(place, lowered.out_info, prompts.output_shardings)
-    tokens = _finish.lower(model, state, keys, stops, temperature).compile()
-    return SamplingPrograms(prompts, tokens, (state.cache.keys, state.cache.values))
+    others = _finish.lower(model, state, keys, stops, temperature).compile()
+    return SamplingPrograms(prompts, others, (state.cache.keys, state.cache.values))
 
 
 def _program_rows(num_rows: int) -> int:
