@@ -88,6 +88,7 @@ def test_rewards_work_at_the_same_time_on_any_number_of_rows(tmp_path):
         assert (rewards.score(given)["reward"] == 2).all()
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_at_once_although_another_reward_hangs(tmp_path):
     pair = configs(function("waits", per="row"), function("as_told", per="row"))
     with Rewards(pair, CONTEXT, timeout_s=600) as rewards:

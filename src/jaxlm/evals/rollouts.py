@@ -137,12 +137,15 @@ class RolloutsEvalConfig(EvalConfig):
         records = list(itertools.islice(_records(self.prompts_file), self.max_prompts))
         if not records:
             raise ConfigError(f"{_KEY}: prompts_file: {self.prompts_file} has no prompt")
+        key = self._prompt_key
         for place, record in records:
-            if self._prompt_key not in record:
+            if key not in record:
                 raise ConfigError(
-                    f"{_KEY}: {place}: there is no key '{self._prompt_key}'. Its keys: {', '.join(record) or 'none'}. Set"
-                    " prompt_key or messages_key"
+                    f"{_KEY}: {place}: there is no key '{key}'. Its keys: {', '.join(record) or 'none'}. Set prompt_key or"
+                    " messages_key"
                 )
+            if self.messages_key is None and not isinstance(record[key], str):
+                raise ConfigError(f"{_KEY}: {place}: {key}: a text expected, but it is {str(record[key])[:60]}")
         return records
 
     def _prompts(self, ctx: EvalContext) -> Iterator["_Prompt"]:
@@ -151,10 +154,9 @@ class RolloutsEvalConfig(EvalConfig):
             columns = {name: value for name, value in record.items() if name != key}
             if self.messages_key is not None:
                 text, ids = ctx.chat_prompt(record[key], place)
-            elif isinstance(text := record[key], str):
-                ids = prompt_ids(ctx.tokenizer, text, bos=ctx.enforce_bos)
             else:
-                raise ConfigError(f"{_KEY}: {place}: {key}: a text expected, but it is {str(text)[:60]}")
+                text = record[key]
+                ids = prompt_ids(ctx.tokenizer, text, bos=ctx.enforce_bos)
             yield _Prompt(place, text, ids, columns)
 
 

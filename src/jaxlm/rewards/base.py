@@ -215,8 +215,8 @@ class Rewards:
                     else:
                         worker.check_in_time()
         except BaseException:
-            for worker in busy.values():  # no answer must be left for the next call
-                worker.end()
+            for worker in (worker for worker in busy.values() if worker.is_busy):
+                worker.end()  # no answer must be left for the next call
             raise
         return found
 

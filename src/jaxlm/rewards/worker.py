@@ -125,13 +125,19 @@ class RewardWorker:
         """Reads one message of the process. Returns the scores of the rows given to `send`, NaN for None, if it has them."""
         assert self._rows is not None, "send comes first"
         kind, value = self._next(f"while it scored {_where(self._rows, self._at)}")
-        if kind == _SCORED:
-            return value
+        if kind == _AT:
+            self._at = value
+            return None
+        rows, self._rows = self._rows, None
         if kind == _FAILED:
-            where = _where(self._rows, value[1])
+            where = _where(rows, value[1])
             raise ConfigError(f"{self._label}: {value[0]}, for {where}. Correct the reward. {RESUMES}")
-        self._at = value
-        return None
+        return value
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has not answered the last `send`."""
+        return self._rows is not None
 
     def check_in_time(self) -> None:
         """Ends the process if it has no time left for the rows given to `send`, and raises `ConfigError`."""

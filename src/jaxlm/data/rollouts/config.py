@@ -52,7 +52,7 @@ class RolloutsConfig(DataConfig):
         minibatches_per_rollout: number of batches that a rollout consists of. With as many as `updates_per_rollout`, each
             response is trained on once; with 1, as often as there are updates.
         rewards: what the responses are worth: the weighted sum of these. May be empty if the environment gives rewards.
-        reward_timeout_s: seconds that the rewards of a rollout may take. After that, the run ends with an error.
+        reward_timeout_s: seconds that each reward may take for a rollout. After that, the run ends with an error.
         dynamic_sampling: groups with equal rewards teach nothing. If a rollout has some, sample for as many further prompts,
             at most this often for a rollout (DAPO); 0 trains on what there is.
         curriculum: for which prompts, when it is their turn, responses are sampled; null samples for all.

@@ -28,6 +28,7 @@ T = TypeVar("T")
 _KEY = "data.sampler"
 _VLLM_RELOAD = "/collective_rpc"
 _LARGEST_SEED = 2**31 - 1
+_DRY_TIMEOUT_S = 10.0
 _SAME_TOKENIZER = "Serve the model that trains, with its tokenizer"
 # Servers take what a request leaves out from the model's generation_config.json.
 _WHOLE_DISTRIBUTION = {
@@ -80,8 +81,9 @@ class ServerSamplerConfig(SamplerConfig):
         self.check_temperature(temperature)
         if not dry:
             make_folder(self.folder)
+        soon = replace(self.server, num_retries=0, timeout_s=min(self.server.timeout_s, _DRY_TIMEOUT_S))
         try:
-            JsonServer(replace(self.server, num_retries=0) if dry else self.server).check_reachable()
+            JsonServer(soon if dry else self.server).check_reachable()
         except ConfigError as error:
             raise ConfigError(f"{_KEY}.server: {error}") from error
 
