@@ -211,17 +211,17 @@ def plot(axes: Sequence[Any], runs: Mapping[str, Records], found: Mapping[str, A
         steps = [one["step"] for one in evaluated]
         rates = [one["form"] for one in evaluated]
         errors = [rate["standard_error"] for rate in rates]
-        bars = forms.errorbar(steps, [rate["mean"] for rate in rates], errors, fmt="o-", capsize=2, label=_LABELS[name])
+        bars = forms.errorbar(steps, [rate["mean"] for rate in rates], errors, fmt=".-", capsize=2, label=_LABELS[name])
         color = bars.lines[0].get_color()
-        lengths.plot(steps, [one["mean_length"] for one in evaluated], "o-", color=color)
+        lengths.plot(steps, [one["mean_length"] for one in evaluated], ".-", color=color)
         divergences.plot(*zip(*averaged(series(runs[name], "train/kl"), 5), strict=True), color=color)
         for of_metric, metric in ((forms, "rewards/form"), (lengths, "completions/mean_length")):
             trained = averaged(series(runs[name], f"train/{metric}"), 5)
             of_metric.plot(*zip(*trained, strict=True), color=color, alpha=0.3)
     forms.set(title="GRPO: answers in the form", xlabel="step", ylim=(0, 1))
     lengths.set(title="GRPO: length", xlabel="step", ylabel="tokens")
-    divergences.set(title="GRPO: KL divergence from the start", xlabel="step", ylabel="nats per token")
-    forms.legend(title="held out")
+    divergences.set(title="GRPO: KL divergence", xlabel="step", ylabel="nats per token")
+    forms.legend(title="held out", loc="center right", fontsize="small")
 
 
 _LABELS = {REWARDED: "reward for the form", ZERO: "learning rate 0", NEGATED: "the reward negated"}
