@@ -2,8 +2,8 @@
 
 The form: every line has an equation, and the last line is `####` and a number. Whether the number is right is counted, but
 not rewarded. Questions of at most 160 characters are asked, 100 of them only in evaluations. All other records fine-tune
-the model first, without the annotations of the calculator, so that its answers sometimes have the form. 80 tokens are too
-few for four in ten solutions.
+the model first, without the annotations of the calculator, so that its answers sometimes have the form. An answer has at most
+80 tokens, which is too few for a third of GSM8K's own solutions.
 
 The runs: `gsm8k` fine-tunes. `grpo` rewards the form. Two controls differ from it in one key each: `grpo-zero` has a
 learning rate of 0, `grpo-negated` gives -1 for the form. All are evaluated alike: 4 answers to each held-out question,
