@@ -206,7 +206,7 @@ def plot(path: Path, runs: Mapping[str, Records], grpo: Mapping[str, Records], f
     for fold, records in ((name, run) for name, run in runs.items() if name != BASE):
         for axes, metric in ((accuracies, "rewards/accuracies"), (margins, "rewards/margins")):
             (line,) = axes.plot(
-                *zip(*series(records, f"eval/{metric}"), strict=True), "o-", label=fold.replace("-", " ")
+                *zip(*series(records, f"eval/{metric}"), strict=True), ".-", label=fold.replace("-", " ")
             )
             trained = averaged(series(records, f"train/{metric}"))
             axes.plot(*zip(*trained, strict=True), color=line.get_color(), alpha=0.3)

@@ -128,4 +128,4 @@ def test_prompts_of_grpo_are_words_of_which_each_is_a_token():
     assert work.MODEL["seq_len"] == work.GRPO_PROMPT + work.NEW_TOKENS
     expected = np.maximum(work.rows(1)[:: work.GROUP, : work.GRPO_PROMPT], 1)
     np.testing.assert_array_equal(ids[2:4], expected)
-    assert work.reward(completion_ids=[[2, 4, 1, 3], [6]], prompts=[]) == [0.5, 1.0]
+    assert work.even_share(completion_ids=[[2, 4, 1, 3], [6]], prompts=[]) == [0.5, 1.0]

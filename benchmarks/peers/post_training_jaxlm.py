@@ -45,7 +45,7 @@ def sections(method: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any],
             "enforce_bos": False,
             "group_size": work.GROUP,
             "max_new_tokens": work.NEW_TOKENS,
-            "rewards": [{"type": "function", "function": f"{work.__file__}:reward"}],
+            "rewards": [{"type": "function", "function": f"{work.__file__}:even_share"}],
         }
         objective = {"type": "grpo", "old_policy": "rollout", "kl_coef": work.KL_COEF}
         return data, objective, work.SEQUENCES // work.GROUP

@@ -5,7 +5,7 @@ each and no padding; float32; AdamW (0.9, 0.999, 1e-8) without weight decay, cli
 minimizes the loss of the answers, `dpo` that of four pairs with a frozen copy of the model as the reference, `dpo-lora` the
 same with adapters of rank 16 at all linear layers, where the model without them is the reference.
 
-`grpo` samples 4 answers of 160 tokens to each of two prompts of 96 tokens in every step, rewards them with `reward`, and
+`grpo` samples 4 answers of 160 tokens to each of two prompts of 96 tokens in every step, rewards them with `even_share`, and
 updates once, with the KL divergence from the initial model. No answer ends earlier. So 8 sequences of 256 tokens are sampled,
 scored by the reference, and trained on. Each program samples for itself. What the clock records instead of a loss is the mean
 entropy of the predictions: the loss is 0 by construction.
@@ -62,7 +62,7 @@ def tokenizer():
     return found
 
 
-def reward(completion_ids, **_) -> list[float]:
+def even_share(completion_ids, **_) -> list[float]:
     """The share of even tokens in each answer."""
     return [sum(number % 2 == 0 for number in ids) / len(ids) for ids in completion_ids]
 

@@ -116,7 +116,7 @@ def main():
     clock = common.Clock(version=trl.__version__, **work.facts(method))
     model = AutoModelForCausalLM.from_pretrained(Path(folder), dtype=torch.float32)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=work.tokenizer(), eos_token="<eos>", pad_token="<eos>")
-    extra = {"reward_funcs": work.reward} if method == work.GRPO else {}
+    extra = {"reward_funcs": work.even_share} if method == work.GRPO else {}
     if work.is_lora(method):
         from peft import LoraConfig
 
