@@ -15,7 +15,7 @@ from jaxlm.objectives.pair_losses import PAIR_LOSSES, WITH_REFERENCE, PairLogps,
 from jaxlm.objectives.reward import RewardObjective
 from jaxlm.surgery.reward_head import RewardHeadConfig
 from tests.objectives.test_dpo import columns_of, logps_of, measured, pair_batch, random_model, target_logps
-from tests.objectives.test_grpo import a_batch
+from tests.objectives.test_grpo import a_batch, entropies
 from tests.objectives.test_kto import LABELS, ROWS, unpaired_batch
 from tests.objectives.test_reward import rewards_of
 
@@ -266,6 +266,7 @@ def test_grpo(models, sampled, case):
     columns, rewards, batch, logps = sampled
     terms, metrics = measured(objective, model, reference, batch)
     ours, theirs = (torch.tensor(each, dtype=torch.float32) for each in logps)
+    of_model = torch.tensor(entropies(model, columns), dtype=torch.float32)
     mask = torch.tensor(columns["loss_mask"].reshape(12, -1)[:8])
     groups = torch.tensor(rewards[:2])
     advantages = groups - groups.mean(1, keepdim=True)
@@ -273,7 +274,7 @@ def test_grpo(models, sampled, case):
         advantages /= groups.std(1, keepdim=True) + 1e-4
     low, high = objective.limits
     stub = trainer(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (ours, torch.zeros_like(ours), None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (ours, of_model, None),
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         beta=objective.kl_coef,

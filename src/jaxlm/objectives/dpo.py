@@ -302,7 +302,8 @@ def _whole_logps(of_tokens: hax.NamedArray, batch: PairBatch) -> hax.NamedArray:
 
 def _num_tokens(batch: PairBatch) -> hax.NamedArray:
     """{batch, pair}: of each completion, at least 1."""
-    return hax.maximum(hax.sum(batch.pairs.loss_mask, POSITION), 1.0)
+    counts = hax.sum(batch.pairs.loss_mask, POSITION)
+    return hax.named(jnp.maximum(counts.array, 1.0), counts.axes)
 
 
 def _summed(column: jax.Array, counted: jax.Array) -> jax.Array:

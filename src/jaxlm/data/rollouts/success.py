@@ -67,8 +67,8 @@ class Success(Curriculum):
         for source, index, rate in zip(
             prompts.sources.tolist(), prompts.indices.tolist(), solved.tolist(), strict=True
         ):
-            before = self._rates.get((source, index), rate)
-            self._rates[source, index] = momentum * before + (1 - momentum) * rate
+            before = self._rates.get((source, index))
+            self._rates[source, index] = rate if before is None else momentum * before + (1 - momentum) * rate
 
     def metrics(self, step: int) -> Mapping[str, float]:
         rates = np.array(list(self._rates.values()))
