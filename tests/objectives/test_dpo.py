@@ -82,12 +82,13 @@ def closed_forms(pair, o):
     """Every loss from its definition, in float64; `exo_pair` is infinite without smoothing."""
     c, r, rc, rr, cm, rm = (np.asarray(column, np.float64) for column in pair)
     prob = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
+    smoothed = lambda x: -(1 - o.label_smoothing) * np.log(prob(x)) - o.label_smoothing * np.log(prob(-x))  # noqa: E731
     x, y, a = o.beta * (c - rc), o.beta * (r - rr), o.alphapo_alpha
     z = o.beta * ((c - rc) - (r - rr))
     wins, loses = -np.log(prob(z)), -np.log(prob(-z))
     odds = lambda mean: np.exp(mean) / (1 - np.exp(mean))  # noqa: E731
     return {
-        "sigmoid": (1 - o.label_smoothing) * wins + o.label_smoothing * loses,
+        "sigmoid": smoothed(z),
         "robust": ((1 - o.label_smoothing) * wins - o.label_smoothing * loses) / (1 - 2 * o.label_smoothing),
         "ipo": (z / o.beta - 0.5 / o.beta) ** 2,
         "hinge": np.maximum(0, 1 - z),
@@ -99,8 +100,8 @@ def closed_forms(pair, o):
         "bco_pair": -np.log(prob(x)) - np.log(prob(-y)),
         "sppo_hard": (x / o.beta - 0.5 / o.beta) ** 2 + (y / o.beta + 0.5 / o.beta) ** 2,
         "discopop": (1 - prob(z / o.discopop_tau)) * wins + prob(z / o.discopop_tau) * np.exp(-z),
-        "simpo": -np.log(prob(o.beta * (cm - rm) - o.simpo_gamma)),
-        "alphapo": -np.log(prob(o.beta * (np.exp(-a * rm) - np.exp(-a * cm)) / a - o.simpo_gamma)),
+        "simpo": smoothed(o.beta * (cm - rm) - o.simpo_gamma),
+        "alphapo": smoothed(o.beta * (np.exp(-a * rm) - np.exp(-a * cm)) / a - o.simpo_gamma),
         "orpo": -o.beta * np.log(prob(np.log(odds(cm)) - np.log(odds(rm)))),
     }
 
