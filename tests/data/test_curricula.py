@@ -54,7 +54,7 @@ def test_every_curriculum_and_key_has_a_test():
     }
 
 
-@pytest.mark.parametrize("hardest_first", [False, True])
+@pytest.mark.parametrize("hardest_first", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_harder_prompts_are_added_step_by_step(opened, seen, hardest_first):  # noqa: F811
     data, batches = opened(curriculum=dataclasses.replace(GROWING, hardest_first=hardest_first))
     measured = []
@@ -140,7 +140,9 @@ def test_a_rate_keeps_some_of_its_old_value():
     assert rates == [1.0, 0.75, 0.75 * 0.75 + 0.25 * 0.5]
 
 
-@pytest.mark.parametrize("curriculum", [GROWING, SELECTIVE], ids=["difficulty", "success"])
+@pytest.mark.parametrize(
+    "curriculum", [pytest.param(GROWING, marks=pytest.mark.slow), SELECTIVE], ids=["difficulty", "success"]
+)
 def test_a_resumed_curriculum_goes_on_as_if_nothing_had_happened(opened, curriculum):  # noqa: F811
     keys: Any = {"curriculum": curriculum, "dynamic_sampling": 2, "sizes": ((0, 8),)}
     _, batches = opened(**keys)

@@ -94,8 +94,39 @@ GROUPS = {
 }
 
 
+# Their parts have faster tests: other cases, and the closed forms of test_dpo.py and test_grpo.py.
+SLOW = {
+    *(
+        "hinge",
+        "apo_down",
+        "nca_pair",
+        "bco_pair",
+        "sppo_hard",
+        "cpo hinge",
+        "cpo ipo",
+        "hinge wpo",
+        "hinge forward_kl",
+    ),
+    *(
+        "sigmoid_norm ld_alpha",
+        "bnpo",
+        "two-sided",
+        "dr_grpo",
+        "luspo",
+        "cispo sequence",
+        "kl_unbiased sequence",
+        "rloo",
+    ),
+}
+
+
+def cases(table):
+    return [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in table]
+
+
 def test_every_loss_and_case_is_listed():
     assert set(PAIRS) == set(VECTORS["pairs"]["expected"])
+    assert {*PAIRS, *GROUPS} > SLOW
     assert set(GROUPS) == set(VECTORS["groups"]["expected"])
     for kind in ("pairs", "groups"):  # no two cases have one loss, so each key has an effect
         losses = sorted(VECTORS[kind]["expected"].values())
@@ -138,7 +169,7 @@ def pairs():
     )
 
 
-@pytest.mark.parametrize("case", PAIRS)
+@pytest.mark.parametrize("case", cases(PAIRS))
 def test_losses_of_pairs_are_those_of_trl(monkeypatch, pairs, case):
     batch, logps, logps_and_collision = pairs
     monkeypatch.setattr(dpo, "token_logps", logps)
@@ -173,7 +204,7 @@ def loss_of_groups(objective, batch, reference):
     return total(terms, objective.weights(batch))
 
 
-@pytest.mark.parametrize("case", GROUPS)
+@pytest.mark.parametrize("case", cases(GROUPS))
 def test_losses_of_groups_are_those_of_trl(monkeypatch, groups, case):
     batch, reference, logps_and_entropies = groups
     monkeypatch.setattr(grpo, "token_logps_and_entropies", logps_and_entropies)
