@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -118,7 +117,7 @@ def forecast_sampling(plan: Plan, topology: Topology, log: Callable[[str], None]
         token_communication_seconds=twice.communication - once.communication,
         rollout_seconds=rollout_seconds,
         tokens_per_second=num_rows * sampled.new_tokens / rollout_seconds,
-        memory_bytes=None if None in needed else _resident_bytes(plan, phase, model) + max(n or 0 for n in needed),
+        memory_bytes=None if None in needed else _resident_bytes(plan, phase) + max(n or 0 for n in needed),
         cache_bytes=sum(map(_bytes_per_device, jax.tree.leaves(programs.cache))),
         collectives=_difference(twice.collectives, once.collectives),
     )
@@ -139,12 +138,10 @@ def _difference(more: Mapping[str, tuple[int, int]], less: Mapping[str, tuple[in
     return {kind: (number, size) for kind, (number, size) in differences.items() if number}
 
 
-def _resident_bytes(plan: Plan, phase: Phase, sampling_model: Any) -> int:
-    """Bytes per device that stay while the model samples: state and references, without arrays that both programs read."""
+def _resident_bytes(plan: Plan, phase: Phase) -> int:
+    """Bytes per device of state and references, which stay while a copy of the model in the compute dtype samples."""
     state = sharded_shapes(plan.state_builder.abstract_state(phase), plan.layout)
-    stays = sum(map(_bytes_per_device, jax.tree.leaves((state, abstract_references(plan, phase)))))
-    pairs = zip(jax.tree.leaves(state.model), jax.tree.leaves(sampling_model), strict=True)
-    return stays - sum(_bytes_per_device(ours) for ours, theirs in pairs if ours.dtype == theirs.dtype)
+    return sum(map(_bytes_per_device, jax.tree.leaves((state, abstract_references(plan, phase)))))
 
 
 def _bytes_per_device(array: jax.ShapeDtypeStruct) -> int:
