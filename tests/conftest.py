@@ -36,7 +36,7 @@ GROUPS = {
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """Random weights of torch do not depend on which tests ran before."""
+    """Random weights do not depend on which tests ran before. (A test that imports torch itself seeds it.)"""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
 

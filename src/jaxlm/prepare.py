@@ -162,9 +162,9 @@ def check_batch(config: RunConfig, number: int, phases: Sequence[Phase]) -> None
     phase, section = next(pair for pair in zip(phases, plan_phases(config)[1], strict=True) if number < pair[0].end)
     if not section.has_examples_per_step:
         raise ConfigError(
-            f"--show_batch: {number} given, but in phase '{phase.name}' not every step trains on new prompts"
-            " (data.updates_per_rollout, dynamic_sampling). The run writes the prompts and responses that steps train on"
-            " to completions.jsonl"
+            f"--show_batch: {number} given, but in phase '{phase.name}' not every step trains on as many new"
+            " prompts (data.updates_per_rollout, dynamic_sampling, curriculum). The run writes the prompts and responses that"
+            " steps train on to completions.jsonl"
         )
 
 

@@ -368,3 +368,10 @@ def test_the_chat_format_names_the_one_of_sharegpt(config, tmp_path):
     changed = _written(config, tmp_path, "messages", turns)
     with pytest.raises(ConfigError, match=r"no messages under 'messages'.*set format\.type to sharegpt"):
         sequences_of(changed, 64)
+
+
+def test_the_text_of_the_cache_key_is_that_of_existing_caches():
+    before = (
+        '{"format": {"type": "chat", "messages_field": "messages", "chat_template": null, "mask_user_turns": true}}'
+    )
+    assert json.dumps(ChatFormat().cache_key()) == before

@@ -130,6 +130,7 @@ def test_invalid_options_are_refused_before_anything_is_built(config_path, tmp_p
     [
         ({"updates_per_rollout": 4, "minibatches_per_rollout": 2}, True),
         ({"dynamic_sampling": 1}, True),
+        ({"curriculum": {"type": "success"}}, True),
         ({"updates_per_rollout": 2, "minibatches_per_rollout": 2}, False),
     ],
 )
@@ -138,7 +139,7 @@ def test_batches_of_prompts_are_shown_only_where_every_step_reads_new_ones(keys,
     sections = {"data": {"type": "rollouts", **keys}, "trainer": {"train_batch_size": 4, "num_train_steps": 9}}
     config = decode_run(ConfigSource(sections), None)
     refused = pytest.raises(
-        ConfigError, match="--show_batch: 3 given, but in phase 'train' not every step trains on new"
+        ConfigError, match="--show_batch: 3 given, but in phase 'train' not every step trains on as many"
     )
     with refused if is_refused else contextlib.nullcontext():
         check_batch(config, 3, plan_phases(config)[0])

@@ -67,6 +67,14 @@ class ConversationFormat(MaskedFormat):
     def given_template(self) -> str | None:
         return self.chat_template
 
+    def cache_key(self) -> dict[str, Any]:
+        # Folders of caches are named by the text of their keys, in which the keys of `chat` always had this order.
+        options = super().cache_key()["format"]
+        shared = {
+            name: options.pop(name) for name in ("chat_template", "mask_user_turns", "tools_field") if name in options
+        }
+        return {"format": options | shared}
+
     def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
         del bos, eos
         template = ChatTemplate.load(self.chat_template, tokenizer, f"{key}.chat_template")
