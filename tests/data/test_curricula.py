@@ -82,7 +82,7 @@ def test_harder_prompts_are_added_step_by_step(opened, seen, hardest_first):  # 
 
 def test_equally_hard_prompts_count_together():
     values = [np.array([1.0, 1.0, 2.0]), np.array([2.0, 3.0])]
-    context = CurriculumContext(0, 10, lambda column: values)
+    context = CurriculumContext(0, 10, ["a", "b"], lambda column: values)
     curriculum = DifficultyConfig("level", first_share=0.5, full_after=10).open(context)
     prompts = PromptNumbers(np.arange(5), np.array([0, 0, 0, 1, 1]), np.array([0, 1, 2, 0, 1]))
     assert curriculum.accepts(prompts, 10).tolist() == [True, True, True, True, False]  # the third of five is a 2
@@ -117,7 +117,9 @@ def test_with_shares_of_1_nothing_is_passed_over(opened, seen):  # noqa: F811
 
 
 def test_easy_prompts_are_accepted_at_their_share_and_drawn_anew_in_each_epoch():
-    curriculum = SuccessConfig(easy_share=0.3, hard_share=0.05).open(CurriculumContext(SEED, 0, lambda column: []))
+    curriculum = SuccessConfig(easy_share=0.3, hard_share=0.05).open(
+        CurriculumContext(SEED, 0, ["a", "b"], lambda column: [])
+    )
     prompts = PromptNumbers(np.arange(4000), np.zeros(4000, int), np.arange(4000))
     assert curriculum.accepts(prompts, 0).all()
     curriculum.learn(prompts, np.repeat([[1.0, 2.0], [0.5, -1.0], [0.0, 1.0]], [2000, 1000, 1000], axis=0))
@@ -131,7 +133,9 @@ def test_easy_prompts_are_accepted_at_their_share_and_drawn_anew_in_each_epoch()
 
 
 def test_a_rate_keeps_some_of_its_old_value():
-    curriculum = SuccessConfig(solved_at=0.5, momentum=0.75).open(CurriculumContext(SEED, 0, lambda column: []))
+    curriculum = SuccessConfig(solved_at=0.5, momentum=0.75).open(
+        CurriculumContext(SEED, 0, ["a", "b"], lambda column: [])
+    )
     prompt = PromptNumbers(np.array([7]), np.array([1]), np.array([3]))
     rates = []
     for rewards in ([1.0, 0.5], [0.4, 0.0], [0.0, 9.0]):
@@ -182,3 +186,22 @@ def test_a_curriculum_that_accepts_nothing_ends_the_run():
 def test_curricula_that_cannot_work_are_refused(opened, curriculum, records, message):  # noqa: F811
     with pytest.raises(ConfigError, match=message):
         opened(records, curriculum=curriculum)
+
+
+def test_rates_stay_with_the_names_of_their_sources():
+    def of_sources(*names):
+        return SuccessConfig().open(CurriculumContext(SEED, 0, names, lambda column: []))
+
+    before = of_sources("a", "b")
+    numbers = np.array([0, 0, 1]), np.array([4, 5, 4])
+    before.learn(PromptNumbers(np.arange(3), *numbers), np.array([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]]))
+    state = json.loads(json.dumps(before.state()))
+    after = of_sources("b", "c")
+    after.restore(state)
+    assert after.metrics(0) == {"num_seen": 1, "frac_easy": 0, "frac_hard": 0}
+    swapped = of_sources("b", "a")
+    swapped.restore(state)
+    again = of_sources("a", "b")
+    again.restore(json.loads(json.dumps(swapped.state())))
+    assert again.state()["rates"] == state["rates"]
+    assert again.state()["prompts"] == state["prompts"]

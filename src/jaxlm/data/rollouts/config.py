@@ -189,7 +189,9 @@ class RolloutsConfig(DataConfig):
                 return [prompt_values(reader.mixture.examples_of(n), records[name], column) for n, name in sources]
 
             # Before the processes of the rewards start, because it may refuse the records.
-            curriculum = self.curriculum and self.curriculum.open(CurriculumContext(of_run.seed, of_run.start, values))
+            curriculum = self.curriculum and self.curriculum.open(
+                CurriculumContext(of_run.seed, of_run.start, reader.mixture.names, values)
+            )
             with contextlib.ExitStack() as on_error:
                 sampler = on_error.enter_context(contextlib.closing(self.sampler.open(services)))
                 rewards = main_only(

@@ -36,12 +36,14 @@ class CurriculumContext:
     Attributes:
         seed: of the order of the training data.
         first_step: of the phase.
+        sources: their names, by number.
         values: key of the records -> its values for all prompts of each source, in float64. Raises `ConfigError` if a record
             has no number there.
     """
 
     seed: int
     first_step: int
+    sources: Sequence[str]
     values: Callable[[str], Sequence[np.ndarray]]
 
 

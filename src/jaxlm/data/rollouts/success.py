@@ -4,7 +4,7 @@ Source: the prioritized sampling of Kimi k1.5 (Kimi Team 2025, arXiv:2501.12599,
 easy and hard prompts instead of a weight that is proportional to the rate.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -48,14 +48,14 @@ class SuccessConfig(CurriculumConfig):
             )
 
     def open(self, context: CurriculumContext) -> Curriculum:
-        return Success(self, context.seed)
+        return Success(self, context.seed, context.sources)
 
 
 class Success(Curriculum):
     """Remembers how often each prompt was solved."""
 
-    def __init__(self, config: SuccessConfig, seed: int):
-        self._config, self._seed = config, seed
+    def __init__(self, config: SuccessConfig, seed: int, sources: Sequence[str]):
+        self._config, self._seed, self._sources = config, seed, list(sources)
         self._rates: dict[tuple[int, int], float] = {}  # (source, index) -> rate
 
     def accepts(self, prompts: PromptNumbers, step: int) -> np.ndarray:
@@ -82,14 +82,24 @@ class Success(Curriculum):
 
     def state(self) -> dict[str, Any]:
         numbers = np.array(list(self._rates), np.int64).reshape(-1, 2)
-        return {"prompts": packed(numbers), "rates": packed(np.array(list(self._rates.values()), np.float64))}
+        rates = np.array(list(self._rates.values()), np.float64)
+        return {"sources": self._sources, "prompts": packed(numbers), "rates": packed(rates)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._rates = {}
         if "rates" in state:
             numbers = unpacked(state["prompts"], np.int64).reshape(-1, 2).tolist()
             rates = unpacked(state["rates"], np.float64).tolist()
-            self._rates = {(source, index): rate for (source, index), rate in zip(numbers, rates, strict=True)}
+            # `trainer.allow_changes: [data]` may have removed or reordered sources.
+            now = {
+                number: self._sources.index(name)
+                for number, name in enumerate(state["sources"])
+                if name in self._sources
+            }
+            known = (
+                (source, index, rate) for (source, index), rate in zip(numbers, rates, strict=True) if source in now
+            )
+            self._rates = {(now[source], index): rate for source, index, rate in known}
 
     def _accepts(self, example: int, prompt: tuple[int, int]) -> bool:
         rate, config = self._rates.get(prompt), self._config
