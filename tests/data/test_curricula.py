@@ -180,7 +180,11 @@ def test_a_curriculum_that_accepts_nothing_ends_the_run():
             [*RECORDS[:4], RECORDS[4] | {"n": "hard"}, *RECORDS[5:]],
             r"data\.curriculum\.column: n given, a finite number in every record expected, but .*line 5 has 'hard'",
         ),
-        (dataclasses.replace(GROWING, column="level"), RECORDS, r"column: level given, .*line 1 has None there"),
+        (
+            dataclasses.replace(GROWING, column="level"),
+            RECORDS,
+            r"column: level given, .*line 1 has only worth, n besides the prompt",
+        ),
     ],
 )
 def test_curricula_that_cannot_work_are_refused(opened, curriculum, records, message):  # noqa: F811

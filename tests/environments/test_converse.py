@@ -1,6 +1,7 @@
 """Conversations with environments, with a sampler that follows a script; the masks of what it returns in losses."""
 
 import itertools
+import sys
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -131,6 +132,13 @@ def test_a_row_keeps_to_its_own_limit_when_others_may_write_more():
     assert len(first.tokens) == len(first.logps) == len(first.mask) == 16
 
 
+_WRONG = {
+    "nan": Observation(reward=float("nan")),
+    "huge": Observation(reward=10**400),
+    "half": Observation("a\ud800"),
+}
+
+
 @dataclass
 class Game(Environment):
     """Guess a number."""
@@ -144,8 +152,10 @@ class Game(Environment):
     def step(self, completion):
         self.heard.append(completion)
         guess = completion.removesuffix(EOS)
-        if guess == "nan":
-            return Observation(reward=float("nan"))
+        if guess in _WRONG:
+            return _WRONG[guess]
+        if guess == "exit":
+            sys.exit(0)
         if int(guess) == self.secret:
             return Observation("won", reward=1.0, is_done=True)
         return Observation("higher " if int(guess) < self.secret else "lower ", reward=-0.125)
@@ -210,7 +220,13 @@ def test_all_processes_hear_the_environment_of_process_0(monkeypatch):
 
 
 def test_an_environment_that_fails_is_named():
-    for text, problem in (("x", "raised ValueError: invalid literal"), ("nan", "gave the reward nan, a finite number")):
+    for text, problem in (
+        ("x", "raised ValueError: invalid literal"),
+        ("nan", "gave the reward nan, a finite number"),
+        ("huge", "gave the reward 10000.*, a finite number"),
+        ("half", r"answered 'a\\ud800', not valid Unicode"),
+        ("exit", "raised SystemExit: 0"),
+    ):
         with pytest.raises(ConfigError, match=rf"the environment Game {problem}.* turn 1 of .* data.jsonl:1"):
             converse(Script([text + EOS]), GameConfig(opened=[]), prompts("go", secret=7), DIALECT, LIMITS)
     with pytest.raises(

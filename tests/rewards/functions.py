@@ -30,17 +30,25 @@ async def waiting_for_all(completions):
     return [1] * len(completions)
 
 
+class Hostile:
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+
 def as_told(completion):
     """Does what the completion says."""
     match completion.split():
         case ["raise"]:
             raise KeyError("answer")
         case ["return", value]:
-            return {"nan": float("nan"), "text": "good", "none": None}.get(value, value) if value != "7" else 7
+            known = {"nan": float("nan"), "text": "good", "none": None, "7": 7, "huge": 10**400, "large": 1e39}
+            return known[value] if value in known else Hostile()
         case ["exit"]:
             sys.exit(3)
-        case ["kill"]:
-            os.kill(os.getpid(), 9)
+        case ["kill", number]:
+            os.kill(os.getpid(), int(number))
+        case ["fork"]:
+            return float(os.fork() != 0)
         case ["devices"]:
             hidden = {
                 "CUDA_VISIBLE_DEVICES": "",

@@ -61,11 +61,15 @@ def test_the_total_is_the_weighted_sum_of_the_rewards_that_apply():
 @pytest.mark.parametrize(
     ("completion", "problem"),
     [
-        ("raise", f"it raised KeyError: 'answer' in {re.escape(str(FILE))}, line 3\\d"),
+        ("raise", f"it raised KeyError: 'answer' in {re.escape(str(FILE))}, line \\d\\d"),
         ("return nan", "it returned nan, a finite number expected"),
         ("return text", "it returned 'good', a finite number expected"),
         ("exit", "it raised SystemExit: 3"),
-        ("kill", "its process ended with the signal SIGKILL while it scored"),
+        ("return huge", "it returned 10000.*, a finite number expected"),
+        ("return large", r"it returned 1e\+39, a finite number expected"),
+        ("return object", "it raised RuntimeError: no text"),
+        ("kill 9", "its process ended with the signal SIGKILL while it scored"),
+        ("kill 40", "its process ended with the signal 40 while it scored"),
     ],
 )
 def test_a_reward_that_fails_is_one_message(told, completion, problem):
@@ -106,6 +110,12 @@ def test_a_reward_that_reads_nothing_is_ended(monkeypatch):
         with pytest.raises(ConfigError, match=r"no result for .* within 600 s.*Its process has been ended"):
             rewards.score(rows("x" * 5_000_000))
         assert rewards.score(rows("well"))["reward"] == 0.5
+
+
+def test_a_fork_of_a_reward_answers_nothing(told):
+    for _ in range(3):
+        np.testing.assert_array_equal(told.score(rows("fork"))["as_told"], [1])
+    np.testing.assert_array_equal(told.score(rows("return 7"))["as_told"], [7])
 
 
 def test_rewards_see_no_accelerator(told):

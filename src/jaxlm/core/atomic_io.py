@@ -89,8 +89,8 @@ def commit_folder(unfinished: Path, folder: Path) -> None:
     fsync(folder.parent)
 
 
-DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers for a full disk or an exceeded quota."""
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers for a full disk, an exceeded quota, or a limit on the size of files."""
 
 
 def fsync(path: Path) -> None:

@@ -20,6 +20,12 @@ from jaxlm.core.errors import ConfigError
 LARGEST_INT = 2**31 - 1
 LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
+
+def is_float32(value: float) -> bool:
+    """Whether float32 can hold a number, which may be an integer of any size."""
+    return -LARGEST_FLOAT <= value <= LARGEST_FLOAT
+
+
 PositiveInt = Annotated[int, Interval(ge=1, le=LARGEST_INT)]
 NonNegativeInt = Annotated[int, Interval(ge=0, le=LARGEST_INT)]
 PositiveFloat = Annotated[float, Interval(gt=0, le=LARGEST_FLOAT)]

@@ -4,13 +4,13 @@ All processes call this. Only process 0 opens environments and asks them, and th
 environment may be random, or need a program that only one machine has.
 """
 
-import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.field_types import PositiveInt, is_float32
 from jaxlm.core.runtime import from_main, main_only
 from jaxlm.environments.base import Environment, EnvironmentConfig, Observation
 
@@ -136,7 +136,8 @@ def converse(
     A turn that a limit cuts off ends its conversation, and so does an observation for which there is no room, or after which
     the policy could not write. That observation is left out.
     """
-    start, end = dialect.special_ids(config.observation_start), dialect.special_ids(config.observation_end)
+    marks = (config.observation_start, config.observation_end)
+    start, end = from_main(lambda: [list(dialect.special_ids(mark)) for mark in marks])
     speakers = main_only(lambda: [_Speaker(config, prompt) for prompt in prompts]) or []
     rows = [_Row(number, list(prompt.tokens)) for number, prompt in enumerate(prompts)]
     for turn in range(limits.max_turns):
@@ -204,9 +205,14 @@ class _Speaker:
                 f"the environment {name} answered {given!r:.80}, an Observation with a text or None expected, in {where}."
                 " Correct it"
             )
-        if not isinstance(given.reward, int | float) or not math.isfinite(given.reward):
+        if not isinstance(given.reward, numbers.Real) or not is_float32(given.reward):
             raise ConfigError(
-                f"the environment {name} gave the reward {given.reward}, a finite number expected, in {where}. Correct it"
+                f"the environment {name} gave the reward {given.reward!r:.80}, a finite number expected, in {where}."
+                " Correct it"
+            )
+        if given.text is not None and given.text.encode(errors="replace").decode() != given.text:
+            raise ConfigError(
+                f"the environment {name} answered {given.text!a:.80}, not valid Unicode, in {where}. Correct it"
             )
         return given.text, float(given.reward), bool(given.is_done)
 
@@ -226,7 +232,7 @@ def _guarded(name: str, where: str, call: Callable[[], Any]) -> Any:
         return call()
     except ConfigError:
         raise
-    except Exception as error:  # an environment can raise anything
+    except (Exception, SystemExit) as error:  # an environment can raise anything
         raise ConfigError(
             f"the environment {name} raised {type(error).__name__}: {error}, in {where}. Correct it"
         ) from error

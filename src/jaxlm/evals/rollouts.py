@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat, PositiveFraction, PositiveInt, Seed
-from jaxlm.core.runtime import broadcast_from_main, main_only
+from jaxlm.core.runtime import broadcast_from_main, from_main, main_only
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.models.base import LanguageModel
@@ -150,7 +150,7 @@ class RolloutsEvalConfig(EvalConfig):
 
     def _prompts(self, ctx: EvalContext) -> Iterator["_Prompt"]:
         key = self._prompt_key
-        for place, record in self._records():
+        for place, record in from_main(self._records):  # the file of another process may differ
             columns = {name: value for name, value in record.items() if name != key}
             if self.messages_key is not None:
                 text, ids = ctx.chat_prompt(record[key], place)
@@ -260,8 +260,11 @@ def _records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 line = content.decode()
                 record = json.loads(line)
+                json.dumps(record, ensure_ascii=False).encode()
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{_KEY}: {place}: not UTF-8 text: {error}. Save the file as UTF-8") from error
+            except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
+                raise ConfigError(f"{_KEY}: {place}: not valid Unicode: {error}. Correct the text") from error
             except ValueError as error:
                 raise ConfigError(f"{_KEY}: {place}: not a JSON object: {error}") from error
             if not isinstance(record, dict):

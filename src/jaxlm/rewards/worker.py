@@ -21,12 +21,13 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.config.decode import choice_name
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import is_float32
 
 if TYPE_CHECKING:
     from jaxlm.rewards.base import Reward, RewardConfig, RewardContext, ScoredRows
@@ -163,7 +164,7 @@ class RewardWorker:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_S)  # the connection closes a moment before the process has ended
             code = self.end()
-            how = f"the signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            how = f"the signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
             raise ConfigError(
                 f"{self._label}: its process ended with {how} {during}. Look for a lack of memory, a crash of a library, or a"
                 f" call that exits. {RESUMES}"
@@ -183,6 +184,13 @@ class RewardWorker:
             os.killpg(self._process.pid, signal.SIGKILL)  # its group outlives it, if it has started something
         self._connection.close()
         return self._process.wait()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of the real-time signals, only two have names
+        return str(number)
 
 
 def _connections() -> tuple[Connection, Connection]:
@@ -248,9 +256,13 @@ def serve(descriptor: int, run: int) -> None:
         connection.send((_FAILED, (_description(error), None)))
         return
     with contextlib.suppress(EOFError, OSError):  # the run has closed the connection, or has ended
+        own = os.getpid()
         while True:
             rows = connection.recv()
-            connection.send(_answer(reward, rows, lambda number: connection.send((_AT, number))))
+            answer = _answer(reward, rows, lambda number: connection.send((_AT, number)))
+            if os.getpid() != own:
+                os._exit(0)  # a fork of the reward, whose answer would be taken for that of the next rows
+            connection.send(answer)
 
 
 def _end_after(run: int) -> None:
@@ -268,21 +280,35 @@ def _answer(reward: "Reward", rows: "ScoredRows", begin: Callable[[int], None]) 
         if number is not None:
             begin(number)
         try:
-            given = reward.score(part)
-        except BaseException as error:  # a reward can raise anything, SystemExit too
+            scores += _scores(reward.score(part), len(part), number or 0)
+        except _WrongScoreError as error:
+            return _FAILED, (str(error), number if error.place is None else error.place)
+        except BaseException as error:  # a reward and what it returns can raise anything, SystemExit too
             return _FAILED, (_description(error), number)
-        if isinstance(given, str) or not hasattr(given, "__len__") or len(given) != len(part):
-            what = (
-                f"{len(given)} values" if isinstance(given, (list, tuple)) else f"{type(given).__name__} {given!r:.60}"
-            )
-            return _FAILED, (f"it returned {what}, but a list of {len(part)} numbers was expected", number)
-        for place, value in enumerate(given, start=number or 0):
-            try:
-                scores.append(_number(value))
-            except ValueError:
-                expected = "a finite number expected, or None where the reward does not apply"
-                return _FAILED, (f"it returned {value!r:.60}, {expected}", place)
     return _SCORED, scores
+
+
+class _WrongScoreError(Exception):
+    """What a reward returned is not what was expected. Attributes: place: the number of the row; None for all."""
+
+    def __init__(self, message: str, place: int | None):
+        super().__init__(message)
+        self.place = place
+
+
+def _scores(given: Any, expected: int, first: int) -> list[float]:
+    """The scores of rows. Args: expected: number of rows; first: number of the first one."""
+    if isinstance(given, (str, bytes, Mapping, Set)) or not hasattr(given, "__len__") or len(given) != expected:
+        what = f"{len(given)} values" if isinstance(given, (list, tuple)) else f"{type(given).__name__} {given!r:.60}"
+        raise _WrongScoreError(f"it returned {what}, but a list of {expected} numbers was expected", None)
+    scores: list[float] = []
+    for place, value in enumerate(given, start=first):
+        try:
+            scores.append(_number(value))
+        except ValueError:
+            what = "a finite number expected, or None where the reward does not apply"
+            raise _WrongScoreError(f"it returned {value!r:.60}, {what}", place) from None
+    return scores
 
 
 def _number(value: Any) -> float:
@@ -290,7 +316,7 @@ def _number(value: Any) -> float:
     if value is None:
         return math.nan
     item = value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value  # of numpy or torch
-    if not isinstance(item, numbers.Real) or not math.isfinite(item):
+    if not isinstance(item, numbers.Real) or not is_float32(item):
         raise ValueError
     return float(item)
 
@@ -304,4 +330,8 @@ def _description(error: BaseException) -> str:
     known = (*libraries, os.path.dirname(__file__), "<")
     own = [frame for frame in frames if not frame.filename.startswith(known)]
     place = f" in {own[-1].filename}, line {own[-1].lineno}" if own else ""
-    return f"it raised {type(error).__name__}: {' '.join(str(error).split())[:500]}{place}"
+    try:
+        what = " ".join(str(error).split())[:500]
+    except BaseException:
+        what = "an error that has no text"
+    return f"it raised {type(error).__name__}: {what}{place}"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from jaxlm.core.runtime import from_main
 from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplingRequest
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.environments.base import EnvironmentConfig
@@ -27,7 +28,8 @@ class Conversations:
     def __init__(self, config: EnvironmentConfig, max_turns: int, sampler: Sampler, tokenizer: Tokenizer):
         self._config, self._max_turns, self._sampler = config, max_turns, sampler
         self._dialect = dialect_of(config, tokenizer)
-        self._turn_ends = tuple(self._dialect.special_ids(config.turn_ends))
+        # Of process 0, whose environment speaks: another process may have another version of its module.
+        self._turn_ends = tuple(from_main(lambda: list(self._dialect.special_ids(config.turn_ends))))
 
     def of(self, model: Any, prompts: Sequence[Prompt], request: SamplingRequest) -> tuple[list[Sample], list[float]]:
         """One conversation for each prompt as a sample, and what it has earned. Args: request: of the first turn."""

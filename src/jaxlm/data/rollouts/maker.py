@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import is_float32
 from jaxlm.core.runtime import broadcast_from_main, main_only
 from jaxlm.data.examples import Examples
 from jaxlm.data.loader import LogRollout
@@ -213,6 +215,10 @@ class RolloutMaker:
             found = self._rewards.score(self._rows(examples, prompts, samples))
             if earned:
                 found = {**found, EARNED: np.array(earned), TOTAL: found[TOTAL] + np.array(earned)}
+            if not is_float32(largest := float(np.abs(found[TOTAL]).max())):
+                raise ConfigError(
+                    f"data.rewards: a weighted sum of {largest:g}, at most 3.4e+38 expected. Use smaller weights"
+                )
             return np.stack([found[name] for name in names])
 
         values = main_only(score)

@@ -1,12 +1,12 @@
 """The prompts of rollouts: their tokens are in a token cache, and what rewards read beside them in the records."""
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import is_float32
 from jaxlm.data.base import TRAIN, Log
 from jaxlm.data.batch import Columns
 from jaxlm.data.cache.token_cache import TokenCache
@@ -83,10 +83,16 @@ def prompt_values(prompts: Examples, records: "PromptRecords", column: str) -> n
     found = np.zeros(len(documents))
     for row, record in enumerate(records.of(documents, len(prompts.cache.offsets) - 1)):
         value = record.values.get(column)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not is_float32(value):
+            is_there = column in record.values
+            what = (
+                f"has {value!r:.40} there"
+                if is_there
+                else f"has only {', '.join(record.values) or 'nothing'} besides the prompt"
+            )
             raise ConfigError(
-                f"data.curriculum.column: {column} given, a finite number in every record expected, but {record.where} has"
-                f" {value!r:.40} there. Correct the record, or name another key"
+                f"data.curriculum.column: {column} given, a finite number in every record expected, but"
+                f" {record.where} {what}. Correct the record, or name another key"
             )
         found[row] = value
     return found

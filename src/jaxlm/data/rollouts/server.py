@@ -5,7 +5,6 @@ Tokens go in and come out, so that nothing depends on how a server encodes text.
 
 import contextlib
 import functools
-import math
 import queue
 import shutil
 import threading
@@ -17,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.field_types import LARGEST_INT, PositiveInt, is_float32
 from jaxlm.core.runtime import from_main, main_only
 from jaxlm.core.stores import is_url
 from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig, SamplerContext, SamplingRequest
@@ -221,14 +220,14 @@ def _sample(answer: Any, body: Mapping[str, Any]) -> Sample:
         raise _AnswerError(
             f"{sizes[0]} tokens with {sizes[1]} log-probabilities given, 1 to {body['max_tokens']} of both expected"
         )
-    if not all(type(one) is int and one >= 0 for one in tokens):
+    if not all(type(one) is int and 0 <= one <= LARGEST_INT for one in tokens):
         raise _AnswerError("token_ids has other values than tokens")
-    if not all(type(one) in (int, float) and math.isfinite(one) for one in logps):
+    if not all(type(one) in (int, float) and is_float32(one) for one in logps):
         raise _AnswerError("a log-probability is null or not finite")
     read = choice.get("prompt_token_ids")
     if read is not None and read != body["prompt"]:
         raise _AnswerError(
-            f"it has read the prompt {read[:8]}..., but {body['prompt'][:8]}... was sent. {_SAME_TOKENIZER}"
+            f"it has read the prompt {str(read)[:40]}..., but {body['prompt'][:8]}... was sent. {_SAME_TOKENIZER}"
         )
     if reason not in ("stop", "length"):
         raise _AnswerError(f"finish_reason: {reason!r} given, stop or length expected")
