@@ -21,7 +21,7 @@ LARGEST_INT = 2**31 - 1
 LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
-def is_float32(value: float) -> bool:
+def is_float32(value: Any) -> bool:
     """Whether float32 can hold a number, which may be an integer of any size."""
     return -LARGEST_FLOAT <= value <= LARGEST_FLOAT
 
