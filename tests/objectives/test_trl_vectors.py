@@ -1,5 +1,5 @@
-"""The losses of pairs and of groups are those that TRL 1.16 computes of the same likelihoods: the numbers in
-`tests/vectors/trl_losses.json`, which `tests/objectives/trl_losses.py` writes.
+"""The losses of pairs and of groups and their gradients are those that TRL 1.16 computes of the same likelihoods: the
+numbers in `tests/vectors/trl_losses.json`, which `tests/objectives/trl_losses.py` writes.
 """
 
 import json
@@ -82,6 +82,7 @@ GROUPS = {
         "kl_coef": 0.04,
     },
     "gmpo": {"policy_loss": "gmpo", "clip_eps": 0.15, "clip_eps_high": 0.25, **WHOLE, "kl_coef": 0.04},
+    "gmpo top_entropy": {"policy_loss": "gmpo", "top_entropy": 0.4, **WHOLE, **NO_KL},
     "batch": {"scale": "batch", **NO_KL},
     "kl_unbiased": {"kl_unbiased": True, "kl_coef": 0.04},
     "kl_unbiased sequence": {"importance": "sequence", **WHOLE, "kl_unbiased": True, "kl_coef": 0.04},
@@ -128,7 +129,9 @@ def test_every_loss_and_case_is_listed():
     assert set(PAIRS) == set(VECTORS["pairs"]["expected"])
     assert {*PAIRS, *GROUPS} > SLOW
     assert set(GROUPS) == set(VECTORS["groups"]["expected"])
-    for kind in ("pairs", "groups"):  # no two cases have one loss, so each key has an effect
+    for kind in ("pairs", "groups"):
+        assert VECTORS[kind]["gradients"].keys() == VECTORS[kind]["expected"].keys()
+        # no two cases have one loss, so each key has an effect
         losses = sorted(VECTORS[kind]["expected"].values())
         assert np.diff(losses).min() > 1e-5, kind
     assert {*PAIR_LOSSES, *BATCH_LOSSES} - {"simpo", "alphapo"} <= set(PAIRS)
@@ -137,7 +140,20 @@ def test_every_loss_and_case_is_listed():
 
 def total(terms, weights):
     assert terms.keys() <= weights.keys()
-    return sum(float(term.total / weights[name]) for name, term in terms.items())
+    return sum(term.total / weights[name] for name, term in terms.items())
+
+
+def assert_is_that_of_trl(loss_of, policy, kind, case):
+    """Compares a loss and its gradient, a missing stop_gradient of which the loss alone does not show.
+
+    Args:
+        loss_of: the loss of the policy's log-likelihoods, {batch, position}.
+    """
+    loss, gradient = jax.value_and_grad(loss_of)(policy)
+    assert float(loss) == pytest.approx(VECTORS[kind]["expected"][case], rel=1e-6, abs=1e-6)
+    expected = np.array(VECTORS[kind]["gradients"][case]).reshape(-1, policy.axes[1].size)
+    padding = np.zeros((len(gradient.array) - len(expected), expected.shape[1]))
+    np.testing.assert_allclose(gradient.array, np.concatenate([expected, padding]), rtol=1e-6, atol=1e-6)
 
 
 def inputs_of(kind):
@@ -153,17 +169,20 @@ def token_columns(mask):
 
 @pytest.fixture(scope="module")
 def pairs():
-    """A batch of pairs, and functions for the log-likelihoods and the collision entropies of a model by name."""
+    """A batch of pairs, the policy's log-likelihoods, and functions for those of a model, which is the log-likelihoods or
+    their name, and for the collision entropies.
+    """
     given = inputs_of("pairs")
     axes = (Axis("batch", 7), Axis("pair", 2), Axis("position", given["mask"].shape[-1]))
     of_sequences = (Axis("batch", 14), axes[2])
 
-    def flat(name):
-        return hax.named(jnp.asarray(given[name].reshape(14, -1)), of_sequences)
+    def flat(model):
+        return hax.named(jnp.asarray(given[model].reshape(14, -1)), of_sequences) if isinstance(model, str) else model
 
     batch = PairBatch.of(**{k: hax.named(jnp.asarray(v), axes) for k, v in token_columns(given["mask"]).items()})
     return (
         batch,
+        flat("policy"),
         lambda model, batch, **_: (flat(model), {}),
         lambda model, batch, **_: (flat(model), flat("collision"), {}),
     )
@@ -171,19 +190,21 @@ def pairs():
 
 @pytest.mark.parametrize("case", cases(PAIRS))
 def test_losses_of_pairs_are_those_of_trl(monkeypatch, pairs, case):
-    batch, logps, logps_and_collision = pairs
+    batch, policy, logps, logps_and_collision = pairs
     monkeypatch.setattr(dpo, "token_logps", logps)
     monkeypatch.setattr(dpo, "token_logps_and_collision_entropies", logps_and_collision)
     objective = Dpo(**{"beta": 0.3} | PAIRS[case])
     asked = objective.annotate({"initial": "reference"}, batch)
-    terms, _, _ = objective.terms("policy", asked, None, key=None)
-    expected = VECTORS["pairs"]["expected"][case]
-    assert total(terms, objective.weights(batch)) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+    def loss_of(policy):
+        return total(objective.terms(policy, asked, None, key=None)[0], objective.weights(batch))
+
+    assert_is_that_of_trl(loss_of, policy, "pairs", case)
 
 
 @pytest.fixture(scope="module")
 def groups():
-    """A batch of groups, annotated, and a function for log-likelihoods and entropies."""
+    """A batch of groups, the reference, the policy's log-likelihoods, and a function for them and the entropies."""
     given = inputs_of("groups")
     axes = (Axis("batch", 3), Axis("group", 4), Axis("position", given["mask"].shape[-1]))
     columns = {name: hax.named(jnp.asarray(values), axes) for name, values in token_columns(given["mask"]).items()}
@@ -194,29 +215,43 @@ def groups():
         name: hax.named(jnp.asarray(given[name].reshape(12, -1)), (Axis("batch", 12), axes[2]))
         for name in ("policy", "entropy")
     }
-    return batch, ReferenceLogps(named["reference"]), lambda *_, **__: (flat["policy"], flat["entropy"], {})
+    reference = ReferenceLogps(named["reference"])
+    return batch, reference, flat["policy"], lambda policy, *_, **__: (policy, flat["entropy"], {})
 
 
-def loss_of_groups(objective, batch, reference):
+def loss_of_groups(objective, policy, batch, reference):
     batch = objective.with_batch_statistics(batch)
     batch = replace(batch, annotations=reference if objective.needs_reference else None)
-    terms, _, _ = objective.terms(None, batch, None, key=None)
+    terms, _, _ = objective.terms(policy, batch, None, key=None)
     return total(terms, objective.weights(batch))
 
 
 @pytest.mark.parametrize("case", cases(GROUPS))
 def test_losses_of_groups_are_those_of_trl(monkeypatch, groups, case):
-    batch, reference, logps_and_entropies = groups
+    batch, reference, policy, logps_and_entropies = groups
     monkeypatch.setattr(grpo, "token_logps_and_entropies", logps_and_entropies)
     scaled = {} if GROUPS[case].get("scale") == "none" else AS_TRL
     objective = Grpo(**{"old_policy": "rollout"} | scaled | GROUPS[case])
-    expected = VECTORS["groups"]["expected"][case]
-    assert loss_of_groups(objective, batch, reference) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert_is_that_of_trl(lambda policy: loss_of_groups(objective, policy, batch, reference), policy, "groups", case)
+
+
+def test_the_kl_divergence_in_rewards_is_that_of_the_sampler_although_ratios_are_1(monkeypatch, groups):
+    batch, reference, policy, logps_and_entropies = groups
+    monkeypatch.setattr(grpo, "token_logps_and_entropies", logps_and_entropies)
+    objective = Grpo(old_policy="model", scale="none", kl_in_reward=True, kl_estimator="k1", kl_coef=0.05)
+    terms, metrics, _ = objective.terms(policy, replace(batch, annotations=reference), None, key=None)
+    given = {name: np.array(values) for name, values in VECTORS["groups"]["inputs"].items()}
+    kl = ((given["old"] - given["reference"]) * given["mask"]).sum(-1)
+    shaped = given["rewards"] - 0.05 * kl
+    advantages = shaped - shaped.mean(axis=1, keepdims=True)
+    expected = -(advantages[..., None] * given["mask"]).sum() / given["mask"].sum()
+    assert float(total(terms, objective.weights(batch))) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert float(metrics["kl"].logged()) == pytest.approx(kl.sum() / given["mask"].sum(), rel=1e-6)
 
 
 @pytest.mark.parametrize("scale", ["batch", "batch_advantages"])
 def test_the_scale_of_a_batch_does_not_depend_on_its_microbatches(groups, scale):
-    batch, _, _ = groups
+    batch, *_ = groups
     objective = Grpo(old_policy="model", scale=scale, kl_coef=0.0)
     whole = objective.with_batch_statistics(batch)
     split = jax.tree.map(

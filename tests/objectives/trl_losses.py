@@ -1,4 +1,4 @@
-"""What TRL computes of fixed likelihoods: its losses of pairs and of groups, with its own trainers.
+"""What TRL computes of fixed likelihoods: its losses of pairs and of groups and their gradients, with its own trainers.
 
     python -m tests.objectives.trl_losses > tests/vectors/trl_losses.json
 
@@ -65,7 +65,8 @@ def inputs() -> dict[str, dict[str, Any]]:
 
 
 def tensor(array: Any) -> torch.Tensor:
-    return torch.tensor(np.asarray(array), dtype=torch.float64)
+    """Float64. A tensor stays as it is, with its gradient."""
+    return array if isinstance(array, torch.Tensor) else torch.tensor(np.asarray(array), dtype=torch.float64)
 
 
 class _Model(torch.nn.Module):
@@ -90,15 +91,16 @@ def trainer(**attributes: Any) -> SimpleNamespace:
 
 def loss_of_pairs(
     given: dict[str, Any], *names: str, weights: Any = None, dtype: Any = torch.float64, **keys: Any
-) -> float:
+) -> torch.Tensor:
     """DPOTrainer's. Args: names: its loss types; keys: its attributes."""
-    flat = {name: np.concatenate([values[:, 0], values[:, 1]]) for name, values in given.items()}
-    mask = np.pad(flat["mask"], ((0, 0), (1, 0)))
+    flat = {name: torch.cat(tensor(values).unbind(1)) for name, values in given.items()}
+    mask = np.pad(flat["mask"].numpy(), ((0, 0), (1, 0)))
     integers = {"input_ids": np.zeros_like(mask), "completion_mask": mask, "attention_mask": np.ones_like(mask)}
     nothing = torch.zeros(flat["mask"].shape)
 
     def model(name: str) -> Any:
-        outputs = {"log_probs": tensor(flat[name]).to(dtype), "log_sum_sq_probs": -tensor(flat["collision"])}
+        log_probs = flat[name] * flat["mask"]  # as TRL's models, which have none where the label is -100
+        outputs = {"log_probs": log_probs.to(dtype), "log_sum_sq_probs": -flat["collision"]}
         unused = {"entropy": nothing, "mean_logits": nothing, "is_top1": nothing.bool()}
         return lambda **_: SimpleNamespace(**outputs, **unused)
 
@@ -115,24 +117,26 @@ def loss_of_pairs(
     }
     stub = trainer(**usual | keys)
     ids = {name: torch.tensor(values.astype(np.int64)) for name, values in integers.items()}
-    return float(DPOTrainer._compute_loss(stub, model("policy"), ids, False))
+    return DPOTrainer._compute_loss(stub, model("policy"), ids, False)
 
 
-def loss_without_reference(given: dict[str, Any], *, averages: bool, nll: float = 0.0, **keys: Any) -> float:
+def loss_without_reference(given: dict[str, Any], *, averages: bool, nll: float = 0.0, **keys: Any) -> torch.Tensor:
     """CPOTrainer's. Args: nll: weight of the chosen completions' next-token loss."""
-    sums, lengths = (given["policy"] * given["mask"]).sum(-1), given["mask"].sum(-1)
-    chosen, rejected = tensor(sums / lengths if averages else sums).unbind(1)
+    mask = tensor(given["mask"])
+    sums, lengths = (tensor(given["policy"]) * mask).sum(-1), mask.sum(-1)
+    chosen, rejected = (sums / lengths if averages else sums).unbind(1)
     stub = trainer(**{"alpha": 0.0, "label_smoothing": 0.0, "simpo_gamma": 0.3} | keys)
     losses, _, _ = CPOTrainer.cpo_loss(stub, chosen, rejected)
-    return float(losses.mean()) - nll * sums[:, 0].sum() / lengths[:, 0].sum()
+    return losses.mean() - nll * sums[:, 0].sum() / lengths[:, 0].sum()
 
 
-def odds_ratio_loss(given: dict[str, Any]) -> float:
-    means = tensor((given["policy"] * given["mask"]).sum(-1) / given["mask"].sum(-1))
-    return -float(ORPOTrainer.odds_ratio_loss(trainer(), *means.unbind(1))[0].mean())
+def odds_ratio_loss(given: dict[str, Any]) -> torch.Tensor:
+    mask = tensor(given["mask"])
+    means = (tensor(given["policy"]) * mask).sum(-1) / mask.sum(-1)
+    return -ORPOTrainer.odds_ratio_loss(trainer(), *means.unbind(1))[0].mean()
 
 
-def losses_of_pairs(given: dict[str, Any]) -> dict[str, float]:
+def losses_of_pairs(given: dict[str, Any]) -> dict[str, torch.Tensor]:
     of, alpha = functools.partial(loss_of_pairs, given), "alpha_divergence"
     plain = ("sigmoid", "hinge", "apo_zero", "apo_down", "nca_pair", "bco_pair", "sigmoid_norm", "ipo", "sppo_hard")
     smoothed = {"robust": 0.2, "exo_pair": 0.1, "aot": 0.1, "aot_unpaired": 0.1}
@@ -183,9 +187,9 @@ def loss_of_groups(
     kind: Any = GRPOTrainer,
     kl_in_reward: float = 0.0,
     **keys: Any,
-) -> float:
+) -> torch.Tensor:
     """The trainer's. Args: keys: its attributes, or those of its `args`."""
-    flat = {name: tensor(values.reshape(NUM_GROUPS * SIZE, -1)) for name, values in given.items()}
+    flat = {name: tensor(values).reshape(NUM_GROUPS * SIZE, -1) for name, values in given.items()}
     mask = flat["mask"]
     kl = ((given["old"] - given["reference"]) * given["mask"]).sum(-1)
     stub = trainer(
@@ -229,10 +233,10 @@ def loss_of_groups(
         "ref_per_token_logps": flat["reference"],
         "num_items_in_batch": mask.sum(),
     }
-    return float(kind._compute_loss(stub, None, batch))
+    return kind._compute_loss(stub, None, batch)
 
 
-def losses_of_groups(given: dict[str, Any]) -> dict[str, float]:
+def losses_of_groups(given: dict[str, Any]) -> dict[str, torch.Tensor]:
     of, sequence = functools.partial(loss_of_groups, given), {"importance_sampling_level": "sequence"}
     rloo = functools.partial(of, "rloo", kind=RLOOTrainer)
     powers = {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 0.5, "vespo_lambda_neg": 0.75}
@@ -250,6 +254,7 @@ def losses_of_groups(given: dict[str, Any]) -> dict[str, float]:
         "vespo": of("vespo"),
         "vespo powers": of("vespo", beta=0.04, **powers),
         "gmpo": of("gmpo", kind=GMPOTrainer, epsilon_low=0.15, epsilon_high=0.25, beta=0.04),
+        "gmpo top_entropy": of("gmpo", kind=GMPOTrainer, top_entropy_quantile=0.4),
         "batch": of("dapo", scale="batch"),
         "kl_unbiased": of("dapo", beta=0.04, use_bias_correction_kl=True),
         "kl_unbiased sequence": of("grpo", beta=0.04, use_bias_correction_kl=True, **sequence),
@@ -262,15 +267,24 @@ def losses_of_groups(given: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def expected(given: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """The losses by kind of batch and case."""
-    return {"pairs": losses_of_pairs(given["pairs"]), "groups": losses_of_groups(given["groups"])}
+def expected(given: dict[str, Any], losses_of: Any) -> dict[str, dict[str, Any]]:
+    """Each case's loss, and its gradient by the likelihoods of the policy, in their shape."""
+    policy = tensor(given["policy"]).requires_grad_()
+    # TRL multiplies the hinge loss by WPO's weights in place, which autograd refuses without this.
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        losses = losses_of({**given, "policy": policy})
+        gradients = {case: torch.autograd.grad(loss, policy)[0].numpy().round(10) for case, loss in losses.items()}
+    return {
+        "expected": {case: loss.item() for case, loss in losses.items()},
+        "gradients": {case: (gradient + 0.0).tolist() for case, gradient in gradients.items()},  # no -0.0
+    }
 
 
 if __name__ == "__main__":
     arrays = inputs()
     written = {
-        kind: {"inputs": {name: values.tolist() for name, values in arrays[kind].items()}, "expected": losses}
-        for kind, losses in expected(arrays).items()
+        kind: {"inputs": {name: values.tolist() for name, values in arrays[kind].items()}}
+        | expected(arrays[kind], losses_of)
+        for kind, losses_of in (("pairs", losses_of_pairs), ("groups", losses_of_groups))
     }
     print(json.dumps(written))

@@ -331,25 +331,27 @@ class Grpo(ReferencedObjective):
         return ResponseTokens(logps_NS, entropy_NS, mask_NS, old_NS, reference_NS, sampler_NS), aux
 
     def _policy_losses(self, tokens: ResponseTokens, ratio_NS: jax.Array, advantage_N: jax.Array) -> jax.Array:
-        losses_NS = self._plain_policy_losses(tokens, ratio_NS, advantage_N)
+        counted_NS, entropy_NS = tokens.mask, jax.lax.stop_gradient(tokens.entropy)
+        if self.top_entropy < 1:
+            counted_NS *= most_uncertain(entropy_NS, tokens.mask, self.top_entropy)
+        losses_NS = self._plain_policy_losses(tokens, counted_NS, ratio_NS, advantage_N)
         if self.tis_cap is not None:
             assert tokens.sampler is not None, "see check_columns"
             losses_NS *= truncated_weights(tokens.logps, tokens.sampler, tokens.mask, self.tis_cap)
         if self.off_policy_threshold is not None:
-            sampled_NS = tokens.old if tokens.sampler is None else tokens.sampler
-            arguments = (tokens.logps, sampled_NS, advantage_N, tokens.mask)
-            losses_NS *= on_policy_weights(*arguments, self.off_policy_threshold)
-        if self.top_entropy < 1:
-            entropy_NS = jax.lax.stop_gradient(tokens.entropy)
-            losses_NS = jnp.where(most_uncertain(entropy_NS, tokens.mask, self.top_entropy), losses_NS, 0.0)
-        return losses_NS
+            threshold = self.off_policy_threshold
+            losses_NS *= on_policy_weights(tokens.logps, tokens.sampled, advantage_N, tokens.mask, threshold)
+        # The loss of gmpo is that of the whole response at each of its tokens: its mean has left out the others.
+        return losses_NS if self.policy_loss == "gmpo" else jnp.where(counted_NS > 0, losses_NS, 0.0)
 
-    def _plain_policy_losses(self, tokens: ResponseTokens, ratio_NS: jax.Array, advantage_N: jax.Array) -> jax.Array:
+    def _plain_policy_losses(
+        self, tokens: ResponseTokens, counted_NS: jax.Array, ratio_NS: jax.Array, advantage_N: jax.Array
+    ) -> jax.Array:
         match self.policy_loss:
             case "clip":
                 return clipped_losses(ratio_NS, advantage_N, *self.limits, self.dual_clip)
             case "gmpo":
-                return gmpo_losses(ratio_NS, advantage_N, tokens.mask, *self.limits)
+                return gmpo_losses(ratio_NS, advantage_N, counted_NS, *self.limits)
             case "cispo":
                 return cispo_losses(ratio_NS, tokens.logps, advantage_N, self.cispo_cap)
             case "sapo":
@@ -376,7 +378,7 @@ class Grpo(ReferencedObjective):
     def _kl_of_sampler(self, tokens: ResponseTokens) -> jax.Array:
         """The estimated KL divergence of each response under the model that sampled it from the reference, float32 [N]."""
         assert tokens.reference is not None, "a reference has annotated the batch"
-        ratio_NS = log_ratios(tokens.old, tokens.reference, tokens.mask, "token")
+        ratio_NS = log_ratios(tokens.sampled, tokens.reference, tokens.mask, "token")
         return jnp.sum(KL_ESTIMATORS[self.kl_estimator](ratio_NS) * tokens.mask, axis=1)
 
     def _shaped(self, rewards: jax.Array, lengths: jax.Array) -> jax.Array:

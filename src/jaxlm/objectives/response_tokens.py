@@ -29,6 +29,11 @@ class ResponseTokens(NamedTuple):
     reference: jax.Array | None
     sampler: jax.Array | None
 
+    @property
+    def sampled(self) -> jax.Array:
+        """Log-likelihoods under the model that sampled the responses, as recorded if they are: `old` may be our own."""
+        return self.old if self.sampler is None else self.sampler
+
 
 def reward_metrics(rewards_BG: jax.Array, shaped_BG: jax.Array, batch: GroupBatch, std_ddof: int) -> Metrics:
     """Means over responses and groups, without padding. Args: shaped_BG: what the advantages are computed from."""
