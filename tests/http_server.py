@@ -17,8 +17,8 @@ class StandIn(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, *, answers_get: bool = True):
+        super().__init__(("127.0.0.1", 0), _Handler if answers_get else _PostHandler)
         self.answers: dict[str, Callable[[dict[str, Any]], Any]] = {}
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.headers: list[dict[str, str]] = []
@@ -33,12 +33,9 @@ class StandIn(ThreadingHTTPServer):
         """A client that has given up is no error."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _PostHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: StandIn
-
-    def do_GET(self):
-        self.do_POST()
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"null")
@@ -73,10 +70,15 @@ class _Handler(BaseHTTPRequestHandler):
         """Prints nothing."""
 
 
+class _Handler(_PostHandler):
+    def do_GET(self):
+        self.do_POST()
+
+
 @contextlib.contextmanager
-def serving() -> Iterator[StandIn]:
-    """A server while the block runs."""
-    server = StandIn()
+def serving(*, answers_get: bool = True) -> Iterator[StandIn]:
+    """A server while the block runs. Args: answers_get: otherwise it knows only POST, as most servers of one's own."""
+    server = StandIn(answers_get=answers_get)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:

@@ -45,7 +45,7 @@ from jaxlm.run.compilation.options import step_options
 from jaxlm.run.compilation.step import compile_steps
 from jaxlm.run.dry_run import assumed_vocabulary, dry_run
 from jaxlm.run.exit_codes import command
-from jaxlm.run.init_from import InitFrom, check_init_from, check_tokenizer, find_init_from
+from jaxlm.run.init_from import InitFrom, check_init_from, check_tokenizer, expected_cursor, find_init_from
 from jaxlm.run.leaves_from_tokens import leaves_from_tokens
 from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.run.plan import Plan, make_plan
@@ -182,7 +182,8 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     config.model.leaves_from_tokens(tokenizer.vocab_size)  # raises for keys that do not suit the vocabulary
     check_same_data(plan, tokenizer.fingerprint)
     saved = main_only(lambda: saved and check_same_tokenizer(plan, saved, tokenizer.fingerprint))
-    main_only(lambda: check_opens(plan, tokenizer))
+    cursor = expected_cursor(plan)
+    main_only(lambda: check_opens(plan, tokenizer, cursor))
     tokenize_on_ray(config.trainer.ray, plan.data, tokenizer, config.model.seq_len, console.log)
     config = with_num_steps_of_data(config, plan.batches.train, tokenizer, console.log)
     plan = plan.updated(config, tokenizer.vocab_size)

@@ -218,23 +218,35 @@ def test_a_batch_has_each_response_after_its_prompt_with_its_reward(opened, seen
 class AnswersConfig(EnvironmentConfig):
     """Answers each turn with its number. Ends the conversations of records whose `n` is even after their second turn."""
 
+    is_silent: bool = False
+
     def open(self):
-        return Answers()
+        return Answers(self.is_silent)
 
 
 class Answers(Environment):
+    def __init__(self, is_silent: bool):
+        self.is_silent = is_silent
+
     def reset(self, prompt, columns):
         self.prompt, self.n, self.turns = prompt, columns["n"], 0
 
     def step(self, completion):
         self.turns += 1
-        return Observation(str(self.turns), 0.25 * self.turns, self.turns == 2 and self.n % 2 == 0)
+        return Observation(
+            None if self.is_silent else str(self.turns), 0.25 * self.turns, self.turns == 2 and self.n % 2 == 0
+        )
 
 
-@pytest.mark.parametrize("max_turns", [2, 3])
-def test_an_environment_speaks_between_turns_and_rewards_them(opened, seen, tokenizer, max_turns):
+@pytest.mark.parametrize(("max_turns", "is_silent"), [(2, False), (3, False), (3, True)])
+def test_an_environment_speaks_between_turns_and_rewards_them(opened, seen, tokenizer, max_turns, is_silent):
     logged: list[Any] = []
-    keys = {"environment": AnswersConfig(), "max_turns": max_turns, "max_new_tokens": 20, "reward_timeout_s": 7.5}
+    keys = {
+        "environment": AnswersConfig(is_silent),
+        "max_turns": max_turns,
+        "max_new_tokens": 20,
+        "reward_timeout_s": 7.5,
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scored, "max_new_tokens", 20)
         _, batches = opened(seq_len=64, log_rollout=lambda *of_rollout: logged.append(of_rollout), **keys)
@@ -250,7 +262,7 @@ def test_an_environment_speaks_between_turns_and_rewards_them(opened, seen, toke
         turn = [10 + row + i for i in range(row % 4 + 1)]
         # Row 3 of four never finishes its turn, so the environment never answers it.
         num_turns = 1 if row % 4 == 3 else 2 if n % 2 == 0 else max_turns
-        answers = [tokenizer.encode(str(turn_number)) for turn_number in (1, 2, 3)]
+        answers = [[] if is_silent else tokenizer.encode(str(turn_number)) for turn_number in (1, 2, 3)]
         tokens, mask = list(turn), [1] * len(turn)
         for turn_number in range(1, num_turns):
             tokens += [*answers[turn_number - 1], *turn]

@@ -223,6 +223,34 @@ def test_a_start_asks_the_server_once(server, sampler, tmp_path, monkeypatch):
         config.check_opens(1.0, dry=True)
 
 
+def test_a_server_is_reachable_that_does_not_know_the_question(server):
+    reached = JsonServer(ServerConfig(server.url, num_retries=0)).check_reachable
+    server.answers["/v1/models"] = lambda body: {}
+    for fault in ("text", "cut", 400, 404, 405, 500, 501):
+        server.faults = [fault]
+        reached()
+    with serving(answers_get=False) as own:
+        JsonServer(ServerConfig(own.url, num_retries=0)).check_reachable()
+    for fault in (408, 425, 429, 502, 503, 504, "close"):
+        server.faults = [fault]
+        with pytest.raises(ConfigError, match="gave no answer"):
+            reached()
+    for fault in (401, 403):
+        server.faults = [fault]
+        with pytest.raises(ConfigError, match=f"refuses the request: {fault}"):
+            reached()
+
+
+def test_a_server_is_waited_for_until_it_is_ready_only_if_asked(server):
+    client = JsonServer(ServerConfig(server.url, num_retries=2), first_pause_s=0.01)
+    server.faults = [503, "close"]
+    client.check_reachable()
+    assert len(server.requests) == 3
+    server.faults = [503]
+    with pytest.raises(ConfigError, match=r"status 503 .* 1 attempts"):
+        client.check_reachable(wait=False)
+
+
 def test_a_slow_server_is_not_waited_for_longer_than_the_timeout(server, sampler):
     policy = sampler(server={"num_retries": 0, "timeout_s": 0.2})
     policy.sample("weights", PROMPTS[:1], dataclasses.replace(REQUEST, rows=(0,)))

@@ -99,6 +99,8 @@ def test_the_calculator_answers_in_the_middle_of_a_completion():
     # An invalid call has no output, as in nanochat: the policy writes on.
     assert text_of(third.tokens) == call("oops") + call("'aba'.count('a')") + output("2") + EOS
     assert (third.reward, third.num_turns) == (-0.75, 3)
+    assert first.turn_ends == (turns[0], sum(turns))
+    assert third.turn_ends[0] == len(ids(call("oops"))), "the next turn follows at once"
     assert [(rows, turn) for _, rows, turn, _ in script.calls] == [([0, 1, 2], 0), ([0, 2], 1), ([2], 2)]
     assert script.calls[1][0] == ["12*7? so " + call("12*7") + output("84"), "a? " + call("oops")]
 
@@ -118,6 +120,7 @@ def test_limits_end_a_conversation(max_turns, max_new_tokens, text, mask, num_tu
     found, other = converse(script, tool(), prompts("a", "b"), DIALECT, limits)
     assert (text_of(found.tokens), found.mask) == (text, tuple(map(int, mask)))
     assert (found.is_finished, found.num_turns) == (False, num_turns)
+    assert found.turn_ends[-1] == len(found.tokens)
     assert other.is_finished
     assert all(most <= max_new_tokens for *_, most in script.calls)
 

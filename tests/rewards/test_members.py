@@ -16,10 +16,10 @@ FILE = Path(__file__).with_name("functions.py")
 GSM8K = r"#### (-?[0-9.,]+)"
 
 
-def reward(**keys):
+def reward(context=CONTEXT, /, **keys):
     config = decode(RewardConfig, ConfigSource(keys))
     config.check()
-    return config.open(CONTEXT)
+    return config.open(context)
 
 
 def scores(given, **keys):
@@ -143,6 +143,9 @@ def test_a_reward_model_on_a_server(server):
     server.faults = [503]
     with pytest.raises(ConfigError, match=r"127.0.0.1:\d+/v1/models gave no answer: status 503 .* 1 attempts"):
         reward(**keys | {"server": {"url": server.url, "num_retries": 0}})
+    server.faults = [503]
+    with pytest.raises(ConfigError, match=r"status 503 .* 1 attempts"):
+        reward(dataclasses.replace(CONTEXT, dry=True), **keys)
 
 
 @pytest.mark.slow

@@ -13,8 +13,11 @@ import pytest
 from jaxlm import train
 from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
+from jaxlm.engine.checkpoint.local import LocalFolder
+from jaxlm.engine.checkpoint.manifest import Cursor, History
 from jaxlm.observe.console import Console
 from jaxlm.run import dry_run as dry_runs
+from jaxlm.run.init_from import expected_cursor
 from jaxlm.run.plan import make_plan
 from tests.answers import write_tokenizer
 from tests.environments.own import OpensNothingConfig
@@ -33,10 +36,10 @@ def config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a", "answer": 1}) + "\n")
 
-    def configure(evals=(), tokenizer=str(tmp_path), **data: Any) -> RunConfig:
+    def configure(evals=(), tokenizer=str(tmp_path), phases=(), **data: Any) -> RunConfig:
         data = {"type": "rollouts", "train_urls": ["prompts.jsonl"], "max_new_tokens": 8, "rewards": [NUMBER], **data}
         evals = [{"type": "rollouts", "prompts_file": "prompts.jsonl", "rewards": [NUMBER], **one} for one in evals]
-        return configured(data={**data, "tokenizer": tokenizer}, evals=evals, objective=OBJECTIVE)
+        return configured(data={**data, "tokenizer": tokenizer}, evals=evals, objective=OBJECTIVE, phases=list(phases))
 
     return configure
 
@@ -69,6 +72,11 @@ def test_a_dry_run_says_what_does_not_open(config, tmp_path):
     assert set(refusals) == {"data rollouts", "evaluation rollouts"}
     for answer in refusals.values():
         assert "a start would end with: reward 'score' (type: function): 'no_such_module:score': importing" in answer
+    served = {"type": "model", "server": server()["server"]}
+    refusals = openings(config([{"rewards": [served]}], rewards=[served]))
+    assert set(refusals) == {"data rollouts", "evaluation rollouts"}
+    for answer in refusals.values():
+        assert re.search("/v1/models gave no answer: .*refused.* 1 attempts", answer), answer
     assert openings(config(tokenizer="bpe"))["data rollouts"].startswith("not checked: whether its rewards open")
     assert not {"cache", "w"} & {path.name for path in tmp_path.iterdir()}, "it writes nothing"
 
@@ -91,6 +99,63 @@ def test_a_start_ends_before_it_tokenizes_or_compiles(config, tmp_path, monkeypa
         with pytest.raises(ConfigError, match="importing no_such_module failed"), started:
             pass
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("cursor", "missing"),
+    [
+        (None, "one"),
+        (Cursor(3, 0, "one", False, False), "one"),
+        (Cursor(4, 0, "one", False, False), None),
+        (Cursor(2, 0, "one", False, False, History(phase_ends=(2,))), None),
+        (Cursor(5, 1, "two", False, False), None),
+        (Cursor(4, 0, "one", False, False), "two"),
+        (Cursor(4, 0, "one", False, False), "evaluation"),
+        (Cursor(7, 1, "two", False, False), "two"),
+        (Cursor(8, 1, "two", False, False), None),
+    ],
+)
+def test_what_only_finished_phases_needed_may_be_gone(config, tmp_path, monkeypatch, cursor, missing):
+    monkeypatch.setattr(train, "enable_compilation_cache", lambda folder: None)
+    monkeypatch.setattr(train, "expected_cursor", lambda plan: cursor)
+    monkeypatch.setattr(train, "tokenize_on_ray", mock.Mock(side_effect=KeyError("tokenizes")))
+    is_done = cursor is not None and cursor.step == 8
+    gone = {"one": missing in ("one", None), "two": missing == "two" or is_done}
+    rewards = {name: [GONE if is_gone else NUMBER] for name, is_gone in gone.items()}
+    phases = [{"name": name, "num_train_steps": 4, "data": {"rewards": rewards[name]}} for name in rewards]
+    evals = [{"rewards": [GONE if missing == "evaluation" or is_done else NUMBER]}]
+    started = train._prepared(make_plan(config(evals, phases=phases), "x", 64), Console(io.StringIO()))
+    error, message = (KeyError, "tokenizes") if missing is None else (ConfigError, "importing no_such_module failed")
+    with pytest.raises(error, match=message), started:
+        pass
+
+
+def test_where_a_run_goes_on_is_known_before_its_checkpoints_are_verified(config, tmp_path):
+    def save(folder: str, name: str, cursor: Cursor | None) -> None:
+        (tmp_path / folder / name / "run").mkdir(parents=True)
+        (tmp_path / folder / name / "run" / "cursor.json").write_bytes(
+            b"damaged" if cursor is None else cursor.to_json()
+        )
+
+    def plan(**trainer: Any) -> Any:
+        folder = LocalFolder(tmp_path / "own", delete_temporary=True)
+        keys = {"load_checkpoint_path": None, "initialize_from_state": None, **trainer}
+        run = SimpleNamespace(trainer=SimpleNamespace(checkpointer=SimpleNamespace(staging_dir="staging"), **keys))
+        return SimpleNamespace(config=run, checkpoints=folder)
+
+    assert expected_cursor(plan()) is None
+    other, first, last = (Cursor(step, 0, "one", False, False) for step in (1, 2, 4))
+    save("other", "step-1", other)
+    assert expected_cursor(plan(initialize_from_state=str(tmp_path / "other"))) == other
+    save("own", "step-2", first)
+    save("own", "step-4", last)
+    save("own", "step-6", None)
+    assert expected_cursor(plan(initialize_from_state=str(tmp_path / "other"))) == last
+    back = str(tmp_path / "own" / "step-2")
+    assert expected_cursor(plan(load_checkpoint_path=back)) == first
+    gone_back = replace(last, step=3, history=History(attempt=1, went_back_to="step-2"))
+    save("own", "step-3-attempt-1", gone_back)
+    assert expected_cursor(plan(load_checkpoint_path=back)) == gone_back
 
 
 def test_evaluations_of_the_same_name_are_refused(config):

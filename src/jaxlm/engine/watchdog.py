@@ -32,7 +32,8 @@ class WatchdogConfig:
         report_after: time without progress after which each process writes the stacks of all its threads to standard error
             and to `<log_dir>/<id>/stacks-<process>.txt`.
         end_after: time without progress after which all processes end with exit code 75, which asks for a new start. Set it
-            longer than your longest save or evaluation batch; null never ends them.
+            longer than your longest save or evaluation batch; null never ends them. With several processes, also longer than
+            a rollout that a server samples or an environment takes part in: only process 0 reports progress during it.
     """
 
     report_after: timedelta = timedelta(minutes=1)

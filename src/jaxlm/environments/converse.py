@@ -80,7 +80,7 @@ class Conversation(NamedTuple):
         mask: 1 where the policy has written the token, 0 where the environment has.
         is_finished: whether the environment has ended the conversation, and no limit.
         reward: the sum of the environment's rewards.
-        num_turns: of the policy.
+        turn_ends: number of tokens up to the end of each turn of the policy.
     """
 
     tokens: tuple[int, ...]
@@ -88,7 +88,12 @@ class Conversation(NamedTuple):
     mask: tuple[int, ...]
     is_finished: bool
     reward: float
-    num_turns: int
+    turn_ends: tuple[int, ...]
+
+    @property
+    def num_turns(self) -> int:
+        """Of the policy."""
+        return len(self.turn_ends)
 
 
 @dataclass
@@ -100,8 +105,8 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
+    turn_ends: list[int] = field(default_factory=list)
     reward: float = 0.0
-    num_turns: int = 0
     is_finished: bool = False
     is_open: bool = True
 
@@ -112,7 +117,7 @@ class _Row:
 
     def result(self) -> Conversation:
         sequences = (tuple(self.tokens), tuple(self.logps), tuple(self.mask))
-        return Conversation(*sequences, self.is_finished, self.reward, self.num_turns)
+        return Conversation(*sequences, self.is_finished, self.reward, tuple(self.turn_ends))
 
 
 class Prompt(NamedTuple):
@@ -172,7 +177,7 @@ def check_environment_opens(config: EnvironmentConfig) -> None:
 def _add_turn(row: _Row, room: int, sampled: Turn) -> bool:
     """Adds a turn. Returns whether the environment answers it: not if a limit has cut it off. Args: room: for tokens."""
     row.add(sampled.tokens[:room], sampled.logps[:room], 1)
-    row.num_turns += 1
+    row.turn_ends.append(len(row.tokens))
     row.is_open = sampled.is_finished and len(sampled.tokens) <= room
     return row.is_open
 
@@ -183,7 +188,9 @@ def _observations(
     """What the environments say to the turns that rows have written. Args: speakers: empty on processes other than 0."""
 
     def ask() -> list[tuple[str | None, float, bool]]:
-        return [speakers[row.number].answer(dialect.decode(list(tokens)), row.num_turns) for row, tokens in written]
+        return [
+            speakers[row.number].answer(dialect.decode(list(tokens)), len(row.turn_ends)) for row, tokens in written
+        ]
 
     return from_main(ask) if written else []
 

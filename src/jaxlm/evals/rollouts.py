@@ -97,15 +97,15 @@ class RolloutsEvalConfig(EvalConfig):
         for reward in self.rewards:
             reward.check()
 
-    def check_opens(self, tokenizer: Callable[[], Any]) -> None:
+    def check_opens(self, tokenizer: Callable[[], Any], *, dry: bool) -> None:
         self.check()
         columns = {name for _, record in self._records() for name in record} - {self._prompt_key}
-        with self.open_rewards(tokenizer()) as rewards:
+        with self.open_rewards(tokenizer(), dry=dry) as rewards:
             rewards.check_columns(columns)
 
-    def open_rewards(self, tokenizer: Any) -> Rewards:
-        """Starts the processes of the rewards."""
-        context = RewardContext(tokenizer.decode, self.max_new_tokens, self.stop_ids(tokenizer))
+    def open_rewards(self, tokenizer: Any, *, dry: bool = False) -> Rewards:
+        """Starts the processes of the rewards. Args: dry: do not wait for a server that is not ready."""
+        context = RewardContext(tokenizer.decode, self.max_new_tokens, self.stop_ids(tokenizer), dry)
         return Rewards(self.rewards, context, timeout_s=self.reward_timeout_s)
 
     def stop_ids(self, tokenizer: Any) -> tuple[int, ...]:

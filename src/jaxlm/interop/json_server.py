@@ -8,16 +8,21 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveFloat
 
+T = TypeVar("T")
+
+_CHECK_PATH = "/v1/models"  # both kinds of server have it
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _CONNECT_S = 10.0  # a machine that is down answers nothing at all
+_CHECK_TIMEOUT_S = 10.0
 _NO_ACCESS = (401, 403)
 _BUSY = (408, 425, 429)  # and 500 and above: the same request may succeed later
+_NOT_READY = (*_BUSY, 502, 503, 504)  # what a server, or a proxy before it, answers while it starts
 _CHUNK_BYTES = 1 << 20
 _SHOWN = 300  # characters of a server's message
 
@@ -68,7 +73,11 @@ def _message(error: urllib.error.HTTPError) -> str:
 
 
 class _NotReadyError(Exception):
-    """The request failed in a way that the next attempt may not."""
+    """The request failed in a way that the next attempt may not. Attributes: code: the status; None without an answer."""
+
+    def __init__(self, message: str, code: int | None = None):
+        super().__init__(message)
+        self.code = code
 
 
 class _RefusedError(ConfigError):
@@ -119,13 +128,30 @@ class JsonServer:
         self._first_pause_s = first_pause_s
         self._opener = urllib.request.build_opener(_HttpHandler, _HttpsHandler)
 
-    def check_reachable(self) -> None:
-        """Raises `ConfigError` if there is no server, or it refuses the API key. It need not know the request."""
-        try:
-            self._answer("/v1/models", None)
-        except _RefusedError as error:
-            if error.code in _NO_ACCESS:
-                raise
+    def check_reachable(self, *, wait: bool = True) -> None:
+        """Raises `ConfigError` if no server answers, it is not ready, or it refuses the API key.
+
+        It need not know the request: servers of one's own often answer only `POST`.
+
+        Args:
+            wait: until a server is ready, as for every request. Otherwise it is asked once, and must answer soon.
+        """
+        if not wait:
+            soon = replace(self._config, num_retries=0, timeout_s=min(self._config.timeout_s, _CHECK_TIMEOUT_S))
+            JsonServer(soon).check_reachable()
+            return
+
+        def ask() -> None:
+            try:
+                self._attempt(_CHECK_PATH, None, lambda answer: None)
+            except _RefusedError as error:
+                if error.code in _NO_ACCESS:
+                    raise
+            except _NotReadyError as error:
+                if error.code is None or error.code in _NOT_READY:
+                    raise
+
+        self._repeated(_CHECK_PATH, ask)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Sends a JSON object, and returns the JSON answer.
@@ -133,16 +159,16 @@ class JsonServer:
         Raises:
             ConfigError: the server refuses the request, or no attempt was answered.
         """
-        return self._answer(path, body)
+        return self._repeated(path, lambda: self._attempt(path, body, self._json))
 
-    def _answer(self, path: str, body: Mapping[str, Any] | None) -> Any:
+    def _repeated(self, path: str, attempt: Callable[[], T]) -> T:
         pause, begin, problem = self._first_pause_s, time.monotonic(), None
-        for attempt in range(self._config.num_retries + 1):
+        for number in range(self._config.num_retries + 1):
             try:
-                return self._attempt(path, body)
+                return attempt()
             except _NotReadyError as error:
                 problem = error
-            if attempt < self._config.num_retries:
+            if number < self._config.num_retries:
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
         raise ConfigError(
@@ -150,7 +176,8 @@ class JsonServer:
             f" {time.monotonic() - begin:.0f} s. Start it, or correct url, timeout_s or num_retries"
         )
 
-    def _attempt(self, path: str, body: Mapping[str, Any] | None) -> Any:
+    def _attempt(self, path: str, body: Mapping[str, Any] | None, take: Callable[[http.client.HTTPResponse], T]) -> T:
+        """Sends one request. Returns what `take` makes of the answer."""
         headers = {"Content-Type": "application/json"}
         if self._config.api_key_variable is not None:
             headers["Authorization"] = f"Bearer {os.environ[self._config.api_key_variable]}"
@@ -158,11 +185,11 @@ class JsonServer:
         request = urllib.request.Request(self._url + path, content, headers, method=method)
         try:
             with self._opener.open(request, timeout=self._config.timeout_s) as answer:
-                content = self._read(answer)
+                return take(answer)
         except urllib.error.HTTPError as error:
             message = _message(error)
             if error.code >= 500 or error.code in _BUSY:
-                raise _NotReadyError(f"status {error.code} {message}".strip()) from error
+                raise _NotReadyError(f"status {error.code} {message}".strip(), error.code) from error
             refused = f"the server at {self._url}{path} refuses the request: {error.code} {message}"
             raise _RefusedError(error.code, refused) from error
         except TimeoutError as error:  # not while it connected, which is a `URLError`
@@ -173,6 +200,9 @@ class JsonServer:
         except (OSError, http.client.HTTPException) as error:  # no connection, or one that was closed
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             raise _NotReadyError(str(reason) or type(reason).__name__) from error
+
+    def _json(self, answer: http.client.HTTPResponse) -> Any:
+        content = self._read(answer)
         try:
             return json.loads(content) if content.strip() else None
         except ValueError as error:

@@ -64,11 +64,13 @@ class RewardContext:
         decode: token ids to text, without special tokens.
         max_new_tokens: the number of tokens after which a completion is cut off.
         eos_ids: the tokens that end a completion.
+        dry: whether the reward is only opened to see whether it opens: do not wait for a server that is not ready.
     """
 
     decode: Callable[[Sequence[int]], str]
     max_new_tokens: int
     eos_ids: tuple[int, ...]
+    dry: bool = False
 
 
 class Reward(abc.ABC):

@@ -63,7 +63,7 @@ class ModelRewardConfig(RewardConfig):
     def open(self, context: RewardContext) -> Reward:
         if self.server is not None:
             server = JsonServer(self.server)
-            server.check_reachable()
+            server.check_reachable(wait=not context.dry)
             return ServedReward(self, server)
         assert self.path is not None
         return ClassifierReward(self, *_classifier(self.path))

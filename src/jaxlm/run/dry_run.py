@@ -220,9 +220,8 @@ def _openings(plan: Plan) -> Iterator[_Question]:
         check = functools.partial(data.check_opens, tokenizer, dry=True)
         yield _Question(f"data {choice_name(type(data))}", check, "")
     for evaluation in plan.config.evals:
-        yield _Question(
-            f"evaluation {choice_name(type(evaluation))}", functools.partial(evaluation.check_opens, tokenizer), ""
-        )
+        check = functools.partial(evaluation.check_opens, tokenizer, dry=True)
+        yield _Question(f"evaluation {choice_name(type(evaluation))}", check, "")
 
 
 def _previews(plan: Plan, drawn: list[MaskPreview]) -> Iterator[_Question]:

@@ -1,5 +1,6 @@
 """What a run starts from: its own newest checkpoint, another run's state, another model's weights, or scratch."""
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import broadcast_from_main, main_first, main_only
 from jaxlm.core.stores import is_url
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
-from jaxlm.engine.checkpoint.manifest import CheckpointName, History
+from jaxlm.engine.checkpoint.integrity import DamagedError
+from jaxlm.engine.checkpoint.manifest import CheckpointName, Cursor, History
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
 from jaxlm.engine.checkpoint.restore import (
     VerifiedCheckpoint,
@@ -279,6 +281,33 @@ def _own_checkpoint_named(plan: Plan) -> tuple[str, str | None]:
         if is_own and CheckpointName.parse(name) is not None:
             return f"trainer.{key}", name
     return "", None
+
+
+def expected_cursor(plan: Plan) -> Cursor | None:
+    """Where the run will probably go on: the checkpoints are not verified yet. None if it starts at step 0, or if no
+    checkpoint says it. All processes must call this, and only process 0 gets the answer."""
+    own, trainer = main_first(plan.checkpoints.checkpoints), plan.config.trainer
+    if own:
+        return main_only(lambda: _own_cursor(plan, own))
+    for path in (trainer.load_checkpoint_path, trainer.initialize_from_state):
+        if path is not None and (others := _checkpoints_at(path, trainer)):
+            return main_only(functools.partial(_newest_cursor, others))
+    return None
+
+
+def _own_cursor(plan: Plan, own: Sequence[Checkpoint]) -> Cursor | None:
+    newest, (_, name) = _newest_cursor(own), _own_checkpoint_named(plan)
+    if newest is None or name in (None, newest.history.went_back_to):
+        return newest
+    return _newest_cursor([checkpoint for checkpoint in own if checkpoint.name == name])
+
+
+def _newest_cursor(checkpoints: Sequence[Checkpoint]) -> Cursor | None:
+    """The newest cursor that can be read. Damaged checkpoints are reported later, when they are verified."""
+    for checkpoint in reversed(checkpoints):
+        with contextlib.suppress(ConfigError, DamagedError, OSError, ValueError, TypeError):
+            return checkpoint.cursor()
+    return None
 
 
 def check_tokenizer(init_from: InitFrom, fingerprint: str, log: Log) -> None:

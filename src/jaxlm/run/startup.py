@@ -22,6 +22,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.runtime import differences_between_processes
 from jaxlm.core.sharding import axis_mapping_table
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.phases import Phase
 from jaxlm.models.attention.choose import AttentionChoice, choose_attention
 from jaxlm.models.base import LanguageModel
@@ -290,13 +291,24 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
         yield path, json.dumps(value, default=str)
 
 
-def check_opens(plan: Plan, tokenizer: Tokenizer) -> None:
+def check_opens(plan: Plan, tokenizer: Tokenizer, cursor: Cursor | None) -> None:
     """Raises `ConfigError` if a reward, an environment, a sampler or something else cannot be opened that a phase or an
-    evaluation needs. Process 0 calls it."""
-    for data in {id(data): data for data in plan.data}.values():
+    evaluation needs. Process 0 calls it.
+
+    Args:
+        cursor: where the run goes on. What only finished phases needed, such as a server, may be gone. None: at the start.
+    """
+    ahead = [data for phase, data in zip(plan.phases, plan.data, strict=True) if not _is_over(phase, plan, cursor)]
+    for data in {id(data): data for data in ahead}.values():
         data.check_opens(lambda: tokenizer, dry=False)
-    for evaluation in plan.config.evals:
-        evaluation.check_opens(lambda: tokenizer)
+    for evaluation in plan.config.evals if ahead else []:
+        evaluation.check_opens(lambda: tokenizer, dry=False)
+
+
+def _is_over(phase: Phase, plan: Plan, cursor: Cursor | None) -> bool:
+    if cursor is None or phase.index != cursor.phase:
+        return cursor is not None and phase.index < cursor.phase
+    return cursor.step >= plan.with_phase_ends(cursor.history.phase_ends).phases[phase.index].end
 
 
 def check_accelerator(plan: Plan) -> None:

@@ -171,10 +171,10 @@ class RolloutsConfig(DataConfig):
         if self.environment is not None:
             dialect_of(self.environment, tokenizer())
             check_environment_opens(self.environment)
-        self._open_rewards(tokenizer(), tokenizer().stop_ids).close()
+        self._open_rewards(tokenizer(), tokenizer().stop_ids, dry=dry).close()
 
-    def _open_rewards(self, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> Rewards:
-        context = RewardContext(tokenizer.decode, self.max_new_tokens, stop_ids)
+    def _open_rewards(self, tokenizer: Tokenizer, stop_ids: tuple[int, ...], *, dry: bool = False) -> Rewards:
+        context = RewardContext(tokenizer.decode, self.max_new_tokens, stop_ids, dry)
         return Rewards(self.rewards, context, timeout_s=self.reward_timeout_s)
 
     def batch_maker(self, tokenizer: Tokenizer) -> BatchMaker:

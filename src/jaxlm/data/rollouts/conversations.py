@@ -46,4 +46,5 @@ class Conversations:
 
 
 def _sample(conversation: Conversation) -> Sample:
-    return Sample(conversation.tokens, conversation.logps, conversation.mask, conversation.is_finished)
+    sequences = (conversation.tokens, conversation.logps, conversation.mask)
+    return Sample(*sequences, conversation.is_finished, conversation.turn_ends)

@@ -3,6 +3,7 @@
 The samples depend on the weights, the seed, the step and the number of each row, not on devices, processes or microbatches.
 """
 
+import bisect
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -243,8 +244,10 @@ class RolloutMaker:
 
     def _written(self, sample: Sample) -> str:
         """What the policy has written, its turns on lines of their own: digits of two turns are not one number."""
-        turns = itertools.groupby(zip(sample.tokens, sample.mask, strict=True), key=lambda token: token[1])
-        return "\n".join(self._decode([token for token, _ in tokens]) for is_own, tokens in turns if is_own)
+        # An environment may say nothing between two turns, so the mask alone does not tell them apart.
+        key = lambda at: (bisect.bisect(sample.turn_ends, at), sample.mask[at])  # noqa: E731
+        turns = itertools.groupby(range(len(sample.tokens)), key)
+        return "\n".join(self._decode([sample.tokens[at] for at in turn]) for (_, is_own), turn in turns if is_own)
 
     def _log(self, step: int, groups: Groups) -> None:
         names, rewards = (*self.options.reward_names, TOTAL), groups.rewards

@@ -69,12 +69,14 @@ class Sample(NamedTuple):
         logps: log-likelihood of each token under the distribution that it was sampled from; 0 where the mask is.
         mask: 1 where the policy has written the token, 0 where an environment has.
         is_finished: whether a stop token ended it, and not the limit of tokens.
+        turn_ends: number of tokens up to the end of each turn of the policy; empty if all tokens are one turn.
     """
 
     tokens: tuple[int, ...]
     logps: tuple[float, ...]
     mask: tuple[int, ...]
     is_finished: bool
+    turn_ends: tuple[int, ...] = ()
 
 
 class Sampler(abc.ABC):

@@ -9,7 +9,7 @@ import queue
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -27,7 +27,6 @@ T = TypeVar("T")
 _KEY = "data.sampler"
 _VLLM_RELOAD = "/collective_rpc"
 _LARGEST_SEED = 2**31 - 1
-_DRY_TIMEOUT_S = 10.0
 _SAME_TOKENIZER = "Serve the model that trains, with its tokenizer"
 # Servers take what a request leaves out from the model's generation_config.json.
 _WHOLE_DISTRIBUTION = {
@@ -80,9 +79,8 @@ class ServerSamplerConfig(SamplerConfig):
         self.check_temperature(temperature)
         if not dry:
             make_folder(self.folder)
-        soon = replace(self.server, num_retries=0, timeout_s=min(self.server.timeout_s, _DRY_TIMEOUT_S))
         try:
-            JsonServer(soon if dry else self.server).check_reachable()
+            JsonServer(self.server).check_reachable(wait=not dry)
         except ConfigError as error:
             raise ConfigError(f"{_KEY}.server: {error}") from error
 
@@ -116,7 +114,7 @@ class ServerSampler(Sampler):
         self._update(model, request.step)
         return [
             Sample(tuple(tokens), tuple(logps), tuple(mask), is_finished)
-            for tokens, logps, mask, is_finished in from_main(lambda: self._ask(prompts, request))
+            for tokens, logps, mask, is_finished, _ in from_main(lambda: self._ask(prompts, request))
         ]
 
     def close(self) -> None:
