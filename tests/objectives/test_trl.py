@@ -69,11 +69,13 @@ def test_the_vectors_are_what_trl_computes():
     from tests.objectives.test_trl_vectors import VECTORS
     from tests.objectives.trl_losses import expected, inputs
 
-    given = inputs()
-    for kind, arrays in given.items():
+    for kind, arrays in inputs().items():
         assert VECTORS[kind]["inputs"] == {name: array.tolist() for name, array in arrays.items()}
-    for kind, losses in expected(given).items():
-        assert losses == pytest.approx(VECTORS[kind]["expected"], rel=1e-7)
+        found = expected(kind, arrays)
+        assert found["expected"] == pytest.approx(VECTORS[kind]["expected"], rel=1e-7)
+        assert found["gradients"].keys() == VECTORS[kind]["gradients"].keys()
+        for case, gradient in found["gradients"].items():
+            np.testing.assert_allclose(gradient, VECTORS[kind]["gradients"][case], rtol=1e-7, atol=1e-9, err_msg=case)
 
 
 RANDOM = {

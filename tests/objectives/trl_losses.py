@@ -267,9 +267,10 @@ def losses_of_groups(given: dict[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def expected(given: dict[str, Any], losses_of: Any) -> dict[str, dict[str, Any]]:
-    """Each case's loss, and its gradient by the likelihoods of the policy, in their shape."""
+def expected(kind: str, given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Each case's loss, and its gradient by the likelihoods of the policy, in their shape. Args: given: of this kind."""
     policy = tensor(given["policy"]).requires_grad_()
+    losses_of = {"pairs": losses_of_pairs, "groups": losses_of_groups}[kind]
     # TRL multiplies the hinge loss by WPO's weights in place, which autograd refuses without this.
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
         losses = losses_of({**given, "policy": policy})
@@ -281,10 +282,8 @@ def expected(given: dict[str, Any], losses_of: Any) -> dict[str, dict[str, Any]]
 
 
 if __name__ == "__main__":
-    arrays = inputs()
     written = {
-        kind: {"inputs": {name: values.tolist() for name, values in arrays[kind].items()}}
-        | expected(arrays[kind], losses_of)
-        for kind, losses_of in (("pairs", losses_of_pairs), ("groups", losses_of_groups))
+        kind: {"inputs": {name: values.tolist() for name, values in given.items()}, **expected(kind, given)}
+        for kind, given in inputs().items()
     }
     print(json.dumps(written))
