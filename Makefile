@@ -4,15 +4,15 @@
 #   JAX=0.11.2            selects the jax version
 #   EXTRAS=test,torch,hf  also installs torch and transformers, which many tests compare with
 #   TESTS=tests/engine    selects the tests
-#   JOBS=4                sets the number of test processes, SLOW_JOBS=6 that of the slow tests
+#   JOBS=4                sets the number of test processes, SLOW_JOBS=4 that of the slow tests
 
 PYTHON ?= python3
 VENV ?= .venv
 JAX ?=
 TESTS ?= tests
 JOBS ?= 2
-# Twice as many, because slow tests start processes and wait for them: three used 130 % of two cores.
-SLOW_JOBS ?= 4
+# One more, because slow tests start processes and wait for them. Four are no faster.
+SLOW_JOBS ?= 3
 EXTRAS ?= test
 UV := $(shell command -v uv 2>/dev/null)
 INSTALL = $(if $(UV),$(UV) pip install --python $(VENV)/bin/python,$(VENV)/bin/python -m pip install --quiet)

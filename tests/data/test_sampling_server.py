@@ -204,6 +204,11 @@ def test_a_request_that_times_out_is_not_repeated(server):
     assert len(server.requests) == 1
 
 
+def test_an_address_that_has_no_encoding_is_one_message():
+    with pytest.raises(ConfigError, match=r"the server at http://a\.\.b/x cannot be asked: .*Correct url"):
+        JsonServer(ServerConfig("http://a..b")).post("/x", {})
+
+
 def test_a_start_asks_the_server_once(server, sampler, tmp_path, monkeypatch):
     config = sampler()._config
     server.answers["/v1/models"] = lambda body: {"object": "list", "data": []}

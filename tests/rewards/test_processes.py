@@ -68,6 +68,7 @@ def test_the_total_is_the_weighted_sum_of_the_rewards_that_apply():
         ("return huge", "it returned 10000.*, a finite number expected"),
         ("return large", r"it returned 1e\+39, a finite number expected"),
         ("return object", "it raised RuntimeError: no text"),
+        ("fork exit", "its process ended with exit code 3 while it scored"),
         ("kill 9", "its process ended with the signal SIGKILL while it scored"),
         ("kill 40", "its process ended with the signal 40 while it scored"),
     ],

@@ -200,12 +200,16 @@ class JsonServer:
         except (OSError, http.client.HTTPException) as error:  # no connection, or one that was closed
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             raise _NotReadyError(str(reason) or type(reason).__name__) from error
+        except ValueError as error:  # of the name of the machine, or of headers that are no HTTP
+            raise ConfigError(
+                f"the server at {self._url}{path} cannot be asked: {error}. Correct url, or look at what answers there"
+            ) from error
 
     def _json(self, answer: http.client.HTTPResponse) -> Any:
         content = self._read(answer)
         try:
             return json.loads(content) if content.strip() else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _NotReadyError(f"the answer is no JSON: {content[:_SHOWN].decode(errors='replace')}") from error
 
     def _read(self, answer: http.client.HTTPResponse) -> bytes:

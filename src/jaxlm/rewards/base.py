@@ -18,7 +18,7 @@ from jaxlm.rewards.worker import RewardWorker
 
 TOTAL = "reward"
 """Name of the weighted sum of all rewards."""
-_LONGEST_WAIT_S = 3600.0  # at a time; the operating system does not take any number
+_LONGEST_WAIT_S = 1.0  # at a time: the connection of a process that has ended may stay open
 
 
 @dataclass(frozen=True)

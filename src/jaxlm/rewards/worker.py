@@ -141,10 +141,13 @@ class RewardWorker:
         return self._rows is not None
 
     def check_in_time(self) -> None:
-        """Ends the process if it has no time left for the rows given to `send`, and raises `ConfigError`."""
+        """Raises `ConfigError` if the process has ended, or has no time left for the rows given to `send`, which ends it."""
         assert self._rows is not None, "send comes first"
+        where = _where(self._rows, self._at)
+        # A program that it has started may hold its connection open.
+        if self._process.poll() is not None and not self._connection.poll():
+            raise self._ended(f"while it scored {where}")
         if self.seconds_left <= 0:
-            where = _where(self._rows, self._at)
             raise self._late(
                 f"no result for {where} within {self._timeout_s:g} s. Make it faster, or raise reward_timeout_s"
             )
@@ -163,12 +166,16 @@ class RewardWorker:
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_S)  # the connection closes a moment before the process has ended
-            code = self.end()
-            how = f"the signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
-            raise ConfigError(
-                f"{self._label}: its process ended with {how} {during}. Look for a lack of memory, a crash of a library, or a"
-                f" call that exits. {RESUMES}"
-            ) from None
+            raise self._ended(during) from None
+
+    def _ended(self, during: str) -> ConfigError:
+        """Ends what is left of a process that has ended."""
+        code = self.end()
+        how = f"the signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
+        return ConfigError(
+            f"{self._label}: its process ended with {how} {during}. Look for a lack of memory, a crash of a library, or a"
+            f" call that exits. {RESUMES}"
+        )
 
     def _late(self, what: str) -> ConfigError:
         """Ends the process. Args: what: it has not done in time."""
