@@ -77,7 +77,7 @@ class _Handler(_PostHandler):
 
 @contextlib.contextmanager
 def serving(*, answers_get: bool = True) -> Iterator[StandIn]:
-    """A server while the block runs. Args: answers_get: otherwise it knows only POST, as most servers of one's own."""
+    """A server while the block runs. Args: answers_get: otherwise it knows only POST, as many small servers do."""
     server = StandIn(answers_get=answers_get)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()

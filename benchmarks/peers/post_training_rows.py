@@ -7,8 +7,8 @@ same with adapters of rank 16 at all linear layers, where the model without them
 
 `grpo` samples 4 answers of 160 tokens to each of two prompts of 96 tokens in every step, rewards them with `even_share`, and
 updates once, with the KL divergence from the initial model. No answer ends earlier. So 8 sequences of 256 tokens are sampled,
-scored by the reference, and trained on. Each program samples for itself. What the clock records instead of a loss is the mean
-entropy of the predictions: the loss is 0 by construction.
+scored by the reference, and trained on. Each program draws its own samples. The loss is 0 by construction, so the mean
+entropy of the predictions is recorded in its place.
 """
 
 import numpy as np

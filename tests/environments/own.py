@@ -1,4 +1,4 @@
-"""Environments of one's own: a random one, and one with a mistake."""
+"""Custom environments: a random one, and one with a mistake."""
 
 import random
 from collections.abc import Mapping

@@ -131,7 +131,7 @@ class JsonServer:
     def check_reachable(self, *, wait: bool = True) -> None:
         """Raises `ConfigError` if no server answers, it is not ready, or it refuses the API key.
 
-        It need not know the request: servers of one's own often answer only `POST`.
+        The server may not know the request: small servers often answer only `POST`.
 
         Args:
             wait: until a server is ready, as for every request. Otherwise it is asked once, and must answer soon.

@@ -53,8 +53,8 @@ class RolloutsConfig(DataConfig):
             response is trained on once; with 1, as often as there are updates.
         rewards: what the responses are worth: the weighted sum of these. May be empty if the environment gives rewards.
         reward_timeout_s: seconds that each reward may take for a rollout. After that, the run ends with an error.
-        dynamic_sampling: groups with equal rewards teach nothing. If a rollout has some, sample for as many further prompts,
-            at most this often for a rollout (DAPO); 0 trains on what there is.
+        dynamic_sampling: maximum number of times per rollout to sample further prompts in place of groups whose rewards are
+            all equal, which have no gradient (DAPO). 0 trains on the groups as they are.
         curriculum: for which prompts, when it is their turn, responses are sampled; null samples for all.
         environment: what answers the response, after which the policy writes on: several turns are one response, whose tokens
             count only where the policy wrote them. Null lets it write once. The environment's reward is added to the others.

@@ -99,8 +99,8 @@ def prompt_values(prompts: Examples, records: "PromptRecords", column: str) -> n
 
 
 class PromptRecords:
-    """What the records of a source have besides the prompt, in the order of the documents of its cache. All are read when the
-    first one is asked for, and stay in memory.
+    """What the records of a source have besides the prompt, in the order of the documents of its cache. The first access
+    reads all of them into memory.
     """
 
     def __init__(self, source: NamedSource, log: Log):

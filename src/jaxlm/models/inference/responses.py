@@ -102,8 +102,8 @@ class SamplingPrograms(NamedTuple):
 
 
 def compile_sampling(model: LanguageModel, num_rows: int, prompt_tokens: int, max_new_tokens: int) -> SamplingPrograms:
-    """Compiles what `sample_responses` runs for so many rows and prompts of that length, from shapes only. On devices that
-    decode with stacked layers, which are all but a single CPU.
+    """Compiles the programs of `sample_responses` for a number of rows and a length of prompts, from shapes alone. Layers are
+    stacked, as on all devices except a single CPU.
 
     Call it inside `layout.use()`. Args: model: shapes, dtypes and shardings.
     """

@@ -20,10 +20,9 @@ _OPERATOR = re.compile(r"(?<= )[-+*/](?= )")
 _RIGHT, _WRONG = 1.0, 0.0
 
 
-@CorpusConfig.register_subclass("arithmetic_pairs")
 @dataclass(frozen=True)
-class ArithmeticPairs(TaskCorpus):
-    """Preference pairs: a right answer to a problem, and one in which a digit or an operator was copied wrongly.
+class ArithmeticCorpus(TaskCorpus):
+    """Base of what is made from problems of arithmetic.
 
     Attributes:
         stories: share of the problems that are stories. The others ask for one result.
@@ -34,6 +33,12 @@ class ArithmeticPairs(TaskCorpus):
     @property
     def version(self) -> str:
         return "1"
+
+
+@CorpusConfig.register_subclass("arithmetic_pairs")
+@dataclass(frozen=True)
+class ArithmeticPairs(ArithmeticCorpus):
+    """Preference pairs: a right answer to a problem, and one in which a digit or an operator was copied wrongly."""
 
     def record(self, chooser: random.Random, split: str) -> Mapping[str, Any]:
         problem = _problem(chooser, split, self.stories)
@@ -43,20 +48,14 @@ class ArithmeticPairs(TaskCorpus):
 
 @CorpusConfig.register_subclass("arithmetic_groups")
 @dataclass(frozen=True)
-class ArithmeticGroups(TaskCorpus):
+class ArithmeticGroups(ArithmeticCorpus):
     """Groups of answers to a problem, at least one of them right and one wrong, with a reward of 1 or 0 each.
 
     Attributes:
-        stories: share of the problems that are stories. The others ask for one result.
         group_size: number of answers in a group, as in `data.format.group_size`.
     """
 
-    stories: Fraction = 0.4
     group_size: Annotated[int, Interval(ge=2, le=LARGEST_INT)] = 4
-
-    @property
-    def version(self) -> str:
-        return "1"
 
     def record(self, chooser: random.Random, split: str) -> Mapping[str, Any]:
         problem = _problem(chooser, split, self.stories)
@@ -69,19 +68,10 @@ class ArithmeticGroups(TaskCorpus):
 
 @CorpusConfig.register_subclass("arithmetic_prompts")
 @dataclass(frozen=True)
-class ArithmeticPrompts(TaskCorpus):
+class ArithmeticPrompts(ArithmeticCorpus):
     """Problems whose answers the model samples, with the result as `answer`, and as `difficulty` the number of digits that a
     right answer computes with.
-
-    Attributes:
-        stories: share of the problems that are stories. The others ask for one result.
     """
-
-    stories: Fraction = 0.4
-
-    @property
-    def version(self) -> str:
-        return "1"
 
     def record(self, chooser: random.Random, split: str) -> Mapping[str, Any]:
         problem = _problem(chooser, split, self.stories)
