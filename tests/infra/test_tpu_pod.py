@@ -20,6 +20,8 @@ FAST = ("--backoff_s", "0.01", "--poll_s", "0.05", "--wait_for_others_s", "100")
 ALL_BEGUN = (
     'touch "$FAKE/begun-$NODE-$WORKER"; while [ "$(ls "$FAKE" | grep -c ^begun-)" -lt {number} ]; do sleep 0.05; done'
 )
+# Worker 1 of the last node changes the state of a machine, in one step: it can be killed at any time from then on.
+LOST = '[ "$WORKER" = 1 ] && printf {state} > "$FAKE/lost" && mv "$FAKE/lost" "$FAKE/state/mine"'
 DROP = 'touch "$FAKE/drop"; while [ -e "$FAKE/drop" ]; do sleep 0.05; done'
 
 
@@ -98,7 +100,7 @@ def test_a_run_to_its_end(cloud):
 
 def test_a_preempted_slice_is_created_again(cloud):
     """The machine disappears under one worker; the other one ends with 1, because it lost a process."""
-    lost = 'printf PREEMPTED > "$FAKE/state/$NODE"'
+    lost = LOST.format(state="PREEMPTED")
     cloud.plan(
         train=f'if [ "$ATTEMPT" = 1 ]; then {ALL_BEGUN.format(number=2)}\n[ "$WORKER" = 0 ] && exit 1\n'
         f'{lost}; sleep 600; fi\necho "attempt $ATTEMPT"'
@@ -114,7 +116,7 @@ def test_a_preempted_slice_is_created_again(cloud):
 
 @pytest.mark.slow
 def test_a_preempted_slice_of_two(cloud):
-    lost = 'printf SUSPENDED > "$FAKE/state/mine"; rm -f "$FAKE/state/$NODE"'
+    lost = LOST.format(state="SUSPENDED") + ' && rm "$FAKE/state/$NODE"'
     cloud.plan(
         train=f'if [ "$ATTEMPT" = 1 ]; then {ALL_BEGUN.format(number=4)}\n[ "$NODE" = mine-0 ] && exit 1\n'
         f"{lost}; sleep 600; fi"
