@@ -33,11 +33,12 @@ class SaveError(Exception):
 
     Attributes:
         reason: the message without advice for a run that ends.
+        advice: further sentences, each after a space.
     """
 
     def __init__(self, reason: str, advice: str = ""):
         super().__init__(f"{reason}.{advice}")
-        self.reason = reason
+        self.reason, self.advice = reason, advice
 
     @staticmethod
     def because(location: Path | str, text: str) -> "SaveError":
