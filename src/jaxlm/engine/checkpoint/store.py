@@ -158,6 +158,10 @@ class CheckpointFolder(abc.ABC):
         """
 
     @abc.abstractmethod
+    def check_free(self) -> None:
+        """Raises `ConfigError` if it is known at once that another start of the run holds the folder. Writes nothing."""
+
+    @abc.abstractmethod
     def locked(self, log: Callable[[str], None]) -> AbstractContextManager[StillHeld]:
         """Keeps a second start of the same run away while the context is open. Its value is called before each save.
 
