@@ -107,7 +107,8 @@ class ServerSamplerConfig(SamplerConfig):
         body = {**named, **_request([*ours, last], max_tokens=1, temperature=1.0, seed=0, stop_ids=tokenizer.stop_ids)}
         try:
             answer = JsonServer(once if dry else self.server).post(_COMPLETIONS, body)
-            _sample(answer, body, tokenizer.vocab_size)
+            # The run's templates and environment may add tokens at which it stops.
+            _sample(answer, body | {"stop_token_ids": range(tokenizer.vocab_size)}, tokenizer.vocab_size)
         except (ConfigError, _AnswerError) as error:
             raise ConfigError(
                 f"{_KEY}: the server does not continue a prompt that ends with the last token of data.tokenizer, {last}:"
