@@ -1,3 +1,4 @@
+import collections
 import errno
 import multiprocessing
 import os
@@ -315,8 +316,12 @@ def test_a_resumed_build_keeps_finished_shards(tmp_path, corpus, tokenizer, monk
     encoded: list[list[str]] = []
     original = tokenizer.encode_arrays
     monkeypatch.setattr(tokenizer, "encode_arrays", lambda texts: encoded.append(texts) or original(texts))
+    read: collections.Counter[str] = collections.Counter()
+    read_shard = build_module._read_shard
+    monkeypatch.setattr(build_module, "_read_shard", lambda path: read.update([path.name]) or read_shard(path))
     build(tmp_path / "train", corpus, tokenizer)
     assert len(encoded) == 1  # the damaged one
+    assert set(read.values()) == {2}, "once to see whether it is damaged, and once to join it to the others"
     assert contents(tmp_path / "train") == contents(build(tmp_path / "other", corpus, tokenizer).folder)
 
 

@@ -14,7 +14,7 @@ from jaxlm.config.decode import decode
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.rollouts.sampler import SamplerConfig, SamplingRequest
-from jaxlm.data.rollouts.server import ServerSampler, seed_of
+from jaxlm.data.rollouts.server import _SAMPLE_TEXT, ServerSampler, seed_of
 from jaxlm.interop.json_server import JsonServer, ServerConfig
 from tests.http_server import serving
 
@@ -78,7 +78,7 @@ def sampler(server, tmp_path):
         tree = {"type": "server", "server": place, "weights_folder": str(tmp_path / "weights"), **keys}
         config: Any = decode(SamplerConfig, ConfigSource(tree))
         config.check()
-        context: Any = SimpleNamespace(export=export or Exported(), progress=lambda: None)
+        context: Any = SimpleNamespace(export=export or Exported(), progress=lambda: None, vocab_size=100)
         opened.append(ServerSampler(config, context, JsonServer(config.server, first_pause_s=0.001)))
         return opened[-1]
 
@@ -228,6 +228,37 @@ def test_a_start_asks_the_server_once(server, sampler, tmp_path, monkeypatch):
         config.check_opens(1.0, dry=True)
 
 
+def test_a_start_refuses_a_server_with_other_tokens(server, sampler):
+    config, tokens = sampler(model="policy")._config, [7, 8, 9]
+    tokenizer: Any = SimpleNamespace(encode=lambda text: tokens, vocab_size=100, stop_ids=(EOS,))
+    for given in (None, {"tokens": tokens, "count": 3}, {"count": 3}, "text"):
+        if given is not None:
+            server.answers["/tokenize"] = lambda body, given=given: given
+        for dry in (True, False):
+            config.check_tokens(tokenizer, dry=dry)
+    path, body = server.requests[-1]
+    assert (path, body["prompt"], body["max_tokens"], body["model"]) == ("/v1/completions", [7, 8, 9, 99], 1, "policy")
+    server.answers["/tokenize"] = lambda body: {"tokens": [1, 7, 8]}
+    other = (
+        r"has another tokenizer: it encodes 'The 17 naïve .* as \[1, 7, 8, \.\.\.\], and data\.tokenizer as \[7, 8, 9, "
+    )
+    with pytest.raises(ConfigError, match=other):
+        config.check_tokens(tokenizer, dry=True)
+    assert server.requests[-1][1] == {"model": "policy", "prompt": _SAMPLE_TEXT, "add_special_tokens": False}
+    del server.answers["/tokenize"]
+    server.faults = [404, 400]
+    begins = (
+        r"data\.sampler: the server does not continue a prompt that ends with the last token of data\.tokenizer, 99"
+    )
+    with pytest.raises(
+        ConfigError, match=f"{begins}: .*refuses the request: 400 .*as told.*Serve the model that trains"
+    ):
+        config.check_tokens(tokenizer, dry=False)
+    server.answers["/v1/completions"] = lambda body: completion(body, prompt_token_ids=[1, *body["prompt"]])
+    with pytest.raises(ConfigError, match=rf"{begins}: it has read the prompt \[1, 7, 8, 9, 99\]"):
+        config.check_tokens(tokenizer, dry=False)
+
+
 def test_a_server_is_reachable_that_does_not_know_the_question(server):
     reached = JsonServer(ServerConfig(server.url, num_retries=0)).check_reachable
     server.answers["/v1/models"] = lambda body: {}
@@ -283,6 +314,10 @@ def test_a_request_that_the_server_refuses_is_not_repeated(server, sampler):
         ),
         ({"token_ids": [], "logprobs": {"token_logprobs": []}}, "0 tokens with 0 log-probabilities"),
         ({"token_ids": ["a"], "logprobs": {"token_logprobs": [-1.0]}}, "other values than tokens"),
+        (
+            {"token_ids": [100], "logprobs": {"token_logprobs": [-1.0]}},
+            "the token 100 given, but data.tokenizer has 100 t",
+        ),
         ({"token_ids": [4], "logprobs": {"token_logprobs": [None]}}, "null or not finite"),
         ({"token_ids": [4], "logprobs": {"token_logprobs": [float("-inf")]}}, "null or not finite"),
         ({"prompt_token_ids": [1, 5, 6]}, r"has read the prompt \[1, 5, 6\]..., but \[5, 6\]... was sent"),

@@ -22,6 +22,17 @@ def wrong(completion_ids, digit):
     return [-reward for reward in right(completion_ids, digit)]
 
 
+_calls: list[int] = []
+
+
+def fails_in_the_third_call(completion_ids, digit):
+    """`right`, until a third call while there is a file `fails`."""
+    _calls.append(1)
+    if len(_calls) == 3 and Path("fails").exists():
+        raise ValueError("cannot go on")
+    return right(completion_ids, digit)
+
+
 def prompt_ids(digit: int) -> list[int]:
     """`d =`, after the token that begins a document."""
     return [EOS, FIRST + digit, TOKENS.index("Ġ"), TOKENS.index("=")]

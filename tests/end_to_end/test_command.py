@@ -192,7 +192,7 @@ def test_a_dry_run_needs_no_data(workplace):
         path.read_text().replace(str(place.corpus), "/nowhere").replace(str(place.cache), "/nowhere/either")
     )
     result = place.run(*RUN, "--dry_run", "true", "--data.tokenizer", "/nowhere/tokenizer.json")
-    assert result.code == 0, result.err
+    assert result.code == 2
     assert "memory per device" in result.out
     assert "schedule" in result.out
     for refused in (
@@ -200,6 +200,7 @@ def test_a_dry_run_needs_no_data(workplace):
         "data.train_urls[0]: '/nowhere/train'",
     ):
         assert f"a start would end with: {refused}" in result.out
+        assert f"a start would end with: {refused}" in result.err
     assert (
         "dry run complete: all training steps compile, but a start would not get that far: see tokenizer" in result.out
     )
@@ -214,7 +215,8 @@ def test_a_dry_run_of_two_processes_checks_what_a_start_checks(workplace):
     arguments = (*RUN, "--dry_run", "true", "--trainer.initialize_from", "no-run")
     for process in place.start_all(2, *arguments):
         out, err = process.communicate(timeout=500)
-        assert process.returncode == 0, err
+        assert process.returncode == 2, err
+        assert "a start would end with: trainer.initialize_from: no checkpoint at no-run" in err
         if "plan (dry run" in out:  # process 0 speaks for all
             assert "a start would end with: trainer.initialize_from: no checkpoint at no-run" in out
             assert "but a start would not get that far: see start in the table" in out

@@ -192,6 +192,27 @@ def test_a_run_that_is_killed_while_it_samples_goes_on_bit_for_bit(whole, workpl
     assert place.digest("step-12") == whole().digest("step-12")
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_whose_reward_fails_is_saved_and_goes_on_bit_for_bit(workplace, processes):
+    """The third rollout of two updates begins at step 4."""
+    rewards = [{"type": "function", "function": "tests.end_to_end.successor:fails_in_the_third_call", "name": "right"}]
+    keys = {"rewards": rewards, "updates_per_rollout": 2}
+    place, whole = (start(workplace(processes), 6, data=keys) for _ in range(2))
+    (place.folder / "fails").touch()
+    for code, _, err in map(process_end, place.start_all(processes, "--config_path", "run.yaml")):
+        assert code == 2, err
+        assert "reward 'right' (type: function): it raised ValueError: cannot go on in " in err
+        assert "Correct the reward. The run is saved at step 4: the same command continues from there" in err
+    assert "step-4" in place.checkpoints()
+    (place.folder / "fails").unlink()
+    for each in (place, whole):
+        for code, _, err in map(process_end, each.start_all(processes, "--config_path", "run.yaml")):
+            assert code == 0, err
+    assert same_everywhere(place) == same_everywhere(whole)
+    assert place.digest("step-6") == whole.digest("step-6")
+
+
 def assert_close(ours: Workplace, theirs: Workplace) -> None:
     """The same tokens, hence the same rewards and lengths, and numbers that differ by rounding alone."""
     for mine, other in zip(steps_of(ours), steps_of(theirs), strict=True):

@@ -243,7 +243,12 @@ def through_sampled_batches(log: list[Any], rewind_after: int | None = None) -> 
         hooks=[],
         evaluations=None,  # type: ignore[arg-type]
         exports=(),
-        saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=note("save")),  # type: ignore[arg-type]
+        saver=SimpleNamespace(  # type: ignore[arg-type]
+            due_by_clock=lambda: False,
+            due_by_step=lambda _: False,
+            save=note("save"),
+            history=SimpleNamespace(attempt=0),
+        ),
         flag_sync=SimpleNamespace(to_devices=lambda _: None, agreed=lambda *_: SimpleNamespace(save=False, stop=0)),  # type: ignore[arg-type]
         stop=SimpleNamespace(signal=0),  # type: ignore[arg-type]
         clock=clock,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core.precision import FLOAT32
+from jaxlm.core.precision import FLOAT32, PrecisionConfig, PrecisionRuleConfig, parse_precision
 from jaxlm.core.types import TokenBatch
 from jaxlm.data.rollouts.local import LocalSamplerConfig
 from jaxlm.data.rollouts.sampler import SamplerContext, SamplingRequest
@@ -96,6 +96,20 @@ def test_other_programs_sample_the_same_tokens(llama):
     for sample, tokens in zip(sampler.sample(llama, PROMPTS[:40], request), together.tokens, strict=False):
         assert [*sample.tokens, *[-1] * (MOST - len(sample.tokens))] == tokens.tolist()
         assert sample.is_finished == (sample.tokens[-1] in STOPS)
+
+
+def test_weights_that_have_the_compute_dtype_are_not_copied(llama):
+    rules = [PrecisionRuleConfig(match="embed|tokens", params="float32", compute="float32")]
+    precision = parse_precision(PrecisionConfig(default="p=f32,c=bfloat16", rules=rules))
+    sampler = LocalSamplerConfig().open(SamplerContext(layout(), precision, print))
+    cast, expected = sampler._cast(llama), precision.cast_to_compute(llama)  # type: ignore[attr-defined]
+    assert jax.tree.structure(cast) == jax.tree.structure(expected)
+    kept = set()
+    for own, found, want in zip(*map(jax.tree.leaves, (llama, cast, expected)), strict=True):
+        np.testing.assert_array_equal(found, want, strict=True)
+        assert (found is own) == (own.dtype == want.dtype)
+        kept.add(found is own)
+    assert kept == {True, False}
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from jaxlm.objectives.policy_losses import (
     sapo_losses,
     token_weights,
     truncated_weights,
+    vespo_losses,
 )
 from tests.objectives.test_dpo import VOCAB, logits_of_one, random_model, target_logps
 
@@ -364,6 +365,18 @@ def test_objectives_that_do_not_suit_the_data_are_refused(options, columns, mess
             r"vespo_positive_power: 1\.0 given, which has no effect with policy_loss: clip",
         ),
         (
+            {"policy_loss": "vespo", "vespo_positive_decay": 3e4},
+            r"vespo_positive_decay: 30000 given with vespo_positive_power: 2, with which .* e\^3e\+04, at most e\^20 expect",
+        ),
+        (
+            {"policy_loss": "vespo", "vespo_negative_power": 40.0},
+            r"vespo_negative_decay: 2 given with vespo_negative_power: 40, with which the weight of a response reaches e\^8",
+        ),
+        (
+            {"policy_loss": "vespo", "clip_eps_high": 0.28},
+            "clip_eps_high: 0.28 given, which has no effect with policy_loss",
+        ),
+        (
             {"policy_loss": "gmpo", "importance": "sequence"},
             r"objective\.importance: sequence given, which has no effect with policy_loss: gmpo",
         ),
@@ -435,3 +448,18 @@ def test_the_gradient_of_sapo_is_finite_for_any_ratio():
     gradient = jax.grad(lambda log_ratio: jnp.sum(sapo_losses(log_ratio, jnp.ones(1), 1.0, 1.05)))
     found = np.asarray(gradient(jnp.float32([[-200.0, 0.0, 200.0]])))
     np.testing.assert_allclose(found, [[0.0, -1.0, 0.0]], atol=1e-6)
+
+
+@pytest.mark.parametrize(("power", "decay"), [(2.0, 3.0), (1e-3, 19.9), (0.95, 1e-37), (9.0, 0.7)])
+def test_the_weights_of_vespo_that_are_accepted_are_finite(power, decay):
+    """The largest one is what is compared with the limit: also of ratios between those of this grid."""
+    Grpo(policy_loss="vespo", vespo_positive_power=power, vespo_positive_decay=decay, kl_coef=0)
+    log_w = np.linspace(-30, 30, 4001)
+    clipped = np.clip(log_w, np.log(1e-8), 20)
+    expected = decay + power * clipped - decay * np.exp(clipped)
+    assert expected.max() <= 20 + 1e-3
+    ratios, ones = jnp.asarray(log_w[:, None], jnp.float32), jnp.ones((len(log_w), 1))
+    losses = vespo_losses(ratios, -ones, ones[:, 0], ones, (power, decay), (1.0, 1.0))[:, 0]
+    assert np.all(np.isfinite(losses))
+    inside = expected > -60
+    np.testing.assert_allclose(np.log(np.asarray(losses, np.float64)[inside]), expected[inside], atol=1e-3)

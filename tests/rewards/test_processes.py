@@ -80,7 +80,7 @@ def test_a_reward_that_fails_is_one_message(told, completion, problem):
     assert re.search(problem, message), message
     assert message.startswith("reward 'as_told' (type: function): ")
     assert f'data.jsonl:2 (completion "{completion}")' in message
-    assert "resumes from the newest one" in message
+    assert "checkpoint" not in message, "an evaluation has none, and a run says what it has saved"
     assert "\n" not in message
     np.testing.assert_array_equal(told.score(rows("well", "return 7"))["as_told"], [0.5, 7])
 

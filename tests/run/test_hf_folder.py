@@ -11,6 +11,7 @@ import pytest
 from jaxlm import evaluate, sample, train
 from jaxlm.config.load import decode_run
 from jaxlm.config.yaml import ConfigSource
+from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.evals import samples
 from jaxlm.evals.base import EvalContext
@@ -168,7 +169,8 @@ def test_a_dry_run_prints_the_notes_of_a_start(folder, capsys):
         "dry_run": True,
     }
     config["model"] = {"seq_len": 16}
-    train.train(decode_run(ConfigSource(config), None))
+    with pytest.raises(ConfigError, match=r"^a start would end with: data\.train_urls: empty"):
+        train.train(decode_run(ConfigSource(config), None))
     printed = capsys.readouterr()
     notes = [line for line in (printed.out + printed.err).splitlines() if "note: " in line]
     assert len(notes) == 1

@@ -81,6 +81,26 @@ def test_a_dry_run_says_what_does_not_open(config, tmp_path):
     assert not {"cache", "w"} & {path.name for path in tmp_path.iterdir()}, "it writes nothing"
 
 
+def test_columns_are_looked_for_in_the_records(config, tmp_path):
+    """In all of them, if the first ones have not all columns. The curriculum needs a number in each."""
+    records = [{"prompt": "a", "answer": 1, "level": 2}] * 3 + [{"prompt": "a", "late": 1, "level": None}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    match = {"type": "exact_match", "column": "answer"}
+    levels = {"type": "difficulty", "column": "level", "full_after": 4}
+    assert openings(config(rewards=[match, match | {"name": "other", "column": "late"}])) == {}
+    (answer,) = openings(config(rewards=[match, match | {"name": "other", "column": "anser"}])).values()
+    assert (
+        "would end with: reward 'other' reads the column 'anser', which the records do not have. Their colum" in answer
+    )
+    (answer,) = openings(config(rewards=[match], curriculum=levels)).values()
+    assert "data.curriculum.column: level given, a finite number in every record expected, but" in answer
+    assert "prompts.jsonl: line 4 has None there" in answer
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records[:3]))
+    assert openings(config(rewards=[match], curriculum=levels)) == {}
+    nowhere = ["no.jsonl"]  # another row says so
+    assert openings(config(rewards=[match | {"column": "anser"}], curriculum=levels, train_urls=nowhere)) == {}
+
+
 @pytest.mark.slow
 def test_a_dry_run_lists_it_before_it_compiles(config, monkeypatch):
     shown = io.StringIO()

@@ -10,7 +10,7 @@ from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax
 from jaxlm.run.plan import make_plan
-from jaxlm.run.startup import check_accelerator, describe, fp8_products, repeatability
+from jaxlm.run.startup import _start_facts, check_accelerator, describe, fp8_products, repeatability
 from tests.run.test_mesh_plan import MODEL, plan_of
 
 
@@ -118,3 +118,45 @@ def test_the_table_says_whether_a_run_on_gpus_is_repeatable(flags, start):
     assert name == "repeatable"
     assert value.startswith(start)
     assert repeatability("cpu", flags) == repeatability("tpu", flags) == []
+
+
+OWN = """
+from dataclasses import dataclass
+
+from jaxlm.environments.base import Environment, EnvironmentConfig
+from jaxlm.rewards.base import RewardConfig
+
+
+@dataclass(frozen=True)
+class Room(EnvironmentConfig):
+    def open(self):
+        return Environment()
+
+
+@RewardConfig.register_subclass("own_source_prize")
+@dataclass(frozen=True)
+class Prize(RewardConfig):
+    def open(self, context):
+        raise NotImplementedError
+"""
+
+
+def test_processes_compare_the_source_of_what_is_not_jaxlms(tmp_path, monkeypatch):
+    """Under an import path or a short name. A reward's function is imported in its own process, on process 0 alone."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_source_room.py").write_text(OWN)
+    rewards = [{"type": "own_source_prize"}, {"type": "function", "function": "own_source_not_imported:right"}]
+    data = {"type": "rollouts", "environment": {"type": "own_source_room:Room"}, "rewards": rewards[:1]}
+    objective = {"type": "grpo", "old_policy": "rollout", "kl_coef": 0}
+
+    def facts(**keys):
+        return _start_facts(decode_run(ConfigSource({"data": data | keys, "objective": objective}), None), "x")
+
+    before = facts(rewards=rewards)
+    own = {name for name in before if name.startswith("source of ")} - {"source of jaxlm"}
+    assert own == {"source of own_source_room"}
+    (tmp_path / "own_source_room.py").write_text(OWN + "# another version\n")
+    after = facts(rewards=rewards)
+    assert {name for name in after if after[name] != before[name]} == own
+    assert facts(environment=None)["source of own_source_room"] == after["source of own_source_room"]
+    assert "source of own_source_room" not in facts(environment=None, rewards=rewards[1:])

@@ -5,12 +5,15 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Iterator
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
 
 ENTRY_POINTS = "jaxlm.plugins"
+_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @functools.cache
@@ -61,6 +64,26 @@ def import_choice(registry: Any, name: str) -> type:
         raise ConfigError(f"'{name}': there is {what} of that name in {name.partition(':')[0]}")
     registry.register_subclass(name)(imported)
     return imported
+
+
+def own_modules(section: Any) -> set[str]:
+    """The imported modules from outside jaxlm of the classes and functions that a section or a section in it names.
+
+    A reward's function is not among them: only the reward's own process imports it.
+    """
+    match section:
+        case str() if _IMPORT_PATH.fullmatch(section):
+            return {module for module in [section.partition(":")[0]] if module in sys.modules}
+        case Mapping():
+            inner: Iterable[Any] = section.values()
+        case list() | tuple():
+            inner = section
+        case _ if dataclasses.is_dataclass(section) and not isinstance(section, type):
+            inner = [getattr(section, field.name) for field in dataclasses.fields(section)]
+        case _:
+            return set()
+    own = {type(section).__module__} if dataclasses.is_dataclass(section) and not _is_ours(type(section)) else set()
+    return own.union(*map(own_modules, inner))
 
 
 def signature_problems(kind: type) -> Iterator[str]:

@@ -136,7 +136,7 @@ def _type_name(kind: Any) -> str:
     if dataclasses.is_dataclass(kind):
         return "section"
     if (bounds := bounds_of(kind)) is not None:
-        return f"{kind.__origin__.__name__} ({describe_limits(bounds, shortened=True)})"
+        return f"{kind.__origin__.__name__} ({describe_limits(bounds)})"
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type_name(argument) for argument in arguments)

@@ -19,6 +19,8 @@ from jaxlm.core.errors import ConfigError
 
 LARGEST_INT = 2**31 - 1
 LARGEST_FLOAT = float(np.finfo(np.float32).max)
+SMALLEST_FLOAT = float(np.finfo(np.float32).tiny)
+"""Smaller positive numbers are 0 on devices that flush subnormal numbers, and 1 divided by them may overflow."""
 
 
 def is_float32(value: Any) -> bool:
@@ -28,10 +30,12 @@ def is_float32(value: Any) -> bool:
 
 PositiveInt = Annotated[int, Interval(ge=1, le=LARGEST_INT)]
 NonNegativeInt = Annotated[int, Interval(ge=0, le=LARGEST_INT)]
-PositiveFloat = Annotated[float, Interval(gt=0, le=LARGEST_FLOAT)]
+PositiveFloat = Annotated[float, Interval(gt=0, ge=SMALLEST_FLOAT, le=LARGEST_FLOAT)]
 NonNegativeFloat = Annotated[float, Interval(ge=0, le=LARGEST_FLOAT)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
-PositiveFraction = Annotated[float, Interval(gt=0, le=1)]
+PositiveFraction = Annotated[float, Interval(gt=0, ge=SMALLEST_FLOAT, le=1)]
+ProperFraction = Annotated[float, Interval(gt=0, ge=SMALLEST_FLOAT, lt=1)]
+AboveOne = Annotated[float, Interval(gt=1, le=LARGEST_FLOAT)]
 BelowOne = Annotated[float, Interval(ge=0, lt=1)]
 """Probabilities of dropout, decay rates of moving means."""
 LearningRate = Annotated[float, Interval(ge=0, le=1000)]
@@ -66,18 +70,27 @@ def in_range(number: float, bounds: Interval) -> bool:
 _LIMITS = {"gt": "above {}", "ge": "{} or more", "lt": "below {}", "le": "at most {}"}
 
 
-def describe_limits(bounds: Interval, *, shortened: bool = False) -> str:
-    """Bounds in words, as in "0 or more and below 1". Args: shortened: without the largest int32."""
-    hidden = (None, LARGEST_FLOAT, LARGEST_INT) if shortened else (None, LARGEST_FLOAT)
-    given = {name: getattr(bounds, name) for name in _LIMITS if getattr(bounds, name) not in hidden}
-    return " and ".join(_LIMITS[name].format(limit) for name, limit in given.items())
+def describe_limits(bounds: Interval, given: Any = None) -> str:
+    """Bounds in words, as in "0 or more and below 1".
+
+    Args:
+        given: the value that is not within them. The limits of int32 and float32 are only named if this is beyond them.
+    """
+    number = given if isinstance(given, (int, float)) else 0
+    is_tiny = 0 < number < SMALLEST_FLOAT and bounds.ge == SMALLEST_FLOAT
+    hidden = [None, LARGEST_FLOAT, 0 if is_tiny else SMALLEST_FLOAT]
+    if number <= LARGEST_INT:
+        hidden.append(LARGEST_INT)
+    limits = {name: getattr(bounds, name) for name in _LIMITS if getattr(bounds, name) not in hidden}
+    rounded = {SMALLEST_FLOAT: "1.2e-38"}  # up, so that it is within the bounds
+    return " and ".join(_LIMITS[name].format(rounded.get(limit, limit)) for name, limit in limits.items())
 
 
 def describe_type(hint: Any, given: Any = None) -> str:
     """What a field's type accepts, as in "an integer of 1 or more or null".
 
     Args:
-        given: the value that it does not accept. The largest int32 is only named if this is larger.
+        given: the value that it does not accept.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -91,9 +104,8 @@ def describe_type(hint: Any, given: Any = None) -> str:
     if hint is type(None):
         return "null"
     if (bounds := bounds_of(hint)) is not None:
-        is_large = isinstance(given, (int, float)) and given > LARGEST_INT
-        limits = describe_limits(bounds, shortened=not is_large)
-        return f"{_SIMPLE[arguments[0]]} {'of ' if bounds.ge is not None else ''}{limits}"
+        limits = describe_limits(bounds, given)
+        return f"{_SIMPLE[arguments[0]]} {'' if limits.startswith(('above', 'below', 'at most')) else 'of '}{limits}"
     return _SIMPLE.get(hint, "a section with keys")
 
 

@@ -26,12 +26,11 @@ from jaxlm.data.batch import Columns
 from jaxlm.data.cache.row_index import RowIndex, open_or_index
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import Examples, documents_as_text
-from jaxlm.data.formats.base import Truncation
+from jaxlm.data.formats.base import FATES, Truncation
 
 _CHUNK = 1 << 16  # documents whose lengths are Python integers at a time
 _VERSION = 1  # of the rows that the same documents and keys give
 _TOO_MANY_LOST = 0.5  # of the tokens
-_FATES = {"keep_start": "cropped", "keep_end": "cropped at the beginning", "drop_overlength": "left out"}
 _IN_INDEX = {"keep_start": {}, "keep_end": {"keep_end": True}, "drop_overlength": {"drop_overlong": True}}
 Fill = Literal["crop", "split", "pad"]
 
@@ -218,7 +217,7 @@ class BestFitSequences(Examples):
         self._config = config
         self._ignored_id = ignored_id
         self._index = index
-        self._fate = _FATES[truncation]
+        self._fate = FATES[truncation].done
 
     def __len__(self) -> int:
         return len(self._index)

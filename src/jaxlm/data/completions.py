@@ -8,8 +8,7 @@ import numpy as np
 from jaxlm.data.batch import Columns
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import ContiguousExamples, documents_as_text
-from jaxlm.data.formats.base import Truncation
-from jaxlm.data.packing import FATES
+from jaxlm.data.formats.base import FATES, Truncation
 
 _COMPARED_FIRST = 16  # tokens of each completion, which tell most of them apart
 _READ_AT_ONCE = 1000
@@ -73,7 +72,7 @@ class SeveralCompletions(ContiguousExamples):
         what = self._what
         parts = [f"{len(self):,} {what} of sequences of {self.seq_len:,} tokens, {self.padding:.1%} padding"]
         if self._num_long:
-            parts.append(f"{self._num_long:,} {what} are longer and were {FATES[self._truncation]}")
+            parts.append(f"{self._num_long:,} {what} are longer and were {FATES[self._truncation].done}")
         if self._num_without_targets:
             parts.append(
                 f"{self._num_without_targets:,} {what} left out: their prompt leaves no room for a token of a completion"

@@ -11,7 +11,7 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch import Columns
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.formats.base import Truncation
+from jaxlm.data.formats.base import FATES, Truncation
 
 _MASKED = ("⟦", "⟧")
 
@@ -160,8 +160,7 @@ def no_targets_within(cache: TokenCache, seq_len: int, key: str, split: str, tru
     end, is_target = int(cache.offsets[1]), cache.read_target_mask(np.zeros(1, np.int64), int(cache.offsets[1]))[0]
     first = int(np.argmax(is_target)) + 1
     begins = f"begins at token {first:,}" if is_target.any() else "is on no token"
-    fates = {"drop_overlength": "are left out", "keep_end": "lose their beginnings"}
-    why = f" and longer documents {fates[truncation]} (format.truncation)" if truncation in fates else ""
+    why = "" if truncation == "keep_start" else f" and longer documents {FATES[truncation].happens} (format.truncation)"
     return (
         f"{key}: no document of the {split} text has a token to compute the loss on within model.seq_len ({seq_len}){why}."
         f" The first, {cache.source_of(0)}, has {end:,} tokens, and the loss {begins}. Set {key}.{split}_urls to other text,"

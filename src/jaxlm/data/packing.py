@@ -18,10 +18,7 @@ import numpy as np
 
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import ContiguousExamples, documents_as_text
-from jaxlm.data.formats.base import Truncation
-
-FATES = {"keep_start": "truncated", "keep_end": "truncated at the beginning", "drop_overlength": "left out"}
-"""What was done with what is too long, for messages."""
+from jaxlm.data.formats.base import FATES, Truncation
 
 
 @dataclass(frozen=True)
@@ -141,7 +138,7 @@ class PackedSequences(ContiguousExamples):
         if self.cache.target_mask is not None:
             parts.append(f"loss on {self.cache.trained_share:.1%} of the documents' tokens")
         if packed.num_overlong:
-            fate = FATES[packed.truncation]
+            fate = FATES[packed.truncation].done
             parts.append(
                 f"{packed.num_overlong:,} documents are longer and were {fate}, losing"
                 f" {packed.num_lost:,} of {self.cache.num_tokens:,} tokens"

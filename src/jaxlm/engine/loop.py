@@ -14,6 +14,7 @@ from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.engine.metrics import AsyncMetrics
 from jaxlm.engine.outcome import Done, Interrupted, Next, Outcome
 from jaxlm.engine.phases import Phase
+from jaxlm.engine.rescue import Rescue
 from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.state import RunState
 from jaxlm.engine.sync import FlagSync, SyncFlags
@@ -78,17 +79,18 @@ def run_phase(state: RunState, at: OpenPhase) -> tuple[RunState, Outcome]:
     """
     batches, metrics, saver, stop, clock = at.batches, at.metrics, at.saver, at.stop, at.clock
     step = int(state.step)
+    rescue = Rescue(batches, metrics, saver, clock, step)
     first = True
     while step < at.phase.end:
         if batches.due(step):
             metrics.drain()  # the run may go back, and the time that follows is no step's
             if metrics.rewind is not None:
                 return state, metrics.rewind
-            with pause(), clock.during(Activity.ROLLOUT):
+            with rescue.between(state, step), pause(), clock.during(Activity.ROLLOUT):
                 batches.refresh(state.model, step)
             metrics.skip_time()
         started = time.perf_counter()
-        with clock.during(Activity.DATA):
+        with rescue.between(state, step), clock.during(Activity.DATA):
             batch = next(batches)
         loading_s = time.perf_counter() - started
         flags = SyncFlags(stop=stop.signal, save=saver.due_by_clock())

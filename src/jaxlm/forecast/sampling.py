@@ -11,6 +11,7 @@ from jaxlm.engine.state import sharded_shapes
 from jaxlm.forecast.estimate import Estimate, estimate_kernels
 from jaxlm.forecast.hlo import with_trip_count
 from jaxlm.forecast.topologies import Topology
+from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.responses import compile_sampling
 from jaxlm.observe.console import exact_duration
 from jaxlm.run.compilation.step import gib, planned_bytes
@@ -117,7 +118,7 @@ def forecast_sampling(plan: Plan, topology: Topology, log: Callable[[str], None]
         token_communication_seconds=twice.communication - once.communication,
         rollout_seconds=rollout_seconds,
         tokens_per_second=num_rows * sampled.new_tokens / rollout_seconds,
-        memory_bytes=None if None in needed else _resident_bytes(plan, phase) + max(n or 0 for n in needed),
+        memory_bytes=None if None in needed else _resident_bytes(plan, phase, model) + max(n or 0 for n in needed),
         cache_bytes=sum(map(_bytes_per_device, jax.tree.leaves(programs.cache))),
         collectives=_difference(twice.collectives, once.collectives),
     )
@@ -138,10 +139,17 @@ def _difference(more: Mapping[str, tuple[int, int]], less: Mapping[str, tuple[in
     return {kind: (number, size) for kind, (number, size) in differences.items() if number}
 
 
-def _resident_bytes(plan: Plan, phase: Phase) -> int:
-    """Bytes per device of state and references, which stay while a copy of the model in the compute dtype samples."""
+def _resident_bytes(plan: Plan, phase: Phase, model: LanguageModel) -> int:
+    """Bytes per device of state and references, which stay while the model samples, without what is in the model as well.
+
+    Args:
+        model: in the compute dtypes. Arrays of other dtypes are copies.
+    """
     state = sharded_shapes(plan.state_builder.abstract_state(phase), plan.layout)
-    return sum(map(_bytes_per_device, jax.tree.leaves((state, abstract_references(plan, phase)))))
+    pairs = zip(*map(jax.tree.leaves, (state.model, model)), strict=True)
+    shared = [own for own, sampling in pairs if own.dtype == sampling.dtype]
+    total = sum(map(_bytes_per_device, jax.tree.leaves((state, abstract_references(plan, phase)))))
+    return total - sum(map(_bytes_per_device, shared))
 
 
 def _bytes_per_device(array: jax.ShapeDtypeStruct) -> int:

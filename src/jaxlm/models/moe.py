@@ -33,7 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlm.core import tree
-from jaxlm.core.axes import BATCH, EMBED, EXPERTS, LAYERS, MLP, POSITION, ROUTES
+from jaxlm.core.axes import BATCH, EMBED, EXPERTS, LAYERS, MLP, POSITION, ROUTES, VOCAB, axes_of
 from jaxlm.core.matmul import StoredArray, Weight, arranged, array_specs, einsum, operand
 from jaxlm.core.sharding import current_layout, current_platform
 from jaxlm.core.tracing import CustomVjp
@@ -240,6 +240,24 @@ def num_active(model: Any) -> int:
         num_experts = experts.gate_proj.weight.axis_size(EXPERTS)
         inactive += expert_size * (num_experts - experts.num_chosen) // num_experts
     return tree.num_parameters(model) - inactive
+
+
+def num_multiplied(part: Any, model: Any) -> int:
+    """Number of weights in matrix products that a part of a model has, of those that are active for one token.
+
+    Args:
+        part: the model with None in place of other leaves.
+    """
+    total = sum(layer.weight.size for layer in tree.modules(part, Linear) if layer.weight is not None)
+    for experts in tree.modules(part, Experts):
+        for layer in (experts.gate_proj, experts.up_proj, experts.down_proj):
+            if layer.weight is not None:
+                total += layer.weight.size * experts.num_chosen // layer.weight.axis_size(EXPERTS)
+    layers = tree.modules(model, Linear)
+    if layers and not any(VOCAB in [axis.name for axis in axes_of(layer.Out)] for layer in layers):
+        tables = (leaf for _, leaf in tree.leaves(part) if tree.is_named(leaf))  # the head is the token embedding
+        total += sum(leaf.size for leaf in tables if {axis.name for axis in leaf.axes} == {VOCAB, EMBED})
+    return total
 
 
 _MAX_BLOCK, _MIN_BLOCK = 512, 8

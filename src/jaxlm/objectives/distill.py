@@ -7,14 +7,13 @@ et al. 2024 (arXiv:2306.13649), equation 1. Top k: `jaxlm.models.distillation`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import haliax as hax
 import jax
-from annotated_types import Interval
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import PositiveFloat, PositiveFraction, PositiveInt
+from jaxlm.core.field_types import PositiveFloat, PositiveFraction, PositiveInt, ProperFraction
 from jaxlm.core.types import Sum, TokenBatch
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.distillation import TeacherStates, distillation_sums, top_k_of
@@ -50,7 +49,7 @@ class Distill(ObjectiveConfig):
 
     teacher: str = "teacher"
     divergence: Literal["forward_kl", "reverse_kl", "js"] = "forward_kl"
-    beta: Annotated[float, Interval(gt=0, lt=1)] = _EVEN
+    beta: ProperFraction = _EVEN
     temperature: PositiveFloat = 1.0
     weight: PositiveFraction = 0.5
     top_k: PositiveInt | None = None

@@ -15,7 +15,7 @@ from annotated_types import Interval
 
 from jaxlm.core.axes import PAIR, POSITION
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import Fraction, NonNegativeFloat, PositiveFloat
+from jaxlm.core.field_types import Fraction, NonNegativeFloat, PositiveFloat, ProperFraction
 from jaxlm.core.types import PairBatch, Sum
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
@@ -97,7 +97,7 @@ class Dpo(ReferencedObjective):
     beta: PositiveFloat = 0.1
     label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
     f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
-    f_divergence_alpha: Annotated[float, Interval(gt=0, lt=1)] = _F_ALPHA
+    f_divergence_alpha: ProperFraction = _F_ALPHA
     ld_alpha: Fraction | None = None
     wpo: bool = False
     reduction: Literal["sum", "mean"] = "sum"

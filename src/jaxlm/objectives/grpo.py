@@ -16,14 +16,7 @@ from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, GROUP, POSITION
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import (
-    LARGEST_FLOAT,
-    BelowOne,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveFraction,
-    PositiveInt,
-)
+from jaxlm.core.field_types import AboveOne, BelowOne, NonNegativeFloat, PositiveFloat, PositiveFraction, PositiveInt
 from jaxlm.core.types import GroupBatch, Sum
 from jaxlm.models.base import AuxLoss, LanguageModel
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
@@ -37,6 +30,7 @@ from jaxlm.objectives.policy_losses import (
     Scale,
     average_weight,
     batch_std,
+    check_vespo_weights,
     cispo_losses,
     clipped_losses,
     gmpo_losses,
@@ -83,7 +77,8 @@ class Grpo(ReferencedObjective):
             positive and for negative advantages.
         vespo_positive_power, vespo_negative_power: how fast the weight of `vespo` falls for responses that have become less
             likely, for positive and for negative advantages: the power of the ratio.
-        vespo_positive_decay, vespo_negative_decay: how fast it falls for those that have become more likely.
+        vespo_positive_decay, vespo_negative_decay: how fast it falls for those that have become more likely. At the ratio of
+            power and decay, the weight is largest; no response may count more than e^20 times as much as without a weight.
         importance: the ratio is that of each `token`; of the whole `sequence`, normalized by its length (GSPO); or of the
             whole sequence as it is, `sequence_product` (RLOO).
         old_policy: the model that sampled the responses, whose probabilities the ratios compare with: the `reference`, for
@@ -120,7 +115,7 @@ class Grpo(ReferencedObjective):
     policy_loss: Literal["clip", "gmpo", "cispo", "sapo", "vespo"] = "clip"
     clip_eps: BelowOne = _CLIP
     clip_eps_high: NonNegativeFloat | None = None
-    dual_clip: Annotated[float, Interval(gt=1, le=LARGEST_FLOAT)] | None = None
+    dual_clip: AboveOne | None = None
     cispo_cap: PositiveFloat = _CAP
     sapo_positive_temperature: PositiveFloat = _POSITIVE
     sapo_negative_temperature: PositiveFloat = _NEGATIVE
@@ -175,6 +170,8 @@ class Grpo(ReferencedObjective):
                 f"objective.scale: {self.scale} given with kl_in_reward: true, but the rewards of a whole batch are not known"
                 " with their KL divergences before it is split into microbatches. Set scale to group or none"
             )
+        check_vespo_weights("positive", self.vespo_positive_power, self.vespo_positive_decay)
+        check_vespo_weights("negative", self.vespo_negative_power, self.vespo_negative_decay)
         self._check_max_response_tokens()
         if self.needs_reference and self.reference == "none":
             raise ConfigError(

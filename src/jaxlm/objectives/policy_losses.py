@@ -6,11 +6,14 @@ arXiv:2402.03300, section 4.1); the variants name their own papers.
 Shapes: N responses, S positions.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+
+from jaxlm.core.errors import ConfigError
 
 Scale = Literal["group", "batch", "batch_advantages", "none"]
 Baseline = Literal["mean", "leave_one_out"]
@@ -186,6 +189,20 @@ def vespo_losses(
     k_N, l_N = (jnp.where(advantage_N >= 0, *both) for both in zip(positive, negative, strict=True))
     weight_N = jnp.exp(l_N + k_N * log_w_N - l_N * jnp.exp(log_w_N))
     return -jax.lax.stop_gradient(weight_N * advantage_N)[:, None] * logps_NS
+
+
+def check_vespo_weights(sign: str, power: float, decay: float) -> None:
+    """Raises `ConfigError` if the largest weight of a response is far from 1. Args: sign: of the advantages, in keys."""
+    if not power > 0 < decay:
+        return  # their types refuse that
+    log_w = min(max(math.log(power / decay), _SMALLEST_LOG_WEIGHT), _LARGEST_LOG_WEIGHT)
+    largest = decay + power * log_w - decay * math.exp(log_w)
+    if largest > _LARGEST_LOG_WEIGHT:
+        raise ConfigError(
+            f"objective.vespo_{sign}_decay: {decay:g} given with vespo_{sign}_power: {power:g}, with which the weight of a"
+            f" response reaches e^{largest:.3g}, at most e^{_LARGEST_LOG_WEIGHT:g} expected. Set both to numbers such as 2"
+            " and 3"
+        )
 
 
 def gmpo_losses(

@@ -177,6 +177,11 @@ class Rewards:
     def names(self) -> tuple[str, ...]:
         return tuple(self._weights)
 
+    @property
+    def columns(self) -> frozenset[str]:
+        """The columns that some reward reads."""
+        return frozenset().union(*self._columns.values())
+
     def check_columns(self, existing: Collection[str]) -> None:
         """Raises `ConfigError` if a reward reads a column that the records do not have."""
         for name, columns in self._columns.items():

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 300.0  # large libraries from a cold disk
 _SEND_S = 300  # until a process counts as lost that does not read what it is sent
-RESUMES = "The run's checkpoints are kept; the same command resumes from the newest one"
 _EXIT_S = 2.0
 _PARENT_S = 1.0
 _CODE = (
@@ -132,7 +131,7 @@ class RewardWorker:
         rows, self._rows = self._rows, None
         if kind == _FAILED:
             where = _where(rows, value[1])
-            raise ConfigError(f"{self._label}: {value[0]}, for {where}. Correct the reward. {RESUMES}")
+            raise ConfigError(f"{self._label}: {value[0]}, for {where}. Correct the reward")
         return value
 
     @property
@@ -174,13 +173,13 @@ class RewardWorker:
         how = f"the signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
         return ConfigError(
             f"{self._label}: its process ended with {how} {during}. Look for a lack of memory, a crash of a library, or a"
-            f" call that exits. {RESUMES}"
+            " call that exits"
         )
 
     def _late(self, what: str) -> ConfigError:
         """Ends the process. Args: what: it has not done in time."""
         self.end()
-        return ConfigError(f"{self._label}: {what}. Its process has been ended. {RESUMES}")
+        return ConfigError(f"{self._label}: {what}. Its process has been ended")
 
     def end(self) -> int:
         """Ends the process and what it has started. Returns its exit code, negative for a signal."""

@@ -2,8 +2,9 @@
 
 Of chats and prompts on this machine, it reads the first records, and draws one with the tokens that the loss is computed on.
 It looks for everything that a start needs, at URLs too, and lists what a start would end with. It opens rewards and
-environments, and asks sampling servers once. It only writes the plot of the learning-rate schedule to the run's log folder;
-if that fails, it logs a line.
+environments, and asks sampling servers once. What a start would end with is its own end too, after it has compiled: the
+memory is of interest on a machine without the data. It only writes the plot of the learning-rate schedule to the run's log
+folder; if that fails, it logs a line.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import jax
 from jaxlm.config.decode import choice_name
 from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import is_main_process
+from jaxlm.core.runtime import all_processes, is_main_process
 from jaxlm.core.stores import is_url
 from jaxlm.data.base import TRAIN, VALIDATION
 from jaxlm.data.config import DataConfig
@@ -94,7 +95,11 @@ def _of_checkpoint(config: RunConfig, tokenizer: str) -> tuple[int, str] | None:
 
 
 def dry_run(plan: Plan, console: Console) -> None:
-    """Logs the plan, compiles the training step of every phase, and logs its memory use."""
+    """Logs the plan, compiles the training step of every phase, and logs its memory use.
+
+    Raises:
+        ConfigError: a start would end with it. On all processes.
+    """
     rows = [*describe(plan), ("vocabulary", assumed_vocabulary(plan.config)[1]), *_caches(plan)]
     previews: list[MaskPreview] = []
     answers = [*_answers([*_checks(plan), *_previews(plan, previews)]), *_answers_of_all(list(_agreed_checks(plan)))]
@@ -118,6 +123,9 @@ def dry_run(plan: Plan, console: Console) -> None:
             console.log(table(f"phase '{phase.name}'", [*phase_rows, *too_large]))
     console.log(f"schedule: {_plot_schedule(plan)}")
     console.log(f"dry run complete: all training steps compile{_but(rows + refusals)}")
+    refused = [answer for _, answer in rows + refusals if answer.startswith(_REFUSED)]
+    if not all_processes(not refused):
+        raise ConfigError("\n".join(dict.fromkeys(refused)) or "a start would end on another process; see its output")
 
 
 def _but(rows: Sequence[tuple[str, str]]) -> str:
@@ -179,6 +187,7 @@ def _checks(plan: Plan) -> Iterator[_Question]:
             yield _Question(f"text of {source.key}", check, "what has the text")
     for evaluation in config.evals:
         yield _Question(f"evaluation {choice_name(type(evaluation))}", evaluation.check, "the disk")
+    yield _Question("run", plan.checkpoints.check_free, "the disk")
     name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
     if name is None:
         return

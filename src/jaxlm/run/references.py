@@ -8,7 +8,6 @@ import haliax as hax
 import jax
 
 from jaxlm.core import tree
-from jaxlm.core.axes import EMBED, EXPERTS, VOCAB, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -17,8 +16,7 @@ from jaxlm.engine.state import sharded_shapes
 from jaxlm.engine.step import microbatch_axis
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.linear import Linear
-from jaxlm.models.moe import Experts
+from jaxlm.models.moe import num_multiplied
 from jaxlm.run.plan import Plan
 
 Log = Callable[[str], None]
@@ -93,25 +91,11 @@ def flops_per_token(plan: Plan, phase: Phase) -> FlopsPerToken:
     configs = [replace(plan.refs[name].model_config(), seq_len=plan.config.model.seq_len) for name in names]
     references = [config.flops_per_token(vocab_size) for config in configs] + [own] * phase.objective.holds_reference
     num_forward = phase.objective.num_forward_sequences
-    flops = own.plus(-2.0 * _frozen_weights(plan.state_builder.abstract_state(phase).model, phase))
+    model = plan.state_builder.abstract_state(phase).model
+    flops = own.plus(-2.0 * num_multiplied(phase.split(model)[1], model))
     for other in [own] * num_forward + references * (1 + num_forward):
         flops = flops.with_forward(other)
     return flops
-
-
-def _frozen_weights(model: LanguageModel, phase: Phase) -> int:
-    """Number of weights in matrix products that do not train, of those that are active for one token."""
-    _, frozen = phase.split(model)
-    layers = tree.modules(model, Linear)
-    total = sum(layer.weight.size for layer in tree.modules(frozen, Linear) if layer.weight is not None)
-    for experts in tree.modules(frozen, Experts):
-        for layer in (experts.gate_proj, experts.up_proj, experts.down_proj):
-            if layer.weight is not None:
-                total += layer.weight.size * experts.num_chosen // layer.weight.axis_size(EXPERTS)
-    if layers and not any(VOCAB in [axis.name for axis in axes_of(layer.Out)] for layer in layers):
-        tables = (leaf for _, leaf in tree.leaves(frozen) if tree.is_named(leaf))  # the head is the token embedding
-        total += sum(leaf.size for leaf in tables if {axis.name for axis in leaf.axes} == {VOCAB, EMBED})
-    return total
 
 
 def abstract_references(plan: Plan, phase: Phase) -> dict[str, LanguageModel]:

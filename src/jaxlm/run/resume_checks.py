@@ -1,7 +1,6 @@
 """Checks that a resumed run is the same run, and lists what changed since its last start."""
 
 import json
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 from jaxlm.config.decode import encode
 from jaxlm.config.effects import CONTENT, EFFECTS, Effect, effect_of, effect_of_fact
 from jaxlm.config.load import as_run_config, read_config
-from jaxlm.config.plugins import is_import_path
+from jaxlm.config.plugins import own_modules
 from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first, same_on_all_processes
@@ -244,9 +243,7 @@ def computing_facts(config: RunConfig, options: StepOptions) -> dict[str, str]:
     Args:
         options: of the training step.
     """
-    modules = (text.partition(":")[0] for text in _texts(encode(config)) if is_import_path(text))
-    facts = computing(name for name in modules if name in sys.modules)
-    return {**facts, **dict(zip((_XLA_OPTIONS, _BLOCK_SIZES), options.texts, strict=True))}
+    return {**computing(own_modules(config)), **dict(zip((_XLA_OPTIONS, _BLOCK_SIZES), options.texts, strict=True))}
 
 
 def _environment_changes(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
@@ -255,18 +252,6 @@ def _environment_changes(before: Mapping[str, str], now: Mapping[str, str]) -> I
     for name in now if before else ():
         if before.get(name, "") != now[name]:  # earlier versions did not save all of them
             yield f"{name}: {before.get(name) or 'none'} -> {now[name] or 'none'} ({effect_of_fact(name)})"
-
-
-def _texts(value: Any) -> Iterator[str]:
-    match value:
-        case str():
-            yield value
-        case Mapping():
-            for item in value.values():
-                yield from _texts(item)
-        case list():
-            for item in value:
-                yield from _texts(item)
 
 
 def _schedule_at(config: RunConfig, step: int) -> tuple[int, int, float] | None:

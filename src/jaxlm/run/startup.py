@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.config.decode import choice_name, dump, encode
+from jaxlm.config.plugins import own_modules
 from jaxlm.config.run import RunConfig
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
@@ -34,7 +35,7 @@ from jaxlm.models.scan import runs_as_scan
 from jaxlm.models.stacks import HeterogeneousBody, Stack
 from jaxlm.observe.console import duration
 from jaxlm.observe.trackers import RunInfo
-from jaxlm.observe.trackers.environment import JAX_OPTIONS, source_of_jaxlm
+from jaxlm.observe.trackers.environment import JAX_OPTIONS, source_of, source_of_jaxlm
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.lr.shapes import lr_shape_name
 from jaxlm.presets.base import preset_rows
@@ -278,6 +279,7 @@ def _start_facts(config: RunConfig, run_id: str) -> dict[str, str]:
         **{key.removeprefix("config."): value for key, value in flat.items() if not _LOCAL_KEYS.fullmatch(key)},
         "trainer.id": run_id,
         "source of jaxlm": source_of_jaxlm(),
+        **{f"source of {name}": source_of(name) for name in sorted(own_modules(config))},
         **{f"version of {name}": version(name) for name in ("jax", "jaxlib", "haliax", "equinox", "optax")},
         **{name: str(getattr(jax.config, name)) for name in JAX_OPTIONS},
     }

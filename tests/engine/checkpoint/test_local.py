@@ -87,6 +87,12 @@ def test_a_second_start_of_a_run_is_refused_until_the_first_ends(tmp_path):
         second.locked(print).__enter__()
     with second.locked(print):
         pass
+    first.check_free()
+    message = rf"already being trained \(process {os.getpid()} on .+ since 20.+ UTC\): both would save"
+    with first.locked(print), pytest.raises(ConfigError, match=message):
+        second.check_free()
+    LocalFolder(tmp_path / "nowhere" / "run").check_free()
+    assert not (tmp_path / "nowhere").exists()
     with first.locked(print), LocalFolder(tmp_path / "other").locked(print):
         pass
 

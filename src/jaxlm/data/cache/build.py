@@ -104,15 +104,15 @@ def _write_shards(
                 f"{building.stem}: warning: none of the first {num_read:,} documents has a token to compute the loss on. If"
                 f" the others have none either, the run will not start: {encoder.no_targets_message()}"
             )
-        if texts is None:
-            arrays = _read_complete_shard(_shard_path(building, number))
+        if isinstance(texts, int):
+            num_usable += texts
             progress.skip(shard.position)
         else:
             arrays = _shard_arrays(shard, texts, dtype)
             _write_shard(_shard_path(building, number), arrays)
+            num_usable += len(arrays["lengths"])
             progress.add(shard.position, len(arrays["lengths"]), len(arrays["tokens"]))
         first, num_read = first or shard.documents[0].where, num_read + len(shard.documents)
-        num_usable += len(arrays["lengths"])
     if num_read and not num_usable:
         raise ConfigError(encoder.no_targets_message() + (f". The first record is {first}" if first else ""))
 
@@ -141,14 +141,14 @@ def _shard_arrays(
 
 def _tokenized(
     shards: Iterator[_Shard], building: Path, encoder: Encoder, workers: Workers
-) -> Iterator[tuple[_Shard, list[TokenizedText | None] | None]]:
-    """The shards in order, each with its tokenized documents; None for a shard that has been written before."""
-    in_flight: deque[tuple[_Shard, Future[list[TokenizedText | None]] | None]] = deque()
+) -> Iterator[tuple[_Shard, list[TokenizedText | None] | int]]:
+    """The shards in order, each with its tokenized documents; with their number, if it has been written before."""
+    in_flight: deque[tuple[_Shard, Future[list[TokenizedText | None]] | int]] = deque()
     with workers.encoding(encoder) as pool:
         for number, shard in enumerate(shards):
-            is_written = _read_shard(_shard_path(building, number)) is not None
+            written = _read_shard(_shard_path(building, number))  # all of it, because it may be damaged
             contents = [document.content for document in shard.documents]
-            in_flight.append((shard, None if is_written else pool.submit(contents)))
+            in_flight.append((shard, pool.submit(contents) if written is None else len(written["lengths"])))
             if len(in_flight) > pool.max_in_flight:
                 yield _result(*in_flight.popleft())
         while in_flight:
@@ -156,9 +156,9 @@ def _tokenized(
 
 
 def _result(
-    shard: _Shard, tokens: Future[list[TokenizedText | None]] | None
-) -> tuple[_Shard, list[TokenizedText | None] | None]:
-    return shard, None if tokens is None else tokens.result()
+    shard: _Shard, tokens: Future[list[TokenizedText | None]] | int
+) -> tuple[_Shard, list[TokenizedText | None] | int]:
+    return shard, tokens if isinstance(tokens, int) else tokens.result()
 
 
 def _shard_path(building: Path, number: int) -> Path:

@@ -1,7 +1,7 @@
 """The interface of formats: how the records of files become tokens and a loss mask."""
 
 import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -14,6 +14,27 @@ from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 Truncation = Literal["keep_start", "keep_end", "drop_overlength"]
+
+
+class Fate(NamedTuple):
+    """What happens to what is too long, for messages.
+
+    Attributes:
+        done: after "were".
+        happens: after "longer documents".
+        lost: the part that is beyond the limit.
+    """
+
+    done: str
+    happens: str
+    lost: str
+
+
+FATES: Mapping[Truncation, Fate] = {
+    "keep_start": Fate("truncated", "lose their ends", "the end"),
+    "keep_end": Fate("truncated at the beginning", "lose their beginnings", "the beginning"),
+    "drop_overlength": Fate("left out", "are left out", "the end"),
+}
 
 
 class RawContent(NamedTuple):

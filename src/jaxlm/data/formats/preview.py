@@ -10,14 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.formats.base import Encoder, TokenizedText, Truncation
+from jaxlm.data.formats.base import FATES, Encoder, TokenizedText, Truncation
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 MAX_RECORDS = 1000
 _MAX_BLOCKS = 10  # of MAX_RECORDS that are searched for a token to compute the loss on
-_CUT_OFF = {"keep_start": ("lose their ends", "the end"), "keep_end": ("lose their beginnings", "the beginning")}
-_CUT_OFF["drop_overlength"] = ("are left out", "the end")
 _MASKED = ("⟦", "⟧")
 # Text of a record must not move the cursor or change colors that it does not own.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -92,7 +90,7 @@ class MaskPreview:
         if self.num_empty:
             parts.append(f"{self.num_empty:,} records have none and are left out")
         if self.num_overlong:
-            parts.append(f"{self.num_overlong:,} are longer than model.seq_len and {_CUT_OFF[self.truncation][0]}")
+            parts.append(f"{self.num_overlong:,} are longer than model.seq_len and {FATES[self.truncation].happens}")
         return "; ".join(parts)
 
     def draw(self, *, colors: bool) -> str:
@@ -101,7 +99,7 @@ class MaskPreview:
             "what is green" if colors else "what is not in ⟦brackets⟧"
         )
         if any(piece.is_cut for piece in self.example):
-            legend += f"; {_CUT_OFF[self.truncation][1]} is beyond model.seq_len"
+            legend += f"; {FATES[self.truncation].lost} is beyond model.seq_len"
         if colors:
             return f"{legend}\n{''.join(piece.in_colors for piece in self.example)}"
         runs = itertools.groupby(self.example, key=lambda piece: piece.is_trained)

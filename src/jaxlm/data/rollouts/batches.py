@@ -31,9 +31,10 @@ class RolloutBatches(Batches):
         assert step == self._step, "the run and its batches are at the same step"
         end, num_minibatches = self._steps_from(step)
         num_groups = num_minibatches * self._reader.batches.at(step).size
-        groups, self._consumed, metrics = self._maker.make(model, step, self._consumed, num_groups)
+        groups, consumed, metrics = self._maker.make(model, step, self._consumed, num_groups)
         sampled = (groups.examples, groups.samples, groups.rewards)
         self._rollout = Rollout.of((step, end), num_minibatches, *sampled, metrics)
+        self._consumed = consumed
 
     def __next__(self) -> Any:
         step, rollout, reader = self._step, self._rollout, self._reader

@@ -27,7 +27,7 @@ from jaxlm.data.rollouts.conversations import EARNED, Conversations, dialect_of
 from jaxlm.data.rollouts.curriculum import CurriculumConfig, CurriculumContext
 from jaxlm.data.rollouts.local import LocalSamplerConfig
 from jaxlm.data.rollouts.maker import RolloutMaker, RolloutOptions
-from jaxlm.data.rollouts.prompts import PromptRecords, Prompts, prompt_values
+from jaxlm.data.rollouts.prompts import PromptRecords, Prompts, check_first_records, prompt_values
 from jaxlm.data.rollouts.sampler import SamplerConfig, SamplerContext
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.environments.base import EnvironmentConfig
@@ -168,10 +168,13 @@ class RolloutsConfig(DataConfig):
     def check_opens(self, tokenizer: Callable[[], Tokenizer], *, dry: bool) -> None:
         self._check_parts()
         self.sampler.check_opens(self.temperature, dry=dry)
+        self.sampler.check_tokens(tokenizer(), dry=dry)
         if self.environment is not None:
             dialect_of(self.environment, tokenizer())
             check_environment_opens(self.environment)
-        self._open_rewards(tokenizer(), tokenizer().stop_ids, dry=dry).close()
+        numbers = () if self.curriculum is None else self.curriculum.columns
+        with self._open_rewards(tokenizer(), tokenizer().stop_ids, dry=dry) as rewards:
+            check_first_records([source for source in self.sources() if source.has(TRAIN)], rewards, numbers)
 
     def _open_rewards(self, tokenizer: Tokenizer, stop_ids: tuple[int, ...], *, dry: bool = False) -> Rewards:
         context = RewardContext(tokenizer.decode, self.max_new_tokens, stop_ids, dry)
@@ -181,7 +184,8 @@ class RolloutsConfig(DataConfig):
         def make(reader: BatchReader, of_run: BatchContext) -> Batches:
             run, environment = of_run.services, self.environment
             stop_ids = run.stop_ids or tokenizer.stop_ids
-            services = SamplerContext(reader.layout, run.precision, run.log, run.progress, run.export)
+            functions = (run.log, run.progress, run.export)
+            services = SamplerContext(reader.layout, run.precision, *functions, tokenizer.vocab_size)
             records = {source.name: PromptRecords(source, run.log) for source in self.sources() if source.has(TRAIN)}
 
             def values(column: str) -> list[np.ndarray]:

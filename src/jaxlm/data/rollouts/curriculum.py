@@ -75,6 +75,11 @@ class Curriculum(abc.ABC):
 class CurriculumConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.data.rollouts"):
     """Which prompts are sampled for, and when."""
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Keys that must have a number in every record."""
+        return ()
+
     @abc.abstractmethod
     def check(self) -> None:
         """Raises `ConfigError` if a key cannot work."""

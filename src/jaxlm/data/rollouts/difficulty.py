@@ -34,6 +34,10 @@ class DifficultyConfig(CurriculumConfig):
     full_after: PositiveInt | None = None
     hardest_first: bool = False
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column,)
+
     def check(self) -> None:
         if self.full_after is None:
             raise ConfigError(

@@ -1,5 +1,6 @@
 """Samples on the devices that train."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,11 +45,11 @@ class LocalSampler(Sampler):
 
     def __init__(self, config: LocalSamplerConfig, context: SamplerContext):
         self._config = config
-        self._cast = jax.jit(context.precision.cast_to_compute)
+        self._to_compute = context.precision.cast_to_compute
         self._progress = context.progress
 
     def sample(self, model: Any, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[Sample]:
-        generator = Generator.of(self._cast(model))
+        generator = Generator.of(self._cast(model))  # until this returns: a step deletes the buffers that it shares
         num_rows = request.num_rows or len(prompts)
         most = self._config.rows_at_once(num_rows)
         samples: dict[int, Sample] = {}
@@ -68,8 +69,24 @@ class LocalSampler(Sampler):
                 samples[place] = _sample(tokens, logps, request.stop_ids)
         return [samples[place] for place in range(len(prompts))]
 
+    def _cast(self, model: Any) -> Any:
+        """The model in its compute dtypes. What has them already is not copied."""
+        arrays, structure = jax.tree.flatten(model)
+        wanted = [leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(self._to_compute, model))]
+        others = [number for number, array in enumerate(arrays) if array.dtype != wanted[number]]
+        for number, array in zip(
+            others, _astype([arrays[n] for n in others], tuple(wanted[n] for n in others)), strict=True
+        ):
+            arrays[number] = array
+        return jax.tree.unflatten(structure, arrays)
+
     def close(self) -> None:
         return
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _astype(arrays: list[jax.Array], dtypes: tuple[Any, ...]) -> list[jax.Array]:
+    return [array.astype(dtype) for array, dtype in zip(arrays, dtypes, strict=True)]
 
 
 def _calls(prompts: Sequence[Sequence[int]], most: int) -> Iterator[list[int]]:

@@ -153,9 +153,9 @@ class RolloutMaker:
         if self.options.dynamic_sampling:
             metrics["dynamic_sampling/num_prompts"] = float(len(are_equal))
             metrics["dynamic_sampling/frac_equal"] = float(are_equal.mean())
-        self.order.learn(found.examples, found.rewards)
-        metrics |= self.order.metrics(step, after - first - len(are_equal))
         main_only(lambda: self._log(step, chosen))
+        self.order.learn(found.examples, found.rewards)  # last: if something fails before, no state has changed
+        metrics |= self.order.metrics(step, after - first - len(are_equal))
         return Made(chosen, after, {f"train/{name}": value for name, value in metrics.items()})
 
     def prompts(self, examples: np.ndarray) -> list[np.ndarray]:

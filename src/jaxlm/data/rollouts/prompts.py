@@ -13,6 +13,9 @@ from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import ContiguousExamples, Examples
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.sources.record_files import Record
+from jaxlm.rewards.base import Rewards
+
+_FIRST = 1000  # records that are checked for numbers before the start
 
 
 class Prompts(ContiguousExamples):
@@ -82,20 +85,55 @@ def prompt_values(prompts: Examples, records: "PromptRecords", column: str) -> n
     documents = document_numbers(prompts, np.arange(len(prompts))).tolist()
     found = np.zeros(len(documents))
     for row, record in enumerate(records.of(documents, len(prompts.cache.offsets) - 1)):
-        value = record.values.get(column)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not is_float32(value):
-            is_there = column in record.values
-            what = (
-                f"has {value!r:.40} there"
-                if is_there
-                else f"has only {', '.join(record.values) or 'nothing'} besides the prompt"
-            )
-            raise ConfigError(
-                f"data.curriculum.column: {column} given, a finite number in every record expected, but"
-                f" {record.where} {what}. Correct the record, or name another key"
-            )
-        found[row] = value
+        found[row] = _number(record, column)
     return found
+
+
+def _number(record: Record, column: str) -> float:
+    """The number that a record has under a key. Args: record: without the prompt."""
+    value = record.values.get(column)
+    if not isinstance(value, bool) and isinstance(value, int | float) and is_float32(value):
+        return value
+    is_there = column in record.values
+    what = (
+        f"has {value!r:.40} there"
+        if is_there
+        else f"has only {', '.join(record.values) or 'nothing'} besides the prompt"
+    )
+    raise ConfigError(
+        f"data.curriculum.column: {column} given, a finite number in every record expected, but {record.where} {what}."
+        " Correct the record, or name another key"
+    )
+
+
+def check_first_records(sources: Sequence[NamedSource], rewards: Rewards, numbers: Sequence[str]) -> None:
+    """Raises `ConfigError` if the records on this machine lack a column of a reward, or the first ones have no number.
+
+    Records that are elsewhere are checked when they are here.
+
+    Args:
+        numbers: columns that must have a number in every record.
+    """
+    found: set[str] = set()
+    are_here = True
+    for source in sources if rewards.columns or numbers else ():
+        try:
+            files = source.local_files(TRAIN)
+        except ConfigError:  # the check of the source says what is wrong with its files
+            files = None
+        if files is None:
+            are_here = False
+            continue
+        beside = source.config.format.beside_prompt
+        for place, record in enumerate(record for file in files for record in file.records(None)):
+            if found >= rewards.columns and place >= (_FIRST if numbers else 0):
+                break
+            record = record._replace(values=beside(record.values))
+            found |= record.values.keys()
+            for column in numbers if place < _FIRST else ():
+                _number(record, column)
+    if are_here:
+        rewards.check_columns(found)
 
 
 class PromptRecords:

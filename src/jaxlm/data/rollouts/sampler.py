@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import draccus
 
+from jaxlm.core.field_types import LARGEST_INT
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.data.base import Log
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class SamplerContext:
         progress: says that the run has not stopped, while one call takes long.
         export: writes the weights of the model that trains, without adapters, to a new folder in the format of transformers.
             All processes call it.
+        vocab_size: all ids of the run's tokens are below this.
     """
 
     layout: Layout
@@ -31,6 +34,7 @@ class SamplerContext:
     log: Log
     progress: Callable[[], None] = lambda: None
     export: Callable[[Any, Path], None] = lambda model, folder: None
+    vocab_size: int = LARGEST_INT
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,10 @@ class SamplerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         Args:
             dry: write nothing, and do not wait for a server that is not ready.
         """
+        return
+
+    def check_tokens(self, tokenizer: Tokenizer, *, dry: bool) -> None:
+        """Raises `ConfigError` if it has other tokens than the run. Called after `check_opens`, by process 0."""
         return
 
     @abc.abstractmethod

@@ -9,17 +9,18 @@ import queue
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import LARGEST_INT, PositiveInt, is_float32
+from jaxlm.core.field_types import PositiveInt, is_float32
 from jaxlm.core.runtime import from_main, main_only
 from jaxlm.core.stores import is_url
 from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig, SamplerContext, SamplingRequest
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.interop.json_server import JsonServer, ServerConfig
 
 T = TypeVar("T")
@@ -28,6 +29,9 @@ _KEY = "data.sampler"
 _VLLM_RELOAD = "/collective_rpc"
 _LARGEST_SEED = 2**31 - 1
 _SAME_TOKENIZER = "Serve the model that trains, with its tokenizer"
+_COMPLETIONS, _TOKENIZE = "/v1/completions", "/tokenize"
+_TOKENIZE_S = 10.0
+_SAMPLE_TEXT = "The 17 naïve cafés, 3.14 — \t你好!\n    if x != 42: don't"  # that tokenizers split in different ways
 # Servers take what a request leaves out from the model's generation_config.json.
 _WHOLE_DISTRIBUTION = {
     "top_p": 1.0,
@@ -83,6 +87,33 @@ class ServerSamplerConfig(SamplerConfig):
             JsonServer(self.server).check_reachable(wait=not dry)
         except ConfigError as error:
             raise ConfigError(f"{_KEY}.server: {error}") from error
+
+    def check_tokens(self, tokenizer: Tokenizer, *, dry: bool) -> None:
+        once, soon = replace(self.server, num_retries=0), min(self.server.timeout_s, _TOKENIZE_S)
+        named = {} if self.model is None else {"model": self.model}
+        ours = tokenizer.encode(_SAMPLE_TEXT)
+        try:
+            ask = JsonServer(replace(once, timeout_s=soon)).post
+            answer = ask(_TOKENIZE, {**named, "prompt": _SAMPLE_TEXT, "add_special_tokens": False})
+        except ConfigError:
+            answer = None  # servers need not have it
+        theirs = answer.get("tokens") if isinstance(answer, dict) else None
+        if isinstance(theirs, list) and theirs != ours:
+            raise ConfigError(
+                f"{_KEY}: the server has another tokenizer: it encodes {_SAMPLE_TEXT[:13]!r}... as {str(theirs[:8])[:-1]},"
+                f" ...], and data.tokenizer as {str(ours[:8])[:-1]}, ...]. {_SAME_TOKENIZER}"
+            )
+        last = tokenizer.vocab_size - 1
+        body = {**named, **_request([*ours, last], max_tokens=1, temperature=1.0, seed=0, stop_ids=tokenizer.stop_ids)}
+        try:
+            answer = JsonServer(once if dry else self.server).post(_COMPLETIONS, body)
+            # The run's templates and environment may add tokens at which it stops.
+            _sample(answer, body | {"stop_token_ids": range(tokenizer.vocab_size)}, tokenizer.vocab_size)
+        except (ConfigError, _AnswerError) as error:
+            raise ConfigError(
+                f"{_KEY}: the server does not continue a prompt that ends with the last token of data.tokenizer, {last}:"
+                f" {error}. {_SAME_TOKENIZER}"
+            ) from error
 
     def check_temperature(self, temperature: float) -> None:
         """Raises `ConfigError` if the server's log-probabilities are not those at a temperature."""
@@ -158,20 +189,17 @@ class ServerSampler(Sampler):
     def _one(self, prompt: Sequence[int], row: int, request: SamplingRequest) -> Sample:
         body = {
             **({} if self._config.model is None else {"model": self._config.model}),
-            "prompt": list(map(int, prompt)),
-            "max_tokens": min(request.max_new_tokens, request.room or request.max_new_tokens),
-            "temperature": request.temperature,
-            **_WHOLE_DISTRIBUTION,
-            "n": 1,
-            "seed": seed_of(request, row),
-            "stop_token_ids": list(request.stop_ids),
-            "logprobs": 1,
-            "return_token_ids": True,
-            "skip_special_tokens": False,
+            **_request(
+                list(map(int, prompt)),
+                max_tokens=min(request.max_new_tokens, request.room or request.max_new_tokens),
+                temperature=request.temperature,
+                seed=seed_of(request, row),
+                stop_ids=request.stop_ids,
+            ),
         }
-        answer = self._post("/v1/completions", body)
+        answer = self._post(_COMPLETIONS, body)
         try:
-            return _sample(answer, body)
+            return _sample(answer, body, self._context.vocab_size)
         except _AnswerError as error:
             raise ConfigError(f"{_KEY}: the server's answer cannot be used: {error}") from error
 
@@ -191,6 +219,24 @@ def _reloads(protocol: str, folder: str) -> list[tuple[str, Mapping[str, Any]]]:
     return [(_VLLM_RELOAD, reload), ("/reset_prefix_cache", {})]
 
 
+def _request(
+    prompt: list[int], *, max_tokens: int, temperature: float, seed: int, stop_ids: Sequence[int]
+) -> dict[str, Any]:
+    """The body of a request for one response."""
+    return {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        **_WHOLE_DISTRIBUTION,
+        "n": 1,
+        "seed": seed,
+        "stop_token_ids": list(stop_ids),
+        "logprobs": 1,
+        "return_token_ids": True,
+        "skip_special_tokens": False,
+    }
+
+
 class _AnswerError(Exception):
     """An answer is not what was asked for."""
 
@@ -201,8 +247,8 @@ def seed_of(request: SamplingRequest, row: int) -> int:
     return int(np.random.SeedSequence(entropy).generate_state(1)[0]) & _LARGEST_SEED
 
 
-def _sample(answer: Any, body: Mapping[str, Any]) -> Sample:
-    """The only choice of an answer, checked against its request."""
+def _sample(answer: Any, body: Mapping[str, Any], vocab_size: int) -> Sample:
+    """The only choice of an answer, checked against its request and the run's vocabulary."""
     try:
         (choice,) = answer["choices"]
         tokens, reason = choice["token_ids"], choice["finish_reason"]
@@ -218,8 +264,12 @@ def _sample(answer: Any, body: Mapping[str, Any]) -> Sample:
         raise _AnswerError(
             f"{sizes[0]} tokens with {sizes[1]} log-probabilities given, 1 to {body['max_tokens']} of both expected"
         )
-    if not all(type(one) is int and 0 <= one <= LARGEST_INT for one in tokens):
+    if not all(type(one) is int and one >= 0 for one in tokens):
         raise _AnswerError("token_ids has other values than tokens")
+    if (largest := max(tokens)) >= vocab_size:
+        raise _AnswerError(
+            f"the token {largest} given, but data.tokenizer has {vocab_size:,} tokens. {_SAME_TOKENIZER}"
+        )
     if not all(type(one) in (int, float) and is_float32(one) for one in logps):
         raise _AnswerError("a log-probability is null or not finite")
     read = choice.get("prompt_token_ids")

@@ -127,12 +127,17 @@ class NamedSource:
         """
         if not self.config.format.has_loss_mask or not self.has(TRAIN):
             return None
-        listed = self._listed(TRAIN)
-        if copies is None and not all(source.is_local(self.mirror) for item in listed for source in item.sources):
+        files = self.local_files(TRAIN) if copies is None else self._files(self._listed(TRAIN), copies, {})
+        if files is None:
             return None
-        files = self._files(listed, copies or (lambda _: None), {})
         truncation = self.config.format.overlong
         return preview_masks(self.encoder(tokenizer), files, tokenizer, seq_len, truncation=truncation, key=self.key)
+
+    def local_files(self, split: str) -> list[TextFile] | None:
+        """The files of a split, if none of them is to be copied from another machine."""
+        listed = self._listed(split)
+        is_here = all(source.is_local(self.mirror) for item in listed for source in item.sources)
+        return self._files(listed, lambda _: None, {}) if is_here else None
 
     def is_tokenized(self, split: str) -> bool:
         """Whether the token cache of the split exists, here or at the URL."""

@@ -17,7 +17,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only, same_on_all_processes
 from jaxlm.core.stores import BRIEFLY_S, retried
 from jaxlm.engine.checkpoint.integrity import seal, verify
-from jaxlm.engine.checkpoint.lock import StillHeld, locked_file
+from jaxlm.engine.checkpoint.lock import StillHeld, check_unlocked, locked_file
 from jaxlm.engine.checkpoint.manifest import (
     ABANDONED,
     DAMAGED,
@@ -110,13 +110,15 @@ class LocalFolder(CheckpointFolder):
         self._check_shared(broadcast_from_main(token).tobytes())
         main_only(self._probe.unlink)
 
+    def check_free(self) -> None:
+        check_unlocked(self._lock, f"save to {self.location.absolute()}")
+
     @contextlib.contextmanager
     def locked(self, log: Callable[[str], None]) -> Iterator[StillHeld]:
         """The lock is a file beside the folder."""
-        path = self.location.with_name(f".{self.location.name}.lock")
         with contextlib.ExitStack() as closing:
             with self._start_errors():
-                held = closing.enter_context(locked_file(path, f"save to {self.location.absolute()}"))
+                held = closing.enter_context(locked_file(self._lock, f"save to {self.location.absolute()}"))
             yield held
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
@@ -216,6 +218,10 @@ class LocalFolder(CheckpointFolder):
     @property
     def _probe(self) -> Path:
         return self.location / f"probe{UNFINISHED}"
+
+    @property
+    def _lock(self) -> Path:
+        return self.location.with_name(f".{self.location.name}.lock")
 
     def _unfinished(self, name: str) -> Path:
         return self.location / f"{name}{UNFINISHED}"

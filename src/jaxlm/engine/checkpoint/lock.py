@@ -50,3 +50,14 @@ def locked_file(path: Path, what: str, refusal: Callable[[object, str], ConfigEr
         file.write(str(Holder.this_process()))
         file.flush()
         yield lambda: None
+
+
+def check_unlocked(path: Path, what: str) -> None:
+    """Raises `ConfigError` if another process has locked a file. Args: what: as of `held_by`."""
+    import fcntl
+
+    with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:  # no file, or no locks: nobody is known
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise held_by(file.read().strip() or "by another process", what) from error

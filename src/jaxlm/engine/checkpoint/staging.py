@@ -73,6 +73,9 @@ class StagedFolder(CheckpointFolder):
         self._local.prepare()
         main_only(self._prepare)
 
+    def check_free(self) -> None:
+        self._local.check_free()
+
     @contextlib.contextmanager
     def locked(self, log: Log) -> Iterator[StillHeld]:
         with self._local.locked(log), Lease(self.location, log).held() as still_held:

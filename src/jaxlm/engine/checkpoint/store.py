@@ -33,11 +33,12 @@ class SaveError(Exception):
 
     Attributes:
         reason: the message without advice for a run that ends.
+        advice: further sentences, each after a space.
     """
 
     def __init__(self, reason: str, advice: str = ""):
         super().__init__(f"{reason}.{advice}")
-        self.reason = reason
+        self.reason, self.advice = reason, advice
 
     @staticmethod
     def because(location: Path | str, text: str) -> "SaveError":
@@ -155,6 +156,10 @@ class CheckpointFolder(abc.ABC):
             SaveError: the folder cannot be written to.
             ConfigError: the folder is not the same on all processes, or its store does not respond.
         """
+
+    @abc.abstractmethod
+    def check_free(self) -> None:
+        """Raises `ConfigError` if it is known at once that another start of the run holds the folder. Writes nothing."""
 
     @abc.abstractmethod
     def locked(self, log: Callable[[str], None]) -> AbstractContextManager[StillHeld]:

@@ -117,7 +117,7 @@ def computing(modules: Iterable[str]) -> dict[str, str]:
     return {
         "jaxlm": f"{_version('jaxlm')}, source {source_of_jaxlm()}",
         "commit of jaxlm": _checkout_of(_PACKAGE),
-        **{f"module {name}": _source_of(name) for name in sorted(set(modules))},
+        **{f"module {name}": source_of(name) for name in sorted(set(modules))},
         "Python": platform.python_version(),
         **{name: _version(name) for name in _NUMERICS},
         "backend": jax.default_backend(),
@@ -133,8 +133,8 @@ def source_of_jaxlm() -> str:
     return _hash_of(sorted(_PACKAGE.rglob("*.py")))
 
 
-def _source_of(module: str) -> str:
-    """A hash of a module's file, or of all files of the package that contains it."""
+def source_of(module: str) -> str:
+    """The first digits of a hash of a module's file, or of all files of the package that contains it."""
     top = sys.modules[module.partition(".")[0]]
     file = getattr(top, "__file__", None)
     if file is None:  # a folder without __init__.py

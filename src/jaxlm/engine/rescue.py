@@ -1,0 +1,101 @@
+"""Saves the last complete step when the batch of the next one cannot be made: a reward fails, or a file cannot be read."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxlm.core.errors import ConfigError, PeerError
+from jaxlm.data.base import Batches
+from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.checkpoint.manager import Saver
+from jaxlm.engine.checkpoint.store import SaveError
+from jaxlm.engine.metrics import AsyncMetrics
+from jaxlm.engine.peers import is_lost_peer
+from jaxlm.engine.state import RunState
+
+_OTHERS_S = 30.0  # until a process that has failed assumes that the others have not
+_POLL_S = 0.05
+
+
+class Rescue:
+    """Between two steps, the state and the position of the data belong together, so they can be saved.
+
+    A process that fails alone cannot save: the others are in the next step already, and its results are not complete.
+    """
+
+    def __init__(self, batches: Batches, metrics: AsyncMetrics, saver: Saver, clock: ActivityClock, first_step: int):
+        """Args: first_step: the step of the state with which the phase has begun or goes on, which is saved already."""
+        self._batches, self._metrics, self._saver, self._clock = batches, metrics, saver, clock
+        self._first_step = first_step
+
+    @contextlib.contextmanager
+    def between(self, state: RunState, step: int) -> Iterator[None]:
+        """Inside the block, the batch after `step` is made. If that fails, the state is saved, and the error says so.
+
+        Raises:
+            SaveError: the state cannot be saved either.
+        """
+        try:
+            yield
+        except Exception as error:
+            if is_lost_peer(error):
+                raise
+            try:
+                told = self._save(state, step)
+            except SaveError as failed:
+                told = f"After that, the last step could not be saved: {failed.reason}"
+                raise SaveError(f"{str(error).removesuffix('.')}. {told}", failed.advice) from error
+            for kind in (ConfigError, PeerError):
+                if isinstance(error, kind):
+                    raise kind(f"{str(error).removesuffix('.')}. {told}") from error
+            error.add_note(told)
+            raise
+
+    def _save(self, state: RunState, step: int) -> str:
+        """Saves the state, if that is possible. Returns what a start continues from, for messages."""
+        if not _all_have_failed(f"jaxlm/rescue/{self._saver.history.attempt}-{step}/"):
+            return (
+                "Only this process of the run has failed, so its last steps could not be saved. The same command continues"
+                " from the newest checkpoint"
+            )
+        self._metrics.drain()
+        if self._metrics.rewind is not None:
+            return (
+                "The last steps were not saved, because their updates were skipped. The same command continues from the"
+                " newest checkpoint"
+            )
+        if step > self._first_step:
+            with self._clock.during(Activity.SAVE):
+                self._saver.save(state, step, self._batches.state(), forced=True)
+        return f"The run is saved at step {step}: the same command continues from there"
+
+
+def _all_have_failed(folder: str) -> bool:
+    """Whether all processes say that they have failed at the same place.
+
+    Args:
+        folder: of the place, in the key-value store of jax's coordination service.
+    """
+    from jax._src import distributed  # there is no public way to the client; Orbax uses it too
+
+    count, client = jax.process_count(), distributed.global_state.client
+    if count == 1:
+        return True
+    try:
+        return _agree(client, folder, jax.process_index(), count)
+    except Exception:  # the client's own types: process 0, which hosts the service, is gone
+        return False
+
+
+def _agree(client: Any, folder: str, index: int, count: int) -> bool:
+    """The same, with the client of the store. An error of process 0 reaches the others at once, as they wait for it."""
+    client.key_value_set(f"{folder}{index}", "", allow_overwrite=True)
+    until = time.monotonic() + _OTHERS_S
+    while len(client.key_value_dir_get(folder)) < count:
+        if time.monotonic() > until:
+            return False
+        time.sleep(_POLL_S)
+    return True

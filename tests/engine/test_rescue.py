@@ -1,0 +1,98 @@
+"""What is saved, and what the error says, when the batch of the next step cannot be made."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from jaxlm.core.errors import ConfigError, PeerError
+from jaxlm.engine import rescue as rescues
+from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.checkpoint.store import SaveError
+from jaxlm.engine.rescue import Rescue
+from tests.engine.test_loop import Sampled, through_sampled_batches
+from tests.engine.test_peers import Service
+
+
+def test_the_loop_saves_the_step_before_a_rollout_or_a_batch_that_fails(monkeypatch):
+    """Of the state that all updates up to it have made, after all of them were fetched."""
+
+    def refusing(good: Any, after: int) -> Any:
+        def refuse(self: Any, *arguments: Any) -> Any:
+            if self.log.count("step") == after:
+                raise ConfigError("reward 'right': it raised KeyError. Correct the reward")
+            return good(self, *arguments)
+
+        return refuse
+
+    for name, after in (("refresh", 3), ("__next__", 4)):
+        log: list[Any] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Sampled, name, refusing(getattr(Sampled, name), after))
+            with pytest.raises(ConfigError, match=f"Correct the reward. The run is saved at step {after}: the same"):
+                through_sampled_batches(log)
+        assert log[-2:] == ["drain", "save"]
+
+
+class Saver:
+    """Args: error: what a save raises."""
+
+    history = SimpleNamespace(attempt=0)
+
+    def __init__(self, error: Exception | None):
+        self.saved: list[tuple[Any, ...]] = []
+        self.error = error
+
+    def save(self, state: Any, step: int, position: Any, *, forced: bool) -> None:
+        assert forced
+        if self.error is not None:
+            raise self.error
+        self.saved.append((state, step, position))
+
+
+def failing(error: Exception, *, step: int = 5, cannot_save: Exception | None = None, rewind: Any = None) -> Any:
+    """The saver, and the error that leaves the block."""
+    saver, clock = Saver(cannot_save), ActivityClock()
+    metrics: Any = SimpleNamespace(drain=lambda: None, rewind=rewind)
+    batches: Any = SimpleNamespace(state=lambda: {"examples": 40})
+    rescue = Rescue(batches, metrics, saver, clock, first_step=2)  # type: ignore[arg-type]
+    with pytest.raises((type(error), SaveError)) as caught, rescue.between("state", step):  # type: ignore[arg-type]
+        raise error
+    assert bool(clock.seconds()[Activity.SAVE]) == (step > 2 and rewind is None)
+    return saver.saved, caught.value
+
+
+def test_the_error_says_what_a_start_continues_from():
+    saved, error = failing(PeerError("process 0: gone"))
+    assert saved == [("state", 5, {"examples": 40})]
+    assert type(error) is PeerError
+    assert str(error) == "process 0: gone. The run is saved at step 5: the same command continues from there"
+    saved, error = failing(ConfigError("wrong."), step=2)
+    assert saved == [], "the step with which it has begun is saved already"
+    assert str(error) == "wrong. The run is saved at step 2: the same command continues from there"
+    saved, error = failing(KeyError("a"))
+    assert saved
+    assert type(error) is KeyError
+    assert error.__notes__ == ["The run is saved at step 5: the same command continues from there"]
+    saved, error = failing(ConfigError("wrong"), rewind="back")
+    assert saved == []
+    assert str(error).startswith("wrong. The last steps were not saved, because their updates were skipped. The same")
+    saved, error = failing(ConfigError("wrong"), cannot_save=SaveError("cannot save: no space", " Free some."))
+    assert type(error) is SaveError
+    assert str(error) == "wrong. After that, the last step could not be saved: cannot save: no space. Free some."
+
+
+def test_a_process_saves_only_if_all_have_failed_at_the_same_place(monkeypatch):
+    service = Service()
+    monkeypatch.setattr(rescues.time, "sleep", lambda _: service.key_value_set("jaxlm/rescue/0-5/1", ""))
+    assert rescues._agree(service, "jaxlm/rescue/0-5/", 0, 2)
+    monkeypatch.setattr(rescues, "_OTHERS_S", 0.0)
+    assert not rescues._agree(service, "jaxlm/rescue/0-6/", 0, 2), "the other one has failed elsewhere"
+    monkeypatch.setattr(rescues, "_all_have_failed", lambda folder: False)
+    saved, error = failing(ConfigError("wrong"), step=1)
+    assert saved == []
+    assert str(error).startswith("wrong. Only this process of the run has failed, so its last steps could not be saved")
+    monkeypatch.setattr(rescues, "is_lost_peer", lambda error: True)
+    saved, error = failing(jax.errors.JaxRuntimeError("Gloo: Connection closed"), step=1)
+    assert (saved, str(error)) == ([], "Gloo: Connection closed")
