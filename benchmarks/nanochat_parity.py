@@ -366,13 +366,17 @@ def findings_of(case: Case, place: Place, home: Path, losses: list[float]) -> li
 
 def answers_of(case: Case, place: Place, ours: Mapping[str, list], theirs: Mapping[str, list]) -> Finding:
     """Compares the answers to CORE, question by question."""
-    asked = different = refused = right = 0
+    asked = different = right = 0
+    refused = []
     for task, key in place.tasks.items():
         for own, answer in zip(ours[task], theirs[key], strict=True):
-            asked, refused = asked + 1, refused + (answer is None)
-            different += answer is not None and own != answer
-            right += bool(answer)
-    note = f"{asked - refused} of {asked} questions, {right} right"
+            asked += 1
+            if isinstance(answer, str):
+                refused.append(answer)
+                continue
+            different += own != answer
+            right += answer
+    note = f"{asked - len(refused)} of {asked} questions, {right} right"
     if refused:
-        note += f"; nanochat stops at {refused}, whose answers change the token before them"
+        note += f"; nanochat stops at {len(refused)}: {'; '.join(dict.fromkeys(refused))}"
     return Finding(str(case), "answers to CORE that differ", different, 0, note)

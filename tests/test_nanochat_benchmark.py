@@ -133,10 +133,10 @@ def test_a_question_that_nanochat_refuses_is_not_counted(tmp_path):
     place = parity.Place(tmp_path, tmp_path, tmp_path, tmp_path, 20)
     case = parity.Case("seed", tmp_path, "seed", 2, in_bfloat16=True)
     found = parity.answers_of(
-        case, place, {"copa": [True, False, True, True]}, {"copa.jsonl 0": [True, True, None, True]}
+        case, place, {"copa": [True, False, True, True]}, {"copa.jsonl 0": [True, True, "no prefix", True]}
     )
     assert (found.difference, found.is_missed) == (1, True)
-    assert found.note.startswith("3 of 4 questions, 3 right; nanochat stops at 1")
+    assert found.note.startswith("3 of 4 questions, 3 right; nanochat stops at 1: no prefix")
     assert parity.Finding("", "", math.nan, 1e-3).is_missed
     assert not parity.Finding("", "", 5.0, None).is_missed
 

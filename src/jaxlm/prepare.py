@@ -3,10 +3,12 @@
     jaxlm prepare --config_path run.yaml --show_batch 0
     jaxlm prepare --config_path chats.yaml --show_example mask.html
     jaxlm prepare --core_bundle eval_bundle
+    jaxlm prepare --core_bundle eval_bundle --core_files llm-foundry
 
 Takes the same configuration as jaxlm train, builds the tokenizer and the token caches of all phases if they do not exist,
 and stops. Training then reuses them. It needs no accelerator and compiles nothing, so you can run it on a CPU machine.
-`--core_bundle` downloads the tasks of the evaluation `core`, and needs no configuration.
+`--core_bundle` downloads the tasks of the evaluation `core`, or copies them from a clone of llm-foundry (`--core_files`), and
+needs no configuration.
 """
 
 import argparse
@@ -28,7 +30,8 @@ from jaxlm.data.examples import Examples, check_signals
 from jaxlm.data.formats.preview import page_of
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.phases import Phase
-from jaxlm.evals.core_bundle import FETCH_OPTION, fetch_bundle
+from jaxlm.evals.core_bundle import FETCH_OPTION, FILES_OPTION, FILES_URL, fetch_bundle
+from jaxlm.evals.core_files import build_bundle
 from jaxlm.observe.console import Console, table
 from jaxlm.run.batch_plan import batch_sizes
 from jaxlm.run.exit_codes import command
@@ -70,9 +73,19 @@ def main(arguments: Sequence[str]) -> int:
         metavar="FOLDER",
         help="first download the tasks of the evaluation `core` (160 MB) there",
     )
+    parser.add_argument(
+        FILES_OPTION,
+        metavar="FOLDER",
+        help=f"with {FETCH_OPTION}: copy the tasks from this clone of {FILES_URL} instead of downloading them",
+    )
     options, rest = parser.parse_known_args(arguments)
+    if options.core_files is not None and options.core_bundle is None:
+        raise ConfigError(f"{FILES_OPTION} has no effect without {FETCH_OPTION} FOLDER. Add the folder to write to")
     if options.core_bundle is not None:
-        fetch_bundle(options.core_bundle, print)
+        if options.core_files is None:
+            fetch_bundle(options.core_bundle, print)
+        else:
+            build_bundle(options.core_bundle, options.core_files, print)
         if not rest and options.show_batch is None:
             return 0
     if options.show_example and not options.show_example.endswith(".html"):

@@ -26,6 +26,8 @@ from jaxlm.core.stores import is_url
 
 CORE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 FETCH_OPTION = "--core_bundle"
+FILES_URL = "https://github.com/mosaicml/llm-foundry"
+FILES_OPTION = "--core_files"
 CORE_TASKS = (
     *("hellaswag_zeroshot", "jeopardy", "bigbench_qa_wikidata", "arc_easy", "arc_challenge", "copa", "commonsense_qa"),
     *("piqa", "openbook_qa", "lambada_openai", "hellaswag", "winograd", "winogrande", "bigbench_dyck_languages"),
@@ -42,7 +44,8 @@ _KEYS = {
     LANGUAGE_MODELING: ("context", "continuation"),
 }
 _LISTS = ("choices", "context_options")
-_SETTINGS, _DATA, _BASELINES = "core.yaml", "eval_data", "eval_meta_data.csv"
+SETTINGS, DATA, BASELINES = "core.yaml", "eval_data", "eval_meta_data.csv"
+BUNDLE = "bundle"
 _SHUFFLE_SEED = 1337
 _TIMEOUT_S = 60
 _WHERE = "evals: core: bundle"
@@ -101,18 +104,18 @@ def _entries(folder: str, names: Sequence[str]) -> dict[str, _Entry]:
     root = _local(folder, _WHERE)
     if unknown := [name for name in names if name not in CORE_TASKS]:
         raise ConfigError(f"evals: core: tasks: '{unknown[0]}' given, but CORE has: {', '.join(CORE_TASKS)}")
-    for file in (_SETTINGS, _BASELINES):
+    for file in (SETTINGS, BASELINES):
         if not (root / file).is_file():
             raise ConfigError(
                 f"{_WHERE}: '{folder}' given, but it has no {file}. To download the bundle, run jaxlm prepare {FETCH_OPTION}"
                 f" {folder}"
             )
     with _readable():
-        settings, baselines = _settings(root / _SETTINGS, names), _baselines(root / _BASELINES, names)
-        files = {name: root / _DATA / settings[name]["dataset_uri"] for name in names if name in settings}
+        settings, baselines = _settings(root / SETTINGS, names), _baselines(root / BASELINES, names)
+        files = {name: root / DATA / settings[name]["dataset_uri"] for name in names if name in settings}
         absent = [f"{name} (no file {file})" for name, file in files.items() if not file.is_file()]
-    missing = [f"{name} (not in {_SETTINGS})" for name in names if name not in settings]
-    missing += [f"{name} (not in {_BASELINES})" for name in names if name in settings and name not in baselines]
+    missing = [f"{name} (not in {SETTINGS})" for name in names if name not in settings]
+    missing += [f"{name} (not in {BASELINES})" for name in names if name in settings and name not in baselines]
     missing += absent
     if missing:
         raise ConfigError(
@@ -181,7 +184,7 @@ def _settings(file: Path, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
 def _baselines(file: Path, names: Sequence[str]) -> dict[str, float]:
     """Task -> the accuracy of guessing, as a fraction."""
     try:
-        with file.open(encoding="utf-8", newline="") as lines:
+        with file.open(encoding="utf-8-sig", newline="") as lines:  # spreadsheets put a mark in front
             rows = [row for row in csv.DictReader(lines) if row["Eval Task"] in names]
             found = {row["Eval Task"]: 0.01 * float(row["Random baseline"]) for row in rows}
     except (KeyError, ValueError, TypeError, csv.Error) as error:
@@ -239,30 +242,49 @@ def fetch_bundle(given: str, log: Callable[[str], None], url: str = CORE_URL) ->
     Raises:
         ConfigError: the folder has files already, or the bundle cannot be downloaded or written.
     """
-    folder = _local(given, FETCH_OPTION)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{FETCH_OPTION}: {folder} exists already. Give a new folder, or remove it first")
+    folder = new_folder(given)
     log(f"downloading {url}")
     try:
-        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{folder.name}-") as scratch:
-            archive, unpacked = Path(scratch) / "bundle.zip", Path(scratch) / "bundle"
+        with complete_or_absent(folder) as scratch:
+            archive, unpacked = scratch / "bundle.zip", scratch / "unpacked"
             _download(url, archive)
             with zipfile.ZipFile(archive) as files:
                 files.extractall(unpacked)
-            settings = next(iter(sorted(unpacked.rglob(_SETTINGS))), None)
+            settings = next(iter(sorted(unpacked.rglob(SETTINGS))), None)
             if settings is None:
-                raise ConfigError(f"{FETCH_OPTION}: {url} is not the bundle of CORE: it has no {_SETTINGS}")
-            read_bundle(str(settings.parent))
-            if folder.exists():
-                folder.rmdir()
-            settings.parent.rename(folder)
+                raise ConfigError(f"{FETCH_OPTION}: {url} is not the bundle of CORE: it has no {SETTINGS}")
+            settings.parent.rename(scratch / BUNDLE)
     except (OSError, http.client.HTTPException, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(
             f"{FETCH_OPTION}: the bundle cannot be fetched ({error}). Check the network and the disk; or download {url} on"
-            f" another machine, and unpack it so that {folder / _SETTINGS} exists"
+            f" another machine, and unpack it so that {folder / SETTINGS} exists; or build it from a clone of"
+            f" {FILES_URL} with {FILES_OPTION}"
         ) from error
     log(f"CORE is in {folder}: {len(CORE_TASKS)} tasks")
+
+
+def new_folder(given: str) -> Path:
+    """The path of a bundle to make. Raises `ConfigError` if it has files already."""
+    folder = _local(given, FETCH_OPTION)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{FETCH_OPTION}: {folder} exists already. Give a new folder, or remove it first")
+    return folder
+
+
+@contextlib.contextmanager
+def complete_or_absent(folder: Path) -> Iterator[Path]:
+    """Yields a scratch folder. The bundle that is then in its folder `BUNDLE` is checked and moved to `folder`.
+
+    Raises:
+        ConfigError: see `read_bundle`.
+    """
+    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{folder.name}-") as scratch:
+        yield Path(scratch)
+        read_bundle(str(Path(scratch) / BUNDLE))
+        if folder.exists():
+            folder.rmdir()
+        (Path(scratch) / BUNDLE).rename(folder)
 
 
 def _download(url: str, path: Path) -> None:
