@@ -12,10 +12,10 @@ from tests.xla_flags import flags_for
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = flags_for(8, os.environ.get("XLA_FLAGS", ""))
-# Workers, and the commands that tests start, use each other's compiled modules and rewritten tests, which costs each worker
-# nine seconds less. Container images often forbid Python to write them.
+# pytest rewrites the asserts of all tests, which takes each worker nine seconds. Until the tests are collected it keeps the
+# result, and Python compiled modules, even in containers whose environment forbids that.
+WRITES_NO_BYTECODE = sys.dont_write_bytecode
 sys.dont_write_bytecode = False
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A shell starts background jobs with SIGINT ignored. Tests that press Ctrl-C in a child process would wait forever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -94,6 +94,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     """Keeps the garbage collector from scanning every imported module and collected test again and again."""
+    sys.dont_write_bytecode = WRITES_NO_BYTECODE
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
