@@ -12,6 +12,10 @@ from tests.xla_flags import flags_for
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = flags_for(8, os.environ.get("XLA_FLAGS", ""))
+# pytest rewrites the asserts of all tests, which takes each worker nine seconds. Until the tests are collected it keeps the
+# result, and Python compiled modules, even in containers whose environment forbids that.
+WRITES_NO_BYTECODE = sys.dont_write_bytecode
+sys.dont_write_bytecode = False
 # A shell starts background jobs with SIGINT ignored. Tests that press Ctrl-C in a child process would wait forever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -74,8 +78,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Puts the longest files first: whole runs of the command, the fields, and benchmarks and documents. Workers then
-    idle less at the end."""
+    """Puts the longest files first: whole runs of the command, the fields, and benchmarks and documents. Folders of many
+    short files are last. Workers then idle less at the end."""
     if (examples := config.getoption("--examples")) is not None:
         for test in filter(is_hypothesis_test, (getattr(item, "obj", None) for item in items)):
             function = getattr(test, "__func__", test)
@@ -83,11 +87,14 @@ def pytest_collection_modifyitems(config, items):
             # There is no public way to change a test's existing settings.
             function._hypothesis_internal_use_settings = settings(own, max_examples=examples, derandomize=False)
     first = ("tests/end_to_end/", FIELDS, "tests/test_")
-    items.sort(key=lambda item: next((n for n, start in enumerate(first) if item.nodeid.startswith(start)), len(first)))
+    last = ("tests/data/", "tests/core/", "tests/config/")
+    place = {start: n - len(first) for n, start in enumerate(first)} | {start: n + 1 for n, start in enumerate(last)}
+    items.sort(key=lambda item: next((n for start, n in place.items() if item.nodeid.startswith(start)), 0))
 
 
 def pytest_collection_finish():
     """Keeps the garbage collector from scanning every imported module and collected test again and again."""
+    sys.dont_write_bytecode = WRITES_NO_BYTECODE
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

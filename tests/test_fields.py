@@ -24,24 +24,45 @@ def test_the_fields_of_each_section_are_listed():
     assert [s for s in sections if not any(path.startswith(f"{s}.") for _, path in ENTRIES)] == []
 
 
+def shares_a_program(base: str, entry: Change) -> bool:
+    """Whether no other field of the base has the same effect, so that all such fields are changed at once."""
+    return base in ("llama", "gpt2") and not entry.also and not getattr(entry.proof, "alone", True)
+
+
 def changes() -> list:
-    """The fields with a change. Those of Llama's relatives, scaled RoPE, distillation and watching are slow tests."""
+    """(base, fields to change at once). Those of Llama's relatives, scaled RoPE, distillation and watching are slow."""
     quick = lambda base: base == "dial" or (BASES[base]["model"]["type"] in QUICK and base not in SLOW_BASES)  # noqa: E731
+    cases: dict[str, tuple[str, list[str]]] = {}
+    for (base, path), entry in ENTRIES.items():
+        if isinstance(entry, Change):
+            case = "effects of their own" if shares_a_program(base, entry) else path
+            cases.setdefault(f"{base}-{case}", (base, []))[1].append(path)
     return [
-        pytest.param(base, path, marks=() if quick(base) else pytest.mark.slow)
-        for (base, path), entry in ENTRIES.items()
-        if isinstance(entry, Change)
+        pytest.param(base, paths, id=name, marks=() if quick(base) else pytest.mark.slow)
+        for name, (base, paths) in cases.items()
     ]
 
 
-@pytest.mark.parametrize(("base", "path"), changes())
-def test_field(base, path):
-    entry = ENTRIES[base, path]
-    assert isinstance(entry, Change)
-    before = merged(BASES[base], entry.also)
-    entry.proof.check(outcome_of(before), Outcome(at_path(before, path, entry.value)))
+@pytest.mark.parametrize(("base", "paths"), changes())
+def test_field(base, paths):
+    entries = {path: entry for path in paths if isinstance(entry := ENTRIES[base, path], Change)}
+    effects = [entry.proof for entry in entries.values()]
+    assert len({repr(effect) for effect in effects}) == len(paths)
+    also = entries[paths[0]].also
+    before = after = merged(BASES[base], also)
+    for path, entry in entries.items():
+        after = at_path(after, path, entry.value)
+    outcome = Outcome(after)
+    wrong = {}
+    for path, entry in entries.items():
+        try:
+            entry.proof.check(outcome_of(before), outcome)
+        except AssertionError as error:
+            wrong[path] = str(error)
+    assert wrong == {}
 
 
-@pytest.mark.parametrize("test", sorted({entry.test for entry in ENTRIES.values() if isinstance(entry, ShownIn)}))
-def test_tests_named_as_proofs_exist(test):
-    assert_test_exists(test)
+def test_tests_named_as_proofs_exist():
+    for entry in ENTRIES.values():
+        if isinstance(entry, ShownIn):
+            assert_test_exists(entry.test)

@@ -6,7 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,25 +83,70 @@ def test_every_recipe_begins_with_its_command_and_hardware(path):
     assert "Hardware:" in header
 
 
-def is_abstract(node: ast.FunctionDef) -> bool:
-    return any("abstractmethod" in ast.unparse(decorator) for decorator in node.decorator_list)
+def decorated(node: ast.AST, text: str) -> bool:
+    return any(text in ast.unparse(decorator) for decorator in getattr(node, "decorator_list", ()))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_contracts_are_documented(path):
-    """Modules, their public definitions, and abstract methods need docstrings; overrides do not."""
-    module = ast.parse(path.read_text())
+def undocumented(path: Path, module: ast.Module) -> list[str]:
+    """What lacks a docstring: modules, their public definitions, and abstract methods need one, overrides do not."""
     if path.name == "__init__.py" and not module.body:
-        return
+        return []
     missing = [] if ast.get_docstring(module) else [str(path)]
     for node in module.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-            missing += [] if ast.get_docstring(node) else [node.name]
-            methods = [
-                n for n in ast.walk(node) if isinstance(n, ast.FunctionDef) and is_abstract(n) and n.name[0] != "_"
-            ]
-            missing += [f"{node.name}.{method.name}" for method in methods if not ast.get_docstring(method)]
-    assert missing == []
+            missing += [] if ast.get_docstring(node) else [f"{path}: {node.name}"]
+            methods = [n for n in ast.walk(node) if isinstance(n, ast.FunctionDef) and n.name[0] != "_"]
+            contracts = [n for n in methods if decorated(n, "abstractmethod")]
+            missing += [f"{path}: {node.name}.{method.name}" for method in contracts if not ast.get_docstring(method)]
+    return missing
+
+
+@dataclass(frozen=True)
+class Definitions:
+    """What the tests below ask about a module, so that each module is parsed once.
+
+    Attributes:
+        undocumented: what needs a docstring and has none.
+        caching: frozen dataclasses with a cache.
+        members: classes that are registered in a family.
+        imported: (module, name, name here) of everything imported by name.
+        asked: names in the second argument of `isinstance` and `issubclass`.
+    """
+
+    undocumented: list[str]
+    caching: list[str]
+    members: list[str]
+    imported: list[tuple[str | None, str, str]]
+    asked: set[str]
+
+
+def holds_a_cache(part: ast.stmt) -> bool:
+    if isinstance(part, ast.FunctionDef):
+        return decorated(part, "cache")
+    return isinstance(part, ast.AnnAssign) and "init=False" in ast.unparse(part)
+
+
+@cache
+def definitions() -> dict[Path, Definitions]:
+    return {path: definitions_of(path, ast.parse(path.read_text())) for path in MODULES}
+
+
+def definitions_of(path: Path, module: ast.Module) -> Definitions:
+    nodes = list(ast.walk(module))
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    frozen = [node for node in classes if decorated(node, "frozen=True")]
+    calls = [n for n in nodes if isinstance(n, ast.Call) and getattr(n.func, "id", "") in ("isinstance", "issubclass")]
+    return Definitions(
+        undocumented(path, module),
+        [f"{path}: {node.name}" for node in frozen if any(map(holds_a_cache, node.body))],
+        [node.name for node in classes if decorated(node, "register_subclass")],
+        [(n.module, a.name, a.asname or a.name) for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names],
+        {name.id for call in calls for name in ast.walk(call.args[1]) if isinstance(name, ast.Name)},
+    )
+
+
+def test_contracts_are_documented():
+    assert [missing for found in definitions().values() for missing in found.undocumented] == []
 
 
 def test_files_are_short_and_have_no_todos():
@@ -116,46 +162,25 @@ def test_only_the_layout_and_the_trace_options_are_ambient():
         assert [str(p.relative_to(SOURCE)) for p in MODULES if word in p.read_text()] == [home]
 
 
-def classes(path: Path) -> list[ast.ClassDef]:
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
-
-
-def decorated(node: ast.ClassDef | ast.FunctionDef, text: str) -> bool:
-    return any(text in ast.unparse(decorator) for decorator in node.decorator_list)
-
-
 def test_frozen_dataclasses_hold_no_cache():
-    cached = [
-        f"{path}: {node.name}"
-        for path in MODULES
-        for node in classes(path)
-        if decorated(node, "frozen=True")
-        for part in node.body
-        if (isinstance(part, ast.FunctionDef) and decorated(part, "cache")) or "init=False" in ast.unparse(part)
-    ]
-    assert cached == []
+    assert [name for found in definitions().values() for name in found.caching] == []
 
 
 def test_only_a_family_asks_for_its_members():
     """Outside it, `isinstance` of a member means that the family's interface lacks something."""
     homes = {
-        (".".join(path.relative_to(SOURCE.parent).with_suffix("").parts), node.name): path.parent
-        for path in MODULES
-        for node in classes(path)
-        if decorated(node, "register_subclass")
+        (".".join(path.relative_to(SOURCE.parent).with_suffix("").parts), name): path.parent
+        for path, found in definitions().items()
+        for name in found.members
     }
     assert len(homes) > 40
-    found = []
-    for path in MODULES:
-        nodes = list(ast.walk(ast.parse(path.read_text())))
-        imports = [(n.module, name) for n in nodes if isinstance(n, ast.ImportFrom) for name in n.names]
-        members = {
-            n.asname or n.name for module, n in imports if homes.get((module, n.name), path.parent) != path.parent
+    asked = []
+    for path, found in definitions().items():
+        elsewhere = {
+            here for module, name, here in found.imported if homes.get((module, name), path.parent) != path.parent
         }
-        calls = [n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) in ("isinstance", "issubclass")]
-        asked = {name.id for call in calls for name in ast.walk(call.args[1]) if isinstance(name, ast.Name)}
-        found += [f"{path}: {name}" for name in asked & members]
-    assert found == []
+        asked += [f"{path}: {name}" for name in found.asked & elsewhere]
+    assert asked == []
 
 
 def test_folders_are_small_enough_to_read():

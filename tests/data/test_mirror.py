@@ -51,7 +51,7 @@ def served(tmp_path):
     folder.mkdir()
     handler = type("Served", (Handler,), {"fetched": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield folder, f"http://127.0.0.1:{server.server_port}", handler
     server.shutdown()

@@ -5,7 +5,9 @@ import os
 
 import pytest
 
+from jaxlm import train
 from jaxlm.config.load import load_config
+from jaxlm.config.plugins import load_installed_plugins
 from jaxlm.core.errors import ConfigError
 from tests.end_to_end.commands import REPOSITORY, Workplace
 
@@ -75,13 +77,14 @@ def test_plugin_classes_train_and_their_checkpoint_is_read(installed):
     assert f"{logged:.4f}" in evaluated.out
 
 
-def test_a_plugin_that_cannot_be_loaded_is_named(installed):
+def test_a_plugin_that_cannot_be_loaded_is_named(installed, in_process, monkeypatch):
     broken = installed.folder / "broken" / "broken-2.0.dist-info"
     broken.mkdir(parents=True)
     (broken / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-package\nVersion: 2.0\n")
     (broken / "entry_points.txt").write_text("[jaxlm.plugins]\nbroken = no_such_module\n")
-    path = environment(installed)["PYTHONPATH"] + os.pathsep + str(broken.parent)
-    result = installed.run("--help", PYTHONPATH=path)
+    monkeypatch.syspath_prepend(str(broken.parent))
+    load_installed_plugins.cache_clear()
+    result = in_process(train.main, installed, "--help")
     assert result.code == 2
     assert "'broken' of the installed package broken-package" in result.err
     assert "No module named 'no_such_module'" in result.err

@@ -2,10 +2,21 @@
 
 import math
 
-from tests.fields.proofs import Change, Constant, Entry, Initial, Program, Refused, Section, Shapes, ShownIn, Table
+from tests.fields.proofs import (
+    RANDOM_BITS,
+    Change,
+    Constant,
+    Entry,
+    Initial,
+    Program,
+    Refused,
+    Section,
+    Shapes,
+    ShownIn,
+    Table,
+)
 
 BFLOAT16 = {"trainer": {"mp": "p=f32,c=bfloat16"}}
-RANDOM_BITS = Constant(0x1BD11BDA)  # a constant of Threefry, which draws the dropout masks
 
 
 def frequencies(theta: float, factor: float = 1.0, size: int = 8) -> Constant:
@@ -14,11 +25,11 @@ def frequencies(theta: float, factor: float = 1.0, size: int = 8) -> Constant:
 
 
 COMMON: dict[str, Entry] = {
-    "model.seq_len": Change(32, Program(gains=r"tensor<1x16x32xi32>")),
+    "model.seq_len": Change(32, Program(gains=r"tensor<1x16x32xi32>", alone=False)),
     "model.gradient_checkpointing": Change("full", Program(gains=r"stablehlo.dot_general")),
     "model.scan_layers": Change(False, Program(loses=r"stablehlo.while")),
     "model.attn_backend": Change("reference", Constant(-3.40282347e38)),
-    "model.pad_vocab_to_multiple_of": Change(80, Program(gains=r"stablehlo\.pad.*tensor<80x32xf32>")),
+    "model.pad_vocab_to_multiple_of": Change(80, Program(gains=r"stablehlo\.pad.*tensor<80x32xf32>", alone=False)),
 }
 WINDOW = Change(5, Constant(5))
 SCALED_ROPE = Change({"type": "linear", "theta": 77.0, "factor": 2.0}, frequencies(77.0, 2.0))
@@ -37,7 +48,7 @@ GPT2: dict[str, Entry] = {
     "model.intermediate_dim": Change(50, Shapes({r"^model.*up_proj\.weight": (2, 50, 32)})),
     "model.initializer_range": Change(0.04, Initial(r"tokens|positions|proj\.weight", 2.0)),
     "model.layer_norm_epsilon": Change(1e-3, Constant(1e-3)),
-    "model.activation_function": Change("relu", Program(loses=r"stablehlo.tanh")),
+    "model.activation_function": Change("relu", Program(loses=r"stablehlo.tanh", alone=False)),
     "model.embed_pdrop": Change(0.5, RANDOM_BITS),
     "model.resid_pdrop": Change(0.5, RANDOM_BITS),
     "model.attn_pdrop": Change(0.5, RANDOM_BITS),
@@ -55,7 +66,7 @@ LLAMA: dict[str, Entry] = {
     "model.num_heads": Change(8, Shapes({r"^model.*q_proj\.weight": (2, 8, 4, 32)})),
     "model.num_kv_heads": Change(2, Shapes({r"^model.*k_proj\.weight": (2, 2, 8, 32)})),
     "model.head_dim": Change(16, Shapes({r"^model.*q_proj\.weight": (2, 4, 16, 32)})),
-    "model.activation_function": Change("relu", Program(gains="call @relu", loses="call @silu")),
+    "model.activation_function": Change("relu", Program(gains="call @relu", loses="call @silu", alone=False)),
     "model.initializer_range": Change(0.04, Initial(r"tokens|proj\.weight|head", 2.0)),
     "model.layer_norm_epsilon": Change(1e-3, Constant(1e-3)),
     "model.tie_word_embeddings": Change(True, Shapes({r"^model\.head": None})),

@@ -120,22 +120,28 @@ class Refused:
 
 @dataclass(frozen=True)
 class Allowed:
-    """The base gives an error with this text; after the change the program contains `contains`."""
+    """The base gives an error with this text; after the change a value that the run reads from the plan is this."""
 
     pattern: str
-    contains: str
+    value: "Value"
 
     def check(self, before: Outcome, after: Outcome) -> None:
         assert re.search(self.pattern, before.error), f"the error is {before.error!r}"
-        assert re.search(self.contains, after.program)
+        assert self.value.read(after.plan) == self.value.expected
 
 
 @dataclass(frozen=True)
 class Program:
-    """The lowered step has more matches of `gains` and fewer of `loses` than the base."""
+    """The lowered step has more matches of `gains` and fewer of `loses` than the base.
+
+    Attributes:
+        alone: whether other fields of the base may have the same effect, so that the field needs a program of its own.
+            Otherwise the base has no match of `gains`, or the changed program none of `loses`.
+    """
 
     gains: str = ""
     loses: str = ""
+    alone: bool = True
 
     def check(self, before: Outcome, after: Outcome) -> None:
         assert self.gains or self.loses
@@ -143,6 +149,7 @@ class Program:
             if pattern:
                 old, new = (len(re.findall(pattern, outcome.program)) for outcome in (before, after))
                 assert sign * (new - old) > 0, f"{pattern}: {old} before and {new} after"
+                assert self.alone or 0 in (old, new), f"{pattern}: {old} before and {new} after"
 
 
 @dataclass(frozen=True)
@@ -150,6 +157,7 @@ class Constant:
     """The program has this number or list of numbers as a constant more often than the base."""
 
     numbers: tuple[float, ...]
+    alone = False
 
     def __init__(self, *numbers: float):
         object.__setattr__(self, "numbers", numbers)
@@ -260,16 +268,24 @@ class Section:
     """The field is a section whose own fields are listed."""
 
 
+RANDOM_BITS = Program(gains=str(0x1BD11BDA))
+"""A constant of Threefry, which draws the dropout masks."""
+
 Entry = Change | ShownIn | Section
 Table = dict[str, dict[str, Entry]]
 """Name of a base tree -> path of a field -> the proof of its effect."""
+
+
+@functools.cache
+def _parsed(path: str) -> ast.Module:
+    return ast.parse((_ROOT / path).read_text(encoding="utf-8"))
 
 
 def assert_test_exists(test: str) -> None:
     """Fails if the test does not exist: `path::name`, with class names in between."""
     path, *names = test.split("::")
     assert names[-1].startswith("test_")
-    body = ast.parse((_ROOT / path).read_text(encoding="utf-8")).body
+    body = _parsed(path).body
     for name in names:
         found = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name]
         assert found, f"{path} has no {name}"

@@ -81,10 +81,19 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(chunked_loss, "current_platform", lambda: "gpu")
 
 
+SMALL = ((2, 37, 16, 50), 16)
+OTHER_SHAPES = (((7, 1217, 8, 97), 1024), ((1, 1, 4, 3), 512), ((3, 5, 4, 7), 1))
+PENALTIES = ((0.0, 0.0), (1e-2, 0.0), (0.0, 0.1))
+
+
 @pytest.mark.parametrize(
-    ("shape", "chunk_tokens"), [((2, 37, 16, 50), 16), ((7, 1217, 8, 97), 1024), ((1, 1, 4, 3), 512), ((3, 5, 4, 7), 1)]
+    ("shape", "chunk_tokens", "z", "smoothing"),
+    [
+        *((*SMALL, *penalties) for penalties in (*PENALTIES, (1e-2, 0.1))),
+        *((*shape, 1e-2, 0.1) for shape in OTHER_SHAPES),
+        *(pytest.param(*s, *p, marks=pytest.mark.soak) for s in OTHER_SHAPES for p in PENALTIES),
+    ],
 )
-@pytest.mark.parametrize(("z", "smoothing"), [(0.0, 0.0), (1e-2, 0.0), (0.0, 0.1), (1e-2, 0.1)])
 def test_sums_and_gradients_match_the_closed_forms(shape, chunk_tokens, z, smoothing):
     x, w, y, m = problem(*shape)
     expected, dx, dw, _ = closed_form(x, w, y, m, z, smoothing)

@@ -1,5 +1,7 @@
 """The objective `kto`: its terms against the model's logits, and its KL divergence, which is that of the batch before."""
 
+from functools import partial
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -40,6 +42,7 @@ def rows(batch, *at):
     return jax.tree.map(lambda column: column["batch", slice(*at)], batch, is_leaf=is_named)
 
 
+@partial(jax.jit, static_argnums=0)
 def measured(objective, model, slot, batch):
     batch = objective.annotate(objective.references_in_slot(slot, model), batch)
     return objective.terms(model, batch, slot, key=None)

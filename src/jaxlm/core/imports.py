@@ -4,6 +4,8 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+_frozen = False  # whether the caller has frozen objects
+
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
@@ -13,12 +15,16 @@ def gc_paused() -> Iterator[None]:
     CPU time at startup (`docs/log.md`). At the end all objects move to the oldest generation without a traversal; garbage
     among them waits for the next full collection.
     """
+    global _frozen
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if gc.get_freeze_count() == 0:  # otherwise unfreeze() would also unfreeze objects that the caller froze
+        # unfreeze() would also unfreeze objects that the caller froze. Counting visits each of them, so they are counted
+        # until there are some.
+        _frozen = _frozen or gc.get_freeze_count() > 0
+        if not _frozen:
             gc.freeze()
             gc.unfreeze()  # moves all objects to the oldest generation
         if was_enabled:
