@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -41,12 +42,18 @@ class Node:
         self._process: subprocess.Popen | None = None
 
     def free_address(self) -> str:
-        """`host:port` that this node can listen on."""
+        """`host:port` that this node can listen on.
+
+        The port is below those of outgoing connections, one of which could otherwise take it before process 0 does, and above
+        those of Ray's workers.
+        """
         import ray
 
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+        while True:
+            port = random.randint(20_000, 31_999)
+            with socket.socket() as free, contextlib.suppress(OSError):  # another program has it
+                free.bind(("", port))
+                return f"{ray.util.get_node_ip_address()}:{port}"
 
     def start(self, command: str, folder: str) -> None:
         """Starts the command in a folder. Its output is the actor's, which Ray prints with the node's address."""

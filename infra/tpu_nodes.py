@@ -48,7 +48,8 @@ if [ "$(cat run/attempt 2>/dev/null)" != {attempt} ]; then
   while kill -0 $! 2>/dev/null && [ "$(cat run/attempt 2>/dev/null)" != {attempt} ]; do sleep 0.05; done
 fi
 tail -c "+$byte" -s 0.2 -f --pid="$(cat run/pid)" run/log
-echo "{attempt} ended with $(cat run/code 2>/dev/null || echo 137)" >&2
+code=$(cat run/code 2>/dev/null)  # empty, too, if the run was killed just before it wrote it
+echo "{attempt} ended with ${{code:-137}}" >&2
 """
 
 

@@ -29,7 +29,7 @@ def reserved_port() -> int:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with socket.socket() as free:
-                free.bind(("127.0.0.1", port))
+                free.bind(("", port))  # a server may listen on all addresses, or on any other
         except OSError:  # another process has it
             lock.close()
             continue

@@ -43,7 +43,7 @@ def test_taking_a_ready_item_wakes_no_thread_but_refill_does(monkeypatch):
     made = []
     ahead = Prefetch(made.append, depth=2)
     wait_until(lambda: len(made) == 2)
-    time.sleep(0.1)  # the thread sleeps by now
+    wait_until(lambda: ahead._wake._cond._waiters)  # the thread sleeps
     ahead.take()
     time.sleep(0.2)
     assert len(made) == 2

@@ -188,11 +188,14 @@ def test_a_run_whose_folders_are_all_in_a_bucket_moves_from_machine_to_machine(g
 
 
 def lease(url: str) -> dict[str, Any] | None:
-    """Who holds the run's folder."""
+    """Who holds the run's folder; None also while it changes."""
     fs, path = fsspec.core.url_to_fs(url)
     fs.invalidate_cache()
     found = sorted(name for name in fs.find(path) if "/lease-" in name)
-    return json.loads(fs.cat_file(found[-1])) if found else None
+    try:
+        return json.loads(fs.cat_file(found[-1])) if found else None
+    except FileNotFoundError:
+        return None
 
 
 def until(holds: Callable[[], object], timeout_s: float = 400) -> None:

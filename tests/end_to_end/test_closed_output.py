@@ -9,6 +9,7 @@ import pytest
 
 from jaxlm.run.exit_codes import command
 from tests.end_to_end.commands import REPOSITORY
+from tests.end_to_end.waiting import EVALS
 from tests.xla_flags import flags_for
 
 CLOSED = 128 + signal.SIGPIPE
@@ -49,13 +50,15 @@ def test_sampling_ends_quietly(finished):
 
 @pytest.mark.slow
 def test_training_goes_on_and_its_log_is_complete(workplace):
-    """Prints into the pipe only begin to fail once the log is open, if its reader stays until then."""
+    """Prints into the pipe only begin to fail once the log is open, if its reader stays until then. The run waits for its end
+    at the first evaluation.
+    """
     place = workplace()
-    place.write()
+    place.write(EVALS)
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxlm", "train", "--config_path", "run.yaml"],
         cwd=place.folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "src"), "XLA_FLAGS": flags_for(1)},
+        env=os.environ | {"PYTHONPATH": f"{REPOSITORY / 'src'}{os.pathsep}{REPOSITORY}", "XLA_FLAGS": flags_for(1)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -66,6 +69,7 @@ def test_training_goes_on_and_its_log_is_complete(workplace):
         if line.startswith("compiling"):
             break
     process.stdout.close()
+    (place.folder / "go").touch()
     errors = process.stderr.read()
     assert process.wait() == 0, errors
     assert "Traceback" not in errors

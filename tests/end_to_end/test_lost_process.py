@@ -1,5 +1,6 @@
 """One of two processes is killed or stops responding: the other exits in time, with a message and a nonzero exit code."""
 
+import contextlib
 import re
 import signal
 import time
@@ -15,10 +16,9 @@ SOON_S = 150  # the others would wait for 300 s (trainer.distributed.shutdown_ti
 
 def wait_until_lost(pid: int) -> None:
     """Waits until the process is stopped or dead."""
-    while (status := Path(f"/proc/{pid}/stat")).exists() and status.read_text().rpartition(")")[2].split()[
-        0
-    ] not in "TZ":
-        time.sleep(0.05)
+    with contextlib.suppress(OSError):  # there is no such process any more
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TZ":
+            time.sleep(0.05)
 
 
 ABORTED = "the JAX distributed service detected fatal errors"

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import attempts
 import pytest
 import ray_job
 import yaml
+
+from tests.ports import reserved_port
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = ("--config_path", "my file.yaml")
@@ -60,6 +63,18 @@ def test_a_v4_32_slice_finds_its_machines_itself():
 def test_mistakes(words, arguments, message):
     result = run(*words, arguments=arguments)
     assert (result.returncode, message in result.stderr) == (2, True), result.stderr
+
+
+def test_the_port_of_the_coordinator_is_free_and_not_one_of_outgoing_connections(monkeypatch):
+    util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(util=util))
+    with socket.socket() as other:
+        other.bind(("", reserved_port()))
+        taken, free, asked = other.getsockname()[1], reserved_port(), []
+        ports = iter((taken, free))
+        monkeypatch.setattr(ray_job.random, "randint", lambda *limits: asked.append(limits) or next(ports))
+        assert ray_job.Node().free_address() == f"10.0.0.1:{free}"
+    assert asked == [(20_000, 31_999)] * 2
 
 
 class TimeoutOfRay(Exception):

@@ -246,6 +246,13 @@ kill -TERM $PPID; while true; do sleep 0.05; done"""
     assert "saved" in out
 
 
+def test_slurm_tasks_that_end_while_the_signal_arrives(tmp_path):
+    """The code of a child is lost in bash if it ends while a signal interrupts `wait`: here, in 4 of 10 cases."""
+    for number in (1, 2, 3):
+        code, out, requeued = slurm(tmp_path, srun="sleep 0.1; kill -TERM $PPID; exit 143", scancel="true")
+        assert (code, requeued) == (143, ["requeue 7"] * number), out
+
+
 @pytest.mark.parametrize(("extras", "nodes"), [("gpu,gs", 4), ("gpu,gs", 1), ("tpu,gs", 4)])
 def test_skypilot_runs_the_command_of_each_node(tmp_path, extras, nodes):
     (tmp_path / "jaxlm-venv/bin").mkdir(parents=True)

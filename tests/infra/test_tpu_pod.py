@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -238,6 +239,20 @@ def test_what_is_left_is_said_after_an_error_of_this_machine(cloud):
     assert code == 1, out
     assert "No space left on device" in out
     assert "mine (1 x v4-8, z) is left, state READY, and costs money. To delete it:" in out
+
+
+def test_a_run_that_was_killed_before_it_wrote_its_exit_code(tmp_path):
+    """Its shell had opened the file."""
+    python = tmp_path / "jaxlm" / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/bash\n: > "$HOME/jaxlm/run/code"; kill -KILL $PPID\n')
+    python.chmod(0o755)
+    options = argparse.Namespace(zone="z", project=None, internal_ips=False, env=[], arguments=["x"])
+    script = tpu_nodes.Pod(options).run_command("mine", "0", "now")[-2].partition("=")[2]
+    result = subprocess.run(
+        shlex.split(script), env=os.environ | {"HOME": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert result.stderr.splitlines()[-1] == "now ended with 137"
 
 
 def test_an_answer_that_is_no_json_is_not_permanent(monkeypatch):

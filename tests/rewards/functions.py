@@ -63,7 +63,9 @@ def as_told(completion):
             return float(hidden.items() <= os.environ.items())
         case ["hang", file]:
             child = subprocess.Popen(["sleep", "600"])
-            Path(file).write_text(f"{os.getpid()} {child.pid}")
+            unfinished = Path(f"{file}.unfinished")
+            unfinished.write_text(f"{os.getpid()} {child.pid}")
+            unfinished.rename(file)  # from now on, a test may end this process
             time.sleep(600)
     return 0.5
 

@@ -6,6 +6,7 @@ watches the file descriptor to which Python writes each signal at once, and answ
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import threading
@@ -48,14 +49,10 @@ class StopRequest:
 
     def answer(self, signals: socket.socket) -> None:
         """Answers the signals that arrive at a socket, until it is closed."""
-        first_at = None
+        is_second = False
         while number := signals.recv(1):
             if number[0] not in _HANDLED:
                 continue
-            now = time.monotonic()
-            if first_at is not None and now - first_at < _TOGETHER_S:
-                continue
-            is_second, first_at = first_at is not None, now
             name = signal.Signals(number[0]).name
             if not self.is_training:
                 _exit(number[0], f"stopped by {name} before training started; nothing was lost")
@@ -63,6 +60,8 @@ class StopRequest:
                 # Not sys.exit: on a second signal, do not wait for anything, not even a save.
                 _exit(number[0], f"stopped by a second {name}; the run continues from its newest checkpoint")
             _say(f"{name} received: saving after the current step, then stopping. A second signal stops at once")
+            _skip_together(signals)
+            is_second = True
 
 
 @contextlib.contextmanager
@@ -90,6 +89,17 @@ def stop_on_signals() -> Iterator[StopRequest]:
         pythons.close()
         watcher.join()
         ours.close()
+
+
+def _skip_together(signals: socket.socket) -> None:
+    """Skips what arrives within the time in which signals count as one.
+
+    The system measures that time. This thread would measure how late it is: the main thread may hold Python's lock for long.
+    """
+    end = time.monotonic() + _TOGETHER_S
+    while select.select([signals], [], [], max(0.0, end - time.monotonic()))[0]:
+        if not signals.recv(1):
+            return  # closed
 
 
 def _exit(number: int, text: str) -> None:

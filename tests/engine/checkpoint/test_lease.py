@@ -133,17 +133,18 @@ def test_a_machine_that_was_started_again_has_ended_its_processes():
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
 def test_a_paused_process_finds_out_before_it_saves_and_undoes_nothing(url, monkeypatch):
-    paused = Lease(url, print)
+    paused, goes_on, renewed = Lease(url, print), threading.Event(), threading.Event()
+    renew = paused._renew
+    # Its heartbeats stop before the first one.
+    monkeypatch.setattr(paused, "_renew", lambda: (goes_on.wait(200), renew(), renewed.set()))
     holding = paused.held()
     still_held = holding.__enter__()
-    renew = paused._newest
-    monkeypatch.setattr(paused, "_newest", lambda: 1 / 0)  # its heartbeats stop
     # Another machine, so that its process cannot be looked up.
     fs, path = fsspec.core.url_to_fs(url)
     fs.pipe_file(f"{path}/lease-1.json", replace(Holder.this_process(), host="other").to_json(token="t", beat=7))
     with Lease(url, print).held() as other_holds:
-        monkeypatch.setattr(paused, "_newest", renew)
-        time.sleep(3 * INTERVAL_S)  # the thread of the paused process runs again
+        goes_on.set()
+        assert renewed.wait(200)  # its thread has found the other one
         assert objects(url) == ["lease-2.json"]
         with pytest.raises(LeaseLostError, match=r"another start of this run has taken .* since 20"):
             still_held()
