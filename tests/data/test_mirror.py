@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import threading
-import uuid
 from pathlib import Path
 
 import fsspec
@@ -143,7 +142,7 @@ class TestHttp:
 @pytest.fixture
 def memory():
     """A folder in fsspec's in-memory file system."""
-    name = uuid.uuid4().hex
+    name = "mirrored"
     fs = fsspec.filesystem("memory")
     fs.makedirs(f"/{name}/deep")
     yield f"memory://{name}", lambda path, text: fs.pipe_file(f"/{name}/{path}", text.encode())

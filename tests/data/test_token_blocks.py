@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -64,7 +63,8 @@ def url(monkeypatch) -> Iterator[str]:
     monkeypatch.setattr(token_blocks, "WHILE_TRAINING_S", (0.0,) * 7)
     monkeypatch.setattr(Store, "read", [])
     monkeypatch.setattr(Store, "trouble", 0.0)
-    name = f"/{uuid.uuid4().hex}"
+    monkeypatch.setattr(Store, "chooser", random.Random(0))
+    name = "/token_blocks"
     Store().pipe_file(f"{name}/{TOKENS}", LOCAL.tokens.tobytes())
     yield f"memory:/{name}"
     if Store().exists(name):
@@ -204,7 +204,7 @@ from fsspec.implementations.local import LocalFileSystem
 from jaxlm.data.cache import block_mirror, token_blocks
 from jaxlm.data.cache.token_blocks import BlockSums, TokenBlocks
 
-folder, max_blocks, dies_in = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+folder, max_blocks, seed, dies_in = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 token_blocks.BLOCK_BYTES = {BLOCK}
 mirror = block_mirror.BlockMirror(folder / "blocks", max_blocks * {BLOCK})
 sums = BlockSums.of_file(folder / "tokens.bin", 0)
@@ -223,7 +223,7 @@ def replacing(*paths):
 LocalFileSystem.cat_file = reading
 if dies_in == "write":
     block_mirror.os.replace = replacing
-rng = np.random.default_rng(os.getpid())
+rng = np.random.default_rng(seed)
 largest = 0
 for start in rng.permutation(np.arange(0, 5000, 20)).tolist():
     blocks.fetch(np.array([start, (start + 999) % 5000]), 20)
@@ -234,8 +234,8 @@ print(largest, len(num_read))
 """
 
 
-def start(folder: Path, max_blocks: int, dies_in: str = "") -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROCESS, str(folder), str(max_blocks), dies_in]
+def start(folder: Path, max_blocks: int, seed: int, dies_in: str = "") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROCESS, str(folder), str(max_blocks), str(seed), dies_in]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
@@ -243,15 +243,15 @@ def start(folder: Path, max_blocks: int, dies_in: str = "") -> subprocess.Popen[
 def test_processes_share_the_mirror_and_may_be_killed(tmp_path):
     sums(tmp_path)
     for dies_in in ("download", "write"):
-        killed = start(tmp_path, 5, dies_in)
+        killed = start(tmp_path, 5, 0, dies_in)
         assert killed.wait() == -signal.SIGKILL
     assert [path for path in (tmp_path / "blocks").glob("*/*") if path.suffix == ".tmp"]
-    both = [start(tmp_path, 5), start(tmp_path, 5)]  # far less than they read
+    both = [start(tmp_path, 5, seed) for seed in (1, 2)]  # far less than they read
     for process in both:
         said, _ = process.communicate()
         assert process.returncode == 0
         assert int(said.split()[0]) <= 5 * BLOCK
     assert not list((tmp_path / "blocks").glob("*/*.tmp"))
-    both = [start(tmp_path, 100), start(tmp_path, 100)]
+    both = [start(tmp_path, 100, seed) for seed in (3, 4)]
     downloads = [int(process.communicate()[0].split()[1]) for process in both]
     assert sum(downloads) + 5 >= NUM_BLOCKS >= sum(downloads)  # no block twice

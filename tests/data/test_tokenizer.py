@@ -152,7 +152,7 @@ def trained(folder: Path, **options: object) -> tuple[Tokenizer, list[str]]:
     lines: list[str] = []
     config = TokensConfig(
         train_urls=[f"{folder}/text"],
-        cache_dir=f"{folder}/cache-{len(options)}-{hash(str(options)):x}",
+        cache_dir=f"{folder}/cache-{'-'.join(options) or 'plain'}",
         tokenizer=BpeConfig(**options),
         vocab_size=300,
     )

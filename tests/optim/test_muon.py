@@ -155,7 +155,7 @@ def test_three_steps_in_bfloat16_match_nanochat(name):
 def test_the_momentum_of_bfloat16_matrices_is_rounded_once_a_step(nesterov):
     """Not the decay rate, which would be 0.9492 instead of 0.95, and not each product."""
     momentum = MuonConfig(nesterov=nesterov)._momentum(10)
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(0)  # with it, processors that fuse the product with the sum round to the same bfloat16
     bfloat16 = jnp.dtype(jnp.bfloat16)
     rounded, mean = lambda x: x.astype(bfloat16).astype(np.float32), np.zeros((8, 16), np.float32)
     state = momentum.init(jnp.zeros((8, 16), bfloat16))

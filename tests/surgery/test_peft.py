@@ -204,6 +204,7 @@ def test_adapters_of_the_upper_layers_only(tmp_path):
     with torch.no_grad():
         np.testing.assert_allclose(ours, theirs(torch.tensor(ids)).logits.numpy(), rtol=1e-4, atol=1e-4)
 
+    torch.manual_seed(0)
     settings = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["o_proj"], init_lora_weights=False)
     both = peft.get_peft_model(theirs.merge_and_unload(), settings).eval()
     both.save_pretrained(tmp_path / "more")
@@ -300,6 +301,7 @@ def test_training_continues_from_peft(tmp_path):
     transformers = pytest.importorskip("transformers")
     write_model(tmp_path / "hf")
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    torch.manual_seed(0)
     settings = peft.LoraConfig(
         r=3, lora_alpha=5, use_rslora=True, target_modules=["q_proj", "up_proj"], init_lora_weights=False
     )

@@ -53,7 +53,7 @@ def test_a_folder_that_is_not_shared_is_one_message(tmp_path, monkeypatch):
 
 def test_leftovers_of_an_earlier_run_are_removed(tmp_path):
     (tmp_path / "step-1.unfinished" / "state").mkdir(parents=True)
-    (tmp_path / "probe.unfinished").write_bytes(os.urandom(4))
+    (tmp_path / "probe.unfinished").write_bytes(b"half")
     LocalFolder(tmp_path).prepare()
     assert list(tmp_path.iterdir()) == []
 
