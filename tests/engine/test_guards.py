@@ -299,7 +299,8 @@ OPTIMIZERS = {
     "mars": 3e-3,
     "adagrad": 0.1,
 }
-UNLIKE = ("muon", "kron", "soap")  # each divides its matrices among the devices in a way of its own
+# Each divides its matrices among the devices in a way of its own. Muon does so in tests/optim/test_muon.py.
+UNLIKE = ("kron", "soap")
 
 
 @pytest.mark.slow
