@@ -230,7 +230,7 @@ AVERAGES = {"ema": Ema(0.8), "late": EmaDecaySqrt(0.9, switch_step=2, decay_step
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [one_device, layout])
+@pytest.mark.parametrize("where", [layout, pytest.param(one_device, marks=pytest.mark.soak)])
 def test_guards_and_averages_do_not_change_training(where):
     """A power-of-two loss scale, a window without outliers, and two averages. The averages must equal those of the weights
     after every step, computed in float64."""

@@ -16,7 +16,7 @@ from tests.evals.test_loss import windows
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [8, pytest.param(1, marks=pytest.mark.soak)])
 def test_the_mean_entropy_of_each_source_is_that_of_its_logits(devices):
     layout = layout_of(data=devices)
     data = {"prose": windows(0, 9), "code": windows(1, 2)}
