@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 from tests.xla_flags import flags_for
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The test processes share the cores: torch's threads would wait for each other, also for the smallest product.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["XLA_FLAGS"] = flags_for(8, os.environ.get("XLA_FLAGS", ""))
 # pytest rewrites the asserts of all tests, which takes each worker nine seconds. Until the tests are collected it keeps the
 # result, and Python compiled modules, even in containers whose environment forbids that.
@@ -29,6 +31,7 @@ settings.load_profile("repeatable")
 FIELDS = "tests/test_fields.py"
 # One worker runs all tests of a file, and all files of a group, so shared fixtures are built once.
 ONE_DEVICE = ("command", "evaluate", "checkpoints", "signals", "resume", "closed_output", "going_back")
+ONE_DEVICE += ("storage_faults", "notices")
 GROUPS = {
     **dict.fromkeys(
         (f"tests/end_to_end/test_{name}.py" for name in ONE_DEVICE),

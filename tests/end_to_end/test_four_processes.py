@@ -60,7 +60,7 @@ def test_each_row_is_read_by_one_process_and_losses_equal_those_of_a_single_proc
         assert len(together) == len(set(together)) == ROWS
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # of two processes in tests/end_to_end/test_signals.py
 def test_a_signal_to_one_of_four_processes_saves_all_at_the_same_step(workplace):
     place = workplace(1)
     place.write()

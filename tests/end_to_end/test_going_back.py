@@ -50,7 +50,7 @@ def whole(workplace):
 
 @pytest.mark.slow
 def test_a_run_that_went_back_ends_like_a_clean_one(whole, uninterrupted):
-    found, _, checkpoints = whole("rewind", 8)
+    found, _, checkpoints = whole("rewind")
     steps = [(r.get("attempt", 0), r["step"]) for r in found if "train/objective" in r]
     assert steps == [*((0, n) for n in range(1, 13)), *((1, n) for n in range(6, 25))]
     names = ["step-10", "step-10-attempt-1", "step-15-attempt-1", "step-20-attempt-1", "step-24-attempt-1", "step-5"]
@@ -94,12 +94,12 @@ def test_two_processes_agree(workplace, whole, case):
     place.write()
     ends = finish(place, case, processes=2)
     assert [code for code, _, _ in ends] == [0, 0], ends
-    found, expected = records(place), whole(case, 8)[0]
+    found, expected = records(place), whole(case)[0]
     assert [(r["step"], r.get("attempt")) for r in found] == [(r["step"], r.get("attempt")) for r in expected]
     for ours, theirs in zip(found, expected, strict=True):
         for name in ("train/loss", "eval/loss"):
             assert ours.get(name) == (pytest.approx(theirs[name], rel=1e-5) if theirs.get(name) is not None else None)
-    assert place.checkpoints() == whole(case, 8)[2]
+    assert place.checkpoints() == whole(case)[2]
 
 
 @pytest.mark.slow

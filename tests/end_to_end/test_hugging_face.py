@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from jaxlm import convert
 from jaxlm.config.load import decode_run
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
@@ -35,7 +36,7 @@ use_hf_model_config: true
 def write_folder(folder, tokenizer, vocab):
     import jax
 
-    model = MODEL.build(vocab_axis(vocab), key=jax.random.key(7))
+    model = jax.jit(lambda: MODEL.build(vocab_axis(vocab), key=jax.random.key(7)))()
     files = tokenizer.files(max_length=64) | {"chat_template.jinja": b"{{ messages }}"}
     save_folder(folder, model, MODEL, one_device(), dtype=np.float32, files=files, special_ids={})
 
@@ -108,7 +109,7 @@ def test_hf_weight_names_rename_a_files_tensors(imported, tmp_path):
 
 
 @pytest.mark.slow
-def test_import_and_export_round_trip(imported, workplace):
+def test_import_and_export_round_trip(imported, workplace, in_process):
     """One step with learning rate 0: the export equals the import, without embedding rows beyond the tokenizer."""
     place = workplace()
     text = place.write(FROM.format(folder=imported)).read_text()
@@ -143,9 +144,9 @@ def test_import_and_export_round_trip(imported, workplace):
     converted = (place.folder / "out" / "README.md").read_text()
     assert converted == card.replace("| hardware | 1 x cpu |\n", ""), "the same run, on other hardware"
     assert json.loads((place.folder / "out" / "config.json").read_text())["max_position_embeddings"] == 32
-    again = place.run(*arguments, module="jaxlm.convert")
+    again = in_process(convert.main, place, *arguments)
     assert (again.code, "already exists. Choose another folder" in again.err) == (2, True)
-    adapters = place.run(*arguments[:3], "--output_dir", "o2", "--adapters", "only", module="jaxlm.convert")
+    adapters = in_process(convert.main, place, *arguments[:3], "--output_dir", "o2", "--adapters", "only")
     assert (adapters.code, "has no adapters" in adapters.err) == (2, True)
 
 

@@ -74,7 +74,7 @@ def test_loss_and_preference_are_evaluated(whole):
     assert 0 <= records[-1]["eval/preference/accuracy"] <= 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # one step on pairs is the same on eight devices in tests/engine/test_preferences.py
 def test_eight_devices_train_like_one(whole):
     losses = [[float.fromhex(loss) for loss in whole(devices).losses().values()] for devices in (1, 8)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

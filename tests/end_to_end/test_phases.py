@@ -54,13 +54,13 @@ def test_frozen_leaves_do_not_change_and_have_no_optimizer_state(whole):
     assert all(path.endswith((".a", ".b")) for path in moments)
 
 
-FAULTS = ("first phase", "boundary", "after surgery", "saving the entry", "second phase")
+FAULTS = ("boundary", "after surgery", "saving the entry", "second phase")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("whole", "faults"),
-    [(1, FAULTS), pytest.param(4, FAULTS, marks=pytest.mark.soak)],
+    [(1, FAULTS), pytest.param(4, ("first phase", *FAULTS), marks=pytest.mark.soak)],
     indirect=["whole"],
     ids=["one device", "four devices"],
 )

@@ -168,7 +168,7 @@ def test_killed_with_tuned_options(workplace):
     place = workplace()
     path = place.write()
     path.write_text(path.read_text().replace(f"{place.cache}/xla", "xla"))
-    tuned = place.run(*arguments("one device"), "--tune", "--steps", "6", module="jaxlm.bench")
+    tuned = place.run(*arguments("one device"), "--tune", "--steps", "6", module="tests.end_to_end.tunes_little")
     assert tuned.code == 0, tuned.err
     kept = place.folder / "xla" / "tuned_options.json"
     (entry,) = json.loads(kept.read_text())
@@ -200,7 +200,7 @@ def test_killed_five_times(workplace, uninterrupted, mesh, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["fsdp 8", "tp 2 x fsdp 4"])
+@pytest.mark.parametrize("mesh", ["tp 2 x fsdp 4", pytest.param("fsdp 8", marks=pytest.mark.soak)])
 def test_resumes_on_another_mesh(workplace, uninterrupted, mesh):
     """Started on one device and killed, finished on eight: the same batches, and the same losses within rounding."""
     losses, _ = uninterrupted("one device")

@@ -230,7 +230,7 @@ AVERAGES = {"ema": Ema(0.8), "late": EmaDecaySqrt(0.9, switch_step=2, decay_step
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [one_device, layout])
+@pytest.mark.parametrize("where", [layout, pytest.param(one_device, marks=pytest.mark.soak)])
 def test_guards_and_averages_do_not_change_training(where):
     """A power-of-two loss scale, a window without outliers, and two averages. The averages must equal those of the weights
     after every step, computed in float64."""
@@ -299,7 +299,8 @@ OPTIMIZERS = {
     "mars": 3e-3,
     "adagrad": 0.1,
 }
-UNLIKE = ("muon", "kron", "soap")  # each divides its matrices among the devices in a way of its own
+# Each divides its matrices among the devices in a way of its own. Muon does so in tests/optim/test_muon.py.
+UNLIKE = ("kron", "soap")
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ MESHES = [
     ("top k", "vocabulary sharded"),
     pytest.param("vocabulary", "vocabulary sharded", marks=SOAK),
     pytest.param("top k", "two microbatches", marks=SOAK),
-    ("vocabulary", "fsdp 8"),
+    pytest.param("vocabulary", "fsdp 8", marks=SOAK),  # that mesh is also the one of two microbatches
     pytest.param("top k", "fsdp 8", marks=SOAK),
 ]
 

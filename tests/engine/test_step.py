@@ -110,9 +110,13 @@ def _nan_gradient(weight: hax.NamedArray, bad: jax.Array) -> hax.NamedArray:
     return hax.named(same(weight.array, bad), weight.axes)
 
 
-@pytest.mark.parametrize("where", [pytest.param("loss", marks=pytest.mark.slow), "gradient"])
 @pytest.mark.parametrize(
-    "bad_step", [pytest.param(1, marks=pytest.mark.slow), 5, pytest.param(20, marks=pytest.mark.slow)]
+    ("bad_step", "where"),
+    [
+        (5, "gradient"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "loss"), (20, "gradient"))),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((1, "gradient"), (5, "loss"), (20, "loss"))),
+    ],
 )
 def test_a_non_finite_step_skips_exactly_one_update(where, bad_step):
     clean_batches = [arrays(i) for i in range(20)]

@@ -156,8 +156,8 @@ def sampled(tmp_path_factory):
     data = TokensConfig(train_urls=[f"{folder}/a.txt"], cache_dir=f"{folder}/c", vocab_size=260)
     tokenizer = data.load_tokenizer(log=lambda _: None)
     plan = outcome_of(tree()).plan
-    model = plan.state_builder.model.build(vocab_axis(tokenizer.vocab_size), key=jax.random.key(0))
-    model = jax.tree.map(lambda x: x * 20, model)
+    build = lambda: plan.state_builder.model.build(vocab_axis(tokenizer.vocab_size), key=jax.random.key(0))  # noqa: E731
+    model = jax.jit(lambda: jax.tree.map(lambda x: x * 20, build()))()
 
     def sample(**fields: Any) -> str:
         lines: list[str] = []

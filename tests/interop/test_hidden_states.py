@@ -16,6 +16,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 QUICK = ("gpt2", "llama-3")
+# Blocks of another form, or embeddings of another scale. Of the other families, tests/interop/test_families.py has logits.
+OWN_BLOCKS = ("olmo2", "granite", "glm4", "gpt_neox", "mpt", "gemma2", "mixtral")
 
 
 def opened(name, folder):
@@ -30,7 +32,11 @@ def llama(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FIRST.values()]
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow if name in OWN_BLOCKS else pytest.mark.soak)
+        for name in FIRST.values()
+    ],
 )
 def test_taps_are_transformers_hidden_states(name, tmp_path):
     """transformers returns the embedding, every layer's output but the last, and the final norm's output."""

@@ -101,7 +101,7 @@ def test_end_tokens_are_not_returned(llama):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shards", [{}, {"model": 2}, {"replica": 2}], ids=str)
+@pytest.mark.parametrize("shards", [{}, {"model": 2}, pytest.param({"replica": 2}, marks=pytest.mark.soak)], ids=str)
 def test_a_mesh_gives_the_same_tokens(llama, shards):
     """Fewer rows than devices, of several lengths; with an int8 cache too."""
     decoding = GenerationConfig(12, temperature=0.0)

@@ -27,9 +27,18 @@ MODELS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", CACHE_DTYPES)
-@pytest.mark.parametrize("name", MODELS)
+# Each model and each dtype; they have nothing to do with each other.
+TOGETHER = {("gpt2", "bfloat16"), ("gemma2", "int8"), ("mixtral", "float32")}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=pytest.mark.slow if (name, dtype) in TOGETHER else pytest.mark.soak)
+        for name in MODELS
+        for dtype in CACHE_DTYPES
+    ],
+)
 def test_unstacked_layers_give_the_same_logits_and_cache(name, dtype, built, as_inputs):
     """Token by token after a left-padded prompt; a sliding window shorter than the text; a scale per layer index."""
     model = built(MODELS[name])

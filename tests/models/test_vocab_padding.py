@@ -198,7 +198,7 @@ def test_generation_logits_and_exports_have_the_real_vocabulary(tmp_path, family
     from tests.models.conftest import TINY
 
     config = dataclasses.replace(TINY[family], pad_vocab_to_multiple_of=64)
-    model = config.build(vocab_axis(ODD), key=jax.random.key(0))
+    model = jax.jit(lambda: config.build(vocab_axis(ODD), key=jax.random.key(0)))()
     prompts = [[1, 2, 3], [4, 5]]
     alone = generate(model, prompts, max_new_tokens=8, temperature=1.0, seed=1)
     assert max(map(max, alone)) < ODD

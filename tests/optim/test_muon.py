@@ -30,7 +30,7 @@ from jaxlm.optim.lr.momentum import MomentumSchedule, decay_factor
 from jaxlm.optim.muon import MuonConfig
 from jaxlm.optim.orthogonal.iterations import POLAR_EXPRESS, QUINTIC, newton_schulz
 from jaxlm.optim.orthogonal.normuon import NorMuonState
-from tests.engine.helpers import EVERY_MESH, MESHES, TinyRun, layout, one_device, phase
+from tests.engine.helpers import MESHES, TinyRun, layout, one_device, phase
 from tests.engine.helpers import arrays as tokens
 from tests.forecast.helpers import collectives
 from tests.optim.test_family import config_of
@@ -425,9 +425,18 @@ def on_one_device(recipe: str) -> tuple[Any, list[dict[str, np.ndarray]], Any]:
     return config, *sharded_steps(one_device(), config)
 
 
-@pytest.mark.parametrize("name", EVERY_MESH)
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["muon", "head"])
+# Each mesh, and each recipe; how the matrices are shared does not depend on what is done to them.
+SHARED = [("muon", name) for name in MESHES] + [("head", "tp 2 x fsdp 4")]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        pytest.param(recipe, name, marks=pytest.mark.slow if (recipe, name) in SHARED else pytest.mark.soak)
+        for recipe in ("muon", "head")
+        for name in MESHES
+    ],
+)
 def test_eight_devices_share_the_matrices_and_find_the_same(recipe, name):
     config, expected, alone = on_one_device(recipe)
     where = layout(**MESHES[name])

@@ -94,7 +94,7 @@ def test_no_array_holds_all_logits_or_all_scores():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_accumulation_needs_no_more_memory(scan):
     def temporary(batch, per_device):
         trainer = {"train_batch_size": batch, "per_device_parallelism": per_device}

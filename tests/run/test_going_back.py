@@ -54,9 +54,9 @@ class Runs(Trainings):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Runs:
-    """`clean` is a run without poison, and has a checkpoint of every second step."""
+    """`clean` is a run without poison, and has a checkpoint and an export of every second step."""
     made = Runs(tmp_path_factory.mktemp("runs"))
-    made.run("clean")
+    made.run("clean", hf_save_path=f"{made.folder}/hf_clean", hf_save_steps=2)
     return made
 
 
@@ -282,7 +282,9 @@ UNTIL = {
 
 @pytest.mark.slow
 def test_patience_ends_the_phase_with_the_best_weights(runs):
-    result = runs.run("patient", trainer={"until": UNTIL, "checkpointer": {**runs.checkpointer, "keep": []}})
+    exports = {"hf_save_path": f"{runs.folder}/hf_patient", "hf_save_steps": 3}
+    trainer = {"until": UNTIL, "checkpointer": {**runs.checkpointer, "keep": []}}
+    result = runs.run("patient", trainer=trainer, **exports)
     assert "phase 'train' ends after step 6: eval/loss has not improved in 2 evaluations" in runs.output
     assert "going on with the weights of" in runs.output
     assert isinstance(result.outcome, Next)
@@ -295,21 +297,19 @@ def test_patience_ends_the_phase_with_the_best_weights(runs):
     history = runs.cursor("patient", "step-6").history
     assert (history.phase_ends, history.best, history.pins) == ((6,), None, {})
     assert runs.attempts("patient") == [(0, n) for n in range(1, 7)]
-    runs.run("patient", trainer={"until": UNTIL})
+    check_the_best_weights_are_exported(runs)
+    runs.run("patient", trainer={"until": UNTIL}, **exports)
     assert "the run is complete" in runs.output
     assert "to train longer" not in runs.output
 
 
-@pytest.mark.slow
-def test_the_best_weights_are_exported(runs):
+def check_the_best_weights_are_exported(runs):
     from safetensors.numpy import load_file
 
-    exports = {name: runs.folder / f"hf_{name}" for name in ("usual", "patient")}
-    runs.run("exports", hf_save_path=str(exports["usual"]), hf_save_steps=2)
-    runs.run("patient_exports", hf_save_path=str(exports["patient"]), hf_save_steps=3, trainer={"until": UNTIL})
+    exports = {name: runs.folder / f"hf_{name}" for name in ("clean", "patient")}
     assert sorted(path.name for path in exports["patient"].iterdir()) == ["step-3", "step-6"]
     best, last = (
-        load_file(exports[n] / s / "model.safetensors") for n, s in (("usual", "step-2"), ("patient", "step-6"))
+        load_file(exports[n] / s / "model.safetensors") for n, s in (("clean", "step-2"), ("patient", "step-6"))
     )
     assert same(best, last)
 

@@ -41,7 +41,7 @@ class Trainings:
             "num_train_steps": steps,
             "train_batch_size": 8,
             "log_dir": f"{self.folder}/logs",
-            "compilation_cache_dir": f"{self.folder}/xla",
+            "compilation_cache_dir": f"{self.folder.parent}/xla",  # for all tests of a worker
             "checkpointer": self.checkpointer,
             **sections.pop("trainer", {}),
         }
@@ -235,7 +235,7 @@ def test_load_if_possible_reports_where_it_found_nothing(trainings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["relative", "absolute", "url"])
+@pytest.mark.parametrize("kind", ["relative", pytest.param("absolute", marks=pytest.mark.soak), "url"])
 @pytest.mark.trap("T2")
 def test_temporary_checkpoints_are_deleted_for_every_kind_of_base_path(trainings, kind, monkeypatch):
     """Levanter never deletes them with its default, a relative path."""

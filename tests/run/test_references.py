@@ -38,7 +38,7 @@ def tokenizer():
 def folder(tmp_path_factory, tokenizer):
     """A teacher in Hugging Face format, with more embedding rows than the tokenizer has tokens."""
     folder = tmp_path_factory.mktemp("teacher") / "hf"
-    model = TEACHER.build(vocab_axis(tokenizer.vocab_size + 12), key=jax.random.key(1))
+    model = jax.jit(lambda: TEACHER.build(vocab_axis(tokenizer.vocab_size + 12), key=jax.random.key(1)))()
     files = tokenizer.files(max_length=24)
     save_folder(folder, model, TEACHER, one_device(), dtype=np.float32, files=files, special_ids={})
     return folder

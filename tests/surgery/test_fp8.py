@@ -160,7 +160,7 @@ def losses(tiny, num_steps, **keys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.soak)])
 def test_trains_almost_as_without(recipe):
     """The curves of 40 steps, in which the loss falls from 4.2."""
     plain, quantized = (run(one_device(), *surgery) for surgery in ((), (dataclasses.replace(SMALL, recipe=recipe),)))
@@ -173,7 +173,7 @@ def test_trains_almost_as_without(recipe):
 F32 = parse_precision("f32")
 
 
-QUICKER = {("tensorwise", "fsdp 8"), ("tensorwise", "tp 2 x fsdp 4"), ("rowwise", "tp 2 x fsdp 4")}
+QUICKER = {("tensorwise", "fsdp 8"), ("rowwise", "tp 2 x fsdp 4")}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,11 @@
+"""`jaxlm.bench` whose `--tune` tries one option instead of all."""
+
+import sys
+
+from jaxlm import bench
+from jaxlm.run.compilation import tuning
+
+if __name__ == "__main__":
+    tuning.CANDIDATES = {"cpu": ({"xla_cpu_prefer_vector_width": 512},)}
+    tuning.size_candidates = lambda platform: []
+    sys.exit(bench.main())
