@@ -153,7 +153,14 @@ def check_jaxlm(name: str, arguments: list[str], monkeypatch) -> None:
         return opened
 
     with monkeypatch.context() as patched:
-        for function in ("open_checkpoint", "open_model", "evaluate_tasks", "read_runs", "fetch_bundle"):
+        for function in (
+            "open_checkpoint",
+            "open_model",
+            "evaluate_tasks",
+            "read_runs",
+            "fetch_bundle",
+            "build_bundle",
+        ):
             if hasattr(module, function):
                 patched.setattr(module, function, stop_after(None))
         if hasattr(module, "load_config"):
