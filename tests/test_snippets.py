@@ -31,6 +31,7 @@ from jaxlm.config.yaml import ConfigSource
 from jaxlm.forecast.topologies import parse_topology
 from jaxlm.observe.trackers import read_jsonl
 from jaxlm.run.load_model import check_effective
+from tests.end_to_end.fork_server import fork_server
 from tests.test_guide import DOCUMENTS, ROOT, a_model_of_hugging_face, an_adapter_of_peft
 from tests.xla_flags import flags_for
 
@@ -264,7 +265,10 @@ def trained(tmp_path_factory):
         "train": ["--config_path", "mine.yaml"],
         "convert": ["to-hf", "--checkpoint", "checkpoints/mine", "--output_dir", "mine-hf"],
     }.items():
-        run_python(f"from jaxlm.{command} import main; raise SystemExit(main({arguments}))", folder)
+        environment = {**os.environ, "XLA_FLAGS": flags_for(1)}
+        process = fork_server().start(f"jaxlm.{command}", arguments, folder, environment)
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
     return folder
 
 
@@ -326,6 +330,7 @@ def test_own_classes_of_the_documents_train(trained):
         whole = yaml.safe_load(TINY) | {k: v for k, v in keys.items() if k not in ("data", "trainer")}
         for section in ("data", "trainer"):
             whole[section] |= keys.get(section, {})
+        whole["trainer"] |= {"compilation_cache_dir": "xla"}  # several have the same program
         whole["data"] |= {"cache_dir": f"cache/{name}"}
         if "source" in whole["data"]:
             del whole["data"]["train_urls"], whole["data"]["validation_urls"]

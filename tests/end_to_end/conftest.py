@@ -49,6 +49,17 @@ def uninterrupted(workplace) -> Uninterrupted:
     return Uninterrupted(place, place.losses(), place.digest("step-24"))
 
 
+@pytest.fixture(scope="session")
+def two_processes(workplace) -> Uninterrupted:
+    """An uninterrupted run of 24 steps of two processes with two devices each."""
+    place = workplace(2)
+    place.write()
+    processes = place.start_all(2, "--config_path", "run.yaml")
+    ends = [(*process.communicate(timeout=300), process.returncode) for process in processes]
+    assert [code for _, _, code in ends] == [0, 0], ends
+    return Uninterrupted(place, place.losses(), place.digest("step-24"))
+
+
 @pytest.fixture
 def in_process(monkeypatch, capsys) -> Iterator[Callable[..., Finished]]:
     """Runs a command's `main` in this process, in a workplace's folder, for commands that end before compiling."""

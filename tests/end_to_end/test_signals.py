@@ -1,6 +1,5 @@
 """SIGTERM and SIGINT: the step is finished and saved, the exit code shows it, and the run resumes bit for bit."""
 
-import functools
 import signal
 import subprocess
 
@@ -11,20 +10,15 @@ from tests.end_to_end.commands import Workplace
 RUN = ("--config_path", "run.yaml")
 
 
-@pytest.fixture(scope="session")
-def whole(workplace, uninterrupted):
+@pytest.fixture
+def whole(request):
     """Number of processes -> losses and last hashes: one device, or two processes with two devices each."""
 
     def run(processes: int):
-        if processes == 1:
-            return uninterrupted.losses, uninterrupted.digest
-        place = workplace(2)
-        place.write()
-        results = [process_end(p) for p in place.start_all(processes, *RUN)]
-        assert [r[0] for r in results] == [0] * processes, results
-        return place.losses(), place.digest("step-24")
+        made = request.getfixturevalue("uninterrupted" if processes == 1 else "two_processes")
+        return made.losses, made.digest
 
-    return functools.cache(run)
+    return run
 
 
 def process_end(process: subprocess.Popen) -> tuple[int, str, str]:

@@ -73,7 +73,8 @@ def test_random_errors_cost_neither_a_checkpoint_nor_a_step(uninterrupted, place
     ("fault", "reason"),
     [
         ("enospc", "No space left on device"),
-        ("large_files", "File too large"),
+        # Also on one of two processes, below.
+        pytest.param("large_files", "File too large", marks=pytest.mark.soak),
         pytest.param("erofs", "Read-only file system", marks=pytest.mark.soak),
     ],
 )
@@ -146,7 +147,7 @@ def exchange(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["recovers", "killed"])
+@pytest.mark.parametrize("end", ["recovers", pytest.param("killed", marks=pytest.mark.soak)])
 def test_an_outage_of_the_disk(uninterrupted, place, end):
     """The folder is out of reach, for the C++ code too: a file is in its place. Killed then, the run resumes later."""
     process = place.start(*RUN, *OFTEN, **faulty("none"))
@@ -180,24 +181,16 @@ def test_a_folder_that_is_deleted_is_made_again(uninterrupted, place):
     assert "step-5" not in place.checkpoints()
 
 
-@pytest.fixture(scope="module")
-def two_processes(workplace) -> Workplace:
-    """A run of two processes on a good disk."""
-    made = workplace()
-    made.write()
-    ends = [process.communicate(timeout=300) for process in made.start_all(2, *RUN)]
-    assert "step-24" in made.checkpoints(), ends
-    return made
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("process", [1, pytest.param(0, marks=pytest.mark.soak)])
-def test_a_failure_on_one_of_two_processes_is_known_to_both(two_processes, place, process):
+def test_a_failure_on_one_of_two_processes_is_known_to_both(two_processes, workplace, process):
     """Neither waits for the other, and both try again at the same step."""
+    place = workplace(2)
+    place.write()
     running = place.start_all(2, *RUN, *OFTEN, **faulty(f"process:{process}"))
     ends = [each.communicate(timeout=300) for each in running]
     assert [each.returncode for each in running] == [0, 0], ends
-    assert (place.losses(), place.digest("step-24")) == (two_processes.losses(), two_processes.digest("step-24"))
+    assert (place.losses(), place.digest("step-24")) == (two_processes.losses, two_processes.digest)
     check_folder(place)
     lines = failures(Finished(0, *ends[0]))
     assert lines
