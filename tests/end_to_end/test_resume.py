@@ -5,6 +5,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -79,26 +80,38 @@ def uninterrupted(workplace):
     return run
 
 
+def kill(place: Workplace, mesh: str, wait_s: float, *, in_start: bool = False) -> None:
+    """Kills the run some time after its start, or after it has finished another checkpoint."""
+    saved = finished_checkpoints(place)
+    process = place.start(*arguments(mesh))
+    while not in_start and process.poll() is None and finished_checkpoints(place) <= saved:
+        time.sleep(0.01)
+    time.sleep(wait_s)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def finished_checkpoints(place: Workplace) -> set[str]:
+    return {name for name in place.checkpoints() if name.startswith("step-") and name.removeprefix("step-").isdigit()}
+
+
 def killed_at_random(place: Workplace, mesh: str, rng: random.Random, kills: int) -> None:
-    """Kills the run during its start, or some time after it has saved another checkpoint."""
     for _ in range(kills):
-        saved = set(place.checkpoints())
-        process = place.start(*arguments(mesh))
-        if rng.random() < 0.7:
-            while process.poll() is None and set(place.checkpoints()) <= saved:
-                time.sleep(0.01)
-            time.sleep(rng.uniform(0.0, 1.0))
-        else:
-            time.sleep(rng.uniform(0.5, 6.0))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        in_start = rng.random() >= 0.7
+        kill(place, mesh, rng.uniform(0.5, 6.0) if in_start else rng.uniform(0.0, 1.0), in_start=in_start)
 
 
 def check(workplace, uninterrupted, mesh: str, seed: int, kills: int) -> Workplace:
+    return check_killed(
+        workplace, uninterrupted, mesh, lambda place: killed_at_random(place, mesh, random.Random(seed), kills)
+    )
+
+
+def check_killed(workplace, uninterrupted, mesh: str, killed: Callable[[Workplace], None]) -> Workplace:
     losses, digest = uninterrupted(mesh)
     place = workplace(SETTINGS[mesh][0])
     place.write()
-    killed_at_random(place, mesh, random.Random(seed), kills)
+    killed(place)
     finished = place.run(*arguments(mesh))
     assert finished.code == 0, finished.err
     assert place.losses() == losses
@@ -111,7 +124,7 @@ def check(workplace, uninterrupted, mesh: str, seed: int, kills: int) -> Workpla
 
 def test_killed_once(workplace, uninterrupted):
     before = time.time()
-    place = check(workplace, uninterrupted, "fsdp 8", seed=1, kills=1)
+    place = check_killed(workplace, uninterrupted, "fsdp 8", lambda place: kill(place, "fsdp 8", 0.0))
     lines = read_lines(place.folder / "logs" / "run")
     goodput = account(lines)
     assert goodput is not None
