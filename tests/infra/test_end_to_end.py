@@ -10,7 +10,6 @@ import pytest
 
 from tests.end_to_end.commands import REPOSITORY
 from tests.infra.conftest import ARGUMENTS, NUM_STEPS, pod_commands
-from tests.ports import reserved_port
 
 INFRA = REPOSITORY / "infra"
 SOON = ("--trainer.distributed.heartbeat_timeout", "20s")  # instead of 100 s until a killed process is lost
@@ -20,8 +19,9 @@ SOON = ("--trainer.distributed.heartbeat_timeout", "20s")  # instead of 100 s un
 def test_local(launched, expected):
     place = launched()
     place.wait_at(12)
-    options = ("--processes", "2", "--port", str(reserved_port()), "--retries", "1", "--wait_s", "0")
-    process = place.launch(str(INFRA / "local.sh"), *options, "--", *ARGUMENTS, *SOON)
+    process = place.launch(
+        str(INFRA / "local.sh"), "--processes", "2", "--retries", "1", "--wait_s", "0", "--", *ARGUMENTS, *SOON
+    )
     place.wait_for_checkpoint("step-8")
     place.kill_one()
     place.go()
