@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
+from hypothesis.internal.conjecture import providers
 
 from tests.xla_flags import flags_for
 
@@ -63,6 +64,14 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_configure(config):
+    """Keeps hypothesis from reading every imported module for constants to try: examples would depend on the modules that
+    other tests have imported, and reading them takes seconds. `--examples` tries them."""
+    if config.getoption("--examples") is None and hasattr(providers, "_get_local_constants"):  # there is no setting
+        none_of_ours = providers._local_constants
+        providers._get_local_constants = lambda: none_of_ours
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Assigns whole files, and whole groups of files, to each worker."""
@@ -80,6 +89,15 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Lets every second worker import the tests in reverse order. In a new clone, each then finds half of them rewritten."""
+    report = yield
+    if isinstance(collector, pytest.Directory) and int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2:
+        report.result.reverse()
+    return report
+
+
 def pytest_collection_modifyitems(config, items):
     """Puts the longest files first: whole runs of the command, the fields, and benchmarks and documents. Folders of many
     short files are last. Workers then idle less at the end."""
@@ -92,7 +110,12 @@ def pytest_collection_modifyitems(config, items):
     first = ("tests/end_to_end/", FIELDS, "tests/test_")
     last = ("tests/data/", "tests/core/", "tests/config/")
     place = {start: n - len(first) for n, start in enumerate(first)} | {start: n + 1 for n, start in enumerate(last)}
-    items.sort(key=lambda item: next((n for start, n in place.items() if item.nodeid.startswith(start)), 0))
+
+    def position(item: pytest.Item) -> tuple[int, list[str]]:
+        file = item.nodeid.partition("::")[0]
+        return next((n for start, n in place.items() if file.startswith(start)), 0), file.split("/")
+
+    items.sort(key=position)
 
 
 def pytest_collection_finish():

@@ -133,6 +133,8 @@ def _serve(requests: socket.socket) -> None:
     del sys.modules["jaxlm.train"]  # it runs as __main__
     gc.collect()
     gc.freeze()
+    with importlib.import_module("jaxlm.core.imports").gc_paused():
+        pass  # counts the frozen objects once for all forks
     children: dict[int, socket.socket] = {}
     wake, woken = socket.socketpair()
     woken.setblocking(False)
