@@ -1,6 +1,7 @@
 """The sampler `server`, with a stand-in that answers as vLLM and SGLang do, or fails."""
 
 import dataclasses
+import re
 import threading
 import time
 from pathlib import Path
@@ -230,20 +231,30 @@ def test_a_start_asks_the_server_once(server, sampler, tmp_path, monkeypatch):
 
 def test_a_start_refuses_a_server_with_other_tokens(server, sampler):
     config, tokens = sampler(model="policy")._config, [7, 8, 9]
-    tokenizer: Any = SimpleNamespace(encode=lambda text: tokens, vocab_size=100, stop_ids=(EOS,))
-    for given in (None, {"tokens": tokens, "count": 3}, {"count": 3}, "text"):
+    text_of = {7: "a", 8: "b", 9: "c", 10: "bc"}
+    tokenizer: Any = SimpleNamespace(
+        encode=lambda text: tokens,
+        decode=lambda ids: "".join(text_of.get(one, "?") for one in ids),
+        vocab_size=100,
+        stop_ids=(EOS,),
+    )
+    for given in (None, {"tokens": tokens, "count": 3}, {"tokens": [7, 10]}, {"count": 3}, "text"):
         if given is not None:
             server.answers["/tokenize"] = lambda body, given=given: given
         for dry in (True, False):
             config.check_tokens(tokenizer, dry=dry)
     path, body = server.requests[-1]
     assert (path, body["prompt"], body["max_tokens"], body["model"]) == ("/v1/completions", [7, 8, 9, 99], 1, "policy")
-    server.answers["/tokenize"] = lambda body: {"tokens": [1, 7, 8]}
-    other = (
-        r"has another tokenizer: it encodes 'The 17 naïve .* as \[1, 7, 8, \.\.\.\], and data\.tokenizer as \[7, 8, 9, "
-    )
-    with pytest.raises(ConfigError, match=other):
-        config.check_tokens(tokenizer, dry=True)
+    for given, shown in (
+        ([1, 7, 8], "1, 7, 8"),
+        ([7, 8, 9, 100], "7, 8, 9, 100"),
+        ([], ""),
+        ([7] * 9, "7, " * 8 + "..."),
+    ):
+        server.answers["/tokenize"] = lambda body, given=given: {"tokens": given}
+        other = f"has another vocabulary: it encodes 'The 17 naïve '... as [{shown}], and data.tokenizer as [7, 8, 9]. Serve"
+        with pytest.raises(ConfigError, match=re.escape(other)):
+            config.check_tokens(tokenizer, dry=True)
     assert server.requests[-1][1] == {"model": "policy", "prompt": _SAMPLE_TEXT, "add_special_tokens": False}
     del server.answers["/tokenize"]
     server.faults = [404, 400]
@@ -255,8 +266,15 @@ def test_a_start_refuses_a_server_with_other_tokens(server, sampler):
     ):
         config.check_tokens(tokenizer, dry=False)
     server.answers["/v1/completions"] = lambda body: completion(body, prompt_token_ids=[1, *body["prompt"]])
-    with pytest.raises(ConfigError, match=rf"{begins}: it has read the prompt \[1, 7, 8, 9, 99\]"):
+    with pytest.raises(
+        ConfigError, match=r"answer cannot be used: it has read the prompt \[1, 7, 8, 9, 99\]"
+    ) as caught:
         config.check_tokens(tokenizer, dry=False)
+    assert str(caught.value).count("Serve the model") == 1
+    server.faults = [404, 503]
+    with pytest.raises(ConfigError, match=r"data\.sampler\.server: .*gave no answer: status 503") as caught:
+        config.check_tokens(tokenizer, dry=True)
+    assert "Serve the model" not in str(caught.value)
 
 
 def test_a_server_is_reachable_that_does_not_know_the_question(server):

@@ -15,6 +15,9 @@ class Service:
             raise RuntimeError("ALREADY_EXISTS")
         self.values[key] = value
 
+    def key_value_delete(self, key: str) -> None:
+        del self.values[key]
+
     def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
         return [(key, value) for key, value in self.values.items() if key.startswith(prefix)]
 

@@ -7,10 +7,14 @@ import jax
 import pytest
 
 from jaxlm.core.errors import ConfigError, PeerError
+from jaxlm.core.publish import PublishError
 from jaxlm.engine import rescue as rescues
 from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.checkpoint.lock import LeaseLostError
 from jaxlm.engine.checkpoint.store import SaveError
+from jaxlm.engine.metrics import NonFiniteError
 from jaxlm.engine.rescue import Rescue
+from jaxlm.run.exit_codes import _explained
 from tests.engine.test_loop import Sampled, through_sampled_batches
 from tests.engine.test_peers import Service
 
@@ -83,16 +87,39 @@ def test_the_error_says_what_a_start_continues_from():
     assert str(error) == "wrong. After that, the last step could not be saved: cannot save: no space. Free some."
 
 
+@pytest.mark.parametrize("failed", [NonFiniteError("step 4: loss is nan"), LeaseLostError("another start has taken x")])
+def test_what_happened_first_is_said_first(failed):
+    """The last steps are only fetched now, and they or the save may fail as well."""
+    saved, error = failing(ConfigError("wrong"), cannot_save=failed)
+    assert saved == []
+    assert type(error) is ConfigError
+    assert str(error) == f"wrong. After that, the last step could not be saved: {failed}"
+
+
+def test_what_is_saved_is_printed_after_errors_without_a_traceback():
+    saved, error = failing(PublishError("cannot write w (no space). Free up disk space"))
+    assert saved
+    code, message = _explained(error)
+    assert code == 1
+    assert message == (
+        "error: cannot write w (no space). Free up disk space. The run is saved at step 5: the same command continues from"
+        " there"
+    )
+
+
 def test_a_process_saves_only_if_all_have_failed_at_the_same_place(monkeypatch):
     service = Service()
     monkeypatch.setattr(rescues.time, "sleep", lambda _: service.key_value_set("jaxlm/rescue/0-5/1", ""))
     assert rescues._agree(service, "jaxlm/rescue/0-5/", 0, 2)
     monkeypatch.setattr(rescues, "_OTHERS_S", 0.0)
     assert not rescues._agree(service, "jaxlm/rescue/0-6/", 0, 2), "the other one has failed elsewhere"
+    assert not service.key_value_dir_get("jaxlm/rescue/0-6/"), "the other one would count on it later"
     monkeypatch.setattr(rescues, "_all_have_failed", lambda folder: False)
     saved, error = failing(ConfigError("wrong"), step=1)
     assert saved == []
-    assert str(error).startswith("wrong. Only this process of the run has failed, so its last steps could not be saved")
+    assert str(error).startswith(
+        "wrong. Not all processes of the run have failed after this step, so it could not be saved"
+    )
     monkeypatch.setattr(rescues, "is_lost_peer", lambda error: True)
     saved, error = failing(jax.errors.JaxRuntimeError("Gloo: Connection closed"), step=1)
     assert (saved, str(error)) == ([], "Gloo: Connection closed")

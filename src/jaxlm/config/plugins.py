@@ -67,13 +67,16 @@ def import_choice(registry: Any, name: str) -> type:
 
 
 def own_modules(section: Any) -> set[str]:
-    """The imported modules from outside jaxlm of the classes and functions that a section or a section in it names.
+    """The imported modules of the classes and functions from outside jaxlm and Python that a section or a section in it
+    names.
 
     A reward's function is not among them: only the reward's own process imports it.
     """
     match section:
         case str() if _IMPORT_PATH.fullmatch(section):
-            return {module for module in [section.partition(":")[0]] if module in sys.modules}
+            module = section.partition(":")[0]
+            is_own = module in sys.modules and module.partition(".")[0] not in sys.stdlib_module_names
+            return {module} if is_own else set()
         case Mapping():
             inner: Iterable[Any] = section.values()
         case list() | tuple():

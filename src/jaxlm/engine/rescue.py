@@ -48,6 +48,10 @@ class Rescue:
             except SaveError as failed:
                 told = f"After that, the last step could not be saved: {failed.reason}"
                 raise SaveError(f"{str(error).removesuffix('.')}. {told}", failed.advice) from error
+            except (
+                Exception
+            ) as failed:  # a loss that is nan, a lost lease, a tracker: what happened first must be said first
+                told = f"After that, the last step could not be saved: {failed}"
             for kind in (ConfigError, PeerError):
                 if isinstance(error, kind):
                     raise kind(f"{str(error).removesuffix('.')}. {told}") from error
@@ -58,8 +62,8 @@ class Rescue:
         """Saves the state, if that is possible. Returns what a start continues from, for messages."""
         if not _all_have_failed(f"jaxlm/rescue/{self._saver.history.attempt}-{step}/"):
             return (
-                "Only this process of the run has failed, so its last steps could not be saved. The same command continues"
-                " from the newest checkpoint"
+                "Not all processes of the run have failed after this step, so it could not be saved. The same command"
+                " continues from the newest checkpoint"
             )
         self._metrics.drain()
         if self._metrics.rewind is not None:
@@ -96,6 +100,7 @@ def _agree(client: Any, folder: str, index: int, count: int) -> bool:
     until = time.monotonic() + _OTHERS_S
     while len(client.key_value_dir_get(folder)) < count:
         if time.monotonic() > until:
+            client.key_value_delete(f"{folder}{index}")  # a process that fails later must not count on this one
             return False
         time.sleep(_POLL_S)
     return True

@@ -80,7 +80,7 @@ class _NotReadyError(Exception):
         self.code = code
 
 
-class _RefusedError(ConfigError):
+class RefusedError(ConfigError):
     """The server refuses a request. Attributes: code: the status."""
 
     def __init__(self, code: int, message: str):
@@ -144,7 +144,7 @@ class JsonServer:
         def ask() -> None:
             try:
                 self._attempt(_CHECK_PATH, None, lambda answer: None)
-            except _RefusedError as error:
+            except RefusedError as error:
                 if error.code in _NO_ACCESS:
                     raise
             except _NotReadyError as error:
@@ -191,7 +191,7 @@ class JsonServer:
             if error.code >= 500 or error.code in _BUSY:
                 raise _NotReadyError(f"status {error.code} {message}".strip(), error.code) from error
             refused = f"the server at {self._url}{path} refuses the request: {error.code} {message}"
-            raise _RefusedError(error.code, refused) from error
+            raise RefusedError(error.code, refused) from error
         except TimeoutError as error:  # not while it connected, which is a `URLError`
             raise ConfigError(
                 f"the server at {self._url}{path} gave no answer: timed out after timeout_s: {self._config.timeout_s:g}."

@@ -80,7 +80,11 @@ def _explained(error: BaseException) -> tuple[int, str]:
             | SaveError()
             | SkippedStepsError()
         ):
-            return EXIT_FAILED, f"error: {error}"
+            notes = getattr(error, "__notes__", ())  # what was saved after the error
+            return (
+                EXIT_FAILED,
+                f"error: {error}" if not notes else f"error: {'. '.join([str(error).rstrip('.'), *notes])}",
+            )
     if is_lost_peer(error):
         first_line = str(error).partition("\n")[0]
         return EXIT_FAILED, (

@@ -21,7 +21,7 @@ from jaxlm.core.runtime import from_main, main_only
 from jaxlm.core.stores import is_url
 from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig, SamplerContext, SamplingRequest
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
-from jaxlm.interop.json_server import JsonServer, ServerConfig
+from jaxlm.interop.json_server import JsonServer, RefusedError, ServerConfig
 
 T = TypeVar("T")
 
@@ -29,6 +29,7 @@ _KEY = "data.sampler"
 _VLLM_RELOAD = "/collective_rpc"
 _LARGEST_SEED = 2**31 - 1
 _SAME_TOKENIZER = "Serve the model that trains, with its tokenizer"
+_UNUSABLE = "the server's answer cannot be used"
 _COMPLETIONS, _TOKENIZE = "/v1/completions", "/tokenize"
 _TOKENIZE_S = 10.0
 _SAMPLE_TEXT = "The 17 naïve cafés, 3.14 — \t你好!\n    if x != 42: don't"  # that tokenizers split in different ways
@@ -98,10 +99,10 @@ class ServerSamplerConfig(SamplerConfig):
         except ConfigError:
             answer = None  # servers need not have it
         theirs = answer.get("tokens") if isinstance(answer, dict) else None
-        if isinstance(theirs, list) and theirs != ours:
+        if isinstance(theirs, list) and not _mean_the_same(tokenizer, theirs, ours):
             raise ConfigError(
-                f"{_KEY}: the server has another tokenizer: it encodes {_SAMPLE_TEXT[:13]!r}... as {str(theirs[:8])[:-1]},"
-                f" ...], and data.tokenizer as {str(ours[:8])[:-1]}, ...]. {_SAME_TOKENIZER}"
+                f"{_KEY}: the server has another vocabulary: it encodes {_SAMPLE_TEXT[:13]!r}... as {_first_ids(theirs)}, and"
+                f" data.tokenizer as {_first_ids(ours)}. {_SAME_TOKENIZER}"
             )
         last = tokenizer.vocab_size - 1
         body = {**named, **_request([*ours, last], max_tokens=1, temperature=1.0, seed=0, stop_ids=tokenizer.stop_ids)}
@@ -109,11 +110,15 @@ class ServerSamplerConfig(SamplerConfig):
             answer = JsonServer(once if dry else self.server).post(_COMPLETIONS, body)
             # The run's templates and environment may add tokens at which it stops.
             _sample(answer, body | {"stop_token_ids": range(tokenizer.vocab_size)}, tokenizer.vocab_size)
-        except (ConfigError, _AnswerError) as error:
+        except RefusedError as error:
             raise ConfigError(
                 f"{_KEY}: the server does not continue a prompt that ends with the last token of data.tokenizer, {last}:"
                 f" {error}. {_SAME_TOKENIZER}"
             ) from error
+        except ConfigError as error:
+            raise ConfigError(f"{_KEY}.server: {error}") from error
+        except _AnswerError as error:
+            raise ConfigError(f"{_KEY}: {_UNUSABLE}: {error}") from error
 
     def check_temperature(self, temperature: float) -> None:
         """Raises `ConfigError` if the server's log-probabilities are not those at a temperature."""
@@ -201,7 +206,7 @@ class ServerSampler(Sampler):
         try:
             return _sample(answer, body, self._context.vocab_size)
         except _AnswerError as error:
-            raise ConfigError(f"{_KEY}: the server's answer cannot be used: {error}") from error
+            raise ConfigError(f"{_KEY}: {_UNUSABLE}: {error}") from error
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         try:
@@ -235,6 +240,17 @@ def _request(
         "return_token_ids": True,
         "skip_special_tokens": False,
     }
+
+
+def _mean_the_same(tokenizer: Tokenizer, theirs: list[Any], ours: list[int]) -> bool:
+    """Whether tokens of the server stand for the same text. It may split texts in another way: it only gets and sends ids."""
+    if not all(type(one) is int and 0 <= one < tokenizer.vocab_size for one in theirs):
+        return False
+    return tokenizer.decode(theirs) == tokenizer.decode(ours)
+
+
+def _first_ids(tokens: Sequence[Any]) -> str:
+    return f"[{', '.join(map(str, tokens[:8]))}{', ...' if len(tokens) > 8 else ''}]"
 
 
 class _AnswerError(Exception):

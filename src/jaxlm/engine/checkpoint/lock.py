@@ -1,6 +1,7 @@
 """Keeps a second start of a run away from a folder: on a disk with a locked file, in a store with a lease."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from jaxlm.engine.checkpoint.holder import Holder
 
 StillHeld = Callable[[], None]
 """Raises `LeaseLostError` if another start of the run has taken the folder."""
+
+_AGAIN_S = 0.1  # a dry run that looks whether a run is being trained locks its file for a moment
 
 
 class LeaseLostError(Exception):
@@ -40,7 +43,11 @@ def locked_file(path: Path, what: str, refusal: Callable[[object, str], ConfigEr
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+", encoding="utf-8") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_AGAIN_S)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
             raise refusal(file.read().strip() or "by another process", what) from error

@@ -53,9 +53,9 @@ def newton_schulz(
     for number in range(num_steps):
         a, b, c = coefficients[min(number, len(coefficients) - 1)]
         gram = x @ x.mT
-        square = gram @ gram
         # A factor of a bfloat16 array would be rounded to bfloat16 itself, by up to 0.4 %: in every iteration the same way.
-        pull = (b * _wide(gram) + c * _wide(square)).astype(x.dtype)
+        square = (c * _wide(gram)).astype(x.dtype) @ gram
+        pull = (b * _wide(gram) + _wide(square)).astype(x.dtype)
         x = (a * _wide(x) + _wide(pull @ x)).astype(x.dtype)
     return x.mT if tall else x
 
