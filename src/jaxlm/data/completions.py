@@ -53,7 +53,7 @@ class SeveralCompletions(ContiguousExamples):
         self.first_targets = first_targets[fits]
         """int64 [examples, completions]: the index in the cache of each completion's first target."""
         self._starts, self._ends = starts[fits], ends[fits]
-        self._truncation = truncation
+        self._truncation: Truncation = truncation
         self._num_long = int((is_long if drops else is_long & fits).sum())
         without_targets = starts[:0, 0] if drops else starts[~fits, 0]
         self._num_without_targets = len(without_targets)
