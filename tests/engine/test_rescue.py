@@ -83,9 +83,17 @@ def test_the_error_says_what_a_start_continues_from():
     assert str(error) == "wrong. After that, the last step could not be saved: cannot save: no space. Free some."
 
 
+class OtherIsLate(Service):
+    """Process 1 says that it has failed at step 5 after process 0 has looked for that once."""
+
+    def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
+        found = super().key_value_dir_get(prefix)
+        self.key_value_set("jaxlm/rescue/0-5/1", "", allow_overwrite=True)
+        return found
+
+
 def test_a_process_saves_only_if_all_have_failed_at_the_same_place(monkeypatch):
-    service = Service()
-    monkeypatch.setattr(rescues.time, "sleep", lambda _: service.key_value_set("jaxlm/rescue/0-5/1", ""))
+    service = OtherIsLate()
     assert rescues._agree(service, "jaxlm/rescue/0-5/", 0, 2)
     monkeypatch.setattr(rescues, "_OTHERS_S", 0.0)
     assert not rescues._agree(service, "jaxlm/rescue/0-6/", 0, 2), "the other one has failed elsewhere"
