@@ -464,7 +464,8 @@ def test_the_gradient_of_sapo_is_finite_for_any_ratio():
 
 
 @pytest.mark.parametrize(
-    ("power", "decay"), [(2.0, math.inf), (math.inf, 3.0), (math.nan, 3.0), (10**400, 3.0), (1e-300, 1e300)]
+    ("power", "decay"),
+    [(2.0, math.inf), (math.inf, 3.0), (math.nan, 3.0), pytest.param(10**400, 3.0, id="huge"), (1e-300, 1e300)],
 )
 def test_weights_of_vespo_that_their_types_refuse_raise_nothing_before_that(power, decay):
     grpo = Grpo(policy_loss="vespo", vespo_positive_power=power, vespo_positive_decay=decay, kl_coef=0)

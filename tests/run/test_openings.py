@@ -109,14 +109,11 @@ def test_no_source_is_read_to_its_end_for_a_column_of_another_one(config, tmp_pa
     lines = [json.dumps({"prompt": "a", "early": 1})] * 1099 + ["no JSON"]
     (tmp_path / "long.jsonl").write_text("\n".join(lines))
     (tmp_path / "short.jsonl").write_text(json.dumps({"prompt": "a", "late": 1}))
-    records = {"type": "prompts"}
-    files = {name: {"train_urls": [f"{name}.jsonl"], "format": records} for name in ("long", "short")}
+    files = {name: {"train_urls": [f"{name}.jsonl"], "format": {"type": "prompts"}} for name in ("long", "short")}
     both = {"train_urls": [], "configs": files, "train_weights": {"long": 1, "short": 1}}
-    early, late, absent = (
-        {"type": "exact_match", "name": name, "column": name} for name in ("early", "late", "absent")
-    )
-    assert openings(config(rewards=[early, late], **both)) == {}
-    (answer,) = openings(config(rewards=[early, absent], **both)).values()
+    late, absent = ({"type": "exact_match", "column": name} for name in ("late", "absent"))
+    assert openings(config(rewards=[late], **both)) == {}
+    (answer,) = openings(config(rewards=[absent], **both)).values()
     assert re.search(r"long\.jsonl: line 1100", answer), answer
 
 
