@@ -35,6 +35,15 @@ def test_the_loop_saves_the_step_before_a_rollout_or_a_batch_that_fails(monkeypa
         assert log[-2:] == ["drain", "save"]
 
 
+class OtherIsLate(Service):
+    """Process 1 says that it has failed at step 5 after process 0 has looked for that once."""
+
+    def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
+        found = super().key_value_dir_get(prefix)
+        self.key_value_set("jaxlm/rescue/0-5/1", "", allow_overwrite=True)
+        return found
+
+
 class Saver:
     """Args: error: what a save raises."""
 
@@ -81,15 +90,6 @@ def test_the_error_says_what_a_start_continues_from():
     saved, error = failing(ConfigError("wrong"), cannot_save=SaveError("cannot save: no space", " Free some."))
     assert type(error) is SaveError
     assert str(error) == "wrong. After that, the last step could not be saved: cannot save: no space. Free some."
-
-
-class OtherIsLate(Service):
-    """Process 1 says that it has failed at step 5 after process 0 has looked for that once."""
-
-    def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
-        found = super().key_value_dir_get(prefix)
-        self.key_value_set("jaxlm/rescue/0-5/1", "", allow_overwrite=True)
-        return found
 
 
 def test_a_process_saves_only_if_all_have_failed_at_the_same_place(monkeypatch):
