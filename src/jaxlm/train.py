@@ -101,7 +101,8 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
         clock: counts what the time is spent on; by default, one that begins now.
 
     Raises:
-        ConfigError: the configuration cannot be run. Nothing has been compiled or written then.
+        ConfigError: the configuration cannot be run, before anything is compiled or written; a dry run found, before or after
+            it compiled, that a start would fail; or a reward, an environment or the data failed later.
     """
     console, clock = console or Console(), clock or ActivityClock()
     plan = _make_checked_plan(config)

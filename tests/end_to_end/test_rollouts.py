@@ -192,6 +192,20 @@ def test_a_run_that_is_killed_while_it_samples_goes_on_bit_for_bit(whole, workpl
     assert place.digest("step-12") == whole().digest("step-12")
 
 
+@pytest.mark.slow
+def test_two_processes_whose_reward_fails_save_the_last_step(workplace):
+    """The test below goes on from there, which takes two more starts."""
+    rewards = [{"type": "function", "function": "tests.end_to_end.successor:fails_in_the_third_call", "name": "right"}]
+    place = start(workplace(2), 3, data={"rewards": rewards, "group_size": 2}, trainer={"train_batch_size": 4})
+    (place.folder / "fails").touch()
+    for code, _, err in map(process_end, place.start_all(2, "--config_path", "run.yaml")):
+        assert code == 2, err
+        assert "Correct the reward. The run is saved at step 2: the same command continues from there" in err
+    position = json.loads((place.folder / "checkpoints/run/step-2/data/position.json").read_text())
+    assert position["step"] == 2
+    assert list(place.losses()) == [1, 2]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_whose_reward_fails_is_saved_and_goes_on_bit_for_bit(workplace, processes):

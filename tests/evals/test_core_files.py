@@ -1,6 +1,7 @@
 """A bundle of CORE from the files of llm-foundry: its settings are those of nanochat's bundle."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,15 @@ def test_what_is_missing_is_named_and_nothing_is_left(clone, tmp_path, capsys, m
     assert "lacks 1 of 21 files: reading_comprehension/boolq.jsonl. Give a clone of https" in capsys.readouterr().err
     boolq.write_text("no question\n" * 12)
     assert prepare.main(["--core_bundle", "b", "--core_files", str(files)]) == 2
-    assert "boolq.jsonl, line" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert re.match(rf"error: --core_files: {boolq}, line \d+: not a question of the type multiple_choice", error), (
+        error
+    )
+    boolq.write_text(questions[: questions.index("\n")])
+    assert prepare.main(["--core_bundle", "b", "--core_files", str(files)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --core_files: {boolq}: boolq puts 10 other questions in front of each one, but")
+    assert error.endswith("there are only 1 questions, 11 or more expected\n")
     assert not list(tmp_path.iterdir())
     boolq.write_text(questions)
     assert prepare.main(["--core_files", str(files)]) == 2

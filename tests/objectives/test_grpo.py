@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from jaxlm.config.decode import decode
 from jaxlm.config.run import RunConfig
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.core.types import GroupBatch, Largest, Sum
 from jaxlm.objectives.grpo import Grpo
 from jaxlm.objectives.policy_losses import (
@@ -459,6 +461,16 @@ def test_the_gradient_of_sapo_is_finite_for_any_ratio():
     gradient = jax.grad(lambda log_ratio: jnp.sum(sapo_losses(log_ratio, jnp.ones(1), 1.0, 1.05)))
     found = np.asarray(gradient(jnp.float32([[-200.0, 0.0, 200.0]])))
     np.testing.assert_allclose(found, [[0.0, -1.0, 0.0]], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("power", "decay"),
+    [(2.0, math.inf), (math.inf, 3.0), (math.nan, 3.0), pytest.param(10**400, 3.0, id="huge"), (1e-300, 1e300)],
+)
+def test_weights_of_vespo_that_their_types_refuse_raise_nothing_before_that(power, decay):
+    grpo = Grpo(policy_loss="vespo", vespo_positive_power=power, vespo_positive_decay=decay, kl_coef=0)
+    with pytest.raises(ConfigError, match=r"^vespo_positive_(power|decay): .* given, a finite number"):
+        check_fields(grpo)
 
 
 @pytest.mark.parametrize(("power", "decay"), [(2.0, 3.0), (1e-3, 19.9), (0.95, 1e-37), (9.0, 0.7)])

@@ -97,8 +97,24 @@ def test_columns_are_looked_for_in_the_records(config, tmp_path):
     assert "prompts.jsonl: line 4 has None there" in answer
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records[:3]))
     assert openings(config(rewards=[match], curriculum=levels)) == {}
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    left_out = {"curriculum": levels, "long_prompts": "leave_out"}  # perhaps the prompt that has no number
+    assert openings(config(rewards=[match], **left_out)) == {}
     nowhere = ["no.jsonl"]  # another row says so
     assert openings(config(rewards=[match | {"column": "anser"}], curriculum=levels, train_urls=nowhere)) == {}
+
+
+def test_no_source_is_read_to_its_end_for_a_column_of_another_one(config, tmp_path):
+    """Line 1,100 of the first source says whether it was read."""
+    lines = [json.dumps({"prompt": "a", "early": 1})] * 1099 + ["no JSON"]
+    (tmp_path / "long.jsonl").write_text("\n".join(lines))
+    (tmp_path / "short.jsonl").write_text(json.dumps({"prompt": "a", "late": 1}))
+    files = {name: {"train_urls": [f"{name}.jsonl"], "format": {"type": "prompts"}} for name in ("long", "short")}
+    both = {"train_urls": [], "configs": files, "train_weights": {"long": 1, "short": 1}}
+    late, absent = ({"type": "exact_match", "column": name} for name in ("late", "absent"))
+    assert openings(config(rewards=[late], **both)) == {}
+    (answer,) = openings(config(rewards=[absent], **both)).values()
+    assert re.search(r"long\.jsonl: line 1100", answer), answer
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ is one sentence with the file, the line, the dotted path, the given value and th
 import dataclasses
 import difflib
 import inspect
-import math
 import re
 import types
 import typing
@@ -204,10 +203,10 @@ class _Decoder:
 
     def _hint(self, kind: Any, value: Any, path: KeyPath) -> str:
         """What to change in a value that does not fit a type, if the types alone do not say it."""
-        if isinstance(value, float) and math.isfinite(value) and not _is_representable(value):
-            return f" of at most {LARGEST_FLOAT:.2g}"
         if not _is_representable(value) and not isinstance(value, float):
-            return " without control characters" if isinstance(value, str) else " of at most 64 bits"
+            if isinstance(value, str):
+                return " without control characters"
+            return "" if "at most" in describe_type(kind, value) else " of at most 64 bits"
         if isinstance(value, str) and self._fits(kind, without_quotes(value), path):
             return f". Write {value} without quotes"
         is_scalar = isinstance(value, (str, int, float))

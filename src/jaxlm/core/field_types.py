@@ -67,6 +67,7 @@ def in_range(number: float, bounds: Interval) -> bool:
     return low <= number <= high and (above is None or number > above) and (below is None or number < below)  # pyright: ignore[reportOperatorIssue]
 
 
+_FLOAT32 = Interval(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)
 _LIMITS = {"gt": "above {}", "ge": "{} or more", "lt": "below {}", "le": "at most {}"}
 
 
@@ -78,11 +79,12 @@ def describe_limits(bounds: Interval, given: Any = None) -> str:
     """
     number = given if isinstance(given, (int, float)) else 0
     is_tiny = 0 < number < SMALLEST_FLOAT and bounds.ge == SMALLEST_FLOAT
-    hidden = [None, LARGEST_FLOAT, 0 if is_tiny else SMALLEST_FLOAT]
-    if number <= LARGEST_INT:
-        hidden.append(LARGEST_INT)
+    hidden = [None, 0 if is_tiny else SMALLEST_FLOAT]
+    # "finite" and "an integer" say enough of infinity and NaN.
+    hidden += [limit for limit in (LARGEST_INT, LARGEST_FLOAT) if not limit < number < math.inf]
+    hidden += [] if -math.inf < number < -LARGEST_FLOAT else [-LARGEST_FLOAT]
     limits = {name: getattr(bounds, name) for name in _LIMITS if getattr(bounds, name) not in hidden}
-    rounded = {SMALLEST_FLOAT: "1.2e-38"}  # up, so that it is within the bounds
+    rounded = {SMALLEST_FLOAT: "1.2e-38", LARGEST_FLOAT: "3.4e+38", -LARGEST_FLOAT: "-3.4e+38"}  # all within the bounds
     return " and ".join(_LIMITS[name].format(rounded.get(limit, limit)) for name, limit in limits.items())
 
 
@@ -103,10 +105,11 @@ def describe_type(hint: Any, given: Any = None) -> str:
         return f"a mapping (each value {describe_type(arguments[1], given)})"
     if hint is type(None):
         return "null"
-    if (bounds := bounds_of(hint)) is not None:
-        limits = describe_limits(bounds, given)
-        return f"{_SIMPLE[arguments[0]]} {'' if limits.startswith(('above', 'below', 'at most')) else 'of '}{limits}"
-    return _SIMPLE.get(hint, "a section with keys")
+    bounds = _FLOAT32 if hint is float else bounds_of(hint)
+    if bounds is None:
+        return _SIMPLE.get(hint, "a section with keys")
+    kind, limits = _SIMPLE[arguments[0] if arguments else hint], describe_limits(bounds, given)
+    return f"{kind} {'' if limits.startswith(('above', 'below')) else 'of '}{limits}" if limits else kind
 
 
 def check_field(kind: type, name: str, value: Any, path: str) -> None:
@@ -153,5 +156,5 @@ def _accepts(member: Any, value: Any) -> bool:
     if typing.get_origin(member) is Literal:
         return value in typing.get_args(member)
     if member in (int, float):
-        return isinstance(value, (int, member)) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, (int, member)) and not isinstance(value, bool) and -math.inf < value < math.inf
     return member is Any or isinstance(value, typing.get_origin(member) or member)

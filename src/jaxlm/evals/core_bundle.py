@@ -76,8 +76,8 @@ class CoreTask:
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """Where a task is, and how it is asked."""
+class TaskEntry:
+    """Where a task is, and how it is asked: its entry in `core.yaml`, its file of questions, the accuracy of guessing."""
 
     settings: Mapping[str, Any]
     file: Path
@@ -97,10 +97,10 @@ def read_bundle(folder: str, names: Sequence[str] = CORE_TASKS, max_per_task: in
     """
     entries = _entries(folder, names)
     with _readable():
-        return [_task(name, entries[name], max_per_task) for name in names]
+        return [read_task(name, entries[name], max_per_task) for name in names]
 
 
-def _entries(folder: str, names: Sequence[str]) -> dict[str, _Entry]:
+def _entries(folder: str, names: Sequence[str]) -> dict[str, TaskEntry]:
     root = _local(folder, _WHERE)
     if unknown := [name for name in names if name not in CORE_TASKS]:
         raise ConfigError(f"evals: core: tasks: '{unknown[0]}' given, but CORE has: {', '.join(CORE_TASKS)}")
@@ -122,7 +122,7 @@ def _entries(folder: str, names: Sequence[str]) -> dict[str, _Entry]:
             f"{_WHERE}: '{folder}' given, but it lacks {len(missing)} of the tasks of CORE: {', '.join(missing)}. Run jaxlm"
             f" prepare {FETCH_OPTION} with a new folder, or list the tasks that are there in `tasks`"
         )
-    return {name: _Entry(settings[name], files[name], baselines[name]) for name in names}
+    return {name: TaskEntry(settings[name], files[name], baselines[name]) for name in names}
 
 
 @contextlib.contextmanager
@@ -136,13 +136,22 @@ def _readable() -> Iterator[None]:
         ) from error
 
 
-def _task(name: str, entry: _Entry, max_per_task: int | None) -> CoreTask:
+def read_task(name: str, entry: TaskEntry, max_per_task: int | None = None, *, key: str = _WHERE) -> CoreTask:
+    """Reads one task. Args: key: what names its files, for messages.
+
+    Raises:
+        ConfigError: it has too few questions, or its file is damaged.
+        OSError: its file cannot be read.
+    """
     kind, num_fewshot = entry.settings["icl_task_type"], entry.settings["num_fewshot"][0]
-    questions = list(_questions(entry.file, kind, max_per_task))
+    questions = list(_questions(entry.file, kind, max_per_task, key))
     if len(questions) <= num_fewshot:
+        enough = f"{num_fewshot + 1} or more"
+        is_cut = len(questions) == max_per_task
         raise ConfigError(
-            f"evals: core: {name} puts {num_fewshot} other questions in front of each one, but there are only"
-            f" {len(questions)} questions (max_per_task: {max_per_task}). Set max_per_task to {num_fewshot + 1} or more"
+            f"{key}: {entry.file}: {name} puts {num_fewshot} other questions in front of each one, but there are only"
+            f" {len(questions)} questions"
+            + (f" (max_per_task: {max_per_task}). Set max_per_task to {enough}" if is_cut else f", {enough} expected")
         )
     delimiter = entry.settings.get("continuation_delimiter", " ")
     return CoreTask(name, kind, questions, num_fewshot, delimiter, entry.baseline)
@@ -199,10 +208,10 @@ def _baselines(file: Path, names: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def _questions(file: Path, kind: str, max_per_task: int | None) -> Iterator[Mapping[str, Any]]:
+def _questions(file: Path, kind: str, max_per_task: int | None, key: str) -> Iterator[Mapping[str, Any]]:
     lines = file.read_bytes().splitlines()
     if not lines:
-        raise ConfigError(f"{_WHERE}: {file} is empty: a question in each line expected")
+        raise ConfigError(f"{key}: {file} is empty: a question in each line expected")
     for number in asked_lines(len(lines), max_per_task):
         try:
             question = json.loads(lines[number])
@@ -210,7 +219,7 @@ def _questions(file: Path, kind: str, max_per_task: int | None) -> Iterator[Mapp
             question = None
         if not (isinstance(question, dict) and _is_question(question, kind)):
             raise ConfigError(
-                f"{_WHERE}: {file}, line {number + 1}: not a question of the type {kind}: an object with"
+                f"{key}: {file}, line {number + 1}: not a question of the type {kind}: an object with"
                 f" {', '.join(_KEYS[kind])} expected"
             )
         yield question
@@ -254,6 +263,7 @@ def fetch_bundle(given: str, log: Callable[[str], None], url: str = CORE_URL) ->
             if settings is None:
                 raise ConfigError(f"{FETCH_OPTION}: {url} is not the bundle of CORE: it has no {SETTINGS}")
             settings.parent.rename(scratch / BUNDLE)
+            read_bundle(str(scratch / BUNDLE))
     except (OSError, http.client.HTTPException, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(
             f"{FETCH_OPTION}: the bundle cannot be fetched ({error}). Check the network and the disk; or download {url} on"
@@ -273,15 +283,10 @@ def new_folder(given: str) -> Path:
 
 @contextlib.contextmanager
 def complete_or_absent(folder: Path) -> Iterator[Path]:
-    """Yields a scratch folder. The bundle that is then in its folder `BUNDLE` is checked and moved to `folder`.
-
-    Raises:
-        ConfigError: see `read_bundle`.
-    """
+    """Yields a scratch folder. The bundle that is then in its folder `BUNDLE` is moved to `folder`."""
     folder.absolute().parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{folder.name}-") as scratch:
         yield Path(scratch)
-        read_bundle(str(Path(scratch) / BUNDLE))
         if folder.exists():
             folder.rmdir()
         (Path(scratch) / BUNDLE).rename(folder)

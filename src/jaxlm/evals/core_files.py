@@ -25,8 +25,10 @@ from jaxlm.evals.core_bundle import (
     MULTIPLE_CHOICE,
     SCHEMA,
     SETTINGS,
+    TaskEntry,
     complete_or_absent,
     new_folder,
+    read_task,
 )
 
 _IN_CLONE = "scripts/eval/local_data"
@@ -65,15 +67,21 @@ _TASKS = (
     _Task("bigbench_cs_algorithms", "symbolic_problem_solving/bigbench_cs_algorithms.jsonl", LANGUAGE_MODELING, 10, 0),
     _Task("bigbench_operators", "symbolic_problem_solving/bigbench_operators.jsonl", LANGUAGE_MODELING, 10, 0),
     _Task(
-        *("bigbench_repeat_copy_logic", "symbolic_problem_solving/bigbench_repeat_copy_logic.jsonl"),
-        *(LANGUAGE_MODELING, 10, 0),
+        "bigbench_repeat_copy_logic",
+        "symbolic_problem_solving/bigbench_repeat_copy_logic.jsonl",
+        LANGUAGE_MODELING,
+        10,
+        0,
     ),
     _Task("squad", "reading_comprehension/squad.jsonl", LANGUAGE_MODELING, 10, 0),
     _Task("coqa", "reading_comprehension/coqa.jsonl", LANGUAGE_MODELING, 0, 0),
     _Task("boolq", "reading_comprehension/boolq.jsonl", MULTIPLE_CHOICE, 10, 62, _ANSWER),
     _Task(
-        *("bigbench_language_identification", "language_understanding/bigbench_language_identification.jsonl"),
-        *(MULTIPLE_CHOICE, 10, 9.1),
+        "bigbench_language_identification",
+        "language_understanding/bigbench_language_identification.jsonl",
+        MULTIPLE_CHOICE,
+        10,
+        9.1,
     ),
 )
 # The files in nanochat's bundle, as git names their contents.
@@ -114,6 +122,8 @@ def build_bundle(given: str, files: str, log: Callable[[str], None]) -> None:
     """
     folder, source = new_folder(given), _files(files)
     try:
+        for task in _TASKS:  # not of the copies: messages name your files
+            read_task(task.name, TaskEntry(_entry(task), source / task.file, 0.01 * task.guessing), key=FILES_OPTION)
         with complete_or_absent(folder) as scratch:
             bundle = scratch / BUNDLE
             for name in _BLOBS:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import is_float32
 
 Scale = Literal["group", "batch", "batch_advantages", "none"]
 Baseline = Literal["mean", "leave_one_out"]
@@ -193,9 +194,9 @@ def vespo_losses(
 
 def check_vespo_weights(sign: str, power: float, decay: float) -> None:
     """Raises `ConfigError` if the largest weight of a response is far from 1. Args: sign: of the advantages, in keys."""
-    if not power > 0 < decay:
+    if not all(number > 0 and is_float32(number) for number in (power, decay)):
         return  # their types refuse that
-    log_w = min(max(math.log(power / decay), _SMALLEST_LOG_WEIGHT), _LARGEST_LOG_WEIGHT)
+    log_w = min(max(math.log(power) - math.log(decay), _SMALLEST_LOG_WEIGHT), _LARGEST_LOG_WEIGHT)
     largest = decay + power * log_w - decay * math.exp(log_w)
     if largest > _LARGEST_LOG_WEIGHT:
         raise ConfigError(

@@ -2,9 +2,9 @@
 
 Of chats and prompts on this machine, it reads the first records, and draws one with the tokens that the loss is computed on.
 It looks for everything that a start needs, at URLs too, and lists what a start would end with. It opens rewards and
-environments, and asks sampling servers once. What a start would end with is its own end too, after it has compiled: the
-memory is of interest on a machine without the data. It only writes the plot of the learning-rate schedule to the run's log
-folder; if that fails, it logs a line.
+environments, and asks sampling servers once. If a start would fail, the dry run fails with the same message, after it has
+printed the memory: you may want that number on a machine without the data. It only writes the plot of the learning-rate
+schedule to the run's log folder; if that fails, it logs a line.
 """
 
 import contextlib

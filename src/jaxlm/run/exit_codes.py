@@ -24,11 +24,12 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     """Decorates a command's `main`: converts known exceptions to exit codes. Called without arguments, it takes those of the
     command line.
 
-    2: the configuration or the data is wrong. 1: a checkpoint or an exported model could not be saved, no checkpoint could be
-    loaded, another process of the run failed, another start has taken over the run, a loss or gradient was not finite and the
+    2: the configuration, the command line or the data is wrong, a reward or an environment has failed, or a dry run found
+    that a start would fail. 1: a checkpoint or an exported model could not be saved, no checkpoint could be loaded,
+    another process of the run failed, another start has taken over the run, a loss or gradient was not finite and the
     configuration says to stop, too many updates in a row were skipped, or the run cannot go back to an earlier checkpoint
-    (again). 75: the run made no progress. 130: Ctrl-C before training began. 141: the program that reads the output has ended
-    (`| head`). Other exceptions are passed on with their traceback.
+    (again). 75: the run made no progress. 130: Ctrl-C before training began. 141: the program that reads the output has
+    ended (`| head`). Other exceptions are passed on with their traceback.
     """
 
     def explained(arguments: Sequence[str]) -> int:

@@ -172,7 +172,8 @@ class RolloutsConfig(DataConfig):
         if self.environment is not None:
             dialect_of(self.environment, tokenizer())
             check_environment_opens(self.environment)
-        numbers = () if self.curriculum is None else self.curriculum.columns
+        # Prompts that are left out need no number, and which they are is known once they are tokenized.
+        numbers = () if self.curriculum is None or self.long_prompts == "leave_out" else self.curriculum.columns
         with self._open_rewards(tokenizer(), tokenizer().stop_ids, dry=dry) as rewards:
             check_first_records([source for source in self.sources() if source.has(TRAIN)], rewards, numbers)
 

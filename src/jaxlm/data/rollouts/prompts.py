@@ -1,6 +1,7 @@
 """The prompts of rollouts: their tokens are in a token cache, and what rewards read beside them in the records."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import ContiguousExamples, Examples
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.sources.record_files import Record
+from jaxlm.data.sources.text_file import TextFile
 from jaxlm.rewards.base import Rewards
 
-_FIRST = 1000  # records that are checked for numbers before the start
+_FIRST = 1000  # records of each source that are read before the start
 
 
 class Prompts(ContiguousExamples):
@@ -109,31 +111,46 @@ def _number(record: Record, column: str) -> float:
 def check_first_records(sources: Sequence[NamedSource], rewards: Rewards, numbers: Sequence[str]) -> None:
     """Raises `ConfigError` if the records on this machine lack a column of a reward, or the first ones have no number.
 
-    Records that are elsewhere are checked when they are here.
+    The first records of all sources are read before the rest of any: a column may be in one source alone, and each start
+    would read the sources before it to their ends, while the other processes wait. Records that are elsewhere are checked
+    when they are here.
 
     Args:
         numbers: columns that must have a number in every record.
     """
+    if not (rewards.columns or numbers):
+        return
+    opened = [_local_records(source) for source in sources]
+    here = [records for records in opened if records is not None]
     found: set[str] = set()
-    are_here = True
-    for source in sources if rewards.columns or numbers else ():
-        try:
-            files = source.local_files(TRAIN)
-        except ConfigError:  # the check of the source says what is wrong with its files
-            files = None
-        if files is None:
-            are_here = False
-            continue
-        beside = source.config.format.beside_prompt
-        for place, record in enumerate(record for file in files for record in file.records(None)):
-            if found >= rewards.columns and place >= (_FIRST if numbers else 0):
+    for records in here:
+        for record in itertools.islice(records, _FIRST):
+            if found >= rewards.columns and not numbers:
                 break
-            record = record._replace(values=beside(record.values))
             found |= record.values.keys()
-            for column in numbers if place < _FIRST else ():
+            for column in numbers:
                 _number(record, column)
-    if are_here:
-        rewards.check_columns(found)
+    if len(here) < len(opened):
+        return
+    for record in itertools.chain(*here):
+        if found >= rewards.columns:
+            break
+        found |= record.values.keys()
+    rewards.check_columns(found)
+
+
+def _local_records(source: NamedSource) -> Iterator[Record] | None:
+    """The records of a source without their prompts. None if some are elsewhere, or its files cannot be listed."""
+    try:
+        files = source.local_files(TRAIN)
+    except ConfigError:  # the check of the source says what is wrong with its files
+        return None
+    return None if files is None else _without_prompts(source, files)
+
+
+def _without_prompts(source: NamedSource, files: Iterable[TextFile]) -> Iterator[Record]:
+    beside = source.config.format.beside_prompt
+    return (record._replace(values=beside(record.values)) for file in files for record in file.records(None))
 
 
 class PromptRecords:
@@ -162,9 +179,5 @@ class PromptRecords:
 
     def _all(self) -> list[Record]:
         if self._records is None:
-            files = self._source.files(TRAIN, self._log)
-            beside = self._source.config.format.beside_prompt
-            self._records = [
-                record._replace(values=beside(record.values)) for file in files for record in file.records(None)
-            ]
+            self._records = list(_without_prompts(self._source, self._source.files(TRAIN, self._log)))
         return self._records
