@@ -186,6 +186,7 @@ class TestTablesWithoutText:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("x.jsonl", b'{"text": "a b"\n', r"x\.jsonl: line 1: not JSON \(Expecting ',' delimiter at column 15\)"),
         ("x.json", b'[{"text": "a"},\n {"text": ]', r"x\.json: not JSON \(Expecting value at line 2, column 11\)"),
         ("x.json", b'{"text": "a"}\n{"text": "b"}', r"x\.json: not JSON .*one record per line, rename it to \.jsonl"),
         (

@@ -338,6 +338,7 @@ def test_a_request_that_the_server_refuses_is_not_repeated(server, sampler):
         ),
         ({"token_ids": [4], "logprobs": {"token_logprobs": [None]}}, "null or not finite"),
         ({"token_ids": [4], "logprobs": {"token_logprobs": [float("-inf")]}}, "null or not finite"),
+        ({"token_ids": [4], "logprobs": {"token_logprobs": [3.0]}}, "the log-probability 3 given, at most 0 expected"),
         ({"prompt_token_ids": [1, 5, 6]}, r"has read the prompt \[1, 5, 6\]..., but \[5, 6\]... was sent"),
         ({"finish_reason": "abort"}, "finish_reason: 'abort' given"),
         (

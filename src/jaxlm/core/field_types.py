@@ -38,6 +38,8 @@ ProperFraction = Annotated[float, Interval(gt=0, ge=SMALLEST_FLOAT, lt=1)]
 AboveOne = Annotated[float, Interval(gt=1, le=LARGEST_FLOAT)]
 BelowOne = Annotated[float, Interval(ge=0, lt=1)]
 """Probabilities of dropout, decay rates of moving means."""
+Seconds = Annotated[float, Interval(ge=0.001, le=LARGEST_INT)]
+"""To wait. The clocks of systems end at some 1e10 seconds."""
 LearningRate = Annotated[float, Interval(ge=0, le=1000)]
 ScheduleLength = NonNegativeInt | Annotated[float, Interval(ge=0, le=LARGEST_INT)]
 """A number of steps, or a fraction."""

@@ -144,11 +144,14 @@ def _files(given: str) -> Path:
     if is_url(given):
         raise ConfigError(f"{FILES_OPTION}: '{given}' given, a local folder expected. Run git clone {FILES_URL} first")
     root = Path(given).expanduser()
+    if not given or not root.is_dir():
+        raise ConfigError(f"{FILES_OPTION}: '{given}' given, a folder expected. Run git clone {FILES_URL} first")
     source = root / _IN_CLONE if (root / _IN_CLONE).is_dir() else root
     if missing := [name for name in _BLOBS if not (source / name).is_file()]:
+        shown = ", ".join([*missing[:3], *["..."] * (len(missing) > 3)])
         raise ConfigError(
-            f"{FILES_OPTION}: '{given}' given, but it lacks {len(missing)} of {len(_BLOBS)} files: {', '.join(missing)}. Give"
-            f" a clone of {FILES_URL}, or its folder {_IN_CLONE}"
+            f"{FILES_OPTION}: '{given}' given, but it lacks {len(missing)} of {len(_BLOBS)} files: {shown}. Give a clone of"
+            f" {FILES_URL}, or its folder {_IN_CLONE}"
         )
     return source
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat, PositiveFraction, PositiveInt, Seed
+from jaxlm.core.field_types import NonNegativeFloat, PositiveFraction, PositiveInt, Seconds, Seed
 from jaxlm.core.runtime import broadcast_from_main, from_main, main_only
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.samples import prompt_ids
@@ -62,7 +62,7 @@ class RolloutsEvalConfig(EvalConfig):
     top_p: PositiveFraction | None = None
     seed: Seed = 0
     batch_size: PositiveInt = 32
-    reward_timeout_s: PositiveFloat = 300.0
+    reward_timeout_s: Seconds = 300.0
     name: str = "rollouts"
 
     @property

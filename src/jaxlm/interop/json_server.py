@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import NonNegativeInt, PositiveFloat
+from jaxlm.core.field_types import NonNegativeInt, Seconds
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class ServerConfig:
 
     url: str
     api_key_variable: str | None = None
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Seconds = 600.0
     num_retries: NonNegativeInt = 5
 
     def check(self, key: str) -> None:

@@ -12,7 +12,7 @@ from haliax import Axis
 
 from jaxlm.core.axes import GROUP, POSITION
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import LARGEST_INT, NonNegativeInt, PositiveFloat, PositiveInt
+from jaxlm.core.field_types import LARGEST_INT, NonNegativeInt, PositiveInt, Seconds
 from jaxlm.core.runtime import main_only
 from jaxlm.core.types import GroupBatch
 from jaxlm.data.base import TRAIN, Batches
@@ -68,11 +68,11 @@ class RolloutsConfig(DataConfig):
     format: FormatConfig = field(default_factory=PromptsFormat)
     group_size: Annotated[int, Interval(ge=2, le=LARGEST_INT)] = 8
     max_new_tokens: PositiveInt = 256
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Interval(ge=0.001, le=LARGEST_INT)] = 1.0
     updates_per_rollout: PositiveInt = 1
     minibatches_per_rollout: PositiveInt = 1
     rewards: list[RewardConfig] = field(default_factory=list)
-    reward_timeout_s: PositiveFloat = 600.0
+    reward_timeout_s: Seconds = 600.0
     dynamic_sampling: NonNegativeInt = 0
     curriculum: CurriculumConfig | None = None
     environment: EnvironmentConfig | None = None

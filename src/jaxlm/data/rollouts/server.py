@@ -32,6 +32,7 @@ _SAME_TOKENIZER = "Serve the model that trains, with its tokenizer"
 _UNUSABLE = "the server's answer cannot be used"
 _COMPLETIONS, _TOKENIZE = "/v1/completions", "/tokenize"
 _TOKENIZE_S = 10.0
+_ROUNDING = 0.01  # of a log-probability in bfloat16
 _SAMPLE_TEXT = "The 17 naïve cafés, 3.14 — \t你好!\n    if x != 42: don't"  # that tokenizers split in different ways
 # Servers take what a request leaves out from the model's generation_config.json.
 _WHOLE_DISTRIBUTION = {
@@ -288,6 +289,8 @@ def _sample(answer: Any, body: Mapping[str, Any], vocab_size: int) -> Sample:
         )
     if not all(type(one) in (int, float) and is_float32(one) for one in logps):
         raise _AnswerError("a log-probability is null or not finite")
+    if max(logps) > _ROUNDING:
+        raise _AnswerError(f"the log-probability {max(logps):g} given, at most 0 expected")
     read = choice.get("prompt_token_ids")
     if read is not None and read != body["prompt"]:
         raise _AnswerError(

@@ -204,7 +204,7 @@ def _texts(path: Path, column: "pa.Array", rows_before: int, text_key: str) -> I
 
 def _parse_json(path: Path, text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text.rstrip())  # an error at the end of a line is not at column 1 of the next
     except RecursionError as error:
         raise ConfigError(f"{path}: {where}the JSON is nested too deeply") from error
     except json.JSONDecodeError as error:
