@@ -34,8 +34,8 @@ def start(place: Workplace, steps: int, **sections: dict[str, Any]) -> Workplace
     path = place.write()
     config = yaml.safe_load(path.read_text())
     config |= {
-        "data": ROLLOUTS,
-        "objective": GRPO,
+        "data": dict(ROLLOUTS),
+        "objective": dict(GRPO),
         "optimizer": {"learning_rate": 3.0e-3, "warmup": 0, "min_lr_ratio": 1.0},
     }
     config["model"] |= {"seq_len": 16, "hidden_dim": 64, "num_heads": 2}
