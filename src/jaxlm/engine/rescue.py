@@ -10,14 +10,17 @@ import jax
 from jaxlm.core.errors import ConfigError, PeerError
 from jaxlm.data.base import Batches
 from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.bad_streak import SkippedStepsError
+from jaxlm.engine.checkpoint.lock import LeaseLostError
 from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.engine.checkpoint.store import SaveError
-from jaxlm.engine.metrics import AsyncMetrics
+from jaxlm.engine.metrics import AsyncMetrics, NonFiniteError
 from jaxlm.engine.peers import is_lost_peer
 from jaxlm.engine.state import RunState
 
 _OTHERS_S = 30.0  # until a process that has failed assumes that the others have not
 _POLL_S = 0.05
+_UNSAVED = "After that, the last step could not be saved"
 
 
 class Rescue:
@@ -46,12 +49,11 @@ class Rescue:
             try:
                 told = self._save(state, step)
             except SaveError as failed:
-                told = f"After that, the last step could not be saved: {failed.reason}"
-                raise SaveError(f"{str(error).removesuffix('.')}. {told}", failed.advice) from error
-            except (
-                Exception
-            ) as failed:  # a loss that is nan, a lost lease, a tracker: what happened first must be said first
-                told = f"After that, the last step could not be saved: {failed}"
+                raise SaveError(
+                    f"{str(error).removesuffix('.')}. {_UNSAVED}: {failed.reason}", failed.advice
+                ) from error
+            except (LeaseLostError, NonFiniteError, SkippedStepsError) as failed:  # the cause of all must still be told
+                told = f"{_UNSAVED}: {failed}"
             for kind in (ConfigError, PeerError):
                 if isinstance(error, kind):
                     raise kind(f"{str(error).removesuffix('.')}. {told}") from error
@@ -90,7 +92,7 @@ def _all_have_failed(folder: str) -> bool:
         return True
     try:
         return _agree(client, folder, jax.process_index(), count)
-    except Exception:  # the client's own types: process 0, which hosts the service, is gone
+    except jax.errors.JaxRuntimeError:  # process 0, which hosts the service, is gone
         return False
 
 
