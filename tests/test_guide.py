@@ -95,6 +95,14 @@ def test_the_list_of_modules_is_up_to_date(monkeypatch):
     assert written == script("generate_reference").modules(), "run `python docs/generate_reference.py`"
 
 
+def test_the_home_page_links_every_page(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert home == script("generate_reference").index(), "run `python docs/generate_reference.py`"
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert pages - set(re.findall(r"\]\(([^)#]+\.md)\)", home)) == {"index.md"}
+
+
 def test_the_walks_links_are_current_and_each_hop_calls_the_next(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     links = script("source_links")
