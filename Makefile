@@ -37,7 +37,8 @@ lint: $(VENV)/installed-test
 	$(VENV)/bin/lint-imports
 
 docs: $(VENV)/installed-docs
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet --site-dir build/site
+	# Not with --quiet, under which --strict overlooks all warnings.
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --site-dir build/site
 
 $(VENV)/constraints.txt: constraints.txt
 	$(if $(UV),$(UV) venv --python $(PYTHON) $(VENV),$(PYTHON) -m venv $(VENV))

@@ -69,7 +69,9 @@ def _page(file: str) -> str:
 
 
 def _anchor(name: str) -> str:
-    return name.lower().replace(".", "-")
+    return (
+        name.lower().replace(".", "-").replace("__", "")
+    )  # Markdown would print `__next__` in bold, and lose the anchor
 
 
 def _code(file: str, names: set[str]) -> str:
