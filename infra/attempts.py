@@ -40,6 +40,16 @@ def outcome_of_run(codes: Iterable[int]) -> str:
     return RETRY if RETRY in outcomes else DONE
 
 
+def config_path(arguments: Sequence[str]) -> str | None:
+    """The configuration among the arguments of `jaxlm train`, in either form: `--config_path X` or `--config_path=X`."""
+    for word, following in zip(arguments, [*arguments[1:], None], strict=True):
+        if word == "--config_path":
+            return following
+        if word.startswith("--config_path="):
+            return word.partition("=")[2]
+    return None
+
+
 def train_command(arguments: Sequence[str]) -> str:
     """The line that every launcher runs. `arguments` are those of `jaxlm train`."""
     return shlex.join(["python", "-m", "jaxlm.train", *arguments])

@@ -22,13 +22,19 @@ TRANSIENT = {"CREATING", "STARTING", "RESTARTING", "REIMAGING", "REPAIRING", "ST
 # Errors of gcloud that a retry does not cure. "No capacity" and "quota" are not among them.
 PERMANENT = re.compile(
     r"PERMISSION_DENIED|INVALID_ARGUMENT|UNAUTHENTICATED|Reauthentication|do not currently have an active"
+    r"|jaxlm could not be installed"
 )
+# What gcloud accepts; of several slices, "-0", "-1", ... are appended.
+NAME = re.compile(r"[a-z]([-a-z0-9]{0,57}[a-z0-9])?")
+TYPE = re.compile(r"([a-z]+[0-9]+[a-z]*)-([1-9][0-9]{0,5})")
+CORES = ("v4", "v5p")  # a type counts two cores a chip, of which JAX makes one device
 MAX_DELETIONS = 3
 KEEP_ALIVE = ("--ssh-flag=-oServerAliveInterval=30", "--ssh-flag=-oServerAliveCountMax=4")
 
 SET_UP = """set -e
 cd "$HOME/jaxlm"
 [ "$(cat installed 2>/dev/null)" = {stamp} ] && exit 0
+trap 'echo "jaxlm could not be installed on $(hostname)" >&2' ERR
 python3 -m pip install --quiet --user uv
 python3 -m uv venv --quiet --clear --python {python} venv
 python3 -m uv pip install --quiet --python venv/bin/python {package}
@@ -51,6 +57,14 @@ tail -c "+$byte" -s 0.2 -f --pid="$(cat run/pid)" run/log
 code=$(cat run/code 2>/dev/null)  # empty, too, if the run was killed just before it wrote it
 echo "{attempt} ended with ${{code:-137}}" >&2
 """
+
+
+def num_devices(kind: str) -> int:
+    """The devices that JAX finds in a slice, such as 16 for v4-32 and v5litepod-16; 0 for an unknown type."""
+    match = TYPE.fullmatch(kind)
+    if match is None or match[1] not in ("v2", "v3", "v4", "v5litepod", "v5p", "v6e"):
+        return 0
+    return int(match[2]) // (2 if match[1] in CORES else 1)
 
 
 class GcloudError(Exception):

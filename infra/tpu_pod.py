@@ -2,13 +2,13 @@
 
     python infra/tpu_pod.py babysit mine --zone us-central2-b --type v4-32 --spot -- --config_path mine.yaml
 
-What follows `--` are the arguments of `jaxlm train`. `--dry_run` prints the gcloud commands instead of running them.
+What follows `--` are the arguments of `jaxlm train`. The configuration is checked before a machine is created. `--dry_run`
+checks it too, and prints the gcloud commands instead of running them.
 """
 
 import argparse
 import contextlib
 import hashlib
-import itertools
 import os
 import re
 import shlex
@@ -23,8 +23,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import datetime
 from pathlib import Path
 
-from attempts import CONNECTION_LOST, DONE, RETRY, STOP, Backoff, outcome_of, outcome_of_run, say
-from tpu_nodes import READY, GcloudError, Pod
+from attempts import CONNECTION_LOST, DONE, RETRY, STOP, Backoff, config_path, outcome_of, outcome_of_run, say
+from preflight import check_configuration
+from tpu_nodes import NAME, READY, TYPE, GcloudError, Pod, num_devices
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 RECONNECTIONS = 5  # in a row, to a machine that is up
@@ -201,7 +202,11 @@ def parser_of_options() -> argparse.ArgumentParser:
         default=[],
         help="another flag of gcloud's create, such as --gcloud_flag=--network=mine",
     )
-    add("--install", default="jaxlm[tpu,gs]", help="a wheel, or a package name for pip")
+    add(
+        "--install",
+        default=str(CHECKOUT),
+        help="a checkout, which is built into a wheel; a wheel; or a requirement for pip (default: this checkout)",
+    )
     add("--python", default="3.12", help="version of Python on the workers")
     add("--send", action="append", default=[], help="a file or folder to copy to the workers")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the run")
@@ -212,13 +217,22 @@ def parser_of_options() -> argparse.ArgumentParser:
     add("--connected_s", type=float, default=CONNECTED_S, help=argparse.SUPPRESS)
     add("--wait_for_others_s", type=float, default=WAIT_FOR_OTHERS_S, help=argparse.SUPPRESS)
     add("--keep", action="store_true", help="babysit: do not delete the machines at the end")
-    add("--dry_run", action="store_true", help="print the gcloud commands, run nothing")
+    add("--no_check", action="store_true", help="do not check the configuration before the start")
+    add("--dry_run", action="store_true", help="check the configuration and print the gcloud commands, run nothing")
     return parser
 
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, train: Sequence[str]) -> None:
-    if options.slices < 1:
-        parser.error(f"--slices: {options.slices} given, 1 or more expected")
+    if not NAME.fullmatch(options.name):
+        parser.error(
+            f"name: {options.name!r} given, a lower-case letter, then lower-case letters, digits and - expected"
+        )
+    if not TYPE.fullmatch(options.type):
+        parser.error(f"--type: {options.type!r} given, such as v4-32, v5litepod-16, v5p-128 or v6e-8 expected")
+    if not 1 <= options.slices <= 999:
+        parser.error(f"--slices: {options.slices} given, 1 to 999 expected")
+    if options.retries < 0:
+        parser.error(f"--retries: {options.retries} given, 0 or more expected")
     if options.spot and options.reserved:
         parser.error("--spot and --reserved given: choose one")
     if wrong := [value for value in options.env if not re.match(r"[A-Za-z_]\w*=", value)]:
@@ -240,12 +254,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of_options()
     options = parser.parse_args(words)
     check_options(parser, options, train)
-    for before, path in itertools.pairwise(train):
-        if before == "--config_path" and Path(path).is_file() and path not in options.send:
-            options.send.append(path)
-    pairs = itertools.pairwise(["", *train])  # the configuration is copied next to where the run starts
-    options.arguments = [Path(w).name if b == "--config_path" and w in options.send else w for b, w in pairs]
+    options.given = train
+    path = config_path(train)
+    if path is not None and Path(path).is_file() and path not in options.send:
+        options.send.append(path)
+    options.arguments = [where_the_run_starts(word, path) for word in train] if path in options.send else train
     return options
+
+
+def where_the_run_starts(word: str, path: str) -> str:
+    """An argument with the name that the configuration has on the workers: it is copied next to where the run starts."""
+    return {path: Path(path).name, f"--config_path={path}": f"--config_path={Path(path).name}"}.get(word, word)
 
 
 def build_wheel(options: argparse.Namespace) -> list[str]:
@@ -255,7 +274,12 @@ def build_wheel(options: argparse.Namespace) -> list[str]:
     command = [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), options.install]
     if not options.dry_run:
         shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run(command, check=True)
+        try:
+            subprocess.run(command, check=True)
+        except subprocess.CalledProcessError as error:
+            sys.exit(
+                f"infra: no wheel could be built of {options.install}: `{shlex.join(command)}` ended with {error.returncode}"
+            )
     options.install = str(next(folder.glob("*.whl"), folder / "jaxlm-VERSION-py3-none-any.whl"))
     return command
 
@@ -303,6 +327,11 @@ def carry_out(pod: Pod) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     pod = Pod(options)
+    if options.given and not options.no_check:
+        devices = num_devices(options.type) * options.slices
+        code = check_configuration(options.given, devices=devices, slices=options.slices, platform="tpu")
+        if code:
+            return code
     if options.dry_run:
         dry_run(pod)
         return 0
