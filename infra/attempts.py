@@ -42,9 +42,9 @@ def outcome_of_run(codes: Iterable[int]) -> str:
 
 def config_path(arguments: Sequence[str]) -> str | None:
     """The configuration among the arguments of `jaxlm train`, in either form: `--config_path X` or `--config_path=X`."""
-    for word, following in zip(arguments, [*arguments[1:], None], strict=True):
+    for number, word in enumerate(arguments):
         if word == "--config_path":
-            return following
+            return next(iter(arguments[number + 1 :]), None)
         if word.startswith("--config_path="):
             return word.partition("=")[2]
     return None

@@ -13,7 +13,8 @@ usage: infra/local.sh [options] -- ARGUMENTS OF jaxlm train
   --wait_s N      seconds before it is started again (default: 30)
   --others_s N    seconds that the other processes get to end by themselves once one has failed (default: 20)
   --log_dir DIR   output of each process (default: logs/local)
-  --dry_run       print the commands, run nothing
+  --no_check      do not check the configuration before the start
+  --dry_run       check the configuration and print the commands, run nothing
   --help
 
 Without --gpus, select devices with JAX_PLATFORMS and XLA_FLAGS. The exit code is that of the run.
@@ -25,11 +26,12 @@ fail() {
   exit 2
 }
 
-processes=2 gpus=0 port="" retries=0 wait_s=30 others_s=20 log_dir=logs/local dry_run=false
+processes=2 gpus=0 port="" retries=0 wait_s=30 others_s=20 log_dir=logs/local dry_run=false check=true
 while [ $# -gt 0 ]; do
   case $1 in
     --help) usage; exit 0 ;;
     --dry_run) dry_run=true; shift ;;
+    --no_check) check=false; shift ;;
     --processes | --gpus | --port | --retries | --wait_s | --others_s | --log_dir)
       [ $# -gt 1 ] || fail "$1: a value is missing"
       printf -v "${1#--}" %s "$2"
@@ -40,10 +42,17 @@ while [ $# -gt 0 ]; do
   esac
 done
 [ $# -gt 0 ] || fail "give the arguments of jaxlm train after --"
-[[ $processes =~ ^[1-9][0-9]*$ ]] || fail "--processes: '$processes' given, a number from 1 expected"
-for number in "$gpus" "$retries" "$wait_s" "$others_s" "${port:-0}"; do
-  [[ $number =~ ^[0-9]+$ ]] || fail "'$number' given, a number expected"
-done
+# No leading zeros, which bash reads as octal, and nothing that its arithmetic cannot hold.
+check_number() {
+  [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] && [ "$2" -ge "$3" ] && [ "$2" -le "$4" ] ||
+    fail "$1: '$2' given, a number from $3 to $4 expected"
+}
+check_number --processes "$processes" 1 4096
+check_number --gpus "$gpus" 0 1024
+check_number --retries "$retries" 0 999999
+check_number --wait_s "$wait_s" 0 999999
+check_number --others_s "$others_s" 0 999999
+[ -z "$port" ] || check_number --port "$port" 1 65535
 
 # A port below those of outgoing connections, one of which could otherwise take it before process 0 does.
 free_port() {
@@ -168,6 +177,10 @@ pause() {
 }
 
 train=("$@") stopped=0
+if $check; then
+  preflight=$(dirname "${BASH_SOURCE[0]}")/preflight.py
+  python "$preflight" --devices $((processes * gpus)) --slices "$processes" -- "${train[@]}" || exit
+fi
 if $dry_run; then
   address_port=${port:-PORT}
   for ((number = 0; number < processes; number++)); do

@@ -1,5 +1,6 @@
 """Checks a run's configuration on this machine before a launcher starts any other, with `python -m jaxlm.run.preflight`."""
 
+import argparse
 import importlib.util
 import os
 import subprocess
@@ -38,3 +39,17 @@ def check_configuration(arguments: Sequence[str], *, devices: int, platform: str
     if code:
         print(f"infra: nothing was started. {SKIP}", file=sys.stderr, flush=True)
     return code
+
+
+def main() -> int:
+    """For launchers that are shell scripts: `python infra/preflight.py --devices 8 --slices 2 -- ARGUMENTS`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", type=int, required=True)
+    parser.add_argument("--slices", type=int, default=1)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    return check_configuration(options.arguments[1:], devices=options.devices, slices=options.slices, platform="gpu")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

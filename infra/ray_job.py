@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 
 from attempts import CONNECTION_LOST, DONE, STOP, Backoff, outcome_of, outcome_of_run, say, train_command
+from preflight import check_configuration
 
 ADDRESS = "--trainer.distributed.coordinator_address"
 
@@ -193,7 +194,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--backoff_s", type=float, default=30.0, help="wait after the first failure; doubles up to 15 minutes")
     add("--wait_s", type=float, default=3600.0, help="time to wait for the nodes in each attempt")
     add("--wait_for_others_s", type=float, default=300.0, help=argparse.SUPPRESS)
-    add("--dry_run", action="store_true", help="print the command of each node, run nothing")
+    add("--no_check", action="store_true", help="do not check the configuration before the start")
+    add(
+        "--dry_run", action="store_true", help="check the configuration and print the command of each node, run nothing"
+    )
     options = parser.parse_args(words[:at])
     options.arguments = words[at + 1 :]
     if not options.arguments:
@@ -209,6 +213,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    if not options.no_check:
+        devices, platform = options.nodes * (options.gpus or options.tpu), "tpu" if options.tpu else "gpu"
+        code = check_configuration(options.arguments, devices=devices, slices=options.nodes, platform=platform)
+        if code:
+            return code
     if options.dry_run:
         needs = {"CPU": options.cpus, "GPU": options.gpus, "TPU": options.tpu}
         say(f"{options.nodes} nodes, each with {json.dumps({k: v for k, v in needs.items() if v})}")

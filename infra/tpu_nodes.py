@@ -37,7 +37,7 @@ cd "$HOME/jaxlm"
 trap 'echo "jaxlm could not be installed on $(hostname)" >&2' ERR
 python3 -m pip install --quiet --user uv
 python3 -m uv venv --quiet --clear --python {python} venv
-python3 -m uv pip install --quiet --python venv/bin/python {package}
+python3 -m uv pip install --quiet --python venv/bin/python {constraints}{package}
 echo {stamp} > installed
 """
 # The run does not depend on this connection. A second connection with the same attempt only follows its output.
@@ -134,13 +134,18 @@ class Pod:
     def set_up_commands(self, node: str) -> list[list[str]]:
         """Commands that copy the run's files to all workers of a node, and install jaxlm if they do not have this version."""
         o = self.options
-        package, files = o.install, list(o.send)
+        package, files, constraints = o.install, list(o.send), ""
         if o.install.endswith(".whl"):
             files.append(o.install)
             package = f"./{Path(o.install).name}[tpu,gs]"
+        if (
+            o.constraints is not None
+        ):  # of the checkout that the wheel was built of: the versions that it was tested with
+            files.append(str(o.constraints))
+            constraints = f"-c {shlex.quote(o.constraints.name)} "
         content = Path(o.install).read_bytes() if Path(o.install).is_file() else b""
-        stamp = hashlib.sha256(f"{package} {o.python}".encode() + content).hexdigest()[:16]
-        script = SET_UP.format(stamp=stamp, python=o.python, package=shlex.quote(package))
+        stamp = hashlib.sha256(f"{constraints}{package} {o.python}".encode() + content).hexdigest()[:16]
+        script = SET_UP.format(stamp=stamp, python=o.python, package=shlex.quote(package), constraints=constraints)
         internal = ["--internal-ip"] if o.internal_ips else []
         copy = self.gcloud("tpu-vm", "scp", "--recurse", *files, f"{node}:jaxlm/", "--worker=all", *internal)
         make = self.ssh_command(node, "all", "mkdir -p jaxlm")

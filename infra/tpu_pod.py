@@ -255,6 +255,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(words)
     check_options(parser, options, train)
     options.given = train
+    constraints = Path(options.install) / "constraints.txt"
+    options.constraints = constraints if constraints.is_file() else None
     path = config_path(train)
     if path is not None and Path(path).is_file() and path not in options.send:
         options.send.append(path)

@@ -4,9 +4,9 @@ their places, and may be gone when they are read.
 
 $FAKE/train is a shell script that stands for the training run: $NODE, $WORKER and $ATTEMPT (from 1) say which one it is.
 $FAKE/create and $FAKE/delete, if they exist, have a line per call: an error message, or nothing for success; $FAKE/connect
-has one per connection to worker 0. If $FAKE/drop appears, the connection to worker 0 is lost once, and its run goes on.
-While $FAKE/offline exists, this machine has no network, and each call adds a line to it. Each connection prints a message to
-stderr, as ssh does.
+has one per connection to worker 0. If $FAKE/install exists, every installation prints it and fails. If $FAKE/drop appears,
+the connection to worker 0 is lost once, and its run goes on. While $FAKE/offline exists, this machine has no network, and
+each call adds a line to it. Each connection prints a message to stderr, as ssh does.
 """
 
 import contextlib
@@ -111,6 +111,8 @@ def ssh(node: str, worker: str, command: str) -> None:
         home = FAKE / "home" / f"{node}-{number}"
         home.mkdir(parents=True, exist_ok=True)
         if "uv pip install" in command:  # not run; the interpreter of its environment is the stand-in's
+            if (FAKE / "install").exists():
+                fail((FAKE / "install").read_text())
             install(home / "jaxlm" / "venv" / "bin" / "python")
             continue
         if number == "0" and worker != "all":

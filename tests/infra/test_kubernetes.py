@@ -89,6 +89,31 @@ def test_tpu_slices(name):
     assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}
 
 
+EVERYTHING = (
+    *("--secret", "HF_TOKEN=hf/token", "--volume", "data:/data", "--service_account", "trainer", "--rdma", "rdma/ib=8"),
+    *("--toleration", "nvidia.com/gpu:NoSchedule", "--toleration", "pool=train", "--request", "cpu=96"),
+    *("--request", "memory=1Ti"),
+)
+
+
+def test_what_pods_need_of_the_cluster():
+    _, _, pod = job_of(jobset(*EVERYTHING))
+    (container,) = pod["containers"]
+    secret = {"secretKeyRef": {"name": "hf", "key": "token"}}
+    assert container["env"] == [{"name": "HF_TOKEN", "valueFrom": secret}]
+    assert {"name": "volume-0", "mountPath": "/data"} in container["volumeMounts"]
+    assert {"name": "volume-0", "persistentVolumeClaim": {"claimName": "data"}} in pod["volumes"]
+    assert [volume["name"] for volume in pod["volumes"]] == ["shared-memory", "volume-0"]
+    assert pod["serviceAccountName"] == "trainer"
+    assert pod["tolerations"] == [
+        {"operator": "Exists", "key": "nvidia.com/gpu", "effect": "NoSchedule"},
+        {"operator": "Equal", "key": "pool", "value": "train"},
+    ]
+    devices = {"nvidia.com/gpu": 8, "rdma/ib": 8}
+    assert container["resources"] == {"limits": devices, "requests": {"cpu": "96", "memory": "1Ti"} | devices}
+    assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+
+
 def kept(given: Any, read: Any) -> bool:
     """Whether what was given is in what was read, which also has defaults."""
     if isinstance(given, dict):
@@ -98,7 +123,9 @@ def kept(given: Any, read: Any) -> bool:
     return given == read
 
 
-@pytest.mark.parametrize("words", [GPU, *(words for words, *_ in TPU.values())], ids=["gpu", *TPU])
+@pytest.mark.parametrize(
+    "words", [GPU, EVERYTHING, *(words for words, *_ in TPU.values())], ids=["gpu", "everything", *TPU]
+)
 def test_manifests_have_the_fields_of_the_api(words):
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install -e '.[infra-test]'")
     manifest = jobset(*words)
@@ -124,6 +151,17 @@ def test_the_queue_is_valid_yaml():
         (("--topology", "2x2x1"), ARGUMENTS, "--topology: given without --tpu"),
         (("--slices", "2"), ARGUMENTS, "--slices: given without --tpu"),
         (("--nodes", "0"), ARGUMENTS, "1 or more expected"),
+        (("--nodes", "9" * 20), ARGUMENTS, "at most 100,000"),
+        (("--restarts", "-1"), ARGUMENTS, "--restarts: -1 given, 0 to 100000 expected"),
+        (("--image", "x\n securityContext: {privileged: true}"), ARGUMENTS, "argument --image:"),
+        (("--namespace", "default, a: b"), ARGUMENTS, "argument --namespace: 'default, a: b' given"),
+        (("--queue", "q, x: y}"), ARGUMENTS, "argument --queue:"),
+        (("--env", "HF_TOKEN=hf_1"), ARGUMENTS, "HF_TOKEN given, which looks like a credential"),
+        (("--secret", "HF_TOKEN=hf_1"), ARGUMENTS, "'HF_TOKEN=hf_1' given, NAME=SECRET/KEY expected"),
+        (("--volume", "data"), ARGUMENTS, "'data' given, CLAIM:/PATH expected"),
+        (("--toleration", "a=b:Never"), ARGUMENTS, "argument --toleration:"),
+        (("--request", "gpu=1"), ARGUMENTS, "argument --request:"),
+        (("--rdma", "ib=8"), ARGUMENTS, "argument --rdma:"),
         (("--env", "a"), ARGUMENTS, "--env: 'a' given, NAME=VALUE expected"),
         ((), (), "give the arguments of jaxlm train after --"),
         ((), ("--x", "a\nb"), "a line break cannot be passed on"),

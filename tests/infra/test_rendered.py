@@ -91,6 +91,14 @@ def test_jaxlm_is_installed_again_only_if_its_wheel_has_changed(tmp_path):
     assert [subprocess.run(["bash", "-c", script], env=variables).returncode for script in (first, second)] == [0, 9]
 
 
+def test_this_checkout_is_installed_by_default_with_the_versions_it_was_tested_with():
+    out = output_of(sys.executable, "infra/tpu_pod.py", "create", "mine", "--dry_run", "--zone", "z")
+    build, *_, install = out.split("gcloud ")[0], *out.split("gcloud ")[1:]
+    assert build.split()[-1] == str(ROOT)
+    assert f"{ROOT / 'constraints.txt'} mine:jaxlm/" in out
+    assert re.search(r"pip install .* -c constraints\.txt \S*\./jaxlm-VERSION-py3-none-any\.whl\[tpu,gs\]", install)
+
+
 def without_variables(words: list[str]) -> list[str]:
     return words[next((n for n, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)), 0) :]
 

@@ -73,8 +73,11 @@ def test_dockerfiles(kind):
     ("script", "words", "message"),
     [
         ("local.sh", (), "give the arguments of jaxlm train after --"),
-        ("local.sh", ("--processes", "0", "--", "x"), "--processes: '0' given, a number from 1 expected"),
-        ("local.sh", ("--gpus", "all", "--", "x"), "'all' given, a number expected"),
+        ("local.sh", ("--processes", "0", "--", "x"), "--processes: '0' given, a number from 1 to 4096 expected"),
+        ("local.sh", ("--gpus", "all", "--", "x"), "--gpus: 'all' given, a number from 0 to 1024 expected"),
+        ("local.sh", ("--gpus", "08", "--", "x"), "--gpus: '08' given, a number"),
+        ("local.sh", ("--gpus", "9" * 20, "--", "x"), f"--gpus: '{'9' * 20}' given, a number"),
+        ("local.sh", ("--port", "65536", "--", "x"), "--port: '65536' given, a number from 1 to 65535 expected"),
         ("local.sh", ("--retries",), "--retries: a value is missing"),
         (
             "local.sh",
@@ -121,7 +124,7 @@ exit "$code\""""
 def test_local_starts_again(tmp_path, codes, code, starts):
     (tmp_path / "codes").write_text(codes.replace(" ", "\n") + "\n")
     environment = stand_in(tmp_path, python=NEXT)
-    command = [str(INFRA / "local.sh"), "--processes", "1", "--retries", "2", "--wait_s", "0", "--"]
+    command = [str(INFRA / "local.sh"), "--no_check", "--processes", "1", "--retries", "2", "--wait_s", "0", "--"]
     command += ["--config_path", "my file.yaml"]
     result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == code, result.stderr
@@ -133,7 +136,7 @@ def test_local_decides_like_the_other_launchers(tmp_path, codes, outcome):
     """The last argument is the number of the process, except for a process alone."""
     lines = [f"[ ${{@: -1}} = {number} ] && code={code}" for number, code in enumerate(codes)]
     exits = '[ "$code" -ge 0 ] || kill "$code" $$\nexit "$code"'
-    command = [str(INFRA / "local.sh"), "--processes", str(len(codes)), "--port", "1", "--retries", "1"]
+    command = [str(INFRA / "local.sh"), "--no_check", "--processes", str(len(codes)), "--port", "1", "--retries", "1"]
     environment = stand_in(tmp_path, python="\n".join([*lines, 'echo x >> "$HOME/calls"', exits]))
     result = subprocess.run([*command, "--wait_s", "0", "--", "x"], env=environment, cwd=tmp_path, capture_output=True)
     starts = (tmp_path / "calls").read_text().count("x") // len(codes)
@@ -146,6 +149,7 @@ def test_local_ends_processes_that_wait_for_one_that_has_failed(tmp_path):
     trains = '[ "${@: -1}" = 1 ] && { touch "$HOME/failed"; exit 1; }\nexec sleep 600'
     command = [
         str(INFRA / "local.sh"),
+        "--no_check",
         "--processes",
         "2",
         "--port",
@@ -167,7 +171,7 @@ def test_local_ends_processes_that_wait_for_one_that_has_failed(tmp_path):
 def test_local_finds_a_free_port(tmp_path):
     """Outside of the range of outgoing connections."""
     python = f'[ "$1" = -c ] && exec {sys.executable} "$@"\necho "${{@: -5:1}}"'
-    command = [str(INFRA / "local.sh"), "--processes", "2", "--", "x"]
+    command = [str(INFRA / "local.sh"), "--no_check", "--processes", "2", "--", "x"]
     result = subprocess.run(
         command, env=stand_in(tmp_path, python=python), cwd=tmp_path, capture_output=True, text=True
     )
@@ -178,7 +182,18 @@ def test_local_finds_a_free_port(tmp_path):
 
 
 def test_local_waits_and_a_signal_ends_that(tmp_path):
-    command = [str(INFRA / "local.sh"), "--processes", "1", "--retries", "1", "--wait_s", "600", "--", "x"]
+    command = [
+        str(INFRA / "local.sh"),
+        "--no_check",
+        "--processes",
+        "1",
+        "--retries",
+        "1",
+        "--wait_s",
+        "600",
+        "--",
+        "x",
+    ]
     pipes = {"stderr": subprocess.PIPE, "text": True}
     environment = stand_in(tmp_path, python="exit 75")
     with subprocess.Popen(command, env=environment, cwd=tmp_path, **pipes) as process:
@@ -190,7 +205,7 @@ def test_local_waits_and_a_signal_ends_that(tmp_path):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_local_passes_signals_on_and_waits(tmp_path, number, code):
     trains = 'trap "sleep 0.2; echo saved; exit %d" TERM INT; echo ready; while true; do sleep 0.05; done' % code  # noqa: UP031
-    command = [str(INFRA / "local.sh"), "--processes", "2", "--port", "1", "--retries", "2", "--", "x"]
+    command = [str(INFRA / "local.sh"), "--no_check", "--processes", "2", "--port", "1", "--retries", "2", "--", "x"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=stand_in(tmp_path, python=trains), cwd=tmp_path, **pipes) as process:
         lines = [process.stdout.readline(), process.stdout.readline()]

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -16,7 +17,7 @@ import tpu_nodes
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "infra" / "tpu_pod.py"
-FAST = ("--backoff_s", "0.01", "--poll_s", "0.05", "--wait_for_others_s", "100")
+FAST = ("--no_check", "--backoff_s", "0.01", "--poll_s", "0.05", "--wait_for_others_s", "100")
 # Shell commands of the training script. What the script does next happens only when the others are so far.
 ALL_BEGUN = (
     'touch "$FAKE/begun-$NODE-$WORKER"; while [ "$(ls "$FAKE" | grep -c ^begun-)" -lt {number} ]; do sleep 0.05; done'
@@ -323,7 +324,10 @@ def test_machines_are_kept_on_request_and_named(cloud):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--slices", "0"), "--slices: 0 given, 1 or more expected"),
+        (("--slices", "0"), "--slices: 0 given, 1 to 999 expected"),
+        (("--slices", "1000"), "--slices: 1000 given, 1 to 999 expected"),
+        (("--retries", "-1"), "--retries: -1 given, 0 or more expected"),
+        (("--type", "v4 32"), "--type: 'v4 32' given, such as v4-32"),
         (("--spot", "--reserved"), "--spot and --reserved given: choose one"),
         (("--env", "1=2"), "--env: '1=2' given, NAME=VALUE expected"),
         (("--send", "absent.yaml"), "--send: absent.yaml does not exist"),
@@ -334,6 +338,44 @@ def test_mistakes_are_found_before_anything_costs_money(cloud, words, message):
     code, out = cloud.run("babysit", *words)
     assert (code, message in out) == (2, True), out
     assert not (cloud.folder / "calls").exists()
+
+
+@pytest.mark.parametrize("name", ["Mine", "1st", "mine_1", "-x", "mine-", "m" * 60])
+def test_names_that_no_tpu_can_have(cloud, name):
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), "status", name, "--zone", "z"], capture_output=True, text=True
+    )
+    assert (result.returncode, "name: " in result.stderr or "required" in result.stderr) == (2, True), result.stderr
+
+
+@pytest.mark.parametrize("given", [("--config_path", "{}"), ("--config_path={}",)], ids=["two words", "one word"])
+def test_the_configuration_is_checked_before_a_machine_is_created(cloud, given):
+    """And copied, in both forms."""
+    (cloud.folder / "mine.yaml").write_text("trainer: {train_batch_size: 17}\nmodel: {hidden_dim: 64, num_heads: 4}\n")
+    path = str(cloud.folder / "mine.yaml")
+    words = [sys.executable, str(SCRIPT), "babysit", "mine", "--zone", "z", "--type", "v4-32", "--install", "jaxlm==1"]
+    train = [word.format(path) for word in given]
+    environment = os.environ | {"FAKE": str(cloud.folder), "PATH": f"{cloud.folder / 'bin'}:{os.environ['PATH']}"}
+    result = subprocess.run([*words, "--", *train], env=environment, cwd=cloud.folder, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "17 sequences do not divide evenly over the 16 devices" in result.stderr
+    assert "nothing was started" in result.stderr
+    assert not (cloud.folder / "calls").exists()
+    shown = subprocess.run(
+        [*words, "--no_check", "--dry_run", "--", *train], env=environment, capture_output=True, text=True
+    ).stdout
+    assert f"scp --recurse {path} mine:jaxlm/" in shown
+    assert re.search(r"jaxlm\.train --config_path[ =]mine\.yaml;", shown)
+
+
+@pytest.mark.slow
+def test_a_failed_installation_stops_at_once_and_leaves_no_machine(cloud):
+    cloud.plan(train="true", install="ERROR: No matching distribution\njaxlm could not be installed on w0\n")
+    code, out = cloud.run("babysit")
+    assert code == 1
+    assert "No matching distribution" in out
+    assert len(cloud.calls("create")) == len(cloud.calls("delete")) == 1
+    assert cloud.machines == []
 
 
 def test_without_gcloud(cloud):
