@@ -7,7 +7,10 @@ import shutil
 import pytest
 
 from jaxlm import sample, train
+from jaxlm.observe.page.logged_run import read_run
+from jaxlm.observe.page.page import render
 from tests.end_to_end.commands import Workplace
+from tests.observe.page_reader import Page, check_numbers
 
 RUN = ("--config_path", "run.yaml")
 
@@ -54,6 +57,11 @@ def test_files_of_a_finished_run(finished):
     saved = finished.folder / "checkpoints" / "run" / "step-12"
     assert {path.name for path in saved.iterdir()} == {"state", "run", "data", "checksums.json"}
     assert (saved / "run" / "tokenizer" / "tokenizer.json").is_file()
+
+
+def test_every_number_of_its_page_is_that_of_its_files(finished):
+    logs = finished.folder / "logs" / "run"
+    check_numbers(logs, Page(render([read_run(str(logs))], "", 24.0)))
 
 
 def test_running_again_reports_that_the_run_is_complete(again):
