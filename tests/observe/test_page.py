@@ -14,7 +14,7 @@ from jaxlm.__main__ import main
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.observe.ledger import Ledger
 from jaxlm.observe.page import page
-from jaxlm.observe.page.downsample import extremes, smoothed
+from jaxlm.observe.page.downsample import extremes, half_window, smoothed
 from jaxlm.observe.page.logged_run import LoggedRun, Series, read_run, read_runs
 from jaxlm.observe.page.page import render
 from tests.observe.page_reader import Page, check_numbers
@@ -74,15 +74,56 @@ def test_downsampling_keeps_the_extremes_of_every_bucket(num, missing):
     assert {0, num - 1} <= set(kept.tolist())
 
 
-def test_the_moving_average_is_that_of_the_finite_values():
+def test_the_moving_average_is_that_of_the_finite_values_around():
     rng = np.random.default_rng(0)
     steps, values = np.arange(400), rng.standard_normal(400)
     values[[3, 50]] = np.nan
-    at, means, width = smoothed(steps, values)
-    finite = values[np.isfinite(values)]
-    assert width == 9
-    np.testing.assert_allclose(means, [finite[i - 4 : i + 5].mean() for i in range(4, len(finite) - 4)])
-    np.testing.assert_array_equal(at, steps[np.isfinite(values)][4:-4])
+    values[200] = 1e30  # is in no other window
+    half = half_window([steps])
+    at, means = smoothed(steps, values, half)
+    assert half == 4
+    np.testing.assert_array_equal(at, [step for step in range(4, 396) if step != 50])
+    np.testing.assert_allclose(means, [np.nanmean(values[step - 4 : step + 5]) for step in at], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width"), [([400], 9), ([400, 10_000], 81), ([4000, 10_000], 201), ([4, 10_000], 201), ([20, 49], 1)]
+)
+def test_all_runs_of_a_chart_have_one_moving_average(tmp_path, lengths, width):
+    """Two runs with the same noise look the same, however long each is."""
+    noise = np.random.default_rng(1).standard_normal(max(lengths))
+    runs = [
+        LoggedRun(
+            f"run {n}", {"train/loss": Series(np.arange(1, n + 1), noise[:n]), "eval/loss": Series(*np.ones((2, 2)))}
+        )
+        for n in lengths
+    ]
+    page = Page(render(runs, ""))
+    assert ("bold: mean of" in page.text) == (width > 1)
+    assert width == 1 or f"bold: mean of {width:,} steps" in page.text
+    traces = {
+        trace["name"]: dict(zip(trace["x"], trace["y"], strict=True)) for trace in page.figures["chart-0"]["data"]
+    }
+    for n in lengths:
+        name = "train/loss" if len(lengths) == 1 else f"run {n}: train/loss"
+        drawn = traces.get(f"{name}, mean", {})
+        assert bool(drawn) == (1 < width <= n)
+        half = width // 2
+        expected = {step: noise[step - 1 - half : step + half].mean() for step in drawn}
+        assert drawn == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_the_legend_is_beside_the_chart(tmp_path):
+    """Nothing lies over it: it is not part of the plot."""
+    folders = [
+        write_run(tmp_path / name, [record(step, **{"eval/loss": 4.0})]) for step, name in ((1, "a<b"), (2, "c"))
+    ]
+    page = page_of(*folders)
+    assert not any(figure["layout"]["showlegend"] for figure in page.figures.values())
+    shown = [attrs for tag, attrs in page.tags if tag == "button"]
+    groups = [attrs["data-group"] for attrs in shown if attrs["data-chart"] == "chart-0"]
+    assert groups == ["a<b: train/loss", "a<b: eval/loss", "c: train/loss", "c: eval/loss"]
+    assert {trace["legendgroup"] for trace in page.figures["chart-0"]["data"]} == set(groups)
 
 
 def test_the_numbers_of_a_page_are_those_of_the_log_folder(tmp_path):
