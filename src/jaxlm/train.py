@@ -151,6 +151,8 @@ def _make_checked_plan(config: RunConfig) -> Plan:
     run_id = run_id_of(config)
     check_same_start(config, run_id)
     plan = make_plan(config, run_id, assumed_vocabulary(config)[0])
+    for data in plan.data:
+        data.check_not_empty()  # a dry run lists what other machines may have, but no machine has text without a name
     if (vocab_size := plan.data[0].vocab_size) is not None:
         config.model.leaves_from_tokens(vocab_size)  # raises for keys that do not suit it
     check_performance(plan)

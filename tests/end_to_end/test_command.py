@@ -7,7 +7,10 @@ import shutil
 import pytest
 
 from jaxlm import sample, train
+from jaxlm.observe.page.logged_run import read_run
+from jaxlm.observe.page.page import render
 from tests.end_to_end.commands import Workplace
+from tests.observe.page_reader import Page, check_numbers
 
 RUN = ("--config_path", "run.yaml")
 
@@ -54,6 +57,11 @@ def test_files_of_a_finished_run(finished):
     saved = finished.folder / "checkpoints" / "run" / "step-12"
     assert {path.name for path in saved.iterdir()} == {"state", "run", "data", "checksums.json"}
     assert (saved / "run" / "tokenizer" / "tokenizer.json").is_file()
+
+
+def test_every_number_of_its_page_is_that_of_its_files(finished):
+    logs = finished.folder / "logs" / "run"
+    check_numbers(logs, Page(render([read_run(str(logs))], "", 24.0)))
 
 
 def test_running_again_reports_that_the_run_is_complete(again):
@@ -191,7 +199,8 @@ def test_a_dry_run_needs_no_data(workplace):
     path.write_text(
         path.read_text().replace(str(place.corpus), "/nowhere").replace(str(place.cache), "/nowhere/either")
     )
-    result = place.run(*RUN, "--dry_run", "true", "--data.tokenizer", "/nowhere/tokenizer.json")
+    tokenizer = ("--data.tokenizer", "/nowhere/tokenizer.json")
+    result = place.run(*RUN, "--dry_run", "true", *tokenizer, "--trainer.compilation_cache_dir", "null")
     assert result.code == 2
     assert "memory per device" in result.out
     assert "schedule" in result.out
@@ -247,6 +256,32 @@ def test_a_run_traces_and_compiles_once_and_a_second_start_does_not_compile(work
     hit = "Persistent compilation cache hit for 'jit_train_step'"
     assert (hit in first.err, hit in second.err) == (False, True)
     assert place.losses("one") == place.losses("two")
+
+
+TWO_PHASES = """
+evals: []
+phases:
+  - {name: pretrain, num_train_steps: 4}
+  - name: adapt
+    num_train_steps: 4
+    surgery: [{type: lora, target: attn, rank: 2}]
+    trainable: ['\\.[ab]$']
+"""
+
+
+@pytest.mark.slow
+def test_a_start_compiles_no_step_that_its_dry_run_compiled(workplace):
+    """Three programs: of two batch sizes, and of the phase after."""
+    place = workplace()
+    text = place.write(TWO_PHASES).read_text()
+    sizes = "train_batch_size: [{start: 0, value: 16}, {start: 2, value: 32}]"
+    (place.folder / "run.yaml").write_text(text.replace("train_batch_size: 16", sizes))
+    fresh = FRESH[:-2]
+    hit, compiled = "Persistent compilation cache hit for 'jit_train_step'", "Compiling jit(train_step)"
+    tried, started = place.run(*fresh, "--dry_run", "true", **WATCHED), place.run(*fresh, **WATCHED)
+    assert (tried.code, started.code) == (0, 0), started.err
+    assert (tried.err.count(compiled), tried.err.count(hit)) == (3, 0)
+    assert (started.err.count(compiled), started.err.count(hit)) == (3, 3)
 
 
 @pytest.mark.soak  # damaged programs are also a test of tests/run/test_compilation_cache.py

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 
 import fsspec
 import numpy as np
@@ -15,9 +14,10 @@ from jaxlm.__main__ import main
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.observe.ledger import Ledger
 from jaxlm.observe.page import page
-from jaxlm.observe.page.downsample import extremes, smoothed
+from jaxlm.observe.page.downsample import extremes, half_window, smoothed
 from jaxlm.observe.page.logged_run import LoggedRun, Series, read_run, read_runs
 from jaxlm.observe.page.page import render
+from tests.observe.page_reader import Page, check_numbers
 
 START = """run
   run                 mine (seed 0)
@@ -25,50 +25,6 @@ START = """run
   phase warm          steps 0 to 4; NextToken with Adam, cosine schedule from 0.01
   phase adapt         steps 4 to 12; NextToken with Adam, cosine schedule from 0.001
 """
-
-
-class Page(HTMLParser):
-    """The parts of a page: its texts, tags, JSON and table rows."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags: list[tuple[str, dict]] = []
-        self.rows: list[list[str]] = []
-        self._texts: list[str] = []
-        self._in_cell = False
-        self._in_figures = False
-        self.figures: dict = {}
-        self.feed(text)
-        self.text = "".join(self._texts)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        self._in_figures = dict(attrs).get("id") == "figures"
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            self.rows[-1].append("")
-            self._in_cell = True
-
-    def handle_endtag(self, tag):
-        self._in_cell = self._in_cell and tag not in ("td", "th")
-
-    def handle_data(self, data):
-        if self._in_figures:
-            self.figures = json.loads(data)
-            self._in_figures = False
-        self._texts.append(data)
-        if self._in_cell:
-            self.rows[-1][-1] += data
-
-    def row(self, name: str) -> list[str]:
-        return next([cell.strip() for cell in row[1:]] for row in self.rows if row and row[0].strip() == name)
-
-    def curve(self, name: str, chart: int | None = None) -> dict[int, float | None]:
-        """The points of the first curve with a name."""
-        figures = self.figures.values() if chart is None else [self.figures[f"chart-{chart}"]]
-        trace = next(trace for figure in figures for trace in figure["data"] if trace["name"] == name)
-        return dict(zip(trace["x"], trace["y"], strict=True))
 
 
 def record(step, **metrics):
@@ -118,15 +74,56 @@ def test_downsampling_keeps_the_extremes_of_every_bucket(num, missing):
     assert {0, num - 1} <= set(kept.tolist())
 
 
-def test_the_moving_average_is_that_of_the_finite_values():
+def test_the_moving_average_is_that_of_the_finite_values_around():
     rng = np.random.default_rng(0)
     steps, values = np.arange(400), rng.standard_normal(400)
     values[[3, 50]] = np.nan
-    at, means, width = smoothed(steps, values)
-    finite = values[np.isfinite(values)]
-    assert width == 9
-    np.testing.assert_allclose(means, [finite[i - 4 : i + 5].mean() for i in range(4, len(finite) - 4)])
-    np.testing.assert_array_equal(at, steps[np.isfinite(values)][4:-4])
+    values[200] = 1e30  # is in no other window
+    half = half_window([steps])
+    at, means = smoothed(steps, values, half)
+    assert half == 4
+    np.testing.assert_array_equal(at, [step for step in range(4, 396) if step != 50])
+    np.testing.assert_allclose(means, [np.nanmean(values[step - 4 : step + 5]) for step in at], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width"), [([400], 9), ([400, 10_000], 81), ([4000, 10_000], 201), ([4, 10_000], 201), ([20, 49], 1)]
+)
+def test_all_runs_of_a_chart_have_one_moving_average(tmp_path, lengths, width):
+    """Two runs with the same noise look the same, however long each is."""
+    noise = np.random.default_rng(1).standard_normal(max(lengths))
+    runs = [
+        LoggedRun(
+            f"run {n}", {"train/loss": Series(np.arange(1, n + 1), noise[:n]), "eval/loss": Series(*np.ones((2, 2)))}
+        )
+        for n in lengths
+    ]
+    page = Page(render(runs, ""))
+    assert ("bold: mean of" in page.text) == (width > 1)
+    assert width == 1 or f"bold: mean of {width:,} steps" in page.text
+    traces = {
+        trace["name"]: dict(zip(trace["x"], trace["y"], strict=True)) for trace in page.figures["chart-0"]["data"]
+    }
+    for n in lengths:
+        name = "train/loss" if len(lengths) == 1 else f"run {n}: train/loss"
+        drawn = traces.get(f"{name}, mean", {})
+        assert bool(drawn) == (1 < width <= n)
+        half = width // 2
+        expected = {step: noise[step - 1 - half : step + half].mean() for step in drawn}
+        assert drawn == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_the_legend_is_beside_the_chart(tmp_path):
+    """Nothing lies over it: it is not part of the plot."""
+    folders = [
+        write_run(tmp_path / name, [record(step, **{"eval/loss": 4.0})]) for step, name in ((1, "a<b"), (2, "c"))
+    ]
+    page = page_of(*folders)
+    assert not any(figure["layout"]["showlegend"] for figure in page.figures.values())
+    shown = [attrs for tag, attrs in page.tags if tag == "button"]
+    groups = [attrs["data-group"] for attrs in shown if attrs["data-chart"] == "chart-0"]
+    assert groups == ["a<b: train/loss", "a<b: eval/loss", "c: train/loss", "c: eval/loss"]
+    assert {trace["legendgroup"] for trace in page.figures["chart-0"]["data"]} == set(groups)
 
 
 def test_the_numbers_of_a_page_are_those_of_the_log_folder(tmp_path):
@@ -143,6 +140,43 @@ def test_the_numbers_of_a_page_are_those_of_the_log_folder(tmp_path):
     assert page.row("devices") == ["4 x cpu in 1 process(es), JAX 0.10.2"]
     assert page.row("jax") == ["0.10.2"]
     assert marks(page) == {(4, "phase adapt")}
+
+
+def ledger_line(step, seconds):
+    """A line of `goodput.jsonl`, with its 512 bytes."""
+    names = ("start", "compile", "restore", "data wait", "rollout", "step", "eval", "save")
+    spent = {name: float(seconds.get(name, 0)) for name in names}
+    stretch = {"number": 0, "from_step": 0}
+    line = {"started_unix_s": 100.0, "stretch": stretch, "step": step, "elapsed_s": sum(spent.values())}
+    return json.dumps(line | {"seconds": spent}).ljust(511) + "\n"
+
+
+def test_every_number_of_a_page_is_that_of_its_files(tmp_path):
+    """With an evaluation and a save after the last step, of which no step's metrics know."""
+    records = []
+    for step in range(1, 11):
+        one = record(step, **{"train/smoothed_loss": 5.5 - step / 10, "grad/norm/total": 1.0 + step % 3})
+        one |= {"throughput/total_tokens": 512 * step, "throughput/total_gflops": 0.75 * step}
+        one |= {"throughput/training_time": 0.5 * step, "throughput/mfu": 0.2 + step / 100}
+        one |= {"throughput/duration": 0.5, "throughput/loading_time": 0.01, "throughput/hook_time": 0.0}
+        records.append(one | {"train/skipped_steps": float(step >= 10), "optim/learning_rate": step / 1000})
+    records[9]["train/loss"] = None
+    for step, loss, core in ((5, 4.0, 0.1), (10, 4.5, 0.2)):
+        evaluated = {"eval/loss": loss, "eval/bpb": loss / 2, "eval/best_bpb": 2.0, "eval/core": core}
+        records.insert(step if step == 5 else 11, {"step": step, "global_step": step, **evaluated})
+    folder = write_run(tmp_path / "mine", [one | {"run_progress": one["step"] / 40} for one in records])
+    early = {"start": 20, "compile": 4, "step": 5}
+    late = early | {"eval": 3.9, "save": 0.3, "data wait": 0.1, "start": 21.5}
+    (folder / "goodput.jsonl").write_text(ledger_line(0, early) + ledger_line(10, late))
+    page = Page(render([read_run(str(folder))], "", 24.0))
+    check_numbers(folder, page)
+    assert page.row("training loss, last step") == ["not finite; 4.1000 at step 9"]
+
+
+def test_times_that_only_the_ledger_knows_are_left_out_without_it(tmp_path):
+    times = {"throughput/duration": 0.5, "throughput/loading_time": 0.1, "throughput/hook_time": 0.0}
+    page = page_of(write_run(tmp_path / "mine", [record(1, **times)]))
+    assert not [row for row in page.tables[0] if "time" in row[0] or "waiting" in row[0]]
 
 
 def test_extremes_of_a_long_run_stay_and_the_page_is_small(tmp_path):

@@ -1,19 +1,23 @@
 """What a dry run plans with before a tokenizer is loaded, and what it says that a start would end with."""
 
+import dataclasses
 import json
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from jaxlm.config.load import decode_run
 from jaxlm.config.run import RunConfig
 from jaxlm.config.yaml import ConfigSource
+from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.preview import MaskPreview
 from jaxlm.run import dry_run as dry_runs
 from jaxlm.run.dry_run import _agreed_checks, _answers, _but, _checks, _previews, assumed_vocabulary
 from jaxlm.run.plan import make_plan
+from jaxlm.train import train
 from tests.answers import LLAMA, write_tokenizer
 from tests.run.test_mesh_plan import MODEL
 
@@ -66,9 +70,6 @@ def test_what_a_start_would_end_with_is_listed(folder, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("text")
     data = {"train_urls": ["text.txt"], "tokenizer": folder}
     assert refused(data=data) == {}
-    assert refused() == {
-        "data": "data.train_urls: empty. Give files, folders, globs or 'stdlib:train', or set id to a dataset"
-    }
     wrong = refused(
         data={**data, "train_urls": ["*.text"], "tokenizer": NOWHERE},
         evals=[{"type": "core", "bundle": "bundle"}, {"type": "harness", "tasks": []}],
@@ -95,6 +96,12 @@ def test_what_a_start_would_end_with_is_listed(folder, tmp_path, monkeypatch):
     assert "weights" in refused(data=data, initialize_from_hf=True)
     assert refused(data={**data, "added_tokens": ["<a>"]}, initialize_from_hf=True) == {}
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_configuration_that_names_no_text_ends_before_it_compiles(monkeypatch):
+    monkeypatch.setattr(dry_runs, "compile_steps", mock.Mock(side_effect=KeyError("compiles")))
+    with pytest.raises(ConfigError, match=r"^data.train_urls: empty. Give files, folders, globs or 'stdlib:train'"):
+        train(dataclasses.replace(configured(), dry_run=True))
 
 
 def test_chats_are_previewed_and_masks_that_are_empty_are_refused(folder, tmp_path, monkeypatch):

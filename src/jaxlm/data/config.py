@@ -161,12 +161,16 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         """
         self.cache_store.check()
         self.check_mixture()
-        if not self.train_source_names():
-            where = "data.configs: no source has train_urls" if self.configs else "data.train_urls: empty"
-            raise ConfigError(f"{where}. Give files, folders, globs or 'stdlib:train', or set id to a dataset")
+        self.check_not_empty()
         self.check_tokenizer()
         for source in self.sources():
             source.check()
+
+    def check_not_empty(self) -> None:
+        """Raises `ConfigError` if nothing is named to train on. Needs no files."""
+        if not self.train_source_names():
+            where = "data.configs: no source has train_urls" if self.configs else "data.train_urls: empty"
+            raise ConfigError(f"{where}. Give files, folders, globs or 'stdlib:train', or set id to a dataset")
 
     def check_opens(self, tokenizer: Callable[[], Tokenizer], *, dry: bool) -> None:
         """Raises `ConfigError` if something that batches need besides text cannot be opened. Process 0 calls it first of all.

@@ -3,8 +3,9 @@
 Of chats and prompts on this machine, it reads the first records, and draws one with the tokens that the loss is computed on.
 It looks for everything that a start needs, at URLs too, and lists what a start would end with. It opens rewards and
 environments, and asks sampling servers once. If a start would fail, the dry run fails with the same message, after it has
-printed the memory: you may want that number on a machine without the data. It only writes the plot of the learning-rate
-schedule to the run's log folder; if that fails, it logs a line.
+printed the memory: you may want that number on a machine without the data. It only writes the compiled steps to
+`trainer.compilation_cache_dir`, where a start finds them, and the plot of the learning-rate schedule to the run's log folder;
+if that fails, it logs a line.
 """
 
 import contextlib
@@ -37,6 +38,7 @@ from jaxlm.observe.console import Console, table
 from jaxlm.observe.plots import schedule_curve
 from jaxlm.optim.groups import group_schedules
 from jaxlm.optim.lr.schedules import Schedule
+from jaxlm.run.compilation.cache import enable_compilation_cache
 from jaxlm.run.compilation.step import compile_steps, gib
 from jaxlm.run.init_from import check_init_from, import_notes
 from jaxlm.run.plan import Plan
@@ -110,6 +112,7 @@ def dry_run(plan: Plan, console: Console) -> None:
         console.log(preview.draw(colors=console.has_colors))
     for note in import_notes(plan):
         console.log(f"note: {note}")
+    enable_compilation_cache(plan.config.trainer.compilation_cache_dir)
     with plan.layout.use():
         for phase in plan.phases:
             steps = compile_steps(plan, phase, phase.start, console.log)
@@ -178,9 +181,6 @@ def _checks(plan: Plan) -> Iterator[_Question]:
     """What a start checks, as far as that neither writes nor reads text."""
     config = plan.config
     for data in {id(data): data for data in plan.data}.values():
-        if not data.train_source_names():
-            yield _Question("data", data.check, "the data")
-            continue
         yield _Question("tokenizer", data.check_tokenizer, f"the disk with {data.tokenizer}")
         for source in data.sources():
             check = functools.partial(source.check, caches=False)

@@ -1,9 +1,12 @@
 """Chooses which points of a long curve to draw, so that its extremes stay visible."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
-_SMOOTHING_WIDTH = 0.02  # width of the moving average, as a fraction of the points
+_SMOOTHING_WIDTH = 0.02  # width of the moving averages, as a fraction of the steps of the longest curve
 _MAX_HALF_WIDTH = 500
+_MIN_POINTS = 50  # of a curve that has a moving average
 
 
 def extremes(values: np.ndarray, num_buckets: int) -> np.ndarray:
@@ -27,12 +30,37 @@ def extremes(values: np.ndarray, num_buckets: int) -> np.ndarray:
     return np.unique(chosen[chosen < num])
 
 
-def smoothed(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """A centered moving average over the finite values: its steps, its values, and its width in points; width 1 for few."""
-    finite = np.isfinite(values)
-    steps, values = steps[finite], values[finite]
-    half = min(round(len(values) * _SMOOTHING_WIDTH / 2), _MAX_HALF_WIDTH)
-    width = 2 * half + 1
-    if half == 0:
-        return steps, values, width
-    return steps[half:-half], np.convolve(values, np.ones(width) / width, mode="valid"), width
+def half_window(curves: Sequence[np.ndarray]) -> int:
+    """Half the width in steps of the moving averages of a chart: one for all of its curves, or two runs with the same noise
+    would look different. 0 for no averages.
+
+    A hundredth of the longest curve, at most a tenth of the shortest one that is long enough to have an average.
+
+    Args:
+        curves: the steps of each one.
+    """
+    spans = [int(np.ptp(steps)) + 1 for steps in curves if len(steps) >= _MIN_POINTS]
+    if not spans:
+        return 0
+    return min(round(max(spans) * _SMOOTHING_WIDTH / 2), min(spans) // 10, _MAX_HALF_WIDTH)
+
+
+def smoothed(steps: np.ndarray, values: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of the finite values within `half` steps of each step, where the curve has as many steps on both sides.
+
+    Returns its steps and its values; nothing if no mean has more than one value.
+    """
+    order = np.argsort(steps, kind="stable")  # a damaged file may have any order
+    order = order[np.isfinite(values[order])]
+    steps, values = steps[order], values[order]
+    if not len(steps):
+        return steps, values
+    centers = np.flatnonzero((steps - half >= steps[0]) & (steps + half <= steps[-1]))
+    begins = np.searchsorted(steps, steps[centers] - half)
+    ends = np.searchsorted(steps, steps[centers] + half, side="right")
+    counts = ends - begins
+    if not (counts > 1).any():
+        return steps[:0], values[:0]
+    # Sums of each window by itself: differences of running sums lose everything behind one huge value.
+    sums = np.add.reduceat(np.append(values, 0.0), np.stack([begins, ends], axis=1).ravel())[::2]
+    return steps[centers], sums / counts

@@ -8,15 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
+from jaxlm.engine.activity import Activity
 from jaxlm.engine.metric_names import (
     BEST_BPB,
-    DURATION,
     EVAL_BPB,
     EVAL_CORE,
     EVAL_LOSS,
     GLOBAL_STEP,
-    HOOK_TIME,
-    LOADING_TIME,
     MFU,
     PROGRESS,
     RESUMED_FROM,
@@ -29,7 +27,7 @@ from jaxlm.engine.metric_names import (
 )
 from jaxlm.observe.ledger import IDLE
 from jaxlm.observe.page.figure import COLORS
-from jaxlm.observe.page.logged_run import LoggedRun
+from jaxlm.observe.page.logged_run import LoggedRun, Series
 from jaxlm.observe.page.skipped import SkippedStep, skipped_steps
 
 ABSENT = "–"
@@ -43,6 +41,13 @@ _MAX_CHARACTERS = 4000  # of a text
 _MAX_RESUMED = 8
 _PLAN = ("devices", "model", "batch", "precision", "starts from")
 _ENVIRONMENT = ("command", "system")
+_TIMES = {
+    Activity.STEP: "time in steps",
+    Activity.ROLLOUT: "time in rollouts",
+    Activity.DATA: "waiting for batches",
+    Activity.EVAL: "time in evaluations",
+    Activity.SAVE: "time in saves",
+}
 _CORE_TASK = re.compile(re.escape(EVAL_CORE) + "/([^/]+)")
 
 
@@ -149,19 +154,15 @@ def _results(run: LoggedRun) -> Iterator[tuple[str, str]]:
     step, progress = run.latest(GLOBAL_STEP), run.latest(PROGRESS)
     if step is not None:
         yield "steps", f"{step:,.0f}" + (f" of {step / progress:,.0f}" if progress else "")
-    if (loss := run.latest(TRAIN_LOSS)) is not None:
-        yield "training loss, last step", f"{loss:.4f}"
-    if (loss := run.latest(SMOOTHED_LOSS)) is not None:
-        yield "training loss, smoothed", f"{loss:.4f}"
+    for name, label in ((TRAIN_LOSS, "training loss, last step"), (SMOOTHED_LOSS, "training loss, smoothed")):
+        if name in run.series:
+            yield label, _newest(run.series[name])
     for name, label in ((EVAL_LOSS, "validation loss"), (EVAL_BPB, "bits per byte")):
-        if (newest := run.latest(name)) is not None:
-            steps, values = run.series[name]
-            lowest = int(np.nanargmin(values))
-            yield label, f"{newest:.4f} (lowest {values[lowest]:.4f} at step {steps[lowest]:,})"
-    if (best := run.latest(BEST_BPB)) is not None:
-        yield "best bits per byte", f"{best:.4f}"
-    if (core := run.latest(EVAL_CORE)) is not None:
-        yield "CORE", f"{core:.4f}"
+        if name in run.series:
+            yield label, _newest(run.series[name]) + _lowest(run.series[name])
+    for name, label in ((BEST_BPB, "best bits per byte"), (EVAL_CORE, "CORE")):
+        if name in run.series:
+            yield label, _newest(run.series[name])
     if (tokens := run.latest(TOTAL_TOKENS)) is not None:
         yield "tokens", f"{tokens:,.0f}"
     if gflops := run.latest(TOTAL_GFLOPS):
@@ -172,19 +173,37 @@ def _results(run: LoggedRun) -> Iterator[tuple[str, str]]:
         if run.latest(name) is not None:
             median = float(np.nanmedian(run.series[name].values))
             yield f"{label}, median", f"{median:,.0f}" if median >= 10 else f"{median:.3g}"
-    for name, label in (
-        (DURATION, "time in steps"),
-        (LOADING_TIME, "waiting for batches"),
-        (HOOK_TIME, "evaluations and saves"),
-    ):
-        if run.latest(name) is not None:
-            yield label, f"{np.nansum(run.series[name].values):,.1f} s"
+    # The metrics of a step know neither what came after the last one nor what was lost: times are those of the ledger.
+    if run.goodput:
+        yield "wall time", f"{sum(run.goodput.values()):,.1f} s"
+    for activity, label in _TIMES.items():
+        if run.goodput.get(activity):
+            yield label, f"{run.goodput[activity]:,.1f} s"
     if skipped := skipped_steps(run):
         yield "skipped steps", f"{len(skipped):,}"
     if RESUMED_FROM in run.series:
         steps = run.series[RESUMED_FROM].values
+        steps = steps[np.isfinite(steps)]
         earlier = f" ({len(steps) - _MAX_RESUMED:,} earlier ones are left out)" if len(steps) > _MAX_RESUMED else ""
         yield "resumed from step", ", ".join(f"{step:,.0f}" for step in steps[-_MAX_RESUMED:]) + earlier
+
+
+def _newest(series: Series) -> str:
+    """The last value of a metric. If it is not finite, the last finite one too."""
+    finite = np.flatnonzero(np.isfinite(series.values))
+    if not finite.size:
+        return "never finite"
+    text = f"{series.values[finite[-1]]:.4f}"
+    is_last = finite[-1] == len(series.values) - 1
+    return text if is_last else f"not finite; {text} at step {series.steps[finite[-1]]:,}"
+
+
+def _lowest(series: Series) -> str:
+    finite = np.isfinite(series.values)
+    if not finite.any():
+        return ""
+    lowest = int(np.nanargmin(np.where(finite, series.values, np.nan)))
+    return f" (lowest {series.values[lowest]:.4f} at step {series.steps[lowest]:,})"
 
 
 def differences(facts: Sequence[Mapping[str, str]], runs: Sequence[LoggedRun]) -> Table:
