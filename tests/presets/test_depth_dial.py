@@ -425,10 +425,10 @@ def test_rates_of_the_preset_that_another_optimizer_does_not_use_are_named():
 
 
 def test_a_warmup_of_the_whole_run_is_named_where_the_momentum_cannot_fall_after_it():
-    config = configured(SMALL, {"optimizer": {"warmup": 1.0}, "trainer": {"num_train_steps": 50, "train_batch_size": 8}})
-    with pytest.raises(
-        ConfigError, match=r"^optimizer\.warmup: 1\.0 means the whole cycle: .*final \(0\.9\)"
-    ):
+    config = configured(
+        SMALL, {"optimizer": {"warmup": 1.0}, "trainer": {"num_train_steps": 50, "train_batch_size": 8}}
+    )
+    with pytest.raises(ConfigError, match=r"^optimizer\.warmup: 1\.0 means the whole cycle: .*final \(0\.9\)"):
         make_plan(config, "x", 300)
 
 

@@ -57,8 +57,8 @@ class MomentumSchedule:
         falling = [s for s in rate.segments if s.name == "decay" and np.float32(s.last) < np.float32(s.first)]
         if not falling and rate.only_rises:
             raise ConfigError(
-                f"{rate.only_rises[0]}. No decay is left, over which the momentum would fall to optimizer.momentum_schedule.final"
-                f" ({self.final}). Set a shorter warmup, or momentum_schedule.final: null"
+                f"{rate.only_rises[0]}. No decay is left, over which the momentum would fall to"
+                f" optimizer.momentum_schedule.final ({self.final}). Set a shorter warmup, or momentum_schedule.final: null"
             )
         if not falling:
             raise ConfigError(

@@ -187,7 +187,7 @@ def _decay_steps(length: int | float, decay: LrShape, cycle: int, remaining: int
 
 
 def to_num_steps(name: str, length: int | float, num_steps: int) -> int:
-    """Converts a `ScheduleLength` to steps: an integer is a number of steps, and a float up to 1.0 a fraction of `num_steps`."""
+    """Converts a `ScheduleLength` to steps: an integer is a number of steps, a float up to 1.0 a fraction of `num_steps`."""
     if length < 0 or (length > 1 and length != int(length)):
         raise ConfigError(
             f"optimizer.{name}: {length} given. Allowed: a fraction from 0.0 to 1.0, or a whole number of steps (1 is one"
