@@ -1,9 +1,12 @@
 """Best-fit packing against nanochat's rows, and against a packer that searches a list."""
 
 import dataclasses
+import hashlib
+import itertools
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +18,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data import best_fit
+from jaxlm.data import best_fit, wrapped_rows
 from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, open_rows, pack_best_fit
 from jaxlm.data.cache import row_index
-from jaxlm.data.cache.token_cache import DamagedCacheError, TokenCache
+from jaxlm.data.cache.token_cache import (
+    GROUPS,
+    METADATA,
+    DamagedCacheError,
+    TokenCache,
+    read_metadata,
+    write_metadata,
+)
 from jaxlm.data.data import Data
 from jaxlm.data.examples import ExampleRange
 from jaxlm.data.formats.pretokenized import PretokenizedFormat
 from jaxlm.data.formats.supervised import SupervisedFormat
+from jaxlm.data.mixture import Mixture, MixtureStage
 from jaxlm.data.tokens import TokensConfig
 from tests.data.helpers import cache_of, small_tokenizer, some_text
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "vectors" / "best_fit_rows.json").read_text())
+VECTORS = Path(__file__).parents[1] / "vectors"
+GOLDEN = json.loads((VECTORS / "best_fit_rows.json").read_text())
+WRAPPED = json.loads((VECTORS / "best_fit_wrapped.json").read_text())
 BOS = 1
 Row = list[tuple[int, int, int]]  # (document, first token, number of tokens)
 lengths_of_documents = st.lists(st.integers(1, 14), min_size=1, max_size=40)
@@ -86,6 +99,34 @@ def rows_by_hand(lengths: list[int], capacity: int, config: BestFitConfig) -> li
             rows.append(row)
         elif not waiting:
             return rows
+
+
+def endless_by_hand(
+    lengths: list[int], groups: list[int], capacity: int, config: BestFitConfig, num_rows: int
+) -> list[list[tuple[int, int]]]:
+    """Rows of (document, number of tokens), from documents that come group after group, and again from the first one."""
+
+    def batches() -> Iterator[list[int]]:
+        for number in itertools.cycle(range(len(groups))):
+            first = sum(groups[:number])
+            in_group = list(range(first, first + groups[number]))
+            for start in range(0, len(in_group), config.refill_size):
+                yield in_group[start : start + config.refill_size]
+
+    coming, waiting, rows = batches(), [], []
+    for _ in range(num_rows):
+        row, room = [], capacity
+        while room:
+            while len(waiting) < config.buffer_size:
+                waiting += next(coming)
+            fitting = [place for place, document in enumerate(waiting) if lengths[document] <= room]
+            longest = max(fitting, key=lambda place: lengths[waiting[place]], default=None)
+            shortest = min(range(len(waiting)), key=lambda place: lengths[waiting[place]])
+            document = waiting.pop(shortest if longest is None else longest)
+            row.append((document, min(room, lengths[document])))
+            room -= row[-1][1]
+        rows.append(row)
+    return rows
 
 
 def rows_in(sequences: BestFitSequences) -> list[Row]:
@@ -314,6 +355,115 @@ class TestIndexOnDisk:
         assert list(tmp_path.iterdir()) == []
 
 
+class TestRowsThatNeverEnd:
+    """With `wrap: true`, as nanochat's loader makes them."""
+
+    @pytest.mark.parametrize("name", WRAPPED["cases"])
+    def test_they_are_those_of_nanochats_loader(self, name, tmp_path):
+        case = WRAPPED["cases"][name]
+        sizes = 2 + np.arange(sum(case["files"])) * 7919 % 997 % 397
+        groups = [
+            min(case["row_group"], size - first)
+            for size in case["files"]
+            for first in range(0, size, case["row_group"])
+        ]
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        cache = dataclasses.replace(
+            cache_of([[BOS]]),
+            folder=tmp_path / "train",
+            offsets=offsets,
+            documents_of_groups=np.array(groups),
+        )
+        rows = open_rows(cache, WRAPPED["T"], BestFitConfig(wrap=True))
+        starts, lengths, _ = rows.pieces_of(np.arange(WRAPPED["num_rows"]))
+        tokens = np.repeat(np.searchsorted(offsets, starts, side="right") - 1, lengths).astype(np.int32)
+        assert hashlib.sha256(tokens.tobytes()).hexdigest() == case["sha256"]
+
+    @settings(max_examples=100)
+    @given(
+        groups=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+        capacity=st.integers(2, 10),
+        config=configs,
+        part=st.integers(1, 40),
+        data=st.data(),
+    )
+    def test_agree_with_searching_a_list(self, groups, capacity, config, part, data):
+        num_documents, num_rows = sum(groups), 60
+        lengths = data.draw(st.lists(st.integers(1, 14), min_size=num_documents, max_size=num_documents))
+        config = dataclasses.replace(config, fill="crop", wrap=True)
+        cache = dataclasses.replace(cache_of(documents_of(lengths)), documents_of_groups=np.array(groups))
+        expected = endless_by_hand(lengths, groups, capacity, config, num_rows)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wrapped_rows, "_PART", part)
+            patch.setattr(wrapped_rows, "open_or_index", lambda folder, made_from, build: build())
+            rows = open_rows(cache, capacity - 1, config)
+            order = data.draw(st.permutations(range(num_rows)))  # any row may be the first that is read
+            found = {row: [array.tolist() for array in rows.pieces_of(np.array([row]))[:2]] for row in order[:20]}
+            together = rows.pieces_of(np.arange(num_rows))
+        for row, (starts, taken) in found.items():
+            numbers = np.searchsorted(cache.offsets, starts, side="right") - 1
+            assert (numbers.tolist(), taken) == tuple(map(list, zip(*expected[row], strict=True)))
+        np.testing.assert_array_equal(together[2], [len(row) for row in expected])
+        np.testing.assert_array_equal(together[1], [length for row in expected for _, length in row])
+        (first, count) = (rows.first_pass, np.cumsum([len(row) for row in expected]))
+        assert len(first) == np.searchsorted(count, num_documents) + 1, "a pass has as many documents as there are"
+
+    def test_the_next_start_reads_the_parts_from_disk(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(wrapped_rows, "_PART", 10)
+        config = BestFitConfig(buffer_size=4, refill_size=3, wrap=True)
+        cache = dataclasses.replace(cache_of(documents_of([5, 9, 3, 20, 7, 16, 2, 11] * 4)), folder=tmp_path / "train")
+        expected = open_rows(cache, 15, config).pieces_of(np.arange(90))
+        monkeypatch.setattr(wrapped_rows, "pack_part", None)
+        for found, array in zip(open_rows(cache, 15, config).pieces_of(np.arange(90)), expected, strict=True):
+            np.testing.assert_array_equal(found, array)
+
+    def test_row_groups_come_from_the_files(self, config):
+        wrapped = {"packing": BestFitConfig(buffer_size=100, refill_size=5)}  # more than there are documents
+        data, lines = opened(config, **wrapped)
+        assert data.train[""].cache.documents_of_groups.tolist() == [8] * 9
+        assert any("rows of 64 tokens" in line and "the next pass follows without a break" in line for line in lines)
+        for examples in (data.train[""], data.validation[0].examples):
+            sizes = np.diff(examples.cache.offsets).tolist()
+            expected = endless_by_hand(
+                sizes, [8] * (len(sizes) // 8), 65, BestFitConfig(buffer_size=100, refill_size=5), 300
+            )
+            mixture = Mixture({"": examples}, [MixtureStage(0, (1,))], seed=0, shuffle=False)
+            columns = mixture.read(np.arange(300))
+            tokens = np.concatenate([columns["tokens"], columns["targets"][:, -1:]], axis=1)
+            documents = np.split(np.asarray(examples.cache.tokens), examples.cache.offsets[1:-1])
+            assert tokens.ravel().tolist() == [int(t) for row in expected for d, n in row for t in documents[d][:n]]
+        assert examples.num_evaluated(None) == len(examples) < 300 == examples.num_evaluated(300)
+
+    @pytest.mark.parametrize(
+        ("changes", "wraps"),
+        [
+            ({}, True),
+            ({"shuffle": True}, False),
+            ({"num_validation_sequences": 3, "num_validation_files": None}, False),
+            ({"packing": BestFitConfig(fill="split")}, False),
+        ],
+    )
+    def test_are_the_default_only_for_all_documents_in_their_order(self, config, changes, wraps):
+        config = dataclasses.replace(config, **{"packing": BestFitConfig(), **changes})
+        assert opened(config, 32)[0].train[""].is_endless == wraps
+        explicit = dataclasses.replace(config, packing=dataclasses.replace(config.packing, wrap=wraps))
+        assert explicit.identity() == config.identity()
+        assert ("wrap" in config.identity()["packing"]) == wraps, "older runs have no such key"
+        if not wraps:
+            with pytest.raises(ConfigError, match=r"data\.packing\.wrap: true given together with data\."):
+                dataclasses.replace(config, packing=dataclasses.replace(config.packing, wrap=True)).check()
+
+    def test_a_cache_of_an_earlier_version_has_no_row_groups_and_says_so(self, config):
+        wrapped = {"packing": BestFitConfig()}
+        cache = opened(config, **wrapped)[0].train[""].cache
+        metadata = read_metadata(cache.folder)
+        del metadata[GROUPS]
+        write_metadata(cache.folder / METADATA, metadata)
+        data, lines = opened(config, **wrapped)
+        assert data.train[""].cache.documents_of_groups is None
+        assert f"(an earlier version made {cache.folder}, without the ends of row groups)" in " ".join(lines)
+
+
 @pytest.fixture
 def shards(tmp_path) -> list[list[str]]:
     """The documents of four shards as nanochat publishes them: a column of text, small row groups, zstd."""
@@ -342,7 +492,7 @@ def config(shards, tokenizer_folder, tmp_path) -> TokensConfig:
         tokenizer=str(tokenizer_folder),
         enforce_eos=False,
         shuffle=False,
-        packing=BestFitConfig(buffer_size=10, refill_size=4),
+        packing=BestFitConfig(buffer_size=10, refill_size=4, wrap=False),
     )
 
 
@@ -454,7 +604,7 @@ def test_another_packing_is_other_data(config):
     assert "packing" not in dataclasses.replace(config, packing=None).identity()
     for field in dataclasses.fields(BestFitConfig):
         if field.name != "type":
-            value = {"fill": "split", "document_mask": True}.get(field.name, 7)
+            value = {"fill": "split", "document_mask": True, "wrap": True}.get(field.name, 7)
             other = dataclasses.replace(config, packing=dataclasses.replace(config.packing, **{field.name: value}))
             assert other.identity() != usual
 

@@ -9,15 +9,18 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import yaml
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from jaxlm.config.decode import decode, encode
+from jaxlm.config.decode import decode, dump, encode
+from jaxlm.config.load import load_config, read_config
 from jaxlm.config.run import RunConfig
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.lr.momentum import MomentumSchedule
 from jaxlm.optim.lr.schedules import ScheduleSpec, cycle_boundaries, make_schedule
 from jaxlm.optim.lr.shapes import Cosine, InvSqrt, Polynomial, Power
 
@@ -57,7 +60,7 @@ def test_known_errors(case):
 
 def by_hand(shape: ScheduleSpec, num_steps: int, points: list[int]) -> np.ndarray:
     """All values in float64, segment by segment, computed from the specification alone."""
-    steps = lambda value, n: int(value * n) if value <= 1 else int(value)  # noqa: E731
+    steps = lambda value, n: int(value * n) if isinstance(value, float) and value <= 1 else int(value)  # noqa: E731
     ratio, peak, before, values = shape.min_ratio, shape.peak, 0.0, []
     for k, (a, b) in enumerate(itertools.pairwise(points)):
         n = b - a
@@ -89,7 +92,7 @@ def by_hand(shape: ScheduleSpec, num_steps: int, points: list[int]) -> np.ndarra
 
 
 MOST_STEPS = 200
-LENGTHS = st.one_of(st.floats(0, 1), st.integers(2, 300))
+LENGTHS = st.one_of(st.floats(0, 1), st.integers(0, 300))
 SHAPES = st.builds(
     ScheduleSpec,
     peak=st.floats(1e-6, 10),
@@ -103,7 +106,7 @@ CYCLES = st.one_of(
     st.just({}),
     st.builds(lambda n: {"cycles": n}, st.integers(1, 9)),
     st.builds(lambda low: {"cycles": sorted(low)}, st.sets(st.integers(1, 200), max_size=6)),
-    st.builds(lambda n: {"cycle_length": n}, st.one_of(st.floats(0.01, 1), st.integers(2, 250))),
+    st.builds(lambda n: {"cycle_length": n}, st.one_of(st.floats(0.01, 1), st.integers(1, 250))),
     st.builds(lambda lengths: {"cycle_length": lengths}, st.lists(st.integers(1, 60), max_size=5)),
 )
 
@@ -155,16 +158,55 @@ def test_five_thousand_random_schedules(shape, cycles, num_steps):
     check_schedule(shape, cycles, num_steps)
 
 
-@pytest.mark.trap("T5")
-def test_a_length_of_one_is_the_whole_cycle_and_not_one_step():
-    schedule = make_schedule(ScheduleSpec(1.0, 1, None, "linear", 0.1), 100)
+def test_a_length_of_one_point_zero_is_the_whole_cycle():
+    schedule = make_schedule(ScheduleSpec(1.0, 1.0, None, "linear", 0.1), 100)
     assert [s.name for s in schedule.segments] == ["warmup"]
     assert float(schedule(50)) == pytest.approx(0.5)
-    assert cycle_boundaries(None, 1, 100) == [0, 100]
+    assert cycle_boundaries(None, 1.0, 100) == [0, 100]
     (note,) = schedule.notes  # printed at every start
-    assert note.startswith("optimizer.warmup: 1 means the whole cycle, not one step: the learning rate rises over all")
-    with pytest.raises(ConfigError, match="1 means all of it, not one step"):
+    assert note.startswith("optimizer.warmup: 1.0 means the whole cycle: the learning rate rises over all")
+    with pytest.raises(ConfigError, match=r"Allowed: a fraction from 0\.0 to 1\.0, or a whole number of steps"):
         make_schedule(ScheduleSpec(1.0, 1.5, None, "linear", 0.1), 100)
+
+
+LENGTH_KEYS = {  # section with a length of 1 in 10 steps -> the rates of steps 0, 1, 5 and 9
+    "warmup": ({"warmup": 1}, [0.0, 1.0, 5 / 9, 1 / 9]),
+    "decay": ({"warmup": 0, "decay": 1}, [1.0, 1.0, 1.0, 1.0]),
+    "rewarmup": ({"warmup": 0, "rewarmup": 1, "cycles": [5]}, [1.0, 0.8, 0.0, 0.25]),
+    "cycle_length": ({"warmup": 0, "cycle_length": 1}, [1.0, 1.0, 1.0, 1.0]),
+}
+
+
+@pytest.mark.trap("T5")
+@pytest.mark.parametrize("key", LENGTH_KEYS)
+@pytest.mark.parametrize("written", ["file", "command line", "config.yaml"])
+def test_the_integer_1_is_one_step_and_1_point_0_is_all_of_them(key, written, tmp_path):
+    section, rates = LENGTH_KEYS[key]
+
+    def schedule(length: int | float):
+        keys = {"learning_rate": 1.0, "lr_schedule": "linear", "min_lr_ratio": 0.0, **section, key: length}
+        options = [f"--optimizer.{key}", str(keys.pop(key))] if written == "command line" else []
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump({"optimizer": keys}))
+        config = load_config(["--config_path", str(file), *options], "jaxlm.train")
+        if written == "config.yaml":
+            file.write_text(dump(config))
+            config = read_config(file)
+        assert type(getattr(config.optimizer, key)) is type(length)
+        return config.optimizer.schedule(10)
+
+    one_step, everything = schedule(1), schedule(1.0)
+    np.testing.assert_allclose([one_step(step) for step in (0, 1, 5, 9)], rates, atol=1e-7)
+    assert f"optimizer.{key}: 1 means one step. For all steps, which it means in Levanter, write 1.0" in one_step.notes
+    assert not any("one step" in note for note in everything.notes)
+    assert not np.allclose([one_step(step) for step in range(10)], [everything(step) for step in range(10)])
+
+
+def test_the_momentum_rises_over_one_update_or_over_all():
+    rate = adam({"learning_rate": 1.0}).schedule(10)
+    for warmup, expected in ((1, 0.9), (1.0, 0.55)):
+        momentum = MomentumSchedule(initial=0.2, warmup=warmup).build(0.9, rate, 10)
+        assert float(momentum(np.int32(5))) == pytest.approx(expected)
 
 
 @pytest.mark.trap("D23")

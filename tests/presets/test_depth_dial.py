@@ -203,7 +203,6 @@ def test_learning_rates_follow_nanochats_schedule(recipe, schedule):
 
 @pytest.mark.parametrize(("steps", "decay"), [(1, 0), (2, 1), (3, 2), (49, 24)])
 def test_short_runs_have_whole_numbers_of_steps_too(steps, decay):
-    """A length of 1 in a schedule means all of it, so that one step is written as a fraction."""
     optimizer = configured(dial(4, num_iterations=steps)).optimizer
     ends = [s.length for s in optimizer.schedule(steps).segments if s.name == "decay"]
     assert ends == ([decay] if decay else [])
@@ -426,10 +425,10 @@ def test_rates_of_the_preset_that_another_optimizer_does_not_use_are_named():
 
 
 def test_a_warmup_of_the_whole_run_is_named_where_the_momentum_cannot_fall_after_it():
-    config = configured(SMALL, {"optimizer": {"warmup": 1}, "trainer": {"num_train_steps": 50, "train_batch_size": 8}})
-    with pytest.raises(
-        ConfigError, match=r"^optimizer\.warmup: 1 means the whole cycle, not one step: .*final \(0\.9\)"
-    ):
+    config = configured(
+        SMALL, {"optimizer": {"warmup": 1.0}, "trainer": {"num_train_steps": 50, "train_batch_size": 8}}
+    )
+    with pytest.raises(ConfigError, match=r"^optimizer\.warmup: 1\.0 means the whole cycle: .*final \(0\.9\)"):
         make_plan(config, "x", 300)
 
 

@@ -47,7 +47,7 @@ def test_shutdown_at_exit_is_refused():
 
 @pytest.mark.parametrize(
     ("warmup", "meaning"),
-    [(1, "1 means the whole cycle, not one step"), (300, "300 is cut to the length of the cycle")],
+    [(1.0, "1.0 means the whole cycle"), (300, "300 is cut to the length of the cycle")],
 )
 def test_a_warmup_of_the_whole_run_is_said_at_every_start(warmup, meaning):
     groups = [{"match": "tokens", "learning_rate": 0.1}]  # the entry takes its warmup from the optimizer around it

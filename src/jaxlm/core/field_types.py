@@ -42,7 +42,8 @@ Seconds = Annotated[float, Interval(ge=0.001, le=LARGEST_INT)]
 """To wait. The clocks of systems end at some 1e10 seconds."""
 LearningRate = Annotated[float, Interval(ge=0, le=1000)]
 ScheduleLength = NonNegativeInt | Annotated[float, Interval(ge=0, le=LARGEST_INT)]
-"""A number of steps, or a fraction."""
+"""An integer is a number of steps, so 1 is one step. A float up to 1.0 is a fraction, so 1.0 is all; above, whole steps."""
+PositiveScheduleLength = PositiveInt | Annotated[float, Interval(gt=0, ge=SMALLEST_FLOAT, le=LARGEST_INT)]
 Seed = Annotated[int, Interval(ge=0, le=2**32 - 1)]
 
 _SIMPLE = {

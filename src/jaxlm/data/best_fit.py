@@ -10,11 +10,9 @@ The rows follow from the lengths of the documents. They are computed once (`data
 its number, like any other example.
 """
 
-import heapq
 import itertools
 from array import array
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -27,12 +25,15 @@ from jaxlm.data.cache.row_index import RowIndex, open_or_index
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import Examples, documents_as_text
 from jaxlm.data.formats.base import FATES, Truncation
+from jaxlm.data.waiting_documents import WaitingDocuments
+from jaxlm.data.wrapped_rows import DocumentBatches, WrappedRows
 
 _CHUNK = 1 << 16  # documents whose lengths are Python integers at a time
 _VERSION = 1  # of the rows that the same documents and keys give
 _TOO_MANY_LOST = 0.5  # of the tokens
 _IN_INDEX = {"keep_start": {}, "keep_end": {"keep_end": True}, "drop_overlength": {"drop_overlong": True}}
 Fill = Literal["crop", "split", "pad"]
+Rows = RowIndex | WrappedRows
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class BestFitConfig:
         refill_size: documents that are added at once whenever fewer wait.
         document_mask: let tokens attend only to their own document, and count positions from its beginning. By default a
             row is one sequence, as in nanochat.
+        wrap: let the documents wait together with those of the next pass, so that the rows never end and each pass has rows
+            of its own, and end what is added at once with each row group of a Parquet file, both as in nanochat. `false`:
+            the last rows of a pass take what still waits, and all passes have the same rows. Null is `true` where documents
+            are trained on in their order, all of them: with `fill: crop`, `data.shuffle: false` and without
+            `data.num_validation_sequences`.
         type: must be `best_fit`.
     """
 
@@ -54,7 +60,13 @@ class BestFitConfig:
     buffer_size: PositiveInt = 1000
     refill_size: PositiveInt = 128
     document_mask: bool = False
+    wrap: bool | None = None
     type: Literal["best_fit"] = "best_fit"
+
+    def identity(self) -> dict[str, Any]:
+        """The keys as plain JSON, where null no longer stands for a value. Runs of earlier versions have no `wrap`."""
+        keys = encode(self)
+        return keys if self.wrap else {name: value for name, value in keys.items() if name != "wrap"}
 
 
 def pack_best_fit(
@@ -72,16 +84,15 @@ def pack_best_fit(
     if truncation == "drop_overlength":
         too_long = np.where(sizes > capacity, sizes, 0)
     starts_at = offsets[:-1] + too_long if truncation == "keep_end" else offsets[:-1]
-    documents, waiting = _documents(starts_at, sizes - too_long), _Waiting(capacity)
+    documents, waiting = _documents(starts_at, sizes - too_long), WaitingDocuments(capacity)
+    batches = iter(lambda: list(itertools.islice(documents, config.refill_size)), [])
     firsts, starts, lengths = array("q", [0]), array("q"), array("i")
     num_cuts, num_lost = int((too_long > 0).sum()), int(too_long.sum())
     while True:
         room = capacity
         while room:
-            while waiting.count < config.buffer_size and waiting.add_all(
-                itertools.islice(documents, config.refill_size)
-            ):
-                pass
+            while waiting.count < config.buffer_size and (batch := next(batches, None)):
+                waiting.add_all(batch)
             length = waiting.largest(room)
             if length:
                 start = waiting.take(length)
@@ -109,55 +120,6 @@ def pack_best_fit(
             return RowIndex(np.array(firsts, np.int64), *pieces, num_cuts, num_lost)
 
 
-class _Waiting:
-    """Documents, or their rests, by length. Of several of the same length, the one that came first goes first."""
-
-    def __init__(self, capacity: int):
-        self.count = 0
-        self._capacity = capacity
-        self._starts: defaultdict[int, deque[int]] = defaultdict(deque)  # by length
-        self._lengths = 0  # bit n is set if a document of n tokens waits
-        self._longer: list[tuple[int, int, int]] = []  # a heap of (length, order of arrival, start)
-        self._arrivals = itertools.count()
-
-    def add_all(self, documents: Iterable[tuple[int, int]]) -> bool:
-        """Whether there were any."""
-        before = self.count
-        for start, length in documents:
-            self.add(start, length)
-        return self.count > before
-
-    def add(self, start: int, length: int) -> None:
-        self.count += 1
-        if length > self._capacity:
-            heapq.heappush(self._longer, (length, next(self._arrivals), start))
-        else:
-            self._starts[length].append(start)
-            self._lengths |= 1 << length
-
-    def largest(self, room: int) -> int:
-        """The length of the largest document of at most `room` tokens; 0 if there is none."""
-        return max((self._lengths & ((2 << room) - 1)).bit_length() - 1, 0)
-
-    def take(self, length: int) -> int:
-        """Removes the first document of this length, and returns its start."""
-        self.count -= 1
-        starts = self._starts[length]
-        start = starts.popleft()
-        if not starts:
-            self._lengths ^= 1 << length
-        return start
-
-    def take_shortest(self) -> tuple[int, int]:
-        """Removes the shortest document, and returns its start and length."""
-        if self._lengths:
-            length = (self._lengths & -self._lengths).bit_length() - 1
-            return self.take(length), length
-        self.count -= 1
-        length, _, start = heapq.heappop(self._longer)
-        return start, length
-
-
 def _documents(starts: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, int]]:
     """Start and length of each document that is not empty."""
     for begin in range(0, len(lengths), _CHUNK):
@@ -166,13 +128,14 @@ def _documents(starts: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, i
         yield from (pair for pair in pairs if pair[1])
 
 
-def open_rows(
-    cache: TokenCache, seq_len: int, config: BestFitConfig, *, truncation: Truncation = "keep_start"
-) -> RowIndex:
+def open_rows(cache: TokenCache, seq_len: int, config: BestFitConfig, *, truncation: Truncation = "keep_start") -> Rows:
     """The rows of a token cache, from the index beside it. Builds the index if there is none."""
     keys = {"fill": config.fill, "buffer_size": config.buffer_size, "refill_size": config.refill_size}
     made_from = {"version": _VERSION, "tokens": cache.fingerprint, "seq_len": seq_len, **keys}
     made_from |= _IN_INDEX[truncation]
+    if config.wrap:
+        documents = DocumentBatches.of(cache, config.refill_size)
+        return WrappedRows(documents, seq_len + 1, config.buffer_size, cache.folder.parent / "packed", made_from)
     build = lambda: pack_best_fit(cache.offsets, seq_len + 1, config, truncation=truncation)  # noqa: E731
     return open_or_index(cache.folder.parent / "packed", made_from, build)
 
@@ -201,22 +164,23 @@ class BestFitSequences(Examples):
         cache: TokenCache,
         seq_len: int,
         config: BestFitConfig,
-        index: RowIndex,
+        rows: Rows,
         *,
         ignored_id: int | None = None,
         truncation: Truncation = "keep_start",
     ):
         """Args:
-        index: what the rows consist of.
+        rows: what the rows consist of.
         ignored_id: a token that is never a target; None if all may be.
         truncation: what became of documents longer than a row.
         """
         self.cache = cache
         self.seq_len = seq_len
-        self.arrangement = {"packing": encode(config)}
+        self.is_endless = rows.is_endless
+        self.arrangement = {"packing": config.identity()}
         self._config = config
         self._ignored_id = ignored_id
-        self._index = index
+        self._rows, self._index = rows, rows.first_pass
         self._fate = FATES[truncation].done
 
     def __len__(self) -> int:
@@ -234,6 +198,10 @@ class BestFitSequences(Examples):
         if self._config.fill == "split":
             lost = f"{index.num_lost:,} of {num_tokens:,} tokens are" if index.num_lost else "no token is"
             return f"{filled}; documents were cut {index.num_cuts:,} times, and {lost} lost"
+        if self.is_endless:
+            filled += ", and the next pass follows without a break"
+            if self.cache.documents_of_groups is None:
+                filled += f" (an earlier version made {self.cache.location}, without the ends of row groups)"
         lost = index.num_lost / num_tokens
         advice = ". Set data.packing.fill: split, which loses none" if lost > _TOO_MANY_LOST else ""
         return (
@@ -242,7 +210,8 @@ class BestFitSequences(Examples):
         )
 
     def starts(self, indices: np.ndarray) -> np.ndarray:
-        return np.asarray(self._index.starts[self._index.firsts[indices]])
+        starts, _, counts = self._rows.pieces_of(indices)
+        return starts[np.cumsum(counts) - counts]
 
     def target_positions(self, indices: np.ndarray) -> np.ndarray:
         placed = self._placed(indices)
@@ -253,7 +222,7 @@ class BestFitSequences(Examples):
 
     def read_ahead(self, indices: np.ndarray) -> None:
         if self.cache.blocks is not None:
-            starts, lengths, _ = self._index.pieces_of(indices)
+            starts, lengths, _ = self._rows.pieces_of(indices)
             self.cache.blocks.read_ahead(starts, lengths)
 
     def read(self, indices: np.ndarray) -> Columns:
@@ -306,7 +275,7 @@ class BestFitSequences(Examples):
         return f"{self.cache.source_of(start)}{part}"
 
     def _placed(self, indices: np.ndarray) -> _Placed:
-        starts, lengths, counts = self._index.pieces_of(indices)
+        starts, lengths, counts = self._rows.pieces_of(indices)
         totals = np.add.reduceat(lengths, np.cumsum(counts) - counts, dtype=np.int64)
         before_row = np.repeat(np.cumsum(totals) - totals, counts)
         column = np.cumsum(lengths) - lengths - before_row

@@ -42,7 +42,8 @@ class ValidationData:
         self, groups: Provenance, *, batch_size: int, layout: Layout, max_batches: int | None
     ) -> Iterator[tuple[Any, jax.Array]]:
         """`batches`, each with the number of every target's group, int32 [batch, position]."""
-        Position, last = Axis(POSITION, self.examples.seq_len), len(self.examples) - 1
+        Position = Axis(POSITION, self.examples.seq_len)
+        last = self.examples.num_evaluated(None if max_batches is None else max_batches * batch_size) - 1
         spec = BatchSpec(lambda group: group.array, {"group": Column(np.int32, (Position,))})
         batches = self.batches(batch_size=batch_size, layout=layout, max_batches=max_batches)
         for number, batch in enumerate(batches):

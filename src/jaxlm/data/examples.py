@@ -23,11 +23,14 @@ class Examples(abc.ABC):
         cache: where their tokens are.
         seq_len: tokens per sequence.
         arrangement: what determines their columns besides the tokens, the starts and `seq_len`, as plain JSON.
+        is_endless: whether indices go on beyond the last example. Then `len` counts those of the first pass, and those after
+            it are others.
     """
 
     cache: TokenCache
     seq_len: int
     arrangement: Mapping[str, Any] = MappingProxyType({})
+    is_endless: bool = False
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -45,6 +48,12 @@ class Examples(abc.ABC):
     def no_signal(self) -> str | None:
         """Why nothing can be learned from any of the examples, and what to check; None if something can."""
         return None
+
+    def num_evaluated(self, most: int | None) -> int:
+        """How many examples an evaluation of at most `most` reads; None for one pass."""
+        if most is None:
+            return len(self)
+        return most if self.is_endless else min(most, len(self))
 
     def num_apart_from(self, first: int) -> int:
         """The number of examples from the beginning, at most `first`, that have no target of those from `first` on."""

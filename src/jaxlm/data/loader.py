@@ -172,18 +172,20 @@ def _nth_batch(reader: BatchReader, consumed: int, first_step: int, number: int)
 def eval_batches(
     examples: Examples, spec: BatchSpec[Any], *, batch_size: int, layout: Layout, max_batches: int | None
 ) -> Iterator[Any]:
-    """One pass over the examples in order, as batches {batch, ...}. Rows past the end are padding: zeros in all columns."""
+    """One pass over the examples in order, as batches {batch, ...}. Rows past the end are padding: zeros in all columns.
+
+    Of endless examples, `max_batches` may be more than one pass.
+    """
     leading = (hax.Axis(BATCH, batch_size),)
-    num_batches = -(-len(examples) // batch_size)
-    for number in range(num_batches if max_batches is None else min(num_batches, max_batches)):
-        yield spec.assemble(
-            lambda rows, first=number * batch_size: _read_padded(examples, first + rows), leading, layout
-        )
+    end = examples.num_evaluated(None if max_batches is None else max_batches * batch_size)
+    for first in range(0, end, batch_size):
+        yield spec.assemble(lambda rows, first=first: _read_padded(examples, first + rows, end), leading, layout)
 
 
-def _read_padded(examples: Examples, indices: np.ndarray) -> Columns:
-    examples.read_ahead(np.minimum(indices + _READ_AHEAD * len(indices), len(examples) - 1))
-    return _zero_rows(examples.read(np.minimum(indices, len(examples) - 1)), indices >= len(examples))
+def _read_padded(examples: Examples, indices: np.ndarray, end: int) -> Columns:
+    """Examples, and padding from the index `end` on."""
+    examples.read_ahead(np.minimum(indices + _READ_AHEAD * len(indices), end - 1))
+    return _zero_rows(examples.read(np.minimum(indices, end - 1)), indices >= end)
 
 
 def _zero_rows(columns: Columns, is_padding: np.ndarray) -> Columns:

@@ -96,6 +96,8 @@ class Mixture:
 
     def _sequence_indices(self, number: int, ranks: np.ndarray) -> np.ndarray:
         size = len(self._sources[number])
+        if self._sources[number].is_endless and not self._shuffle:
+            return ranks
         if isinstance(self._shuffle, EraShuffle):
             return shuffle_in_eras(ranks, size, self._shuffle.era_length, seed=self._seeds[number])
         return shuffle_indices(ranks, size, seed=self._seeds[number]) if self._shuffle else ranks % size

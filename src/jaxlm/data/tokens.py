@@ -1,6 +1,6 @@
 """Packed token sequences: documents for language modeling, with a loss mask for instruction tuning."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from haliax import Axis
@@ -57,13 +57,19 @@ class TokensConfig(DataConfig):
         truncation, ignored = record_format.overlong, self.ignore_token_id
         self._check_ignored(cache.vocab_size)
         if self.packing is not None:
-            rows = open_rows(cache, seq_len, self.packing, truncation=truncation)
-            return BestFitSequences(cache, seq_len, self.packing, rows, ignored_id=ignored, truncation=truncation)
+            packing = self._resolved(self.packing)
+            rows = open_rows(cache, seq_len, packing, truncation=truncation)
+            return BestFitSequences(cache, seq_len, packing, rows, ignored_id=ignored, truncation=truncation)
         if max_documents is not None:
             packed = pack_documents(cache, seq_len, max_documents=max_documents, truncation=truncation)
             return PackedSequences(cache, seq_len, packed, ignored_id=ignored)
         windows = None if self.stride is None else Windows(self.stride, self.train_overlap)
         return PackedSequences(cache, seq_len, ignored_id=ignored, windows=windows)
+
+    def _resolved(self, packing: BestFitConfig) -> BestFitConfig:
+        """The same with a value for `wrap`."""
+        in_order = packing.fill == "crop" and not self.shuffle and self.num_validation_sequences is None
+        return replace(packing, wrap=in_order if packing.wrap is None else packing.wrap)
 
     def check(self) -> None:
         if self.packing is not None:
@@ -101,6 +107,17 @@ class TokensConfig(DataConfig):
                 )
 
     def _check_packing(self, packing: BestFitConfig) -> None:
+        if packing.wrap and not self._resolved(replace(packing, wrap=None)).wrap:
+            unsuitable = {
+                "data.packing.fill": None if packing.fill == "crop" else packing.fill,
+                "data.shuffle": self.shuffle or None,
+                "data.num_validation_sequences": self.num_validation_sequences,
+            }
+            key, given_too = next((key, value) for key, value in unsuitable.items() if value is not None)
+            raise ConfigError(
+                f"data.packing.wrap: true given together with {key}: {encode(given_too)}. Rows that never end have whole"
+                " documents or their beginnings, in the order of the documents, and none can be held out. Remove one of them"
+            )
         if not self.enforce_bos:
             raise ConfigError(
                 "data.enforce_bos: false given, but data.packing: {type: best_fit} makes rows that begin with BOS. Set it to"
@@ -132,7 +149,7 @@ class TokensConfig(DataConfig):
             )
 
     def identity(self) -> dict[str, Any]:
-        packing = None if self.packing is None else encode(self.packing)
+        packing = None if self.packing is None else self._resolved(self.packing).identity()
         windows = {} if self.stride is None else {"stride": self.stride, "train_overlap": self.train_overlap}
         keys = given(ignore_token_id=self.ignore_token_id, packing=packing)
         return super().identity() | keys | truncations(self.sources()) | windows

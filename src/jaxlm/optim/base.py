@@ -16,8 +16,8 @@ from jaxlm.core.field_types import (
     Fraction,
     LearningRate,
     NonNegativeFloat,
-    PositiveFraction,
     PositiveInt,
+    PositiveScheduleLength,
     ScheduleLength,
 )
 from jaxlm.core.guards import RewindRule, StepGuard
@@ -49,8 +49,8 @@ class ParameterGroup:
 class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.optim"):
     """Options shared by all optimizers. `type:` in YAML selects the optimizer.
 
-    Lengths up to 1 are fractions: of the cycle, or of the phase for `cycle_length`. Lengths above 1 are numbers of steps.
-    A length of 1 therefore means the whole cycle or phase, not one step.
+    Lengths are steps or fractions. An integer is a number of steps, so `1` is one step. A number with a decimal point is a
+    fraction, so `1.0` is all; above 1.0 it is a whole number of steps too.
 
     Attributes:
         learning_rate: peak learning rate.
@@ -60,17 +60,17 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         min_lr_ratio: learning rate at the end of each cycle, as a fraction of the peak.
         lr_floor: lowest learning rate of all updates, those of the warmup too, as a fraction of the peak. With
             `min_lr_ratio: 0`, the decay has its full shape and stops at the floor.
-        warmup: length of the linear warmup from 0 to the peak in the first cycle, limited to the length of that cycle. Up to
-            1: fraction of the cycle; above 1: steps.
+        warmup: length of the linear warmup from 0 to the peak in the first cycle, limited to the length of that cycle.
+            An integer: steps; 0.0 to 1.0: fraction of the cycle.
         warmup_from_zero: the first update of a warmup has the learning rate that it starts from: 0 in the first cycle. False
             starts one step further, so that no update is lost: the first of N steps of warmup has 1/N of the peak.
-        decay: length of the decay from the peak at the end of each cycle, limited to what the warmup leaves. Up to 1:
-            fraction of the cycle; above 1: steps. Null decays over everything after the warmup.
-        rewarmup: length of the warmup of each later cycle, from the last learning rate of the previous cycle to the peak. Up
-            to 1: fraction of the cycle; above 1: steps. 0 jumps to the peak.
+        decay: length of the decay from the peak at the end of each cycle, limited to what the warmup leaves. An
+            integer: steps; 0.0 to 1.0: fraction of the cycle. Null decays over everything after the warmup.
+        rewarmup: length of the warmup of each later cycle, from the last learning rate of the previous cycle to the peak. An
+            integer: steps; 0.0 to 1.0: fraction of the cycle. 0 jumps to the peak.
         cycles: number of cycles of equal length, or a list of the steps at which cycles end. Null means one cycle.
         cycle_length: length of each cycle, or a list of lengths of the first cycles; the last cycle takes the remaining
-            steps. Up to 1: fraction of the phase; above 1: steps. Null means one cycle.
+            steps. An integer: steps; up to 1.0: fraction of the phase. Null means one cycle.
         weight_decay_modules: regular expression, or list of them, searched for in parameter paths; matching parameters get
             weight decay. Null uses the default mask.
         default_weight_decay_mask: apply weight decay to everything except norms, biases and embeddings. Null does so only if
@@ -96,7 +96,7 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     decay: ScheduleLength | None = None
     rewarmup: ScheduleLength = 0.0
     cycles: PositiveInt | list[PositiveInt] | None = None
-    cycle_length: PositiveInt | PositiveFraction | list[PositiveInt] | None = None
+    cycle_length: PositiveScheduleLength | list[PositiveInt] | None = None
     weight_decay_modules: str | list[str] | None = None
     default_weight_decay_mask: bool | None = None
     skip_bad_steps: bool | WindowLength | SkipBadSteps = False

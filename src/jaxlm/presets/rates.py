@@ -130,10 +130,9 @@ class OptimizerKeys:
     def _schedules(self) -> dict[str, Any]:
         """Keys of the schedules that depend on the number of steps."""
         recipe, own, num_steps = self._recipe, "the recipe's", self._num_steps
-        falling = round(recipe.warmdown_ratio * num_steps)
-        warmdown = _length(falling, num_steps)
+        warmdown = round(recipe.warmdown_ratio * num_steps)
         # nanochat lets a long warmup jump into the warmdown, or end the run.
-        warmup = _length(min(recipe.warmup_steps, num_steps - falling), num_steps)
+        warmup = min(recipe.warmup_steps, num_steps - warmdown)
         formula = f"{recipe.warmdown_ratio:g} x N, half a step rounded to the even number"
         self._add("warmdown", warmdown, formula, key="optimizer.decay")
         self._add("warmup", warmup, f"{own} {recipe.warmup_steps}, at most N - warmdown", key="optimizer.warmup")
@@ -171,8 +170,3 @@ def rates_by_shape(model: NanoConfig, rate: float) -> dict[str, float]:
         hidden = lookup_width(model.lookup, width)
         shapes += [(hidden, width), (width, hidden + width)]
     return {f"{rows}x{columns}": rate * max(1.0, rows / columns) ** 0.5 for rows, columns in shapes}
-
-
-def _length(steps: int, num_steps: int) -> int | float:
-    """A length of a schedule. 1 would mean the whole schedule, so one step is a fraction that is rounded down to it."""
-    return steps if steps != 1 else min(1.0, 1.5 / num_steps)

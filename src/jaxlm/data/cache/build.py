@@ -23,6 +23,7 @@ from jaxlm.data.base import Log
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 from jaxlm.data.cache.cache_key import CacheKey, file_digests
 from jaxlm.data.cache.token_cache import (
+    GROUPS,
     METADATA,
     NUMBERS,
     OFFSETS,
@@ -37,6 +38,7 @@ from jaxlm.data.formats.base import Encoder, RawContent, TokenizedText
 from jaxlm.data.sources.text_file import TextFile
 
 _SHARD_CHARACTERS = 1 << 22  # at most this much work is lost if the process is killed
+_SHARD_VERSION = 2  # of what a shard file has
 _LOG_INTERVAL_S = 2.0
 _PLAN = "plan.json"
 
@@ -80,7 +82,8 @@ def _prepare_building_folder(building: Path, made_from: CacheKey) -> None:
     """Keeps the shards of an interrupted build if its cache key is the same; otherwise starts over."""
     plan = building / _PLAN
     # With another shard size, the same shard number would hold other documents.
-    content = json.dumps({"shard_characters": _SHARD_CHARACTERS, "made_from": dict(made_from)}).encode()
+    plan_content = {"version": _SHARD_VERSION, "shard_characters": _SHARD_CHARACTERS, "made_from": dict(made_from)}
+    content = json.dumps(plan_content).encode()
     if not plan.is_file() or plan.read_bytes() != content:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()
@@ -127,6 +130,7 @@ def _shard_arrays(
         "tokens": np.concatenate([np.zeros(0, dtype), *(tokens.ids.astype(dtype) for tokens, _, _ in usable)]),
         "lengths": np.array([len(tokens.ids) for tokens, _, _ in usable], np.int64),
         "sources": np.array([source for _, _, source in usable], np.int64),
+        "groups": np.array([document.group for _, document, _ in usable], np.int64),
         "num_bytes": sum(document.num_bytes for _, document, _ in usable),
         "left_out": len(texts) - len(usable),
     }
@@ -231,13 +235,16 @@ def _join_shards(building: Path, files: Sequence[TextFile], made_from: CacheKey,
     with atomic_file(finished / OFFSETS) as path:
         path.write_bytes(offsets.data)  # `tofile` does not report a full disk
     num_tokens, num_documents, num_bytes = int(offsets[-1]), len(offsets) - 1, joined["num_bytes"]
+    sources, groups = np.concatenate(joined["sources"]), np.concatenate(joined["groups"])
+    group_ends = np.flatnonzero(np.append((np.diff(sources) != 0) | (np.diff(groups) != 0), True)) + 1
     metadata = {
         "made_from": dict(made_from),
         "dtype": joined["dtype"],
         "num_tokens": num_tokens,
         "num_documents": num_documents,
         "num_bytes": num_bytes,
-        "documents_of_files": np.bincount(np.concatenate(joined["sources"]), minlength=len(files)).tolist(),
+        "documents_of_files": np.bincount(sources, minlength=len(files)).tolist(),
+        GROUPS: np.diff(group_ends, prepend=0).tolist(),
         "crc32": {**joined["crc32"], OFFSETS: zlib.crc32(offsets.data)},
     }
     with atomic_file(finished / METADATA) as path:
@@ -250,13 +257,14 @@ def _join_shards(building: Path, files: Sequence[TextFile], made_from: CacheKey,
 
 def _append_shards(shards: Sequence[Path], file: BinaryIO) -> dict[str, Any]:
     """Writes the tokens of all shards to `file`; returns their counts and checksum."""
-    joined: dict[str, Any] = {"lengths": [], "sources": [], "numbers": []}
+    joined: dict[str, Any] = {"lengths": [], "sources": [], "groups": [], "numbers": []}
     joined |= {"num_bytes": 0, "left_out": 0, "has_targets": False}
     crc32 = 0
     for path in shards:
         shard = _read_complete_shard(path)
         joined["lengths"].append(shard["lengths"])
         joined["sources"].append(shard["sources"])
+        joined["groups"].append(shard["groups"])
         joined["num_bytes"] += int(shard["num_bytes"])
         joined["left_out"] += int(shard.get("left_out", 0))
         joined["has_targets"] |= "targets" in shard

@@ -3,6 +3,7 @@
 <folder of the source>/packed/<digest of the key>/firsts.npy     int64 [rows + 1]
                                                   starts.npy     int64 [pieces]
                                                   lengths.npy    int32 [pieces]
+                                                  waiting.npy    int64 [documents, 2], if documents still wait
                                                   index.json     the key, counts, and checksums
 
 The index follows from the key, so one that is damaged is computed again.
@@ -17,14 +18,13 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from jaxlm.core.atomic_io import atomic_folder, folder_lock
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 
-_ARRAYS = ("firsts", "starts", "lengths")
 _METADATA = "index.json"
 
 
@@ -38,6 +38,7 @@ class RowIndex:
         lengths: int32 [pieces], tokens in each piece.
         num_cuts: how often a document was cut.
         num_lost: how many tokens are in no row.
+        waiting: int64 [documents, 2], start and length of those that wait for the rows after these; None if none do.
     """
 
     firsts: np.ndarray
@@ -45,6 +46,20 @@ class RowIndex:
     lengths: np.ndarray
     num_cuts: int
     num_lost: int
+    waiting: np.ndarray | None = None
+
+    is_endless: ClassVar[bool] = False
+
+    @property
+    def first_pass(self) -> "RowIndex":
+        """The rows of the first pass over the documents."""
+        return self
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Those that it has, by name."""
+        arrays = {"firsts": self.firsts, "starts": self.starts, "lengths": self.lengths}
+        return arrays if self.waiting is None else arrays | {"waiting": self.waiting}
 
     def __len__(self) -> int:
         return len(self.firsts) - 1
@@ -88,16 +103,15 @@ def open_or_index(folder: Path, made_from: Mapping[str, Any], build: Callable[[]
 
 def _write(folder: Path, index: RowIndex, key: str) -> None:
     folder.mkdir()
-    for name in _ARRAYS:
+    for name, array in index.arrays.items():
         with (folder / f"{name}.npy").open("wb") as file:
-            array = getattr(index, name)
             np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
             file.write(array.data)  # numpy's own writer raises an `OSError` without a number on a full disk
     metadata = {
         "made_from": key,
         "num_cuts": index.num_cuts,
         "num_lost": index.num_lost,
-        "crc32": {name: zlib.crc32(getattr(index, name).data) for name in _ARRAYS},
+        "crc32": {name: zlib.crc32(array.data) for name, array in index.arrays.items()},
     }
     (folder / _METADATA).write_text(json.dumps(metadata))
 
@@ -107,7 +121,7 @@ def _open(path: Path, key: str) -> RowIndex | None:
     try:
         metadata = json.loads((path / _METADATA).read_bytes())
         # As plain arrays: slicing a `memmap` is slow.
-        arrays = {name: np.asarray(np.load(path / f"{name}.npy", mmap_mode="r")) for name in _ARRAYS}
+        arrays = {name: np.asarray(np.load(path / f"{name}.npy", mmap_mode="r")) for name in metadata["crc32"]}
         sums = {name: zlib.crc32(array.data) for name, array in arrays.items()}
         if metadata["made_from"] != key or metadata["crc32"] != sums:
             return None

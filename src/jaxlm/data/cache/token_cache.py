@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 TOKENS, OFFSETS, TARGETS, NUMBERS = "tokens.bin", "offsets.bin", "targets.bin", "numbers.bin"
 METADATA = "cache.json"
+GROUPS = "documents_of_groups"
+"""Key of the metadata; caches of earlier versions do not have it."""
 _SEAL = "seal"
 
 
@@ -46,6 +48,8 @@ class TokenCache:
         target_mask: uint8 [num_tokens], 1 where the loss is computed on a token; None means all tokens.
         blocks: the same as `tokens` if they are at a URL; None if they are on the disk.
         numbers: float32 [documents, N], numbers that belong to each document, such as rewards; None means none.
+        documents_of_groups: int64, number of documents from each row group of a Parquet file, or from each other file; None
+            in a cache of an earlier version.
     """
 
     folder: Path
@@ -58,6 +62,7 @@ class TokenCache:
     target_mask: np.ndarray | None = None
     blocks: "TokenBlocks | None" = None
     numbers: np.ndarray | None = None
+    documents_of_groups: np.ndarray | None = None
 
     @property
     def location(self) -> str:
@@ -172,6 +177,7 @@ def open_cache(folder: Path, made_from: CacheKey | None = None, blocks: "TokenBl
         documents_of=dict(zip(metadata["made_from"]["files"], metadata["documents_of_files"], strict=True)),
         blocks=blocks,
         numbers=numbers,
+        documents_of_groups=np.array(metadata[GROUPS], np.int64) if GROUPS in metadata else None,
     )
 
 
@@ -198,7 +204,7 @@ def parse_metadata(raw: bytes, path: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"not JSON ({error})") from error
     expected = {"made_from", "dtype", "num_tokens", "num_documents", "num_bytes", "documents_of_files", "crc32"}
-    if not isinstance(metadata, dict) or metadata.keys() != expected | {_SEAL}:
+    if not isinstance(metadata, dict) or metadata.keys() - {GROUPS} != expected | {_SEAL}:
         raise _damaged(path, "its keys are not those that this version of jaxlm writes")
     if metadata.pop(_SEAL) != _seal(metadata):
         raise _damaged(path, "its checksum does not match its content")

@@ -46,6 +46,7 @@ class RawContent(NamedTuple):
         num_bytes: bytes of its text.
         position: how many bytes of the file have been read after this document.
         where: the file and the line, record or row, for messages; empty if nobody asks.
+        group: the number of its row group in a Parquet file of texts; 0 in other files.
     """
 
     content: Any
@@ -53,6 +54,7 @@ class RawContent(NamedTuple):
     num_bytes: int
     position: int
     where: str = ""
+    group: int = 0
 
 
 class TokenizedText(NamedTuple):

@@ -51,7 +51,8 @@ class TextEncoder(Encoder):
 
     def read(self, file: TextFile) -> Iterator[RawContent]:
         for document in file.read():
-            yield RawContent(document.text, len(document.text), len(document.text.encode()), document.position)
+            text = document.text
+            yield RawContent(text, len(text), len(text.encode()), document.position, group=document.group)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         return [

@@ -25,10 +25,16 @@ ARRAYS = ".npy"  # arrays of token ids: not documents, but may be listed in URLs
 
 
 class Document(NamedTuple):
-    """A text, and how many bytes of its file have been read after it."""
+    """A text.
+
+    Attributes:
+        position: how many bytes of its file have been read after it.
+        group: the number of its row group in a Parquet file; 0 in other files.
+    """
 
     text: str
     position: int
+    group: int = 0
 
 
 def format_of(name: str) -> str | None:
@@ -117,7 +123,7 @@ def _parquet(path: Path, text_key: str) -> Iterator[Document]:
             for batch in file.iter_batches(_ROWS, [group], [text_key]):
                 for text in _texts(path, batch.column(text_key), row, text_key):
                     row += 1
-                    yield Document(text, size * row // total)
+                    yield Document(text, size * row // total, group)
 
 
 def _arrow(path: Path, text_key: str) -> Iterator[Document]:

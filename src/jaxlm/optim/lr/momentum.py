@@ -22,8 +22,8 @@ class MomentumSchedule:
 
     Attributes:
         initial: decay rate of the momentum in the first update.
-        warmup: number of updates until it is `momentum`. Up to 1: fraction of the phase; above 1: steps. A phase that ends
-            before does not shorten it.
+        warmup: number of updates until it is `momentum`, or a fraction of the phase (1.0 is all of it, 1 one update). A phase
+            that ends before does not shorten it.
         final: decay rate at the end of the phase, which it falls to over the last decay of the learning rate. Null keeps
             `momentum`.
     """
@@ -55,10 +55,10 @@ class MomentumSchedule:
     def _decay(self, rate: Schedule) -> Segment:
         # Values are float32: that of a constant learning rate may be its peak rounded down.
         falling = [s for s in rate.segments if s.name == "decay" and np.float32(s.last) < np.float32(s.first)]
-        if not falling and rate.notes:
+        if not falling and rate.only_rises:
             raise ConfigError(
-                f"{rate.notes[0]}. No decay is left, over which the momentum would fall to optimizer.momentum_schedule.final"
-                f" ({self.final}). Set a shorter warmup, or momentum_schedule.final: null"
+                f"{rate.only_rises[0]}. No decay is left, over which the momentum would fall to"
+                f" optimizer.momentum_schedule.final ({self.final}). Set a shorter warmup, or momentum_schedule.final: null"
             )
         if not falling:
             raise ConfigError(

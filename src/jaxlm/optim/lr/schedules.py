@@ -20,7 +20,7 @@ from jaxlm.optim.lr.shapes import LrShape, ShapeSpan, lr_shape_name, lr_shape_of
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Parameters of a schedule. Lengths are steps, or fractions of their cycle.
+    """Parameters of a schedule. Lengths are steps, or fractions of their cycle (`ScheduleLength`).
 
     Attributes:
         peak: highest value.
@@ -30,7 +30,7 @@ class ScheduleSpec:
         min_ratio: value at the end of each cycle, as a fraction of the peak.
         rewarmup: length of the warmup of later cycles, from the last value of the previous cycle; 0 jumps to the peak.
         cycles: number of cycles, or the steps at which cycles end.
-        cycle_length: length of each cycle in steps or as a fraction of all steps, or a list.
+        cycle_length: length of each cycle, as a fraction of all steps if it is one, or a list.
         from_zero: the first step of a warmup has the value that it starts from, rather than that of one step later.
         floor: the lowest value of all steps, as a fraction of the peak.
     """
@@ -78,11 +78,13 @@ class Schedule:
 
     Attributes:
         segments: in order, without gaps.
+        only_rises: for each kind of warmup that fills its cycle, what that means.
         notes: what its lengths mean, where they may mean something else than intended.
     """
 
-    def __init__(self, segments: Sequence[Segment], decay: LrShape, spec: ScheduleSpec, notes: Sequence[str] = ()):
-        self.segments, self.notes = tuple(segments), tuple(notes)
+    def __init__(self, segments: Sequence[Segment], decay: LrShape, spec: ScheduleSpec, only_rises: Sequence[str] = ()):
+        self.segments, self.only_rises = tuple(segments), tuple(only_rises)
+        self.notes = (*only_rises, *_one_step_notes(spec))
         self._decay, self._peak, self._low = decay, spec.peak, spec.min_ratio
         self._floor = spec.floor * spec.peak
         self._starts = np.array([s.start for s in segments], np.int32)
@@ -130,27 +132,34 @@ def make_schedule(spec: ScheduleSpec, num_steps: int) -> Schedule:
             f"optimizer.lr_schedule: {lr_shape_name(decay)} never reaches 0. Set optimizer.min_lr_ratio above 0"
         )
     segments: list[Segment] = []
-    notes: dict[str, str] = {}
+    only_rises: dict[str, str] = {}
     points = cycle_boundaries(spec.cycles, spec.cycle_length, num_steps)
     for number, (start, end) in enumerate(itertools.pairwise(points)):
         name, warmup = ("rewarmup", spec.rewarmup) if number else ("warmup", spec.warmup)
         steps = to_num_steps(name, warmup, end - start)
         if steps >= end - start:
             steps = end - start
-            notes.setdefault(name, _whole_cycle_note(name, warmup, steps))
+            only_rises.setdefault(name, _whole_cycle_note(name, warmup, steps))
         low = min(segments[-1].last, spec.peak) if segments else 0.0
         ahead = 0.0 if spec.from_zero or not steps else (spec.peak - low) / steps
         rise = Segment(name, start, steps, low + ahead, spec.peak + ahead, steps)
         segments += _cycle(spec, decay, rise, end)
-    return Schedule(segments, decay, spec, list(notes.values()))
+    return Schedule(segments, decay, spec, list(only_rises.values()))
 
 
 def _whole_cycle_note(name: str, given: int | float, cycle: int) -> str:
-    meaning = "means the whole cycle, not one step" if given == 1 else "is cut to the length of the cycle"
+    meaning = "means the whole cycle" if given == 1.0 else "is cut to the length of the cycle"
     return (
         f"optimizer.{name}: {given} {meaning}: the learning rate rises over all its {cycle} steps and reaches the peak only"
         " at the end"
     )
+
+
+def _one_step_notes(spec: ScheduleSpec) -> Iterator[str]:
+    lengths = {"warmup": spec.warmup, "decay": spec.decay, "rewarmup": spec.rewarmup, "cycle_length": spec.cycle_length}
+    for name, length in lengths.items():
+        if isinstance(length, int) and length == 1:
+            yield f"optimizer.{name}: 1 means one step. For all steps, which it means in Levanter, write 1.0"
 
 
 def _cycle(spec: ScheduleSpec, decay: LrShape, warmup: Segment, end: int) -> Iterator[Segment]:
@@ -177,17 +186,14 @@ def _decay_steps(length: int | float, decay: LrShape, cycle: int, remaining: int
     return min(steps, remaining)
 
 
-def to_num_steps(name: str, value: int | float, num_steps: int) -> int:
-    """Converts a length to steps: up to 1 it is a fraction of `num_steps`, above 1 a number of steps.
-
-    A length of 1 therefore means all steps, not one.
-    """
-    if value < 0 or (value > 1 and value != int(value)):
+def to_num_steps(name: str, length: int | float, num_steps: int) -> int:
+    """Converts a `ScheduleLength` to steps: an integer is a number of steps, a float up to 1.0 a fraction of `num_steps`."""
+    if length < 0 or (length > 1 and length != int(length)):
         raise ConfigError(
-            f"optimizer.{name}: {value} given. Allowed: a fraction from 0 to 1 (1 means all of it, not one step), or a"
-            " whole number of steps of 2 or more"
+            f"optimizer.{name}: {length} given. Allowed: a fraction from 0.0 to 1.0, or a whole number of steps (1 is one"
+            " step, 1.0 all of them)"
         )
-    return int(value * num_steps) if value <= 1 else int(value)
+    return int(length * num_steps) if isinstance(length, float) and length <= 1 else int(length)
 
 
 def cycle_boundaries(
