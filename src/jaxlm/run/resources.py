@@ -148,7 +148,7 @@ class Run:
             log_sample=generated.add_sample,
             log_completions=generated.add_completions,
             chat_prompt=functools.partial(_chat_prompt, self.tokenizer, plan),
-            enforce_bos=plan.data[phase.index].enforce_bos,
+            enforce_bos=plan.data[phase.index].prompt_bos,
             progress=self.clock.progress,
             measure=meter,
         )

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.formats.base import Encoder, FormatConfig, RawContent, TokenizedText
+from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, TokenizedText
 from jaxlm.data.sources.document_files import ARRAYS, has_records
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ class PretokenizedFormat(FormatConfig):
         input_ids_key: key, or column, of the token ids; not used for .npy files.
     """
 
-    adds_bos: ClassVar[bool] = False
+    begins_as: ClassVar[Begin] = "ids"
 
     input_ids_key: str = "input_ids"
 
@@ -34,7 +34,7 @@ class PretokenizedFormat(FormatConfig):
     def can_read(self, name: str) -> bool:
         return has_records(name) or name.endswith(ARRAYS)
 
-    def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
+    def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         del bos, eos
         return PretokenizedEncoder(self.input_ids_key, tokenizer, key)
 
