@@ -1,4 +1,4 @@
-"""What documents begin with: BOS, or what a Hugging Face tokenizer itself puts in front of a text, as transformers and TRL do."""
+"""What documents begin with: BOS, or what a Hugging Face tokenizer itself puts in front of a text, as TRL does."""
 
 import dataclasses
 import json

@@ -115,8 +115,8 @@ class TokensConfig(DataConfig):
                 )
             if source.begin(self.known_tokenizer()) is not True:
                 raise ConfigError(
-                    f"data.enforce_bos: null given, and the tokenizer puts no BOS in front of the records of"
-                    f" {source.key}.format, but data.packing: {{type: best_fit}} makes rows that begin with it. Set it to true"
+                    f"data.enforce_bos: null given, and the tokenizer puts no BOS before the records of {source.key}"
+                    ".format, but data.packing: {type: best_fit} makes rows that begin with it. Set it to true"
                 )
             most = source.config.format.documents_per_sequence
             if most == 1:

@@ -48,7 +48,8 @@ class EvalContext:
         layout: the mesh and axis mappings of the model.
         precision: evaluations cast the model to its compute dtype first.
         tokenizer: encodes prompts and decodes samples.
-        token_bytes: int32 [vocab], number of bytes of text that each token represents; 0 for special tokens.
+        token_bytes: int32 [vocab], number of bytes of text that each token represents; 0 for special tokens. None if
+            the tokenizer does not say it.
         validation: the validation data by source.
         log: prints a line.
         seq_len: the model's maximum sequence length.
@@ -65,7 +66,7 @@ class EvalContext:
     layout: Layout
     precision: Precision
     tokenizer: Any
-    token_bytes: np.ndarray
+    token_bytes: np.ndarray | None
     validation: tuple[ValidationSet, ...]
     log: Callable[[str], None]
     seq_len: int

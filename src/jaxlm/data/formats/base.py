@@ -138,6 +138,14 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
         """
         return None
 
+    def describe_records(self, file: TextFile) -> str | None:
+        """How the records of a file are read, if that follows from their keys; None if the configuration says it all.
+
+        Raises:
+            ConfigError: the first record cannot be read.
+        """
+        return None
+
     def given_template(self) -> str | None:
         """The chat template that the configuration gives, as text or as the path of a .jinja file; None if it gives none."""
         return None

@@ -54,7 +54,7 @@ class PretokenizedEncoder(Encoder):
     key: str
 
     def read(self, file: TextFile) -> Iterator[RawContent]:
-        token_bytes = self.tokenizer.token_bytes()
+        token_bytes = self.tokenizer.known_token_bytes(lambda _: None)
         for where, values, position in self._arrays(file):
             ids = _array(values, where)
             if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
@@ -69,7 +69,9 @@ class PretokenizedEncoder(Encoder):
                     f"{where}: token id {wrong} given, but the tokenizer has {self.tokenizer.vocab_size} tokens. Set"
                     " data.tokenizer to the tokenizer that made them"
                 )
-            yield RawContent(ids.astype(np.int32), len(ids), int(token_bytes[ids].sum()), position)
+            as_text = None if token_bytes is not None else self.tokenizer.decode(ids.tolist()).encode()
+            num_bytes = int(token_bytes[ids].sum()) if as_text is None else len(as_text)
+            yield RawContent(ids.astype(np.int32), len(ids), num_bytes, position)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         return [TokenizedText(ids) for ids in contents]

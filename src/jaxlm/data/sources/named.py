@@ -174,6 +174,10 @@ class NamedSource:
         is_here = all(source.is_local(self.mirror) for item in listed for source in item.sources)
         return self._files(listed, lambda _: None, {}) if is_here else None
 
+    def describe_records(self, split: str) -> str | None:
+        """How the records of a split are read, if that follows from their keys; None for files of other machines too."""
+        return next((self.config.format.describe_records(file) for file in self.local_files(split) or ()), None)
+
     def is_tokenized(self, split: str) -> bool:
         """Whether the token cache of the split exists, here or at the URL."""
         return (self.folder / split).exists() or find_blocks(self.store, self.folder / split, self.blocks) is not None

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -215,6 +215,14 @@ class Tokenizer:
         for number, token in self._backend.get_added_tokens_decoder().items():  # stored as plain text
             counts[number] = 0 if token.special else len(token.content.encode())
         return counts
+
+    def known_token_bytes(self, log: Callable[[str], None]) -> np.ndarray | None:
+        """`token_bytes`; None, with a line that says so, if the bytes of the tokens are unknown."""
+        try:
+            return self.token_bytes()
+        except ConfigError as error:
+            log(f"note: no bits per byte: {error}")
+            return None
 
     def dummy_prefix(self) -> DummyPrefix | None:
         """The space that the tokenizer puts in front of every text; None if it puts none, or has no BOS before a text.
