@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import re
 from pathlib import Path
 
 import jax
@@ -89,6 +91,62 @@ def test_a_prompt_that_both_completions_repeat(opened, tokenizer):
     assert tokenizer.decode([i for i, t in zip(ids, is_target, strict=True) if t]) == " wish"
 
 
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        ("\n\nHuman: hi\n\nAssistant: I don't", "\n\nHuman: hi\n\nAssistant: I'm sure", "\n\nHuman: hi\n\nAssistant:"),
+        ("Question here?\nYes", "Question here?\nNo", "Question here?\n"),
+        ("Say it: think", "Say it: thought", "Say it:"),
+        ("2+2=4", "2+2=5", "2+2="),
+        ("A b c", "A b c d", "A b"),
+    ],
+)
+def test_records_without_a_prompt_are_read_as_trl_reads_them(opened, tokenizer, chosen, rejected, prompt):
+    """Without configuration. TRL ends the prompt where the texts differ; here, no token is cut."""
+    lines: list[str] = []
+    data = opened([{"chosen": chosen, "rejected": rejected, "score": 3}], 128, lines.append)
+    columns = data.train[""].read(np.arange(1))
+    trl = os.path.commonprefix([chosen, rejected])  # noqa: RUF071 - by character, as in TRL
+    assert trl.startswith(prompt)
+    assert not re.search(r"\S\s", trl[len(prompt) :])
+    for (ids, is_target), text in zip(halves(columns, 0), (chosen, rejected), strict=True):
+        trained = [i for i, t in zip(ids, is_target, strict=True) if t]
+        assert tokenizer.decode(trained) == text[len(prompt) :]
+        assert tokenizer.decode(ids) == text
+        if prompt.endswith(":"):
+            assert ids[1:-1] == tokenizer.encode(text), "the tokens of the whole text, as TRL's"
+    assert (
+        "train: pairs of 'chosen' and 'rejected' (a text each); the prompt is what both begin with, because there is no"
+        " 'prompt'; not read: score"
+    ) in lines
+    first = next(iter(list(data.train[""].show(0, tokenizer))[1:]))
+    assert prompt in first
+    assert f"⟧{chosen[len(prompt) :]}" in first
+
+
+def test_messages_are_found_without_configuration(opened, tokenizer):
+    user, good, bad = (
+        {"role": r, "content": c} for r, c in (("user", "hi"), ("assistant", "yes"), ("assistant", "no"))
+    )
+    for number, (prompt, before) in enumerate((({}, [user]), ({"prompt": None}, [user]), ({"prompt": [user]}, []))):
+        lines: list[str] = []
+        record = {**prompt, "chosen": [*before, good], "rejected": [*before, bad]}
+        columns = opened([record], 64, lines.append, chat_template=CHATML).train[""].read(np.arange(1))
+        ids, is_target = next(halves(columns, 0))
+        assert tokenizer.decode(ids) == "<|user|>hi<|end|><|assistant|>yes<|end|>"
+        assert tokenizer.decode([i for i, t in zip(ids, is_target, strict=True) if t]) == "yes<|end|>"
+        said = "after 'prompt' (messages)" if number == 2 else "; the prompt is what both begin with"
+        assert any(
+            line.startswith("train: pairs of 'chosen' and 'rejected' (messages each)") and said in line
+            for line in lines
+        )
+
+
+def test_another_key_of_the_prompt_must_be_there(opened):
+    with pytest.raises(ConfigError, match="no text and no list of messages under 'question'"):
+        opened([{"chosen": "a b", "rejected": "a c"}], prompt_field="question")
+
+
 @pytest.mark.parametrize("layout", ["messages", "prompt text", "prompt repeated", "no prompt key"])
 def test_conversations_are_rendered_by_the_chat_template(opened, tokenizer, layout):
     user, good, bad = (
@@ -123,7 +181,7 @@ def test_long_pairs_are_truncated_and_pairs_without_a_target_are_left_out(opened
     columns = examples.read(np.arange(len(examples)))
     assert (columns["loss_mask"].sum(axis=-1) > 0).all()
     assert len(examples) < len(records)
-    summary = next(line for line in lines if line.startswith("train: ") and "pairs" in line)
+    summary = next(line for line in lines if line.startswith("train: ") and "pairs of sequences" in line)
     left_out = len(records) - len(examples)
     assert f"{left_out} pairs left out: their prompt leaves no room for a token of a completion" in summary
     assert "pairs are longer and were truncated" in summary
@@ -214,7 +272,11 @@ def test_shown_with_both_halves(opened, tokenizer):
             "line 1: no text and no list of messages under 'rejected': the record has the keys",
         ),
         ({"prompt": "a", "chosen": 3, "rejected": "c"}, {}, "under 'chosen': it is 3"),
-        ({"chosen": "abc", "rejected": "xyz"}, {"prompt_field": None}, "line 1: no prompt: .* without a space"),
+        (
+            {"chosen": "abc", "rejected": "xyz"},
+            {"prompt_field": None},
+            "line 1: no prompt: .* begin alike with ''. Set",
+        ),
         (
             {"prompt": "a", "chosen": [{"role": "assistant", "content": "b"}], "rejected": "c"},
             {},

@@ -91,3 +91,45 @@ def test_prepare_shows_both_halves_and_evaluate_reads_the_checkpoint(whole):
     records = read_jsonl(whole.folder / "logs" / "run" / "metrics.jsonl")
     logged = [record["eval/loss"] for record in records if "eval/loss" in record]
     assert json.loads(measured.out.splitlines()[-1])["loss"] == pytest.approx(logged[-1], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_without_configuration_with_lora_and_a_tokenizer_of_words(workplace):
+    """Bits per byte needs the bytes of each token, which a WordLevel tokenizer does not tell: they go, not the run."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    place = start(workplace())
+    words = [*"say red blue green tall round :".split(), "<unk>", "<s>", "</s>"]
+    made = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(place.folder / "tokenizer.json"))
+    for name in ("train", "held_out"):
+        path = place.folder / f"{name}.jsonl"
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        implied = [{side: r["prompt"] + r[side] for side in ("chosen", "rejected")} for r in records]
+        path.write_text("".join(json.dumps(record) + "\n" for record in implied))
+    config = yaml.safe_load((place.folder / "run.yaml").read_text())
+    del config["data"]["vocab_size"]
+    config["data"]["tokenizer"] = "tokenizer.json"
+    lora = [{"type": "lora", "target": "attn|mlp", "rank": 4}]
+    config["phases"] = [{"name": "a", "surgery": lora, "trainable": [r"\.[ab]$"], "objective": {"type": "dpo"}}]
+    (place.folder / "run.yaml").write_text(yaml.safe_dump(config))
+    shown = place.run("--config_path", "run.yaml", "--show_batch", "0", module="jaxlm.prepare")
+    assert shown.code == 0, shown.err
+    assert "the prompt is what both begin with, because there is no 'prompt'" in shown.out
+    assert "⟧" in shown.out
+    finished = place.run("--config_path", "run.yaml", "--trainer.num_train_steps", "4")
+    assert finished.code == 0, finished.err
+    assert (
+        "note: no bits per byte: data.tokenizer: bits per byte needs the number of bytes of each token" in finished.out
+    )
+    names = {name for record in read_jsonl(place.folder / "logs" / "run" / "metrics.jsonl") for name in record}
+    assert "eval/loss" in names
+    assert not [name for name in names if "bpb" in name]
+    until = ["--trainer.until.metric", "eval/bpb", "--trainer.until.below", "1"]
+    refused = place.run("--config_path", "run.yaml", "--trainer.id", "b", *until)
+    assert refused.code == 2
+    assert (
+        "until.metric: 'eval/bpb' given for phase 'a', but the number of bytes of the tokens is unknown" in refused.err
+    )

@@ -139,3 +139,22 @@ def test_bits_per_byte_count_raw_bytes_and_no_special_tokens():
     assert sums.bits_per_byte == pytest.approx(expected, rel=1e-6)
     assert 0 < (num_bytes == 0).sum() < len(flat)
     assert sums.text_nats < sums.nats
+
+
+def test_without_the_bytes_of_tokens_there_are_losses_and_no_bits_per_byte():
+    layout, data = one_device(), {"prose": windows(0, 9), "code": windows(1, 2)}
+
+    def sets():
+        spec = TokensConfig().batch_spec(MODEL.seq_len)
+        for name, part in data.items():
+            batches = functools.partial(eval_batches, part, spec, batch_size=4, layout=layout, max_batches=None)
+            yield ValidationSet(name, (), batches)
+
+    with layout.use():
+        model = MODEL.build(vocab_axis(VOCAB), key=jax.random.key(0))
+        without, usual = (
+            LossEval(EvalContext(layout, F32, None, known, tuple(sets()), print, 8, score_batch)).run(model)
+            for known in (None, TOKEN_BYTES)
+        )
+    assert set(without) == {"loss", "prose/loss", "code/loss", "macro_loss"}
+    assert without == {name: value for name, value in usual.items() if not name.endswith("bpb")}

@@ -56,7 +56,10 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             have; null accepts any.
         shuffle: shuffle the packed sequences, in a new order each epoch. `false` reads them in order;
             `{type: era, era_length: N}` shuffles only within blocks of N sequences.
-        enforce_bos: begin every document with the tokenizer's BOS token.
+        enforce_bos: begin every document with the tokenizer's BOS token. Null does so for plain text. Prompts and
+            completions (`format.type: supervised`, `pairs`, `prompts`, ...) then begin as a Hugging Face tokenizer itself
+            begins a text, so that the model sees the same in transformers, vLLM and TRL; with a tokenizer that was trained
+            here, also with BOS. Chat templates write their own.
         enforce_eos: end every document with the tokenizer's EOS token.
         configs: several sources by name. Each has its own source keys (`train_urls`, `tags`, ...), which then must not be
             set in `data` itself.
@@ -80,7 +83,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
     added_tokens: list[str] = field(default_factory=list)
     vocab_size: PositiveInt | None = None
     shuffle: bool | EraShuffle = True
-    enforce_bos: bool = True
+    enforce_bos: bool | None = None
     enforce_eos: bool = True
     configs: dict[str, SourceConfig] = field(default_factory=dict)
     train_weights: dict[str, float] | list[list[Any]] | None = None
@@ -188,10 +191,42 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             **(by_name.get("") or {"sources": by_name}),
             "tokenizer": self._tokenizer_identity(),
             "shuffle": encode(self.shuffle),
-            "enforce_bos": self.enforce_bos,
+            "enforce_bos": self._begin(),
             "enforce_eos": self.enforce_eos,
             **self._limits,
         }
+
+    @property
+    def prompt_bos(self) -> bool | None:
+        """Whether a text to continue begins with BOS, as the training data does; None for what the tokenizer itself does."""
+        if self.enforce_bos is not None:
+            return self.enforce_bos
+        formats = [source.config.format for source in self.sources() if source.has(TRAIN)]
+        are_answers = all(one.begins_as in ("prompt", "template") for one in formats)
+        return None if formats and are_answers else True
+
+    def known_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None for one that is trained, or if no document depends on what it puts in front of a text."""
+        depends = self.enforce_bos is None and any(s.config.format.begins_as == "prompt" for s in self.sources())
+        return None if bpe_config(self.tokenizer) or not depends else self.load_tokenizer(log=lambda _: None)
+
+    def describe_begin(self) -> str:
+        """What the documents that are trained on begin with, and why, for the table at the start."""
+        try:
+            tokenizer = self.known_tokenizer()
+        except ConfigError:
+            return "documents begin as data.tokenizer says, which cannot be read"
+        begin = {s.name: s.describe_begin(tokenizer) for s in self.sources() if s.has(TRAIN)}
+        if len(set(begin.values())) == 1:
+            return f"documents {next(iter(begin.values()))}"
+        return "; ".join(f"documents of {name} {how}" for name, how in begin.items())
+
+    def _begin(self) -> Any:
+        """What the documents of all training sources begin with: see `NamedSource.begin`; by source if they differ."""
+        tokenizer = self.known_tokenizer()
+        begin = {source.name: source.begin(tokenizer) for source in self.sources() if source.has(TRAIN)}
+        values = list(begin.values())
+        return values[0] if values and all(value == values[0] for value in values) else begin
 
     def load_tokenizer(self, log: Log) -> Tokenizer:
         """Loads the tokenizer, and trains it first if `tokenizer` is `bpe` and it does not exist yet.
@@ -298,6 +333,8 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         examples = self.arrange(cache, record_format, seq_len)
         if not len(examples):
             raise ConfigError(no_targets_within(cache, seq_len, source.key, split, record_format.overlong))
+        if options["summarize"] and (how := source.describe_records(split)):
+            source.log_with_name(log)(f"{split}: {how}")
         if options["summarize"] and examples.summary:
             source.log_with_name(log)(f"{split}: {examples.summary}")
         return examples

@@ -118,17 +118,22 @@ class TokensConfig(DataConfig):
                 f"data.packing.wrap: true given together with {key}: {encode(given_too)}. Rows that never end have whole"
                 " documents or their beginnings, in the order of the documents, and none can be held out. Remove one of them"
             )
-        if not self.enforce_bos:
+        if self.enforce_bos is False:
             raise ConfigError(
                 "data.enforce_bos: false given, but data.packing: {type: best_fit} makes rows that begin with BOS. Set it to"
                 " true"
             )
         for source in self.sources():
-            if not source.config.format.adds_bos:
+            if source.config.format.begins_as == "ids":
                 kind = choice_name(type(source.config.format))
                 raise ConfigError(
                     f"{source.key}.format.type: {kind} given, whose documents need not begin with BOS, but data.packing:"
                     " {type: best_fit} makes rows that do. Remove data.packing"
+                )
+            if source.begin(self.known_tokenizer()) is not True:
+                raise ConfigError(
+                    f"data.enforce_bos: null given, and the tokenizer puts no BOS before the records of {source.key}"
+                    ".format, but data.packing: {type: best_fit} makes rows that begin with it. Set it to true"
                 )
             most = source.config.format.documents_per_sequence
             if most == 1:

@@ -48,7 +48,8 @@ class EvalContext:
         layout: the mesh and axis mappings of the model.
         precision: evaluations cast the model to its compute dtype first.
         tokenizer: encodes prompts and decodes samples.
-        token_bytes: int32 [vocab], number of bytes of text that each token represents; 0 for special tokens.
+        token_bytes: int32 [vocab], number of bytes of text that each token represents; 0 for special tokens. None if
+            the tokenizer does not say it.
         validation: the validation data by source.
         log: prints a line.
         seq_len: the model's maximum sequence length.
@@ -57,7 +58,7 @@ class EvalContext:
         log_sample: keeps a prompt and the text that the model continues it with, for the trackers.
         log_completions: keeps completions and their rewards, for `completions.jsonl`, the console and the trackers.
         chat_prompt: renders a conversation that the assistant answers next.
-        enforce_bos: whether the training data begins every document with BOS.
+        enforce_bos: whether the training data begins every document with BOS; None for what the tokenizer itself does.
         progress: called while an evaluation makes progress, so that a long one is not taken for one that hangs.
         measure: measures the phase's objective, with its references and its state; None if nothing is trained.
     """
@@ -65,7 +66,7 @@ class EvalContext:
     layout: Layout
     precision: Precision
     tokenizer: Any
-    token_bytes: np.ndarray
+    token_bytes: np.ndarray | None
     validation: tuple[ValidationSet, ...]
     log: Callable[[str], None]
     seq_len: int
@@ -74,7 +75,7 @@ class EvalContext:
     log_sample: Callable[[str, str], None] = lambda prompt, text: None
     log_completions: LogCompletions = lambda name, rows, scores: None
     chat_prompt: ChatPrompt = lambda messages, where: ("", [])
-    enforce_bos: bool = True
+    enforce_bos: bool | None = True
     progress: Callable[[], None] = lambda: None
     measure: Measure | None = None
 

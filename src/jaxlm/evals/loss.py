@@ -26,7 +26,8 @@ class LossEvalConfig(EvalConfig):
     also logged per source and per tag, and averaged over sources (`macro_loss`, `macro_bpb`).
 
     Bits per byte sums the loss of the tokens that represent text and divides by the number of bytes of that text. Special
-    tokens have no bytes and are excluded from both. Models with different tokenizers can be compared by it.
+    tokens have no bytes and are excluded from both. Models with different tokenizers can be compared by it. It is left out
+    for tokenizers that are neither byte-level nor SentencePiece.
     """
 
     reads_supervised: ClassVar[bool] = True
@@ -105,7 +106,7 @@ class LossMeter:
         self,
         precision: Precision,
         score: Score,
-        token_bytes: np.ndarray,
+        token_bytes: np.ndarray | None,
         num_groups: int = 1,
         *,
         dummy_prefix: DummyPrefix | None = None,
@@ -141,9 +142,12 @@ class LossMeter:
         scores = self._score(model, batch)
         nats = scores.nats * scores.mask
         targets = scores.targets
-        num_bytes = hax.named(jnp.asarray(self._token_bytes)[targets.array], targets.axes) * scores.mask
-        is_text = num_bytes > 0
-        if self._dummy_prefix is not None:
+        if self._token_bytes is None:
+            num_bytes = is_text = 0 * scores.mask
+        else:
+            num_bytes = hax.named(jnp.asarray(self._token_bytes)[targets.array], targets.axes) * scores.mask
+            is_text = num_bytes > 0
+        if self._dummy_prefix is not None and self._token_bytes is not None:
             spaces = hax.named(jnp.asarray(self._dummy_prefix.tokens)[targets.array], targets.axes)
             num_bytes = num_bytes - (spaces & (scores.inputs == self._dummy_prefix.bos_id)) * scores.mask
 
@@ -164,6 +168,7 @@ class LossEval(Eval):
 
     def __init__(self, ctx: EvalContext):
         self._sets = ctx.validation
+        self._has_bytes = ctx.token_bytes is not None
         self._meter = LossMeter(ctx.precision, ctx.score, ctx.token_bytes, dummy_prefix=ctx.dummy_prefix)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
@@ -174,12 +179,13 @@ class LossEval(Eval):
         }
         if not sums:
             return {}
-        metrics = _metrics("", sum(sums.values(), NOTHING))
+        metrics = self._metrics("", sum(sums.values(), NOTHING))
         groups = by_group(sums, {data_set.name: data_set.tags for data_set in self._sets})
         for group in (group for group in groups if group):
-            metrics |= _metrics(f"{group}/", groups[group])
-        return metrics | macro(sums.values()) if len(sums) > 1 else metrics
+            metrics |= self._metrics(f"{group}/", groups[group])
+        means = macro(sums.values()) if len(sums) > 1 else {}
+        return metrics | {name: value for name, value in means.items() if self._has_bytes or name != "macro_bpb"}
 
-
-def _metrics(prefix: str, sums: EvalLoss) -> dict[str, float]:
-    return {f"{prefix}loss": sums.loss, f"{prefix}bpb": sums.bits_per_byte}
+    def _metrics(self, prefix: str, sums: EvalLoss) -> dict[str, float]:
+        bits = {f"{prefix}bpb": sums.bits_per_byte} if self._has_bytes else {}
+        return {f"{prefix}loss": sums.loss, **bits}

@@ -85,12 +85,12 @@ class SamplesEval(Eval):
         return False
 
 
-def prompt_ids(tokenizer, prompt: str, *, bos: bool = True) -> list[int]:
+def prompt_ids(tokenizer, prompt: str, *, bos: bool | None = True) -> list[int]:
     """The prompt's token ids.
 
     Args:
-        bos: put the BOS token in front, if the tokenizer has one. An empty prompt gets it in any case: a model needs
-            something to continue.
+        bos: put the BOS token in front, if the tokenizer has one; None puts what the tokenizer itself puts there. An empty
+            prompt gets BOS in any case: a model needs something to continue.
     """
-    ids = tokenizer.encode(prompt)
-    return [tokenizer.bos_id, *ids] if (bos or not ids) and tokenizer.bos_id is not None else ids
+    ids = [*tokenizer.ids_before(bos=bos), *tokenizer.encode(prompt)]
+    return ids or list(tokenizer.ids_before(bos=True))

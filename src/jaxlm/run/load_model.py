@@ -196,7 +196,8 @@ class LoadedModel:
         data: the data section of the checkpoint's phase; that of a Hugging Face model names only its tokenizer.
         step: the checkpoint's step; None for a Hugging Face model.
         load: loads the model in its parameters' dtype; call it inside `plan.layout.use()`.
-        adds_bos: whether the model was trained with BOS before every text; None if the tokenizer's files say so.
+        adds_bos: whether the model was trained with BOS before every text, as `DataConfig.prompt_bos`.
+        is_hugging_face: whether prompts are tokenized as transformers does: what looks like a special token is one.
     """
 
     location: Path | str
@@ -207,10 +208,11 @@ class LoadedModel:
     step: int | None
     load: Callable[[], LanguageModel]
     adds_bos: bool | None
+    is_hugging_face: bool = False
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """The token ids of a text to continue, with the special tokens in front that the model was trained with."""
-        if self.adds_bos is not None:
+        if not self.is_hugging_face or self.adds_bos is not None:
             return prompt_ids(self.tokenizer, prompt, bos=self.adds_bos)
         ids = self.tokenizer.encode_like_transformers(prompt, add_special_tokens=True)
         return ids or prompt_ids(self.tokenizer, prompt)
@@ -299,7 +301,7 @@ def _open_checkpoint(
         trained.data,
         trained.checkpoint.cursor.step,
         load=lambda: trained.load_model(weights),
-        adds_bos=trained.data.enforce_bos,
+        adds_bos=trained.data.prompt_bos,
     )
 
 
@@ -331,7 +333,7 @@ def _open_hf_model(
     def load() -> LanguageModel:
         return load_model(folder, plan.state_builder.abstract_initial_model, config.model, plan.layout, options)
 
-    return LoadedModel(folder, tokenizer, plan, (), plan.data[0], None, load, adds_bos=None)
+    return LoadedModel(folder, tokenizer, plan, (), plan.data[0], None, load, None, is_hugging_face=True)
 
 
 def _to_stderr(line: str) -> None:

@@ -152,4 +152,4 @@ def describe_data(config: RunConfig, section: DataConfig) -> str:
         parts.append(f"{config.epoch} epoch(s)")
     if section.stop_strategy != "restart":
         parts.append(f"until {section.stop_strategy.replace('_', ' ')}, or num_train_steps")
-    return "; ".join(parts)
+    return "; ".join(filter(None, [*parts, section.describe_begin()]))

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxlm.config.decode import choice_name, dump
 from jaxlm.config.load import as_run_config
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import peak_flops
 from jaxlm.core.publish import location_of
 from jaxlm.core.runtime import is_main_process, main_first, main_only
@@ -139,7 +141,7 @@ class Run:
             layout=plan.layout,
             precision=plan.precision,
             tokenizer=_with_templates(self.tokenizer, plan),
-            token_bytes=self.tokenizer.token_bytes(),
+            token_bytes=self._token_bytes(phase),
             validation=tuple(map(validation_set, data.validation)),
             log=self.console.log,
             seq_len=plan.config.model.seq_len,
@@ -148,7 +150,7 @@ class Run:
             log_sample=generated.add_sample,
             log_completions=generated.add_completions,
             chat_prompt=functools.partial(_chat_prompt, self.tokenizer, plan),
-            enforce_bos=plan.data[phase.index].enforce_bos,
+            enforce_bos=plan.data[phase.index].prompt_bos,
             progress=self.clock.progress,
             measure=meter,
         )
@@ -157,6 +159,19 @@ class Run:
         of_run = lambda step, metrics: self.loop_state.evaluated(step, metrics)  # noqa: E731
         completions = CompletionLog(trainer.completions, self.trackers, self.console)
         return EvalHook(evals, trainer.steps_per_eval, phase, *outputs, of_run, meter.attach, completions)
+
+    def _token_bytes(self, phase: Phase) -> np.ndarray | None:
+        known = self.tokenizer.known_token_bytes(self.console.log)
+        if (
+            known is None
+            and phase.until is not None
+            and phase.until.metric.endswith(("/bpb", "/macro_bpb", "/best_bpb"))
+        ):
+            raise ConfigError(
+                f"until.metric: '{phase.until.metric}' given for phase '{phase.name}', but the number of bytes of the tokens"
+                " is unknown, so no bits per byte are measured. Set it to eval/loss, or use another tokenizer"
+            )
+        return known
 
     def profile_hooks(self, phase: Phase, first_step: int, program: Callable[[int], str]) -> list[ProfileHook]:
         """The profiler hook, if configured. Args: program: returns the HLO text of the program that runs a given step."""

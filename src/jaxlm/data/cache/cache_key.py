@@ -14,8 +14,12 @@ CacheKey = Mapping[str, Any]  # plain JSON; "files" maps each file's name to the
 _NAMES_SHOWN = 5
 
 
-def cache_key(files: Sequence[TextFile], tokenizer: Tokenizer, *, bos: bool, eos: bool) -> CacheKey:
-    """The part of a token cache's key that does not depend on the format."""
+def cache_key(files: Sequence[TextFile], tokenizer: Tokenizer, *, bos: bool | list[int], eos: bool) -> CacheKey:
+    """The part of a token cache's key that does not depend on the format.
+
+    Args:
+        bos: whether documents begin with BOS, or the other ids that they begin with.
+    """
     return {
         "tokenizer": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,

@@ -16,6 +16,9 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 Truncation = Literal["keep_start", "keep_end", "drop_overlength"]
 
 
+Begin = Literal["text", "prompt", "template", "ids"]
+
+
 class Fate(NamedTuple):
     """What happens to what is too long, for messages.
 
@@ -101,8 +104,10 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
 
     makes: ClassVar[str] = "documents"
     """What the records become: the data section must read the same."""
-    adds_bos: ClassVar[bool] = True
-    """Whether each document begins with BOS if the data section asks for it."""
+    begins_as: ClassVar[Begin] = "text"
+    """What documents begin with. `text`: with BOS, unless the data section says otherwise. `prompt`: if it does not say, as
+    the tokenizer begins a text by itself, so that what a model answers looks the same in programs that only know the
+    tokenizer. `template`: a chat template writes it. `ids`: with what they are given."""
 
     @classmethod
     def default_choice_name(cls) -> str | None:
@@ -135,6 +140,14 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
         """
         return None
 
+    def describe_records(self, file: TextFile) -> str | None:
+        """How the records of a file are read, if that follows from their keys; None if the configuration says it all.
+
+        Raises:
+            ConfigError: the first record cannot be read.
+        """
+        return None
+
     def given_template(self) -> str | None:
         """The chat template that the configuration gives, as text or as the path of a .jinja file; None if it gives none."""
         return None
@@ -144,10 +157,11 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
         return values
 
     @abc.abstractmethod
-    def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
+    def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         """Binds the format to a tokenizer.
 
         Args:
+            bos: whether documents begin with BOS; None, if they begin as a `prompt`, for what the tokenizer itself does.
             key: config path of the format (`data.format`), for messages.
 
         Raises:

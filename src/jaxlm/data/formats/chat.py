@@ -6,12 +6,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.formats.base import Encoder, FormatConfig, MaskedFormat, RawContent, TokenizedText
+from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, MaskedFormat, RawContent, TokenizedText
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
@@ -51,6 +51,8 @@ class ConversationFormat(MaskedFormat):
             it as `tools`. Records without the key have none. Null gives the template none.
     """
 
+    begins_as: ClassVar[Begin] = "template"
+
     chat_template: str | None = field(default=None, kw_only=True)
     mask_user_turns: bool = field(default=True, kw_only=True)
     tools_field: str | None = field(default=None, kw_only=True)
@@ -75,7 +77,7 @@ class ConversationFormat(MaskedFormat):
         }
         return {"format": options | shared}
 
-    def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
+    def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         del bos, eos
         template = ChatTemplate.load(self.chat_template, tokenizer, f"{key}.chat_template")
         if self.tools_field is not None and not _TOOLS.search(template.text):

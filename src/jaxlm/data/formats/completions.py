@@ -4,12 +4,12 @@ import abc
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.formats.base import Encoder, FormatConfig, RawContent, TokenizedText
+from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, TokenizedText
 from jaxlm.data.formats.chat import Messages, are_messages
 from jaxlm.data.sources.document_files import has_records
 from jaxlm.data.sources.record_files import Record
@@ -41,6 +41,8 @@ class Completions(NamedTuple):
 class CompletionsFormat(FormatConfig):
     """Records with a prompt and several completions."""
 
+    begins_as: ClassVar[Begin] = "prompt"
+
     @property
     @abc.abstractmethod
     def num_completions(self) -> int:
@@ -53,7 +55,7 @@ class CompletionsFormat(FormatConfig):
     def can_read(self, name: str) -> bool:
         return has_records(name)
 
-    def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
+    def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         template = None
         if self.given_template() is not None or tokenizer.chat_template is not None:
             template = ChatTemplate.load(self.given_template(), tokenizer, f"{key}.chat_template")

@@ -1,6 +1,7 @@
 """Preference pairs: a prompt with a chosen and a rejected completion; the loss is computed on the completions."""
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -19,6 +20,10 @@ from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 
+_PROMPT = "prompt"
+_LISTED = 200  # characters of the keys in a line
+_WHITE_SPACE = re.compile(r"\s")
+
 
 @FormatConfig.register_subclass("pairs")
 @dataclass(frozen=True)
@@ -26,12 +31,14 @@ class PairsFormat(CompletionsFormat):
     """Records with a chosen and a rejected completion, as texts or as lists of messages, for `data.type: pairs`.
 
     Attributes:
-        prompt_field: key of the prompt; null if both completions begin with it, as in `Anthropic/hh-rlhf`. The prompt is
-            then what they have in common.
+        prompt_field: key of the prompt. Records without the key `prompt` have it in both completions, as in
+            `Anthropic/hh-rlhf`: it is what they begin with, up to the last white space. Null finds it there even if there
+            is such a key.
         chosen_field: key of the preferred completion.
         rejected_field: key of the other completion.
         prompt_ends_with: with `prompt_field: null`, the text that ends the prompt, such as `"\\\\n\\\\nAssistant:"`. The
-            prompt ends after its last occurrence in what both completions have in common; null ends it at the last space.
+            prompt ends after its last occurrence in what both completions have in common; null ends it at the last space,
+            so that no token is cut.
             For messages it has no effect: the prompt is all messages that both lists begin with.
         chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
             tokenizer's chat template.
@@ -41,7 +48,7 @@ class PairsFormat(CompletionsFormat):
 
     makes: ClassVar[str] = "pairs"
 
-    prompt_field: str | None = "prompt"
+    prompt_field: str | None = _PROMPT
     chosen_field: str = "chosen"
     rejected_field: str = "rejected"
     prompt_ends_with: str | None = None
@@ -72,15 +79,33 @@ class PairsFormat(CompletionsFormat):
             yield from (plain_text(prompt or "") + plain_text(completion) for completion in (chosen, rejected))
 
     def records(self, file: TextFile) -> Iterator[Record]:
-        keys = (self.prompt_field, self.chosen_field, self.rejected_field)
-        return file.records([key for key in keys if key is not None])
+        prompt = [] if self.prompt_field is None else [self.prompt_field]
+        completions = [self.chosen_field, self.rejected_field]
+        # Only the usual key may be missing: another one was written by somebody whose data should have it.
+        is_usual = self.prompt_field == _PROMPT
+        return file.records(completions if is_usual else [*prompt, *completions], prompt if is_usual else ())
+
+    def describe_records(self, file: TextFile) -> str | None:
+        record = next(iter(file.records(None)), None)
+        if record is None:
+            return None
+        prompt, chosen, _ = self.fields(record)
+        kinds = {True: "a text", False: "messages"}
+        pairs = f"pairs of '{self.chosen_field}' and '{self.rejected_field}' ({kinds[isinstance(chosen, str)]} each)"
+        if prompt is not None:
+            return f"{pairs} after '{self.prompt_field}' ({kinds[isinstance(prompt, str)]})"
+        others = [key for key in record.values if key not in (self.chosen_field, self.rejected_field)]
+        unread = f"; not read: {', '.join(others)[:_LISTED]}" if others else ""
+        why = "" if self.prompt_field is None else f", because there is no '{self.prompt_field}'"
+        return f"{pairs}; the prompt is what both begin with{why}{unread}"
 
     def nothing_to_train_on(self) -> str:
         return "no pair has a prompt and two completions of at least one token each"
 
     def fields(self, record: Record) -> tuple[Any, Any, Any]:
-        """Prompt (None without a `prompt_field`), chosen and rejected of a record; texts or lists of messages."""
-        prompt = None if self.prompt_field is None else text_or_messages(record, self.prompt_field)
+        """Prompt (None if both completions begin with it), chosen and rejected of a record; texts or lists of messages."""
+        is_absent = self.prompt_field == _PROMPT and record.values.get(_PROMPT) is None
+        prompt = None if self.prompt_field is None or is_absent else text_or_messages(record, self.prompt_field)
         return (
             prompt,
             text_or_messages(record, self.chosen_field),
@@ -106,13 +131,24 @@ class PairsFormat(CompletionsFormat):
         if prompt is not None:
             return Completions(prompt, (chosen, rejected), is_rendered=False)
         equal = itertools.takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False))
-        common, end_text = "".join(a for a, _ in equal), self.prompt_ends_with
-        end = common.rfind(" " if end_text is None else end_text)
-        if end < 0:
+        common = "".join(a for a, _ in equal)
+        size = self._prompt_size(common)
+        if not size:
+            without = f", without {self.prompt_ends_with!r}" if common and self.prompt_ends_with else ""
             raise ConfigError(
-                f"{where}: no prompt: '{self.chosen_field}' and '{self.rejected_field}' begin alike with {common[-80:]!r},"
-                f" without {'a space' if end_text is None else repr(end_text)}. Set data.format.prompt_field, or"
-                " prompt_ends_with"
+                f"{where}: no prompt: '{self.chosen_field}' and '{self.rejected_field}' begin alike with {common[-80:]!r}"
+                f"{without}. Set data.format.prompt_field to the key of the prompt, or prompt_ends_with"
             )
-        size = end + (0 if end_text is None else len(end_text))
         return Completions(chosen[:size], (chosen[size:], rejected[size:]), is_rendered=False)
+
+    def _prompt_size(self, common: str) -> int:
+        """The number of characters of the prompt in what both completions begin with; 0 without any."""
+        if self.prompt_ends_with is not None:
+            end = common.rfind(self.prompt_ends_with)
+            return 0 if end < 0 else end + len(self.prompt_ends_with)
+        if self.prompt_field is None and " " in common:
+            return common.rfind(" ")
+        # TRL ends the prompt at the first character that differs, which may be inside of a token. What both completions
+        # share after the white space has the same likelihood in both. A space belongs to the word that follows.
+        spaces = [found.start() for found in _WHITE_SPACE.finditer(common)]
+        return len(common) if not spaces else spaces[-1] + (common[spaces[-1]] != " ")

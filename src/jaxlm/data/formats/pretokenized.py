@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.formats.base import Encoder, FormatConfig, RawContent, TokenizedText
+from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, TokenizedText
 from jaxlm.data.sources.document_files import ARRAYS, has_records
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ class PretokenizedFormat(FormatConfig):
         input_ids_key: key, or column, of the token ids; not used for .npy files.
     """
 
-    adds_bos: ClassVar[bool] = False
+    begins_as: ClassVar[Begin] = "ids"
 
     input_ids_key: str = "input_ids"
 
@@ -34,7 +34,7 @@ class PretokenizedFormat(FormatConfig):
     def can_read(self, name: str) -> bool:
         return has_records(name) or name.endswith(ARRAYS)
 
-    def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
+    def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         del bos, eos
         return PretokenizedEncoder(self.input_ids_key, tokenizer, key)
 
@@ -54,7 +54,7 @@ class PretokenizedEncoder(Encoder):
     key: str
 
     def read(self, file: TextFile) -> Iterator[RawContent]:
-        token_bytes = self.tokenizer.token_bytes()
+        token_bytes = self.tokenizer.known_token_bytes(lambda _: None)
         for where, values, position in self._arrays(file):
             ids = _array(values, where)
             if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
@@ -69,7 +69,9 @@ class PretokenizedEncoder(Encoder):
                     f"{where}: token id {wrong} given, but the tokenizer has {self.tokenizer.vocab_size} tokens. Set"
                     " data.tokenizer to the tokenizer that made them"
                 )
-            yield RawContent(ids.astype(np.int32), len(ids), int(token_bytes[ids].sum()), position)
+            as_text = None if token_bytes is not None else self.tokenizer.decode(ids.tolist()).encode()
+            num_bytes = int(token_bytes[ids].sum()) if as_text is None else len(as_text)
+            yield RawContent(ids.astype(np.int32), len(ids), num_bytes, position)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         return [TokenizedText(ids) for ids in contents]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.formats.base import Encoder, FormatConfig, RawContent, TokenizedText
+from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, TokenizedText
 from jaxlm.data.formats.chat import plain_text
 from jaxlm.data.formats.completions import checked_template, text_or_messages
 from jaxlm.data.sources.document_files import has_records
@@ -29,6 +29,7 @@ class PromptsFormat(FormatConfig):
     """
 
     makes: ClassVar[str] = "prompts"
+    begins_as: ClassVar[Begin] = "prompt"
 
     prompt_field: str = "prompt"
     chat_template: str | None = None
@@ -46,7 +47,7 @@ class PromptsFormat(FormatConfig):
     def beside_prompt(self, values: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in values.items() if key != self.prompt_field}
 
-    def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
+    def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         del eos  # a prompt goes on
         template = None
         if self.chat_template is not None or tokenizer.chat_template is not None:

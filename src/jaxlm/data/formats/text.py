@@ -33,7 +33,7 @@ class TextFormat(FormatConfig):
     def key_of_text(self, source_key: str) -> str | None:
         return self.text_key or source_key
 
-    def encoder(self, tokenizer: Tokenizer, *, bos: bool, eos: bool, key: str) -> Encoder:
+    def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         del key
         return TextEncoder(tokenizer, *boundary_ids(tokenizer, bos=bos, eos=eos))
 

@@ -38,7 +38,8 @@ class NamedSource:
         store: the token caches are in `train` and `validation` of its folder.
         cache_dir: the run's `data.cache_dir`. It holds the mirror, and its files are never read as text.
         blocks: where blocks of token caches at a URL are kept.
-        bos, eos: whether to add BOS and EOS to every document.
+        bos: whether to begin every document with BOS; None leaves it to the format.
+        eos: whether to end every document with EOS.
     """
 
     name: str
@@ -47,7 +48,7 @@ class NamedSource:
     store: CacheStore
     cache_dir: Path
     blocks: BlockMirror
-    bos: bool
+    bos: bool | None
     eos: bool
 
     @property
@@ -113,8 +114,42 @@ class NamedSource:
             **self.config.format.cache_key(),
         }
 
+    @property
+    def _bos(self) -> bool | None:
+        """Whether documents begin with BOS; None for what the tokenizer itself does."""
+        return True if self.bos is None and self.config.format.begins_as != "prompt" else self.bos
+
+    def begin(self, tokenizer: Tokenizer | None) -> bool | list[int]:
+        """Whether documents begin with BOS, or the other ids that the tokenizer itself puts in front of a text.
+
+        Args:
+            tokenizer: None for one that is to be trained.
+        """
+        if self._bos is not None or tokenizer is None:
+            return self._bos is not False
+        ids = tokenizer.ids_before(bos=None)
+        return bool(ids) if ids in ((), (tokenizer.bos_id,)) else list(ids)
+
+    def describe_begin(self, tokenizer: Tokenizer | None) -> str:
+        """What documents begin with, and why. Args: tokenizer: None for one that is to be trained."""
+        begins_as = self.config.format.begins_as
+        if begins_as == "template":
+            return "begin as the chat template writes them"
+        if begins_as == "ids":
+            return "begin with the ids that are given"
+        begin = self.begin(tokenizer)
+        ids = [] if begin is False or tokenizer is None else tokenizer.ids_before(bos=self._bos)
+        names = "BOS" if begin is True else tokenizer.decode(ids, special=True) if tokenizer and ids else "no BOS"
+        if self.bos is not None:
+            return f"begin with {names} (data.enforce_bos: {str(self.bos).lower()})"
+        if begins_as == "text":
+            return f"begin with {names} (as plain text does without data.enforce_bos)"
+        if tokenizer is None or tokenizer.text_prefix is None:
+            return f"begin with {names} (the tokenizer was trained here; data.enforce_bos is null)"
+        return f"begin with {names}, as the tokenizer itself begins a text (data.enforce_bos is null)"
+
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        return self.config.format.encoder(tokenizer, bos=self.bos, eos=self.eos, key=f"{self.key}.format")
+        return self.config.format.encoder(tokenizer, bos=self._bos, eos=self.eos, key=f"{self.key}.format")
 
     def preview(self, tokenizer: Tokenizer, seq_len: int, *, copies: Log | None = None) -> MaskPreview | None:
         """What the loss is computed on in the first training records; None for a format without a loss mask.
@@ -139,6 +174,10 @@ class NamedSource:
         is_here = all(source.is_local(self.mirror) for item in listed for source in item.sources)
         return self._files(listed, lambda _: None, {}) if is_here else None
 
+    def describe_records(self, split: str) -> str | None:
+        """How the records of a split are read, if that follows from their keys; None for files of other machines too."""
+        return next((self.config.format.describe_records(file) for file in self.local_files(split) or ()), None)
+
     def is_tokenized(self, split: str) -> bool:
         """Whether the token cache of the split exists, here or at the URL."""
         return (self.folder / split).exists() or find_blocks(self.store, self.folder / split, self.blocks) is not None
@@ -161,7 +200,7 @@ class NamedSource:
             ConfigError: the data cannot be tokenized, or the existing cache was built from something else.
         """
         encoder = self.encoder(tokenizer)
-        made_from = cache_key(self.identified(split, log), tokenizer, bos=self.bos, eos=self.eos)
+        made_from = cache_key(self.identified(split, log), tokenizer, bos=self.begin(tokenizer), eos=self.eos)
         made_from = {**made_from, **self.config.format.cache_key(), **encoder.cache_key()}
         key_digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
         folder = self.folder / "evaluate" / key_digest if separate_cache else self.folder
@@ -236,7 +275,9 @@ class NamedSource:
         """Compares the parts of the cache key that need no tokenizer; opening the cache compares the rest."""
         before = read_metadata(self.folder / split)["made_from"]
         files = file_digests(self.files(split))
-        now = {**before, "enforce_bos": self.bos, "enforce_eos": self.eos, "files": files}
+        now = {**before, "enforce_eos": self.eos, "files": files}
+        if self._bos is not None:
+            now["enforce_bos"] = self._bos
         if "text_key" in before:
             now["text_key"] = self._text_key
         now |= {"format": None} if "format" in before else {}

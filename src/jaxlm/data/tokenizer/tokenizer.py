@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ class Tokenizer:
         vocab_size: all ids are below this.
         bos_id, eos_id: ids of the tokens that begin and end a document; None if the tokenizer has none.
         stop_ids: ids that end generated text: EOS, and those that generation_config.json and config.json list.
+        model_ids: the token ids in the config.json beside the tokenizer.
         special_ids: `bos_token_id`, `eos_token_id` and `pad_token_id` for a config.json: as they were in the one beside the
             tokenizer, else its own. May have lists.
     """
@@ -77,11 +78,11 @@ class Tokenizer:
         self.bos_id = bos_id
         self.eos_id = eos_id
         self._extra_files = dict(extra_files or {})
-        self._model_ids = dict(model_ids or {})
+        self.model_ids = dict(model_ids or {})
         generation = json.loads(self._extra_files.get(_GENERATION, b"{}"))
-        listed = [*_as_list(generation.get("eos_token_id")), *_as_list(self._model_ids.get("eos_token_id")), eos_id]
+        listed = [*_as_list(generation.get("eos_token_id")), *_as_list(self.model_ids.get("eos_token_id")), eos_id]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(number for number in listed if type(number) is int))
-        self.special_ids: dict[str, Any] = {"bos_token_id": bos_id, "eos_token_id": eos_id, **self._model_ids}
+        self.special_ids: dict[str, Any] = {"bos_token_id": bos_id, "eos_token_id": eos_id, **self.model_ids}
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without added special tokens."""
@@ -116,6 +117,27 @@ class Tokenizer:
         """
         with pattern_errors():
             return self._unmodified_backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    @functools.cached_property
+    def text_prefix(self) -> tuple[int, ...] | None:
+        """The ids that a Hugging Face tokenizer itself puts in front of every text, as transformers does; None for a
+        tokenizer that was trained here, whose files say nothing about it."""
+        plain, whole = (self.encode_like_transformers("a", add_special_tokens=add) for add in (False, True))
+        starts = [start for start in range(len(whole)) if whole[start : start + len(plain)] == plain]
+        prefix = tuple(whole[: starts[0]]) if plain and starts else ()
+        is_hugging_face = "tokenizer_class" in self._settings or bool(self.model_ids)
+        return prefix if prefix or is_hugging_face else None
+
+    def ids_before(self, *, bos: bool | None) -> tuple[int, ...]:
+        """The ids to put in front of every text.
+
+        Args:
+            bos: BOS if the tokenizer has one, or nothing; None for what the tokenizer itself puts there, or BOS if it was
+                trained here.
+        """
+        if bos is None and self.text_prefix is not None:
+            return self.text_prefix
+        return () if bos is False or self.bos_id is None else (self.bos_id,)
 
     @functools.cached_property
     def _unmodified_backend(self) -> "tokenizers.Tokenizer":
@@ -159,7 +181,7 @@ class Tokenizer:
             generation.pop("_from_model_config", None)  # transformers would read config.json instead
             files[_GENERATION] = json.dumps(generation | {"eos_token_id": [*self.stop_ids, *turn_ends]})
         encoded = {name: content.encode("utf-8") for name, content in files.items()}
-        return Tokenizer(self._backend, self.bos_id, self.eos_id, self._extra_files | encoded, self._model_ids)
+        return Tokenizer(self._backend, self.bos_id, self.eos_id, self._extra_files | encoded, self.model_ids)
 
     @property
     def template_names(self) -> dict[str, str]:
@@ -194,6 +216,14 @@ class Tokenizer:
             counts[number] = 0 if token.special else len(token.content.encode())
         return counts
 
+    def known_token_bytes(self, log: Callable[[str], None]) -> np.ndarray | None:
+        """`token_bytes`; None, with a line that says so, if the bytes of the tokens are unknown."""
+        try:
+            return self.token_bytes()
+        except ConfigError as error:
+            log(f"note: no bits per byte: {error}")
+            return None
+
     def dummy_prefix(self) -> DummyPrefix | None:
         """The space that the tokenizer puts in front of every text; None if it puts none, or has no BOS before a text.
 
@@ -220,7 +250,7 @@ class Tokenizer:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        model = {_MODEL: json.dumps(self._model_ids).encode()} if self._model_ids else {}
+        model = {_MODEL: json.dumps(self.model_ids).encode()} if self.model_ids else {}
         for name, content in (self.files() | model).items():
             (folder / name).write_bytes(content)
 
@@ -316,20 +346,23 @@ def load_tokenizer(path: str, vocab_size: int | None = None) -> Tokenizer:
     return tokenizer
 
 
-def boundary_ids(tokenizer: Tokenizer, *, bos: bool, eos: bool) -> tuple[np.ndarray, np.ndarray]:
+def boundary_ids(tokenizer: Tokenizer, *, bos: bool | None, eos: bool) -> tuple[np.ndarray, np.ndarray]:
     """The ids to put before and after every document: BOS and EOS, or nothing.
+
+    Args:
+        bos: None for what `Tokenizer.ids_before` puts there without it.
 
     Raises:
         ConfigError: the tokenizer does not have the token.
     """
-    boundaries = []
-    for name, number, enforced in (("bos", tokenizer.bos_id, bos), ("eos", tokenizer.eos_id, eos)):
+    wants_bos = bos or (bos is None and tokenizer.text_prefix is None)
+    for name, number, enforced in (("bos", tokenizer.bos_id, wants_bos), ("eos", tokenizer.eos_id, eos)):
         if enforced and number is None:
             raise ConfigError(
                 f"data.enforce_{name}: true, but the tokenizer has no {name.upper()} token. Set it to false"
             )
-        boundaries.append(np.array([number] if enforced else [], np.int32))
-    return boundaries[0], boundaries[1]
+    before, after = tokenizer.ids_before(bos=bos), [tokenizer.eos_id] if eos else []
+    return np.array(before, np.int32), np.array(after, np.int32)
 
 
 def _special_id(backend: "tokenizers.Tokenizer", file: Path, side: str) -> int | None:
