@@ -323,13 +323,14 @@ def read_adapters(folder: Path, config: ModelConfig, sizes: Sizes) -> ReadAdapte
     for tensor, names in opened.saved:
         unread -= set(names)
         for name in names:
-            _check_shape(tensor, file.tensors[name].shape, sizes, f"{file.path}: {name}")
+            _check_shape(tensor, file.tensors[name].shape, sizes, f"{folder / _WEIGHTS}: {name}")
         saved |= {
             part.path: Saved(tensor, n, [file.view(name) for name in names]) for n, part in enumerate(tensor.parts)
         }
-    if opened.tied and opened.settings.get("ensure_weight_tying"):  # the head repeats the table
-        (head,) = (module_name(t, None) for t in peft_tensors(config) if module_path(t.parts[0]) == HEAD)
-        unread -= {name for name in unread if name.startswith(f"{PREFIX}{head}.")}
+    if opened.tied:  # a head repeats the weight of the table and, if it shares them, the adapters
+        (head,) = (f"{PREFIX}{module_name(t, None)}." for t in peft_tensors(config) if module_path(t.parts[0]) == HEAD)
+        shared = opened.settings.get("ensure_weight_tying")
+        unread -= {name for name in unread if name.startswith(head) and (shared or name.endswith(".weight"))}
     if unread:
         raise _wrong_model(folder, f"{', '.join(sorted(unread)[:_MAX_LISTED])} belong to no layer of this model")
     a, b, magnitudes = ({path: each[n] for path, each in arrays.items() if each[n] is not None} for n in range(3))
@@ -417,7 +418,11 @@ def _lora_keys(opened: _Folder, modules: Mapping[str, _Module]) -> dict[str, Any
         "layers_to_transform": layers,
         "embeddings": _any_of(tables),
         "ensure_weight_tying": bool(settings.get("ensure_weight_tying")) and _TOKENS in tables,
-        "modules_to_save": [_saved_pattern(part, modules) for tensor, _ in opened.saved for part in tensor.parts],
+        "modules_to_save": [
+            _saved_pattern(part, [*modules, *([_TOKENS] if tied else [])])
+            for tensor, _ in opened.saved
+            for part in tensor.parts
+        ],
     }
 
 

@@ -30,6 +30,7 @@ from jaxlm.interop.peft.names import (
     LINEAR,
     MAGNITUDE,
     PREFIX,
+    is_tied,
     layers_of,
     module_name,
     peft_tensors,
@@ -125,6 +126,10 @@ def save_adapters(
         tensors |= {f"{PREFIX}{module.name}.{side}": array for side, array in named.items() if array is not None}
     adapted = {module.name for module in modules}
     others = _saved_tensors(saved, table, num_layers, sizes, layout, dtype)
+    is_shared = shared
+    if is_tied(config):
+        others, is_table = _tied_tensors(others, adapted, table)
+        is_shared = shared or is_table
     tensors |= {_saved_name(name, adapted): array for name, array in others.items()}
     if not is_main_process():
         return
@@ -140,7 +145,7 @@ def save_adapters(
         "use_dora": any(module.arrays.magnitude is not None for module in modules),
         **_targets(modules, matrices, num_layers),
         **_modules_to_save(others, adapted, table, num_layers),
-        **({"ensure_weight_tying": True} if shared else {}),
+        **({"ensure_weight_tying": True} if is_shared else {}),
     }
     infos = {name: TensorInfo(array.shape, array.dtype) for name, array in tensors.items()}
     with publish_folder(folder, "adapter_config.json") as unfinished:
@@ -300,6 +305,22 @@ def _saved_tensors(
             " one with other parameters too. Add those, or export the merged model: --adapters merge"
         )
     return found
+
+
+def _tied_tensors(
+    others: Mapping[str, np.ndarray], adapted: Collection[str], table: Sequence[Tensor]
+) -> tuple[dict[str, np.ndarray], bool]:
+    """The tensors of a model whose head is its token embedding, as PEFT has them, and whether the two are a saved module.
+
+    PEFT sees two modules. If one of them has an adapter, its base layer has the weight of both. Otherwise both are saved.
+    """
+    names = {tensor.parts[0].path: tensor.name for tensor in table}
+    tokens, head = names["tokens.weight"], names["head.weight"]
+    if tokens not in others or tokens.rpartition(".")[0] in adapted:
+        return dict(others), False
+    if head.rpartition(".")[0] in adapted:
+        return {head if name == tokens else name: array for name, array in others.items()}, False
+    return {**others, head: others[tokens].copy()}, True
 
 
 def _saved_name(name: str, adapted: Collection[str]) -> str:
