@@ -30,7 +30,7 @@ from jaxlm.run.generation_options import add_adapter_option
 from jaxlm.run.inference_model import InferenceModel, load
 from jaxlm.run.load_model import LoadedModel, add_checkpoint_options, open_model
 from jaxlm.surgery.base import export_form, merge_surgeries
-from jaxlm.surgery.lora import round_adapters, save_peft
+from jaxlm.surgery.lora import round_adapters, save_peft, saved_modules
 
 _TO_NANOCHAT = "to-nanochat"
 _NUM_COMPARED = 32  # tokens
@@ -111,12 +111,12 @@ def _write_adapters(folder: Location, opened: LoadedModel, dtype: Any, card: Mod
             f"--adapters only: {opened.location} has data.added_tokens, and {base} has no rows for them. Adapters do not"
             " contain them: write the whole model, without --adapters only"
         )
-    model = opened.load()
+    model, saved = opened.load(), saved_modules(opened.surgeries)
     files = {README: card.text().encode()}
-    save_peft(folder, model, plan.config.model, plan.layout, dtype=dtype, base=base or "", files=files)
+    save_peft(folder, model, plan.config.model, plan.layout, dtype=dtype, base=base or "", files=files, saved=saved)
     print(f"wrote the adapters of {opened.location} to {folder}")
     if base is not None and verify:
-        print(_verify_adapters(Path(folder), base, opened, round_adapters(model, dtype)))
+        print(_verify_adapters(Path(folder), base, opened, round_adapters(model, dtype, saved)))
 
 
 def _verify_adapters(folder: Path, base: str, opened: LoadedModel, model: LanguageModel) -> str:

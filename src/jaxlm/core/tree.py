@@ -1,9 +1,10 @@
-"""Operations on model trees by leaf path: list, select, partition, replace modules.
+"""Operations on model trees by leaf path: list, count, select, partition, replace modules.
 
 A leaf is an array or a whole `NamedArray`. Its path is dotted, as in Python: `transformer.layers.attention.q.weight`.
 Positions in lists and tuples are numbers.
 """
 
+import abc
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -85,9 +86,28 @@ def is_inexact(leaf: Any) -> bool:
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
 
 
+class Padded(eqx.Module):
+    """A module with arrays that are larger than its parameters. The rest of them is zero, and no step changes it."""
+
+    @abc.abstractmethod
+    def padding(self) -> Mapping[str, int]:
+        """Path of a leaf in the module -> how many of its elements are no parameters."""
+
+
+def sizes(tree: Any) -> dict[str, int]:
+    """Path -> number of elements of every floating-point leaf, without padding."""
+    counts = {path: raw(leaf).size for path, leaf in leaves(tree) if is_inexact(leaf)}
+    for module, padded in modules_by_path(tree, Padded):
+        for name, padding in padded.padding().items():
+            path = f"{module}.{name}".lstrip(".")
+            if path in counts:
+                counts[path] -= padding
+    return counts
+
+
 def num_parameters(tree: Any) -> int:
-    """Total number of elements in all floating-point leaves."""
-    return sum(raw(leaf).size for _, leaf in leaves(tree) if is_inexact(leaf))
+    """Total number of elements in all floating-point leaves, without padding."""
+    return sum(sizes(tree).values())
 
 
 def modules(tree: Any, kind: type[M]) -> list[M]:
@@ -103,13 +123,18 @@ def modules_by_path(tree: Any, kind: type[M]) -> list[tuple[str, M]]:
 
 def map_modules(tree: T, kind: type[M], pattern: str, change: Callable[[M], Any]) -> T:
     """Applies `change` to every module of a type whose path matches the regular expression, which must match one."""
+    return map_modules_by_path(tree, kind, pattern, lambda _, module: change(module))
+
+
+def map_modules_by_path(tree: T, kind: type[M], pattern: str, change: Callable[[str, M], Any]) -> T:
+    """As `map_modules`, with `change(path, module)`."""
     compiled = compile_pattern(pattern)
     paths = [path for path, _ in modules_by_path(tree, kind)]
     if not any(compiled.search(path) for path in paths):
         raise ConfigError(f"the pattern '{pattern}' matches no {kind.__name__} layer. {closest_paths(pattern, paths)}")
 
     def changed(path: Any, node: Any) -> Any:
-        return change(node) if isinstance(node, kind) and compiled.search(dotted(path)) else node
+        return change(dotted(path), node) if isinstance(node, kind) and compiled.search(dotted(path)) else node
 
     return jax.tree_util.tree_map_with_path(changed, tree, is_leaf=lambda x: isinstance(x, kind))
 

@@ -34,7 +34,7 @@ def parameter_groups(trainable: Any, config: OptimizerConfig) -> list[ParameterG
     separately, by whether they are matrices.
     """
     _check(config)
-    leaves = dict(tree.leaves(trainable))
+    leaves, sizes = dict(tree.leaves(trainable)), tree.sizes(trainable)
     owners = _owners(config, list(leaves))
     separates = any(optimizer.separates_matrices for _, optimizer in _optimizers(config))
     matrices = matrix_paths(trainable) if separates else frozenset()
@@ -55,7 +55,7 @@ def parameter_groups(trainable: Any, config: OptimizerConfig) -> list[ParameterG
             ParameterGroup(
                 name=_group_name(config, owner, as_matrices, decaying),
                 paths=tuple(paths),
-                num_parameters=sum(tree.raw(leaves[path]).size for path in paths),
+                num_parameters=sum(sizes[path] for path in paths),
                 weight_decay=optimizer.weight_decay if decaying else 0.0,
                 as_matrices=as_matrices,
                 owner=owner,

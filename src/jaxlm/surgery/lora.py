@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters on linear layers.
+"""LoRA and DoRA: low-rank adapters on linear layers and embeddings.
 
 Source: Hu et al. 2021, LoRA: Low-Rank Adaptation of Large Language Models (arXiv:2106.09685), section 4.1:
 W x + (alpha / r) B A x, with A random and B zero, so that the adapted model initially equals the base model.
@@ -12,23 +12,22 @@ Dropout on the input of A in training, as in the released code (microsoft/LoRA, 
 import dataclasses
 import functools
 import itertools
-import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import equinox as eqx
-import haliax as hax
+import haliax.nn as hnn
 import jax
 import numpy as np
-from haliax import Axis, AxisSpec, NamedArray
+from haliax import AxisSpec, NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.axes import LORA, VOCAB, axes_of
+from jaxlm.core.axes import LAYERS, LORA, VOCAB, axes_of
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import BelowOne, NonNegativeFloat, PositiveInt
+from jaxlm.core.field_types import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt
 from jaxlm.core.matmul import Weight, dot
 from jaxlm.core.publish import Location
 from jaxlm.core.runtime import main_first
@@ -43,16 +42,16 @@ from jaxlm.models.linear import Linear
 from jaxlm.models.remat import ADAPTED, checkpoint_name
 from jaxlm.models.stacks import Body, path_in_one_stack
 from jaxlm.surgery.base import SurgeryConfig
+from jaxlm.surgery.lora_embedding import LoraEmbedding, UntiedEmbedding
+from jaxlm.surgery.low_rank import AdapterSize, LowRank
 
 
-class LoraLinear(DropoutLayer):
+class LoraLinear(DropoutLayer, tree.Padded):
     """A linear layer with a low-rank adapter.
 
     Attributes:
         base: the original layer.
-        a: {layers, lora_rank, In}; without `layers` if the base is not stacked.
-        b: {layers, Out, lora_rank}; without `layers` if the base is not stacked.
-        scale: multiplier of the adapter's output.
+        a, b, scale, magnitude, layer, sizes: as in `LowRank`.
         dropout: dropout probability of the adapter's input.
         key: random key for dropout; None outside training.
     """
@@ -63,22 +62,48 @@ class LoraLinear(DropoutLayer):
     scale: float = eqx.field(static=True)
     dropout: float = eqx.field(static=True, default=0.0)
     key: jax.Array | None = None
+    magnitude: NamedArray | None = None
+    layer: NamedArray | None = None
+    sizes: tuple[AdapterSize, ...] = eqx.field(static=True, default=())
 
     @staticmethod
     def around(base: Linear, *, rank: int, scale: float, dropout: float, key: jax.Array) -> "LoraLinear":
-        """Adds an adapter that is initially zero: A is uniform within +-1/sqrt(fan in), B is zero."""
-        Rank = Axis(LORA, rank)
-        inputs, outputs = axes_of(base.In), axes_of(base.Out)
-        stacked = tuple(ax for ax in base.weight.axes if ax not in (*inputs, *outputs))
-        bound = 1.0 / math.sqrt(math.prod(ax.size for ax in inputs))
-        a = hax.random.uniform(key, (*stacked, Rank, *inputs), minval=-bound, maxval=bound)
-        return LoraLinear(base, a, hax.zeros((*stacked, *outputs, Rank)), scale, dropout)
+        """Adds an adapter that is initially zero, with the same rank in all layers."""
+        return LoraLinear.sized(base, [AdapterSize(rank, scale)], dropout=dropout, use_dora=False, key=key)
+
+    @staticmethod
+    def sized(
+        base: Linear, sizes: Sequence[AdapterSize], *, dropout: float, use_dora: bool, key: jax.Array
+    ) -> "LoraLinear":
+        """Adds an adapter that is initially zero. Args: sizes: one, or one for each layer."""
+        new = LowRank.of(base.weight, base.In, base.Out, sizes, key=key, use_dora=use_dora)
+        return LoraLinear(base, new.a, new.b, new.scale, dropout, None, new.magnitude, new.layer, new.sizes)
+
+    @property
+    def change(self) -> LowRank:
+        """What the adapter adds to the weight."""
+        return LowRank(self.a, self.b, self.base.In, self.base.Out, self.scale, self.magnitude, self.layer, self.sizes)
 
     def __call__(self, inputs: NamedArray) -> NamedArray:
         """{.., In} to {.., Out}."""
-        low = dot(dropout(inputs, self.dropout, self.key), self.a, self.base.In)
-        out = (self.base(inputs) + dot(low, self.b, LORA) * self.scale).astype(inputs.dtype)
+        dropped = dropout(inputs, self.dropout, self.key)
+        low = dot(dot(dropped, self.a, self.base.In), self.b, LORA) * self.change.scales
+        if self.magnitude is not None:
+            return self._with_magnitude(inputs, dropped, low)
+        out = (self.base(inputs) + low).astype(inputs.dtype)
         return checkpoint_name(out, ADAPTED)
+
+    def _with_magnitude(self, inputs: NamedArray, dropped: NamedArray, low: NamedArray) -> NamedArray:
+        """W x + (f - 1) W x' + f low + bias, with the dropped inputs x' and f = magnitude / norm, as PEFT computes it."""
+        linear = dataclasses.replace(self.base, bias=None)
+        factor = checkpoint_name(self.change.factor(self.base.weight), ADAPTED)
+        changed = checkpoint_name(linear(dropped) + low, ADAPTED)
+        out = (changed * factor).rearrange(changed.axes)
+        if self.key is not None:
+            out = out + linear(inputs - dropped)
+        if self.base.bias is not None:
+            out = out + self.base.bias
+        return out.astype(inputs.dtype)
 
     def operand(self, x: NamedArray) -> NamedArray:
         """As `Linear.operand`."""
@@ -87,6 +112,9 @@ class LoraLinear(DropoutLayer):
     def with_key(self, key: jax.Array) -> "LoraLinear":
         """Returns the layer with this dropout key, or unchanged if it has no dropout."""
         return dataclasses.replace(self, key=key) if self.dropout else self
+
+    def padding(self) -> dict[str, int]:
+        return self.change.padding()
 
     @property
     def In(self) -> AxisSpec:
@@ -103,57 +131,100 @@ class LoraLinear(DropoutLayer):
 
     def merged(self) -> Linear:
         """Merges the adapter into a plain layer with the same output."""
-        assert isinstance(self.base.weight, NamedArray)
-        delta = hax.dot(self.b, self.a, axis=LORA) * self.scale
-        weight = self.base.weight + delta.rearrange(self.base.weight.axes).astype(self.base.weight.dtype)
-        return eqx.tree_at(lambda layer: layer.weight, self.base, weight)
+        return dataclasses.replace(self.base, weight=self.change.applied(self.base.weight))
 
 
 @SurgeryConfig.register_subclass("lora")
 @dataclass(frozen=True)
 class LoraConfig(SurgeryConfig):
-    """Adds LoRA adapters to the linear layers whose path matches. Train only the adapters with `trainable: ["\\\\.[ab]$"]`.
+    """Adds LoRA or DoRA adapters to the linear layers whose path matches. Train only the adapters with
+    `trainable: ["\\\\.[ab]$"]`; with DoRA, `["\\\\.(a|b|magnitude)$"]`.
+
+    Patterns by layer are searched for in paths with the number of the layer, such as `body.layers.3.attn.q_proj`.
 
     Attributes:
-        target: regular expression searched for in the paths of linear layers; matching layers get an adapter.
+        target: regular expression searched for in the paths of linear layers; matching layers get an adapter. Null adapts no
+            linear layers.
         rank: rank of the adapters.
         alpha: adapter outputs are scaled by alpha / rank.
-        dropout: dropout probability of the adapters' inputs in training.
+        dropout: dropout probability of the inputs of linear layers' adapters in training.
         rslora: scale by alpha / sqrt(rank) instead of alpha / rank.
+        use_dora: also train a magnitude for each output, which the adapted weight is normalized to (DoRA).
+        rank_pattern: regular expression -> rank of the adapters whose numbered path it matches; the first one decides. Rank 0
+            means no adapter.
+        alpha_pattern: regular expression -> alpha, likewise.
+        layers_to_transform: numbers of the layers that get adapters, from 0; null means all. Does not affect the head.
+        embeddings: regular expression searched for in the paths of embedding tables (`tokens`), and in `head` if the head is
+            tied to one; matching ones get an adapter. Null adapts none.
+        ensure_weight_tying: the head that is tied to the token embedding has the adapter of that embedding too, so that they
+            stay tied.
+        modules_to_save: regular expressions searched for in the paths of other parameters (`^head\\.weight$`, `\\.bias$`);
+            `--adapters only` writes matching ones too. `trainable` decides whether they train.
         from_peft: load initial adapters from a folder saved by PEFT, or from a Hub `name` or `name@revision`. The other keys
             default to the values in that folder. Null starts with new adapters that do not change the model's outputs.
     """
 
-    target: str = ".*"
+    target: str | None = ".*"
     rank: PositiveInt = 8
     alpha: NonNegativeFloat = 16.0
     dropout: BelowOne = 0.0
     rslora: bool = False
+    use_dora: bool = False
+    rank_pattern: dict[str, NonNegativeInt] = field(default_factory=dict)
+    alpha_pattern: dict[str, NonNegativeFloat] = field(default_factory=dict)
+    layers_to_transform: list[NonNegativeInt] | None = None
+    embeddings: str | None = None
+    ensure_weight_tying: bool = False
+    modules_to_save: list[str] = field(default_factory=list)
     from_peft: str | None = None
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
-        scale = self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
-        indices = itertools.count()
+        if self.target is None and self.embeddings is None:
+            raise ConfigError(
+                "surgery lora: target and embeddings are null, so nothing gets an adapter. Set one of them"
+            )
+        indices, names = itertools.count(), _Names(model)
 
-        def adapt(layer: Linear) -> LoraLinear:
+        def adapt(path: str, layer: Linear) -> LoraLinear | Linear:
             layer_key = jax.random.fold_in(key, next(indices))
-            return LoraLinear.around(layer, rank=self.rank, scale=scale, dropout=self.dropout, key=layer_key)
+            sizes = self._sizes(names.numbered(path, layer.weight))
+            if not any(size.rank for size in sizes):
+                return layer
+            return LoraLinear.sized(layer, sizes, dropout=self.dropout, use_dora=self.use_dora, key=layer_key)
 
-        adapted = tree.map_modules(model, Linear, self.target, adapt)
+        adapted = model
+        if self.target is not None:
+            adapted = tree.map_modules_by_path(model, Linear, self.target, adapt)
         self._check_no_adapters(model)
+        if self.embeddings is not None:
+            adapted = self._adapt_tables(adapted, jax.random.fold_in(key, next(indices)))
+        self._check_keys(adapted, names)
         self._check_dropout_applies(adapted)
         return adapted
 
     def merge(self, model: LanguageModel) -> LanguageModel:
-        return tree.map_modules(model, LoraLinear, self.target, LoraLinear.merged)
+        if self.target is not None:
+            model = tree.map_modules(model, LoraLinear, self.target, LoraLinear.merged)
+        if self.embeddings is None:
+            return model
+        change = lambda path, table: table.merged() if self._adapts_table(path) else table  # noqa: E731
+        return tree.map_modules_by_path(model, LoraEmbedding, ".*", change)
+
+    def exported(self, model: LanguageModel, merged: LanguageModel) -> LanguageModel:
+        if tree.modules(merged, UntiedEmbedding):
+            raise ConfigError(
+                "surgery lora: embeddings: the adapters make the token embedding and the head that is tied to it differ,"
+                " which the config.json of this model cannot say. Write the adapters (--adapters only), or train with"
+                " ensure_weight_tying: true"
+            )
+        return merged
 
     def initial_leaves(self, model: LanguageModel, config: ModelConfig) -> Mapping[str, np.ndarray | jax.Array]:
         if self.from_peft is None:
             return {}
         folder = main_first(functools.partial(peft_folder, self.from_peft))
         read = _read(folder, model, config)
-        paths = [path for path, _ in tree.modules_by_path(model, LoraLinear)]
-        self._check_agreement(read, [path for path in paths if re.search(self.target, path)])
+        self._check_agreement(read, _adapter_paths(model, self))
         return read.leaves(model)
 
     def keys_from_files(self, given: Collection[str], config: ModelConfig) -> Mapping[str, Any]:
@@ -162,21 +233,108 @@ class LoraConfig(SurgeryConfig):
             return {}
         return {key: value for key, value in lora_keys(peft_folder(self.from_peft), config).items() if key in missing}
 
+    def _sizes(self, numbered: Sequence[tuple[str, int | None]]) -> list[AdapterSize]:
+        """The sizes of the adapters at these numbered paths."""
+        sizes = []
+        for path, number in numbered:
+            left_out = number is not None and number not in (self.layers_to_transform or (number,))
+            rank = 0 if left_out else _first_match(self.rank_pattern, path, self.rank)
+            alpha = _first_match(self.alpha_pattern, path, self.alpha)
+            sizes.append(AdapterSize(rank, alpha / rank ** (0.5 if self.rslora else 1) if rank else 0.0))
+        return sizes[:1] if len(set(sizes)) == 1 else sizes
+
+    def _adapt_tables(self, model: LanguageModel, key: jax.Array) -> LanguageModel:
+        """Adds adapters to the embedding tables that `embeddings` matches, and to the head that is tied to one."""
+        tables = tree.modules_by_path(model, hnn.Embedding)
+        has_head = any(
+            VOCAB in _names_of(layer.Out) for kind in (Linear, LoraLinear) for layer in tree.modules(model, kind)
+        )
+        tied = None if has_head else next((path for path, _ in tables if path.split(".")[-1] == "tokens"), None)
+        names = [path for path, _ in tables] + ([_head_of(tied)] if tied is not None else [])
+        if not any(re.search(self.embeddings or "", name) for name in names):
+            raise ConfigError(
+                f"surgery lora: embeddings: '{self.embeddings}' matches none of {', '.join(names) or 'no tables'}"
+            )
+        if self.ensure_weight_tying and (tied is None or self.use_dora or not re.search(self.embeddings or "", tied)):
+            raise ConfigError(
+                "surgery lora: ensure_weight_tying: true given, which needs a head that is tied to the token embedding, an"
+                " adapter of that embedding, and no DoRA (its norms are over other axes in a head). Set it to false"
+            )
+        keys = iter(jax.random.split(key, 2 * len(tables)))
+
+        def adapt(path: str, table: hnn.Embedding) -> Any:
+            In, Out, is_tied = table.Vocab, table.Embed, path == tied
+            lookup = self._of_table(path, table, In, Out, "b", next(keys))
+            head_key, head = next(keys), None
+            if is_tied and not self.ensure_weight_tying:
+                head = self._of_table(_head_of(path), table, Out, In, "a", head_key)
+            if lookup is None and head is None:
+                return table
+            return LoraEmbedding(table, lookup, head, tied=is_tied, shared=is_tied and self.ensure_weight_tying)
+
+        return tree.map_modules_by_path(model, hnn.Embedding, ".*", adapt)
+
+    def _of_table(
+        self, name: str, table: hnn.Embedding, In: Any, Out: Any, starts: Any, key: jax.Array
+    ) -> LowRank | None:
+        """An adapter of a table's weight, if `embeddings` matches this name."""
+        sizes = self._sizes([(name, None)])
+        if not re.search(self.embeddings or "", name) or not sizes[0].rank:
+            return None
+        return LowRank.of(table.weight, In, Out, sizes, key=key, starts=starts, use_dora=self.use_dora)
+
+    def _adapts_table(self, path: str) -> bool:
+        assert self.embeddings is not None
+        return any(re.search(self.embeddings, name) for name in (path, _head_of(path)))
+
+    def _check_keys(self, model: LanguageModel, names: "_Names") -> None:
+        """Raises `ConfigError` for patterns and layers that have no effect."""
+        numbers = {number for number in names.layers if number is not None}
+        beyond = [str(layer) for layer in self.layers_to_transform or () if layer not in numbers]
+        if beyond or self.layers_to_transform == []:
+            given = f"{', '.join(beyond)} given" if beyond else "an empty list given"
+            raise ConfigError(
+                f"surgery lora: layers_to_transform: {given}, but the matching layers are numbered 0 to"
+                f" {max(numbers, default=0)}"
+            )
+        paths = [name for path in _adapter_paths(model, self) for name in names.known.get(path, [path])]
+        paths += [name for name in names.all if name not in paths]
+        for key in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(self, key):
+                compiled = tree.compile_pattern(pattern, f"surgery lora: {key}")
+                if not any(compiled.search(path) for path in paths):
+                    raise ConfigError(
+                        f"surgery lora: {key}: '{pattern}' matches no layer. {tree.closest_paths(pattern, paths)}"
+                    )
+        others = _other_paths(model)
+        for pattern in self.modules_to_save:
+            compiled = tree.compile_pattern(pattern, "surgery lora: modules_to_save")
+            if not any(compiled.search(path) for path in others):
+                raise ConfigError(
+                    f"surgery lora: modules_to_save: '{pattern}' matches no parameter. {tree.closest_paths(pattern, others)}"
+                )
+
     def _check_no_adapters(self, model: LanguageModel) -> None:
         """Refuses a second adapter on a layer: it would hide the first one from code that reads or writes adapters."""
-        paths = [path for path, _ in tree.modules_by_path(model, LoraLinear)]
-        matches = [p for p in paths if re.search(self.target, p) or re.search(self.target, f"{p}.base")]
-        if matches:
-            raise ConfigError(
-                f"surgery lora: target '{self.target}' matches {', '.join(matches)}, which already has an adapter. Change"
-                " target to match other layers. To continue training existing adapters, remove the surgery"
-            )
+        linear = [path for path, _ in tree.modules_by_path(model, LoraLinear)]
+        tables = [path for path, _ in tree.modules_by_path(model, LoraEmbedding)]
+        for key, paths in (("target", linear), ("embeddings", tables)):
+            pattern = getattr(self, key)
+            matches = [p for p in paths if pattern is not None and any(re.search(pattern, q) for q in (p, f"{p}.base"))]
+            if matches:
+                raise ConfigError(
+                    f"surgery lora: {key} '{pattern}' matches {', '.join(matches)}, which already has an adapter. Change"
+                    f" {key} to match other layers. To continue training existing adapters, remove the surgery"
+                )
 
     def _check_dropout_applies(self, model: LanguageModel) -> None:
         """Refuses dropout on a head: the loss reads its weight and never calls the layer."""
         adapters = tree.modules_by_path(model, LoraLinear)
-        in_vocab = lambda layer: VOCAB in [axis.name for axis in axes_of(layer.Out)]  # noqa: E731
-        heads = [path for path, layer in adapters if layer.dropout and in_vocab(layer)]
+        heads = [path for path, layer in adapters if layer.dropout and VOCAB in _names_of(layer.Out)]
+        if self.dropout and self.embeddings is not None:
+            heads += [
+                _head_of(path) for path, table in tree.modules_by_path(model, LoraEmbedding) if table.head is not None
+            ]
         if heads:
             raise ConfigError(
                 f"surgery lora: dropout: {self.dropout} given, but target '{self.target}' matches {', '.join(heads)}. The"
@@ -185,11 +343,11 @@ class LoraConfig(SurgeryConfig):
             )
 
     def _check_agreement(self, read: ReadAdapters, matched: Sequence[str]) -> None:
-        """Raises `ConfigError` if this surgery's keys, or the paths that its target matches, differ from the folder's."""
+        """Raises `ConfigError` if this surgery's keys, or the paths that its patterns match, differ from the folder's."""
         problems = [
             f"{key}: {getattr(self, key)} given, but the folder has {value}"
             for key, value in read.keys.items()
-            if key != "target" and getattr(self, key) != value
+            if key not in ("target", "embeddings") and getattr(self, key) != value
         ]
         problems += [
             f"target: matches {path}, which has no adapter in the folder" for path in matched if path not in read.a
@@ -205,6 +363,83 @@ class LoraConfig(SurgeryConfig):
                 + "\n".join(f"  {problem}" for problem in problems)
                 + "\nRemove these keys: they are read from adapter_config.json"
             )
+
+
+class _Names:
+    """The paths of the layers of a model that surgeries ask for, with the numbers of the layers.
+
+    Attributes:
+        known: path -> the numbered paths that it stands for.
+        layers: the numbers of all layers, or None for what is not in a layer.
+    """
+
+    def __init__(self, model: LanguageModel):
+        self._model = model
+        self.known: dict[str, list[str]] = {}
+        self.layers: set[int | None] = set()
+
+    @property
+    def all(self) -> list[str]:
+        return [name for names in self.known.values() for name in names]
+
+    def numbered(self, path: str, weight: Weight) -> list[tuple[str, int | None]]:
+        """(path with a number, the number) of every layer that a path stands for."""
+        whole, first = path_in_one_stack(path, self._model)
+        count = next((axis.size for axis in weight.axes if axis.name == LAYERS), None)
+        found: list[tuple[str, int | None]] = [(whole, None)]
+        if count is not None:
+            found = [(whole.replace(".stacked.", f".{n}."), n) for n in range(first, first + count)]
+        self.known[path] = [name for name, _ in found]
+        self.layers.update(number for _, number in found)
+        return found
+
+
+def _first_match(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
+    return next((value for pattern, value in patterns.items() if re.search(pattern, path)), default)
+
+
+def _names_of(spec: AxisSpec) -> list[str]:
+    return [axis.name for axis in axes_of(spec)]
+
+
+def _head_of(tokens: str) -> str:
+    """The name of the head that is tied to the table at a path."""
+    return f"{tokens.rpartition('.')[0]}.head".lstrip(".")
+
+
+def _changes(model: LanguageModel) -> dict[str, LowRank]:
+    """Path of the adapted layer, table or tied head -> its change. A head that shares the table's has none of its own."""
+    found = {path: layer.change for path, layer in tree.modules_by_path(model, LoraLinear)}
+    for path, table in tree.modules_by_path(model, LoraEmbedding):
+        own = {path: table.lookup, _head_of(path): table.head}
+        found |= {name: change for name, change in own.items() if change is not None}
+    return found
+
+
+def _adapter_paths(model: LanguageModel, lora: LoraConfig) -> list[str]:
+    """The paths in `_changes` that a surgery has adapted."""
+    linear = {path for path, _ in tree.modules_by_path(model, LoraLinear)}
+    pattern = lambda path: lora.target if path in linear else lora.embeddings  # noqa: E731
+    return [path for path in _changes(model) if (found := pattern(path)) is not None and re.search(found, path)]
+
+
+def _other_paths(model: LanguageModel) -> list[str]:
+    """The paths of all parameters that are no adapters'."""
+    return [path for path, leaf in tree.leaves(model) if tree.is_inexact(leaf) and path not in _adapter_leaves(model)]
+
+
+def _adapter_leaves(model: LanguageModel) -> frozenset[str]:
+    """The paths of all arrays of adapters."""
+    modules = [
+        *(path for path, _ in tree.modules_by_path(model, LoraLinear)),
+        *(
+            f"{path}.{side}"
+            for path, table in tree.modules_by_path(model, LoraEmbedding)
+            for side in ("lookup", "head")
+            if getattr(table, side) is not None
+        ),
+    ]
+    return frozenset(f"{module}.{name}" for module in modules for name in ("a", "b", "magnitude", "layer"))
 
 
 def _read(folder: Path, model: LanguageModel, config: ModelConfig) -> ReadAdapters:
@@ -230,19 +465,26 @@ def add_adapters(model: LanguageModel, folder: Path, config: ModelConfig, layout
     dtype = next(leaf.dtype for _, leaf in leaves if tree.is_inexact(leaf))
     values = dict(leaves)
     for path, array in read.leaves(abstract).items():
-        axes = dict(tree.leaves(abstract))[path].axes
-        values[path] = NamedArray(jax.device_put(array.astype(dtype), layout.parameter_sharding(axes)), axes)
+        leaf = dict(tree.leaves(abstract))[path]
+        cast = array.astype(dtype if tree.is_inexact(leaf) else leaf.dtype)
+        values[path] = NamedArray(jax.device_put(cast, layout.parameter_sharding(leaf.axes)), leaf.axes)
     return tree.map_leaves(lambda path, _: values[path if path in values else path.replace(".base.", ".")], abstract)
 
 
-def round_adapters(model: LanguageModel, dtype: Any) -> LanguageModel:
-    """The model with its adapters as they are after `save_peft` in this dtype."""
+def round_adapters(model: LanguageModel, dtype: Any, saved: Sequence[str] = ()) -> LanguageModel:
+    """The model with its adapters as they are after `save_peft` in this dtype. Args: saved: as of `save_peft`."""
+    adapters = _adapter_leaves(model)
 
-    def rounded(layer: LoraLinear) -> LoraLinear:
-        pair = tuple(array.astype(dtype).astype(array.dtype) for array in (layer.a, layer.b))
-        return eqx.tree_at(lambda it: (it.a, it.b), layer, pair)
+    def rounded(path: str, leaf: Any) -> Any:
+        is_written = path in adapters or any(re.search(pattern, path) for pattern in saved)
+        return leaf.astype(dtype).astype(leaf.dtype) if is_written and tree.is_inexact(leaf) else leaf
 
-    return tree.map_modules(model, LoraLinear, ".*", rounded)
+    return tree.map_leaves(rounded, model)
+
+
+def saved_modules(surgeries: Sequence[SurgeryConfig]) -> list[str]:
+    """The patterns of the parameters that belong to these surgeries' adapters."""
+    return [pattern for each in surgeries if isinstance(each, LoraConfig) for pattern in each.modules_to_save]
 
 
 def save_peft(
@@ -254,20 +496,52 @@ def save_peft(
     dtype: Any,
     base: str,
     files: Mapping[str, bytes] | None = None,
+    saved: Sequence[str] = (),
 ) -> None:
     """Writes only the adapters of a model, in PEFT's format. Every process must call this.
 
     Args:
         base: name of the base model, for adapter_config.json.
         files: additional files to write, such as the model card.
+        saved: regular expressions for the paths of other parameters to write (`saved_modules`).
     """
-    adapters = [
-        Adapter(*path_in_one_stack(path, model), m.a, m.b, m.base.In, m.base.Out, m.scale, m.dropout)
-        for path, m in tree.modules_by_path(model, LoraLinear)
-    ]
+    dropouts = {path: layer.dropout for path, layer in tree.modules_by_path(model, LoraLinear)}
+    adapters = []
+    for path, change in _changes(model).items():
+        whole, first = path_in_one_stack(path, model)
+        # The numbers in `sizes` of the layers that this part of the stack has.
+        numbers = [0] if change.layer is None else np.asarray(change.layer.array).reshape(-1).tolist()
+        sizes = [
+            change.sizes[number] if change.sizes else AdapterSize(change.a.axis_size(LORA), change.scale)
+            for number in numbers
+        ]
+        pairs = tuple((size.rank, size.scale) for size in sizes)
+        arrays = (change.a, change.b, change.magnitude)
+        adapters.append(Adapter(whole, first, *arrays, change.In, change.Out, pairs, dropouts.get(path)))
     if not adapters:
         raise ConfigError("the checkpoint has no adapters. Remove --adapters")
     family_of_config(config)  # raises for a model that PEFT does not know
+    tables = [path for path, _ in tree.modules_by_path(model, LoraEmbedding)]
+    shared = any(table.shared for table in tree.modules(model, LoraEmbedding))
+    others = {path: leaf for path, leaf in tree.leaves(model) if path in _other_paths(model)}
+    also = {
+        path.replace(".base.", "."): leaf
+        for path, leaf in others.items()
+        if any(re.search(each, path) for each in saved)
+    }
     (body,) = tree.modules(model, Body)
     sizes = axis_sizes(tree.leaves(model))
-    save_adapters(folder, adapters, config, body.num_layers, sizes, layout, dtype=dtype, base=base, files=files or {})
+    save_adapters(
+        folder,
+        adapters,
+        also,
+        config,
+        body.num_layers,
+        sizes,
+        layout,
+        dtype=dtype,
+        base=base,
+        files=files or {},
+        tables=tables,
+        shared=shared,
+    )

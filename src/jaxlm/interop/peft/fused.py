@@ -7,25 +7,30 @@ jaxlm has an adapter for each parameter, and PEFT one for the whole matrix. The 
      0   0  B_v       A_v
 
 Conversely, in any adapter of the whole matrix, the rows of B that belong to a parameter are that parameter's B, beside the
-whole A. If only some ranks have values in these rows, the others can be left out.
+whole A. If only some ranks have values in these rows, the others can be left out. DoRA's norms are over the inputs, so each
+row has its own magnitude, which is that of its parameter.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxlm.core.axes import LORA
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.weights import Part, Sizes, Tensor
+from jaxlm.interop.peft.names import module_path
 
-Pair = tuple[np.ndarray, np.ndarray]
-"""a [rank, in] and b [out, rank]."""
+_ONE = "one"  # an axis of size 1, in place of the inputs
 
 
-def module_path(part: Part) -> str:
-    """The path in jaxlm of the module that has this weight."""
-    return part.path.removesuffix(".weight")
+class Arrays(NamedTuple):
+    """An adapter's a [rank, in], b [out, rank] and, with DoRA, magnitude [out]."""
+
+    a: np.ndarray
+    b: np.ndarray
+    magnitude: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -40,56 +45,85 @@ class FusedMatrix:
     tensor: Tensor
     sizes: Sizes
 
-    def fuse(self, pairs: Mapping[str, Pair]) -> Pair:
-        """The adapter of the whole matrix. Args: pairs: module path -> its adapter; modules without one do not change."""
+    def fuse(self, pairs: Mapping[str, Arrays]) -> Arrays:
+        """The adapter of the whole matrix.
+
+        Args:
+            pairs: module path -> its adapter; modules without one do not change.
+
+        Raises:
+            ConfigError: some of the modules have magnitudes. Those of the others are norms of weights, which are not given.
+        """
         adapted = [path for path in map(module_path, self.tensor.parts) if path in pairs]
-        num_ranks = sum(len(pairs[path][0]) for path in adapted)
+        magnitudes = [pairs[path].magnitude for path in adapted]
+        if any(each is not None for each in magnitudes) and len(adapted) < len(self.tensor.parts):
+            raise ConfigError(
+                f"{self.tensor.name}: with DoRA, all parameters of this matrix must have adapters so that PEFT can read them,"
+                f" but only {', '.join(adapted)} have. Export the merged model: --adapters merge"
+            )
+        num_ranks = sum(len(pairs[path].a) for path in adapted)
         start, parts = 0, []
         for part in self.tensor.parts:
             outputs = [self.sizes[axis] for axis in self._outputs(part)]
-            whole = np.zeros((int(np.prod(outputs)), num_ranks), pairs[adapted[0]][1].dtype)
+            whole = np.zeros((int(np.prod(outputs)), num_ranks), pairs[adapted[0]].b.dtype)
             if (path := module_path(part)) in pairs:
-                b = pairs[path][1]
+                b = pairs[path].b
                 whole[:, start : start + b.shape[1]] = b
                 start += b.shape[1]
             parts.append(whole.reshape((*outputs, num_ranks)))
-        axes = [(*self._outputs(part), LORA) for part in self.tensor.parts]
-        b = self._of_ranks.write(parts, axes, {**self.sizes, LORA: num_ranks})
-        return np.concatenate([pairs[path][0] for path in adapted]), b.T if self._has_inputs_first else b
+        b = self._joined(parts, LORA, num_ranks)
+        magnitude = None
+        if magnitudes[0] is not None:
+            shapes = [[self.sizes[axis] for axis in self._outputs(part)] for part in self.tensor.parts]
+            columns = [np.reshape(each, (*shape, 1)) for each, shape in zip(magnitudes, shapes, strict=True)]
+            magnitude = self._joined(columns, _ONE, 1).reshape(-1)
+        return Arrays(np.concatenate([pairs[path].a for path in adapted]), b, magnitude)
 
-    def split(self, a: np.ndarray, b: np.ndarray, rank: int) -> Iterator[tuple[str, Pair]]:
-        """Path and adapter of each module: all ranks of the whole adapter, or the `rank` ranks with values in its rows.
+    def _joined(self, parts: list[np.ndarray], name: str, size: int) -> np.ndarray:
+        """[all outputs, size] from one array [*outputs, size] of each parameter."""
+        axes = [(*self._outputs(part), name) for part in self.tensor.parts]
+        whole = self._with_inputs(name).write(parts, axes, {**self.sizes, name: size})
+        return whole.T if self._has_inputs_first else whole
+
+    def split(
+        self, a: np.ndarray, b: np.ndarray, magnitude: np.ndarray | None, rank: int
+    ) -> Iterator[tuple[str, int | None, Arrays]]:
+        """(path, rank, adapter) of each module. The rank is None if it has all ranks of the whole adapter.
 
         Args:
-            a, b: the whole adapter, [layers, ranks, in] and [layers, out, ranks]. Those of modules are stacked alike.
+            a, b, magnitude: the whole adapter, [layers, ranks, in], [layers, out, ranks] and [layers, out]. Those of modules
+                are stacked alike.
+            rank: if the ranks are blocks of this size, and no parameter has values in more than one of them, each gets its
+                own block.
 
         Raises:
-            ConfigError: it has another shape, or more than `rank` ranks that are not those of one module each.
+            ConfigError: the whole adapter has another shape.
         """
         num_ranks = a.shape[1]
-        sizes = {**self.sizes, LORA: num_ranks}
-        expected = (self._of_ranks.shape(sizes)[:: -1 if self._has_inputs_first else 1], self.sizes[self._inputs[0]])
+        outputs = self._with_inputs(LORA).shape({**self.sizes, LORA: num_ranks})
+        expected = (outputs[:: -1 if self._has_inputs_first else 1], self.sizes[self._inputs[0]])
         if (b.shape[1:], a.shape[2]) != expected:
             raise ConfigError(
                 f"the adapter at {self.tensor.name.removesuffix('.weight')} has lora_A {list(a.shape[1:])} and lora_B"
                 f" {list(b.shape[1:])}, but {[num_ranks, expected[1]]} and {list(expected[0])} expected. Check that it"
                 " belongs to a model of this configuration"
             )
+        rows = [self._rows(b, number, LORA) for number in range(len(self.tensor.parts))]
         blocks = [slice(start, start + rank) for start in range(0, num_ranks, rank)]
+        used = [[block for block in blocks if own[..., block].any()] or blocks[:1] for own in rows]
+        whole = num_ranks % rank > 0 or num_ranks == rank or any(len(own) > 1 for own in used)
         for number, part in enumerate(self.tensor.parts):
-            axes = (*self._outputs(part), LORA)
-            layers = (
-                self._of_ranks.read(each.T if self._has_inputs_first else each, number, sizes, axes) for each in b
-            )
-            rows = np.stack([layer.reshape(-1, num_ranks) for layer in layers])
-            used = [block for block in blocks if rows[..., block].any()] or blocks[:1]
-            if len(used) > 1 or num_ranks % rank:
-                raise ConfigError(
-                    f"the adapter at {self.tensor.name.removesuffix('.weight')} has {num_ranks} ranks, but {rank} for each of"
-                    f" its parameters expected, and {module_path(part)} uses others. Merge it in PEFT and import the merged"
-                    " model"
-                )
-            yield module_path(part), (a[:, used[0]], rows[..., used[0]])
+            ranks = slice(None) if whole else used[number][0]
+            own = None if magnitude is None else self._rows(magnitude[..., None], number, _ONE)[..., 0]
+            yield module_path(part), None if whole else rank, Arrays(a[:, ranks], rows[number][..., ranks], own)
+
+    def _rows(self, whole: np.ndarray, number: int, name: str) -> np.ndarray:
+        """[layers, out, size] of one parameter, from [layers, all outputs, size]."""
+        sizes = {**self.sizes, name: whole.shape[-1]}
+        axes = (*self._outputs(self.tensor.parts[number]), name)
+        layers = (each.T if self._has_inputs_first else each for each in whole)
+        read = [self._with_inputs(name).read(each, number, sizes, axes) for each in layers]
+        return np.stack([each.reshape(-1, whole.shape[-1]) for each in read])
 
     @property
     def _has_inputs_first(self) -> bool:
@@ -100,10 +134,9 @@ class FusedMatrix:
     def _inputs(self) -> tuple[str, ...]:
         return self.tensor.parts[0].dims[0 if self._has_inputs_first else -1]
 
-    @property
-    def _of_ranks(self) -> Tensor:
-        """The layout of B: that of the matrix, with ranks in place of its inputs."""
-        replaced = (tuple((LORA,) if dim == self._inputs else dim for dim in part.dims) for part in self.tensor.parts)
+    def _with_inputs(self, name: str) -> Tensor:
+        """The layout of the matrix with another axis in place of its inputs: that of B, with ranks."""
+        replaced = (tuple((name,) if dim == self._inputs else dim for dim in part.dims) for part in self.tensor.parts)
         parts = (replace(part, dims=dims) for part, dims in zip(self.tensor.parts, replaced, strict=True))
         return replace(self.tensor, parts=tuple(parts))
 

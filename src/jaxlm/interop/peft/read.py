@@ -2,54 +2,92 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxlm.core import tree
-from jaxlm.core.axes import EXPERTS, LAYERS
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
-from jaxlm.interop.hf.weights import Sizes, Tensor
+from jaxlm.interop.hf.weights import Part, Sizes, Tensor, axis_sizes
 from jaxlm.interop.json_object import read_json_object
-from jaxlm.interop.peft.fused import FusedMatrix, Pair, module_path
-from jaxlm.interop.peft.write import PREFIX
-from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.interop.peft.fused import FusedMatrix
+from jaxlm.interop.peft.names import (
+    EMBEDDING,
+    HEAD,
+    LINEAR,
+    MAGNITUDE,
+    PREFIX,
+    by_pattern,
+    is_tied,
+    layers_of,
+    module_name,
+    module_path,
+    peft_tensors,
+)
+from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
 
 _SETTINGS, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Options that change anything other than adding scale * B A to a linear layer are not supported. They must have the value
-# in _MUST_BE, or be unset or false.
-_MUST_BE = {"peft_type": "LORA", "bias": "none"}
+# Options that compute something else must have the value in _MUST_BE, or be unset or false.
+_MUST_BE = {"peft_type": ("LORA",), "bias": ("none", "all", "lora_only", None)}
 _MUST_BE_UNSET = (
-    *("use_dora", "lora_bias", "alora_invocation_tokens", "use_qalora", "arrow_config", "use_bdlora", "velora_config"),
-    *("layers_to_transform", "layer_replication", "modules_to_save"),
+    *("lora_bias", "alora_invocation_tokens", "use_qalora", "arrow_config", "use_bdlora", "velora_config"),
+    *("monteclora_config", "kasa_config", "layer_replication"),
     *("target_parameters", "trainable_token_indices", "megatron_config"),
 )
 # These initializations modify the base weights, and save the adapter relative to the modified weights.
 _OTHER_BASES = ("pissa", "corda", "olora", "loftq", "lora_ga")
 _MAX_LISTED = 10
+_TOKENS = "tokens"  # path in jaxlm of the token embedding
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A parameter that is no adapter's, as the file has it.
+
+    Attributes:
+        tensor, number: its entry in the table of weights, and which part of it.
+        arrays: one for each layer.
+    """
+
+    tensor: Tensor
+    number: int
+    arrays: Sequence[np.ndarray]
+
+    def read(self, leaf: Any, sizes: Sizes) -> np.ndarray:
+        """The value for a leaf."""
+        own = self.tensor.own_axes(leaf)
+        layers = [self.tensor.read(array, self.number, sizes, own) for array in self.arrays]
+        return np.stack(layers) if self.tensor.stacked else layers[0]
 
 
 @dataclass(frozen=True)
 class ReadAdapters:
-    """Adapters of a folder, by path of the adapted module.
+    """Adapters of a folder, by path of the adapted module. A tied head has the path `head`.
 
     Attributes:
         folder: where they were read from.
         keys: keys of the `lora` surgery that adds these adapters.
-        a: path -> [layers, rank, in], without `layers` if the module is not in a layer.
-        b: path -> [layers, out, rank], without `layers` if the module is not in a layer.
+        a: path -> [layers, rank, in], without `layers` if the module is not in a layer. Layers with a smaller rank, or
+            without an adapter, are filled up with zeros.
+        b: path -> [layers, out, rank], likewise.
+        magnitudes: path -> [layers, out], likewise; empty without DoRA.
+        saved: path -> a parameter that is no adapter's.
+        sizes: axis sizes of the model.
     """
 
     folder: Path
     keys: Mapping[str, Any]
     a: Mapping[str, np.ndarray]
     b: Mapping[str, np.ndarray]
+    magnitudes: Mapping[str, np.ndarray]
+    saved: Mapping[str, Saved]
+    sizes: Sizes
 
     def leaves(self, model: LanguageModel) -> dict[str, np.ndarray]:
         """Leaf path -> value, for a concrete or abstract model that has these adapters.
@@ -58,22 +96,210 @@ class ReadAdapters:
             ConfigError: an array does not have the shape of its leaf.
         """
         leaves, values = dict(tree.leaves(model)), {}
-        for side, arrays in (("a", self.a), ("b", self.b)):
+        for name, arrays in (("a", self.a), ("b", self.b), ("magnitude", self.magnitudes)):
             for module, array in arrays.items():
-                axes = leaves[f"{module}.{side}"].axes
+                path = f"{_place(module, leaves)}.{name}"
+                axes = leaves[path].axes
                 shape = tuple(axis.size for axis in axes)
-                if array.size != np.prod(shape) or array.shape[-1 if side == "b" else -2] != self.keys["rank"]:
+                rank = {"a": -2, "b": -1}.get(name)
+                if array.size != np.prod(shape) or (rank and array.shape[rank] != leaves[path].axis_size("lora_rank")):
                     raise ConfigError(
-                        f"{self.folder}: lora_{side.upper()} of {module}: shape {list(array.shape)} in the file (layers"
+                        f"{self.folder}: {name} of {module}: shape {list(array.shape)} in the file (layers"
                         f" first) does not match {dict(zip([axis.name for axis in axes], shape, strict=True))}"
                     )
-                values[f"{module}.{side}"] = array.reshape(shape)
+                values[path] = array.reshape(shape)
+        for module in self.a:
+            if (layer := f"{_place(module, leaves)}.layer") in leaves:
+                values[layer] = np.arange(leaves[layer].axes[0].size, dtype=np.int32)
+        for path, saved in self.saved.items():
+            module, _, name = path.rpartition(".")
+            path = path if path in leaves else f"{module}.base.{name}"
+            values[path] = saved.read(leaves[path], self.sizes)
         return values
+
+
+def _place(module: str, leaves: Mapping[str, Any]) -> str:
+    """The path of the arrays of an adapter."""
+    if f"{module}.a" in leaves:
+        return module
+    return f"{module}.lookup" if module != HEAD else f"{_TOKENS}.{HEAD}"
 
 
 def peft_folder(name: str) -> Path:
     """Resolves `from_peft`, a path or a Hub name, to a local folder."""
     return local_folder(name, "surgery lora: from_peft", weights=True)
+
+
+@dataclass(frozen=True)
+class _Adapters:
+    """The adapters of one matrix or table, in the layers that have one.
+
+    Attributes:
+        names: layer (None outside of layers) -> name of the module.
+        ranks, scales: likewise.
+        kind: names of A and B.
+    """
+
+    tensor: Tensor
+    names: Mapping[int | None, str]
+    ranks: Mapping[int | None, int]
+    scales: Mapping[int | None, float]
+    kind: tuple[str, str]
+
+    def stacked(self, file: SafetensorsFile, num_layers: int, unread: set[str], *, dora: bool) -> tuple[Any, Any, Any]:
+        """a [layers, rank, in], b [layers, out, rank] and magnitude [layers, out] or None, filled up with zeros."""
+        layers, rank = layers_of(self.tensor, num_layers), max(self.ranks.values())
+        a, b, magnitude = None, None, None
+        for at, layer in enumerate(layers):
+            if layer not in self.names:
+                continue
+            key_a, key_b = (f"{PREFIX}{self.names[layer]}.{side}" for side in self.kind)
+            one_a, one_b = file.view(key_a), file.view(key_b)
+            unread -= {key_a, key_b}
+            if a is None or b is None:
+                a = np.zeros((len(layers), rank, one_a.shape[-1]), one_a.dtype)
+                b = np.zeros((len(layers), one_b.shape[0], rank), one_b.dtype)
+            a[at, : len(one_a)], b[at, :, : one_b.shape[1]] = one_a, one_b
+            if dora:
+                key = self._magnitude(layer, unread)
+                unread.discard(key)
+                magnitude = np.zeros(b.shape[:2], file.tensors[key].dtype) if magnitude is None else magnitude
+                magnitude[at] = file.view(key).reshape(-1)
+        return a, b, magnitude
+
+    def _magnitude(self, layer: int | None, unread: Iterable[str]) -> str:
+        key = f"{PREFIX}{self.names[layer]}.{MAGNITUDE}"
+        return f"{key}.weight" if f"{key}.weight" in unread else key
+
+    def missing(self, names: Iterable[str], *, dora: bool) -> list[str]:
+        """The tensors that should be in the file."""
+        wanted = [f"{PREFIX}{name}.{side}" for name in self.names.values() for side in self.kind]
+        wanted += [self._magnitude(layer, names) for layer in self.names] if dora else []
+        return [name for name in wanted if name not in names]
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """The header of a folder's file, sorted by modules.
+
+    Attributes:
+        settings: adapter_config.json.
+        num_layers: of the model.
+        adapters: of every adapted matrix or table.
+        saved: (tensor of the table, names in the file by layer) of every other parameter in the file.
+        tied: whether the head of the model is its token embedding.
+    """
+
+    path: Path
+    settings: Mapping[str, Any]
+    num_layers: int
+    adapters: Sequence[_Adapters]
+    saved: Sequence[tuple[Tensor, Sequence[str]]]
+    tied: bool
+
+    @property
+    def dora(self) -> bool:
+        return bool(self.settings.get("use_dora"))
+
+
+def _open(folder: Path, config: ModelConfig) -> _Folder:
+    settings = _settings(folder)
+    file = folder / _WEIGHTS
+    names = SafetensorsFile(file).tensors
+    num_layers: int = getattr(config, "num_layers")  # noqa: B009, all configs of families have it
+    found, saved = [], []
+    for tensor in peft_tensors(config):
+        if tensor.name.endswith(".weight"):
+            adapters = _adapters_of(tensor, names, settings, num_layers, file)
+            found += [adapters] if adapters is not None else []
+        saved += _saved(tensor, names, num_layers, file)
+    if settings.get("ensure_weight_tying") and is_tied(config) and any(_is_table(each) for each in found):
+        found = [each for each in found if module_path(each.tensor.parts[0]) != HEAD]  # the same as the table's
+    if not found:
+        raise _wrong_model(folder, "no adapters")
+    tied = is_tied(config)
+    return _Folder(folder, settings, num_layers, found, _tied_as_one(saved, settings, file) if tied else saved, tied)
+
+
+def _adapters_of(
+    tensor: Tensor, names: Mapping[str, Any], settings: Mapping[str, Any], num_layers: int, file: Path
+) -> _Adapters | None:
+    modules = {layer: module_name(tensor, layer) for layer in layers_of(tensor, num_layers)}
+    for kind in (LINEAR, EMBEDDING):
+        adapted = {layer: name for layer, name in modules.items() if f"{PREFIX}{name}.{kind[0]}" in names}
+        if not adapted:
+            continue
+        ranks = {layer: names[f"{PREFIX}{name}.{kind[0]}"].shape[0] for layer, name in adapted.items()}
+        adapters = _Adapters(tensor, adapted, ranks, {}, kind)
+        missing = adapters.missing(names, dora=bool(settings.get("use_dora")))
+        if missing:
+            raise ConfigError(f"{file}: missing: {', '.join(missing[:_MAX_LISTED])}")
+        scales = {}
+        for layer, name in adapted.items():
+            expected = by_pattern(settings.get("rank_pattern") or {}, name, settings["r"])
+            alpha = by_pattern(settings.get("alpha_pattern") or {}, name, settings["lora_alpha"])
+            if ranks[layer] != expected:
+                raise ConfigError(
+                    f"{file}: {name} has {ranks[layer]} ranks in the file, but adapter_config.json (r, rank_pattern) gives it"
+                    f" {expected}. Check that the two files belong together"
+                )
+            scales[layer] = float(alpha) / expected ** (0.5 if settings.get("use_rslora") else 1)
+        return _Adapters(tensor, adapted, ranks, scales, kind)
+    return None
+
+
+def _is_table(adapters: _Adapters) -> bool:
+    return adapters.kind == EMBEDDING
+
+
+def _saved(tensor: Tensor, names: Mapping[str, Any], num_layers: int, file: Path) -> list[tuple[Tensor, list[str]]]:
+    """The names of a parameter that the file has, which PEFT also finds inside of adapted modules."""
+    found = []
+    for layer in layers_of(tensor, num_layers):
+        module, own = module_name(tensor, layer), tensor.name.rpartition(".")[2]
+        options = (f"{PREFIX}{module}.{own}", f"{PREFIX}{module}.base_layer.{own}")
+        found.append(next((name for name in options if name in names), None))
+    present = [name for name in found if name is not None]
+    if present and len(present) < len(found):
+        raise ConfigError(
+            f"{file}: {', '.join(present[:_MAX_LISTED])}: {len(present)} of {len(found)} layers. jaxlm reads a saved module or"
+            " bias (modules_to_save, bias) only if the file has it for all layers. Merge the adapter in PEFT and import the"
+            " merged model"
+        )
+    return [(tensor, present)] if present else []
+
+
+def _tied_as_one(
+    saved: list[tuple[Tensor, list[str]]], settings: Mapping[str, Any], file: Path
+) -> list[tuple[Tensor, list[str]]]:
+    """What the file has of a token embedding and of the head that is tied to it, as the embedding.
+
+    Raises:
+        ConfigError: it has copies of them with other values.
+    """
+    by_path = {module_path(tensor.parts[0]): (tensor, names[0]) for tensor, names in saved}
+    both = {path: by_path[path][1] for path in (_TOKENS, HEAD) if path in by_path}
+    modules = settings.get("modules_to_save") or ()
+    copies = [name for name in both.values() if any(name.rpartition(".")[0].endswith(end) for end in modules)]
+    if copies and not settings.get("ensure_weight_tying"):
+        source = SafetensorsFile(file)
+        if len(copies) < 2 or not np.array_equal(*(source.view(name) for name in copies)):
+            raise ConfigError(
+                f"{file}: {', '.join(copies)}: the head of this model is tied to its token embedding, but with this adapter the"
+                " two have other values (modules_to_save without ensure_weight_tying). Merge the adapter in PEFT, save the"
+                " merged model with tie_word_embeddings: false, and import that"
+            )
+    others = [each for each in saved if module_path(each[0].parts[0]) not in both]
+    if not both:
+        return others
+    name = both.get(_TOKENS, both.get(HEAD, ""))
+    tensor = by_path[_TOKENS][0] if _TOKENS in both else _as_tokens(by_path[HEAD][0])
+    return [*others, (tensor, [name])]
+
+
+def _as_tokens(head: Tensor) -> Tensor:
+    """The entry in the table of weights of a head, as that of the token embedding."""
+    return replace(head, parts=tuple(replace(part, path=f"{_TOKENS}.weight") for part in head.parts))
 
 
 def read_adapters(folder: Path, config: ModelConfig, sizes: Sizes) -> ReadAdapters:
@@ -85,68 +311,148 @@ def read_adapters(folder: Path, config: ModelConfig, sizes: Sizes) -> ReadAdapte
         sizes: axis sizes of the model.
 
     Raises:
-        ConfigError: there are no adapters, they are not plain LoRA, or they do not belong to this model.
+        ConfigError: there are no adapters, they compute something else than LoRA or DoRA, or they do not belong to this model.
     """
-    settings = _settings(folder, config)
-    num_layers = sizes.get(LAYERS, 0)
-    file = SafetensorsFile(folder / _WEIGHTS)
+    opened, file = _open(folder, config), SafetensorsFile(folder / _WEIGHTS)
     unread = set(file.tensors)
-    pairs: dict[str, Pair] = {}
-    for tensor in family_of_config(config).tensors(config):
-        names = _names_of(tensor, num_layers)
-        adapted = [name for name in names if f"{name}.lora_A.weight" in unread]
-        if not adapted:
-            continue
-        if len(adapted) < len(names):
-            raise ConfigError(
-                f"{folder}: adapters at {len(adapted)} of {len(names)} layers ({', '.join(adapted[:_MAX_LISTED])})."
-                " jaxlm stacks all layers in one array, so either all layers or none must have an adapter"
-            )
-        keys = {side: [f"{name}.lora_{side}.weight" for name in names] for side in "AB"}
-        missing = [key for key in (*keys["A"], *keys["B"]) if key not in unread]
-        if missing:
-            raise ConfigError(f"{folder / _WEIGHTS}: missing: {', '.join(missing[:_MAX_LISTED])}")
-        unread -= {*keys["A"], *keys["B"]}
-        a, b = (np.stack([file.view(key) for key in keys[side]]) for side in "AB")
-        part, *others = tensor.parts
-        if others:
-            pairs |= dict(FusedMatrix(tensor, sizes).split(a, b, int(settings["r"])))
-        else:
-            pairs[module_path(part)] = (a, b) if tensor.is_stacked else (a[0], b[0])
-    if unread or not pairs:
-        listed = ", ".join(sorted(unread)[:_MAX_LISTED])
-        raise _wrong_model(folder, f"{listed} belong to no layer of this model" if unread else "no adapters")
-    a, b = ({path: pair[side] for path, pair in pairs.items()} for side in (0, 1))
-    return ReadAdapters(folder, _lora_keys(settings, pairs), a=a, b=b)
+    modules, arrays = {}, {}
+    for adapters in opened.adapters:
+        for path, one, found in _by_module(opened, adapters, file, sizes, unread):
+            modules[path], arrays[path] = one, found
+    saved = {}
+    for tensor, names in opened.saved:
+        unread -= set(names)
+        for name in names:
+            _check_shape(tensor, file.tensors[name].shape, sizes, f"{folder / _WEIGHTS}: {name}")
+        saved |= {
+            part.path: Saved(tensor, n, [file.view(name) for name in names]) for n, part in enumerate(tensor.parts)
+        }
+    if opened.tied:  # a head repeats the weight of the table and, if it shares them, the adapters
+        (head,) = (f"{PREFIX}{module_name(t, None)}." for t in peft_tensors(config) if module_path(t.parts[0]) == HEAD)
+        shared = opened.settings.get("ensure_weight_tying")
+        unread -= {name for name in unread if name.startswith(head) and (shared or name.endswith(".weight"))}
+    if unread:
+        raise _wrong_model(folder, f"{', '.join(sorted(unread)[:_MAX_LISTED])} belong to no layer of this model")
+    a, b, magnitudes = ({path: each[n] for path, each in arrays.items() if each[n] is not None} for n in range(3))
+    keys = _lora_keys(opened, modules)
+    return ReadAdapters(folder, keys, a=a, b=b, magnitudes=magnitudes, saved=saved, sizes=sizes)
 
 
 def lora_keys(folder: Path, config: ModelConfig) -> dict[str, Any]:
-    """The keys of the `lora` surgery that adds the adapters of a folder. Reads no weights.
+    """The keys of the `lora` surgery that adds the adapters of a folder. Reads no weights, if it can.
 
     Raises:
-        ConfigError: as `read_adapters`, but only the first layer is checked.
+        ConfigError: as `read_adapters`, but only for what the names and shapes in the file tell.
     """
-    settings, names = _settings(folder, config), SafetensorsFile(folder / _WEIGHTS).tensors
-    modules = [
-        module_path(part)
-        for tensor in family_of_config(config).tensors(config)
-        for name in _names_of(tensor, num_layers=1)
-        if f"{name}.lora_A.weight" in names
-        for part in tensor.parts
-    ]
-    if not modules:
-        raise _wrong_model(folder, "no adapters at the first layer")
-    return _lora_keys(settings, modules)
+    opened, file = _open(folder, config), SafetensorsFile(folder / _WEIGHTS)
+    modules = {}
+    for adapters in opened.adapters:
+        if len(adapters.tensor.parts) == 1 or set(adapters.ranks.values()) == {opened.settings["r"]}:
+            modules |= {module_path(part): _Module.of(adapters) for part in adapters.tensor.parts}
+        else:  # which ranks belong to which part
+            model = jax.eval_shape(lambda: config.build(vocab_axis(1), key=jax.random.key(0)))
+            sizes = axis_sizes(tree.leaves(model))
+            modules |= {path: one for path, one, _ in _by_module(opened, adapters, file, sizes, set(file.tensors))}
+    return _lora_keys(opened, modules)
 
 
-def _lora_keys(settings: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Module:
+    """Ranks and scales by layer (None outside of layers) of the adapters of a parameter."""
+
+    kind: tuple[str, str]
+    ranks: Mapping[int | None, int]
+    scales: Mapping[int | None, float]
+
+    @staticmethod
+    def of(adapters: _Adapters, rank: int | None = None) -> "_Module":
+        """Those of a whole matrix, or with another rank."""
+        ranks = adapters.ranks if rank is None else dict.fromkeys(adapters.ranks, rank)
+        return _Module(adapters.kind, ranks, adapters.scales)
+
+
+def _by_module(
+    opened: _Folder, adapters: _Adapters, file: SafetensorsFile, sizes: Sizes, unread: set[str]
+) -> Iterable[tuple[str, _Module, tuple[Any, Any, Any]]]:
+    """(path, sizes, arrays) of the adapter of each parameter in a matrix."""
+    a, b, magnitude = adapters.stacked(file, opened.num_layers, unread, dora=opened.dora)
+    tensor = adapters.tensor
+    if len(tensor.parts) == 1:
+        arrays = [(module_path(tensor.parts[0]), None, (a, b, magnitude))]
+    else:
+        arrays = FusedMatrix(tensor, sizes).split(a, b, magnitude, int(opened.settings["r"]))
+    for path, rank, found in arrays:
+        layered = found if tensor.is_stacked else tuple(None if each is None else each[0] for each in found)
+        yield path, _Module.of(adapters, rank), (layered[0], layered[1], layered[2])
+
+
+def _lora_keys(opened: _Folder, modules: Mapping[str, _Module]) -> dict[str, Any]:
+    """The keys of a surgery for adapters of these sizes."""
+    settings, num_layers = opened.settings, opened.num_layers
+    rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
+    power = 0.5 if settings.get("use_rslora") else 1.0
+    used = {layer for module in modules.values() for layer in module.ranks if layer is not None}
+    layers = sorted(used) if 0 < len(used) < num_layers else None
+    linear = [path for path, module in modules.items() if module.kind == LINEAR]
+    tied = [HEAD] if opened.tied and HEAD in modules else []
+    tables = [path for path, module in modules.items() if module.kind == EMBEDDING] + tied
+    linear = [path for path in linear if path not in tied]
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for path, module in modules.items():
+        expected = [None] if None in module.ranks else layers or range(num_layers)
+        own = {layer: module.ranks.get(layer, 0) for layer in expected}
+        ranks |= _patterns(path, {layer: value for layer, value in own.items() if value != rank}, len(own))
+        theirs = {layer: module.scales[layer] * own[layer] ** power for layer in own if own[layer]}
+        others = {layer: value for layer, value in theirs.items() if not math.isclose(value, alpha, rel_tol=1e-6)}
+        alphas |= _patterns(path, others, len(own))
     return {
-        "target": f"^({'|'.join(map(re.escape, modules))})$",
-        "rank": int(settings["r"]),
-        "alpha": float(settings["lora_alpha"]),
+        "target": _any_of(linear),
+        "rank": rank,
+        "alpha": alpha,
         "dropout": float(settings.get("lora_dropout") or 0.0),
         "rslora": bool(settings.get("use_rslora")),
+        "use_dora": opened.dora,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+        "layers_to_transform": layers,
+        "embeddings": _any_of(tables),
+        "ensure_weight_tying": bool(settings.get("ensure_weight_tying")) and _TOKENS in tables,
+        "modules_to_save": [
+            _saved_pattern(part, [*modules, *([_TOKENS] if tied else [])])
+            for tensor, _ in opened.saved
+            for part in tensor.parts
+        ],
     }
+
+
+def _any_of(paths: Sequence[str]) -> str | None:
+    return f"^({'|'.join(map(re.escape, paths))})$" if paths else None
+
+
+def _saved_pattern(part: Part, adapted: Iterable[str]) -> str:
+    """The regular expression for a parameter, which is inside of the adapted layer if its module has an adapter."""
+    module, _, name = part.path.rpartition(".")
+    path = f"{module}.base.{name}" if module in adapted else part.path
+    return f"^{re.escape(path)}$"
+
+
+def _patterns(path: str, values: Mapping[int | None, Any], num_all: int) -> dict[str, Any]:
+    """Regular expression for the numbered paths of some layers -> their value. Args: num_all: number of all layers."""
+    patterns = {}
+    for value in dict.fromkeys(values.values()):
+        layers = [layer for layer, own in values.items() if own == value]
+        number = r"\d+" if len(layers) == num_all else f"({'|'.join(map(str, layers))})"
+        patterns[f"^{re.escape(path)}$".replace(r"\.stacked\.", rf"\.{number}\.")] = value
+    return patterns
+
+
+def _check_shape(tensor: Tensor, shape: Sequence[int], sizes: Sizes, where: str) -> None:
+    if tuple(shape) != tensor.shape(sizes):
+        raise ConfigError(
+            f"{where}: {list(shape)} in the file, but {list(tensor.shape(sizes))} in the model. If the rows differ, the adapter"
+            " belongs to a model with another vocabulary: resize the base model first, as it was trained"
+        )
 
 
 def _wrong_model(folder: Path, problem: str) -> ConfigError:
@@ -155,15 +461,15 @@ def _wrong_model(folder: Path, problem: str) -> ConfigError:
     )
 
 
-def _settings(folder: Path, config: ModelConfig) -> dict[str, Any]:
+def _settings(folder: Path) -> dict[str, Any]:
     for name in (_SETTINGS, _WEIGHTS):
         if not (folder / name).is_file():
             raise ConfigError(f"{folder}: {name} not found. Use a folder that PEFT saved in safetensors format")
     settings = read_json_object(folder / _SETTINGS)
     problems = [
-        f"{key}: {settings.get(key)!r} given, {value!r} expected"
-        for key, value in _MUST_BE.items()
-        if settings.get(key) != value
+        f"{key}: {settings.get(key)!r} given, {values[0]!r} expected"
+        for key, values in _MUST_BE.items()
+        if settings.get(key) not in values
     ]
     problems += [f"{key}: {settings[key]!r} given, null expected" for key in _MUST_BE_UNSET if settings.get(key)]
     initialization = settings.get("init_lora_weights")
@@ -173,40 +479,26 @@ def _settings(folder: Path, config: ModelConfig) -> dict[str, Any]:
         value = settings.get(key)
         if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
             problems.append(f"{key}: {value!r} given, a positive number expected")
-    problems += [] if problems else _pattern_problems(settings, config)
+    for key in ("rank_pattern", "alpha_pattern"):
+        problems += _pattern_problems(key, settings.get(key) or {})
     if problems:
         raise ConfigError(
-            f"{folder / _SETTINGS}: only plain LoRA is supported:\n"
+            f"{folder / _SETTINGS}: only LoRA and DoRA of weights are supported:\n"
             + "\n".join(f"  {problem}" for problem in problems)
             + "\nMerge the adapter in PEFT and import the merged model"
         )
     return settings
 
 
-def _pattern_problems(settings: Mapping[str, Any], config: ModelConfig) -> list[str]:
-    """Problems of `rank_pattern` and `alpha_pattern`: only matrices of several parameters may have more ranks."""
-    ranks, alphas = (settings.get(f"{key}_pattern") or {} for key in ("rank", "alpha"))
-    tensors = family_of_config(config).tensors(config)
-    fused = {tensor.name.removesuffix(".weight").rpartition(".")[2] for tensor in tensors if len(tensor.parts) > 1}
-    power = 0.5 if settings.get("use_rslora") else 1.0
-
-    def scale(module: str) -> float:
-        return alphas.get(module, settings["lora_alpha"]) / ranks.get(module, settings["r"]) ** power
-
-    usual = settings["lora_alpha"] / settings["r"] ** power
-    wrong = [m for m in {**ranks, **alphas} if m not in fused or not math.isclose(scale(m), usual, rel_tol=1e-6)]
-    if not wrong:
-        return []
-    given = f"rank_pattern: {ranks}, alpha_pattern: {alphas} given"
-    return [f"{given}, but {', '.join(sorted(wrong))} must have the rank and scale of all"]
-
-
-def _names_of(tensor: Tensor, num_layers: int) -> list[str]:
-    """Names of the modules whose weight is `tensor`, one per layer.
-
-    Empty if it is not the weight of a linear layer, or is the weight of an expert, which cannot have an adapter.
-    """
-    if EXPERTS in tensor.stacked or not tensor.name.endswith(".weight"):
-        return []
-    name = PREFIX + tensor.name.removesuffix(".weight")
-    return [name.format(layer=layer) for layer in range(num_layers)] if tensor.is_stacked else [name]
+def _pattern_problems(key: str, given: Any) -> list[str]:
+    if not isinstance(given, dict):
+        return [f"{key}: {given!r} given, an object expected"]
+    problems = []
+    for pattern, value in given.items():
+        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            problems.append(f"{key}.{pattern}: {value!r} given, a positive number expected")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            problems.append(f"{key}: '{pattern}' is not a valid regular expression: {error}")
+    return problems

@@ -1,11 +1,14 @@
 """Exports LoRA adapters in PEFT format.
 
 Source: PEFT's checkpoint format (github.com/huggingface/peft, docs/source/developer_guides/checkpoint.md):
-`adapter_config.json`, and in `adapter_model.safetensors` for every layer `lora_A` {rank, in} and `lora_B` {out, rank}.
+`adapter_config.json`, and in `adapter_model.safetensors` for every layer `lora_A` {rank, in} and `lora_B` {out, rank}, of
+embeddings `lora_embedding_A` and `lora_embedding_B`, and with DoRA `lora_magnitude_vector` {out}.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,40 +24,73 @@ from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.interop.hf.weights import Sizes, Tensor
-from jaxlm.interop.peft.fused import FusedMatrix
+from jaxlm.interop.peft.fused import Arrays, FusedMatrix
+from jaxlm.interop.peft.names import (
+    EMBEDDING,
+    LINEAR,
+    MAGNITUDE,
+    PREFIX,
+    is_tied,
+    layers_of,
+    module_name,
+    peft_tensors,
+    shortest_suffix,
+)
 from jaxlm.models.base import ModelConfig
-
-PREFIX = "base_model.model."
-"""Prefix of all module names in PEFT files."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that adds scale * b a to a linear layer.
+    """An adapter that adds scale * b a to a linear layer or an embedding table.
 
     Attributes:
-        path: path of the module, in a model with one stack of layers.
+        path: path of the module, in a model with one stack of layers; `head` also if the head is tied to a table.
         first_layer: number of the first layer in `a` and `b`.
         a: {layers, lora_rank, *In}.
         b: {layers, *Out, lora_rank}.
+        magnitude: DoRA's, {layers, *Out}; None without.
         In, Out: input and output axes of the layer.
-        scale: multiplier of the adapter's output.
-        dropout: dropout probability of the input of `a` in training.
+        sizes: (rank, scale) of each layer, or one for all. Ranks beyond it are left out, and layers of rank 0.
+        dropout: dropout probability of the input of `a` in training; None if there is no such layer.
     """
 
     path: str
     first_layer: int
     a: NamedArray
     b: NamedArray
+    magnitude: NamedArray | None
     In: Any
     Out: Any
+    sizes: Sequence[tuple[int, float]]
+    dropout: float | None
+
+
+@dataclass(frozen=True)
+class _Module:
+    """The adapter of one module in the files.
+
+    Attributes:
+        tensor, layer: its weight in the table of weights.
+    """
+
+    tensor: Tensor
+    layer: int | None
+    arrays: Arrays
     scale: float
-    dropout: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return module_name(self.tensor, self.layer)
+
+    @property
+    def rank(self) -> int:
+        return len(self.arrays.a)
 
 
 def save_adapters(
     folder: Location,
     adapters: Sequence[Adapter],
+    saved: Mapping[str, NamedArray],
     config: ModelConfig,
     num_layers: int,
     sizes: Sizes,
@@ -63,43 +99,53 @@ def save_adapters(
     dtype: Any,
     base: str,
     files: Mapping[str, bytes],
+    tables: Collection[str],
+    shared: bool,
 ) -> None:
     """Writes adapter_config.json and adapter_model.safetensors. Every process must call this; process 0 writes.
 
     Args:
+        saved: path in a model without adapters -> another parameter to write.
         num_layers: number of layers of the model.
         sizes: axis sizes of the model.
         base: name of the base model, for adapter_config.json.
         files: additional files to write, such as the model card.
+        tables: paths of the adapted embedding tables.
+        shared: the head has the adapter of the embedding that it is tied to.
 
     Raises:
-        ConfigError: the adapters have different ranks, scales or dropouts, or are in different layers.
+        ConfigError: PEFT has no such adapters.
     """
     check_unused(folder, "adapter_config.json")
-    owners = {part.path: tensor for tensor in family_of_config(config).tensors(config) for part in tensor.parts}
-    settings, adapted = _common_settings(adapters), _common_layers(adapters, owners)
-    groups: dict[tuple[str, int], list[Adapter]] = {}
-    for adapter in adapters:
-        groups.setdefault((owners[f"{adapter.path}.weight"].name, adapter.first_layer), []).append(adapter)
+    table = peft_tensors(config)
+    modules = _modules(adapters, table, sizes, layout, dtype)
     tensors: dict[str, np.ndarray] = {}
-    ranks: dict[str, int] = {}
-    for group in groups.values():
-        owner = owners[f"{group[0].path}.weight"]
-        ranks[owner.name.removesuffix(".weight").rpartition(".")[2]] = settings["r"] * len(group)
-        tensors |= dict(_tensors(group, owner, sizes, layout, dtype))
+    for module in modules:
+        kind = EMBEDDING if module.tensor.parts[0].path.removesuffix(".weight") in tables else LINEAR
+        named = {kind[0]: module.arrays.a, kind[1]: module.arrays.b, MAGNITUDE: module.arrays.magnitude}
+        tensors |= {f"{PREFIX}{module.name}.{side}": array for side, array in named.items() if array is not None}
+    adapted = {module.name for module in modules}
+    others = _saved_tensors(saved, table, num_layers, sizes, layout, dtype)
+    is_shared = shared
+    if is_tied(config):
+        others, is_table = _tied_tensors(others, adapted, table)
+        is_shared = shared or is_table
+    tensors |= {_saved_name(name, adapted): array for name, array in others.items()}
     if not is_main_process():
         return
+    matrices = [tensor for tensor in table if len(tensor.parts[0].dims) == 2]
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        **settings,
-        "bias": "none",
-        "fan_in_fan_out": False,
+        **_settings(modules, adapters),
+        "bias": _bias(others, adapted),
+        "fan_in_fan_out": _stores_inputs_first(config),
         "inference_mode": True,
-        "target_modules": sorted(ranks),
-        **_patterns(ranks, settings),
-        **({} if len(adapted) in (0, num_layers) else {"layers_to_transform": adapted}),
+        "use_dora": any(module.arrays.magnitude is not None for module in modules),
+        **_targets(modules, matrices, num_layers),
+        **_modules_to_save(others, adapted, table, num_layers),
+        **({"ensure_weight_tying": True} if is_shared else {}),
     }
     infos = {name: TensorInfo(array.shape, array.dtype) for name, array in tensors.items()}
     with publish_folder(folder, "adapter_config.json") as unfinished:
@@ -109,64 +155,197 @@ def save_adapters(
         write_safetensors(unfinished / "adapter_model.safetensors", infos, tensors.values())
 
 
-def _common_settings(adapters: Sequence[Adapter]) -> dict[str, Any]:
-    """The keys of adapter_config.json that all adapters share. Raises `ConfigError` if they differ."""
-    ranks = {adapter.a.axis_size(LORA) for adapter in adapters}
-    scales = {adapter.scale for adapter in adapters}
-    dropouts = {adapter.dropout for adapter in adapters}
-    if max(map(len, (ranks, scales, dropouts))) > 1:
-        raise ConfigError(
-            f"adapters with different ranks ({sorted(ranks)}), scales ({sorted(scales)}) or dropouts ({sorted(dropouts)})"
-            " cannot be exported as one PEFT adapter. Export the merged model: --adapters merge"
-        )
-    (rank,), (scale,), (dropout,) = ranks, scales, dropouts
-    return {"r": rank, "lora_alpha": scale * rank, "lora_dropout": dropout}
-
-
-def _common_layers(adapters: Sequence[Adapter], owners: Mapping[str, Tensor]) -> list[int]:
-    """The numbers of the layers that have adapters. Raises `ConfigError` if they differ between modules."""
-    layers: dict[str, list[int]] = {}
+def _modules(
+    adapters: Sequence[Adapter], table: Sequence[Tensor], sizes: Sizes, layout: Layout, dtype: Any
+) -> list[_Module]:
+    """The adapters of all modules in the files. Those of the parameters of one matrix become one."""
+    owners = {part.path: tensor for tensor in table for part in tensor.parts}
+    found: dict[tuple[str, int | None], dict[str, tuple[Arrays, float]]] = {}
     for adapter in adapters:
-        if owners[f"{adapter.path}.weight"].is_stacked:
-            numbers = range(adapter.first_layer, adapter.first_layer + adapter.a.axis_size(LAYERS))
-            layers.setdefault(adapter.path, []).extend(numbers)
-    adapted = next(iter(layers.values()), [])
-    if any(numbers != adapted for numbers in layers.values()):
-        raise ConfigError(
-            "the adapters of different modules are in different layers, so that they cannot be exported as one PEFT adapter."
-            " Export the merged model: --adapters merge"
-        )
-    return adapted
+        owner = owners.get(f"{adapter.path}.weight")
+        if owner is None:
+            raise ConfigError(
+                f"{adapter.path} has an adapter, but no counterpart in transformers. Export the merged model: --adapters merge"
+            )
+        for layer, arrays, scale in _by_layer(adapter, owner, layout):
+            found.setdefault((owner.name, layer), {})[adapter.path] = (arrays, scale)
+    by_name = {tensor.name: tensor for tensor in table}
+    modules = []
+    for (name, layer), own in found.items():
+        arrays, scale = _joined(by_name[name], own, sizes)
+        cast = (None if each is None else np.ascontiguousarray(each.astype(dtype)) for each in arrays)
+        modules.append(_Module(by_name[name], layer, Arrays(*cast), scale))  # pyright: ignore[reportArgumentType]
+    return modules
 
 
-def _patterns(ranks: Mapping[str, int], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of adapter_config.json for modules with other ranks than most. All have the same scale."""
-    others = {module: rank for module, rank in sorted(ranks.items()) if rank != settings["r"]}
-    alphas = {module: settings["lora_alpha"] * rank / settings["r"] for module, rank in others.items()}
-    return {"rank_pattern": others, "alpha_pattern": alphas} if others else {}
+def _joined(tensor: Tensor, own: Mapping[str, tuple[Arrays, float]], sizes: Sizes) -> tuple[Arrays, float]:
+    """The adapter of a matrix and its scale, from those of its parameters."""
+    scale = next(iter(own.values()))[1]
+    if len(tensor.parts) == 1:
+        return next(iter(own.values()))[0], scale
+    # One scale for all. If the scales are equal, this multiplies by 1.
+    pairs = {
+        path: arrays._replace(b=arrays.b * arrays.b.dtype.type(each / scale)) if each != scale else arrays
+        for path, (arrays, each) in own.items()
+    }
+    return FusedMatrix(tensor, sizes).fuse(pairs), scale
 
 
-def _tensors(
-    group: Sequence[Adapter], owner: Tensor, sizes: Sizes, layout: Layout, dtype: Any
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of all adapters at one matrix. Args: sizes: axis sizes of the model."""
-    stacked = {adapter.path: _stacked(adapter, owner, layout, dtype) for adapter in group}
-    name = PREFIX + owner.name.removesuffix(".weight")
-    num_layers = len(next(iter(stacked.values()))[0])
-    for number in range(num_layers):
-        pairs = {path: (a[number], b[number]) for path, (a, b) in stacked.items()}
-        a, b = FusedMatrix(owner, sizes).fuse(pairs) if len(owner.parts) > 1 else pairs[group[0].path]
-        module = name.format(layer=group[0].first_layer + number)
-        yield f"{module}.lora_A.weight", np.ascontiguousarray(a)
-        yield f"{module}.lora_B.weight", np.ascontiguousarray(b)
-
-
-def _stacked(adapter: Adapter, owner: Tensor, layout: Layout, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """a [layers, rank, in] and b [layers, out, rank] on the host; with one layer if the matrix is not in a layer."""
+def _by_layer(adapter: Adapter, owner: Tensor, layout: Layout) -> list[tuple[int | None, Arrays, float]]:
+    """(number, arrays, scale) of each layer that has an adapter, on the host."""
     whole = jax.jit(lambda x: x, out_shardings=layout.replicated())
     inputs, outputs = (tuple(axis.name for axis in axes_of(spec)) for spec in (adapter.In, adapter.Out))
     layers = (LAYERS,) if owner.is_stacked else ()
-    a, b = adapter.a.rearrange((*layers, LORA, *inputs)), adapter.b.rearrange((*layers, *outputs, LORA))
-    rank, num_layers = a.axis_size(LORA), a.axis_size(LAYERS) if layers else 1
-    a_np, b_np = (np.asarray(whole(x.array)).astype(dtype) for x in (a, b))
-    return a_np.reshape(num_layers, rank, -1), b_np.reshape(num_layers, -1, rank)
+    orders = ((adapter.a, (LORA, *inputs)), (adapter.b, (*outputs, LORA)), (adapter.magnitude, outputs))
+    a, b, magnitude = (
+        None if x is None else np.asarray(whole(x.rearrange((*layers, *order)).array)) for x, order in orders
+    )
+    assert a is not None and b is not None
+    num_layers, rank = adapter.a.axis_size(LAYERS) if layers else 1, adapter.a.axis_size(LORA)
+    a, b = a.reshape(num_layers, rank, -1), b.reshape(num_layers, -1, rank)
+    magnitude = None if magnitude is None else magnitude.reshape(num_layers, -1)
+    sizes = adapter.sizes if len(adapter.sizes) == num_layers else list(adapter.sizes) * num_layers
+    return [
+        (
+            adapter.first_layer + n if layers else None,
+            Arrays(a[n, :own], b[n, :, :own], None if magnitude is None else magnitude[n]),
+            scale,
+        )
+        for n, (own, scale) in enumerate(sizes)
+        if own
+    ]
+
+
+def _settings(modules: Sequence[_Module], adapters: Sequence[Adapter]) -> dict[str, Any]:
+    """The keys of adapter_config.json for ranks, scales and dropout."""
+    dropouts = {adapter.dropout for adapter in adapters if adapter.dropout is not None}
+    if len(dropouts) > 1:
+        raise ConfigError(
+            f"adapters with different dropouts ({sorted(dropouts)}) cannot be exported as one PEFT adapter. Export the merged"
+            " model: --adapters merge"
+        )
+    usual = Counter((rank, scale) for adapter in adapters for rank, scale in adapter.sizes if rank)
+    (rank, scale), _ = usual.most_common(1)[0]
+    alpha = scale * rank
+    alphas = {module.name: module.scale * module.rank for module in modules}
+    ranks = _patterns(modules, {module.name: module.rank for module in modules}, rank)
+    other = {name: value for name, value in alphas.items() if not math.isclose(value, alpha, rel_tol=1e-9)}
+    found = _patterns(modules, {name: other.get(name, alpha) for name in alphas}, alpha)
+    settings = {"r": rank, "lora_alpha": alpha, "lora_dropout": max(dropouts, default=0.0)}
+    return {**settings, **({"rank_pattern": ranks} if ranks else {}), **({"alpha_pattern": found} if found else {})}
+
+
+def _patterns(modules: Sequence[_Module], values: Mapping[str, Any], usual: Any) -> dict[str, Any]:
+    """Name of a module -> its value, if that is not the usual one; shortened if all modules with that name share it."""
+    groups: dict[str, list[str]] = {}
+    for module in modules:
+        groups.setdefault(module.name.rpartition(".")[2], []).append(module.name)
+    found = {}
+    for last, names in sorted(groups.items()):
+        if len({values[name] for name in names}) == 1:
+            found[last] = values[names[0]]
+        else:
+            found |= {name: values[name] for name in names}
+    return {name: value for name, value in found.items() if value != usual}
+
+
+def _targets(modules: Sequence[_Module], table: Sequence[Tensor], num_layers: int) -> dict[str, Any]:
+    """The keys of adapter_config.json for which modules have adapters.
+
+    A name in `target_modules` is the end of a module's name, in the layers of `layers_to_transform`, or a whole name.
+    """
+    layers: dict[str, list[int]] = {}
+    for module in modules:
+        layers.setdefault(module.tensor.name, []).extend([] if module.layer is None else [module.layer])
+    stacked = {name: sorted(numbers) for name, numbers in layers.items() if numbers}
+    everywhere = list(range(num_layers))
+    common = next(iter(stacked.values()), everywhere)
+    common = common if all(numbers == common for numbers in stacked.values()) else everywhere
+    names = {tensor.name.rpartition(".")[0] for tensor in table}
+    mine = {name.rpartition(".")[0] for name in layers if layers[name] in ([], common)}
+    targets = set()
+    for name, numbers in layers.items():
+        own = name.rpartition(".")[0]
+        # PEFT searches ends of names only in the layers of `layers_to_transform`, if there are any.
+        found_in = common if numbers else everywhere
+        end = shortest_suffix(own, list(mine), list(names), whole=True) if found_in == common and own in mine else None
+        targets |= {end} if end is not None else {m.name for m in modules if m.tensor.name == name}
+    return {
+        "target_modules": sorted(targets),
+        **({} if common == everywhere else {"layers_to_transform": common}),
+    }
+
+
+def _stores_inputs_first(config: ModelConfig) -> bool:
+    """Whether the linear layers of a family in transformers are `Conv1D`, with weights {in, out}."""
+    return family_of_config(config).model_types[0] == "gpt2"
+
+
+def _saved_tensors(
+    saved: Mapping[str, NamedArray], table: Sequence[Tensor], num_layers: int, sizes: Sizes, layout: Layout, dtype: Any
+) -> dict[str, np.ndarray]:
+    """Name of a parameter in the files of transformers -> its value, for those that are no adapters'."""
+    whole = jax.jit(lambda x: x, out_shardings=layout.replicated())
+    found, unwritten = {}, set(saved)
+    for tensor in table:
+        paths = [part.path for part in tensor.parts]
+        given = [path for path in paths if path in saved]
+        if not given or (len(given) < len(paths)):
+            continue
+        unwritten -= set(given)
+        leaves = [saved[path] for path in paths]
+        hosted = [np.asarray(whole(leaf.array)).astype(dtype) for leaf in leaves]
+        for layer in layers_of(tensor, num_layers):
+            own = [array if layer is None else array[layer] for array in hosted]
+            name = tensor.name if layer is None else tensor.numbered((layer,))
+            found[name] = np.ascontiguousarray(tensor.write(own, [tensor.own_axes(leaf) for leaf in leaves], sizes))
+    if unwritten:
+        raise ConfigError(
+            f"modules_to_save: {', '.join(sorted(unwritten))} cannot be written: the model in transformers has no such tensor, or"
+            " one with other parameters too. Add those, or export the merged model: --adapters merge"
+        )
+    return found
+
+
+def _tied_tensors(
+    others: Mapping[str, np.ndarray], adapted: Collection[str], table: Sequence[Tensor]
+) -> tuple[dict[str, np.ndarray], bool]:
+    """The tensors of a model whose head is its token embedding, as PEFT has them, and whether the two are a saved module.
+
+    PEFT sees two modules. If one of them has an adapter, its base layer has the weight of both. Otherwise both are saved.
+    """
+    names = {tensor.parts[0].path: tensor.name for tensor in table}
+    tokens, head = names["tokens.weight"], names["head.weight"]
+    if tokens not in others or tokens.rpartition(".")[0] in adapted:
+        return dict(others), False
+    if head.rpartition(".")[0] in adapted:
+        return {head if name == tokens else name: array for name, array in others.items()}, False
+    return {**others, head: others[tokens].copy()}, True
+
+
+def _saved_name(name: str, adapted: Collection[str]) -> str:
+    """The name in the file. PEFT keeps the parameters of an adapted module in its `base_layer`."""
+    module, _, own = name.rpartition(".")
+    return f"{PREFIX}{module}.base_layer.{own}" if module in adapted else f"{PREFIX}{name}"
+
+
+def _bias(others: Collection[str], adapted: Collection[str]) -> str:
+    """The key `bias`: which biases the file has, besides those of whole modules."""
+    whole = {name.rpartition(".")[0] for name in others if not name.endswith(".bias")}
+    modules = {name.rpartition(".")[0] for name in others} - (whole - set(adapted))
+    biased = {name.rpartition(".")[0] for name in others if name.endswith(".bias")} & modules
+    if not biased:
+        return "none"
+    return "lora_only" if biased <= set(adapted) else "all"
+
+
+def _modules_to_save(
+    others: Collection[str], adapted: Collection[str], table: Sequence[Tensor], num_layers: int
+) -> dict[str, list[str]]:
+    """The key `modules_to_save`: PEFT compares its entries with the ends of names, which may begin anywhere."""
+    mine = {name.rpartition(".")[0] for name in others if not name.endswith(".bias")} - set(adapted)
+    everything = {module_name(tensor, layer) for tensor in table for layer in layers_of(tensor, num_layers)}
+    ends = set()
+    for name in sorted(mine):
+        ends.add(shortest_suffix(name, list(mine), list(everything), whole=False) or name)
+    return {"modules_to_save": sorted(ends)} if ends else {}

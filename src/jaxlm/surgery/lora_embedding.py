@@ -1,0 +1,79 @@
+"""Adapters of an embedding table, and of a head that is tied to it.
+
+Source: Hu et al. 2021 (arXiv:2106.09685); for embeddings as in the released code (microsoft/LoRA, `loralib/layers.py`)
+and in PEFT: A is a table of its own, zero at the start, and B maps its rows to the embedding.
+"""
+
+import dataclasses
+
+import equinox as eqx
+import haliax.nn as hnn
+from haliax import Axis, NamedArray
+
+from jaxlm.core.axes import LORA
+from jaxlm.core.matmul import dot
+from jaxlm.surgery.low_rank import LowRank
+
+
+class LoraEmbedding(eqx.Module):
+    """An embedding table with adapters.
+
+    Attributes:
+        base: the original table.
+        lookup: the adapter of the lookup, from the vocabulary to the embedding; None for none.
+        head: the adapter of the head, if it is tied to the table; None for none.
+        tied: whether the table is also the head.
+        shared: the tied head has the adapter of the lookup.
+    """
+
+    base: hnn.Embedding
+    lookup: LowRank | None
+    head: LowRank | None
+    tied: bool = eqx.field(static=True)
+    shared: bool = eqx.field(static=True)
+
+    @property
+    def Vocab(self) -> Axis:
+        return self.base.Vocab
+
+    @property
+    def weight(self) -> NamedArray:
+        """The weight of the tied head."""
+        change = self.lookup if self.shared else self.head
+        return self.base.weight if change is None else change.applied(self.base.weight)
+
+    def __call__(self, ids: NamedArray) -> NamedArray:
+        """{..} to {.., embed}."""
+        rows = self.base(ids)
+        if self.lookup is None:
+            return rows
+        low = dot(self.lookup.a.take(self.base.Vocab, ids), self.lookup.b, LORA) * self.lookup.scales
+        out = rows + low
+        if self.lookup.magnitude is not None:
+            out = out * self.lookup.factor(self.base.weight)
+        return out.rearrange(rows.axes).astype(rows.dtype)
+
+    def merged(self) -> "hnn.Embedding | UntiedEmbedding":
+        """A table with the same rows and, if it is the head, the same logits. The two may differ now."""
+        weight = self.base.weight if self.lookup is None else self.lookup.applied(self.base.weight)
+        table = dataclasses.replace(self.base, weight=weight)
+        return UntiedEmbedding(table, self.weight) if self.tied and not self.shared else table
+
+
+class UntiedEmbedding(eqx.Module):
+    """A table and a head that was tied to it before adapters were merged into the two.
+
+    Attributes:
+        table: the table of the lookup.
+        weight: the weight of the head, {vocab, embed}.
+    """
+
+    table: hnn.Embedding
+    weight: NamedArray
+
+    @property
+    def Vocab(self) -> Axis:
+        return self.table.Vocab
+
+    def __call__(self, ids: NamedArray) -> NamedArray:
+        return self.table(ids)

@@ -1,0 +1,161 @@
+"""Adapters as PEFT saves them: what they compute, here and in PEFT, after reading and after writing."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxlm.core import tree
+from jaxlm.run.load_model import open_model
+from jaxlm.surgery.lora import save_peft, saved_modules
+from tests.answers import LLAMA, write_tokenizer
+from tests.surgery.test_peft import logits_of
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LAYERS = "model.layers"
+# Name -> model type, keys of its config, keys of PEFT's LoraConfig.
+CASES = {
+    "rank_pattern": (
+        "llama",
+        {},
+        {
+            "target_modules": ALL,
+            "rank_pattern": {"q_proj": 2, r"layers\.[12]\.mlp\.up_proj": 5, f"{LAYERS}.0.mlp.down_proj": 1},
+            "alpha_pattern": {"v_proj": 7, r"layers\.0\.mlp\..*": 3},
+        },
+    ),
+    "layers_to_transform": (
+        "llama",
+        {},
+        {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [0, 2], "layers_pattern": "layers"},
+    ),
+    "scattered": (
+        "llama",
+        {},
+        {
+            "target_modules": r".*\.(0\.self_attn\.q_proj|[12]\.self_attn\.v_proj|1\.mlp\.(up|down)_proj)",
+            "use_rslora": True,
+            "rank_pattern": {r"2\.self_attn\.v_proj": 6},
+        },
+    ),
+    "exclude_modules": ("llama", {}, {"target_modules": "all-linear", "exclude_modules": r".*layers\.1\..*"}),
+    "head": ("llama", {}, {"target_modules": ["q_proj", "lm_head"]}),
+    "embedding": ("llama", {}, {"target_modules": ["q_proj", "embed_tokens"], "use_rslora": True}),
+    "modules_to_save": (
+        "llama",
+        {"attention_bias": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens", "input_layernorm", "k_proj"]},
+    ),
+    "lora_only": ("qwen2", {}, {"target_modules": ["q_proj", "up_proj"], "bias": "lora_only"}),
+    "bias": ("gpt2", {}, {"target_modules": ["c_attn", "mlp.c_proj"], "bias": "all", "fan_in_fan_out": True}),
+    "dora": (
+        "qwen2",
+        {},
+        {"target_modules": ALL, "use_dora": True, "rank_pattern": {r"layers\.1\..*": 6}, "layers_to_transform": [0, 1]},
+    ),
+    "dora_head": ("llama", {}, {"target_modules": ["lm_head", "embed_tokens"], "use_dora": True}),
+    "dora_fused": ("phi3", {}, {"target_modules": "all-linear", "use_dora": True, "rank_pattern": {"qkv_proj": 6}}),
+    "dora_conv1d": ("gpt2", {}, {"target_modules": ["c_attn", "c_fc"], "use_dora": True, "fan_in_fan_out": True}),
+    "tied_embedding": ("qwen2", {"tie_word_embeddings": True}, {"target_modules": ["v_proj", "embed_tokens"]}),
+    "tied_head": ("qwen2", {"tie_word_embeddings": True}, {"target_modules": ["v_proj", "lm_head"]}),
+    "tied_both": (
+        "gemma2",
+        {"tie_word_embeddings": True, "head_dim": 8, "query_pre_attn_scalar": 8},
+        {"target_modules": ["embed_tokens", "lm_head"], "use_dora": True},
+    ),
+    "tied_shared": (
+        "qwen2",
+        {"tie_word_embeddings": True},
+        {"target_modules": ["v_proj", "embed_tokens"], "ensure_weight_tying": True},
+    ),
+    "tied_saved": (
+        "qwen2",
+        {"tie_word_embeddings": True},
+        {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+}
+FAST = ("rank_pattern", "dora")
+
+
+def write_base(folder: Path, kind: str, keys: dict, torch, transformers) -> int:
+    num_tokens = write_tokenizer(folder)
+    torch.manual_seed(0)
+    sizes = {**LLAMA, "num_hidden_layers": 3, "initializer_range": 0.1}
+    if kind == "gpt2":
+        sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "initializer_range": 0.1}
+    config = transformers.AutoConfig.for_model(
+        kind, **sizes, **keys, vocab_size=num_tokens, bos_token_id=0, eos_token_id=0, pad_token_id=None
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    model.save_pretrained(folder)
+    return num_tokens
+
+
+def load_base(folder: Path, torch, transformers):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def theirs_of(folder: Path, keys: dict, torch, transformers, peft):
+    """A PEFT model with random adapters, and what else it trains is changed too."""
+    settings = peft.LoraConfig(r=4, lora_alpha=6, init_lora_weights=False, task_type="CAUSAL_LM", **keys)
+    model = peft.get_peft_model(load_base(folder, torch, transformers), settings).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "lora_A" not in name and "lora_B" not in name:
+                parameter.mul_(1 + 0.3 * torch.randn_like(parameter)).add_(0.02 * torch.randn_like(parameter))
+            elif "lora_" in name:
+                parameter.mul_(0.4)
+    return model
+
+
+def near(ours, expected):
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def logits_in_torch(model, ids, torch) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(ids)).logits.numpy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_adapters_compute_what_they_do_in_peft(tmp_path, case):
+    """After reading; merged; after writing and reading them in PEFT; and after reading PEFT's copy again, to the last bit."""
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    kind, model_keys, keys = CASES[case]
+    num_tokens = write_base(tmp_path / "hf", kind, model_keys, torch, transformers)
+    theirs = theirs_of(tmp_path / "hf", keys, torch, transformers, peft)
+    theirs.save_pretrained(tmp_path / "adapter")
+    ids = np.random.default_rng(0).integers(0, num_tokens, size=(8, 24))
+    expected = logits_in_torch(theirs, ids, torch)
+    base = logits_in_torch(load_base(tmp_path / "hf", torch, transformers), ids, torch)
+    assert np.abs(expected - base).max() > 0.02
+    named = open_model(str(tmp_path / "hf"), {}, adapter=str(tmp_path / "adapter"))
+    with named.plan.layout.use():
+        model = named.load()
+        ours = logits_of(model, ids)
+        near(ours, expected)
+        near(logits_of(named.for_inference(), ids), expected)
+        options = {"dtype": np.float32, "base": "base", "saved": saved_modules(named.surgeries)}
+        save_peft(tmp_path / "written", model, named.plan.config.model, named.plan.layout, **options)
+    again = peft.PeftModel.from_pretrained(load_base(tmp_path / "hf", torch, transformers), tmp_path / "written").eval()
+    near(logits_in_torch(again, ids, torch), expected)
+    again.save_pretrained(tmp_path / "resaved")
+    reread = open_model(str(tmp_path / "hf"), {}, adapter=str(tmp_path / "resaved"))
+    with reread.plan.layout.use():
+        # A matrix of several parameters was written with the ranks of all of them, and is read with those for each.
+        exact = np.testing.assert_array_equal if case != "dora_fused" else near
+        exact(logits_of(reread.load(), ids), ours)
+    repeated = "lm_head" if case == "tied_shared" else " "
+    num_theirs = sum(p.numel() for n, p in theirs.named_parameters() if "lora_" in n and repeated not in n)
+    if not json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"][0].startswith(("GPT2", "Phi3")):
+        sizes = tree.sizes(model)
+        num_ours = sum(n for path, n in sizes.items() if path.endswith((".a", ".b", ".magnitude")))
+        assert num_ours == num_theirs, "padding is no parameter"
