@@ -21,6 +21,7 @@ from jaxlm.data.rollouts.local import LocalSamplerConfig
 from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig
 from jaxlm.environments.base import Environment, EnvironmentConfig, Observation
 from jaxlm.environments.tool import ToolEnvironmentConfig
+from jaxlm.models.inference.sampling import Sampling
 from jaxlm.rewards.base import Rewards
 from jaxlm.rewards.function import FunctionRewardConfig
 from tests.data.helpers import small_tokenizer, some_text
@@ -163,6 +164,7 @@ COLUMNS = "test_a_batch_has_each_response_after_its_prompt_with_its_reward"
 MINIBATCHES = "test_a_rollout_is_trained_on_in_minibatches_and_restored_in_the_middle"
 FIELDS = {
     **dict.fromkeys(("group_size", "max_new_tokens", "temperature", "rewards", "reward_timeout_s", "sampler"), COLUMNS),
+    **dict.fromkeys(("top_k", "top_p", "min_p", "repetition_penalty"), COLUMNS),
     **dict.fromkeys(("updates_per_rollout", "minibatches_per_rollout"), MINIBATCHES),
     "dynamic_sampling": "test_groups_with_equal_rewards_are_replaced_as_long_as_rounds_are_left",
     "curriculum": "tests/data/test_curricula.py::test_a_resumed_curriculum_goes_on_as_if_nothing_had_happened",
@@ -172,16 +174,18 @@ FIELDS = {
 
 
 def test_a_batch_has_each_response_after_its_prompt_with_its_reward(opened, seen, tokenizer):
-    _, batches = opened(temperature=0.5)
+    filters = {"top_k": 50, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2}
+    _, batches = opened(temperature=0.5, **filters)
     assert batches.due(0)
     batches.refresh("the weights", 0)
     assert not batches.due(0)
     assert batches.due(1)
     ((model, prompts, request),) = SAMPLER.requests
     assert (model, request.step, request.seed, list(request.rows)) == ("the weights", 0, 3, list(range(12)))
-    assert (request.max_new_tokens, request.temperature, request.stop_ids) == (8, 0.5, tokenizer.stop_ids)
+    assert (request.max_new_tokens, request.stop_ids) == (8, tokenizer.stop_ids)
+    assert request.sampling == Sampling(0.5, **filters)
     batch = next(batches)
-    assert batch.temperature == 0.5
+    assert (batch.temperature, batch.samples_all) == (0.5, False)
     assert [axis.name for axis in batch.responses.tokens.axes] == ["microbatch", "batch", "group", "position"]
     columns, (rows,) = columns_of(batch), seen
     for row in range(12):

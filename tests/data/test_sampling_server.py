@@ -17,10 +17,11 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.rollouts.sampler import SamplerConfig, SamplingRequest
 from jaxlm.data.rollouts.server import _SAMPLE_TEXT, ServerSampler, seed_of
 from jaxlm.interop.json_server import JsonServer, ServerConfig
+from jaxlm.models.inference.sampling import Sampling
 from tests.http_server import serving
 
 EOS = 2
-REQUEST = SamplingRequest(step=3, seed=7, rows=(0, 1, 2, 3), max_new_tokens=5, temperature=1.0, stop_ids=(EOS,))
+REQUEST = SamplingRequest(step=3, seed=7, rows=(0, 1, 2, 3), max_new_tokens=5, sampling=Sampling(), stop_ids=(EOS,))
 PROMPTS = [[5, 6], [5, 6], [7], [7]]
 
 
@@ -153,7 +154,7 @@ def test_sglang_loads_weights_in_its_own_way(server, sampler, tmp_path):
     loaded = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
     server.answers["/update_weights_from_disk"] = lambda body: loaded
     policy = sampler(protocol="sglang", logprobs="processed")
-    policy.sample("weights", PROMPTS, dataclasses.replace(REQUEST, temperature=0.7))
+    policy.sample("weights", PROMPTS, dataclasses.replace(REQUEST, sampling=Sampling(0.7)))
     folder = str(tmp_path / "weights" / "weights-3")
     assert server.requests[0] == ("/update_weights_from_disk", {"model_path": folder, "flush_cache": True})
     assert bodies(server)[0]["temperature"] == 0.7
@@ -217,16 +218,16 @@ def test_a_start_asks_the_server_once(server, sampler, tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"data\.sampler\.server: the server at .*/v1/models gave no answer: status 503"
     ):
-        config.check_opens(1.0, dry=True)
-    config.check_opens(1.0, dry=True)
+        config.check_opens(Sampling(), dry=True)
+    config.check_opens(Sampling(), dry=True)
     assert not (tmp_path / "weights").exists()
-    config.check_opens(1.0, dry=False)
+    config.check_opens(Sampling(), dry=False)
     assert (tmp_path / "weights").is_dir()
     del server.answers["/v1/models"]
-    config.check_opens(1.0, dry=True)  # it answers, although it does not know the request
+    config.check_opens(Sampling(), dry=True)  # it answers, although it does not know the request
     server.faults = [401]
     with pytest.raises(ConfigError, match=r"data\.sampler\.server: .*refuses the request: 401"):
-        config.check_opens(1.0, dry=True)
+        config.check_opens(Sampling(), dry=True)
 
 
 def test_a_start_refuses_a_server_with_other_tokens(server, sampler):
@@ -388,11 +389,29 @@ def test_mistakes_are_refused(sampler, keys, message):
 
 def test_raw_log_probabilities_need_temperature_1(sampler):
     with pytest.raises(ConfigError, match=r"logprobs: raw given with temperature: 0\.7"):
-        sampler().sample("weights", PROMPTS, dataclasses.replace(REQUEST, temperature=0.7))
-    sampler(logprobs="processed").sample("weights", PROMPTS, dataclasses.replace(REQUEST, temperature=0.7))
+        sampler().sample("weights", PROMPTS, dataclasses.replace(REQUEST, sampling=Sampling(0.7)))
+    sampler(logprobs="processed").sample("weights", PROMPTS, dataclasses.replace(REQUEST, sampling=Sampling(0.7)))
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "http://[::1", "http://host:port"])
 def test_an_address_that_cannot_be_one_is_refused(url):
     with pytest.raises(ConfigError, match=r"^here\.url: .* given, an address such as http://localhost:8000 expected$"):
         ServerConfig(url).check("here")
+
+
+FILTERED = Sampling(0.7, top_k=50, top_p=0.9, min_p=0.05, repetition_penalty=1.1)
+
+
+def test_filters_reach_the_server_whose_log_probabilities_must_be_those_of_what_they_leave(sampler, server):
+    request = dataclasses.replace(REQUEST, sampling=FILTERED)
+    sampler(logprobs="processed").sample("weights", PROMPTS, request)
+    sent = bodies(server)[0]
+    assert {name: sent[name] for name in FILTERED.changed} == FILTERED.changed
+    with pytest.raises(
+        ConfigError, match=r"logprobs: raw given with top_p: 0\.9, but raw .* --logprobs-mode processed"
+    ):
+        sampler().sample("weights", PROMPTS, dataclasses.replace(REQUEST, sampling=Sampling(top_p=0.9)))
+    sglang = {"protocol": "sglang", "logprobs": "processed"}
+    with pytest.raises(ConfigError, match=r"sglang given with top_k: 50, top_p: 0\.9, min_p: 0\.05, but SGLang's"):
+        sampler(**sglang).sample("weights", PROMPTS, request)
+    sampler(**sglang)._config.check_sampling(Sampling(0.7, repetition_penalty=1.1))

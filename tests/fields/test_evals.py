@@ -23,13 +23,16 @@ from tests.data.helpers import cache_of
 from tests.fields.proofs import Outcome, outcome_of
 from tests.fields.trees import merged, tree
 
-SAMPLES = ["prompts", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "tool"]  # tool: tests/run/test_chat.py
+SAMPLES = [  # tool: tests/run/test_chat.py
+    *("prompts", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "tool"),
+]
 HARNESS = ["tasks", "task_folder", "num_fewshot", "limit", "batch_size"]
 CORE = ["bundle", "tasks", "max_per_task", "batch_size"]  # tests/evals/test_core.py
 
 ROLLOUTS = [  # tests/evals/test_rollouts.py
     *("prompts_file", "rewards", "prompt_key", "messages_key", "max_prompts", "num_samples", "max_new_tokens"),
-    *("stop_tokens", "temperature", "top_k", "top_p", "seed", "batch_size", "reward_timeout_s", "name"),
+    *("stop_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
+    *("batch_size", "reward_timeout_s", "name"),
 ]
 
 
@@ -189,5 +192,6 @@ def test_sample_fields(sampled):
     assert len(short) < len(usual)
     assert greedy != usual
     assert greedy == sampled(temperature=0.0, seed=7)
-    assert sampled(top_k=1) == sampled(top_p=1e-6) == greedy
+    assert sampled(top_k=1) == sampled(top_p=1e-6) == sampled(min_p=1.0) == greedy
+    assert sampled(temperature=0.0, repetition_penalty=1e-6) != greedy
     assert sampled(seed=7) not in (usual, greedy)

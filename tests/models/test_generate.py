@@ -16,6 +16,7 @@ from jaxlm.core.matmul import quantize
 from jaxlm.models.base import Inputs
 from jaxlm.models.inference import generate as decode
 from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig, generate, generate_tokens, stream_tokens
+from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.sampling import Sampling
 from jaxlm.models.inference.unstacked import Generator
 from tests.engine.helpers import layout
@@ -217,7 +218,8 @@ def test_empty_requests_and_a_full_context(llama):
 
 def frequencies(sampling, logits, draws=20_000):
     keys = jax.random.split(jax.random.key(0), draws)
-    drawn = sampling.draw(jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (draws, len(logits))), keys)
+    rows, distribution = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (draws, len(logits))), sampling.numbers
+    drawn = distribution.draw(distribution.logits(rows, None), keys)
     return np.bincount(drawn, minlength=len(logits)) / draws
 
 
@@ -230,6 +232,7 @@ def frequencies(sampling, logits, draws=20_000):
         ({"top_p": 0.5}, [0, 1, 0, 0]),
         ({"top_p": 0.6}, [0, 0.625, 0, 0.375]),
         ({"top_k": 2, "top_p": 0.6}, [0, 1, 0, 0]),
+        ({"min_p": 0.5}, [0, 0.625, 0, 0.375]),
         ({"temperature": 0.0}, [0, 1, 0, 0]),
     ],
     ids=str,
@@ -238,7 +241,71 @@ def test_sampling_draws_the_distribution_it_promises(options, expected):
     np.testing.assert_allclose(frequencies(Sampling(**options), np.log([0.1, 0.5, 0.1, 0.3])), expected, atol=0.012)
 
 
-@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": -0.1}, {"repetition_penalty": 0.0}],
+    ids=str,
+)
 def test_invalid_sampling_options_are_refused(options):
     with pytest.raises(ConfigError, match=f"{next(iter(options))}: "):
         Sampling(**options)
+
+
+FILTERS = [
+    {"top_k": 5},
+    {"top_k": 1000},
+    {"top_p": 0.8},
+    {"min_p": 0.3},
+    {"repetition_penalty": 1.7},
+    {"repetition_penalty": 0.6, "top_k": 12, "top_p": 0.7, "min_p": 0.2},
+]
+
+
+def logits_of_transformers(logits, texts, options, temperature):
+    """What the processors of transformers' own generation make of logits."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=1, n_embd=2, vocab_size=40))
+    config = transformers.GenerationConfig(do_sample=True, temperature=temperature, **{"top_k": 0, **options})
+    processors = model._get_logits_processor(config, input_ids_seq_length=texts.shape[1])
+    return processors(torch.tensor(texts), torch.tensor(logits)).numpy()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_filters_are_those_of_transformers(options, temperature):
+    rng = np.random.default_rng(3)
+    logits, texts = rng.normal(0, 2, (16, 40)).astype(np.float32), rng.integers(0, 40, (16, 9))
+    if "top_p" not in options:  # of equal ones, transformers drops one or the other then, and we keep both
+        logits[:, 7] = logits[:, 8]
+    expected = logits_of_transformers(logits, texts, options, temperature)
+    seen = np.zeros(logits.shape, bool)
+    np.put_along_axis(seen, texts, True, axis=1)
+    found = Sampling(temperature, **options).numbers.logits(jnp.asarray(logits), jnp.asarray(seen))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_other_values_of_filters_compile_nothing(llama):
+    def all_with(**options):
+        generate(llama, [[1, 2]], max_new_tokens=4, seed=1, **options)
+
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    all_with(**dict(zip(names, (0.7, 5, 0.9, 0.1, 1.2), strict=True)))
+    compiled = decode._decode._cache_size()
+    all_with(**dict(zip(names, (0.9, 7, 0.8, 0.2, 1.5), strict=True)))
+    assert decode._decode._cache_size() == compiled
+
+
+def test_a_repeated_token_is_penalized_in_prompt_and_text(llama):
+    """A penalty so large that no token comes twice, with tokens of the prompt first."""
+    prompts = [[1, 2, 3], [9]]
+    found = generate(llama, prompts, max_new_tokens=12, temperature=0.0, repetition_penalty=1e6)
+    assert found != generate(llama, prompts, max_new_tokens=12, temperature=0.0)
+    whole = Generator.of(llama)
+    for prompt, new in zip(prompts, found, strict=True):
+        held = PrefixCache()
+        options = GenerationConfig(4, temperature=0.0, repetition_penalty=1e6)
+        text = list(prompt)
+        for _ in range(3):  # the rest of the text comes from the cache
+            pieces = stream_tokens(whole, [list(text)], options, every=2, prefix_cache=held)
+            text += [token for piece in pieces for token in piece[0]]
+        assert text == [*prompt, *new]

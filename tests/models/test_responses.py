@@ -16,6 +16,7 @@ from jaxlm.data.rollouts.sampler import SamplerContext, SamplingRequest
 from jaxlm.models.inference import responses
 from jaxlm.models.inference.padding import left_padded
 from jaxlm.models.inference.responses import Noise, sample_responses
+from jaxlm.models.inference.sampling import Sampling
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.objectives.completions import token_logps
 from tests.engine.helpers import layout
@@ -41,7 +42,7 @@ PROMPTS = prompts_of(64)
 def sampled(model, rows=range(64), *, noise=NOISE, temperature=TEMPERATURE, most=MOST, **options):
     prompts = [PROMPTS[row] for row in rows]
     # All calls have the same number of rows, so that they run the same program.
-    settings = {"max_new_tokens": most, "temperature": temperature, "stop_ids": STOPS, "num_rows": 64}
+    settings = {"max_new_tokens": most, "sampling": Sampling(temperature), "stop_ids": STOPS, "num_rows": 64}
     return sample_responses(Generator.of(model), prompts, rows, noise, **settings | options)
 
 
@@ -71,6 +72,25 @@ def test_log_likelihoods_are_those_of_a_forward_pass_and_rows_end_with_their_sto
     np.testing.assert_allclose(np.asarray(logps.array)[mask > 0], recorded, atol=1e-5)
 
 
+def test_recorded_probabilities_are_those_of_the_distribution_that_was_sampled(llama, as_inputs, logits_of):
+    """With filters, which a forward pass of the text and `TokenDistribution`, compared with transformers elsewhere, give."""
+    sampling = Sampling(TEMPERATURE, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.4)
+    found = sampled(llama, range(12), sampling=sampling)
+    whole = np.zeros((12, 24), np.int32)
+    for row, (prompt, tokens) in enumerate(zip(PROMPTS, found.tokens, strict=False)):
+        text = [*prompt, *tokens[tokens >= 0]]
+        whole[row, : len(text)] = text
+    logits = np.asarray(logits_of(llama, as_inputs(whole)))
+    for row, (prompt, tokens, logps) in enumerate(zip(PROMPTS, found.tokens, found.logps, strict=False)):
+        expected = []
+        for at in range(len(prompt), len(prompt) + (tokens >= 0).sum()):
+            seen = np.isin(np.arange(logits.shape[-1]), whole[row, :at])
+            filtered = sampling.numbers.logits(jnp.asarray(logits[row, at - 1 : at]), jnp.asarray(seen[None]))
+            expected.append(jax.nn.log_softmax(filtered)[0, whole[row, at]])
+        np.testing.assert_allclose(logps[: len(expected)], expected, atol=1e-5)
+    assert np.any(found.tokens != sampled(llama, range(12)).tokens)
+
+
 def test_a_row_depends_on_its_number_and_not_on_the_others(llama):
     together = sampled(llama, range(8))
     for rows in ([3], [6, 1]):
@@ -92,7 +112,7 @@ def test_other_programs_sample_the_same_tokens(llama):
     np.testing.assert_array_equal(fewer.tokens, together.tokens[:5])
     np.testing.assert_array_equal(sampled(llama, most=5).tokens, together.tokens[:, :5])
     sampler = LocalSamplerConfig(max_rows=16).open(SamplerContext(layout(), FLOAT32, print))
-    request = SamplingRequest(NOISE.step, NOISE.seed, range(40), MOST, TEMPERATURE, STOPS)
+    request = SamplingRequest(NOISE.step, NOISE.seed, range(40), MOST, Sampling(TEMPERATURE), STOPS)
     for sample, tokens in zip(sampler.sample(llama, PROMPTS[:40], request), together.tokens, strict=False):
         assert [*sample.tokens, *[-1] * (MOST - len(sample.tokens))] == tokens.tolist()
         assert sample.is_finished == (sample.tokens[-1] in STOPS)
@@ -131,7 +151,7 @@ def test_a_mesh_samples_the_same_tokens(llama, shards):
 def sampled_by_compiled_programs(model, prompts):
     """The tokens from the programs that a forecast compiles, from shapes alone, for 64 rows."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), model)
-    programs = responses.compile_sampling(shapes, 64, 9, MOST)
+    programs = responses.compile_sampling(shapes, 64, 9, MOST, Sampling())
     numbers = np.arange(64, dtype=np.uint32) * (np.arange(64) < len(prompts))
     given = np.array(STOPS, np.int32), np.float32(TEMPERATURE)
     noise = np.array(NOISE, np.uint32)
@@ -165,12 +185,13 @@ def test_draws_have_the_distribution_of_the_logits_at_a_temperature():
         tokens=jnp.full((number, 1), -1, jnp.int32),
         logps=jnp.zeros((number, 1)),
         step=jnp.int32(0),
+        seen=None,
     )
     logits = hax.named(jnp.float32(VECTORS["logits"]), "vocab")
     final = logits.broadcast_to((rows, hax.Axis("position", 1), *logits.axes))
     keys = jax.random.split(jax.random.key(0), number)
-    temperature = jnp.float32(VECTORS["temperature"])
-    after = responses._with_next(Fixed, state, None, final, keys, jnp.array([4, -1]), temperature)
+    distribution = Sampling(VECTORS["temperature"]).numbers
+    after = responses._with_next(Fixed, state, None, final, keys, jnp.array([4, -1]), distribution)
     expected = np.array(VECTORS["probabilities"])
     counts = np.bincount(np.asarray(after.token), minlength=5)
     assert ((counts - number * expected) ** 2 / (number * expected)).sum() < 18.5

@@ -81,7 +81,7 @@ def test_decoding_a_token_copies_neither_weights_nor_cache(rows, kv_heads):
     model = jax.eval_shape(lambda: config.build(vocab_axis(40), key=jax.random.key(0)))
     keys, stops = jax.eval_shape(lambda: (jax.random.split(jax.random.key(0), rows), jnp.zeros(4, jnp.int32)))
     prompt = jax.eval_shape(lambda: left_padded([[1, 2, 3]] * rows, rows, 0))
-    greedy = Sampling(temperature=0.0)
+    greedy = Sampling(temperature=0.0).numbers
     state = jax.eval_shape(lambda *given: decode._prefill(*given, greedy, 960, None), model, prompt, None, keys, stops)
     given = (*jax.eval_shape(unstack, (model, state)), keys, stops, jnp.int32(64))
     temporary = decode._decode.lower(*given, greedy).compile().memory_analysis().temp_size_in_bytes

@@ -341,6 +341,18 @@ def test_terms_on_what_a_sampler_has_recorded(case, options):
     assert ("overlong_penalty" in found) == bool(objective.overlong_cache)
 
 
+def test_responses_of_a_filtered_distribution_are_corrected_for():
+    batch = GroupBatch.of(
+        None, samples_all=False, **dict.fromkeys(("tokens", "targets", "loss_mask", "segment_ids", "positions"))
+    )
+    for corrected in ({"old_policy": "rollout"}, {"old_policy": "model", "tis_cap": 2.0}):
+        Grpo(kl_coef=0.0, **corrected).check_batch(batch)
+    with pytest.raises(
+        ConfigError, match=r"objective\.old_policy: model given, but data\.top_k, .* Set objective\.tis_cap"
+    ):
+        Grpo(kl_coef=0.0, old_policy="model").check_batch(batch)
+
+
 @pytest.mark.parametrize(
     ("options", "columns", "message"),
     [

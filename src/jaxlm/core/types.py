@@ -151,6 +151,8 @@ class GroupBatch(eqx.Module):
         std_of_batch: float32 {[microbatch,] batch}, a number of the whole batch by which the objective divides advantages;
             None if it needs none.
         temperature: what the logits were divided by when the responses were sampled.
+        samples_all: whether they were sampled from the distribution of the model at this temperature, and not from a part or
+            another form of it.
     """
 
     responses: TokenBatch
@@ -159,6 +161,7 @@ class GroupBatch(eqx.Module):
     sampler_logps: hax.NamedArray | None = None
     std_of_batch: hax.NamedArray | None = None
     temperature: float = eqx.field(static=True, default=1.0)
+    samples_all: bool = eqx.field(static=True, default=True)
 
     @staticmethod
     def of(
@@ -166,9 +169,11 @@ class GroupBatch(eqx.Module):
         sampler_logps: hax.NamedArray | None = None,
         *,
         temperature: float = 1.0,
+        samples_all: bool = True,
         **columns: hax.NamedArray,
     ) -> "GroupBatch":
-        return GroupBatch(TokenBatch(**columns), rewards, sampler_logps=sampler_logps, temperature=temperature)
+        of_sampler: Any = {"sampler_logps": sampler_logps, "temperature": temperature, "samples_all": samples_all}
+        return GroupBatch(TokenBatch(**columns), rewards, **of_sampler)
 
     def sequences(self) -> TokenBatch:
         """All sequences, group by group, so that a group stays on one device."""

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxlm.core.sharding import Layout
+from jaxlm.models.inference.sampling import Sampling
 
 Columns = dict[str, np.ndarray]
 B = TypeVar("B")
@@ -37,6 +38,7 @@ class SampledRows:
         num_steps: number of steps that train on them.
         prompt_tokens, new_tokens: the most tokens of a prompt and of a response.
         rows_at_once: number of responses -> how many of them are sampled at the same time.
+        sampling: what tokens are drawn from.
     """
 
     group_size: int
@@ -45,6 +47,7 @@ class SampledRows:
     prompt_tokens: int
     new_tokens: int
     rows_at_once: Callable[[int], int]
+    sampling: Sampling
 
     def num_rows(self, batch_size: int) -> int:
         """Number of responses that are sampled together, for batches of this size."""

@@ -7,7 +7,7 @@ the harness's `hf` backend does, so the results match it.
 import difflib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -257,11 +257,9 @@ class _BackendMethods:
 
     def _generate(self, generator: Generator, contexts: Sequence[str], request: "_GenerationRequest") -> list[str]:
         stops = StopStrings.of_text(request.stops, self._tokenizer.decode)
-        max_prompt_tokens = self._model.Pos.size - request.max_new_tokens
+        max_prompt_tokens = self._model.Pos.size - request.generation.max_new_tokens
         prompts = [self.tok_encode(context)[-max_prompt_tokens:] for context in contexts]
-        config = GenerationConfig(
-            request.max_new_tokens, request.temperature, request.top_k, request.top_p, stop_ids=self._tokenizer.stop_ids
-        )
+        config = replace(request.generation, stop_ids=self._tokenizer.stop_ids)
         return [stops.before(ids) for ids in generate_tokens(generator, prompts, config, stops.until)]
 
 
@@ -270,10 +268,7 @@ class _GenerationRequest:
     """How a task wants text to be generated."""
 
     stops: tuple[str, ...]
-    max_new_tokens: int
-    temperature: float
-    top_k: int | None
-    top_p: float | None
+    generation: GenerationConfig
 
     @staticmethod
     def of(options: dict[str, Any], seq_len: int, task: str) -> "_GenerationRequest":
@@ -286,10 +281,14 @@ class _GenerationRequest:
                 f" {seq_len}. Remove the task, or use a model with longer sequences"
             )
         samples = options.get("do_sample") is not False
-        return _GenerationRequest(
-            stops=tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop),
+        generation = GenerationConfig(
             max_new_tokens=int(max_new_tokens),
             temperature=float(options.get("temperature") or 0.0) if samples else 0.0,
             top_k=options.get("top_k"),
             top_p=options.get("top_p"),
+            min_p=options.get("min_p"),
+            repetition_penalty=options.get("repetition_penalty") or 1.0,
+        )
+        return _GenerationRequest(
+            tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop), generation
         )

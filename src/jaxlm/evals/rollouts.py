@@ -11,7 +11,15 @@ import jax
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import NonNegativeFloat, PositiveFraction, PositiveInt, Seconds, Seed
+from jaxlm.core.field_types import (
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    Seconds,
+    Seed,
+)
 from jaxlm.core.runtime import broadcast_from_main, from_main, main_only
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.samples import prompt_ids
@@ -42,6 +50,10 @@ class RolloutsEvalConfig(EvalConfig):
         temperature: sampling temperature; 0 decodes greedily.
         top_k: sample only from the `top_k` most likely tokens; null samples from all.
         top_p: sample only from the most likely tokens whose probabilities add up to `top_p`; null samples from all.
+        min_p: sample only from tokens with at least this fraction of the most likely token's probability; null samples from
+            all.
+        repetition_penalty: makes tokens that the text has so far less likely: it divides their logits, or multiplies negative
+            ones; 1 changes nothing.
         seed: random seed; the same model and seed give the same answers.
         batch_size: number of answers that are generated at a time.
         reward_timeout_s: maximum seconds for a reward to score all answers.
@@ -60,6 +72,8 @@ class RolloutsEvalConfig(EvalConfig):
     temperature: NonNegativeFloat = 0.0
     top_k: PositiveInt | None = None
     top_p: PositiveFraction | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: PositiveFloat = 1.0
     seed: Seed = 0
     batch_size: PositiveInt = 32
     reward_timeout_s: Seconds = 300.0
@@ -221,7 +235,8 @@ class RolloutsEval(Eval):
         """The tokens of each answer, with the one that ended it."""
         config, found = self._config, []
         sampling = (config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
-        generation = GenerationConfig(*sampling, stop_ids=self._stop_ids, with_stop=True)
+        filters: Any = {"min_p": config.min_p, "repetition_penalty": config.repetition_penalty}
+        generation = GenerationConfig(*sampling, stop_ids=self._stop_ids, with_stop=True, **filters)
         # All answers to a prompt are in one batch, which gives each of them a key of its own.
         size = config.batch_size // config.num_samples * config.num_samples
         size = min(size, len(self._prompts))

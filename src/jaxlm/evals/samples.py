@@ -3,11 +3,20 @@
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveFraction, PositiveInt, Seed
+from jaxlm.core.field_types import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    Seed,
+)
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
@@ -27,6 +36,10 @@ class SamplesEvalConfig(EvalConfig):
         temperature: sampling temperature; 0 decodes greedily.
         top_k: sample only from the `top_k` most likely tokens; null samples from all.
         top_p: sample only from the most likely tokens whose probabilities add up to `top_p`; null samples from all.
+        min_p: sample only from tokens with at least this fraction of the most likely token's probability; null samples from
+            all.
+        repetition_penalty: makes tokens that the text has so far less likely: it divides their logits, or multiplies negative
+            ones; 1 changes nothing.
         seed: random seed; the same model and seed generate the same text.
         tool: answers the model's calls, as in `jaxlm chat`, such as `{type: calculator}`; null answers none. The tokenizer
             must have the tokens of calls. Outputs count as new tokens.
@@ -37,6 +50,8 @@ class SamplesEvalConfig(EvalConfig):
     temperature: NonNegativeFloat = 0.8
     top_k: PositiveInt | None = None
     top_p: PositiveFraction | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: PositiveFloat = 1.0
     seed: Seed = 0
     tool: Tool | None = None
 
@@ -71,7 +86,8 @@ class SamplesEval(Eval):
         config, tokenizer = self._config, self._ctx.tokenizer
         prompts = [prompt_ids(tokenizer, prompt, bos=self._ctx.enforce_bos) for prompt in config.prompts]
         sampling = (config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
-        generation = GenerationConfig(*sampling, stop_ids=tokenizer.stop_ids)
+        filters: Any = {"min_p": config.min_p, "repetition_penalty": config.repetition_penalty}
+        generation = GenerationConfig(*sampling, stop_ids=tokenizer.stop_ids, **filters)
         continuations = generate_tokens(Generator.of(self._cast(model)), prompts, generation, self._go_on, self._calls)
         for prompt, ids in zip(config.prompts, continuations, strict=True):
             text = tokenizer.decode(ids) if self._calls is None else self._calls.show(ids)

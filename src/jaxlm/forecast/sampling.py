@@ -93,7 +93,7 @@ def forecast_sampling(plan: Plan, topology: Topology, log: Callable[[str], None]
     log(f"compiling the programs that sample {rows} responses ...")
     state = plan.state_builder.abstract_state(phase)
     model = sharded_shapes(jax.eval_shape(plan.precision.cast_to_compute, state.model), plan.layout)
-    programs = compile_sampling(model, rows, sampled.prompt_tokens, sampled.new_tokens)
+    programs = compile_sampling(model, rows, sampled.prompt_tokens, sampled.new_tokens, sampled.sampling)
     of = lambda hlo: estimate_kernels(hlo, topology, plan.mesh, plan.precision.compute)  # noqa: E731
     loop = programs.tokens.as_text() or ""
     prompts = of(programs.prompts.as_text() or "")

@@ -55,6 +55,9 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     def check_columns(self, columns: Collection[str]) -> None:
         """Raises `ConfigError` if the objective cannot train on batches with columns of these names."""
 
+    def check_batch(self, batch: Any) -> None:
+        """Raises `ConfigError` if the objective cannot train on batches like this one, whose columns are None."""
+
     def init_slot(self, trainable: Any) -> Any:
         """The state that the objective keeps between steps, or None.
 

@@ -217,6 +217,14 @@ class Grpo(ReferencedObjective):
                 " about them before it. Remove it"
             )
 
+    def check_batch(self, batch: GroupBatch) -> None:
+        if not batch.samples_all and self.old_policy == "model" and self.tis_cap is None:
+            raise ConfigError(
+                "objective.old_policy: model given, but data.top_k, top_p, min_p or repetition_penalty has responses sampled"
+                " from another distribution than that of the model. Set objective.tis_cap, which corrects for it, or"
+                " old_policy: rollout"
+            )
+
     def _check_effective(self, condition: bool, because: str, **defaults: Any) -> None:
         """Raises `ConfigError` for a key that has another value than its default although it has no effect."""
         for key, default in defaults.items():

@@ -40,6 +40,18 @@ def add_generation_options(parser: argparse.ArgumentParser, *, max_new_tokens: i
         help="sample only from the most likely tokens whose probabilities add up to TOP_P (default: all)",
     )
     parser.add_argument(
+        "--min_p",
+        type=float,
+        default=None,
+        help="sample only from tokens with at least MIN_P times the most likely token's probability (default: all)",
+    )
+    parser.add_argument(
+        "--repetition_penalty",
+        type=float,
+        default=1.0,
+        help="divides the logits of tokens that the text has so far, and multiplies negative ones (default 1: none)",
+    )
+    parser.add_argument(
         "--seed", type=int, default=0, help="random seed; the same seed generates the same text (default 0)"
     )
     parser.add_argument(
@@ -84,6 +96,8 @@ def generation_config_of(options: argparse.Namespace, stop_ids: tuple[int, ...])
         seed=options.seed,
         stop_ids=stop_ids,
         cache_dtype=options.cache_dtype,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
     )
 
 

@@ -54,13 +54,15 @@ class InferenceModel:
         top_p: float | None = None,
         seed: int = 0,
         stop: Sequence[str] = (),
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
     ) -> list[str]:
         """Continues prompts, as `jaxlm sample` does.
 
         Args:
             prompts: strings, which begin with the BOS token if the training data did, or if the tokenizer of a Hugging Face
                 folder adds it; or token ids.
-            max_new_tokens, temperature, top_k, top_p, seed: see `GenerationConfig`.
+            max_new_tokens, temperature, top_k, top_p, seed, min_p, repetition_penalty: see `GenerationConfig`.
             stop: texts that end a continuation. They are not part of it.
 
         Returns:
@@ -74,7 +76,9 @@ class InferenceModel:
         if isinstance(stop, str) or "" in stop:
             raise ConfigError(f"generate: stop: {stop!r} given, but a list of texts that are not empty is expected")
         ids = [self.loaded.prompt_ids(p) if isinstance(p, str) else list(map(int, p)) for p in prompts]
-        config = GenerationConfig(max_new_tokens, temperature, top_k, top_p, seed, self.loaded.tokenizer.stop_ids)
+        filters: Any = {"min_p": min_p, "repetition_penalty": repetition_penalty}
+        stop_ids = self.loaded.tokenizer.stop_ids
+        config = GenerationConfig(max_new_tokens, temperature, top_k, top_p, seed, stop_ids, **filters)
         stops = StopStrings.of_text(stop, self.tokenizer.decode)
         with self.loaded.plan.layout.use():
             return [stops.before(new) for new in generate_tokens(self._generator, ids, config, stops.until)]

@@ -232,6 +232,7 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
             f" data makes {type(batch).__name__}. Choose another objective or another kind of data"
         )
     phase.objective.check_columns(spec.columns)
+    phase.objective.check_batch(batch)
 
 
 def _check_microbatches(phase: Phase, batches: BatchSchedule) -> None:

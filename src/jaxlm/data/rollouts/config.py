@@ -4,7 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from annotated_types import Interval
@@ -12,7 +12,15 @@ from haliax import Axis
 
 from jaxlm.core.axes import GROUP, POSITION
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import LARGEST_INT, NonNegativeInt, PositiveInt, Seconds
+from jaxlm.core.field_types import (
+    LARGEST_INT,
+    Fraction,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    Seconds,
+)
 from jaxlm.core.runtime import main_only
 from jaxlm.core.types import GroupBatch
 from jaxlm.data.base import TRAIN, Batches
@@ -32,6 +40,7 @@ from jaxlm.data.rollouts.sampler import SamplerConfig, SamplerContext
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.environments.base import EnvironmentConfig
 from jaxlm.environments.converse import check_environment_opens
+from jaxlm.models.inference.sampling import Sampling
 from jaxlm.rewards.base import RewardConfig, RewardContext, Rewards, reward_names
 
 _MAX_TURNS = 4
@@ -46,8 +55,14 @@ class RolloutsConfig(DataConfig):
     Attributes:
         group_size: responses to each prompt.
         max_new_tokens: the most tokens of a response. It ends earlier at the tokenizer's EOS token.
-        temperature: the logits are divided by it, when responses are sampled and in the objective. The whole distribution is
-            sampled from: with `top_k` or `top_p`, the objective would train on other probabilities than those of the sampler.
+        temperature: the logits are divided by it, when responses are sampled and in the objective.
+        top_k, top_p, min_p: sample only from the `top_k` most likely tokens; then from the most likely ones whose
+            probabilities add up to `top_p`; then from those with at least `min_p` times the probability of the most likely
+            one. Null samples from all. The probabilities of the distribution that was sampled are recorded. The objective
+            compares those of the whole distribution with them, so it must have `old_policy: rollout`, or `old_policy: model`
+            with `tis_cap`.
+        repetition_penalty: divides the logits of tokens that prompt and response have so far, and multiplies negative ones,
+            before the temperature; 1 changes none. Recorded and corrected like `top_p`.
         updates_per_rollout: number of steps that train on a rollout before the next one is sampled.
         minibatches_per_rollout: number of batches that a rollout consists of. With as many as `updates_per_rollout`, each
             response is trained on once; with 1, as often as there are updates.
@@ -69,6 +84,10 @@ class RolloutsConfig(DataConfig):
     group_size: Annotated[int, Interval(ge=2, le=LARGEST_INT)] = 8
     max_new_tokens: PositiveInt = 256
     temperature: Annotated[float, Interval(ge=0.001, le=LARGEST_INT)] = 1.0
+    top_k: PositiveInt | None = None
+    top_p: PositiveFraction | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: PositiveFloat = 1.0
     updates_per_rollout: PositiveInt = 1
     minibatches_per_rollout: PositiveInt = 1
     rewards: list[RewardConfig] = field(default_factory=list)
@@ -87,8 +106,13 @@ class RolloutsConfig(DataConfig):
             "sampler_logps": Column(np.float32, (Group, Position)),
             **token_columns(Group, Position),
         }
-        make = functools.partial(GroupBatch.of, temperature=float(self.temperature))
+        of_sampler: Any = {"temperature": float(self.temperature), "samples_all": not self._sampling.changed}
+        make = functools.partial(GroupBatch.of, **of_sampler)
         return BatchSpec(make, columns, self._sampled(seq_len))
+
+    @property
+    def _sampling(self) -> Sampling:
+        return Sampling(float(self.temperature), self.top_k, self.top_p, self.min_p, float(self.repetition_penalty))
 
     def _sampled(self, seq_len: int) -> SampledRows | None:
         """What the devices that train sample; None if a server does."""
@@ -101,6 +125,7 @@ class RolloutsConfig(DataConfig):
             prompt_tokens=seq_len - self.max_new_tokens,
             new_tokens=self.max_new_tokens,
             rows_at_once=self.sampler.rows_at_once,
+            sampling=self._sampling,
         )
 
     def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> Prompts:
@@ -167,7 +192,7 @@ class RolloutsConfig(DataConfig):
 
     def check_opens(self, tokenizer: Callable[[], Tokenizer], *, dry: bool) -> None:
         self._check_parts()
-        self.sampler.check_opens(self.temperature, dry=dry)
+        self.sampler.check_opens(self._sampling, dry=dry)
         self.sampler.check_tokens(tokenizer(), dry=dry)
         if self.environment is not None:
             dialect_of(self.environment, tokenizer())
@@ -223,7 +248,7 @@ class RolloutsConfig(DataConfig):
             seed=seed,
             group_size=self.group_size,
             max_new_tokens=self.max_new_tokens,
-            temperature=float(self.temperature),
+            sampling=self._sampling,
             updates_per_rollout=self.updates_per_rollout,
             minibatches_per_rollout=self.minibatches_per_rollout,
             dynamic_sampling=self.dynamic_sampling,

@@ -60,7 +60,7 @@ class LocalSampler(Sampler):
                 [request.rows[place] for place in places],
                 Noise(request.seed, request.step, request.turn),
                 max_new_tokens=request.max_new_tokens,
-                temperature=request.temperature,
+                sampling=request.sampling,
                 stop_ids=request.stop_ids,
                 num_rows=most,
             )

@@ -24,6 +24,7 @@ from jaxlm.data.rollouts.prompts import PromptRecords, document_numbers, prompt_
 from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplingRequest
 from jaxlm.data.sources.record_files import Record
 from jaxlm.environments.converse import Prompt
+from jaxlm.models.inference.sampling import Sampling
 from jaxlm.rewards.base import TOTAL, Rewards, ScoredRows
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ class RolloutOptions:
     seed: int
     group_size: int
     max_new_tokens: int
-    temperature: float
+    sampling: Sampling
     updates_per_rollout: int
     minibatches_per_rollout: int
     dynamic_sampling: int
@@ -181,7 +182,7 @@ class RolloutMaker:
             seed=options.seed,
             rows=range(number * len(repeated), (number + 1) * len(repeated)),
             max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
+            sampling=options.sampling,
             stop_ids=options.stop_ids,
         )
         samples, earned = self._answers(model, examples, repeated, request)

@@ -13,6 +13,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.data.base import Log
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.models.inference.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class SamplingRequest:
         rows: the number of each prompt's row in the whole rollout. A row's tokens depend on it, and not on the other rows.
         turn: number of earlier requests that have sampled for the same rows, in a conversation with an environment.
         max_new_tokens: the most tokens that are sampled for a prompt.
-        temperature: the logits are divided by it.
+        sampling: what tokens are drawn from; its temperature is above 0.
         stop_ids: tokens that end a sample. They are part of it.
         num_rows: number of prompts of the largest request of this kind, for samplers that compile a program for it; None if
             this is it.
@@ -58,7 +59,7 @@ class SamplingRequest:
     seed: int
     rows: Sequence[int]
     max_new_tokens: int
-    temperature: float
+    sampling: Sampling
     stop_ids: tuple[int, ...]
     turn: int = 0
     num_rows: int | None = None
@@ -111,9 +112,9 @@ class SamplerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
     def check(self) -> None:
         """Raises `ConfigError` if it cannot be opened, before anything is compiled."""
 
-    def check_opens(self, temperature: float, *, dry: bool) -> None:
-        """Raises `ConfigError` if it cannot sample at a temperature, or needs something that is not there. Process 0 calls it
-        before anything is compiled.
+    def check_opens(self, sampling: Sampling, *, dry: bool) -> None:
+        """Raises `ConfigError` if it cannot sample with these options, or needs something that is not there. Process 0 calls
+        it before anything is compiled.
 
         Args:
             dry: write nothing, and do not wait for a server that is not ready.

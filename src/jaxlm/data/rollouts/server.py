@@ -22,6 +22,7 @@ from jaxlm.core.stores import is_url
 from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig, SamplerContext, SamplingRequest
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.interop.json_server import JsonServer, RefusedError, ServerConfig
+from jaxlm.models.inference.sampling import Sampling
 
 T = TypeVar("T")
 
@@ -58,7 +59,8 @@ class ServerSamplerConfig(SamplerConfig):
         updates_per_export: number of updates after which the weights are exported again. With more than 1, responses come
             from older weights, and the objective needs the sampler's log-probabilities (`old_policy: rollout`).
         logprobs: vLLM's `--logprobs-mode`: `raw`, its default, needs `temperature: 1`; with `processed`, start it with
-            `--logprobs-mode processed_logprobs`. SGLang's are processed.
+            `--logprobs-mode processed_logprobs`, which `top_k`, `top_p`, `min_p` and `repetition_penalty` need too. SGLang's
+            are processed, but by the temperature and the penalty alone, so that it refuses the other three.
         model: the model's name on the server; null leaves it out.
         max_concurrent: number of requests at a time. Each asks for one response.
     """
@@ -81,8 +83,8 @@ class ServerSamplerConfig(SamplerConfig):
         if self.protocol == "sglang" and self.logprobs == "raw":
             raise ConfigError(f"{_KEY}.logprobs: raw given, but SGLang's are processed. Set logprobs: processed")
 
-    def check_opens(self, temperature: float, *, dry: bool) -> None:
-        self.check_temperature(temperature)
+    def check_opens(self, sampling: Sampling, *, dry: bool) -> None:
+        self.check_sampling(sampling)
         if not dry:
             make_folder(self.folder)
         try:
@@ -106,7 +108,10 @@ class ServerSamplerConfig(SamplerConfig):
                 f" data.tokenizer as {_first_ids(ours)}. {_SAME_TOKENIZER}"
             )
         last = tokenizer.vocab_size - 1
-        body = {**named, **_request([*ours, last], max_tokens=1, temperature=1.0, seed=0, stop_ids=tokenizer.stop_ids)}
+        body = {
+            **named,
+            **_request([*ours, last], max_tokens=1, sampling=Sampling(), seed=0, stop_ids=tokenizer.stop_ids),
+        }
         try:
             answer = JsonServer(once if dry else self.server).post(_COMPLETIONS, body)
             # The run's templates and environment may add tokens at which it stops.
@@ -121,12 +126,19 @@ class ServerSamplerConfig(SamplerConfig):
         except _AnswerError as error:
             raise ConfigError(f"{_KEY}: {_UNUSABLE}: {error}") from error
 
-    def check_temperature(self, temperature: float) -> None:
-        """Raises `ConfigError` if the server's log-probabilities are not those at a temperature."""
-        if self.logprobs == "raw" and temperature != 1:
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raises `ConfigError` if the server's log-probabilities are not those of the distribution that it samples from."""
+        changed = {**({} if sampling.temperature == 1 else {"temperature": sampling.temperature}), **sampling.changed}
+        if self.logprobs == "raw" and changed:
             raise ConfigError(
-                f"{_KEY}.logprobs: raw given with temperature: {temperature:g}, but raw log-probabilities are those"
-                " at temperature 1. Start vLLM with --logprobs-mode processed_logprobs and set logprobs: processed"
+                f"{_KEY}.logprobs: raw given with {_as_text(changed)}, but raw log-probabilities are those of the model at"
+                " temperature 1. Start vLLM with --logprobs-mode processed_logprobs and set logprobs: processed"
+            )
+        filters = {name: value for name, value in sampling.changed.items() if name != "repetition_penalty"}
+        if self.protocol == "sglang" and filters:
+            raise ConfigError(
+                f"{_KEY}.protocol: sglang given with {_as_text(filters)}, but SGLang's log-probabilities are those of all"
+                f" tokens, and not of those that these keys leave. Remove data.{next(iter(filters))}, or use vLLM"
             )
 
     @property
@@ -147,7 +159,7 @@ class ServerSampler(Sampler):
         self._exported: int | None = None  # step of the weights that the server has
 
     def sample(self, model: Any, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[Sample]:
-        self._config.check_temperature(request.temperature)
+        self._config.check_sampling(request.sampling)
         self._update(model, request.step)
         return [
             Sample(tuple(tokens), tuple(logps), tuple(mask), is_finished)
@@ -198,7 +210,7 @@ class ServerSampler(Sampler):
             **_request(
                 list(map(int, prompt)),
                 max_tokens=min(request.max_new_tokens, request.room or request.max_new_tokens),
-                temperature=request.temperature,
+                sampling=request.sampling,
                 seed=seed_of(request, row),
                 stop_ids=request.stop_ids,
             ),
@@ -217,6 +229,10 @@ class ServerSampler(Sampler):
             raise ConfigError(f"{_KEY}: {error}{advice}") from error
 
 
+def _as_text(options: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}: {value:g}" for name, value in options.items())
+
+
 def _reloads(protocol: str, folder: str) -> list[tuple[str, Mapping[str, Any]]]:
     """The requests that have a server load weights, and forget the keys and values of the old ones."""
     if protocol == "sglang":
@@ -226,14 +242,15 @@ def _reloads(protocol: str, folder: str) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def _request(
-    prompt: list[int], *, max_tokens: int, temperature: float, seed: int, stop_ids: Sequence[int]
+    prompt: list[int], *, max_tokens: int, sampling: Sampling, seed: int, stop_ids: Sequence[int]
 ) -> dict[str, Any]:
     """The body of a request for one response."""
     return {
         "prompt": prompt,
         "max_tokens": max_tokens,
-        "temperature": temperature,
+        "temperature": sampling.temperature,
         **_WHOLE_DISTRIBUTION,
+        **sampling.changed,
         "n": 1,
         "seed": seed,
         "stop_token_ids": list(stop_ids),

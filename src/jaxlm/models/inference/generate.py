@@ -24,7 +24,7 @@ from jaxlm.core.sharding import current_layout
 from jaxlm.models.base import Inputs, KVCache, LanguageModel
 from jaxlm.models.inference.padding import left_padded, padded_length, round_up
 from jaxlm.models.inference.prefix_cache import PrefixCache
-from jaxlm.models.inference.sampling import Sampling
+from jaxlm.models.inference.sampling import Sampling, TokenDistribution, with_token
 from jaxlm.models.inference.stop_strings import StopFunction
 from jaxlm.models.inference.tools.calls import ToolCalls
 from jaxlm.models.inference.unstacked import Generator
@@ -43,7 +43,7 @@ class GenerationConfig:
 
     Attributes:
         max_new_tokens: maximum number of new tokens per prompt.
-        temperature, top_k, top_p: see `Sampling`.
+        temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`.
         seed: random seed. The tokens of a row depend only on the seed and the row's prompt, not on the other rows of
             the batch. Repeated prompts get different continuations.
         stop_ids: tokens that end a continuation. They are not part of the output, unless `with_stop`.
@@ -60,10 +60,12 @@ class GenerationConfig:
     stop_ids: tuple[int, ...] = ()
     cache_dtype: str | None = None
     with_stop: bool = False
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p)
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
     def check(self, prompts: Sequence[Sequence[int]], model: LanguageModel) -> None:
         """Raises `ConfigError` for an empty prompt, a token id outside the vocabulary, or too many tokens."""
@@ -99,12 +101,14 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     eos_id: int | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
 ) -> list[list[int]]:
     """Continues each prompt by up to `max_new_tokens` tokens, in the dtype of the model's parameters.
 
     Args:
         prompts: token ids, at least one per prompt.
-        max_new_tokens, temperature, top_k, top_p, seed: see `GenerationConfig`.
+        max_new_tokens, temperature, top_k, top_p, seed, min_p, repetition_penalty: see `GenerationConfig`.
         eos_id: token that ends a continuation. None always generates `max_new_tokens` tokens.
 
     Returns:
@@ -114,9 +118,9 @@ def generate(
         ConfigError: see `GenerationConfig.check`.
     """
     stop_ids = () if eos_id is None else (eos_id,)
-    return generate_tokens(
-        Generator.of(model), prompts, GenerationConfig(max_new_tokens, temperature, top_k, top_p, seed, stop_ids)
-    )
+    others: Any = {"stop_ids": stop_ids, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    config = GenerationConfig(max_new_tokens, temperature, top_k, top_p, seed, **others)
+    return generate_tokens(Generator.of(model), prompts, config)
 
 
 def generate_tokens(
@@ -166,14 +170,15 @@ def stream_tokens(
     num_new = config.max_new_tokens
     if not prompts or num_new == 0:
         return
-    keys, stop_ids, state = _begin(generator, prompts, config, prefix_cache, tools)
+    distribution = config.sampling.numbers
+    keys, stop_ids, state = _begin(generator, prompts, config, distribution, prefix_cache, tools)
     rows: list[list[int]] = [[] for _ in prompts]
     num_yielded = 0
     while num_yielded < num_new:
         end = min(num_new, num_yielded + every)
         if prefix_cache is not None:
             prefix_cache.clear()
-        state = _decode(generator.step_model, state, keys, stop_ids, jnp.int32(end), config.sampling)
+        state = _decode(generator.step_model, state, keys, stop_ids, jnp.int32(end), distribution)
         if prefix_cache is not None:
             cached = np.asarray(state.written)[0, : int(state.step) - 1].tolist()  # all new tokens but the last
             prefix_cache.put(state.cache, [*prompts[0], *cached])
@@ -199,6 +204,7 @@ def _begin(
     generator: Generator,
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
+    distribution: TokenDistribution,
     prefix_cache: PrefixCache | None,
     tools: ToolCalls | None,
 ) -> tuple[jax.Array, jax.Array, "_State"]:
@@ -214,7 +220,10 @@ def _begin(
     stop_ids = jnp.asarray(_pad_stop_ids(config.stop_ids), jnp.int32)
     dtype = None if config.cache_dtype is None else CACHE_DTYPES[config.cache_dtype]
     call_end = None if tools is None else jnp.int32(tools.tokens.call_end)
-    state = _prefill(generator.model, inputs, cache, keys, stop_ids, config.sampling, capacity, dtype, call_end)
+    seen = _seen(prompts, num_rows, generator.model.Vocab.size) if distribution.reads_text else None
+    state = _prefill(
+        generator.model, inputs, cache, keys, stop_ids, distribution, capacity, dtype, call_end=call_end, seen=seen
+    )
     return keys, stop_ids, generator.in_step_layout(state)
 
 
@@ -241,6 +250,14 @@ def _until_end(tokens: np.ndarray, config: GenerationConfig) -> list[int]:
 def _pad_stop_ids(stop_ids: Sequence[int]) -> list[int]:
     """Pads to one of few lengths, so that few shapes are compiled."""
     return [*stop_ids, *[_NO_TOKEN] * (round_up(max(1, len(stop_ids)), _STOP_IDS_MULTIPLE) - len(stop_ids))]
+
+
+def _seen(prompts: Sequence[Sequence[int]], rows: int, vocab_size: int) -> np.ndarray:
+    """bool [rows, vocab]: whether a prompt has a token. On the host: part of a prompt may come from a prefix cache."""
+    seen = np.zeros((rows, vocab_size), bool)
+    for row, prompt in zip(seen, prompts, strict=False):
+        row[np.asarray(prompt)] = True
+    return seen
 
 
 def _row_keys(prompts: Sequence[Sequence[int]], rows: int, seed: int) -> jax.Array:
@@ -271,7 +288,7 @@ class _Calls(eqx.Module):
 
 class _State(eqx.Module):
     """Loop carry. Row r has generated `written[r, :step]`, which is -1 after the token that ended it. `token` is the last
-    token."""
+    token. `seen`, bool [rows, vocab], is which tokens a text has so far; None if no option reads them."""
 
     cache: Any
     token: jax.Array
@@ -281,6 +298,7 @@ class _State(eqx.Module):
     written: jax.Array
     step: jax.Array
     calls: _Calls | None = None
+    seen: jax.Array | None = None
 
 
 def _append(state: _State, cache: Any, token: jax.Array, stop_ids: jax.Array) -> _State:
@@ -293,25 +311,30 @@ def _append(state: _State, cache: Any, token: jax.Array, stop_ids: jax.Array) ->
         calls = _Calls(calls.forced, calls.end, calls.has_ended | (alive & (token == calls.end)).any())
     column = jnp.where(state.alive, token, _NO_TOKEN)[:, None]
     written = jax.lax.dynamic_update_slice_in_dim(state.written, column, state.step, axis=1)
-    return _State(cache, token, state.positions + 1, state.segment_ids, alive, written, state.step + 1, calls)
+    seen = with_token(state.seen, token)
+    return _State(cache, token, state.positions + 1, state.segment_ids, alive, written, state.step + 1, calls, seen)
 
 
-def _sample(model: LanguageModel, final: NamedArray, keys: jax.Array, step: jax.Array, sampling: Sampling) -> jax.Array:
-    logits = model.logits(final[POSITION, -1]).rearrange((BATCH, model.Vocab)).array
-    return sampling.draw(logits.astype(jnp.float32), jax.vmap(jax.random.fold_in, (0, None))(keys, step))
+def _sample(
+    model: LanguageModel, final: NamedArray, keys: jax.Array, state: _State, distribution: TokenDistribution
+) -> jax.Array:
+    logits = model.logits(final[POSITION, -1]).rearrange((BATCH, model.Vocab)).array.astype(jnp.float32)
+    keys_of_token = jax.vmap(jax.random.fold_in, (0, None))(keys, state.step)
+    return distribution.draw(distribution.logits(logits, state.seen), keys_of_token)
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6, 7), donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=(6, 7), donate_argnums=2)
 def _prefill(
     model: LanguageModel,
     prompt: Inputs,
     cache: KVCache | None,
     keys: jax.Array,
     stop_ids: jax.Array,
-    sampling: Sampling,
+    distribution: TokenDistribution,
     capacity: int,
     dtype: Any,
     call_end: jax.Array | None = None,
+    seen: jax.Array | None = None,
 ) -> _State:
     """Runs the model over the prompts and samples the first new token of each.
 
@@ -320,6 +343,7 @@ def _prefill(
         capacity: number of new tokens to reserve space for.
         dtype: of a new cache; None uses the dtype of the parameters.
         call_end: the token that ends a call of a tool; None without tools.
+        seen: see `_State`, for the whole prompts.
     """
     prompt = hax.auto_sharded(prompt)
     Batch, Width = prompt.tokens.resolve_axis(BATCH), prompt.tokens.resolve_axis(POSITION)
@@ -339,14 +363,20 @@ def _prefill(
         written=nothing,
         step=jnp.int32(0),
         calls=None if call_end is None else _Calls(nothing, call_end, jnp.array(False)),
+        seen=seen,
     )
-    token = _sample(model, first.final, keys, state.step, sampling)
+    token = _sample(model, first.final, keys, state, distribution)
     return _replicate_outputs(_append(state, first.cache, token, stop_ids))
 
 
-@functools.partial(jax.jit, static_argnums=5, donate_argnums=1)
+@functools.partial(jax.jit, donate_argnums=1)
 def _decode(
-    model: LanguageModel, state: _State, keys: jax.Array, stop_ids: jax.Array, end: jax.Array, sampling: Sampling
+    model: LanguageModel,
+    state: _State,
+    keys: jax.Array,
+    stop_ids: jax.Array,
+    end: jax.Array,
+    distribution: TokenDistribution,
 ) -> _State:
     """Generates tokens until there are `end` per row, or all rows have ended."""
     (rows,) = state.token.shape
@@ -356,7 +386,7 @@ def _decode(
         columns = (state.token, state.positions, state.segment_ids)
         inputs = Inputs(*(hax.named(c[:, None], axes) for c in columns))
         hidden = model.hidden(inputs, cache=state.cache)
-        return _append(state, hidden.cache, _sample(model, hidden.final, keys, state.step, sampling), stop_ids)
+        return _append(state, hidden.cache, _sample(model, hidden.final, keys, state, distribution), stop_ids)
 
     def goes_on(state: _State) -> jax.Array:
         goes_on = (state.step < end) & state.alive.any()

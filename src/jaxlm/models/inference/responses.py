@@ -21,6 +21,7 @@ from jaxlm.core.sharding import current_layout
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.chunked_loss import soft_capped
 from jaxlm.models.inference.padding import left_padded, padded_length, round_up
+from jaxlm.models.inference.sampling import Sampling, TokenDistribution, with_token
 from jaxlm.models.inference.unstacked import Generator
 
 _NO_TOKEN = -1
@@ -60,7 +61,7 @@ def sample_responses(
     noise: Noise,
     *,
     max_new_tokens: int,
-    temperature: float,
+    sampling: Sampling,
     stop_ids: Sequence[int],
     num_rows: int | None = None,
 ) -> Responses:
@@ -71,7 +72,7 @@ def sample_responses(
 
     Args:
         rows: the number of each prompt's row. A row's tokens depend on it, and not on the other rows of the call.
-        temperature: above 0; the logits are divided by it.
+        sampling: with a temperature above 0.
         num_rows: rows of the program, at least as many as prompts; None has as many. Equal numbers compile once.
     """
     num_rows = _program_rows(num_rows or len(prompts))
@@ -80,10 +81,10 @@ def sample_responses(
     words = np.array([noise.seed, noise.step, noise.turn], np.uint32)
     stops = np.array([*stop_ids, _NO_TOKEN], np.int32)  # never empty; no token has this id
     inputs = left_padded(prompts, num_rows)
-    # Traced, so that another temperature compiles nothing.
-    state, keys = _begin(generator.model, inputs, numbers, words, stops, np.float32(temperature), max_new_tokens)
+    distribution = sampling.numbers
+    state, keys = _begin(generator.model, inputs, numbers, words, stops, distribution, max_new_tokens)
     state = generator.in_step_layout(state)
-    state = _finish(generator.step_model, state, keys, stops, np.float32(temperature))
+    state = _finish(generator.step_model, state, keys, stops, distribution)
     return Responses(np.asarray(state.tokens)[: len(prompts)], np.asarray(state.logps)[: len(prompts)])
 
 
@@ -101,7 +102,9 @@ class SamplingPrograms(NamedTuple):
     cache: Any
 
 
-def compile_sampling(model: LanguageModel, num_rows: int, prompt_tokens: int, max_new_tokens: int) -> SamplingPrograms:
+def compile_sampling(
+    model: LanguageModel, num_rows: int, prompt_tokens: int, max_new_tokens: int, sampling: Sampling
+) -> SamplingPrograms:
     """Compiles the programs of `sample_responses` for a number of rows and a length of prompts, from shapes alone. Layers are
     stacked, as on all devices except a single CPU.
 
@@ -112,12 +115,12 @@ def compile_sampling(model: LanguageModel, num_rows: int, prompt_tokens: int, ma
     tokens = shape((num_rows, width), jnp.int32, sharding=None if layout is None else layout.replicated())
     column = NamedArray(tokens, (Axis(BATCH, num_rows), Axis(POSITION, width)))
     numbers, words, stops = shape((num_rows,), jnp.uint32), shape((3,), jnp.uint32), shape((2,), jnp.int32)
-    temperature = shape((), jnp.float32)
-    lowered = _begin.lower(model, Inputs(column, column, column), numbers, words, stops, temperature, max_new_tokens)
+    distribution = jax.tree.map(lambda number: shape((), number.dtype), sampling.numbers)
+    lowered = _begin.lower(model, Inputs(column, column, column), numbers, words, stops, distribution, max_new_tokens)
     prompts = lowered.compile()
     place = lambda found, sharding: shape(found.shape, found.dtype, sharding=sharding)  # noqa: E731
     state, keys = jax.tree.map(place, lowered.out_info, prompts.output_shardings)
-    others = _finish.lower(model, state, keys, stops, temperature).compile()
+    others = _finish.lower(model, state, keys, stops, distribution).compile()
     return SamplingPrograms(prompts, others, (state.cache.keys, state.cache.values))
 
 
@@ -135,6 +138,7 @@ class _State(eqx.Module):
         positions, segment_ids: int32 [rows], of `token`.
         alive: bool [rows], whether the row goes on.
         tokens, logps: as of `Responses`.
+        seen: bool [rows, vocab], the tokens of each prompt and response so far; None if no option reads them.
     """
 
     cache: Any
@@ -145,6 +149,7 @@ class _State(eqx.Module):
     tokens: jax.Array
     logps: jax.Array
     step: jax.Array
+    seen: jax.Array | None
 
 
 @functools.partial(jax.jit, static_argnums=6)
@@ -154,7 +159,7 @@ def _begin(
     numbers: jax.Array,
     words: jax.Array,
     stops: jax.Array,
-    temperature: jax.Array,
+    distribution: TokenDistribution,
     max_new_tokens: int,
 ) -> tuple[_State, jax.Array]:
     """Runs the model over the prompts and samples the first token of each. Also returns the keys of the rows."""
@@ -177,12 +182,22 @@ def _begin(
         tokens=jnp.full((Batch.size, max_new_tokens), _NO_TOKEN, jnp.int32),
         logps=jnp.zeros((Batch.size, max_new_tokens), jnp.float32),
         step=jnp.int32(0),
+        seen=_seen(prompt, model.Vocab.size) if distribution.reads_text else None,
     )
-    return _with_next(model, state, first.cache, first.final, keys, stops, temperature), keys
+    return _with_next(model, state, first.cache, first.final, keys, stops, distribution), keys
+
+
+def _seen(prompt: Inputs, vocab_size: int) -> jax.Array:
+    """bool [rows, vocab]: whether a prompt has a token."""
+    tokens, is_token = prompt.tokens.array, prompt.segment_ids.array != 0
+    nothing = jnp.zeros((len(tokens), vocab_size), bool)
+    return nothing.at[jnp.arange(len(tokens))[:, None], tokens].max(is_token)
 
 
 @functools.partial(jax.jit, donate_argnums=1)
-def _finish(model: LanguageModel, state: _State, keys: jax.Array, stops: jax.Array, temperature: jax.Array) -> _State:
+def _finish(
+    model: LanguageModel, state: _State, keys: jax.Array, stops: jax.Array, distribution: TokenDistribution
+) -> _State:
     """Samples until all rows have ended. What the host reads is replicated, so that every process can read every row."""
     rows, max_new_tokens = state.tokens.shape
     axes = (Axis(BATCH, rows), Axis(POSITION, 1))
@@ -190,7 +205,7 @@ def _finish(model: LanguageModel, state: _State, keys: jax.Array, stops: jax.Arr
     def one_token(state: _State) -> _State:
         columns = (state.token, state.positions, state.segment_ids)
         hidden = model.hidden(Inputs(*(hax.named(c[:, None], axes) for c in columns)), cache=state.cache)
-        return _with_next(model, state, hidden.cache, hidden.final, keys, stops, temperature)
+        return _with_next(model, state, hidden.cache, hidden.final, keys, stops, distribution)
 
     goes_on = lambda state: (state.step < max_new_tokens) & state.alive.any()  # noqa: E731
     state = jax.lax.while_loop(goes_on, one_token, state)
@@ -218,12 +233,12 @@ def _with_next(
     final: NamedArray,
     keys: jax.Array,
     stops: jax.Array,
-    temperature: jax.Array,
+    distribution: TokenDistribution,
 ) -> _State:
     """The state with one more token of each row, sampled after the last of the hidden states."""
-    logits = _logits(model, final[POSITION, -1]) / temperature
+    logits = distribution.logits(_logits(model, final[POSITION, -1]), state.seen)
     keys_of_token = jax.vmap(jax.random.fold_in, (0, None))(keys, state.step)
-    token = jax.vmap(jax.random.categorical)(keys_of_token, logits).astype(jnp.int32)
+    token = distribution.draw(logits, keys_of_token)
     logp = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0] - jax.nn.logsumexp(logits, axis=1)
 
     def written(rows: jax.Array, new: jax.Array) -> jax.Array:
@@ -238,4 +253,5 @@ def _with_next(
         written(state.tokens, jnp.where(state.alive, token, _NO_TOKEN)),
         written(state.logps, jnp.where(state.alive, logp, 0.0)),
         state.step + 1,
+        with_token(state.seen, token),
     )

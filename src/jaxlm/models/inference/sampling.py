@@ -1,27 +1,40 @@
 """Samples the next token from logits."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import is_float32
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling options.
+    """Sampling options, with the order and the meaning that transformers gives them: the penalty, the temperature, `top_k`,
+    `top_p`, `min_p`.
 
     Attributes:
         temperature: logits are divided by this number; 0 is greedy decoding.
-        top_k: sample from the k most likely tokens only; None samples from all.
+        top_k: sample from the k most likely tokens only, and those that are as likely as the last of them; None samples from
+            all.
         top_p: nucleus sampling (Holtzman et al. 2020, arXiv:1904.09751, section 3.1): sample from the fewest most
-            likely tokens with at least this total probability, after `top_k`; None samples from all.
+            likely tokens with at least this total probability, after `top_k`, and those that are as likely as the last of
+            them; None samples from all.
+        min_p: sample only from tokens with at least this fraction of the most likely token's probability (Nguyen et al.
+            2024, arXiv:2407.01082, section 3); None samples from all.
+        repetition_penalty: positive logits of tokens that the text has so far are divided by this number, and negative ones
+            multiplied with it (Keskar et al. 2019, arXiv:1909.05858, section 4.1); 1 changes none.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
 
     def __post_init__(self):
         if not self.temperature >= 0:
@@ -32,20 +45,88 @@ class Sampling:
             raise ConfigError(
                 f"top_p: {self.top_p} given, more than 0 and at most 1 expected. Remove it to sample from all tokens"
             )
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p: {self.min_p} given, 0 to 1 expected. Remove it to sample from all tokens")
+        if not (self.repetition_penalty > 0 and is_float32(self.repetition_penalty)):
+            raise ConfigError(
+                f"repetition_penalty: {self.repetition_penalty} given, a number above 0 expected. 1 changes nothing"
+            )
 
-    def draw(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
-        """Samples one token per row, int32 [rows], from float32 [rows, vocab] logits and [rows] keys."""
-        if self.temperature == 0:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        if self.top_k is None and self.top_p is None:
-            return jax.vmap(jax.random.categorical)(keys, logits / self.temperature).astype(jnp.int32)
-        order = jnp.argsort(logits, axis=-1, descending=True)
-        ranked = jnp.take_along_axis(logits, order, axis=-1) / self.temperature
+    @property
+    def changed(self) -> dict[str, float]:
+        """The options besides the temperature that have an effect: with them, tokens come from another distribution than that
+        of the model."""
+        given = {name: getattr(self, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")}
+        without = {"top_k": (None,), "top_p": (None, 1), "min_p": (None, 0), "repetition_penalty": (1,)}
+        return {name: value for name, value in given.items() if value not in without[name]}
+
+    @property
+    def numbers(self) -> "TokenDistribution":
+        """The options as arguments of a compiled program."""
+        changed: dict[str, Any] = {name: np.float32(value) for name, value in self.changed.items()}
+        if "top_k" in changed:
+            changed["top_k"] = np.int32(min(self.top_k or 0, np.iinfo(np.int32).max))
+        return TokenDistribution(np.float32(self.temperature) if self.temperature else None, **changed)
+
+
+class TokenDistribution(eqx.Module):
+    """`Sampling` in a compiled program: scalars, so that other values compile nothing. None is an option without an effect.
+
+    Attributes:
+        temperature: None for greedy decoding.
+    """
+
+    temperature: Any
+    top_k: Any = None
+    top_p: Any = None
+    min_p: Any = None
+    repetition_penalty: Any = None
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the distribution depends on which tokens the text has."""
+        return self.repetition_penalty is not None
+
+    def logits(self, logits: jax.Array, seen: jax.Array | None) -> jax.Array:
+        """The logits of the distribution that tokens are sampled from, float32 [rows, vocab], -inf where a token is left out.
+
+        Args:
+            logits: of the model.
+            seen: bool [rows, vocab], the tokens that each text has; None unless `reads_text`.
+        """
+        if self.repetition_penalty is not None:
+            assert seen is not None, "the distribution reads the text"
+            penalized = jnp.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
+            logits = jnp.where(seen, penalized, logits)
+        if self.temperature is None:
+            return logits
+        logits = logits / self.temperature
+        if self.top_k is not None or self.top_p is not None:
+            logits = jnp.where(logits < self._least(logits), -jnp.inf, logits)
+        if self.min_p is not None:
+            least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(self.min_p)
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        return logits
+
+    def _least(self, logits: jax.Array) -> jax.Array:
+        """The smallest logit that `top_k` and `top_p` leave, [rows, 1]."""
+        ranked = jnp.sort(logits, axis=-1, descending=True)
         if self.top_k is not None:
-            ranked = jnp.where(jnp.arange(ranked.shape[-1]) < self.top_k, ranked, -jnp.inf)
+            last = jax.lax.dynamic_index_in_dim(ranked, jnp.minimum(self.top_k, ranked.shape[-1]) - 1, axis=-1)
+            ranked = jnp.where(ranked < last, -jnp.inf, ranked)
+        is_left = ranked > -jnp.inf
         if self.top_p is not None:
             probabilities = jax.nn.softmax(ranked, axis=-1)
-            mass_before = jnp.cumsum(probabilities, axis=-1) - probabilities
-            ranked = jnp.where(mass_before < self.top_p, ranked, -jnp.inf)
-        rank = jax.vmap(jax.random.categorical)(keys, ranked)
-        return jnp.take_along_axis(order, rank[:, None], axis=-1)[:, 0].astype(jnp.int32)
+            is_left &= jnp.cumsum(probabilities, axis=-1) - probabilities < self.top_p
+        return jnp.min(jnp.where(is_left, ranked, jnp.inf), axis=-1, keepdims=True)
+
+    def draw(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
+        """One token per row, int32 [rows]. Args: logits: those that the method `logits` returns; keys: one per row."""
+        if self.temperature is None:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+def with_token(seen: jax.Array | None, token: jax.Array) -> jax.Array | None:
+    """`seen` of `TokenDistribution.logits` with one more token of each row, int32 [rows]."""
+    return None if seen is None else seen.at[jnp.arange(len(token)), token].set(True)
