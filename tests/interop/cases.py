@@ -1,5 +1,6 @@
 """Small random transformers models, several per family, for the family tests."""
 
+import copy
 import functools
 from typing import Any
 
@@ -196,7 +197,7 @@ def config_of(name: str) -> Any:
     """The configuration of a case."""
     import transformers
 
-    kind, options = CASES[name]
+    kind, options = copy.deepcopy(CASES[name])  # transformers adds keys to what it is given
     base = {"gpt2": GPT2 | NO_DROPOUT, "gpt_neox": NEOX, "mpt": MPT}.get(kind, LLAMA)
     return transformers.AutoConfig.for_model(
         kind, **{**base, "pad_token_id": None, **options}, attn_implementation="eager"
