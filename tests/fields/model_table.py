@@ -122,12 +122,11 @@ ROPES: Table = {
         "model.rope.partial_rotary_factor": Change(0.5, frequencies(1e4, 8.0, size=4)),
         "model.rope.factor": Change(16.0, frequencies(1e4, 16.0)),
     },
-    # The model's 16 tokens are twice the original 8.
     "rope dynamic": {
-        "model.rope.theta": Change(77.0, frequencies(77.0 * 3 ** (8 / 6))),
-        "model.rope.partial_rotary_factor": Change(0.5, frequencies(1e4 * 3 ** (4 / 2), size=4)),
-        "model.rope.factor": Change(16.0, frequencies(1e4 * 17 ** (8 / 6))),
-        "model.rope.original_max_position_embeddings": Change(4, frequencies(1e4 * 7 ** (8 / 6))),
+        "model.rope.theta": Change(77.0, frequencies(77.0)),
+        "model.rope.partial_rotary_factor": Change(0.5, frequencies(1e4, size=4)),
+        "model.rope.factor": Change(16.0, Constant(16.0)),
+        "model.rope.original_max_position_embeddings": Change(4, Constant(4.0)),
     },
     "rope llama3": {
         "model.rope.theta": Change(77.0, llama3(theta=77.0)),
@@ -153,10 +152,11 @@ ROPES: Table = {
     "rope longrope": {
         "model.rope.theta": Change(77.0, frequencies(77.0, 2.0)),
         "model.rope.partial_rotary_factor": Change(0.5, Refused(r"model\.rope\.short_factor: 4 factors.*\b2\b")),
-        "model.rope.short_factor": Change([3.0] * 4, frequencies(1e4, 3.0), also={"model": {"seq_len": 8}}),
+        "model.rope.short_factor": Change([3.0] * 4, frequencies(1e4, 3.0)),
         "model.rope.long_factor": Change([3.0] * 4, frequencies(1e4, 3.0)),
         "model.rope.original_max_position_embeddings": Change(512, _longrope_amplitude(512, 131_072)),
         "model.rope.max_position_embeddings": Change(1000, _longrope_amplitude(8, 1000)),
+        "model.rope.attention_factor": Change(2.0, Constant(2.0)),
     },
 }
 

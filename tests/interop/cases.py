@@ -1,5 +1,6 @@
 """Small random transformers models, several per family, for the family tests."""
 
+import copy
 import functools
 from typing import Any
 
@@ -36,6 +37,8 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [1.0, 2.0, 3.0, 4.0],
 }
+# Texts of tests/interop/test_longrope.py grow beyond the original length.
+GROWS = LONGROPE | {"original_max_position_embeddings": SEQ_LEN, "long_factor": [3.0, 5.0, 6.0, 8.0]}
 GEMMA = {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 12}
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
 TWO_ROPES = {
@@ -112,6 +115,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite": ("granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
     "granite-tied": ("granite", {**GRANITE, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "granite-grows": ("granite", {**GRANITE, "rope_parameters": GROWS, "max_position_embeddings": 128}),
     "smollm3": ("smollm3", {"num_hidden_layers": 6, "attention_bias": True}),
     "smollm3-windows": (
         "smollm3",
@@ -150,6 +154,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt": ("mpt", {"n_heads": 6, "d_model": 48}),
     "mpt-eps": ("mpt", {"layer_norm_epsilon": 1e-3}),
     "phi3": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
+    "phi3-grows": (
+        "phi3",
+        {"rope_parameters": GROWS, "original_max_position_embeddings": SEQ_LEN, "max_position_embeddings": 128},
+    ),
+    "phi4-mini-grows": (
+        "phi3",
+        {
+            "rope_parameters": {
+                **GROWS,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.2],
+                "long_factor": [3.0, 5.0, 8.0],
+                "attention_factor": 1.3,
+            },
+            "original_max_position_embeddings": SEQ_LEN,
+            "max_position_embeddings": 128,
+            "tie_word_embeddings": True,
+        },
+    ),
     "phi3-window": ("phi3", {"sliding_window": 5, "partial_rotary_factor": 0.5, "num_key_value_heads": 4}),
     "phi3-short": (
         "phi3",
@@ -174,7 +197,7 @@ def config_of(name: str) -> Any:
     """The configuration of a case."""
     import transformers
 
-    kind, options = CASES[name]
+    kind, options = copy.deepcopy(CASES[name])  # transformers adds keys to what it is given
     base = {"gpt2": GPT2 | NO_DROPOUT, "gpt_neox": NEOX, "mpt": MPT}.get(kind, LLAMA)
     return transformers.AutoConfig.for_model(
         kind, **{**base, "pad_token_id": None, **options}, attn_implementation="eager"

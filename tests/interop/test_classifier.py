@@ -25,11 +25,9 @@ from tests.interop.cases import FIRST, VOCAB, config_of, inputs_of, tokens
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-# An untied head, which a classifier does not have; fused weights; the other families. Short texts have other LongRoPE
-# frequencies in transformers than in training, so Phi 3 has a case without it.
+# An untied head, which a classifier does not have; fused weights; the other families.
 UNTIED = "llama-own-heads"
-OTHERS = {**FIRST, "phi3": "phi3-window"}
-OTHERS = [name for kind, name in OTHERS.items() if kind not in ("gpt2", "granite")]
+OTHERS = [name for kind, name in FIRST.items() if kind not in ("gpt2", "granite")]
 NAMES = [pytest.param(name, marks=pytest.mark.slow) for name in (UNTIED, "gpt2")]
 NAMES += [pytest.param(name, marks=pytest.mark.soak) for name in OTHERS]
 LENGTHS = (1, 5, 9)

@@ -47,7 +47,8 @@ few = [
 rest = [
     pytest.param(name, marks=slow if name in by_default else pytest.mark.soak) for name in CASES if name != "llama-3"
 ]
-# A kind of attention or of positions each; decoding has nothing else that depends on the family.
+# A kind of attention or of positions each; decoding has nothing else that depends on the family. The text of "phi3" grows
+# beyond its original length, for which tests/interop/test_longrope.py has tests.
 DECODED = (
     "gpt2",
     "mistral",
@@ -58,7 +59,7 @@ DECODED = (
     "glm4",
     "gpt_neox",
     "mpt",
-    "phi3",
+    "phi3-grows",
     "gemma2",
     "gemma3",
 )
@@ -375,7 +376,8 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=slow if name in DECODED else pytest.mark.soak) for name in CASES]
+    "name",
+    [pytest.param(name, marks=slow if name in DECODED else pytest.mark.soak) for name in CASES if name != "phi3"],
 )
 def test_cached_decoding_equals_the_full_forward_pass(name, tmp_path):
     reference(name).save_pretrained(tmp_path)

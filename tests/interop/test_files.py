@@ -23,6 +23,7 @@ from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.interop.torch.renamed_tensors import RenamedTensors
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.rope import Places
 from jaxlm.surgery.lora import LoraConfig, save_peft
 from tests.engine.helpers import layout, one_device
 from tests.interop.cases import inputs_of, logits_of
@@ -203,7 +204,8 @@ def test_a_yarn_factor_of_null_is_the_ratio_of_the_lengths(tmp_path):
     rope = open_folder(folder).config.rope
     theirs = transformers.AutoConfig.from_pretrained(folder)
     expected, amplitude = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
-    ours = rope.frequencies(8, CONFIG.seq_len)
+    row = inputs_of(np.zeros((1, 1), int))
+    ours = rope.frequencies(8, Places(row.positions, row.segment_ids))
     np.testing.assert_allclose(ours[0], expected.numpy(), rtol=1e-6)
     assert ours[1] == pytest.approx(amplitude)
 

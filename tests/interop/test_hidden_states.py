@@ -41,9 +41,7 @@ def llama(tmp_path_factory):
 def test_taps_are_transformers_hidden_states(name, tmp_path):
     """transformers returns the embedding, every layer's output but the last, and the final norm's output."""
     model = opened(name, tmp_path)
-    # transformers chooses Phi-3's rotary factors by the length of each call, jaxlm by the model's `seq_len`.
-    lengths = (48, 48, 48) if name == "phi3" else (48, 20, 3)
-    rows = [row[:length] for row, length in zip(tokens(rows=3).tolist(), lengths, strict=True)]
+    rows = [row[:length] for row, length in zip(tokens(rows=3).tolist(), (48, 20, 3), strict=True)]
     num_layers = model.loaded.plan.config.model.num_layers
     taps = ["embedding", *(f"layer_{i}" for i in range(num_layers - 1)), "final"]
     found = model.hidden(rows, taps, batch_size=2)

@@ -142,6 +142,9 @@ class LanguageModel(eqx.Module):
         notes: limitations of the model, logged at startup.
         reads_beyond: whether it can read sequences longer than `Pos`: it has no table with an entry for each position.
         adds_noise: whether it adds `Inputs.noise` to its token embeddings.
+        switch_lengths: the lengths beyond which all tokens of a text are computed in another way, so that a cache has to be
+            computed again when its text grows beyond one (`jaxlm.models.inference.length_switch`). The cache then holds
+            the tokens too.
     """
 
     logit_soft_cap: float | None = eqx.field(static=True, default=None, kw_only=True)
@@ -150,6 +153,7 @@ class LanguageModel(eqx.Module):
     notes: tuple[str, ...] = eqx.field(static=True, default=(), kw_only=True)
     reads_beyond: bool = eqx.field(static=True, default=False, kw_only=True)
     adds_noise: bool = eqx.field(static=True, default=False, kw_only=True)
+    switch_lengths: tuple[int, ...] = eqx.field(static=True, default=(), kw_only=True)
 
     @property
     @abc.abstractmethod

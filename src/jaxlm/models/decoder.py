@@ -36,7 +36,7 @@ from jaxlm.models.layers import (
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import LayerNorm, RMSNorm
 from jaxlm.models.remat import parse_remat
-from jaxlm.models.stacks import Block, Body, LayerKind, Stack, shortest_period
+from jaxlm.models.stacks import Block, Body, LayerKind, Stack, shortest_period, switch_lengths
 
 Norm = LayerNorm | RMSNorm
 
@@ -150,7 +150,6 @@ class TransformerConfig(ModelConfig):
             final_norm,
             kinds=shortest_period(self.kinds),
             HeadSize=self.HeadSize,
-            seq_len=self.seq_len,
             scan=self.scan_layers,
             remat_policy=parse_remat(self.gradient_checkpointing),
             attn_backend=self.attn_backend,
@@ -240,7 +239,7 @@ class Decoder(LanguageModel):
         tokens = embedding(Vocab, config.Embed, std=std, key=k_tokens)
         norm = rms_norm(config) if config.input_embedding_norm else None
         options = {"logit_soft_cap": logit_soft_cap, "vocab_multiple": config.vocab_multiple}
-        options |= {"reads_beyond": True, "adds_noise": True}
+        options |= {"reads_beyond": True, "adds_noise": True, "switch_lengths": switch_lengths(config.kinds)}
         return Decoder(tokens, body, head, config, embed_scale, norm, final_scale, **options)
 
     @property
@@ -267,8 +266,12 @@ class Decoder(LanguageModel):
         return for_compute(self.tokens if self.head is None else self.head).weight
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
-        layers = [stack.Layers for stack in self.body.stacks]
-        return empty_cache(layers, Batch, capacity, self.config.KVHeads, self.config.HeadSize, dtype)
+        layers, config, reads_again = (
+            [stack.Layers for stack in self.body.stacks],
+            self.config,
+            bool(self.switch_lengths),
+        )
+        return empty_cache(layers, Batch, capacity, config.KVHeads, config.HeadSize, dtype, with_tokens=reads_again)
 
 
 def projections(config: DecoderConfig, keys: jax.Array, *, qkv_bias: bool, out_bias: bool) -> dict:

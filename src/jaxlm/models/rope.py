@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import draccus
 import equinox as eqx
 import haliax as hax
+import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
-from jaxlm.core.axes import HEAD_SIZE
+from jaxlm.core.axes import BATCH, HEAD_SIZE, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveFraction, PositiveInt
 
@@ -54,6 +55,29 @@ class Rotation(eqx.Module):
         return hax.concatenate(HEAD_SIZE, [*rotated, *rest]).astype(x.dtype)
 
 
+class Places(eqx.Module):
+    """Where each token is: its document, and its position there.
+
+    Attributes:
+        positions: int32 {batch, position}, counted from the start of each document.
+        segment_ids: int32 {batch, position}, the number of the document in its row. The tokens of a document are neighbors.
+    """
+
+    positions: NamedArray
+    segment_ids: NamedArray
+
+    def lengths(self) -> jax.Array:
+        """The length of each token's document, as far as these tokens show it, int32 [batch, position].
+
+        It does not depend on what else is in the row, so a document is computed alike wherever it is packed.
+        """
+        ids_BT, positions_BT = (a.rearrange((BATCH, POSITION)).array for a in (self.segment_ids, self.positions))
+        end = ids_BT.shape[1] - 1
+        is_last_BT = jnp.pad(ids_BT[:, 1:] != ids_BT[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+        last_BT = jax.lax.cummin(jnp.where(is_last_BT, jnp.arange(end + 1), end), axis=1, reverse=True)
+        return jnp.take_along_axis(positions_BT, last_BT, axis=1) + 1
+
+
 @dataclass(frozen=True)
 class RotaryConfig(draccus.ChoiceRegistry, abc.ABC):
     """Frequencies of the rotary position embedding. `type:` selects the scaling rule; the default is `default`.
@@ -71,13 +95,22 @@ class RotaryConfig(draccus.ChoiceRegistry, abc.ABC):
         return "default"
 
     @abc.abstractmethod
-    def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
-        """Radians per position of each feature pair, float64 [size / 2], and the factor that rotated vectors get.
+    def frequencies(self, size: int, places: Places) -> tuple[np.ndarray | jax.Array, float]:
+        """Radians per position of each feature pair, and the factor that rotated vectors get.
 
         Args:
             size: number of rotated features.
-            seq_len: the model's maximum sequence length.
+            places: of the tokens.
+
+        Returns:
+            Frequencies as float64 [size / 2], or, if they depend on the length of a token's document, as float32 [batch,
+            position, size / 2].
         """
+
+    def switch_length(self) -> int | None:
+        """The length beyond which all tokens of a document are rotated in another way; None if there is none. When a text
+        grows beyond it, cached keys and values have to be computed again."""
+        return None
 
     def check(self, size: int) -> None:
         """Raises `ConfigError` if the keys are invalid for `size` rotated features."""
@@ -85,12 +118,13 @@ class RotaryConfig(draccus.ChoiceRegistry, abc.ABC):
     def num_rotated(self, head_size: int) -> int:
         return int(head_size * self.partial_rotary_factor)
 
-    def rotation(self, positions: NamedArray, head_size: int, seq_len: int, *, interleaved: bool = False) -> Rotation:
-        """The rotation of tokens at `positions`, int {batch, position}, counted from the start of each document."""
-        exact, amplitude = self.frequencies(self.num_rotated(head_size), seq_len)
+    def rotation(self, places: Places, head_size: int, *, interleaved: bool = False) -> Rotation:
+        """The rotation of tokens at these places."""
+        exact, amplitude = self.frequencies(self.num_rotated(head_size), places)
         frequencies = jnp.asarray(exact, jnp.float32)
+        positions = places.positions.rearrange((BATCH, POSITION))
         radians = positions.array.astype(jnp.float32)[..., None] * frequencies
-        angles = NamedArray(radians, (*positions.axes, hax.Axis(_HALF, frequencies.size)))
+        angles = NamedArray(radians, (*positions.axes, hax.Axis(_HALF, frequencies.shape[-1])))
         cos, sin = hax.cos(angles), hax.sin(angles)
         if amplitude != 1.0:
             cos, sin = cos * amplitude, sin * amplitude
@@ -115,7 +149,7 @@ def check_rope(rope: RotaryConfig, num_heads: int, head_size: int) -> None:
 class DefaultRotary(RotaryConfig):
     """No scaling: pair i of `size` rotated features has frequency `theta ** (-2 i / size)`."""
 
-    def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
+    def frequencies(self, size: int, places: Places) -> tuple[np.ndarray, float]:
         return _unscaled_frequencies(self.theta, size), 1.0
 
 
@@ -130,17 +164,17 @@ class LinearRotary(RotaryConfig):
 
     factor: PositiveFloat = 8.0
 
-    def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
+    def frequencies(self, size: int, places: Places) -> tuple[np.ndarray, float]:
         return _unscaled_frequencies(self.theta, size) / self.factor, 1.0
 
 
 @RotaryConfig.register_subclass("dynamic")
 @dataclass(frozen=True)
 class DynamicRotary(RotaryConfig):
-    """Dynamic NTK: a `model.seq_len` beyond the original context increases theta, so that low frequencies are stretched.
+    """Dynamic NTK: a document beyond the original context increases theta, so that low frequencies are stretched.
 
-    Source: u/emozilla 2023, "Dynamically Scaled RoPE", and transformers' `dynamic`, which uses the length of the text in
-    place of `model.seq_len`. Up to the original context, both scale nothing.
+    Source: u/emozilla 2023, "Dynamically Scaled RoPE", and transformers' `dynamic`. A document within the original context
+    is not scaled. While a text grows, its cached keys stay as they are.
 
     Attributes:
         factor: how strongly theta grows with the length.
@@ -150,10 +184,13 @@ class DynamicRotary(RotaryConfig):
     factor: PositiveFloat = 2.0
     original_max_position_embeddings: PositiveInt = 2048
 
-    def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
-        extension = max(seq_len / self.original_max_position_embeddings, 1.0)
-        growth = 1.0 + self.factor * (extension - 1.0)
-        return _unscaled_frequencies(self.theta * growth ** (size / (size - 2)), size), 1.0
+    def frequencies(self, size: int, places: Places) -> tuple[jax.Array, float]:
+        extension_BT = jnp.maximum(places.lengths() / self.original_max_position_embeddings, 1.0)
+        growth_BT = 1.0 + self.factor * (extension_BT - 1.0)
+        # (theta * growth ** (size / (size - 2))) ** (-2 i / size), with theta's part computed in float64.
+        powers = -np.arange(0, size, 2, dtype=np.float64) / (size - 2)
+        unscaled = jnp.asarray(_unscaled_frequencies(self.theta, size), jnp.float32)
+        return unscaled * growth_BT[..., None] ** jnp.asarray(powers, jnp.float32), 1.0
 
     def check(self, size: int) -> None:
         if size <= 2:
@@ -180,7 +217,7 @@ class Llama3Rotary(RotaryConfig):
     high_freq_factor: PositiveFloat = 4.0
     original_max_position_embeddings: PositiveInt = 8192
 
-    def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
+    def frequencies(self, size: int, places: Places) -> tuple[np.ndarray, float]:
         unscaled = _unscaled_frequencies(self.theta, size)
         num_rotations = self.original_max_position_embeddings * unscaled / (2 * math.pi)
         smooth = (num_rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
@@ -222,7 +259,7 @@ class YarnRotary(RotaryConfig):
     truncate: bool = True
     original_max_position_embeddings: PositiveInt = 32768
 
-    def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
+    def frequencies(self, size: int, places: Places) -> tuple[np.ndarray, float]:
         def pair_with_rotations(num_rotations: float) -> float:
             inverse_frequency = self.original_max_position_embeddings / (num_rotations * 2 * math.pi)
             return size * math.log(inverse_frequency) / (2 * math.log(self.theta))
@@ -260,31 +297,45 @@ class YarnRotary(RotaryConfig):
 class LongRotary(RotaryConfig):
     """LongRoPE: divides each frequency by its own factor (Ding et al. 2024, arXiv:2402.13753, section 3.2).
 
-    `short_factor` applies if `model.seq_len` is at most `original_max_position_embeddings`, else `long_factor`. The
-    choice does not depend on the length of the text, so a token's embedding does not either.
+    `short_factor` applies to documents of at most `original_max_position_embeddings` tokens, `long_factor` to longer ones, in
+    training too. Each document of a row or batch counts for itself, so its numbers do not depend on what it is packed with.
+    When a generated text grows beyond that length, its cached keys and values are computed again.
 
     Attributes:
         short_factor, long_factor: one factor per feature pair.
         original_max_position_embeddings: context length before extension, in tokens.
         max_position_embeddings: context length after extension, in tokens. Sets the factor that rotated vectors are
             multiplied by.
+        attention_factor: factor that rotated vectors are multiplied by. Null means `sqrt(1 + ln(s) / ln(original))`, where
+            s is the extended context length divided by the original one (1 if it is not longer).
     """
 
     short_factor: list[PositiveFloat] = field(default_factory=list)
     long_factor: list[PositiveFloat] = field(default_factory=list)
     original_max_position_embeddings: PositiveInt = 4096
     max_position_embeddings: PositiveInt = 131072
+    attention_factor: PositiveFloat | None = None
 
     def __post_init__(self):
         for name in ("short_factor", "long_factor"):  # the config is a static field of the model: it must be hashable
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
-    def frequencies(self, size: int, seq_len: int) -> tuple[np.ndarray, float]:
-        factors = self.long_factor if seq_len > self.original_max_position_embeddings else self.short_factor
-        extension = self.max_position_embeddings / self.original_max_position_embeddings
-        log_original = math.log(self.original_max_position_embeddings)
-        amplitude = math.sqrt(1 + math.log(extension) / log_original) if extension > 1 else 1.0
-        return _unscaled_frequencies(self.theta, size) / np.asarray(factors, np.float64), amplitude
+    def frequencies(self, size: int, places: Places) -> tuple[jax.Array, float]:
+        unscaled = _unscaled_frequencies(self.theta, size)
+        short, long = (
+            jnp.asarray(unscaled / np.asarray(f), jnp.float32) for f in (self.short_factor, self.long_factor)
+        )
+        is_long_BT = places.lengths() > self.original_max_position_embeddings
+        return jnp.where(is_long_BT[..., None], long, short), self._amplitude()
+
+    def switch_length(self) -> int:
+        return self.original_max_position_embeddings
+
+    def _amplitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        original = self.original_max_position_embeddings
+        return longrope_attention_factor(self.max_position_embeddings / original, original)
 
     def check(self, size: int) -> None:
         for name in ("short_factor", "long_factor"):
@@ -293,6 +344,16 @@ class LongRotary(RotaryConfig):
                     f"model.rope.{name}: {len(getattr(self, name))} factors given, {_num_pairs(size)} expected (one per pair"
                     " of rotated features)"
                 )
+
+
+def longrope_attention_factor(extension: float, original: int) -> float:
+    """LongRoPE's factor of rotated vectors (Ding et al. 2024, section 3.3).
+
+    Args:
+        extension: context length after extension divided by the original one.
+        original: the original context length, in tokens.
+    """
+    return math.sqrt(1 + math.log(extension) / math.log(original)) if extension > 1 else 1.0
 
 
 def _num_pairs(size: int) -> int:

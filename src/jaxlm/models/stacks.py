@@ -27,7 +27,7 @@ from jaxlm.models.inference.kv_cache import extend_cache, mask_over_cache
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout_keys
 from jaxlm.models.norms import LayerNorm, RMSNorm
 from jaxlm.models.remat import RematPolicy, remat, with_remat_modules
-from jaxlm.models.rope import RotaryConfig
+from jaxlm.models.rope import Places, RotaryConfig
 from jaxlm.models.scan import runs_as_scan, scan_layers
 
 T = TypeVar("T")
@@ -86,6 +86,12 @@ def shortest_period(kinds: Sequence[T]) -> tuple[T, ...]:
     )
 
 
+def switch_lengths(kinds: Sequence[LayerKind]) -> tuple[int, ...]:
+    """The lengths beyond which layers of these kinds rotate a text in another way, in ascending order."""
+    lengths = {kind.rope.switch_length() for kind in kinds if kind.rope is not None}
+    return tuple(sorted(length for length in lengths if length is not None))
+
+
 def grouped_kinds(kind: LayerKind, last: LayerKind, every: int, num_layers: int) -> tuple[LayerKind, ...]:
     """The kinds of layers that are grouped by `every`: `last` for the last layer of each group, else `kind`."""
     return tuple(kind if (i + 1) % every else last for i in range(num_layers))
@@ -97,13 +103,11 @@ def layer_contexts(
     attention_mask: AttentionMask,
     backend: str,
     HeadSize: Axis,
-    seq_len: int,
 ) -> list[LayerContext]:
     """The context that the layers of each kind share in one forward pass."""
+    places = Places(inputs.positions, inputs.segment_ids)
     rotations = {
-        (rope, interleaved): None
-        if rope is None
-        else rope.rotation(inputs.positions, HeadSize.size, seq_len, interleaved=interleaved)
+        (rope, interleaved): None if rope is None else rope.rotation(places, HeadSize.size, interleaved=interleaved)
         for rope, interleaved in dict.fromkeys((kind.rope, kind.interleaved) for kind in kinds)
     }
     return [
@@ -234,7 +238,6 @@ class Stack(Body, eqx.Module):
         final_norm: the norm before the head; None unless this is the last stack.
         kinds: the kinds of the layers, repeated as often as needed.
         HeadSize: features per head.
-        seq_len: the model's maximum sequence length.
         scan: run the layers as a scan (true), unrolled (false), or `auto`.
         remat_policy: what each layer saves for the backward pass.
         attn_backend: backend of attention, or `auto`.
@@ -244,7 +247,6 @@ class Stack(Body, eqx.Module):
     final_norm: LayerNorm | RMSNorm | None
     kinds: tuple[LayerKind, ...] = eqx.field(static=True)
     HeadSize: Axis = eqx.field(static=True)
-    seq_len: int = eqx.field(static=True)
     scan: bool | Literal["auto"] = eqx.field(static=True)
     remat_policy: RematPolicy = eqx.field(static=True)
     attn_backend: str = eqx.field(static=True)
@@ -299,9 +301,7 @@ class Stack(Body, eqx.Module):
             return part.run(x, shared, cached, 0, stop - start, first_layer=first_layer + start)
         # Prompts have any length, which the configured backend may not allow.
         backend = AUTO if shared.stores else self.attn_backend
-        contexts = layer_contexts(
-            self.kinds, shared.inputs, shared.attention_mask, backend, self.HeadSize, self.seq_len
-        )
+        contexts = layer_contexts(self.kinds, shared.inputs, shared.attention_mask, backend, self.HeadSize)
         layout = current_layout()
         num_devices = 1 if layout is None else layout.mesh.size
         scan, _ = runs_as_scan(self.scan, self.Layers.size, platform=current_platform(), num_devices=num_devices)

@@ -72,6 +72,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         ("evaluation", f"{_evals(plan)} every {trainer.steps_per_eval} steps"),
         ("FLOPs per token", f"{flops:.4g} ({_counted(plan)}, causal attention)"),
         ("attention", "; ".join(f"{c.name}: {c.reason}" for c in attention_choices(plan)) or "chosen by the model"),
+        *[("positions", text) for text in _positions(plan)],
         ("loss", f"chunks of {_chunk_tokens(plan)} tokens, {_logits(plan)}"),
         ("remat", _remat(plan)),
         *[("block sizes", text) for text in [describe_sizes(plan)] if text is not None],
@@ -173,6 +174,16 @@ def _layers(plan: Plan) -> str:
 def _stacks(plan: Plan) -> list[Stack | HeterogeneousBody]:
     model = plan.state_builder.abstract_initial_model
     return [*tree.modules(model, Stack), *tree.modules(model, HeterogeneousBody)]
+
+
+def _positions(plan: Plan) -> Iterator[str]:
+    """What LongRoPE chooses in training."""
+    seq_len = plan.config.model.seq_len
+    for length in plan.state_builder.abstract_initial_model.switch_lengths:
+        if seq_len <= length:
+            yield f"LongRoPE: short factors, because no row is longer than {length:,} tokens"
+        else:
+            yield f"LongRoPE: short factors for a document of up to {length:,} tokens, long ones for a longer document"
 
 
 def attention_choices(plan: Plan) -> list[AttentionChoice]:

@@ -14,6 +14,7 @@ from jaxlm.models.rope import (
     LongRotary,
     RotaryConfig,
     YarnRotary,
+    longrope_attention_factor,
 )
 
 # Hugging Face names of activation functions -> names in jaxlm, if they differ or several mean the same.
@@ -129,6 +130,7 @@ def rope(
     partial_key: str = "partial_rotary_factor",
     rotates_part: bool = False,
     renamed: Mapping[str, str] | None = None,
+    original: int | None = None,
 ) -> KeyGroup:
     """Rotary position embedding. Reads `rope_parameters` (newer files), or `rope_theta` and `rope_scaling` (older files).
     Writes the older form.
@@ -138,6 +140,8 @@ def rope(
         theta_key, partial_key: the family's names of these keys.
         rotates_part: whether transformers follows the partial factor without scaling. For other families it ignores it.
         renamed: type in the file -> the type that the family means by it.
+        original: default of `original_max_position_embeddings`, for a family that has it outside the rotary embedding's own
+            keys. There it counts more than among them.
     """
     keys = ("rope_parameters", "rope_scaling", theta_key, partial_key)
 
@@ -155,7 +159,8 @@ def rope(
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
         given = parameters(theirs)
-        return {"rope": rope_from_json(given | {"partial_rotary_factor": 1.0} if ignored(given) else given, theirs)}
+        lengths = theirs if original is None else {"original_max_position_embeddings": original, **theirs}
+        return {"rope": rope_from_json(given | {"partial_rotary_factor": 1.0} if ignored(given) else given, lengths)}
 
     def notes(theirs: Mapping[str, Any]) -> list[str]:
         given = parameters(theirs)
@@ -221,7 +226,8 @@ def rope_from_json(given: Mapping[str, Any], config: Mapping[str, Any]) -> Rotar
         raise ConfigError(f"rope_scaling: unknown type '{name}'. Known: {', '.join(_TYPES)}")
     fields: Json = {"theta": rest.pop("rope_theta"), "partial_rotary_factor": rest.pop("partial_rotary_factor")}
     original = rest.pop("original_max_position_embeddings", None)
-    original = config.get("original_max_position_embeddings") if original is None else original
+    outside = config.get("original_max_position_embeddings")
+    original = original if outside is None else outside
     if name == "yarn" and "factor" in rest and rest["factor"] is None and original is not None:
         rest["factor"] = config["max_position_embeddings"] / original
     for key in _unused_mscales(given):
@@ -230,9 +236,11 @@ def rope_from_json(given: Mapping[str, Any], config: Mapping[str, Any]) -> Rotar
         if rest.get(key) is None:
             raise ConfigError(f"rope_scaling.{key}: missing; type '{name}' requires it")
     if name == "longrope":
-        factor = rest.pop("factor", None)
-        max_length = config["max_position_embeddings"]
-        fields["max_position_embeddings"] = max_length if factor is None or original is None else int(factor * original)
+        factor, max_length = rest.pop("factor", None), config["max_position_embeddings"]
+        fields["max_position_embeddings"] = max_length
+        base = max_length if original is None else original
+        if factor is not None and factor * base != max_length and rest.get("attention_factor") is None:
+            rest["attention_factor"] = longrope_attention_factor(factor, base)
     if name == "dynamic":  # transformers scales from here, whatever else the file says
         fields["original_max_position_embeddings"] = config["max_position_embeddings"]
     if name in ("yarn", "longrope", "llama3"):

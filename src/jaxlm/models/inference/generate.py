@@ -16,12 +16,13 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError, check_at_least
 from jaxlm.core.sharding import current_layout
 from jaxlm.models.base import Inputs, KVCache, LanguageModel
+from jaxlm.models.inference.length_switch import next_inputs, rows_that_cross, step_across
 from jaxlm.models.inference.padding import left_padded, padded_length, round_up
 from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.sampling import Sampling, TokenDistribution, with_token
@@ -178,7 +179,7 @@ def stream_tokens(
         end = min(num_new, num_yielded + every)
         if prefix_cache is not None:
             prefix_cache.clear()
-        state = _decode(generator.step_model, state, keys, stop_ids, jnp.int32(end), distribution)
+        state = _decode_until(generator, state, keys, stop_ids, jnp.int32(end), distribution)
         if prefix_cache is not None:
             cached = np.asarray(state.written)[0, : int(state.step) - 1].tolist()  # all new tokens but the last
             prefix_cache.put(state.cache, [*prompts[0], *cached])
@@ -378,21 +379,58 @@ def _decode(
     end: jax.Array,
     distribution: TokenDistribution,
 ) -> _State:
-    """Generates tokens until there are `end` per row, or all rows have ended."""
-    (rows,) = state.token.shape
-    axes = (Axis(BATCH, rows), Axis(POSITION, 1))
+    """Generates tokens until there are `end` per row, all rows have ended, or a text will grow beyond a switch length."""
 
     def one_token(state: _State) -> _State:
-        columns = (state.token, state.positions, state.segment_ids)
-        inputs = Inputs(*(hax.named(c[:, None], axes) for c in columns))
-        hidden = model.hidden(inputs, cache=state.cache)
+        hidden = model.hidden(next_inputs(state), cache=state.cache)
         return _append(state, hidden.cache, _sample(model, hidden.final, keys, state, distribution), stop_ids)
 
     def goes_on(state: _State) -> jax.Array:
-        goes_on = (state.step < end) & state.alive.any()
-        return goes_on if state.calls is None else goes_on & ~state.calls.has_ended
+        return _goes_on(state, end) & ~rows_that_cross(model, state).any()
 
     return _replicate_outputs(jax.lax.while_loop(goes_on, one_token, state))
+
+
+def _decode_until(
+    generator: Generator,
+    state: _State,
+    keys: jax.Array,
+    stop_ids: jax.Array,
+    end: jax.Array,
+    distribution: TokenDistribution,
+) -> _State:
+    """`_decode`, and the steps at which texts grow beyond a switch length."""
+    model, step_model = generator.model, generator.step_model
+    state = _decode(step_model, state, keys, stop_ids, end, distribution)
+    while model.switch_lengths and _waits(model, state, end):
+        state = _cross(model, step_model, state, keys, stop_ids, distribution)
+        state = _decode(step_model, state, keys, stop_ids, end, distribution)
+    return state
+
+
+@jax.jit
+def _cross(
+    model: LanguageModel,
+    step_model: Any,
+    state: _State,
+    keys: jax.Array,
+    stop_ids: jax.Array,
+    distribution: TokenDistribution,
+) -> _State:
+    """Generates one token per row, where the next token of some rows is the first beyond a switch length."""
+    final, cache = step_across(model, step_model, state)
+    return _replicate_outputs(_append(state, cache, _sample(step_model, final, keys, state, distribution), stop_ids))
+
+
+@jax.jit
+def _waits(model: LanguageModel, state: _State, end: jax.Array) -> jax.Array:
+    return _replicated(_goes_on(state, end) & rows_that_cross(model, state).any())
+
+
+def _goes_on(state: _State, end: jax.Array) -> jax.Array:
+    """Whether there are tokens to generate now."""
+    goes_on = (state.step < end) & state.alive.any()
+    return goes_on if state.calls is None else goes_on & ~state.calls.has_ended
 
 
 @jax.jit

@@ -20,6 +20,7 @@ from jaxlm.core.matmul import arranged, einsum
 from jaxlm.core.sharding import current_layout
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.chunked_loss import soft_capped
+from jaxlm.models.inference.length_switch import next_inputs, rows_that_cross, step_across
 from jaxlm.models.inference.padding import left_padded, padded_length, round_up
 from jaxlm.models.inference.sampling import Sampling, TokenDistribution, with_token
 from jaxlm.models.inference.unstacked import Generator
@@ -85,6 +86,9 @@ def sample_responses(
     state, keys = _begin(generator.model, inputs, numbers, words, stops, distribution, max_new_tokens)
     state = generator.in_step_layout(state)
     state = _finish(generator.step_model, state, keys, stops, distribution)
+    while generator.model.switch_lengths and _waits(generator.model, state):
+        state = _cross(generator.model, generator.step_model, state, keys, stops, distribution)
+        state = _finish(generator.step_model, state, keys, stops, distribution)
     return Responses(np.asarray(state.tokens)[: len(prompts)], np.asarray(state.logps)[: len(prompts)])
 
 
@@ -198,22 +202,47 @@ def _seen(prompt: Inputs, vocab_size: int) -> jax.Array:
 def _finish(
     model: LanguageModel, state: _State, keys: jax.Array, stops: jax.Array, distribution: TokenDistribution
 ) -> _State:
-    """Samples until all rows have ended. What the host reads is replicated, so that every process can read every row."""
-    rows, max_new_tokens = state.tokens.shape
-    axes = (Axis(BATCH, rows), Axis(POSITION, 1))
+    """Samples until all rows have ended, or a text will grow beyond a switch length. What the host reads is replicated, so
+    that every process can read every row."""
 
     def one_token(state: _State) -> _State:
-        columns = (state.token, state.positions, state.segment_ids)
-        hidden = model.hidden(Inputs(*(hax.named(c[:, None], axes) for c in columns)), cache=state.cache)
+        hidden = model.hidden(next_inputs(state), cache=state.cache)
         return _with_next(model, state, hidden.cache, hidden.final, keys, stops, distribution)
 
-    goes_on = lambda state: (state.step < max_new_tokens) & state.alive.any()  # noqa: E731
+    def goes_on(state: _State) -> jax.Array:
+        return _goes_on(state) & ~rows_that_cross(model, state).any()
+
     state = jax.lax.while_loop(goes_on, one_token, state)
     layout = current_layout()
     if layout is None:
         return state
     found = jax.lax.with_sharding_constraint((state.tokens, state.logps), layout.replicated())
     return eqx.tree_at(lambda s: (s.tokens, s.logps), state, found)
+
+
+@jax.jit
+def _cross(
+    model: LanguageModel,
+    step_model: Any,
+    state: _State,
+    keys: jax.Array,
+    stops: jax.Array,
+    distribution: TokenDistribution,
+) -> _State:
+    """Samples one token of each row, where the next token of some rows is the first beyond a switch length."""
+    final, cache = step_across(model, step_model, state)
+    return _with_next(step_model, state, cache, final, keys, stops, distribution)
+
+
+@jax.jit
+def _waits(model: LanguageModel, state: _State) -> jax.Array:
+    """Whether `_finish` ended before a switch length, on every process."""
+    waits, layout = _goes_on(state) & rows_that_cross(model, state).any(), current_layout()
+    return waits if layout is None else jax.lax.with_sharding_constraint(waits, layout.replicated())
+
+
+def _goes_on(state: _State) -> jax.Array:
+    return (state.step < state.tokens.shape[1]) & state.alive.any()
 
 
 def _logits(model: LanguageModel, last: NamedArray) -> jax.Array:

@@ -35,12 +35,11 @@ class UnstackedBody(eqx.Module):
     final_norm: LayerNorm | RMSNorm
     kinds: tuple[LayerKind, ...] = eqx.field(static=True)
     HeadSize: Axis = eqx.field(static=True)
-    seq_len: int = eqx.field(static=True)
 
     def __call__(self, x: NamedArray, inputs: Inputs, cache: UnstackedCache, key: None, taps: tuple[()] = ()) -> Hidden:
         """Maps embedded tokens {batch, position, embed} to final hidden states. Each layer updates its cache before it
         reads it."""
-        contexts = layer_contexts(self.kinds, inputs, mask_over_cache(cache, inputs), AUTO, self.HeadSize, self.seq_len)
+        contexts = layer_contexts(self.kinds, inputs, mask_over_cache(cache, inputs), AUTO, self.HeadSize)
         layer_caches = []
         keys, values = (itertools.chain.from_iterable(stacks) for stacks in (cache.keys, cache.values))
         for number, (block, k, v) in enumerate(zip(self.layers, keys, values, strict=True)):
@@ -113,7 +112,7 @@ def _unstack_node(node: Any) -> Any:
         blocks, last = jax.tree.map(_as_matrix, blocks, is_leaf=lambda x: isinstance(x, Linear)), node.stacks[-1]
         assert last.final_norm is not None
         kinds = shortest_period(node.kinds_by_layer)
-        return UnstackedBody(blocks, last.final_norm, kinds, last.HeadSize, last.seq_len)
+        return UnstackedBody(blocks, last.final_norm, kinds, last.HeadSize)
     if isinstance(node, KVCache):
         keys, values = (tuple(map(_unstack_kv_array, arrays)) for arrays in (node.keys, node.values))
         return UnstackedCache(keys, values, node.positions, node.segment_ids, node.length, node.tokens)

@@ -34,7 +34,8 @@ FAMILY = Family(
     keys=(
         *size_keys(length=4096, eps_default=1e-5),
         kv_heads(),
-        rope(rotates_part=True, renamed={"su": "longrope", "yarn": "longrope"}),  # names in older files
+        # The names are those in older files.
+        rope(rotates_part=True, renamed={"su": "longrope", "yarn": "longrope"}, original=4096),
         KeyGroup((_ORIGINAL,), lambda _: {}, _original_to_theirs),  # `rope` reads it
         activation("hidden_act", "silu"),
         JsonKey("sliding_window", "sliding_window", None),

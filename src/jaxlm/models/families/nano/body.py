@@ -334,7 +334,7 @@ def _contexts(
 ) -> dict[LayerKind, LayerContext]:
     """What the layers of each kind share in one forward pass."""
     kinds = tuple(dict.fromkeys(body.kinds))
-    contexts = layer_contexts(kinds, inputs, mask, backend, body.HeadSize, body.seq_len)
+    contexts = layer_contexts(kinds, inputs, mask, backend, body.HeadSize)
     num_keys = mask.key_positions.axis_size(KEY_POSITION)
     return {
         kind: dataclasses.replace(

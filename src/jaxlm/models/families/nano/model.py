@@ -78,7 +78,7 @@ from jaxlm.models.linear import Linear
 from jaxlm.models.norms import UnweightedRMSNorm
 from jaxlm.models.remat import RematModules, parse_remat
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
-from jaxlm.models.stacks import LayerKind
+from jaxlm.models.stacks import LayerKind, switch_lengths
 
 _SMEAR_GATE_MAX = 0.02
 _LOOKUPS = 1  # folded into the key, so that the other parameters are the same without lookup layers
@@ -264,6 +264,7 @@ class NanoConfig(ModelConfig):
             vocab_multiple=self.vocab_multiple,
             reads_beyond=True,
             adds_noise=True,
+            switch_lengths=switch_lengths(self.kinds),
         )
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
@@ -387,5 +388,6 @@ class Nano(LanguageModel):
         return for_compute(self.head).weight
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
-        config, smears = self.config, self.smear_gate is not None
-        return empty_cache([config.Layers], Batch, capacity, config.KVHeads, config.HeadSize, dtype, with_tokens=smears)
+        config, reads_tokens = self.config, self.smear_gate is not None or bool(self.switch_lengths)
+        sizes = Batch, capacity, config.KVHeads, config.HeadSize
+        return empty_cache([config.Layers], *sizes, dtype, with_tokens=reads_tokens)

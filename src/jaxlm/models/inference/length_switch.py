@@ -1,0 +1,92 @@
+"""Texts that grow beyond a length from which on all their tokens are computed in another way (LongRoPE).
+
+Their cached keys and values no longer fit. In the step whose token is the first beyond that length, the model reads
+these texts again from their first token, as transformers' `generate` does for Phi-3. The other rows of the batch take an
+ordinary step, so what a row generates does not depend on its batch.
+"""
+
+from typing import Any, Protocol
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+from jaxlm.core.axes import BATCH, KEY_POSITION, POSITION
+from jaxlm.core.tree import is_named
+from jaxlm.models.base import Inputs, KVCache, LanguageModel
+from jaxlm.models.inference.kv_cache import UnstackedCache
+from jaxlm.models.inference.unstacked import stack, unstack
+
+
+class State(Protocol):
+    """The state of a generation between two tokens.
+
+    Attributes:
+        cache: of the tokens before `token`.
+        token, positions, segment_ids: int32 [rows], the token that is read next.
+        alive: bool [rows], whether the row goes on.
+    """
+
+    cache: Any
+    token: jax.Array
+    positions: jax.Array
+    segment_ids: jax.Array
+    alive: jax.Array
+
+
+def next_inputs(state: State) -> Inputs:
+    """The next token of each row."""
+    (rows,) = state.token.shape
+    axes = (Axis(BATCH, rows), Axis(POSITION, 1))
+    columns = (state.token, state.positions, state.segment_ids)
+    return Inputs(*(hax.named(column[:, None], axes) for column in columns))
+
+
+def rows_that_cross(model: LanguageModel, state: State) -> jax.Array:
+    """Bool [rows], whether the next token is the first beyond a switch length."""
+    lengths = jnp.asarray(model.switch_lengths, jnp.int32)
+    return state.alive & (state.positions[:, None] == lengths).any(axis=1)
+
+
+def step_across(model: LanguageModel, step_model: Any, state: State) -> tuple[NamedArray, Any]:
+    """Reads the next token of each row, and with it again all earlier tokens of the rows that cross a switch length.
+
+    Args:
+        model, step_model: as of a `Generator`.
+
+    Returns:
+        Final hidden states {batch, position, embed} of the token, and the extended cache.
+    """
+    stepped = step_model.hidden(next_inputs(state), cache=state.cache)
+    is_unstacked = isinstance(stepped.cache, UnstackedCache)
+    cache: KVCache = stack(stepped.cache) if is_unstacked else stepped.cache
+    assert cache.tokens is not None, "a model with switch lengths keeps the tokens"
+    slots = (cache.tokens, cache.positions, cache.segment_ids)
+    texts = Inputs(*(hax.auto_sharded(a.rename({KEY_POSITION: POSITION})) for a in slots))
+    Batch, KeyPos = (cache.positions.resolve_axis(name) for name in (BATCH, KEY_POSITION))
+    empty = model.init_cache(Batch, KeyPos.size, cache.keys[0].values.dtype)
+    again = model.hidden(texts, cache=empty)
+
+    rows = rows_that_cross(model, state)
+    final = _where(rows, _at(again.final, cache.length - 1), stepped.final)
+    keys, values = (
+        jax.tree.map(lambda new, old: _where(rows, new, old), *pair, is_leaf=is_named)
+        for pair in ((again.cache.keys, cache.keys), (again.cache.values, cache.values))
+    )
+    cache = KVCache(keys, values, cache.positions, cache.segment_ids, cache.length, tokens=cache.tokens)
+    return final, unstack(cache) if is_unstacked else cache
+
+
+def _at(hidden: NamedArray, slot: jax.Array) -> NamedArray:
+    """The hidden states of one slot, {batch, position, embed}."""
+    number = [axis.name for axis in hidden.axes].index(POSITION)
+    array = jax.lax.dynamic_slice_in_dim(hidden.array, slot, 1, number)
+    return NamedArray(array, tuple(Axis(POSITION, 1) if axis.name == POSITION else axis for axis in hidden.axes))
+
+
+def _where(rows: jax.Array, chosen: NamedArray, other: NamedArray) -> NamedArray:
+    """`chosen` for these rows of the batch, else `other`."""
+    chosen = chosen.rearrange(other.axes)
+    shape = [axis.size if axis.name == BATCH else 1 for axis in other.axes]
+    return NamedArray(jnp.where(rows.reshape(shape), chosen.array, other.array), other.axes)
