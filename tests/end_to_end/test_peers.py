@@ -1,6 +1,7 @@
 """If one process fails, all of them exit promptly with its message."""
 
 import os
+import re
 import shutil
 import time
 
@@ -8,6 +9,7 @@ import pytest
 
 from tests.end_to_end.commands import REPOSITORY
 from tests.ports import reserved_port
+from tests.xla_flags import flags_for
 
 RUN = ("--config_path", "run.yaml")
 SOON_S = 200  # the coordination service would take 300 s
@@ -106,6 +108,36 @@ def test_processes_with_different_configurations_end_before_they_train(workplace
             assert DIFFERENT[name][1] in err
         assert "Traceback" not in err
     assert place.checkpoints() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variables", "fact"),
+    [
+        (
+            {"XLA_FLAGS": f"{flags_for(2)} --xla_cpu_enable_fast_math=true"},
+            r"XLA_FLAGS: \S.* on process 0; \S.*--xla_cpu_enable_fast_math=true.* on process 1",
+        ),
+        ({"LIBTPU_INIT_ARGS": "--xla_tpu_x=1"}, "LIBTPU_INIT_ARGS: none on process 0; --xla_tpu_x=1 on process 1"),
+        ({"JAX_RANDOM_SEED_OFFSET": "3"}, "variable JAX_RANDOM_SEED_OFFSET: missing on process 0; 3 on process 1"),
+        ({"JAX_PLATFORMS": ""}, "JAX_PLATFORMS: cpu on process 0; none on process 1"),
+        # The check itself must not need the devices.
+        ({"XLA_FLAGS": flags_for(1)}, "devices of the process: 2 x cpu on process 0; 1 x cpu on process 1"),
+    ],
+    ids=["flags", "flags of TPUs", "jax", "platform", "devices"],
+)
+def test_processes_whose_environment_differs_end_before_they_train(workplace, variables, fact):
+    place = workplace(2)
+    place.write()
+    processes = place.start_each([RUN, RUN], own={1: variables})
+    for process in processes:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 2, err
+        assert re.search(fact, err), err
+        assert err.count("the same files, versions and environment variables, on machines with the same devices") == 1
+        assert "Traceback" not in err
+    assert place.checkpoints() == []
+    assert not (place.folder / "logs").exists()
 
 
 @pytest.mark.slow

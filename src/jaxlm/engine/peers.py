@@ -23,6 +23,7 @@ _NOTICE_S = 1.5 * _INTERVAL_S  # so that the others read why this process ends b
 _LINGER_S = 10.0  # process 0 hosts the store; the others get this long to read it
 _LEAVING_S = 0.5  # ... and this long to end after saying so: without the store, jax aborts them
 _FAILED, _LEFT, _ALIVE = "jaxlm/failed/", "jaxlm/left/", "jaxlm/alive/"
+_MAX_MESSAGE = 4000
 _FINISHED = "finished"  # instead of a heartbeat
 _LOST_PEER = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Connection closed", "Connection reset")
 
@@ -44,6 +45,7 @@ class PeerWatch:
         self._answered = time.monotonic()
         self._ended = threading.Event()
         self._exiting = threading.Lock()
+        self._said = ""  # what this process has said about its own failure
         for target in (self._watch, self._watch_service):
             threading.Thread(target=target, name="jaxlm-peers", daemon=True).start()
 
@@ -55,7 +57,8 @@ class PeerWatch:
 
     def fail(self, code: int, message: str) -> None:
         """Ends all processes with a message, this one included. Does not return."""
-        failure = json.dumps({"code": code, "message": message[:4000]})
+        self._said = message[:_MAX_MESSAGE]
+        failure = json.dumps({"code": code, "message": self._said})
         # The service may be gone. Or another thread has said why already: what fails after that is a consequence.
         with contextlib.suppress(Exception):
             self._client.key_value_set(f"{_FAILED}{self._index}", failure)
@@ -81,7 +84,8 @@ class PeerWatch:
                 return
             if failures and not self._ended.is_set():
                 process, failure = failures[0][0].rpartition("/")[2], json.loads(failures[0][1])
-                self._report(f"process {process}: {failure['message']}")
+                if failure["message"] != self._said:  # all may have found the same
+                    self._report(f"process {process}: {failure['message']}")
                 self._exit(failure["code"])
             if lost:
                 names = ", ".join(lost)
