@@ -44,7 +44,8 @@ class Service:
 
 def together(*acts: Callable[[], Any], service: Service | None = None) -> list[Any]:
     """What each process returns, or the exception that it raises. They all run at once."""
-    store, ends, local = service or Service(), [None] * len(acts), threading.local()
+    store, local = service or Service(), threading.local()
+    ends: list[Any] = [None] * len(acts)
 
     def process(index: int) -> None:
         local.exchange = Exchange(store, index, len(acts))

@@ -139,12 +139,13 @@ class DistributedConfig:
         try:
             if waiting.ended(min(_SILENT_S, limit_s)):
                 return
-            _say(
-                "still waiting for the other processes of the run to connect. If one of them has failed, its output says"
-                f" why; this one gives up after {limit_s:g} s ({key})"
-            )
-            if waiting.ended(max(0.0, limit_s - _SILENT_S)):
-                return
+            if limit_s > _SILENT_S:
+                _say(
+                    "still waiting for the other processes of the run to connect. If one of them has failed, its output"
+                    f" says why; this one gives up after {limit_s:g} s ({key})"
+                )
+                if waiting.ended(limit_s - _SILENT_S):
+                    return
         except KeyboardInterrupt:
             _say("interrupted while waiting for the other processes of the run to connect")
             _leave(128 + signal.SIGINT)

@@ -293,7 +293,7 @@ def _start_facts(config: RunConfig, run_id: str) -> dict[str, str]:
         **{name: str(getattr(jax.config, name)) for name in JAX_OPTIONS},
         **flags(os.environ),
         **{f"variable {name}": value for name, value in variables(os.environ).items()},
-        "JAX_PLATFORMS": str(jax.config.jax_platforms),
+        "JAX_PLATFORMS": str(jax.config.values["jax_platforms"]),
     }
 
 
