@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from jaxlm.config.load import load_config, refuse_dry_run, run_id_of
+from jaxlm.config.load import given_distributed, load_config, refuse_dry_run, run_id_of
 from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import peak_flops, processor
@@ -31,7 +31,7 @@ from jaxlm.core.sharding import current_platform
 from jaxlm.core.stores import is_url
 from jaxlm.core.tracing import BlockSizes
 from jaxlm.data.loader import leading_axes
-from jaxlm.engine.peers import watch_peers
+from jaxlm.engine.peers import connect_if_it_fails, watch_peers
 from jaxlm.engine.phases import enter_phase
 from jaxlm.engine.sync import FlagSync, SyncFlags
 from jaxlm.forecast.forecast import forecast_all, simulate_devices
@@ -122,6 +122,8 @@ def main(arguments: Sequence[str]) -> int:
     warmup = _WARMUP if options.warmup is None else options.warmup
     if steps < 1 or warmup < 0:
         parser.error("--steps must be at least 1, and --warmup at least 0")
+    if options.topology is None:
+        connect_if_it_fails(lambda: given_distributed(rest))
     config = load_config(rest, "jaxlm.bench")
     refuse_dry_run(config, "jaxlm.bench measures steps, or forecasts with --topology")
     if tunes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxlm.config.load import load_config, run_id_of
+from jaxlm.config.load import given_distributed, load_config, run_id_of
 from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only
@@ -29,7 +29,7 @@ from jaxlm.engine.loop import OpenPhase, run_phase
 from jaxlm.engine.metrics import AsyncMetrics
 from jaxlm.engine.notices import metadata_host, watch_notices
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
-from jaxlm.engine.peers import watch_peers
+from jaxlm.engine.peers import connect_if_it_fails, watch_peers
 from jaxlm.engine.phases import Phase, enter_phase
 from jaxlm.engine.signals import stop_on_signals
 from jaxlm.engine.state import RunState
@@ -90,6 +90,7 @@ class TrainResult:
 @command
 def main(arguments: Sequence[str]) -> int:
     """The command. Returns the exit code."""
+    connect_if_it_fails(lambda: given_distributed(arguments))
     outcome = train(load_config(arguments, "jaxlm.train"), clock=ActivityClock(uncounted_age_s())).outcome
     return outcome.exit_code if isinstance(outcome, Interrupted) else 0
 

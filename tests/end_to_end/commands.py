@@ -7,7 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,15 +92,24 @@ class Workplace:
         return self.start_each([arguments] * processes, module=module, **environment)
 
     def start_each(
-        self, arguments: Sequence[Sequence[str]], *, module: str = "jaxlm.train", **environment: str
+        self,
+        arguments: Sequence[Sequence[str]],
+        *,
+        module: str = "jaxlm.train",
+        own: Mapping[int, Mapping[str, str]] | None = None,
+        **environment: str,
     ) -> list[Any]:
-        """Starts one run of several processes, each with its own arguments."""
+        """Starts one run of several processes, each with its own arguments. Args: own: process -> its own variables."""
         where = "--trainer.distributed."
         address = f"127.0.0.1:{reserved_port()}"
         common = (f"{where}coordinator_address", address, f"{where}num_processes", str(len(arguments)))
         return [
-            self.start(*own, *common, f"{where}process_id", str(number), module=module, **environment)
-            for number, own in enumerate(arguments)
+            self.start(
+                *(*given, *common, f"{where}process_id", str(number)),
+                module=module,
+                **(environment | dict((own or {}).get(number, {}))),
+            )
+            for number, given in enumerate(arguments)
         ]
 
     def run(self, *arguments: str, module: str = "jaxlm.train", **environment: str) -> Finished:

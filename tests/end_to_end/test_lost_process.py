@@ -27,26 +27,28 @@ EXCHANGE = "an exchange with the other processes failed"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "number", "lost", "message"),
+    ("processes", "number", "lost", "step", "message"),
     [
+        # Before the first step, while it compiles: the others fail in the exchanges of their own compilation, or in a step.
+        (2, signal.SIGKILL, 1, 0, f"{EXCHANGE}|no heartbeat of process 1"),
         # Process 0 hosts jax's coordination service, so jax aborts the others after their message.
-        (2, signal.SIGKILL, 0, f"process 0 cannot be reached|{EXCHANGE}"),
-        pytest.param(2, signal.SIGKILL, 1, f"{EXCHANGE}|no heartbeat of process 1", marks=pytest.mark.soak),
-        pytest.param(2, signal.SIGSTOP, 0, f"no answer of process 0 for {HEARTBEAT_S} s", marks=pytest.mark.soak),
-        (2, signal.SIGSTOP, 1, f"no heartbeat of process 1 for {HEARTBEAT_S} s"),
-        pytest.param(4, signal.SIGKILL, 0, f"process 0 cannot be reached|{EXCHANGE}", marks=pytest.mark.soak),
-        pytest.param(4, signal.SIGKILL, 2, f"{EXCHANGE}|no heartbeat of process 2", marks=pytest.mark.soak),
-        pytest.param(4, signal.SIGSTOP, 2, f"no heartbeat of process 2 for {HEARTBEAT_S} s", marks=pytest.mark.soak),
+        (2, signal.SIGKILL, 0, 7, f"process 0 cannot be reached|{EXCHANGE}"),
+        pytest.param(2, signal.SIGKILL, 1, 7, f"{EXCHANGE}|no heartbeat of process 1", marks=pytest.mark.soak),
+        pytest.param(2, signal.SIGSTOP, 0, 7, f"no answer of process 0 for {HEARTBEAT_S} s", marks=pytest.mark.soak),
+        (2, signal.SIGSTOP, 1, 7, f"no heartbeat of process 1 for {HEARTBEAT_S} s"),
+        pytest.param(4, signal.SIGKILL, 0, 7, f"process 0 cannot be reached|{EXCHANGE}", marks=pytest.mark.soak),
+        pytest.param(4, signal.SIGKILL, 2, 7, f"{EXCHANGE}|no heartbeat of process 2", marks=pytest.mark.soak),
+        pytest.param(4, signal.SIGSTOP, 2, 7, f"no heartbeat of process 2 for {HEARTBEAT_S} s", marks=pytest.mark.soak),
     ],
 )
-def test_losing_a_process_ends_the_others(workplace, processes, number, lost, message):
+def test_losing_a_process_ends_the_others(workplace, processes, number, lost, step, message):
     place = workplace(1)
     path = place.write()
     path.write_text(
         path.read_text().replace("  log_dir:", f"  distributed: {{heartbeat_timeout: {HEARTBEAT_S}s}}\n  log_dir:")
     )
     running = place.start_all(
-        processes, *RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:{lost}:7"
+        processes, *RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:{lost}:{step}"
     )
     try:
         wait_until_lost(running[lost].pid)

@@ -1,6 +1,7 @@
 """If one process fails, all of them exit promptly with its message."""
 
 import os
+import re
 import shutil
 import time
 
@@ -8,6 +9,7 @@ import pytest
 
 from tests.end_to_end.commands import REPOSITORY
 from tests.ports import reserved_port
+from tests.xla_flags import flags_for
 
 RUN = ("--config_path", "run.yaml")
 SOON_S = 200  # the coordination service would take 300 s
@@ -106,6 +108,97 @@ def test_processes_with_different_configurations_end_before_they_train(workplace
             assert DIFFERENT[name][1] in err
         assert "Traceback" not in err
     assert place.checkpoints() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variables", "fact"),
+    [
+        (
+            {"XLA_FLAGS": f"{flags_for(2)} --xla_cpu_enable_fast_math=true"},
+            r"XLA_FLAGS: \S.* on process 0; \S.*--xla_cpu_enable_fast_math=true.* on process 1",
+        ),
+        ({"LIBTPU_INIT_ARGS": "--xla_tpu_x=1"}, "LIBTPU_INIT_ARGS: none on process 0; --xla_tpu_x=1 on process 1"),
+        ({"JAX_RANDOM_SEED_OFFSET": "3"}, "variable JAX_RANDOM_SEED_OFFSET: missing on process 0; 3 on process 1"),
+        ({"JAX_PLATFORMS": ""}, "JAX_PLATFORMS: cpu on process 0; none on process 1"),
+        # The check itself must not need the devices.
+        ({"XLA_FLAGS": flags_for(1)}, "devices of the process: 2 x cpu on process 0; 1 x cpu on process 1"),
+    ],
+    ids=["flags", "flags of TPUs", "jax", "platform", "devices"],
+)
+def test_processes_whose_environment_differs_end_before_they_train(workplace, variables, fact):
+    place = workplace(2)
+    place.write()
+    processes = place.start_each([RUN, RUN], own={1: variables})
+    for process in processes:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 2, err
+        assert re.search(fact, err), err
+        assert err.count("the same files, versions and environment variables, on machines with the same devices") == 1
+        assert "Traceback" not in err
+    assert place.checkpoints() == []
+    assert not (place.folder / "logs").exists()
+
+
+FAILING = {
+    "a wrong key": (("--model.hidden_dimm", "3"), "command line --model.hidden_dimm: no such key in model"),
+    "a wrong line": (("word",), "command line: 'word' is not an option"),
+    "a module that raises": (
+        ("--objective.type", "broken:Objective"),
+        "importing broken failed: RuntimeError: not today",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "failing"), [("a wrong key", 0), ("a wrong line", 1), ("a module that raises", 0)])
+def test_a_process_that_fails_before_it_connects_ends_the_others(workplace, name, failing):
+    """It hosts the service that the others connect to, or would leave it waiting."""
+    place = workplace(1)
+    place.write()
+    (place.folder / "broken.py").write_text("raise RuntimeError('not today')\n")
+    (more, message), began = FAILING[name], time.monotonic()
+    processes = place.start_each([(*more, *RUN) if number == failing else RUN for number in range(3)])
+    for number, process in enumerate(processes):
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 2, err
+        said = "error: " if number == failing else f"error: process {failing}: "
+        assert err.startswith(said), err
+        assert message in err.partition("\n")[0]
+        assert "Traceback" not in err
+    assert time.monotonic() - began < SOON_S
+    assert not (place.folder / "logs").exists()
+
+
+@pytest.mark.slow
+def test_a_process_whose_file_cannot_be_read_tells_the_others(workplace):
+    """How the processes connect is in the file too."""
+    place = workplace(1)
+    path = place.write()
+    where = {"coordinator_address": f"127.0.0.1:{reserved_port()}", "num_processes": 2}
+    keys = "".join(f"{name}: {value}, " for name, value in where.items())
+    for number in range(2):
+        own = f"trainer:\n  distributed: {{{keys}process_id: {number}}}\n"
+        text = path.read_text().replace("trainer:\n", own + "  oops: 1\n" * number)
+        (place.folder / f"{number}.yaml").write_text(text)
+    for process in [place.start("--config_path", f"{number}.yaml", "--trainer.id", "run") for number in range(2)]:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 2, err
+        assert "oops: no such key in trainer" in err
+        assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_a_process_that_never_connects_is_not_awaited_for_ever(workplace):
+    place = workplace(1)
+    place.write()
+    limited = (*RUN, "--trainer.distributed.initialization_timeout", "3s")
+    alone, gone = place.start_each([limited, (*limited, "--help")])
+    gone.communicate(timeout=300)
+    _, err = alone.communicate(timeout=300)
+    assert alone.returncode == 1, err
+    assert err.startswith("error: not all processes of the run connected within 3 s")
+    assert "check failure" not in err.lower()
 
 
 @pytest.mark.slow

@@ -2,8 +2,11 @@
 
 import json
 
+import jax
+import pytest
+
 from jaxlm.engine import peers
-from jaxlm.engine.peers import PeerWatch
+from jaxlm.engine.peers import PeerWatch, is_lost_peer
 
 
 class Service:
@@ -35,3 +38,21 @@ def test_the_first_cause_counts_not_what_fails_because_of_it(monkeypatch):
     watch.stop()
     assert json.loads(service.values["jaxlm/failed/1"]) == {"code": 1, "message": "no heartbeat of process 2"}
     assert exits == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"), True),
+        # What fails while an array is fetched, as before the first step.
+        (ValueError("UNKNOWN: Gloo AllGather failed: [external/gloo/pair.cc:547] Connection closed by peer"), True),
+        (ValueError("UNAVAILABLE: failed to connect to all addresses"), True),
+        (ValueError("data.x: 'Gloo' given"), False),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False),
+    ],
+)
+def test_an_exchange_that_fails_because_a_process_is_gone(monkeypatch, error, expected):
+    monkeypatch.setattr(peers, "_watches", [object()])
+    assert is_lost_peer(error) == expected
+    monkeypatch.setattr(peers, "_watches", [])
+    assert not is_lost_peer(error)

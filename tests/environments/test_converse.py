@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import haliax as hax
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from haliax import Axis
 
 from jaxlm.config.decode import decode
 from jaxlm.config.yaml import ConfigSource
-from jaxlm.core import runtime
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import GroupBatch, TokenBatch
 from jaxlm.environments.base import Environment, EnvironmentConfig, Observation
@@ -23,6 +21,7 @@ from jaxlm.models.inference.tools.calls import TOOL_TOKENS
 from jaxlm.objectives.grpo import Grpo
 from jaxlm.objectives.next_token import NextToken
 from tests.objectives.test_dpo import VOCAB, random_model, target_logps
+from tests.processes import together
 
 EOS = "<eos>"
 SPECIAL = {token: 200 + number for number, token in enumerate((*TOOL_TOKENS, EOS))}
@@ -202,24 +201,15 @@ class CountingConfig(EnvironmentConfig):
         return Counting()
 
 
-def test_all_processes_hear_the_environment_of_process_0(monkeypatch):
-    sent: list[Any] = []
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(jax, "process_index", lambda: 0)
-    monkeypatch.setattr(runtime, "broadcast_from_main", lambda values: sent.append(values) or values)
+def test_all_processes_hear_the_environment_of_process_0():
     turns = ["a" + EOS, "bc" + EOS, "d" + EOS]
-    first = converse(Script(turns, turns), CountingConfig(), prompts("go", "on", secret=7), DIALECT, LIMITS)
+
+    def converse_on(*asked):
+        return lambda: converse(Script(turns, turns), CountingConfig(), asked, DIALECT, LIMITS)
+
+    first, second = together(converse_on(*prompts("go", "on", secret=7)), converse_on(*prompts("go", "on")))
     assert len({one.tokens for one in first}) == 2
-
-    def receive(values):
-        news = sent.pop(0)
-        assert (values.shape, values.dtype) == (news.shape, news.dtype), "all processes run the same program"
-        return news
-
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(runtime, "broadcast_from_main", receive)
-    second = converse(Script(turns, turns), CountingConfig(), prompts("go", "on"), DIALECT, LIMITS)
-    assert (second, sent) == (first, [])
+    assert second == first
 
 
 def test_an_environment_that_fails_is_named():

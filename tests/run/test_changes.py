@@ -123,6 +123,36 @@ def test_flags_that_change_no_number_are_left_out(monkeypatch):
     assert environment.computing([])["XLA_FLAGS"] == "--xla_a=2 --xla_b=1"
 
 
+@pytest.mark.parametrize(
+    "name", ["JAX_DEFAULT_MATMUL_PRECISION", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"]
+)
+def test_variables_that_choose_how_to_compute_are_facts(name):
+    assert environment.variables({name: "x", "HOME": "/root"}) == {name: "x"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "JAX_PROCESS_ID",
+        "JAX_COORDINATOR_ADDRESS",
+        "JAX_COMPILATION_CACHE_DIR",
+        "JAX_PLATFORMS",
+        "CUDNN_LOGDEST_DBG",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION",
+        "CUDA_VISIBLE_DEVICES",
+        "NCCL_DEBUG",
+        "OMP_NUM_THREADS",
+    ],
+)
+def test_variables_of_one_process_are_no_facts(name):
+    assert environment.variables({name: "x"}) == {}
+
+
+def test_flags_in_a_file_are_compared_by_content(tmp_path):
+    (tmp_path / "flags").write_text("--xla_b=1\n--xla_a=2\n")
+    assert environment.flags({"XLA_FLAGS": str(tmp_path / "flags")})["XLA_FLAGS"] == "--xla_a=2 --xla_b=1"
+
+
 def test_a_checkout_is_told_by_its_commit_and_whether_it_was_changed(tmp_path, monkeypatch):
     package = tmp_path / "src" / "jaxlm"
     package.mkdir(parents=True)

@@ -178,7 +178,7 @@ FACTS: dict[str, Effect] = {
     "module": _CODE,
     "Python": HARMLESS,
     **dict.fromkeys(("jax", "jaxlib", "haliax", "equinox", "optax", "libtpu"), ROUNDING),
-    **dict.fromkeys(("backend", "devices", "processor", "XLA_FLAGS", "LIBTPU_INIT_ARGS"), ROUNDING),
+    **dict.fromkeys(("backend", "devices", "processor", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "variables"), ROUNDING),
     **dict.fromkeys(("jax options", "XLA options", "block sizes"), ROUNDING),
 }
 """Of what computes (`run/resume_checks.py`); `module` stands for each module of the user's own."""

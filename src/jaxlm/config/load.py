@@ -1,5 +1,6 @@
 """Loads a `RunConfig` from a YAML file and the command line."""
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -12,7 +13,8 @@ from jaxlm.config.plugins import load_installed_plugins
 from jaxlm.config.recipes import config_file
 from jaxlm.config.run import RunConfig
 from jaxlm.config.schema import sections
-from jaxlm.config.yaml import ConfigSource, load_yaml
+from jaxlm.config.yaml import ConfigSource, load_yaml, parse_value
+from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.model_section import with_hf_model
 from jaxlm.interop.levanter.config import from_levanter
@@ -70,6 +72,20 @@ def load_source(arguments: Sequence[str], command: str, kind: type[RunConfig]) -
     for note in notes:
         print(f"note: {note}")
     return source, None if parsed.config_path is None else config_file(parsed.config_path).stem
+
+
+def given_distributed(arguments: Sequence[str]) -> DistributedConfig:
+    """How the processes of the run connect, as far as it can be told although the command line or the file is wrong."""
+    given: dict[str, str] = {}
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, text = argument.partition("=")
+        given[name.removeprefix("--")] = text if equals else following
+    prefix, tree = "trainer.distributed.", {}
+    with contextlib.suppress(ConfigError):
+        section = load_yaml(given.get("config_path", given.get("config", ""))).tree.get("trainer")
+        tree = dict(section.get("distributed") or {}) if isinstance(section, dict) else {}
+    tree |= {name.removeprefix(prefix): parse_value(text) for name, text in given.items() if name.startswith(prefix)}
+    return decode(DistributedConfig, ConfigSource(tree))
 
 
 def refuse_dry_run(config: RunConfig, reason: str) -> None:

@@ -1,27 +1,61 @@
 """Connecting the processes of a multi-process run, with timeouts for lost processes."""
 
-import contextlib
 import glob
 import importlib.util
 import os
 import re
+import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import jax
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import EXIT_FAILED, ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
 
-# jax's own heartbeat timeout, as a multiple of the configured one: engine/peers.py should notice first, and say why.
+# jax's own timeouts, as multiples of the configured ones: jaxlm should notice first, and say why.
 _JAX_TIMEOUT_FACTOR = 3
 _SILENT_S = 20.0  # until a process that waits for the others says so
+
+
+class _Waiting:
+    """A call in a thread of its own."""
+
+    def __init__(self, call: Callable[[], None]):
+        self._call = call
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="jaxlm-connecting", daemon=True)
+        self._thread.start()
+
+    def ended(self, seconds: float) -> bool:
+        """Waits for the end of the call, at most so long. Raises what it raised."""
+        self._thread.join(seconds)
+        if self._error is not None:
+            raise self._error
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:  # raised again by `ended`
+            self._error = error
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process although a thread waits inside of jax, which would abort when the interpreter ends."""
+    sys.stdout.flush()
+    os._exit(code)
 
 
 @dataclass(frozen=True)
@@ -48,8 +82,19 @@ class DistributedConfig:
     heartbeat_timeout: timedelta = timedelta(seconds=100)
     shutdown_timeout: timedelta = timedelta(minutes=5)
 
-    def join(self) -> None:
-        """Connects this process to the others, if the configuration or the environment describes any."""
+    @property
+    def has_several_processes(self) -> bool:
+        """Whether the configuration or the environment describes a run of several processes."""
+        if self.num_processes is not None:
+            return self.num_processes > 1
+        return detect_launcher(os.environ) is not None
+
+    def join(self, failed: int | None = None) -> None:
+        """Connects this process to the others, if the configuration or the environment describes any.
+
+        Args:
+            failed: exit code of this process if it has failed already, and connects only to say so.
+        """
         explicit = (self.coordinator_address, self.num_processes, self.process_id)
         for name in ("initialization_timeout", "heartbeat_timeout", "shutdown_timeout"):
             if getattr(self, name) < timedelta(seconds=1):
@@ -71,32 +116,44 @@ class DistributedConfig:
             return
         # jax would otherwise handle SIGTERM itself; the run has its own handler, which saves a checkpoint first.
         jax.config.update("jax_enable_preemption_service", False)
-        with self._saying_that_it_waits():
-            jax.distributed.initialize(
+        self._connect(EXIT_FAILED if failed is None else failed)
+
+    def _connect(self, code_if_alone: int) -> None:
+        """Returns once all processes have connected. Ends the process if they have not in time, or at Ctrl-C.
+
+        jax waits in a thread: its own end of the waiting is an abort, and the main thread would not see Ctrl-C.
+        """
+        waiting = _Waiting(
+            lambda: jax.distributed.initialize(
                 self.coordinator_address,
                 self.num_processes,
                 self.process_id,
                 local_device_ids=self._devices(),
-                initialization_timeout=round(self.initialization_timeout.total_seconds()),
+                initialization_timeout=round(self.initialization_timeout.total_seconds() * _JAX_TIMEOUT_FACTOR),
                 heartbeat_timeout_seconds=round(self.heartbeat_timeout.total_seconds() * _JAX_TIMEOUT_FACTOR),
                 shutdown_timeout_seconds=round(self.shutdown_timeout.total_seconds()),
             )
-
-    @contextlib.contextmanager
-    def _saying_that_it_waits(self) -> Iterator[None]:
-        """Before they have connected, a process cannot learn that another one has failed: that one's output says why."""
-        line = (
-            "still waiting for the other processes of the run to connect. If one of them has failed, its output says why;"
-            f" this one gives up after {self.initialization_timeout.total_seconds():g} s"
-            " (trainer.distributed.initialization_timeout)"
         )
-        timer = threading.Timer(_SILENT_S, lambda: print(line, file=sys.stderr, flush=True))
-        timer.daemon = True
-        timer.start()
+        limit_s = self.initialization_timeout.total_seconds()
+        key = "trainer.distributed.initialization_timeout"
         try:
-            yield
-        finally:
-            timer.cancel()
+            if waiting.ended(min(_SILENT_S, limit_s)):
+                return
+            if limit_s > _SILENT_S:
+                _say(
+                    "still waiting for the other processes of the run to connect. If one of them has failed, its output"
+                    f" says why; this one gives up after {limit_s:g} s ({key})"
+                )
+                if waiting.ended(limit_s - _SILENT_S):
+                    return
+        except KeyboardInterrupt:
+            _say("interrupted while waiting for the other processes of the run to connect")
+            _leave(128 + signal.SIGINT)
+        _say(
+            f"error: not all processes of the run connected within {limit_s:g} s ({key}): one was not started, was killed,"
+            " has failed or cannot reach the others. The output of a process that has failed says why"
+        )
+        _leave(code_if_alone)
 
     def _check_address(self) -> None:
         host, _, port = str(self.coordinator_address).rpartition(":")

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterable
 
+EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_HUNG = 75  # EX_TEMPFAIL of sysexits.h: a start may succeed
 EXIT_CLOSED_OUTPUT = 128 + signal.SIGPIPE

@@ -7,11 +7,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from jaxlm.core.atomic_io import fsync
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import broadcast_from_main, main_only
+from jaxlm.core.runtime import from_main
 from jaxlm.core.stores import is_url, open_store, put_folder, storage_errors
 
 Location = Path | str
@@ -34,7 +32,7 @@ def is_taken(folder: Location, last: str) -> bool:
     Args:
         last: the file that makes a folder at a URL complete. Without it, the folder is the rest of an interrupted upload.
     """
-    return bool(broadcast_from_main(np.asarray(int(bool(main_only(lambda: _exists(folder, last)))))))
+    return from_main(lambda: _exists(folder, last))
 
 
 @contextlib.contextmanager

@@ -9,8 +9,12 @@ import jax
 import numpy as np
 
 from jaxlm.core.errors import ConfigError, PeerError
+from jaxlm.core.exchange import Exchange, exchange
 
 T = TypeVar("T")
+
+# What is larger goes through the devices: process 0 would send it to each of the others.
+_LARGE_BYTES = 4 * 2**20
 
 
 def configure_jax(options: Mapping[str, Any]) -> None:
@@ -32,57 +36,57 @@ def is_main_process() -> bool:
 
 
 def broadcast_from_main(values: np.ndarray) -> np.ndarray:
-    """Broadcasts a small array from process 0 to every process."""
-    if jax.process_count() == 1:
+    """Broadcasts an array from process 0 to every process, bit for bit. All processes must pass the same shape and dtype."""
+    if (others := exchange()) is None:
         return values
-    from jax.experimental import multihost_utils
+    if values.nbytes > _LARGE_BYTES:
+        from jax.experimental import multihost_utils
 
-    return np.asarray(multihost_utils.broadcast_one_to_all(values))
+        own = np.frombuffer(values.tobytes(), np.uint8)  # jax would round float64
+        raw = np.asarray(multihost_utils.broadcast_one_to_all(own)).tobytes()
+    else:
+        raw = others.conclude(b"", lambda _: values.tobytes())
+    return np.frombuffer(raw, values.dtype).reshape(values.shape).copy()
 
 
 def all_processes(holds: bool) -> bool:
     """Whether `holds` is true on every process. Every process must call this."""
-    if jax.process_count() == 1:
+    if (others := exchange()) is None:
         return holds
-    from jax.experimental import multihost_utils
-
-    return bool(np.all(multihost_utils.process_allgather(np.asarray(holds))))
+    return bool(others.conclude(_flag(holds), lambda said: _flag(all(said))))
 
 
 def same_on_all_processes(text: str) -> bool:
     """Whether all processes pass the same text. Every process must call this."""
-    if jax.process_count() == 1:
+    if (others := exchange()) is None:
         return True
-    from jax.experimental import multihost_utils
+    digest = hashlib.sha256(text.encode()).digest()
+    return bool(others.conclude(digest, lambda said: _flag(len(set(said)) == 1)))
 
-    digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.int32)
-    return bool(np.all(multihost_utils.process_allgather(digest) == digest))
+
+def _flag(holds: bool) -> bytes:
+    return b"yes" if holds else b""
 
 
 def differences_between_processes(facts: Mapping[str, str]) -> list[str]:
     """One line for each fact that is not the same on all processes, with its values. Every process must call this."""
-    if same_on_all_processes(json.dumps(facts, sort_keys=True)):
+    others, text = exchange(), json.dumps(facts, sort_keys=True)
+    if others is None or same_on_all_processes(text):
         return []
-    of_process = [json.loads(text) for text in _texts_of_all_processes(json.dumps(facts))]
+    return json.loads(others.conclude(text.encode(), lambda said: json.dumps(_differences(said)).encode()))
+
+
+def _differences(said: Sequence[bytes]) -> list[str]:
+    of_process = [json.loads(text) for text in said]
     lines = []
     for name in sorted(set().union(*of_process)):
         owners: dict[str, list[int]] = {}
         for process, known in enumerate(of_process):
             owners.setdefault(known.get(name, "missing"), []).append(process)
         if len(owners) > 1:
-            lines.append(f"{name}: " + "; ".join(f"{value} on {_processes(owners[value])}" for value in owners))
+            values = "; ".join(f"{value or 'none'} on {_processes(numbers)}" for value, numbers in owners.items())
+            lines.append(f"{name}: {values}")
     return lines
-
-
-def _texts_of_all_processes(text: str) -> list[str]:
-    from jax.experimental import multihost_utils
-
-    raw = np.frombuffer(text.encode(), np.uint8)
-    sizes = np.asarray(multihost_utils.process_allgather(np.asarray(len(raw), np.int32)))
-    padded = np.zeros(sizes.max(), np.uint8)
-    padded[: len(raw)] = raw
-    rows = np.asarray(multihost_utils.process_allgather(padded))
-    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def _processes(numbers: Sequence[int]) -> str:
@@ -97,19 +101,9 @@ def main_only(act: Callable[[], T]) -> T | None:
         BaseException: on process 0, whatever `act` raises.
         ConfigError, PeerError: on the other processes, with the same message, so that they do not wait forever.
     """
-    if jax.process_count() == 1:
+    if (others := exchange()) is None:
         return act()
-    result, status = None, np.zeros(_STATUS_BYTES, np.uint8)
-    if is_main_process():
-        try:
-            result = act()
-        except BaseException as failure:
-            broadcast_from_main(_encode_failure(failure))
-            raise
-    status = broadcast_from_main(status)
-    if status[0] != _OK:
-        raise _decode_failure(status)
-    return result
+    return _of_main(others, act, lambda _: b"")[0]
 
 
 def from_main(make: Callable[[], Any]) -> Any:
@@ -118,14 +112,24 @@ def from_main(make: Callable[[], Any]) -> Any:
     Raises:
         BaseException: on all processes, as `main_only` does.
     """
-    made = main_only(make)
-    if jax.process_count() == 1:
-        return made
-    content = json.dumps(made).encode() if is_main_process() else b""
-    size = int(broadcast_from_main(np.array(len(content), np.int32)))
-    width = 1 << (size - 1).bit_length()  # few different widths, because jax compiles a program for each
-    shared = broadcast_from_main(np.frombuffer(content.ljust(width), np.uint8))
-    return json.loads(shared.tobytes())
+    if (others := exchange()) is None:
+        return make()
+    return json.loads(_of_main(others, make, lambda made: json.dumps(made).encode())[1])
+
+
+def _of_main(others: Exchange, act: Callable[[], T], encode: Callable[[T], bytes]) -> tuple[T | None, bytes]:
+    """The result of `act`, on process 0, and its bytes, on every process."""
+    result, own = None, b""
+    if not others.index:
+        try:
+            result = act()
+            own = encode(result)
+        except BaseException as failure:
+            others.announce(_encode_failure(0, failure))
+            raise
+    heard = others.conclude(b"", lambda _: _WORKED + own)
+    _raise_failure(heard)
+    return result, heard.removeprefix(_WORKED)
 
 
 def main_first(make: Callable[[], T]) -> T:
@@ -133,32 +137,36 @@ def main_first(make: Callable[[], T]) -> T:
 
     Raises:
         BaseException: on the process where `make` fails, whatever it raises.
-        ConfigError, PeerError: on all other processes, so that they do not wait forever.
+        ConfigError, PeerError: on all other processes, with the message of the first of them.
     """
     result = main_only(make)
-    if jax.process_count() > 1:
+    if (others := exchange()) is None:
+        return cast(T, result)
+    failed = None
+    if others.index:
         try:
-            result = result if is_main_process() else make()
-        except BaseException:
-            all_processes(False)
-            raise
-        if not all_processes(True):
-            raise PeerError("another process failed; see its output for the cause")
+            result = make()
+        except BaseException as failure:
+            failed = failure
+    own = _WORKED if failed is None else _encode_failure(others.index, failed)
+    heard = others.conclude(own, lambda said: next((status for status in said if status != _WORKED), _WORKED))
+    if failed is not None:
+        raise failed
+    _raise_failure(heard)
     return cast(T, result)
 
 
-# The status that process 0 broadcasts: one byte for the kind, then the error message.
-_STATUS_BYTES = 4096
-_OK, _CONFIG_ERROR, _OTHER_ERROR = range(3)
+_WORKED, _MAX_MESSAGE = b"+", 4000
 
 
-def _encode_failure(failure: BaseException) -> np.ndarray:
-    kind = _CONFIG_ERROR if isinstance(failure, ConfigError) else _OTHER_ERROR
-    text = str(failure) if kind == _CONFIG_ERROR else f"{type(failure).__name__}: {failure}"
-    raw = bytes([kind]) + text.encode()[: _STATUS_BYTES - 1]
-    return np.frombuffer(raw.ljust(_STATUS_BYTES, b"\0"), np.uint8)
+def _encode_failure(process: int, failure: BaseException) -> bytes:
+    is_config = isinstance(failure, ConfigError)
+    text = str(failure) if is_config else f"{type(failure).__name__}: {failure}"
+    return json.dumps({"is_config": is_config, "text": f"process {process}: {text[:_MAX_MESSAGE]}"}).encode()
 
 
-def _decode_failure(status: np.ndarray) -> Exception:
-    text = "process 0: " + status[1:].tobytes().rstrip(b"\0").decode(errors="ignore")
-    return ConfigError(text) if status[0] == _CONFIG_ERROR else PeerError(text)
+def _raise_failure(status: bytes) -> None:
+    if status.startswith(_WORKED):
+        return
+    said = json.loads(status)
+    raise ConfigError(said["text"]) if said["is_config"] else PeerError(said["text"])

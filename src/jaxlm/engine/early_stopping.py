@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
-import numpy as np
-
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import broadcast_from_main, main_only
+from jaxlm.core.runtime import from_main
 from jaxlm.engine.activity import Activity
 from jaxlm.engine.checkpoint.manager import BEST, Saver
 from jaxlm.engine.outcome import Next
@@ -72,14 +70,11 @@ class EarlyStopping:
 
     def _value(self, step: int) -> float | None:
         """The metric; None if its evaluation was not due. All processes use what process 0 found."""
-        found = main_only(lambda: self._measured(self._evaluations.latest, step))
-        value = np.array([found is not None, found or 0.0], np.float64)
-        measured, number = broadcast_from_main(value.view(np.uint8)).view(np.float64)
-        return float(number) if measured else None
+        return from_main(lambda: self._measured(self._evaluations.latest, step))
 
     def _measured(self, latest: Mapping[str, float], step: int) -> float | None:
         if self._until.metric in latest:
-            return latest[self._until.metric]
+            return float(latest[self._until.metric])
         if not self._evaluations.all_due(step):
             return None
         measured = ", ".join(sorted(latest)) or "nothing: there is no validation data. Set data.validation_urls"

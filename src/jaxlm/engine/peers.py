@@ -10,12 +10,16 @@ they are connected to is gone.
 import contextlib
 import json
 import os
+import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
+
+from jaxlm.core.distributed import DistributedConfig
 
 _INTERVAL_S = 1.0
 _SILENT_S = 3 * _INTERVAL_S
@@ -23,8 +27,10 @@ _NOTICE_S = 1.5 * _INTERVAL_S  # so that the others read why this process ends b
 _LINGER_S = 10.0  # process 0 hosts the store; the others get this long to read it
 _LEAVING_S = 0.5  # ... and this long to end after saying so: without the store, jax aborts them
 _FAILED, _LEFT, _ALIVE = "jaxlm/failed/", "jaxlm/left/", "jaxlm/alive/"
+_MAX_MESSAGE = 4000
 _FINISHED = "finished"  # instead of a heartbeat
 _LOST_PEER = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Connection closed", "Connection reset")
+_STATUS = re.compile(r"[A-Z_]+: ")
 
 
 class PeerWatch:
@@ -44,6 +50,7 @@ class PeerWatch:
         self._answered = time.monotonic()
         self._ended = threading.Event()
         self._exiting = threading.Lock()
+        self._said = ""  # what this process has said about its own failure
         for target in (self._watch, self._watch_service):
             threading.Thread(target=target, name="jaxlm-peers", daemon=True).start()
 
@@ -55,7 +62,8 @@ class PeerWatch:
 
     def fail(self, code: int, message: str) -> None:
         """Ends all processes with a message, this one included. Does not return."""
-        failure = json.dumps({"code": code, "message": message[:4000]})
+        self._said = message[:_MAX_MESSAGE]
+        failure = json.dumps({"code": code, "message": self._said})
         # The service may be gone. Or another thread has said why already: what fails after that is a consequence.
         with contextlib.suppress(Exception):
             self._client.key_value_set(f"{_FAILED}{self._index}", failure)
@@ -81,7 +89,8 @@ class PeerWatch:
                 return
             if failures and not self._ended.is_set():
                 process, failure = failures[0][0].rpartition("/")[2], json.loads(failures[0][1])
-                self._report(f"process {process}: {failure['message']}")
+                if failure["message"] != self._said:  # all may have found the same
+                    self._report(f"process {process}: {failure['message']}")
                 self._exit(failure["code"])
             if lost:
                 names = ", ".join(lost)
@@ -141,10 +150,21 @@ class PeerWatch:
 
 
 _watches: list[PeerWatch] = []
+_unconnected: list[Callable[[], DistributedConfig]] = []
+
+
+def connect_if_it_fails(distributed: Callable[[], DistributedConfig]) -> None:
+    """If this process fails before `watch_peers`, it connects to the others to tell them: they wait for it.
+
+    Args:
+        distributed: how the processes connect, as far as that can be told. The configuration may be what is wrong.
+    """
+    _unconnected[:] = [distributed]
 
 
 def watch_peers(timeout_s: float) -> None:
     """Starts watching the other processes, if there are any. Call it once jax.distributed is initialized."""
+    _unconnected.clear()
     from jax._src import distributed  # there is no public way to the client; Orbax uses it too
 
     state = distributed.global_state
@@ -154,6 +174,11 @@ def watch_peers(timeout_s: float) -> None:
 
 def end_with_peers(code: int, message: str) -> None:
     """Ends the process, and the other processes of the run, after a failure. Returns if there are no others."""
+    if (distributed := _awaited()) is not None:
+        with contextlib.suppress(Exception):  # it must not hide what has failed
+            distributed.join(failed=code)
+            watch_peers(distributed.heartbeat_timeout.total_seconds())
+    _unconnected.clear()
     for watch in _watches:
         watch.fail(code, message)
 
@@ -165,13 +190,25 @@ def stop_watching_peers() -> None:
 
 
 def has_peers() -> bool:
-    """Whether this is one of several processes of a run."""
-    return bool(_watches)
+    """Whether this is one of several processes of a run, connected or not."""
+    return bool(_watches) or _awaited() is not None
+
+
+def _awaited() -> DistributedConfig | None:
+    """How to connect to processes that wait for this one; None if it has connected, or if there are none."""
+    for distributed in _unconnected:
+        with contextlib.suppress(Exception):  # the configuration may be what is wrong
+            return found if (found := distributed()).has_several_processes else None
+    return None
 
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether a collective failed because another process is gone."""
-    return has_peers() and isinstance(error, jax.errors.JaxRuntimeError) and any(t in str(error) for t in _LOST_PEER)
+    if not _watches or not any(text in str(error) for text in _LOST_PEER):
+        return False
+    # jax raises a ValueError with a status for what fails while an array is fetched.
+    of_fetching = isinstance(error, ValueError) and _STATUS.match(str(error)) is not None
+    return of_fetching or isinstance(error, jax.errors.JaxRuntimeError)
 
 
 def _first_line(error: BaseException) -> str:

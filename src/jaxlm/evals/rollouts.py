@@ -256,8 +256,7 @@ class RolloutsEval(Eval):
         found = main_only(score)
         names = [*reward_names(self._config.rewards), TOTAL]
         table = np.zeros((len(names), len(rows))) if found is None else np.stack([found[name] for name in names])
-        exact = broadcast_from_main(table.view(np.uint32)).view(np.float64)  # jax would round float64
-        return dict(zip(names, exact, strict=True))
+        return dict(zip(names, broadcast_from_main(table), strict=True))
 
     def _go_on(self, _tokens: Sequence[int]) -> bool:
         """Ends no row: only says after each piece that there is progress."""

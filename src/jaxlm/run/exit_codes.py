@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from jaxlm.core.errors import EXIT_CONFIG, ConfigError, PeerError, end_of_output, is_output_closed
+from jaxlm.core.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, PeerError, end_of_output, is_output_closed
 from jaxlm.core.publish import PublishError
 from jaxlm.engine.bad_streak import SkippedStepsError
 from jaxlm.engine.checkpoint.lock import LeaseLostError
@@ -16,7 +16,6 @@ from jaxlm.engine.conductor import RewindError
 from jaxlm.engine.metrics import NonFiniteError
 from jaxlm.engine.peers import end_with_peers, has_peers, is_lost_peer, stop_watching_peers
 
-EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
 
@@ -94,5 +93,5 @@ def _explained(error: BaseException) -> tuple[int, str]:
         )
     if has_peers():
         traceback.print_exception(error)
-        end_with_peers(EXIT_FAILED, f"{type(error).__name__}: {error}")
+        return EXIT_FAILED, f"error: {type(error).__name__}: {error}"
     raise error

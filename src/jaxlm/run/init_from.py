@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxlm.config.run import RunConfig
 from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import broadcast_from_main, main_first, main_only
+from jaxlm.core.runtime import from_main, main_first, main_only
 from jaxlm.core.stores import is_url
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.engine.checkpoint.integrity import DamagedError
@@ -269,7 +267,7 @@ def _last_step(plan: Plan, newest: VerifiedCheckpoint, key: str, name: str) -> i
             )
         return int(max([newest.cursor.step, *attempts]))
 
-    return int(broadcast_from_main(np.asarray(main_only(last_step) or 0)))
+    return from_main(last_step)
 
 
 def _own_checkpoint_named(plan: Plan) -> tuple[str, str | None]:

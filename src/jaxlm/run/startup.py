@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.config.decode import choice_name, dump, encode
+from jaxlm.config.effects import HARMLESS, effect_of_fact
 from jaxlm.config.plugins import own_modules
 from jaxlm.config.run import RunConfig
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.exchange import exchange
 from jaxlm.core.hardware import cuda_capability, peak_flops
 from jaxlm.core.matmul import has_fp8_products
 from jaxlm.core.precision import Precision
@@ -35,7 +37,7 @@ from jaxlm.models.scan import runs_as_scan
 from jaxlm.models.stacks import HeterogeneousBody, Stack
 from jaxlm.observe.console import duration
 from jaxlm.observe.trackers import RunInfo
-from jaxlm.observe.trackers.environment import JAX_OPTIONS, source_of, source_of_jaxlm
+from jaxlm.observe.trackers.environment import JAX_OPTIONS, computing, flags, source_of, source_of_jaxlm, variables
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.lr.shapes import lr_shape_name
 from jaxlm.presets.base import preset_rows
@@ -266,14 +268,21 @@ def check_same_start(config: RunConfig, run_id: str) -> None:
     Each process compiles its own program and reads its own part of the data. Programs that differ wait for each other for
     ever, or train on a mixture of both.
     """
-    if jax.process_count() == 1:
+    if exchange() is None:
         return
-    different = differences_between_processes(_start_facts(config, run_id))
+    _compare(_start_facts(config, run_id))
+    # Only now: processes that were started for different platforms wait for each other when they open their devices.
+    _compare(_device_facts(config))
+
+
+def _compare(facts: Mapping[str, str]) -> None:
+    different = differences_between_processes(facts)
     if different:
         raise ConfigError(
-            "the processes of this run were not started with the same configuration and code:\n"
+            "the processes of this run were not started with the same configuration, code and environment:\n"
             + "\n".join(f"  {line}" for line in different)
-            + "\nStart the same command, with the same files and versions, on all machines"
+            + "\nStart the same command, with the same files, versions and environment variables, on machines with the same"
+            " devices"
         )
 
 
@@ -293,6 +302,22 @@ def _start_facts(config: RunConfig, run_id: str) -> dict[str, str]:
         **{f"source of {name}": source_of(name) for name in sorted(own_modules(config))},
         **{f"version of {name}": version(name) for name in ("jax", "jaxlib", "haliax", "equinox", "optax")},
         **{name: str(getattr(jax.config, name)) for name in JAX_OPTIONS},
+        **flags(os.environ),
+        **{f"variable {name}": value for name, value in variables(os.environ).items()},
+        "JAX_PLATFORMS": str(jax.config.values["jax_platforms"]),
+    }
+
+
+def _device_facts(config: RunConfig) -> dict[str, str]:
+    """What computes the numbers on this process, as `jaxlm train` lists it for a run that resumes, as name -> text."""
+    devices = jax.local_devices()
+    return {
+        **{
+            name: text
+            for name, text in computing(own_modules(config)).items()
+            if effect_of_fact(name).kind != HARMLESS.kind
+        },
+        "devices of the process": f"{len(devices)} x {devices[0].device_kind}",
     }
 
 

@@ -4,7 +4,6 @@ Process 0 does all reading and writing. Only text and tokens are sent over the n
 """
 
 import contextlib
-import json
 import logging
 import os
 import secrets
@@ -20,10 +19,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import all_processes, broadcast_from_main, is_main_process, main_only
+from jaxlm.core.runtime import all_processes, from_main, is_main_process, main_only
 from jaxlm.data.base import Log
 from jaxlm.data.cache.workers import EncodingPool, Workers
 from jaxlm.data.config import DataConfig
@@ -33,7 +31,6 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 _CONNECT_S = 10
 _STOP_S = 20
 _RETRIES = 5  # of a task whose worker dies; more failures are not a coincidence
-_BROADCAST_BYTES = 512
 _ADDRESS, _TOKEN = "RAY_ADDRESS", "RAY_AUTH_TOKEN"
 # One thread per task, and as many tasks as cores.
 _IN_WORKERS = {"RAYON_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
@@ -209,9 +206,9 @@ def tokenize_on_ray(
     with contextlib.ExitStack() as stack:
         cluster = main_only(lambda: stack.enter_context(ray.cluster(log, shared=shared)))
         if shared:
-            cluster_address = _broadcast_address(None if cluster is None else cluster.cluster_address)
+            cluster_address = from_main(lambda: cluster and cluster.cluster_address)
             if cluster is None:
-                stack.enter_context(join_cluster(cluster_address))
+                stack.enter_context(join_cluster(ClusterAddress(*cluster_address)))
 
         def build_caches() -> None:
             assert cluster is not None, "only process 0 connects to the cluster, and only process 0 builds caches"
@@ -219,10 +216,3 @@ def tokenize_on_ray(
                 section.open(tokenizer, seq_len, log, cluster, summarize=False)
 
         main_only(build_caches)
-
-
-def _broadcast_address(cluster_address: ClusterAddress | None) -> ClusterAddress:
-    """Process 0's cluster address, on every process."""
-    text = json.dumps(cluster_address).encode() if cluster_address is not None else b""
-    buffer = np.frombuffer(text.ljust(_BROADCAST_BYTES), np.uint8)
-    return ClusterAddress(*json.loads(broadcast_from_main(buffer).tobytes()))

@@ -226,8 +226,7 @@ class RolloutMaker:
         values = main_only(score)
         if values is None:
             values = np.zeros((len(names), len(samples)))
-        # As bytes: jax would make float32 of it.
-        return broadcast_from_main(values.view(np.uint8)).view(np.float64)
+        return broadcast_from_main(values)
 
     def _rows(self, examples: np.ndarray, prompts: Sequence[np.ndarray], samples: Sequence[Sample]) -> ScoredRows:
         size = self.options.group_size

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import broadcast_from_main, main_first, main_only
+from jaxlm.core.runtime import from_main, main_first, main_only
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.checkpoint.integrity import DamagedError
 from jaxlm.engine.checkpoint.manifest import Cursor
@@ -95,7 +94,7 @@ def _is_undamaged(find: Callable[[], Checkpoint], if_damaged: Callable[[DamagedE
             return False
         return True
 
-    return bool(broadcast_from_main(np.asarray(int(main_only(verify) or False))))
+    return from_main(verify)
 
 
 def latest_complete(candidates: Sequence[Checkpoint], location: str, log: Callable[[str], None]) -> VerifiedCheckpoint:

@@ -1,5 +1,6 @@
 """The environment of a run: the main script's git repository and code, the installed packages, and what computes."""
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -10,7 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -107,6 +108,17 @@ def described() -> dict[str, str]:
 JAX_OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
 _NUMERICS = ("jax", "jaxlib", "haliax", "equinox", "optax", "libtpu")
 _PACKAGE = Path(__file__).parents[2]
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Variables whose value is a list of flags."""
+# Other variables that choose algorithms, precision or the order of sums in jax and the libraries that compute,
+_CHOOSING = re.compile(
+    r"(JAX_|XLA_|TF_XLA_|CUBLAS|CUDNN|TF_CUDNN|NVIDIA_TF32|NCCL_(ALGO|PROTO)|DNNL_|ONEDNN_|TF_ENABLE_ONEDNN|OPENBLAS_)\w*"
+)
+# and those among them that say where a process runs and what it writes.
+_OF_THE_PROCESS = re.compile(
+    r"\w*(LOG|VERBOSE|TRACEBACK|DUMP|PROFIL|CACHE|PATH|_DIR|_FILE|VISIBLE_DEVICES|PLATFORM|PROXY|XLA_PYTHON_CLIENT)\w*"
+    r"|JAX_(COORDINATOR|PROCESS|NUM|LOCAL_DEVICE|PARTITION|SLICE|ENABLE_PREEMPTION|ENABLE_RECOVER)\w*"
+)
 _NO_NUMBERS = re.compile(r"--xla_(dump_\w+|force_host_platform_device_count|gpu_dump_\w+)(=|$)")
 
 
@@ -123,9 +135,21 @@ def computing(modules: Iterable[str]) -> dict[str, str]:
         "backend": jax.default_backend(),
         "devices": f"{len(devices)} x {devices[0].device_kind} in {jax.process_count()} process(es)",
         "processor": processor() if jax.default_backend() == "cpu" else "",
-        **{name: _flags(os.environ.get(name, "")) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
+        **flags(os.environ),
+        "variables": " ".join(f"{name}={value}" for name, value in variables(os.environ).items()),
         "jax options": ", ".join(options),
     }
+
+
+def flags(environment: Mapping[str, str]) -> dict[str, str]:
+    """The flags in environment variables that may change numbers, as name of the variable -> flags."""
+    return {name: _flags(environment.get(name, "")) for name in FLAGS}
+
+
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The other environment variables that may change numbers."""
+    chosen = (name for name in sorted(environment) if name not in FLAGS and _CHOOSING.fullmatch(name))
+    return {name: environment[name] for name in chosen if not _OF_THE_PROCESS.fullmatch(name)}
 
 
 def source_of_jaxlm() -> str:
@@ -156,7 +180,10 @@ def _checkout_of(folder: Path) -> str:
 
 
 def _flags(text: str) -> str:
-    """The flags that may change numbers, in a fixed order."""
+    """The flags that may change numbers, in a fixed order. XLA also takes the path of a file that contains them."""
+    if text and not text.lstrip().startswith("-"):
+        with contextlib.suppress(OSError, UnicodeDecodeError):  # then XLA says so
+            text = Path(text).read_text()
     return " ".join(sorted(flag for flag in text.split() if not _NO_NUMBERS.match(flag)))
 
 

@@ -1,0 +1,91 @@
+"""What the processes of a run tell each other, through the key-value store of jax's coordination service.
+
+Not through arrays: a collective works only if all processes have the same devices, options and program, which is what they
+have to find out first. One that does not work waits, or ends in an error that does not say why.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+_WAIT_MS = (
+    10_000  # for one answer; then the process asks again. engine/peers.py ends those that wait for a lost process
+)
+_ROOT = "jaxlm/exchange/"
+
+
+class Exchange:
+    """Exchanges of bytes, one after another. All processes must take part in each, in the same order."""
+
+    def __init__(self, client: Any, index: int, count: int):
+        """Args:
+        client: of jax's coordination service.
+        index, count: this process, and the number of processes.
+        """
+        self._client = client
+        self.index = index
+        self._count = count
+        self._number = 0
+        self._kept = 0  # the first exchange whose keys are still there
+
+    def conclude(self, own: bytes, conclusion: Callable[[Sequence[bytes]], bytes]) -> bytes:
+        """What process 0 concludes from the bytes of all processes, on every process.
+
+        Args:
+            own: what this process has to say.
+            conclusion: of what all processes said, in their order. Process 0 calls it.
+        """
+        number = self._next()
+        said, concluded = f"{_ROOT}{number}/said/", f"{_ROOT}{number}/concluded"
+        if self.index:
+            self._client.key_value_set_bytes(f"{said}{self.index}", own)
+            return self._wait_for(concluded)
+        others = self._wait_for_others(said)
+        for read in range(self._kept, number):  # whoever takes part in this exchange has read those before
+            self._client.key_value_delete(f"{_ROOT}{read}/")
+        self._kept = number
+        result = conclusion([own, *others])
+        self._client.key_value_set_bytes(concluded, result)
+        return result
+
+    def announce(self, result: bytes) -> None:
+        """On process 0: what the others get from their next `conclude`. Does not wait for them."""
+        self._client.key_value_set_bytes(f"{_ROOT}{self._next()}/concluded", result)
+
+    def _next(self) -> int:
+        number, self._number = self._number, self._number + 1
+        return number
+
+    def _wait_for_others(self, said: str) -> list[bytes]:
+        numbers = range(1, self._count)
+        while True:
+            found = {int(key.rpartition("/")[2]): text for key, text in self._client.key_value_dir_get_bytes(said)}
+            missing = next((number for number in numbers if number not in found), None)
+            if missing is None:
+                return [found[number] for number in numbers]
+            self._wait_for(f"{said}{missing}")
+
+    def _wait_for(self, key: str) -> bytes:
+        while True:
+            try:
+                return self._client.blocking_key_value_get_bytes(key, _WAIT_MS)
+            except jax.errors.JaxRuntimeError as error:
+                if not str(error).startswith("DEADLINE_EXCEEDED"):
+                    raise
+
+
+def exchange() -> Exchange | None:
+    """Between the processes of this run; None for a single process. It needs no devices: none may have been opened yet."""
+    from jax._src import distributed  # there is no public way to the client; Orbax uses it too
+
+    state = distributed.global_state
+    if state.client is None or state.num_processes == 1:
+        return None
+    return _exchange(state.client, state.process_id, state.num_processes)
+
+
+@functools.lru_cache(maxsize=1)
+def _exchange(client: Any, index: int, count: int) -> Exchange:
+    return Exchange(client, index, count)
