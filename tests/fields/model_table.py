@@ -76,6 +76,7 @@ LLAMA: dict[str, Entry] = {
     "model.mlp_bias": Change(True, Shapes({r"^model.*up_proj\.bias": (2, 48)})),
     "model.hybrid_norm": Change(True, Shapes({r"^model.*mlp_post_norm\.weight": (2, 32)})),
     "model.input_embedding_norm": Change(True, Shapes({r"^model\.embed_norm\.weight": (32,)})),
+    "model.use_layer_norm_weight": Change(False, Shapes({r"^model.*attn_norm\.weight": None})),
 }
 
 FLAX: dict[str, Entry] = {
@@ -224,6 +225,7 @@ TABLE: Table = {
     "llama": LLAMA,
     "flax": FLAX,
     **ROPES,
+    "gemma": {"model.rope": SCALED_ROPE, "model.attention_bias": LLAMA["model.attention_bias"]},
     "gemma2": {**GEMMA, "model.sliding_window_pattern": Change(1, Program(loses="dense<4096>"))},
     "gemma3": {
         **GEMMA,
@@ -242,6 +244,11 @@ TABLE: Table = {
         "model.num_experts_per_token": Change(2, Program(gains=r"chlo.top_k\(%\w+, k = 2\)")),
     },
     "mpt": {"model.alibi_bias_max": Change(4.0, Constant(1 / 2, 1 / 4, 1 / 8, 1 / 16))},
+    "olmo": {
+        "model.rope": SCALED_ROPE,
+        "model.attention_bias": LLAMA["model.attention_bias"],
+        "model.clip_qkv": Change(3.0, Constant(3.0)),
+    },
     "olmo2": {"model.rope": SCALED_ROPE},
     "olmo3": {
         "model.rope": SCALED_ROPE,

@@ -103,6 +103,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**EXPERTS, "attention_bias": True, "use_sliding_window": True, "sliding_window": 5, "head_dim": 8},
     ),
+    "olmo": ("olmo", {"clip_qkv": 0.7}),
+    "olmo-biases": ("olmo", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),
     "olmo2": ("olmo2", {}),
     "olmo2-tied": ("olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "olmo3": (
@@ -178,6 +180,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3",
         {"rope_parameters": LONGROPE | {"original_max_position_embeddings": SEQ_LEN}, "tie_word_embeddings": True},
     ),
+    "gemma": ("gemma", {"head_dim": 16, "num_key_value_heads": 1, "hidden_act": "gelu"}),
+    "gemma-biases": ("gemma", {"head_dim": 12, "attention_bias": True, "rope_parameters": LLAMA3}),
     "gemma2": (
         "gemma2",
         {"num_hidden_layers": 3, **GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},

@@ -166,6 +166,64 @@ def _phi3(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: 
     }
 
 
+def _gemma(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Json:
+    return {
+        "architectures": ["GemmaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "head_dim": 256,
+        "hidden_act": "gelu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": mlp,
+        "max_position_embeddings": 8192,
+        "model_type": "gemma",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.38.0.dev0",
+        "use_cache": True,
+        "vocab_size": 256000,
+        **more,
+    }
+
+
+def _olmo(hidden: int, mlp: int, layers: int, heads: int, **more: Any) -> Json:
+    return {
+        "architectures": ["OlmoForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "clip_qkv": None,
+        "eos_token_id": 50279,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": mlp,
+        "max_position_embeddings": 2048,
+        "model_type": "olmo",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": heads,
+        "pad_token_id": 1,
+        "pretraining_tp": 1,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "transformers_version": "4.40.0.dev0",
+        "use_cache": True,
+        "vocab_size": 50304,
+        **more,
+    }
+
+
 def _gemma2(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, scalar: int, **more: Any) -> Json:
     return {
         "architectures": ["Gemma2ForCausalLM"],
@@ -750,6 +808,13 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
         3_836_021_760,
         ("full_attn_mod", "interpolate_factor", "lm_head_bias", "mlp_bias"),
     ),
+    "gemma-2b": (_gemma(2048, 16384, 18, 8, 1), 2_506_172_416, ()),
+    "gemma-7b": (_gemma(3072, 24576, 28, 16, 16), 8_537_680_896, ()),
+    "gemma-1.1-7b-it": (
+        _gemma(3072, 24576, 28, 16, 16, hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh"),
+        8_537_680_896,
+        ("hidden_activation",),
+    ),
     "gemma-2-2b": (_gemma2(2304, 9216, 26, 8, 4, 256), 2_614_341_888, ()),
     "gemma-2-27b": (_gemma2(4608, 36864, 46, 32, 16, 144, head_dim=128), 27_227_128_320, ()),
     "gemma-3-1b": (_gemma3(1152, 6912, 26, 4), 999_885_952, ()),
@@ -764,6 +829,9 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
         268_098_176,
         (),
     ),
+    "OLMo-1B": (_olmo(2048, 8192, 16, 16, tie_word_embeddings=True), 1_176_764_416, ()),
+    "OLMo-7B": (_olmo(4096, 11008, 32, 32), 6_888_095_744, ()),
+    "OLMo-1.7-7B": (_olmo(4096, 11008, 32, 32, clip_qkv=8.0, max_position_embeddings=4096), 6_888_095_744, ()),
     "OLMo-2-1B": (
         _olmo2(2048, 8192, 16, 16, 16),
         1_484_916_736,

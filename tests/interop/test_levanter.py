@@ -367,7 +367,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one eval": ({"eval_harness": {"task_spec": ["a"]}, "evals": {"type": "loss"}}, r"evals: .* a list expected"),
     "cooldown": ({"optimizer": {"cooldown": 0.2}}, r"optimizer\.cooldown: .*optimizer\.decay"),
     "both names": ({"train_length": 64, "model": {"seq_len": 32}}, r"train_length: same as model\.seq_len.*32"),
-    "norms": ({"model": {"use_layer_norm_weight": False}}, r"use_layer_norm_weight: false .* always has true"),
+    "norms": ({"model": {"type": "gpt2", "use_layer_norm_weight": False}}, r"norm_weight: false .* always has true"),
     "prompts beside one source": (
         {"supervised_data": {"mmlu": {"validation_urls": ["m"]}}, "data": {"train_urls": ["t"]}},
         r"supervised_data: .*in addition to those of data\.configs",

@@ -19,7 +19,6 @@ _TABLE = load_yaml(_ROOT / "tests" / "vectors" / "levanter_configs.yaml").tree
 NOT_PLANNED = {
     "gemma_2b": "initialize_from_hf: 'google/gemma-2b' must be a folder",
     "llama2_7b_continued": "initialize_from_hf: 'NousResearch/Llama-2-7b-hf' must be a folder",
-    "llama_7b_tulu": "model.use_layer_norm_weight: false given",
 }
 PLANNED = sorted(_TABLE["runs"].keys() - NOT_PLANNED)
 

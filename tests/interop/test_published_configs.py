@@ -1,6 +1,8 @@
 """config.json files of published models: each opens with the published number of parameters, or is refused with a reason."""
 
 import json
+import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -86,6 +88,16 @@ def test_every_family_has_a_published_config():
     assert {kind for family in all_families() for kind in family.model_types} == {
         c["model_type"] for c, *_ in OPENED.values()
     }
+
+
+def test_the_documentation_names_every_family():
+    root = Path(__file__).parents[2]
+    assert f"* {len(all_families())} model families" in (root / "README.md").read_text()
+    page = (root / "docs" / "howto" / "hugging-face.md").read_text()
+    listed = re.search(r"^Families: (.*?)\. ", page, re.MULTILINE | re.DOTALL)
+    assert listed is not None
+    named = {name.split()[0] for name in listed[1].split(",")}
+    assert named == {family.model_types[0].removesuffix("_text") for family in all_families()}
 
 
 def test_every_key_of_transformers_is_read():

@@ -10,7 +10,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.tracing import tracing
-from jaxlm.models.norms import LayerNorm, RMSNorm
+from jaxlm.models.norms import LayerNorm, RMSNorm, UnweightedLayerNorm, UnweightedRMSNorm
 
 Batch, Pos, Embed = hax.Axis("batch", 3), hax.Axis("position", 5), hax.Axis("embed", 16)
 EPS = 1e-3
@@ -74,6 +74,29 @@ def test_saves_only_the_input_and_row_statistics(norm, num_rows):
     shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(vjp)]
     rows = [((3, 5, 1), jnp.dtype(jnp.float32))] * num_rows
     assert sorted(map(str, shapes)) == sorted(map(str, [((3, 5, 16), x.dtype), ((16,), jnp.dtype(jnp.float32)), *rows]))
+
+
+@pytest.mark.parametrize("unweighted", [UnweightedRMSNorm, UnweightedLayerNorm])
+def test_a_norm_without_parameters(unweighted):
+    x, d_out = np.random.default_rng(0).normal(size=(2, 3, 5, 16))
+    kind = "layer" if unweighted is UnweightedLayerNorm else "rms"
+    run = lambda x: unweighted(Embed, EPS)(hax.named(x, (Batch, Pos, Embed))).array  # noqa: E731
+    out, vjp = jax.vjp(run, jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(out, formula(kind, x, 1.0, None), rtol=1e-5, atol=1e-5)
+    expected = numerical(kind, [x, np.ones(16), None], 0, d_out)
+    np.testing.assert_allclose(vjp(jnp.asarray(d_out, jnp.float32))[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_without_norm_weights_is_one_whose_norm_weights_are_1(tiny_llama, built, as_inputs):
+    inputs = as_inputs([[3, 1, 4, 1, 5, 9, 2, 6]])
+    config = dataclasses.replace(tiny_llama, hybrid_norm=True, input_embedding_norm=True)
+    ones = lambda path, leaf: hax.ones(leaf.axes) if "norm" in path else leaf  # noqa: E731
+    weighted = tree.map_leaves(ones, built(config))
+    others = {path: leaf for path, leaf in tree.leaves(weighted) if "norm" not in path}
+    plain = built(dataclasses.replace(config, use_layer_norm_weight=False))
+    assert [path for path, _ in tree.leaves(plain)] == list(others)
+    plain = tree.map_leaves(lambda path, _: others[path], plain)
+    np.testing.assert_array_equal(plain.hidden(inputs).final.array, weighted.hidden(inputs).final.array)
 
 
 def test_axes_in_any_order():

@@ -75,9 +75,11 @@ def test_the_head_is_not_counted_as_fp8_where_the_objective_does_not_multiply_it
     assert found["distilled"].startswith(f"{others} in the compute dtype, among them the head: objective distill")
 
 
-@pytest.mark.parametrize("key", ["hybrid_norm", "input_embedding_norm"])
-def test_a_model_that_cannot_be_exported_is_refused_before_it_is_trained(key):
-    model = {**MODEL, "num_kv_heads": 4, key: True}
+@pytest.mark.parametrize(
+    ("key", "value"), [("hybrid_norm", True), ("input_embedding_norm", True), ("use_layer_norm_weight", False)]
+)
+def test_a_model_that_cannot_be_exported_is_refused_before_it_is_trained(key, value):
+    model = {**MODEL, "num_kv_heads": 4, key: value}
     config = decode_run(ConfigSource({"model": model, "hf_save_path": "exports"}), None)
     with pytest.raises(ConfigError, match=rf"config.json of llama cannot represent this model:\n  model.{key}"):
         make_plan(config, "x", 64)

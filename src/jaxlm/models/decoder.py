@@ -34,11 +34,9 @@ from jaxlm.models.layers import (
     token_embeddings,
 )
 from jaxlm.models.linear import Linear
-from jaxlm.models.norms import LayerNorm, RMSNorm
+from jaxlm.models.norms import Norm, RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import parse_remat
 from jaxlm.models.stacks import Block, Body, LayerKind, Stack, shortest_period, switch_lengths
-
-Norm = LayerNorm | RMSNorm
 
 
 class DecoderBlock(eqx.Module):
@@ -107,6 +105,7 @@ class TransformerConfig(ModelConfig):
     shared_expert_intermediate_dim: PositiveInt = 0
     hybrid_norm: bool = False
     input_embedding_norm: bool = False
+    use_layer_norm_weight: bool = True
 
     @property
     def Embed(self) -> Axis:
@@ -319,8 +318,10 @@ def pre_norm_block(
     )
 
 
-def rms_norm(config: DecoderConfig) -> RMSNorm:
+def rms_norm(config: DecoderConfig) -> RMSNorm | UnweightedRMSNorm:
     """Initializes an RMSNorm over the residual stream."""
+    if not config.use_layer_norm_weight:
+        return UnweightedRMSNorm(config.Embed, config.layer_norm_epsilon)
     return RMSNorm.init(config.Embed, config.layer_norm_epsilon)
 
 

@@ -80,6 +80,19 @@ class LayerNorm(eqx.Module):
         return _normalized(x, self.weight, self.bias, self.eps, center=True)
 
 
+class UnweightedLayerNorm(eqx.Module):
+    """(x - mean) / std, in float32: a LayerNorm without parameters."""
+
+    Features: Axis = eqx.field(static=True)
+    eps: float = eqx.field(static=True)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        return _normalized(x, hax.ones(self.Features), None, self.eps, center=True)
+
+
+Norm = RMSNorm | UnweightedRMSNorm | LayerNorm | UnweightedLayerNorm
+
+
 def _normalized(x: NamedArray, weight: NamedArray, bias: NamedArray | None, eps: float, *, center: bool) -> NamedArray:
     last = x.rearrange((..., *weight.axes))
     shape = last.array.shape

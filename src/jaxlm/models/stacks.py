@@ -25,7 +25,7 @@ from jaxlm.models.attention.choose import AUTO
 from jaxlm.models.base import EMBEDDING, FINAL, AuxLoss, Hidden, Inputs, KVCache, check_taps, layer_tap, tap_names
 from jaxlm.models.inference.kv_cache import extend_cache, mask_over_cache
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout_keys
-from jaxlm.models.norms import LayerNorm, RMSNorm
+from jaxlm.models.norms import Norm
 from jaxlm.models.remat import RematPolicy, remat, with_remat_modules
 from jaxlm.models.rope import Places, RotaryConfig
 from jaxlm.models.scan import runs_as_scan, scan_layers
@@ -244,7 +244,7 @@ class Stack(Body, eqx.Module):
     """
 
     layers: hnn.Stacked
-    final_norm: LayerNorm | RMSNorm | None
+    final_norm: Norm | None
     kinds: tuple[LayerKind, ...] = eqx.field(static=True)
     HeadSize: Axis = eqx.field(static=True)
     scan: bool | Literal["auto"] = eqx.field(static=True)

@@ -58,13 +58,13 @@ def activation(theirs: str, default: Any = REQUIRED, *, written: Mapping[str, st
 
 
 def size_keys(
-    *, length: int, eps: str = "rms_norm_eps", eps_default: float = 1e-6, tied: bool = False
+    *, length: int, eps: str | None = "rms_norm_eps", eps_default: float = 1e-6, tied: bool = False
 ) -> tuple[JsonKey, ...]:
     """Model dimensions, by the names that most families use.
 
     Args:
         length, eps_default, tied: defaults for keys that are missing.
-        eps: name of the epsilon of norms.
+        eps: name of the epsilon of norms; None if the files do not have it.
     """
     return (
         JsonKey("max_position_embeddings", "seq_len", length),
@@ -73,7 +73,7 @@ def size_keys(
         JsonKey("num_hidden_layers", "num_layers"),
         JsonKey("num_attention_heads", "num_heads"),
         JsonKey("initializer_range", "initializer_range", 0.02),
-        JsonKey(eps, "layer_norm_epsilon", eps_default),
+        *(() if eps is None else (JsonKey(eps, "layer_norm_epsilon", eps_default),)),
         JsonKey("tie_word_embeddings", "tie_word_embeddings", tied),
     )
 

@@ -11,10 +11,11 @@ HEADS = {"q_proj": "heads head_size", "k_proj": "kv_heads head_size", "v_proj": 
 """Output axes of the query, key and value projections."""
 
 
-def embeddings_and_head(config: Any) -> Iterator[Tensor]:
-    """Embedding, final norm and head, with Llama's names."""
+def embeddings_and_head(config: Any, *, final_norm: bool = True) -> Iterator[Tensor]:
+    """Embedding, final norm and head, with Llama's names. Args: final_norm: whether the final norm has a weight."""
     yield single("model.embed_tokens.weight", "tokens.weight", "vocab | embed")
-    yield single("model.norm.weight", "body.final_norm.weight", "embed")
+    if final_norm:
+        yield single("model.norm.weight", "body.final_norm.weight", "embed")
     if not config.tie_word_embeddings:
         yield single("lm_head.weight", "head.weight", "vocab | embed")
 

@@ -84,6 +84,6 @@ class GemmaConfig(DecoderConfig):
         )
 
 
-def gemma_norm(config: GemmaConfig, Over: Axis) -> RMSNorm:
+def gemma_norm(config: DecoderConfig, Over: Axis) -> RMSNorm:
     """Initializes an RMSNorm that multiplies by 1 + weight."""
     return RMSNorm.init(Over, config.layer_norm_epsilon, offset=1.0)

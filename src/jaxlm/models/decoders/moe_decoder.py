@@ -17,7 +17,7 @@ from jaxlm.models.decoders.pre_norm import PreNormConfig, check_pre_norm
 from jaxlm.models.layers import ForCache, GatedMlp, LayerCache, LayerContext, SelfAttention
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.moe import Experts, RouterStats
-from jaxlm.models.norms import RMSNorm
+from jaxlm.models.norms import Norm
 from jaxlm.models.stacks import LayerKind
 
 
@@ -39,9 +39,9 @@ class SharedExpert(eqx.Module):
 class MoeBlock(eqx.Module):
     """x + attention(norm(x)), then x + experts(norm(x)), of which one may be shared by all tokens."""
 
-    attn_norm: RMSNorm
+    attn_norm: Norm
     attn: SelfAttention
-    mlp_norm: RMSNorm
+    mlp_norm: Norm
     mlp: Experts
     shared_expert: SharedExpert | None = None
 

@@ -19,7 +19,9 @@ class LlamaConfig(UniformConfig, BiasedConfig):
             has no such norm, so that the model cannot be exported.
         input_embedding_norm: apply a norm to the token embeddings before the first layer. Such a model cannot be exported
             either.
+        use_layer_norm_weight: norms multiply by a weight. A model without norm weights cannot be exported either.
     """
 
     hybrid_norm: bool = False
     input_embedding_norm: bool = False
+    use_layer_norm_weight: bool = True

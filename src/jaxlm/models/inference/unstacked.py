@@ -22,7 +22,7 @@ from jaxlm.models.base import Hidden, Inputs, KVArray, KVCache, LanguageModel
 from jaxlm.models.inference.kv_cache import UnstackedCache, by_cache_row, extend_slots, mask_over_cache
 from jaxlm.models.layers import LayerCache
 from jaxlm.models.linear import Linear, MatrixLinear
-from jaxlm.models.norms import LayerNorm, RMSNorm
+from jaxlm.models.norms import Norm
 from jaxlm.models.stacks import Block, Body, HeterogeneousBody, LayerKind, layer_contexts, shortest_period
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class UnstackedBody(eqx.Module):
     """A `Body` with unstacked layers, for decoding with an `UnstackedCache` only."""
 
     layers: tuple[Block, ...]
-    final_norm: LayerNorm | RMSNorm
+    final_norm: Norm
     kinds: tuple[LayerKind, ...] = eqx.field(static=True)
     HeadSize: Axis = eqx.field(static=True)
 

@@ -1,12 +1,21 @@
-"""Keys and weight names shared by Gemma 2 and Gemma 3."""
+"""Gemma 1: config.json keys and weight names; and those shared by Gemma 2 and Gemma 3."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jaxlm.interop.hf.family import FixedKey, JsonKey, KeyGroup
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, size_keys, window_pattern
-from jaxlm.interop.hf.shared_weights import attention, embeddings_and_head, gated_mlp, sandwich_norms
+from jaxlm.interop.hf.family import Family, FixedKey, JsonKey, KeyGroup
+from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys, window_pattern
+from jaxlm.interop.hf.shared_weights import (
+    attention,
+    biased_attention,
+    embeddings_and_head,
+    gated_mlp,
+    pre_norms,
+    sandwich_norms,
+)
 from jaxlm.interop.hf.weights import Tensor
+from jaxlm.models.families.gemma import Gemma1Config
 
 
 def gemma_keys(
@@ -39,3 +48,33 @@ def gemma_tensors(config: Any) -> Iterator[Tensor]:
     yield from sandwich_norms()
     yield from attention()
     yield from gated_mlp()
+
+
+def _activation() -> JsonKey:
+    """The first files say `gelu` for the approximation with tanh, as transformers reads it."""
+    exact = activation("hidden_act", "gelu_pytorch_tanh", written={"gelu_new": "gelu_pytorch_tanh"})
+    return dataclasses.replace(exact, to_ours=lambda name: "gelu_new" if name == "gelu" else exact.to_ours(name))
+
+
+FAMILY = Family(
+    model_types=("gemma",),
+    architecture="GemmaForCausalLM",
+    config=Gemma1Config,
+    keys=(
+        *size_keys(length=8192, tied=True),
+        kv_heads(),
+        head_dim(256),
+        rope(),
+        _activation(),
+        # transformers' attention backends disagree about what it means for this family
+        FixedKey("use_bidirectional_attention", None, others=(False,)),
+        JsonKey("attention_bias", "attention_bias", False),
+        FixedKey("attention_dropout", 0.0),
+    ),
+    tensors=lambda config: (
+        *embeddings_and_head(config),
+        *pre_norms(),
+        *biased_attention(config),
+        *gated_mlp(),
+    ),
+)

@@ -1,0 +1,55 @@
+"""OLMo 1: Llama's blocks with LayerNorms that have no parameters, and queries, keys and values that may be clipped.
+
+Source: Groeneveld et al. 2024 (arXiv:2402.00838), section 2.1.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+from haliax import Axis
+
+from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat, PositiveInt
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, gated_mlp, projections
+from jaxlm.models.layers import SelfAttention
+from jaxlm.models.norms import UnweightedLayerNorm
+from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
+from jaxlm.models.stacks import LayerKind
+
+
+@ModelConfig.register_subclass("olmo")
+@dataclass(frozen=True)
+class OlmoConfig(DecoderConfig):
+    """OLMo and OLMo 1.7. The defaults are OLMo 7B.
+
+    Attributes:
+        attention_bias: add biases to the query, key, value and output projections.
+        clip_qkv: queries, keys and values are clipped to [-clip_qkv, clip_qkv]. Null does not clip.
+        rope: rotary position embedding of queries and keys.
+    """
+
+    seq_len: PositiveInt = 2048
+    layer_norm_epsilon: NonNegativeFloat = 1e-5
+    attention_bias: bool = False
+    clip_qkv: PositiveFloat | None = None
+    rope: RotaryConfig = field(default_factory=DefaultRotary)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        return (LayerKind(self.rope),) * self.num_layers
+
+    def check(self) -> None:
+        check_sizes(self)
+        check_rope(self.rope, self.num_heads, self.HeadSize.size)
+
+    def block(self, *, key: jax.Array) -> DecoderBlock:
+        keys = jax.random.split(key, 7)
+        maps = projections(self, keys[:4], qkv_bias=self.attention_bias, out_bias=self.attention_bias)
+        attn = SelfAttention(**maps, clip_qkv=self.clip_qkv)
+        return DecoderBlock(self._norm(), attn, self._norm(), gated_mlp(self, keys[4:]))
+
+    def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
+        return Decoder.init(self, Vocab, final_norm=self._norm(), key=key)
+
+    def _norm(self) -> UnweightedLayerNorm:
+        return UnweightedLayerNorm(self.Embed, self.layer_norm_epsilon)
