@@ -8,12 +8,13 @@ from pathlib import Path
 
 from jaxlm.config.decode import choice_name
 from jaxlm.core.guards import SKIPPED
+from jaxlm.core.install import install_command
 from jaxlm.core.stores import AT_START_S, retried
 from jaxlm.engine.metric_names import BEST_BPB, EVAL_BPB, EVAL_CORE, EVAL_LOSS, TRAIN_LOSS
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.ledger import account, read_lines
 from jaxlm.observe.page.logged_run import read_run
-from jaxlm.observe.page.page import INSTALL, has_library, write_page
+from jaxlm.observe.page.page import has_library, write_page
 from jaxlm.observe.plots import Records, loss_curve, schedule_curve, step_time_histogram, step_times
 from jaxlm.observe.records import METRICS, REPORT_PAGE, SAMPLES, read_metrics
 from jaxlm.run.plan import Plan
@@ -90,7 +91,7 @@ def _write_plots(plan: Plan, records: Records) -> list[tuple[str, str]]:
 def report_page(folder: Path) -> str:
     """Writes the HTML page of a run to its log folder. Returns its path, or why there is none."""
     if not has_library():
-        return f"{INSTALL}, then jaxlm report {folder}"
+        return f"{install_command('report')}, then jaxlm report {folder}"
     try:
         write_page([read_run(str(folder))], folder / REPORT_PAGE)
     except Exception as error:  # the run is complete: no fault of the page may end it

@@ -192,7 +192,7 @@ class TestKeys:
 
 def test_a_missing_library_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"'hf:some/data' needs the library datasets.*pip install 'jaxlm\[hf\]'"):
+    with pytest.raises(ConfigError, match=r"'hf:some/data' needs the library datasets.*Run: pip install .*'datasets>="):
         texts("hf:some/data", mirror=tmp_path)
 
 

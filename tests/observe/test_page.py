@@ -11,6 +11,7 @@ import pytest
 
 from jaxlm import final_report, report
 from jaxlm.__main__ import main
+from jaxlm.core.install import install_command
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.observe.ledger import Ledger
 from jaxlm.observe.page import page
@@ -443,8 +444,9 @@ def test_mistakes_are_one_message(tmp_path, monkeypatch, capsys, small_library, 
 def test_without_the_library_the_command_says_how_to_install_it(tmp_path, capsys, no_library):
     folder = write_run(tmp_path / "mine", [record(1)])
     assert main(["report", str(folder)]) == 2
-    assert capsys.readouterr().err == "error: report: the page needs plotly. Run: pip install 'jaxlm[report]'\n"
-    assert final_report.report_page(folder) == f"pip install 'jaxlm[report]', then jaxlm report {folder}"
+    install = install_command("report")
+    assert capsys.readouterr().err == f"error: report: the page needs plotly. Run: {install}\n"
+    assert final_report.report_page(folder) == f"{install}, then jaxlm report {folder}"
 
 
 def test_a_page_that_cannot_be_written_is_a_row_of_the_final_report(tmp_path, small_library):
@@ -470,7 +472,7 @@ print(sorted({{"jax", "torch", "plotly", "haliax"}} & sys.modules.keys()))
 
 
 def test_the_library_is_inlined(tmp_path):
-    pytest.importorskip("plotly", reason="pip install 'jaxlm[report]'")
+    pytest.importorskip("plotly", reason="needs the extra report")
     folder = write_run(tmp_path / "mine", [record(step) for step in range(1, 4)])
     assert report.main([str(folder)]) == 0
     text = (folder / "report.html").read_text()

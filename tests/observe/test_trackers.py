@@ -641,7 +641,7 @@ def test_a_missing_trackio_is_reported(monkeypatch):
     lines: list[str] = []
     BackgroundTracker("trackio", lambda: TrackioConfig().open(FACTS), lines.append).close()
     (line,) = lines
-    assert "trackio is not installed. Install it with pip install 'jaxlm[trackio]'" in line
+    assert "trackio is not installed. Run: pip install 'trackio>=" in line
 
 
 def test_code_is_what_git_tracks_and_nothing_else_is_looked_at(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ import jax
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.core.install import install_command
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.scoring import score
 from jaxlm.models.base import LanguageModel
@@ -32,7 +33,7 @@ _UNSUPPORTED = {"UNSAFE_CODE": "executes code that the model writes", "MULTIMODA
 @EvalConfig.register_subclass("harness")
 @dataclass(frozen=True)
 class HarnessEvalConfig(EvalConfig):
-    """Tasks of lm-evaluation-harness (`pip install 'jaxlm[eval]'`), logged as `eval/<task>/<metric>`.
+    """Tasks of lm-evaluation-harness (the extra `eval`), logged as `eval/<task>/<metric>`.
 
     Attributes:
         tasks: task names, group names or paths of task .yaml files.
@@ -168,9 +169,7 @@ def _harness() -> tuple[Any, Any]:
         from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports] - the extra `eval`
         from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ConfigError(
-            f"cannot import lm-evaluation-harness ({error}). Install it with pip install 'jaxlm[eval]'"
-        ) from error
+        raise ConfigError(f"cannot import lm-evaluation-harness ({error}). Run: {install_command('eval')}") from error
     return simple_evaluate, TaskManager
 
 

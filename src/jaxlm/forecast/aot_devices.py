@@ -1,7 +1,7 @@
 """Devices for ahead-of-time (AOT) compilation with the real compilers of TPUs and NVIDIA GPUs.
 
 No device needs to be attached. TPUs need `libtpu`; GPUs need jax's CUDA plugin and its libraries
-(`pip install 'jaxlm[gpu]'`).
+(the extra `gpu`).
 """
 
 import importlib.util

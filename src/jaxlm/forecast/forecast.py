@@ -24,6 +24,7 @@ from jaxlm.config.load import run_id_of
 from jaxlm.config.run import RunConfig
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.install import install_command
 from jaxlm.engine.step import OPTIMIZER_SCOPE
 from jaxlm.forecast.aot_devices import aot_devices, has_compiler
 from jaxlm.forecast.estimate import Estimate, communication_seconds, estimate_kernels, speed_of
@@ -43,10 +44,6 @@ from jaxlm.run.references import flops_per_token
 # Fraction of a data sheet's peak that a large bf16 matrix product reaches; measured on one H200: 0.78 to 0.81.
 GEMM_SHARE = 0.8
 _MAX_SIMULATED = 2048  # XLA treats more as devices of another process, which it cannot compile for on CPUs
-_COMPILER_HINTS = {
-    "gpu": "pip install 'jaxlm[gpu]' installs the compiler for NVIDIA GPUs; no GPU is needed",
-    "tpu": "pip install libtpu installs the compiler for TPUs; no TPU is needed",
-}
 _STATE_TRAFFIC = 2 * 3 + 2  # parameter and two moments, read and written; gradient, written and read
 
 
@@ -180,9 +177,15 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecas
     )
 
 
+def _compiler_hint(platform: str) -> str:
+    if platform == "tpu":
+        return "pip install libtpu installs the compiler for TPUs; no TPU is needed"
+    return f"{install_command('gpu')} installs the compiler for NVIDIA GPUs; no GPU is needed"
+
+
 def _simulated_devices(topology: Topology) -> tuple[Sequence[Any], str]:
     """CPU devices, as many as the topology has, and a description of them."""
-    hint = _COMPILER_HINTS[topology.chip.platform]
+    hint = _compiler_hint(topology.chip.platform)
     if topology.num_chips > _MAX_SIMULATED:
         raise ConfigError(
             f"--topology {topology.name}: {topology.num_chips} chips given, but jax compiles for at most"

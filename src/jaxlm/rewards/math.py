@@ -13,6 +13,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.install import install_command
 from jaxlm.rewards.base import Reward, RewardConfig, RewardContext, ScoredRows
 
 _MARK = "####"
@@ -30,7 +31,7 @@ class MathRewardConfig(RewardConfig):
         column: key of the record with the reference. The reward does not apply where it is null.
         notation: how answers are written. `gsm8k`: a number after `####`, in the completion and in the reference, which may
             also be a number alone; thousands separators, `$` and `%` do not count. `latex`: the completion's last `\\boxed{}`
-            or other expression, compared by math-verify (`pip install 'jaxlm[math]'`); of the reference, what follows
+            or other expression, compared by math-verify (the extra `math`); of the reference, what follows
             `####` if it has that. Where math-verify cannot read the reference, the reward does not apply.
     """
 
@@ -40,8 +41,8 @@ class MathRewardConfig(RewardConfig):
     def check(self) -> None:
         if self.notation == "latex" and importlib.util.find_spec(_LIBRARY) is None:
             raise ConfigError(
-                "reward of type math: notation: latex needs the library math-verify, which is not installed. Install it with"
-                " pip install 'jaxlm[math]', or set notation: gsm8k for answers that are numbers after ####"
+                "reward of type math: notation: latex needs the library math-verify, which is not installed. Run:"
+                f" {install_command('math')}. Or set notation: gsm8k for answers that are numbers after ####"
             )
 
     def open(self, context: RewardContext) -> Reward:

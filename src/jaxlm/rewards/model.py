@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.install import install_command
 from jaxlm.interop.json_server import JsonServer, ServerConfig
 from jaxlm.rewards.base import Reward, RewardConfig, RewardContext, ScoredRows
 
@@ -22,7 +23,7 @@ class ModelRewardConfig(RewardConfig):
 
     Attributes:
         path: folder or Hub name of a sequence classifier. It runs on the CPU in the reward's process, with transformers
-            and torch in float32 (`pip install 'jaxlm[hf,torch]'`), one completion at a time.
+            and torch in float32 (the extras `hf` and `torch`), one completion at a time.
         server: a server of the model (`vllm serve MODEL --runner pooling`; SGLang with `--is-embedding`).
         protocol: whose server it is. `vllm` asks `/classify` for values without activation, `sglang` its own `/classify`.
         text: what the model reads, as a template with `{prompt}`, `{completion}` and the columns of the records in braces.
@@ -43,8 +44,8 @@ class ModelRewardConfig(RewardConfig):
             self.server.check(f"{_KEY}: server")
         elif missing := [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]:
             raise ConfigError(
-                f"{_KEY}: path needs {' and '.join(missing)}. Install them with pip install 'jaxlm[hf,torch]', or run the"
-                " model on a server"
+                f"{_KEY}: path needs {' and '.join(missing)}. Run: {install_command('hf', 'torch')}. Or run the model"
+                " on a server"
             )
         self.columns()
 

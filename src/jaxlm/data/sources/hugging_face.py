@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl
 
 from jaxlm.core.atomic_io import atomic_folder
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.install import install_command
 from jaxlm.data.base import Log
 from jaxlm.data.cache.cache_dir import disk_full_errors
 from jaxlm.data.sources.mirror import MirroredSource, copy_folder_name
@@ -154,8 +155,8 @@ class HubDataset(MirroredSource):
             import datasets  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ConfigError(
-                f"{self.key}: '{self.url}' needs the library datasets, which is not installed. Run: pip install"
-                " 'jaxlm[hf]' (or datasets)"
+                f"{self.key}: '{self.url}' needs the library datasets, which is not installed. Run:"
+                f" {install_command('hf')}"
             ) from error
         with self._load_errors():
             return getattr(datasets, function)(self.id, **options)

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.install import install_command
 from jaxlm.core.publish import PublishError
 from jaxlm.interop.torch.torch_file import TORCH_SUFFIXES
 
@@ -35,7 +36,7 @@ def check_upload(key: str) -> None:
     try:
         from huggingface_hub import get_token
     except ImportError as error:
-        raise ConfigError(f"{key}: needs huggingface_hub. Install it with pip install 'jaxlm[hf]'") from error
+        raise ConfigError(f"{key}: needs huggingface_hub. Run: {install_command('hf')}") from error
     if get_token() is None:
         raise ConfigError(f"{key}: not logged in to the Hugging Face Hub. Run hf auth login, or set HF_TOKEN")
 
@@ -90,7 +91,7 @@ def local_folder(name: str, key: str, *, weights: bool) -> Path:
     except ImportError as error:
         raise ConfigError(
             f"{key}: '{name}' must be a folder or a repository on the Hugging Face Hub. There is no folder at"
-            f" {path.absolute()}. Downloading from the Hub requires huggingface_hub: pip install 'jaxlm[hf]'."
+            f" {path.absolute()}. Downloading from the Hub requires huggingface_hub. Run: {install_command('hf')}."
             " Or set it to a folder that contains config.json and the weights"
         ) from error
     try:

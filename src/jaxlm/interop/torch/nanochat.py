@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.install import install_command
 from jaxlm.core.publish import check_unused, publish_folder
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.sharding import Layout
@@ -209,7 +210,7 @@ def save_nanochat(folder: Path, model: LanguageModel, config: ModelConfig, layou
         import torch  # pyright: ignore[reportMissingImports] - the extra `torch`
     except ImportError as error:
         raise ConfigError(
-            "writing nanochat's files needs torch, which is not installed. Run pip install 'jaxlm[torch]'"
+            f"writing nanochat's files needs torch, which is not installed. Run: {install_command('torch')}"
         ) from error
     name, meta = f"model_{step:06d}.pt", f"meta_{step:06d}.json"
     check_unused(folder, meta)

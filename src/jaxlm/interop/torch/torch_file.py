@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.install import install_command
 from jaxlm.interop.hf.safetensors_file import TensorInfo
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
@@ -29,7 +30,7 @@ class TorchFile:
             import torch  # pyright: ignore[reportMissingImports] - the extra `torch`
         except ImportError as error:
             raise ConfigError(
-                f"{path} is a torch file, but torch is not installed. Run pip install 'jaxlm[torch]', or convert the weights"
+                f"{path} is a torch file, but torch is not installed. Run: {install_command('torch')}. Or convert the weights"
                 " to safetensors, which does not need torch"
             ) from error
         import pickle

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxlm.core.atomic_io import atomic_file
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.install import install_command
 from jaxlm.observe.page.charts import charts
 from jaxlm.observe.page.logged_run import LoggedRun
 from jaxlm.observe.page.sections import (
@@ -20,7 +21,6 @@ from jaxlm.observe.page.sections import (
     skipped,
 )
 
-INSTALL = "pip install 'jaxlm[report]'"
 _TEMPLATE = "page.html.j2"
 
 
@@ -48,7 +48,7 @@ def has_library() -> bool:
 def library() -> str:
     """The JavaScript of plotly.js."""
     if not has_library():
-        raise ConfigError(f"report: the page needs plotly. Run: {INSTALL}")
+        raise ConfigError(f"report: the page needs plotly. Run: {install_command('report')}")
     from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingImports]
 
     return get_plotlyjs()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.install import install_command
 from jaxlm.core.types import Completion, Histogram, Sample
 from jaxlm.observe.trackers import environment
 from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
@@ -43,9 +44,7 @@ class TrackioConfig(TrackerConfig):
         try:
             import trackio  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise MissingLibraryError(
-                "trackio is not installed. Install it with pip install 'jaxlm[trackio]' (or trackio)"
-            ) from error
+            raise MissingLibraryError(f"trackio is not installed. Run: {install_command('trackio')}") from error
         facts = {"packages": list(environment.packages()), "summary": dict(run.summary)}
         handle = trackio.init(
             project=self.project,
