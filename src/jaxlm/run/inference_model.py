@@ -71,10 +71,11 @@ class InferenceModel:
                 the model's `seq_len`, or an option is out of range.
         """
         _check_list("generate", prompts)
+        stop_ids = self.tokenizer.stop_ids  # raises without a tokenizer: the answers are texts
         if isinstance(stop, str) or "" in stop:
             raise ConfigError(f"generate: stop: {stop!r} given, but a list of texts that are not empty is expected")
         ids = [self.loaded.prompt_ids(p) if isinstance(p, str) else list(map(int, p)) for p in prompts]
-        config = GenerationConfig(max_new_tokens, temperature, top_k, top_p, seed, self.loaded.tokenizer.stop_ids)
+        config = GenerationConfig(max_new_tokens, temperature, top_k, top_p, seed, stop_ids)
         stops = StopStrings.of_text(stop, self.tokenizer.decode)
         with self.loaded.plan.layout.use():
             return [stops.before(new) for new in generate_tokens(self._generator, ids, config, stops.until)]
