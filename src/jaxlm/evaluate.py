@@ -157,7 +157,8 @@ def evaluate(
     differs = dataclasses.replace(data, **places) != opened.data
     sums: dict[str, EvalLoss] = {}
     with plan.layout.use():
-        model, token_bytes = opened.load(), opened.tokenizer.known_token_bytes(_to_stderr)
+        token_bytes = opened.tokenizer.known_token_bytes(_to_stderr)
+        model = opened.load()
         dummy_prefix = opened.tokenizer.dummy_prefix()
         model = model if quantize is None else inference_form(model, opened.surgeries, plan, quantize)
         seq_len = plan.config.model.seq_len

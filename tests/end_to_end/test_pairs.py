@@ -100,7 +100,7 @@ def test_without_configuration_with_lora_and_a_tokenizer_of_words(workplace):
     from tokenizers import models, pre_tokenizers
 
     place = start(workplace())
-    words = [*"say red blue green tall round :".split(), "<unk>", "<s>", "</s>"]
+    words = [*["say", "red", "blue", "green", "tall", "round", ":"], "<unk>", "<s>", "</s>"]
     made = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.save(str(place.folder / "tokenizer.json"))

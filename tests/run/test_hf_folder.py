@@ -232,3 +232,20 @@ def test_what_is_missing_to_evaluate_a_folder_is_one_message(folder, arguments, 
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def test_a_folder_without_a_tokenizer_is_loaded_and_answers_ids(folder, capsys):
+    ids, before = [[5, 6, 7]], load(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).unlink()
+    ours = load(folder)
+    for ask in ("logits", "log_probs"):
+        np.testing.assert_array_equal(getattr(ours, ask)(ids)[0], getattr(before, ask)(ids)[0])
+    assert ours.hidden(ids)["final"][0].shape == (3, MODEL.hidden_dim)
+    for ask in (lambda: ours.generate(ids), lambda: ours.logits(["The"]), lambda: ours.tokenizer):
+        with pytest.raises(
+            ConfigError, match=r"has no tokenizer\.json, without which texts cannot be read or written\."
+        ):
+            ask()
+    assert sample.main(["--checkpoint", str(folder), "--prompt", "The"]) == 2
+    assert "has no tokenizer.json, without which texts cannot be read or written" in capsys.readouterr().err

@@ -73,11 +73,11 @@ class InferenceModel:
                 the model's `seq_len`, or an option is out of range.
         """
         _check_list("generate", prompts)
+        stop_ids = self.tokenizer.stop_ids  # raises without a tokenizer: the answers are texts
         if isinstance(stop, str) or "" in stop:
             raise ConfigError(f"generate: stop: {stop!r} given, but a list of texts that are not empty is expected")
         ids = [self.loaded.prompt_ids(p) if isinstance(p, str) else list(map(int, p)) for p in prompts]
         filters: Any = {"min_p": min_p, "repetition_penalty": repetition_penalty}
-        stop_ids = self.loaded.tokenizer.stop_ids
         config = GenerationConfig(max_new_tokens, temperature, top_k, top_p, seed, stop_ids, **filters)
         stops = StopStrings.of_text(stop, self.tokenizer.decode)
         with self.loaded.plan.layout.use():

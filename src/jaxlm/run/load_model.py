@@ -192,6 +192,7 @@ class LoadedModel:
 
     Attributes:
         location: its path or URL.
+        open_tokenizer: reads its tokenizer, which a Hugging Face folder need not have.
         surgeries: the surgeries that the model has been through, in order.
         data: the data section of the checkpoint's phase; that of a Hugging Face model names only its tokenizer.
         step: the checkpoint's step; None for a Hugging Face model.
@@ -201,7 +202,7 @@ class LoadedModel:
     """
 
     location: Path | str
-    tokenizer: Tokenizer
+    open_tokenizer: Callable[[], Tokenizer]
     plan: Plan
     surgeries: tuple[SurgeryConfig, ...]
     data: DataConfig
@@ -209,6 +210,11 @@ class LoadedModel:
     load: Callable[[], LanguageModel]
     adds_bos: bool | None
     is_hugging_face: bool = False
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer. Raises `ConfigError` if the folder has none."""
+        return self.open_tokenizer()
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """The token ids of a text to continue, with the special tokens in front that the model was trained with."""
@@ -295,7 +301,7 @@ def _open_checkpoint(
         raise ConfigError(f"{error} If you mean a Hugging Face repository, write {name}@main") from error
     return LoadedModel(
         trained.checkpoint.location,
-        trained.tokenizer,
+        lambda: trained.tokenizer,
         trained.plan,
         trained.surgeries,
         trained.data,
@@ -326,7 +332,15 @@ def _open_hf_model(
     config = decode_run(override(ConfigSource(defaults), dict(keys)), None)
     options = ReadOptions(skip_keys=config.hf_skip_keys, log=_to_stderr)
     opened = open_folder(folder, options)
-    tokenizer = load_tokenizer(str(folder))
+
+    def tokenizer() -> Tokenizer:
+        if not (folder / "tokenizer.json").is_file():
+            raise ConfigError(
+                f"{name} has no tokenizer.json, without which texts cannot be read or written. Give token ids to logits,"
+                " log_probs or hidden, or put the tokenizer's files into the folder"
+            )
+        return load_tokenizer(str(folder))
+
     # All embedding rows, even those without a token, so that the logits match those of transformers.
     plan = make_plan(config, "imported", opened.vocab_size, devices)
 
