@@ -344,11 +344,21 @@ GRPO: dict[str, Entry] = {
             "vespo_negative_power",
             "vespo_negative_decay",
             "off_policy_threshold",
+            "tis_floor",
+            "tis_mode",
+            "mask_truncated",
+            "aggregation",
             "top_entropy",
             "entropy_coef",
             "kl_unbiased",
             "kl_in_reward",
         )
+    },
+    **{
+        f"objective.{name}": ShownIn(
+            "tests/objectives/test_trl_vectors.py::test_adaptive_entropy_is_that_of_trl_in_any_microbatches"
+        )
+        for name in ("entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
     },
     "objective.tis_cap": ShownIn(GROUPS + "test_terms_on_what_a_sampler_has_recorded"),
     "objective.overlong_cache": ShownIn(GROUPS + "test_terms_on_what_a_sampler_has_recorded"),

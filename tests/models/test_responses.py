@@ -153,7 +153,7 @@ def sampled_by_compiled_programs(model, prompts):
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), model)
     programs = responses.compile_sampling(shapes, 64, 9, MOST, Sampling())
     numbers = np.arange(64, dtype=np.uint32) * (np.arange(64) < len(prompts))
-    given = np.array(STOPS, np.int32), np.float32(TEMPERATURE)
+    given = np.array(STOPS, np.int32), Sampling(TEMPERATURE).numbers
     noise = np.array(NOISE, np.uint32)
     state, keys = programs.prompts(model, left_padded(prompts, 64), numbers.astype(np.uint32), noise, *given)
     state = programs.tokens(model, state, keys, *given)

@@ -30,9 +30,9 @@ from jaxlm.objectives.policy_losses import (
     group_advantages,
     log_ratios,
     overlong_penalties,
+    sampler_weights,
     sapo_losses,
     token_weights,
-    truncated_weights,
     vespo_losses,
 )
 from tests.objectives.test_dpo import VOCAB, logits_of_one, random_model, target_logps
@@ -129,9 +129,10 @@ def test_ratios_of_sequences_and_clip_fractions_match_the_vectors():
 def test_truncated_importance_weights_and_overlong_penalties_match_the_vectors():
     tis = VECTORS["policy"]["truncated_importance"]
     sampler = jnp.float32(tis["sampler"])
-    found = truncated_weights(OLD, sampler, MASK, tis["cap"])
+    found = sampler_weights(OLD, sampler, MASK, "token_truncate", 0.0, tis["cap"])
     np.testing.assert_allclose(found, tis["weights"], rtol=1e-5)
-    assert not jax.grad(lambda logps: truncated_weights(logps, sampler, MASK, tis["cap"]).sum())(LOGPS).any()
+    total = lambda logps: sampler_weights(logps, sampler, MASK, "token_truncate", 0.0, tis["cap"]).sum()  # noqa: E731
+    assert not jax.grad(total)(LOGPS).any()
     overlong = json.loads((Path(__file__).parents[1] / "vectors" / "rollouts.json").read_text())["overlong"]
     found = overlong_penalties(jnp.array(overlong["lengths"]), overlong["max_tokens"], overlong["cache"])
     np.testing.assert_array_equal(found, np.float32(overlong["penalties"]))
@@ -363,6 +364,16 @@ def test_responses_of_a_filtered_distribution_are_corrected_for():
             (),
             r"objective\.off_policy_threshold: 0\.1 given, but the data does not record",
         ),
+        (
+            {"mask_truncated": True},
+            (),
+            r"objective\.mask_truncated: True given, but the data does not record which responses",
+        ),
+        (
+            {"aggregation": "normalize_then_sum"},
+            (),
+            r"objective\.aggregation: normalize_then_sum given, but the data does not record the rewards that",
+        ),
         ({}, ("sampler_logps",), r"objective\.old_policy: reference given, but the model that trains samples"),
         (
             {"old_policy": "rollout", "reference": "base", "cache": True},
@@ -383,6 +394,24 @@ def test_objectives_that_do_not_suit_the_data_are_refused(options, columns, mess
         (
             {"overlong_cache": 9, "max_response_tokens": 8},
             r"objective\.overlong_cache: 9 given, at most max_response_tokens \(8\)",
+        ),
+        ({"tis_floor": 0.5}, r"objective\.tis_floor: 0\.5 given, which has no effect with tis_cap: null"),
+        (
+            {"old_policy": "model", "tis_cap": 0.5, "tis_floor": 0.75},
+            r"objective\.tis_floor: 0\.75 given, at most tis_cap \(0\.5\) expected",
+        ),
+        (
+            {"policy_loss": "vespo", "old_policy": "model", "tis_cap": 2.0, "tis_mode": "sequence_mask"},
+            r"objective\.tis_mode: sequence_mask given with policy_loss: vespo",
+        ),
+        ({"entropy_coef_delta": 0.1}, r"entropy_coef_delta: 0\.1 given, which has no effect with entropy_target: null"),
+        (
+            {"entropy_target": 1.0, "entropy_coef_min": 2.0},
+            r"objective\.entropy_coef_min: 2 given, at most entropy_coef_max \(1\) expected",
+        ),
+        (
+            {"aggregation": "normalize_then_sum", "scale": "none"},
+            r"objective\.scale: none given, which has no effect with aggregation: normalize_then_sum",
         ),
         ({"tis_cap": 2.0}, r"objective\.tis_cap: 2\.0 given, which has no effect with old_policy: reference"),
         (

@@ -5,6 +5,7 @@ numbers in `tests/vectors/trl_losses.json`, which `tests/objectives/trl_losses.p
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import haliax as hax
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
+from jaxlm.core.tree import is_named
 from jaxlm.core.types import GroupBatch, PairBatch
 from jaxlm.objectives import dpo, grpo
 from jaxlm.objectives.completions import ReferenceLogps
@@ -21,8 +23,10 @@ from jaxlm.objectives.grpo import Grpo
 from jaxlm.objectives.pair_losses import BATCH_LOSSES, OF_MARGIN, PAIR_LOSSES
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "trl_losses.json").read_text())
+ENTROPY_FACTORS = (0.5, 1.5, 0.75, 0.9, 0.5, 2.0, 3.0, 2.0)
 NO_KL = {"kl_coef": 0.0}
 WHOLE = {"loss_agg": "seq_mean_token_mean"}
+OF_MODEL = {"old_policy": "model", **NO_KL}
 LEAVE_ONE_OUT = {"baseline": "leave_one_out", **WHOLE, "importance": "sequence_product"}
 AS_TRL = {"std_ddof": 1, "eps": 1e-4}
 
@@ -89,6 +93,23 @@ GROUPS = {
     "off_policy": {"off_policy_threshold": 0.01, **NO_KL},
     "top_entropy": {"top_entropy": 0.4, **NO_KL},
     "entropy_coef": {"entropy_coef": 0.02, **NO_KL},
+    "top_entropy entropy_coef": {"top_entropy": 0.4, "entropy_coef": 0.02, **NO_KL},
+    "tis token_truncate": {**OF_MODEL, "tis_floor": 0.8, "tis_cap": 1.1},
+    "tis token_mask": {**OF_MODEL, "tis_mode": "token_mask", "tis_floor": 0.75, "tis_cap": 1.25},
+    "tis sequence_truncate": {**OF_MODEL, "tis_mode": "sequence_truncate", "tis_cap": 1.1, **WHOLE},
+    "tis sequence_mask": {
+        **OF_MODEL,
+        "tis_mode": "sequence_mask",
+        "tis_floor": 0.6,
+        "tis_cap": 2.0,
+        **WHOLE,
+        "kl_coef": 0.04,
+    },
+    "tis vespo": {**OF_MODEL, "policy_loss": "vespo", "tis_mode": "token_mask", "tis_cap": 1.3},
+    "mask_truncated": {"mask_truncated": True, **NO_KL},
+    "mask_truncated grpo": {"mask_truncated": True, **WHOLE, "kl_coef": 0.04},
+    "mask_truncated entropy": {"mask_truncated": True, "top_entropy": 0.5, "entropy_coef": 0.02, **NO_KL},
+    "gdpo": {"aggregation": "normalize_then_sum", **NO_KL},
     "rloo": {"scale": "none", **LEAVE_ONE_OUT, **NO_KL},
     "rloo normalized": {"scale": "batch_advantages", **LEAVE_ONE_OUT, **NO_KL},
     "rloo kl": {"scale": "none", **LEAVE_ONE_OUT, "kl_in_reward": True, "kl_estimator": "k1", "kl_coef": 0.05},
@@ -208,9 +229,11 @@ def groups():
     given = inputs_of("groups")
     axes = (Axis("batch", 3), Axis("group", 4), Axis("position", given["mask"].shape[-1]))
     columns = {name: hax.named(jnp.asarray(values), axes) for name, values in token_columns(given["mask"]).items()}
+    columns["finished"] = hax.named(jnp.asarray(given["finished"]), axes[:2])
+    columns["reward_parts"] = hax.named(jnp.asarray(given["parts"]), (*axes[:2], Axis("reward", 3)))
     named = {name: hax.named(jnp.asarray(given[name]), axes) for name in ("old", "reference")}
     rewards = hax.named(jnp.asarray(given["rewards"]), axes[:2])
-    batch = GroupBatch.of(rewards, named["old"], **columns)
+    batch = GroupBatch.of(rewards, named["old"], reward_weights=(1.0, 0.5, 2.0), **columns)
     flat = {
         name: hax.named(jnp.asarray(given[name].reshape(12, -1)), (Axis("batch", 12), axes[2]))
         for name in ("policy", "entropy")
@@ -265,3 +288,50 @@ def test_the_scale_of_a_batch_does_not_depend_on_its_microbatches(groups, scale)
     rewards = np.array(VECTORS["groups"]["inputs"]["rewards"])
     of = rewards if scale == "batch" else rewards - rewards.mean(axis=1, keepdims=True)
     np.testing.assert_allclose(whole.std_of_batch.array, of.std(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (3, 1)], ids=str)
+def test_adaptive_entropy_is_that_of_trl_in_any_microbatches(monkeypatch, groups, sizes):
+    batch, _, policy, logps_and_entropies = groups
+    given = {name: np.array(VECTORS["groups"]["inputs"][name]) for name in ("entropy", "mask")}
+    limits: Any = {
+        "entropy_coef_min": 0.004,
+        "entropy_coef_max": 0.012,
+        "entropy_coef_delta": 0.0035,
+        **NO_KL,
+        **AS_TRL,
+    }
+    target = float((given["entropy"] * given["mask"]).sum() / given["mask"].sum())
+    objective = Grpo(old_policy="rollout", entropy_coef=0.01, entropy_target=target, **limits)
+    slot, denominators = objective.init_slot(None), objective.weights(batch)
+    for number, (factor, expected) in enumerate(zip(ENTROPY_FACTORS, VECTORS["adaptive_entropy"], strict=True)):
+        loss, size = 0.0, sizes[1]
+        for first in range(0, 3, size):
+            part = jax.tree.map(lambda column: column["batch", first : first + size], batch, is_leaf=is_named)  # noqa: B023
+            rows = slice(4 * first, 4 * (first + size))
+
+            def of_rows(*_, rows=rows, factor=factor, **__):
+                logps, entropies, aux = logps_and_entropies(policy)
+                return logps["batch", rows], entropies["batch", rows] * factor, aux
+
+            monkeypatch.setattr(grpo, "token_logps_and_entropies", of_rows)
+            terms, _, slot = objective.terms(policy, part, slot, key=None)
+            loss += float(total(terms, denominators))
+        assert loss == pytest.approx(expected["loss"], rel=1e-6, abs=1e-6)
+        slot = objective.update_slot(slot, None, jnp.int32(number + 1))
+        assert float(slot.statistics["entropy_coef"]) == pytest.approx(expected["entropy_coef"], rel=1e-6)
+
+
+def test_normalized_rewards_do_not_depend_on_microbatches(groups):
+    batch, *_ = groups
+    objective = Grpo(old_policy="model", aggregation="normalize_then_sum", kl_coef=0.0)
+    split = jax.tree.map(
+        lambda column: column.unflatten_axis("batch", (Axis("microbatch", 3), Axis("batch", 1))),
+        batch,
+        is_leaf=is_named,
+    )
+    found: list[Any] = [objective.with_batch_statistics(each).advantages for each in (batch, split)]
+    whole, parts = (np.asarray(each.array) for each in found)
+    np.testing.assert_allclose(parts.reshape(whole.shape), whole, rtol=1e-6)
+    assert whole[1, 3] == 0, "no reward applies to it"
+    assert not whole[2].any(), "padding"

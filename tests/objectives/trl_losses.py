@@ -8,6 +8,7 @@ Needs torch and trl. `test_trl_vectors.py` compares ours with the file, without 
 import functools
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +20,13 @@ from trl.experimental.orpo import ORPOTrainer
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
+from trl.trainer.utils import nanstd
 
 NUM_PAIRS, NUM_GROUPS, SIZE, LENGTH = 6, 2, 4, 8
 BETA, SEED, UNIT = 0.3, 16, 64  # numbers are multiples of 1 / 64, so that sums are exact in float32 too
+ENTROPY_FACTORS = (0.5, 1.5, 0.75, 0.9, 0.5, 2.0, 3.0, 2.0)
 ONE_PROCESS = SimpleNamespace(
+    sync_gradients=True,
     device="cpu",
     num_processes=1,
     gather=lambda x: x,
@@ -60,8 +64,24 @@ def inputs() -> dict[str, dict[str, Any]]:
             "reference": (policy + multiples(-0.5, 0.5, groups)) * of_groups,
             "entropy": entropy * of_groups,
             "rewards": multiples(-1, 2, groups[:-1]),
+            **of_several_rewards(groups[:-1]),
         },
     }
+
+
+def of_several_rewards(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Which responses have ended, and three rewards of each: one of large numbers, one that is the same for a group, and one
+    that does not apply to some. None applies to the last response."""
+    rng = np.random.default_rng(SEED + 1)
+    parts = np.stack(
+        [rng.integers(0, 9, shape) * 8.0, rng.integers(0, 3, shape) / 4, rng.integers(0, 5, shape) / 8], -1
+    )
+    parts[0, :, 1] = 0.5
+    parts[0, 1, 2] = parts[1, 0, 2] = parts[1, 2, 2] = np.nan
+    parts[-1, -1] = np.nan
+    finished = np.ones(shape)
+    finished[0, 2] = finished[1, 0] = 0
+    return {"parts": parts, "finished": finished}
 
 
 def tensor(array: Any) -> torch.Tensor:
@@ -81,7 +101,7 @@ def trainer(**attributes: Any) -> SimpleNamespace:
         "accelerator": ONE_PROCESS,
         "aux_loss_enabled": False,
         "precompute_ref_logps": False,
-        "_metrics": {"eval": defaultdict(list)},
+        "_metrics": {"eval": defaultdict(list), "train": defaultdict(list)},
         "_total_train_tokens": 0,
         "_tp_size": 1,
         "beta": BETA,
@@ -179,6 +199,25 @@ def advantages_of(rewards: np.ndarray, scale: str) -> np.ndarray:
     return (centered / std.get(scale, 1.0)).ravel()
 
 
+def advantages_of_parts(parts: np.ndarray, weights: tuple[float, ...]) -> np.ndarray:
+    """As GRPOTrainer computes those of `normalize_then_sum`, in a method that also samples."""
+    grouped = tensor(parts)
+    normalized = (grouped - grouped.nanmean(1, keepdim=True)) / (nanstd(grouped, dim=1, keepdim=True) + 1e-4)
+    sums = (normalized * tensor(weights)).nansum(-1).flatten()
+    sums[grouped.isnan().all(-1).flatten()] = torch.nan
+    return torch.nan_to_num((sums - sums.nanmean()) / (nanstd(sums) + 1e-4)).numpy()
+
+
+def sampler_ratios(given: dict[str, Any], mode: str, low: float | None, high: float | None) -> torch.Tensor:
+    """As GRPOTrainer computes vLLM's importance sampling ratios, in a method that also samples. `old` is the sampler."""
+    mask = tensor(given["mask"])
+    differences = ((tensor(given["policy"]).detach() - tensor(given["old"])) * mask).reshape(NUM_GROUPS * SIZE, -1)
+    ratios = torch.exp(differences.sum(-1, keepdim=True) if mode.startswith("sequence") else differences)
+    if mode.endswith("truncate"):
+        return ratios.clamp(low, high)
+    return ratios.masked_fill((ratios < (low or 0.0)) | (ratios > (high or np.inf)), 0.0)
+
+
 def loss_of_groups(
     given: dict[str, Any],
     loss_type: str,
@@ -186,11 +225,23 @@ def loss_of_groups(
     scale: str = "group",
     kind: Any = GRPOTrainer,
     kl_in_reward: float = 0.0,
+    weights: tuple[float, ...] = (),
+    ratios: tuple[str, float | None, float | None] | None = None,
+    mask_truncated_completions: bool = False,
+    training: bool = False,
+    keep: Callable[[SimpleNamespace], None] = lambda trainer: None,
     **keys: Any,
 ) -> torch.Tensor:
-    """The trainer's. Args: keys: its attributes, or those of its `args`."""
+    """The trainer's.
+
+    Args:
+        weights: of several rewards, whose sum is normalized; empty takes one reward.
+        ratios: mode and limits of the importance sampling of vLLM's responses; None samples without vLLM.
+        keep: called with the trainer.
+        keys: its attributes, or those of its `args`.
+    """
     flat = {name: tensor(values).reshape(NUM_GROUPS * SIZE, -1) for name, values in given.items()}
-    mask = flat["mask"]
+    mask = flat["mask"] * flat["finished"] if mask_truncated_completions else flat["mask"]
     kl = ((given["old"] - given["reference"]) * given["mask"]).sum(-1)
     stub = trainer(
         **{
@@ -201,17 +252,24 @@ def loss_of_groups(
             "importance_sampling_level": "token",
             "top_entropy_quantile": 1.0,
             "off_policy_mask_threshold": None,
-            "use_vllm": False,
-            "vllm_importance_sampling_correction": False,
+            "use_vllm": ratios is not None,
+            "vllm_importance_sampling_correction": ratios is not None,
             "current_gradient_accumulation_steps": 1,
             "max_completion_length": 9,
             "tools": None,
             "_entropy_bonus_enabled": "entropy_coef" in keys,
             "use_adaptive_entropy": False,
+            "_entropy_window_stats": None,
         }
         | keys,
         args=SimpleNamespace(
-            **{"delta": None, "use_bias_correction_kl": False, "sapo_temperature_pos": 0.8, "sapo_temperature_neg": 1.3}
+            **{
+                "delta": None,
+                "use_bias_correction_kl": False,
+                "sapo_temperature_pos": 0.8,
+                "sapo_temperature_neg": 1.3,
+                "steps_per_generation": 1,
+            }
             | {f"vespo_{name}": value for name, value in (("k_pos", 2.0), ("lambda_pos", 3.0))}
             | {f"vespo_{name}": value for name, value in (("k_neg", 3.0), ("lambda_neg", 2.0))}
             | keys
@@ -220,6 +278,8 @@ def loss_of_groups(
         get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
         get_gamma_weights=GRPOTrainer.get_gamma_weights,
     )
+    stub.model.train(training)
+    keep(stub)
     stub.get_high_entropy_mask = functools.partial(GRPOTrainer.get_high_entropy_mask, stub)
     nothing = torch.zeros(len(mask), 0, dtype=torch.long)
     batch = {
@@ -227,12 +287,19 @@ def loss_of_groups(
         "prompt_mask": nothing,
         "completion_ids": torch.zeros_like(mask, dtype=torch.long),
         "completion_mask": mask.long(),
-        "advantages": tensor(advantages_of(given["rewards"] - kl_in_reward * kl, scale)),
+        "advantages": tensor(
+            advantages_of_parts(given["parts"], weights)
+            if weights
+            else advantages_of(given["rewards"] - kl_in_reward * kl, scale)
+        ),
         "old_per_token_logps": flat["old"],
         "old_logps": (flat["old"] * mask).sum(1),
         "ref_per_token_logps": flat["reference"],
         "num_items_in_batch": mask.sum(),
     }
+    if ratios is not None:  # the policy is the old one
+        batch |= {"sampling_per_token_logps": flat["old"], "importance_sampling_ratio": sampler_ratios(given, *ratios)}
+        del batch["old_per_token_logps"]
     return kind._compute_loss(stub, None, batch)
 
 
@@ -261,6 +328,18 @@ def losses_of_groups(given: dict[str, Any]) -> dict[str, torch.Tensor]:
         "off_policy": of("dapo", off_policy_mask_threshold=0.01),
         "top_entropy": of("dapo", top_entropy_quantile=0.4),
         "entropy_coef": of("dapo", entropy_coef=0.02),
+        "top_entropy entropy_coef": of("dapo", top_entropy_quantile=0.4, entropy_coef=0.02),
+        "tis token_truncate": of("dapo", ratios=("token_truncate", 0.8, 1.1)),
+        "tis token_mask": of("dapo", ratios=("token_mask", 0.75, 1.25)),
+        "tis sequence_truncate": of("grpo", ratios=("sequence_truncate", None, 1.1)),
+        "tis sequence_mask": of("grpo", ratios=("sequence_mask", 0.6, 2.0), beta=0.04),
+        "tis vespo": of("vespo", ratios=("token_mask", None, 1.3)),
+        "mask_truncated": of("dapo", mask_truncated_completions=True),
+        "mask_truncated grpo": of("grpo", mask_truncated_completions=True, beta=0.04),
+        "mask_truncated entropy": of(
+            "dapo", mask_truncated_completions=True, top_entropy_quantile=0.5, entropy_coef=0.02
+        ),
+        "gdpo": of("dapo", weights=(1.0, 0.5, 2.0)),
         "rloo": rloo(scale="rloo"),
         "rloo normalized": rloo(scale="rloo_normalized"),
         "rloo kl": rloo(scale="rloo", kl_in_reward=0.05),
@@ -281,9 +360,36 @@ def expected(kind: str, given: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
+def adaptive_entropy(given: dict[str, Any]) -> list[dict[str, float]]:
+    """The loss of each of some updates with adaptive entropy control, and the coefficient after it, for the entropies of
+    `given` times a factor."""
+    held: dict[str, Any] = {"entropy_coef": 0.01, "use_adaptive_entropy": True, "_last_world_entropy": float("inf")}
+    target = float((given["entropy"] * given["mask"]).sum() / given["mask"].sum())
+    limits = {
+        "entropy_coef_min": 0.004,
+        "entropy_coef_max": 0.012,
+        "entropy_coef_delta": 0.0035,
+        "entropy_target": target,
+    }
+    steps = []
+    for factor in ENTROPY_FACTORS:
+        stub: list[SimpleNamespace] = []
+        scaled = {**given, "entropy": given["entropy"] * factor}
+        loss = loss_of_groups(scaled, "dapo", training=True, keep=stub.append, **limits, **held)
+        held = {name: getattr(stub[0], name) for name in held}
+        steps.append({"loss": loss.item(), "entropy_coef": held["entropy_coef"]})
+    return steps
+
+
+def without_nan(values: np.ndarray) -> list[Any]:
+    """As lists, with None for NaN, which JSON does not have."""
+    return np.where(np.isnan(values), None, values).tolist()  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
 if __name__ == "__main__":
     written = {
-        kind: {"inputs": {name: values.tolist() for name, values in given.items()}, **expected(kind, given)}
+        kind: {"inputs": {name: without_nan(values) for name, values in given.items()}, **expected(kind, given)}
         for kind, given in inputs().items()
     }
+    written["adaptive_entropy"] = adaptive_entropy(inputs()["groups"])
     print(json.dumps(written))

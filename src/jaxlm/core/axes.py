@@ -14,6 +14,7 @@ MICROBATCH = "microbatch"  # one gradient-accumulation slice of a step's batch
 BATCH = "batch"
 PAIR = "pair"  # the chosen (0) and the rejected (1) completion of a prompt
 GROUP = "group"  # the sampled responses to a prompt
+REWARD = "reward"  # the rewards of a response, before they are added
 POSITION = "position"
 KEY_WORD = "key_word"  # the words of a random key
 KEY_POSITION = "key_position"  # the position axis of attention's keys and values

@@ -150,6 +150,12 @@ class GroupBatch(eqx.Module):
             was sampled from; None if it is unknown.
         std_of_batch: float32 {[microbatch,] batch}, a number of the whole batch by which the objective divides advantages;
             None if it needs none.
+        finished: float32 {[microbatch,] batch, group}, 1 for a response that has ended by itself, 0 for one that was cut off;
+            None if it is unknown.
+        reward_parts: float32 {[microbatch,] batch, group, reward}, the rewards that were added, NaN where one does not apply;
+            None if there is only their sum.
+        reward_weights: their weights in the sum.
+        advantages: float32 {[microbatch,] batch, group}, if the objective computes them of the whole batch.
         temperature: what the logits were divided by when the responses were sampled.
         samples_all: whether they were sampled from the distribution of the model at this temperature, and not from a part or
             another form of it.
@@ -160,6 +166,10 @@ class GroupBatch(eqx.Module):
     annotations: Any = None
     sampler_logps: hax.NamedArray | None = None
     std_of_batch: hax.NamedArray | None = None
+    finished: hax.NamedArray | None = None
+    reward_parts: hax.NamedArray | None = None
+    advantages: hax.NamedArray | None = None
+    reward_weights: tuple[float, ...] = eqx.field(static=True, default=())
     temperature: float = eqx.field(static=True, default=1.0)
     samples_all: bool = eqx.field(static=True, default=True)
 
@@ -168,12 +178,23 @@ class GroupBatch(eqx.Module):
         rewards: hax.NamedArray,
         sampler_logps: hax.NamedArray | None = None,
         *,
+        finished: hax.NamedArray | None = None,
+        reward_parts: hax.NamedArray | None = None,
+        reward_weights: tuple[float, ...] = (),
         temperature: float = 1.0,
         samples_all: bool = True,
         **columns: hax.NamedArray,
     ) -> "GroupBatch":
-        of_sampler: Any = {"sampler_logps": sampler_logps, "temperature": temperature, "samples_all": samples_all}
-        return GroupBatch(TokenBatch(**columns), rewards, **of_sampler)
+        return GroupBatch(
+            TokenBatch(**columns),
+            rewards,
+            sampler_logps=sampler_logps,
+            finished=finished,
+            reward_parts=reward_parts,
+            reward_weights=reward_weights,
+            temperature=temperature,
+            samples_all=samples_all,
+        )
 
     def sequences(self) -> TokenBatch:
         """All sequences, group by group, so that a group stays on one device."""

@@ -14,17 +14,19 @@ import jax.numpy as jnp
 from annotated_types import Interval
 from haliax import NamedArray
 
-from jaxlm.core.axes import BATCH, GROUP, POSITION
+from jaxlm.core.axes import BATCH, GROUP, POSITION, REWARD
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import AboveOne, BelowOne, NonNegativeFloat, PositiveFloat, PositiveFraction, PositiveInt
 from jaxlm.core.types import GroupBatch, Sum
 from jaxlm.models.base import AuxLoss, LanguageModel
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
 from jaxlm.objectives.completions import ReferencedObjective, token_logps, token_logps_and_entropies
+from jaxlm.objectives.entropy_control import EntropyControl, coefficient_of, with_entropies
 from jaxlm.objectives.policy_losses import (
     KL_ESTIMATORS,
     Average,
     Baseline,
+    Correction,
     Importance,
     Level,
     Scale,
@@ -39,9 +41,9 @@ from jaxlm.objectives.policy_losses import (
     most_uncertain,
     on_policy_weights,
     overlong_penalties,
+    sampler_weights,
     sapo_losses,
     token_weights,
-    truncated_weights,
     vespo_losses,
 )
 from jaxlm.objectives.response_tokens import (
@@ -51,12 +53,15 @@ from jaxlm.objectives.response_tokens import (
     reward_metrics,
     sampler_metrics,
 )
+from jaxlm.objectives.reward_parts import decoupled_advantages
 
 _CLIP, _CAP, _EPS = 0.2, 5.0, 1e-8
 _SAMPLER_LOGPS = "sampler_logps"
 _POSITIVE, _NEGATIVE = 1.0, 1.05
 _VESPO_POSITIVE, _VESPO_NEGATIVE = (2.0, 3.0), (3.0, 2.0)
 _OF_BATCH = ("batch", "batch_advantages")
+_DELTA = 0.005
+_SMALLEST_LOG_WEIGHT, _LARGEST_LOG_WEIGHT = -18.420681, 20.0  # of `vespo`, as in policy_losses
 
 
 @ObjectiveConfig.register_subclass("grpo")
@@ -86,8 +91,15 @@ class Grpo(ReferencedObjective):
             one that trains, so that all ratios are 1.
         tis_cap: with `old_policy: model` and `data.type: rollouts`, weight each token by the ratio of its probability to that
             which the sampler has recorded, at most this (truncated importance sampling); null weights none.
+        tis_floor: the smallest such weight.
+        tis_mode: weight by the ratio of each token, or of the whole response (`sequence_...`); a ratio that is not between
+            `tis_floor` and `tis_cap` becomes the limit (`..._truncate`), or 0 (`..._mask`).
+        mask_truncated: leave out responses that `data.max_new_tokens` has cut off: of the loss, not of the advantages of the
+            others.
         off_policy_threshold: leave out responses with a negative advantage that have become less likely by more than this, in
             nats a token, since they were sampled (DeepSeek-V3.2); null leaves none out.
+        aggregation: add the rewards and normalize their sum as `scale` says, or normalize each reward in its group, add them,
+            and normalize the sum in the batch: `normalize_then_sum` (GDPO).
         scale: divide advantages by the standard deviation of the rewards of their `group`, of the rewards of the whole
             `batch`, or of all advantages of the batch (`batch_advantages`, as REINFORCE++), or by nothing: `none` (Dr. GRPO).
         baseline: subtract the `mean` of the group from the rewards, or that of the others: `leave_one_out` (RLOO).
@@ -100,7 +112,12 @@ class Grpo(ReferencedObjective):
         overlong_cache: subtract up to 1 from the reward of a response that has fewer than this many tokens left until
             `max_response_tokens` (DAPO's soft overlong punishment); null subtracts nothing.
         top_entropy: the share of the tokens of a batch, those with the largest entropies, that the policy loss counts.
-        entropy_coef: weight of the mean entropy of the tokens, which is maximized; 0 disables it.
+        entropy_coef: weight of the mean entropy of the tokens that the policy loss counts, which is maximized; 0 disables it.
+        entropy_target: change `entropy_coef` after each update, from its value on: it goes up while the mean entropy of these
+            tokens is at most this, in nats, and down otherwise. It is in use only while the entropy is that low
+            (Skywork-OR1). Null keeps it.
+        entropy_coef_delta: how far it goes up or down in an update.
+        entropy_coef_min, entropy_coef_max: its limits.
         kl_coef: weight of the KL divergence from the reference; 0 disables it.
         kl_estimator: `k1`, `k2`, `k3` or `squared` (twice k2).
         kl_level: the estimator reads the log-ratio of each `token`, or their mean over the `sequence`.
@@ -126,7 +143,11 @@ class Grpo(ReferencedObjective):
     importance: Importance = "token"
     old_policy: Literal["reference", "rollout", "model"] = "reference"
     tis_cap: PositiveFloat | None = None
+    tis_floor: NonNegativeFloat = 0.0
+    tis_mode: Correction = "token_truncate"
+    mask_truncated: bool = False
     off_policy_threshold: PositiveFloat | None = None
+    aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     scale: Scale = "group"
     baseline: Baseline = "mean"
     std_ddof: Annotated[int, Interval(ge=0, le=1)] = 0
@@ -136,6 +157,10 @@ class Grpo(ReferencedObjective):
     overlong_cache: PositiveInt | None = None
     top_entropy: PositiveFraction = 1.0
     entropy_coef: NonNegativeFloat = 0.0
+    entropy_target: NonNegativeFloat | None = None
+    entropy_coef_delta: PositiveFloat = _DELTA
+    entropy_coef_min: NonNegativeFloat = 0.0
+    entropy_coef_max: PositiveFloat = 1.0
     kl_coef: NonNegativeFloat = 0.01
     kl_estimator: Literal["k1", "k2", "k3", "squared"] = "k3"
     kl_level: Level = "token"
@@ -160,7 +185,13 @@ class Grpo(ReferencedObjective):
             self._check_effective(self.policy_loss in names, f"policy_loss: {self.policy_loss}", **keys)
             self._check_effective(self.old_policy != "model", "old_policy: model", **keys)
         self._check_effective(self.old_policy == "model", f"old_policy: {self.old_policy}", tis_cap=None)
+        self._check_effective(self.tis_cap is not None, "tis_cap: null", tis_floor=0.0, tis_mode="token_truncate")
         self._check_effective(self.scale != "none", "scale: none", eps=_EPS)
+        of_sum = {"scale": "group", "baseline": "mean", "overlong_cache": None, "kl_in_reward": False}
+        is_of_sum = self.aggregation == "sum_then_normalize"
+        self._check_effective(is_of_sum, f"aggregation: {self.aggregation}", **of_sum)
+        of_target = {"entropy_coef_delta": _DELTA, "entropy_coef_min": 0.0, "entropy_coef_max": 1.0}
+        self._check_effective(self.entropy_target is not None, "entropy_target: null", **of_target)
         of_kl = {"kl_estimator": "k3", "kl_level": "token", "kl_unbiased": False, "kl_in_reward": False}
         self._check_effective(self.kl_coef > 0, "kl_coef: 0", **of_kl)
         self._check_effective(not self.kl_in_reward, "kl_in_reward: true", kl_level="token", kl_unbiased=False)
@@ -172,6 +203,7 @@ class Grpo(ReferencedObjective):
             )
         check_vespo_weights("positive", self.vespo_positive_power, self.vespo_positive_decay)
         check_vespo_weights("negative", self.vespo_negative_power, self.vespo_negative_decay)
+        self._check_limits()
         self._check_max_response_tokens()
         if self.needs_reference and self.reference == "none":
             raise ConfigError(
@@ -179,6 +211,17 @@ class Grpo(ReferencedObjective):
                 " another old_policy and kl_coef: 0"
             )
         self.check_reference()
+
+    def _check_limits(self) -> None:
+        for low, high in (("tis_floor", "tis_cap"), ("entropy_coef_min", "entropy_coef_max")):
+            least, most = getattr(self, low), getattr(self, high)
+            if most is not None and least > most:
+                raise ConfigError(f"objective.{low}: {least:g} given, at most {high} ({most:g}) expected. Lower it")
+        if self.policy_loss == "vespo" and not self.tis_mode.startswith("token"):
+            raise ConfigError(
+                f"objective.tis_mode: {self.tis_mode} given with policy_loss: vespo, whose weights of responses are made of"
+                " the tokens' weights. Set token_truncate or token_mask"
+            )
 
     def _check_max_response_tokens(self) -> None:
         divides, cache, most = self.loss_agg == "dr_grpo", self.overlong_cache, self.max_response_tokens
@@ -196,15 +239,18 @@ class Grpo(ReferencedObjective):
     def check_columns(self, columns: Collection[str]) -> None:
         is_sampled = _SAMPLER_LOGPS in columns
         of_model = self.old_policy == "model" and self.off_policy_threshold is not None
+        probabilities = "the probabilities of its sampler"
         needs = {
-            "old_policy": self.old_policy == "rollout",
-            "tis_cap": self.tis_cap is not None,
-            "off_policy_threshold": of_model,
+            "old_policy": (self.old_policy == "rollout", _SAMPLER_LOGPS, probabilities),
+            "tis_cap": (self.tis_cap is not None, _SAMPLER_LOGPS, probabilities),
+            "off_policy_threshold": (of_model, _SAMPLER_LOGPS, probabilities),
+            "mask_truncated": (self.mask_truncated, "finished", "which responses have been cut off"),
+            "aggregation": (not self._adds_rewards, "reward_parts", "the rewards that it is the sum of"),
         }
-        for key in (key for key, is_needed in needs.items() if is_needed and not is_sampled):
+        for key in (key for key, (is_needed, column, _) in needs.items() if is_needed and column not in columns):
             raise ConfigError(
-                f"objective.{key}: {getattr(self, key)} given, but the data does not record the probabilities of its"
-                f" sampler. Set data.type: rollouts, or remove objective.{key}"
+                f"objective.{key}: {getattr(self, key)} given, but the data does not record {needs[key][2]}. Set data.type:"
+                f" rollouts, or remove objective.{key}"
             )
         if is_sampled and self.old_policy == "reference":
             raise ConfigError(
@@ -247,22 +293,60 @@ class Grpo(ReferencedObjective):
 
     def weights(self, batch: GroupBatch) -> dict[str, jax.Array]:
         """The denominators of the loss, the KL divergence and the entropy, and the number of tokens that are not padding."""
-        mask = batch.responses.loss_mask
-        position_last = mask.rearrange((*(axis for axis in mask.axes if axis.name != POSITION), POSITION))
-        denominator = average_weight(position_last.array, self.loss_agg, self.max_response_tokens)
+        whole, counted = _position_last(batch.responses.loss_mask), _position_last(self._counted(batch))
+        of = counted if self.loss_agg == "token_mean" else whole  # responses that are left out still count as responses
+        denominator = average_weight(of, self.loss_agg, self.max_response_tokens)
         kl = {"kl": denominator} if self._kl_in_loss else {}
-        entropy = {"entropy": jnp.sum(mask.array)} if self.entropy_coef else {}
+        entropy = {"entropy": jnp.sum(counted)} if self._weights_entropy else {}
         return {"loss": denominator, **kl, **entropy, AUXILIARY: auxiliary_weight(batch.responses)}
 
     def with_batch_statistics(self, batch: GroupBatch) -> GroupBatch:
+        lengths = _lengths(batch).rearrange(batch.rewards.axes)
+        if not self._adds_rewards:
+            return replace(batch, advantages=self._decoupled_advantages(batch, lengths))
         if self.scale not in _OF_BATCH:
             return batch
-        lengths = hax.sum((batch.responses.loss_mask > 0).astype(jnp.int32), POSITION).rearrange(batch.rewards.axes)
         shaped = self._shaped(batch.rewards.array, lengths.array)
         options: Any = {"scale": self.scale, "baseline": self.baseline, "std_ddof": self.std_ddof}
         std = batch_std(_group_last(batch.rewards, shaped), _group_last(batch.rewards, lengths.array > 0), **options)
         rows = tuple(axis for axis in batch.rewards.axes if axis.name != GROUP)
         return replace(batch, std_of_batch=hax.full(rows, std, dtype=jnp.float32))
+
+    def _decoupled_advantages(self, batch: GroupBatch, lengths: NamedArray) -> NamedArray:
+        assert batch.reward_parts is not None, "see check_columns"
+        parts = batch.reward_parts.rearrange((..., GROUP, REWARD))
+        rows = tuple(axis for axis in parts.axes if axis.name != REWARD)
+        weights, options = jnp.array(batch.reward_weights), {"std_ddof": self.std_ddof, "eps": self.eps}
+        found = decoupled_advantages(parts.array, weights, lengths.rearrange(rows).array > 0, **options)
+        return hax.named(found, rows)
+
+    def init_statistics(self) -> dict[str, jax.Array]:
+        return {} if self._entropy_control is None else self._entropy_control.init()
+
+    def update_statistics(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return statistics if self._entropy_control is None else self._entropy_control.after(statistics)
+
+    @property
+    def _entropy_control(self) -> EntropyControl | None:
+        if self.entropy_target is None:
+            return None
+        limits = (self.entropy_coef_min, self.entropy_coef_max)
+        return EntropyControl(self.entropy_target, self.entropy_coef, self.entropy_coef_delta, *limits)
+
+    @property
+    def _weights_entropy(self) -> bool:
+        return self.entropy_coef > 0 or self.entropy_target is not None
+
+    @property
+    def _adds_rewards(self) -> bool:
+        return self.aggregation == "sum_then_normalize"
+
+    def _counted(self, batch: GroupBatch) -> NamedArray:
+        """The loss mask, 0 for responses that are left out."""
+        if not self.mask_truncated:
+            return batch.responses.loss_mask
+        assert batch.finished is not None, "see check_columns"
+        return batch.responses.loss_mask * batch.finished
 
     def terms(
         self, model: LanguageModel, batch: GroupBatch, slot: Any, *, key: jax.Array | None
@@ -275,15 +359,19 @@ class Grpo(ReferencedObjective):
         """
         tokens, aux = self._tokens(model, batch, key)
         rewards_BG = batch.rewards.rearrange((BATCH, GROUP)).array
-        lengths_BG = jnp.sum(tokens.mask > 0, axis=1).reshape(rewards_BG.shape)
+        lengths_BG = _lengths(batch).rearrange((BATCH, GROUP)).array
         shaped_BG = self._shaped(rewards_BG, lengths_BG)
         if self.kl_in_reward:
             shaped_BG -= self.kl_coef * self._kl_of_sampler(tokens).reshape(rewards_BG.shape)
         std_of_batch = None if batch.std_of_batch is None else jnp.max(batch.std_of_batch.array)
         options: Any = {"scale": self.scale, "baseline": self.baseline, "std_ddof": self.std_ddof, "eps": self.eps}
-        advantage_N = group_advantages(shaped_BG, **options, std_of_batch=std_of_batch).reshape(-1)
+        if batch.advantages is None:
+            advantage_N = group_advantages(shaped_BG, **options, std_of_batch=std_of_batch).reshape(-1)
+        else:
+            advantage_N = batch.advantages.rearrange((BATCH, GROUP)).array.reshape(-1)
         ratio_NS = log_ratios(tokens.logps, tokens.old, tokens.mask, self.importance)
-        losses_NS = self._policy_losses(tokens, ratio_NS, advantage_N)
+        counted_NS = self._policy_tokens(tokens)
+        losses_NS = self._policy_losses(tokens, counted_NS, ratio_NS, advantage_N)
         weights, weight_NS = self.weights(batch), token_weights(tokens.mask, self.loss_agg)
         loss = Sum(jnp.sum(jnp.where(tokens.mask > 0, losses_NS * weight_NS, 0.0)), weights["loss"])
         entropy = Sum(jnp.sum(tokens.entropy * tokens.mask), jnp.sum(tokens.mask))
@@ -295,8 +383,15 @@ class Grpo(ReferencedObjective):
             **self._clip_metrics(tokens, ratio_NS, advantage_N),
             **({} if tokens.sampler is None else sampler_metrics(tokens.logps, tokens.sampler, tokens.mask)),
         }
-        if self.entropy_coef:
-            minimized["entropy"] = Sum(-self.entropy_coef * entropy.total, weights["entropy"])
+        if self._weights_entropy:
+            total, count = jnp.sum(tokens.entropy * counted_NS), jnp.sum(counted_NS)
+            coefficient: Any = self.entropy_coef if self.entropy_target is None else coefficient_of(slot.statistics)
+            # Its denominator counts all tokens, because which have large entropies is known only here.
+            of_all = total * jnp.sum(tokens.mask) / jnp.maximum(count, 1.0)
+            minimized["entropy"] = Sum(-coefficient * of_all, weights["entropy"])
+            if self.entropy_target is not None:
+                metrics["entropy_coef"] = Sum(coefficient * weights["entropy"], weights["entropy"])
+                slot = replace(slot, statistics=with_entropies(slot.statistics, total, count))
         if self._kl_in_loss:
             kl_NS = self._kl(tokens, ratio_NS)
             minimized["kl"] = Sum(self.kl_coef * jnp.sum(kl_NS * weight_NS), weights["kl"])
@@ -323,11 +418,10 @@ class Grpo(ReferencedObjective):
     ) -> tuple[ResponseTokens, Mapping[str, AuxLoss]]:
         """The numbers of the tokens, and the layers' losses."""
         sequences = batch.sequences()
-        options: Any = {"key": key, "temperature": batch.temperature, "entropy_gradient": self.entropy_coef > 0}
+        options: Any = {"key": key, "temperature": batch.temperature, "entropy_gradient": self._weights_entropy}
         logps, entropies, aux = token_logps_and_entropies(model, sequences, **options)
-        logps_NS, entropy_NS, mask_NS = (
-            a.rearrange((BATCH, POSITION)).array for a in (logps, entropies, sequences.loss_mask)
-        )
+        logps_NS, entropy_NS = (a.rearrange((BATCH, POSITION)).array for a in (logps, entropies))
+        mask_NS = by_sequence(self._counted(batch))
         reference_NS = None if batch.annotations is None else by_sequence(batch.annotations.logps)
         sampler_NS = None if batch.sampler_logps is None else by_sequence(batch.sampler_logps)
         old = {"reference": reference_NS, "rollout": sampler_NS, "model": jax.lax.stop_gradient(logps_NS)}
@@ -335,14 +429,24 @@ class Grpo(ReferencedObjective):
         assert old_NS is not None, "a reference has annotated the batch, or its sampler has recorded its probabilities"
         return ResponseTokens(logps_NS, entropy_NS, mask_NS, old_NS, reference_NS, sampler_NS), aux
 
-    def _policy_losses(self, tokens: ResponseTokens, ratio_NS: jax.Array, advantage_N: jax.Array) -> jax.Array:
-        counted_NS, entropy_NS = tokens.mask, jax.lax.stop_gradient(tokens.entropy)
-        if self.top_entropy < 1:
-            counted_NS *= most_uncertain(entropy_NS, tokens.mask, self.top_entropy)
-        losses_NS = self._plain_policy_losses(tokens, counted_NS, ratio_NS, advantage_N)
+    def _policy_tokens(self, tokens: ResponseTokens) -> jax.Array:
+        """1 for a token that the policy loss counts, float32 [N, S]."""
+        if self.top_entropy == 1:
+            return tokens.mask
+        return tokens.mask * most_uncertain(jax.lax.stop_gradient(tokens.entropy), tokens.mask, self.top_entropy)
+
+    def _policy_losses(
+        self, tokens: ResponseTokens, counted_NS: jax.Array, ratio_NS: jax.Array, advantage_N: jax.Array
+    ) -> jax.Array:
+        corrected_NS: Any = 1.0
         if self.tis_cap is not None:
             assert tokens.sampler is not None, "see check_columns"
-            losses_NS *= truncated_weights(tokens.logps, tokens.sampler, tokens.mask, self.tis_cap)
+            limits = (self.tis_floor, self.tis_cap)
+            corrected_NS = sampler_weights(tokens.logps, tokens.sampler, tokens.mask, self.tis_mode, *limits)
+            if self.policy_loss == "vespo":  # it weights by a function of the whole ratio
+                ratio_NS += jnp.clip(jnp.log(corrected_NS), _SMALLEST_LOG_WEIGHT, _LARGEST_LOG_WEIGHT)
+                corrected_NS = 1.0
+        losses_NS = corrected_NS * self._plain_policy_losses(tokens, counted_NS, ratio_NS, advantage_N)
         if self.off_policy_threshold is not None:
             threshold = self.off_policy_threshold
             losses_NS *= on_policy_weights(tokens.logps, tokens.sampled, advantage_N, tokens.mask, threshold)
@@ -398,6 +502,15 @@ def _by_group(of_tokens: NamedArray, batch: GroupBatch) -> NamedArray:
     """{batch, position} of `GroupBatch.sequences` to {batch, group, position}."""
     tokens = batch.responses.tokens
     return of_tokens.unflatten_axis(BATCH, (tokens.resolve_axis(BATCH), tokens.resolve_axis(GROUP)))
+
+
+def _lengths(batch: GroupBatch) -> NamedArray:
+    """Tokens of each response, int32 {[microbatch,] batch, group}."""
+    return hax.sum((batch.responses.loss_mask > 0).astype(jnp.int32), POSITION)
+
+
+def _position_last(of_tokens: NamedArray) -> jax.Array:
+    return of_tokens.rearrange((..., POSITION)).array
 
 
 def _group_last(like: NamedArray, array: jax.Array) -> jax.Array:

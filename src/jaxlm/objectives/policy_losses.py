@@ -20,6 +20,7 @@ Scale = Literal["group", "batch", "batch_advantages", "none"]
 Baseline = Literal["mean", "leave_one_out"]
 Level = Literal["token", "sequence"]
 Importance = Literal["token", "sequence", "sequence_product"]
+Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 Average = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"]
 
 
@@ -130,14 +131,26 @@ def cispo_losses(log_ratio_NS: jax.Array, logps_NS: jax.Array, advantage_N: jax.
     return -weight_NS * advantage_N[:, None] * logps_NS
 
 
-def truncated_weights(logps_NS: jax.Array, sampler_NS: jax.Array, mask_NS: jax.Array, cap: float) -> jax.Array:
-    """How much more likely each token is than for the sampler, at most `cap`, without a gradient, float32 [N, S].
+def sampler_weights(
+    logps_NS: jax.Array, sampler_NS: jax.Array, mask_NS: jax.Array, mode: Correction, floor: float, cap: float
+) -> jax.Array:
+    """How much more likely each token, or the whole response, is than for the sampler, without a gradient, float32 [N, S].
 
     Source: truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training"), for a sampler that computes other probabilities than the trainer.
+    Training"), for a sampler that draws from another distribution than the trainer's; of responses, and masked: Liu et al.
+    2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+
+    Args:
+        mode: whether the weight is that of the token or of the `sequence`, and whether one that is below `floor` or above
+            `cap` becomes this limit (`truncate`), or 0 (`mask`).
     """
-    log_ratio_NS = jnp.where(mask_NS > 0, logps_NS - sampler_NS, 0.0)
-    return jax.lax.stop_gradient(jnp.minimum(jnp.exp(log_ratio_NS), cap))
+    level: Importance = "token" if mode.startswith("token") else "sequence_product"
+    ratio_NS = jnp.exp(log_ratios(logps_NS, sampler_NS, mask_NS, level))
+    if mode.endswith("truncate"):
+        weight_NS = jnp.clip(ratio_NS, floor, cap)
+    else:
+        weight_NS = jnp.where((ratio_NS >= floor) & (ratio_NS <= cap), ratio_NS, 0.0)
+    return jax.lax.stop_gradient(weight_NS)
 
 
 def overlong_penalties(lengths: jax.Array, max_tokens: int, cache: int) -> jax.Array:

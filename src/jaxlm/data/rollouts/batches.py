@@ -32,7 +32,7 @@ class RolloutBatches(Batches):
         end, num_minibatches = self._steps_from(step)
         num_groups = num_minibatches * self._reader.batches.at(step).size
         groups, consumed, metrics = self._maker.make(model, step, self._consumed, num_groups)
-        sampled = (groups.examples, groups.samples, groups.rewards)
+        sampled = (groups.examples, groups.samples, groups.scores)
         self._rollout = Rollout.of((step, end), num_minibatches, *sampled, metrics)
         self._consumed = consumed
 
@@ -84,8 +84,11 @@ class RolloutBatches(Batches):
         self._skipped = int(state.get("skipped", 0))
         if self._maker.order.curriculum is not None:
             self._maker.order.curriculum.restore(state.get("curriculum", {}))
-        self._rollout = Rollout.restored(state["rollout"]) if "rollout" in state else None
-        if self._rollout is not None and not self._still_fits(self._rollout, state["prompts"]):
+        if "rollout" not in state:
+            self._rollout = None
+            return
+        self._rollout = Rollout.restored(state["rollout"]) if Rollout.is_whole(state["rollout"]) else None
+        if self._rollout is None or not self._still_fits(self._rollout, state["prompts"]):
             self._log(
                 "the rollout in the checkpoint has groups or batches of another size, or other prompts, so a new one is"
                 " sampled"

@@ -10,7 +10,7 @@ import numpy as np
 from annotated_types import Interval
 from haliax import Axis
 
-from jaxlm.core.axes import GROUP, POSITION
+from jaxlm.core.axes import GROUP, POSITION, REWARD
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import (
     LARGEST_INT,
@@ -103,10 +103,16 @@ class RolloutsConfig(DataConfig):
         Group, Position = Axis(GROUP, self.group_size), Axis(POSITION, seq_len)
         columns = {
             "rewards": Column(np.float32, (Group,)),
+            "reward_parts": Column(np.float32, (Group, Axis(REWARD, len(self._reward_names)))),
+            "finished": Column(np.float32, (Group,)),
             "sampler_logps": Column(np.float32, (Group, Position)),
             **token_columns(Group, Position),
         }
         of_sampler: Any = {"temperature": float(self.temperature), "samples_all": not self._sampling.changed}
+        of_sampler["reward_weights"] = (
+            *(one.weight for one in self.rewards),
+            *([1.0] * (self.environment is not None)),
+        )
         make = functools.partial(GroupBatch.of, **of_sampler)
         return BatchSpec(make, columns, self._sampled(seq_len))
 
@@ -136,7 +142,9 @@ class RolloutsConfig(DataConfig):
         shape, generator = (num_examples, self.group_size), np.random.default_rng(seed)
         rewards = generator.integers(0, 2, shape).astype(np.float32)
         logps = -generator.exponential(np.log(vocab_size), (*shape, seq_len)).astype(np.float32)
-        return {"rewards": rewards, "sampler_logps": logps, **random_tokens((*shape, seq_len), vocab_size, seed)}
+        parts = np.repeat(rewards[..., None], len(self._reward_names), axis=-1)
+        of_responses = {"rewards": rewards, "reward_parts": parts, "finished": np.ones_like(rewards)}
+        return {**of_responses, "sampler_logps": logps, **random_tokens((*shape, seq_len), vocab_size, seed)}
 
     @property
     def has_examples_per_step(self) -> bool:
@@ -243,6 +251,10 @@ class RolloutsConfig(DataConfig):
 
         return make
 
+    @property
+    def _reward_names(self) -> tuple[str, ...]:
+        return (*reward_names(self.rewards), *([] if self.environment is None else [EARNED]))
+
     def _options(self, seed: int, stop_ids: tuple[int, ...]) -> RolloutOptions:
         return RolloutOptions(
             seed=seed,
@@ -253,5 +265,5 @@ class RolloutsConfig(DataConfig):
             minibatches_per_rollout=self.minibatches_per_rollout,
             dynamic_sampling=self.dynamic_sampling,
             stop_ids=stop_ids,
-            reward_names=(*reward_names(self.rewards), *([] if self.environment is None else [EARNED])),
+            reward_names=self._reward_names,
         )

@@ -18,6 +18,8 @@ _ARRAYS = {
     "mask": np.uint8,
     "logps": np.float32,
     "rewards": np.float32,
+    "reward_parts": np.float32,
+    "finished": np.uint8,
 }
 
 
@@ -34,6 +36,8 @@ class Rollout:
         mask: uint8 [sum of lengths], 1 where the policy wrote the token.
         logps: float32 [sum of lengths], log-likelihoods of the tokens under the distribution they were sampled from.
         rewards: float32 [groups, group].
+        reward_parts: float32 [groups, group, rewards], what they are the weighted sums of; NaN where one does not apply.
+        finished: uint8 [groups, group], 0 for a response that was cut off.
         metrics: what is logged of it.
     """
 
@@ -46,6 +50,8 @@ class Rollout:
     mask: np.ndarray
     logps: np.ndarray
     rewards: np.ndarray
+    reward_parts: np.ndarray
+    finished: np.ndarray
     metrics: Mapping[str, float]
 
     @staticmethod
@@ -54,18 +60,20 @@ class Rollout:
         num_minibatches: int,
         examples: np.ndarray,
         samples: Sequence[Sample],
-        rewards: np.ndarray,
+        scores: np.ndarray,
         metrics: Mapping[str, float],
     ) -> "Rollout":
-        """Args: samples: group after group."""
+        """Args: samples: group after group; scores: [rewards + 1, groups, group], the last are the weighted sums."""
 
         def joined(name: str) -> np.ndarray:
             parts = [np.asarray(getattr(sample, name), _ARRAYS[name]) for sample in samples]
             return np.concatenate(parts)
 
-        lengths = np.array([len(sample.tokens) for sample in samples], np.int32).reshape(rewards.shape)
-        arrays = (joined("tokens"), joined("mask"), joined("logps"))
-        return Rollout(*steps, num_minibatches, examples, lengths, *arrays, rewards.astype(np.float32), dict(metrics))
+        lengths = np.array([len(sample.tokens) for sample in samples], np.int32).reshape(scores.shape[1:])
+        finished = np.array([sample.is_finished for sample in samples], np.uint8).reshape(lengths.shape)
+        rewards, parts = scores[-1].astype(np.float32), np.moveaxis(scores[:-1], 0, -1).astype(np.float32)
+        arrays = (joined("tokens"), joined("mask"), joined("logps"), rewards, parts, finished)
+        return Rollout(*steps, num_minibatches, examples, lengths, *arrays, dict(metrics))
 
     def state(self) -> dict[str, Any]:
         """As plain JSON. Arrays are compressed, and exact."""
@@ -79,11 +87,17 @@ class Rollout:
         }
 
     @staticmethod
+    def is_whole(state: Mapping[str, Any]) -> bool:
+        """Whether a state has all arrays. Those of earlier versions have fewer."""
+        return state["arrays"].keys() >= _ARRAYS.keys()
+
+    @staticmethod
     def restored(state: Mapping[str, Any]) -> "Rollout":
         """The rollout of a state."""
         arrays = {name: unpacked(state["arrays"][name], dtype) for name, dtype in _ARRAYS.items()}
-        for name in ("lengths", "rewards"):
+        for name in ("lengths", "rewards", "finished"):
             arrays[name] = arrays[name].reshape(state["shape"])
+        arrays["reward_parts"] = arrays["reward_parts"].reshape(*state["shape"], -1)
         first_step, end, num_minibatches = (int(state[name]) for name in ("first_step", "end", "num_minibatches"))
         return Rollout(first_step, end, num_minibatches, **arrays, metrics=dict(state["metrics"]))
 
@@ -120,6 +134,8 @@ class Rollout:
             "positions": np.arange(seq_len, dtype=np.int32) * is_input,
             "sampler_logps": logps[..., 1:] * mask[..., 1:],
             "rewards": self.rewards[groups],
+            "reward_parts": self.reward_parts[groups],
+            "finished": self.finished[groups].astype(np.float32),
         }
 
 
