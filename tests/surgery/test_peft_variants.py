@@ -3,12 +3,19 @@
 import json
 from pathlib import Path
 
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxlm.core import tree
+from jaxlm.interop.hf.safetensors_file import SafetensorsFile
+from jaxlm.models.base import Inputs
 from jaxlm.run.load_model import open_model
-from jaxlm.surgery.lora import save_peft, saved_modules
+from jaxlm.surgery.lora import LoraLinear, save_peft, saved_modules
 from tests.answers import LLAMA, write_tokenizer
 from tests.surgery.test_peft import logits_of
 
@@ -75,7 +82,7 @@ CASES = {
         {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
     ),
 }
-FAST = ("rank_pattern", "dora")
+FILE = "adapter_model.safetensors"
 
 
 def write_base(folder: Path, kind: str, keys: dict, torch, transformers) -> int:
@@ -116,6 +123,12 @@ def theirs_of(folder: Path, keys: dict, torch, transformers, peft):
 
 def near(ours, expected):
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def as_inputs(ids: np.ndarray) -> Inputs:
+    axes = (hax.Axis("batch", ids.shape[0]), hax.Axis("position", ids.shape[1]))
+    columns = (ids, np.broadcast_to(np.arange(ids.shape[1]), ids.shape), np.ones_like(ids))
+    return Inputs(*(hax.named(jnp.asarray(column, jnp.int32), axes) for column in columns))
 
 
 def logits_in_torch(model, ids, torch) -> np.ndarray:
@@ -159,3 +172,67 @@ def test_adapters_compute_what_they_do_in_peft(tmp_path, case):
         sizes = tree.sizes(model)
         num_ours = sum(n for path, n in sizes.items() if path.endswith((".a", ".b", ".magnitude")))
         assert num_ours == num_theirs, "padding is no parameter"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["rank_pattern", "dora", "dora_head", "tied_both"])
+def test_steps_of_training_are_those_of_peft(tmp_path, case):
+    """Four steps of AdamW on the same batches, with torch. What has no adapter does not move, and neither does padding."""
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    kind, model_keys, keys = CASES[case]
+    num_tokens = write_base(tmp_path / "hf", kind, model_keys, torch, transformers)
+    theirs = theirs_of(tmp_path / "hf", keys, torch, transformers, peft)
+    theirs.save_pretrained(tmp_path / "adapter")
+    ids = np.random.default_rng(0).integers(0, num_tokens, size=(4, 8, 24))
+    # A large epsilon, because the direction of a gradient that is nearly zero has no correct digits.
+    rates = {"lr": 3e-3, "eps": 1e-3, "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], **rates)
+    for batch in ids:
+        loss = torch.nn.functional.cross_entropy(
+            theirs(torch.tensor(batch)).logits[:, :-1].flatten(0, 1), torch.tensor(batch[:, 1:]).flatten()
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    theirs.save_pretrained(tmp_path / "theirs")
+
+    named = open_model(str(tmp_path / "hf"), {}, adapter=str(tmp_path / "adapter"))
+    with named.plan.layout.use():
+        model = named.load()
+        mask = tree.select(model, [r"\.(a|b|magnitude)$"])
+        trained, frozen = tree.partition(model, mask)
+        update = optax.adamw(rates["lr"], eps=rates["eps"], weight_decay=rates["weight_decay"])
+
+        def mean_loss(trained, inputs, targets):
+            whole = eqx.combine(trained, frozen, is_leaf=tree.is_named)
+            logits = whole.logits(whole.hidden(inputs).final).rearrange(("batch", "position", "vocab")).array
+            return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], targets).mean()
+
+        @jax.jit
+        def step(trained, state, inputs, targets):
+            gradient = jax.grad(mean_loss)(trained, inputs, targets)
+            change, state = update.update(gradient, state, trained)
+            return optax.apply_updates(trained, change), state
+
+        state = update.init(trained)
+        for batch in ids:
+            trained, state = step(trained, state, as_inputs(batch), jnp.asarray(batch[:, 1:]))
+        stepped = eqx.combine(trained, frozen, is_leaf=tree.is_named)
+        save_peft(tmp_path / "ours", stepped, named.plan.config.model, named.plan.layout, dtype=np.float32, base="base")
+    ours, before, after = (
+        {name: np.array(file.view(name)) for name in file.tensors}
+        for file in (SafetensorsFile(tmp_path / each / FILE) for each in ("ours", "adapter", "theirs"))
+    )
+    adapters = {name for name in after if "lora_" in name}
+    assert set(ours) == adapters
+    for name in adapters:
+        assert np.abs(after[name] - before[name]).max() > 1e-4, name
+        np.testing.assert_allclose(ours[name], after[name], rtol=1e-5, atol=1e-5, err_msg=name)
+    for path, sizes in ((path, layer.sizes) for path, layer in tree.modules_by_path(stepped, LoraLinear)):
+        for number, size in enumerate(sizes):
+            layer = dict(tree.leaves(stepped))
+            assert not layer[f"{path}.a"]["layers", number, "lora_rank", size.rank :].array.any()
+            assert not layer[f"{path}.b"]["layers", number, "lora_rank", size.rank :].array.any()
+            if not size.rank and f"{path}.magnitude" in layer:
+                assert not layer[f"{path}.magnitude"]["layers", number].array.any()

@@ -87,7 +87,8 @@ class LoraLinear(DropoutLayer, tree.Padded):
     def __call__(self, inputs: NamedArray) -> NamedArray:
         """{.., In} to {.., Out}."""
         dropped = dropout(inputs, self.dropout, self.key)
-        low = dot(dot(dropped, self.a, self.base.In), self.b, LORA) * self.change.scales
+        change = self.change
+        low = dot(dot(dropped, change.inner, self.base.In), self.b, LORA) * change.scales
         if self.magnitude is not None:
             return self._with_magnitude(inputs, dropped, low)
         out = (self.base(inputs) + low).astype(inputs.dtype)

@@ -5,7 +5,7 @@ Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1. Liu et al. 2024, DoRA: W
 with the norm over the inputs. Its section 4.3: the norm gets no gradient.
 
 If the layers of a stack have other ranks, all have the arrays of the largest one. What is beyond a layer's rank is zero in A
-and in B, so that both gradients are zero too, and no optimizer changes it.
+and in B. It is never read, so its gradient is zero and most optimizers leave it zero; some that mix rows (`kron`) do not.
 """
 
 import math
@@ -84,8 +84,7 @@ class LowRank(tree.Padded):
             (Layers,) = stacked
             layer = hax.arange(Layers, dtype=jnp.int32)
             ranks = NamedArray(jnp.asarray([size.rank for size in sizes]), (Layers,))
-            used = hax.arange(Rank) < ranks.broadcast_axis(Rank)
-            a, b = ((array * used).rearrange(array.axes) for array in (a, b))
+            a, b = (_within(array, ranks) for array in (a, b))
         new = LowRank(a, b, In, Out, sizes[0].scale, None, layer, tuple(sizes) if layer is not None else ())
         if not use_dora:
             return new
@@ -100,6 +99,11 @@ class LowRank(tree.Padded):
         return self.scale if self.layer is None else self._by_layer([size.scale for size in self.sizes], self.a.dtype)
 
     @property
+    def inner(self) -> NamedArray:
+        """A, without what is beyond the rank of its layer."""
+        return self.a if self.layer is None else _within(self.a, self.ranks)
+
+    @property
     def ranks(self) -> NamedArray:
         """The rank of each layer, if they differ."""
         return self._by_layer([size.rank for size in self.sizes], jnp.int32)
@@ -108,7 +112,7 @@ class LowRank(tree.Padded):
         """The changed weight, in its dtype."""
         dtype = weight.dtype if isinstance(weight, NamedArray) else self.a.dtype
         exact = weight if isinstance(weight, NamedArray) else weight.floats(dtype)
-        delta = hax.dot(self.b, self.a, axis=LORA) * self.scales
+        delta = hax.dot(self.b, self.inner, axis=LORA) * self.scales
         changed = exact + delta.rearrange(exact.axes).astype(dtype)
         if self.magnitude is None:
             return changed
@@ -128,7 +132,7 @@ class LowRank(tree.Padded):
     def norms(self, weight: Weight) -> NamedArray:
         """||W + scale * B A|| over the inputs, in float32 {layers, *Out}, without a gradient."""
         exact = weight.astype(jnp.float32) if isinstance(weight, NamedArray) else weight.floats(jnp.float32)
-        exact, a, b = jax.lax.stop_gradient((exact, self.a.astype(jnp.float32), self.b.astype(jnp.float32)))
+        exact, a, b = jax.lax.stop_gradient((exact, self.inner.astype(jnp.float32), self.b.astype(jnp.float32)))
         changed = exact + (hax.dot(b, a, axis=LORA) * self.scales).rearrange(exact.axes)
         return hax.sqrt(hax.sum(changed * changed, axis=self.In))
 
@@ -147,3 +151,10 @@ class LowRank(tree.Padded):
     def _by_layer(self, values: Sequence[float], dtype) -> NamedArray:
         assert self.layer is not None
         return NamedArray(jnp.asarray(values, dtype)[self.layer.array], self.layer.axes)
+
+
+def _within(array: NamedArray, ranks: NamedArray) -> NamedArray:
+    """An array of adapters with zeros beyond the rank of each layer."""
+    Rank = array.resolve_axis(LORA)
+    used = hax.arange(Rank) < ranks.broadcast_axis(Rank)
+    return hax.where(used.broadcast_to(array.axes), array, 0)
