@@ -69,8 +69,10 @@ class PretokenizedEncoder(Encoder):
                     f"{where}: token id {wrong} given, but the tokenizer has {self.tokenizer.vocab_size} tokens. Set"
                     " data.tokenizer to the tokenizer that made them"
                 )
-            as_text = None if token_bytes is not None else self.tokenizer.decode(ids.tolist()).encode()
-            num_bytes = int(token_bytes[ids].sum()) if as_text is None else len(as_text)
+            if token_bytes is None:
+                num_bytes = len(self.tokenizer.decode(ids.tolist()).encode())
+            else:
+                num_bytes = int(token_bytes[ids].sum())
             yield RawContent(ids.astype(np.int32), len(ids), num_bytes, position)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:

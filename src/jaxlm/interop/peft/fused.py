@@ -75,7 +75,8 @@ class FusedMatrix:
         magnitude = None
         if magnitudes[0] is not None:
             shapes = [[self.sizes[axis] for axis in self._outputs(part)] for part in self.tensor.parts]
-            columns = [np.reshape(each, (*shape, 1)) for each, shape in zip(magnitudes, shapes, strict=True)]
+            present = [each for each in magnitudes if each is not None]
+            columns = [np.reshape(each, (*shape, 1)) for each, shape in zip(present, shapes, strict=True)]
             magnitude = self._joined(columns, _ONE, 1).reshape(-1)
         return Arrays(np.concatenate([pairs[path].a for path in adapted]), b, magnitude)
 

@@ -262,9 +262,9 @@ def _saved(tensor: Tensor, names: Mapping[str, Any], num_layers: int, file: Path
     present = [name for name in found if name is not None]
     if present and len(present) < len(found):
         raise ConfigError(
-            f"{file}: {', '.join(present[:_MAX_LISTED])}: {len(present)} of {len(found)} layers. jaxlm reads a saved module or"
-            " bias (modules_to_save, bias) only if the file has it for all layers. Merge the adapter in PEFT and import the"
-            " merged model"
+            f"{file}: {', '.join(present[:_MAX_LISTED])}: {len(present)} of {len(found)} layers. jaxlm reads a saved module"
+            " or bias (modules_to_save, bias) only if the file has it for all layers. Merge the adapter in PEFT and import"
+            " the merged model"
         )
     return [(tensor, present)] if present else []
 
@@ -283,11 +283,12 @@ def _tied_as_one(
     copies = [name for name in both.values() if any(name.rpartition(".")[0].endswith(end) for end in modules)]
     if copies and not settings.get("ensure_weight_tying"):
         source = SafetensorsFile(file)
-        if len(copies) < 2 or not np.array_equal(*(source.view(name) for name in copies)):
+        first, *rest = (source.view(name) for name in copies)
+        if not rest or not np.array_equal(first, rest[0]):
             raise ConfigError(
-                f"{file}: {', '.join(copies)}: the head of this model is tied to its token embedding, but with this adapter the"
-                " two have other values (modules_to_save without ensure_weight_tying). Merge the adapter in PEFT, save the"
-                " merged model with tie_word_embeddings: false, and import that"
+                f"{file}: {', '.join(copies)}: the head of this model is tied to its token embedding, but with this adapter"
+                " the two have other values (modules_to_save without ensure_weight_tying). Merge the adapter in PEFT, save"
+                " the merged model with tie_word_embeddings: false, and import that"
             )
     others = [each for each in saved if module_path(each[0].parts[0]) not in both]
     if not both:
@@ -311,7 +312,7 @@ def read_adapters(folder: Path, config: ModelConfig, sizes: Sizes) -> ReadAdapte
         sizes: axis sizes of the model.
 
     Raises:
-        ConfigError: there are no adapters, they compute something else than LoRA or DoRA, or they do not belong to this model.
+        ConfigError: there are no adapters, they compute something else than LoRA or DoRA, or they belong to another model.
     """
     opened, file = _open(folder, config), SafetensorsFile(folder / _WEIGHTS)
     unread = set(file.tensors)
@@ -450,8 +451,8 @@ def _patterns(path: str, values: Mapping[int | None, Any], num_all: int) -> dict
 def _check_shape(tensor: Tensor, shape: Sequence[int], sizes: Sizes, where: str) -> None:
     if tuple(shape) != tensor.shape(sizes):
         raise ConfigError(
-            f"{where}: {list(shape)} in the file, but {list(tensor.shape(sizes))} in the model. If the rows differ, the adapter"
-            " belongs to a model with another vocabulary: resize the base model first, as it was trained"
+            f"{where}: {list(shape)} in the file, but {list(tensor.shape(sizes))} in the model. If the rows differ, the"
+            " adapter belongs to a model with another vocabulary: resize the base model first, as it was trained"
         )
 
 

@@ -165,7 +165,8 @@ def _modules(
         owner = owners.get(f"{adapter.path}.weight")
         if owner is None:
             raise ConfigError(
-                f"{adapter.path} has an adapter, but no counterpart in transformers. Export the merged model: --adapters merge"
+                f"{adapter.path} has an adapter, but no counterpart in transformers. Export the merged model: --adapters"
+                " merge"
             )
         for layer, arrays, scale in _by_layer(adapter, owner, layout):
             found.setdefault((owner.name, layer), {})[adapter.path] = (arrays, scale)
@@ -200,7 +201,8 @@ def _by_layer(adapter: Adapter, owner: Tensor, layout: Layout) -> list[tuple[int
     a, b, magnitude = (
         None if x is None else np.asarray(whole(x.rearrange((*layers, *order)).array)) for x, order in orders
     )
-    assert a is not None and b is not None
+    assert a is not None
+    assert b is not None
     num_layers, rank = adapter.a.axis_size(LAYERS) if layers else 1, adapter.a.axis_size(LORA)
     a, b = a.reshape(num_layers, rank, -1), b.reshape(num_layers, -1, rank)
     magnitude = None if magnitude is None else magnitude.reshape(num_layers, -1)
@@ -301,8 +303,8 @@ def _saved_tensors(
             found[name] = np.ascontiguousarray(tensor.write(own, [tensor.own_axes(leaf) for leaf in leaves], sizes))
     if unwritten:
         raise ConfigError(
-            f"modules_to_save: {', '.join(sorted(unwritten))} cannot be written: the model in transformers has no such tensor, or"
-            " one with other parameters too. Add those, or export the merged model: --adapters merge"
+            f"modules_to_save: {', '.join(sorted(unwritten))} cannot be written: the model in transformers has no such"
+            " tensor, or one with other parameters too. Add those, or export the merged model: --adapters merge"
         )
     return found
 
