@@ -149,6 +149,7 @@ class SelfAttention(eqx.Module):
         o_proj: {embed, heads, head_size}.
         q_norm, k_norm: norms of queries and keys, over each head or over all heads jointly.
         norms_follow_rotation: these norms come after the rotary embedding instead of before it.
+        clip_qkv: queries, keys and values are clipped to [-clip_qkv, clip_qkv] before their norms; None does not clip.
         scale: factor of the scores; None means 1 / sqrt(head_size).
         rule: modifies the scaled scores before the softmax.
         upcast: compute the attention matrix products in float32.
@@ -162,6 +163,7 @@ class SelfAttention(eqx.Module):
     q_norm: RMSNorm | UnweightedRMSNorm | None = None
     k_norm: RMSNorm | UnweightedRMSNorm | None = None
     norms_follow_rotation: bool = eqx.field(static=True, default=False)
+    clip_qkv: float | None = eqx.field(static=True, default=None)
     scale: float | None = eqx.field(static=True, default=None)
     rule: ScoreRule = eqx.field(static=True, default=UNMODIFIED_SCORES)
     upcast: bool = eqx.field(static=True, default=False)
@@ -201,6 +203,8 @@ class SelfAttention(eqx.Module):
             value: added to the values, {batch, position, kv_heads, head_size}.
         """
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.clip_qkv is not None:
+            q, k, v = (hax.clip(a, -self.clip_qkv, self.clip_qkv) for a in (q, k, v))
         v = v if value is None else v + value.rearrange(v.axes)
         if not self.norms_follow_rotation:
             q, k = self._normalized(q, k)
