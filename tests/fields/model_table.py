@@ -52,6 +52,7 @@ GPT2: dict[str, Entry] = {
     "model.embed_pdrop": Change(0.5, RANDOM_BITS),
     "model.resid_pdrop": Change(0.5, RANDOM_BITS),
     "model.attn_pdrop": Change(0.5, RANDOM_BITS),
+    "model.scale_attn_weights": Change(False, Program(loses=r"0\.35355|3\.5355")),
     "model.scale_attn_by_inverse_layer_idx": Change(True, Program(gains=r"stablehlo.divide")),
     "model.upcast_attn": Change(True, Program(loses=r"dot_general.*bf16"), also=BFLOAT16),
     "model.use_bias": Change(False, Shapes({r"^model.*bias": None})),
@@ -167,6 +168,7 @@ GEMMA: dict[str, Entry] = {
     "model.final_soft_cap": Change(3.0, Constant(3.0)),
     "model.sliding_window": WINDOW,
     "model.rope": SCALED_ROPE,
+    "model.attention_bias": LLAMA["model.attention_bias"],
 }
 # The first layers attend to everything, so the loop has blocks of two kinds.
 LATE_WINDOW: dict[str, Entry] = {
@@ -217,6 +219,7 @@ LOOKUP: dict[str, Entry] = {
     "model.lookup.key_norm": Change(False, Program(loses="stablehlo.rsqrt")),
     "model.lookup.score_scale": Change(0.75, Constant(0.75)),
 }
+NO_BIAS = Change(False, Shapes({r"^model.*q_proj\.bias": None}))
 TABLE: Table = {
     "remat": {"model.gradient_checkpointing.modules": Change("attn|mlp", Program(gains=r"stablehlo\.dot_general"))},
     "nano": NANO,
@@ -235,6 +238,7 @@ TABLE: Table = {
     "gpt_neox": {
         "model.use_parallel_residual": Change(False, Program(gains=r"stablehlo.add")),
         "model.rope": Change({"theta": 77.0, "partial_rotary_factor": 0.5}, frequencies(77.0, size=4)),
+        "model.attention_bias": NO_BIAS,
     },
     "mistral": {"model.sliding_window": WINDOW, "model.rope": SCALED_ROPE},
     "mixtral": {
@@ -243,14 +247,19 @@ TABLE: Table = {
         **EXPERTS,
         "model.num_experts_per_token": Change(2, Program(gains=r"chlo.top_k\(%\w+, k = 2\)")),
     },
-    "mpt": {"model.alibi_bias_max": Change(4.0, Constant(1 / 2, 1 / 4, 1 / 8, 1 / 16))},
+    "mpt": {
+        "model.alibi_bias_max": Change(4.0, Constant(1 / 2, 1 / 4, 1 / 8, 1 / 16)),
+        "model.softmax_scale": Change(0.3, Constant(0.3)),
+        "model.clip_qkv": Change(0.3, Constant(0.3)),
+    },
     "olmo": {
         "model.rope": SCALED_ROPE,
         "model.attention_bias": LLAMA["model.attention_bias"],
         "model.clip_qkv": Change(3.0, Constant(3.0)),
     },
-    "olmo2": {"model.rope": SCALED_ROPE},
+    "olmo2": {"model.rope": SCALED_ROPE, "model.attention_bias": LLAMA["model.attention_bias"]},
     "olmo3": {
+        "model.attention_bias": LLAMA["model.attention_bias"],
         "model.rope": SCALED_ROPE,
         "model.local_rope": SCALED_ROPE,
         "model.sliding_window": WINDOW,
@@ -280,7 +289,7 @@ TABLE: Table = {
     },
     "glm4": {
         "model.rope": SCALED_ROPE,
-        "model.attention_bias": Change(False, Shapes({r"^model.*q_proj\.bias": None})),
+        "model.attention_bias": NO_BIAS,
     },
     "phi3": {"model.sliding_window": WINDOW, "model.rope": SCALED_ROPE},
     "qwen2": LATE_WINDOW,
@@ -292,6 +301,7 @@ TABLE: Table = {
         "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
         "model.shared_expert_intermediate_dim": Change(40, Shapes({r"^model.*shared_expert.*up_proj": (2, 40, 32)})),
         "model.norm_topk_prob": Change(True, Program(gains=r"stablehlo.divide")),
+        "model.qkv_bias": NO_BIAS,
     },
     "qwen3_moe": {
         "model.sliding_window": WINDOW,

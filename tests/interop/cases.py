@@ -66,6 +66,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-relu": ("gpt2", {"activation_function": "relu", "layer_norm_epsilon": 1e-3}),
     "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "activation_function": "quick_gelu"}),
     "gpt2-narrow": ("gpt2", {"n_inner": 50, "activation_function": "relu2"}),
+    "gpt2-unscaled": ("gpt2", {"scale_attn_weights": False, "activation_function": "gelu_accurate"}),
+    "gpt2-only-by-layer": ("gpt2", {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True}),
     "llama-3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "llama-own-heads": ("llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
     "llama-one-kv-head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 16}),
@@ -107,6 +109,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo-biases": ("olmo", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),
     "olmo2": ("olmo2", {}),
     "olmo2-tied": ("olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "olmo2-biases": ("olmo2", {"attention_bias": True}),
     "olmo3": (
         "olmo3",
         {"num_hidden_layers": 6, "sliding_window": 5, "rope_parameters": OLMO3_ROPES},
@@ -115,6 +118,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "olmo3",
         {"num_hidden_layers": 5, "sliding_window": 5, "layer_types": ALTERNATING, "head_dim": 12},
     ),
+    "olmo3-biases": ("olmo3", {"attention_bias": True, "num_hidden_layers": 4, "sliding_window": 5}),
     "granite": ("granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
     "granite-tied": ("granite", {**GRANITE, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
     "granite-grows": ("granite", {**GRANITE, "rope_parameters": GROWS, "max_position_embeddings": 128}),
@@ -145,6 +149,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_moe",
         {**EXPERTS, "shared_expert_intermediate_size": 56, "norm_topk_prob": True, "tie_word_embeddings": True},
     ),
+    "qwen2_moe-no-biases": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 24, "qkv_bias": False}),
     "glm4": ("glm4", {"head_dim": 12}),
     "glm4-all-rotated": (
         "glm4",
@@ -153,7 +158,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}),
     "gpt_neox-odd": ("gpt_neox", {"rotary_pct": 0.4, "hidden_act": "gelu_fast"}),
     "gpt_neox-one-after-the-other": ("gpt_neox", {"use_parallel_residual": False, "tie_word_embeddings": True}),
+    "gpt_neox-no-biases": ("gpt_neox", {"attention_bias": False, "hidden_act": "gelu_accurate"}),
     "mpt": ("mpt", {"n_heads": 6, "d_model": 48}),
+    "mpt-clipped": ("mpt", {"attn_config": {"clip_qkv": 0.7, "softmax_scale": 0.9}}),
     "mpt-eps": ("mpt", {"layer_norm_epsilon": 1e-3}),
     "phi3": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
     "phi3-grows": (
@@ -187,10 +194,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 3, **GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     ),
     "gemma2-uncapped": ("gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2-biases": ("gemma2", {**GEMMA, "attention_bias": True}),
     "gemma3": (
         "gemma3_text",
         {"num_hidden_layers": 5, **GEMMA, "layer_types": ALTERNATING, "rope_parameters": TWO_ROPES},
     ),
+    "gemma3-biases": ("gemma3_text", {**GEMMA, "attention_bias": True, "num_hidden_layers": 6}),
     "gemma3-deep": ("gemma3_text", {"num_hidden_layers": 8, **GEMMA, "final_logit_softcapping": 3.0}),
 }
 FIRST = {kind: name for name, (kind, _) in reversed(CASES.items())}

@@ -876,6 +876,7 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
     "RedPajama-3B": (_neox(2560, 10240, 32, 32, 50432, rotary_pct=1.0, use_parallel_residual=False), 2_775_864_320, ()),
     "mpt-7b-chat": (_mpt({"qk_gn": False, "rope": False}), 6_649_286_656, ("attn_config.qk_gn", "attn_config.rope")),
     "mpt-7b": (_mpt({}), 6_649_286_656, ("init_config", "tokenizer_name")),
+    "mpt-7b-clipped": (_mpt({"clip_qkv": 6.0, "softmax_scale": 0.1}), 6_649_286_656, ("init_config", "tokenizer_name")),
     "own-pipeline": (
         _gpt2(768, 12, 12, custom_pipelines={"text-generation": {"impl": "pipeline.Mine"}}, _num_labels=5),
         124_439_808,
@@ -887,7 +888,7 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
 REFUSED: dict[str, tuple[Json, str]] = {
     "mpt-7b-storywriter": (
         _mpt({"alibi_bias_max": 16, "clip_qkv": 6}, max_seq_len=65536),
-        "attn_config.clip_qkv: 6 given, which is not supported",
+        "attn_config.alibi_bias_max: 16 given, which is not supported",
     ),
     "Llama-2-7b-gptq": (
         _llama(4096, 11008, 32, 32, 32, 4096, 32000, quantization_config={"bits": 4, "quant_method": "gptq"}),

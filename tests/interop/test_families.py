@@ -36,8 +36,8 @@ by_default = sorted(FIRST.values())
 slow = pytest.mark.slow
 every = [name if name in by_default else pytest.param(name, marks=slow) for name in CASES]
 # A family's other cases differ in what the tests of logits and bitwise round trips cover. Their gradients are those of the
-# same blocks, except for a single head of keys and for layers in no regular order.
-OTHER_GRADIENTS = ("llama-one-kv-head", "smollm3-irregular")
+# same blocks, except for a single head of keys, layers in no regular order, and queries, keys and values that are clipped.
+OTHER_GRADIENTS = ("llama-one-kv-head", "smollm3-irregular", "mpt-clipped")
 few = [
     name
     if name in ("gpt2", "llama-3")

@@ -10,7 +10,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.hf.family import all_families
+from jaxlm.interop.hf.family import all_families, config_to_json
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.unread_keys import SILENT
 from jaxlm.models.base import vocab_axis
@@ -82,6 +82,14 @@ def test_a_config_that_would_change_the_numbers_is_refused(name, tmp_path):
     content, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         open_folder(folder_of(tmp_path, content))
+
+
+def test_a_whole_number_is_exported_as_transformers_reads_it(tmp_path):
+    content = OPENED["mpt-7b-clipped"][0]
+    content = content | {"attn_config": content["attn_config"] | {"clip_qkv": 6, "softmax_scale": 1}}
+    opened = open_folder(folder_of(tmp_path, content))
+    written = json.dumps(config_to_json(opened.family, opened.config)["attn_config"])
+    assert '"softmax_scale": 1.0, "clip_qkv": 6.0' in written
 
 
 def test_every_family_has_a_published_config():

@@ -17,6 +17,7 @@ FORMULAS = {
     "gelu": lambda x: x / 2 * (1 + np.vectorize(math.erf)(x / math.sqrt(2))),
     "gelu_new": lambda x: x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "gelu_fast": lambda x: x / 2 * (1 + np.tanh(x * 0.7978845608 * (1 + 0.044715 * x * x))),
+    "gelu_accurate": lambda x: x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
     "relu2": lambda x: np.maximum(x, 0) ** 2,
 }

@@ -31,10 +31,12 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_new": _tanh_gelu,
     "gelu_fast": _tanh_gelu,
+    "gelu_accurate": _tanh_gelu,
     "quick_gelu": _quick_gelu,
     "relu2": _squared_relu,
 }
-"""Activation functions by their names in Hugging Face configs. `gelu_fast` is its authors' name for `gelu_new`."""
+"""Activation functions by their names in Hugging Face configs. `gelu_fast` and `gelu_accurate` are their authors' names for
+`gelu_new`."""
 
 
 def _saving_only_inputs(definition: Callable[..., jax.Array]) -> CustomVjp:

@@ -26,6 +26,7 @@ class GemmaConfig(DecoderConfig):
         sliding_window: number of tokens that each token attends to in local layers, including itself.
         sliding_window_pattern: layers are grouped by this number; the last of each group is global (full attention),
             the others are local (sliding window).
+        attention_bias: add biases to the query, key, value and output projections.
     """
 
     seq_len: PositiveInt = 8192
@@ -39,6 +40,7 @@ class GemmaConfig(DecoderConfig):
     final_soft_cap: PositiveFloat | None = None
     sliding_window: PositiveInt = 4096
     sliding_window_pattern: PositiveInt = 2
+    attention_bias: bool = False
 
     @property
     @abc.abstractmethod
@@ -64,7 +66,7 @@ class GemmaConfig(DecoderConfig):
         keys = jax.random.split(key, 7)
         q_norm, k_norm = self.head_norms()
         attn = SelfAttention(
-            **projections(self, keys[:4], qkv_bias=False, out_bias=False),
+            **projections(self, keys[:4], qkv_bias=self.attention_bias, out_bias=self.attention_bias),
             q_norm=q_norm,
             k_norm=k_norm,
             scale=self.query_pre_attn_scalar**-0.5,

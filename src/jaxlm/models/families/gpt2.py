@@ -56,6 +56,7 @@ class Gpt2Config(TransformerConfig):
         activation_function: activation of the MLP.
         embed_pdrop, resid_pdrop, attn_pdrop: dropout probability of the embeddings, of the outputs of attention and
             MLP, and of the attention weights.
+        scale_attn_weights: divide the attention scores by the square root of the head size.
         scale_attn_by_inverse_layer_idx: divide the attention scores of layer i (counted from 0) by i + 1.
         upcast_attn: compute the attention matrix products in float32. Scores and softmax are float32 in any case.
         use_bias: add biases to linear layers and norms.
@@ -73,6 +74,7 @@ class Gpt2Config(TransformerConfig):
     embed_pdrop: BelowOne = 0.0
     resid_pdrop: BelowOne = 0.0
     attn_pdrop: BelowOne = 0.0
+    scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
     upcast_attn: bool = False
     use_bias: bool = True
@@ -129,6 +131,7 @@ class Gpt2Block(eqx.Module):
             k_proj=Linear.init(Embed, (KVHeads, HeadSize), std=std, key=k_k, use_bias=bias),
             v_proj=Linear.init(Embed, (KVHeads, HeadSize), std=std, key=k_v, use_bias=bias),
             o_proj=Linear.init((Heads, HeadSize), Embed, std=residual_std, key=k_o, use_bias=bias),
+            scale=None if config.scale_attn_weights else 1.0,
             upcast=config.upcast_attn,
             dropout=config.attn_pdrop,
         )
@@ -152,7 +155,8 @@ class Gpt2Block(eqx.Module):
         k_attn, k_attn_out, k_mlp_out = (None, None, None) if key is None else jax.random.split(key, 3)
         scale = None
         if self.inverse_layer_scale:
-            scale = self.attn.q_proj.weight.axis_size(HEAD_SIZE) ** -0.5 / (index.array + 1)
+            scale = self.attn.q_proj.weight.axis_size(HEAD_SIZE) ** -0.5 if self.attn.scale is None else self.attn.scale
+            scale = scale / (index.array + 1)
         out, new = self.attn(self.attn_norm(x), context, layer_cache, scale=scale, key=k_attn)
         x = x + dropout(out, self.resid_pdrop, k_attn_out)
         out = self.mlp(self.mlp_norm(x))

@@ -25,6 +25,7 @@ class GptNeoxConfig(DecoderConfig):
     Attributes:
         use_parallel_residual: attention and MLP read the same input. False runs the MLP on the output of attention.
         rope: rotary position embedding of queries and keys.
+        attention_bias: add biases to the query, key, value and output projections.
     """
 
     hidden_dim: PositiveInt = 768
@@ -34,6 +35,7 @@ class GptNeoxConfig(DecoderConfig):
     activation_function: str = "gelu"
     use_parallel_residual: bool = True
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(partial_rotary_factor=0.25))
+    attention_bias: bool = True
     mlp_matrices = 2
 
     @property
@@ -46,7 +48,7 @@ class GptNeoxConfig(DecoderConfig):
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
         keys = jax.random.split(key, 6)
-        attn = SelfAttention(**projections(self, keys[:4], qkv_bias=True, out_bias=True))
+        attn = SelfAttention(**projections(self, keys[:4], qkv_bias=self.attention_bias, out_bias=self.attention_bias))
         mlp = plain_mlp(self, keys[4:], use_bias=True)
         return DecoderBlock(self._norm(), attn, self._norm(), mlp, parallel=self.use_parallel_residual)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 from haliax import Axis
 
-from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
+from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat, PositiveInt
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, plain_mlp, projections
@@ -25,12 +25,16 @@ class MptConfig(DecoderConfig):
 
     Attributes:
         alibi_bias_max: sets the smallest ALiBi slope, `2 ** -alibi_bias_max`.
+        softmax_scale: factor of the attention scores. Null means `1 / sqrt(head_dim)`.
+        clip_qkv: queries, keys and values are clipped to [-clip_qkv, clip_qkv]. Null does not clip.
     """
 
     intermediate_dim: PositiveInt = 16384
     activation_function: str = "gelu"
     tie_word_embeddings: bool = True
     alibi_bias_max: NonNegativeFloat = 8.0
+    softmax_scale: PositiveFloat | None = None
+    clip_qkv: PositiveFloat | None = None
     mlp_matrices = 2
 
     @property
@@ -43,7 +47,8 @@ class MptConfig(DecoderConfig):
     def block(self, *, key: jax.Array) -> DecoderBlock:
         keys = jax.random.split(key, 6)
         maps = projections(self, keys[:4], qkv_bias=False, out_bias=False)
-        attn = SelfAttention(**maps, rule=ScoreRule(alibi_max=self.alibi_bias_max))
+        rule = ScoreRule(alibi_max=self.alibi_bias_max)
+        attn = SelfAttention(**maps, clip_qkv=self.clip_qkv, scale=self.softmax_scale, rule=rule)
         return DecoderBlock(self._norm(), attn, self._norm(), plain_mlp(self, keys[4:], use_bias=False))
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:

@@ -24,11 +24,13 @@ class Olmo2Config(DecoderConfig):
 
     Attributes:
         rope: rotary position embedding of queries and keys.
+        attention_bias: add biases to the query, key, value and output projections.
     """
 
     seq_len: PositiveInt = 4096
     layer_norm_epsilon: NonNegativeFloat = 1e-6
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=500000.0))
+    attention_bias: bool = False
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -39,19 +41,23 @@ class Olmo2Config(DecoderConfig):
         check_rope(self.rope, self.num_heads, self.HeadSize.size)
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
-        return post_norm_block(self, key=key)
+        return post_norm_block(self, use_bias=self.attention_bias, key=key)
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
         return Decoder.init(self, Vocab, final_norm=rms_norm(self), key=key)
 
 
-def post_norm_block(config: DecoderConfig, *, key: jax.Array) -> DecoderBlock:
-    """Initializes a block whose norms follow attention and MLP, with query and key norms over all heads jointly."""
+def post_norm_block(config: DecoderConfig, *, use_bias: bool, key: jax.Array) -> DecoderBlock:
+    """Initializes a block whose norms follow attention and MLP, with query and key norms over all heads jointly.
+
+    Args:
+        use_bias: add biases to the projections of attention.
+    """
     keys = jax.random.split(key, 7)
     q_norm, k_norm = (
         RMSNorm.init((axis, config.HeadSize), config.layer_norm_epsilon) for axis in (config.Heads, config.KVHeads)
     )
-    maps = projections(config, keys[:4], qkv_bias=False, out_bias=False)
+    maps = projections(config, keys[:4], qkv_bias=use_bias, out_bias=use_bias)
     attn = SelfAttention(**maps, q_norm=q_norm, k_norm=k_norm)
     return DecoderBlock(
         None, attn, None, gated_mlp(config, keys[4:]), attn_post_norm=rms_norm(config), mlp_post_norm=rms_norm(config)

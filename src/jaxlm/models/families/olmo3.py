@@ -27,6 +27,7 @@ class Olmo3Config(DecoderConfig):
         sliding_window: number of tokens that each token attends to in local layers, including itself.
         sliding_window_pattern: layers are grouped by this number; the last of each group is global (full attention),
             the others are local (sliding window).
+        attention_bias: add biases to the query, key, value and output projections.
     """
 
     seq_len: PositiveInt = 8192
@@ -35,6 +36,7 @@ class Olmo3Config(DecoderConfig):
     local_rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=500000.0))
     sliding_window: PositiveInt = 4096
     sliding_window_pattern: PositiveInt = 4
+    attention_bias: bool = False
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -47,7 +49,7 @@ class Olmo3Config(DecoderConfig):
             check_rope(rope, self.num_heads, self.HeadSize.size)
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
-        return post_norm_block(self, key=key)
+        return post_norm_block(self, use_bias=self.attention_bias, key=key)
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
         return Decoder.init(self, Vocab, final_norm=rms_norm(self), key=key)

@@ -23,6 +23,7 @@ class Qwen2MoeConfig(MoeConfig):
     Attributes:
         shared_expert_intermediate_dim: width of the expert that all tokens share.
         norm_topk_prob: normalize the probabilities of a token's experts to sum to 1.
+        qkv_bias: add biases to the query, key and value projections.
     """
 
     seq_len: PositiveInt = 8192
@@ -36,10 +37,11 @@ class Qwen2MoeConfig(MoeConfig):
     num_experts_per_token: PositiveInt = 4
     shared_expert_intermediate_dim: PositiveInt = 5632
     norm_topk_prob: bool = False
+    qkv_bias: bool = True
 
     @property
     def normalizes_shares(self) -> bool:
         return self.norm_topk_prob
 
     def attention(self, keys: jax.Array) -> SelfAttention:
-        return SelfAttention(**projections(self, keys, qkv_bias=True, out_bias=False))
+        return SelfAttention(**projections(self, keys, qkv_bias=self.qkv_bias, out_bias=False))

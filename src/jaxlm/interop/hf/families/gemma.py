@@ -7,7 +7,6 @@ from typing import Any
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys, window_pattern
 from jaxlm.interop.hf.shared_weights import (
-    attention,
     biased_attention,
     embeddings_and_head,
     gated_mlp,
@@ -36,7 +35,7 @@ def gemma_keys(
         JsonKey("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
         JsonKey("final_logit_softcapping", "final_soft_cap", final_cap),
         FixedKey("use_bidirectional_attention", one_way, others=(None, False)),
-        FixedKey("attention_bias", False),
+        JsonKey("attention_bias", "attention_bias", False),
         FixedKey("attention_dropout", 0.0),
         FixedKey("cache_implementation", "hybrid", others=(None,)),
     )
@@ -46,7 +45,7 @@ def gemma_tensors(config: Any) -> Iterator[Tensor]:
     """All weights except query and key norms."""
     yield from embeddings_and_head(config)
     yield from sandwich_norms()
-    yield from attention()
+    yield from biased_attention(config)
     yield from gated_mlp()
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
+from jaxlm.interop.hf.family import Family, Json, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import activation
 from jaxlm.interop.hf.shared_weights import BLOCK, HEADS
 from jaxlm.interop.hf.weights import Tensor, fused, single
@@ -67,7 +67,7 @@ FAMILY = Family(
         JsonKey("initializer_range", "initializer_range", 0.02),
         JsonKey("scale_attn_by_inverse_layer_idx", "scale_attn_by_inverse_layer_idx", False),
         JsonKey("reorder_and_upcast_attn", "upcast_attn", False),
-        FixedKey("scale_attn_weights", True),
+        JsonKey("scale_attn_weights", "scale_attn_weights", True),
         JsonKey("tie_word_embeddings", "tie_word_embeddings", True),
         KeyGroup(("n_ctx", *(f"summary_{x}" for x in _SUMMARY)), lambda _: {}, lambda _: {}),
     ),

@@ -29,7 +29,8 @@ def _tensors(config: GptNeoxConfig) -> Iterator[Tensor]:
     weights = {f"{BLOCK}attn.{name}.weight": f"{out} | embed" for name, out in _HEADS.items()}
     biases = {f"{BLOCK}attn.{name}.bias": out for name, out in _HEADS.items()}
     yield fused(f"{_LAYER}attention.query_key_value.weight", weights, along=1, merged=2)
-    yield fused(f"{_LAYER}attention.query_key_value.bias", biases, along=1, merged=2)
+    if config.attention_bias:
+        yield fused(f"{_LAYER}attention.query_key_value.bias", biases, along=1, merged=2)
     maps = {
         "attention.dense": ("attn.o_proj", "embed", "heads head_size"),
         "mlp.dense_h_to_4h": ("mlp.up_proj", "mlp", "embed"),
@@ -37,7 +38,8 @@ def _tensors(config: GptNeoxConfig) -> Iterator[Tensor]:
     }
     for theirs, (ours, outputs, inputs) in maps.items():
         yield single(f"{_LAYER}{theirs}.weight", f"{BLOCK}{ours}.weight", f"{outputs} | {inputs}")
-        yield single(f"{_LAYER}{theirs}.bias", f"{BLOCK}{ours}.bias", outputs)
+        if config.attention_bias or not theirs.startswith("attention"):
+            yield single(f"{_LAYER}{theirs}.bias", f"{BLOCK}{ours}.bias", outputs)
 
 
 def _check_other_names(theirs: Mapping[str, Any]) -> Json:
@@ -62,7 +64,7 @@ FAMILY = Family(
         KeyGroup(("rope_theta", "partial_rotary_factor"), _check_other_names, lambda _: {}),
         activation("hidden_act", "gelu"),
         JsonKey("use_parallel_residual", "use_parallel_residual", True),
-        FixedKey("attention_bias", True),
+        JsonKey("attention_bias", "attention_bias", True),
         FixedKey("attention_dropout", 0.0),
         FixedKey("hidden_dropout", 0.0),
         FixedKey("classifier_dropout", 0.1, others=(0.0, None)),

@@ -16,14 +16,14 @@ _LAYER = "transformer.blocks.{layer}."
 _SUPPORTED = {
     "attn_type": ("multihead_attention",),
     "attn_pdrop": (0, 0.0),
-    "clip_qkv": (None,),
-    "softmax_scale": (None,),
     "prefix_lm": (False,),
     "qk_ln": (False,),
     "attn_uses_sequence_id": (False,),
     "alibi": (True,),
     "alibi_bias_max": (8,),
 }
+# Keys of attn_config that are fields of the model config.
+_READ = ("softmax_scale", "clip_qkv")
 _SILENT = ("attn_impl", "base_config_key")
 
 
@@ -46,15 +46,23 @@ def _attention_to_ours(theirs: Mapping[str, Any]) -> Json:
     for key, allowed in _SUPPORTED.items():
         if given.get(key, allowed[0]) not in allowed:
             raise ConfigError(f"attn_config.{key}: {given[key]} given, which is not supported; {allowed[0]} expected")
-    changing, _ = sort_unread(given, set(given).difference(_SUPPORTED))
+    changing, _ = sort_unread(given, set(given).difference(_SUPPORTED, _READ))
     if changing:
         raise ConfigError(f"attn_config.{changing[0]}")
-    return {"alibi_bias_max": 8.0}
+    scale, clip = given.get("softmax_scale"), given.get("clip_qkv") or None  # transformers clips nothing with 0
+    # As numbers of the type that transformers requires: published files have whole numbers.
+    read = {"softmax_scale": scale, "clip_qkv": clip}
+    return {"alibi_bias_max": 8.0, **{key: None if value is None else float(value) for key, value in read.items()}}
+
+
+def _attention_to_theirs(config: MptConfig) -> Json:
+    fixed = {key: allowed[0] for key, allowed in _SUPPORTED.items()}
+    return {"attn_config": fixed | {key: getattr(config, key) for key in _READ}}
 
 
 def _attention_notes(theirs: Mapping[str, Any]) -> list[str]:
     given = theirs.get("attn_config") or {}
-    _, harmless = sort_unread(given, set(given).difference(_SUPPORTED, _SILENT))
+    _, harmless = sort_unread(given, set(given).difference(_SUPPORTED, _READ, _SILENT))
     return [f"attn_config.{text}" for text in harmless]
 
 
@@ -83,7 +91,7 @@ FAMILY = Family(
         KeyGroup(
             ("attn_config",),
             _attention_to_ours,
-            lambda _: {"attn_config": {key: allowed[0] for key, allowed in _SUPPORTED.items()}},
+            _attention_to_theirs,
             _attention_notes,
         ),
         FixedKey("no_bias", True),

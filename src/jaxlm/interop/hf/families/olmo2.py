@@ -1,8 +1,8 @@
 """OLMo 2: config.json keys and weight names."""
 
-from jaxlm.interop.hf.family import Family, FixedKey
+from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys
-from jaxlm.interop.hf.shared_weights import attention, block_norms, embeddings_and_head, gated_mlp, qk_norms
+from jaxlm.interop.hf.shared_weights import biased_attention, block_norms, embeddings_and_head, gated_mlp, qk_norms
 from jaxlm.models.families.olmo2 import Olmo2Config
 
 FAMILY = Family(
@@ -15,13 +15,13 @@ FAMILY = Family(
         head_dim(),
         rope(),
         activation("hidden_act", "silu"),
-        FixedKey("attention_bias", False),
+        JsonKey("attention_bias", "attention_bias", False),
         FixedKey("attention_dropout", 0.0),
     ),
     tensors=lambda config: (
         *embeddings_and_head(config),
         *block_norms(attn_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"),
-        *attention(),
+        *biased_attention(config),
         *qk_norms("heads head_size", "kv_heads head_size"),
         *gated_mlp(),
     ),

@@ -56,7 +56,7 @@ FAMILY = Family(
         KeyGroup(_WINDOWS, _windows_to_ours, lambda _: {"use_sliding_window": False, "sliding_window": None}),
         *router("num_experts", num_experts=60, chosen=4),
         JsonKey("norm_topk_prob", "norm_topk_prob", False),
-        FixedKey("qkv_bias", True),
+        JsonKey("qkv_bias", "qkv_bias", True),
         FixedKey("decoder_sparse_step", 1),
         FixedKey("mlp_only_layers", [], others=(None,)),
         FixedKey("attention_dropout", 0.0),
@@ -64,7 +64,7 @@ FAMILY = Family(
     tensors=lambda config: (
         *embeddings_and_head(config),
         *pre_norms(),
-        *attention(qkv_bias=True),
+        *attention(qkv_bias=config.qkv_bias),
         *experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
         *_shared_expert(),
     ),
