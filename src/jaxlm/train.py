@@ -130,6 +130,7 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
                 with clock.during(Activity.RESTORE):
                     state = conductor.act(outcome, state, opened)
             run = replace(run, plan=replace(run.plan, state_builder=conductor.state_builder))
+        run.beginning.happen()  # of a run that is complete
     plan = run.plan
     newest = retried(plan.checkpoints.checkpoints, AT_START_S)[-1].location
     if isinstance(outcome, Interrupted):
@@ -253,7 +254,7 @@ def _restore(run: Run, init_from: InitFrom) -> RunState:
     run.console.log(f"{progress}, from {checkpoint.location}")
     for line in changed_stages(checkpoint.cursor, checkpoint.position(), phase, plan):
         run.console.log(line)
-    run.settle(state, init_from)
+    run.beginning.then(lambda: run.settle(state, init_from))
     return state
 
 
@@ -286,12 +287,13 @@ def _open_phase(
             steps = compile_steps(plan, phase, first_step, run.console.log)
         steps.check_fits_memory()
         refs = load_references(plan, phase, run.console.log)
+        if resumed is not None:
+            batches.restore(resumed.position())
+        run.beginning.happen()
         if enter is not None:
             state = enter()
             with run.clock.during(Activity.SAVE):
                 saver.save_entry(state, batches.state())
-        if resumed is not None:
-            batches.restore(resumed.position())
         assert state is not None
         if resumed is not None and conductor.num_skipped:
             batches.skip(conductor.num_skipped)

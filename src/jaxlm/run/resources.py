@@ -73,12 +73,28 @@ from jaxlm.run.resume_checks import (
 from jaxlm.run.startup import run_info
 
 
+class Beginning:
+    """What is done once nothing can refuse the start any more. A start that is refused leaves the run's records alone."""
+
+    def __init__(self) -> None:
+        self._actions: list[Callable[[], object]] = []
+
+    def then(self, action: Callable[[], object]) -> None:
+        """Adds what is done next."""
+        self._actions.append(action)
+
+    def happen(self) -> None:
+        """Does what has been added since the last call. All processes must call this."""
+        while self._actions:
+            self._actions.pop(0)()
+
+
 @dataclass(frozen=True)
 class Run:
     """The open resources of one run.
 
     Attributes:
-        trackers: where metrics are logged; empty on processes other than 0.
+        trackers: where metrics are logged; empty until the run begins, and on processes other than 0.
         previous: totals of earlier processes of this run.
         flag_sync: how the processes agree to save or stop.
         stop: records a signal to stop.
@@ -86,13 +102,14 @@ class Run:
         ledgers: the ledger of the run's time; empty on processes other than 0.
         loop_state: metrics of the whole run.
         callbacks: classes of the user's own; none on processes other than 0.
+        beginning: what is written when the run begins: its records, and the checkpoint that it goes on from.
     """
 
     plan: Plan
     tokenizer: Any
     console: Console
     writer: CheckpointWriter
-    trackers: tuple[Tracker, ...]
+    trackers: Sequence[Tracker]
     logs: LogStore
     previous: Totals
     flag_sync: FlagSync
@@ -101,6 +118,7 @@ class Run:
     ledgers: tuple[Ledger, ...]
     loop_state: LoopState
     callbacks: Callbacks
+    beginning: Beginning
 
     def open_data(self, phase: Phase) -> Data:
         """Opens the phase's token caches, and builds them first if they do not exist."""
@@ -323,27 +341,33 @@ def open_run(
             main_only(lambda: check_writable(exports, "hf_save_path"))
         if plan.config.hf_upload:
             main_only(lambda: check_upload("hf_upload"))
-        main_only(lambda: describe_start(plan.log_folder, config_text))
-        trackers = _open_trackers(plan, console, init_from) if is_main_process() else ()
-        for tracker in trackers:
-            closing.callback(tracker.close)
+        trackers: list[Tracker] = []
         previous = totals_at(plan.log_folder / records.METRICS, init_from.resume_step or 0)
         begin = init_from.resume_step or 0
         loop_state = LoopState(records.read_metrics(plan.log_folder / records.METRICS) if begin else (), begin)
         ledgers = (Ledger(plan.log_folder, clock, begin, console.log),) if is_main_process() else ()
-        for ledger in ledgers:
-            ledger.write()
-            closing.callback(ledger.write)
+
+        def write_records() -> None:
+            for tracker in _open_trackers(plan, console, init_from):
+                trackers.append(tracker)
+                closing.callback(tracker.close)
+            describe_start(plan.log_folder, config_text)
+            for ledger in ledgers:
+                ledger.write()
+                closing.callback(ledger.write)
+
+        beginning = Beginning()
+        beginning.then(lambda: main_only(write_records))
         checkpoint = init_from.state
         newest = checkpoint.checkpoint.name if checkpoint is not None and init_from.is_newest else None
         health = SaveHealth(plan.config.trainer.checkpointer, newest, console.log)
-        flush = [*(tracker.flush for tracker in trackers), *([logs.upload] if is_main_process() else [])]
+        flush = [lambda: [tracker.flush() for tracker in trackers], *([logs.upload] if is_main_process() else [])]
         writer = CheckpointWriter(plan.checkpoints, files, health, console.log, still_held, flush, clock.progress)
         sync = FlagSync(plan.layout)
         callbacks = main_only(lambda: _open_callbacks(plan, console, init_from)) or Callbacks({}, console.log)
         with callbacks, _finished(writer, clock):
             parts = (plan, tokenizer, console, writer, trackers, logs, previous, sync, stop, clock, ledgers, loop_state)
-            yield Run(*parts, callbacks)
+            yield Run(*parts, callbacks, beginning)
 
 
 @contextlib.contextmanager

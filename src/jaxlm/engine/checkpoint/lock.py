@@ -56,7 +56,10 @@ def locked_file(path: Path, what: str, refusal: Callable[[object, str], ConfigEr
         file.truncate(0)
         file.write(str(Holder.this_process()))
         file.flush()
-        yield lambda: None
+        try:
+            yield lambda: None
+        finally:
+            file.truncate(0)  # nobody holds it
 
 
 def check_unlocked(path: Path, what: str) -> None:

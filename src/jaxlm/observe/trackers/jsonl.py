@@ -46,8 +46,13 @@ class JsonlTracker:
         histograms, samples, completions, earlier = (path.with_name(name) for name in others)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            for file in (path, histograms, samples, completions, earlier):
+            # All are read before one is changed: a start that is refused changes none.
+            dropping = [
                 _drop_after(file, (attempt, resume_step), warn)
+                for file in (path, histograms, samples, completions, earlier)
+            ]
+            for drop in dropping:
+                drop()
             self._file = LogFile(path, warn)
             self._file.open()
         except OSError as error:
@@ -140,26 +145,35 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _drop_after(path: Path, place: tuple[int, int], warn: Callable[[str], None]) -> None:
-    """Removes the records after an attempt and step, and those of later attempts. A file with other lines is also copied."""
+def _drop_after(path: Path, place: tuple[int, int], warn: Callable[[str], None]) -> Callable[[], None]:
+    """Reads a file. Returns what removes its records after an attempt and step, and those of later attempts.
+
+    A file with other lines is also copied then.
+    """
     if not path.exists():
-        return
+        return lambda: None
     attempt, step = place
 
     def stays(record: Mapping[str, float]) -> bool:
         number = record.get("attempt", 0)
         return number < attempt or (number == attempt and record["step"] <= step)
 
-    records, num_others = parse_jsonl(path.read_bytes())
-    if num_others:
-        aside = free_path(path.with_name(f"{path.name}.damaged"))
-        aside.write_bytes(path.read_bytes())
-        warn(
-            f"warning: {num_others} lines of {path} are not records of this run. They are left out; {aside} has the old file"
-        )
-    unfinished = path.with_name(path.name + ".unfinished")
-    with open(unfinished, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in filter(stays, records))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    content = path.read_bytes()
+    records, num_others = parse_jsonl(content)
+
+    def drop() -> None:
+        if num_others:
+            aside = free_path(path.with_name(f"{path.name}.damaged"))
+            aside.write_bytes(content)
+            warn(
+                f"warning: {num_others} lines of {path} are not records of this run. They are left out; {aside} has the old"
+                " file"
+            )
+        unfinished = path.with_name(path.name + ".unfinished")
+        with open(unfinished, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in filter(stays, records))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+
+    return drop
