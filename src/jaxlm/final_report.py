@@ -44,11 +44,24 @@ def final_report(plan: Plan, console: Console) -> None:
         *write_plots(plan, records),
         ("report page", report_page(plan.log_folder)),
         *outputs(plan),
-        ("to sample", f'jaxlm sample --checkpoint {plan.checkpoints.location} --prompt "..."'),
+        how_to_use(plan),
     ]
     if plan.phases[-1].scheduled_steps is None:  # otherwise the run has ended early, because it should
         rows.append(("to train longer", f"run the same command with --trainer.num_train_steps {2 * plan.num_steps}"))
     console.log(table("report", rows))
+
+
+def how_to_use(plan: Plan) -> tuple[str, str]:
+    """A row with a command that does what the model was trained for."""
+    location = plan.checkpoints.location
+    if plan.phases[-1].objective.trains_writing:
+        return "to sample", f'jaxlm sample --checkpoint {location} --prompt "..."'
+    folder = f"{plan.run_id}-hf"
+    convert = f"jaxlm convert to-hf --checkpoint {location} --output_dir {folder}"
+    return (
+        "to score text",
+        f"{convert}, then open {folder} in transformers, or in a run with rewards: [{{type: model}}]",
+    )
 
 
 def time_spent(log_folder: Path) -> list[tuple[str, str]]:

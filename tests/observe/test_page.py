@@ -393,6 +393,20 @@ def test_a_run_is_a_path_an_id_or_a_url(tmp_path, monkeypatch):
     assert {run.config for run in found} == {"trainer: {seed: 0}\n"}
 
 
+def test_a_folder_without_metrics_does_not_hide_the_run_of_its_name(tmp_path, monkeypatch, capsys, small_library):
+    for name in ("d2", "plug"):
+        write_run(tmp_path / "logs" / name, [record(step) for step in range(1, 4)])
+    (tmp_path / "plug").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "d2", "plug"]) == 0
+    assert main(["report", "plug"]) == 0
+    assert capsys.readouterr().out.split() == ["report.html", "logs/plug/report.html"]
+    write_run(tmp_path / "other", [record(1)])
+    (tmp_path / "logs" / "other").mkdir()
+    assert main(["report", "other"]) == 0
+    assert capsys.readouterr().out.split() == ["other/report.html"]
+
+
 @pytest.fixture
 def no_library(monkeypatch):
     monkeypatch.setattr(page, "has_library", lambda: False)

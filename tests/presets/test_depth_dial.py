@@ -49,6 +49,12 @@ def configured(*trees: dict[str, Any]) -> RunConfig:
     return decode_run(ConfigSource(merged), "run")
 
 
+def test_the_only_preset_needs_no_type():
+    assert configured({**SMALL, "preset": {"depth": 3}}) == configured(
+        {**SMALL, "preset": {"type": "depth_dial", "depth": 3}}
+    )
+
+
 def derivation(config: RunConfig) -> Derivation:
     assert config.preset is not None
     return config.preset.derive(ConfigSource(encode(config)))
@@ -461,7 +467,6 @@ def test_a_warmup_of_the_whole_run_is_named_where_the_momentum_cannot_fall_after
             r"preset\.lookup_lr: given, but the model has no lookup layers",
         ),
         ({"preset": {"type": "dial"}}, r"preset\.type: 'dial' given\. Allowed: depth_dial"),
-        ({"preset": {"depth": 3}}, r"preset\.type: no type given\. Allowed: depth_dial"),
         ({"preset": {"type": "depth_dial"}}, r"preset: the key 'depth' is missing"),
         ({"preset": "depth_dial"}, r"preset: 'depth_dial' given, a section with keys"),
     ],

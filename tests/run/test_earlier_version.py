@@ -4,6 +4,7 @@
 run.yaml`, in a folder with these two files): the checkpoints before the end of either phase, and the losses of all steps.
 """
 
+import hashlib
 import io
 import json
 import re
@@ -13,9 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlm.config.load import load_config
+from jaxlm.config.load import load_config, read_config
 from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
 from jaxlm.observe.console import Console
+from jaxlm.refs.checkpoint import CheckpointRefConfig
 from jaxlm.run.load_model import open_checkpoint
 from jaxlm.train import train
 
@@ -69,3 +72,20 @@ def test_its_configuration_and_its_average_are_read(place):
     averaged = dict(tree.leaves(average))
     changed = {path for path, leaf in tree.leaves(trained) if not np.array_equal(leaf.array, averaged[path].array)}
     assert changed == {path for path, trains in mask.items() if trains}
+
+
+def test_its_model_is_read_without_the_modules_that_followed_its_training(place):
+    saved = place / "run" / "step-6"
+    shutil.copytree(EARLIER / "step-6", saved)
+    config, checksums = saved / "run" / "config.yaml", saved / "checksums.json"
+    following = "trainer:\n  callbacks: [{type: 'gone:Callback', path: x}]\n  tracker: {type: 'gone:Tracker'}\n"
+    lines = [
+        line for line in config.read_text().splitlines(keepends=True) if not re.match(r"  (callbacks|tracker):", line)
+    ]
+    config.write_text("".join(lines).replace("trainer:\n", following))
+    hashes = json.loads(checksums.read_text())
+    checksums.write_text(json.dumps(hashes | {"run/config.yaml": hashlib.sha256(config.read_bytes()).hexdigest()}))
+    assert open_checkpoint("run", {"trainer.fsdp_axis": None}).plan.config.trainer.callbacks == []
+    assert CheckpointRefConfig("run").open("refs.teacher").model_config().num_layers == 2
+    with pytest.raises(ConfigError, match="importing gone failed: ModuleNotFoundError"):
+        read_config(config)

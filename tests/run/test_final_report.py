@@ -3,7 +3,11 @@
 import gzip
 from types import SimpleNamespace
 
-from jaxlm.final_report import compressors, outputs, skipped_updates, training_loss
+import pytest
+
+from jaxlm.final_report import compressors, how_to_use, outputs, skipped_updates, training_loss
+from jaxlm.objectives.next_token import NextToken
+from jaxlm.objectives.reward import RewardObjective
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
 from jaxlm.observe.trackers.wandb import WandbConfig
 
@@ -34,6 +38,20 @@ def test_the_report_does_not_show_an_earlier_loss_as_the_last():
     assert training_loss(records) == "not finite; 2.5000 at step 2"
     assert training_loss(records[2:]) == "never finite"
     assert training_loss([]) == "none"
+
+
+@pytest.mark.parametrize(
+    ("objective", "command"),
+    [
+        (NextToken(), "jaxlm sample --checkpoint checkpoints/run --prompt"),
+        (RewardObjective(), "jaxlm convert to-hf --checkpoint checkpoints/run --output_dir run-hf"),
+    ],
+)
+def test_the_report_advises_what_the_model_is_trained_for(objective, command):
+    phases = [SimpleNamespace(objective=RewardObjective()), SimpleNamespace(objective=objective)]
+    checkpoints = SimpleNamespace(location="checkpoints/run")
+    _, text = how_to_use(SimpleNamespace(phases=phases, run_id="run", checkpoints=checkpoints))
+    assert text.startswith(command)
 
 
 def test_the_report_names_what_the_trackers_have_written(tmp_path):

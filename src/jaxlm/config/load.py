@@ -22,6 +22,7 @@ from jaxlm.presets.base import with_preset
 from jaxlm.surgery.base import SurgeryConfig
 
 R = TypeVar("R", bound=RunConfig)
+_FOLLOWING = ("callbacks", "tracker")  # keys of `trainer` that only look at a run while it trains
 _OF_ALL_PHASES = ("tokenizer", "vocab_size", "added_tokens")  # keys of `data` that must be the same in all phases
 
 
@@ -100,6 +101,18 @@ def refuse_dry_run(config: RunConfig, reason: str) -> None:
 def read_config(path: Path | str) -> RunConfig:
     """Loads a configuration from a file alone, or a recipe (`jaxlm:quickstart.yaml`), without command-line overrides."""
     return decode_run(from_levanter(load_yaml(path))[0], config_file(path).stem)
+
+
+def read_saved(path: Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """The configuration that a run saved, for those who only read its model: without the classes that followed its training,
+    which may be of a module that this machine does not have.
+
+    Args:
+        overrides: dotted key -> value.
+    """
+    source = override(load_yaml(path), dict(overrides or {}))
+    trainer = {key: value for key, value in source.tree.get("trainer", {}).items() if key not in _FOLLOWING}
+    return decode_run(ConfigSource({**source.tree, "trainer": trainer}, source.marks), None)
 
 
 def decode_run(source: ConfigSource, name: str | None, kind: type[R] = RunConfig) -> R:

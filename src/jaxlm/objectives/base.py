@@ -44,6 +44,8 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     """The kinds of batches that the objective reads."""
     head_in_fp8: ClassVar[bool] = True
     """Whether the loss multiplies with the head as `model.head_fp8` says. If it does not, the start-up table says so."""
+    trains_writing: ClassVar[bool] = True
+    """Whether the model is trained to write text, rather than to score it."""
     sequences_axis: ClassVar[str | None] = None
     """The axis of the sequences of an example, if the model reads all of them; None if it reads one."""
 

@@ -49,6 +49,7 @@ class RewardObjective(ObjectiveConfig):
 
     batch_types: ClassVar[tuple[type, ...]] = (PairBatch,)
     head_in_fp8: ClassVar[bool] = False
+    trains_writing: ClassVar[bool] = False
     sequences_axis: ClassVar[str | None] = PAIR
 
     center_coefficient: NonNegativeFloat = 0.0

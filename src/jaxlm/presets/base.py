@@ -84,6 +84,10 @@ class Derivation:
 class PresetConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.presets"):
     """Fills in keys of other sections. `type:` selects the preset."""
 
+    @classmethod
+    def default_choice_name(cls) -> str:
+        return "depth_dial"
+
     @abc.abstractmethod
     def derive(self, source: ConfigSource) -> Derivation:
         """What follows from this section and from the keys of a configuration that the preset reads, such as

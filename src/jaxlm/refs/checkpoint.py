@@ -10,8 +10,7 @@ from pathlib import Path
 import jax
 from haliax import Axis
 
-from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import load_yaml
+from jaxlm.config.load import read_saved
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
@@ -113,7 +112,7 @@ class _CheckpointRef(Ref[CheckpointRefConfig]):
         checkpoint = latest_complete(candidates, path, print)
         with checkpoint.checkpoint.local("run") as folder:
             tokenizer = load_tokenizer(str(folder / "tokenizer"))
-            config = decode_run(load_yaml(folder / "config.yaml"), None)
+            config = read_saved(folder / "config.yaml")
         Vocab, phases = vocab_axis(tokenizer.vocab_size), plan_phases(config)[0]
         builder = StateBuilder(config.model, Vocab, config.trainer.seed, self.precision, phases)
         phase = phases[checkpoint.cursor.phase]

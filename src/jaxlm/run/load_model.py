@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from jaxlm.config.load import decode_run
+from jaxlm.config.load import decode_run, read_saved
 from jaxlm.config.overrides import option_tree, override, parse_arguments
-from jaxlm.config.yaml import ConfigSource, load_yaml
+from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
 from jaxlm.core.stores import is_url
@@ -143,7 +143,7 @@ def open_checkpoint(
     overrides = dict(options or {})
     with checkpoint.checkpoint.local("run") as folder:
         tokenizer = load_tokenizer(str(folder / "tokenizer"))
-        config = decode_run(override(load_yaml(folder / "config.yaml"), overrides), None)
+        config = read_saved(folder / "config.yaml", overrides)
     check_effective(overrides, also=also)
     return LoadedCheckpoint(checkpoint, tokenizer, make_plan(config, "trained", tokenizer.vocab_size, devices))
 

@@ -113,9 +113,10 @@ def read_run(given: str) -> LoggedRun:
 
 
 def local_folder(given: str) -> Path:
-    """The log folder of a run, given as a path or as an id below `./logs`."""
-    folder = Path(given)
-    return folder if folder.is_dir() or not (LOGS / given).is_dir() else LOGS / given
+    """The log folder of a run, given as a path or as an id below `./logs`. A folder is one if it has metrics."""
+    folders = (Path(given), LOGS / given)
+    runs = [folder for folder in folders if (folder / METRICS).exists()]
+    return next(iter(runs or [folder for folder in folders if folder.is_dir()]), folders[0])
 
 
 def _unreadable(what: str) -> Callable[[str], ConfigError]:
