@@ -11,7 +11,8 @@ Give several for several recipes. Nothing is downloaded.
 --parity   For each depth, nanochat's scripts/base_train.py takes 20 steps, and so does `jaxlm train`: from the same weights
            (nanochat's initial ones with noise, so that its zeros matter too), on the same shards, with the same tokenizer.
            Each side derives its rates and packs its rows by itself. Compares logits, losses, bits per byte and the answers
-           to CORE, with models that go in both directions. Ends with 1 if a goal is missed.
+           to CORE, with models that go in both directions; and the rows of both loaders, from files with other row groups
+           and with few documents. Ends with 1 if a goal is missed.
 --speed    tokens/s of a step of nanochat's model at depth 4, with and without torch.compile, and of `jaxlm train`, by turns
            as in cpu_peers.py: same weights, rows and rates, float32, 8 rows of 512 tokens, a vocabulary of 32,768.
 
@@ -34,7 +35,17 @@ from typing import Any
 import yaml
 from cpu_peers import Live, Peer
 from machine import this_processor
-from nanochat_parity import Case, Finding, Place, compare, in_words, make_place
+from nanochat_parity import (
+    LOADER_SETS,
+    Case,
+    Finding,
+    Place,
+    Sizes,
+    compare,
+    compare_loaders,
+    in_words,
+    make_place,
+)
 from peer_report import report
 from processes import PeerFailedError
 
@@ -99,6 +110,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--bundle", type=Path, help="with --parity: the folder of CORE's tasks, or one with some of their .jsonl files"
     )
+    parser.add_argument("--seq_len", type=int, default=256, help="with --parity: tokens of a row (default 256)")
+    parser.add_argument("--aspect_ratio", type=int, help="with --parity: width per layer (default 64)")
+    parser.add_argument("--head_dim", type=int, help="with --parity: (default 128, or 64 below depth 4)")
+    parser.add_argument("--window_pattern", help="with --parity: as in SSSL, nanochat's default")
+    parser.add_argument("--row_group", type=int, default=1024, help="with --parity: documents of one (default 1024)")
+    parser.add_argument("--documents", type=int, default=3072, help="with --parity: to train on (default 3072)")
     parser.add_argument("--questions", type=int, default=20, help="questions of each task of CORE (default 20)")
     parser.add_argument("--rounds", type=int, default=20, help="with --speed: at most this many rounds (default 20)")
     parser.add_argument("--minutes", type=float, default=10, help="no round starts after this time (default 10)")
@@ -108,7 +125,9 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if not options.parity and not options.speed:
         parser.error("nothing to do. Give --parity, --speed, or both")
-    for name, least in {"questions": 11, "rounds": 2, "minutes": 0, "steps": 1, "memory_gib": 1}.items():
+    limits = {"questions": 11, "rounds": 2, "minutes": 0, "steps": 1, "memory_gib": 1}
+    limits |= {"seq_len": 16, "row_group": 1, "documents": 100}
+    for name, least in limits.items():
         if getattr(options, name) < least:
             parser.error(f"--{name}: {getattr(options, name):g} given, at least {least} expected")
     depths = options.depths.split(",")
@@ -150,12 +169,15 @@ def parity(checkouts: list[Checkout], options: argparse.Namespace) -> list[Findi
     """Compares the numbers of all checkouts at all depths."""
     findings: list[Finding] = []
     with tempfile.TemporaryDirectory() as folder:
-        place: Place = make_place(Path(folder), options.bundle, options.questions)
+        place: Place = make_place(Path(folder), options.bundle, options.questions, options.row_group, options.documents)
+        sizes = Sizes(options.seq_len, options.aspect_ratio, options.head_dim, options.window_pattern)
         for checkout in checkouts:
+            findings += compare_loaders(str(checkout), checkout.folder, place)
+            print(f"\n{checkout}, loaders\n" + "\n".join(map(in_words, findings[-len(LOADER_SETS) :])), flush=True)
             for depth in options.depths:
                 # The early revision orthogonalizes in bfloat16 everywhere, the late one only where it computes in bfloat16.
                 for in_bfloat16 in (True, False) if checkout.recipe == "seed" else (False,):
-                    case = Case(str(checkout), checkout.folder, checkout.recipe, depth, in_bfloat16)
+                    case = Case(str(checkout), checkout.folder, checkout.recipe, depth, in_bfloat16, sizes)
                     began = time.monotonic()
                     of_case = compare(case, place)
                     print(f"\n{case}, {time.monotonic() - began:.0f} s")

@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ from jaxlm.evals.core_bundle import CORE_TASKS
 
 PEERS = Path(__file__).resolve().parent / "peers"
 STEPS, WARMUP = 20, 5
-SEQ_LEN, ROWS, MICROBATCHES, EVAL_BATCHES = 256, 8, 2, 8
+ROWS, MICROBATCHES, EVAL_BATCHES = 8, 2, 8
 VOCAB = 4090  # six rows of padding
-_TRAIN_DOCUMENTS, _VALIDATION_DOCUMENTS, _ROW_GROUP = 3072, 2048, 1024
+LOADER_SETS = ((97, 700), (128, 700), (1000, 3000), (1024, 3072), (700, 700))  # documents of a row group, and in all
+LOADER_BATCHES = 200
 _SHORTEST_DOCUMENT = 200  # characters
 _SPECIAL_TOKENS = (
     *("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"),
@@ -35,6 +36,16 @@ _TIMEOUT_S = 3600
 _NO_EXAMPLES = ("copa", "winograd", "lambada_openai")
 _ANSWERS = dict.fromkeys(("arc_easy", "piqa", "jeopardy"), "\nAnswer: ")
 _LOGITS_GOAL, _LOSS_GOAL, _BPB_GOAL = 1e-4, 1e-3, 1e-6
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the models and rows. None is the default of both programs; for `head_dim`, 128 from depth 4 on, else 64."""
+
+    seq_len: int = 256
+    aspect_ratio: int | None = None
+    head_dim: int | None = None
+    window_pattern: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,10 +62,11 @@ class Case:
     recipe: str
     depth: int
     in_bfloat16: bool
+    sizes: Sizes = Sizes()
 
     @property
     def head_dim(self) -> int:
-        return 128 if self.depth >= 4 else 64
+        return self.sizes.head_dim or (128 if self.depth >= 4 else 64)
 
     def __str__(self) -> str:
         return f"{self.checkout}, depth {self.depth}, Muon in {'bfloat16' if self.in_bfloat16 else 'float32'}"
@@ -112,8 +124,13 @@ def in_words(finding: Finding) -> str:
     return f"  {finding.name:54}{finding.difference:>10.2e}  {goal:22}{finding.note}".rstrip()
 
 
-def make_place(folder: Path, bundle: Path | None, questions: int) -> Place:
-    """Writes shards of the standard library's source, and a tokenizer that is trained on them."""
+def make_place(folder: Path, bundle: Path | None, questions: int, row_group: int, num_documents: int) -> Place:
+    """Writes two shards of the standard library's source, for training and validation, and a tokenizer trained on the first.
+
+    Args:
+        row_group: documents in a row group.
+        num_documents: in the first shard; two thirds of it in the second.
+    """
     texts = list(documents())
     place = Place(
         folder,
@@ -122,15 +139,18 @@ def make_place(folder: Path, bundle: Path | None, questions: int) -> Place:
         None if bundle is None else complete_bundle(bundle.resolve(), folder / "bundle"),
         questions,
     )
-    place.shards.mkdir()
-    parts = texts[:_TRAIN_DOCUMENTS], texts[_TRAIN_DOCUMENTS : _TRAIN_DOCUMENTS + _VALIDATION_DOCUMENTS]
-    for number, part in enumerate(parts):
-        pq.write_table(
-            pa.table({"text": part}), place.shards / f"shard_{number:05d}.parquet", row_group_size=_ROW_GROUP
-        )
+    parts = texts[:num_documents], texts[num_documents : num_documents + num_documents * 2 // 3]
+    write_shards(place.shards, parts, row_group)
     config = BpeConfig(pattern="nanochat", special_tokens=list(_SPECIAL_TOKENS))
     train_bpe(parts[0], VOCAB, config).save(place.tokenizer)
     return place
+
+
+def write_shards(folder: Path, parts: Iterable[list[str]], row_group: int) -> None:
+    """Writes a file of each part."""
+    folder.mkdir()
+    for number, part in enumerate(parts):
+        pq.write_table(pa.table({"text": part}), folder / f"shard_{number:05d}.parquet", row_group_size=row_group)
 
 
 def documents() -> Iterator[str]:
@@ -180,6 +200,33 @@ def complete_bundle(given: Path, folder: Path) -> Path:
     return folder
 
 
+def compare_loaders(checkout: str, folder: Path, place: Place) -> Iterator[Finding]:
+    """Compares the rows that both programs read from the same files, over several passes.
+
+    Args:
+        checkout: in words.
+        folder: of nanochat's code.
+    """
+    case, texts = Case(checkout, folder, "head", 4, in_bfloat16=False), list(documents())
+    for number, (row_group, num_documents) in enumerate(LOADER_SETS):
+        home = place.folder / f"loader-{folder.name}-{number}"
+        base = home / "nanochat"
+        own = replace(place, shards=home / "shards", bundle=None)
+        home.mkdir()
+        write_shards(own.shards, (texts[:num_documents], texts[:num_documents]), row_group)
+        make_base(base, own)
+        (home / "run.yaml").write_text(yaml.safe_dump(configuration(case, own, home, base)))
+        common = {"batch": [ROWS, case.sizes.seq_len], "num_batches": LOADER_BATCHES}
+        theirs = {"checkout": str(folder), "base_dir": str(base), "tokenizer": str(place.tokenizer / "tokenizer.json")}
+        run_peer("nanochat_torch.py", "rows", {**common, **theirs, "output": str(home / "theirs.npz")}, home)
+        ours = {"config": str(home / "run.yaml"), "output": str(home / "ours.npz")}
+        run_peer("nanochat_jaxlm.py", "rows", {**common, **ours}, home)
+        found, expected = (dict(np.load(home / f"{name}.npz")) for name in ("ours", "theirs"))
+        different = sum(int((found[split] != expected[split]).any(axis=1).sum()) for split in expected)
+        name = f"rows that differ: {num_documents:,} documents, row groups of {row_group:,}"
+        yield Finding(checkout, name, different, 0, f"of {sum(map(len, expected.values())):,}, of both splits")
+
+
 def compare(case: Case, place: Place) -> list[Finding]:
     """Runs both programs and compares what they compute.
 
@@ -207,7 +254,7 @@ def compare(case: Case, place: Place) -> list[Finding]:
     run_command("convert", "to-nanochat", "--checkpoint", own, "--output_dir", str(checkpoints["converted"]))
     measured = {
         "rows": str(home / "steps.npz"),
-        "batch": [ROWS, SEQ_LEN],
+        "batch": [ROWS, case.sizes.seq_len],
         "num_batches": EVAL_BATCHES,
         "questions": place.questions if place.bundle else 0,
     }
@@ -242,16 +289,18 @@ def base_train_arguments(case: Case) -> list[str]:
     values = {
         "depth": case.depth,
         "head-dim": case.head_dim,
-        "max-seq-len": SEQ_LEN,
+        "max-seq-len": case.sizes.seq_len,
         "device-batch-size": ROWS,
-        "total-batch-size": ROWS * MICROBATCHES * SEQ_LEN,
+        "total-batch-size": ROWS * MICROBATCHES * case.sizes.seq_len,
         "num-iterations": STEPS,
         "eval-every": STEPS,
-        "eval-tokens": EVAL_BATCHES * ROWS * SEQ_LEN,
+        "eval-tokens": EVAL_BATCHES * ROWS * case.sizes.seq_len,
         "core-metric-every": -1,
         "sample-every": -1,
         "model-tag": "trained",
         **({"warmup-steps": WARMUP} if case.recipe == "head" else {}),
+        **({} if case.sizes.aspect_ratio is None else {"aspect-ratio": case.sizes.aspect_ratio}),
+        **({} if case.sizes.window_pattern is None else {"window-pattern": case.sizes.window_pattern}),
     }
     return [f"--{name}={value}" for name, value in values.items()]
 
@@ -265,9 +314,10 @@ def configuration(case: Case, place: Place, home: Path, start: Path) -> dict[str
             "depth": case.depth,
             "recipe": case.recipe,
             "head_dim": case.head_dim,
-            "total_batch_size": ROWS * MICROBATCHES * SEQ_LEN,
+            "total_batch_size": ROWS * MICROBATCHES * case.sizes.seq_len,
             "num_iterations": STEPS,
             "device_batch_size": ROWS,
+            **({} if case.sizes.aspect_ratio is None else {"aspect_ratio": case.sizes.aspect_ratio}),
         },
         "initialize_from_hf": str(start),
         "data": {
@@ -279,7 +329,11 @@ def configuration(case: Case, place: Place, home: Path, start: Path) -> dict[str
             "shuffle": False,
             "packing": {"type": "best_fit"},
         },
-        "model": {"seq_len": SEQ_LEN, **model_changes(case)},
+        "model": {
+            "seq_len": case.sizes.seq_len,
+            **({} if case.sizes.window_pattern is None else {"window_pattern": case.sizes.window_pattern}),
+            **model_changes(case),
+        },
         "optimizer": {"orthogonalization_dtype": dtype, **({"warmup": WARMUP} if case.recipe == "head" else {})},
         "evals": [{"type": "loss"}],
         "trainer": {

@@ -47,6 +47,7 @@ def refusal(monkeypatch, capsys, *arguments):
         (["--parity", "--depths", "2,x"], "--depths: 2,x given, numbers from 2 to 32 expected"),
         (["--parity", "--bundle", "nowhere"], "--bundle: nowhere given, which is no folder"),
         (["--parity", "--questions", "10"], "--questions: 10 given, at least 11 expected"),
+        (["--parity", "--row_group", "0"], "--row_group: 0 given, at least 1 expected"),
         (["--speed", "--rounds", "1"], "--rounds: 1 given, at least 2 expected"),
     ],
 )
@@ -87,8 +88,12 @@ def test_both_sides_have_the_same_rates(recipe, tmp_path):
     assert run.optimizer.orthogonalization_dtype == ("bfloat16" if recipe == "seed" else "float32")
 
 
-def test_the_compared_run_has_the_sizes_of_nanochats(tmp_path):
-    case = parity.Case("head", tmp_path, "head", 4, in_bfloat16=False)
+@pytest.mark.parametrize(
+    ("sizes", "depth", "heads"),
+    [(parity.Sizes(), 4, 2), (parity.Sizes(640, aspect_ratio=22, head_dim=44, window_pattern="SLS"), 6, 3)],
+)
+def test_the_compared_run_has_the_sizes_of_nanochats(sizes, depth, heads, tmp_path):
+    case = parity.Case("head", tmp_path, "head", depth, in_bfloat16=False, sizes=sizes)
     place = parity.Place(tmp_path, tmp_path / "shards", tmp_path / "tokenizer", None, 20)
     tree = parity.configuration(case, place, tmp_path, tmp_path / "start")
     tree["data"] |= {"tokenizer": "bpe", "vocab_size": parity.VOCAB}  # there is no tokenizer here
@@ -98,7 +103,14 @@ def test_the_compared_run_has_the_sizes_of_nanochats(tmp_path):
     assert run.trainer.max_per_device_parallelism == int(theirs["device-batch-size"])
     assert run.trainer.num_train_steps == int(theirs["num-iterations"])
     assert run.trainer.max_eval_batches * parity.ROWS * run.model.seq_len == int(theirs["eval-tokens"])
-    assert (run.model.num_layers, run.model.num_heads, run.optimizer.warmup) == (4, 2, int(theirs["warmup-steps"]))
+    assert (run.model.num_layers, run.model.num_heads, run.optimizer.warmup) == (
+        depth,
+        heads,
+        int(theirs["warmup-steps"]),
+    )
+    assert run.model.seq_len == int(theirs["max-seq-len"])
+    assert run.model.window_pattern == theirs.get("window-pattern", run.model.window_pattern)
+    assert run.model.hidden_dim == depth * int(theirs.get("aspect-ratio", 64))
 
 
 def test_a_bundle_is_made_of_loose_files(tmp_path):

@@ -1,5 +1,6 @@
-"""jaxlm's part of benchmarks/nanochat.py. Arguments: evaluate or step, and a JSON file with the options.
+"""jaxlm's part of benchmarks/nanochat.py. Arguments: rows, evaluate or step, and a JSON file with the options.
 
+rows       records the rows that `jaxlm train` would read, of both splits.
 evaluate   imports nanochat's checkpoints: logits of each. Loads jaxlm's own: logits, bits per byte and the answers to CORE.
 step       times the compiled step of `jaxlm train` for benchmarks/cpu_peers.py, from nanochat's initial weights.
 """
@@ -21,6 +22,7 @@ with gc_paused():
 
     import jaxlm
     from jaxlm.config.load import read_config
+    from jaxlm.core.batch_schedule import BatchSchedule, BatchStage
     from jaxlm.evals.core import CoreEvalConfig, open_core
     from jaxlm.evaluate import evaluate as evaluate_loss
     from jaxlm.interop.pretrained import load_pretrained, open_pretrained
@@ -37,6 +39,16 @@ def imported(folder, changes, layout):
     config = dataclasses.replace(opened.config, **changes)
     abstract = jax.eval_shape(lambda: config.build(vocab_axis(opened.vocab_size), key=jax.random.key(0)))
     return load_pretrained(Path(folder), abstract, config, layout)
+
+
+def rows(options):
+    run = read_config(Path(options["config"]))
+    data = run.data.open(run.data.load_tokenizer(print), options["batch"][1], print)
+    batches = BatchSchedule((BatchStage(0, options["batch"][0], 1, options["batch"][0]),))
+    numbers = np.arange(options["num_batches"] * options["batch"][0])
+    read = {"train": data.mixture(batches, seed=0).read(numbers), "val": data.validation[0].examples.read(numbers)}
+    found = {name: np.append(columns["tokens"], columns["targets"][:, -1:], axis=1) for name, columns in read.items()}
+    np.savez(options["output"], **found)
 
 
 def evaluate(options):
@@ -78,7 +90,7 @@ def step(options):
 
 def main():
     mode, file = sys.argv[1:]
-    {"evaluate": evaluate, "step": step}[mode](json.loads(Path(file).read_text()))
+    {"rows": rows, "evaluate": evaluate, "step": step}[mode](json.loads(Path(file).read_text()))
 
 
 main()

@@ -1,6 +1,7 @@
-"""nanochat's own code, from a checkout. Arguments: train, evaluate or step, and a JSON file with the options.
+"""nanochat's own code, from a checkout. Arguments: train, rows, evaluate or step, and a JSON file with the options.
 
 train      runs scripts/base_train.py. Records the weights that it starts from, the loss of each microbatch, and some rows.
+rows       records the rows of its loader, of both splits.
 evaluate   loads checkpoints with nanochat's code: logits of each; of one, also bits per byte and the answers to CORE.
 step       times optimizer steps for benchmarks/cpu_peers.py.
 
@@ -117,6 +118,28 @@ def keep_float32(optimizer):
     optimizer.step = without_cast
 
 
+def write_tokenizer(options):
+    encoding, folder = Encoding(options["tokenizer"]), Path(options["base_dir"], "tokenizer")
+    folder.mkdir()
+    (folder / "tokenizer.pkl").write_bytes(pickle.dumps(encoding))
+    torch.save(encoding.num_bytes(), folder / "token_bytes.pt")
+
+
+def rows(options):
+    write_tokenizer(options)
+    from nanochat.dataloader import tokenizing_distributed_data_loader_bos_bestfit
+    from nanochat.tokenizer import get_tokenizer
+
+    found = {}
+    for split in ("train", "val"):
+        batches = tokenizing_distributed_data_loader_bos_bestfit(
+            get_tokenizer(), *options["batch"], split, device="cpu"
+        )
+        pairs = itertools.islice(batches, options["num_batches"])
+        found[split] = np.concatenate([np.append(x.numpy(), y[:, -1:].numpy(), axis=1) for x, y in pairs])
+    np.savez(options["output"], **found)
+
+
 def train(options):
     losses, rows = [], []
     compile_nothing(lambda model: Watched(model, losses, rows))
@@ -124,10 +147,7 @@ def train(options):
     from nanochat.gpt import GPT
     from nanochat.optim import MuonAdamW
 
-    encoding, folder = Encoding(options["tokenizer"]), Path(options["base_dir"], "tokenizer")
-    folder.mkdir()
-    (folder / "tokenizer.pkl").write_bytes(pickle.dumps(encoding))
-    torch.save(encoding.num_bytes(), folder / "token_bytes.pt")
+    write_tokenizer(options)
     initialize = GPT.init_weights
 
     def init_weights(model):
@@ -247,7 +267,7 @@ def main():
     for name in ("rustbpe", "tiktoken", "wandb"):
         sys.modules[name] = ModuleType(name)
         sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
-    {"train": train, "evaluate": evaluate, "step": step}[mode](options)
+    {"train": train, "rows": rows, "evaluate": evaluate, "step": step}[mode](options)
 
 
 main()

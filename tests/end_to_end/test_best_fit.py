@@ -68,6 +68,27 @@ def test_killed_in_the_middle_of_an_epoch(workplace, uninterrupted):
 
 
 @pytest.mark.slow
+def test_killed_where_documents_of_two_passes_wait_together(workplace):
+    """The buffer holds each document several times, and the run reads more than one pass."""
+    options = [word.replace("20,", "3000,") for word in PACKING]
+    options += [*WATCH, "--data.shuffle", "false", "--data.train_urls", "[validation.jsonl]"]
+    places = [with_paragraphs(workplace()) for _ in range(2)]
+    uninterrupted = places[0].run(*options)
+    assert uninterrupted.code == 0, uninterrupted.err
+    found = re.search(r"train: ([\d,]+) rows of 32 tokens, .* without a break", uninterrupted.out)
+    assert found is not None
+    assert int(found[1].replace(",", "")) < STEPS * 8
+    killed = places[1].start(*options, module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase")
+    killed.communicate(timeout=500)
+    assert killed.returncode == -signal.SIGKILL
+    finished = places[1].run(*options)
+    assert finished.code == 0, finished.err
+    assert places[1].losses() == places[0].losses()
+    assert places[1].digest(f"step-{STEPS}") == places[0].digest(f"step-{STEPS}")
+    assert logged(places[1]) == logged(places[0])
+
+
+@pytest.mark.slow
 def test_another_packing_is_refused_on_resume(uninterrupted):
     *split, _ = (word.replace("best_fit,", "best_fit, fill: split,") for word in PACKING)
     refused = uninterrupted.run(*split, str(STEPS + 1), *WATCH)
