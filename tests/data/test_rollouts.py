@@ -146,7 +146,7 @@ def columns_of(batch):
     arrays = {
         name: getattr(batch.responses, name) for name in ("tokens", "targets", "loss_mask", "segment_ids", "positions")
     }
-    arrays |= {"rewards": batch.rewards, "sampler_logps": batch.sampler_logps}
+    arrays |= {name: getattr(batch, name) for name in ("rewards", "sampler_logps", "finished", "reward_parts")}
     return {name: np.asarray(array.array)[0] for name, array in arrays.items()}
 
 
@@ -204,6 +204,7 @@ def test_a_batch_has_each_response_after_its_prompt_with_its_reward(opened, seen
         assert found["sampler_logps"][before:size].tolist() == expected
         assert found["segment_ids"].tolist() == [1] * len(whole) + [0] * (48 - len(whole))
         assert found["rewards"] == record["worth"] * (row % GROUP)
+        assert (found["reward_parts"].tolist(), found["finished"]) == ([found["rewards"]], row % 4 < 3)
         written = [token for i, token in enumerate(answer) if i % 3 < 2]
         turns = [answer[:2], answer[3:]] if len(answer) == 4 else [answer[:2]]
         assert rows.completions[row] == "\n".join(map(tokenizer.decode, turns))

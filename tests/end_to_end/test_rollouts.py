@@ -142,7 +142,13 @@ SEVERAL = {
     "minibatches_per_rollout": 2,
     "dynamic_sampling": 1,
     "curriculum": {"type": "success", "solved_at": 0.8, "easy": 0.9, "hard_share": 0.4},
+    "rewards": [*ROLLOUTS["rewards"], {"type": "length", "weight": -0.01}],
+    "top_k": 9,
+    "top_p": 0.95,
+    "min_p": 0.001,
+    "repetition_penalty": 1.1,
 }
+KEPT = {"mask_truncated": True, "aggregation": "normalize_then_sum", "entropy_target": 9.0, "entropy_coef": 0.001}
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +158,7 @@ def whole(workplace) -> Callable[[], Workplace]:
 
     def run() -> Workplace:
         if not made:
-            made.append(start(workplace(), 12, data=SEVERAL))
+            made.append(start(workplace(), 12, data=SEVERAL, objective=KEPT))
             finish(made[0])
         return made[0]
 
@@ -161,7 +167,7 @@ def whole(workplace) -> Callable[[], Workplace]:
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_within_a_rollout_goes_on_bit_for_bit(whole, workplace):
-    place = start(workplace(), 12, data=SEVERAL)
+    place = start(workplace(), 12, data=SEVERAL, objective=KEPT)
     dies = {"module": "tests.end_to_end.dies", "JAXLM_TEST_DIES_AT": "first phase"}
     every_step = ("--trainer.checkpointer.save_interval", "0s")
     process = place.start("--config_path", "run.yaml", *every_step, **dies)
@@ -173,6 +179,7 @@ def test_a_run_that_is_killed_within_a_rollout_goes_on_bit_for_bit(whole, workpl
     assert (position["rollout"]["first_step"], position["rollout"]["end"]) == (4, 8)
     assert position["curriculum"]["rates"]
     assert max(record["train/curriculum/passed_over"] for record in steps_of(whole())) > 0
+    assert len({record["train/entropy_coef"] for record in steps_of(whole())}) > 6
     assert "resuming" in finish(place)
     assert place.losses() == whole().losses()
     assert same_everywhere(place) == same_everywhere(whole())
@@ -182,7 +189,7 @@ def test_a_run_that_is_killed_within_a_rollout_goes_on_bit_for_bit(whole, workpl
 
 @pytest.mark.soak
 def test_a_run_that_is_killed_while_it_samples_goes_on_bit_for_bit(whole, workplace):
-    place = start(workplace(), 12, data=SEVERAL)
+    place = start(workplace(), 12, data=SEVERAL, objective=KEPT)
     dies = {"module": "tests.end_to_end.dies", "JAXLM_TEST_DIES_AT": "scoring"}
     process = place.start("--config_path", "run.yaml", **dies)
     process.communicate(timeout=500)
