@@ -41,7 +41,7 @@ from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.layers import DropoutLayer, dropout
 from jaxlm.models.linear import Linear
 from jaxlm.models.remat import ADAPTED, checkpoint_name
-from jaxlm.models.stacks import Body, path_in_one_stack
+from jaxlm.models.stacks import Body, path_before_splits
 from jaxlm.surgery.base import SurgeryConfig
 
 
@@ -208,7 +208,7 @@ class LoraConfig(SurgeryConfig):
 
 
 def _read(folder: Path, model: LanguageModel, config: ModelConfig) -> ReadAdapters:
-    if any(len(body.stacks) > 1 for body in tree.modules(model, Body)):
+    if any(len(body.stacks) > len({stack.structure for stack in body.stacks}) for body in tree.modules(model, Body)):
         raise ConfigError(
             f"surgery lora: from_peft: the adapters in {folder} are for all layers, but these have been cut into stacks. Put"
             " the lora surgery before split_at"
@@ -262,7 +262,7 @@ def save_peft(
         files: additional files to write, such as the model card.
     """
     adapters = [
-        Adapter(*path_in_one_stack(path, model), m.a, m.b, m.base.In, m.base.Out, m.scale, m.dropout)
+        Adapter(*path_before_splits(path, model), m.a, m.b, m.base.In, m.base.Out, m.scale, m.dropout)
         for path, m in tree.modules_by_path(model, LoraLinear)
     ]
     if not adapters:

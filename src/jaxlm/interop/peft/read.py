@@ -130,7 +130,7 @@ def lora_keys(folder: Path, config: ModelConfig) -> dict[str, Any]:
     modules = [
         module_path(part)
         for tensor in family_of_config(config).tensors(config)
-        for name in _names_of(tensor, num_layers=1)
+        for name in _names_of(tensor, num_layers=1)[:1]
         if f"{name}.lora_A.weight" in names
         for part in tensor.parts
     ]
@@ -209,4 +209,5 @@ def _names_of(tensor: Tensor, num_layers: int) -> list[str]:
     if EXPERTS in tensor.stacked or not tensor.name.endswith(".weight"):
         return []
     name = PREFIX + tensor.name.removesuffix(".weight")
-    return [name.format(layer=layer) for layer in range(num_layers)] if tensor.is_stacked else [name]
+    layers = range(num_layers) if tensor.numbers is None else tensor.numbers
+    return [name.format(layer=layer) for layer in layers] if tensor.is_stacked else [name]

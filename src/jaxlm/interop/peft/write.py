@@ -34,7 +34,7 @@ class Adapter:
 
     Attributes:
         path: path of the module, in a model with one stack of layers.
-        first_layer: number of the first layer in `a` and `b`.
+        layers: numbers of the layers in `a` and `b`; 0 alone if the matrix is not in a layer.
         a: {layers, lora_rank, *In}.
         b: {layers, *Out, lora_rank}.
         In, Out: input and output axes of the layer.
@@ -43,7 +43,7 @@ class Adapter:
     """
 
     path: str
-    first_layer: int
+    layers: tuple[int, ...]
     a: NamedArray
     b: NamedArray
     In: Any
@@ -77,10 +77,10 @@ def save_adapters(
     """
     check_unused(folder, "adapter_config.json")
     owners = {part.path: tensor for tensor in family_of_config(config).tensors(config) for part in tensor.parts}
-    settings, adapted = _common_settings(adapters), _common_layers(adapters, owners)
-    groups: dict[tuple[str, int], list[Adapter]] = {}
+    settings, some_layers = _common_settings(adapters), _some_layers(adapters, owners, num_layers)
+    groups: dict[tuple[str, tuple[int, ...]], list[Adapter]] = {}
     for adapter in adapters:
-        groups.setdefault((owners[f"{adapter.path}.weight"].name, adapter.first_layer), []).append(adapter)
+        groups.setdefault((owners[f"{adapter.path}.weight"].name, adapter.layers), []).append(adapter)
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     for group in groups.values():
@@ -99,7 +99,7 @@ def save_adapters(
         "inference_mode": True,
         "target_modules": sorted(ranks),
         **_patterns(ranks, settings),
-        **({} if len(adapted) in (0, num_layers) else {"layers_to_transform": adapted}),
+        **({"layers_to_transform": some_layers} if some_layers else {}),
     }
     infos = {name: TensorInfo(array.shape, array.dtype) for name, array in tensors.items()}
     with publish_folder(folder, "adapter_config.json") as unfinished:
@@ -123,20 +123,30 @@ def _common_settings(adapters: Sequence[Adapter]) -> dict[str, Any]:
     return {"r": rank, "lora_alpha": scale * rank, "lora_dropout": dropout}
 
 
-def _common_layers(adapters: Sequence[Adapter], owners: Mapping[str, Tensor]) -> list[int]:
-    """The numbers of the layers that have adapters. Raises `ConfigError` if they differ between modules."""
-    layers: dict[str, list[int]] = {}
+def _some_layers(adapters: Sequence[Adapter], owners: Mapping[str, Tensor], num_layers: int) -> list[int]:
+    """The numbers of the layers that have adapters; none if all do, or all that have the adapted modules.
+
+    Raises:
+        ConfigError: they differ between modules.
+    """
+    adapted: dict[str, set[int]] = {}
     for adapter in adapters:
-        if owners[f"{adapter.path}.weight"].is_stacked:
-            numbers = range(adapter.first_layer, adapter.first_layer + adapter.a.axis_size(LAYERS))
-            layers.setdefault(adapter.path, []).extend(numbers)
-    adapted = next(iter(layers.values()), [])
-    if any(numbers != adapted for numbers in layers.values()):
+        owner = owners[f"{adapter.path}.weight"]
+        if owner.is_stacked:
+            adapted.setdefault(owner.name, set()).update(adapter.layers)
+    having: dict[str, set[int]] = {name: set() for name in adapted}
+    for owner in owners.values():
+        if owner.name in having:
+            having[owner.name] |= {*(range(num_layers) if owner.numbers is None else owner.numbers)}
+    if adapted == having:
+        return []
+    layers = set().union(*adapted.values())
+    if any(numbers != layers & having[name] for name, numbers in adapted.items()):
         raise ConfigError(
             "the adapters of different modules are in different layers, so that they cannot be exported as one PEFT adapter."
             " Export the merged model: --adapters merge"
         )
-    return adapted
+    return sorted(layers)
 
 
 def _patterns(ranks: Mapping[str, int], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,11 +162,10 @@ def _tensors(
     """The tensors of all adapters at one matrix. Args: sizes: axis sizes of the model."""
     stacked = {adapter.path: _stacked(adapter, owner, layout, dtype) for adapter in group}
     name = PREFIX + owner.name.removesuffix(".weight")
-    num_layers = len(next(iter(stacked.values()))[0])
-    for number in range(num_layers):
+    for number, layer in enumerate(group[0].layers):
         pairs = {path: (a[number], b[number]) for path, (a, b) in stacked.items()}
         a, b = FusedMatrix(owner, sizes).fuse(pairs) if len(owner.parts) > 1 else pairs[group[0].path]
-        module = name.format(layer=group[0].first_layer + number)
+        module = name.format(layer=layer)
         yield f"{module}.lora_A.weight", np.ascontiguousarray(a)
         yield f"{module}.lora_B.weight", np.ascontiguousarray(b)
 
