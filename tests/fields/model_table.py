@@ -38,6 +38,20 @@ EXPERTS: dict[str, Entry] = {
     "model.router_aux_loss_coef": Change(0.3, Constant(0.3)),
     "model.router_z_loss_coef": Change(0.3, Constant(0.3)),
 }
+_NO_EXPERTS = Shapes({r"^model.*router": None})
+DENSE: dict[str, Entry] = {
+    "model.decoder_sparse_step": Change(
+        2, _NO_EXPERTS, also={"model": {"mlp_only_layers": [1], "dense_intermediate_dim": 24}}
+    ),
+    "model.mlp_only_layers": Change(
+        [1], _NO_EXPERTS, also={"model": {"decoder_sparse_step": 2, "dense_intermediate_dim": 24}}
+    ),
+    "model.dense_intermediate_dim": Change(
+        56,
+        Shapes({r"^model\.body\.0\..*mlp\.up_proj\.weight": (1, 56, 32)}),
+        also={"model": {"decoder_sparse_step": 2, "dense_intermediate_dim": 24}},
+    ),
+}
 
 GPT2: dict[str, Entry] = {
     **COMMON,
@@ -162,6 +176,12 @@ ROPES: Table = {
     },
 }
 
+
+def local_layers(**others: int | None) -> Change:
+    """Two layers of one kind instead of two kinds: the loop has one block."""
+    return Change([0, 1], Program(loses=r"stablehlo.dot_general"), also={"model": {"local_layers": [0], **others}})
+
+
 GEMMA: dict[str, Entry] = {
     "model.query_pre_attn_scalar": Change(64.0, Constant(64**-0.5)),
     "model.attn_soft_cap": Change(3.0, Constant(3.0)),
@@ -175,7 +195,9 @@ LATE_WINDOW: dict[str, Entry] = {
     "model.sliding_window": WINDOW,
     "model.rope": SCALED_ROPE,
     "model.max_window_layers": Change(1, Program(gains=r"stablehlo.dot_general")),
+    "model.local_layers": local_layers(),
 }
+PATTERN = {"model.local_layers": local_layers(sliding_window_pattern=None)}
 INITIAL_LAMBDA = ShownIn("tests/models/test_nano.py::test_initialization")
 # S layers of the base attend 8 tokens back, which are 9 keys.
 NANO: dict[str, Entry] = {
@@ -229,9 +251,10 @@ TABLE: Table = {
     "flax": FLAX,
     **ROPES,
     "gemma": {"model.rope": SCALED_ROPE, "model.attention_bias": LLAMA["model.attention_bias"]},
-    "gemma2": {**GEMMA, "model.sliding_window_pattern": Change(1, Program(loses="dense<4096>"))},
+    "gemma2": {**GEMMA, **PATTERN, "model.sliding_window_pattern": Change(1, Program(loses="dense<4096>"))},
     "gemma3": {
         **GEMMA,
+        **PATTERN,
         "model.sliding_window_pattern": Change(1, Program(loses="dense<512>")),
         "model.local_rope": SCALED_ROPE,
     },
@@ -264,6 +287,7 @@ TABLE: Table = {
         "model.local_rope": SCALED_ROPE,
         "model.sliding_window": WINDOW,
         "model.sliding_window_pattern": Change(1, Program(loses="dense<4096>")),
+        **PATTERN,
     },
     "granite": {
         "model.rope": SCALED_ROPE,
@@ -284,6 +308,9 @@ TABLE: Table = {
             also={"model": {"no_rope_layer_interval": None, "unrotated_layers": [0]}},
         ),
         "model.sliding_window": WINDOW,
+        "model.local_layers": Change(
+            [], Program(loses=r"dense<5>"), also={"model": {"sliding_window": 5, "local_layers": [1]}}
+        ),
         "model.attention_bias": LLAMA["model.attention_bias"],
         "model.mlp_bias": LLAMA["model.mlp_bias"],
     },
@@ -298,6 +325,8 @@ TABLE: Table = {
         "model.sliding_window": WINDOW,
         "model.rope": SCALED_ROPE,
         **EXPERTS,
+        **DENSE,
+        "model.local_layers": local_layers(sliding_window=5),
         "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
         "model.shared_expert_intermediate_dim": Change(40, Shapes({r"^model.*shared_expert.*up_proj": (2, 40, 32)})),
         "model.norm_topk_prob": Change(True, Program(gains=r"stablehlo.divide")),
@@ -307,6 +336,7 @@ TABLE: Table = {
         "model.sliding_window": WINDOW,
         "model.rope": SCALED_ROPE,
         **EXPERTS,
+        **DENSE,
         "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
         "model.attention_bias": LLAMA["model.attention_bias"],
         "model.norm_topk_prob": Change(False, Program(loses=r"stablehlo.divide")),

@@ -41,6 +41,8 @@ LONGROPE = {
 GROWS = LONGROPE | {"original_max_position_embeddings": SEQ_LEN, "long_factor": [3.0, 5.0, 6.0, 8.0]}
 GEMMA = {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 12}
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+LISTED = {"num_hidden_layers": 6, "layer_types": [_GLOBAL, _LOCAL, _LOCAL, _GLOBAL, _LOCAL, _GLOBAL]}
 TWO_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -56,6 +58,7 @@ GRANITE = {
     "logits_scaling": 2.5,
 }
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+MIXED = {**EXPERTS, "intermediate_size": 28, "initializer_range": 0.2}
 NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
 MPT = {"vocab_size": VOCAB, "max_seq_len": SEQ_LEN, "d_model": 32, "n_layers": 2, "n_heads": 4}
 
@@ -80,6 +83,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, "num_hidden_layers": 3},
     ),
+    "qwen2-listed": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, **LISTED}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "qwen2-yarn": ("qwen2", {"rope_parameters": YARN, "max_position_embeddings": 64}),
     "qwen2-yarn-mscale": (
@@ -97,6 +101,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 8,
         },
     ),
+    "qwen3-listed": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "head_dim": 8, **LISTED}),
     "qwen3-biases": ("qwen3", {"head_dim": 8, "attention_bias": True}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 7, "head_dim": 12}),
     "mixtral-tied": ("mixtral", {"num_local_experts": 3, "tie_word_embeddings": True, "head_dim": 8}),
@@ -104,6 +109,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-windows": (
         "qwen3_moe",
         {**EXPERTS, "attention_bias": True, "use_sliding_window": True, "sliding_window": 5, "head_dim": 8},
+    ),
+    "qwen3_moe-mixed": (
+        "qwen3_moe",
+        {**MIXED, "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3], "head_dim": 8},
     ),
     "olmo": ("olmo", {"clip_qkv": 0.7}),
     "olmo-biases": ("olmo", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -119,6 +128,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 5, "sliding_window": 5, "layer_types": ALTERNATING, "head_dim": 12},
     ),
     "olmo3-biases": ("olmo3", {"attention_bias": True, "num_hidden_layers": 4, "sliding_window": 5}),
+    "olmo3-listed": ("olmo3", {"sliding_window": 5, "rope_parameters": OLMO3_ROPES, **LISTED}),
     "granite": ("granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
     "granite-tied": ("granite", {**GRANITE, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
     "granite-grows": ("granite", {**GRANITE, "rope_parameters": GROWS, "max_position_embeddings": 128}),
@@ -144,12 +154,40 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "smollm3-all-rotated": ("smollm3", {"no_rope_layers": [1, 1], "head_dim": 12}),
+    "smollm3-listed": ("smollm3", {"use_sliding_window": True, "sliding_window": 5, **LISTED}),
     "qwen2_moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 24}),
     "qwen2_moe-shares": (
         "qwen2_moe",
         {**EXPERTS, "shared_expert_intermediate_size": 56, "norm_topk_prob": True, "tie_word_embeddings": True},
     ),
     "qwen2_moe-no-biases": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 24, "qkv_bias": False}),
+    "qwen2_moe-mixed": (
+        "qwen2_moe",
+        {
+            **MIXED,
+            "num_hidden_layers": 5,
+            "shared_expert_intermediate_size": 56,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": LISTED["layer_types"][:5],
+        },
+    ),
+    "qwen2_moe-dense-first": (
+        "qwen2_moe",
+        {**MIXED, "num_hidden_layers": 4, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]},
+    ),
+    "qwen2_moe-all-dense": ("qwen2_moe", {**MIXED, "mlp_only_layers": [0, 1]}),
+    "qwen2_moe-windows": (
+        "qwen2_moe",
+        {
+            **EXPERTS,
+            "num_hidden_layers": 3,
+            "shared_expert_intermediate_size": 24,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+        },
+    ),
     "glm4": ("glm4", {"head_dim": 12}),
     "glm4-all-rotated": (
         "glm4",
@@ -193,6 +231,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma2",
         {"num_hidden_layers": 3, **GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     ),
+    "gemma2-listed": ("gemma2", {**GEMMA, **LISTED}),
     "gemma2-uncapped": ("gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma2-biases": ("gemma2", {**GEMMA, "attention_bias": True}),
     "gemma3": (
@@ -200,6 +239,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 5, **GEMMA, "layer_types": ALTERNATING, "rope_parameters": TWO_ROPES},
     ),
     "gemma3-biases": ("gemma3_text", {**GEMMA, "attention_bias": True, "num_hidden_layers": 6}),
+    "gemma3-listed": ("gemma3_text", {**GEMMA, **LISTED, "rope_parameters": TWO_ROPES}),
+    "gemma3-all-local": ("gemma3_text", {**GEMMA, "layer_types": ["sliding_attention"] * 2}),
     "gemma3-deep": ("gemma3_text", {"num_hidden_layers": 8, **GEMMA, "final_logit_softcapping": 3.0}),
 }
 FIRST = {kind: name for name, (kind, _) in reversed(CASES.items())}

@@ -520,6 +520,20 @@ def _qwen2_moe(**more: Any) -> Json:
     }
 
 
+_QWEN2_57B = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "moe_intermediate_size": 2560,
+    "num_attention_heads": 28,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "shared_expert_intermediate_size": 20480,
+    "sliding_window": 131072,
+}
 _OLMO3 = {
     "architectures": ["Olmo3ForCausalLM"],
     "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
@@ -843,6 +857,7 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
     "granite-3.0-2b": (_granite(2048, 8192, 0.015625, 8.0), 2_533_531_648, ()),
     "SmolLM3-3B": (_smollm3(), 3_075_098_624, ("max_window_layers",)),
     "Qwen1.5-MoE-A2.7B": (_qwen2_moe(), 14_315_784_192, ()),
+    "Qwen2-57B-A14B": (_qwen2_moe(**_QWEN2_57B), 57_408_658_944, ()),
     "GLM-4-9B-0414": (_GLM4, 9_400_279_040, ()),
     "gpt2": (_gpt2(768, 12, 12), 124_439_808, ()),
     "distilgpt2": (
@@ -930,13 +945,17 @@ REFUSED: dict[str, tuple[Json, str]] = {
         _smollm3(no_rope_layers=[1, 0, 0] * 11),
         r"no_rope_layers: .* given; 0 or 1 expected for each of 36 layers",
     ),
-    "Qwen2-57B-windows": (
-        _qwen2_moe(use_sliding_window=True),
-        "use_sliding_window: only full attention is supported for this family",
+    "Qwen2-local-without-window": (
+        _qwen2(1536, 8960, 2, 12, 2, tied=True, layer_types=["sliding_attention", "full_attention"]),
+        "layer_types: sliding_attention given, but no sliding window",
     ),
-    "Qwen2-57B-mixed": (
-        _qwen2_moe(decoder_sparse_step=2, mlp_only_layers=[0]),
-        r"decoder_sparse_step: 2 given, .*; 1 expected\n  mlp_only_layers: \[0\] given, .*; \[\] expected",
+    "Qwen2-other-layers": (
+        _qwen2(1536, 8960, 2, 12, 2, tied=True, layer_types=["linear_attention", "full_attention"]),
+        "layer_types: .* given; sliding_attention or full_attention expected for each of 2 layers",
+    ),
+    "Qwen1.5-MoE-beyond": (
+        _qwen2_moe(mlp_only_layers=[24]),
+        r"model.mlp_only_layers: \[24\] given, different numbers from 0 to 23 expected",
     ),
     "gemma-3-4b": (
         {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": {}},

@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
     """A gigabyte of random bfloat16 numbers, written without holding them in memory."""
     folder = tmp_path_factory.mktemp("gigabyte")
     family = family_of_config(CONFIG)
-    rows = expanded(family.tensors(CONFIG), SIZES)
+    rows = expanded(family.tensors(CONFIG), lambda _: SIZES)
     infos = {name: TensorInfo(tensor.shape(SIZES), np.dtype(jnp.bfloat16)) for name, tensor, _ in rows}
     total = sum(info.num_bytes for info in infos.values())
     shards = list(in_shards(infos, total // 7))

@@ -112,7 +112,7 @@ def test_kinds_follow_the_layers(built):
     for layers in ((1,), (2,), (1, 4), (4, 1), (3, 1, 2)):
         cut = split(built(MODELS["gemma2"][0]), *layers).body
         assert cut.kinds_by_layer == body.kinds_by_layer
-        assert cut.first_layers == (0, *sorted(layers))
+        assert [numbers[0] for numbers in cut.layer_numbers] == [0, *sorted(layers)]
         assert [stack.final_norm is None for stack in cut.stacks] == [True] * len(layers) + [False]
     assert len(split(built(MODELS["gemma2"][0]), 1).body.stacks[0].kinds) == 1
 

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import draccus
@@ -255,9 +255,9 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
     pad_vocab_to_multiple_of: PositiveInt | None = None
 
     def __post_init__(self):
-        # The config is a static field of the model: it must be hashable.
-        if isinstance(self.gradient_checkpointing, list):
-            object.__setattr__(self, "gradient_checkpointing", tuple(self.gradient_checkpointing))
+        for field in fields(self):  # the config is a static field of the model: it must be hashable
+            if isinstance(value := getattr(self, field.name), list):
+                object.__setattr__(self, field.name, tuple(value))
         parse_remat(self.gradient_checkpointing)
         object.__setattr__(self, "attn_backend", _FORMER_BACKENDS.get(self.attn_backend, self.attn_backend))
 

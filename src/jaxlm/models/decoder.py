@@ -12,11 +12,12 @@ from typing import ClassVar
 import equinox as eqx
 import haliax.nn as hnn
 import jax
+import numpy as np
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP
 from jaxlm.core.errors import check_choice, check_divides
-from jaxlm.core.field_types import NonNegativeFloat, PositiveInt, check_fields
+from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt, check_fields
 from jaxlm.core.matmul import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
@@ -36,7 +37,7 @@ from jaxlm.models.layers import (
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import Norm, RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import parse_remat
-from jaxlm.models.stacks import Block, Body, LayerKind, Stack, shortest_period, switch_lengths
+from jaxlm.models.stacks import Block, Body, LayerKind, Stack, Stacks, numbers_by_stack, shortest_period, switch_lengths
 
 
 class DecoderBlock(eqx.Module):
@@ -57,10 +58,6 @@ class DecoderBlock(eqx.Module):
     mlp_post_norm: Norm | None = None
     parallel: bool = eqx.field(static=True, default=False)
     residual_scale: float = eqx.field(static=True, default=1.0)
-
-    @staticmethod
-    def init(config: "TransformerConfig", *, key: jax.Array) -> Block:
-        return config.block(key=key)
 
     def __call__(
         self,
@@ -86,6 +83,22 @@ class DecoderBlock(eqx.Module):
         return out if self.residual_scale == 1.0 else out * self.residual_scale
 
 
+class _Blocks:
+    """What `haliax.nn.Stacked` initializes."""
+
+    @staticmethod
+    def init(config: "TransformerConfig", *, key: jax.Array) -> Block:
+        return config.block(key=key)
+
+
+class _DenseBlocks:
+    """The same for the layers without experts of a family with experts."""
+
+    @staticmethod
+    def init(config: "TransformerConfig", *, key: jax.Array) -> Block:
+        return config.dense_block(key=key)
+
+
 def _apply_norm(norm: Norm | None, x: NamedArray) -> NamedArray:
     return x if norm is None else norm(x)
 
@@ -103,6 +116,10 @@ class TransformerConfig(ModelConfig):
     num_experts: PositiveInt = 0
     num_experts_per_token: PositiveInt = 1
     shared_expert_intermediate_dim: PositiveInt = 0
+    decoder_sparse_step: PositiveInt = 1
+    mlp_only_layers: Sequence[NonNegativeInt] = ()
+    dense_intermediate_dim: PositiveInt | None = None
+    local_layers: Sequence[NonNegativeInt] | None = None
     hybrid_norm: bool = False
     input_embedding_norm: bool = False
     use_layer_norm_weight: bool = True
@@ -142,17 +159,42 @@ class TransformerConfig(ModelConfig):
     def block(self, *, key: jax.Array) -> Block:
         """Initializes one block."""
 
-    def transformer(self, final_norm: Norm, *, key: jax.Array) -> Stack:
+    def dense_block(self, *, key: jax.Array) -> Block:
+        """Initializes one block of `dense_layers`, which only families with experts have."""
+        raise NotImplementedError
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers without experts, in a family with experts."""
+        step = self.decoder_sparse_step
+        return tuple(layer for layer in range(self.num_layers) if layer in self.mlp_only_layers or (layer + 1) % step)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The number of the stack that each layer is in: one stack, or one with and one without experts."""
+        is_dense = [layer in self.dense_layers for layer in range(self.num_layers)]
+        return tuple(int(dense != is_dense[0]) for dense in is_dense)
+
+    def transformer(self, final_norm: Norm, *, key: jax.Array) -> Body:
         """Initializes all blocks."""
-        return Stack(
-            hnn.Stacked.init(self.Layers, DecoderBlock)(self, key=jax.random.split(key, self.num_layers)),
-            final_norm,
-            kinds=shortest_period(self.kinds),
-            HeadSize=self.HeadSize,
-            scan=self.scan_layers,
-            remat_policy=parse_remat(self.gradient_checkpointing),
-            attn_backend=self.attn_backend,
-        )
+        keys, kinds = jax.random.split(key, self.num_layers), self.kinds
+        stacks = []
+        for number, layers in enumerate(numbers_by_stack(self.order)):
+            blocks = hnn.Stacked.init(
+                self.Layers.resize(len(layers)), _DenseBlocks if layers[0] in self.dense_layers else _Blocks
+            )
+            stack = Stack(
+                blocks(self, key=keys if len(layers) == self.num_layers else keys[np.asarray(layers)]),
+                final_norm,
+                kinds=shortest_period([kinds[layer] for layer in layers]),
+                HeadSize=self.HeadSize,
+                scan=self.scan_layers,
+                remat_policy=parse_remat(self.gradient_checkpointing),
+                attn_backend=self.attn_backend,
+                structure=number,
+            )
+            stacks.append(stack)
+        return stacks[0] if len(stacks) == 1 else Stacks.of(stacks, self.order, final_norm)
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
         """FLOPs per training token. Of the experts, only those that the token is routed to and the shared one count."""
@@ -161,8 +203,11 @@ class TransformerConfig(ModelConfig):
         mlp_width = self.num_experts_per_token * self.Mlp.size + self.shared_expert_intermediate_dim
         mlp = self.mlp_matrices * self.hidden_dim * mlp_width
         router = self.hidden_dim * (self.num_experts + bool(self.shared_expert_intermediate_dim))
+        num_dense = len(self.dense_layers)
+        dense_mlp = self.mlp_matrices * self.hidden_dim * (self.dense_intermediate_dim or 0)
+        mlps = (self.num_layers - num_dense) * (mlp + router) + num_dense * dense_mlp
         return FlopsPerToken.of(
-            weights=self.num_layers * (attention + mlp + router) + vocab_size * self.hidden_dim,
+            weights=self.num_layers * attention + mlps + vocab_size * self.hidden_dim,
             attention_dim=self.num_heads * head_size,
             seq_len=self.seq_len,
             windows=[kind.window for kind in self.kinds],

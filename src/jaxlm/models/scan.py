@@ -6,7 +6,8 @@ under FSDP. This module passes plain slices, and the backward pass reads them ag
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -34,70 +35,107 @@ def runs_as_scan(scan: bool | str, num_layers: int, *, platform: str, num_device
 
 
 def scan_layers(
+    body: Callable[..., tuple[Carry, Any]], carry: Carry, per_layer: tuple, Layers: Axis, *, unroll: bool
+) -> tuple[Carry, Any]:
+    """Runs `carry, out = body(0, carry, *slices)` for one layer after the other: `scan_turns` with one group."""
+    carry, (out,) = scan_turns(body, carry, (per_layer,), (Layers,), (0,), unroll=unroll)
+    return carry, out
+
+
+def scan_turns(
     body: Callable[..., tuple[Carry, Any]],
     carry: Carry,
-    per_layer: tuple,
-    Layers: Axis,
+    per_layer: Sequence[tuple],
+    Layers: Sequence[Axis],
+    turns: Sequence[int],
     *,
     unroll: bool,
-    period: int = 1,
-) -> tuple[Carry, Any]:
-    """Runs `carry, out = body(kind_index, carry, *slices)` for one layer after the other.
+) -> tuple[Carry, list[Any]]:
+    """Runs `carry, out = body(turn, carry, *slices)` for one layer after the other, of groups that take turns.
 
     Args:
-        per_layer: pytrees. Named arrays with the axis `Layers` and plain arrays (along their first axis) are sliced;
-            everything else is passed to each layer unchanged.
+        per_layer: pytrees of each group. Named arrays with the group's axis and plain arrays (along their first axis) are
+            sliced; everything else is passed to each layer unchanged.
+        Layers: the axis that stacks each group's layers: as many as it has turns in a whole number of periods.
+        turns: the group of each layer in a period, which the loop's body runs. `turn` is a layer's index within it.
         unroll: compile every layer separately instead of a loop.
-        period: number of layers after which the kinds of layers repeat; `kind_index` is a layer's index within the
-            period. The loop body is one period. Layers left over at the end are compiled separately.
 
     Returns:
-        The last carry, and the named arrays of every `out`, stacked along `Layers`.
+        The last carry, and for each group the named arrays of every `out`, stacked along its axis.
     """
-    leaves, structure = jax.tree.flatten(per_layer, is_leaf=is_named)
-    stacked = [leaf if _is_stacked(leaf, Layers) else None for leaf in leaves]
-    out_structure, out_axes = jax.tree.structure(None), []
+    groups = [
+        _Group(*jax.tree.flatten(tree, is_leaf=is_named), axis) for tree, axis in zip(per_layer, Layers, strict=True)
+    ]
+    counts = [turns.count(number) for number in range(len(groups))]
+    num_periods = Layers[0].size // counts[0]
+    assert [axis.size for axis in Layers] == [count * num_periods for count in counts], "a period is whole"
 
-    def one_layer(kind_index: int, carry, arrays):
-        nonlocal out_structure, out_axes
+    def one_period(carry: Carry, arrays: list) -> tuple[Carry, list]:
+        outs: list[list] = [[] for _ in groups]
+        for turn, number in enumerate(turns):
+            group, index = groups[number], len(outs[number])
+            own = arrays[number] if counts[number] == 1 else jax.tree.map(lambda x, i=index: x[i], arrays[number])
+            carry, out = body(turn, carry, *group.slices(own))
+            outs[number].append(group.arrays_of(out))
+        return carry, [parts[0] if len(parts) == 1 else _stacked(parts) for parts in outs]
+
+    xs = [
+        group.arrays() if count == 1 else jax.tree.map(functools.partial(_in_periods, count), group.arrays())
+        for group, count in zip(groups, counts, strict=True)
+    ]
+    carry, arrays = jax.lax.scan(one_period, carry, xs, length=num_periods, unroll=unroll or 1)
+    return carry, [
+        group.named(own if count == 1 else [x.reshape(-1, *x.shape[2:]) for x in own])
+        for group, count, own in zip(groups, counts, arrays, strict=True)
+    ]
+
+
+def _stacked(parts: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+    return [jnp.stack(layers) for layers in zip(*parts, strict=True)]
+
+
+def _in_periods(count: int, x: jax.Array) -> jax.Array:
+    return x.reshape(-1, count, *x.shape[1:])
+
+
+@dataclass
+class _Group:
+    """The pytrees of layers with the same structure, as plain arrays with the layers first.
+
+    Attributes:
+        leaves, structure: of the pytrees.
+        Layers: the axis that stacks the layers.
+        outputs: axes and structure of what a layer returns, once one has run.
+    """
+
+    leaves: list
+    structure: Any
+    Layers: Axis
+    outputs: Any = None
+
+    def arrays(self) -> list[jax.Array | None]:
+        """The arrays of all layers; None for a leaf that is passed to each layer unchanged."""
+        return [_layers_first(leaf, self.Layers) if _is_stacked(leaf, self.Layers) else None for leaf in self.leaves]
+
+    def slices(self, arrays: Sequence[Any]) -> Any:
+        """One layer's pytrees, from its arrays."""
         slices = [
-            leaf if whole is None else _slice(whole, array, Layers)
-            for leaf, whole, array in zip(leaves, stacked, arrays, strict=True)
+            leaf if array is None else _slice(leaf, array, self.Layers)
+            for leaf, array in zip(self.leaves, arrays, strict=True)
         ]
-        carry, out = body(kind_index, carry, *jax.tree.unflatten(structure, slices))
-        named, out_structure = jax.tree.flatten(out, is_leaf=is_named)
-        out_axes = [leaf.axes for leaf in named]
-        return carry, [leaf.array for leaf in named]
+        return jax.tree.unflatten(self.structure, slices)
 
-    xs = [None if leaf is None else _layers_first(leaf, Layers) for leaf in stacked]
-    carry, arrays = _scan_periods(one_layer, carry, xs, Layers.size, period, unroll)
-    out = [NamedArray(array, (Layers, *axes)) for array, axes in zip(arrays, out_axes, strict=True)]
-    return carry, jax.tree.unflatten(out_structure, out)
+    def arrays_of(self, out: Any) -> list[jax.Array]:
+        """The arrays of what a layer returned."""
+        named, structure = jax.tree.flatten(out, is_leaf=is_named)
+        self.outputs = [leaf.axes for leaf in named], structure
+        return [leaf.array for leaf in named]
 
-
-def _scan_periods(
-    one_layer: Callable, carry: Any, xs: list, num_layers: int, period: int, unroll: bool
-) -> tuple[Any, list]:
-    if period == 1:
-        return jax.lax.scan(functools.partial(one_layer, 0), carry, xs, length=num_layers, unroll=unroll or 1)
-
-    def several_layers(carry, arrays, count: int):
-        outs = []
-        for kind_index in range(count):
-            carry, out = one_layer(kind_index, carry, jax.tree.map(lambda x, i=kind_index: x[i], arrays))
-            outs.append(out)
-        return carry, [jnp.stack(parts) for parts in zip(*outs, strict=True)]
-
-    num_periods, num_rest = divmod(num_layers, period)
-    num_scanned = num_layers - num_rest
-    grouped = jax.tree.map(lambda x: x[:num_scanned].reshape(num_periods, period, *x.shape[1:]), xs)
-    one_period = functools.partial(several_layers, count=period)
-    carry, outs = jax.lax.scan(one_period, carry, grouped, length=num_periods, unroll=unroll or 1)
-    outs = [x.reshape(num_scanned, *x.shape[2:]) for x in outs]
-    if num_rest:
-        carry, rest = several_layers(carry, jax.tree.map(lambda x: x[num_scanned:], xs), num_rest)
-        outs = [jnp.concatenate(parts) for parts in zip(outs, rest, strict=True)]
-    return carry, outs
+    def named(self, arrays: Sequence[jax.Array]) -> Any:
+        """What all layers returned, stacked."""
+        axes, structure = self.outputs
+        named = [NamedArray(array, (self.Layers, *own)) for array, own in zip(arrays, axes, strict=True)]
+        return jax.tree.unflatten(structure, named)
 
 
 def _is_stacked(leaf: Any, Layers: Axis) -> bool:

@@ -1,10 +1,12 @@
-"""The body of a decoder: layers of the same structure, in one stack or in several that run one after the other.
+"""The body of a decoder: layers of the same structure in one stack, or layers of several structures in several stacks.
 
-A stack has an axis `layers` of its own. One stack is the usual case; the paths of its parameters contain no number.
+A stack has an axis `layers` of its own. One stack is the usual case; the paths of its parameters contain no number. Stacks
+run one after the other, or take turns. Layers that repeat a pattern run as one scan over its repetitions.
 """
 
 import abc
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -15,6 +17,8 @@ import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
+import jax.numpy as jnp
+import numpy as np
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import LAYERS
@@ -28,7 +32,7 @@ from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout
 from jaxlm.models.norms import Norm
 from jaxlm.models.remat import RematPolicy, remat, with_remat_modules
 from jaxlm.models.rope import Places, RotaryConfig
-from jaxlm.models.scan import runs_as_scan, scan_layers
+from jaxlm.models.scan import runs_as_scan, scan_turns
 
 T = TypeVar("T")
 
@@ -92,11 +96,6 @@ def switch_lengths(kinds: Sequence[LayerKind]) -> tuple[int, ...]:
     return tuple(sorted(length for length in lengths if length is not None))
 
 
-def grouped_kinds(kind: LayerKind, last: LayerKind, every: int, num_layers: int) -> tuple[LayerKind, ...]:
-    """The kinds of layers that are grouped by `every`: `last` for the last layer of each group, else `kind`."""
-    return tuple(kind if (i + 1) % every else last for i in range(num_layers))
-
-
 def layer_contexts(
     kinds: Sequence[LayerKind],
     inputs: Inputs,
@@ -116,41 +115,71 @@ def layer_contexts(
 
 
 class Body(abc.ABC):
-    """The layers of a decoder: one stack, or several that run one after the other, then a norm."""
+    """The layers of a decoder: one stack, or several that run one after the other or take turns, then a norm."""
 
     @property
     @abc.abstractmethod
     def stacks(self) -> tuple["Stack", ...]:
-        """The stacks, from first to last. The last one has the final norm."""
+        """The stacks, numbered in the order of their first layers. The last one has the final norm."""
 
     @property
-    def first_layers(self) -> tuple[int, ...]:
-        """The number of each stack's first layer, counted from 0 over all stacks."""
-        return tuple(itertools.accumulate((stack.Layers.size for stack in self.stacks[:-1]), initial=0))
+    @abc.abstractmethod
+    def order(self) -> tuple[int, ...]:
+        """The number of the stack that each layer is in, from the first layer to the last."""
 
     @property
     def num_layers(self) -> int:
         """Number of layers of all stacks."""
-        return self.first_layers[-1] + self.stacks[-1].Layers.size
+        return len(self.order)
+
+    @property
+    def layer_numbers(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of each stack's layers, counted from 0 over all stacks."""
+        return numbers_by_stack(self.order)
 
     @property
     def kinds_by_layer(self) -> tuple[LayerKind, ...]:
         """The kind of every layer, from first to last."""
-        return tuple(kind for stack in self.stacks for kind in stack.kinds_between(0, stack.Layers.size))
+        kinds = [iter(stack.kinds_between(0, stack.Layers.size)) for stack in self.stacks]
+        return tuple(next(kinds[number]) for number in self.order)
 
     def split_at(self, layer: int) -> "Stacks":
-        """The same layers, with a stack that ends before `layer` (counted from 0 over all stacks)."""
-        parts: list[Stack] = []
-        for first, stack in zip(self.first_layers, self.stacks, strict=True):
-            cut, size = layer - first, stack.Layers.size
-            parts += [stack.between(0, cut), stack.between(cut, size)] if 0 < cut < size else [stack]
-        return Stacks(tuple(parts))
+        """The same layers, with stacks that end before `layer` (counted from 0 over all stacks)."""
+        parts: list[list[Stack]] = [[], []]
+        places: dict[tuple[int, bool], int] = {}
+        for number, (stack, layers) in enumerate(zip(self.stacks, self.layer_numbers, strict=True)):
+            cut, size = sum(one < layer for one in layers), stack.Layers.size
+            for upper, (start, stop) in enumerate(((0, cut), (cut, size))):
+                if start < stop:
+                    places[number, bool(upper)] = len(parts[upper])
+                    parts[upper].append(stack.between(start, stop))
+        order = (
+            places[number, at >= layer] + (len(parts[0]) if at >= layer else 0) for at, number in enumerate(self.order)
+        )
+        return Stacks.of([*parts[0], *parts[1]], tuple(order), self.last_norm)
 
     def joined_at(self, layer: int) -> "Body":
-        """The inverse of `split_at`: joins the stack that begins with `layer` to the one before it."""
-        at = self.first_layers.index(layer)
-        parts = (*self.stacks[: at - 1], self.stacks[at - 1].followed_by(self.stacks[at]), *self.stacks[at + 1 :])
-        return parts[0] if len(parts) == 1 else Stacks(parts)
+        """The inverse of `split_at`: joins each stack that begins with `layer` or later to the one that it was cut from."""
+        stacks, numbers = list(self.stacks), self.layer_numbers
+        joined: dict[int, int] = {}
+        for structure in {stack.structure for stack in stacks}:
+            own = [number for number, stack in enumerate(stacks) if stack.structure == structure]
+            below = [number for number in own if numbers[number][-1] < layer]
+            above = [number for number in own if numbers[number][0] >= layer]
+            if below and above:
+                joined[above[0]] = below[-1]
+                stacks[below[-1]] = stacks[below[-1]].followed_by(stacks[above[0]])
+        left = [number for number in range(len(stacks)) if number not in joined]
+        order = tuple(left.index(joined.get(number, number)) for number in self.order)
+        whole = Stacks.of([stacks[number] for number in left], order, self.last_norm)
+        return whole.parts[0] if len(left) == 1 else whole
+
+    @property
+    def last_norm(self) -> Norm:
+        """The norm before the head."""
+        norm = self.stacks[-1].final_norm
+        assert norm is not None
+        return norm
 
     def __call__(
         self,
@@ -164,27 +193,131 @@ class Body(abc.ABC):
         check_taps(taps, tap_names(self.num_layers))
         filled = None if cache is None or cache.fresh else cache
         attention_mask = AttentionMask.of(inputs) if filled is None else mask_over_cache(filled, inputs)
-        shared = ForwardPass(inputs, attention_mask, key, self.num_layers, stores=cache is not None)
-        residuals, outputs = {EMBEDDING: x}, []
-        for number, (first, stack) in enumerate(zip(self.first_layers, self.stacks, strict=True)):
-            cached = None if filled is None else LayerCache(filled.keys[number], filled.values[number])
-            stop_layers = [at + 1 for at in range(stack.Layers.size - 1) if layer_tap(first + at) in taps]
-            segments = []
-            for start, stop in itertools.pairwise((0, *stop_layers, stack.Layers.size)):
-                x, out = stack.run(x, shared, cached, start, stop, first_layer=first)
-                residuals[layer_tap(first + stop - 1)] = x
-                segments.append(out)
-            outputs.append(_concatenated(segments))
-        final_norm = self.stacks[-1].final_norm
-        assert final_norm is not None
-        final = for_compute(final_norm)(x)
-        new, aux = zip(*outputs, strict=True)
+        shared = ForwardPass(inputs, attention_mask, key, filled, stores=cache is not None)
+        residuals = {EMBEDDING: x}
+        outputs: list[list[Any]] = [[] for _ in self.stacks]
+        stops = [layer + 1 for layer in range(self.num_layers - 1) if layer_tap(layer) in taps]
+        for start, stop in itertools.pairwise((0, *stops, self.num_layers)):
+            for segment in segments(tuple(zip(self.order, self.kinds_by_layer, strict=True))[start:stop], start):
+                x, out = self._run(segment, x, shared)
+                for number, of_stack in out.items():
+                    outputs[number].append(of_stack)
+            residuals[layer_tap(stop - 1)] = x
+        final = for_compute(self.last_norm)(x)
+        new, aux = zip(*map(_concatenated, outputs), strict=True)
         extended = None
         if cache is not None:
             extended = extend_cache(cache, inputs, tuple(kv.keys for kv in new), tuple(kv.values for kv in new))
-        aux = _concatenated(aux)
+        reported = [of_stack for of_stack in aux if of_stack is not None]
         tapped = {name: (residuals | {FINAL: final})[name] for name in taps}
-        return Hidden(final, extended, {} if aux is None else aux.aux_losses(), tapped)
+        return Hidden(final, extended, _concatenated(reported).aux_losses() if reported else {}, tapped)
+
+    def _run(self, segment: "Segment", x: NamedArray, shared: "ForwardPass") -> tuple[NamedArray, dict[int, Any]]:
+        """Runs the layers of a segment on {batch, position, embed}.
+
+        Returns:
+            The residual stream after the last of them, and for each of their stacks (keys and values, auxiliary outputs).
+        """
+        numbers = list(dict.fromkeys(number for number, _ in segment.turns))
+        parts, per_layer = [], []
+        for number in numbers:
+            layers = self.layer_numbers[number]
+            start, stop = (sum(one < end for one in layers) for end in (segment.start, segment.stop))
+            part = self.stacks[number].between(start, stop)
+            parts.append(part)
+            per_layer.append(
+                (
+                    part.layers.stacked,
+                    NamedArray(jnp.asarray(layers[start:stop], jnp.int32), (part.Layers,)),
+                    shared.cached(number, start, stop),
+                    shared.layer_keys(layers[start:stop], self.num_layers),
+                )
+            )
+        first = parts[0]
+        # Prompts have any length, which the configured backend may not allow.
+        backend = AUTO if shared.stores else first.attn_backend
+        kinds = [kind for _, kind in segment.turns]
+        contexts = layer_contexts(kinds, shared.inputs, shared.attention_mask, backend, first.HeadSize)
+        layout = current_layout()
+        num_devices = 1 if layout is None else layout.mesh.size
+        scan, _ = runs_as_scan(first.scan, self.num_layers, platform=current_platform(), num_devices=num_devices)
+
+        def layer(turn: int, x: NamedArray, block: Block, index: NamedArray, layer_cache: LayerCache | None, key):
+            block = with_remat_modules(first.remat_policy, with_dropout_keys(block, key), scan=scan)
+            x, new, aux = block(x, contexts[turn], layer_cache, index=index, key=key)
+            return hax.auto_sharded(x), (new if shared.stores else None, aux)
+
+        layer = remat(first.remat_policy, layer, scan=scan)
+        turns = [numbers.index(number) for number, _ in segment.turns]
+        Layers = [part.Layers for part in parts]
+        x, out = scan_turns(layer, hax.auto_sharded(x), per_layer, Layers, turns, unroll=not scan)
+        return x, dict(zip(numbers, out, strict=True))
+
+
+def numbers_by_stack(order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The numbers of each stack's layers. Args: order: the stack of each layer."""
+    return tuple(
+        tuple(layer for layer, number in enumerate(order) if number == stack) for stack in range(max(order) + 1)
+    )
+
+
+Turn = tuple[int, LayerKind]
+"""The number of a layer's stack, and its kind."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive layers that repeat a pattern, which run as one scan over its repetitions.
+
+    Attributes:
+        start: number of the first layer.
+        turns: the layers of one repetition.
+        repeats: how often they repeat.
+    """
+
+    start: int
+    turns: tuple[Turn, ...]
+    repeats: int
+
+    @property
+    def stop(self) -> int:
+        """One more than the number of the last layer."""
+        return self.start + len(self.turns) * self.repeats
+
+
+def segments(turns: Sequence[Turn], start: int = 0) -> list[Segment]:
+    """Divides layers into segments such that as few layers as possible are compiled, in as few segments as possible.
+
+    Layers of several stacks are in one segment only if they repeat: the backward pass can end between two segments, at
+    layers that are frozen.
+
+    Args:
+        turns: of the layers.
+        start: number of the first layer.
+    """
+    kinds = list(dict.fromkeys(kind for _, kind in turns))
+    return [
+        Segment(start + first, tuple(turns[first : first + period]), repeats)
+        for first, period, repeats in _divided(tuple((stack, kinds.index(kind)) for stack, kind in turns))
+    ]
+
+
+@functools.lru_cache
+def _divided(layers: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int, int], ...]:
+    """(first layer, period, repeats) of each segment, by dynamic programming from the last layer to the first."""
+    best: dict[int, tuple[int, int, tuple]] = {len(layers): (0, 0, ())}
+    for first in reversed(range(len(layers))):
+        candidates = []
+        for period in range(1, len(layers) - first + 1):
+            pattern, repeats, stop = layers[first : first + period], 0, first
+            takes_turns = len({stack for stack, _ in pattern}) > 1
+            while layers[stop : stop + period] == pattern:
+                repeats, stop = repeats + 1, stop + period
+                if repeats > 1 or not takes_turns:
+                    compiled, count, rest = best[stop]
+                    candidates.append((compiled + period, count + 1, ((first, period, repeats), *rest)))
+        best[first] = min(candidates, key=lambda candidate: candidate[:2])
+    return best[0][2]
 
 
 def _concatenated(parts: Sequence[T]) -> T:
@@ -215,19 +348,34 @@ class HeterogeneousBody(eqx.Module):
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What all stacks share in one forward pass.
+    """What all layers share in one forward pass.
 
     Attributes:
         key: for dropout; None means no dropout.
-        num_layers: number of layers of all stacks.
+        filled: the cache that the inputs extend; None if there is none, or it is empty.
         stores: whether there is a cache to write, so that layers return their keys and values.
     """
 
     inputs: Inputs
     attention_mask: AttentionMask
     key: jax.Array | None
-    num_layers: int
+    filled: KVCache | None
     stores: bool
+
+    def cached(self, stack: int, start: int, stop: int) -> LayerCache | None:
+        """The filled cache of layers `start` to `stop` of a stack; None if there is none."""
+        if self.filled is None:
+            return None
+        cache = LayerCache(self.filled.keys[stack], self.filled.values[stack])
+        whole = (start, stop) == (0, cache.keys.values.axis_size(LAYERS))
+        return cache if whole else _layers_between(cache, start, stop)
+
+    def layer_keys(self, layers: Sequence[int], num_layers: int) -> jax.Array | None:
+        """One key per layer, of these layers. They do not depend on how the layers are divided into stacks."""
+        if self.key is None:
+            return None
+        keys = jax.random.split(self.key, num_layers)
+        return keys if len(layers) == num_layers else keys[np.asarray(layers)]
 
 
 class Stack(Body, eqx.Module):
@@ -241,6 +389,7 @@ class Stack(Body, eqx.Module):
         scan: run the layers as a scan (true), unrolled (false), or `auto`.
         remat_policy: what each layer saves for the backward pass.
         attn_backend: backend of attention, or `auto`.
+        structure: stacks with the same number have the same parameters, apart from the number of layers.
     """
 
     layers: hnn.Stacked
@@ -250,10 +399,15 @@ class Stack(Body, eqx.Module):
     scan: bool | Literal["auto"] = eqx.field(static=True)
     remat_policy: RematPolicy = eqx.field(static=True)
     attn_backend: str = eqx.field(static=True)
+    structure: int = eqx.field(static=True, default=0)
 
     @property
     def stacks(self) -> tuple["Stack", ...]:
         return (self,)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return (0,) * self.Layers.size
 
     @property
     def Layers(self) -> Axis:
@@ -284,81 +438,60 @@ class Stack(Body, eqx.Module):
         layers = dataclasses.replace(self.layers, stacked=stacked, Block=self.Layers.resize(sum(sizes)))
         return dataclasses.replace(upper, layers=layers, kinds=shortest_period(kinds))
 
-    def run(
-        self, x: NamedArray, shared: ForwardPass, cached: LayerCache | None, start: int, stop: int, *, first_layer: int
-    ) -> tuple[NamedArray, Any]:
-        """Runs layers `start` to `stop` on {batch, position, embed}.
-
-        Args:
-            cached: the filled cache of this stack's layers; None if there is none.
-            first_layer: number of layers in the stacks before this one.
-
-        Returns:
-            The residual stream after the last of these layers, and (keys and values, auxiliary outputs) of all of them.
-        """
-        if (start, stop) != (0, self.Layers.size):
-            part, cached = self.between(start, stop), _layers_between(cached, start, stop)
-            return part.run(x, shared, cached, 0, stop - start, first_layer=first_layer + start)
-        # Prompts have any length, which the configured backend may not allow.
-        backend = AUTO if shared.stores else self.attn_backend
-        contexts = layer_contexts(self.kinds, shared.inputs, shared.attention_mask, backend, self.HeadSize)
-        layout = current_layout()
-        num_devices = 1 if layout is None else layout.mesh.size
-        scan, _ = runs_as_scan(self.scan, self.Layers.size, platform=current_platform(), num_devices=num_devices)
-
-        def layer(kind_index: int, x: NamedArray, block: Block, index: NamedArray, layer_cache: LayerCache | None, key):
-            block = with_remat_modules(self.remat_policy, with_dropout_keys(block, key), scan=scan)
-            x, new, aux = block(x, contexts[kind_index], layer_cache, index=index, key=key)
-            return hax.auto_sharded(x), (new if shared.stores else None, aux)
-
-        per_layer = (
-            self.layers.stacked,
-            hax.arange(self.Layers, start=first_layer),
-            cached,
-            None if shared.key is None else _layer_keys(shared.key, shared.num_layers, first_layer, self.Layers.size),
-        )
-        layer = remat(self.remat_policy, layer, scan=scan)
-        period = len(self.kinds)
-        return scan_layers(layer, hax.auto_sharded(x), per_layer, self.Layers, unroll=not scan, period=period)
-
 
 def _layers_between(tree: T, start: int, stop: int) -> T:
     """Layers `start` to `stop` of every array."""
     return jax.tree.map(lambda leaf: leaf[LAYERS, start:stop], tree, is_leaf=is_named)
 
 
-def _layer_keys(key: jax.Array, num_layers: int, first: int, count: int) -> jax.Array:
-    """One key per layer. They do not depend on how the layers are divided into stacks."""
-    keys = jax.random.split(key, num_layers)
-    return keys if count == num_layers else keys[first : first + count]
-
-
 _NUMBER = re.compile(r"^body\.(\d+)\.")
 
 
-def path_in_one_stack(path: str, model: Any) -> tuple[str, int]:
-    """The path of a layer as if the model had one stack, and the number of the first layer that it stands for."""
+def path_before_splits(path: str, model: Any) -> tuple[str, tuple[int, ...]]:
+    """The path of a module as if no `split_at` had cut the layers, and the numbers of the layers that it stands for.
+
+    A module outside of the layers stands for layer 0 alone.
+    """
+    (body,) = modules(model, Body)
     numbered = _NUMBER.match(path)
     if numbered is None:
-        return path, 0
-    (body,) = modules(model, Body)
-    return f"body.{path[numbered.end() :]}", body.first_layers[int(numbered[1])]
+        return path, body.layer_numbers[0] if path.startswith("body.layers.") else (0,)
+    number, rest = int(numbered[1]), path[numbered.end() :]
+    structures = list(dict.fromkeys(stack.structure for stack in body.stacks))
+    whole = f"body.{structures.index(body.stacks[number].structure)}." if len(structures) > 1 else "body."
+    return f"{whole}{rest}", body.layer_numbers[number]
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class Stacks(Body):
-    """Several stacks. Their numbers are part of the paths of parameters: `body.0.layers...`, `body.1.layers...`."""
+    """Several stacks. Their numbers are part of the paths of parameters: `body.0.layers...`, `body.1.layers...`.
+
+    Attributes:
+        turns: the number of each layer's stack.
+    """
 
     parts: tuple[Stack, ...]
+    turns: tuple[int, ...]
+
+    @staticmethod
+    def of(parts: Sequence[Stack], turns: Sequence[int], final_norm: Norm) -> "Stacks":
+        """Stacks of which only the last one has the final norm."""
+        *others, last = parts
+        others = (dataclasses.replace(stack, final_norm=None) for stack in others)
+        return Stacks((*others, dataclasses.replace(last, final_norm=final_norm)), tuple(turns))
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
         return self.parts
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Stack]], None]:
-        return [(jax.tree_util.SequenceKey(number), stack) for number, stack in enumerate(self.parts)], None
+    @property
+    def order(self) -> tuple[int, ...]:
+        return self.turns
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Stack]], tuple[int, ...]]:
+        return [(jax.tree_util.SequenceKey(number), stack) for number, stack in enumerate(self.parts)], self.turns
 
     @classmethod
-    def tree_unflatten(cls, _: None, stacks: Sequence[Stack]) -> "Stacks":
-        return cls(tuple(stacks))
+    def tree_unflatten(cls, turns: tuple[int, ...], stacks: Sequence[Stack]) -> "Stacks":
+        return cls(tuple(stacks), turns)

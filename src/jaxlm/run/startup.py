@@ -168,7 +168,7 @@ def _layers(plan: Plan) -> str:
     stacks = _stacks(plan)
     if not stacks:
         return "defined by the model"
-    num_layers = stacks[0].Layers.size
+    num_layers = sum(stack.Layers.size for stack in stacks)
     loop, reason = runs_as_scan(model.scan_layers, num_layers, platform=layout.platform, num_devices=layout.mesh.size)
     return f"{'one compiled layer in a scan' if loop else 'compiled separately'} ({reason})"
 

@@ -40,7 +40,7 @@ from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.layers import DropoutLayer, dropout
 from jaxlm.models.linear import Linear
 from jaxlm.models.remat import ADAPTED, checkpoint_name
-from jaxlm.models.stacks import Body, path_in_one_stack
+from jaxlm.models.stacks import Body, path_before_splits
 from jaxlm.surgery.base import SurgeryConfig
 from jaxlm.surgery.lora_embedding import LoraEmbedding, UntiedEmbedding
 from jaxlm.surgery.low_rank import AdapterSize, LowRank
@@ -385,11 +385,10 @@ class _Names:
 
     def numbered(self, path: str, weight: Weight) -> list[tuple[str, int | None]]:
         """(path with a number, the number) of every layer that a path stands for."""
-        whole, first = path_in_one_stack(path, self._model)
-        count = next((axis.size for axis in weight.axes if axis.name == LAYERS), None)
+        whole, numbers = path_before_splits(path, self._model)
         found: list[tuple[str, int | None]] = [(whole, None)]
-        if count is not None:
-            found = [(whole.replace(".stacked.", f".{n}."), n) for n in range(first, first + count)]
+        if any(axis.name == LAYERS for axis in weight.axes):
+            found = [(whole.replace(".stacked.", f".{n}."), n) for n in numbers]
         self.known[path] = [name for name, _ in found]
         self.layers.update(number for _, number in found)
         return found
@@ -444,7 +443,7 @@ def _adapter_leaves(model: LanguageModel) -> frozenset[str]:
 
 
 def _read(folder: Path, model: LanguageModel, config: ModelConfig) -> ReadAdapters:
-    if any(len(body.stacks) > 1 for body in tree.modules(model, Body)):
+    if any(len(body.stacks) > len({stack.structure for stack in body.stacks}) for body in tree.modules(model, Body)):
         raise ConfigError(
             f"surgery lora: from_peft: the adapters in {folder} are for all layers, but these have been cut into stacks. Put"
             " the lora surgery before split_at"
@@ -509,7 +508,7 @@ def save_peft(
     dropouts = {path: layer.dropout for path, layer in tree.modules_by_path(model, LoraLinear)}
     adapters = []
     for path, change in _changes(model).items():
-        whole, first = path_in_one_stack(path, model)
+        whole, layers = path_before_splits(path, model)
         # The numbers in `sizes` of the layers that this part of the stack has.
         numbers = [0] if change.layer is None else np.asarray(change.layer.array).reshape(-1).tolist()
         sizes = [
@@ -518,7 +517,7 @@ def save_peft(
         ]
         pairs = tuple((size.rank, size.scale) for size in sizes)
         arrays = (change.a, change.b, change.magnitude)
-        adapters.append(Adapter(whole, first, *arrays, change.In, change.Out, pairs, dropouts.get(path)))
+        adapters.append(Adapter(whole, layers, *arrays, change.In, change.Out, pairs, dropouts.get(path)))
     if not adapters:
         raise ConfigError("the checkpoint has no adapters. Remove --adapters")
     family_of_config(config)  # raises for a model that PEFT does not know

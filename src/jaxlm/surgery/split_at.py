@@ -1,4 +1,4 @@
-"""Cuts the layers into two stacks, so that `trainable` can freeze the lower one.
+"""Cuts the layers into lower and upper stacks, so that `trainable` can freeze the lower one.
 
 Source: training only the upper layers of a pretrained network (Yosinski et al. 2014, arXiv:1411.1792, section 3). The
 lower stack has no optimizer state, and the compiled step does not compute its weights' gradients. If the embedding is
@@ -23,7 +23,8 @@ from jaxlm.surgery.base import SurgeryConfig
 @dataclass(frozen=True)
 class SplitAtConfig(SurgeryConfig):
     """Cuts the layers into two stacks without changing a number. Parameter paths then begin with `body.0.` and `body.1.`
-    instead of `body.`, so that `trainable: ['body\\\\.1']` freezes the lower layers. Apply it again for more stacks.
+    instead of `body.`, so that `trainable: ['body\\\\.1']` freezes the lower layers. Apply it again for more stacks. A model
+    that has several stacks already (layers with experts, and layers without) has the upper ones after all lower ones.
 
     Attributes:
         layer: the first layer of the upper stack, counted from 0 over the whole model; from 1 to the number of layers
@@ -44,7 +45,7 @@ class SplitAtConfig(SurgeryConfig):
                 f"surgery split_at: layer: {self.layer} given, but the model has {body.num_layers} layers. Expected 1 to"
                 f" {body.num_layers - 1}, the first layer of the upper stack"
             )
-        if self.layer in body.first_layers:
+        if not any(layers[0] < self.layer <= layers[-1] for layers in body.layer_numbers):
             raise ConfigError(f"surgery split_at: layer: {self.layer} given, but a stack already begins there")
         return tree.map_modules(model, Body, ".*", lambda body: body.split_at(self.layer))
 

@@ -5,7 +5,7 @@ A host reads only the shards of its own devices, one shard of one parameter at a
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import haliax as hax
@@ -16,7 +16,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.tensor_files import TensorSource
-from jaxlm.interop.hf.weights import Sizes, Tensor, axis_sizes, expanded
+from jaxlm.interop.hf.weights import Tensor, expanded
 from jaxlm.models.base import LanguageModel
 
 _HEADS = ("lm_head.weight", "embed_out.weight")  # files of models with tied embeddings may contain the head as well
@@ -51,19 +51,19 @@ def load_weights(
     Raises:
         ConfigError: lists all tensors that are missing, unexpected, or have another shape.
     """
-    leaves = tree.leaves(abstract)
-    sizes = axis_sizes(leaves)
+    leaves = dict(tree.leaves(abstract))
     omitted = _omitted(prefix, source)
-    problems = _misfits(tensors, omitted, source, sizes, unused)
+    problems = _misfits(tensors, omitted, source, leaves, unused)
     if vocab_size is not None:
         problems += _cut_rows(tensors, omitted, source, vocab_size)
     _raise_if_any([*problems, *_lost_head(tensors, source, prefix)], where)
     places = {part.path: (tensor, number) for tensor in tensors for number, part in enumerate(tensor.parts)}
-    unfilled = [path for path, _ in leaves if path not in places]
+    unfilled = [path for path in leaves if path not in places]
     assert not unfilled, f"the table of weights has no row for {unfilled}"
 
     def load(path: str, leaf: Any) -> Any:
         tensor, number = places[path]
+        sizes = tensor.sizes(leaves)
 
         def view(numbers: tuple[int, ...]) -> np.ndarray:
             theirs = source.view(tensor.numbered(numbers).removeprefix(omitted))
@@ -114,13 +114,13 @@ def _cut_rows(tensors: Sequence[Tensor], omitted: str, source: TensorSource, voc
 
 
 def _misfits(
-    tensors: Sequence[Tensor], omitted: str, source: TensorSource, sizes: Sizes, unused: Sequence[str]
+    tensors: Sequence[Tensor], omitted: str, source: TensorSource, leaves: Mapping[str, Any], unused: Sequence[str]
 ) -> list[str]:
     """The tensors that are missing, unexpected, or have another shape."""
     available = source.tensors
     problems, expected = [], set()
-    for name, tensor, _ in expanded(tensors, sizes):
-        theirs, shape = name.removeprefix(omitted), tensor.shape(sizes)
+    for name, tensor, _ in expanded(tensors, lambda tensor: tensor.sizes(leaves)):
+        theirs, shape = name.removeprefix(omitted), tensor.shape(tensor.sizes(leaves))
         expected.add(theirs)
         if theirs not in available:
             problems.append(f"{theirs}: missing; {list(shape)} expected")

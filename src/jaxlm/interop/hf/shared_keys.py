@@ -1,6 +1,6 @@
 """Keys of config.json that several model families share."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
@@ -268,37 +268,91 @@ def rope_to_json(rope: RotaryConfig) -> Json:
     return {"rope_type": name, "rope_theta": fields.pop("theta"), **fields}
 
 
-def late_window(default_layers: int) -> KeyGroup:
-    """Qwen's sliding window: in the layers after the first `max_window_layers`, if `use_sliding_window` is true."""
-    keys = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+def expert_layers(*, width: int, dense_width: int) -> KeyGroup:
+    """Which layers have experts, and the widths of these and of the MLPs of the others.
+
+    Args:
+        width, dense_width: defaults for keys that are missing.
+    """
+    keys = ("decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "intermediate_size")
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
-        window = theirs.get("sliding_window", 4096) if theirs.get("use_sliding_window", False) else None
-        first = theirs.get("max_window_layers", default_layers) if window is not None else 0
-        kinds = theirs.get("layer_types")
-        expected = [
-            "full_attention" if window is None or i < first else "sliding_attention"
-            for i in range(theirs["num_hidden_layers"])
-        ]
-        if kinds is not None and list(kinds) != expected:
-            raise ConfigError(
-                f"layer_types: {kinds} given; {expected} expected for these use_sliding_window and max_window_layers"
-            )
-        return {"sliding_window": window, "max_window_layers": first}
+        step, only = theirs.get("decoder_sparse_step", 1), theirs.get("mlp_only_layers") or []
+        is_mixed = any(layer in only or (layer + 1) % step for layer in range(theirs["num_hidden_layers"]))
+        return {
+            "decoder_sparse_step": step,
+            "mlp_only_layers": only,
+            "intermediate_dim": theirs.get("moe_intermediate_size", width),
+            "dense_intermediate_dim": theirs.get("intermediate_size", dense_width) if is_mixed else None,
+        }
 
     def to_theirs(config: Any) -> Json:
-        on = config.sliding_window is not None
         return {
-            "use_sliding_window": on,
-            "sliding_window": config.sliding_window,
-            "max_window_layers": config.max_window_layers if on else config.num_layers,
+            "decoder_sparse_step": config.decoder_sparse_step,
+            "mlp_only_layers": list(config.mlp_only_layers),
+            "moe_intermediate_size": config.intermediate_dim,
+            "intermediate_size": config.dense_intermediate_dim or config.intermediate_dim,  # if there are none: unused
         }
 
     return KeyGroup(keys, to_ours, to_theirs)
 
 
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+
+
+def local_layers(theirs: Mapping[str, Any]) -> list[int] | None:
+    """The numbers of the layers with a sliding window that `layer_types` lists; None if the file does not have it."""
+    kinds, num_layers = theirs.get("layer_types"), theirs["num_hidden_layers"]
+    if kinds is None:
+        return None
+    if len(kinds) != num_layers or not {*kinds} <= {_LOCAL, _GLOBAL}:
+        raise ConfigError(f"layer_types: {kinds} given; {_LOCAL} or {_GLOBAL} expected for each of {num_layers} layers")
+    return [layer for layer, kind in enumerate(kinds) if kind == _LOCAL]
+
+
+def check_has_window(local: Sequence[int], window: int | None) -> None:
+    """Raises `ConfigError` for local layers without a window."""
+    if local and not window:
+        raise ConfigError(f"layer_types: {_LOCAL} given, but no sliding window (use_sliding_window, sliding_window)")
+
+
+def layer_types(config: Any) -> list[str]:
+    """The value of `layer_types` for a model."""
+    return [_GLOBAL if kind.window is None else _LOCAL for kind in config.kinds]
+
+
+RESPELLED_WINDOWS = ("local_layers", "sliding_window_pattern", "max_window_layers")
+"""Fields of the model config that say which layers are local. config.json lists the layers."""
+
+
+def late_window(default_layers: int) -> KeyGroup:
+    """Qwen's sliding window: in the layers that `layer_types` lists, or in those after the first `max_window_layers`; only
+    if `use_sliding_window` is true."""
+    keys = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+
+    def to_ours(theirs: Mapping[str, Any]) -> Json:
+        window = theirs.get("sliding_window", 4096) if theirs.get("use_sliding_window", False) else None
+        first = theirs.get("max_window_layers", default_layers) if window is not None else 0
+        num_layers, local = theirs["num_hidden_layers"], local_layers(theirs)
+        check_has_window(local or [], window)
+        if window is None or local is None or local == list(range(first, num_layers)):
+            return {"sliding_window": window, "max_window_layers": first}
+        if local == list(range(num_layers - len(local), num_layers)):
+            return {"sliding_window": window, "max_window_layers": num_layers - len(local)}
+        return {"sliding_window": window, "local_layers": local}
+
+    def to_theirs(config: Any) -> Json:
+        on = config.sliding_window is not None
+        window = {"use_sliding_window": on, "sliding_window": config.sliding_window}
+        if config.local_layers is not None:
+            return {**window, "layer_types": layer_types(config)}
+        return {**window, "max_window_layers": config.max_window_layers if on else config.num_layers}
+
+    return KeyGroup(keys, to_ours, to_theirs)
+
+
 def window_pattern(default: int, *, window: int) -> KeyGroup:
-    """Gemma's sliding windows: every `sliding_window_pattern`-th layer has full attention.
+    """Gemma's sliding windows: in the layers that `layer_types` lists, or in all but every `sliding_window_pattern`-th.
 
     Args:
         default, window: defaults for the pattern and the window size if the keys are missing.
@@ -306,26 +360,19 @@ def window_pattern(default: int, *, window: int) -> KeyGroup:
     keys = ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "layer_types")
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
-        kinds = theirs.get("layer_types")
+        num_layers, local = theirs["num_hidden_layers"], local_layers(theirs)
         pattern = theirs.get("sliding_window_pattern", theirs.get("_sliding_window_pattern")) or default
-        if kinds is not None and "full_attention" in kinds:  # newer files list the layers, and may keep the old key
-            pattern = list(kinds).index("full_attention") + 1
-        expected = _kinds(theirs["num_hidden_layers"], pattern)
-        if kinds is not None and list(kinds) != expected:
-            raise ConfigError(
-                f"layer_types: {kinds} given; {expected} expected, with full attention only in the last of every {pattern}"
-                " layers"
-            )
-        return {"sliding_window": theirs.get("sliding_window", window), "sliding_window_pattern": pattern}
-
-    def to_theirs(config: Any) -> Json:
+        if local is not None:  # newer files list the layers, and may keep the old key
+            first_global = next((layer for layer in range(num_layers) if layer not in local), None)
+            pattern = default if first_global is None else first_global + 1
+        is_regular = local is None or local == [layer for layer in range(num_layers) if (layer + 1) % pattern]
         return {
-            "sliding_window": config.sliding_window,
-            "layer_types": _kinds(config.num_layers, config.sliding_window_pattern),
+            "sliding_window": theirs.get("sliding_window", window),
+            "sliding_window_pattern": pattern if is_regular else None,
+            "local_layers": None if is_regular else local,
         }
 
+    def to_theirs(config: Any) -> Json:
+        return {"sliding_window": config.sliding_window, "layer_types": layer_types(config)}
+
     return KeyGroup(keys, to_ours, to_theirs)
-
-
-def _kinds(num_layers: int, pattern: int) -> list[str]:
-    return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]

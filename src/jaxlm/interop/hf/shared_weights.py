@@ -1,9 +1,11 @@
 """Entries of the weight tables that several model families share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from jaxlm.interop.hf.weights import Tensor, fused, single
+from jaxlm.models.stacks import numbers_by_stack
 
 BLOCK = "body.layers.stacked."
 """Path prefix of the parameters of all layers."""
@@ -83,6 +85,33 @@ def experts(module: str, *, gate: str, up: str, down: str) -> Iterator[Tensor]:
         (down, "down", "embed | mlp"),
     ):
         yield single(f"{layer}experts.{{expert}}.{theirs}.weight", f"{BLOCK}mlp.{ours}_proj.weight", layout)
+
+
+def rows_by_stack(
+    config: Any, others: Iterable[Tensor], *, experts: Iterable[Tensor], dense: Iterable[Tensor]
+) -> Iterator[Tensor]:
+    """The table of a family with experts, some of whose layers may be dense.
+
+    Args:
+        others: rows outside of the layers.
+        experts, dense: rows of the layers with experts, and of the dense ones, as if the model had one stack of them.
+    """
+    stacks = numbers_by_stack(config.order)
+    for tensor in others:
+        yield _in_stack(tensor, len(stacks) - 1, None) if len(stacks) > 1 else tensor
+    for number, layers in enumerate(stacks):
+        for tensor in dense if layers[0] in config.dense_layers else experts:
+            yield _in_stack(tensor, number, layers) if len(stacks) > 1 else tensor
+
+
+def _in_stack(tensor: Tensor, number: int, layers: tuple[int, ...] | None) -> Tensor:
+    """A row whose parameters in the body are those of one of several stacks."""
+    body, stack = "body.", f"body.{number}."
+    parts = (
+        replace(part, path=stack + part.path.removeprefix(body)) if part.path.startswith(body) else part
+        for part in tensor.parts
+    )
+    return replace(tensor, parts=tuple(parts), numbers=layers)
 
 
 def block_norms(**names: str) -> Iterator[Tensor]:

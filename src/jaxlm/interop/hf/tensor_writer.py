@@ -12,7 +12,7 @@ import numpy as np
 from jaxlm.core import tree
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.safetensors_file import TensorInfo, in_shards, shard_names, write_safetensors
-from jaxlm.interop.hf.weights import Tensor, axis_sizes, expanded
+from jaxlm.interop.hf.weights import Sizes, Tensor, expanded
 from jaxlm.models.base import LanguageModel
 
 
@@ -25,15 +25,14 @@ class TensorWriter:
         """Args: left_out: paths of parameters that no tensor has."""
         leaves = [(path, leaf) for path, leaf in tree.leaves(model) if path not in left_out]
         self._leaves = dict(leaves)
-        self._sizes = axis_sizes(leaves)
         self._layout = layout
         self._places: dict[str, tuple[Tensor, tuple[int, ...]]] = {
-            name: (tensor, numbers) for name, tensor, numbers in expanded(tensors, self._sizes)
+            name: (tensor, indices) for name, tensor, indices in expanded(tensors, self._sizes)
         }
         written = {part.path for tensor in tensors for part in tensor.parts}
         assert written == set(self._leaves), f"not in the table of weights: {sorted(written ^ set(self._leaves))}"
         self.infos = {
-            name: TensorInfo(tensor.shape(self._sizes), self._stored(tensor, dtype))
+            name: TensorInfo(tensor.shape(self._sizes(tensor)), self._stored(tensor, dtype))
             for name, (tensor, _) in self._places.items()
         }
         self._left = dict.fromkeys(self.infos)  # tensors that have not been converted
@@ -47,7 +46,7 @@ class TensorWriter:
             leaves = [self._leaves[part.path] for part in tensor.parts]
             hosted = [self._on_host(leaf, tensor.stacked, numbers).astype(self.infos[name].dtype) for leaf in leaves]
             del self._left[name]
-            yield tensor.write(hosted, [tensor.own_axes(leaf) for leaf in leaves], self._sizes)
+            yield tensor.write(hosted, [tensor.own_axes(leaf) for leaf in leaves], self._sizes(tensor))
 
     def join_others(self) -> None:
         """Takes part in the conversion of all tensors that are left, for the processes that need them."""
@@ -65,6 +64,9 @@ class TensorWriter:
             where = {name: file for file, infos in zip(files, shards, strict=True) for name in infos}
             index = {"metadata": {"total_size": total}, "weight_map": where}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+    def _sizes(self, tensor: Tensor) -> Sizes:
+        return tensor.sizes(self._leaves)
 
     def _stored(self, tensor: Tensor, dtype: np.dtype) -> np.dtype:
         """The dtype in the files: integers keep theirs."""

@@ -6,7 +6,7 @@ layer or expert.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,15 +47,14 @@ class Tensor:
         along: dimension of the concatenation.
         merged: number of leading dimensions that are stored as one. GPT-NeoX concatenates queries, keys and values
             within each head.
-        first, step: the number in the name for index 0 of the first stacked axis, and from each index to the next.
+        numbers: the number in the name for each index of the first stacked axis; None counts from 0.
     """
 
     name: str
     parts: tuple[Part, ...]
     along: int = 0
     merged: int = 1
-    first: int = 0
-    step: int = 1
+    numbers: tuple[int, ...] | None = None
 
     @property
     def stacked(self) -> tuple[str, ...]:
@@ -71,10 +70,16 @@ class Tensor:
         """Names of a leaf's axes, without the stacked ones."""
         return [axis.name for axis in leaf.axes if axis.name not in self.stacked]
 
-    def numbered(self, numbers: Sequence[int]) -> str:
+    def numbered(self, indices: Sequence[int]) -> str:
         """The tensor's name for one index of each stacked axis."""
-        in_name = (self.first + self.step * numbers[0], *numbers[1:]) if numbers else ()
+        in_name = [*indices]
+        if self.numbers is not None:
+            in_name[0] = self.numbers[indices[0]]
         return self.name.format(**{_NUMBERS[axis]: n for axis, n in zip(self.stacked, in_name, strict=True)})
+
+    def sizes(self, leaves: Mapping[str, Any]) -> Sizes:
+        """Sizes of the axes of its parameters. Args: leaves: path -> parameter."""
+        return axis_sizes([(part.path, leaves[part.path]) for part in self.parts if part.path in leaves])
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         """Shape of the tensor in the files, for a model with these axis sizes."""
@@ -123,20 +128,27 @@ def fused(name: str, parts: dict[str, str], *, along: int = 0, merged: int = 1) 
     return Tensor(name, tuple(Part(path, each) for path, each in dims.items()), along, merged)
 
 
-def expanded(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+def expanded(
+    tensors: Sequence[Tensor], sizes: Callable[[Tensor], Sizes]
+) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
     """(name, tensor, indices of its stacked axes) for every tensor in the files, layer by layer.
 
     Args:
-        sizes: axis sizes of the model.
+        sizes: axis sizes of a tensor's parameters.
     """
     for tensor in tensors:
         if not tensor.stacked:
             yield tensor.name, tensor, ()
-    assert all(tensor.stacked[0] in _LAYERS for tensor in tensors if tensor.stacked)
-    for layers, layer in ((name, layer) for name in _LAYERS for layer in range(sizes.get(name, 0))):
-        for tensor in (tensor for tensor in tensors if tensor.stacked[:1] == (layers,)):
-            for rest in itertools.product(*(range(sizes[axis]) for axis in tensor.stacked[1:])):
-                yield tensor.numbered((layer, *rest)), tensor, (layer, *rest)
+    for axis in _LAYERS:
+        own = [tensor for tensor in tensors if tensor.stacked[:1] == (axis,)]
+        layers = [
+            (number, tensor, index)
+            for tensor in own
+            for index, number in enumerate(tensor.numbers or range(sizes(tensor).get(axis, 0)))
+        ]
+        for _, tensor, index in sorted(layers, key=lambda layer: layer[0]):
+            for rest in itertools.product(*(range(sizes(tensor)[axis]) for axis in tensor.stacked[1:])):
+                yield tensor.numbered((index, *rest)), tensor, (index, *rest)
 
 
 def axis_sizes(leaves: Sequence[tuple[str, Any]]) -> Sizes:

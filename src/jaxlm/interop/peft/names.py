@@ -42,12 +42,19 @@ def module_path(part: Part) -> str:
 
 def module_name(tensor: Tensor, layer: int | None) -> str:
     """The name of the module that has this weight, without the prefix."""
-    return (tensor.name if layer is None else tensor.numbered((layer,))).rpartition(".")[0]
+    return weight_name(tensor, layer).rpartition(".")[0]
+
+
+def weight_name(tensor: Tensor, layer: int | None) -> str:
+    """The name of this weight in a layer."""
+    return tensor.name if layer is None else tensor.name.format(layer=layer)
 
 
 def layers_of(tensor: Tensor, num_layers: int) -> list[int | None]:
     """The number of every layer that has such a tensor; None for one that is not in a layer."""
-    return list(range(num_layers)) if tensor.is_stacked else [None]
+    if not tensor.is_stacked:
+        return [None]
+    return list(range(num_layers) if tensor.numbers is None else tensor.numbers)
 
 
 def by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:

@@ -349,7 +349,7 @@ def lora_keys(folder: Path, config: ModelConfig) -> dict[str, Any]:
     modules = {}
     for adapters in opened.adapters:
         if len(adapters.tensor.parts) == 1 or set(adapters.ranks.values()) == {opened.settings["r"]}:
-            modules |= {module_path(part): _Module.of(adapters) for part in adapters.tensor.parts}
+            modules |= {module_path(part): _Module.of(adapters, opened.num_layers) for part in adapters.tensor.parts}
         else:  # which ranks belong to which part
             model = jax.eval_shape(lambda: config.build(vocab_axis(1), key=jax.random.key(0)))
             sizes = axis_sizes(tree.leaves(model))
@@ -359,17 +359,18 @@ def lora_keys(folder: Path, config: ModelConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Module:
-    """Ranks and scales by layer (None outside of layers) of the adapters of a parameter."""
+    """Ranks and scales by layer (None outside of layers) of the adapters of a parameter, which `layers` have."""
 
     kind: tuple[str, str]
     ranks: Mapping[int | None, int]
     scales: Mapping[int | None, float]
+    layers: Sequence[int | None]
 
     @staticmethod
-    def of(adapters: _Adapters, rank: int | None = None) -> "_Module":
+    def of(adapters: _Adapters, num_layers: int, rank: int | None = None) -> "_Module":
         """Those of a whole matrix, or with another rank."""
         ranks = adapters.ranks if rank is None else dict.fromkeys(adapters.ranks, rank)
-        return _Module(adapters.kind, ranks, adapters.scales)
+        return _Module(adapters.kind, ranks, adapters.scales, layers_of(adapters.tensor, num_layers))
 
 
 def _by_module(
@@ -384,7 +385,7 @@ def _by_module(
         arrays = FusedMatrix(tensor, sizes).split(a, b, magnitude, int(opened.settings["r"]))
     for path, rank, found in arrays:
         layered = found if tensor.is_stacked else tuple(None if each is None else each[0] for each in found)
-        yield path, _Module.of(adapters, rank), (layered[0], layered[1], layered[2])
+        yield path, _Module.of(adapters, opened.num_layers, rank), (layered[0], layered[1], layered[2])
 
 
 def _lora_keys(opened: _Folder, modules: Mapping[str, _Module]) -> dict[str, Any]:
@@ -401,7 +402,7 @@ def _lora_keys(opened: _Folder, modules: Mapping[str, _Module]) -> dict[str, Any
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for path, module in modules.items():
-        expected = [None] if None in module.ranks else layers or range(num_layers)
+        expected = [layer for layer in module.layers if layers is None or layer is None or layer in layers]
         own = {layer: module.ranks.get(layer, 0) for layer in expected}
         ranks |= _patterns(path, {layer: value for layer, value in own.items() if value != rank}, len(own))
         theirs = {layer: module.scales[layer] * own[layer] ** power for layer in own if own[layer]}

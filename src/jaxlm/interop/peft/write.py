@@ -35,6 +35,7 @@ from jaxlm.interop.peft.names import (
     module_name,
     peft_tensors,
     shortest_suffix,
+    weight_name,
 )
 from jaxlm.models.base import ModelConfig
 
@@ -45,7 +46,7 @@ class Adapter:
 
     Attributes:
         path: path of the module, in a model with one stack of layers; `head` also if the head is tied to a table.
-        first_layer: number of the first layer in `a` and `b`.
+        layers: numbers of the layers in `a` and `b`; 0 alone if the module is not in a layer.
         a: {layers, lora_rank, *In}.
         b: {layers, *Out, lora_rank}.
         magnitude: DoRA's, {layers, *Out}; None without.
@@ -55,7 +56,7 @@ class Adapter:
     """
 
     path: str
-    first_layer: int
+    layers: tuple[int, ...]
     a: NamedArray
     b: NamedArray
     magnitude: NamedArray | None
@@ -160,7 +161,7 @@ def _modules(
 ) -> list[_Module]:
     """The adapters of all modules in the files. Those of the parameters of one matrix become one."""
     owners = {part.path: tensor for tensor in table for part in tensor.parts}
-    found: dict[tuple[str, int | None], dict[str, tuple[Arrays, float]]] = {}
+    found: dict[tuple[Tensor, int | None], dict[str, tuple[Arrays, float]]] = {}
     for adapter in adapters:
         owner = owners.get(f"{adapter.path}.weight")
         if owner is None:
@@ -169,13 +170,12 @@ def _modules(
                 " merge"
             )
         for layer, arrays, scale in _by_layer(adapter, owner, layout):
-            found.setdefault((owner.name, layer), {})[adapter.path] = (arrays, scale)
-    by_name = {tensor.name: tensor for tensor in table}
+            found.setdefault((owner, layer), {})[adapter.path] = (arrays, scale)
     modules = []
-    for (name, layer), own in found.items():
-        arrays, scale = _joined(by_name[name], own, sizes)
+    for (tensor, layer), own in found.items():
+        arrays, scale = _joined(tensor, own, sizes)
         cast = (None if each is None else np.ascontiguousarray(each.astype(dtype)) for each in arrays)
-        modules.append(_Module(by_name[name], layer, Arrays(*cast), scale))  # pyright: ignore[reportArgumentType]
+        modules.append(_Module(tensor, layer, Arrays(*cast), scale))  # pyright: ignore[reportArgumentType]
     return modules
 
 
@@ -209,7 +209,7 @@ def _by_layer(adapter: Adapter, owner: Tensor, layout: Layout) -> list[tuple[int
     sizes = adapter.sizes if len(adapter.sizes) == num_layers else list(adapter.sizes) * num_layers
     return [
         (
-            adapter.first_layer + n if layers else None,
+            adapter.layers[n] if layers else None,
             Arrays(a[n, :own], b[n, :, :own], None if magnitude is None else magnitude[n]),
             scale,
         )
@@ -259,8 +259,11 @@ def _targets(modules: Sequence[_Module], table: Sequence[Tensor], num_layers: in
     layers: dict[str, list[int]] = {}
     for module in modules:
         layers.setdefault(module.tensor.name, []).extend([] if module.layer is None else [module.layer])
-    stacked = {name: sorted(numbers) for name, numbers in layers.items() if numbers}
     everywhere = list(range(num_layers))
+    having = _layers_by_name(table, num_layers)
+    # All layers that have such a module count as all layers.
+    layers = {name: everywhere if sorted(numbers) == having[name] else numbers for name, numbers in layers.items()}
+    stacked = {name: sorted(numbers) for name, numbers in layers.items() if numbers}
     common = next(iter(stacked.values()), everywhere)
     common = common if all(numbers == common for numbers in stacked.values()) else everywhere
     names = {tensor.name.rpartition(".")[0] for tensor in table}
@@ -276,6 +279,15 @@ def _targets(modules: Sequence[_Module], table: Sequence[Tensor], num_layers: in
         "target_modules": sorted(targets),
         **({} if common == everywhere else {"layers_to_transform": common}),
     }
+
+
+def _layers_by_name(table: Sequence[Tensor], num_layers: int) -> dict[str, list[int]]:
+    """Name of a weight -> the numbers of the layers that have it, of which layers of several kinds have some each."""
+    found: dict[str, list[int]] = {}
+    for tensor in table:
+        numbers = [layer for layer in layers_of(tensor, num_layers) if layer is not None]
+        found[tensor.name] = sorted([*found.get(tensor.name, []), *numbers])
+    return found
 
 
 def _stores_inputs_first(config: ModelConfig) -> bool:
@@ -297,10 +309,11 @@ def _saved_tensors(
         unwritten -= set(given)
         leaves = [saved[path] for path in paths]
         hosted = [np.asarray(whole(leaf.array)).astype(dtype) for leaf in leaves]
-        for layer in layers_of(tensor, num_layers):
-            own = [array if layer is None else array[layer] for array in hosted]
-            name = tensor.name if layer is None else tensor.numbered((layer,))
-            found[name] = np.ascontiguousarray(tensor.write(own, [tensor.own_axes(leaf) for leaf in leaves], sizes))
+        for number, layer in enumerate(layers_of(tensor, num_layers)):
+            own = [array if layer is None else array[number] for array in hosted]
+            found[weight_name(tensor, layer)] = np.ascontiguousarray(
+                tensor.write(own, [tensor.own_axes(leaf) for leaf in leaves], sizes)
+            )
     if unwritten:
         raise ConfigError(
             f"modules_to_save: {', '.join(sorted(unwritten))} cannot be written: the model in transformers has no such"

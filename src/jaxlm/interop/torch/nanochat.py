@@ -177,7 +177,7 @@ def _tensors(config: NanoConfig) -> Iterator[Tensor]:
         ("value_embeds.{value_layer}.weight", "body.value_embedding", "vocab | value_embed"),
         ("transformer.h.{value_layer}.attn.ve_gate.weight", "body.value_gates.weight", "kv_heads | gate_channels"),
     ):
-        yield dataclasses.replace(single(theirs, ours, layout), first=first, step=2)
+        yield dataclasses.replace(single(theirs, ours, layout), numbers=tuple(range(first, config.num_layers, 2)))
     if config.lookup is not None:
         for number, layer in enumerate(sorted(config.lookup.layers)):
             yield from _lookup_tensors(f"l3_layers.{layer}.", f"body.lookups.{number}.", tied=config.lookup.tied)

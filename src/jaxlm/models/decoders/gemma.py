@@ -6,13 +6,14 @@ from dataclasses import dataclass
 import jax
 from haliax import Axis
 
-from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat, PositiveInt
+from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, gated_mlp, projections
+from jaxlm.models.decoders.local_layers import check_pattern, pattern_kinds
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import RotaryConfig, check_rope
-from jaxlm.models.stacks import LayerKind, grouped_kinds
+from jaxlm.models.stacks import LayerKind
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class GemmaConfig(DecoderConfig):
         final_soft_cap: soft cap of the logits, `cap * tanh(logit / cap)`. Null applies no cap.
         sliding_window: number of tokens that each token attends to in local layers, including itself.
         sliding_window_pattern: layers are grouped by this number; the last of each group is global (full attention),
-            the others are local (sliding window).
+            the others are local (sliding window). Null if `local_layers` is set.
+        local_layers: numbers of the local layers, counted from 0, instead of `sliding_window_pattern`.
         attention_bias: add biases to the query, key, value and output projections.
     """
 
@@ -39,7 +41,8 @@ class GemmaConfig(DecoderConfig):
     attn_soft_cap: PositiveFloat | None = None
     final_soft_cap: PositiveFloat | None = None
     sliding_window: PositiveInt = 4096
-    sliding_window_pattern: PositiveInt = 2
+    sliding_window_pattern: PositiveInt | None = 2
+    local_layers: list[NonNegativeInt] | None = None
     attention_bias: bool = False
 
     @property
@@ -55,10 +58,11 @@ class GemmaConfig(DecoderConfig):
     def kinds(self) -> tuple[LayerKind, ...]:
         local_rope, global_rope = self.rotations
         local_kind, global_kind = LayerKind(local_rope, self.sliding_window), LayerKind(global_rope)
-        return grouped_kinds(local_kind, global_kind, self.sliding_window_pattern, self.num_layers)
+        return pattern_kinds(self, local_kind, global_kind)
 
     def check(self) -> None:
         check_sizes(self)
+        check_pattern(self)
         for rope in self.rotations:
             check_rope(rope, self.num_heads, self.HeadSize.size)
 

@@ -1,18 +1,19 @@
 """Base config of families with a mixture of experts in place of Llama's MLP."""
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import equinox as eqx
 import haliax as hax
 import jax
 from haliax import Axis, NamedArray
 
-from jaxlm.core.axes import EMBED, EXPERTS, ROUTES, SHARED_MLP
-from jaxlm.core.errors import check_at_least
-from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
+from jaxlm.core.axes import EMBED, EXPERTS, MLP, ROUTES, SHARED_MLP
+from jaxlm.core.errors import ConfigError, check_at_least
+from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from jaxlm.core.matmul import dot
-from jaxlm.models.decoder import gated_mlp, rms_norm
+from jaxlm.models.decoder import DecoderBlock, gated_mlp, pre_norm_block, rms_norm
+from jaxlm.models.decoders.local_layers import check_layer_numbers, check_local_layers, local_kinds
 from jaxlm.models.decoders.pre_norm import PreNormConfig, check_pre_norm
 from jaxlm.models.layers import ForCache, GatedMlp, LayerCache, LayerContext, SelfAttention
 from jaxlm.models.linear import ExpertLinear, Linear
@@ -66,7 +67,7 @@ class MoeBlock(eqx.Module):
 
 @dataclass(frozen=True)
 class MoeConfig(PreNormConfig):
-    """A family with a mixture of experts in every layer. Each expert is `intermediate_dim` wide.
+    """A family with a mixture of experts. Each expert is `intermediate_dim` wide.
 
     Attributes:
         num_experts: number of experts per layer.
@@ -88,11 +89,15 @@ class MoeConfig(PreNormConfig):
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        return (LayerKind(self.rope, self.sliding_window),) * self.num_layers
+        everywhere = LayerKind(self.rope, self.sliding_window)
+        local = range(self.num_layers) if self.local_layers is None else self.local_layers
+        return local_kinds(everywhere, LayerKind(self.rope), local, self.num_layers)
 
-    def check(self) -> None:
-        check_pre_norm(self)
-        check_at_least("model.num_experts", self.num_experts, self.num_experts_per_token)
+    def dense_block(self, *, key: jax.Array) -> DecoderBlock:
+        keys = jax.random.split(key, 7)
+        assert self.dense_intermediate_dim is not None
+        mlp = gated_mlp(self, keys[4:], Features=Axis(MLP, self.dense_intermediate_dim))
+        return pre_norm_block(self, self.attention(keys[:4]), mlp)
 
     def block(self, *, key: jax.Array) -> MoeBlock:
         keys = jax.random.split(key, 8)
@@ -116,3 +121,36 @@ class MoeConfig(PreNormConfig):
         gate = hax.random.normal(keys[3], self.Embed) * self.initializer_range
         Features = Axis(SHARED_MLP, self.shared_expert_intermediate_dim)
         return SharedExpert(gated_mlp(self, keys[:3], Features=Features), gate)
+
+
+def check_moe(config: MoeConfig) -> None:
+    """Raises `ConfigError` if the keys of `MoeConfig` are invalid."""
+    check_pre_norm(config)
+    check_at_least("model.num_experts", config.num_experts, config.num_experts_per_token)
+    check_local_layers(config)
+
+
+@dataclass(frozen=True)
+class MixedMoeConfig(MoeConfig):
+    """A family in which some layers may have one MLP instead of experts.
+
+    Attributes:
+        decoder_sparse_step: layers are grouped by this number; the last of each group has experts, the others are dense: they
+            have one MLP. 1 gives all layers experts.
+        mlp_only_layers: numbers of additional dense layers, counted from 0.
+        dense_intermediate_dim: hidden width of the MLP of dense layers. Null if there are none.
+    """
+
+    decoder_sparse_step: PositiveInt = 1
+    mlp_only_layers: list[NonNegativeInt] = field(default_factory=list)
+    dense_intermediate_dim: PositiveInt | None = None
+
+    def check(self) -> None:
+        check_moe(self)
+        check_layer_numbers("model.mlp_only_layers", self.mlp_only_layers, self.num_layers)
+        width, num_dense = self.dense_intermediate_dim, len(self.dense_layers)
+        if (width is None) != (num_dense == 0):
+            raise ConfigError(
+                f"model.dense_intermediate_dim: {'null' if width is None else width} given, but {num_dense or 'no'} layers"
+                f" have one MLP (decoder_sparse_step, mlp_only_layers). {'Set it' if num_dense else 'Remove it'}"
+            )

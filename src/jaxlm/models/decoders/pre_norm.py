@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import jax
 from haliax import Axis
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.models.decoder import (
     Decoder,
@@ -17,6 +18,7 @@ from jaxlm.models.decoder import (
     projections,
     rms_norm,
 )
+from jaxlm.models.decoders.local_layers import check_local_layers, local_kinds
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind
@@ -104,14 +106,23 @@ class LateWindowConfig(DenseConfig):
     Attributes:
         max_window_layers: number of layers, counted from the first, that use full attention. `sliding_window` applies
             to the layers after them.
+        local_layers: numbers of the layers that `sliding_window` applies to, counted from 0, instead of
+            `max_window_layers`.
     """
 
     max_window_layers: NonNegativeInt = 0
+    local_layers: list[NonNegativeInt] | None = None
 
     def check(self) -> None:
         check_pre_norm(self)
+        check_local_layers(self)
+        if self.local_layers is not None and self.max_window_layers:
+            raise ConfigError(
+                f"model.max_window_layers: {self.max_window_layers} given together with local_layers. Remove one of the two"
+            )
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        windows = [None if i < self.max_window_layers else self.sliding_window for i in range(self.num_layers)]
-        return tuple(LayerKind(self.rope, window) for window in windows)
+        late = range(self.max_window_layers, self.num_layers)
+        local = late if self.local_layers is None else self.local_layers
+        return local_kinds(LayerKind(self.rope, self.sliding_window), LayerKind(self.rope), local, self.num_layers)

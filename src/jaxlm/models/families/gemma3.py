@@ -27,7 +27,7 @@ class Gemma3Config(GemmaConfig):
     num_heads: PositiveInt = 4
     num_kv_heads: PositiveInt | None = 1
     sliding_window: PositiveInt = 512
-    sliding_window_pattern: PositiveInt = 6
+    sliding_window_pattern: PositiveInt | None = 6
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
     local_rope: RotaryConfig = field(default_factory=DefaultRotary)
 

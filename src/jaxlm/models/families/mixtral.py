@@ -10,7 +10,7 @@ import jax
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import projections
-from jaxlm.models.decoders.moe_decoder import MoeConfig
+from jaxlm.models.decoders.moe_decoder import MoeConfig, check_moe
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 
@@ -28,6 +28,9 @@ class MixtralConfig(MoeConfig):
     @property
     def normalizes_shares(self) -> bool:
         return True
+
+    def check(self) -> None:
+        check_moe(self)
 
     def attention(self, keys: jax.Array) -> SelfAttention:
         return SelfAttention(**projections(self, keys, qkv_bias=False, out_bias=False))

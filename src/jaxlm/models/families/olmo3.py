@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import jax
 from haliax import Axis
 
-from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
+from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, rms_norm
+from jaxlm.models.decoders.local_layers import check_pattern, pattern_kinds
 from jaxlm.models.families.olmo2 import post_norm_block
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
-from jaxlm.models.stacks import LayerKind, grouped_kinds
+from jaxlm.models.stacks import LayerKind
 
 
 @ModelConfig.register_subclass("olmo3")
@@ -26,7 +27,8 @@ class Olmo3Config(DecoderConfig):
         local_rope: rotary position embedding of local layers (those with a sliding window).
         sliding_window: number of tokens that each token attends to in local layers, including itself.
         sliding_window_pattern: layers are grouped by this number; the last of each group is global (full attention),
-            the others are local (sliding window).
+            the others are local (sliding window). Null if `local_layers` is set.
+        local_layers: numbers of the local layers, counted from 0, instead of `sliding_window_pattern`.
         attention_bias: add biases to the query, key, value and output projections.
     """
 
@@ -35,16 +37,18 @@ class Olmo3Config(DecoderConfig):
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=500000.0))
     local_rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=500000.0))
     sliding_window: PositiveInt = 4096
-    sliding_window_pattern: PositiveInt = 4
+    sliding_window_pattern: PositiveInt | None = 4
+    local_layers: list[NonNegativeInt] | None = None
     attention_bias: bool = False
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         local_kind, global_kind = LayerKind(self.local_rope, self.sliding_window), LayerKind(self.rope)
-        return grouped_kinds(local_kind, global_kind, self.sliding_window_pattern, self.num_layers)
+        return pattern_kinds(self, local_kind, global_kind)
 
     def check(self) -> None:
         check_sizes(self)
+        check_pattern(self)
         for rope in (self.rope, self.local_rope):
             check_rope(rope, self.num_heads, self.HeadSize.size)
 

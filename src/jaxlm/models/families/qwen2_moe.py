@@ -7,20 +7,21 @@ from dataclasses import dataclass, field
 
 import jax
 
-from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
+from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import projections
-from jaxlm.models.decoders.moe_decoder import MoeConfig
+from jaxlm.models.decoders.moe_decoder import MixedMoeConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 
 
 @ModelConfig.register_subclass("qwen2_moe")
 @dataclass(frozen=True)
-class Qwen2MoeConfig(MoeConfig):
+class Qwen2MoeConfig(MixedMoeConfig):
     """Qwen1.5 MoE and Qwen2 MoE. The defaults are Qwen1.5 MoE A2.7B.
 
     Attributes:
+        local_layers: numbers of the layers that `sliding_window` applies to, counted from 0. Null means all layers.
         shared_expert_intermediate_dim: width of the expert that all tokens share.
         norm_topk_prob: normalize the probabilities of a token's experts to sum to 1.
         qkv_bias: add biases to the query, key and value projections.
@@ -35,6 +36,7 @@ class Qwen2MoeConfig(MoeConfig):
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
     num_experts: PositiveInt = 60
     num_experts_per_token: PositiveInt = 4
+    local_layers: list[NonNegativeInt] | None = None
     shared_expert_intermediate_dim: PositiveInt = 5632
     norm_topk_prob: bool = False
     qkv_bias: bool = True

@@ -9,7 +9,7 @@ import jax
 
 from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoders.moe_decoder import MoeConfig
+from jaxlm.models.decoders.moe_decoder import MixedMoeConfig
 from jaxlm.models.families.qwen3 import normed_attention
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
@@ -17,7 +17,7 @@ from jaxlm.models.rope import DefaultRotary, RotaryConfig
 
 @ModelConfig.register_subclass("qwen3_moe")
 @dataclass(frozen=True)
-class Qwen3MoeConfig(MoeConfig):
+class Qwen3MoeConfig(MixedMoeConfig):
     """Qwen3 MoE. The defaults are Qwen3 30B-A3B.
 
     Attributes:

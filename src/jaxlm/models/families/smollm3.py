@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoders.local_layers import check_layer_numbers, check_local_layers
 from jaxlm.models.decoders.pre_norm import BiasedConfig, check_pre_norm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 from jaxlm.models.stacks import LayerKind
@@ -24,8 +25,9 @@ class SmolLm3Config(BiasedConfig):
             embedding. `rope` applies to the others. Null if `unrotated_layers` is set.
         unrotated_layers: numbers of the layers without rotary position embedding, counted from 0, instead of
             `no_rope_layer_interval`.
-        sliding_window: number of tokens that each token attends to, including itself, in the layers without rotary
-            position embedding. Null means all previous tokens.
+        sliding_window: number of tokens that each token attends to, including itself, in local layers. Null means all
+            previous tokens.
+        local_layers: numbers of the local layers, counted from 0. Null means the layers without rotary position embedding.
     """
 
     seq_len: PositiveInt = 32768
@@ -39,30 +41,27 @@ class SmolLm3Config(BiasedConfig):
     no_rope_layer_interval: PositiveInt | None = 4
     unrotated_layers: list[NonNegativeInt] | None = None
     sliding_window: PositiveInt | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.unrotated_layers is not None:  # the config is a static field of the model: it must be hashable
-            object.__setattr__(self, "unrotated_layers", tuple(self.unrotated_layers))
+    local_layers: list[NonNegativeInt] | None = None
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        unrotated = self.unrotated_layers
+        unrotated = self.unrotated_layers or ()
         if self.no_rope_layer_interval is not None:
             every = self.no_rope_layer_interval
             unrotated = range(every - 1, self.num_layers, every)
-        rotated, other = LayerKind(self.rope), LayerKind(None, self.sliding_window)
-        return tuple(other if layer in (unrotated or ()) else rotated for layer in range(self.num_layers))
+        local = unrotated if self.local_layers is None else self.local_layers
+        return tuple(
+            LayerKind(None if layer in unrotated else self.rope, self.sliding_window if layer in local else None)
+            for layer in range(self.num_layers)
+        )
 
     def check(self) -> None:
         check_pre_norm(self)
+        check_local_layers(self)
         interval, layers = self.no_rope_layer_interval, self.unrotated_layers
         if (interval is None) == (layers is None):
             raise ConfigError(
                 f"model.no_rope_layer_interval: {'null' if interval is None else interval} given, and unrotated_layers:"
                 f" {'null' if layers is None else list(layers)}. Set one of the two, and the other to null"
             )
-        if layers is not None and any(layer >= self.num_layers for layer in layers):
-            raise ConfigError(
-                f"model.unrotated_layers: {list(layers)} given, 0 to {self.num_layers - 1} expected (num_layers - 1)"
-            )
+        check_layer_numbers("model.unrotated_layers", layers or (), self.num_layers)

@@ -4,7 +4,6 @@ XLA on CPUs copies a slice of an array before it reads it. With stacked layers, 
 slot for each token, which takes longer than reading them. Separate arrays per layer are read and updated in place.
 """
 
-import itertools
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,26 +28,29 @@ T = TypeVar("T")
 
 
 class UnstackedBody(eqx.Module):
-    """A `Body` with unstacked layers, for decoding with an `UnstackedCache` only."""
+    """A `Body` with unstacked layers, for decoding with an `UnstackedCache` only.
+
+    Attributes:
+        order: the number of each layer's stack in the cache.
+    """
 
     layers: tuple[Block, ...]
     final_norm: Norm
     kinds: tuple[LayerKind, ...] = eqx.field(static=True)
+    order: tuple[int, ...] = eqx.field(static=True)
     HeadSize: Axis = eqx.field(static=True)
 
     def __call__(self, x: NamedArray, inputs: Inputs, cache: UnstackedCache, key: None, taps: tuple[()] = ()) -> Hidden:
         """Maps embedded tokens {batch, position, embed} to final hidden states. Each layer updates its cache before it
         reads it."""
         contexts = layer_contexts(self.kinds, inputs, mask_over_cache(cache, inputs), AUTO, self.HeadSize)
-        layer_caches = []
-        keys, values = (itertools.chain.from_iterable(stacks) for stacks in (cache.keys, cache.values))
-        for number, (block, k, v) in enumerate(zip(self.layers, keys, values, strict=True)):
-            layer_cache = LayerCache(k, v, cache.length)
+        stacks: list[list[Any]] = [[] for _ in cache.keys]
+        for number, (block, stack) in enumerate(zip(self.layers, self.order, strict=True)):
+            index = len(stacks[stack])
+            layer_cache = LayerCache(cache.keys[stack][index], cache.values[stack][index], cache.length)
             context = contexts[number % len(contexts)]
             x, layer_cache, _ = block(x, context, layer_cache, index=hax.named(number, ()), key=key)
-            layer_caches.append(layer_cache)
-        written = iter(layer_caches)
-        stacks = [[next(written) for _ in stack] for stack in cache.keys]
+            stacks[stack].append(layer_cache)
         keys = tuple(tuple(layer.keys for layer in stack) for stack in stacks)
         values = tuple(tuple(layer.values for layer in stack) for stack in stacks)
         return Hidden(self.final_norm(x), UnstackedCache(keys, values, **extend_slots(cache, inputs)))
@@ -108,11 +110,11 @@ def _unstack_node(node: Any) -> Any:
     if isinstance(node, HeterogeneousBody):
         return node.unstacked()
     if isinstance(node, Body):
-        blocks = tuple(block for stack in node.stacks for block in stack.layers.unstacked())
-        blocks, last = jax.tree.map(_as_matrix, blocks, is_leaf=lambda x: isinstance(x, Linear)), node.stacks[-1]
-        assert last.final_norm is not None
+        stacks, last = [iter(stack.layers.unstacked()) for stack in node.stacks], node.stacks[-1]
+        blocks = tuple(next(stacks[number]) for number in node.order)
+        blocks = jax.tree.map(_as_matrix, blocks, is_leaf=lambda x: isinstance(x, Linear))
         kinds = shortest_period(node.kinds_by_layer)
-        return UnstackedBody(blocks, last.final_norm, kinds, last.HeadSize)
+        return UnstackedBody(blocks, node.last_norm, kinds, node.order, last.HeadSize)
     if isinstance(node, KVCache):
         keys, values = (tuple(map(_unstack_kv_array, arrays)) for arrays in (node.keys, node.values))
         return UnstackedCache(keys, values, node.positions, node.segment_ids, node.length, node.tokens)

@@ -2,7 +2,7 @@
 
 from jaxlm.interop.hf.families.gemma import gemma_keys, gemma_tensors
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
-from jaxlm.interop.hf.shared_keys import rope
+from jaxlm.interop.hf.shared_keys import RESPELLED_WINDOWS, rope
 from jaxlm.models.families.gemma2 import Gemma2Config
 
 FAMILY = Family(
@@ -16,4 +16,5 @@ FAMILY = Family(
         FixedKey("hidden_act", "gelu_pytorch_tanh", others=("gelu_new",)),
     ),
     tensors=lambda config: tuple(gemma_tensors(config)),
+    respelled=RESPELLED_WINDOWS,
 )

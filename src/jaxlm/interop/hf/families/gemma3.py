@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxlm.interop.hf.families.gemma import gemma_keys, gemma_tensors
 from jaxlm.interop.hf.family import Family, KeyGroup
-from jaxlm.interop.hf.shared_keys import layer_ropes
+from jaxlm.interop.hf.shared_keys import RESPELLED_WINDOWS, layer_ropes
 from jaxlm.interop.hf.shared_weights import qk_norms
 from jaxlm.models.families.gemma3 import Gemma3Config
 
@@ -27,4 +27,5 @@ FAMILY = Family(
         layer_ropes(theta=1e6, local_theta=10000.0, local_key="rope_local_base_freq"),
     ),
     tensors=lambda config: (*gemma_tensors(config), *qk_norms()),
+    respelled=RESPELLED_WINDOWS,
 )

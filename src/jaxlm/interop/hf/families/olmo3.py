@@ -1,7 +1,15 @@
 """OLMo 3: config.json keys and weight names. Only the global layers' rotary embedding is scaled."""
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, layer_ropes, size_keys, window_pattern
+from jaxlm.interop.hf.shared_keys import (
+    RESPELLED_WINDOWS,
+    activation,
+    head_dim,
+    kv_heads,
+    layer_ropes,
+    size_keys,
+    window_pattern,
+)
 from jaxlm.interop.hf.shared_weights import biased_attention, block_norms, embeddings_and_head, gated_mlp, qk_norms
 from jaxlm.models.families.olmo3 import Olmo3Config
 
@@ -26,4 +34,5 @@ FAMILY = Family(
         *qk_norms("heads head_size", "kv_heads head_size"),
         *gated_mlp(),
     ),
+    respelled=RESPELLED_WINDOWS,
 )

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: config.json keys and weight names."""
 
 from jaxlm.interop.hf.family import Family, FixedKey
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, late_window, rope, size_keys
+from jaxlm.interop.hf.shared_keys import RESPELLED_WINDOWS, activation, head_dim, kv_heads, late_window, rope, size_keys
 from jaxlm.interop.hf.shared_weights import attention, embeddings_and_head, gated_mlp, pre_norms
 from jaxlm.models.families.qwen2 import Qwen2Config
 
@@ -19,4 +19,5 @@ FAMILY = Family(
         FixedKey("attention_dropout", 0.0),
     ),
     tensors=lambda config: (*embeddings_and_head(config), *pre_norms(), *attention(qkv_bias=True), *gated_mlp()),
+    respelled=RESPELLED_WINDOWS,
 )

@@ -3,43 +3,61 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, router, size_keys
-from jaxlm.interop.hf.shared_weights import BLOCK, attention, embeddings_and_head, experts, gated_mlp, pre_norms
+from jaxlm.interop.hf.shared_keys import (
+    activation,
+    check_has_window,
+    expert_layers,
+    head_dim,
+    kv_heads,
+    layer_types,
+    local_layers,
+    rope,
+    router,
+    size_keys,
+)
+from jaxlm.interop.hf.shared_weights import (
+    BLOCK,
+    attention,
+    embeddings_and_head,
+    experts,
+    gated_mlp,
+    pre_norms,
+    rows_by_stack,
+)
 from jaxlm.interop.hf.weights import Tensor, single
 from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
 
 
-def _shared_expert() -> Iterator[Tensor]:
+def _experts() -> Iterator[Tensor]:
+    yield from experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
     yield from gated_mlp(theirs="mlp.shared_expert", ours="shared_expert.mlp", features="shared_mlp")
     yield single("model.layers.{layer}.mlp.shared_expert_gate.weight", f"{BLOCK}shared_expert.gate", "| embed")
 
 
 def _windows_to_ours(theirs: Mapping[str, Any]) -> Json:
-    kinds = theirs.get("layer_types") or []
-    if theirs.get("use_sliding_window", False) or any(kind != "full_attention" for kind in kinds):
-        raise ConfigError("use_sliding_window: only full attention is supported for this family; false expected")
-    return {"sliding_window": None}
-
-
-def _widths_to_ours(theirs: Mapping[str, Any]) -> Json:
+    num_layers, on = theirs["num_hidden_layers"], theirs.get("use_sliding_window", False)
+    window, local = theirs.get("sliding_window", 4096) if on else None, local_layers(theirs)
+    if local is None:  # as transformers chooses them
+        local = list(range(0, min(num_layers, theirs.get("max_window_layers", 28)), 2)) if on else []
+    check_has_window(local, window)
     return {
-        "intermediate_dim": theirs.get("moe_intermediate_size", 1408),
-        "shared_expert_intermediate_dim": theirs.get("shared_expert_intermediate_size", 5632),
+        "sliding_window": window if local else None,
+        "local_layers": None if len(local) in (0, num_layers) else local,
     }
 
 
-def _widths_to_theirs(config: Qwen2MoeConfig) -> Json:
-    # intermediate_size applies to layers without experts; there are none.
-    return {
-        "intermediate_size": config.intermediate_dim,
-        "moe_intermediate_size": config.intermediate_dim,
-        "shared_expert_intermediate_size": config.shared_expert_intermediate_dim,
-    }
+def _windows_to_theirs(config: Qwen2MoeConfig) -> Json:
+    if config.sliding_window is None:
+        return {"use_sliding_window": False, "sliding_window": None}
+    return {"use_sliding_window": True, "sliding_window": config.sliding_window, "layer_types": layer_types(config)}
 
 
-_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+def _attention(config: Any) -> Iterator[Tensor]:
+    yield from pre_norms()
+    yield from attention(qkv_bias=config.qkv_bias)
+
+
 _WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
 FAMILY = Family(
@@ -48,24 +66,25 @@ FAMILY = Family(
     config=Qwen2MoeConfig,
     keys=(
         *(key for key in size_keys(length=32768) if key.theirs != "intermediate_size"),
-        KeyGroup(_WIDTHS, _widths_to_ours, _widths_to_theirs),
+        expert_layers(width=1408, dense_width=5632),
+        JsonKey("shared_expert_intermediate_size", "shared_expert_intermediate_dim", 5632),
         kv_heads(),
         head_dim(),
         rope(),
         activation("hidden_act", "silu"),
-        KeyGroup(_WINDOWS, _windows_to_ours, lambda _: {"use_sliding_window": False, "sliding_window": None}),
+        KeyGroup(_WINDOWS, _windows_to_ours, _windows_to_theirs),
         *router("num_experts", num_experts=60, chosen=4),
         JsonKey("norm_topk_prob", "norm_topk_prob", False),
         JsonKey("qkv_bias", "qkv_bias", True),
-        FixedKey("decoder_sparse_step", 1),
-        FixedKey("mlp_only_layers", [], others=(None,)),
         FixedKey("attention_dropout", 0.0),
     ),
-    tensors=lambda config: (
-        *embeddings_and_head(config),
-        *pre_norms(),
-        *attention(qkv_bias=config.qkv_bias),
-        *experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-        *_shared_expert(),
+    tensors=lambda config: tuple(
+        rows_by_stack(
+            config,
+            embeddings_and_head(config),
+            experts=(*_attention(config), *_experts()),
+            dense=(*_attention(config), *gated_mlp()),
+        )
     ),
+    respelled=("local_layers",),
 )

@@ -1,7 +1,7 @@
 """Qwen3: config.json keys and weight names."""
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, late_window, rope, size_keys
+from jaxlm.interop.hf.shared_keys import RESPELLED_WINDOWS, activation, head_dim, kv_heads, late_window, rope, size_keys
 from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, gated_mlp, pre_norms, qk_norms
 from jaxlm.models.families.qwen3 import Qwen3Config
 
@@ -26,4 +26,5 @@ FAMILY = Family(
         *qk_norms(),
         *gated_mlp(),
     ),
+    respelled=RESPELLED_WINDOWS,
 )

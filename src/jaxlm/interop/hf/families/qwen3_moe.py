@@ -1,11 +1,20 @@
 """Qwen3 mixture-of-experts models: config.json keys and weight names."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, router, size_keys
-from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, experts, pre_norms, qk_norms
+from jaxlm.interop.hf.shared_keys import activation, expert_layers, head_dim, kv_heads, rope, router, size_keys
+from jaxlm.interop.hf.shared_weights import (
+    biased_attention,
+    embeddings_and_head,
+    experts,
+    gated_mlp,
+    pre_norms,
+    qk_norms,
+    rows_by_stack,
+)
+from jaxlm.interop.hf.weights import Tensor
 from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 
 
@@ -17,13 +26,10 @@ def _window_to_theirs(config: Qwen3MoeConfig) -> Json:
     return {"use_sliding_window": config.sliding_window is not None, "sliding_window": config.sliding_window}
 
 
-def _width_to_ours(theirs: Mapping[str, Any]) -> Json:
-    return {"intermediate_dim": theirs.get("moe_intermediate_size", 768)}
-
-
-def _width_to_theirs(config: Qwen3MoeConfig) -> Json:
-    # intermediate_size applies to layers without experts; there are none.
-    return {"intermediate_size": config.intermediate_dim, "moe_intermediate_size": config.intermediate_dim}
+def _attention(config: Qwen3MoeConfig) -> Iterator[Tensor]:
+    yield from pre_norms()
+    yield from biased_attention(config)
+    yield from qk_norms()
 
 
 FAMILY = Family(
@@ -32,7 +38,7 @@ FAMILY = Family(
     config=Qwen3MoeConfig,
     keys=(
         *(key for key in size_keys(length=32768) if key.theirs != "intermediate_size"),
-        KeyGroup(("intermediate_size", "moe_intermediate_size"), _width_to_ours, _width_to_theirs),
+        expert_layers(width=768, dense_width=6144),
         kv_heads(),
         head_dim(),
         rope(),
@@ -41,15 +47,14 @@ FAMILY = Family(
         *router("num_experts", "num_local_experts", num_experts=128, chosen=8),
         JsonKey("norm_topk_prob", "norm_topk_prob", False),
         JsonKey("attention_bias", "attention_bias", False),
-        FixedKey("decoder_sparse_step", 1),
-        FixedKey("mlp_only_layers", [], others=(None,)),
         FixedKey("attention_dropout", 0.0),
     ),
-    tensors=lambda config: (
-        *embeddings_and_head(config),
-        *pre_norms(),
-        *biased_attention(config),
-        *qk_norms(),
-        *experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    tensors=lambda config: tuple(
+        rows_by_stack(
+            config,
+            embeddings_and_head(config),
+            experts=(*_attention(config), *experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")),
+            dense=(*_attention(config), *gated_mlp()),
+        )
     ),
 )

@@ -1,11 +1,20 @@
 """SmolLM3: config.json keys and weight names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys
+from jaxlm.interop.hf.shared_keys import (
+    activation,
+    check_has_window,
+    head_dim,
+    kv_heads,
+    layer_types,
+    local_layers,
+    rope,
+    size_keys,
+)
 from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, gated_mlp, pre_norms
 from jaxlm.models.families.smollm3 import SmolLm3Config
 
@@ -24,23 +33,18 @@ def _layers_to_ours(theirs: Mapping[str, Any]) -> Json:
     if len(rotated) != num_layers or not set(rotated) <= {0, 1}:
         raise ConfigError(f"no_rope_layers: {rotated} given; 0 or 1 expected for each of {num_layers} layers")
     window = theirs.get("sliding_window") if theirs.get("use_sliding_window", False) else None
-    kinds = theirs.get("layer_types")
-    if kinds is not None and list(kinds) != _kinds(rotated, window):
-        raise ConfigError(
-            f"layer_types: {kinds} given; {_kinds(rotated, window)} expected for these no_rope_layers and"
-            " use_sliding_window"
-        )
+    local, unrotated = local_layers(theirs), [layer for layer, one in enumerate(rotated) if not one]
+    if window is not None and local == unrotated:
+        local = None
+    check_has_window(local or [], window)
     every = rotated.index(0) + 1 if 0 in rotated else max(every, num_layers + 1)
     is_regular = list(rotated) == _rotated(num_layers, every)
     return {
         "no_rope_layer_interval": every if is_regular else None,
-        "unrotated_layers": None if is_regular else [layer for layer, one in enumerate(rotated) if not one],
+        "unrotated_layers": None if is_regular else unrotated,
         "sliding_window": window,
+        "local_layers": local if window is not None else None,
     }
-
-
-def _kinds(rotated: Sequence[int], window: int | None) -> list[str]:
-    return ["full_attention" if window is None or one else "sliding_attention" for one in rotated]
 
 
 def _layers_to_theirs(config: SmolLm3Config) -> Json:
@@ -50,7 +54,7 @@ def _layers_to_theirs(config: SmolLm3Config) -> Json:
         "no_rope_layers": rotated,
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        "layer_types": _kinds(rotated, window),
+        "layer_types": layer_types(config),
     }
 
 
@@ -77,4 +81,5 @@ FAMILY = Family(
         *biased_attention(config),
         *gated_mlp(use_bias=config.mlp_bias),
     ),
+    respelled=("no_rope_layer_interval", "unrotated_layers", "local_layers"),
 )
