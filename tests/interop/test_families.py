@@ -36,8 +36,8 @@ by_default = sorted(FIRST.values())
 slow = pytest.mark.slow
 every = [name if name in by_default else pytest.param(name, marks=slow) for name in CASES]
 # A family's other cases differ in what the tests of logits and bitwise round trips cover. Their gradients are those of the
-# same blocks, except for a single head of keys, layers in no regular order, layers with and without experts, and queries, keys
-# and values that are clipped.
+# same blocks, except for a single head of keys, layers in no regular order, layers with and without experts, and clipped
+# queries, keys and values.
 OTHER_GRADIENTS = ("llama-one-kv-head", "smollm3-irregular", "qwen2_moe-mixed", "gemma2-listed", "mpt-clipped")
 few = [
     name
