@@ -450,9 +450,11 @@ _NUMBER = re.compile(r"^body\.(\d+)\.")
 def path_before_splits(path: str, model: Any) -> tuple[str, tuple[int, ...]]:
     """The path of a module as if no `split_at` had cut the layers, and the numbers of the layers that it stands for.
 
-    A module outside of the layers stands for layer 0 alone.
+    A module outside of the layers stands for layer 0 alone, and so does every module of a model without such layers.
     """
-    (body,) = modules(model, Body)
+    body = next(iter(modules(model, Body)), None)
+    if body is None:
+        return path, (0,)
     numbered = _NUMBER.match(path)
     if numbered is None:
         return path, body.layer_numbers[0] if path.startswith("body.layers.") else (0,)

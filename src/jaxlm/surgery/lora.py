@@ -387,8 +387,10 @@ class _Names:
         """(path with a number, the number) of every layer that a path stands for."""
         whole, numbers = path_before_splits(path, self._model)
         found: list[tuple[str, int | None]] = [(whole, None)]
-        if any(axis.name == LAYERS for axis in weight.axes):
-            found = [(whole.replace(".stacked.", f".{n}."), n) for n in numbers]
+        count = next((axis.size for axis in weight.axes if axis.name == LAYERS), None)
+        if count is not None:  # layers that are not those of a `Body` count from 0
+            own = numbers if len(numbers) == count else range(count)
+            found = [(whole.replace(".stacked.", f".{n}."), n) for n in own]
         self.known[path] = [name for name, _ in found]
         self.layers.update(number for _, number in found)
         return found
