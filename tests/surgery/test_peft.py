@@ -22,7 +22,7 @@ from jaxlm.engine.state import place_state
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
-from jaxlm.interop.peft.fused import FusedMatrix
+from jaxlm.interop.peft.fused import Arrays, FusedMatrix
 from jaxlm.interop.peft.read import lora_keys, read_adapters
 from jaxlm.models.base import Inputs
 from jaxlm.models.families.gpt_neox import GptNeoxConfig
@@ -32,7 +32,7 @@ from jaxlm.observe.trackers import read_jsonl
 from jaxlm.run.load_model import open_checkpoint, open_model
 from jaxlm.run.plan import make_plan
 from jaxlm.surgery.base import merge_surgeries
-from jaxlm.surgery.lora import add_adapters, save_peft
+from jaxlm.surgery.lora import LoraConfig, add_adapters, save_peft
 from jaxlm.train import train
 from tests.answers import LLAMA, write_instructions, write_model, write_tokenizer
 
@@ -91,13 +91,16 @@ def test_adapters_come_back_from_peft_bit_for_bit(adapted):
     ("settings", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type: 'IA3' given, 'LORA' expected"),
-        ({"bias": "all"}, "bias: 'all' given"),
-        ({"use_dora": True}, "use_dora: True given, null expected"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern: .* q_proj must have the rank and scale of all"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "some"}, "bias: 'some' given, 'none' expected"),
+        ({"lora_bias": True}, "lora_bias: True given, null expected"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters: .* null expected"),
+        ({"use_dora": True}, r"missing: .*q_proj\.lora_magnitude_vector"),
+        ({"rank_pattern": {"q_proj": 2}}, "q_proj has 4 ranks in the file, but .* gives it 2"),
+        ({"rank_pattern": {"(q_proj": 2}}, "rank_pattern: '.q_proj' is not a valid regular expression"),
+        ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern.q_proj: 0 given, a positive number expected"),
         ({"init_lora_weights": "pissa_niter_4"}, "also changes the base model"),
         ({"r": None}, "r: None given, a positive number expected"),
-        ({"r": 3}, "does not match \\{"),
+        ({"r": 3}, "has 4 ranks in the file, but .* gives it 3"),
     ],
     ids=str,
 )
@@ -113,13 +116,9 @@ def test_unsupported_lora_variants_are_refused(adapted, tmp_path, settings, mess
 @pytest.mark.slow
 def test_adapters_of_another_model_are_refused(adapted, tmp_path):
     plan, plain, _, folder = adapted
-    for change, message in [
-        ({"num_layers": 3}, "adapters at 2 of 3 layers"),
-        ({"num_layers": 1}, "belong to no layer"),
-    ]:
-        config = type(plan.config.model)(**{**SIZES, **change})
-        with pytest.raises(ConfigError, match=message):
-            read_adapters(folder, config, {"layers": config.num_layers})
+    config = type(plan.config.model)(**{**SIZES, "num_layers": 1})
+    with pytest.raises(ConfigError, match="belong to no layer"):
+        read_adapters(folder, config, {"layers": 1})
     with plan.layout.use(), pytest.raises(ConfigError, match=r"adapter_config\.json not found"):
         add_adapters(plain, tmp_path, plan.config.model, plan.layout)
 
@@ -214,8 +213,10 @@ def test_adapters_of_the_upper_layers_only(tmp_path):
         np.testing.assert_allclose(logits_of(named.for_inference(), ids), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_adapters_of_different_layers_are_not_exported(tmp_path):
+def test_adapters_of_different_layers_come_back(tmp_path):
+    """Those of two stacks, of other modules and ranks in each: what has none in PEFT has none here."""
     lower, upper = ({**LORA, "target": target} for target in (r"body\.0.*q_proj", r"body\.1.*v_proj"))
+    upper |= {"rank": 3, "alpha": 3.0}
     config = {
         "model": {"type": "llama", **SIZES},
         "phases": [{**PHASE, "surgery": [{"type": "split_at", "layer": 1}, lower, upper]}],
@@ -224,9 +225,19 @@ def test_adapters_of_different_layers_are_not_exported(tmp_path):
     plan = make_plan(decode_run(ConfigSource(config), None), "x", 61)
     with plan.layout.use():
         abstract = plan.state_builder.abstract_state(plan.phases[0]).model
-        model = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
-        with pytest.raises(ConfigError, match="the adapters of different modules are in different layers"):
-            save_adapters_of(model, tmp_path / "adapter", plan)
+        model = busy(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract))
+        save_adapters_of(model, tmp_path / "adapter", plan)
+    described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert described["target_modules"] == ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"]
+    read = read_adapters(tmp_path / "adapter", plan.config.model, {"layers": 2})
+    sizes = LoraConfig(**lora_keys(tmp_path / "adapter", plan.config.model))
+    assert sizes.rank_pattern and sizes.layers_to_transform is None
+    leaves = dict(tree.leaves(model))
+    for path, (name, rank, layer) in {"0": ("q_proj", 4, 0), "1": ("v_proj", 3, 1)}.items():
+        found = read.a[f"body.layers.stacked.attn.{name}"]
+        assert found.shape == (2, rank, 32)
+        np.testing.assert_array_equal(found[layer], leaves[f"body.{path}.layers.stacked.attn.{name}.a"].array[0])
+        assert not found[1 - layer].any()
 
 
 def test_adapters_for_all_layers_do_not_start_a_model_that_was_cut(adapted):
@@ -525,16 +536,24 @@ def test_an_adapter_of_a_whole_matrix_becomes_one_of_each_part():
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 4, 6)), rng.normal(size=(2, 18, 4))
     matrix = FusedMatrix(qkv, sizes)
-    parts = dict(matrix.split(a, b, 4))
+    magnitude = rng.normal(size=(2, 18))
+    parts = {path: (rank, arrays) for path, rank, arrays in matrix.split(a, b, magnitude, 4)}
     whole = (b @ a).reshape(2, 2, 3, 3, 6)  # layer, head, query or key or value, feature, input
     for number, name in enumerate("qkv"):
-        part_a, part_b = parts[f"body.layers.stacked.attn.{name}_proj"]
-        np.testing.assert_allclose(part_b @ part_a, whole[:, :, number].reshape(2, 6, 6), rtol=1e-12)
-    for rank, message in ((2, "4 ranks, but 2 for each of its parameters"), (3, "4 ranks, but 3 for each")):
-        with pytest.raises(ConfigError, match=message):
-            dict(matrix.split(a, b, rank))
+        rank, part = parts[f"body.layers.stacked.attn.{name}_proj"]
+        assert rank is None, "all"
+        np.testing.assert_allclose(part.b @ part.a, whole[:, :, number].reshape(2, 6, 6), rtol=1e-12)
+        np.testing.assert_array_equal(part.magnitude, magnitude.reshape(2, 2, 3, 3)[:, :, number].reshape(2, 6))
+    joined = matrix.fuse({path: Arrays(*(each[0] for each in part)) for path, (_, part) in parts.items()})
+    np.testing.assert_allclose(joined.b @ joined.a, (b @ a)[0], rtol=1e-12)
+    np.testing.assert_array_equal(joined.magnitude, magnitude[0])
+    for rank in (2, 3):  # not blocks of these sizes, so each parameter has all ranks
+        assert all(len(arrays.a[0]) == 4 for _, _, arrays in matrix.split(a, b, None, rank))
     with pytest.raises(ConfigError, match=r"lora_B \[12, 4\], but .* \[18, 4\] expected"):
-        dict(matrix.split(a, b[:, :12], 4))
+        dict(matrix.split(a, b[:, :12], None, 4))
+    del parts["body.layers.stacked.attn.v_proj"]
+    with pytest.raises(ConfigError, match="with DoRA, all parameters of this matrix must have adapters"):
+        matrix.fuse({path: Arrays(*(each[0] for each in part)) for path, (_, part) in parts.items()})
 
 
 def plan_base(folder, plan):
