@@ -346,8 +346,8 @@ def test_training_continues_from_peft(tmp_path):
     assert record["train/loss"] == pytest.approx(total / count, rel=1e-5)
 
 
-def tuned(place: Path, instructions: Path, steps: int, *surgeries: dict):
-    """Trains as the command does: import, LoRA, loss on answers only, a checkpoint."""
+def tuned(place: Path, instructions: Path, steps: int, *surgeries: dict, also: str | None = None):
+    """Trains as the command does: import, LoRA, loss on answers only, a checkpoint. Args: also: trains too."""
     config = {
         "initialize_from_hf": str(place / "hf"),
         "use_hf_model_config": True,
@@ -367,7 +367,13 @@ def tuned(place: Path, instructions: Path, steps: int, *surgeries: dict):
             "checkpointer": {"base_path": str(place / "checkpoints")},
         },
         "optimizer": {"learning_rate": 1e-2, "warmup": 0, "weight_decay": 0.0},
-        "phases": [{**PHASE, "surgery": list(surgeries or (LORA,))}],
+        "phases": [
+            {
+                **PHASE,
+                "surgery": list(surgeries or (LORA,)),
+                "trainable": [*PHASE["trainable"], *([also] if also else [])],
+            }
+        ],
         "evals": [],
     }
     train(decode_run(ConfigSource(config), None))
@@ -411,6 +417,33 @@ def test_lora_on_instructions(tmp_path, real):
     with plan.layout.use():
         again = add_adapters(plan_base(tmp_path / "hf", plan), tmp_path / "resaved", plan.config.model, plan.layout)
         np.testing.assert_array_equal(logits_of(again, ids), ours)
+
+
+@pytest.mark.slow
+def test_a_run_with_dora_ranks_by_layer_and_a_trained_head_is_exported(tmp_path, capsys):
+    """From its checkpoint: verified against the base, merged and not, and the base model is bit-equal."""
+    pytest.importorskip("transformers")
+    write_model(tmp_path / "hf", num_hidden_layers=3, attention_bias=True)
+    dora = {**LORA, "use_dora": True, "layers_to_transform": [1, 2], "rank_pattern": {r"layers\.2\.mlp": 6}}
+    dora |= {"embeddings": "tokens", "modules_to_save": ["^head", r"v_proj\.base\.bias"]}
+    also = r"magnitude$|^head\.weight$|v_proj\.base\.bias$"
+    records = tuned(tmp_path, write_instructions(tmp_path / "train.jsonl"), 12, dora, also=also)
+    losses = [r["train/loss"] for r in records if "train/loss" in r]
+    assert losses[-1] < losses[0] - 0.5
+    checkpoint = str(tmp_path / "checkpoints" / "lora")
+    trained = open_checkpoint(tmp_path / "checkpoints" / "lora")
+    with trained.plan.layout.use():
+        before = dict(tree.leaves(plan_base(tmp_path / "hf", trained.plan)))
+        for path, leaf in tree.leaves(trained.load_model()):
+            if ".base." in path and "v_proj" not in path:
+                np.testing.assert_array_equal(leaf.array, before[path.replace(".base.", ".")].array, err_msg=path)
+    for adapters in ("only", "merge"):
+        options = ["--checkpoint", checkpoint, "--adapters", adapters, "--verify", "true", "--dtype", "float32"]
+        assert convert.main(["to-hf", *options, "--output_dir", str(tmp_path / adapters)]) == 0, capsys.readouterr()
+    assert "with the adapters has the checkpoint's logits" in capsys.readouterr().out
+    described = json.loads((tmp_path / "only" / "adapter_config.json").read_text())
+    assert (described["use_dora"], described["bias"], described["modules_to_save"]) == (True, "lora_only", ["lm_head"])
+    assert described["layers_to_transform"] == [1, 2]
 
 
 @pytest.mark.slow
@@ -495,7 +528,9 @@ def with_adapters(torch, base, folder: Path):
         delta = alpha / rank * (b @ a)
         with torch.no_grad():
             module.weight += delta.T if type(module).__name__ == "Conv1D" else delta
-    assert {name.rpartition(".")[2] for name in names} == set(peft_config["target_modules"])
+    ends = peft_config["target_modules"]
+    found = {name for name, _ in base.named_modules() if any(name.endswith(f".{end}") for end in ends)}
+    assert {name.removeprefix("base_model.model.") for name in names} == found
     return base
 
 
