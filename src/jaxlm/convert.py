@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import Location, location_of
 from jaxlm.interop.hf.folder import DTYPES, parse_dtype
@@ -125,7 +126,8 @@ def _verify_adapters(folder: Path, base: str, opened: LoadedModel, model: Langua
     Raises:
         ConfigError: they differ.
     """
-    merged = merge_surgeries(jax.tree.map(lambda x: x.astype(jnp.float32), model), opened.surgeries)
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32) if tree.is_inexact(x) else x, model)
+    merged = merge_surgeries(exact, opened.surgeries)
     trained, read = InferenceModel(opened, merged), load(base, adapter=str(folder), keys={"trainer.mp": "f32"})
     size = min(merged.Vocab.size, read.model.Vocab.size)
     length = min(merged.Pos.size, read.model.Pos.size, _NUM_COMPARED)

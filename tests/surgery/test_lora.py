@@ -7,19 +7,25 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
+from jaxlm.core.matmul import Int8Weight
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.nano import NanoConfig
 from jaxlm.models.layers import dropout, with_dropout_keys
 from jaxlm.models.linear import Linear
+from jaxlm.optim.base import OptimizerConfig
+from jaxlm.optim.groups import build_optimizer, parameter_groups
 from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.lora import LoraConfig, LoraLinear
+from jaxlm.surgery.low_rank import AdapterSize
 from tests.engine.helpers import MESHES, TinyRun, arrays, layout, one_device, phase
+from tests.engine.helpers import MODEL as TINY
 
 MODEL = LlamaConfig(seq_len=16, hidden_dim=32, intermediate_dim=48, num_layers=2, num_heads=4, num_kv_heads=2)
 
@@ -36,9 +42,11 @@ def adapted(model, **config):
 
 
 def randomised(model):
-    """Makes adapters that have an effect."""
+    """Makes adapters that have an effect, and that fill padding too."""
 
     def fill(path, leaf):
+        if path.endswith(".magnitude"):
+            return leaf * hax.random.uniform(jax.random.PRNGKey(len(path)), leaf.axes, minval=0.8, maxval=1.2)
         if not path.endswith((".a", ".b")):
             return leaf
         return hax.random.normal(jax.random.PRNGKey(len(path)), leaf.axes) * 0.1
@@ -195,10 +203,226 @@ def test_the_layer_and_its_gradients_match_peft_with_the_same_mask():
         np.testing.assert_allclose(ours.array, module["default"].weight.grad.numpy(), rtol=1e-4, atol=1e-4)
 
 
+def test_dora_and_its_gradients_match_the_closed_form():
+    """m (W + s B A) x / ||W + s B A|| + bias, and gradients for which the norm is a constant, in float64."""
+    In, Out, Row = hax.Axis("in", 6), hax.Axis("out", 5), hax.Axis("row", 4)
+    base = Linear.init(In, Out, std=1.0, key=jax.random.key(0), use_bias=True)
+    base = dataclasses.replace(base, bias=hax.random.normal(jax.random.key(5), Out))
+    options = {"dropout": 0.0, "use_dora": True, "key": jax.random.key(1)}
+    layer = LoraLinear.sized(base, [AdapterSize(3, 2.0)], **options)
+    x = hax.random.normal(jax.random.key(3), (Row, In))
+    np.testing.assert_allclose(layer(x).array, base(x).array, rtol=1e-5, atol=1e-6)
+    scaled = hax.random.uniform(jax.random.key(4), Out, minval=0.5, maxval=2.0)
+    layer = dataclasses.replace(layer, b=hax.random.normal(jax.random.key(2), layer.b.axes), magnitude=scaled)
+    pulled = lambda a, b, m: dataclasses.replace(layer, a=a, b=b, magnitude=m)(x).array  # noqa: E731
+    out, pull = jax.vjp(pulled, layer.a, layer.b, layer.magnitude)
+    found = pull(out)
+    w, a, b, m, bias, xs = (
+        np.asarray(each.array, np.float64) for each in (base.weight, layer.a, layer.b, layer.magnitude, base.bias, x)
+    )
+    changed = w + 2.0 * b @ a
+    norm = np.linalg.norm(changed, axis=1)
+    expected = xs @ changed.T * (m / norm) + bias
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(layer.merged()(x).array, expected, rtol=1e-5, atol=1e-5)
+    d_changed = (expected * (m / norm)).T @ xs
+    closed = (2.0 * b.T @ d_changed, 2.0 * d_changed @ a.T, np.sum(expected * (xs @ changed.T), axis=0) / norm)
+    for ours, gradient in zip(found, closed, strict=True):
+        np.testing.assert_allclose(ours.array, gradient, rtol=1e-4, atol=1e-4)
+
+
+def test_dora_of_an_int8_weight_has_its_norm():
+    In, Out = hax.Axis("in", 6), hax.Axis("out", 5)
+    base = Linear.init(In, Out, std=1.0, key=jax.random.key(0))
+    stored = dataclasses.replace(base, weight=Int8Weight.of(base.weight, In))
+    layer = LoraLinear.sized(stored, [AdapterSize(2, 1.0)], dropout=0.0, use_dora=True, key=jax.random.key(1))
+    norms = np.linalg.norm(stored.weight.floats(jnp.float32).array, axis=1)
+    np.testing.assert_allclose(layer.magnitude.array, norms, rtol=1e-6)
+    np.testing.assert_allclose(layer.merged().weight.array, stored.weight.floats(jnp.float32).array, rtol=1e-6)
+
+
+UNEQUAL = {
+    "target": "q_proj|up_proj",
+    "rank": 4,
+    "alpha": 8.0,
+    "rank_pattern": {r"layers\.1\.attn": 2, "up_proj": 3},
+    "alpha_pattern": {r"\.1\.": 1.0},
+}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"use_dora": True}, *(pytest.param(c, marks=pytest.mark.slow) for c in ({}, {"rslora": True}))], ids=str
+)
+def test_ranks_and_scales_by_layer(model, changes):
+    """As in PEFT: the first pattern that matches decides. Padding has no effect and is not counted."""
+    busy = randomised(adapted(model, **UNEQUAL, **changes))
+    power = 0.5 if changes.get("rslora") else 1
+    q, up = (
+        dict(tree.modules_by_path(busy, LoraLinear))[f"body.layers.stacked.{p}"] for p in ("attn.q_proj", "mlp.up_proj")
+    )
+    assert [(size.rank, size.scale) for size in q.sizes] == [(4, 8 / 4**power), (2, 1 / 2**power)]
+    assert [(size.rank, size.scale) for size in up.sizes] == [(3, 8 / 3**power), (3, 1 / 3**power)]
+    magnitudes = 2 * (32 + 48) if "use_dora" in changes else 0
+    assert tree.num_parameters(busy) - tree.num_parameters(model) == 6 * (32 + 32) + 6 * (32 + 48) + magnitudes
+    beyond = hax.arange(q.a.resolve_axis("lora_rank")) >= 2
+    layer = hax.arange(q.a.resolve_axis("layers")) == 1
+    beyond = (beyond.broadcast_axis(layer.axes) & layer).broadcast_to(q.a.axes)
+    wild = tree.map_leaves(
+        lambda path, leaf: hax.where(beyond, jnp.nan, leaf) if path.endswith("q_proj.a") else leaf, busy
+    )
+    np.testing.assert_array_equal(logits(wild), logits(busy))
+    merged = LoraConfig(**UNEQUAL).merge(busy)
+    np.testing.assert_allclose(logits(merged), logits(busy), atol=1e-5)
+    for number in range(2):  # one layer at a time, in NumPy
+        size, base = (
+            q.sizes[number],
+            np.asarray(model.body.layers.stacked.attn.q_proj.weight.array[number]).reshape(32, 32),
+        )
+        a = np.asarray(q.a.array[number, : size.rank]).reshape(size.rank, 32)
+        b = np.asarray(q.b.array[number]).reshape(32, -1)[:, : size.rank]
+        changed = base + size.scale * b @ a
+        if "use_dora" in changes:
+            magnitude = np.asarray(q.magnitude.array[number]).reshape(32, 1)
+            changed *= magnitude / np.linalg.norm(changed, axis=1, keepdims=True)
+        found = np.asarray(merged.body.layers.stacked.attn.q_proj.weight.array[number]).reshape(32, 32)
+        np.testing.assert_allclose(found, changed, atol=1e-6)
+
+
+@pytest.mark.parametrize("use_dora", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_layer_without_an_adapter_stays_as_it_is(model, use_dora):
+    """To the last bit, after two steps with weight decay."""
+    config = LoraConfig(target="attn|mlp", layers_to_transform=[1], use_dora=use_dora)
+    changed = adapted(model, **{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
+    trained, frozen = tree.partition(changed, tree.select(changed, [r"\.(a|b|magnitude)$"]))
+    update = optax.adamw(0.1, weight_decay=0.5)
+    loss = lambda trained: jnp.sum(logits(eqx.combine(trained, frozen, is_leaf=tree.is_named)) ** 2)  # noqa: E731
+    state, gradient = update.init(trained), jax.jit(jax.grad(loss))
+    for _ in range(2):
+        change, state = update.update(gradient(trained), state, trained)
+        trained = optax.apply_updates(trained, change)
+    stepped = eqx.combine(trained, frozen, is_leaf=tree.is_named)
+    for path, leaf in tree.leaves(trained):
+        if leaf is not None:
+            assert not leaf["layers", 0].array.any(), path
+            assert leaf["layers", 1].array.any(), path
+    merged = config.merge(stepped)
+    for path, weight in tree.leaves(model):
+        found = dict(tree.leaves(merged))[path]
+        if "layers" in path:
+            np.testing.assert_array_equal(found["layers", 0].array, weight["layers", 0].array, err_msg=path)
+    per_layer = sum(tree.sizes(changed)[path] for path, _ in tree.leaves(changed) if path.endswith((".a", ".b")))
+    assert per_layer * 2 == sum(
+        leaf.size for path, leaf in tree.leaves(adapted(model, target="attn|mlp")) if path.endswith((".a", ".b"))
+    )
+
+
+_TABLES = [
+    (False, "^tokens$", False),
+    (True, "^tokens$", False),
+    (True, "^head$", False),
+    (True, "^(tokens|head)$", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("tied", "embeddings", "shared", "use_dora"),
+    [
+        (True, "^(tokens|head)$", False, True),
+        (True, "^tokens$", True, False),
+        *(pytest.param(*case, False, marks=pytest.mark.slow) for case in _TABLES),
+        *(pytest.param(*case, True, marks=pytest.mark.slow) for case in _TABLES[:3]),
+    ],
+)
+def test_adapters_of_embeddings(tied, embeddings, shared, use_dora):
+    """They change nothing at first; merged, rows and head are those of the closed form."""
+    plain = dataclasses.replace(MODEL, tie_word_embeddings=tied).build(vocab_axis(64), key=jax.random.key(0))
+    config = {"target": None, "embeddings": embeddings, "rank": 3, "alpha": 6.0, "use_dora": use_dora}
+    config |= {"ensure_weight_tying": shared}
+    new = adapted(plain, **config)
+    np.testing.assert_allclose(logits(new), logits(plain), rtol=1e-5, atol=1e-6)
+    busy = randomised(new)
+    merged = LoraConfig(**config).merge(busy)
+    np.testing.assert_allclose(logits(merged), logits(busy), atol=1e-5)
+    weight = np.asarray(plain.tokens.weight.array)
+
+    def changed(change, transposed):
+        if change is None:
+            return weight
+        a, b = (np.asarray(array.array) for array in (change.a, change.b))
+        delta = 2.0 * b @ a
+        out = (weight.T if transposed else weight) + delta
+        if use_dora:
+            out *= np.asarray(change.magnitude.array)[:, None] / np.linalg.norm(out, axis=1, keepdims=True)
+        return out.T if transposed else out
+
+    rows = changed(busy.tokens.lookup, True)
+    ids = hax.arange(plain.Vocab).rename({"vocab": "token"})
+    np.testing.assert_allclose(merged.tokens(ids).array, rows, atol=1e-6)
+    if tied:
+        expected = rows if shared else changed(busy.tokens.head, False)
+        np.testing.assert_allclose(merged.lm_head().array, expected, atol=1e-6)
+    if not tied or shared:
+        assert jax.tree.structure(merged) == jax.tree.structure(plain)
+        assert LoraConfig(**config).exported(busy, merged) is merged
+    else:
+        with pytest.raises(ConfigError, match="the token embedding and the head that is tied to it differ"):
+            LoraConfig(**config).exported(busy, merged)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adam", "lion", "muon", "soap"])
+def test_optimizers_leave_padding_zero(model, kind):
+    changed = randomised(adapted(model, **UNEQUAL, use_dora=True))
+    changed = tree.map_modules(
+        changed, LoraLinear, ".*", lambda layer: dataclasses.replace(layer, a=layer.change.inner)
+    )
+    trained, frozen = tree.partition(changed, tree.select(changed, [r"q_proj\.(a|magnitude)$"]))
+    config = OptimizerConfig.get_known_choices()[kind](learning_rate=0.1, weight_decay=0.1, warmup=0)
+    update = build_optimizer(config, parameter_groups(trained, config), 10)
+    state = update.init(trained)
+
+    @jax.jit
+    def step(trained, state):
+        loss = lambda trained: jnp.sum(logits(eqx.combine(trained, frozen, is_leaf=tree.is_named)) ** 2)  # noqa: E731
+        change, state = update.update(jax.grad(loss)(trained), state, trained)
+        return optax.apply_updates(trained, change), state
+
+    for _ in range(3):
+        trained, state = step(trained, state)
+    a = dict(tree.leaves(trained))["body.layers.stacked.attn.q_proj.a"]
+    assert not a["layers", 1, "lora_rank", 2:].array.any()
+    assert a["layers", 1, "lora_rank", :2].array.all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp 2 x fsdp 4", "fsdp 8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_adapters_of_every_kind_do_not_depend_on_the_mesh(mesh, tied):
+    """DoRA, ranks by layer, embeddings and heads. The losses of four steps, and the adapters after them."""
+    keys = {**UNEQUAL, "target": r"attn|mlp|^head$", "use_dora": True, "embeddings": "tokens|head"}
+    sharded = phase(surgeries=(LoraConfig(**keys),), trainable=(r"\.(a|b|magnitude)$",))
+    config = dataclasses.replace(TINY, tie_word_embeddings=tied)
+    one, many = (TinyRun(where, sharded, model=config) for where in (one_device(), layout(**MESHES[mesh])))
+    losses = [[run.step(arrays(i), 2)["train/loss"] for i in range(4)] for run in (one, many)]
+    assert losses[0][-1] < losses[0][0]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    for (path, ours), (_, expected) in zip(tree.leaves(many.state.model), tree.leaves(one.state.model), strict=True):
+        np.testing.assert_allclose(ours.array, expected.array, rtol=1e-4, atol=1e-4, err_msg=path)
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
         ({"target": "nothing"}, "q_proj"),
+        ({"target": None}, "target and embeddings are null"),
+        ({"embeddings": "head"}, "embeddings: 'head' matches none of tokens"),
+        ({"embeddings": "tokens", "ensure_weight_tying": True}, "needs a head that is tied"),
+        ({"rank_pattern": {"nothing": 2}}, "rank_pattern: 'nothing' matches no layer. Closest names: .*layers.0"),
+        ({"alpha_pattern": {"(": 2.0}}, "alpha_pattern: '.' is not a valid regular expression"),
+        ({"layers_to_transform": [1, 2]}, "layers_to_transform: 2 given, but the matching layers are numbered 0 to 1"),
+        ({"layers_to_transform": []}, "layers_to_transform: an empty list given"),
+        ({"modules_to_save": ["nothing"]}, "modules_to_save: 'nothing' matches no parameter"),
+        ({"rank_pattern": {"attn": -1}}, "rank_pattern.*-1 given"),
         ({"rank": 0}, "rank: 0 given"),
         ({"dropout": 1.0}, "dropout: 1.0 given"),
         ({"dropout": 0.1}, "matches head. The loss reads its weight directly"),

@@ -22,7 +22,7 @@ from jaxlm.engine.state import place_state
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
-from jaxlm.interop.peft.fused import FusedMatrix
+from jaxlm.interop.peft.fused import Arrays, FusedMatrix
 from jaxlm.interop.peft.read import lora_keys, read_adapters
 from jaxlm.models.base import Inputs
 from jaxlm.models.families.gpt_neox import GptNeoxConfig
@@ -32,7 +32,7 @@ from jaxlm.observe.trackers import read_jsonl
 from jaxlm.run.load_model import open_checkpoint, open_model
 from jaxlm.run.plan import make_plan
 from jaxlm.surgery.base import merge_surgeries
-from jaxlm.surgery.lora import add_adapters, save_peft
+from jaxlm.surgery.lora import LoraConfig, add_adapters, save_peft
 from jaxlm.train import train
 from tests.answers import LLAMA, write_instructions, write_model, write_tokenizer
 
@@ -91,13 +91,16 @@ def test_adapters_come_back_from_peft_bit_for_bit(adapted):
     ("settings", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type: 'IA3' given, 'LORA' expected"),
-        ({"bias": "all"}, "bias: 'all' given"),
-        ({"use_dora": True}, "use_dora: True given, null expected"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern: .* q_proj must have the rank and scale of all"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "some"}, "bias: 'some' given, 'none' expected"),
+        ({"lora_bias": True}, "lora_bias: True given, null expected"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters: .* null expected"),
+        ({"use_dora": True}, r"missing: .*q_proj\.lora_magnitude_vector"),
+        ({"rank_pattern": {"q_proj": 2}}, "q_proj has 4 ranks in the file, but .* gives it 2"),
+        ({"rank_pattern": {"(q_proj": 2}}, "rank_pattern: '.q_proj' is not a valid regular expression"),
+        ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern.q_proj: 0 given, a positive number expected"),
         ({"init_lora_weights": "pissa_niter_4"}, "also changes the base model"),
         ({"r": None}, "r: None given, a positive number expected"),
-        ({"r": 3}, "does not match \\{"),
+        ({"r": 3}, "has 4 ranks in the file, but .* gives it 3"),
     ],
     ids=str,
 )
@@ -113,13 +116,9 @@ def test_unsupported_lora_variants_are_refused(adapted, tmp_path, settings, mess
 @pytest.mark.slow
 def test_adapters_of_another_model_are_refused(adapted, tmp_path):
     plan, plain, _, folder = adapted
-    for change, message in [
-        ({"num_layers": 3}, "adapters at 2 of 3 layers"),
-        ({"num_layers": 1}, "belong to no layer"),
-    ]:
-        config = type(plan.config.model)(**{**SIZES, **change})
-        with pytest.raises(ConfigError, match=message):
-            read_adapters(folder, config, {"layers": config.num_layers})
+    config = type(plan.config.model)(**{**SIZES, "num_layers": 1})
+    with pytest.raises(ConfigError, match="belong to no layer"):
+        read_adapters(folder, config, {"layers": 1})
     with plan.layout.use(), pytest.raises(ConfigError, match=r"adapter_config\.json not found"):
         add_adapters(plain, tmp_path, plan.config.model, plan.layout)
 
@@ -214,8 +213,10 @@ def test_adapters_of_the_upper_layers_only(tmp_path):
         np.testing.assert_allclose(logits_of(named.for_inference(), ids), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_adapters_of_different_layers_are_not_exported(tmp_path):
+def test_adapters_of_different_layers_come_back(tmp_path):
+    """Those of two stacks, of other modules and ranks in each: what has none in PEFT has none here."""
     lower, upper = ({**LORA, "target": target} for target in (r"body\.0.*q_proj", r"body\.1.*v_proj"))
+    upper |= {"rank": 3, "alpha": 3.0}
     config = {
         "model": {"type": "llama", **SIZES},
         "phases": [{**PHASE, "surgery": [{"type": "split_at", "layer": 1}, lower, upper]}],
@@ -224,9 +225,19 @@ def test_adapters_of_different_layers_are_not_exported(tmp_path):
     plan = make_plan(decode_run(ConfigSource(config), None), "x", 61)
     with plan.layout.use():
         abstract = plan.state_builder.abstract_state(plan.phases[0]).model
-        model = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
-        with pytest.raises(ConfigError, match="the adapters of different modules are in different layers"):
-            save_adapters_of(model, tmp_path / "adapter", plan)
+        model = busy(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract))
+        save_adapters_of(model, tmp_path / "adapter", plan)
+    described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert described["target_modules"] == ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"]
+    read = read_adapters(tmp_path / "adapter", plan.config.model, {"layers": 2})
+    sizes = LoraConfig(**lora_keys(tmp_path / "adapter", plan.config.model))
+    assert sizes.rank_pattern and sizes.layers_to_transform is None
+    leaves = dict(tree.leaves(model))
+    for path, (name, rank, layer) in {"0": ("q_proj", 4, 0), "1": ("v_proj", 3, 1)}.items():
+        found = read.a[f"body.layers.stacked.attn.{name}"]
+        assert found.shape == (2, rank, 32)
+        np.testing.assert_array_equal(found[layer], leaves[f"body.{path}.layers.stacked.attn.{name}.a"].array[0])
+        assert not found[1 - layer].any()
 
 
 def test_adapters_for_all_layers_do_not_start_a_model_that_was_cut(adapted):
@@ -335,8 +346,8 @@ def test_training_continues_from_peft(tmp_path):
     assert record["train/loss"] == pytest.approx(total / count, rel=1e-5)
 
 
-def tuned(place: Path, instructions: Path, steps: int, *surgeries: dict):
-    """Trains as the command does: import, LoRA, loss on answers only, a checkpoint."""
+def tuned(place: Path, instructions: Path, steps: int, *surgeries: dict, also: str | None = None):
+    """Trains as the command does: import, LoRA, loss on answers only, a checkpoint. Args: also: trains too."""
     config = {
         "initialize_from_hf": str(place / "hf"),
         "use_hf_model_config": True,
@@ -356,7 +367,13 @@ def tuned(place: Path, instructions: Path, steps: int, *surgeries: dict):
             "checkpointer": {"base_path": str(place / "checkpoints")},
         },
         "optimizer": {"learning_rate": 1e-2, "warmup": 0, "weight_decay": 0.0},
-        "phases": [{**PHASE, "surgery": list(surgeries or (LORA,))}],
+        "phases": [
+            {
+                **PHASE,
+                "surgery": list(surgeries or (LORA,)),
+                "trainable": [*PHASE["trainable"], *([also] if also else [])],
+            }
+        ],
         "evals": [],
     }
     train(decode_run(ConfigSource(config), None))
@@ -400,6 +417,33 @@ def test_lora_on_instructions(tmp_path, real):
     with plan.layout.use():
         again = add_adapters(plan_base(tmp_path / "hf", plan), tmp_path / "resaved", plan.config.model, plan.layout)
         np.testing.assert_array_equal(logits_of(again, ids), ours)
+
+
+@pytest.mark.slow
+def test_a_run_with_dora_ranks_by_layer_and_a_trained_head_is_exported(tmp_path, capsys):
+    """From its checkpoint: verified against the base, merged and not, and the base model is bit-equal."""
+    pytest.importorskip("transformers")
+    write_model(tmp_path / "hf", num_hidden_layers=3, attention_bias=True)
+    dora = {**LORA, "use_dora": True, "layers_to_transform": [1, 2], "rank_pattern": {r"layers\.2\.mlp": 6}}
+    dora |= {"embeddings": "tokens", "modules_to_save": ["^head", r"v_proj\.base\.bias"]}
+    also = r"magnitude$|^head\.weight$|v_proj\.base\.bias$"
+    records = tuned(tmp_path, write_instructions(tmp_path / "train.jsonl"), 12, dora, also=also)
+    losses = [r["train/loss"] for r in records if "train/loss" in r]
+    assert losses[-1] < losses[0] - 0.5
+    checkpoint = str(tmp_path / "checkpoints" / "lora")
+    trained = open_checkpoint(tmp_path / "checkpoints" / "lora")
+    with trained.plan.layout.use():
+        before = dict(tree.leaves(plan_base(tmp_path / "hf", trained.plan)))
+        for path, leaf in tree.leaves(trained.load_model()):
+            if ".base." in path and "v_proj" not in path:
+                np.testing.assert_array_equal(leaf.array, before[path.replace(".base.", ".")].array, err_msg=path)
+    for adapters in ("only", "merge"):
+        options = ["--checkpoint", checkpoint, "--adapters", adapters, "--verify", "true", "--dtype", "float32"]
+        assert convert.main(["to-hf", *options, "--output_dir", str(tmp_path / adapters)]) == 0, capsys.readouterr()
+    assert "with the adapters has the checkpoint's logits" in capsys.readouterr().out
+    described = json.loads((tmp_path / "only" / "adapter_config.json").read_text())
+    assert (described["use_dora"], described["bias"], described["modules_to_save"]) == (True, "lora_only", ["lm_head"])
+    assert described["layers_to_transform"] == [1, 2]
 
 
 @pytest.mark.slow
@@ -484,7 +528,9 @@ def with_adapters(torch, base, folder: Path):
         delta = alpha / rank * (b @ a)
         with torch.no_grad():
             module.weight += delta.T if type(module).__name__ == "Conv1D" else delta
-    assert {name.rpartition(".")[2] for name in names} == set(peft_config["target_modules"])
+    ends = peft_config["target_modules"]
+    found = {name for name, _ in base.named_modules() if any(name.endswith(f".{end}") for end in ends)}
+    assert {name.removeprefix("base_model.model.") for name in names} == found
     return base
 
 
@@ -525,16 +571,24 @@ def test_an_adapter_of_a_whole_matrix_becomes_one_of_each_part():
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 4, 6)), rng.normal(size=(2, 18, 4))
     matrix = FusedMatrix(qkv, sizes)
-    parts = dict(matrix.split(a, b, 4))
+    magnitude = rng.normal(size=(2, 18))
+    parts = {path: (rank, arrays) for path, rank, arrays in matrix.split(a, b, magnitude, 4)}
     whole = (b @ a).reshape(2, 2, 3, 3, 6)  # layer, head, query or key or value, feature, input
     for number, name in enumerate("qkv"):
-        part_a, part_b = parts[f"body.layers.stacked.attn.{name}_proj"]
-        np.testing.assert_allclose(part_b @ part_a, whole[:, :, number].reshape(2, 6, 6), rtol=1e-12)
-    for rank, message in ((2, "4 ranks, but 2 for each of its parameters"), (3, "4 ranks, but 3 for each")):
-        with pytest.raises(ConfigError, match=message):
-            dict(matrix.split(a, b, rank))
+        rank, part = parts[f"body.layers.stacked.attn.{name}_proj"]
+        assert rank is None, "all"
+        np.testing.assert_allclose(part.b @ part.a, whole[:, :, number].reshape(2, 6, 6), rtol=1e-12)
+        np.testing.assert_array_equal(part.magnitude, magnitude.reshape(2, 2, 3, 3)[:, :, number].reshape(2, 6))
+    joined = matrix.fuse({path: Arrays(*(each[0] for each in part)) for path, (_, part) in parts.items()})
+    np.testing.assert_allclose(joined.b @ joined.a, (b @ a)[0], rtol=1e-12)
+    np.testing.assert_array_equal(joined.magnitude, magnitude[0])
+    for rank in (2, 3):  # not blocks of these sizes, so each parameter has all ranks
+        assert all(len(arrays.a[0]) == 4 for _, _, arrays in matrix.split(a, b, None, rank))
     with pytest.raises(ConfigError, match=r"lora_B \[12, 4\], but .* \[18, 4\] expected"):
-        dict(matrix.split(a, b[:, :12], 4))
+        dict(matrix.split(a, b[:, :12], None, 4))
+    del parts["body.layers.stacked.attn.v_proj"]
+    with pytest.raises(ConfigError, match="with DoRA, all parameters of this matrix must have adapters"):
+        matrix.fuse({path: Arrays(*(each[0] for each in part)) for path, (_, part) in parts.items()})
 
 
 def plan_base(folder, plan):

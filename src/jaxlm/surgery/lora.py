@@ -184,6 +184,9 @@ class LoraConfig(SurgeryConfig):
             raise ConfigError(
                 "surgery lora: target and embeddings are null, so nothing gets an adapter. Set one of them"
             )
+        for name in ("rank_pattern", "alpha_pattern", "modules_to_save"):
+            for pattern in getattr(self, name):
+                tree.compile_pattern(pattern, f"surgery lora: {name}")
         indices, names = itertools.count(), _Names(model)
 
         def adapt(path: str, layer: Linear) -> LoraLinear | Linear:
@@ -302,15 +305,13 @@ class LoraConfig(SurgeryConfig):
         paths += [name for name in names.all if name not in paths]
         for key in ("rank_pattern", "alpha_pattern"):
             for pattern in getattr(self, key):
-                compiled = tree.compile_pattern(pattern, f"surgery lora: {key}")
-                if not any(compiled.search(path) for path in paths):
+                if not any(re.search(pattern, path) for path in paths):
                     raise ConfigError(
                         f"surgery lora: {key}: '{pattern}' matches no layer. {tree.closest_paths(pattern, paths)}"
                     )
         others = _other_paths(model)
         for pattern in self.modules_to_save:
-            compiled = tree.compile_pattern(pattern, "surgery lora: modules_to_save")
-            if not any(compiled.search(path) for path in others):
+            if not any(re.search(pattern, path) for path in others):
                 raise ConfigError(
                     f"surgery lora: modules_to_save: '{pattern}' matches no parameter. {tree.closest_paths(pattern, others)}"
                 )
