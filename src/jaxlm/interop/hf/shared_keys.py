@@ -262,7 +262,7 @@ def rope_from_json(given: Mapping[str, Any], config: Mapping[str, Any]) -> Rotar
 
 def rope_to_json(rope: RotaryConfig) -> Json:
     """Converts a rotary embedding config to `rope_parameters`, the inverse of `rope_from_json`."""
-    fields = {f: getattr(rope, f) for f in rope.__dataclass_fields__}
+    fields: Json = {f: getattr(rope, f) for f in rope.__dataclass_fields__}
     fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None}
     name = _NAMES[type(rope)]
     if name == "longrope":  # the model's own length may be another one
