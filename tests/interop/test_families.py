@@ -163,17 +163,23 @@ def test_a_tied_gpt2_with_another_head_is_computed_as_in_transformers(tmp_path):
     assert "lm_head.weight differs from the token embedding" in "".join(opened.notes)
 
 
-def test_dynamic_rope_beyond_the_imported_length(tmp_path):
-    """A text of exactly `seq_len` tokens gets the logits that transformers computes for it."""
+@pytest.mark.parametrize("lengths", [(24,), pytest.param((10, 24, SEQ_LEN), marks=slow)], ids=str)
+def test_dynamic_rope_beyond_the_imported_length(lengths, tmp_path):
+    """The frequencies depend on the length of the text, and while it grows, cached keys stay as they are."""
     reference("llama-dynamic").save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": SEQ_LEN // 3}
     (tmp_path / "config.json").write_text(json.dumps(content))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    with torch.no_grad():
-        expected = theirs(torch.tensor(tokens())).logits.numpy()
     config = dataclasses.replace(open_folder(tmp_path).config, seq_len=SEQ_LEN)
     model = load_model(tmp_path, abstract(config), config, one_device())
-    np.testing.assert_allclose(logits_of(model, inputs_of(tokens())), expected, rtol=1e-4, atol=1e-4)
+    for length in lengths:  # ascending: transformers keeps the frequencies of the longest text so far
+        ids = tokens()[:, :length]
+        with torch.no_grad():
+            expected = theirs(torch.tensor(ids)).logits.numpy()
+        np.testing.assert_allclose(logits_of(model, inputs_of(ids)), expected, rtol=1e-4, atol=1e-5)
+    if len(lengths) > 1:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+        check_greedy_tokens(model, theirs, torch.tensor(tokens(length=12)))
     with pytest.raises(ConfigError, match=r"model\.rope: Dynamic.* would become Dynamic"):
         save_folder(tmp_path / "x", model, config, one_device(), dtype=np.float32, files={}, special_ids={})
 

@@ -57,6 +57,22 @@ def test_a_warmup_of_the_whole_run_is_said_at_every_start(warmup, meaning):
     assert warning.startswith(f"optimizer.warmup: {meaning}: the learning rate rises over all its 100 steps")
 
 
+@pytest.mark.parametrize(
+    ("seq_len", "chosen"),
+    [
+        (16, "short factors for a document of up to 8 tokens, long ones for"),
+        (8, "short factors, because no row is longer"),
+    ],
+)
+def test_the_table_says_which_factors_of_longrope_training_chooses(seq_len, chosen):
+    factors = [1.0] * (MODEL["hidden_dim"] // MODEL["num_heads"] // 2)
+    rope = {"type": "longrope", "short_factor": factors, "long_factor": factors, "original_max_position_embeddings": 8}
+    model = {**MODEL, "num_kv_heads": 4, "seq_len": seq_len, "rope": rope}
+    plan = make_plan(decode_run(ConfigSource({"model": model, "trainer": {"num_train_steps": 9}}), None), "x", 64)
+    (text,) = [text for name, text in describe(plan) if name == "positions"]
+    assert text.startswith(f"LongRoPE: {chosen}")
+
+
 @pytest.mark.parametrize(("exclude", "others"), [(None, "14 linear layers in fp8 (tensorwise), 1"), ("_proj", "all")])
 def test_the_head_is_not_counted_as_fp8_where_the_objective_does_not_multiply_it_in_fp8(exclude, others):
     surgery = [{"type": "fp8", "min_features": 16, "exclude": exclude}]

@@ -1,5 +1,6 @@
 """Keys of config.json that several model families share."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -237,10 +238,11 @@ def rope_from_json(given: Mapping[str, Any], config: Mapping[str, Any]) -> Rotar
             raise ConfigError(f"rope_scaling.{key}: missing; type '{name}' requires it")
     if name == "longrope":
         factor, max_length = rest.pop("factor", None), config["max_position_embeddings"]
-        fields["max_position_embeddings"] = max_length
         base = max_length if original is None else original
-        if factor is not None and factor * base != max_length and rest.get("attention_factor") is None:
-            rest["attention_factor"] = longrope_attention_factor(factor, base)
+        stretched = max_length if factor is None else factor * base
+        fields["max_position_embeddings"] = round(stretched)
+        if not math.isclose(stretched, round(stretched), rel_tol=1e-12) and rest.get("attention_factor") is None:
+            rest["attention_factor"] = longrope_attention_factor(stretched / base, base)
     if name == "dynamic":  # transformers scales from here, whatever else the file says
         fields["original_max_position_embeddings"] = config["max_position_embeddings"]
     if name in ("yarn", "longrope", "llama3"):
@@ -260,9 +262,11 @@ def rope_from_json(given: Mapping[str, Any], config: Mapping[str, Any]) -> Rotar
 
 def rope_to_json(rope: RotaryConfig) -> Json:
     """Converts a rotary embedding config to `rope_parameters`, the inverse of `rope_from_json`."""
-    fields = {f: getattr(rope, f) for f in rope.__dataclass_fields__}
+    fields: Json = {f: getattr(rope, f) for f in rope.__dataclass_fields__}
     fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None}
     name = _NAMES[type(rope)]
+    if name == "longrope":  # the model's own length may be another one
+        fields["factor"] = fields["max_position_embeddings"] / fields["original_max_position_embeddings"]
     for key in ("partial_rotary_factor", "max_position_embeddings", *_NOT_WRITTEN.get(name, ())):
         fields.pop(key, None)
     return {"rope_type": name, "rope_theta": fields.pop("theta"), **fields}

@@ -5,8 +5,6 @@ The loop over tokens runs on the devices. The host reads tokens back only as oft
 
 import dataclasses
 import functools
-import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,6 +23,7 @@ from jaxlm.models.base import Inputs, KVCache, LanguageModel
 from jaxlm.models.inference.length_switch import next_inputs, rows_that_cross, step_across
 from jaxlm.models.inference.padding import left_padded, padded_length, round_up
 from jaxlm.models.inference.prefix_cache import PrefixCache
+from jaxlm.models.inference.row_keys import row_keys
 from jaxlm.models.inference.sampling import Sampling, TokenDistribution, with_token
 from jaxlm.models.inference.stop_strings import StopFunction
 from jaxlm.models.inference.tools.calls import ToolCalls
@@ -217,7 +216,7 @@ def _begin(
         (None, 0) if prefix_cache is None else prefix_cache.lookup(generator.model, prompts[0], num_rows, capacity)
     )
     inputs = left_padded([prompt[num_cached:] for prompt in prompts], num_rows, num_cached)
-    keys = _row_keys(prompts, num_rows, config.seed)
+    keys = row_keys(prompts, num_rows, config.seed)
     stop_ids = jnp.asarray(_pad_stop_ids(config.stop_ids), jnp.int32)
     dtype = None if config.cache_dtype is None else CACHE_DTYPES[config.cache_dtype]
     call_end = None if tools is None else jnp.int32(tools.tokens.call_end)
@@ -259,18 +258,6 @@ def _seen(prompts: Sequence[Sequence[int]], rows: int, vocab_size: int) -> np.nd
     for row, prompt in zip(seen, prompts, strict=False):
         row[np.asarray(prompt)] = True
     return seen
-
-
-def _row_keys(prompts: Sequence[Sequence[int]], rows: int, seed: int) -> jax.Array:
-    """One key per row, from the seed, the prompt, and the number of earlier rows with the same prompt."""
-    num_earlier: Counter[int] = Counter()
-    words = np.zeros((rows, 2), np.uint32)
-    for row, prompt in enumerate(prompts):
-        checksum = zlib.crc32(np.asarray(prompt, np.int32).tobytes())
-        words[row] = checksum, num_earlier[checksum]
-        num_earlier[checksum] += 1
-    key = jax.random.key(seed)
-    return jax.vmap(lambda w: jax.random.fold_in(jax.random.fold_in(key, w[0]), w[1]))(jnp.asarray(words))
 
 
 class _Calls(eqx.Module):
