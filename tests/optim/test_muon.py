@@ -223,8 +223,14 @@ def polar(matrix: np.ndarray, config: Any) -> np.ndarray:
     return u * s @ v
 
 
-def muon_by_hand(config: Any, first: np.ndarray, gradients: list[np.ndarray]) -> Iterator[np.ndarray]:
-    """Each matrix by itself, in float64."""
+def muon_by_hand(
+    config: Any, first: np.ndarray, gradients: list[np.ndarray], flipped: tuple[int, ...] = ()
+) -> Iterator[np.ndarray]:
+    """Each matrix by itself, in float64.
+
+    Args:
+        flipped: (step, matrix, row, column) of an element whose decay is kept if it should be left out, or left out if kept.
+    """
     weights, means, squares = first.copy(), np.zeros_like(first), [0.0] * len(first)
     schedule = config.momentum_schedule
     for step, gradient in enumerate(gradients):
@@ -254,6 +260,8 @@ def muon_by_hand(config: Any, first: np.ndarray, gradients: list[np.ndarray]) ->
             )
             decay = decay * (scale if config.scale_weight_decay else 1.0)
             kept = x * weights[number] >= 0 if config.cautious_weight_decay else 1.0
+            if flipped and flipped[:2] == (step, number):
+                kept[flipped[2:]] ^= True
             weights[number] = weights[number] - config.learning_rate * (scale * x + decay * weights[number] * kept)
         yield weights.copy()
 
@@ -281,6 +289,30 @@ def test_each_option_alone_matches_float64(name):
         expected = list(muon_by_hand(config, before, gradients))
         found = [weights for weights, _ in steps(config, before, gradients)]
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)
+
+
+def test_cautious_decay_is_float64s_but_for_an_update_that_is_0_to_float32():
+    """The sign of an update decides whether an element decays. With this gradient, the exact update of one element in step 6
+    is 1.5e-10 where updates are some 0.3, so float32 may see either sign. That one decision moves its weight by 1.2e-4; all
+    other elements agree to rounding."""
+    keys = {"learning_rate": 0.02, "weight_decay": 0.1, "cautious_weight_decay": True, "scale_weight_decay": True}
+    config = config_of("muon", **COMMON, **keys, weight_decay_schedule="cosine")
+    rounded = lambda number, scale: uniform(number, (1, 8, 8), scale).astype(np.float32).astype(np.float64)  # noqa: E731
+    before, gradients = rounded(4300, 0.1), [rounded(4301 + step, 1.0) for step in range(14)]
+    element = (6, 0, 0, 0)  # step, matrix, row, column
+    gradients[6][0, 0, 0] = np.float32(-0.16647687554359436)
+    undecayed = dataclasses.replace(config, weight_decay=0.0)
+    *_, fifth, sixth = muon_by_hand(undecayed, before, gradients[:7])
+    assert abs(fifth - sixth)[0, 0, 0] / 0.02 < 1e-9
+    assert np.median(abs(fifth - sixth)) / 0.02 > 0.1
+    expected, other = (list(muon_by_hand(config, before, gradients, flipped))[-1] for flipped in ((), element))
+    difference = abs(expected - other)
+    assert difference[0, 0, 0] == pytest.approx(1.24e-4, rel=0.01)
+    assert (difference > 0).sum() == 1
+    found = [weights for weights, _ in steps(config, before, gradients)][-1]
+    assert min(abs(found - outcome)[0, 0, 0] for outcome in (expected, other)) < 3e-7
+    found[0, 0, 0] = expected[0, 0, 0]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=3e-7)
 
 
 def test_options_of_the_decay_act_on_all_parameters_of_the_optimizer():
