@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +15,12 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.chat import ChatEncoder, ChatFormat
 from jaxlm.data.formats.sharegpt import ShareGptFormat
-from jaxlm.data.tokenizer.chat_template import ChatTemplate
+from jaxlm.data.tokenizer import renderer
+from jaxlm.data.tokenizer.chat_template import ChatTemplate, turn_end_texts, turn_ends, with_templates
+from jaxlm.data.tokenizer.rendering import Limits
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.data.tokens import TokensConfig
-from tests.data.helpers import small_tokenizer, some_text
+from tests.data.helpers import CHATML, small_tokenizer, some_text
 
 PLAIN = """{%- for m in messages %}
 <|im_start|>{{ m.role }}
@@ -375,3 +379,90 @@ def test_the_text_of_the_cache_key_is_that_of_existing_caches():
         '{"format": {"type": "chat", "messages_field": "messages", "chat_template": null, "mask_user_turns": true}}'
     )
     assert json.dumps(ChatFormat().cache_key()) == before
+
+
+# Template -> what is said of it. Whatever Python raises is one message.
+FAILING = {
+    "{{ messages|length // 0 }}": "rejects this conversation: ZeroDivisionError: integer division or modulo by zero",
+    "{% for i in range(10**9) %}{% endfor %}": "rejects this conversation: OverflowError: Range too big",
+    "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}": "rejects this conversation: RecursionError: ",
+    "{{ '{}'.format() }}": "rejects this conversation: IndexError: ",
+    "{{ 'é'.encode('ascii') }}": "rejects this conversation: UnicodeEncodeError: ",
+    "{{ '%c' % 55296 }}": "rejects this conversation: UnicodeEncodeError: .*surrogates",
+    "{{ messages.nothing.at_all }}": "rejects this conversation: UndefinedError: ",
+    "{{ ''.__class__.__mro__ }}": "rejects this conversation: SecurityError: ",
+    "{{ 'a' * (10**11 * messages|length) }}": r"needs more than 0\.5 GiB of memory",
+    "{{ 'a' * 10**11 }}": r"needs more than 0\.5 GiB of memory|MemoryError",  # Jinja folds constants as it compiles
+    "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}": "(needs|takes) more than",
+    "{% for i in range(9999) %}some text{% endfor %}": "needs a text of more than 10,000 characters",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": r"takes more than 0\.3 s of a CPU",
+    "{{ 7 ** (10**8 * messages|length) > 0 }}": r"takes more than 0\.3 s of a CPU",
+    "{{ lipsum(n=100000) }}": "rejects this conversation: UndefinedError: 'lipsum' is undefined",
+    "{{ messages|random }}": ", line 1: No filter named 'random'",
+}
+
+
+@pytest.fixture
+def little_time(monkeypatch):
+    monkeypatch.setattr(renderer, "LIMITS", Limits(cpu_s=0.3, memory=1 << 29, characters=10_000))
+
+
+@pytest.mark.parametrize("template", FAILING)
+def test_whatever_a_template_does_is_one_message(template, little_time):
+    with pytest.raises(ConfigError, match=rf"^(here: )?the chat template \(x\).*{FAILING[template]}"):
+        ChatTemplate(template, "x", {}).render(CONVERSATIONS[0], "here", mark=True)
+    ordinary = ChatTemplate("{{ messages|length }}", "x", {})
+    assert ordinary.render([{"role": "user", "content": "a"}], "here", mark=False).text == "1", (
+        "the next one is rendered"
+    )
+
+
+def test_a_conversation_that_is_nested_too_deeply_is_refused():
+    content: list = []
+    for _ in range(100_000):
+        content = [content]
+    with pytest.raises(ConfigError, match=r"here: the chat template .* nested too deeply"):
+        ChatTemplate("a", "x", {}).render([{"role": "user", "content": content}], "here", mark=False)
+
+
+def test_a_template_that_does_not_compile_is_one_message(tokenizer, little_time):
+    deep = "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"
+    for template in (deep, "{{ 7 ** (10**8) > 0 }}", "{% if %}"):
+        with pytest.raises(
+            ConfigError, match=r"the chat template \(key\)( cannot be compiled: | takes more than |, line 1: )"
+        ):
+            ChatTemplate.load(template, tokenizer, "key")
+
+
+@pytest.mark.parametrize("change", ["upper", "trim", "replace('m', 'n')"])
+def test_a_template_may_change_what_the_assistant_says(tokenizer, change):
+    written = CHATML.replace("{{ m.content }}", f"{{{{ m.content|{change} }}}}")
+    template = ChatTemplate.load(written, tokenizer, "key")
+    assert turn_end_texts(template, tokenizer) == ("<|end|>",), "this tokenizer has no such token"
+    assert with_templates(tokenizer, [written], "key").chat_template == written
+
+
+def test_a_template_that_leaves_out_the_assistant_has_no_end_of_a_turn(tokenizer):
+    template = ChatTemplate("{% for m in messages %}{% if m.role == 'user' %}u{% endif %}{% endfor %}", "x", {})
+    assert (turn_ends(template, tokenizer), turn_end_texts(template, tokenizer)) == ((), ())
+
+
+_FORK = """
+import os
+from jaxlm.data.tokenizer.renderer import RENDERER
+from jaxlm.data.tokenizer.rendering import Job
+def text(content):
+    return RENDERER.render(Job("{{ messages[0] }}", {"messages": [content]}, ((1, False),)))
+assert text("a") == ["a"]
+child = os.fork()
+assert [text(n * (1 if child else -1)) for n in range(50)] == [[str(n * (1 if child else -1))] for n in range(50)]
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+print("done")
+"""
+
+
+def test_a_fork_renders_with_a_process_of_its_own():
+    """In an interpreter without jax, whose threads may keep locks in a fork."""
+    finished = subprocess.run([sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=300, check=False)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "done\ndone\n", "")

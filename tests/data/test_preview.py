@@ -153,7 +153,7 @@ def test_text_cannot_control_the_terminal(config, tmp_path):
 def test_prompts_have_a_preview_and_texts_have_none(config, tmp_path):
     (tmp_path / "b.jsonl").write_text('{"prompt": "What?", "response": " That."}\n')
     prompts = dataclasses.replace(config, train_urls=[f"{tmp_path}/b.jsonl"], format=SupervisedFormat())
-    assert preview_of(prompts).draw(colors=False).endswith("\n⟦<|endoftext|>What?⟧ That.<|endoftext|>")
+    assert preview_of(prompts).draw(colors=False).endswith("\n⟦What?⟧ That.<|endoftext|>")
     texts = dataclasses.replace(config, train_urls=[f"{tmp_path}/b.jsonl"], format=TextFormat(text_key="prompt"))
     (source,) = texts.sources()
     assert source.preview(texts.load_tokenizer(print), 64) is None

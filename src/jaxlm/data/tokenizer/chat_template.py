@@ -1,12 +1,11 @@
 """Chat templates: render conversations the way transformers does, and find the assistant's text in the result.
 
 Templates run in the Jinja2 sandbox with `trim_blocks`, `lstrip_blocks`, `break` and `continue`, `raise_exception`, `tojson`
-without HTML escapes, and the block `{% generation %}`. The date (`strftime_now`) is not supported: with it, the same data
-would give different tokens every day.
+without HTML escapes, and the block `{% generation %}`. The date (`strftime_now`), `lipsum` and the filter `random` are not
+supported: with them, the same data would give different tokens every day. They run in a process of their own, with limits.
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -17,14 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.tokenizer.renderer import RENDERER, RenderingError, UnsuitableTextError
+from jaxlm.data.tokenizer.rendering import BEGIN, END, MARKS, Job
 from jaxlm.data.tokenizer.templates import NAMED
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
-# Unicode noncharacters, which text must not contain. They mark where `{% generation %}` blocks begin and end.
-_BEGIN, _END = "\ufdd0", "\ufdd1"
-_MARKS = re.compile(f"([{_BEGIN}{_END}])")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ASSISTANT = "assistant"
+_ANSWERS = ("jaxlm", "haliax")  # of an example: they end differently, in capitals too
 
 
 class Rendered(NamedTuple):
@@ -77,7 +76,7 @@ class ChatTemplate:
                 " a .jinja file"
             )
         template = cls(text, origin, tokenizer.template_names)
-        template.compiled()
+        template.check()
         return template
 
     @property
@@ -98,71 +97,57 @@ class ChatTemplate:
         Raises:
             ConfigError: the template rejects the messages, or the assistant's text cannot be located.
         """
-        marked = self._text(messages, where, tools)
-        if not mark:
-            text = _MARKS.sub("", marked)
-            return Rendered(text, ((0, len(text)),))
-        if self.has_generation:
+        whole = (len(messages), False)
+        if mark and not self.has_generation:
+            return self._with_assistant_spans(messages, where, tools)
+        (marked,) = self._texts(messages, where, tools, [whole])
+        if mark:
             return _split_marked(marked)
-        return Rendered(marked, tuple(self._assistant_spans(messages, marked, where, tools)))
+        text = MARKS.sub("", marked)
+        return Rendered(text, ((0, len(text)),))
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
         """Renders a conversation followed by the header of the assistant's next message."""
-        return _MARKS.sub("", self._text(messages, where, None, add_generation_prompt=True))
+        return MARKS.sub("", self._texts(messages, where, None, [(len(messages), True)])[0])
 
-    def _assistant_spans(
-        self, messages: Sequence[Mapping[str, Any]], whole: str, where: str, tools: Sequence[Any] | None
-    ) -> list[tuple[int, int]]:
-        """The span that each assistant message adds to the conversation before it, without the message's header."""
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] == _ASSISTANT:
-                before = self._text(messages[:number], where, tools, add_generation_prompt=True)
-                until = self._text(messages[: number + 1], where, tools)
-                if not (until.startswith(before) and whole.startswith(until)):
-                    raise ConfigError(
-                        f"{where}: the assistant's text in message {number + 1} cannot be located: the chat template"
-                        f" ({self.origin}) renders the start of a conversation differently from the whole of it. Use a"
-                        " template with {% generation %} around the assistant's text, or set mask_user_turns to false"
-                    )
-                spans.append((len(before), len(until)))
-        return spans
+    def _with_assistant_spans(
+        self, messages: Sequence[Mapping[str, Any]], where: str, tools: Sequence[Any] | None
+    ) -> Rendered:
+        """Each assistant message's span is what it adds to the conversation before it, without the message's header."""
+        answers = [number for number, message in enumerate(messages) if message["role"] == _ASSISTANT]
+        ends = [end for number in answers for end in ((number, True), (number + 1, False))]
+        whole, *texts = self._texts(messages, where, tools, [(len(messages), False), *ends])
+        for number, before, until in zip(answers, texts[::2], texts[1::2], strict=True):
+            if not (until.startswith(before) and whole.startswith(until)):
+                raise ConfigError(
+                    f"{where}: the assistant's text in message {number + 1} cannot be located: the chat template"
+                    f" ({self.origin}) renders the start of a conversation differently from the whole of it. Use a"
+                    " template with {% generation %} around the assistant's text, or set mask_user_turns to false"
+                )
+        return Rendered(whole, tuple((len(b), len(u)) for b, u in zip(texts[::2], texts[1::2], strict=True)))
 
-    def _text(
+    def _texts(
         self,
         messages: Sequence[Mapping[str, Any]],
         where: str,
         tools: Sequence[Any] | None,
-        *,
-        add_generation_prompt: bool = False,
-    ) -> str:
-        import jinja2
-
-        if _MARKS.search(json.dumps([messages, tools], ensure_ascii=False, default=str)):
-            raise ConfigError(
-                f"{where}: the text contains U+FDD0 or U+FDD1, which are Unicode noncharacters. Remove them"
-            )
+        until: Sequence[tuple[int, bool]],
+    ) -> list[str]:
+        """Args: until: see `Job`."""
+        job = Job(self.text, {**self.names, "messages": list(messages), "tools": tools}, tuple(until))
         try:
-            return self.compiled().render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.names,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise ConfigError(
-                f"{where}: the chat template ({self.origin}) rejects this conversation: {type(error).__name__}: {error}"
-            ) from error
+            return RENDERER.render(job)
+        except UnsuitableTextError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        except RenderingError as error:
+            raise ConfigError(f"{where}: the chat template ({self.origin}){error}") from error
 
-    def compiled(self) -> Any:
-        """The compiled Jinja template. Raises `ConfigError` if it is invalid."""
-        import jinja2
-
+    def check(self) -> None:
+        """Raises `ConfigError` if the template is invalid."""
         try:
-            return _compiled(self.text)
-        except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"the chat template ({self.origin}), line {error.lineno}: {error.message}") from error
+            RENDERER.render(Job(self.text, {}, ()))
+        except RenderingError as error:
+            raise ConfigError(f"the chat template ({self.origin}){error}") from error
 
 
 def _named(name: str, tokenizer: Tokenizer, key: str) -> str:
@@ -206,11 +191,18 @@ def turn_end_texts(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[str, .
 
 
 def _example(template: ChatTemplate) -> tuple[str, int]:
-    """A rendered conversation, and where the assistant's text ends in it."""
-    content = "jaxlm"
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
-    text = template.render(turns, "a conversation", mark=False).text
-    return text, text.rindex(content) + len(content)
+    """A rendered conversation, and where the assistant's text ends in it.
+
+    That is where two conversations end alike whose assistants say different things: the template may change what they say.
+    """
+    user = {"role": "user", "content": "a"}
+    texts = [
+        template.render([user, {"role": _ASSISTANT, "content": content}], "a conversation", mark=False).text
+        for content in _ANSWERS
+    ]
+    alike = os.path.commonprefix([text[::-1] for text in texts])  # noqa: RUF071 - by character
+    # A template that leaves the assistant's text out ends with nothing after it.
+    return texts[0], len(texts[0]) - (0 if texts[0] == texts[1] else len(alike))
 
 
 def with_templates(tokenizer: Tokenizer, given: Sequence[str], key: str) -> Tokenizer:
@@ -232,10 +224,10 @@ def with_templates(tokenizer: Tokenizer, given: Sequence[str], key: str) -> Toke
 def _split_marked(marked: str) -> Rendered:
     """Removes the marks around generated text, and returns the spans between them."""
     parts, spans, size, begin = [], [], 0, None
-    for part in _MARKS.split(marked):
-        if part == _BEGIN:
+    for part in MARKS.split(marked):
+        if part == BEGIN:
             begin = size
-        elif part == _END:
+        elif part == END:
             assert begin is not None, "a block ends only after it begins"
             # An empty span would count a token that begins before it and ends after it.
             spans += [(begin, size)] if size > begin else []
@@ -243,42 +235,3 @@ def _split_marked(marked: str) -> Rendered:
             parts.append(part)
             size += len(part)
     return Rendered("".join(parts), tuple(spans))
-
-
-@functools.cache
-def _compiled(text: str) -> Any:
-    return _environment().from_string(text)
-
-
-@functools.cache
-def _environment() -> Any:
-    import jinja2
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %} ... {% endgeneration %}`: puts marks around its content."""
-
-        tags = {"generation"}  # noqa: RUF012  (Jinja reads a plain attribute)
-
-        def parse(self, parser: Any) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
-
-        def marked(self, caller: Any) -> str:
-            return _BEGIN + caller() + _END
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    return environment
