@@ -71,6 +71,8 @@ def test_a_step_that_does_not_fit_is_refused_before_the_state_is_created():
 
 BATCH = {"train_batch_size": 16}
 HALF = "set trainer.mp: 'p=f32,c=bfloat16'"
+MICROBATCH = "trainer.per_device_parallelism (a device computes its 2 sequences at once; the batch stays the same)"
+SHARD = "shard the parameters: trainer.fsdp_axis: embed"
 
 
 @pytest.mark.parametrize(
@@ -79,8 +81,7 @@ HALF = "set trainer.mp: 'p=f32,c=bfloat16'"
         (
             {},
             {},
-            "set trainer.per_device_parallelism (a device computes its 2 sequences at once; the batch stays the same) or lower"
-            f" trainer.train_batch_size, {HALF}, or use more devices",
+            f"set {MICROBATCH} or lower trainer.train_batch_size, {HALF}, or use more devices",
         ),
         # One that cannot go lower, or is done already, is not advised.
         (
@@ -91,8 +92,7 @@ HALF = "set trainer.mp: 'p=f32,c=bfloat16'"
         (
             {"max_per_device_parallelism": 2, "mp": "p=f32,c=bfloat16", "fsdp_axis": None},
             {"gradient_checkpointing": "cheap"},
-            "lower trainer.max_per_device_parallelism (2), set model.gradient_checkpointing: full, or shard the parameters:"
-            " trainer.fsdp_axis: embed",
+            f"lower trainer.max_per_device_parallelism (2), set model.gradient_checkpointing: full, or {SHARD}",
         ),
     ],
 )
