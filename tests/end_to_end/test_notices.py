@@ -19,7 +19,7 @@ def test_a_notice_saves_stops_and_resumes(workplace, uninterrupted):
         where = {"module": NOTICED, "JAXLM_TEST_NOTICE": "0:7", "GCE_METADATA_HOST": server.host}
         stopped = place.run(*RUN, **where)
         assert stopped.code == 143, stopped.err
-        assert "Google Compute Engine preempts this machine: saving after the current step" in stopped.err
+        assert "Google Compute Engine preempts this machine: saving after the steps that are under way" in stopped.err
         assert "stopped by a preemption notice; saved as checkpoints/run/step-7. Run the same" in stopped.out
         resumed = place.run(*RUN, GCE_METADATA_HOST=server.host)  # the notice is still there
     assert resumed.code == 0, resumed.err

@@ -42,7 +42,7 @@ def test_a_notice_requests_a_stop_at_once(server, capfd, change, reason):
         assert server.num_asked == 2  # the second one waits for a change
         server.set(**change)
         assert until(lambda: request.signal == PREEMPTED)
-    assert f"{reason}: saving after the current step, then stopping" in capfd.readouterr().err
+    assert f"{reason}: saving after the steps that are under way, then stopping" in capfd.readouterr().err
     assert Interrupted(request.signal).exit_code == 143  # which launchers start again
 
 

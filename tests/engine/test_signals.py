@@ -45,7 +45,9 @@ def answering() -> Iterator[socket.socket]:
 def test_two_signals_that_are_sent_together_are_one(said):
     with answering():
         pass
-    assert said == ["SIGTERM received: saving after the current step, then stopping. A second signal stops at once"]
+    assert said == [
+        "SIGTERM received: saving after the steps that are under way, then stopping. A second signal stops at once"
+    ]
 
 
 def test_a_later_signal_ends_the_run_at_once(said):

@@ -54,7 +54,7 @@ def test_sigterm_to_one_pod_saves_in_all(launched):
         for pod in pods:
             pod.kill()
     assert [pod.returncode for pod in pods] == [143, 143], outs
-    assert "SIGTERM received: saving after the current step" in outs[1]
+    assert "SIGTERM received: saving after the steps that are under way" in outs[1]
     newest = max(place.checkpoints(), key=lambda name: int(name.partition("-")[2]))
     assert f"stopped by SIGTERM; saved as checkpoints/run/{newest}." in outs[0]
 

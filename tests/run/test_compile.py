@@ -42,7 +42,7 @@ def test_the_least_recomputation_that_fits_is_chosen():
     none, output = compiled(plan, limit=1 << 20)
     assert not none.fits
     assert "warning: the step needs more than 92%" in output
-    assert "per_device_parallelism" in output
+    assert "To use less memory, set trainer.per_device_parallelism (a device computes its 2 sequences at once" in output
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_the_least_recomputation_that_fits_is_chosen():
 def test_policies_that_need_compiler_remat_are_not_chosen(monkeypatch, compiler_remat, chosen):
     def attempt(plan, phase, stage, remat_policy, limit):
         return CompiledStep(
-            mock.Mock(), mock.Mock(), remat_policy, 1.0, 900, limit, compiler_remat=remat_policy in compiler_remat
+            mock.Mock(), mock.Mock(), remat_policy, 1.0, 900, limit, remat_policy in compiler_remat, ""
         ), ""
 
     monkeypatch.setitem(CANDIDATES, "cpu", CANDIDATES["gpu"])
@@ -61,25 +61,51 @@ def test_policies_that_need_compiler_remat_are_not_chosen(monkeypatch, compiler_
 
 def test_a_step_that_does_not_fit_is_refused_before_the_state_is_created():
     def needing(num_bytes: int | None) -> CompiledStep:
-        return CompiledStep(mock.Mock(), mock.Mock(), "full", 1.0, num_bytes, limit=1 << 30, compiler_remat=False)
+        return CompiledStep(mock.Mock(), mock.Mock(), "full", 1.0, num_bytes, 1 << 30, False, "Use less")
 
     for enough in (1 << 30, None):
         StepPrograms({(1, 8): needing(enough)}).check_fits_memory()
-    with pytest.raises(
-        ConfigError, match=r"needs 2\.000 GiB per device, but only 1\.000 GiB are available.*per_device_parallelism"
-    ):
+    with pytest.raises(ConfigError, match=r"needs 2\.000 GiB per device, but only 1\.000 GiB are available\. Use less"):
         StepPrograms({(1, 8): needing(1 << 30), (1, 16): needing(2 << 30)}).check_fits_memory()
 
 
-def test_a_compiler_out_of_memory_is_one_message(monkeypatch):
-    plan = plan_of()
+BATCH = {"train_batch_size": 16}
+HALF = "set trainer.mp: 'p=f32,c=bfloat16'"
+MICROBATCH = "trainer.per_device_parallelism (a device computes its 2 sequences at once; the batch stays the same)"
+SHARD = "shard the parameters: trainer.fsdp_axis: embed"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "model", "advice"),
+    [
+        (
+            {},
+            {},
+            f"set {MICROBATCH} or lower trainer.train_batch_size, {HALF}, or use more devices",
+        ),
+        # One that cannot go lower, or is done already, is not advised.
+        (
+            {"per_device_parallelism": 1},
+            {},
+            f"lower model.seq_len (256; a device computes one sequence at a time already), {HALF}, or use more devices",
+        ),
+        (
+            {"max_per_device_parallelism": 2, "mp": "p=f32,c=bfloat16", "fsdp_axis": None},
+            {"gradient_checkpointing": "cheap"},
+            f"lower trainer.max_per_device_parallelism (2), set model.gradient_checkpointing: full, or {SHARD}",
+        ),
+    ],
+)
+def test_a_compiler_out_of_memory_is_one_message_with_what_is_left_to_do(monkeypatch, trainer, model, advice):
+    plan = plan_of(trainer=BATCH | trainer, model=SIZES | {"num_kv_heads": 2} | model)
 
     def refuse(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM")
 
     monkeypatch.setattr("jaxlm.run.compilation.step.trace_step", refuse)
-    with pytest.raises(ConfigError, match="does not fit into a device's memory: RESOURCE_EXHAUSTED"):
+    with pytest.raises(ConfigError, match="does not fit into a device's memory: RESOURCE_EXHAUSTED") as caught:
         compiled(plan)
+    assert str(caught.value).endswith(f"Ran out of memory on HBM. To use less memory, {advice}")
 
 
 def test_no_array_holds_all_logits_or_all_scores():

@@ -17,6 +17,8 @@ from types import FrameType
 PREEMPTED = int(signal.NSIG)
 """In the place of a signal's number: the machine said that it will stop (`engine/notices.py`)."""
 
+# The devices work on steps that the loop has dispatched: `MAX_IN_FLIGHT` of engine/metrics.py.
+_SAVING = "saving after the steps that are under way, then stopping"
 _HANDLED = (signal.SIGTERM, signal.SIGINT)
 _TOGETHER_S = 1.0  # `timeout`, and parents that forward Ctrl-C, send one signal twice
 
@@ -40,7 +42,7 @@ class StopRequest:
     def preempt(self, reason: str) -> None:
         """Requests a stop because this machine will stop."""
         self.signal = self.signal or PREEMPTED
-        self.say(f"{reason}: saving after the current step, then stopping")
+        self.say(f"{reason}: {_SAVING}")
 
     @staticmethod
     def say(line: str) -> None:
@@ -59,7 +61,7 @@ class StopRequest:
             if is_second:
                 # Not sys.exit: on a second signal, do not wait for anything, not even a save.
                 _exit(number[0], f"stopped by a second {name}; the run continues from its newest checkpoint")
-            _say(f"{name} received: saving after the current step, then stopping. A second signal stops at once")
+            _say(f"{name} received: {_SAVING}. A second signal stops at once")
             _skip_together(signals)
             is_second = True
 

@@ -1,6 +1,7 @@
 """Saves in the background: what is written when, and by whom it is waited for."""
 
 import asyncio
+import gc
 import shutil
 import threading
 import time
@@ -128,3 +129,22 @@ def test_a_checkpoint_whose_parts_were_not_merged_is_not_finished(tmp_path, monk
     assert writer.wait() is not None
     assert "the parts of the checkpoint could not be listed" in said[0]
     assert folder.names() == []
+
+
+@pytest.mark.parametrize(
+    ("file", "is_shown"), [("/site-packages/orbax/checkpoint/handlers.py", False), ("/mine.py", True)]
+)
+def test_only_the_save_says_what_orbaxs_tasks_failed_with(tmp_path, caplog, file, is_shown):
+    """On a full disk many writes fail, and the first of them ends the save: nobody awaits the others."""
+    opened(tmp_path)
+    code = compile("async def write():\n    raise OSError(28, 'No space left on device')\n", file, "exec")
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+
+    async def several() -> None:
+        tasks = [asyncio.ensure_future(scope["write"]()) for _ in range(2)]
+        await asyncio.wait(tasks)
+
+    asyncio.run(several())
+    gc.collect()
+    assert [record.name for record in caplog.records] == ["asyncio"] * 2 * is_shown

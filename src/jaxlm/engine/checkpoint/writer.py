@@ -8,6 +8,7 @@ import logging
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -336,14 +337,21 @@ def _text(error: BaseException) -> str:
 
 
 def silence_repeated_errors() -> None:
-    """Silences the tracebacks of Orbax's threads, and those of writes that end after a failed save closed the event loop."""
-    logging.getLogger("absl").addFilter(_is_not_repeated)
+    """Silences the tracebacks of Orbax's threads and tasks: the save says what the first of them failed with. Also those of
+    writes that end after a failed save closed the event loop.
+    """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_not_repeated)
     if sys.unraisablehook is not _unraisable:
         sys.unraisablehook = _unraisable
 
 
 def _is_not_repeated(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and "orbax" in record.pathname)
+    if not record.exc_info:
+        return True
+    # What asyncio reports of a task that nobody awaits any more names the task's code, or has been raised in it.
+    raised_in = [frame.filename for frame in traceback.extract_tb(record.exc_info[2])]
+    return not any("orbax" in text for text in (record.pathname, record.getMessage(), *raised_in))
 
 
 def _unraisable(unraisable: Any) -> None:

@@ -9,6 +9,7 @@ from jaxlm.core.imports import gc_paused
 
 import jax
 
+from jaxlm.core.axes import BATCH
 from jaxlm.core.batch_schedule import BatchStage
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hardware import memory_limit
@@ -20,7 +21,7 @@ from jaxlm.engine.state import RunState, sharded_shapes
 from jaxlm.engine.step import StepReport, make_train_step
 from jaxlm.engine.sync import FlagSync
 from jaxlm.forecast.hlo import has_compiler_remat
-from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, NONE, parse_remat, remat_name
+from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_remat, remat_name
 from jaxlm.run.compilation.options import step_options
 from jaxlm.run.plan import Plan
 from jaxlm.run.references import abstract_annotations, abstract_references
@@ -41,6 +42,7 @@ class CompiledStep:
         num_bytes: memory per device that the step needs; None if the compiler does not report it.
         limit: memory of a device in bytes; None if unknown.
         compiler_remat: whether the compiler added rematerialization of its own to fit the step into memory.
+        advice: how the step would need less memory.
     """
 
     call: jax.stages.Compiled
@@ -50,6 +52,7 @@ class CompiledStep:
     num_bytes: int | None
     limit: int | None
     compiler_remat: bool
+    advice: str
 
     @property
     def fits(self) -> bool:
@@ -61,7 +64,7 @@ class CompiledStep:
         if self.num_bytes is not None and self.limit is not None and self.num_bytes > self.limit:
             raise ConfigError(
                 f"the training step needs {gib(self.num_bytes)} per device, but only {gib(self.limit)} are available."
-                f" {_ADVICE}"
+                f" {self.advice}"
             )
 
     def __str__(self) -> str:
@@ -156,12 +159,14 @@ def compile_step(
                 break
             log("  needs too much memory; trying the next remat policy")
         elif last:
-            raise ConfigError(f"the training step does not fit into a device's memory: {compiler_error}. {_ADVICE}")
+            raise ConfigError(
+                f"the training step does not fit into a device's memory: {compiler_error}. {_advice(plan, phase, stage)}"
+            )
         else:
             log(f"does not fit into memory{policy_note}; trying the next remat policy")
     assert step is not None
     if not all_processes(step.fits):
-        log(f"  warning: the step needs more than {USABLE:.0%} of a device's memory. {_ADVICE}")
+        log(f"  warning: the step needs more than {USABLE:.0%} of a device's memory. {step.advice}")
     return step
 
 
@@ -193,7 +198,10 @@ def _compile(plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, lim
         and num_bytes > _REMAT_THRESHOLD * limit
         and has_compiler_remat(call.as_text() or "")
     )
-    return CompiledStep(call, traced, remat_policy, time.perf_counter() - started, num_bytes, limit, compiler_remat)
+    seconds = time.perf_counter() - started
+    return CompiledStep(
+        call, traced, remat_policy, seconds, num_bytes, limit, compiler_remat, advice=_advice(plan, phase, stage)
+    )
 
 
 def planned_bytes(call: jax.stages.Compiled) -> int | None:
@@ -209,10 +217,37 @@ def planned_bytes(call: jax.stages.Compiled) -> int | None:
 
 _REMAT_THRESHOLD = 0.7  # fraction of memory below which the compiler adds no remat, so its HLO need not be searched
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
-_ADVICE = (
-    "To use less memory, lower trainer.per_device_parallelism, set trainer.mp: 'p=f32,c=bfloat16', or shard the parameters"
-    " over more devices"
-)
+
+
+def _advice(plan: Plan, phase: Phase, stage: BatchStage) -> str:
+    """What would make a step need less memory and has not been done yet."""
+    policy = parse_remat(plan.config.model.gradient_checkpointing)
+    can_shard = plan.config.trainer.fsdp_axis is None and plan.layout.mesh.size > 1
+    ways = [
+        _fewer_at_once(plan, phase, stage),
+        "set trainer.mp: 'p=f32,c=bfloat16'" if plan.precision.compute.itemsize > 2 else "",
+        "set model.gradient_checkpointing: full" if policy not in (AUTO, FULL) else "",
+        "shard the parameters: trainer.fsdp_axis: embed" if can_shard else "use more devices",
+    ]
+    *first, last = filter(None, ways)
+    return f"To use less memory, {', '.join(first)}, or {last}"
+
+
+def _fewer_at_once(plan: Plan, phase: Phase, stage: BatchStage) -> str:
+    """How a device would compute less at once."""
+    trainer = plan.config.trainer
+    at_once = -(-stage.microbatch // plan.layout.num_shards(BATCH))
+    if at_once == 1:
+        return f"lower model.seq_len ({plan.config.model.seq_len}; a device computes one sequence at a time already)"
+    for name in ("per_device_parallelism", "per_device_train_parallelism", "max_per_device_parallelism"):
+        if getattr(trainer, name) not in (-1, None):
+            return f"lower trainer.{name} ({getattr(trainer, name)})"
+    if phase.objective.compares_examples:
+        return f"lower trainer.train_batch_size ({stage.size})"
+    return (
+        f"set trainer.per_device_parallelism (a device computes its {at_once} sequences at once; the batch stays the same)"
+        " or lower trainer.train_batch_size"
+    )
 
 
 def gib(num_bytes: int) -> str:
