@@ -8,7 +8,6 @@ Trains on random tokens, so it needs no data or tokenizer, and it writes only th
 is JSON.
 """
 
-import argparse
 import functools
 import json
 import math
@@ -24,7 +23,7 @@ import jax
 
 from jaxlm.config.load import given_distributed, load_config, refuse_dry_run, run_id_of
 from jaxlm.config.run import RunConfig
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.hardware import peak_flops, processor
 from jaxlm.core.runtime import configure_jax
 from jaxlm.core.sharding import current_platform
@@ -97,7 +96,7 @@ class Result:
 @command
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jaxlm bench",
         description="Benchmarks the training step of a configuration. Takes the same configuration options as jaxlm train.",
         allow_abbrev=False,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core import tree
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.publish import Location, location_of
 from jaxlm.interop.hf.folder import DTYPES, parse_dtype
 from jaxlm.interop.hf.hub import check_upload, check_upload_name, upload_folder
@@ -144,7 +144,7 @@ def _verify_adapters(folder: Path, base: str, opened: LoadedModel, model: Langua
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxlm convert", description="Exports a trained model to another format.")
+    parser = Parser(prog="jaxlm convert", description="Exports a trained model to another format.")
     directions = parser.add_subparsers(dest="direction", metavar=f"to-hf or {_TO_NANOCHAT}", required=True)
     to_nanochat = directions.add_parser(_TO_NANOCHAT, help="write model_STEP.pt and meta_STEP.json for nanochat")
     add_checkpoint_options(to_nanochat)

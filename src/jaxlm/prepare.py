@@ -11,7 +11,6 @@ and stops. Training then reuses them. It needs no accelerator and compiles nothi
 needs no configuration.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import numpy as np
 from jaxlm.config.load import load_config, refuse_dry_run
 from jaxlm.config.run import RunConfig
 from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.data import Data
 from jaxlm.data.examples import Examples, check_signals
@@ -52,7 +51,7 @@ class Prepared:
 @command
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jaxlm prepare",
         description="Tokenizes a run's data ahead of training. Takes the same configuration options as jaxlm train.",
         allow_abbrev=False,

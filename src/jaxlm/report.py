@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxlm.core.errors import EXIT_CONFIG, ConfigError
+from jaxlm.core.errors import EXIT_CONFIG, ConfigError, Parser
 from jaxlm.core.stores import is_url
 from jaxlm.observe.page.logged_run import local_folder, read_runs
 from jaxlm.observe.page.page import write_page
@@ -55,9 +55,7 @@ def _default_path(given: Sequence[str]) -> Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "jaxlm report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("jaxlm report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="log folder, its URL, or a run's id below ./logs")
     parser.add_argument(
         "--price_per_hour", type=float, help="price of all machines of a run together, to show what each run cost"

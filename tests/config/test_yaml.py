@@ -40,7 +40,13 @@ def test_marks_hold_file_and_line(tmp_path):
         ("a: 1\nb:\n  c: 1\n  c: 2\n", ["run.yaml:4", "b.c", "line 3"]),
         ("a: !include nowhere.yaml\n", ["run.yaml:1", "nowhere.yaml"]),
         ("a: !include run.yaml\n", ["run.yaml:1", "circular", "run.yaml -> run.yaml"]),
-        ("a: [1\n", ["run.yaml:2"]),
+        ("a: [1\n", ["run.yaml:1: while parsing a flow sequence: expected ',' or ']'"]),
+        ("a:\n  b: [1\nc: 2\n", ["run.yaml:2: while parsing a flow sequence: expected ',' or ']'"]),
+        ("a:\n  b: 'x\nc: 2\nd: 3\n", ["run.yaml:2: while scanning a quoted scalar"]),
+        ("a:\n  b: 1\n c: 2\n", ["run.yaml:3: expected <block end>"]),
+        ("a: 1\n%x\n\n", ["run.yaml:2: expected '<document start>'"]),
+        ("a: 1\n---\nb: 2\n", ["run.yaml:2: expected a single document in the stream, but found another document"]),
+        ("a: 1\nb: \x07\n", ["run.yaml:2: the character '\\x07' is not allowed"]),
         ("", ["run.yaml", "empty"]),
         ("- 1\n", ["run.yaml", "list", "mapping"]),
         ("<<: 3\n", ["run.yaml:1", "mapping"]),
@@ -82,7 +88,7 @@ def test_scalars(text, value):
 
 
 HOSTILE = {
-    "syntax": ("a: [1\n", r"run\.yaml:2"),
+    "syntax": ("a: [1\n", r"run\.yaml:1"),
     "control character": ("a: \x07\n", r"run\.yaml:1: "),
     "not a date": ("a: !!timestamp 2026-13-45\n", r"run\.yaml:1: '2026-13-45' is not a valid timestamp"),
     "not an integer": ("a: !!int foo\n", r"run\.yaml:1: 'foo' is not a valid int"),

@@ -165,8 +165,8 @@ class _Reader:
             node = loader.get_single_node()
             return None if node is None else self.value(loader, node, at, chain)
         except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            raise ConfigError(f"{name}:{mark.line + 1 if mark else 1}: {_problem(error)}") from error
+            line, problem = _located(error, text)
+            raise ConfigError(f"{name}:{line}: {problem}") from error
 
     def value(self, loader: _Loader, node: yaml.Node, at: KeyPath, chain: tuple[Path, ...]) -> Any:
         self.marks[at] = self._mark(node)
@@ -226,5 +226,19 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _problem(error: yaml.YAMLError) -> str:
-    return str(getattr(error, "problem", None) or error)
+_LATE = ("while scanning", "while parsing a flow")  # what is not closed is noticed on a later line
+
+
+def _located(error: yaml.YAMLError, text: str) -> tuple[int, str]:
+    """The line of a text to mend, and what is wrong there."""
+    if isinstance(error, yaml.reader.ReaderError):
+        return text.count("\n", 0, error.position) + 1, f"the character {chr(error.character)!a} is not allowed"
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return 1, str(error)
+    problem, line = str(error.problem), error.problem_mark.line + 1
+    if problem.startswith("but "):  # it goes on from the context
+        problem = f"{error.context}, {problem}"
+    begin = error.context_mark
+    if begin is not None and begin.line + 1 < line and str(error.context).startswith(_LATE):
+        return begin.line + 1, f"{error.context}: {problem}"
+    return min(line, len(text.rstrip().splitlines()) or 1), problem  # the end of a text is behind its last line

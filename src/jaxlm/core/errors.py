@@ -1,10 +1,13 @@
 """Exceptions that commands print without a traceback, and checks of configuration values that raise them."""
 
+import argparse
+import itertools
 import os
 import select
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import NoReturn
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
@@ -12,11 +15,52 @@ EXIT_HUNG = 75  # EX_TEMPFAIL of sysexits.h: a start may succeed
 EXIT_CLOSED_OUTPUT = 128 + signal.SIGPIPE
 
 
+_MAX_CHARACTERS = 2000  # of a line of a message
+_MAX_LINES = 50
+_MAX_LISTED = 20
+
+
+def bounded(message: str) -> str:
+    """A message without the middle of lines that are too long to read, such as one with a value of 100 kB.
+
+    The beginning of a line says what was given, and its end what to change.
+    """
+    lines = message.split("\n")
+    if len(lines) > _MAX_LINES:
+        lines = [*lines[:_MAX_LINES], f"... {len(lines) - _MAX_LINES:,} more lines"]
+    return "\n".join(map(_bounded_line, lines))
+
+
+def _bounded_line(line: str) -> str:
+    if len(line) <= _MAX_CHARACTERS:
+        return line
+    head, tail = _MAX_CHARACTERS * 3 // 5, _MAX_CHARACTERS // 5
+    return f"{line[:head]} ... ({len(line) - head - tail:,} characters left out) ... {line[-tail:]}"
+
+
+def listed(names: Collection[str]) -> str:
+    """Names for a message: the first of them, and how many more there are."""
+    shown = ", ".join(itertools.islice(names, _MAX_LISTED))
+    more = f", ... ({len(names) - _MAX_LISTED:,} more)" if len(names) > _MAX_LISTED else ""
+    return f"{shown}{more}" or "none"
+
+
 class ConfigError(ValueError):
     """Invalid user input. The message says what was given, what is allowed, and what to change.
 
     Commands print the message without a traceback and exit with code 2.
     """
+
+    def __init__(self, message: str = ""):
+        """Args: message: long lines lose their middle, whatever values they show."""
+        super().__init__(bounded(message))
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, with messages that are as short as those of `ConfigError`."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(bounded(message))
 
 
 class PeerError(Exception):

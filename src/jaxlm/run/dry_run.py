@@ -20,7 +20,7 @@ import jax
 
 from jaxlm.config.decode import choice_name
 from jaxlm.config.run import RunConfig
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, bounded
 from jaxlm.core.runtime import all_processes, is_main_process
 from jaxlm.core.stores import is_url
 from jaxlm.data.base import TRAIN, VALIDATION
@@ -303,9 +303,9 @@ def _ask(number: int, question: _Question, answers: dict[int, str | None]) -> No
     except _UncheckedError as error:
         answers[number] = f"{_UNCHECKED}{error}"
     except (ConfigError, OSError) as error:
-        answers[number] = f"{_REFUSED}{error}"
+        answers[number] = bounded(f"{_REFUSED}{error}")
     except Exception as error:  # of your own classes too; a thread's traceback would be lost between the lines
-        answers[number] = f"{_REFUSED}{type(error).__name__}: {error}"
+        answers[number] = bounded(f"{_REFUSED}{type(error).__name__}: {error}")
 
 
 def _plot_schedule(plan: Plan) -> str:

@@ -1,12 +1,13 @@
 """Exit codes of the commands. Errors that the user can fix are printed as one message without a traceback."""
 
+import errno
 import functools
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from jaxlm.core.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, PeerError, end_of_output, is_output_closed
+from jaxlm.core.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, PeerError, bounded, end_of_output, is_output_closed
 from jaxlm.core.publish import PublishError
 from jaxlm.engine.bad_streak import SkippedStepsError
 from jaxlm.engine.checkpoint.lock import LeaseLostError
@@ -38,6 +39,7 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
             if isinstance(error, BrokenPipeError) and is_output_closed():
                 raise
             code, message = _explained(error)
+            message = bounded(message)
             print(message, file=sys.stderr, flush=True)
             end_with_peers(code, message.removeprefix("error: "))
             if isinstance(error, SaveError | LeaseLostError):
@@ -68,6 +70,8 @@ def _explained(error: BaseException) -> tuple[int, str]:
     match error:
         case ConfigError():
             return EXIT_CONFIG, f"error: {error}"
+        case OSError(errno=errno.ENAMETOOLONG):  # every path in a configuration may be one
+            return EXIT_CONFIG, f"error: '{error.filename}' given as a path, but its names are too long. Shorten them"
         case KeyboardInterrupt():
             return EXIT_INTERRUPTED, "interrupted before training started; nothing was lost"
         case (

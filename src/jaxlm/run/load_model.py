@@ -14,7 +14,7 @@ import jax
 from jaxlm.config.load import decode_run, read_saved
 from jaxlm.config.overrides import option_tree, override, parse_arguments
 from jaxlm.config.yaml import ConfigSource
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.runtime import main_first
 from jaxlm.core.stores import is_url
 from jaxlm.data.config import DataConfig
@@ -88,7 +88,7 @@ class LoadedCheckpoint:
 
 def checkpoint_parser(command: str, description: str, *, or_else: str = "") -> argparse.ArgumentParser:
     """The parser of a command that takes a checkpoint. Args: or_else: help text for what else `--checkpoint` may name."""
-    parser = argparse.ArgumentParser(prog=f"jaxlm {command}", description=description, allow_abbrev=False)
+    parser = Parser(prog=f"jaxlm {command}", description=description, allow_abbrev=False)
     add_checkpoint_options(parser, or_else=or_else)
     return parser
 

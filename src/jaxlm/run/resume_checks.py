@@ -11,7 +11,7 @@ from jaxlm.config.effects import CONTENT, EFFECTS, Effect, effect_of, effect_of_
 from jaxlm.config.load import as_run_config, read_config
 from jaxlm.config.plugins import own_modules
 from jaxlm.config.run import RunConfig
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, bounded
 from jaxlm.core.runtime import main_first, same_on_all_processes
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.engine.checkpoint.integrity import DamagedError
@@ -296,4 +296,4 @@ def _differences(path: str, before: Any, now: Any) -> Iterator[str]:
         for index, pair in enumerate(zip(before, now, strict=True)):
             yield from _differences(f"{path}.{index}", *pair)
     elif before != now:
-        yield f"{path}: {before} -> {now}"
+        yield bounded(f"{path}: {before} -> {now}")

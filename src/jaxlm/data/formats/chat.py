@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import numpy as np
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, MaskedFormat, RawContent, TokenizedText
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
@@ -123,7 +123,7 @@ class ChatFormat(ConversationFormat):
             is_sharegpt = bool(turns) and all(isinstance(turn, Mapping) and "from" in turn for turn in turns)
             raise ConfigError(
                 f"{record.where}: no messages under '{self.messages_field}': expected a list of messages, each with a"
-                f" 'role' and a 'content', got {messages!r:.80}. Keys of the record: {', '.join(record.values) or 'none'}"
+                f" 'role' and a 'content', got {messages!r:.80}. Keys of the record: {listed(record.values)}"
                 + (". For messages with 'from' and 'value', set format.type to sharegpt" if is_sharegpt else "")
             )
         return messages

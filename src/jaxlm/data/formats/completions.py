@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, TokenizedText
 from jaxlm.data.formats.chat import Messages, are_messages
 from jaxlm.data.sources.document_files import has_records
@@ -81,7 +81,7 @@ def text_or_messages(record: Record, key: str) -> str | Messages:
         return value
     if are_messages(value):
         return [{k: v for k, v in m.items() if v is not None} for m in value]
-    given = f"it is {value!r:.80}" if key in record.values else f"the record has the keys {', '.join(record.values)}"
+    given = f"it is {value!r:.80}" if key in record.values else f"the record has the keys {listed(record.values)}"
     raise ConfigError(f"{record.where}: no text and no list of messages under '{key}': {given}")
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Interval
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import LARGEST_FLOAT, LARGEST_INT
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.chat import plain_text
@@ -82,7 +82,7 @@ class GroupsFormat(CompletionsFormat):
         if not isinstance(found, list) or len(found) != self.group_size or not all(map(accepts, found)):
             raise ConfigError(
                 f"{record.where}: expected a list of {self.group_size} {what} under '{key}' (data.format.group_size), got"
-                f" {found!r:.80}. Keys of the record: {', '.join(record.values) or 'none'}"
+                f" {found!r:.80}. Keys of the record: {listed(record.values)}"
             )
         return found
 

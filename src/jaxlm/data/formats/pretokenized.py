@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, TokenizedText
 from jaxlm.data.sources.document_files import ARRAYS, has_records
 from jaxlm.data.sources.text_file import TextFile
@@ -92,7 +92,7 @@ class PretokenizedEncoder(Encoder):
                     given = "null" if self.input_ids_key in record.values else "missing"
                     raise ConfigError(
                         f"{record.where}: the token ids under '{self.input_ids_key}' are {given}. Keys of the record:"
-                        f" {', '.join(record.values) or 'none'}. Set format.input_ids_key, or remove such records"
+                        f" {listed(record.values)}. Set format.input_ids_key, or remove such records"
                     )
                 yield record.where, ids, record.position
             return

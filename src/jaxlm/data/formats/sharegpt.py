@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.chat import ConversationFormat, Messages
 from jaxlm.data.sources.record_files import Record
@@ -47,7 +47,7 @@ class ShareGptFormat(ConversationFormat):
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
             raise ConfigError(
                 f"{record.where}: no conversation under '{self.conversations_field}': expected a list of turns, each with"
-                f" '{_FROM}' and '{_VALUE}', got {turns!r:.80}. Keys of the record: {', '.join(record.values) or 'none'}"
+                f" '{_FROM}' and '{_VALUE}', got {turns!r:.80}. Keys of the record: {listed(record.values)}"
             )
         messages = []
         for number, turn in enumerate(turns):

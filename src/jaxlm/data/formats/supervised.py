@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, MaskedFormat, RawContent, TokenizedText
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
@@ -50,9 +50,7 @@ class SupervisedFormat(MaskedFormat):
 def _text(record: Record, key: str) -> str:
     value = record.values.get(key)
     if not isinstance(value, str):
-        given = (
-            f"it is {value!r:.80}" if key in record.values else f"the record has the keys {', '.join(record.values)}"
-        )
+        given = f"it is {value!r:.80}" if key in record.values else f"the record has the keys {listed(record.values)}"
         raise ConfigError(f"{record.where}: no text under '{key}': {given}")
     return value
 

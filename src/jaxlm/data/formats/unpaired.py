@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.chat import plain_text
 from jaxlm.data.formats.completions import (
@@ -65,7 +65,7 @@ class UnpairedFormat(CompletionsFormat):
         if label not in (0, 1):  # True and False are equal to them
             raise ConfigError(
                 f"{record.where}: expected true or false under '{self.label_field}', got {label!r:.80}. Keys of the record:"
-                f" {', '.join(record.values) or 'none'}"
+                f" {listed(record.values)}"
             )
         if isinstance(prompt, str) and isinstance(completion, str):
             return Completions(prompt, (completion,), False, (float(label),))

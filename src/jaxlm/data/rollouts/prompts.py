@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import is_float32
 from jaxlm.data.base import TRAIN, Log
 from jaxlm.data.batch import Columns
@@ -100,7 +100,7 @@ def _number(record: Record, column: str) -> float:
     what = (
         f"has {value!r:.40} there"
         if is_there
-        else f"has only {', '.join(record.values) or 'nothing'} besides the prompt"
+        else f"has only {listed(record.values) if record.values else 'nothing'} besides the prompt"
     )
     raise ConfigError(
         f"data.curriculum.column: {column} given, a finite number in every record expected, but {record.where} {what}."

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.sources.compression import COMPRESSIONS, damaged_file_errors, open_decompressed
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def _parse_json(path: Path, text: str, where: str) -> Any:
 def _text_of(path: Path, where: str, record: Any, text_key: str) -> str:
     text = record.get(text_key) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        keys = ", ".join(record) if isinstance(record, dict) else "none"
+        keys = listed(record) if isinstance(record, dict) else "none"
         given = " (it is null)" if isinstance(record, dict) and text_key in record and text is None else ""
         raise ConfigError(
             f"{path}: {where}: no text under data.text_key '{text_key}'{given}. Keys of the record: {keys}"

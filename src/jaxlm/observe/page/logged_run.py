@@ -1,6 +1,7 @@
 """What a run's log folder holds, read for its page. The folder may be damaged, incomplete, or still being written."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -115,8 +116,8 @@ def read_run(given: str) -> LoggedRun:
 def local_folder(given: str) -> Path:
     """The log folder of a run, given as a path or as an id below `./logs`. A folder is one if it has metrics."""
     folders = (Path(given), LOGS / given)
-    runs = [folder for folder in folders if (folder / METRICS).exists()]
-    return next(iter(runs or [folder for folder in folders if folder.is_dir()]), folders[0])
+    runs = [folder for folder in folders if os.path.exists(folder / METRICS)]  # false for a name that is too long
+    return next(iter(runs or filter(os.path.isdir, folders)), folders[0])
 
 
 def _unreadable(what: str) -> Callable[[str], ConfigError]:
