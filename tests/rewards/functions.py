@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -62,12 +63,47 @@ def as_told(completion):
             }
             return float(hidden.items() <= os.environ.items())
         case ["hang", file]:
-            child = subprocess.Popen(["sleep", "600"])
-            unfinished = Path(f"{file}.unfinished")
-            unfinished.write_text(f"{os.getpid()} {child.pid}")
-            unfinished.rename(file)  # from now on, a test may end this process
+            _started(file, os.getpid())
             time.sleep(600)
+        case ["leave", file]:
+            _started(file)
+        case ["leave", file, "kill"]:
+            _started(file)
+            os.kill(os.getpid(), 9)
+        case ["write", text]:
+            for number in filter(is_socket, range(3, 4096)):
+                os.write(number, text.encode() + b"\n" * (text == "line"))
+            if text == "nothing-else":
+                time.sleep(600)
     return 0.5
+
+
+DAEMON = """
+import os
+if os.fork() == 0:
+    os.setsid()
+    print(os.getpid(), flush=True)
+    os.execvp("sleep", ["sleep", "600"])
+"""
+
+
+def _started(file, *own):
+    """Starts a program, one in a session of its own, and one whose parent has ended. Writes their numbers to a file."""
+    others = [subprocess.Popen(["sleep", "600"], start_new_session=is_new) for is_new in (False, True)]
+    ended = subprocess.Popen([sys.executable, "-S", "-c", DAEMON], stdout=subprocess.PIPE, text=True)
+    assert ended.stdout is not None
+    orphan = ended.stdout.readline()
+    ended.wait()
+    unfinished = Path(f"{file}.unfinished")
+    unfinished.write_text(" ".join(map(str, [*own, *(one.pid for one in others), orphan])))
+    unfinished.rename(file)  # from now on, a test may end this process
+
+
+def is_socket(number):
+    try:
+        return stat.S_ISSOCK(os.fstat(number).st_mode)
+    except OSError:
+        return False
 
 
 def waits(completion):

@@ -1,11 +1,13 @@
 """Rewards in their processes: the sum, and every way in which a reward fails."""
 
+import functools
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -102,12 +104,42 @@ def test_a_failure_is_told_at_once_although_another_reward_hangs(tmp_path):
         assert rewards.score(rows("well"))["reward"] == 1.5
 
 
+@pytest.mark.parametrize("how", ["", "kill"], ids=["closed", "killed"])
+def test_what_a_reward_has_left_behind_is_ended_with_it(tmp_path, how):
+    ids = tmp_path / "ids"
+    with Rewards(configs(function("as_told", per="row")), CONTEXT, timeout_s=60) as rewards:
+        if how == "kill":
+            with pytest.raises(ConfigError, match="ended with the signal SIGKILL while it scored"):
+                rewards.score(rows(f"leave {ids} kill"))
+        else:
+            assert rewards.score(rows(f"leave {ids}"))["reward"] == 0.5
+            left = [number for number in map(int, ids.read_text().split()) if not has_ended(number, patience_s=0)]
+            assert len(left) == 3
+    numbers = list(map(int, ids.read_text().split()))
+    assert len(numbers) == 3
+    assert all(map(has_ended, numbers))
+
+
+@pytest.mark.parametrize("text", ["garbage", "line", "[[[[[", '["scored",[]]'])
+def test_a_reward_that_writes_to_the_run_s_connection_is_told_at_once(told, text):
+    with pytest.raises(ConfigError, match=r"'as_told' .*: something else than its process wrote to the connection"):
+        told.score(rows("well", f"write {text}", "well"))
+    assert told.score(rows("well"))["reward"] == 0.5
+
+
+def test_a_reward_that_writes_to_the_connection_and_hangs_is_ended_in_time():
+    with Rewards(configs(function("as_told", per="row")), CONTEXT, timeout_s=1) as rewards:
+        with pytest.raises(ConfigError, match=r"no result for data.jsonl:1 .* within 1 s.*Its process has been ended"):
+            rewards.score(rows("write nothing-else"))
+        assert rewards.score(rows("well"))["reward"] == 0.5
+
+
 @pytest.mark.slow
 def test_a_reward_that_reads_nothing_is_ended(monkeypatch):
     monkeypatch.setattr(worker, "_SEND_S", 1)
     with Rewards(configs(function("as_told", per="row")), CONTEXT, timeout_s=600) as rewards:
         (one,) = rewards._workers.values()
-        os.kill(one._process.pid, signal.SIGSTOP)
+        os.kill(scorer_of(one), signal.SIGSTOP)
         with pytest.raises(ConfigError, match=r"no result for .* within 600 s.*Its process has been ended"):
             rewards.score(rows("x" * 5_000_000))
         assert rewards.score(rows("well"))["reward"] == 0.5
@@ -151,12 +183,19 @@ def has_ended(number, patience_s=60):
     return False
 
 
+def scorer_of(worker):
+    """The process of a reward below its supervisor."""
+    (number,) = Path(f"/proc/{worker._process.pid}/task/{worker._process.pid}/children").read_text().split()
+    return int(number)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_every_process_of_a_job_ends_no_reward(told, number):
     """The run saves after it, and its step still needs the rewards."""
     before = told.score(rows("right"))
     (worker,) = told._workers.values()
-    os.kill(worker._process.pid, number)
+    for process in (worker._process.pid, scorer_of(worker)):
+        os.kill(process, number)
     assert told.score(rows("right"))["reward"] == before["reward"]
 
 
@@ -169,6 +208,13 @@ def test_a_wrong_number_of_values_names_all_records():
         ),
     ):
         rewards.score(rows("a", "b", "c"))
+
+
+def test_a_start_is_not_limited_by_the_time_for_scores():
+    """The process begins to read its large tokenizer once it has imported its modules."""
+    context = replace(CONTEXT, decode=functools.partial(str, "x" * 10_000_000))
+    with Rewards(configs(function("as_told", per="row")), context, timeout_s=0.01) as rewards:
+        assert rewards.columns == set()
 
 
 def test_a_reward_that_does_not_open_is_refused_at_once():
@@ -197,6 +243,7 @@ with Rewards(configs(function("as_told", per="row")), CONTEXT, timeout_s=600) as
 
 @pytest.mark.slow
 def test_a_worker_imports_no_jax():
-    code = "import sys, jaxlm.rewards.base, jaxlm.rewards.worker, jaxlm.rewards.math; print('jax' in sys.modules)"
+    modules = ", ".join(f"jaxlm.rewards.{name}" for name in ("base", "worker", "process", "math"))
+    code = f"import sys, {modules}; print('jax' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     assert found.stdout.strip() == "False"

@@ -1,44 +1,40 @@
-"""The process of one reward: how a run starts it, asks it and ends it, and what happens in it.
+"""The process of one reward: how a run starts it, asks it and ends it.
 
 It is a new interpreter, because a fork of a process that runs jax may deadlock. It does not import the program that the
-user started, as `multiprocessing` would, so it starts in a fraction of a second. It leads a session of its own: ending it
-also ends the programs that the reward has started, and Ctrl-C in a terminal reaches only the run.
+user started, as `multiprocessing` would, so it starts in a fraction of a second. Its supervisor ends it with all that it has
+started. Nothing that it does, or writes, makes the run wait longer than its timeout.
 """
 
 import contextlib
 import dataclasses
 import json
-import math
-import numbers
 import os
 import pickle
+import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import sysconfig
-import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence, Set
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.config.decode import choice_name
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import is_float32
+from jaxlm.rewards.process import AT, FAILED, OPENED, SCORED
 
 if TYPE_CHECKING:
-    from jaxlm.rewards.base import Reward, RewardConfig, RewardContext, ScoredRows
+    from jaxlm.rewards.base import RewardConfig, RewardContext, ScoredRows
 
 START_TIMEOUT_S = 300.0  # large libraries from a cold disk
-_SEND_S = 300  # until a process counts as lost that does not read what it is sent
+_SEND_S = 300.0  # until a process counts as lost that does not read what it is sent
 _EXIT_S = 2.0
-_PARENT_S = 1.0
+_END_S = 10.0
+_READ_BYTES, _LONGEST_BYTES = 1 << 20, 1 << 28
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
-    "from jaxlm.rewards.worker import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
+    "from jaxlm.rewards.supervisor import supervise; supervise(int(sys.argv[3]));"
+    "from jaxlm.rewards.process import serve; serve(int(sys.argv[2]))"
 )
 # The accelerators are the run's: a library that takes one would fail, or take the run's memory.
 _NO_ACCELERATOR = {
@@ -47,7 +43,6 @@ _NO_ACCELERATOR = {
     "CUDA_VISIBLE_DEVICES": "",
     "HIP_VISIBLE_DEVICES": "-1",
 }
-_OPENED, _AT, _SCORED, _FAILED = "opened", "at", "scored", "failed"
 
 
 class RewardWorker:
@@ -63,13 +58,15 @@ class RewardWorker:
         self._start()
 
     def _start(self) -> None:
-        self._connection, theirs = _connections()
+        self._connection, theirs = socket.socketpair()
+        self._connection.settimeout(START_TIMEOUT_S)
+        self._rest = b""
         paths = json.dumps([path for path in sys.path if isinstance(path, str)])
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _CODE, paths, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # it ends when this is closed
                 stdout=2,  # what a reward prints must not end up in the output of a command
                 env=os.environ | _NO_ACCELERATOR,
                 start_new_session=True,
@@ -79,18 +76,19 @@ class RewardWorker:
     def set_up(self) -> None:
         """Tells the process which reward it is. Waits until it has started."""
         with contextlib.suppress(OSError):  # it has ended: `opened` says so
-            self._connection.send_bytes(self._setup)
+            self._connection.sendall(self._setup)
 
     def opened(self) -> tuple[str, ...]:
         """Waits until the reward is open. Returns the columns that it reads."""
-        if not self._connection.poll(START_TIMEOUT_S):
-            raise self._late(f"has not opened within {START_TIMEOUT_S:g} s")
-        kind, value = self._next("while it opened")
-        if kind == _FAILED:
-            self.end()
-            raise ConfigError(f"{self._label}: {value[0]}")
-        self._is_open = True
-        return value
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while select.select([self._connection], [], [], max(deadline - time.monotonic(), 0.0))[0]:
+            for kind, value in self._messages("while it opened"):
+                if kind == FAILED:
+                    self.end()
+                    raise ConfigError(f"{self._label}: {value[0]}")
+                self._is_open = True
+                return tuple(value)
+        raise self._late(f"has not opened within {START_TIMEOUT_S:g} s")
 
     def restart(self) -> bool:
         """Starts the process again if it has ended. Returns whether it did."""
@@ -102,17 +100,17 @@ class RewardWorker:
 
     def send(self, rows: "ScoredRows", pickled: bytes) -> None:
         """Begins to score rows. `receive` must follow until it returns the scores. Args: pickled: the rows."""
-        self._rows, self._at, timeout_s = rows, None, self._timeout_s
+        self._rows, self._at, self._deadline = rows, None, time.monotonic() + self._timeout_s
+        self._connection.settimeout(min(_SEND_S, self._timeout_s))
         try:
-            self._connection.send_bytes(pickled)
-        except BlockingIOError:  # it was stopped, or a thread that the reward has left behind does not let it read
-            timeout_s = 0.0
+            self._connection.sendall(pickled)
+        except TimeoutError:  # it was stopped, or a thread that the reward has left behind does not let it read
+            self._deadline = time.monotonic()
         except OSError:  # it has ended: `receive` says so
             pass
-        self._deadline = time.monotonic() + timeout_s
 
     @property
-    def connection(self) -> Connection:
+    def connection(self) -> socket.socket:
         """Has something to read when `receive` has."""
         return self._connection
 
@@ -122,17 +120,18 @@ class RewardWorker:
         return self._deadline - time.monotonic()
 
     def receive(self) -> list[float] | None:
-        """Reads one message of the process. Returns the scores of the rows given to `send`, NaN for None, if it has them."""
+        """Reads what the process has said. Returns the scores of the rows given to `send`, NaN for None, if it has them."""
         assert self._rows is not None, "send comes first"
-        kind, value = self._next(f"while it scored {_where(self._rows, self._at)}")
-        if kind == _AT:
-            self._at = value
-            return None
-        rows, self._rows = self._rows, None
-        if kind == _FAILED:
-            where = _where(rows, value[1])
-            raise ConfigError(f"{self._label}: {value[0]}, for {where}. Correct the reward")
-        return value
+        for kind, value in self._messages(f"while it scored {_where(self._rows, self._at)}"):
+            if kind == AT:
+                self._at = value
+                continue
+            rows, self._rows = self._rows, None
+            if kind == FAILED:
+                where = _where(rows, value[1])
+                raise ConfigError(f"{self._label}: {value[0]}, for {where}. Correct the reward")
+            return value
+        return None
 
     @property
     def is_busy(self) -> bool:
@@ -143,8 +142,8 @@ class RewardWorker:
         """Raises `ConfigError` if the process has ended, or has no time left for the rows given to `send`, which ends it."""
         assert self._rows is not None, "send comes first"
         where = _where(self._rows, self._at)
-        # A program that it has started may hold its connection open.
-        if self._process.poll() is not None and not self._connection.poll():
+        # Where there is no supervisor of sessions, a program that it has started may hold its connection open.
+        if self._process.poll() is not None and not select.select([self._connection], [], [], 0)[0]:
             raise self._ended(f"while it scored {where}")
         if self.seconds_left <= 0:
             raise self._late(
@@ -158,14 +157,43 @@ class RewardWorker:
             self._process.wait(_EXIT_S if self._is_open else 0.0)
         self.end()
 
-    def _next(self, during: str) -> tuple[str, Any]:
-        """The next message of the process."""
+    def _messages(self, during: str) -> Iterator[tuple[str, Any]]:
+        """The messages that have arrived. Call it when the connection has something to read: it does not wait."""
         try:
-            return self._connection.recv()
-        except (EOFError, OSError):
+            data = self._connection.recv(_READ_BYTES)
+        except OSError:
+            data = b""
+        if not data:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_S)  # the connection closes a moment before the process has ended
-            raise self._ended(during) from None
+            raise self._ended(during)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _LONGEST_BYTES:
+            raise self._strange(during)
+        for line in lines:
+            yield self._message(line, during)
+
+    def _message(self, line: bytes, during: str) -> tuple[str, Any]:
+        size = 0 if self._rows is None else len(self._rows)
+        try:
+            match json.loads(line):
+                case [str() as kind, list() as value] if kind == OPENED or (kind == SCORED and len(value) == size):
+                    return kind, value
+                case [str() as kind, int() as value] if kind == AT and 0 <= value < size:
+                    return kind, value
+                case [str() as kind, [str(), int() | None] as value] if kind == FAILED:
+                    return kind, value
+        except (ValueError, RecursionError):
+            pass  # it is no JSON
+        raise self._strange(during)
+
+    def _strange(self, during: str) -> ConfigError:
+        """Ends a process that has written what is no message."""
+        self.end()
+        return ConfigError(
+            f"{self._label}: something else than its process wrote to the connection with the run {during}. Look for a"
+            " library that writes to descriptors which it has not opened"
+        )
 
     def _ended(self, during: str) -> ConfigError:
         """Ends what is left of a process that has ended."""
@@ -186,8 +214,13 @@ class RewardWorker:
         if self._has_ended:  # its number may be that of another process by now
             return self._process.wait()
         self._has_ended = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # its group outlives it, if it has started something
+        assert self._process.stdin is not None, "it is a pipe"
+        self._process.stdin.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:  # it was stopped, or waits for one that the system does not end
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # which ends the worker too
         self._connection.close()
         return self._process.wait()
 
@@ -197,13 +230,6 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # of the real-time signals, only two have names
         return str(number)
-
-
-def _connections() -> tuple[Connection, Connection]:
-    """Both ends of a connection. Sending at the first one raises `BlockingIOError` when nothing is read for long."""
-    ours, theirs = socket.socketpair()
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
-    return Connection(ours.detach()), Connection(theirs.detach())
 
 
 def _where(rows: "ScoredRows", number: int | None) -> str:
@@ -239,105 +265,3 @@ class _Decode:
             self._function = pickle.loads(self._pickled)
         assert self._function is not None, "it was pickled"
         return self._function(ids)
-
-
-def serve(descriptor: int, run: int) -> None:
-    """What the process does: opens the reward, and scores rows until the run closes the connection.
-
-    Args:
-        descriptor: of the connection.
-        run: process id of the run.
-    """
-    # SLURM and others signal every process of a job. The run saves then, and ends this one. Programs that a reward starts do
-    # not inherit a handler, only what is ignored.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    threading.Thread(target=_end_after, args=(run,), daemon=True).start()
-    connection = Connection(descriptor)
-    try:
-        config, context = pickle.loads(connection.recv_bytes())
-        reward: Reward = config.open(context)
-        connection.send((_OPENED, tuple(reward.columns)))
-    except BaseException as error:  # a reward's own module can raise anything, SystemExit too
-        connection.send((_FAILED, (_description(error), None)))
-        return
-    with contextlib.suppress(EOFError, OSError):  # the run has closed the connection, or has ended
-        own = os.getpid()
-        while True:
-            rows = connection.recv()
-            answer = _answer(reward, rows, lambda number: connection.send((_AT, number)))
-            if os.getpid() != own:
-                os._exit(0)  # a fork of the reward, whose answer would be taken for that of the next rows
-            connection.send(answer)
-
-
-def _end_after(run: int) -> None:
-    """Ends this process when the run has been killed: a reward that hangs would otherwise stay forever."""
-    while os.getppid() == run:
-        time.sleep(_PARENT_S)
-    os.killpg(0, signal.SIGKILL)
-
-
-def _answer(reward: "Reward", rows: "ScoredRows", begin: Callable[[int], None]) -> tuple[str, Any]:
-    """The message that answers rows: their scores, or what is wrong and with which row. Calls `begin` for each row."""
-    scores: list[float] = []
-    parts = [(None, rows)] if not reward.scores_alone else [(number, rows.row(number)) for number in range(len(rows))]
-    for number, part in parts:
-        if number is not None:
-            begin(number)
-        try:
-            scores += _scores(reward.score(part), len(part), number or 0)
-        except _WrongScoreError as error:
-            return _FAILED, (str(error), number if error.place is None else error.place)
-        except BaseException as error:  # a reward and what it returns can raise anything, SystemExit too
-            return _FAILED, (_description(error), number)
-    return _SCORED, scores
-
-
-class _WrongScoreError(Exception):
-    """What a reward returned is not what was expected. Attributes: place: the number of the row; None for all."""
-
-    def __init__(self, message: str, place: int | None):
-        super().__init__(message)
-        self.place = place
-
-
-def _scores(given: Any, expected: int, first: int) -> list[float]:
-    """The scores of rows. Args: expected: number of rows; first: number of the first one."""
-    if isinstance(given, (str, bytes, Mapping, Set)) or not hasattr(given, "__len__") or len(given) != expected:
-        what = f"{len(given)} values" if isinstance(given, (list, tuple)) else f"{type(given).__name__} {given!r:.60}"
-        raise _WrongScoreError(f"it returned {what}, but a list of {expected} numbers was expected", None)
-    scores: list[float] = []
-    for place, value in enumerate(given, start=first):
-        try:
-            scores.append(_number(value))
-        except ValueError:
-            what = "a finite number expected, or None where the reward does not apply"
-            raise _WrongScoreError(f"it returned {value!r:.60}, {what}", place) from None
-    return scores
-
-
-def _number(value: Any) -> float:
-    """One score, NaN for None. Raises `ValueError` if it is neither None nor a finite number."""
-    if value is None:
-        return math.nan
-    item = value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value  # of numpy or torch
-    if not isinstance(item, numbers.Real) or not is_float32(item):
-        raise ValueError
-    return float(item)
-
-
-def _description(error: BaseException) -> str:
-    """An error in one line, with the place in the user's code."""
-    if isinstance(error, ConfigError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-    known = (*libraries, os.path.dirname(__file__), "<")
-    own = [frame for frame in frames if not frame.filename.startswith(known)]
-    place = f" in {own[-1].filename}, line {own[-1].lineno}" if own else ""
-    try:
-        what = " ".join(str(error).split())[:500]
-    except BaseException:
-        what = "an error that has no text"
-    return f"it raised {type(error).__name__}: {what}{place}"

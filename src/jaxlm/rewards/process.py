@@ -1,0 +1,129 @@
+"""What happens in the process of a reward: it opens the reward, scores rows, and says what is wrong with them.
+
+The run sends pickles. The answers are lines of JSON, so that the run can tell them from what a reward writes by mistake.
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import numbers
+import os
+import pickle
+import socket
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping, Set
+from typing import TYPE_CHECKING, Any
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import is_float32
+
+if TYPE_CHECKING:
+    from jaxlm.rewards.base import Reward, ScoredRows
+
+OPENED, AT, SCORED, FAILED = "opened", "at", "scored", "failed"
+"""Kinds of answers: columns; the number of the row that is next; scores; what is wrong, and the number of the row."""
+_PRIVATE = 512  # descriptors from here on
+
+
+def serve(descriptor: int) -> None:
+    """Opens the reward, and scores rows until the run closes the connection. Args: descriptor: of the connection."""
+    connection = socket.socket(fileno=_private(descriptor))
+    given = connection.makefile("rb")
+
+    def send(kind: str, value: Any) -> None:
+        connection.sendall(json.dumps([kind, value]).encode() + b"\n")
+
+    with contextlib.suppress(EOFError, OSError):  # the run has closed the connection, or has ended
+        try:
+            config, context = pickle.load(given)
+            reward: Reward = config.open(context)
+            columns = list(reward.columns)
+        except BaseException as error:  # a reward's own module can raise anything, SystemExit too
+            send(FAILED, (_description(error), None))
+            return
+        send(OPENED, columns)
+        own = os.getpid()
+        while True:
+            rows = pickle.load(given)
+            answer = _answer(reward, rows, lambda number: send(AT, number))
+            if os.getpid() != own:
+                os._exit(0)  # a fork of the reward, whose answer would be taken for that of the next rows
+            send(*answer)
+
+
+def _private(descriptor: int) -> int:
+    """The same connection under a number that nobody writes to by mistake, and that programs do not inherit."""
+    try:
+        moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _PRIVATE)
+    except OSError:  # the system allows fewer
+        os.set_inheritable(descriptor, False)
+        return descriptor
+    os.close(descriptor)
+    return moved
+
+
+def _answer(reward: "Reward", rows: "ScoredRows", begin: Callable[[int], None]) -> tuple[str, Any]:
+    """The message that answers rows: their scores, or what is wrong and with which row. Calls `begin` for each row."""
+    scores: list[float] = []
+    parts = [(None, rows)] if not reward.scores_alone else [(number, rows.row(number)) for number in range(len(rows))]
+    for number, part in parts:
+        if number is not None:
+            begin(number)
+        try:
+            scores += _scores(reward.score(part), len(part), number or 0)
+        except _WrongScoreError as error:
+            return FAILED, (str(error), number if error.place is None else error.place)
+        except BaseException as error:  # a reward and what it returns can raise anything, SystemExit too
+            return FAILED, (_description(error), number)
+    return SCORED, scores
+
+
+class _WrongScoreError(Exception):
+    """What a reward returned is not what was expected. Attributes: place: the number of the row; None for all."""
+
+    def __init__(self, message: str, place: int | None):
+        super().__init__(message)
+        self.place = place
+
+
+def _scores(given: Any, expected: int, first: int) -> list[float]:
+    """The scores of rows. Args: expected: number of rows; first: number of the first one."""
+    if isinstance(given, (str, bytes, Mapping, Set)) or not hasattr(given, "__len__") or len(given) != expected:
+        what = f"{len(given)} values" if isinstance(given, (list, tuple)) else f"{type(given).__name__} {given!r:.60}"
+        raise _WrongScoreError(f"it returned {what}, but a list of {expected} numbers was expected", None)
+    scores: list[float] = []
+    for place, value in enumerate(given, start=first):
+        try:
+            scores.append(_number(value))
+        except ValueError:
+            what = "a finite number expected, or None where the reward does not apply"
+            raise _WrongScoreError(f"it returned {value!r:.60}, {what}", place) from None
+    return scores
+
+
+def _number(value: Any) -> float:
+    """One score, NaN for None. Raises `ValueError` if it is neither None nor a finite number."""
+    if value is None:
+        return math.nan
+    item = value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value  # of numpy or torch
+    if not isinstance(item, numbers.Real) or not is_float32(item):
+        raise ValueError
+    return float(item)
+
+
+def _description(error: BaseException) -> str:
+    """An error in one line, with the place in the user's code."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    known = (*libraries, os.path.dirname(__file__), "<")
+    own = [frame for frame in frames if not frame.filename.startswith(known)]
+    place = f" in {own[-1].filename}, line {own[-1].lineno}" if own else ""
+    try:
+        what = " ".join(str(error).split())[:500]
+    except BaseException:
+        what = "an error that has no text"
+    return f"it raised {type(error).__name__}: {what}{place}"
