@@ -261,13 +261,14 @@ def save_peft(
         base: name of the base model, for adapter_config.json.
         files: additional files to write, such as the model card.
     """
-    adapters = [
-        Adapter(*path_before_splits(path, model), m.a, m.b, m.base.In, m.base.Out, m.scale, m.dropout)
-        for path, m in tree.modules_by_path(model, LoraLinear)
-    ]
-    if not adapters:
+    adapted = tree.modules_by_path(model, LoraLinear)
+    if not adapted:
         raise ConfigError("the checkpoint has no adapters. Remove --adapters")
     family_of_config(config)  # raises for a model that PEFT does not know
     (body,) = tree.modules(model, Body)
+    adapters = [
+        Adapter(*path_before_splits(path, body), m.a, m.b, m.base.In, m.base.Out, m.scale, m.dropout)
+        for path, m in adapted
+    ]
     sizes = axis_sizes(tree.leaves(model))
     save_adapters(folder, adapters, config, body.num_layers, sizes, layout, dtype=dtype, base=base, files=files or {})
