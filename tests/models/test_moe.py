@@ -14,15 +14,18 @@ from jaxlm.config.decode import encode
 from jaxlm.core import tree
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.precision import PrecisionConfig, PrecisionRuleConfig, parse_precision
+from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
+from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.models.moe import Experts, Grouping, RouterStats, num_active
 from jaxlm.optim.adam import AdamConfig
 from tests.engine.helpers import AXES, TinyRun, arrays, one_device, phase
 from tests.fields.proofs import Outcome
 from tests.fields.trees import MODELS
 from tests.fields.trees import tree as tree_of_run
+from tests.interop.cases import inputs_of
 
 CONFIG = MixtralConfig(
     seq_len=16,
@@ -171,6 +174,55 @@ def test_flops_count_the_shared_expert():
     embedding, norms, biases = 151936 * 2048, 49 * 2048, 24 * 3 * 2048
     matrices = num_active(model) - embedding - norms - biases
     assert config.flops_per_token(151936).palm == 6 * matrices + 12 * 24 * 2048 * 8192
+
+
+def test_flops_of_a_model_with_dense_layers():
+    config = Qwen2MoeConfig(decoder_sparse_step=3, mlp_only_layers=[2], dense_intermediate_dim=5632)
+    model = jax.eval_shape(lambda: config.build(vocab_axis(151936), key=jax.random.key(0)))
+    assert [stack.Layers.size for stack in model.body.stacks] == [17, 7]
+    embedding, norms, biases = 151936 * 2048, 49 * 2048, 24 * 3 * 2048
+    matrices = num_active(model) - embedding - norms - biases
+    assert config.flops_per_token(151936).palm == 6 * matrices + 12 * 24 * 2048 * 8192
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [pytest.param("experts 2 x fsdp 4", marks=pytest.mark.soak), "experts over data 8"])
+def test_dense_and_expert_layers_train_the_same_on_eight_devices(experts):
+    sizes = {
+        name: getattr(CONFIG, name) for name in ("seq_len", "hidden_dim", "intermediate_dim", "router_aux_loss_coef")
+    }
+    model = Qwen3MoeConfig(
+        **sizes,
+        **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "num_experts": 8, "num_experts_per_token": 2},
+        **{"num_layers": 5, "decoder_sparse_step": 2, "dense_intermediate_dim": 32, "initializer_range": 0.2},
+    )
+    (expected, wanted), (metrics, parameters) = trained(one_device(), model), trained(LAYOUTS[experts](), model)
+    for step, reference in zip(metrics, expected, strict=True):
+        for key in ("train/objective", "train/loss", "train/router/balance_loss"):
+            assert step[key] == pytest.approx(reference[key], rel=1e-5), key
+    assert {path.split(".")[1] for path, _ in parameters if path.startswith("body.")} == {"0", "1"}
+    for (path, ours), (_, theirs) in zip(parameters, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5, err_msg=path)
+
+
+@pytest.mark.slow
+def test_the_balance_loss_of_mixed_layers_equals_that_of_transformers(tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "moe_intermediate_size": 24, "head_dim": 8},
+        **{"num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 48},
+        **{"num_experts": 5, "num_experts_per_tok": 2, "decoder_sparse_step": 2, "initializer_range": 0.5},
+    )
+    theirs = transformers.Qwen3MoeForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path)
+    opened = open_folder(tmp_path)
+    abstract = jax.eval_shape(lambda key: opened.config.build(vocab_axis(61), key=key), jax.random.key(0))
+    model = load_model(tmp_path, abstract, opened.config, one_device())
+    ids = np.random.default_rng(0).integers(0, 61, size=(2, 48))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(ids), output_router_logits=True).aux_loss.item()
+    found = model.hidden(inputs_of(ids)).aux["router/balance_loss"].sum.mean()
+    assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
 BF16 = "p=f32,c=bfloat16"

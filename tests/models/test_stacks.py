@@ -10,7 +10,9 @@ import pytest
 
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
+from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
 from jaxlm.models.linear import Linear
+from jaxlm.models.stacks import LayerKind, segments
 
 SCANNED = [(True, keep) for keep in ("none", "cheap", "full", ("query", "attention", "mlp"))]
 UNROLLED = [(False, keep) for keep in ("none", "full")]
@@ -106,6 +108,49 @@ def test_building_can_be_traced_and_depends_only_on_the_key(tiny):
     assert not np.array_equal(model.tokens.weight.array, other.tokens.weight.array)
     layers = model.body.layers.stacked.attn.q_proj.weight.array
     assert not np.array_equal(layers[0], layers[1])
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ("aaaaaa", ["a*6"]),
+        ("abababa", ["ab*3", "a*1"]),
+        ("aaabaaabaaab", ["aaab*3"]),
+        ("aaaaaabbb", ["a*6", "b*3"]),
+        ("aBBBBBBB", ["a*1", "B*7"]),  # a dense layer, then experts
+        ("aBaBaBaB", ["aB*4"]),
+        ("BBBaBBBBBa", ["B*3", "a*1", "B*5", "a*1"]),
+        ("aBBaB", ["a*1", "B*2", "a*1", "B*1"]),  # stacks share a segment only if they take turns
+    ],
+)
+def test_layers_are_divided_into_few_scans(layers, expected):
+    """Lower case is one stack, upper case the other; letters are kinds of layers."""
+    turns = [(int(letter.isupper()), LayerKind(window=ord(letter))) for letter in layers]
+    found = segments(turns, start=7)
+    letters = lambda part: "".join(chr(kind.window) for _, kind in part)  # noqa: E731
+    assert [f"{letters(segment.turns)}*{segment.repeats}" for segment in found] == expected
+    assert "".join(letters(segment.turns) * segment.repeats for segment in found) == layers
+    assert [segment.start for segment in found] == [7, *(segment.stop for segment in found[:-1])]
+
+
+@pytest.mark.parametrize("step", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_layers_that_take_turns_compile_once_for_all_periods(step, as_inputs):
+    """The program does not grow with the number of layers, forward and backward."""
+
+    def operations(num_layers):
+        config = Qwen2MoeConfig(
+            **{"seq_len": 16, "hidden_dim": 16, "intermediate_dim": 8, "num_heads": 2, "num_kv_heads": 1},
+            **{"num_experts": 4, "num_experts_per_token": 2, "shared_expert_intermediate_dim": 8},
+            decoder_sparse_step=step,
+            dense_intermediate_dim=24,
+            num_layers=num_layers,
+            scan_layers=True,
+        )
+        model = jax.eval_shape(lambda key: config.build(vocab_axis(40), key=key), jax.random.key(0))
+        text = jax.jit(jax.grad(loss)).lower(model, as_inputs(np.zeros((2, 16), int))).as_text()
+        return text.count("stablehlo.dot_general")
+
+    assert operations(2 * step) == operations(4 * step)
 
 
 def test_dropout_needs_a_key_and_differs_between_keys(built, as_inputs):

@@ -12,6 +12,7 @@ from jaxlm.models.families.gemma2 import Gemma2Config
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mixtral import MixtralConfig
+from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.models.inference import generate as decode
 from jaxlm.models.inference import unstacked as unstacked_module
 from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig, generate_tokens
@@ -24,11 +25,21 @@ MODELS = {
     "gpt2": Gpt2Config(**SIZES, scale_attn_by_inverse_layer_idx=True, upcast_attn=True),
     "gemma2": Gemma2Config(**SIZES, intermediate_dim=48, num_kv_heads=1, head_dim=8, sliding_window=3),
     "mixtral": MixtralConfig(**SIZES, intermediate_dim=48, num_kv_heads=2, sliding_window=5),
+    "mixed": Qwen3MoeConfig(
+        **{**SIZES, "num_layers": 5},
+        intermediate_dim=48,
+        num_kv_heads=2,
+        num_experts=4,
+        num_experts_per_token=2,
+        sliding_window=5,
+        mlp_only_layers=[1, 2],
+        dense_intermediate_dim=40,
+    ),
 }
 
 
 # Each model and each dtype; they have nothing to do with each other.
-TOGETHER = {("gpt2", "bfloat16"), ("gemma2", "int8"), ("mixtral", "float32")}
+TOGETHER = {("gpt2", "bfloat16"), ("gemma2", "int8"), ("mixtral", "float32"), ("mixed", "int8")}
 
 
 @pytest.mark.parametrize(

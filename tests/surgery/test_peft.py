@@ -231,7 +231,8 @@ def test_adapters_of_different_layers_come_back(tmp_path):
     assert described["target_modules"] == ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"]
     read = read_adapters(tmp_path / "adapter", plan.config.model, {"layers": 2})
     sizes = LoraConfig(**lora_keys(tmp_path / "adapter", plan.config.model))
-    assert sizes.rank_pattern and sizes.layers_to_transform is None
+    assert sizes.rank_pattern
+    assert sizes.layers_to_transform is None
     leaves = dict(tree.leaves(model))
     for path, (name, rank, layer) in {"0": ("q_proj", 4, 0), "1": ("v_proj", 3, 1)}.items():
         found = read.a[f"body.layers.stacked.attn.{name}"]

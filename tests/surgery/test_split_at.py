@@ -19,6 +19,7 @@ from jaxlm.models.families.gemma2 import Gemma2Config
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mixtral import MixtralConfig
+from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.models.flops import matrix_operations
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens, stream_tokens
 from jaxlm.models.inference.prefix_cache import PrefixCache
@@ -159,6 +160,56 @@ def test_merging_gives_the_whole_model_bit_for_bit(name, built):
     assert jax.tree.structure(merged) == jax.tree.structure(whole)
     for (path, found), (_, expected) in zip(tree.leaves(merged), tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(found.array, expected.array, err_msg=path)
+
+
+MIXED = Qwen3MoeConfig(
+    **GQA,
+    **{"num_layers": 5, "head_dim": 8, "num_experts": 4, "num_experts_per_token": 2},
+    **{"decoder_sparse_step": 2, "dense_intermediate_dim": 24},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layers", [*(pytest.param(one, marks=pytest.mark.soak) for one in ((1,), (4,))), (2, 4), (3, 1)]
+)
+def test_layers_with_and_without_experts_are_cut_into_stacks_of_each(layers, built, as_inputs):
+    """Dense and expert layers take turns, also above and below the cuts. Joining them again gives the same model."""
+    whole = built(MIXED)
+    assert whole.body.order == (0, 1, 0, 1, 0)
+    cut = split(whole, *layers)
+    for bounds in zip((0, *sorted(layers)), (*sorted(layers), 5), strict=True):
+        inside = {cut.body.order[layer] for layer in range(*bounds)}
+        outside = {number for layer, number in enumerate(cut.body.order) if layer not in range(*bounds)}
+        assert not inside & outside, "no stack has layers on both sides of a cut"
+    taps = ("layer_0", "layer_2", "layer_3", "final")
+    run = eqx.filter_jit(lambda m: m.hidden(inputs_of(as_inputs), taps=taps))
+    found, expected = run(cut), run(whole)
+    for tap in taps:
+        np.testing.assert_allclose(found.taps[tap].array, expected.taps[tap].array, rtol=1e-5, atol=1e-5)
+    for name, aux in expected.aux.items():
+        np.testing.assert_allclose(found.aux[name].sum.mean(), aux.sum.mean(), rtol=1e-6)
+    merged = merge_surgeries(cut, [SplitAtConfig(layer) for layer in layers])
+    assert jax.tree.structure(merged) == jax.tree.structure(whole)
+    for (path, leaf), (_, before) in zip(tree.leaves(merged), tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(leaf.array, before.array, err_msg=path)
+
+
+@pytest.mark.slow
+def test_adapters_of_layers_with_and_without_experts_merge(built, as_inputs):
+    model = built(MIXED)
+    adapted = LoraConfig(target=r"q_proj|mlp\.gate_proj", rank=2).apply(model, key=jax.random.key(0))
+    assert {path for path, _ in tree.leaves(adapted) if path.endswith(".a")} == {
+        "body.0.layers.stacked.attn.q_proj.a",
+        "body.0.layers.stacked.mlp.gate_proj.a",
+        "body.1.layers.stacked.attn.q_proj.a",
+    }
+    fill = lambda path, leaf: leaf + 0.1 if path.endswith((".a", ".b")) else leaf  # noqa: E731
+    adapted = tree.map_leaves(fill, adapted)
+    run = eqx.filter_jit(lambda m: m.hidden(inputs_of(as_inputs)).final.array)
+    assert np.abs(run(adapted) - run(model)).max() > 1e-2
+    merged = merge_surgeries(adapted, [LoraConfig()])
+    np.testing.assert_allclose(run(merged), run(adapted), rtol=1e-4, atol=1e-4)
 
 
 def traced(trainable, watch=None):

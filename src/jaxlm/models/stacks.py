@@ -8,6 +8,7 @@ import abc
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import LAYERS
 from jaxlm.core.sharding import current_layout, current_platform, for_compute
-from jaxlm.core.tree import is_named, modules
+from jaxlm.core.tree import is_named
 from jaxlm.models.attention.api import AttentionMask
 from jaxlm.models.attention.choose import AUTO
 from jaxlm.models.base import EMBEDDING, FINAL, AuxLoss, Hidden, Inputs, KVCache, check_taps, layer_tap, tap_names
@@ -286,7 +287,8 @@ class Segment:
 
 
 def segments(turns: Sequence[Turn], start: int = 0) -> list[Segment]:
-    """Divides layers into segments such that as few layers as possible are compiled, in as few segments as possible.
+    """Divides layers into segments such that as few layers as possible are compiled, in as few segments as possible, of which
+    the first ones are the longest.
 
     Layers of several stacks are in one segment only if they repeat: the backward pass can end between two segments, at
     layers that are frozen.
@@ -316,7 +318,7 @@ def _divided(layers: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int, int],
                 if repeats > 1 or not takes_turns:
                     compiled, count, rest = best[stop]
                     candidates.append((compiled + period, count + 1, ((first, period, repeats), *rest)))
-        best[first] = min(candidates, key=lambda candidate: candidate[:2])
+        best[first] = min(candidates, key=lambda candidate: (*candidate[:2], -math.prod(candidate[2][0][1:])))
     return best[0][2]
 
 
@@ -447,14 +449,11 @@ def _layers_between(tree: T, start: int, stop: int) -> T:
 _NUMBER = re.compile(r"^body\.(\d+)\.")
 
 
-def path_before_splits(path: str, model: Any) -> tuple[str, tuple[int, ...]]:
+def path_before_splits(path: str, body: Body) -> tuple[str, tuple[int, ...]]:
     """The path of a module as if no `split_at` had cut the layers, and the numbers of the layers that it stands for.
 
-    A module outside of the layers stands for layer 0 alone, and so does every module of a model without such layers.
+    A module outside of the layers stands for layer 0 alone.
     """
-    body = next(iter(modules(model, Body)), None)
-    if body is None:
-        return path, (0,)
     numbered = _NUMBER.match(path)
     if numbered is None:
         return path, body.layer_numbers[0] if path.startswith("body.layers.") else (0,)

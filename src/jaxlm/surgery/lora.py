@@ -386,7 +386,8 @@ class _Names:
 
     def numbered(self, path: str, weight: Weight) -> list[tuple[str, int | None]]:
         """(path with a number, the number) of every layer that a path stands for."""
-        whole, numbers = path_before_splits(path, self._model)
+        body = next(iter(tree.modules(self._model, Body)), None)
+        whole, numbers = (path, (0,)) if body is None else path_before_splits(path, body)
         found: list[tuple[str, int | None]] = [(whole, None)]
         count = next((axis.size for axis in weight.axes if axis.name == LAYERS), None)
         if count is not None:  # layers that are not those of a `Body` count from 0
@@ -509,19 +510,7 @@ def save_peft(
         saved: regular expressions for the paths of other parameters to write (`saved_modules`).
     """
     dropouts = {path: layer.dropout for path, layer in tree.modules_by_path(model, LoraLinear)}
-    adapters = []
-    for path, change in _changes(model).items():
-        whole, layers = path_before_splits(path, model)
-        # The numbers in `sizes` of the layers that this part of the stack has.
-        numbers = [0] if change.layer is None else np.asarray(change.layer.array).reshape(-1).tolist()
-        sizes = [
-            change.sizes[number] if change.sizes else AdapterSize(change.a.axis_size(LORA), change.scale)
-            for number in numbers
-        ]
-        pairs = tuple((size.rank, size.scale) for size in sizes)
-        arrays = (change.a, change.b, change.magnitude)
-        adapters.append(Adapter(whole, layers, *arrays, change.In, change.Out, pairs, dropouts.get(path)))
-    if not adapters:
+    if not (changes := _changes(model)):
         raise ConfigError("the checkpoint has no adapters. Remove --adapters")
     family_of_config(config)  # raises for a model that PEFT does not know
     tables = [path for path, _ in tree.modules_by_path(model, LoraEmbedding)]
@@ -533,6 +522,18 @@ def save_peft(
         if any(re.search(each, path) for each in saved)
     }
     (body,) = tree.modules(model, Body)
+    adapters = []
+    for path, change in changes.items():
+        whole, layers = path_before_splits(path, body)
+        # The numbers in `sizes` of the layers that this part of the stack has.
+        numbers = [0] if change.layer is None else np.asarray(change.layer.array).reshape(-1).tolist()
+        ranks = [
+            change.sizes[number] if change.sizes else AdapterSize(change.a.axis_size(LORA), change.scale)
+            for number in numbers
+        ]
+        pairs = tuple((size.rank, size.scale) for size in ranks)
+        arrays = (change.a, change.b, change.magnitude)
+        adapters.append(Adapter(whole, layers, *arrays, change.In, change.Out, pairs, dropouts.get(path)))
     sizes = axis_sizes(tree.leaves(model))
     save_adapters(
         folder,
