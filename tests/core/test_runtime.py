@@ -48,7 +48,8 @@ def heard_of(two, error):
         (ConfigError("data.x: größe is wrong"), ConfigError, "process 0: data.x: größe is wrong"),
         (OSError(5, "Input/output error"), PeerError, r"process 0: OSError: \[Errno 5\] Input/output error"),
         (KeyboardInterrupt(), PeerError, "process 0: KeyboardInterrupt"),
-        (ConfigError("ö" * 9999), ConfigError, "process 0: ö{1000,2047}$"),
+        (ConfigError("ö" * 9999), ConfigError, r"process 0: ö{1000,} \.\.\. .* left out\) \.\.\. ö+$"),
+        (RuntimeError("ö" * 9999), PeerError, "process 0: RuntimeError: ö{1000,2047}$"),
     ],
 )
 def test_other_processes_fail_like_process_0(two, error, expected, message):
