@@ -41,7 +41,10 @@ def test_import_contracts():
     assert result.returncode == 0, result.stdout
 
 
-LARGE = ("post_training/end_to_end.yaml", "nanochat/chat_cpu.yaml", "nanochat/speedrun_d12.yaml", "nanochat/d20.yaml")
+LARGE = (
+    "post_training/end_to_end.yaml",
+    *(f"nanochat/{name}.yaml" for name in ("chat_cpu", "base", "speedrun_d12", "d20")),
+)
 # Of each kind of state one recipe is lowered by default: optimizers, surgeries, phases, and what objectives keep.
 LOWERED = (
     *("quickstart.yaml", "nano.yaml", "groups.yaml", "lora.yaml", "fp8.yaml", "two_phases.yaml", "upper_layers.yaml"),

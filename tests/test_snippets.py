@@ -9,6 +9,7 @@ import importlib
 import itertools
 import json
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -18,20 +19,30 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import draccus
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
 
+import jaxlm
 import jaxlm.__main__ as command_line
 from jaxlm.config.load import decode_run
 from jaxlm.config.overrides import override, parse_arguments
 from jaxlm.config.yaml import ConfigSource
+from jaxlm.evals.base import Eval, EvalConfig
 from jaxlm.forecast.topologies import parse_topology
-from jaxlm.observe.trackers import read_jsonl
+from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
+from jaxlm.objectives.next_token import NextToken
+from jaxlm.observe.callbacks import Callback, CallbackConfig
+from jaxlm.observe.trackers import Tracker, TrackerConfig, read_jsonl
 from jaxlm.run.load_model import check_effective
 from tests.end_to_end.fork_server import fork_server
+from tests.objectives.test_next_token import a_batch, a_model
 from tests.test_guide import DOCUMENTS, ROOT, a_model_of_hugging_face, an_adapter_of_peft
 from tests.xla_flags import flags_for
 
@@ -312,7 +323,71 @@ def own_classes() -> dict[str, tuple[str, dict[str, Any]]]:
     return found
 
 
-KINDS = ("front", "my_objective", "momentum", "csv_file", "alarm", "confidence", "gains", "sums", "my_data", "bigram")
+KINDS = (
+    "front",
+    "focal",
+    "my_objective",
+    "momentum",
+    "csv_file",
+    "alarm",
+    "confidence",
+    "gains",
+    "sums",
+    "my_data",
+    "bigram",
+)
+
+
+def test_the_table_of_base_classes_has_every_one_and_what_it_requires():
+    text = (ROOT / "docs" / "howto" / "extend.md").read_text()
+    rows = re.findall(r"^\|.*\| `(jaxlm\.[\w.]+)\.(\w+)` \| (.*) \|$", text, re.M)
+    listed = {getattr(importlib.import_module(module), name): required for module, name, required in rows}
+    for kind, required in listed.items():
+        own = re.sub(r"\(.*?\)", "", required)  # in parentheses: what `open` or `build` returns
+        assert set(re.findall(r"`(\w+)`", own)) == kind.__abstractmethods__, kind
+    returned = {ModelConfig: LanguageModel, EvalConfig: Eval, TrackerConfig: Tracker, CallbackConfig: Callback}
+    for kind, product in returned.items():
+        inside = re.findall(r"`(\w+)`", re.findall(r"\((.*?)\)", listed[kind])[0])
+        assert (inside[0], set(inside[1:])) == (product.__name__, set(getattr(product, "__abstractmethods__", ())))
+    for module in pkgutil.walk_packages(jaxlm.__path__, "jaxlm."):
+        if module.name.endswith("base") or module.name.rpartition(".")[2] in (
+            "config",
+            "corpus",
+            "sampler",
+            "curriculum",
+        ):
+            importlib.import_module(module.name)
+    known = {kind for kind in draccus.PluginRegistry.__subclasses__() if kind.__module__.startswith("jaxlm.")}
+    assert known == set(listed)
+
+
+def test_the_objective_from_scratch_is_its_formula():
+    program, _ = own_classes()["my_package/focal.py"]
+    names: dict[str, Any] = {"__name__": "focal"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "focal", ModuleType("focal"))
+        exec(compile(program, "focal.py", "exec"), names)
+    objective = names["Focal"](gamma=1.5)
+    model, batch = a_model(), a_batch()
+
+    def by_hand(model: Any) -> jax.Array:
+        hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids))
+        log_p = jax.nn.log_softmax(model.logits(hidden.final).array)
+        nats = -jnp.take_along_axis(log_p, batch.targets.array[..., None], axis=-1)[..., 0]
+        return jnp.sum((1 - jnp.exp(-nats)) ** 1.5 * nats * batch.loss_mask.array)
+
+    found, gradient = jax.value_and_grad(lambda m: objective.terms(m, batch, None, key=None)[0]["loss"].total)(model)
+    expected, wanted = jax.value_and_grad(by_hand)(model)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    cross_entropy = names["Focal"](gamma=0.0).terms(model, batch, None, key=None)
+    terms, metrics, _ = NextToken().terms(model, batch, None, key=None)
+    np.testing.assert_allclose(cross_entropy[0]["loss"].mean(), terms["loss"].mean(), rtol=1e-6)
+    np.testing.assert_allclose(cross_entropy[1]["loss"].mean(), metrics["loss"].mean(), rtol=1e-6)
+    assert {k: float(v) for k, v in objective.weights(batch).items()} == {
+        k: float(v) for k, v in NextToken().weights(batch).items()
+    }
 
 
 @pytest.mark.slow

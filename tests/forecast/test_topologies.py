@@ -1,6 +1,8 @@
 """Names of machines and the shapes of their tori."""
 
 import math
+import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -15,6 +17,13 @@ from jaxlm.forecast.topologies import CHIPS, parse_topology, torus
 def test_names_count_chips_like_their_vendors(text, chip, num_chips):
     found = parse_topology(text)
     assert (found.chip.name, found.num_chips, found.name) == (chip, num_chips, text)
+
+
+def test_the_benchmarks_count_chips_where_the_name_counts_cores():
+    text = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+    named = re.findall(r"(\d+) chips \(`?((?:v\d[ep]?)-\d+)`?\)", text)
+    assert ("512", "v5p-1024") in named, "as many chips as the published figure beside it is for"
+    assert [int(chips) for chips, _ in named] == [parse_topology(name).num_chips for _, name in named]
 
 
 @pytest.mark.parametrize("text", ["v5p", "v5p-", "v5p-7", "h100-0", "h99-8", "h100-100000", "v5e-512"])

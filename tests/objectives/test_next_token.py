@@ -25,6 +25,10 @@ CONFIG = LlamaConfig(seq_len=12, hidden_dim=16, intermediate_dim=24, num_layers=
 
 @pytest.fixture(scope="module")
 def model():
+    return a_model()
+
+
+def a_model():
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(lambda key: CONFIG.build(vocab_axis(23), key=key), jax.random.key(0))
     return jax.tree.map(lambda s: jnp.asarray(rng.normal(0, 0.4, s.shape), s.dtype), shapes)

@@ -16,7 +16,7 @@ import tokenizers
 
 from jaxlm.config.decode import encode
 from jaxlm.config.key_index import KeyIndex
-from jaxlm.config.load import decode_run
+from jaxlm.config.load import decode_run, load_config
 from jaxlm.config.run import RunConfig
 from jaxlm.config.schema import sections
 from jaxlm.config.trainer import TrainerConfig
@@ -493,3 +493,29 @@ def test_keys_of_sections_whose_type_the_preset_sets_are_known():
         index.check(ConfigSource(own))
     with pytest.raises(ConfigError, match=r"no such key in optimizer \(type adam\)"):
         index.check(ConfigSource({"preset": {"depth": 4}, "optimizer": {"type": "adam", "norm_factor": 1.1}}))
+
+
+@pytest.mark.parametrize("depth", [4, 12, 20])
+def test_the_base_recipe_has_the_derived_values_and_own_data(depth):
+    own = ["--data.train_urls", "[mine.parquet]", "--data.validation_urls", "[held_out.parquet]"]
+    found = load_config(["--config_path", "jaxlm:nanochat/base.yaml", "--preset.depth", str(depth), *own], "train")
+    derived = configured(dial(depth, "head"), {"data": {"vocab_size": None}})
+    assert found.model == derived.model
+    assert found.optimizer == derived.optimizer
+    for name in ("train_batch_size", "num_train_steps", "max_per_device_parallelism"):
+        assert getattr(found.trainer, name) == getattr(derived.trainer, name)
+    assert (found.data.train_urls, found.data.validation_urls) == (["mine.parquet"], ["held_out.parquet"])
+    assert found.data.vocab_size == 32_768
+
+
+OPTIONS = """run device-type fp8 fp8-recipe depth aspect-ratio head-dim max-seq-len window-pattern l3-after-layers l3-n-emb
+l3-d-up l3-k-max num-iterations target-flops target-param-data-ratio device-batch-size total-batch-size embedding-lr
+unembedding-lr weight-decay matrix-lr scalar-lr adam-beta1 adam-beta2 warmup-ratio warmup-steps warmdown-ratio final-lr-frac
+resume-from-step eval-every eval-tokens core-metric-every core-metric-max-per-task sample-every save-every model-tag"""
+
+
+def test_the_page_names_a_key_for_each_option_of_nanochat():
+    text = (Path(__file__).parents[2] / "docs" / "howto" / "depth-dial.md").read_text()
+    rows = re.findall(r"^\| (`--.*?) \| (.+?) \|$", text, re.M)
+    named = [name for options, _ in rows for name in re.findall(r"`--([\w-]+)`", options)]
+    assert sorted(named) == sorted(OPTIONS.split())
