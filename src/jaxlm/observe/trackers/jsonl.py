@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.atomic_io import free_path
+from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Completion, Histogram, Sample
 from jaxlm.engine.metric_names import DURATION, RESUMED_FROM
@@ -150,10 +151,10 @@ def _drop_after(path: Path, place: tuple[int, int], warn: Callable[[str], None])
         number = record.get("attempt", 0)
         return number < attempt or (number == attempt and record["step"] <= step)
 
-    records, num_others = parse_jsonl(path.read_bytes())
+    records, num_others = parse_jsonl(read_bytes(path))
     if num_others:
         aside = free_path(path.with_name(f"{path.name}.damaged"))
-        aside.write_bytes(path.read_bytes())
+        aside.write_bytes(read_bytes(path))
         warn(
             f"warning: {num_others} lines of {path} are not records of this run. They are left out; {aside} has the old file"
         )
