@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxlm.core.bounded_read import read_text
 from jaxlm.core.errors import ConfigError
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -88,7 +89,7 @@ def _copy(source: Path) -> None:
         with copy.open("x", encoding="utf-8") as file:
             file.write(content)
     except FileExistsError:
-        if copy.read_text(encoding="utf-8") == content:
+        if read_text(copy) == content:
             return
         raise ConfigError(f"{copy} already exists in this folder. Rename or delete it first") from None
     except OSError as error:

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from jaxlm.config.recipes import config_file
+from jaxlm.core.bounded_read import read_text
 from jaxlm.core.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
@@ -150,7 +151,7 @@ class _Reader:
             circle = " -> ".join(p.name for p in (*chain, resolved))
             raise ConfigError(f"{self.marks.get(at, path)}: circular !include: {circle}. Remove one of the includes")
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             by = f"{self.marks.get(at, '')}: !include " if chain else ""

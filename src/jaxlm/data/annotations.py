@@ -23,6 +23,7 @@ import numpy as np
 from jaxlm.core import tree
 from jaxlm.core.atomic_io import atomic_file, commit_folder, folder_lock, remove_leftovers
 from jaxlm.core.axes import BATCH, MICROBATCH
+from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Log
 from jaxlm.data.batch import BatchSpec, Column, Columns
@@ -76,7 +77,7 @@ class AnnotationFolder:
                 yield []
                 return
             plan = _json({"made_from": self.made_from, "block_size": self.block_size})
-            if not (self._building / _PLAN).is_file() or (self._building / _PLAN).read_bytes() != plan:
+            if not (self._building / _PLAN).is_file() or read_bytes(self._building / _PLAN) != plan:
                 shutil.rmtree(self._building, ignore_errors=True)
                 self._building.mkdir()
                 with atomic_file(self._building / _PLAN) as path:
@@ -114,7 +115,7 @@ class AnnotationFolder:
     def open(self) -> "AnnotationCache":
         """Opens the complete cache. Raises `ConfigError` if it is incomplete or was made from other inputs."""
         try:
-            metadata = json.loads((self.path / _METADATA).read_bytes())
+            metadata = json.loads(read_bytes(self.path / _METADATA))
             made_from, block_size, crc32 = metadata["made_from"], metadata["block_size"], metadata["crc32"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise _damaged(self.path / _METADATA, f"it cannot be read: {error!r}") from error

@@ -7,6 +7,7 @@ Source: the tasks of CORE in Li et al. 2024, DataComp-LM (arXiv:2406.11794), as 
 import contextlib
 import csv
 import http.client
+import io
 import json
 import random
 import shutil
@@ -21,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from jaxlm.core.bounded_read import read_bytes, read_text
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import is_url
 
@@ -167,7 +169,7 @@ def asked_lines(num_lines: int, max_per_task: int | None) -> list[int]:
 def _settings(file: Path, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """The settings of tasks in `core.yaml`."""
     try:
-        entries = yaml.safe_load(file.read_text(encoding="utf-8"))["icl_tasks"]
+        entries = yaml.safe_load(read_text(file))["icl_tasks"]
         found = {entry["label"]: entry for entry in entries if entry["label"] in names}
     except (yaml.YAMLError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"{_WHERE}: {file} is damaged: a list `icl_tasks` of tasks with `label` expected") from error
@@ -193,9 +195,9 @@ def _settings(file: Path, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
 def _baselines(file: Path, names: Sequence[str]) -> dict[str, float]:
     """Task -> the accuracy of guessing, as a fraction."""
     try:
-        with file.open(encoding="utf-8-sig", newline="") as lines:  # spreadsheets put a mark in front
-            rows = [row for row in csv.DictReader(lines) if row["Eval Task"] in names]
-            found = {row["Eval Task"]: 0.01 * float(row["Random baseline"]) for row in rows}
+        lines = io.StringIO(read_text(file).removeprefix("\ufeff"))  # spreadsheets put a mark in front
+        rows = [row for row in csv.DictReader(lines) if row["Eval Task"] in names]
+        found = {row["Eval Task"]: 0.01 * float(row["Random baseline"]) for row in rows}
     except (KeyError, ValueError, TypeError, csv.Error) as error:
         raise ConfigError(
             f"{_WHERE}: {file} is damaged: the columns `Eval Task` and `Random baseline` (in percent) expected"
@@ -209,7 +211,7 @@ def _baselines(file: Path, names: Sequence[str]) -> dict[str, float]:
 
 
 def _questions(file: Path, kind: str, max_per_task: int | None, key: str) -> Iterator[Mapping[str, Any]]:
-    lines = file.read_bytes().splitlines()
+    lines = read_bytes(file).splitlines()
     if not lines:
         raise ConfigError(f"{key}: {file} is empty: a question in each line expected")
     for number in asked_lines(len(lines), max_per_task):

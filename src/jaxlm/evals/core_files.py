@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import is_url
 from jaxlm.evals.core_bundle import (
@@ -177,5 +178,5 @@ def _entry(task: _Task) -> Mapping[str, Any]:
 
 def _blob(file: Path) -> str:
     """The name that git gives to the content of a file."""
-    content = file.read_bytes()
+    content = read_bytes(file)
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxlm.core.bounded_read import open_regular, read_lines
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import (
     Fraction,
@@ -266,8 +267,8 @@ class RolloutsEval(Eval):
 
 def _records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The records of a file of JSON lines, each with its place."""
-    with open(path, "rb") as file:
-        for number, content in enumerate(file, start=1):
+    with open_regular(path) as file:
+        for number, content in enumerate(read_lines(file, path), start=1):
             if not content.strip():
                 continue
             place = f"{path}, line {number}"

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.bounded_read import read_text
 from jaxlm.core.errors import ConfigError
 
 
@@ -14,7 +15,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, or contains anything else.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_text(file, limit=None))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
     except ValueError as error:  # not UTF-8, not JSON, or a number of thousands of digits

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxlm.core.bounded_read import read_bytes
 from jaxlm.engine.activity import Activity, ActivityClock
 from jaxlm.engine.metric_names import GOODPUT
 from jaxlm.observe.records import LEDGER
@@ -147,7 +148,7 @@ class Ledger:
 def read_lines(folder: Path) -> list[Mapping[str, Any]]:
     """The undamaged lines of a ledger; empty if the log folder has none."""
     try:
-        return parse_lines((folder / LEDGER).read_bytes())[0]
+        return parse_lines(read_bytes(folder / LEDGER))[0]
     except OSError:
         return []
 

@@ -1,10 +1,13 @@
 """The files in a run's log folder, and reading records from those of JSON lines. They may be damaged or half written."""
 
+import io
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from jaxlm.core.bounded_read import read_bytes
 
 METRICS = "metrics.jsonl"
 HISTOGRAMS = "histograms.jsonl"
@@ -26,7 +29,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
     Lines that are not records are ignored, such as a last line that was cut off when the process was killed.
     """
-    records, _ = parse_jsonl(path.read_bytes() if path.exists() else b"")
+    records, _ = parse_jsonl(read_bytes(path) if path.exists() else b"")
     return surviving(records, attempt_ends(records))
 
 
@@ -41,7 +44,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def parse_jsonl(content: bytes) -> tuple[list[dict[str, Any]], int]:
     """All records, and the number of other lines. An incomplete last line is not counted."""
     records, num_others = [], 0
-    for line in content.splitlines(keepends=True):
+    for line in io.BytesIO(content):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 from haliax import Axis
 
+from jaxlm.core.bounded_read import open_regular
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
@@ -103,5 +104,5 @@ class _HfRef(Ref[HfRefConfig]):
 
 
 def _digest(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,6 +11,7 @@ from jaxlm.config.effects import CONTENT, EFFECTS, Effect, effect_of, effect_of_
 from jaxlm.config.load import as_run_config, read_config
 from jaxlm.config.plugins import own_modules
 from jaxlm.config.run import RunConfig
+from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError, bounded
 from jaxlm.core.runtime import main_first, same_on_all_processes
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
@@ -91,7 +92,7 @@ def _read_saved_run(checkpoint: Checkpoint) -> SavedRun:
 
 
 def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text()) if path.is_file() else None
+    return json.loads(read_bytes(path)) if path.is_file() else None
 
 
 def check_same_run(plan: Plan) -> SavedRun | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxlm.core.atomic_io import temporary_path
+from jaxlm.core.bounded_read import SMALL, read_bytes
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 
 FOLDER = Path("cache/blocks")
@@ -110,7 +111,7 @@ class BlockMirror:
     def _with_room_for(self, num_bytes: int) -> int:
         """The bytes of all blocks, after some were deleted if that many more would exceed the limit."""
         try:
-            counted = int((self.folder / ".size").read_text())
+            counted = int(read_bytes(self.folder / ".size", SMALL))
         except (FileNotFoundError, ValueError):
             counted = self.max_bytes  # unknown
         return counted if counted + num_bytes <= self.max_bytes else self._free(num_bytes)

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from jaxlm.core.atomic_io import atomic_file, commit_folder, folder_lock, fsync
+from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Log
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
@@ -84,7 +85,7 @@ def _prepare_building_folder(building: Path, made_from: CacheKey) -> None:
     # With another shard size, the same shard number would hold other documents.
     plan_content = {"version": _SHARD_VERSION, "shard_characters": _SHARD_CHARACTERS, "made_from": dict(made_from)}
     content = json.dumps(plan_content).encode()
-    if not plan.is_file() or plan.read_bytes() != content:
+    if not plan.is_file() or read_bytes(plan) != content:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()
         with atomic_file(plan) as path:
@@ -188,7 +189,7 @@ def _write_shard(path: Path, arrays: Mapping[str, Any]) -> None:
 
 def _read_shard(path: Path) -> dict[str, np.ndarray] | None:
     """The arrays of a shard; None if the shard does not exist or is damaged."""
-    raw = path.read_bytes() if path.is_file() else b""
+    raw = read_bytes(path) if path.is_file() else b""
     archive, checksum = raw[:-4], raw[-4:]
     if not archive or zlib.crc32(archive).to_bytes(4, "little") != checksum:
         return None

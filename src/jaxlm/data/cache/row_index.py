@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxlm.core.atomic_io import atomic_folder, folder_lock
+from jaxlm.core.bounded_read import read_bytes
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 
 _METADATA = "index.json"
@@ -119,7 +120,7 @@ def _write(folder: Path, index: RowIndex, key: str) -> None:
 def _open(path: Path, key: str) -> RowIndex | None:
     """None if there is no index, or it is damaged."""
     try:
-        metadata = json.loads((path / _METADATA).read_bytes())
+        metadata = json.loads(read_bytes(path / _METADATA))
         # As plain arrays: slicing a `memmap` is slow.
         arrays = {name: np.asarray(np.load(path / f"{name}.npy", mmap_mode="r")) for name in metadata["crc32"]}
         sums = {name: zlib.crc32(array.data) for name, array in arrays.items()}

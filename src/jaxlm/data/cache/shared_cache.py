@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core.atomic_io import atomic_folder, folder_lock
+from jaxlm.core.bounded_read import read_bytes, read_stored
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.stores import AT_START_S, open_store, retried, storage_errors
 from jaxlm.data.base import Log
@@ -41,8 +42,8 @@ def find_blocks(store: CacheStore, folder: Path, mirror: BlockMirror) -> tuple[T
     fs, root = open_store(url := store.url_of(folder), store.key)
     with store.errors("read", folder):
         try:
-            raw = retried(lambda: fs.cat_file(f"{root}/{METADATA}"), AT_START_S)
-            raw_sums = retried(lambda: fs.cat_file(f"{root}/{BLOCKS}"), AT_START_S)
+            raw = retried(lambda: read_stored(fs, f"{root}/{METADATA}"), AT_START_S)
+            raw_sums = retried(lambda: read_stored(fs, f"{root}/{BLOCKS}"), AT_START_S)
             size = retried(lambda: fs.info(f"{root}/{TOKENS}")["size"], AT_START_S)
         except FileNotFoundError:
             return None
@@ -73,7 +74,7 @@ def open_in_store(
     parts = parts_of(folder)
     with folder_lock(writable_folder(folder.parent), log):
         # The cache in the store may have been deleted and built again.
-        if not (parts / METADATA).is_file() or (parts / METADATA).read_bytes() != metadata:
+        if not (parts / METADATA).is_file() or read_bytes(parts / METADATA) != metadata:
             shutil.rmtree(parts, ignore_errors=True)
             _copy_parts(store, blocks.url, parts)
     mirror.trim()
@@ -102,7 +103,7 @@ def share_sums(store: CacheStore, folder: Path, log: Log) -> None:
     """Uploads the checksums of the blocks of a whole cache, if the store lacks them. Does nothing if it cannot be written."""
     if store.url is None or not is_main_process() or not folder.exists():
         return
-    metadata = parse_metadata((folder / METADATA).read_bytes(), str(folder / METADATA))
+    metadata = parse_metadata(read_bytes(folder / METADATA), str(folder / METADATA))
     fs, root = open_store(url := store.url_of(folder), store.key)
     try:
         with storage_errors(_UploadError):
@@ -120,7 +121,7 @@ def parts_of(folder: Path) -> Path:
 
 def _has_sums(fs: Any, path: str, metadata: dict[str, Any]) -> bool:
     try:
-        return BlockSums.parse(fs.cat_file(path), metadata) is not None
+        return BlockSums.parse(read_stored(fs, path), metadata) is not None
     except FileNotFoundError:
         return False
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlm.core.bounded_read import open_regular
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import WHILE_TRAINING_S, open_store, retried, storage_errors
 from jaxlm.data.cache.block_mirror import BlockMirror
@@ -51,7 +52,7 @@ class BlockSums:
     def of_file(path: Path, tokens_crc32: int) -> "BlockSums":
         """Reads tokens.bin once."""
         crc32 = []
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             while block := file.read(BLOCK_BYTES):
                 crc32.append(zlib.crc32(block))
         return BlockSums(BLOCK_BYTES, path.stat().st_size, tokens_crc32, np.array(crc32, "<u4"))

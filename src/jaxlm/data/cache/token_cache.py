@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache.cache_key import CacheKey, check_cache_key
 
@@ -192,7 +193,7 @@ def _map_tokens(folder: Path, metadata: Mapping[str, Any]) -> np.ndarray:
 def read_metadata(folder: Path) -> dict[str, Any]:
     """Reads `cache.json` of a complete cache: `made_from` (the cache key), counts, checksums."""
     try:
-        return parse_metadata((folder / METADATA).read_bytes(), str(folder / METADATA))
+        return parse_metadata(read_bytes(folder / METADATA), str(folder / METADATA))
     except FileNotFoundError:
         raise _damaged(folder / METADATA, "the file is missing") from None
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxlm.core.bounded_read import open_regular
 from jaxlm.core.errors import ConfigError
 
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
@@ -17,7 +18,7 @@ _CHUNK = 1 << 16
 @contextlib.contextmanager
 def open_decompressed(path: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
     """The decompressed content as a binary stream, and a function for the position in the (compressed) file."""
-    with open(path, "rb") as file, _content(file, path.suffix) as stream:
+    with open_regular(path) as file, _content(file, path.suffix) as stream:
         yield stream, file.tell
 
 

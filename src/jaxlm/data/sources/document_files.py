@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxlm.core.bounded_read import read_lines, read_stream
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.sources.compression import COMPRESSIONS, damaged_file_errors, open_decompressed
 
@@ -72,7 +73,7 @@ def _text(path: Path, text_key: str) -> Iterator[Document]:
     del text_key
     raw = b""
     with open_decompressed(path) as (stream, position), damaged_file_errors(path, lambda: "while it was read"):
-        raw = stream.read()
+        raw = read_stream(stream, path)
         end = position()
     yield Document(_decode_utf8(path, raw, ""), end)
 
@@ -90,7 +91,7 @@ def json_values(path: Path) -> Iterator[tuple[str, Any, int]]:
 def _json_lines(path: Path) -> Iterator[tuple[str, Any, int]]:
     number = 0
     with open_decompressed(path) as (stream, position), damaged_file_errors(path, lambda: f"line {number + 1}"):
-        for line in stream:
+        for line in read_lines(stream, path):
             number += 1
             where = f"line {number}"
             text = _decode_utf8(path, line, f"{where}: ")
@@ -100,7 +101,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any, int]]:
 
 def _json_list(path: Path) -> Iterator[tuple[str, Any, int]]:
     with open_decompressed(path) as (stream, position), damaged_file_errors(path, lambda: "while it was read"):
-        text = _decode_utf8(path, stream.read(), "")
+        text = _decode_utf8(path, read_stream(stream, path), "")
         end = position()
     content = _parse_json(path, text, "") if text.strip() else []
     records = content if isinstance(content, list) else [content]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxlm.core.bounded_read import open_regular
 from jaxlm.data.sources.document_files import Document, has_records, read_documents
 from jaxlm.data.sources.record_files import Record, read_records
 
@@ -66,5 +67,5 @@ class TextFile:
 @functools.cache
 def _digest(path: Path, size: int, mtime_ns: int) -> str:
     # Size and mtime are only cache keys: the file is read again if they change.
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

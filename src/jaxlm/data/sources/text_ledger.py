@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from jaxlm.core.atomic_io import atomic_file, folder_lock
+from jaxlm.core.bounded_read import read_bytes, read_stored
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.stores import AT_START_S, open_store, retried, storage_errors
 from jaxlm.data.base import Log
@@ -60,14 +61,14 @@ class TextLedger:
 
     def _here(self) -> dict[str, str]:
         path = self.store.folder / _NAME
-        return _parse(path.read_bytes()) if path.is_file() else {}
+        return _parse(read_bytes(path)) if path.is_file() else {}
 
     def _in_store(self) -> dict[str, str]:
         assert self.store.url is not None
         fs, root = open_store(self.store.url, self.store.key)
         with self.store.errors("read", self.store.folder):
             try:
-                return _parse(retried(lambda: fs.cat_file(f"{root}/{_NAME}"), AT_START_S))
+                return _parse(retried(lambda: read_stored(fs, f"{root}/{_NAME}"), AT_START_S))
             except FileNotFoundError:
                 return {}
 

@@ -12,9 +12,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxlm.core.bounded_read import read_text
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.renderer import RENDERER, RenderingError, UnsuitableTextError
 from jaxlm.data.tokenizer.rendering import BEGIN, END, MARKS, Job
@@ -166,7 +166,7 @@ def _named(name: str, tokenizer: Tokenizer, key: str) -> str:
 def _read(path: str, tokenizer: Tokenizer, key: str) -> str:
     """The text of a .jinja file. The tokenizer of a checkpoint also has the files that were on the machine of its run."""
     try:
-        return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
+        return read_text(os.path.expanduser(path))
     except (OSError, UnicodeDecodeError) as error:
         if path in tokenizer.given_templates:
             return tokenizer.given_templates[path]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxlm.core.bounded_read import SMALL, read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import DummyPrefix
 from jaxlm.data.tokenizer.pattern_errors import pattern_errors
@@ -332,7 +333,13 @@ def load_tokenizer(path: str, vocab_size: int | None = None) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain exceptions
         raise ConfigError(f"data.tokenizer: '{file}' is not a tokenizer: {error}") from error
-    extra_files = {name: file.with_name(name).read_bytes() for name in _EXTRA_FILES if file.with_name(name).is_file()}
+    if not backend.get_vocab(with_added_tokens=True):
+        raise ConfigError(
+            f"data.tokenizer: '{file}' has no tokens: its vocabulary is empty. Download or train it again"
+        )
+    extra_files = {
+        name: read_bytes(file.with_name(name), SMALL) for name in _EXTRA_FILES if file.with_name(name).is_file()
+    }
     _read_json(file.with_name(_GENERATION))  # raises if it is damaged
     model = _read_json(file.with_name(_MODEL))
     model_ids = {key: model[key] for key in _MODEL_KEYS if key in model}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxlm.core.atomic_io import atomic_folder, folder_lock
+from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
@@ -174,7 +175,7 @@ def load_or_train_tokenizer(
 def _made_from(folder: Path) -> CacheKey:
     path = folder / MADE_FROM
     try:
-        cache_key = json.loads(path.read_text())
+        cache_key = json.loads(read_bytes(path))
         if isinstance(cache_key, dict) and isinstance(cache_key.get("files"), dict):
             return cache_key
     except (OSError, ValueError, RecursionError):

@@ -10,6 +10,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from jaxlm.core.atomic_io import fsync
+from jaxlm.core.bounded_read import SMALL, UnreadableFileError, open_regular, read_bytes
 from jaxlm.core.stores import BRIEFLY_S, retried
 
 CHECKSUMS = "checksums.json"
@@ -37,7 +38,7 @@ def seal(folder: Path) -> None:
 
 def verify(folder: Path, below: str = "") -> None:
     """Reads every file below `folder` and compares it with `checksums.json`. For `below` and errors, see `compare`."""
-    compare(lambda: (folder / CHECKSUMS).read_bytes(), _files(folder), lambda n, k: _digest(folder / n, k), below)
+    compare(lambda: read_bytes(folder / CHECKSUMS, SMALL), _files(folder), lambda n, k: _digest(folder / n, k), below)
 
 
 def compare(
@@ -68,9 +69,14 @@ def compare(
     digests = {name: _parse_digest(value) for name, value in expected.items()}
     with ThreadPoolExecutor() as pool:
         actuals = pool.map(lambda name: digest(name, digests[name][0]), digests)
-        for (name, (kind, value)), actual in zip(digests.items(), actuals, strict=True):
-            if value != actual:
-                raise DamagedError(f"{name} is not what was saved ({kind} {actual[:12]}..., expected {value[:12]}...)")
+        try:
+            for (name, (kind, value)), actual in zip(digests.items(), actuals, strict=True):
+                if value != actual:
+                    raise DamagedError(
+                        f"{name} is not what was saved ({kind} {actual[:12]}..., expected {value[:12]}...)"
+                    )
+        except UnreadableFileError as error:
+            raise DamagedError(f"{error.filename}: {error.strerror}") from error
 
 
 def digest_of(file: BufferedReader, kind: str) -> str:
@@ -96,7 +102,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _digest(path: Path, kind: str = SHA256, *, sync: bool = False) -> str:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         digest = digest_of(file, kind)
     if sync:
         fsync(path)

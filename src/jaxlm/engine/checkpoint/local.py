@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxlm.core.atomic_io import free_path, fsync
+from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only, same_on_all_processes
 from jaxlm.core.stores import BRIEFLY_S, retried
@@ -49,7 +50,7 @@ class LocalCheckpoint(Checkpoint):
         return str(self.path.absolute() / ARRAYS)  # Orbax accepts absolute paths only
 
     def read(self, file: str) -> bytes:
-        return (self.path / file).read_bytes()
+        return read_bytes(self.path / file)
 
     def verify(self, below: str = "") -> None:
         verify(self.path, below)
@@ -211,7 +212,7 @@ class LocalFolder(CheckpointFolder):
 
     def _sees(self, token: bytes) -> bool:
         try:
-            return self._probe.read_bytes() == token
+            return read_bytes(self._probe) == token
         except OSError:
             return False
 

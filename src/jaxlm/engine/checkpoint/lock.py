@@ -5,12 +5,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jaxlm.core.bounded_read import open_regular
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint.holder import Holder
 
 StillHeld = Callable[[], None]
 """Raises `LeaseLostError` if another start of the run has taken the folder."""
 
+_MAX_HOLDER = 10_000  # bytes of the name of a process
 _AGAIN_S = 0.1  # a dry run that looks whether a run is being trained locks its file for a moment
 
 
@@ -50,7 +52,7 @@ def locked_file(path: Path, what: str, refusal: Callable[[object, str], ConfigEr
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
-            raise refusal(file.read().strip() or "by another process", what) from error
+            raise refusal(file.read(_MAX_HOLDER).strip() or "by another process", what) from error
         except OSError:
             pass  # this file system has no locks
         file.truncate(0)
@@ -66,8 +68,10 @@ def check_unlocked(path: Path, what: str) -> None:
     """Raises `ConfigError` if another process has locked a file. Args: what: as of `held_by`."""
     import fcntl
 
-    with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:  # no file, or no locks: nobody is known
+    with contextlib.suppress(OSError), open_regular(path) as file:  # no file, or no locks: nobody is known
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise held_by(file.read().strip() or "by another process", what) from error
+            raise held_by(
+                file.read(_MAX_HOLDER).decode(errors="replace").strip() or "by another process", what
+            ) from error

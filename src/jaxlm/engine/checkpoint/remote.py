@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.bounded_read import read_stored
 from jaxlm.core.stores import check_size, open_store, put_folder
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, SHA256, digest_of, verify
 from jaxlm.engine.checkpoint.manifest import (
@@ -77,7 +78,7 @@ class RemoteFolder:
 
     def read(self, name: str, file: str) -> bytes:
         """The content of a file of a checkpoint."""
-        return self._fs.cat_file(f"{self._root}/{name}/{file}")
+        return read_stored(self._fs, f"{self._root}/{name}/{file}")
 
     def digest(self, name: str, file: str, kind: str = SHA256) -> str:
         """Reads a file of a checkpoint and returns its checksum."""

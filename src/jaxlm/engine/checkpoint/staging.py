@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from jaxlm.core.bounded_read import SMALL, read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.core.stores import local_copy, storage_errors
@@ -166,7 +167,7 @@ def download_checkpoint(remote: RemoteFolder, name: str, folder: Path) -> Path:
     Raises `DamagedError` if the remote files are not what was saved.
     """
     local = folder / name
-    if (local / CHECKSUMS).is_file() and (local / CHECKSUMS).read_bytes() == remote.read(name, CHECKSUMS):
+    if (local / CHECKSUMS).is_file() and read_bytes(local / CHECKSUMS, SMALL) == remote.read(name, CHECKSUMS):
         with contextlib.suppress(DamagedError):
             verify(local)
             return local

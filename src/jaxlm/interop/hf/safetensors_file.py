@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlm.core.bounded_read import open_regular
 from jaxlm.core.errors import ConfigError
 
 _METADATA = "__metadata__"
@@ -65,7 +66,7 @@ class SafetensorsFile:
         self._path = path
         self.tensors: dict[str, TensorInfo] = {}
         self._starts: dict[str, int] = {}
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             head = file.read(_LENGTH.size)
             length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else _MAX_HEADER_BYTES + 1
             header = _parse_header(file.read(length)) if length <= _MAX_HEADER_BYTES else None

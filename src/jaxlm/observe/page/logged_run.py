@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxlm.core.bounded_read import read_bytes, read_stored
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import is_url, open_store, storage_errors
 from jaxlm.observe.ledger import account, parse_lines
@@ -97,14 +98,14 @@ def read_run(given: str) -> LoggedRun:
 
         def read(name: str) -> bytes:
             with storage_errors(_unreadable(given), passthrough=(FileNotFoundError,)):
-                return fs.cat_file(f"{root}/{name}")
+                return read_stored(fs, f"{root}/{name}")
 
         return _read(given.rstrip("/").rsplit("/", 1)[-1], given, read)
     folder = local_folder(given)
 
     def read_local(name: str) -> bytes:
         try:
-            return (folder / name).read_bytes()
+            return read_bytes(folder / name)
         except FileNotFoundError:
             raise
         except OSError as error:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 
+from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.hardware import processor
 
 MAX_CODE_FILES, MAX_CODE_BYTES = 2_000, 32 * 2**20
@@ -168,7 +169,7 @@ def source_of(module: str) -> str:
 
 
 def _hash_of(files: Iterable[Path]) -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]
+    return hashlib.sha256(b"".join(read_bytes(path) for path in files)).hexdigest()[:8]
 
 
 def _checkout_of(folder: Path) -> str:

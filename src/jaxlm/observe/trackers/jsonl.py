@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.atomic_io import free_path
+from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Completion, Histogram, Sample
 from jaxlm.engine.metric_names import DURATION, RESUMED_FROM
@@ -158,7 +159,7 @@ def _drop_after(path: Path, place: tuple[int, int], warn: Callable[[str], None])
         number = record.get("attempt", 0)
         return number < attempt or (number == attempt and record["step"] <= step)
 
-    content = path.read_bytes()
+    content = read_bytes(path)
     records, num_others = parse_jsonl(content)
 
     def drop() -> None:

@@ -18,6 +18,7 @@ import jaxlib.version
 
 from jaxlm.config.decode import choice_name, encode
 from jaxlm.core.atomic_io import atomic_file
+from jaxlm.core.bounded_read import SMALL, read_bytes
 from jaxlm.core.hardware import caches, processor
 from jaxlm.core.runtime import same_on_all_processes
 from jaxlm.core.stores import is_url
@@ -245,7 +246,7 @@ def _read(path: Path | None) -> list[TunedOptions]:
     if path is None:
         return []
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_bytes(path, SMALL))
         return list(_entries(content if isinstance(content, list) else []))
     return []
 

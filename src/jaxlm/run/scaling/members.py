@@ -14,6 +14,7 @@ from jaxlm.config.load import decode_run, run_id_of
 from jaxlm.config.run import RunConfig
 from jaxlm.config.yaml import ConfigSource, merge
 from jaxlm.core.atomic_io import atomic_file
+from jaxlm.core.bounded_read import read_text
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveFloat, PositiveInt
 from jaxlm.core.stores import is_url
@@ -146,8 +147,8 @@ class Member:
         if not self.result_path.exists():
             return None
         try:
-            saved = self._checked(json.loads(self.result_path.read_text(encoding="utf-8")))
-            text = self.config_path.read_text(encoding="utf-8")
+            saved = self._checked(json.loads(read_text(self.result_path)))
+            text = read_text(self.config_path)
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
                 f"{self.result_path}: cannot be read ({error}). Delete it, and the command measures the run again"

@@ -7,8 +7,8 @@ import os
 import random
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
+from jaxlm.core.bounded_read import read_text
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction
 from jaxlm.data.base import TRAIN, VALIDATION
@@ -83,7 +83,7 @@ def _words(path: str | None) -> dict[str, list[str]]:
 def _text(path: str | None) -> str:
     if path is not None:
         try:
-            return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
+            return read_text(os.path.expanduser(path))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"source.words: '{path}' cannot be read: {error}") from error
     try:

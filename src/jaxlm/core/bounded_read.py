@@ -1,0 +1,111 @@
+"""Reads files that this run has not just written, without trusting that they are files or that they end.
+
+A pipe waits for ever, a device never ends, and a damaged file may be one line of any length. Everything that reads a whole
+file, or a line of it, does so here.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from jaxlm.core.errors import ConfigError
+
+SMALL = 64 << 20
+"""Bytes of a file that people write, or that describes another one: settings, templates, manifests."""
+_SHARE_OF_MEMORY = 8  # what is parsed needs several times the memory of its text
+
+
+class UnreadableFileError(OSError, ConfigError):
+    """A file is not a regular one, or too large. To most callers it is as damaged as one that the disk cannot read."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}. Replace the file, or remove it"
+
+
+class Stream(Protocol):
+    """What bytes are read from."""
+
+    def read(self, size: int, /) -> bytes: ...
+    def readline(self, size: int, /) -> bytes: ...
+
+
+class Store(Protocol):
+    """A file system of fsspec."""
+
+    def size(self, path: str) -> int | None: ...
+    def cat_file(self, path: str) -> bytes: ...
+
+
+def largest() -> int:
+    """Bytes of a file, or of a line, that is held in memory: an eighth of the machine's."""
+    return max(SMALL, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE_OF_MEMORY)
+
+
+def open_regular(path: Path | str) -> BinaryIO:
+    """Opens a file to read bytes. Raises `UnreadableFileError` for a pipe, a device or a socket."""
+    # Without O_NONBLOCK, opening a pipe waits until somebody writes to it. It has no effect on regular files.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        kind = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise UnreadableFileError(
+            kind, os.strerror(kind) if stat.S_ISDIR(mode) else "it is not a regular file", str(path)
+        )
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: Path | str, limit: int | None = None) -> bytes:
+    """The content of a file.
+
+    Args:
+        limit: the most bytes; None for `largest`.
+
+    Raises:
+        UnreadableFileError: it is not a regular file, or larger.
+        OSError: it cannot be read.
+    """
+    with open_regular(path) as file:
+        return read_stream(file, path, limit)
+
+
+def read_text(path: Path | str, limit: int | None = SMALL) -> str:
+    """The content of a UTF-8 file. Raises like `read_bytes`, and `UnicodeDecodeError`."""
+    return read_bytes(path, limit).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_stream(stream: Stream, path: Path | str, limit: int | None = None) -> bytes:
+    """All bytes of a stream, such as a decompressed one. Args: path: for the message. Raises like `read_bytes`."""
+    most = largest() if limit is None else limit
+    try:
+        content = stream.read(most + 1)
+    except MemoryError as error:
+        raise UnreadableFileError(errno.ENOMEM, "it needs more memory than there is", str(path)) from error
+    if len(content) > most:
+        raise _too_large(path, "it", most)
+    return content
+
+
+def read_lines(stream: Stream, path: Path | str, limit: int | None = None) -> Iterator[bytes]:
+    """The lines of a stream. Args: limit: of a line; None for `largest`. Raises `UnreadableFileError` for a longer one."""
+    most, number = largest() if limit is None else limit, 0
+    while line := stream.readline(most + 1):
+        number += 1
+        if len(line) > most:
+            raise _too_large(path, f"line {number}", most)
+        yield line
+
+
+def read_stored(fs: Store, path: str, limit: int | None = None) -> bytes:
+    """The content of a file in a store. Args: fs: a file system of fsspec. Raises like `read_bytes`, and what `fs` raises."""
+    most = largest() if limit is None else limit
+    if (fs.size(path) or 0) > most:
+        raise _too_large(path, "it", most)
+    return fs.cat_file(path)
+
+
+def _too_large(path: Path | str, what: str, limit: int) -> UnreadableFileError:
+    return UnreadableFileError(errno.EFBIG, f"{what} has more than {limit:,} bytes", str(path))

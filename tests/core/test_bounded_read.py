@@ -1,0 +1,168 @@
+"""What is read of files that a run has not just written has an end: of pipes, devices, endless lines and bombs."""
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxlm.config.yaml import load_yaml
+from jaxlm.core import bounded_read
+from jaxlm.core.bounded_read import UnreadableFileError, read_bytes, read_lines, read_stored, read_text
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.sources.document_files import read_documents
+from jaxlm.data.sources.record_files import read_records
+from jaxlm.data.tokenizer.chat_template import ChatTemplate
+from jaxlm.data.tokenizer.tokenizer import load_tokenizer
+from jaxlm.engine.checkpoint.integrity import DamagedError, seal, verify
+from jaxlm.interop.hf.safetensors_file import SafetensorsFile
+from jaxlm.interop.json_object import read_json_object
+from jaxlm.observe.ledger import read_lines as read_ledger
+from jaxlm.observe.page.logged_run import read_run
+from jaxlm.observe.records import METRICS, parse_jsonl, read_metrics
+from jaxlm.observe.trackers.jsonl import JsonlTracker
+from tests.data.helpers import small_tokenizer
+
+SOURCES = Path(bounded_read.__file__).parents[1]
+LIMIT = 10_000
+DEVICE = Path("/dev/zero")
+# Files of the package itself, of Python and of the kernel, and what this run has just written.
+TRUSTED = {
+    *("config/key_index.py", "config/recipes.py", "engine/notices.py", "engine/activity.py"),
+    *("engine/checkpoint/holder.py", "core/hardware.py", "data/sources/stdlib.py", "data/annotations.py"),
+    *("run/resources.py", "core/bounded_read.py"),
+}
+
+
+@pytest.fixture
+def small_limits(monkeypatch):
+    """The most bytes that are held in memory, and of small files: `LIMIT`."""
+    monkeypatch.setattr(bounded_read, "largest", lambda: LIMIT)
+
+
+def tracker(folder: Path):
+    return JsonlTracker(folder / METRICS, resume_step=0)
+
+
+# What reads a file, and the file's name.
+READERS = {
+    "JSON": (read_json_object, "config.json"),
+    "YAML": (load_yaml, "run.yaml"),
+    "tokenizer": (lambda path: load_tokenizer(str(path)), "tokenizer.json"),
+    "template": (lambda path: ChatTemplate.load(str(path), small_tokenizer(), "key"), "a.jinja"),
+    "text": (lambda path: list(read_documents(path, "text")), "a.txt"),
+    "JSON lines": (lambda path: list(read_documents(path, "text")), "a.jsonl"),
+    "records": (lambda path: list(read_records(path, ["a"])), "a.jsonl"),
+    "list of records": (lambda path: list(read_records(path, ["a"])), "a.json"),
+    "safetensors": (SafetensorsFile, "a.safetensors"),
+    "report": (lambda path: read_run(str(path.parent)), METRICS),
+    "metrics": (read_metrics, METRICS),
+    "tracker": (lambda path: tracker(path.parent), METRICS),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_pipe_is_refused_and_not_waited_for(reader, tmp_path):
+    read, name = READERS[reader]
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"not a regular file|no tokenizer\.json found"):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize("reader", [name for name in READERS if name not in ("safetensors", "YAML", "template")])
+def test_a_file_without_an_end_is_refused(reader, tmp_path, small_limits):
+    read, name = READERS[reader]
+    (tmp_path / name).write_bytes(b'{"step": 1}' * LIMIT)
+    with pytest.raises(ConfigError, match=rf"(it|line 1) has more than {LIMIT:,} bytes"):
+        read(tmp_path / name)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to(DEVICE)
+    with pytest.raises(ConfigError, match=r"not a regular file|no tokenizer\.json found"):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)])
+@pytest.mark.parametrize("kind", ["txt", "json", "jsonl"])
+def test_a_bomb_is_refused(kind, suffix, compress, tmp_path, small_limits):
+    bomb = tmp_path / f"a.{kind}.{suffix}"
+    bomb.write_bytes(compress(b" " * 300 * LIMIT))
+    assert bomb.stat().st_size < LIMIT
+    with pytest.raises(
+        ConfigError, match=rf"{re.escape(str(bomb))}: (it|line 1) has more than {LIMIT:,} bytes\. Replace"
+    ):
+        list(read_documents(bomb, "text"))
+
+
+def test_too_little_memory_is_a_message():
+    class Exhausted(io.BytesIO):
+        def read(self, size=-1):
+            raise MemoryError
+
+    with pytest.raises(ConfigError, match=r"a\.txt: it needs more memory than there is\. Replace the file"):
+        bounded_read.read_stream(Exhausted(), "a.txt")
+
+
+def test_what_fits_is_read_as_it_is(tmp_path):
+    content = b"a\r\nb\rc\n\xc3\xa9"
+    (tmp_path / "a").write_bytes(content)
+    assert read_bytes(tmp_path / "a", len(content)) == content
+    assert read_text(tmp_path / "a") == (tmp_path / "a").read_text(encoding="utf-8")
+    assert list(read_lines(io.BytesIO(content), "a", 4)) == [b"a\r\n", b"b\rc\n", b"\xc3\xa9"]
+    with pytest.raises(UnreadableFileError, match=r"a: it has more than 3 bytes\."):
+        read_bytes(tmp_path / "a", 3)
+    with pytest.raises(FileNotFoundError):
+        read_bytes(tmp_path / "b")
+    with pytest.raises(UnreadableFileError, match="Is a directory"):
+        read_bytes(tmp_path)
+
+
+def test_a_store_is_asked_for_the_size_first(tmp_path):
+    import fsspec
+
+    (tmp_path / "a").write_bytes(b"abcd")
+    fs = fsspec.filesystem("file")
+    assert read_stored(fs, str(tmp_path / "a"), 4) == b"abcd"
+    with pytest.raises(UnreadableFileError, match="it has more than 3 bytes"):
+        read_stored(fs, str(tmp_path / "a"), 3)
+
+
+def test_a_checkpoint_with_a_pipe_is_damaged(tmp_path):
+    (tmp_path / "a").write_text("a")
+    seal(tmp_path)
+    verify(tmp_path)
+    (tmp_path / "a").unlink()
+    os.mkfifo(tmp_path / "a")
+    with pytest.raises(DamagedError, match="it is not a regular file"):
+        verify(tmp_path)
+
+
+def test_many_short_lines_and_a_ledger_that_is_a_device(tmp_path):
+    assert parse_jsonl(b"\n" * 1000 + b'{"step": 1}\n') == ([{"step": 1}], 1000)
+    (tmp_path / "goodput.jsonl").symlink_to(DEVICE)
+    assert read_ledger(tmp_path) == []
+
+
+def test_a_tokenizer_without_tokens_is_refused(tmp_path):
+    import tokenizers
+    from tokenizers import models
+
+    tokenizers.Tokenizer(models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(
+        ConfigError, match=r"data\.tokenizer: '.*tokenizer\.json' has no tokens: its vocabulary is empty"
+    ):
+        load_tokenizer(str(tmp_path))
+
+
+def test_nothing_else_reads_whole_files():
+    """`core/bounded_read.py` is the one place."""
+    unbounded = re.compile(r"\.read_(text|bytes)\(|json\.load\(|stream\.read\(\)")
+    found = {
+        path.relative_to(SOURCES).as_posix()
+        for path in SOURCES.rglob("*.py")
+        if unbounded.search(path.read_text(encoding="utf-8"))
+    }
+    assert found <= TRUSTED, "read them with jaxlm.core.bounded_read"
