@@ -199,7 +199,9 @@ def a_model_of_hugging_face(folder: Path) -> None:
 def an_adapter_of_peft(folder: Path) -> None:
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "bias": "none", "r": 1, "lora_alpha": 1}')
-    adapter = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": np.zeros((1, 8), np.float32)}
+    shapes = {"A": (1, 8), "B": (8, 1)}
+    q_proj = "base_model.model.model.layers.0.self_attn.q_proj"
+    adapter = {f"{q_proj}.lora_{side}.weight": np.zeros(shape, np.float32) for side, shape in shapes.items()}
     infos = {name: TensorInfo(array.shape, array.dtype) for name, array in adapter.items()}
     write_safetensors(folder / "adapter_model.safetensors", infos, adapter.values())
 

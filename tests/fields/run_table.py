@@ -245,6 +245,15 @@ LORA: dict[str, Entry] = {
     "surgery.alpha": Change(7.0, Constant(3.5)),
     "surgery.dropout": Change(0.5, RANDOM_BITS),
     "surgery.rslora": Change(True, Constant(16 / 2**0.5)),
+    "surgery.use_dora": Change(True, Shapes({r"^model.*q_proj\.magnitude$": (2, 4, 8)})),
+    "surgery.rank_pattern": Change({r"\.1\.attn": 5}, Shapes({r"^model.*q_proj\.a$": (2, 5, 32)})),
+    "surgery.alpha_pattern": Change({"attn": 7.0}, Constant(3.5)),
+    "surgery.layers_to_transform": Change([1], Shapes({r"^model.*q_proj\.layer$": (2,)})),
+    "surgery.embeddings": Change("tokens", Shapes({r"^model\.tokens\.lookup\.b$": (32, 2)})),
+    "surgery.ensure_weight_tying": ShownIn("tests/surgery/test_lora.py::test_adapters_of_embeddings"),
+    "surgery.modules_to_save": ShownIn(
+        "tests/surgery/test_peft.py::test_a_run_with_dora_ranks_by_layer_and_a_trained_head_is_exported"
+    ),
     "surgery.from_peft": ShownIn("tests/surgery/test_peft.py::test_a_run_starts_from_peft_adapters_bit_for_bit"),
 }
 SPLIT_AT: dict[str, Entry] = {

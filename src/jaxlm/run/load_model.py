@@ -186,7 +186,7 @@ def find_checkpoint(location: Path | str) -> VerifiedCheckpoint:
     return VerifiedCheckpoint(newest, newest.cursor())
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoadedModel:
     """A model for inference.
 
