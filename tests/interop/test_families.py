@@ -376,7 +376,12 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=slow if name in DECODED else pytest.mark.soak) for name in CASES]
+    "name",
+    [
+        pytest.param(name, marks=slow if name in DECODED else pytest.mark.soak)
+        for name in CASES
+        if "bidirectional" not in name  # a token's state depends on those after it, which the cache does not
+    ],
 )
 def test_cached_decoding_equals_the_full_forward_pass(name, tmp_path):
     reference(name).save_pretrained(tmp_path)
