@@ -257,6 +257,7 @@ TABLE: Table = {
         **PATTERN,
         "model.sliding_window_pattern": Change(1, Program(loses="dense<512>")),
         "model.local_rope": SCALED_ROPE,
+        "model.use_bidirectional_attention": Change(True, Constant(-3.40282347e38)),
     },
     "gpt_neox": {
         "model.use_parallel_residual": Change(False, Program(gains=r"stablehlo.add")),

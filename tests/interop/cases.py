@@ -241,6 +241,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-biases": ("gemma3_text", {**GEMMA, "attention_bias": True, "num_hidden_layers": 6}),
     "gemma3-listed": ("gemma3_text", {**GEMMA, **LISTED, "rope_parameters": TWO_ROPES}),
     "gemma3-all-local": ("gemma3_text", {**GEMMA, "layer_types": ["sliding_attention"] * 2}),
+    "gemma3-bidirectional": (
+        "gemma3_text",
+        {
+            **GEMMA,
+            "num_hidden_layers": 5,
+            "sliding_window": 6,
+            "layer_types": ALTERNATING,
+            "use_bidirectional_attention": True,
+        },
+    ),
     "gemma3-deep": ("gemma3_text", {"num_hidden_layers": 8, **GEMMA, "final_logit_softcapping": 3.0}),
 }
 FIRST = {kind: name for name, (kind, _) in reversed(CASES.items())}

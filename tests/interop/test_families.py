@@ -385,7 +385,12 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=slow if name in DECODED else pytest.mark.soak) for name in CASES if name != "phi3"],
+    [
+        pytest.param(name, marks=slow if name in DECODED else pytest.mark.soak)
+        for name in CASES
+        # A token's state depends on those after it, which the cache does not.
+        if name != "phi3" and "bidirectional" not in name
+    ],
 )
 def test_cached_decoding_equals_the_full_forward_pass(name, tmp_path):
     reference(name).save_pretrained(tmp_path)

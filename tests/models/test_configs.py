@@ -13,8 +13,12 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.attention.backends.blockwise import query_blocks
 from jaxlm.models.base import Inputs, ModelConfig, vocab_axis
+from jaxlm.models.families.gemma2 import Gemma2Config
+from jaxlm.models.families.gemma3 import Gemma3Config
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.families.qwen2 import Qwen2Config
+from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.models.families.smollm3 import SmolLm3Config
 from jaxlm.models.loss import next_token_sums
 from jaxlm.models.rope import DefaultRotary, DynamicRotary, Llama3Rotary, YarnRotary
@@ -100,6 +104,23 @@ def test_flops_with_a_sliding_window():
     assert wide == LlamaConfig(seq_len=seq_len, **sizes).flops_per_token(0)
 
 
+def test_flops_of_bidirectional_attention():
+    """As many later tokens as earlier ones, so that nothing is masked without a window."""
+    sizes = {
+        "hidden_dim": 64,
+        "intermediate_dim": 64,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+    }
+    both = Gemma3Config(seq_len=32, **sizes, sliding_window_pattern=1, use_bidirectional_attention=True)
+    flops = both.flops_per_token(0)
+    assert flops.causal == flops.palm
+    causal = dataclasses.replace(both, use_bidirectional_attention=False).flops_per_token(0)
+    assert flops.palm - causal.causal == 12 * 64 * 16
+
+
 def jitted_build(config, vocab):
     return jax.jit(lambda key: config.build(vocab_axis(vocab), key=key))(jax.random.key(0))
 
@@ -167,7 +188,28 @@ def test_llama_initialization():
         (SmolLm3Config(no_rope_layer_interval=None), "no_rope_layer_interval: null given, and unrotated_layers: null"),
         (
             SmolLm3Config(no_rope_layer_interval=None, unrotated_layers=[0, 36]),
-            r"model\.unrotated_layers: \[0, 36\] given, 0 to 35 expected",
+            r"model\.unrotated_layers: \[0, 36\] given, different numbers from 0 to 35 expected",
+        ),
+        (
+            Gemma2Config(local_layers=[0]),
+            r"model\.local_layers: \[0\] given, and sliding_window_pattern: 2\. Set one of the two",
+        ),
+        (Qwen2Config(local_layers=[0]), r"model\.local_layers: \[0\] given, but sliding_window is null"),
+        (
+            Qwen2Config(sliding_window=4, max_window_layers=1, local_layers=[0]),
+            r"model\.max_window_layers: 1 given together with local_layers",
+        ),
+        (
+            Qwen2Config(sliding_window=4, local_layers=[1, 1]),
+            r"model\.local_layers: \[1, 1\] given, different numbers from 0 to 23 expected",
+        ),
+        (
+            Qwen3MoeConfig(decoder_sparse_step=2),
+            r"model\.dense_intermediate_dim: null given, but 24 layers have one MLP .* Set it",
+        ),
+        (
+            Qwen3MoeConfig(dense_intermediate_dim=8),
+            r"model\.dense_intermediate_dim: 8 given, but no layers have one MLP .* Remove it",
         ),
     ],
 )

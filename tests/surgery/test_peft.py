@@ -177,6 +177,44 @@ def test_peft_adapters_beside_experts_compute_the_same(tmp_path):
 
 
 @pytest.mark.slow
+def test_peft_adapters_of_layers_with_and_without_experts_compute_the_same(tmp_path):
+    """Both ways: PEFT's adapters in jaxlm, and what jaxlm exports in PEFT. The MLP of dense layers and the shared expert of
+    the others have modules of the same name."""
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    num_tokens = write_tokenizer(tmp_path / "hf")
+    torch.manual_seed(0)
+    config = transformers.Qwen2MoeConfig(
+        **{**LLAMA, "num_hidden_layers": 5, "decoder_sparse_step": 2, "moe_intermediate_size": 24, "num_experts": 4},
+        **{"num_experts_per_tok": 2, "shared_expert_intermediate_size": 20, "vocab_size": num_tokens},
+        **{"initializer_range": 0.2, "pad_token_id": None},
+    )
+    transformers.Qwen2MoeForCausalLM(config).save_pretrained(tmp_path / "hf")
+
+    def base():
+        return transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+
+    settings = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "gate_proj"], init_lora_weights=False)
+    theirs = peft.get_peft_model(base(), settings).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    named = open_model(str(tmp_path / "hf"), {}, adapter=str(tmp_path / "adapter"))
+    ids = np.random.default_rng(0).integers(0, num_tokens, size=(8, 24))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(ids)).logits.numpy()
+    with named.plan.layout.use():
+        model = named.load()
+        np.testing.assert_allclose(logits_of(model, ids), expected, rtol=1e-4, atol=1e-4)
+        save_adapters_of(model, tmp_path / "again", named.plan)
+    described = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
+    assert "layers_to_transform" not in described
+    before, after = (SafetensorsFile(tmp_path / side / "adapter_model.safetensors") for side in ("adapter", "again"))
+    assert before.tensors == after.tensors
+    again = peft.PeftModel.from_pretrained(base(), tmp_path / "again").eval()
+    with torch.no_grad():
+        np.testing.assert_allclose(again(torch.tensor(ids)).logits.numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_adapters_of_the_upper_layers_only(tmp_path):
     """PEFT and jaxlm compute the same, and `--adapter` adds a whole model's adapters to a checkpoint that was cut."""
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")

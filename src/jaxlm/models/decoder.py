@@ -39,6 +39,11 @@ from jaxlm.models.norms import Norm, RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import parse_remat
 from jaxlm.models.stacks import Block, Body, LayerKind, Stack, Stacks, numbers_by_stack, shortest_period, switch_lengths
 
+_BIDIRECTIONAL = (
+    "model.use_bidirectional_attention: the logits of a token depend on the tokens after it, so the loss of next tokens does"
+    " not measure how well they are predicted"
+)
+
 
 class DecoderBlock(eqx.Module):
     """x + attention(x), then x + mlp(x), with optional norms before and after each of the two.
@@ -123,6 +128,7 @@ class TransformerConfig(ModelConfig):
     hybrid_norm: bool = False
     input_embedding_norm: bool = False
     use_layer_norm_weight: bool = True
+    use_bidirectional_attention: bool = False
 
     @property
     def Embed(self) -> Axis:
@@ -211,6 +217,7 @@ class TransformerConfig(ModelConfig):
             attention_dim=self.num_heads * head_size,
             seq_len=self.seq_len,
             windows=[kind.window for kind in self.kinds],
+            causal=not self.use_bidirectional_attention,
         )
 
 
@@ -284,6 +291,7 @@ class Decoder(LanguageModel):
         norm = rms_norm(config) if config.input_embedding_norm else None
         options = {"logit_soft_cap": logit_soft_cap, "vocab_multiple": config.vocab_multiple}
         options |= {"reads_beyond": True, "adds_noise": True, "switch_lengths": switch_lengths(config.kinds)}
+        options |= {"notes": (_BIDIRECTIONAL,) if config.use_bidirectional_attention else ()}
         return Decoder(tokens, body, head, config, embed_scale, norm, final_scale, **options)
 
     @property

@@ -24,17 +24,20 @@ class FlopsPerToken:
     palm: float
 
     @staticmethod
-    def of(*, weights: int, attention_dim: int, seq_len: int, windows: Sequence[int | None]) -> "FlopsPerToken":
+    def of(
+        *, weights: int, attention_dim: int, seq_len: int, windows: Sequence[int | None], causal: bool = True
+    ) -> "FlopsPerToken":
         """Computes both counts.
 
         Args:
             weights: number of weights in matrix products.
             attention_dim: number of heads times head size.
             windows: sliding window of each layer; None for full attention.
+            causal: whether tokens attend to no later tokens. Otherwise there are as many of these on average.
         """
         flops_per_key = 12 * attention_dim
-        causal = sum(flops_per_key * _mean_keys(seq_len, window) for window in windows)
-        return FlopsPerToken(6 * weights + causal, 6 * weights + len(windows) * flops_per_key * seq_len)
+        unmasked = sum(flops_per_key * _mean_keys(seq_len, window) for window in windows) * (1 if causal else 2)
+        return FlopsPerToken(6 * weights + unmasked, 6 * weights + len(windows) * flops_per_key * seq_len)
 
     def plus(self, flops: float) -> "FlopsPerToken":
         """With other FLOPs, which do not depend on how attention is counted."""

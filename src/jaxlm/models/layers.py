@@ -152,6 +152,7 @@ class SelfAttention(eqx.Module):
         clip_qkv: queries, keys and values are clipped to [-clip_qkv, clip_qkv] before their norms; None does not clip.
         scale: factor of the scores; None means 1 / sqrt(head_size).
         rule: modifies the scaled scores before the softmax.
+        causal: tokens attend to no later tokens.
         upcast: compute the attention matrix products in float32.
         dropout: dropout probability of the attention weights.
     """
@@ -166,6 +167,7 @@ class SelfAttention(eqx.Module):
     clip_qkv: float | None = eqx.field(static=True, default=None)
     scale: float | None = eqx.field(static=True, default=None)
     rule: ScoreRule = eqx.field(static=True, default=UNMODIFIED_SCORES)
+    causal: bool = eqx.field(static=True, default=True)
     upcast: bool = eqx.field(static=True, default=False)
     dropout: float = eqx.field(static=True, default=0.0)
 
@@ -182,6 +184,7 @@ class SelfAttention(eqx.Module):
             group=heads // kv_heads,
             window=window,
             capability=capability,
+            causal=self.causal,
             dropout=self.dropout,
             rule=self.rule,
         )
@@ -222,6 +225,7 @@ class SelfAttention(eqx.Module):
             context.attention_mask,
             scale=self.scale if scale is None else scale,
             window=context.window,
+            causal=self.causal,
             rule=self.rule,
             dropout=self.dropout,
             backend=context.attn_backend,

@@ -33,8 +33,8 @@ def as_keys(x: NamedArray) -> NamedArray:
 
 
 class AttentionMask(eqx.Module):
-    """A causal mask over packed documents: a query attends to keys of its own segment at the same or an earlier
-    position. Segment 0 is padding: it neither attends nor is attended to.
+    """A mask over packed documents: a query attends to keys of its own segment, and unless the `AttentionSpec` says
+    otherwise, only to those at the same or an earlier position. Segment 0 is padding: it neither attends nor is attended to.
 
     Attributes:
         positions, segment_ids: int32 {batch, position}, of the queries.
@@ -62,6 +62,7 @@ class AttentionSpec(eqx.Module):
         mask: which queries attend to which keys, apart from the window.
         scale: factor of the scores; None means 1 / sqrt(head_size).
         window: number of tokens that a query attends to, including itself; None means all previous tokens.
+        causal: a query attends to no later key. False extends mask and window to later ones.
         rule: modifies the scaled scores before the softmax: soft cap, ALiBi.
         dropout: dropout probability of the attention weights; ignored without a key.
         backend: a backend of `jaxlm.models.attention.choose`. Ignored (treated as `auto`) if queries and keys are not
@@ -72,6 +73,7 @@ class AttentionSpec(eqx.Module):
     mask: AttentionMask
     scale: float | jax.Array | None = None
     window: int | None = eqx.field(static=True, default=None)
+    causal: bool = eqx.field(static=True, default=True)
     rule: ScoreRule = eqx.field(static=True, default=UNMODIFIED_SCORES)
     dropout: float = eqx.field(static=True, default=0.0)
     backend: str = eqx.field(static=True, default=AUTO)
@@ -92,6 +94,7 @@ class AttentionSpec(eqx.Module):
             window=self.window,
             capability=cuda_capability(current_device()),
             same_tokens=self.mask.same_tokens,
+            causal=self.causal,
             dropout=self.dropout,
             rule=self.rule,
             twice_differentiable=trace_options().twice_differentiable,
@@ -157,5 +160,8 @@ def mask_and_distance(spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
     s_BS, s_segment_BS = (a.rearrange(keys).array for a in (mask.key_positions, mask.key_segment_ids))
     same = (t_segment_BT[:, :, None] == s_segment_BS[:, None, :]) & (t_segment_BT != 0)[:, :, None]
     distance_BTS = t_BT[:, :, None] - s_BS[:, None, :]
-    near = distance_BTS >= 0 if window is None else (distance_BTS >= 0) & (distance_BTS < window)
-    return same & near, distance_BTS
+    if spec.causal:
+        same &= distance_BTS >= 0
+    if window is not None:
+        same &= (distance_BTS if spec.causal else jnp.abs(distance_BTS)) < window
+    return same, distance_BTS

@@ -26,6 +26,7 @@ class AttentionTask:
         window: number of tokens that a query attends to, including itself; None means all.
         capability: compute capability of an NVIDIA device, (9, 0) for Hopper.
         same_tokens: queries and keys are the same tokens in the same order; false when decoding with a cache.
+        causal: a query attends to no later key.
         dropout: dropout probability of the attention weights.
         rule: modifies the scores before the softmax.
         twice_differentiable: second derivatives are needed.
@@ -39,6 +40,7 @@ class AttentionTask:
     window: int | None = None
     capability: tuple[int, int] | None = None
     same_tokens: bool = True
+    causal: bool = True
     dropout: float = 0.0
     rule: ScoreRule = field(default_factory=ScoreRule)
     twice_differentiable: bool = False
@@ -62,6 +64,8 @@ class AttentionChoice:
 def _blockwise_problem(task: AttentionTask) -> str | None:
     if not task.same_tokens:
         return "queries and keys are not the same tokens"
+    if not task.causal:
+        return "tokens attend to later ones"
     if task.dropout:
         return f"attention dropout ({task.dropout:g}) needs all weights at once"
     return None

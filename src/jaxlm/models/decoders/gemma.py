@@ -57,7 +57,9 @@ class GemmaConfig(DecoderConfig):
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         local_rope, global_rope = self.rotations
-        local_kind, global_kind = LayerKind(local_rope, self.sliding_window), LayerKind(global_rope)
+        # Bidirectional layers have half of the window on either side.
+        window = self.sliding_window // 2 + 1 if self.use_bidirectional_attention else self.sliding_window
+        local_kind, global_kind = LayerKind(local_rope, window), LayerKind(global_rope)
         return pattern_kinds(self, local_kind, global_kind)
 
     def check(self) -> None:
@@ -75,6 +77,7 @@ class GemmaConfig(DecoderConfig):
             k_norm=k_norm,
             scale=self.query_pre_attn_scalar**-0.5,
             rule=ScoreRule(soft_cap=self.attn_soft_cap),
+            causal=not self.use_bidirectional_attention,
         )
         norms = [gemma_norm(self, self.Embed) for _ in range(4)]
         return DecoderBlock(norms[0], attn, norms[1], gated_mlp(self, keys[4:]), norms[2], norms[3])

@@ -20,6 +20,8 @@ class Gemma3Config(GemmaConfig):
     Attributes:
         rope: rotary position embedding of global layers.
         local_rope: rotary position embedding of local layers (those with a sliding window).
+        use_bidirectional_attention: tokens attend to later ones too, in local layers to half of `sliding_window` on either
+            side. For models that embed text, such as EmbeddingGemma; their logits do not predict the next token.
     """
 
     hidden_dim: PositiveInt = 1152
@@ -30,6 +32,7 @@ class Gemma3Config(GemmaConfig):
     sliding_window_pattern: PositiveInt | None = 6
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
     local_rope: RotaryConfig = field(default_factory=DefaultRotary)
+    use_bidirectional_attention: bool = False
 
     @property
     def rotations(self) -> tuple[RotaryConfig, RotaryConfig]:

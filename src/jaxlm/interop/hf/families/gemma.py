@@ -16,15 +16,15 @@ from jaxlm.interop.hf.shared_weights import (
 from jaxlm.interop.hf.weights import Tensor
 from jaxlm.models.families.gemma import Gemma1Config
 
+ONLY_CAUSAL = FixedKey("use_bidirectional_attention", None, others=(False,))
+"""For Gemma 1 and 2, transformers' attention backends disagree about what the key means."""
 
-def gemma_keys(
-    *, length: int, pattern: int, final_cap: float | None, one_way: bool | None
-) -> tuple[JsonKey | FixedKey | KeyGroup, ...]:
-    """All keys except those of the rotary embedding and the soft cap of the attention scores.
+
+def gemma_keys(*, length: int, pattern: int, final_cap: float | None) -> tuple[JsonKey | FixedKey | KeyGroup, ...]:
+    """All keys except those of the rotary embedding, the soft cap of the attention scores and bidirectional attention.
 
     Args:
         length, pattern, final_cap: defaults for keys that are missing.
-        one_way: value of `use_bidirectional_attention` that means causal attention.
     """
     return (
         *size_keys(length=length, tied=True),
@@ -34,7 +34,6 @@ def gemma_keys(
         window_pattern(pattern, window=4096),
         JsonKey("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
         JsonKey("final_logit_softcapping", "final_soft_cap", final_cap),
-        FixedKey("use_bidirectional_attention", one_way, others=(None, False)),
         JsonKey("attention_bias", "attention_bias", False),
         FixedKey("attention_dropout", 0.0),
         FixedKey("cache_implementation", "hybrid", others=(None,)),
@@ -65,8 +64,7 @@ FAMILY = Family(
         head_dim(256),
         rope(),
         _activation(),
-        # transformers' attention backends disagree about what it means for this family
-        FixedKey("use_bidirectional_attention", None, others=(False,)),
+        ONLY_CAUSAL,
         JsonKey("attention_bias", "attention_bias", False),
         FixedKey("attention_dropout", 0.0),
     ),

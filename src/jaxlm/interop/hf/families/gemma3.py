@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlm.interop.hf.families.gemma import gemma_keys, gemma_tensors
-from jaxlm.interop.hf.family import Family, KeyGroup
+from jaxlm.interop.hf.family import Family, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import RESPELLED_WINDOWS, layer_ropes
 from jaxlm.interop.hf.shared_weights import qk_norms
 from jaxlm.models.families.gemma3 import Gemma3Config
@@ -22,7 +22,8 @@ FAMILY = Family(
     architecture="Gemma3ForCausalLM",
     config=Gemma3Config,
     keys=(
-        *gemma_keys(length=131072, pattern=6, final_cap=None, one_way=False),
+        *gemma_keys(length=131072, pattern=6, final_cap=None),
+        JsonKey("use_bidirectional_attention", "use_bidirectional_attention", False, to_ours=bool),
         KeyGroup((_CAP,), lambda _: {}, lambda _: {_CAP: None}, _cap_notes),
         layer_ropes(theta=1e6, local_theta=10000.0, local_key="rope_local_base_freq"),
     ),
