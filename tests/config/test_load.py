@@ -36,7 +36,7 @@ MISTAKES = {
     "duplicate key": (GOOD + "trainer: {seed: 1}\n", (), ["run.yaml:5", "trainer", "line 4"]),
     "missing include": (GOOD + "optimizer: !include no.yaml\n", (), ["run.yaml:5", "no.yaml"]),
     "cyclic include": (GOOD + "optimizer: !include run.yaml\n", (), ["run.yaml:5", "circular"]),
-    "syntax": ("trainer: [1\n", (), ["run.yaml:2"]),
+    "syntax": ("trainer: [1\n", (), ["run.yaml:1"]),
     "unknown type": (GOOD.replace("llama", "lama"), (), ["model.type", "'lama' given", "granite, llama, mistral"]),
     "batch that does not divide": (
         GOOD,

@@ -34,7 +34,7 @@ DEVICE = Path("/dev/zero")
 TRUSTED = {
     *("config/key_index.py", "config/recipes.py", "engine/notices.py", "engine/activity.py"),
     *("engine/checkpoint/holder.py", "core/hardware.py", "data/sources/stdlib.py", "data/annotations.py"),
-    *("run/resources.py", "core/bounded_read.py"),
+    *("run/resources.py", "core/bounded_read.py", "rewards/supervisor.py"),
 }
 
 

@@ -83,7 +83,9 @@ def test_math_compares_expressions(completion, reference, expected):
 
 def test_math_says_how_to_install_its_library(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"math-verify, which is not installed.*jaxlm\[math\].*notation: gsm8k"):
+    with pytest.raises(
+        ConfigError, match=r"math-verify, which is not installed.*pip install 'math-verify.*notation: gsm8k"
+    ):
         reward(type="math")
 
 

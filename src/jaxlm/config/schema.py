@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from jaxlm.config.decode import default_of, encode, is_choice
+from jaxlm.config.plugins import is_import_path
 from jaxlm.core.field_types import bounds_of, describe_limits
 
 
@@ -87,7 +88,9 @@ def _enter(kind: Any, place: _Place, seen: set[Any]) -> Iterator[ConfigSection]:
     shared = tuple(_keys(kind, None))
     yield ConfigSection(place.path, None, place.default is not None, place.meaning, shared)
     inner: list[ConfigSection] = []
-    for choice, member in sorted(kind.get_known_choices().items()):
+    # Classes that a configuration has named by an import path are registered too, but not choices for everyone.
+    registered = {name: member for name, member in kind.get_known_choices().items() if not is_import_path(name)}
+    for choice, member in sorted(registered.items()):
         own, *below = _walk(member, place, choice, shared, seen)
         yield own
         inner += below  # after the last type, so that they do not stand between a type and the section's path

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 
-from jaxlm.core.bounded_read import read_bytes
+from jaxlm.core.bounded_read import read_bytes, read_text
 from jaxlm.core.hardware import processor
 
 MAX_CODE_FILES, MAX_CODE_BYTES = 2_000, 32 * 2**20
@@ -184,7 +184,7 @@ def _flags(text: str) -> str:
     """The flags that may change numbers, in a fixed order. XLA also takes the path of a file that contains them."""
     if text and not text.lstrip().startswith("-"):
         with contextlib.suppress(OSError, UnicodeDecodeError):  # then XLA says so
-            text = Path(text).read_text()
+            text = read_text(Path(text))
     return " ".join(sorted(flag for flag in text.split() if not _NO_NUMBERS.match(flag)))
 
 
