@@ -58,7 +58,7 @@ def eval_hook(monkeypatch):
     sequences = PackedSequences(cache_of([[1] * 40 for _ in range(60)], 64), 16)
     source: Any = SimpleNamespace(name="", config=SimpleNamespace(tags=[]))
     data: Any = SimpleNamespace(validation=[ValidationData(source, sequences, TokensConfig().batch_spec(16))])
-    tokenizer = SimpleNamespace(token_bytes=lambda: np.ones(64, np.int32), dummy_prefix=lambda: None)
+    tokenizer = SimpleNamespace(known_token_bytes=lambda log: np.ones(64, np.int32), dummy_prefix=lambda: None)
     opened: list[EvalContext] = []
     loss = EvalConfig.get_known_choices()["loss"]
     monkeypatch.setattr(loss, "open", lambda self, context: opened.append(context))
@@ -123,7 +123,7 @@ def test_the_eval_hook_runs_the_configured_evals(eval_hook, monkeypatch):
         config = EvalConfig.get_known_choices()[kind]
         monkeypatch.setattr(config, "open", lambda self, context: opened.append(type(self).__name__))
     plan = Outcome(tree(evals=[{"type": "samples"}, {"type": "loss"}])).plan
-    tokenizer = SimpleNamespace(token_bytes=lambda: np.ones(64, np.int32), dummy_prefix=lambda: None)
+    tokenizer = SimpleNamespace(known_token_bytes=lambda log: np.ones(64, np.int32), dummy_prefix=lambda: None)
     others = dict.fromkeys((field.name for field in dataclasses.fields(Run)[3:]), None)
     run = Run(plan, tokenizer, SimpleNamespace(log=print), **others | {"clock": ActivityClock()})  # pyright: ignore
     run.eval_hook(plan.phases[0], SimpleNamespace(validation=[]))  # pyright: ignore
