@@ -8,8 +8,9 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from jaxlm.core.errors import ConfigError
 
@@ -44,7 +45,7 @@ def largest() -> int:
     return max(SMALL, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE_OF_MEMORY)
 
 
-def open_regular(path: Path | str) -> BinaryIO:
+def open_regular(path: Path | str) -> BufferedReader:
     """Opens a file to read bytes. Raises `UnreadableFileError` for a pipe, a device or a socket."""
     # Without O_NONBLOCK, opening a pipe waits until somebody writes to it. It has no effect on regular files.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -52,9 +53,7 @@ def open_regular(path: Path | str) -> BinaryIO:
     if not stat.S_ISREG(mode):
         os.close(descriptor)
         kind = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-        raise UnreadableFileError(
-            kind, os.strerror(kind) if stat.S_ISDIR(mode) else "it is not a regular file", str(path)
-        )
+        raise _unreadable(path, kind, os.strerror(kind) if stat.S_ISDIR(mode) else "it is not a regular file")
     return os.fdopen(descriptor, "rb")
 
 
@@ -83,7 +82,7 @@ def read_stream(stream: Stream, path: Path | str, limit: int | None = None) -> b
     try:
         content = stream.read(most + 1)
     except MemoryError as error:
-        raise UnreadableFileError(errno.ENOMEM, "it needs more memory than there is", str(path)) from error
+        raise _unreadable(path, errno.ENOMEM, "it needs more memory than there is") from error
     if len(content) > most:
         raise _too_large(path, "it", most)
     return content
@@ -108,4 +107,8 @@ def read_stored(fs: Store, path: str, limit: int | None = None) -> bytes:
 
 
 def _too_large(path: Path | str, what: str, limit: int) -> UnreadableFileError:
-    return UnreadableFileError(errno.EFBIG, f"{what} has more than {limit:,} bytes", str(path))
+    return _unreadable(path, errno.EFBIG, f"{what} has more than {limit:,} bytes")
+
+
+def _unreadable(path: Path | str, number: int, problem: str) -> UnreadableFileError:
+    return UnreadableFileError(number, problem, str(path))  # pyright: ignore[reportCallIssue] # OSError's, not ConfigError's
