@@ -428,7 +428,7 @@ def _adapter_paths(model: LanguageModel, lora: LoraConfig) -> list[str]:
 
 
 def _other_paths(model: LanguageModel) -> list[str]:
-    """The paths of all parameters that are no adapters'."""
+    """The paths of all parameters outside of the adapters."""
     return [path for path, leaf in tree.leaves(model) if tree.is_inexact(leaf) and path not in _adapter_leaves(model)]
 
 

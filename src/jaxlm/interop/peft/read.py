@@ -48,7 +48,7 @@ _TOKENS = "tokens"  # path in jaxlm of the token embedding
 
 @dataclass(frozen=True)
 class Saved:
-    """A parameter that is no adapter's, as the file has it.
+    """A parameter outside of the adapters, as the file has it.
 
     Attributes:
         tensor, number: its entry in the table of weights, and which part of it.
@@ -77,7 +77,7 @@ class ReadAdapters:
             without an adapter, are filled up with zeros.
         b: path -> [layers, out, rank], likewise.
         magnitudes: path -> [layers, out], likewise; empty without DoRA.
-        saved: path -> a parameter that is no adapter's.
+        saved: path -> a parameter outside of the adapters.
         sizes: axis sizes of the model.
     """
 

@@ -298,7 +298,7 @@ def _stores_inputs_first(config: ModelConfig) -> bool:
 def _saved_tensors(
     saved: Mapping[str, NamedArray], table: Sequence[Tensor], num_layers: int, sizes: Sizes, layout: Layout, dtype: Any
 ) -> dict[str, np.ndarray]:
-    """Name of a parameter in the files of transformers -> its value, for those that are no adapters'."""
+    """Name of a parameter in the files of transformers -> its value, for those outside of the adapters."""
     whole = jax.jit(lambda x: x, out_shardings=layout.replicated())
     found, unwritten = {}, set(saved)
     for tensor in table:

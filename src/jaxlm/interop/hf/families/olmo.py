@@ -1,4 +1,4 @@
-"""OLMo 1: config.json keys and weight names. Its norms have no weights, and their epsilon is no key."""
+"""OLMo 1: config.json keys and weight names. Its norms have no weights, and config.json has no key for their epsilon."""
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys
