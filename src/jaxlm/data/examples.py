@@ -23,8 +23,8 @@ class Examples(abc.ABC):
         cache: where their tokens are.
         seq_len: tokens per sequence.
         arrangement: what determines their columns besides the tokens, the starts and `seq_len`, as plain JSON.
-        is_endless: whether indices go on beyond the last example. Then `len` counts those of the first pass, and those after
-            it are others.
+        is_endless: whether indices go on beyond the last example. Then `len` counts those of the first pass; those after
+            it differ.
     """
 
     cache: TokenCache
