@@ -134,7 +134,7 @@ def save_adapters(
     tensors |= {_saved_name(name, adapted): array for name, array in others.items()}
     if not is_main_process():
         return
-    matrices = [tensor for tensor in table if len(tensor.parts[0].dims) == 2]
+    matrices = [tensor for tensor in table if len(tensor.parts[0].dims) >= 2]
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -262,7 +262,9 @@ def _targets(modules: Sequence[_Module], table: Sequence[Tensor], num_layers: in
     everywhere = list(range(num_layers))
     having = _layers_by_name(table, num_layers)
     # All layers that have such a module count as all layers.
-    layers = {name: everywhere if sorted(numbers) == having[name] else numbers for name, numbers in layers.items()}
+    layers = {
+        name: everywhere if numbers and sorted(numbers) == having[name] else numbers for name, numbers in layers.items()
+    }
     stacked = {name: sorted(numbers) for name, numbers in layers.items() if numbers}
     common = next(iter(stacked.values()), everywhere)
     common = common if all(numbers == common for numbers in stacked.values()) else everywhere
