@@ -119,6 +119,7 @@ def test_what_one_thread_of_orbax_has_awaited_another_may_await_again(text):
     path = writing._orbax_path(text)
     assert asyncio.run((path / "c").await_creation()).as_posix() == f"{text}/c"
     assert isinstance(path, epath.Path)
+    assert type(path) is type(writing._orbax_path(f"{text}/d"))  # not another class for each save
 
 
 def test_a_checkpoint_whose_parts_were_not_merged_is_not_finished(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import functools
 import json
 import logging
 import sys
@@ -304,10 +305,15 @@ def _orbax_path(path: str) -> Any:
     """
     from etils import epath
 
+    return _awaitable(type(epath.Path()))(path)
+
+
+@functools.cache  # caches of Python keep paths, and so would keep a class for each save
+def _awaitable(kind: type) -> Callable[[str], Any]:
     async def await_creation(self: Any) -> Any:
         return self
 
-    return type("OrbaxPath", (type(epath.Path()),), {"await_creation": await_creation})(path)
+    return type("OrbaxPath", (kind,), {"await_creation": await_creation})
 
 
 def _run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
