@@ -1,6 +1,7 @@
 """Saves in the background: what is written when, and by whom it is waited for."""
 
 import asyncio
+import gc
 import shutil
 import threading
 import time
