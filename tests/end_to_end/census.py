@@ -55,7 +55,7 @@ class Census(Callback):
             with FILE.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def _count(self, event: str, _seconds: float, **_: Any) -> None:
+    def _count(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         self._programs[event] += 1
 
     def _counted(self) -> dict[str, Any]:

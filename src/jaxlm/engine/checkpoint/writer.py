@@ -310,7 +310,7 @@ def _orbax_path(path: str) -> Any:
 
 
 @functools.cache  # caches of Python keep paths, and so would keep a class for each save
-def _awaitable(kind: type) -> Callable[[str], Any]:
+def _awaitable(kind: type) -> Any:
     async def await_creation(self: Any) -> Any:
         return self
 
