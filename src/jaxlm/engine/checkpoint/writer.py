@@ -319,9 +319,10 @@ def _awaitable(kind: type) -> Any:
 
 def _skip_transfer_metrics() -> None:
     """TensorStore 0.1.86 loses the lists in which it answers how much it wrote, 7 KB for each save. Orbax only logs that."""
-    from orbax.checkpoint._src.serialization import tensorstore_utils
+    with contextlib.suppress(ImportError):  # another version of Orbax may have it elsewhere
+        from orbax.checkpoint._src.serialization import tensorstore_utils
 
-    tensorstore_utils.get_tensorstore_raw_bytes = lambda *_, **__: 0
+        tensorstore_utils.get_tensorstore_raw_bytes = lambda *_, **__: 0
 
 
 def _run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
