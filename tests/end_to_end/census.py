@@ -29,7 +29,6 @@ class _Heap(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-@CallbackConfig.register_subclass("census")
 class CensusConfig(CallbackConfig):
     every: int = 250
 
