@@ -14,6 +14,7 @@ from jaxlm.config.key_index import KeyIndex, check_command_line, has_plugins
 from jaxlm.config.overrides import help_text, parse_arguments
 from jaxlm.config.recipes import recipes_command
 from jaxlm.core.errors import EXIT_CONFIG, ConfigError, end_of_output
+from jaxlm.core.redaction import command_line
 
 COMMANDS = {
     "train": "trains what a YAML file describes, and resumes a run that was stopped",
@@ -32,7 +33,7 @@ REPORT = "report"  # reads files alone
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
-    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    command, *rest = (command_line() if arguments is None else arguments) or ["--help"]
     try:
         code = _answer(command, rest)
         sys.stdout.flush()

@@ -23,6 +23,7 @@ from jaxlm.config.plugins import import_choice, is_import_path, signature_proble
 from jaxlm.config.yaml import ConfigSource, KeyPath, without_quotes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import LARGEST_FLOAT, bounds_of, describe_type, in_range
+from jaxlm.core.redaction import without_secrets
 
 T = TypeVar("T")
 INHERITS = {"inherits": True}
@@ -65,8 +66,8 @@ def _without_inherited(section: Mapping[str, Any], outer: Mapping[str, Any], nam
 
 
 def dump(value: Any) -> str:
-    """Converts a dataclass to YAML that `decode` reads back to an equal dataclass."""
-    return yaml.safe_dump(encode(value), sort_keys=False, width=100)
+    """Converts a dataclass to YAML that `decode` reads back to an equal dataclass, but for its secrets."""
+    return yaml.safe_dump(without_secrets(encode(value)), sort_keys=False, width=100)
 
 
 def is_choice(kind: Any) -> bool:

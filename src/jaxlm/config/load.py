@@ -16,6 +16,7 @@ from jaxlm.config.schema import sections
 from jaxlm.config.yaml import ConfigSource, load_yaml, parse_value
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.redaction import remember_secrets
 from jaxlm.interop.hf.model_section import with_hf_model
 from jaxlm.interop.levanter.config import from_levanter
 from jaxlm.presets.base import with_preset
@@ -121,6 +122,7 @@ def decode_run(source: ConfigSource, name: str | None, kind: type[R] = RunConfig
     If `trainer.id` is null, it is set from the environment variable RUN_ID, a tracker's `id`, or `name`.
     """
     load_installed_plugins()
+    remember_secrets(source.tree)
     source = with_preset(source)
     tree = with_hf_model(_inherit_sections(source.tree))
     config = decode(kind, ConfigSource(tree, source.marks))

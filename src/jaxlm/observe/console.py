@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from jaxlm.core.errors import end_of_output
+from jaxlm.core.redaction import redacted
 from jaxlm.core.runtime import is_main_process
 from jaxlm.observe.log_file import LogFile
 
@@ -48,7 +49,7 @@ class Console:
             self._showing_progress = False
         self._print(text)
         if self._log_file is not None:
-            self._log_file.append(f"{text}\n")
+            self._log_file.append(f"{redacted(text)}\n")
             self._log_file.flush(sync=False)
 
     def _print(self, text: str, end: str = "\n") -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from jaxlm.core.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, PeerError, bounded, end_of_output, is_output_closed
 from jaxlm.core.publish import PublishError
+from jaxlm.core.redaction import command_line
 from jaxlm.engine.bad_streak import SkippedStepsError
 from jaxlm.engine.checkpoint.lock import LeaseLostError
 from jaxlm.engine.checkpoint.restore import NoUsableCheckpointError
@@ -54,7 +55,7 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     def run(arguments: Sequence[str] | None = None) -> int:
         try:
             try:
-                return explained(sys.argv[1:] if arguments is None else arguments)
+                return explained(command_line() if arguments is None else arguments)
             finally:
                 sys.stdout.flush()  # not when the interpreter ends, where a closed pipe would be a traceback
         except BrokenPipeError as error:

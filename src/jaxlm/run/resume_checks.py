@@ -13,6 +13,7 @@ from jaxlm.config.plugins import own_modules
 from jaxlm.config.run import RunConfig
 from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError, bounded
+from jaxlm.core.redaction import without_secrets
 from jaxlm.core.runtime import main_first, same_on_all_processes
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.engine.checkpoint.integrity import DamagedError
@@ -265,7 +266,7 @@ def _schedule_at(config: RunConfig, step: int) -> tuple[int, int, float] | None:
 
 
 def _encode_without(config: Any, keys: Collection[str]) -> dict[str, Any]:
-    return {key: value for key, value in encode(config).items() if key not in keys}
+    return {key: value for key, value in without_secrets(encode(config)).items() if key not in keys}
 
 
 def data_identity(plan: Plan) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from jaxlm.core.exchange import exchange
 from jaxlm.core.hardware import cuda_capability, peak_flops
 from jaxlm.core.matmul import has_fp8_products
 from jaxlm.core.precision import Precision
+from jaxlm.core.redaction import without_secrets
 from jaxlm.core.runtime import differences_between_processes
 from jaxlm.core.sharding import axis_mapping_table
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -402,7 +403,7 @@ def run_info(plan: Plan, init_from: InitFrom) -> RunInfo:
         run_id=plan.run_id,
         resume_step=init_from.resume_step or 0,
         is_new=init_from.resume_step is None,
-        config=encode(plan.config),
+        config=without_secrets(encode(plan.config)),
         config_text=dump(plan.config),
         summary=summary,
         abandoned_steps=init_from.history.abandoned_steps,

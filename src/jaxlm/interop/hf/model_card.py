@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from jaxlm.core.redaction import redacted
+
 README = "README.md"
 # Keys in the header of the base model's card that also hold for a model made from it.
 _INHERITED = ("license", "license_name", "license_link", "language")
@@ -41,7 +43,7 @@ class ModelCard:
     task: str = "text-generation"
 
     def text(self) -> str:
-        """The content of README.md."""
+        """The content of README.md, which others will read: without secrets."""
         inherited, of_base = _split(self.of_base or "")
         header = {key: inherited[key] for key in _INHERITED if key in inherited}
         header |= {"library_name": self.library, "pipeline_tag": self.task}
@@ -51,7 +53,7 @@ class ModelCard:
         for heading, rows in self.sections.items():
             parts += [f"## {heading}", _table(rows)] if rows else []
         parts += ["## Card of the base model", of_base.strip()] if of_base.strip() else []
-        return "\n\n".join(parts) + "\n"
+        return redacted("\n\n".join(parts) + "\n")
 
 
 def _split(card: str) -> tuple[Mapping[str, Any], str]:

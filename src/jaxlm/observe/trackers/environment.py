@@ -18,6 +18,7 @@ import jax
 
 from jaxlm.core.bounded_read import read_bytes, read_text
 from jaxlm.core.hardware import processor
+from jaxlm.core.redaction import redacted_arguments
 
 MAX_CODE_FILES, MAX_CODE_BYTES = 2_000, 32 * 2**20
 """Limits of what is code. No single file may take more than a sixteenth of the bytes: larger ones are data."""
@@ -101,9 +102,19 @@ def packages() -> tuple[str, ...]:
 
 def described() -> dict[str, str]:
     """What a reader of the results asks for: the command, the commit, and the versions of what computes."""
-    facts = {"command": shlex.join(sys.argv), "commit": commit() or "no git repository"}
+    facts = {
+        "command": _command(),
+        "commit": commit() or "no git repository",
+    }
     versions = {name: _version(name) for name in _COMPUTING}
     return facts | versions | {"Python": platform.python_version(), "system": platform.platform()}
+
+
+def _command() -> str:
+    """The command line of this process: `jaxlm train ...`, `python -m jaxlm.train ...`, or the user's own program."""
+    program = Path(sys.argv[0])
+    words = ["python", "-m", f"jaxlm.{program.stem}"] if program.parent == _PACKAGE else [program.name]
+    return shlex.join([*words, *redacted_arguments(sys.argv[1:])])
 
 
 JAX_OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")

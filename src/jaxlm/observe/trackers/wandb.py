@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.redaction import redacted
 from jaxlm.core.types import Completion, Histogram, Sample
 from jaxlm.observe.trackers import environment
 from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
@@ -139,7 +140,7 @@ class WandbConfig(TrackerConfig):
         artifact = wandb.Artifact(artifact_name(run.run_id, "run"), type="run")
         texts = {"config.yaml": run.config_text, "requirements.txt": "\n".join(environment.packages())}
         if self.save_code and (patch := environment.changes()):
-            texts["changes.patch"] = patch
+            texts["changes.patch"] = redacted(patch)
         for name, text in texts.items():
             with artifact.new_file(name) as file:
                 file.write(text)

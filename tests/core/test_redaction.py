@@ -1,0 +1,95 @@
+"""What is a secret, and what is not."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import jaxlm
+from jaxlm.core import redaction
+from jaxlm.core.redaction import MASK, redacted, redacted_arguments, remember_secrets, without_secrets
+
+
+@pytest.fixture(autouse=True)
+def forgetful(monkeypatch):
+    monkeypatch.setattr(redaction, "_remembered", set())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("https://ada:s3cr:et@host/x", f"https://ada:{MASK}@host/x"),
+        ("'postgres://u:p@db:5432/x'", f"'postgres://u:{MASK}@db:5432/x'"),
+        ("git+https://ghp@github.com/x", f"git+https://{MASK}@github.com/x"),
+        ("https://h/x?a=1&X-Amz-Signature=ab12&b=2", f"https://h/x?a=1&X-Amz-Signature={MASK}&b=2"),
+        ("https://h/x?sig=a%2Bb, and", f"https://h/x?sig={MASK}, and"),
+        ("https://h/x?X-Goog-Credential=a%40b", f"https://h/x?X-Goog-Credential={MASK}"),
+        (f"token hf_{'a' * 34} given", f"token {MASK} given"),
+        ("AKIAIOSFODNN7EXAMPLE", MASK),
+        # Not secrets.
+        ("http://host:8000/a@b", "http://host:8000/a@b"),
+        ("gs://bucket/run@2", "gs://bucket/run@2"),
+        ("ada@example.org: monkey=1 token=2", "ada@example.org: monkey=1 token=2"),
+        ("https://h/x?tokens=5", "https://h/x?tokens=5"),
+    ],
+)
+def test_secrets_are_masked_by_place_and_form(text, expected):
+    assert redacted(text) == expected
+    assert redacted(expected) == expected, "masking twice changes nothing"
+
+
+def test_variables_of_the_environment_are_masked_unless_they_may_occur_by_chance(monkeypatch):
+    for name, value in {
+        "WANDB_API_KEY": "0123456789abcdef",
+        "AWS_SECRET_ACCESS_KEY": "a/b+c0123456789",
+        "DB_PASSWORD": "short1",
+        "MY_KEY": "checkpoints",
+        "GOOGLE_APPLICATION_CREDENTIALS": "/home/ada/key-2026.json",
+        "SSH_KEY": "~/.ssh/id_ed25519",
+        "KEYBOARD": "keyboard-2026",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert redacted("x0123456789abcdefx, a/b+c0123456789, a%2Fb%2Bc0123456789") == f"x{MASK}x, {MASK}, {MASK}"
+    kept = "short1 checkpoints /home/ada/key-2026.json ~/.ssh/id_ed25519 keyboard-2026"
+    assert redacted(kept) == kept
+
+
+def test_a_secret_of_the_configuration_is_masked_everywhere_after_that():
+    tree = {"data": {"train_urls": ["https://u:pass%2Fw0rd@h/x"]}, "trackers": [{"api_key": "k-123456789", "top_k": 5}]}
+    assert without_secrets(tree) == {
+        "data": {"train_urls": [f"https://u:{MASK}@h/x"]},
+        "trackers": [{"api_key": MASK, "top_k": 5}],
+    }
+    remember_secrets(tree)
+    assert redacted("login of pass/w0rd with k-123456789") == f"login of {MASK} with {MASK}"
+
+
+def test_a_command_line_is_masked_by_its_options():
+    given = [
+        "--config_path",
+        "run.yaml",
+        "--t.0.api_key",
+        "abc",
+        "--t.password=def",
+        "--trainer.id",
+        "abc",
+        "https://u:p@h",
+    ]
+    expected = [*given[:3], MASK, f"--t.password={MASK}", "--trainer.id", "abc", f"https://u:{MASK}@h"]
+    assert redacted_arguments(given) == expected
+    variable = ["--s.api_key_variable", "MY_KEY", "--s.api_key_variable", "sk-by-mistake"]
+    assert redacted_arguments(variable) == [*variable[:3], MASK]
+
+
+def test_no_key_of_jaxlm_is_taken_for_a_secret():
+    keys = Path(jaxlm.__file__).with_name("config") / "keys.json"
+    names = {name for name in _names(json.loads(keys.read_text())) if not name.endswith("_variable")}
+    assert len(names) > 300
+    assert [name for name in sorted(names) if without_secrets({name: "value-1"}) != {name: "value-1"}] == []
+
+
+def _names(index) -> set[str]:
+    if isinstance(index, dict):
+        own = {index["name"]} if isinstance(index.get("name"), str) else set()
+        return set(map(str, index)) | own | {name for item in index.values() for name in _names(item)}
+    return {name for item in index for name in _names(item)} if isinstance(index, list) else set()
