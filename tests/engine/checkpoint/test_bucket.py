@@ -84,6 +84,26 @@ def test_each_kind_of_path_has_its_checkpoint_folder(tmp_path):
         assert folder.location == place
 
 
+@pytest.mark.parametrize("method", ["pipe_file", "rm_file"])
+def test_starts_at_the_same_time_try_out_the_store_apart(store, monkeypatch, method):
+    does, between = getattr(type(store), method), []
+
+    def probing(self, path, *args, **kwargs):
+        if not between:  # the other start does all of it at this moment
+            between.append(path)
+            RemoteFolder(URL).make()
+            BucketFolder(URL)._remote.probe("other")
+            check_writable(URL, "key")
+        does(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(bucket, "_probe_tensorstore", lambda url: None)
+    monkeypatch.setattr(type(store), method, probing)
+    BucketFolder(URL).open(print)
+    between.clear()
+    check_writable(URL, "key")
+    assert not store.find("/bucket")
+
+
 def test_save_and_restore_round_trip(store):
     folder = BucketFolder(URL)
     assert names(folder) == []

@@ -97,6 +97,19 @@ def test_a_second_start_of_a_run_is_refused_until_the_first_ends(tmp_path):
         pass
 
 
+def test_a_start_at_the_same_moment_is_told_who_was_faster(tmp_path, monkeypatch):
+    """The name is in the locked file a moment after it is locked."""
+    path = tmp_path / ".run.lock"
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waited = []
+        monkeypatch.setattr(time, "sleep", lambda _: (waited.append(1), len(waited) == 3 and path.write_text("Ada")))
+        with pytest.raises(ConfigError, match=r"already being trained \(Ada\)"):
+            LocalFolder(tmp_path / "run").locked(print).__enter__()
+    with LocalFolder(tmp_path / "run").locked(print):
+        pass
+
+
 def test_a_folder_that_was_deleted_is_made_again_but_not_on_another_disk(tmp_path, monkeypatch):
     """Below the mount point of a disk that is gone, it would fill the disk of the operating system."""
     folder = LocalFolder(tmp_path / "disk" / "run")
