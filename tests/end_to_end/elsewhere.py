@@ -1,4 +1,4 @@
-"""`jaxlm.train` as on a host of its own: `<name of the host>:<seconds its clock is ahead>:<lease interval>:<step in seconds>`."""
+"""`jaxlm.train` as on a host of its own: `<its name>:<seconds its clock is ahead>:<lease interval>:<step in seconds>`."""
 
 import os
 import platform

@@ -17,6 +17,8 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
+from jaxlm.core.stores import check_writable
+from jaxlm.engine.checkpoint import bucket
 from jaxlm.engine.checkpoint.bucket import BucketFolder
 from jaxlm.engine.checkpoint.health import SaveHealth
 from jaxlm.engine.checkpoint.integrity import DamagedError, seal, verify
@@ -91,8 +93,7 @@ def test_starts_at_the_same_time_try_out_the_store_apart(store, monkeypatch, met
     def probing(self, path, *args, **kwargs):
         if not between:  # the other start does all of it at this moment
             between.append(path)
-            RemoteFolder(URL).make()
-            BucketFolder(URL)._remote.probe("other")
+            BucketFolder(URL).open(print)
             check_writable(URL, "key")
         does(self, path, *args, **kwargs)
 

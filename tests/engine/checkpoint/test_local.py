@@ -1,7 +1,9 @@
 """Checkpoints on a disk: what is replaced, and a disk that the processes do not share."""
 
+import fcntl
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
