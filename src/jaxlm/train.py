@@ -194,8 +194,9 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     plan = plan.updated(config, tokenizer.vocab_size)
     check_references(plan, tokenizer, console.log)
     with contextlib.ExitStack() as closing:
-        still_held = main_only(lambda: closing.enter_context(plan.checkpoints.locked(console.log))) or (lambda: None)
+        # First what the kernel answers at once. A start that took the lease, and was then refused, would end a paused run.
         main_only(lambda: closing.enter_context(logs.locked()))
+        still_held = main_only(lambda: closing.enter_context(plan.checkpoints.locked(console.log))) or (lambda: None)
         main_only(logs.check_writable)
         main_only(lambda: logs.fetch(replace=True))
         if is_main_process():

@@ -15,6 +15,7 @@ from jaxlm.config.load import decode_run
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manifest import find_checkpoints
 from jaxlm.observe.callbacks import CallbackConfig
 from jaxlm.observe.console import Console
@@ -262,12 +263,15 @@ def test_old_temporary_checkpoints_can_be_kept(trainings):
 
 
 @pytest.mark.slow
-def test_a_run_with_other_checkpoints_may_not_write_the_logs_of_one_that_trains(tmp_path):
+def test_a_run_with_other_checkpoints_may_not_write_the_logs_of_one_that_trains(tmp_path, monkeypatch):
     trainings = Trainings(tmp_path)
     with LogStore(None, tmp_path / "logs" / "x", print).locked():
-        with pytest.raises(
-            ConfigError, match=r"already being trained \(process \d+ .*: both would write their logs to .*logs/x"
-        ):
-            trainings.run("x", 1)
+        with monkeypatch.context() as patch:
+            # In a store, this would take the lease of a process that is paused, and end it when it goes on.
+            patch.setattr(LocalFolder, "locked", lambda *_: pytest.fail("it has taken the checkpoints"))
+            with pytest.raises(
+                ConfigError, match=r"already being trained \(process \d+ .*: both would write their logs to .*logs/x"
+            ):
+                trainings.run("x", 1)
         trainings.run("y", 1)
     trainings.run("x", 1)

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import logging
 import posixpath
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -89,8 +90,9 @@ def check_writable(url: str, key: str) -> None:
     advice = "Check the address, the network and your credentials, or set it to a local folder"
     with storage_errors(lambda reason: ConfigError(f"{key}: cannot write to '{url}' ({reason}). {advice}")):
         fs.makedirs(path, exist_ok=True)
-        fs.pipe_file(f"{path}/.jaxlm-probe", b"jaxlm")
-        fs.rm_file(f"{path}/.jaxlm-probe")
+        probe = f"{path}/.jaxlm-probe-{secrets.token_hex(4)}"  # other starts may be at the same place
+        fs.pipe_file(probe, b"jaxlm")
+        fs.rm_file(probe)
 
 
 def put_file(fs: Any, local: Path, remote: str) -> None:

@@ -17,6 +17,8 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
+from jaxlm.core.stores import check_writable
+from jaxlm.engine.checkpoint import bucket
 from jaxlm.engine.checkpoint.bucket import BucketFolder
 from jaxlm.engine.checkpoint.health import SaveHealth
 from jaxlm.engine.checkpoint.integrity import DamagedError, seal, verify
@@ -82,6 +84,25 @@ def test_each_kind_of_path_has_its_checkpoint_folder(tmp_path):
         folder = resolve_folder(base, run_id, tmp_path)
         assert type(folder) is kind
         assert folder.location == place
+
+
+@pytest.mark.parametrize("method", ["pipe_file", "rm_file"])
+def test_starts_at_the_same_time_try_out_the_store_apart(store, monkeypatch, method):
+    does, between = getattr(type(store), method), []
+
+    def probing(self, path, *args, **kwargs):
+        if not between:  # the other start does all of it at this moment
+            between.append(path)
+            BucketFolder(URL).open(print)
+            check_writable(URL, "key")
+        does(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(bucket, "_probe_tensorstore", lambda url: None)
+    monkeypatch.setattr(type(store), method, probing)
+    BucketFolder(URL).open(print)
+    between.clear()
+    check_writable(URL, "key")
+    assert not store.find("/bucket")
 
 
 def test_save_and_restore_round_trip(store):

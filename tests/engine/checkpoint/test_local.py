@@ -1,7 +1,9 @@
 """Checkpoints on a disk: what is replaced, and a disk that the processes do not share."""
 
+import fcntl
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,19 @@ def test_a_second_start_of_a_run_is_refused_until_the_first_ends(tmp_path):
     LocalFolder(tmp_path / "nowhere" / "run").check_free()
     assert not (tmp_path / "nowhere").exists()
     with first.locked(print), LocalFolder(tmp_path / "other").locked(print):
+        pass
+
+
+def test_a_start_at_the_same_moment_is_told_who_was_faster(tmp_path, monkeypatch):
+    """The name is in the locked file a moment after it is locked."""
+    path = tmp_path / ".run.lock"
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waited = []
+        monkeypatch.setattr(time, "sleep", lambda _: (waited.append(1), len(waited) == 3 and path.write_text("Ada")))
+        with pytest.raises(ConfigError, match=r"already being trained \(Ada\)"):
+            LocalFolder(tmp_path / "run").locked(print).__enter__()
+    with LocalFolder(tmp_path / "run").locked(print):
         pass
 
 

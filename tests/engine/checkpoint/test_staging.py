@@ -182,6 +182,29 @@ def test_a_pending_upload_yields_to_newer_checkpoints_of_another_machine(store, 
     assert RemoteFolder(URL).names() == ["step-2", "step-4"]
 
 
+def test_a_refused_start_leaves_the_folder_of_the_holder_as_it_is(store, tmp_path):
+    """Before it is refused, it has found what it would continue from."""
+    holder, _ = opened(tmp_path)
+    with holder.locked(print):
+        save(holder, 2)
+        save(holder, 4, temporary=True)
+        store.rm("/store/run/step-4", recursive=True)  # not uploaded yet, for one that looks at this moment
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(ConfigError, match="already being trained"):
+            opened(tmp_path)
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_start_continues_from_what_the_holder_saved_while_it_waited(store, tmp_path):
+    here, _ = opened(tmp_path / "here")
+    save(here, 2)
+    there, _ = opened(tmp_path / "there")
+    assert names(there) == ["step-2"]
+    save(here, 4)
+    with there.locked(print):
+        assert names(there) == ["step-4"]
+
+
 def test_an_interrupted_deletion_leaves_no_checkpoint_that_looks_complete(store, tmp_path):
     folder, _ = opened(tmp_path)
     save(folder, 1)

@@ -7,13 +7,12 @@ checkpoint is complete once its last file exists (see `RemoteFolder`).
 import contextlib
 import functools
 import json
+import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-
-import jax
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first, main_only
@@ -156,7 +155,7 @@ class BucketFolder(CheckpointFolder):
 
     def _probe(self) -> None:
         """Writes and deletes one file with fsspec, as small files are written, and one with TensorStore, as arrays are."""
-        name = f"probe-{jax.process_index()}"
+        name = f"probe-{secrets.token_hex(4)}"  # other starts of the run may be at the same place
         with storage_errors(self._unusable):
             self._remote.probe(name)
             _probe_tensorstore(f"{self.location}/{name}.arrays")

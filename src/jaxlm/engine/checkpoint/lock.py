@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from jaxlm.core.bounded_read import open_regular
 from jaxlm.core.errors import ConfigError
@@ -13,7 +14,9 @@ StillHeld = Callable[[], None]
 """Raises `LeaseLostError` if another start of the run has taken the folder."""
 
 _MAX_HOLDER = 10_000  # bytes of the name of a process
-_AGAIN_S = 0.1  # a dry run that looks whether a run is being trained locks its file for a moment
+# A dry run that looks whether a run is being trained locks its file for a moment, and the name of a process is in the file a
+# moment after it has locked it.
+_TRIES, _AGAIN_S = 10, 0.1
 
 
 class LeaseLostError(Exception):
@@ -40,21 +43,11 @@ def locked_file(path: Path, what: str, refusal: Callable[[object, str], ConfigEr
         ConfigError: the refusal.
         OSError: the file cannot be created.
     """
-    import fcntl  # not on Windows
-
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+", encoding="utf-8") as file:
-        try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(_AGAIN_S)
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise refusal(file.read(_MAX_HOLDER).strip() or "by another process", what) from error
-        except OSError:
-            pass  # this file system has no locks
+        with contextlib.suppress(OSError):  # this file system has no locks
+            if (holder := _lock(file)) is not None:
+                raise refusal(holder, what)
         file.truncate(0)
         file.write(str(Holder.this_process()))
         file.flush()
@@ -62,6 +55,22 @@ def locked_file(path: Path, what: str, refusal: Callable[[object, str], ConfigEr
             yield lambda: None
         finally:
             file.truncate(0)  # nobody holds it
+
+
+def _lock(file: TextIO) -> str | None:
+    """Locks a file. Returns None, or who has locked it already."""
+    import fcntl  # not on Windows
+
+    for attempt in range(_TRIES):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return None
+        except BlockingIOError:
+            file.seek(0)
+            if attempt and (holder := file.read(_MAX_HOLDER).strip()):
+                return holder
+        time.sleep(_AGAIN_S)
+    return "by another process"
 
 
 def check_unlocked(path: Path, what: str) -> None:

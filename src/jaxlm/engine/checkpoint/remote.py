@@ -42,8 +42,8 @@ class RemoteFolder:
         """Creates the folder, if the store has folders."""
         self._fs.makedirs(self._root, exist_ok=True)
 
-    def probe(self, name: str = "probe") -> None:
-        """Writes a small file and deletes it again, to check permissions."""
+    def probe(self, name: str) -> None:
+        """Writes a small file and deletes it again, to check permissions. Args: name: of its own for each process."""
         path = f"{self._root}/{name}{UNFINISHED}"
         self._fs.pipe_file(path, b"jaxlm")
         self._fs.rm_file(path)

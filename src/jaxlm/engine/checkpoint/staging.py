@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -80,6 +81,7 @@ class StagedFolder(CheckpointFolder):
     @contextlib.contextmanager
     def locked(self, log: Log) -> Iterator[StillHeld]:
         with self._local.locked(log), Lease(self.location, log).held() as still_held:
+            self._fetch(log)  # the holder before may have saved since `open`
             yield still_held
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
@@ -113,7 +115,13 @@ class StagedFolder(CheckpointFolder):
         with copy_errors(self._base_path, self._staging):
             self._staging.mkdir(parents=True, exist_ok=True)
             self._remote.make()
-            self._remote.probe()
+            self._remote.probe(f"probe-{secrets.token_hex(4)}")
+        # The staging folder of a start that trains is its own.
+        with self._local.locked(log):
+            self._fetch(log)
+
+    def _fetch(self, log: Log) -> None:
+        with copy_errors(self._base_path, self._staging):
             self._keep_only([*self._fetch_newest(log), *self._pending()])
 
     def _prepare(self) -> None:
