@@ -289,6 +289,8 @@ def _open_phase(
         refs = load_references(plan, phase, run.console.log)
         if resumed is not None:
             batches.restore(resumed.position())
+        evaluations = run.eval_hook(phase, data, refs)
+        exports = run.export_hooks(phase, evaluations)
         run.beginning.happen()
         if enter is not None:
             state = enter()
@@ -307,8 +309,6 @@ def _open_phase(
             saver,
             skipped=int(state.guard.skipped),
         )
-        evaluations = run.eval_hook(phase, data, refs)
-        exports = run.export_hooks(phase, evaluations)
         run.write_programs(phase, steps)
         # The profiler comes first, so that an evaluation after the last recorded step is not in the profile.
         profiling = run.profile_hooks(phase, first_step, lambda at: steps.of(sizes.at(at)).call.as_text() or "")

@@ -272,7 +272,7 @@ while attempt(work / f"at-{number}" / "train", number) != 0:
     number += 1
 print(number)
 tries = 1
-while attempt(work / "often" / "train", 32) != 0:
+while attempt(work / "often" / "train", 54) != 0:
     tries += 1
     assert tries < 100
 print(tries)

@@ -1,8 +1,10 @@
 """`jaxlm.train` that sends itself a signal when a step is dispatched: `<signal>:<process>:<step>[:twice]`.
 
-At step 0 it sends the signal in a compilation that takes ten minutes.
+At step 0 it sends the signal in a compilation that takes ten minutes. The other processes compile for 20 s in which none of
+their Python threads runs, as on a very busy machine.
 """
 
+import ctypes
 import os
 import sys
 import time
@@ -27,6 +29,7 @@ def signalling(self, step, *args, push=reports.AsyncMetrics.push):
 
 def compiling(*args, compile_steps=train.compile_steps):
     if jax.process_index() != int(PROCESS):
+        ctypes.PyDLL(None).sleep(20)  # unlike time.sleep, it keeps Python's global lock
         return compile_steps(*args)
     os.kill(os.getpid(), int(NUMBER))
     return time.sleep(600)

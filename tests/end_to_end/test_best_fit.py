@@ -20,7 +20,7 @@ WATCH = (
 )
 
 
-def with_paragraphs(place: Workplace) -> Workplace:
+def with_paragraphs(place: Workplace, train: str = "train") -> Workplace:
     """A configuration whose documents are the paragraphs of the corpus. Most fit into a row, and some do not."""
     for split in ("train", "validation"):
         texts = [path.read_text().split("\n\n") for path in sorted((place.corpus / split).glob("*.py"))]
@@ -28,9 +28,9 @@ def with_paragraphs(place: Workplace) -> Workplace:
         records = [json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs]
         (place.folder / f"{split}.jsonl").write_text("".join(records))
     path = place.write()
-    text = re.sub(r"train_urls: \[.*\]", "train_urls: [train.jsonl]", path.read_text())
+    text = re.sub(r"train_urls: \[.*\]", f"train_urls: [{train}.jsonl]", path.read_text())
     text = re.sub(r"validation_urls: \[.*\]", "validation_urls: [validation.jsonl]", text)
-    path.write_text(re.sub(r"(?m)^  cache_dir: .*", f"  cache_dir: {place.cache}/paragraphs", text))
+    path.write_text(re.sub(r"(?m)^  cache_dir: .*", f"  cache_dir: {place.cache}/paragraphs-{train}", text))
     return place
 
 
@@ -71,8 +71,8 @@ def test_killed_in_the_middle_of_an_epoch(workplace, uninterrupted):
 def test_killed_where_documents_of_two_passes_wait_together(workplace):
     """The buffer holds each document several times, and the run reads more than one pass."""
     options = [word.replace("20,", "3000,") for word in PACKING]
-    options += [*WATCH, "--data.shuffle", "false", "--data.train_urls", "[validation.jsonl]"]
-    places = [with_paragraphs(workplace()) for _ in range(2)]
+    options += [*WATCH, "--data.shuffle", "false"]
+    places = [with_paragraphs(workplace(), train="validation") for _ in range(2)]
     uninterrupted = places[0].run(*options)
     assert uninterrupted.code == 0, uninterrupted.err
     found = re.search(r"train: ([\d,]+) rows of 32 tokens, .* without a break", uninterrupted.out)

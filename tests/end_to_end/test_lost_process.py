@@ -30,6 +30,7 @@ EXCHANGE = "an exchange with the other processes failed"
     ("processes", "number", "lost", "step", "message"),
     [
         # Before the first step, while it compiles: the others fail in the exchanges of their own compilation, or in a step.
+        # They get to speak only after 20 s.
         (2, signal.SIGKILL, 1, 0, f"{EXCHANGE}|no heartbeat of process 1"),
         # Process 0 hosts jax's coordination service, so jax aborts the others after their message.
         (2, signal.SIGKILL, 0, 7, f"process 0 cannot be reached|{EXCHANGE}"),

@@ -51,6 +51,10 @@ REFUSALS = {
         ("--trainer.callbacks", "[{type: 'callbacks_of_mine:Never'}]"),
         "defines on_never, which is never called",
     ),
+    "a long sample": (
+        ("--evals", "[{type: samples, max_new_tokens: 4000}]"),
+        "together they must not exceed model.seq_len",
+    ),
     "going back to nothing": (
         ("--trainer.load_checkpoint_path", "checkpoints/run/step-3"),
         "has no checkpoint step-3 to go back to",
@@ -69,13 +73,18 @@ def test_a_refused_start_changes_no_file_of_the_run(place, in_process, monkeypat
 
 
 @pytest.mark.parametrize(
-    "step", ["with_annotations", "compile_steps", pytest.param("load_references", marks=pytest.mark.slow)]
+    "step",
+    [
+        "with_annotations",
+        "Run.eval_hook",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("compile_steps", "load_references")),
+    ],
 )
 def test_a_start_that_is_refused_at_its_last_steps_changes_no_file_of_the_run(place, in_process, monkeypatch, step):
     def refuse(*_args, **_named):
         raise ConfigError("does not fit")
 
-    monkeypatch.setattr(train, step, refuse)
+    monkeypatch.setattr(f"jaxlm.train.{step}", refuse)
     before = content(place.folder)
     result = in_process(train.main, place, *RUN)
     assert (result.code, "does not fit" in result.err) == (2, True), result.err

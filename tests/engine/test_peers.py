@@ -1,6 +1,8 @@
 """What a process tells the others of its run when it fails, with a stand-in for jax's coordination service."""
 
 import json
+import threading
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -38,6 +40,36 @@ def test_the_first_cause_counts_not_what_fails_because_of_it(monkeypatch):
     watch.stop()
     assert json.loads(service.values["jaxlm/failed/1"]) == {"code": 1, "message": "no heartbeat of process 2"}
     assert exits == [1, 1]
+
+
+def test_a_process_that_is_killed_before_its_first_heartbeat_is_lost(monkeypatch, capsys):
+    monkeypatch.setattr(peers, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(PeerWatch, "_watch_service", lambda self: None)
+    codes, ended = [], threading.Event()
+    monkeypatch.setattr(PeerWatch, "fail", lambda self, code, message: (codes.append(code), self.stop(), ended.set()))
+    service = Service()
+    service.values["jaxlm/alive/1"] = "finished"
+    PeerWatch(service, 0, 3, timeout_s=0.05)
+    assert ended.wait(60)
+    assert codes == [1]
+    assert capsys.readouterr().err == "error: no heartbeat of process 2 for 0 s: killed, stopped, or disconnected\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "noticed"),
+    [([0, 1, 3601, 3602], False), ([0, 1, 2, 3, 4, 5], False), ([0, 1, 2, 3, 4, 5, 6], True)],
+)
+def test_a_process_that_was_paused_listens_before_it_says_that_no_one_answers(monkeypatch, seconds, noticed):
+    """Args: seconds: when it looks. After a pause of an hour, the answer may be there already."""
+    monkeypatch.setattr(PeerWatch, "_watch", lambda self: None)
+    watch = PeerWatch(Service(), 1, 2, timeout_s=5)
+    watch.stop()
+    times, waits, exits = iter(seconds), iter([False] * (len(seconds) - 1) + [True]), []
+    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(peers, "os", SimpleNamespace(_exit=exits.append))
+    monkeypatch.setattr(watch, "_ended", SimpleNamespace(wait=lambda _: next(waits)))
+    watch._watch_service()
+    assert exits == [1] * noticed
 
 
 @pytest.mark.parametrize(

@@ -65,14 +65,14 @@ def test_mistakes_are_refused_before_anything_is_compiled(tmp_path, fields, mess
 def test_mistakes_are_refused_at_the_start(tmp_path, fields, message):
     tokenizer = SimpleNamespace(decode=str, vocabulary=lambda: {}, stop_ids=(0,))
     with pytest.raises(ConfigError, match=message):
-        config_of(tmp_path / "p.jsonl", **fields).check_opens(lambda: tokenizer, dry=False)
+        config_of(tmp_path / "p.jsonl", **fields).check_opens(lambda: tokenizer, 64, dry=False)
 
 
 def test_prompts_that_are_no_utf_8_are_refused_with_their_place(tmp_path):
     config = config_of(tmp_path / "p.jsonl")
     (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "a"}\n\n' + '{"prompt": "größe"}\n'.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"p.jsonl, line 3: not UTF-8 text: .*Save the file as UTF-8"):
-        config.check_opens(lambda: None, dry=False)
+        config.check_opens(lambda: None, 64, dry=False)
 
 
 def test_the_names_of_the_metrics_are_known(tmp_path):

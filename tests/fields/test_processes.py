@@ -49,10 +49,10 @@ def test_distributed_fields(monkeypatch):
     seen: list[Any] = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: seen.append((args, kwargs)))
     DistributedConfig("host:1", 2, 1, [0, 3]).join()
-    times = {"initialization_timeout": 900, "heartbeat_timeout_seconds": 300, "shutdown_timeout_seconds": 300}
+    times = {"initialization_timeout": 360, "heartbeat_timeout_seconds": 320, "shutdown_timeout_seconds": 300}
     assert seen.pop() == (("host:1", 2, 1), {"local_device_ids": [0, 3], **times})
     DistributedConfig("host:1", 2, 1, 3, *(timedelta(seconds=s) for s in (7, 8, 9))).join()
-    times = {"initialization_timeout": 21, "heartbeat_timeout_seconds": 24, "shutdown_timeout_seconds": 9}
+    times = {"initialization_timeout": 67, "heartbeat_timeout_seconds": 136, "shutdown_timeout_seconds": 9}
     assert seen == [(("host:1", 2, 1), {"local_device_ids": [3], **times})]
     with pytest.raises(ConfigError, match="heartbeat_timeout"):
         DistributedConfig(heartbeat_timeout=timedelta(0)).join()

@@ -19,6 +19,7 @@ from jaxlm.models.inference import prefix_cache as prefix_cache_module
 from jaxlm.models.inference.generate import GenerationConfig, generate, generate_tokens, stream_tokens
 from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.responses import Noise, sample_responses
+from jaxlm.models.inference.sampling import Sampling
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.models.rope import Places
 from tests.answers import write_tokenizer
@@ -117,7 +118,7 @@ def after(model, text):
 def test_sampled_tokens_have_the_log_likelihoods_of_forward_passes(opened):
     model = opened("phi3-grows")
     found = sample_responses(
-        *(Generator.of(model), TEXTS, range(4), Noise(0, 0)), max_new_tokens=8, temperature=1.0, stop_ids=()
+        *(Generator.of(model), TEXTS, range(4), Noise(0, 0)), max_new_tokens=8, sampling=Sampling(1.0), stop_ids=()
     )
     for text, new, logps in zip(TEXTS, found.tokens.tolist(), found.logps, strict=True):
         expected = [after(model, [*text, *new[:number]])[token] for number, token in enumerate(new)]
@@ -128,7 +129,7 @@ def test_sampled_tokens_have_the_log_likelihoods_of_forward_passes(opened):
 def test_a_mesh_generates_and_samples_the_same(opened):
     """There, layers and cache are stacked."""
     model = opened("phi3-grows")
-    options = {"max_new_tokens": 8, "temperature": 1.0, "stop_ids": ()}
+    options = {"max_new_tokens": 8, "sampling": Sampling(1.0), "stop_ids": ()}
     alone = sample_responses(Generator.of(model), TEXTS, range(4), Noise(0, 0), **options)
     greedy = generate(model, TEXTS, max_new_tokens=8, temperature=0.0)
     where = layout(model=2)

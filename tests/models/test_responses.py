@@ -1,5 +1,6 @@
 """Sampled responses: their log-likelihoods, their end, their distribution, and what they depend on."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -130,6 +131,22 @@ def test_weights_that_have_the_compute_dtype_are_not_copied(llama):
         assert (found is own) == (own.dtype == want.dtype)
         kept.add(found is own)
     assert kept == {True, False}
+
+
+def test_a_rollout_leaves_nothing_behind(llama):
+    """`jax.eval_shape` leaves 50 objects in jax's caches for each call."""
+    precision = parse_precision(PrecisionConfig(default="p=f32,c=bfloat16"))
+    sampler = LocalSamplerConfig().open(SamplerContext(layout(), precision, print))
+    request = SamplingRequest(NOISE.step, NOISE.seed, range(2), 2, Sampling(TEMPERATURE), STOPS)
+
+    def held_after(calls: int) -> int:
+        for _ in range(calls):
+            sampler.sample(llama, PROMPTS[:2], request)
+        gc.collect()
+        return len(gc.get_objects())
+
+    held_after(2)
+    assert held_after(1) + 20 > held_after(20)
 
 
 @pytest.mark.slow

@@ -304,7 +304,7 @@ def test_the_model_reads_the_output(calling):
 @pytest.mark.slow
 def test_sampled_rows_do_not_depend_on_their_batch(calling):
     model, calls, _ = calling
-    config = GenerationConfig(20, temperature=1.0, top_k=3, seed=5)
+    config = GenerationConfig(20, temperature=1.0, top_k=3, seed=4)
     prompts = [PROMPT, [4], PROMPT, [11, 12]]
     together = generate_tokens(Generator.of(model), prompts, config, tools=calls)
     assert generate_tokens(Generator.of(model), prompts, config, tools=calls) == together

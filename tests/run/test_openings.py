@@ -38,7 +38,8 @@ def config(tmp_path, monkeypatch):
 
     def configure(evals=(), tokenizer=str(tmp_path), phases=(), **data: Any) -> RunConfig:
         data = {"type": "rollouts", "train_urls": ["prompts.jsonl"], "max_new_tokens": 8, "rewards": [NUMBER], **data}
-        evals = [{"type": "rollouts", "prompts_file": "prompts.jsonl", "rewards": [NUMBER], **one} for one in evals]
+        rollouts = {"type": "rollouts", "prompts_file": "prompts.jsonl", "rewards": [NUMBER]}
+        evals = [one if "type" in one else rollouts | one for one in evals]
         return configured(data={**data, "tokenizer": tokenizer}, evals=evals, objective=OBJECTIVE, phases=list(phases))
 
     return configure
@@ -77,7 +78,9 @@ def test_a_dry_run_says_what_does_not_open(config, tmp_path):
     assert set(refusals) == {"data rollouts", "evaluation rollouts"}
     for answer in refusals.values():
         assert re.search("/v1/models gave no answer: .*refused.* 1 attempts", answer), answer
-    assert openings(config(tokenizer="bpe"))["data rollouts"].startswith("not checked: whether its rewards open")
+    assert openings(config(tokenizer="bpe"))["data rollouts"].startswith("not checked: whether it opens")
+    (answer,) = openings(config([{"type": "samples", "prompts": ["a"], "max_new_tokens": 10**6}])).values()
+    assert "a start would end with: evals: type samples: a prompt of" in answer
     assert not {"cache", "w"} & {path.name for path in tmp_path.iterdir()}, "it writes nothing"
 
 

@@ -481,7 +481,8 @@ def test_a_run_with_dora_ranks_by_layer_and_a_trained_head_is_exported(tmp_path,
         assert convert.main(["to-hf", *options, "--output_dir", str(tmp_path / adapters)]) == 0, capsys.readouterr()
     assert "with the adapters has the checkpoint's logits" in capsys.readouterr().out
     described = json.loads((tmp_path / "only" / "adapter_config.json").read_text())
-    assert (described["use_dora"], described["bias"], described["modules_to_save"]) == (True, "lora_only", ["lm_head"])
+    # Layer 0 has no adapter, but its bias is trained too: the layers' biases are one parameter.
+    assert (described["use_dora"], described["bias"], described["modules_to_save"]) == (True, "all", ["lm_head"])
     assert described["layers_to_transform"] == [1, 2]
 
 

@@ -20,8 +20,9 @@ from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
 
-# jax's own timeouts, as multiples of the configured ones: jaxlm should notice first, and say why.
-_JAX_TIMEOUT_FACTOR = 3
+# jaxlm should notice first, and say why. jax's own timeouts are later than the configured ones by this time, in which a busy
+# process gets to speak.
+_JAX_LATER_S = 60.0
 _SILENT_S = 20.0  # until a process that waits for the others says so
 
 
@@ -129,8 +130,8 @@ class DistributedConfig:
                 self.num_processes,
                 self.process_id,
                 local_device_ids=self._devices(),
-                initialization_timeout=round(self.initialization_timeout.total_seconds() * _JAX_TIMEOUT_FACTOR),
-                heartbeat_timeout_seconds=round(self.heartbeat_timeout.total_seconds() * _JAX_TIMEOUT_FACTOR),
+                initialization_timeout=round(self.initialization_timeout.total_seconds() + _JAX_LATER_S),
+                heartbeat_timeout_seconds=_jax_heartbeat_timeout_s(self.heartbeat_timeout.total_seconds()),
                 shutdown_timeout_seconds=round(self.shutdown_timeout.total_seconds()),
             )
         )
@@ -174,6 +175,15 @@ class DistributedConfig:
         if self.local_device_ids is None and self.coordinator_address is None:
             return slurm_devices(os.environ) if detect_launcher(os.environ) == "SLURM" else None
         return self.local_device_ids
+
+
+def _jax_heartbeat_timeout_s(noticed_after_s: float) -> int:
+    """jax's own timeout, so that jaxlm, which notices after the given time, is the first to notice.
+
+    jax sends a heartbeat after each half of its timeout. A process may be killed just before one, so that half is all that
+    remains until jax aborts the others.
+    """
+    return 2 * round(noticed_after_s + _JAX_LATER_S)
 
 
 def detect_launcher(environment: Mapping[str, str]) -> str | None:

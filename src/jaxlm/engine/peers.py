@@ -44,10 +44,10 @@ class PeerWatch:
         """
         self._client = client
         self._index = index
-        self._count = count
         self._timeout_s = timeout_s
-        self._seen: dict[str, tuple[str, float]] = {}
-        self._answered = time.monotonic()
+        # Process -> its last heartbeat, and when it was seen. All have connected, so all should send one from now on.
+        self._seen = {str(other): ("", time.monotonic()) for other in range(count) if other != index}
+        self._num_answers = 0
         self._ended = threading.Event()
         self._exiting = threading.Lock()
         self._said = ""  # what this process has said about its own failure
@@ -79,7 +79,7 @@ class PeerWatch:
                 failures = self._client.key_value_dir_get(_FAILED)
                 failures = [failure for failure in failures if failure[0] != f"{_FAILED}{self._index}"]
                 lost = self._lost_processes() if self._index == 0 else []
-                self._answered = time.monotonic()
+                self._num_answers += 1
             except Exception as error:  # the client's own types; process 0 hosts the service
                 if not self._ended.is_set():
                     self._report(
@@ -101,9 +101,17 @@ class PeerWatch:
                 self.fail(1, message)
 
     def _watch_service(self) -> None:
-        """Notices when the service no longer answers."""
+        """Notices when the service no longer answers.
+
+        Counts only the time in which this process runs: after a pause, or while something else does not let its threads run,
+        it has not listened to an answer that may be there.
+        """
+        silent_s, answers, before = 0.0, 0, time.monotonic()
         while not self._ended.wait(_INTERVAL_S):
-            if time.monotonic() - self._answered > self._timeout_s:
+            now = time.monotonic()
+            silent_s = silent_s + min(now - before, 2 * _INTERVAL_S) if self._num_answers == answers else 0.0
+            answers, before = self._num_answers, now
+            if silent_s > self._timeout_s:
                 self._report(f"no answer of process 0 for {self._timeout_s:.0f} s: it was stopped, or is disconnected")
                 os._exit(1)
 
@@ -112,12 +120,13 @@ class PeerWatch:
 
     def _others_remain(self) -> bool:
         """Whether a process that has not left still sends heartbeats."""
-        left = {key.rpartition("/")[2] for key, _ in self._client.key_value_dir_get(_LEFT)} | {str(self._index)}
+        left = {key.rpartition("/")[2] for key, _ in self._client.key_value_dir_get(_LEFT)}
         silences = self._silences()
-        left |= {process for process, (value, _) in self._seen.items() if value == _FINISHED}
         # A process that has not sent any yet has just started.
         return any(
-            silences.get(process, 0.0) < _SILENT_S for process in map(str, range(self._count)) if process not in left
+            silence < _SILENT_S or not self._seen[process][0]
+            for process, silence in silences.items()
+            if process not in left
         )
 
     def _silences(self) -> dict[str, float]:
@@ -125,7 +134,7 @@ class PeerWatch:
         now = time.monotonic()
         for key, value in self._client.key_value_dir_get(_ALIVE):
             process = key.rpartition("/")[2]
-            if self._seen.get(process, ("", 0.0))[0] != value:
+            if process in self._seen and self._seen[process][0] != value:
                 self._seen[process] = (value, now)
         return {process: now - at for process, (value, at) in self._seen.items() if value != _FINISHED}
 

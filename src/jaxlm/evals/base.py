@@ -115,9 +115,14 @@ class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.
         before anything is compiled."""
         return
 
-    def check_opens(self, tokenizer: Callable[[], Any], *, dry: bool) -> None:
-        """Raises `ConfigError` if something cannot be opened that the evaluation needs, such as a reward. Process 0 calls it
-        before anything is tokenized or compiled. Args: dry: write nothing, and do not wait for a server that is not ready."""
+    def check_opens(self, tokenizer: Callable[[], Any], seq_len: int, *, dry: bool) -> None:
+        """Raises `ConfigError` if something cannot be opened that the evaluation needs, such as a reward, or if the tokenizer
+        or the model does not suit it. Process 0 calls it before anything is tokenized or compiled.
+
+        Args:
+            seq_len: the model's maximum sequence length.
+            dry: write nothing, and do not wait for a server that is not ready.
+        """
         return
 
     @abc.abstractmethod

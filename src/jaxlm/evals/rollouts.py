@@ -112,7 +112,7 @@ class RolloutsEvalConfig(EvalConfig):
         for reward in self.rewards:
             reward.check()
 
-    def check_opens(self, tokenizer: Callable[[], Any], *, dry: bool) -> None:
+    def check_opens(self, tokenizer: Callable[[], Any], seq_len: int, *, dry: bool) -> None:
         self.check()
         columns = {name for _, record in self._records() for name in record} - {self._prompt_key}
         with self.open_rewards(tokenizer(), dry=dry) as rewards:

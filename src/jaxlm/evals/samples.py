@@ -1,7 +1,7 @@
 """Generates text samples from the model during training."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,18 +59,27 @@ class SamplesEvalConfig(EvalConfig):
     def metric_names(self) -> tuple[str, ...]:
         return ()
 
-    def open(self, ctx: EvalContext) -> Eval:
+    def check(self) -> None:
         if not self.prompts or self.max_new_tokens < 1:
             raise ConfigError("evals: type samples needs at least one prompt, and max_new_tokens of at least 1")
-        longest = max(len(prompt_ids(ctx.tokenizer, prompt)) for prompt in self.prompts)
-        if longest + self.max_new_tokens > ctx.seq_len:
+
+    def check_opens(self, tokenizer: Callable[[], Any], seq_len: int, *, dry: bool) -> None:
+        longest = max(len(prompt_ids(tokenizer(), prompt)) for prompt in self.prompts)
+        if longest + self.max_new_tokens > seq_len:
             raise ConfigError(
                 f"evals: type samples: a prompt of {longest} tokens and max_new_tokens: {self.max_new_tokens} given, but"
-                f" together they must not exceed model.seq_len: {ctx.seq_len}. Shorten the prompt, or set max_new_tokens to"
-                f" {max(1, ctx.seq_len - longest)}"
+                f" together they must not exceed model.seq_len: {seq_len}. Shorten the prompt, or set max_new_tokens to"
+                f" {max(1, seq_len - longest)}"
             )
-        calls = None if self.tool is None else ToolCalls.of(self.tool, ctx.tokenizer, "evals: type samples: tool")
-        return SamplesEval(self, ctx, calls)
+        self._calls(tokenizer())
+
+    def _calls(self, tokenizer: Any) -> ToolCalls | None:
+        return None if self.tool is None else ToolCalls.of(self.tool, tokenizer, "evals: type samples: tool")
+
+    def open(self, ctx: EvalContext) -> Eval:
+        self.check()
+        self.check_opens(lambda: ctx.tokenizer, ctx.seq_len, dry=False)
+        return SamplesEval(self, ctx, self._calls(ctx.tokenizer))
 
 
 class SamplesEval(Eval):

@@ -222,14 +222,14 @@ def _openings(plan: Plan) -> Iterator[_Question]:
 
     def tokenizer() -> Tokenizer:
         if bpe_config(plan.data[0].tokenizer) is not None:
-            raise _UncheckedError("whether its rewards open, because a start trains their tokenizer")
+            raise _UncheckedError("whether it opens, because a start trains its tokenizer")
         return plan.data[0].load_tokenizer(log=lambda _: None)
 
     for data in {id(data): data for data in plan.data}.values():
         check = functools.partial(data.check_opens, tokenizer, dry=True)
         yield _Question(f"data {choice_name(type(data))}", check, "")
     for evaluation in plan.config.evals:
-        check = functools.partial(evaluation.check_opens, tokenizer, dry=True)
+        check = functools.partial(evaluation.check_opens, tokenizer, plan.config.model.seq_len, dry=True)
         yield _Question(f"evaluation {choice_name(type(evaluation))}", check, "")
 
 

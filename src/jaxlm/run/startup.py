@@ -340,7 +340,7 @@ def check_opens(plan: Plan, tokenizer: Tokenizer, cursor: Cursor | None) -> None
     for data in {id(data): data for data in ahead}.values():
         data.check_opens(lambda: tokenizer, dry=False)
     for evaluation in plan.config.evals if ahead else []:
-        evaluation.check_opens(lambda: tokenizer, dry=False)
+        evaluation.check_opens(lambda: tokenizer, plan.config.model.seq_len, dry=False)
 
 
 def _is_over(phase: Phase, plan: Plan, cursor: Cursor | None) -> bool:

@@ -35,7 +35,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.weights import axis_sizes
 from jaxlm.interop.peft.read import ReadAdapters, lora_keys, peft_folder, read_adapters
-from jaxlm.interop.peft.write import Adapter, save_adapters
+from jaxlm.interop.peft.write import Adapted, Adapter, save_adapters
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.layers import DropoutLayer, dropout
 from jaxlm.models.linear import Linear
@@ -534,18 +534,5 @@ def save_peft(
         pairs = tuple((size.rank, size.scale) for size in ranks)
         arrays = (change.a, change.b, change.magnitude)
         adapters.append(Adapter(whole, layers, *arrays, change.In, change.Out, pairs, dropouts.get(path)))
-    sizes = axis_sizes(tree.leaves(model))
-    save_adapters(
-        folder,
-        adapters,
-        also,
-        config,
-        body.num_layers,
-        sizes,
-        layout,
-        dtype=dtype,
-        base=base,
-        files=files or {},
-        tables=tables,
-        shared=shared,
-    )
+    adapted = Adapted(adapters, also, tables, shared, body.num_layers, axis_sizes(tree.leaves(model)))
+    save_adapters(folder, adapted, config, layout, dtype=dtype, base=base, files=files or {})

@@ -45,7 +45,8 @@ class LocalSampler(Sampler):
 
     def __init__(self, config: LocalSamplerConfig, context: SamplerContext):
         self._config = config
-        self._to_compute = context.precision.cast_to_compute
+        # One function for all calls: jax keeps something for each that it traces, `jax.eval_shape` makes one in each call.
+        self._to_compute = jax.jit(context.precision.cast_to_compute)
         self._progress = context.progress
 
     def sample(self, model: Any, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[Sample]:
@@ -72,7 +73,7 @@ class LocalSampler(Sampler):
     def _cast(self, model: Any) -> Any:
         """The model in its compute dtypes. What has them already is not copied."""
         arrays, structure = jax.tree.flatten(model)
-        wanted = [leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(self._to_compute, model))]
+        wanted = [leaf.dtype for leaf in jax.tree.leaves(self._to_compute.eval_shape(model))]
         others = [number for number, array in enumerate(arrays) if array.dtype != wanted[number]]
         for number, array in zip(
             others, _astype([arrays[n] for n in others], tuple(wanted[n] for n in others)), strict=True

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import functools
 import json
 import logging
 import sys
@@ -72,6 +73,7 @@ class CheckpointWriter:
         self._before_commit = before_commit
         self._progress = progress
         silence_repeated_errors()
+        _skip_transfer_metrics()
         # Not an `AsyncCheckpointer`: its barriers would wait for a process that has failed (docs/design/0016).
         self._orbax = ocp.PyTreeCheckpointHandler(use_ocdbt=True)
         self._save_args = ocp.args.PyTreeSave
@@ -304,10 +306,23 @@ def _orbax_path(path: str) -> Any:
     """
     from etils import epath
 
+    return _awaitable(type(epath.Path()))(path)
+
+
+@functools.cache  # caches of Python keep paths, and so would keep a class for each save
+def _awaitable(kind: type) -> Any:
     async def await_creation(self: Any) -> Any:
         return self
 
-    return type("OrbaxPath", (type(epath.Path()),), {"await_creation": await_creation})(path)
+    return type("OrbaxPath", (kind,), {"await_creation": await_creation})
+
+
+def _skip_transfer_metrics() -> None:
+    """TensorStore 0.1.86 loses the lists in which it answers how much it wrote, 7 KB for each save. Orbax only logs that."""
+    with contextlib.suppress(ImportError):  # another version of Orbax may have it elsewhere
+        from orbax.checkpoint._src.serialization import tensorstore_utils
+
+        tensorstore_utils.get_tensorstore_raw_bytes = lambda *_, **__: 0
 
 
 def _run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:

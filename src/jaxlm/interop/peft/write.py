@@ -67,6 +67,27 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class Adapted:
+    """What the files have of a model with adapters.
+
+    Attributes:
+        adapters: the adapters of all its modules.
+        saved: path in a model without adapters -> another parameter to write.
+        tables: paths of the adapted embedding tables.
+        shared: the head has the adapter of the embedding that it is tied to.
+        num_layers: number of layers of the model.
+        sizes: axis sizes of the model.
+    """
+
+    adapters: Sequence[Adapter]
+    saved: Mapping[str, NamedArray]
+    tables: Collection[str]
+    shared: bool
+    num_layers: int
+    sizes: Sizes
+
+
+@dataclass(frozen=True)
 class _Module:
     """The adapter of one module in the files.
 
@@ -90,62 +111,46 @@ class _Module:
 
 def save_adapters(
     folder: Location,
-    adapters: Sequence[Adapter],
-    saved: Mapping[str, NamedArray],
+    model: Adapted,
     config: ModelConfig,
-    num_layers: int,
-    sizes: Sizes,
     layout: Layout,
     *,
     dtype: Any,
     base: str,
     files: Mapping[str, bytes],
-    tables: Collection[str],
-    shared: bool,
 ) -> None:
     """Writes adapter_config.json and adapter_model.safetensors. Every process must call this; process 0 writes.
 
     Args:
-        saved: path in a model without adapters -> another parameter to write.
-        num_layers: number of layers of the model.
-        sizes: axis sizes of the model.
         base: name of the base model, for adapter_config.json.
         files: additional files to write, such as the model card.
-        tables: paths of the adapted embedding tables.
-        shared: the head has the adapter of the embedding that it is tied to.
 
     Raises:
         ConfigError: PEFT has no such adapters.
     """
     check_unused(folder, "adapter_config.json")
     table = peft_tensors(config)
-    modules = _modules(adapters, table, sizes, layout, dtype)
-    tensors: dict[str, np.ndarray] = {}
-    for module in modules:
-        kind = EMBEDDING if module.tensor.parts[0].path.removesuffix(".weight") in tables else LINEAR
-        named = {kind[0]: module.arrays.a, kind[1]: module.arrays.b, MAGNITUDE: module.arrays.magnitude}
-        tensors |= {f"{PREFIX}{module.name}.{side}": array for side, array in named.items() if array is not None}
+    modules = _modules(model, table, layout, dtype)
     adapted = {module.name for module in modules}
-    others = _saved_tensors(saved, table, num_layers, sizes, layout, dtype)
-    is_shared = shared
+    others = _saved_tensors(model, table, layout, dtype)
+    is_shared = model.shared
     if is_tied(config):
         others, is_table = _tied_tensors(others, adapted, table)
-        is_shared = shared or is_table
+        is_shared = is_shared or is_table
+    tensors = _adapter_tensors(modules, model.tables)
     tensors |= {_saved_name(name, adapted): array for name, array in others.items()}
     if not is_main_process():
         return
-    matrices = [tensor for tensor in table if len(tensor.parts[0].dims) == 2]
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        **_settings(modules, adapters),
-        "bias": _bias(others, adapted),
-        "fan_in_fan_out": _stores_inputs_first(config),
         "inference_mode": True,
-        "use_dora": any(module.arrays.magnitude is not None for module in modules),
-        **_targets(modules, matrices, num_layers),
-        **_modules_to_save(others, adapted, table, num_layers),
+        "fan_in_fan_out": _stores_inputs_first(config),
+        **_settings(modules, model.adapters),
+        **_targets(modules, [tensor for tensor in table if len(tensor.parts[0].dims) >= 2], model.num_layers),
+        "bias": _bias(others, adapted),
+        **_modules_to_save(others, adapted, table, model.num_layers),
         **({"ensure_weight_tying": True} if is_shared else {}),
     }
     infos = {name: TensorInfo(array.shape, array.dtype) for name, array in tensors.items()}
@@ -156,13 +161,21 @@ def save_adapters(
         write_safetensors(unfinished / "adapter_model.safetensors", infos, tensors.values())
 
 
-def _modules(
-    adapters: Sequence[Adapter], table: Sequence[Tensor], sizes: Sizes, layout: Layout, dtype: Any
-) -> list[_Module]:
+def _adapter_tensors(modules: Sequence[_Module], tables: Collection[str]) -> dict[str, np.ndarray]:
+    """Name in the file -> array."""
+    tensors = {}
+    for module in modules:
+        kind = EMBEDDING if module.tensor.parts[0].path.removesuffix(".weight") in tables else LINEAR
+        named = {kind[0]: module.arrays.a, kind[1]: module.arrays.b, MAGNITUDE: module.arrays.magnitude}
+        tensors |= {f"{PREFIX}{module.name}.{side}": array for side, array in named.items() if array is not None}
+    return tensors
+
+
+def _modules(model: Adapted, table: Sequence[Tensor], layout: Layout, dtype: Any) -> list[_Module]:
     """The adapters of all modules in the files. Those of the parameters of one matrix become one."""
     owners = {part.path: tensor for tensor in table for part in tensor.parts}
     found: dict[tuple[Tensor, int | None], dict[str, tuple[Arrays, float]]] = {}
-    for adapter in adapters:
+    for adapter in model.adapters:
         owner = owners.get(f"{adapter.path}.weight")
         if owner is None:
             raise ConfigError(
@@ -173,7 +186,7 @@ def _modules(
             found.setdefault((owner, layer), {})[adapter.path] = (arrays, scale)
     modules = []
     for (tensor, layer), own in found.items():
-        arrays, scale = _joined(tensor, own, sizes)
+        arrays, scale = _joined(tensor, own, model.sizes)
         cast = (None if each is None else np.ascontiguousarray(each.astype(dtype)) for each in arrays)
         modules.append(_Module(tensor, layer, Arrays(*cast), scale))  # pyright: ignore[reportArgumentType]
     return modules
@@ -219,7 +232,7 @@ def _by_layer(adapter: Adapter, owner: Tensor, layout: Layout) -> list[tuple[int
 
 
 def _settings(modules: Sequence[_Module], adapters: Sequence[Adapter]) -> dict[str, Any]:
-    """The keys of adapter_config.json for ranks, scales and dropout."""
+    """The keys of adapter_config.json for ranks, scales, dropout and DoRA."""
     dropouts = {adapter.dropout for adapter in adapters if adapter.dropout is not None}
     if len(dropouts) > 1:
         raise ConfigError(
@@ -233,7 +246,8 @@ def _settings(modules: Sequence[_Module], adapters: Sequence[Adapter]) -> dict[s
     ranks = _patterns(modules, {module.name: module.rank for module in modules}, rank)
     other = {name: value for name, value in alphas.items() if not math.isclose(value, alpha, rel_tol=1e-9)}
     found = _patterns(modules, {name: other.get(name, alpha) for name in alphas}, alpha)
-    settings = {"r": rank, "lora_alpha": alpha, "lora_dropout": max(dropouts, default=0.0)}
+    use_dora = any(module.arrays.magnitude is not None for module in modules)
+    settings = {"r": rank, "lora_alpha": alpha, "lora_dropout": max(dropouts, default=0.0), "use_dora": use_dora}
     return {**settings, **({"rank_pattern": ranks} if ranks else {}), **({"alpha_pattern": found} if found else {})}
 
 
@@ -262,7 +276,9 @@ def _targets(modules: Sequence[_Module], table: Sequence[Tensor], num_layers: in
     everywhere = list(range(num_layers))
     having = _layers_by_name(table, num_layers)
     # All layers that have such a module count as all layers.
-    layers = {name: everywhere if sorted(numbers) == having[name] else numbers for name, numbers in layers.items()}
+    layers = {
+        name: everywhere if numbers and sorted(numbers) == having[name] else numbers for name, numbers in layers.items()
+    }
     stacked = {name: sorted(numbers) for name, numbers in layers.items() if numbers}
     common = next(iter(stacked.values()), everywhere)
     common = common if all(numbers == common for numbers in stacked.values()) else everywhere
@@ -295,11 +311,10 @@ def _stores_inputs_first(config: ModelConfig) -> bool:
     return family_of_config(config).model_types[0] == "gpt2"
 
 
-def _saved_tensors(
-    saved: Mapping[str, NamedArray], table: Sequence[Tensor], num_layers: int, sizes: Sizes, layout: Layout, dtype: Any
-) -> dict[str, np.ndarray]:
+def _saved_tensors(model: Adapted, table: Sequence[Tensor], layout: Layout, dtype: Any) -> dict[str, np.ndarray]:
     """Name of a parameter in the files of transformers -> its value, for those outside of the adapters."""
     whole = jax.jit(lambda x: x, out_shardings=layout.replicated())
+    saved = model.saved
     found, unwritten = {}, set(saved)
     for tensor in table:
         paths = [part.path for part in tensor.parts]
@@ -309,10 +324,10 @@ def _saved_tensors(
         unwritten -= set(given)
         leaves = [saved[path] for path in paths]
         hosted = [np.asarray(whole(leaf.array)).astype(dtype) for leaf in leaves]
-        for number, layer in enumerate(layers_of(tensor, num_layers)):
+        for number, layer in enumerate(layers_of(tensor, model.num_layers)):
             own = [array if layer is None else array[number] for array in hosted]
             found[weight_name(tensor, layer)] = np.ascontiguousarray(
-                tensor.write(own, [tensor.own_axes(leaf) for leaf in leaves], sizes)
+                tensor.write(own, [tensor.own_axes(leaf) for leaf in leaves], model.sizes)
             )
     if unwritten:
         raise ConfigError(

@@ -1,0 +1,153 @@
+"""A run of 3,000 steps with evaluations, saves, exports, samples and rollouts holds no more at its end than after a third."""
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.answers import write_model
+from tests.end_to_end.census import FILE
+from tests.end_to_end.commands import Workplace
+from tests.end_to_end.successor import TOKENS, write_task
+from tests.end_to_end.test_dpo import DPO, pairs
+from tests.end_to_end.test_dpo import start as start_dpo
+from tests.end_to_end.test_sft import CHATS, SFT
+from tests.http_server import serving
+
+STEPS, EVERY = 3000, 250
+MB = 1 << 20
+# What there may be more of: saves and flushes that are under way, and what caches of a fixed size hold: wandb's of its
+# last 100 tables and Python's of the last 128 paths.
+MORE = {"threads": 4, "descriptors": 6, "arrays": 250, "objects": 6000, "heap": 8 * MB, "anonymous": 32 * MB}
+
+
+def pretraining(place: Workplace) -> dict[str, Any]:
+    """An evaluation with samples every 20 steps, a save every second and every 50 steps, an export every 500."""
+    config = yaml.safe_load(place.write().read_text())
+    config["trainer"] |= {
+        "num_train_steps": STEPS,
+        "steps_per_eval": 20,
+        "checkpointer": {
+            "base_path": "checkpoints",
+            "save_interval": "1s",
+            "keep": [{"every": 50, "until": 500}, {"every": 500}],
+        },
+        "tracker": [
+            {"type": "wandb", "project": "p", "mode": "offline", "save_code": False},
+            {"type": "tensorboard"},
+        ],
+        "watch": {"interval": 10},
+    }
+    return config | {
+        "evals": [{"type": "loss"}, {"type": "samples", "prompts": ["def ", "import "], "max_new_tokens": 12}],
+        "hf_save_path": "exports",
+        "hf_save_steps": 500,
+    }
+
+
+def grpo(place: Workplace) -> dict[str, Any]:
+    """Rollouts, with a reward in a process of its own and templates rendered in another, and their evaluation."""
+    write_task(place.folder)
+    config = yaml.safe_load(place.write().read_text())
+    config["model"] |= {"seq_len": 16}
+    config["trainer"] |= {
+        "num_train_steps": STEPS,
+        "steps_per_eval": 50,
+        "train_batch_size": 8,
+        "checkpointer": {"base_path": "checkpoints", "save_interval": "5s", "keep": [{"every": 1000}]},
+    }
+    del config["trainer"]["max_eval_batches"]
+    rewards = [
+        {"type": "function", "function": "tests.end_to_end.successor:right", "name": "right"},
+        {"type": "length", "weight": -0.01},
+    ]
+    return config | {
+        "data": {
+            "type": "rollouts",
+            "train_urls": ["prompts.jsonl"],
+            "tokenizer": "tokenizer",
+            "cache_dir": "cache",
+            "group_size": 4,
+            "max_new_tokens": 6,
+            "dynamic_sampling": 1,
+            "updates_per_rollout": 2,
+            "minibatches_per_rollout": 2,
+            "rewards": rewards,
+        },
+        "objective": {"type": "grpo", "old_policy": "rollout", "kl_coef": 0.01},
+        "evals": [
+            {"type": "rollouts", "prompts_file": "prompts.jsonl", "rewards": rewards, "max_new_tokens": 6},
+            {"type": "samples", "prompts": ["3 ="], "max_new_tokens": 3},
+        ],
+    }
+
+
+def served(place: Workplace, url: str) -> dict[str, Any]:
+    """Rollouts of a server, with an export of the weights for every second update."""
+    config = grpo(place)
+    config["trainer"] |= {"train_batch_size": 2}
+    sampler = {"type": "server", "weights_folder": "weights", "server": {"url": url}}
+    config["data"] |= {"group_size": 2, "dynamic_sampling": 0, "minibatches_per_rollout": 1, "sampler": sampler}
+    return config
+
+
+def completion(body: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM answers."""
+    tokens = random.Random(body["seed"]).choices(range(1, len(TOKENS)), k=body["max_tokens"])
+    logprobs = {"token_logprobs": [-1.0] * len(tokens)}
+    return {"choices": [{"token_ids": tokens, "logprobs": logprobs, "finish_reason": "length"}]}
+
+
+def dpo(place: Workplace) -> dict[str, Any]:
+    """Pairs, with the answers of the reference."""
+    start_dpo(place, DPO, pairs())
+    config = yaml.safe_load((place.folder / "run.yaml").read_text())
+    config["trainer"] |= {"num_train_steps": STEPS, "max_eval_batches": 2}
+    config["trainer"]["checkpointer"] |= {"save_interval": "2s", "keep": [{"every": 100}]}
+    return config
+
+
+def sft(place: Workplace) -> dict[str, Any]:
+    """Packed conversations, rendered by a template."""
+    write_model(place.folder / "model")
+    (place.folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
+    config = yaml.safe_load(SFT.format(cache=place.cache))
+    config["data"]["packing"] = {"type": "best_fit", "fill": "pad"}
+    config["trainer"] |= {"num_train_steps": STEPS, "train_batch_size": 2, "log_dir": "logs"}
+    return config
+
+
+def counted(place: Workplace, config: dict[str, Any]) -> list[dict[str, Any]]:
+    config["trainer"]["callbacks"] = [{"type": "tests.end_to_end.census:CensusConfig", "every": EVERY}]
+    (place.folder / "run.yaml").write_text(yaml.safe_dump(config))
+    finished = place.run("--config_path", "run.yaml", WANDB_SILENT="true")
+    assert finished.code == 0, finished.err
+    return [json.loads(line) for line in (place.folder / FILE).read_text().splitlines()]
+
+
+def check(counts: list[dict[str, Any]]) -> None:
+    first, last = counts[STEPS // 3 // EVERY - 1], counts[-1]
+    for name in ("programs", "children", "uncollectable"):
+        assert last[name] == first[name], name
+    for name, more in MORE.items():
+        assert last[name] <= first[name] + more, name
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("made", [pretraining, sft, dpo, grpo])
+def test_nothing_grows(workplace, made: Callable[[Workplace], dict[str, Any]]):
+    place = workplace()
+    check(counted(place, made(place)))
+
+
+@pytest.mark.soak
+def test_nothing_grows_while_a_server_samples(workplace, monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    place = workplace()
+    with serving() as server:
+        server.answers |= {"/v1/completions": completion, "/collective_rpc": lambda body: {"results": [None]}}
+        server.answers["/reset_prefix_cache"] = lambda body: None
+        check(counted(place, served(place, server.url)))
