@@ -1,13 +1,20 @@
 """jaxlm: one YAML trains a language model in JAX, sharded, resumable bit for bit."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from jaxlm.core.interrupts import end_at_interrupt
 
 if TYPE_CHECKING:
     from jaxlm.run.inference_model import InferenceModel
 
 __version__ = "0.1.0"
+
+# `python -m` imports this package before a command's module. The imports take seconds: Ctrl-C ends them without a traceback.
+if sys.argv[:1] == ["-m"]:
+    end_at_interrupt()
 
 
 def load(

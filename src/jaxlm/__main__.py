@@ -14,6 +14,7 @@ from jaxlm.config.key_index import KeyIndex, check_command_line, has_plugins
 from jaxlm.config.overrides import help_text, parse_arguments
 from jaxlm.config.recipes import recipes_command
 from jaxlm.core.errors import EXIT_CONFIG, ConfigError, end_of_output
+from jaxlm.core.interrupts import end_at_interrupt
 from jaxlm.core.redaction import command_line
 
 COMMANDS = {
@@ -80,6 +81,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     # As `python -m` does: your own classes may be in this folder.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    end_at_interrupt()
     with gc_paused():
         module = importlib.import_module(f"jaxlm.{command}")
     return module.main(arguments)

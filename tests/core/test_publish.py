@@ -2,6 +2,8 @@
 
 import errno
 import os
+import platform
+import subprocess
 
 import fsspec
 import pytest
@@ -77,3 +79,17 @@ def test_a_disk_that_cannot_be_written_is_one_message_and_leaves_nothing(tmp_pat
     ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_killed_processes_left_is_removed_and_what_others_write_is_not(tmp_path):
+    """A process that is killed while it writes removes nothing, and in a container the next one may have its number."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    names = [f".step-1.{platform.node()}-{number}.unfinished" for number in (ended.pid, os.getpid(), os.getppid())]
+    elsewhere = f".step-1.other-host-{ended.pid}.unfinished"
+    for name in (*names, elsewhere):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").write_text("x")
+    write(tmp_path / "step-1")
+    assert sorted(path.name for path in (tmp_path / "step-1").iterdir()) == ["last.json", "tokenizer", "weights"]
+    assert {path.name for path in tmp_path.iterdir()} == {"step-1", names[-1], elsewhere}

@@ -1,7 +1,9 @@
 """Folders that a command writes as a whole, on a disk or at a URL: complete or absent."""
 
 import contextlib
+import glob
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from jaxlm.core.stores import is_url, open_store, put_folder, storage_errors
 
 Location = Path | str
 """A path, or a URL as a string."""
+_UNFINISHED = ".unfinished"
 
 
 class PublishError(Exception):
@@ -63,7 +66,8 @@ def _unfinished(folder: Location, last: str) -> Iterator[Path]:
             _upload(Path(unfinished), folder, last)
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")
+    _remove_leftovers(folder)
+    unfinished = folder.with_name(f"{_prefix(folder)}{os.getpid()}{_UNFINISHED}")
     unfinished.mkdir()
     try:
         yield unfinished
@@ -73,6 +77,32 @@ def _unfinished(folder: Location, last: str) -> Iterator[Path]:
         fsync(folder.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _prefix(folder: Path) -> str:
+    return f".{folder.name}.{platform.node()}-"
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Deletes what killed processes of this host have left of `folder`, of one with this process's number too: in a
+    container, every start may have the same. Other hosts that share the disk may be writing.
+    """
+    prefix = _prefix(folder)
+    for leftover in folder.parent.glob(f"{glob.escape(prefix)}*{_UNFINISHED}"):
+        number = leftover.name.removeprefix(prefix).removesuffix(_UNFINISHED)
+        if number.isdecimal() and not _is_of_another(int(number)):
+            shutil.rmtree(leftover)
+
+
+def _is_of_another(number: int) -> bool:
+    """Whether another process with this number runs."""
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it is another user's
+    return number != os.getpid()
 
 
 def location_of(path: str) -> Location:

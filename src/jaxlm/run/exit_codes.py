@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from jaxlm.core.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, PeerError, bounded, end_of_output, is_output_closed
+from jaxlm.core.interrupts import end_at_interrupt, raise_at_interrupt
 from jaxlm.core.publish import PublishError
 from jaxlm.core.redaction import command_line
 from jaxlm.engine.bad_streak import SkippedStepsError
@@ -29,8 +30,8 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     that a start would fail. 1: a checkpoint or an exported model could not be saved, no checkpoint could be loaded,
     another process of the run failed, another start has taken over the run, a loss or gradient was not finite and the
     configuration says to stop, too many updates in a row were skipped, or the run cannot go back to an earlier checkpoint
-    (again). 75: the run made no progress. 130: Ctrl-C before training began. 141: the program that reads the output has
-    ended (`| head`). Other exceptions are passed on with their traceback.
+    (again). 75: the run made no progress. 130: Ctrl-C before training began or after it ended. 141: the program that reads
+    the output has ended (`| head`). Other exceptions are passed on with their traceback.
     """
 
     def explained(arguments: Sequence[str]) -> int:
@@ -39,6 +40,8 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
         except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, BrokenPipeError) and is_output_closed():
                 raise
+            if isinstance(error, KeyboardInterrupt):
+                end_at_interrupt()  # a second Ctrl-C would interrupt what follows, or the end of the interpreter
             code, message = _explained(error)
             message = bounded(message)
             print(message, file=sys.stderr, flush=True)
@@ -53,6 +56,7 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def run(arguments: Sequence[str] | None = None) -> int:
+        raise_at_interrupt()
         try:
             try:
                 return explained(command_line() if arguments is None else arguments)
@@ -74,7 +78,7 @@ def _explained(error: BaseException) -> tuple[int, str]:
         case OSError(errno=errno.ENAMETOOLONG):  # every path in a configuration may be one
             return EXIT_CONFIG, f"error: '{error.filename}' given as a path, but its names are too long. Shorten them"
         case KeyboardInterrupt():
-            return EXIT_INTERRUPTED, "interrupted before training started; nothing was lost"
+            return EXIT_INTERRUPTED, "interrupted; nothing that was saved is lost"
         case (
             LeaseLostError()
             | NoUsableCheckpointError()

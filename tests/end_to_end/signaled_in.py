@@ -1,0 +1,52 @@
+"""`jaxlm.train` that gets signals inside one kind of work: `<place>:<signal>:<call>:<delay>:<seconds until the second>`.
+
+The work lasts longer than usual, so that both signals find it under way. Without a second signal, the last part is empty.
+"""
+
+import os
+import sys
+import threading
+import time
+
+from jaxlm import train
+from jaxlm.core import publish
+from jaxlm.data.rollouts.maker import RolloutMaker
+from jaxlm.engine.checkpoint.local import LocalFolder
+from jaxlm.observe.hooks import EvalHook
+
+PLACE, NUMBER, CALL, DELAY, GAP = os.environ["JAXLM_TEST_SIGNALS"].split(":")
+LASTS_S = 2.0
+_calls: list[int] = []
+
+
+def send() -> None:
+    for wait in filter(None, (DELAY, GAP)):
+        time.sleep(float(wait))
+        os.kill(os.getpid(), int(NUMBER))
+
+
+def lasting(function):
+    """Sends the signals in the call that the environment names."""
+
+    def wrapped(*args, **kwargs):
+        _calls.append(1)
+        if len(_calls) == int(CALL):
+            threading.Thread(target=send, daemon=True).start()
+            time.sleep(LASTS_S)
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+PLACES = {
+    "compile": (train, "compile_steps"),
+    "save": (LocalFolder, "commit"),
+    "eval": (EvalHook, "run"),
+    "export": (publish, "fsync"),
+    "rollout": (RolloutMaker, "_scores"),
+}
+
+if __name__ == "__main__":
+    owner, name = PLACES[PLACE]
+    setattr(owner, name, lasting(getattr(owner, name)))
+    sys.exit(train.main())

@@ -1,0 +1,118 @@
+"""Signals at random moments, also twice: the run ends as documented, leaves nothing behind, and resumes bit for bit."""
+
+import hashlib
+import json
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.commands import Workplace
+from tests.end_to_end.test_rollouts import start as rollouts
+from tests.end_to_end.test_signals import process_end
+
+MOMENTS = 10  # of each of the four tests
+RUN = ("--config_path", "run.yaml")
+OFTEN = ("--trainer.checkpointer.save_interval", "1s")
+IMPORTED_HERE = {"PYTHONUNBUFFERED": "1"}  # not by the fork server
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+EXPORTS = "hf_save_path: exports\nhf_save_steps: 6\n"
+PLACES = {
+    "pretraining": ("import", "start", "any", "compile", "save", "eval", "export"),
+    "rollouts": ("import", "start", "any", "compile", "save", "rollout", "export"),
+}
+
+
+def make(kind: str, workplace) -> Workplace:
+    if kind == "rollouts":
+        place = rollouts(workplace(), 16)
+        path = place.folder / "run.yaml"
+        path.write_text(path.read_text() + EXPORTS)
+        return place
+    place = workplace()
+    place.write(EXPORTS)
+    return place
+
+
+def interrupted(place: Workplace, at: str, rng: random.Random, twice: bool) -> tuple[str, int, str]:
+    """Starts the run and signals it. Returns what was done, the exit code and the errors."""
+    number, gap = rng.choice(SIGNALS), rng.uniform(0.0, 1.9) if twice else None
+    if at in ("import", "start", "any"):
+        process = place.start(*RUN, *OFTEN, **IMPORTED_HERE)
+        # Before a tenth of a second, Python itself is starting.
+        time.sleep(rng.uniform(*{"import": (0.3, 1.5), "start": (1.5, 5.0), "any": (4.0, 12.0)}[at]))
+        process.send_signal(number)
+        if gap is not None:
+            time.sleep(gap)
+            process.send_signal(number)
+    else:
+        parts = (at, int(number), rng.randint(1, 2), f"{rng.uniform(0, 0.1):.3f}", "" if gap is None else f"{gap:.3f}")
+        process = place.start(
+            *RUN,
+            *OFTEN,
+            module="tests.end_to_end.signaled_in",
+            JAXLM_TEST_SIGNALS=":".join(map(str, parts)),
+            **IMPORTED_HERE,
+        )
+    code, _, err = process_end(process)
+    assert no_process_is_left(place.folder)
+    return f"{at} {number.name} {gap}", code, err
+
+
+def no_process_is_left(folder: Path) -> bool:
+    """Whether within some seconds no process works in the folder."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        if not any(works_in(process, folder) for process in Path("/proc").glob("[0-9]*")):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def works_in(process: Path, folder: Path) -> bool:
+    try:
+        return (process / "cwd").readlink() == folder
+    except OSError:  # it has ended, or is another user's
+        return False
+
+
+def exported(place: Workplace) -> dict[str, str]:
+    """Path -> hash of the exported files. The model card has the metrics of the newest evaluation in this process."""
+    root = place.folder / "exports"
+    files = (path for path in root.rglob("*") if path.is_file() and path.name != "README.md")
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+def test_signals_at_random_moments(workplace, kind, twice):
+    whole, place, rng = make(kind, workplace), make(kind, workplace), random.Random(29 + twice)
+    assert whole.run(*RUN).code == 0
+    last = f"step-{max(whole.losses())}"
+    codes = []
+    for moment in range(MOMENTS):
+        where = PLACES[kind][moment % len(PLACES[kind])]
+        did, code, err = interrupted(place, where, rng, twice)
+        print(json.dumps([did, code, err[-300:]]), flush=True)
+        expected = {0, *(-n for n in SIGNALS), *(128 + n for n in SIGNALS)}  # a shell shows -n as 128 + n
+        assert code in expected, (did, err)
+        assert "Traceback" not in err, (did, err)
+        codes.append(code)
+        if last in place.checkpoints():  # it is complete: the next moments need another run
+            check(place, whole, last)
+            place = make(kind, workplace)
+    assert any(codes)
+    check(place, whole, last)
+
+
+def check(place: Workplace, whole: Workplace, last: str) -> None:
+    finished = place.run(*RUN)
+    assert finished.code == 0, finished.err
+    assert place.losses() == whole.losses()
+    assert place.digest(last) == whole.digest(last)
+    assert exported(place) == exported(whole)
+    left = [p for p in place.folder.rglob("*") if "unfinished" in p.name or p.name.endswith(".tmp")]
+    assert not left
