@@ -1,4 +1,7 @@
-"""`jaxlm.train` as on a host of its own: `<its name>:<seconds its clock is ahead>:<lease interval>:<step in seconds>`."""
+"""`jaxlm.train` as on a host of its own: `<its name>:<seconds its clock is ahead>:<lease interval>:<step in seconds>`.
+
+It trains 16 steps, and more when a file exists.
+"""
 
 import os
 import platform
@@ -12,11 +15,18 @@ from jaxlm.engine.checkpoint import holder, lease
 
 HOST, *NUMBERS = os.environ["JAXLM_TEST_HOST"].split(":")
 AHEAD_S, INTERVAL_S, STEP_S = map(float, NUMBERS)
+FIRST_STEPS = 16
+
+
+done: list[int] = []
 
 
 def slowly(self, *args, push=reports.AsyncMetrics.push):
     push(self, *args)
     time.sleep(STEP_S)
+    done.append(1)
+    while len(done) >= FIRST_STEPS and not os.path.exists(os.environ["JAXLM_TEST_GOES_ON"]):
+        time.sleep(STEP_S)
 
 
 def on_this_host(path, read=holder._read):

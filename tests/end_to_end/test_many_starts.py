@@ -43,15 +43,25 @@ class Study:
         logs = "logs" if self.is_disk else f"logs-{name}"  # hosts that share a bucket share no disk
         cache = f"{self.base}/cache-{run_id}"  # which all of them build
         where = {"--trainer.checkpointer.base_path": f"{self.base}/runs", "--trainer.log_dir": logs}
+        if self.base.startswith("s3"):
+            where["--trainer.checkpointer.staging_dir"] = f"staging-{name}"
         options = {**where, "--trainer.id": run_id, "--data.cache_dir": cache}
         return self.place.start(
             "--config_path",
             "run.yaml",
             *(word for pair in options.items() for word in pair),
             module="tests.end_to_end.elsewhere",
+            JAXLM_TEST_GOES_ON=str(self._goes_on(run_id)),
             JAXLM_TEST_HOST=f"{name}:{CLOCKS_S[host]}:{INTERVAL_S}:{STEP_S}",
             **self.environment,
         )
+
+    def go_on(self, run_id: str) -> None:
+        """The run may end: until then, all starts find it in training."""
+        self._goes_on(run_id).touch()
+
+    def _goes_on(self, run_id: str) -> Path:
+        return self.place.folder / f"go-{run_id}"
 
     def losses(self, run_id: str) -> dict[int, set[str]]:
         """Step -> all losses logged for it. No log has a step twice, or in another order."""
@@ -138,8 +148,8 @@ def ends(process: Any, code: int) -> str:
 
 @pytest.mark.soak
 def test_of_many_starts_one_trains_whatever_happens_to_it(study):
-    reference = study.start("whole", 0)
-    ends(reference, 0)
+    study.go_on("whole")
+    ends(study.start("whole", 0), 0)
     expected, arrays = study.losses("whole"), study.digest("whole")
     assert list(expected) == list(range(1, STEPS + 1))
     chance = random.Random(29)
@@ -174,9 +184,11 @@ def _has_saved(study: Study, run_id: str, least: int) -> bool:
 def _disturb(study: Study, run_id: str, holder: Any, host: int, fault: str, several: bool) -> Any:
     """Does something to the process that trains. Returns the one that goes on."""
     other = 1 - host if several and host < 2 else host
+    if fault != "none":
+        holder.send_signal(getattr(signal, fault))
+    study.go_on(run_id)
     if fault == "none":
         return holder
-    holder.send_signal(getattr(signal, fault))
     if fault in ("SIGKILL", "SIGTERM"):
         ends(holder, -signal.SIGKILL if fault == "SIGKILL" else 143)
         return study.start(run_id, other)
