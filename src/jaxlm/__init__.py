@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxlm.core.interrupts import end_at_interrupt
+from jaxlm.core.errors import end_at_interrupt
 
 if TYPE_CHECKING:
     from jaxlm.run.inference_model import InferenceModel

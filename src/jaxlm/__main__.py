@@ -13,8 +13,7 @@ import jaxlm
 from jaxlm.config.key_index import KeyIndex, check_command_line, has_plugins
 from jaxlm.config.overrides import help_text, parse_arguments
 from jaxlm.config.recipes import recipes_command
-from jaxlm.core.errors import EXIT_CONFIG, ConfigError, end_of_output
-from jaxlm.core.interrupts import end_at_interrupt
+from jaxlm.core.errors import EXIT_CONFIG, ConfigError, end_at_interrupt, end_of_output
 from jaxlm.core.redaction import command_line
 
 COMMANDS = {

@@ -48,7 +48,13 @@ def interrupted(place: Workplace, at: str, rng: random.Random, twice: bool) -> t
             time.sleep(gap)
             process.send_signal(number)
     else:
-        parts = (at, int(number), 2 if at == "save" else 1, f"{rng.uniform(0, 0.1):.3f}", "" if gap is None else f"{gap:.3f}")
+        parts = (
+            at,
+            int(number),
+            2 if at == "save" else 1,
+            f"{rng.uniform(0, 0.1):.3f}",
+            "" if gap is None else f"{gap:.3f}",
+        )
         process = place.start(
             *RUN,
             *OFTEN,

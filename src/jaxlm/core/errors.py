@@ -6,8 +6,9 @@ import os
 import select
 import signal
 import sys
+import threading
 from collections.abc import Collection, Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
@@ -116,3 +117,21 @@ def check_divides(path: str, given: int, whole_path: str, whole: int) -> None:
         raise ConfigError(
             f"{path}: {given} given, which does not divide {whole_path} = {whole}. Allowed: {shown}; or change {whole_path}"
         )
+
+
+def end_at_interrupt() -> None:
+    """Ctrl-C ends the process at once, without a traceback: while a command starts or ends, nothing handles it.
+
+    A shell shows the exit code 130. Nothing changes where Ctrl-C is ignored or has a handler, and outside the main thread.
+    """
+    _replace(signal.default_int_handler, signal.SIG_DFL)
+
+
+def raise_at_interrupt() -> None:
+    """Ctrl-C raises `KeyboardInterrupt`, as at the start of Python."""
+    _replace(signal.SIG_DFL, signal.default_int_handler)
+
+
+def _replace(before: Any, after: Any) -> None:
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is before:
+        signal.signal(signal.SIGINT, after)

@@ -7,8 +7,17 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from jaxlm.core.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, PeerError, bounded, end_of_output, is_output_closed
-from jaxlm.core.interrupts import end_at_interrupt, raise_at_interrupt
+from jaxlm.core.errors import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    ConfigError,
+    PeerError,
+    bounded,
+    end_at_interrupt,
+    end_of_output,
+    is_output_closed,
+    raise_at_interrupt,
+)
 from jaxlm.core.publish import PublishError
 from jaxlm.core.redaction import command_line
 from jaxlm.engine.bad_streak import SkippedStepsError
