@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# `python -m` imports this package before a command's module. The imports take seconds: Ctrl-C ends them without a traceback.
-if sys.argv[:1] == ["-m"]:
+# `python -m jaxlm.train` imports this package before the command's module, which takes seconds. Ctrl-C ends the imports
+# without a traceback. Other programs that import jaxlm keep their handling of Ctrl-C.
+if sys.argv[:1] == ["-m"] and any(word.partition(".")[0] == "jaxlm" for word in sys.orig_argv[2:]):
     end_at_interrupt()
 
 

@@ -6,12 +6,16 @@ import sys
 
 import pytest
 
-# `python -m jaxlm.X` imports the package with this argv.
+# `python -m jaxlm.X`, and `python -m another` that imports jaxlm, import the package with these words.
 IMPORTING = """
 import os, signal, sys
-sys.argv[0] = "-m"
+sys.argv[0], sys.orig_argv = "-m", ["python", "-u", "-m", "{module}"]
 import jaxlm
-os.kill(os.getpid(), signal.SIGINT)
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    print("caught", file=sys.stderr)
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 TWICE = """
 import os, signal
@@ -28,12 +32,15 @@ os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "number", "said"),
     [
-        pytest.param(IMPORTING, "", id="importing"),
-        pytest.param(TWICE, "interrupted; nothing that was saved is lost\n", id="twice", marks=pytest.mark.slow),
+        pytest.param(IMPORTING.format(module="jaxlm.train"), signal.SIGINT, "", id="importing"),
+        pytest.param(IMPORTING.format(module="another"), signal.SIGKILL, "caught\n", id="another program"),
+        pytest.param(
+            TWICE, signal.SIGINT, "interrupted; nothing that was saved is lost\n", id="twice", marks=pytest.mark.slow
+        ),
     ],
 )
-def test_it_ends_the_process_without_a_traceback(code, said):
+def test_it_ends_a_command_without_a_traceback(code, number, said):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, said)
+    assert (done.returncode, done.stderr) == (-number, said)

@@ -7,7 +7,9 @@ import pytest
 
 import jaxlm
 from jaxlm.core import redaction
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import MASK, redacted, redacted_arguments, remember_secrets, without_secrets
+from jaxlm.core.stores import open_store
 
 
 @pytest.fixture(autouse=True)
@@ -38,19 +40,25 @@ def test_secrets_are_masked_by_place_and_form(text, expected):
     assert redacted(expected) == expected, "masking twice changes nothing"
 
 
-def test_variables_of_the_environment_are_masked_unless_they_may_occur_by_chance(monkeypatch):
+def test_variables_of_the_environment_are_masked_unless_they_may_occur_by_chance(monkeypatch, tmp_path):
+    (tmp_path / "key-2026.json").write_text("{}")
+    monkeypatch.setenv("HOME", str(tmp_path))
     for name, value in {
         "WANDB_API_KEY": "0123456789abcdef",
         "AWS_SECRET_ACCESS_KEY": "a/b+c0123456789",
         "DB_PASSWORD": "short1",
         "MY_KEY": "checkpoints",
-        "GOOGLE_APPLICATION_CREDENTIALS": "/home/ada/key-2026.json",
-        "SSH_KEY": "~/.ssh/id_ed25519",
+        "MY_API_KEY": "ABCDEF0123456789",
+        "MY_SECRET": "abcdefghijklmnopqrstuvwxyz",
+        "OTHER_SECRET": "/bcdef+0123456789",
+        "SIGNING_KEY": f"{tmp_path}/key-2026.json",
+        "SSH_KEY": "~/key-2026.json",
         "KEYBOARD": "keyboard-2026",
     }.items():
         monkeypatch.setenv(name, value)
     assert redacted("x0123456789abcdefx, a/b+c0123456789, a%2Fb%2Bc0123456789") == f"x{MASK}x, {MASK}, {MASK}"
-    kept = "short1 checkpoints /home/ada/key-2026.json ~/.ssh/id_ed25519 keyboard-2026"
+    assert redacted("ABCDEF0123456789 abcdefghijklmnopqrstuvwxyz /bcdef+0123456789") == f"{MASK} {MASK} {MASK}"
+    kept = f"short1 checkpoints {tmp_path}/key-2026.json ~/key-2026.json keyboard-2026"
     assert redacted(kept) == kept
 
 
@@ -62,6 +70,11 @@ def test_a_secret_of_the_configuration_is_masked_everywhere_after_that():
     }
     remember_secrets(tree)
     assert redacted("login of pass/w0rd with k-123456789") == f"login of {MASK} with {MASK}"
+
+
+def test_a_url_that_was_saved_without_its_password_is_refused():
+    with pytest.raises(ConfigError, match=r"^data: 'https://u:<redacted>@h/x': jaxlm does not save passwords"):
+        open_store(redacted("https://u:pw@h/x"), "data")
 
 
 def test_a_command_line_is_masked_by_its_options():

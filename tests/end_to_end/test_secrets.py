@@ -2,9 +2,10 @@
 
 import gzip
 import http.server
+import io
 import json
 import threading
-import zlib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ VARIABLES = {
 IN_URL = ("canary:pw88", "canary-sig99")
 IN_KEYS = ("canary-key-aa",)
 CANARIES = (*VARIABLES.values(), *IN_URL, *IN_KEYS)
-TRACKER = """
+CALLBACK = """
 from dataclasses import dataclass
 from jaxlm.observe.callbacks.base import Callback, CallbackConfig
 
@@ -69,8 +70,9 @@ def unpacked(data: bytes) -> Iterator[bytes]:
     yield data
     if data[:2] == b"\x1f\x8b":
         yield gzip.decompress(data)
-    if data[:4] == b"PK\x03\x04":
-        yield b"".join(zlib.decompress(part[30:], -15) for part in data.split(b"PK\x03\x04")[1:])
+    if zipfile.is_zipfile(io.BytesIO(data)):
+        archive = zipfile.ZipFile(io.BytesIO(data))
+        yield b"".join(map(archive.read, archive.namelist()))
 
 
 def leaks(folder: Path, shown: str) -> list[tuple[str, str]]:
@@ -90,7 +92,7 @@ def test_a_run_with_all_trackers_an_export_and_a_page_writes_no_secret(workplace
     pytest.importorskip("wandb")
     place, (folder, url) = workplace(), files
     (folder / "train.txt").write_text("\n".join(path.read_text() for path in (place.corpus / "train").glob("*.py")))
-    (place.folder / "asking.py").write_text(TRACKER)
+    (place.folder / "asking.py").write_text(CALLBACK)
     place.write(
         """
         hf_save_path: exports

@@ -1,4 +1,4 @@
-"""Exceptions that commands print without a traceback, and checks of configuration values that raise them."""
+"""How commands end without a traceback: exceptions that are printed as messages, checks that raise them, and Ctrl-C."""
 
 import argparse
 import itertools
@@ -124,14 +124,14 @@ def end_at_interrupt() -> None:
 
     A shell shows the exit code 130. Nothing changes where Ctrl-C is ignored or has a handler, and outside the main thread.
     """
-    _replace(signal.default_int_handler, signal.SIG_DFL)
+    _replace_handler(signal.default_int_handler, signal.SIG_DFL)
 
 
 def raise_at_interrupt() -> None:
     """Ctrl-C raises `KeyboardInterrupt`, as at the start of Python."""
-    _replace(signal.SIG_DFL, signal.default_int_handler)
+    _replace_handler(signal.SIG_DFL, signal.default_int_handler)
 
 
-def _replace(before: Any, after: Any) -> None:
+def _replace_handler(before: Any, after: Any) -> None:
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is before:
         signal.signal(signal.SIGINT, after)

@@ -5,6 +5,7 @@ the name of the environment variable that has it (`HF_TOKEN`), or by its form (`
 the command line is recognized everywhere after that.
 """
 
+import functools
 import os
 import re
 import sys
@@ -22,9 +23,8 @@ _WORDS = (
 _TOKENS = r"(?:(?:hf|hub|auth|access|api|bearer|session|security|refresh|id|github|wandb)[-_]?)token"
 _SECRET_KEY = re.compile(rf"(?:.*[-_])?(?:{_WORDS}|{_TOKENS})|token|authorization", re.IGNORECASE)
 _SECRET_VARIABLE = re.compile(rf"(?:.*_)?(?:{_WORDS}|token|key|auth)", re.IGNORECASE)
-_NAME = re.compile(
-    r"[A-Za-z]+|[A-Z_][A-Z0-9_]*|[./~].*", re.DOTALL
-)  # words, names of variables and paths are no secrets
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*|[a-z_]+")
+_WORD = re.compile(r"[A-Za-z]{1,19}")
 # A port follows a colon too: `http://host:8000/a@b` has no password.
 _PASSWORD = re.compile(r"(?<=://)([^\s/:@'\"]*):(?!\d{1,5}/)([^\s@'\"<>]+)(?=@)")
 _USER = re.compile(r"(?<=http://|ttps://)([^\s/:@'\"<>]+)(?=@)")  # a user without a password is a token
@@ -37,9 +37,8 @@ _FORMS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{30,}|sk-[\w-]{20,}|gh[opsru]_[A-Za-z0-9]{30,}|github_pat_\w{20,}|A[KS]IA[A-Z0-9]{16}"
     r"|wandb_v1_\w{20,}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,})"
 )
-_PAIR = re.compile(
-    rf"(?:{_WORDS}|{_TOKENS})['\"]?:\s*(['\"]?)([^\s'\",}}\]]+)", re.IGNORECASE
-)  # in YAML on the command line
+# In YAML on the command line: `{type: mine, api_key: KEY}`.
+_PAIR = re.compile(rf"(?:{_WORDS}|{_TOKENS})['\"]?:\s*(['\"]?)([^\s'\",}}\]]+)", re.IGNORECASE)
 _OPTION = re.compile(r"--([\w.-]+)(?:=(.*))?", re.DOTALL)
 
 _remembered: set[str] = set()
@@ -130,7 +129,7 @@ def _is_secret(key: str, value: str) -> bool:
     there by mistake."""
     name = key.rpartition(".")[2]
     if name.endswith("_variable"):
-        return _SECRET_KEY.fullmatch(name.removesuffix("_variable")) is not None and not _NAME.fullmatch(value)
+        return _SECRET_KEY.fullmatch(name.removesuffix("_variable")) is not None and not _VARIABLE.fullmatch(value)
     return _SECRET_KEY.fullmatch(name) is not None
 
 
@@ -145,6 +144,9 @@ def _of_environment() -> Iterator[str]:
             yield value
 
 
+@functools.cache
 def _can_be_found(secret: str) -> bool:
-    """Whether text that has it has it hardly by chance."""
-    return len(secret) >= _SHORTEST and _NAME.fullmatch(secret) is None
+    """Whether this text hardly occurs by chance: it is not short, a word, or the path of a file that has the secret."""
+    if len(secret) < _SHORTEST or _WORD.fullmatch(secret):
+        return False
+    return not (secret[0] in "./~" and os.path.exists(os.path.expanduser(secret)))

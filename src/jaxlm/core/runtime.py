@@ -124,7 +124,7 @@ def _of_main(others: Exchange, act: Callable[[], T], encode: Callable[[T], bytes
         try:
             result = act()
             own = encode(result)
-        except BaseException as failure:
+        except BaseException as failure:  # raised again, once the others know
             others.announce(_encode_failure(0, failure))
             raise
     heard = others.conclude(b"", lambda _: _WORKED + own)
@@ -146,7 +146,7 @@ def main_first(make: Callable[[], T]) -> T:
     if others.index:
         try:
             result = make()
-        except BaseException as failure:
+        except BaseException as failure:  # raised again below, once the others know
             failed = failure
     own = _WORKED if failed is None else _encode_failure(others.index, failed)
     heard = others.conclude(own, lambda said: next((status for status in said if status != _WORKED), _WORKED))

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from jaxlm.core.atomic_io import DISK_FULL_ERRNOS
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.redaction import MASK
 
 # Packages that are not named like the module in fsspec's table.
 _PACKAGES = {"http": "aiohttp", "https": "aiohttp", "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol"}
@@ -36,12 +37,16 @@ def open_store(url: str, key: str) -> tuple[Any, str]:
         key: the configuration key of the URL, for messages.
 
     Raises:
-        ConfigError: fsspec has no implementation for the URL, it needs a package that is not installed, or it connects
-            at once and cannot (ftp://, sftp://).
+        ConfigError: its password is masked, fsspec has no implementation for the URL, it needs a package that is not
+            installed, or it connects at once and cannot (ftp://, sftp://).
     """
     import fsspec
     from fsspec.registry import known_implementations
 
+    if MASK in url:
+        raise ConfigError(
+            f"{key}: '{url}': jaxlm does not save passwords, and this URL was saved without its own. Give the whole URL"
+        )
     protocol = url.split("://", 1)[0].split("::", 1)[0]
     advice = "Check the address, the network and your credentials"
     with storage_errors(lambda reason: ConfigError(f"{key}: cannot open '{url}' ({reason}). {advice}")):
@@ -84,13 +89,18 @@ def local_copy(folder: Path, url: str) -> Path:
     return folder / f"{url.rstrip('/').rsplit('/', 1)[-1]}-{digest}"
 
 
+def probe_name() -> str:
+    """A name for a file that is written and deleted as a trial. Each start has its own: others may be at the same place."""
+    return f"probe-{secrets.token_hex(4)}"
+
+
 def check_writable(url: str, key: str) -> None:
     """Writes and deletes a small file. Raises `ConfigError` if the store does not allow it."""
     fs, path = open_store(url, key)
     advice = "Check the address, the network and your credentials, or set it to a local folder"
     with storage_errors(lambda reason: ConfigError(f"{key}: cannot write to '{url}' ({reason}). {advice}")):
         fs.makedirs(path, exist_ok=True)
-        probe = f"{path}/.jaxlm-probe-{secrets.token_hex(4)}"  # other starts may be at the same place
+        probe = f"{path}/.jaxlm-{probe_name()}"
         fs.pipe_file(probe, b"jaxlm")
         fs.rm_file(probe)
 

@@ -14,7 +14,6 @@ from typing import Any
 import haliax as hax
 import jax.numpy as jnp
 import pytest
-import tensorstore
 from etils import epath
 
 from jaxlm.core.stores import WHILE_TRAINING_S
@@ -121,15 +120,6 @@ def test_what_one_thread_of_orbax_has_awaited_another_may_await_again(text):
     assert asyncio.run((path / "c").await_creation()).as_posix() == f"{text}/c"
     assert isinstance(path, epath.Path)
     assert type(path) is type(writing._orbax_path(f"{text}/d"))  # not another class for each save
-
-
-def test_a_save_does_not_ask_tensorstore_for_its_metrics(tmp_path, monkeypatch):
-    """TensorStore loses the lists in which it answers: 24 for each save."""
-    asked: list[str] = []
-    monkeypatch.setattr(tensorstore, "experimental_collect_matching_metrics", lambda name: asked.append(name) or [])
-    _, writer, _ = opened(tmp_path)
-    writer.save(STATE, cursor(1), {}, WHILE_TRAINING_S)
-    assert asked == []
 
 
 def test_a_checkpoint_whose_parts_were_not_merged_is_not_finished(tmp_path, monkeypatch):

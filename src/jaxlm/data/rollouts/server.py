@@ -352,7 +352,7 @@ def _at_the_same_time(calls: Sequence[Callable[[], T]], most: int, progress: Cal
                 number = left.get_nowait()
                 try:
                     ended.put((number, calls[number](), None))
-                except BaseException as error:
+                except BaseException as error:  # raised again in the thread that waits for the calls
                     ended.put((number, None, error))
 
     for _ in range(min(most, len(calls))):

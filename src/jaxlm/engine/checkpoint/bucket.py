@@ -7,7 +7,6 @@ checkpoint is complete once its last file exists (see `RemoteFolder`).
 import contextlib
 import functools
 import json
-import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first, main_only
-from jaxlm.core.stores import storage_errors
+from jaxlm.core.stores import probe_name, storage_errors
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, MD5, SHA256, DamagedError, compare
 from jaxlm.engine.checkpoint.lease import Lease
 from jaxlm.engine.checkpoint.lock import StillHeld
@@ -155,10 +154,9 @@ class BucketFolder(CheckpointFolder):
 
     def _probe(self) -> None:
         """Writes and deletes one file with fsspec, as small files are written, and one with TensorStore, as arrays are."""
-        name = f"probe-{secrets.token_hex(4)}"  # other starts of the run may be at the same place
         with storage_errors(self._unusable):
-            self._remote.probe(name)
-            _probe_tensorstore(f"{self.location}/{name}.arrays")
+            self._remote.probe()
+            _probe_tensorstore(f"{self.location}/{probe_name()}.arrays")
 
     def _unusable(self, reason: str) -> ConfigError:
         return ConfigError(

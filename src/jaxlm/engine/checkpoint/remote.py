@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.bounded_read import read_stored
-from jaxlm.core.stores import check_size, open_store, put_folder
+from jaxlm.core.stores import check_size, open_store, probe_name, put_folder
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, SHA256, digest_of, verify
 from jaxlm.engine.checkpoint.manifest import (
     ABANDONED,
@@ -42,9 +42,9 @@ class RemoteFolder:
         """Creates the folder, if the store has folders."""
         self._fs.makedirs(self._root, exist_ok=True)
 
-    def probe(self, name: str) -> None:
-        """Writes a small file and deletes it again, to check permissions. Args: name: of its own for each process."""
-        path = f"{self._root}/{name}{UNFINISHED}"
+    def probe(self) -> None:
+        """Writes a small file and deletes it again, to check permissions."""
+        path = f"{self._root}/{probe_name()}{UNFINISHED}"
         self._fs.pipe_file(path, b"jaxlm")
         self._fs.rm_file(path)
 

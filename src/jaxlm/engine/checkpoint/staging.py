@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -115,7 +114,7 @@ class StagedFolder(CheckpointFolder):
         with copy_errors(self._base_path, self._staging):
             self._staging.mkdir(parents=True, exist_ok=True)
             self._remote.make()
-            self._remote.probe(f"probe-{secrets.token_hex(4)}")
+            self._remote.probe()
         # The staging folder of a start that trains is its own.
         with self._local.locked(log):
             self._fetch(log)

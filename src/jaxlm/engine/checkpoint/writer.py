@@ -73,7 +73,6 @@ class CheckpointWriter:
         self._before_commit = before_commit
         self._progress = progress
         silence_repeated_errors()
-        _skip_transfer_metrics()
         # Not an `AsyncCheckpointer`: its barriers would wait for a process that has failed (docs/design/0016).
         self._orbax = ocp.PyTreeCheckpointHandler(use_ocdbt=True)
         self._save_args = ocp.args.PyTreeSave
@@ -315,14 +314,6 @@ def _awaitable(kind: type) -> Any:
         return self
 
     return type("OrbaxPath", (kind,), {"await_creation": await_creation})
-
-
-def _skip_transfer_metrics() -> None:
-    """TensorStore 0.1.86 loses the lists in which it answers how much it wrote, 7 KB for each save. Orbax only logs that."""
-    with contextlib.suppress(ImportError):  # another version of Orbax may have it elsewhere
-        from orbax.checkpoint._src.serialization import tensorstore_utils
-
-        tensorstore_utils.get_tensorstore_raw_bytes = lambda *_, **__: 0
 
 
 def _run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:

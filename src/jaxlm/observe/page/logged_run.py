@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxlm.core.bounded_read import read_bytes, read_stored
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.redaction import redacted
 from jaxlm.core.stores import is_url, open_store, storage_errors
 from jaxlm.observe.ledger import account, parse_lines
 from jaxlm.observe.records import (
@@ -132,6 +133,10 @@ def _read(name: str, given: str, read: Callable[[str], bytes]) -> LoggedRun:
         except FileNotFoundError:
             return b""
 
+    def text(file: str) -> str:
+        """Without secrets, which earlier versions wrote: a page is for others."""
+        return redacted(optional(file).decode(errors="replace"))
+
     try:
         records, num_damaged = parse_jsonl(read(METRICS))
     except FileNotFoundError:
@@ -156,9 +161,9 @@ def _read(name: str, given: str, read: Callable[[str], bytes]) -> LoggedRun:
         _series(surviving(records, ends)),
         surviving(samples, ends),
         surviving(completions, ends),
-        optional(CONFIG).decode(errors="replace"),
-        optional(TRAIN_LOG).decode(errors="replace"),
-        _texts(optional(ENVIRONMENT)),
+        text(CONFIG),
+        text(TRAIN_LOG),
+        _texts(text(ENVIRONMENT)),
         {} if goodput is None else goodput.seconds,
         unread,
     )
@@ -224,10 +229,10 @@ def _series(records: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
     return {name: Series(np.array(steps), np.array(values, dtype=float)) for name, (steps, values) in points.items()}
 
 
-def _texts(content: bytes) -> dict[str, str]:
+def _texts(content: str) -> dict[str, str]:
     """A JSON object with its values as text; empty for anything else."""
     try:
-        found = json.loads(content or b"{}")
+        found = json.loads(content or "{}")
     except (ValueError, RecursionError):
         return {}
     return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}

@@ -102,10 +102,7 @@ def packages() -> tuple[str, ...]:
 
 def described() -> dict[str, str]:
     """What a reader of the results asks for: the command, the commit, and the versions of what computes."""
-    facts = {
-        "command": _command(),
-        "commit": commit() or "no git repository",
-    }
+    facts = {"command": _command(), "commit": commit() or "no git repository"}
     versions = {name: _version(name) for name in _COMPUTING}
     return facts | versions | {"Python": platform.python_version(), "system": platform.platform()}
 
