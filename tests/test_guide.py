@@ -42,7 +42,10 @@ NEEDED: dict[tuple[str, str | None, str], dict[str, Any]] = {
     ("objective", "grpo", "tis_cap"): {"old_policy": "model"},
     ("objective", "grpo", "tis_floor"): {"old_policy": "model", "tis_cap": 2.0},
     ("objective", "grpo", "tis_mode"): {"old_policy": "model", "tis_cap": 2.0},
-    **{("objective", "grpo", f"entropy_coef_{name}"): {"entropy_target": 0.5} for name in ("delta", "min", "max")},
+    **{
+        ("objective", "grpo", f"entropy_coef_{name}"): {"entropy_target": 0.5, "entropy_coef": 0.01}
+        for name in ("delta", "min", "max")
+    },
     ("objective", "grpo", "overlong_cache"): {"loss_agg": "dr_grpo", "max_response_tokens": 512},
     ("objective", "dpo", "alphapo_alpha"): {"loss_type": "alphapo"},
     ("objective", "dpo", "discopop_tau"): {"loss_type": "discopop"},

@@ -42,7 +42,9 @@ QUANTITY = r"[1-9][0-9]*(\.[0-9]+)?(m|k|[MGTP]i?|Ki)?"
 RESOURCE = r"[a-z0-9.-]+/[-._a-zA-Z0-9]+"
 IMAGE = r"[a-zA-Z0-9][-._a-zA-Z0-9:/]*(@sha256:[0-9a-f]{64})?"
 TOLERATION = rf"(?P<key>[-._/a-zA-Z0-9]+)(=(?P<value>{KEY}))?(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?"
-SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|CREDENTIAL|PRIVATE_?KEY", re.IGNORECASE)
+SECRET = re.compile(
+    r"(?:TOKEN|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?|(?:API|ACCESS|PRIVATE|SECRET)_?KEY)(?![A-Z])", re.IGNORECASE
+)
 LARGEST = 100_000
 
 

@@ -106,12 +106,25 @@ def test_too_little_memory_is_a_message():
         bounded_read.read_stream(Exhausted(), "a.txt")
 
 
+def test_memory_is_reserved_for_what_there_is():
+    """`read(n)` of a file reserves n bytes, which a limit of the system may refuse."""
+    asked = []
+
+    class Asked(io.BytesIO):
+        def read(self, size=-1):
+            asked.append(size)
+            return super().read(size)
+
+    assert bounded_read.read_stream(Asked(b"ab"), "a.txt", 1 << 40) == b"ab"
+    assert max(asked) <= 16 << 20
+
+
 def test_what_fits_is_read_as_it_is(tmp_path):
     content = b"a\r\nb\rc\n\xc3\xa9"
     (tmp_path / "a").write_bytes(content)
     assert read_bytes(tmp_path / "a", len(content)) == content
     assert read_text(tmp_path / "a") == (tmp_path / "a").read_text(encoding="utf-8")
-    assert list(read_lines(io.BytesIO(content), "a", 4)) == [b"a\r\n", b"b\rc\n", b"\xc3\xa9"]
+    assert list(read_lines(io.BytesIO(content), "a")) == [b"a\r\n", b"b\rc\n", b"\xc3\xa9"]
     with pytest.raises(UnreadableFileError, match=r"a: it has more than 3 bytes\."):
         read_bytes(tmp_path / "a", 3)
     with pytest.raises(FileNotFoundError):
@@ -120,14 +133,16 @@ def test_what_fits_is_read_as_it_is(tmp_path):
         read_bytes(tmp_path)
 
 
-def test_a_store_is_asked_for_the_size_first(tmp_path):
+def test_a_store_is_asked_for_the_size_first(tmp_path, small_limits):
     import fsspec
 
-    (tmp_path / "a").write_bytes(b"abcd")
+    (tmp_path / "a").write_bytes(b"a" * LIMIT)
     fs = fsspec.filesystem("file")
-    assert read_stored(fs, str(tmp_path / "a"), 4) == b"abcd"
-    with pytest.raises(UnreadableFileError, match="it has more than 3 bytes"):
-        read_stored(fs, str(tmp_path / "a"), 3)
+    assert read_stored(fs, str(tmp_path / "a")) == b"a" * LIMIT
+    with (tmp_path / "a").open("ab") as file:
+        file.write(b"a")
+    with pytest.raises(UnreadableFileError, match=rf"it has more than {LIMIT:,} bytes"):
+        read_stored(fs, str(tmp_path / "a"))
 
 
 def test_a_checkpoint_with_a_pipe_is_damaged(tmp_path):

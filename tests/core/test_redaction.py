@@ -21,6 +21,8 @@ def forgetful(monkeypatch):
     ("text", "expected"),
     [
         ("https://ada:s3cr:et@host/x", f"https://ada:{MASK}@host/x"),
+        ("https://ada:s3@cr@et@host/x", f"https://ada:{MASK}@host/x"),
+        ("https://ada:s3cret@host/x?to=b@c", f"https://ada:{MASK}@host/x?to=b@c"),
         ("'postgres://u:p@db:5432/x'", f"'postgres://u:{MASK}@db:5432/x'"),
         ("git+https://ghp@github.com/x", f"git+https://{MASK}@github.com/x"),
         ("https://h/x?a=1&X-Amz-Signature=ab12&b=2", f"https://h/x?a=1&X-Amz-Signature={MASK}&b=2"),
@@ -70,6 +72,20 @@ def test_a_secret_of_the_configuration_is_masked_everywhere_after_that():
     }
     remember_secrets(tree)
     assert redacted("login of pass/w0rd with k-123456789") == f"login of {MASK} with {MASK}"
+
+
+@pytest.mark.parametrize("key", ["secret_key", "api_keys", "passwords", "x-api-key", "credentials"])
+def test_keys_are_recognized_in_their_usual_spellings(key):
+    assert without_secrets({key: ["abc"]}) == {key: [MASK]}
+
+
+def test_a_url_that_is_a_key_has_no_password():
+    assert without_secrets({"https://u:pw@h/x": 0.5}) == {f"https://u:{MASK}@h/x": 0.5}
+
+
+def test_variables_that_may_be_names_change_no_path_of_a_configuration(monkeypatch):
+    monkeypatch.setenv("PROJECT_KEY", "acme-research")
+    assert without_secrets({"cache_dir": "/mnt/acme-research/cache"}) == {"cache_dir": "/mnt/acme-research/cache"}
 
 
 def test_a_url_that_was_saved_without_its_password_is_refused():

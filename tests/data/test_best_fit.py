@@ -417,6 +417,18 @@ class TestRowsThatNeverEnd:
         for found, array in zip(open_rows(cache, 15, config).pieces_of(np.arange(90)), expected, strict=True):
             np.testing.assert_array_equal(found, array)
 
+    def test_few_parts_are_open_at_a_time(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(wrapped_rows, "_PART", 10)
+        cache = dataclasses.replace(cache_of(documents_of([5, 9, 3, 20, 7, 16, 2, 11] * 4)), folder=tmp_path / "train")
+        rows = open_rows(cache, 15, BestFitConfig(buffer_size=4, refill_size=3, wrap=True))
+        expected = rows.pieces_of(np.arange(90))
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        rows.pieces_of(np.array([900]))
+        assert len(list(tmp_path.rglob("index.json"))) > 100, "this many parts"
+        assert len(list(Path("/proc/self/fd").iterdir())) <= before + 4 * (wrapped_rows._MAX_OPEN + 1)
+        for found, array in zip(rows.pieces_of(np.arange(90)), expected, strict=True):
+            np.testing.assert_array_equal(found, array)
+
     def test_row_groups_come_from_the_files(self, config):
         wrapped = {"packing": BestFitConfig(buffer_size=100, refill_size=5)}  # more than there are documents
         data, lines = opened(config, **wrapped)

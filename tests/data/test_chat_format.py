@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +19,7 @@ from jaxlm.data.formats.chat import ChatEncoder, ChatFormat
 from jaxlm.data.formats.sharegpt import ShareGptFormat
 from jaxlm.data.tokenizer import renderer
 from jaxlm.data.tokenizer.chat_template import ChatTemplate, turn_end_texts, turn_ends, with_templates
-from jaxlm.data.tokenizer.rendering import Limits
+from jaxlm.data.tokenizer.rendering import Job, Limits
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.data.tokens import TokensConfig
 from tests.data.helpers import CHATML, small_tokenizer, some_text
@@ -445,6 +447,13 @@ def test_a_template_may_change_what_the_assistant_says(tokenizer, change):
 def test_a_template_that_leaves_out_the_assistant_has_no_end_of_a_turn(tokenizer):
     template = ChatTemplate("{% for m in messages %}{% if m.role == 'user' %}u{% endif %}{% endfor %}", "x", {})
     assert (turn_ends(template, tokenizer), turn_end_texts(template, tokenizer)) == ((), ())
+
+
+def test_a_process_that_somebody_else_kills_is_started_again():
+    job = Job("{{ messages[0] }}", {"messages": ["a"]}, ((1, False),))
+    assert renderer.RENDERER.render(job) == ["a"]
+    os.kill(renderer.RENDERER._process.pid, signal.SIGKILL)
+    assert renderer.RENDERER.render(job) == ["a"]
 
 
 _FORK = """

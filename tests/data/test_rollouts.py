@@ -39,7 +39,7 @@ class Scored:
     max_new_tokens = 8
 
     def __init__(self, configs, context, *, timeout_s):
-        assert [config.name for config in configs] == ["worth"]
+        self.names = [config.name for config in configs]
         assert (context.max_new_tokens, timeout_s) == (self.max_new_tokens, 7.5)
         self.seen = []
 
@@ -49,7 +49,7 @@ class Scored:
     def score(self, rows):
         self.seen.append(rows)
         worth = np.array([value * (number % GROUP) for number, value in enumerate(rows.columns["worth"])], np.float64)
-        return {"worth": worth, "reward": worth}
+        return {**dict.fromkeys(self.names, worth), "reward": worth}
 
     def close(self):
         return
@@ -344,9 +344,10 @@ def test_a_rollout_is_trained_on_in_minibatches_and_restored_in_the_middle(opene
         assert_same(trained_on(resumed, range(step, 10))[0], whole[step:])
         trained_on(first, [step])
     assert first.records(9).startswith("sequences ")
-    # Another size of groups, or other prompts: the rollout does not fit, and another one is sampled.
+    # Another size of groups, other prompts, or another number of rewards: the rollout does not fit, and another is sampled.
     reordered = [record | {"prompt": record["prompt"][::-1]} for record in RECORDS]
-    for changed in ({"group_size": 2}, {"records": reordered}):
+    rewards = [FunctionRewardConfig(function="my_rewards:score", name=name) for name in ("worth", "again")]
+    for changed in ({"group_size": 2}, {"records": reordered}, {"rewards": rewards}):
         lines: list[str] = []
         _, other = opened(step=2, log=lines.append, **keys | changed)
         _, again = opened(**keys)

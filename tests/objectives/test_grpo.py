@@ -20,6 +20,7 @@ from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.core.types import GroupBatch, Largest, Sum
+from jaxlm.objectives.completions import ReferenceLogps
 from jaxlm.objectives.grpo import Grpo
 from jaxlm.objectives.policy_losses import (
     KL_ESTIMATORS,
@@ -203,6 +204,36 @@ def case():
     models = random_model(0), random_model(1)
     columns, rewards, batch = a_batch()
     return *models, columns, rewards, batch, [target_logps(model, columns).reshape(12, -1) for model in models]
+
+
+def test_responses_that_are_left_out_of_the_loss_keep_their_kl_in_the_advantages_of_others(case):
+    """The loss with the advantages of all responses, given as a column."""
+    model, reference, columns, rewards, batch, _ = case
+    sampler, of_reference = (
+        hax.named(jnp.asarray(target_logps(m, columns).reshape(columns["tokens"].shape)), batch.responses.tokens.axes)
+        for m in (random_model(2), reference)
+    )
+    finished = np.ones(rewards.shape, np.float32)
+    finished[0, 1] = finished[1, 2] = 0
+    batch = replace(
+        batch,
+        sampler_logps=sampler,
+        annotations=ReferenceLogps(of_reference),
+        finished=hax.named(jnp.asarray(finished), batch.rewards.axes),
+    )
+    kl = np.sum((sampler.array - of_reference.array) * columns["loss_mask"], axis=-1)
+    shaped = rewards - 0.5 * kl
+    centered = shaped - shaped.mean(axis=1, keepdims=True)
+    known = replace(batch, advantages=hax.named(jnp.asarray(centered), batch.rewards.axes))
+    options = {"old_policy": "rollout", "scale": "none", "mask_truncated": True}
+    losses = []
+    for given, keys in (
+        (batch, {"kl_coef": 0.5, "kl_estimator": "k1", "kl_in_reward": True}),
+        (known, {"kl_coef": 0.0}),
+    ):
+        objective = Grpo(**options, **keys)
+        losses.append(float(objective.terms(model, given, objective.init_slot(model), key=None)[0]["loss"].total))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -408,6 +439,14 @@ def test_objectives_that_do_not_suit_the_data_are_refused(options, columns, mess
         (
             {"entropy_target": 1.0, "entropy_coef_min": 2.0},
             r"objective\.entropy_coef_min: 2 given, at most entropy_coef_max \(1\) expected",
+        ),
+        (
+            {"entropy_target": 1.0, "entropy_coef": 2.0},
+            r"objective\.entropy_coef: 2 given, from entropy_coef_min \(0\) to entropy_coef_max \(1\) expected",
+        ),
+        (
+            {"entropy_target": 1.0, "entropy_coef_min": 0.1},
+            r"objective\.entropy_coef: 0 given, from entropy_coef_min \(0\.1\)",
         ),
         (
             {"aggregation": "normalize_then_sum", "scale": "none"},

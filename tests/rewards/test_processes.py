@@ -1,8 +1,10 @@
 """Rewards in their processes: the sum, and every way in which a reward fails."""
 
+import contextlib
 import functools
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -122,7 +124,9 @@ def test_what_a_reward_has_left_behind_is_ended_with_it(tmp_path, how):
 
 @pytest.mark.parametrize("text", ["garbage", "line", "[[[[[", '["scored",[]]'])
 def test_a_reward_that_writes_to_the_run_s_connection_is_told_at_once(told, text):
-    with pytest.raises(ConfigError, match=r"'as_told' .*: something else than its process wrote to the connection"):
+    with pytest.raises(
+        ConfigError, match=r"'as_told' .*: something other than its own process wrote to the connection"
+    ):
         told.score(rows("well", f"write {text}", "well"))
     assert told.score(rows("well"))["reward"] == 0.5
 
@@ -132,6 +136,18 @@ def test_a_reward_that_writes_to_the_connection_and_hangs_is_ended_in_time():
         with pytest.raises(ConfigError, match=r"no result for data.jsonl:1 .* within 1 s.*Its process has been ended"):
             rewards.score(rows("write nothing-else"))
         assert rewards.score(rows("well"))["reward"] == 0.5
+
+
+def test_a_reward_answers_a_run_with_many_open_files():
+    """`select` cannot wait for descriptors from 1,024 on."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, allowed[1]), allowed[1]))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, allowed)
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        rewards = stack.enter_context(Rewards(configs({"type": "length"}), CONTEXT, timeout_s=60))
+        assert rewards.score(rows("abc"))["reward"] == -0.15
 
 
 @pytest.mark.slow

@@ -202,7 +202,7 @@ def test_each_change_is_told_once_and_stands_in_the_log(tmp_path):
     optimizer = {"learning_rate": 2e-2, "warmup": 0, "lr_schedule": "constant"}
     trainings.run("x", 6, optimizer=optimizer, trainer={"compilation_cache_dir": None})
     lines = told(trainings)
-    assert "optimizer.learning_rate: 0.01 -> 0.02 (changes what follows: the next updates are others)" in lines
+    assert "optimizer.learning_rate: 0.01 -> 0.02 (changes what follows: the next updates differ)" in lines
     assert any(line.startswith("trainer.compilation_cache_dir: ") and line.endswith("(harmless)") for line in lines)
     assert all(f"{CHANGED}{line}" in (tmp_path / "logs/x/train.log").read_text() for line in lines)
     trainings.run("x", 6, optimizer=optimizer, trainer={"compilation_cache_dir": None})

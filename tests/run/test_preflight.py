@@ -53,7 +53,13 @@ def test_what_is_right(path, capsys, words, train, printed):
             ("--trainer.train_batch_size", "17"),
             "17 sequences do not divide evenly over the 16 devices",
         ),
-        (("--devices", "9", "--slices", "2"), (), "--devices: 9 given, a multiple of --slices (2) expected"),
+        (
+            ("--devices", "9", "--slices", "2"),
+            (),
+            "--devices: 9 with --slices: 2 given, a positive multiple of the slices",
+        ),
+        (("--devices", "8", "--slices", "0"), (), "--slices: 0 given"),
+        (("--devices", "-8"), (), "--devices: -8"),
     ],
 )
 def test_what_is_wrong(path, capsys, words, train, message):

@@ -425,6 +425,12 @@ def test_adapters_of_every_kind_do_not_depend_on_the_mesh(mesh, tied):
         ({"rank_pattern": {"attn": -1}}, "rank_pattern.*-1 given"),
         ({"rank": 0}, "rank: 0 given"),
         ({"dropout": 1.0}, "dropout: 1.0 given"),
+        ({"rank_pattern": {".": 0}}, "rank_pattern: gives rank 0 to all matching layers"),
+        (
+            {"target": None, "embeddings": "tokens", "rank_pattern": {"^tokens$": 0}},
+            "rank_pattern: gives rank 0 to all matching layers",
+        ),
+        ({"target": None, "embeddings": "tokens", "dropout": 0.1}, "which has no effect: only tables have adapters"),
         ({"dropout": 0.1}, "matches head. The loss reads its weight directly"),
     ],
 )

@@ -40,7 +40,7 @@ _ORDER = Effect(
     "changes what follows", "the data has another order from here: some is read again, and some is left out"
 )
 _MIXTURE = Effect("changes what follows", "the sources are mixed in another way from here")
-_UPDATES = Effect("changes what follows", "the next updates are others")
+_UPDATES = Effect("changes what follows", "the next updates differ")
 _LENGTH = Effect("changes what follows", "the run ends at another step, and the learning rate follows the new length")
 _STOPPING = Effect("changes what follows", "the run may end or go back where it would not have before")
 
@@ -102,7 +102,7 @@ EFFECTS: dict[str, Effect] = {
     "objective": Effect("changes what follows", "another loss is minimized from here"),
     "refs": CONTENT,
     "evals": _EVALUATIONS,
-    "phases": Effect("changes what follows", "the phases from the current one on are others"),
+    "phases": Effect("changes what follows", "the phases from the current one on differ"),
     "phases.N.data": CONTENT,
     "phases.N.num_train_steps": _LENGTH,
     "phases.N.until": _STOPPING,

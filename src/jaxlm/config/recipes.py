@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import difflib
 import functools
+import itertools
 import re
 import shutil
 import tempfile
@@ -103,4 +104,6 @@ def _name(file: Path) -> str:
 
 
 def _title(file: Path) -> str:
-    return file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+    """The first sentence of the comment at its top."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
+    return re.split(r"(?<=[.:])\s", " ".join(line.lstrip("# ") for line in lines))[0]

@@ -237,7 +237,7 @@ def _located(error: yaml.YAMLError, text: str) -> tuple[int, str]:
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return 1, str(error)
     problem, line = str(error.problem), error.problem_mark.line + 1
-    if problem.startswith("but "):  # it goes on from the context
+    if problem.startswith("but "):  # it continues the context
         problem = f"{error.context}, {problem}"
     begin = error.context_mark
     if begin is not None and begin.line + 1 < line and str(error.context).startswith(_LATE):

@@ -1,14 +1,14 @@
 """Reads files that this run has not just written, without trusting that they are files or that they end.
 
-A pipe waits for ever, a device never ends, and a damaged file may be one line of any length. Everything that reads a whole
+A pipe waits forever, a device never ends, and a damaged file may be one line of any length. Everything that reads a whole
 file, or a line of it, does so here.
 """
 
 import errno
+import io
 import os
 import stat
 from collections.abc import Iterator
-from io import BufferedReader
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from jaxlm.core.errors import ConfigError
 
 SMALL = 64 << 20
 """Bytes of a file that people write, or that describes another one: settings, templates, manifests."""
+_PIECE = 16 << 20
 _SHARE_OF_MEMORY = 8  # what is parsed needs several times the memory of its text
 
 
@@ -41,11 +42,11 @@ class Store(Protocol):
 
 
 def largest() -> int:
-    """Bytes of a file, or of a line, that is held in memory: an eighth of the machine's."""
+    """The most bytes of a file, or of a line, that are held in memory: an eighth of the machine's."""
     return max(SMALL, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE_OF_MEMORY)
 
 
-def open_regular(path: Path | str) -> BufferedReader:
+def open_regular(path: Path | str) -> io.BufferedReader:
     """Opens a file to read bytes. Raises `UnreadableFileError` for a pipe, a device or a socket."""
     # Without O_NONBLOCK, opening a pipe waits until somebody writes to it. It has no effect on regular files.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -80,7 +81,7 @@ def read_stream(stream: Stream, path: Path | str, limit: int | None = None) -> b
     """All bytes of a stream, such as a decompressed one. Args: path: for the message. Raises like `read_bytes`."""
     most = largest() if limit is None else limit
     try:
-        content = stream.read(most + 1)
+        content = _read_up_to(stream, most + 1)
     except MemoryError as error:
         raise _unreadable(path, errno.ENOMEM, "it needs more memory than there is") from error
     if len(content) > most:
@@ -88,9 +89,17 @@ def read_stream(stream: Stream, path: Path | str, limit: int | None = None) -> b
     return content
 
 
-def read_lines(stream: Stream, path: Path | str, limit: int | None = None) -> Iterator[bytes]:
-    """The lines of a stream. Args: limit: of a line; None for `largest`. Raises `UnreadableFileError` for a longer one."""
-    most, number = largest() if limit is None else limit, 0
+def _read_up_to(stream: Stream, limit: int) -> bytes:
+    """In pieces: `read(limit)` reserves memory for all of them, however short the stream is."""
+    content = io.BytesIO()
+    while piece := stream.read(min(_PIECE, limit - content.tell())):
+        content.write(piece)
+    return content.getvalue()
+
+
+def read_lines(stream: Stream, path: Path | str) -> Iterator[bytes]:
+    """The lines of a stream. Raises `UnreadableFileError` for one that is longer than `largest`."""
+    most, number = largest(), 0
     while line := stream.readline(most + 1):
         number += 1
         if len(line) > most:
@@ -98,9 +107,9 @@ def read_lines(stream: Stream, path: Path | str, limit: int | None = None) -> It
         yield line
 
 
-def read_stored(fs: Store, path: str, limit: int | None = None) -> bytes:
+def read_stored(fs: Store, path: str) -> bytes:
     """The content of a file in a store. Args: fs: a file system of fsspec. Raises like `read_bytes`, and what `fs` raises."""
-    most = largest() if limit is None else limit
+    most = largest()
     if (fs.size(path) or 0) > most:
         raise _too_large(path, "it", most)
     return fs.cat_file(path)

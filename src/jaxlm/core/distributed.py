@@ -20,8 +20,8 @@ from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
 
-# jaxlm should notice first, and say why. jax's own timeouts are later than the configured ones by this time, in which a busy
-# process gets to speak.
+# jaxlm should notice first, and say why. jax's own timeouts are later than the configured ones by this time, which gives a
+# busy process time to report.
 _JAX_LATER_S = 60.0
 _SILENT_S = 20.0  # until a process that waits for the others says so
 
@@ -36,7 +36,7 @@ class _Waiting:
         self._thread.start()
 
     def ended(self, seconds: float) -> bool:
-        """Waits for the end of the call, at most so long. Raises what it raised."""
+        """Waits for the end of the call, for at most this many seconds. Raises what it raised."""
         self._thread.join(seconds)
         if self._error is not None:
             raise self._error

@@ -91,7 +91,7 @@ def _remove_leftovers(folder: Path) -> None:
     for leftover in folder.parent.glob(f"{glob.escape(prefix)}*{_UNFINISHED}"):
         number = leftover.name.removeprefix(prefix).removesuffix(_UNFINISHED)
         if number.isdecimal() and not _is_of_another(int(number)):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)  # another start may delete it too
 
 
 def _is_of_another(number: int) -> bool:

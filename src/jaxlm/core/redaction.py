@@ -9,7 +9,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -17,16 +17,18 @@ MASK = "<redacted>"
 _SHORTEST = 8  # characters of a secret that is masked wherever it occurs: shorter text occurs by chance
 
 _WORDS = (
-    r"password|passwd|passphrase|secret|credential|signature|api[-_]?key|access[-_]?key(?:[-_]?id)?|private[-_]?key"
+    r"(?:password|passwd|passphrase|secret|credential|signature|(?:api|access|private|secret)[-_]?key)s?"
+    r"|access[-_]?key[-_]?id"
 )
 # Tokens of a vocabulary have names too, such as `pad_token`.
 _TOKENS = r"(?:(?:hf|hub|auth|access|api|bearer|session|security|refresh|id|github|wandb)[-_]?)token"
 _SECRET_KEY = re.compile(rf"(?:.*[-_])?(?:{_WORDS}|{_TOKENS})|token|authorization", re.IGNORECASE)
-_SECRET_VARIABLE = re.compile(rf"(?:.*_)?(?:{_WORDS}|token|key|auth)", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(rf"(?:.*_)?(?:{_WORDS}|token)", re.IGNORECASE)
+_KEY_VARIABLE = re.compile(r"(?:.*_)?(?:key|auth)", re.IGNORECASE)  # often a name, such as PROJECT_KEY
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*|[a-z_]+")
 _WORD = re.compile(r"[A-Za-z]{1,19}")
 # A port follows a colon too: `http://host:8000/a@b` has no password.
-_PASSWORD = re.compile(r"(?<=://)([^\s/:@'\"]*):(?!\d{1,5}/)([^\s@'\"<>]+)(?=@)")
+_PASSWORD = re.compile(r"(?<=://)([^\s/:@'\"]*):(?!\d{1,5}/)([^\s@'\"<>]+(?:@[^\s@/'\"<>]+)*)(?=@)")
 _USER = re.compile(r"(?<=http://|ttps://)([^\s/:@'\"<>]+)(?=@)")  # a user without a password is a token
 _PARAMETER = re.compile(
     r"((?:[?&]|&amp;)(?:[\w.%-]*(?:signature|credential|token|secret|password|passwd|api-?_?key|accesskeyid)|sig|key|auth)=)"
@@ -46,7 +48,11 @@ _remembered: set[str] = set()
 
 def redacted(text: str) -> str:
     """The text without its secrets."""
-    for secret in sorted(_remembered | set(_of_environment()), key=len, reverse=True):
+    return _masked(text, _remembered | set(_of_environment(_SECRET_VARIABLE)) | set(_of_environment(_KEY_VARIABLE)))
+
+
+def _masked(text: str, secrets: Collection[str]) -> str:
+    for secret in sorted(secrets, key=len, reverse=True):
         for form in {secret, quote(secret, safe=""), quote(secret)}:
             text = text.replace(form, MASK)
     text = _PASSWORD.sub(rf"\1:{MASK}", text)
@@ -56,14 +62,20 @@ def redacted(text: str) -> str:
 
 
 def without_secrets(value: Any, key: str = "") -> Any:
-    """A configuration as plain values without its secrets. Args: key: of the value."""
+    """A configuration as plain values without its secrets. Args: key: of the value.
+
+    Variables such as PROJECT_KEY are often names. They stay, because paths that have them must stay right.
+    """
     if isinstance(value, Mapping):
-        return {name: without_secrets(item, str(name)) for name, item in value.items()}
+        names = {name: redacted(name) if isinstance(name, str) else name for name in value}
+        return {names[name]: without_secrets(item, str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [without_secrets(item, key) for item in value]
     if not isinstance(value, str):
         return value
-    return MASK if _is_secret(key, value) else redacted(value)
+    if _is_secret(key, value):
+        return MASK
+    return _masked(value, _remembered | set(_of_environment(_SECRET_VARIABLE)))
 
 
 def remember_secrets(value: Any, key: str = "") -> None:
@@ -125,8 +137,8 @@ def _with_keys(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _is_secret(key: str, value: str) -> bool:
-    """Whether the key says so. The name of the variable that has a key (`api_key_variable`) is none, unless the key is
-    there by mistake."""
+    """Whether the key says so. The name of the variable that has a key (`api_key_variable`) is not a secret, unless it
+    holds the key itself by mistake."""
     name = key.rpartition(".")[2]
     if name.endswith("_variable"):
         return _SECRET_KEY.fullmatch(name.removesuffix("_variable")) is not None and not _VARIABLE.fullmatch(value)
@@ -138,9 +150,9 @@ def _in_urls(text: str) -> Iterator[str]:
         yield from (match[2] for match in pattern.finditer(text))
 
 
-def _of_environment() -> Iterator[str]:
+def _of_environment(names: re.Pattern[str]) -> Iterator[str]:
     for name, value in os.environ.items():
-        if _SECRET_VARIABLE.fullmatch(name) and _can_be_found(value):
+        if names.fullmatch(name) and _can_be_found(value):
             yield value
 
 

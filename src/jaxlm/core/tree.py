@@ -91,7 +91,7 @@ class Padded(eqx.Module):
 
     @abc.abstractmethod
     def padding(self) -> Mapping[str, int]:
-        """Path of a leaf in the module -> how many of its elements are no parameters."""
+        """Path of a leaf in the module -> how many of its elements are not parameters."""
 
 
 def sizes(tree: Any) -> dict[str, int]:

@@ -19,6 +19,7 @@ from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.waiting_documents import WaitingDocuments
 
 _PART = 1 << 16  # documents in the parts after the first: packed in a fifth of a second
+_MAX_OPEN = 4  # parts after the first
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,10 @@ class WrappedRows:
         """Args: folder, made_from: as in `open_or_index`, without what tells the parts apart."""
         self._documents, self._capacity, self._buffer_size = documents, capacity, buffer_size
         self._folder, self._made_from = folder, {**made_from, "batches": zlib.crc32(documents.ends.data)}
-        self._parts: list[RowIndex] = []
+        self._parts: dict[int, RowIndex] = {}
         self._row_ends: list[int] = []
-        self._consumed = 0
-        self._lock = threading.Lock()  # batches are read in one thread and may be described in another
+        self._consumed = [0]  # documents in the rows before each part
+        self._lock = threading.RLock()  # batches are read in one thread and may be described in another
         self._open_until(1)
 
     @property
@@ -124,28 +125,32 @@ class WrappedRows:
         return starts, lengths, counts
 
     def _pieces_in(self, part: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return self._parts[part].pieces_of(rows - (self._row_ends[part - 1] if part else 0))
+        return self._part(part).pieces_of(rows - (self._row_ends[part - 1] if part else 0))
 
     def _open_until(self, num_rows: int) -> None:
         with self._lock:
-            while not self._parts or self._row_ends[-1] < num_rows:
-                self._open_next()
+            while not self._row_ends or self._row_ends[-1] < num_rows:
+                part = self._part(len(self._row_ends))
+                self._consumed.append(self._consumed[-1] + len(part.starts))
+                self._row_ends.append(len(part) + (self._row_ends[-1] if self._row_ends else 0))
 
-    def _open_next(self) -> None:
-        number = len(self._parts)
-        before = self._parts[-1].waiting if number else None
-        part = open_or_index(
-            self._folder,
-            {**self._made_from, "part": number},
-            lambda: pack_part(
-                self._documents,
-                self._capacity,
-                self._buffer_size,
-                before=np.zeros((0, 2), np.int64) if before is None else before,
-                consumed=self._consumed,
-                until=len(self._documents) + number * _PART,
-            ),
+    def _part(self, number: int) -> RowIndex:
+        """A part, from the disk if it is not among those that are open. Each open one takes four descriptors."""
+        with self._lock:
+            if number not in self._parts:
+                part = open_or_index(self._folder, {**self._made_from, "part": number}, lambda: self._packed(number))
+                self._parts[number] = part
+                for oldest in [opened for opened in self._parts if opened][:-_MAX_OPEN]:
+                    del self._parts[oldest]
+            return self._parts[number]
+
+    def _packed(self, number: int) -> RowIndex:
+        before = self._part(number - 1).waiting if number else None
+        return pack_part(
+            self._documents,
+            self._capacity,
+            self._buffer_size,
+            before=np.zeros((0, 2), np.int64) if before is None else before,
+            consumed=self._consumed[number],
+            until=len(self._documents) + number * _PART,
         )
-        self._consumed += len(part.starts)
-        self._row_ends.append(len(part) + (self._row_ends[-1] if number else 0))
-        self._parts.append(part)

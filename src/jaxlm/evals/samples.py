@@ -64,21 +64,27 @@ class SamplesEvalConfig(EvalConfig):
             raise ConfigError("evals: type samples needs at least one prompt, and max_new_tokens of at least 1")
 
     def check_opens(self, tokenizer: Callable[[], Any], seq_len: int, *, dry: bool) -> None:
-        longest = max(len(prompt_ids(tokenizer(), prompt)) for prompt in self.prompts)
+        self._calls(tokenizer())
+        # Whether the data puts BOS in front is known when the evaluation opens.
+        self._check_length(min(self._longest(tokenizer(), bos) for bos in (True, False, None)), seq_len)
+
+    def _longest(self, tokenizer: Any, bos: bool | None) -> int:
+        return max(len(prompt_ids(tokenizer, prompt, bos=bos)) for prompt in self.prompts)
+
+    def _check_length(self, longest: int, seq_len: int) -> None:
         if longest + self.max_new_tokens > seq_len:
             raise ConfigError(
                 f"evals: type samples: a prompt of {longest} tokens and max_new_tokens: {self.max_new_tokens} given, but"
                 f" together they must not exceed model.seq_len: {seq_len}. Shorten the prompt, or set max_new_tokens to"
                 f" {max(1, seq_len - longest)}"
             )
-        self._calls(tokenizer())
 
     def _calls(self, tokenizer: Any) -> ToolCalls | None:
         return None if self.tool is None else ToolCalls.of(self.tool, tokenizer, "evals: type samples: tool")
 
     def open(self, ctx: EvalContext) -> Eval:
         self.check()
-        self.check_opens(lambda: ctx.tokenizer, ctx.seq_len, dry=False)
+        self._check_length(self._longest(ctx.tokenizer, ctx.enforce_bos), ctx.seq_len)
         return SamplesEval(self, ctx, self._calls(ctx.tokenizer))
 
 

@@ -121,7 +121,7 @@ class Body(abc.ABC):
     @property
     @abc.abstractmethod
     def stacks(self) -> tuple["Stack", ...]:
-        """The stacks, numbered in the order of their first layers. The last one has the final norm."""
+        """The stacks. Without cuts, they are in the order of their first layers. The last one has the final norm."""
 
     @property
     @abc.abstractmethod

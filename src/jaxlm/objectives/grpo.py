@@ -217,6 +217,12 @@ class Grpo(ReferencedObjective):
             least, most = getattr(self, low), getattr(self, high)
             if most is not None and least > most:
                 raise ConfigError(f"objective.{low}: {least:g} given, at most {high} ({most:g}) expected. Lower it")
+        lowest, highest = self.entropy_coef_min, self.entropy_coef_max
+        if self.entropy_target is not None and not lowest <= self.entropy_coef <= highest:
+            raise ConfigError(
+                f"objective.entropy_coef: {self.entropy_coef:g} given, from entropy_coef_min ({lowest:g}) to entropy_coef_max"
+                f" ({highest:g}) expected, because it starts there. Set one of them"
+            )
         if self.policy_loss == "vespo" and not self.tis_mode.startswith("token"):
             raise ConfigError(
                 f"objective.tis_mode: {self.tis_mode} given with policy_loss: vespo, whose weights of responses are made of"
@@ -362,7 +368,9 @@ class Grpo(ReferencedObjective):
         lengths_BG = _lengths(batch).rearrange((BATCH, GROUP)).array
         shaped_BG = self._shaped(rewards_BG, lengths_BG)
         if self.kl_in_reward:
-            shaped_BG -= self.kl_coef * self._kl_of_sampler(tokens).reshape(rewards_BG.shape)
+            # Over all tokens: a response that is left out of the loss still counts in the advantages of its group.
+            kl_N = jnp.sum(self._kl_of_sampler(tokens, by_sequence(batch.responses.loss_mask)), axis=1)
+            shaped_BG -= self.kl_coef * kl_N.reshape(rewards_BG.shape)
         std_of_batch = None if batch.std_of_batch is None else jnp.max(batch.std_of_batch.array)
         options: Any = {"scale": self.scale, "baseline": self.baseline, "std_ddof": self.std_ddof, "eps": self.eps}
         if batch.advantages is None:
@@ -397,7 +405,7 @@ class Grpo(ReferencedObjective):
             minimized["kl"] = Sum(self.kl_coef * jnp.sum(kl_NS * weight_NS), weights["kl"])
             metrics["kl"] = Sum(jnp.sum(kl_NS * tokens.mask), jnp.sum(tokens.mask))
         elif self.kl_in_reward:
-            metrics["kl"] = Sum(jnp.sum(self._kl_of_sampler(tokens)), jnp.sum(tokens.mask))
+            metrics["kl"] = Sum(jnp.sum(self._kl_of_sampler(tokens, tokens.mask)), jnp.sum(tokens.mask))
         if self.overlong_cache is not None:
             penalty = jnp.sum((self._shaped(rewards_BG, lengths_BG) - rewards_BG) * (lengths_BG > 0))
             metrics["overlong_penalty"] = Sum(penalty, metrics["reward"].weight)
@@ -484,11 +492,11 @@ class Grpo(ReferencedObjective):
         kl_NS = KL_ESTIMATORS[self.kl_estimator](of_reference_NS)
         return kl_NS * jnp.exp(ratio_NS) if self.kl_unbiased else kl_NS
 
-    def _kl_of_sampler(self, tokens: ResponseTokens) -> jax.Array:
-        """The estimated KL divergence of each response under the model that sampled it from the reference, float32 [N]."""
+    def _kl_of_sampler(self, tokens: ResponseTokens, mask_NS: jax.Array) -> jax.Array:
+        """The estimated KL divergence of the model that sampled each token from the reference, float32 [N, S]."""
         assert tokens.reference is not None, "a reference has annotated the batch"
-        ratio_NS = log_ratios(tokens.sampled, tokens.reference, tokens.mask, "token")
-        return jnp.sum(KL_ESTIMATORS[self.kl_estimator](ratio_NS) * tokens.mask, axis=1)
+        ratio_NS = log_ratios(tokens.sampled, tokens.reference, mask_NS, "token")
+        return KL_ESTIMATORS[self.kl_estimator](ratio_NS) * mask_NS
 
     def _shaped(self, rewards: jax.Array, lengths: jax.Array) -> jax.Array:
         """The rewards with what is subtracted from those of long responses. Args: lengths: in tokens."""

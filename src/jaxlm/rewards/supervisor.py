@@ -1,8 +1,8 @@
 """A process that ends with all that it has started, programs in sessions of their own too.
 
-Linux gives a process whose parent has ended to the nearest subreaper above it. The supervisor is one. So whoever ends below
-it, the children become its own, and killing children until there are none leaves no descendant. It runs no code of a reward,
-and imports only the standard library, so that it may fork.
+Linux gives a process whose parent has ended to the nearest subreaper above it. The supervisor is one: when a process below it
+ends, its children become the supervisor's. Killing children until there are none leaves no descendant. It runs no code of a
+reward, and imports only the standard library, so that it may fork.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _wait(worker: int, run: int) -> int | None:
-    """The status of the worker when it has ended; None if it shall be ended."""
+    """The status of the worker when it has ended; None if the supervisor must end it."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -69,7 +69,7 @@ def _wait(worker: int, run: int) -> int | None:
 
 
 def _reaped(worker: int) -> int | None:
-    """Lets the children go that have ended. Returns the status of the worker if it is one of them."""
+    """Reaps children that have ended. Returns the status of the worker if it is one of them."""
     with contextlib.suppress(ChildProcessError):
         while True:
             ended, status = os.waitpid(-1, os.WNOHANG)

@@ -10,13 +10,13 @@ import dataclasses
 import json
 import os
 import pickle
-import select
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.config.decode import choice_name
@@ -81,7 +81,7 @@ class RewardWorker:
     def opened(self) -> tuple[str, ...]:
         """Waits until the reward is open. Returns the columns that it reads."""
         deadline = time.monotonic() + START_TIMEOUT_S
-        while select.select([self._connection], [], [], max(deadline - time.monotonic(), 0.0))[0]:
+        while wait([self._connection], max(deadline - time.monotonic(), 0.0)):
             for kind, value in self._messages("while it opened"):
                 if kind == FAILED:
                     self.end()
@@ -142,8 +142,8 @@ class RewardWorker:
         """Raises `ConfigError` if the process has ended, or has no time left for the rows given to `send`, which ends it."""
         assert self._rows is not None, "send comes first"
         where = _where(self._rows, self._at)
-        # Where there is no supervisor of sessions, a program that it has started may hold its connection open.
-        if self._process.poll() is not None and not select.select([self._connection], [], [], 0)[0]:
+        # Without a supervisor of sessions (not on Linux), a program that it has started may hold its connection open.
+        if self._process.poll() is not None and not wait([self._connection], 0):
             raise self._ended(f"while it scored {where}")
         if self.seconds_left <= 0:
             raise self._late(
@@ -184,14 +184,14 @@ class RewardWorker:
                 case [str() as kind, [str(), int() | None] as value] if kind == FAILED:
                     return kind, value
         except (ValueError, RecursionError):
-            pass  # it is no JSON
+            pass  # it is not JSON
         raise self._strange(during)
 
     def _strange(self, during: str) -> ConfigError:
-        """Ends a process that has written what is no message."""
+        """Ends a process that has written something that is not a message."""
         self.end()
         return ConfigError(
-            f"{self._label}: something else than its process wrote to the connection with the run {during}. Look for a"
+            f"{self._label}: something other than its own process wrote to the connection with the run {during}. Look for a"
             " library that writes to descriptors which it has not opened"
         )
 

@@ -51,14 +51,16 @@ def main(arguments: Sequence[str]) -> int:
     check_num_steps(config)
     if not options.devices:
         print(
-            "configuration: the keys are right. The plan was not made, because the number of devices is not known here"
+            "configuration: the keys are valid. The plan was not made, because the number of devices is not known here"
         )
         return 0
-    if options.devices % options.slices:
-        raise ConfigError(f"--devices: {options.devices} given, a multiple of --slices ({options.slices}) expected")
+    if options.slices < 1 or options.devices < 0 or options.devices % options.slices:
+        raise ConfigError(
+            f"--devices: {options.devices} with --slices: {options.slices} given, a positive multiple of the slices expected"
+        )
     devices = absent_devices(options.devices, options.slices, options.platform)
     plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0], devices)
-    print(f"configuration: right for {options.devices} devices, mesh {plan.mesh}")
+    print(f"the configuration is valid for {options.devices} devices, mesh {plan.mesh}")
     return 0
 
 

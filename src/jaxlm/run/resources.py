@@ -102,7 +102,7 @@ class Run:
         ledgers: the ledger of the run's time; empty on processes other than 0.
         loop_state: metrics of the whole run.
         callbacks: classes of the user's own; none on processes other than 0.
-        beginning: what is written when the run begins: its records, and the checkpoint that it goes on from.
+        beginning: what is written when the run begins: its records, and the checkpoint that it resumes from.
     """
 
     plan: Plan

@@ -203,6 +203,10 @@ class LoraConfig(SurgeryConfig):
         if self.embeddings is not None:
             adapted = self._adapt_tables(adapted, jax.random.fold_in(key, next(indices)))
         self._check_keys(adapted, names)
+        if not _adapter_paths(adapted, self):
+            raise ConfigError(
+                "surgery lora: rank_pattern: gives rank 0 to all matching layers, so nothing gets an adapter. Change it"
+            )
         self._check_dropout_applies(adapted)
         return adapted
 
@@ -303,6 +307,7 @@ class LoraConfig(SurgeryConfig):
             )
         paths = [name for path in _adapter_paths(model, self) for name in names.known.get(path, [path])]
         paths += [name for name in names.all if name not in paths]
+        paths += self._matching_tables(model)
         for key in ("rank_pattern", "alpha_pattern"):
             for pattern in getattr(self, key):
                 if not any(re.search(pattern, path) for path in paths):
@@ -315,6 +320,12 @@ class LoraConfig(SurgeryConfig):
                 raise ConfigError(
                     f"surgery lora: modules_to_save: '{pattern}' matches no parameter. {tree.closest_paths(pattern, others)}"
                 )
+
+    def _matching_tables(self, model: LanguageModel) -> list[str]:
+        """The names of the tables, and of heads tied to them, that `embeddings` matches."""
+        tables = [path for kind in (hnn.Embedding, LoraEmbedding) for path, _ in tree.modules_by_path(model, kind)]
+        names = [name for path in tables for name in (path, _head_of(path))]
+        return [name for name in names if self.embeddings is not None and re.search(self.embeddings, name)]
 
     def _check_no_adapters(self, model: LanguageModel) -> None:
         """Refuses a second adapter on a layer: it would hide the first one from code that reads or writes adapters."""
@@ -332,6 +343,11 @@ class LoraConfig(SurgeryConfig):
     def _check_dropout_applies(self, model: LanguageModel) -> None:
         """Refuses dropout on a head: the loss reads its weight and never calls the layer."""
         adapters = tree.modules_by_path(model, LoraLinear)
+        if self.dropout and not adapters and self.from_peft is None:
+            raise ConfigError(
+                f"surgery lora: dropout: {self.dropout} given, which has no effect: only tables have adapters, and what they"
+                " look up is not dropped. Remove dropout"
+            )
         heads = [path for path, layer in adapters if layer.dropout and VOCAB in _names_of(layer.Out)]
         if self.dropout and self.embeddings is not None:
             heads += [

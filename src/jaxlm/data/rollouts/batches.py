@@ -119,10 +119,12 @@ class RolloutBatches(Batches):
         return end, min(options.minibatches_per_rollout, end - step)
 
     def _still_fits(self, rollout: Rollout, checksum: int) -> bool:
-        """Whether the configuration still gives the steps of a rollout these groups, and its examples these prompts."""
+        """Whether the configuration still gives the steps of a rollout these groups and rewards, and its examples these
+        prompts."""
+        options = self._maker.options
         size = self._reader.batches.at(self._step).size * rollout.num_minibatches
-        of_size = rollout.lengths.shape == (size, self._maker.options.group_size)
-        return of_size and self._checksum(rollout) == checksum
+        has_shape = rollout.reward_parts.shape == (size, options.group_size, len(options.reward_names))
+        return has_shape and self._checksum(rollout) == checksum
 
     def _checksum(self, rollout: Rollout) -> int:
         return zlib.crc32(b"".join(prompt.tobytes() for prompt in self._maker.prompts(rollout.examples)))

@@ -51,9 +51,7 @@ class Renderer:
             raise RenderingError(" cannot render this conversation, because it is nested too deeply") from None
         with self._lock:
             try:
-                texts, (kind, said) = self._ask(asked, max(1, len(job.until)))
-            except (EOFError, OSError):
-                raise RenderingError(_how_it_died(self.end())) from None
+                texts, (kind, said) = self._ask_again_if_killed(asked, max(1, len(job.until)))
             except BaseException:
                 self.end()  # what it still sends must not answer the next job
                 raise
@@ -63,6 +61,17 @@ class Renderer:
             raise UnsuitableTextError(said)
         does = " rejects this conversation: " if job.until else " cannot be compiled: "
         raise RenderingError({SYNTAX: ", ", TOO_LARGE: " needs "}.get(kind, does) + said)
+
+    def _ask_again_if_killed(self, asked: bytes, number: int) -> tuple[list[str], tuple[bytes, str]]:
+        """Like `_ask`. A template cannot send itself SIGKILL: somebody else did, such as the system when memory ran out."""
+        for is_last in (False, True):
+            try:
+                return self._ask(asked, number)
+            except (EOFError, OSError):
+                code = self.end()
+                if is_last or code != -signal.SIGKILL:
+                    raise RenderingError(_how_it_died(code)) from None
+        raise AssertionError("unreachable")
 
     def _ask(self, asked: bytes, number: int) -> tuple[list[str], tuple[bytes, str]]:
         """The texts, and the kind and the content of the last message."""

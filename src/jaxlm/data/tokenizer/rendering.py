@@ -1,7 +1,7 @@
 """The process that renders chat templates. It imports nothing of jaxlm, so that it starts in a moment.
 
 A template is a program of whoever published the tokenizer. Jinja's sandbox keeps it from files and from Python, but not from
-running for ever or from filling the memory. So it runs in a process of its own, which the operating system limits in time
+running forever or from filling the memory. So it runs in a process of its own, which the operating system limits in time
 and memory, whatever the template does.
 """
 

@@ -84,10 +84,11 @@ class GenerationConfig:
                     " tokens"
                 )
             if len(prompt) + self.max_new_tokens > seq_len:
+                room = seq_len - len(prompt)
+                advice = f" or set max_new_tokens to at most {room}" if room > 0 else ""
                 raise ConfigError(
                     f"prompt {i} has {len(prompt)} tokens. Together with max_new_tokens = {self.max_new_tokens} they"
-                    f" exceed the model's seq_len of {seq_len}. Shorten the prompt or set max_new_tokens to at most"
-                    f" {seq_len - len(prompt)}"
+                    f" exceed the model's seq_len of {seq_len}. Shorten the prompt{advice}"
                 )
 
 

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import is_float32
+from jaxlm.core.field_types import LARGEST_FLOAT, SMALLEST_FLOAT
+
+_LARGEST_TEMPERATURE = 1e20  # logits divided by more, or by less than its inverse, may not be in the range of float32
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,20 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        if not self.temperature >= 0:
-            raise ConfigError(f"temperature: {self.temperature} given, 0 (greedy) or more expected")
+        if self.temperature and not 1 / _LARGEST_TEMPERATURE <= self.temperature <= _LARGEST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature: {self.temperature} given, 0 (greedy) or {1 / _LARGEST_TEMPERATURE:g} to"
+                f" {_LARGEST_TEMPERATURE:g} expected"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k: {self.top_k} given, 1 or more expected. Remove it to sample from all tokens")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
+        if self.top_p is not None and not SMALLEST_FLOAT <= self.top_p <= 1:
             raise ConfigError(
                 f"top_p: {self.top_p} given, more than 0 and at most 1 expected. Remove it to sample from all tokens"
             )
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ConfigError(f"min_p: {self.min_p} given, 0 to 1 expected. Remove it to sample from all tokens")
-        if not (self.repetition_penalty > 0 and is_float32(self.repetition_penalty)):
+        if not SMALLEST_FLOAT <= self.repetition_penalty <= LARGEST_FLOAT:
             raise ConfigError(
                 f"repetition_penalty: {self.repetition_penalty} given, a number above 0 expected. 1 changes nothing"
             )

@@ -210,7 +210,7 @@ def _no_run(given: str) -> str:
     listed = ", ".join(found if len(found) <= _MAX_SHOWN else [*found[:_MAX_SHOWN], "..."])
     return (
         f"report: '{given}' given, which is not a run: it has no {METRICS}. Give the log folder of a run, its URL, or a run's"
-        f" id below ./{LOGS} ({f'there are {listed}' if found else 'there are none'})"
+        f" id below ./{LOGS} ({f'runs there: {listed}' if found else 'no runs are there'})"
     )
 
 
