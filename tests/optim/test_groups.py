@@ -25,6 +25,7 @@ from jaxlm.optim.groups import build_optimizer, group_names, group_schedules, pa
 from jaxlm.optim.matrices import matrix_paths
 from jaxlm.optim.muon import MuonConfig
 from jaxlm.surgery.lora import LoraConfig, LoraLinear
+from jaxlm.surgery.low_rank import AdapterSize
 from tests.engine.helpers import TinyRun, layout, one_device, phase
 from tests.engine.helpers import arrays as tokens
 from tests.fields.trees import MODELS
@@ -300,7 +301,7 @@ def lora_leaves() -> tuple[Any, Any]:
     """The adapters of two stacked layers with three heads, alone, and a gradient."""
     Layers, Heads, Size, Embed = hax.make_axes(layers=2, heads=3, head_size=4, embed=6)
     base = Linear(random((Layers, Heads, Size, Embed), 0), None, Embed, (Heads, Size))
-    layer = LoraLinear.around(base, rank=2, scale=1.0, dropout=0.0, key=jax.random.PRNGKey(1))
+    layer = LoraLinear.sized(base, [AdapterSize(2, 1.0)], use_dora=False, dropout=0.0, key=jax.random.PRNGKey(1))
     adapters, _ = tree.partition({"q": layer}, tree.select({"q": layer}, [r"\.[ab]$"]))
     return adapters, tree.map_leaves(lambda path, leaf: random(leaf.axes, ord(path[-1])), adapters)
 

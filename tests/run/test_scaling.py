@@ -75,8 +75,8 @@ def test_the_law_of_a_symmetric_loss_has_the_exponents_of_its_closed_form():
 @pytest.mark.parametrize(
     ("losses", "problem"),
     [
-        ([3.0, 2.0, 1.4], "the minimum is outside of the sizes: add larger depths"),
-        ([1.4, 2.0, 3.0], "the minimum is outside of the sizes: add smaller depths"),
+        ([3.0, 2.0, 1.4], "the minimum is outside the sizes: add larger depths"),
+        ([1.4, 2.0, 3.0], "the minimum is outside the sizes: add smaller depths"),
         ([1.0, 2.0, 1.0], "the losses have no minimum: add smaller and larger depths"),
         ([1.0, 2.0], "2 sizes are trained; a parabola needs 3"),
     ],

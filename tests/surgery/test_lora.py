@@ -108,7 +108,7 @@ def test_mean_and_variance_of_dropout_match_the_closed_form():
     scale^2 p / (1 - p) sum_i ((B A)_oi x_i)^2."""
     In, Out, probability, samples = hax.Axis("in", 12), hax.Axis("out", 5), 0.3, 40_000
     base = Linear.init(In, Out, std=1.0, key=jax.random.key(0))
-    layer = LoraLinear.around(base, rank=3, scale=2.0, dropout=probability, key=jax.random.key(1))
+    layer = LoraLinear.sized(base, [AdapterSize(3, 2.0)], use_dora=False, dropout=probability, key=jax.random.key(1))
     layer = dataclasses.replace(layer, b=hax.random.normal(jax.random.key(2), layer.b.axes))
     x = hax.random.normal(jax.random.key(3), In)
     draw = jax.vmap(lambda key: layer.with_key(key)(x).array)
@@ -415,7 +415,7 @@ def test_adapters_of_every_kind_do_not_depend_on_the_mesh(mesh, tied):
     [
         ({"target": "nothing"}, "q_proj"),
         ({"target": None}, "target and embeddings are null"),
-        ({"embeddings": "head"}, "embeddings: 'head' matches none of tokens"),
+        ({"embeddings": "head"}, "embeddings: 'head' given, but it matches none of tokens"),
         ({"embeddings": "tokens", "ensure_weight_tying": True}, "needs a head that is tied"),
         ({"rank_pattern": {"nothing": 2}}, "rank_pattern: 'nothing' matches no layer. Closest names: .*layers.0"),
         ({"alpha_pattern": {"(": 2.0}}, "alpha_pattern: '.' is not a valid regular expression"),
@@ -431,7 +431,7 @@ def test_adapters_of_every_kind_do_not_depend_on_the_mesh(mesh, tied):
             "rank_pattern: gives rank 0 to all matching layers",
         ),
         ({"target": None, "embeddings": "tokens", "dropout": 0.1}, "which has no effect: only tables have adapters"),
-        ({"dropout": 0.1}, "matches head. The loss reads its weight directly"),
+        ({"dropout": 0.1}, "head gets an adapter. The loss reads its weight directly"),
     ],
 )
 def test_impossible_surgeries_are_refused(model, config, named):
@@ -461,7 +461,7 @@ def test_successive_surgeries_adapt_different_layers(model):
     merged = merge_surgeries(both, surgeries)
     np.testing.assert_allclose(logits(merged), logits(both), atol=1e-5)
     assert jax.tree.structure(merged) == jax.tree.structure(model)
-    with pytest.raises(ConfigError, match=r"matches head\. The loss reads its weight directly"):
+    with pytest.raises(ConfigError, match=r"head gets an adapter\. The loss reads its weight directly"):
         adapted(adapted(model, target="attn|mlp"), target="^head$", dropout=0.1)
 
 
@@ -478,7 +478,7 @@ def test_layers_that_are_stacked_beside_the_others_are_no_head():
     assert axes["body.value_gates.b"] == ("value_layers", "kv_heads", "lora_rank")
     merged = eqx.filter_eval_shape(LoraConfig(**config).merge, changed)
     assert jax.tree.structure(merged) == jax.tree.structure(abstract)
-    with pytest.raises(ConfigError, match=r"matches head\. The loss reads its weight directly"):
+    with pytest.raises(ConfigError, match=r"head gets an adapter\. The loss reads its weight directly"):
         eqx.filter_eval_shape(lambda model: adapted(model, target="value_gates|head", dropout=0.5), abstract)
 
 

@@ -74,7 +74,7 @@ class PeerError(Exception):
 def end_of_output(error: BrokenPipeError) -> int:
     """The exit code after the program that reads standard output has ended (`| head`). What is printed later is dropped.
 
-    Re-raises an error that comes from something else than standard output.
+    Re-raises an error that comes from something other than standard output.
     """
     if not is_output_closed():
         raise error

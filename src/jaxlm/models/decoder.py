@@ -318,12 +318,9 @@ class Decoder(LanguageModel):
         return for_compute(self.tokens if self.head is None else self.head).weight
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
-        layers, config, reads_again = (
-            [stack.Layers for stack in self.body.stacks],
-            self.config,
-            bool(self.switch_lengths),
-        )
-        return empty_cache(layers, Batch, capacity, config.KVHeads, config.HeadSize, dtype, with_tokens=reads_again)
+        layers = [stack.Layers for stack in self.body.stacks]
+        sizes = (self.config.KVHeads, self.config.HeadSize)
+        return empty_cache(layers, Batch, capacity, *sizes, dtype, with_tokens=bool(self.switch_lengths))
 
 
 def projections(config: DecoderConfig, keys: jax.Array, *, qkv_bias: bool, out_bias: bool) -> dict:

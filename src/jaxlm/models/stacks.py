@@ -452,7 +452,7 @@ _NUMBER = re.compile(r"^body\.(\d+)\.")
 def path_before_splits(path: str, body: Body) -> tuple[str, tuple[int, ...]]:
     """The path of a module as if no `split_at` had cut the layers, and the numbers of the layers that it stands for.
 
-    A module outside of the layers stands for layer 0 alone.
+    A module outside the layers stands for layer 0 alone.
     """
     numbered = _NUMBER.match(path)
     if numbered is None:

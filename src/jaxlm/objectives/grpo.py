@@ -94,8 +94,8 @@ class Grpo(ReferencedObjective):
         tis_floor: the smallest such weight.
         tis_mode: weight by the ratio of each token, or of the whole response (`sequence_...`); a ratio that is not between
             `tis_floor` and `tis_cap` becomes the limit (`..._truncate`), or 0 (`..._mask`).
-        mask_truncated: leave out responses that `data.max_new_tokens` has cut off: of the loss, not of the advantages of the
-            others.
+        mask_truncated: leave responses that `data.max_new_tokens` has cut off out of the loss, but not out of the advantages
+            of the others.
         off_policy_threshold: leave out responses with a negative advantage that have become less likely by more than this, in
             nats a token, since they were sampled (DeepSeek-V3.2); null leaves none out.
         aggregation: add the rewards and normalize their sum as `scale` says, or normalize each reward in its group, add them,
@@ -115,7 +115,7 @@ class Grpo(ReferencedObjective):
         entropy_coef: weight of the mean entropy of the tokens that the policy loss counts, which is maximized; 0 disables it.
         entropy_target: change `entropy_coef` after each update, from its value on: it goes up while the mean entropy of these
             tokens is at most this, in nats, and down otherwise. It is in use only while the entropy is that low
-            (Skywork-OR1). Null keeps it.
+            (Skywork-OR1). Null keeps the coefficient fixed.
         entropy_coef_delta: how far it goes up or down in an update.
         entropy_coef_min, entropy_coef_max: its limits.
         kl_coef: weight of the KL divergence from the reference; 0 disables it.
@@ -221,12 +221,12 @@ class Grpo(ReferencedObjective):
         if self.entropy_target is not None and not lowest <= self.entropy_coef <= highest:
             raise ConfigError(
                 f"objective.entropy_coef: {self.entropy_coef:g} given, from entropy_coef_min ({lowest:g}) to entropy_coef_max"
-                f" ({highest:g}) expected, because it starts there. Set one of them"
+                f" ({highest:g}) expected, because the coefficient starts there. Raise or lower it"
             )
         if self.policy_loss == "vespo" and not self.tis_mode.startswith("token"):
             raise ConfigError(
-                f"objective.tis_mode: {self.tis_mode} given with policy_loss: vespo, whose weights of responses are made of"
-                " the tokens' weights. Set token_truncate or token_mask"
+                f"objective.tis_mode: {self.tis_mode} given with policy_loss: vespo, which builds the weight of a"
+                " response from those of its tokens. Set token_truncate or token_mask"
             )
 
     def _check_max_response_tokens(self) -> None:

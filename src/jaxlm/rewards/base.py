@@ -153,7 +153,7 @@ def _opened(workers: Collection[RewardWorker]) -> list[tuple[str, ...]]:
 class Rewards:
     """All rewards of a run. Each works in its own process, so all run at the same time, and one that hangs can be ended.
 
-    A reward that raises, hangs, or returns something else than one finite number or None per completion raises
+    A reward that raises, hangs, or returns something other than one finite number or None per completion raises
     `ConfigError` at once, and the others are ended. After that, `score` can be called again: it starts them anew.
     """
 

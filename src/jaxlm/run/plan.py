@@ -53,7 +53,7 @@ class Plan:
         run_id: ID of the run.
         mesh: sizes of the mesh axes.
         layout: devices and axis mappings.
-        warnings: settings that waste resources, are overridden or may mean something else than intended.
+        warnings: settings that waste resources, are overridden or may mean something other than intended.
         state_builder: builds the model and the state of each phase.
         data: data section of each phase.
         batches: batch sizes and their division into microbatches.

@@ -67,11 +67,6 @@ class LoraLinear(DropoutLayer, tree.Padded):
     sizes: tuple[AdapterSize, ...] = eqx.field(static=True, default=())
 
     @staticmethod
-    def around(base: Linear, *, rank: int, scale: float, dropout: float, key: jax.Array) -> "LoraLinear":
-        """Adds an adapter that is initially zero, with the same rank in all layers."""
-        return LoraLinear.sized(base, [AdapterSize(rank, scale)], dropout=dropout, use_dora=False, key=key)
-
-    @staticmethod
     def sized(
         base: Linear, sizes: Sequence[AdapterSize], *, dropout: float, use_dora: bool, key: jax.Array
     ) -> "LoraLinear":
@@ -202,7 +197,7 @@ class LoraConfig(SurgeryConfig):
         self._check_no_adapters(model)
         if self.embeddings is not None:
             adapted = self._adapt_tables(adapted, jax.random.fold_in(key, next(indices)))
-        self._check_keys(adapted, names)
+        self._check_keys(adapted, names, [name for name in _table_names(model) if self._matches_table(name)])
         if not _adapter_paths(adapted, self):
             raise ConfigError(
                 "surgery lora: rank_pattern: gives rank 0 to all matching layers, so nothing gets an adapter. Change it"
@@ -253,17 +248,13 @@ class LoraConfig(SurgeryConfig):
 
     def _adapt_tables(self, model: LanguageModel, key: jax.Array) -> LanguageModel:
         """Adds adapters to the embedding tables that `embeddings` matches, and to the head that is tied to one."""
-        tables = tree.modules_by_path(model, hnn.Embedding)
-        has_head = any(
-            VOCAB in _names_of(layer.Out) for kind in (Linear, LoraLinear) for layer in tree.modules(model, kind)
-        )
-        tied = None if has_head else next((path for path, _ in tables if path.split(".")[-1] == "tokens"), None)
-        names = [path for path, _ in tables] + ([_head_of(tied)] if tied is not None else [])
-        if not any(re.search(self.embeddings or "", name) for name in names):
+        tables, tied, names = tree.modules_by_path(model, hnn.Embedding), _tied_table(model), _table_names(model)
+        if not any(map(self._matches_table, names)):
             raise ConfigError(
-                f"surgery lora: embeddings: '{self.embeddings}' matches none of {', '.join(names) or 'no tables'}"
+                f"surgery lora: embeddings: '{self.embeddings}' given, but "
+                + (f"it matches none of {', '.join(names)}" if names else "the model has no embedding tables")
             )
-        if self.ensure_weight_tying and (tied is None or self.use_dora or not re.search(self.embeddings or "", tied)):
+        if self.ensure_weight_tying and (tied is None or self.use_dora or not self._matches_table(tied)):
             raise ConfigError(
                 "surgery lora: ensure_weight_tying: true given, which needs a head that is tied to the token embedding, an"
                 " adapter of that embedding, and no DoRA (its norms are over other axes in a head). Set it to false"
@@ -287,27 +278,28 @@ class LoraConfig(SurgeryConfig):
     ) -> LowRank | None:
         """An adapter of a table's weight, if `embeddings` matches this name."""
         sizes = self._sizes([(name, None)])
-        if not re.search(self.embeddings or "", name) or not sizes[0].rank:
+        if not self._matches_table(name) or not sizes[0].rank:
             return None
         return LowRank.of(table.weight, In, Out, sizes, key=key, starts=starts, use_dora=self.use_dora)
 
     def _adapts_table(self, path: str) -> bool:
-        assert self.embeddings is not None
-        return any(re.search(self.embeddings, name) for name in (path, _head_of(path)))
+        return any(map(self._matches_table, (path, _head_of(path))))
 
-    def _check_keys(self, model: LanguageModel, names: "_Names") -> None:
-        """Raises `ConfigError` for patterns and layers that have no effect."""
+    def _check_keys(self, model: LanguageModel, names: "_Names", tables: Sequence[str]) -> None:
+        """Raises `ConfigError` for patterns and layers that match nothing. Args: tables: names that `embeddings` matches."""
         numbers = {number for number in names.layers if number is not None}
         beyond = [str(layer) for layer in self.layers_to_transform or () if layer not in numbers]
         if beyond or self.layers_to_transform == []:
             given = f"{', '.join(beyond)} given" if beyond else "an empty list given"
-            raise ConfigError(
-                f"surgery lora: layers_to_transform: {given}, but the matching layers are numbered 0 to"
-                f" {max(numbers, default=0)}"
+            is_whole = numbers == set(range(len(numbers)))
+            listed = f"0 to {len(numbers) - 1}" if is_whole else ", ".join(map(str, sorted(numbers)))
+            matching = (
+                f"the matching layers are numbered {listed}" if numbers else "target matches no layer of the body"
             )
+            raise ConfigError(f"surgery lora: layers_to_transform: {given}, but {matching}")
         paths = [name for path in _adapter_paths(model, self) for name in names.known.get(path, [path])]
         paths += [name for name in names.all if name not in paths]
-        paths += self._matching_tables(model)
+        paths += tables
         for key in ("rank_pattern", "alpha_pattern"):
             for pattern in getattr(self, key):
                 if not any(re.search(pattern, path) for path in paths):
@@ -321,11 +313,8 @@ class LoraConfig(SurgeryConfig):
                     f"surgery lora: modules_to_save: '{pattern}' matches no parameter. {tree.closest_paths(pattern, others)}"
                 )
 
-    def _matching_tables(self, model: LanguageModel) -> list[str]:
-        """The names of the tables, and of heads tied to them, that `embeddings` matches."""
-        tables = [path for kind in (hnn.Embedding, LoraEmbedding) for path, _ in tree.modules_by_path(model, kind)]
-        names = [name for path in tables for name in (path, _head_of(path))]
-        return [name for name in names if self.embeddings is not None and re.search(self.embeddings, name)]
+    def _matches_table(self, name: str) -> bool:
+        return self.embeddings is not None and re.search(self.embeddings, name) is not None
 
     def _check_no_adapters(self, model: LanguageModel) -> None:
         """Refuses a second adapter on a layer: it would hide the first one from code that reads or writes adapters."""
@@ -343,7 +332,7 @@ class LoraConfig(SurgeryConfig):
     def _check_dropout_applies(self, model: LanguageModel) -> None:
         """Refuses dropout on a head: the loss reads its weight and never calls the layer."""
         adapters = tree.modules_by_path(model, LoraLinear)
-        if self.dropout and not adapters and self.from_peft is None:
+        if self.dropout and self.target is None and self.from_peft is None:
             raise ConfigError(
                 f"surgery lora: dropout: {self.dropout} given, which has no effect: only tables have adapters, and what they"
                 " look up is not dropped. Remove dropout"
@@ -355,9 +344,9 @@ class LoraConfig(SurgeryConfig):
             ]
         if heads:
             raise ConfigError(
-                f"surgery lora: dropout: {self.dropout} given, but target '{self.target}' matches {', '.join(heads)}. The"
-                " loss reads its weight directly, so dropout cannot be applied to its input. Set target to layers of the"
-                " body ('attn|mlp'), or remove dropout"
+                f"surgery lora: dropout: {self.dropout} given, but {', '.join(heads)} gets an adapter. The loss reads its"
+                " weight directly, so dropout cannot be applied to its input. Set target and embeddings to other layers"
+                " ('attn|mlp', 'tokens'), or remove dropout"
             )
 
     def _check_agreement(self, read: ReadAdapters, matched: Sequence[str]) -> None:
@@ -422,6 +411,22 @@ def _names_of(spec: AxisSpec) -> list[str]:
     return [axis.name for axis in axes_of(spec)]
 
 
+def _tied_table(model: LanguageModel) -> str | None:
+    """The path of the token embedding, if the head is tied to it."""
+    layers = (layer for kind in (Linear, LoraLinear) for layer in tree.modules(model, kind))
+    if any(VOCAB in _names_of(layer.Out) for layer in layers):
+        return None
+    paths = (path for path, _ in tree.modules_by_path(model, hnn.Embedding))
+    return next((path for path in paths if path.split(".")[-1] == "tokens"), None)
+
+
+def _table_names(model: LanguageModel) -> list[str]:
+    """What `embeddings` is searched for in: the paths of tables, and the name of a head that is tied to one."""
+    tied = _tied_table(model)
+    tables = [path for path, _ in tree.modules_by_path(model, hnn.Embedding)]
+    return tables + ([] if tied is None else [_head_of(tied)])
+
+
 def _head_of(tokens: str) -> str:
     """The name of the head that is tied to the table at a path."""
     return f"{tokens.rpartition('.')[0]}.head".lstrip(".")
@@ -444,8 +449,9 @@ def _adapter_paths(model: LanguageModel, lora: LoraConfig) -> list[str]:
 
 
 def _other_paths(model: LanguageModel) -> list[str]:
-    """The paths of all parameters outside of the adapters."""
-    return [path for path, leaf in tree.leaves(model) if tree.is_inexact(leaf) and path not in _adapter_leaves(model)]
+    """The paths of all parameters outside the adapters."""
+    adapters = _adapter_leaves(model)
+    return [path for path, leaf in tree.leaves(model) if tree.is_inexact(leaf) and path not in adapters]
 
 
 def _adapter_leaves(model: LanguageModel) -> frozenset[str]:
@@ -483,9 +489,9 @@ def add_adapters(model: LanguageModel, folder: Path, config: ModelConfig, layout
     lora = lora_for_inference(folder, config)
     abstract = jax.eval_shape(lambda m: lora.apply(m, key=jax.random.key(0)), model)
     dtype = next(leaf.dtype for _, leaf in leaves if tree.is_inexact(leaf))
-    values = dict(leaves)
+    values, places = dict(leaves), dict(tree.leaves(abstract))
     for path, array in read.leaves(abstract).items():
-        leaf = dict(tree.leaves(abstract))[path]
+        leaf = places[path]
         cast = array.astype(dtype if tree.is_inexact(leaf) else leaf.dtype)
         values[path] = NamedArray(jax.device_put(cast, layout.parameter_sharding(leaf.axes)), leaf.axes)
     return tree.map_leaves(lambda path, _: values[path if path in values else path.replace(".base.", ".")], abstract)
@@ -531,7 +537,8 @@ def save_peft(
     family_of_config(config)  # raises for a model that PEFT does not know
     tables = [path for path, _ in tree.modules_by_path(model, LoraEmbedding)]
     shared = any(table.shared for table in tree.modules(model, LoraEmbedding))
-    others = {path: leaf for path, leaf in tree.leaves(model) if path in _other_paths(model)}
+    leaves = dict(tree.leaves(model))
+    others = {path: leaves[path] for path in _other_paths(model)}
     also = {
         path.replace(".base.", "."): leaf
         for path, leaf in others.items()

@@ -4,8 +4,9 @@ Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1. Liu et al. 2024, DoRA: W
 (arXiv:2402.09353), equation 5: every output has a magnitude m that trains, W' = m (W + scale * B A) / ||W + scale * B A||
 with the norm over the inputs. Its section 4.3: the norm gets no gradient.
 
-If the layers of a stack have other ranks, all have the arrays of the largest one. What is beyond a layer's rank is zero in A
-and in B. It is never read, so its gradient is zero and most optimizers leave it zero; some that mix rows (`kron`) do not.
+If ranks differ between the layers of a stack, all arrays have the largest rank. Entries beyond a layer's rank are zero in A
+and in B. They are never read, so their gradient is zero and most optimizers leave them zero; some that mix rows (`kron`) do
+not.
 """
 
 import math
@@ -26,7 +27,7 @@ from jaxlm.core.matmul import Weight
 
 @dataclass(frozen=True)
 class AdapterSize:
-    """Rank and scale of one adapter. Rank 0 is no adapter."""
+    """Rank and scale of one adapter. Rank 0 means no adapter."""
 
     rank: int
     scale: float

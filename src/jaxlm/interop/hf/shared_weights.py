@@ -93,7 +93,7 @@ def rows_by_stack(
     """The table of a family with experts, some of whose layers may be dense.
 
     Args:
-        others: rows outside of the layers.
+        others: rows outside the layers.
         experts, dense: rows of the layers with experts, and of the dense ones, as if the model had one stack of them.
     """
     stacks = numbers_by_stack(config.order)

@@ -48,7 +48,7 @@ _TOKENS = "tokens"  # path in jaxlm of the token embedding
 
 @dataclass(frozen=True)
 class Saved:
-    """A parameter outside of the adapters, as the file has it.
+    """A parameter outside the adapters, as the file has it.
 
     Attributes:
         tensor, number: its entry in the table of weights, and which part of it.
@@ -77,7 +77,7 @@ class ReadAdapters:
             without an adapter, are filled up with zeros.
         b: path -> [layers, out, rank], likewise.
         magnitudes: path -> [layers, out], likewise; empty without DoRA.
-        saved: path -> a parameter outside of the adapters.
+        saved: path -> a parameter outside the adapters.
         sizes: axis sizes of the model.
     """
 
@@ -240,7 +240,7 @@ def _adapters_of(
             alpha = by_pattern(settings.get("alpha_pattern") or {}, name, settings["lora_alpha"])
             if ranks[layer] != expected:
                 raise ConfigError(
-                    f"{file}: {name} has {ranks[layer]} ranks in the file, but adapter_config.json (r, rank_pattern) gives it"
+                    f"{file}: {name} has rank {ranks[layer]} in the file, but adapter_config.json (r, rank_pattern) gives it"
                     f" {expected}. Check that the two files belong together"
                 )
             scales[layer] = float(alpha) / expected ** (0.5 if settings.get("use_rslora") else 1)
@@ -312,7 +312,7 @@ def read_adapters(folder: Path, config: ModelConfig, sizes: Sizes) -> ReadAdapte
         sizes: axis sizes of the model.
 
     Raises:
-        ConfigError: there are no adapters, they compute something else than LoRA or DoRA, or they belong to another model.
+        ConfigError: there are no adapters, they compute something other than LoRA or DoRA, or they belong to another model.
     """
     opened, file = _open(folder, config), SafetensorsFile(folder / _WEIGHTS)
     unread = set(file.tensors)

@@ -312,7 +312,7 @@ def _stores_inputs_first(config: ModelConfig) -> bool:
 
 
 def _saved_tensors(model: Adapted, table: Sequence[Tensor], layout: Layout, dtype: Any) -> dict[str, np.ndarray]:
-    """Name of a parameter in the files of transformers -> its value, for those outside of the adapters."""
+    """Name of a parameter in the files of transformers -> its value, for those outside the adapters."""
     whole = jax.jit(lambda x: x, out_shardings=layout.replicated())
     saved = model.saved
     found, unwritten = {}, set(saved)

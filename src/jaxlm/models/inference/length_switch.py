@@ -1,4 +1,4 @@
-"""Texts that grow beyond a length from which on all their tokens are computed in another way (LongRoPE).
+"""Texts that grow beyond a length that changes how all their tokens are computed (LongRoPE).
 
 Their cached keys and values no longer fit. In the step whose token is the first beyond that length, the model reads
 these texts again from their first token, as transformers' `generate` does for Phi-3. The other rows of the batch take an
@@ -50,7 +50,7 @@ def rows_that_cross(model: LanguageModel, state: State) -> jax.Array:
 
 
 def step_across(model: LanguageModel, step_model: Any, state: State) -> tuple[NamedArray, Any]:
-    """Reads the next token of each row, and with it again all earlier tokens of the rows that cross a switch length.
+    """Reads the next token of each row, and rereads all earlier tokens of the rows that cross a switch length.
 
     Args:
         model, step_model: as of a `Generator`.

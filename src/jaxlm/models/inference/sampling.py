@@ -29,7 +29,7 @@ class Sampling:
         min_p: sample only from tokens with at least this fraction of the most likely token's probability (Nguyen et al.
             2024, arXiv:2407.01082, section 3); None samples from all.
         repetition_penalty: positive logits of tokens that the text has so far are divided by this number, and negative ones
-            multiplied with it (Keskar et al. 2019, arXiv:1909.05858, section 4.1); 1 changes none.
+            multiplied by it (Keskar et al. 2019, arXiv:1909.05858, section 4.1); 1 has no effect.
     """
 
     temperature: float = 1.0
@@ -59,8 +59,8 @@ class Sampling:
 
     @property
     def changed(self) -> dict[str, float]:
-        """The options besides the temperature that have an effect: with them, tokens come from another distribution than that
-        of the model."""
+        """The options besides the temperature that have an effect: with them, tokens come from a distribution other than
+        the model's."""
         given = {name: getattr(self, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")}
         without = {"top_k": (None,), "top_p": (None, 1), "min_p": (None, 0), "repetition_penalty": (1,)}
         return {name: value for name, value in given.items() if value not in without[name]}

@@ -79,7 +79,7 @@ class Schedule:
     Attributes:
         segments: in order, without gaps.
         only_rises: for each kind of warmup that fills its cycle, what that means.
-        notes: what its lengths mean, where they may mean something else than intended.
+        notes: what its lengths mean, where they may mean something other than intended.
     """
 
     def __init__(self, segments: Sequence[Segment], decay: LrShape, spec: ScheduleSpec, only_rises: Sequence[str] = ()):

@@ -108,7 +108,7 @@ def _fit_budget(budget: float, points: Sequence[TrainedPoint]) -> Parabola:
     lowest = middle - slope / (2 * square)
     if not sizes.min() <= lowest <= sizes.max():
         which = "smaller" if lowest < sizes.min() else "larger"
-        return Parabola(budget, coefficients, problem=f"the minimum is outside of the sizes: add {which} depths")
+        return Parabola(budget, coefficients, problem=f"the minimum is outside the sizes: add {which} depths")
     # At one budget, log D is almost a line over log N.
     tokens = np.interp(lowest, sizes, np.log10([point.num_tokens for point in points]))
     loss = level - slope**2 / (4 * square)
