@@ -1,5 +1,6 @@
 """jaxlm: one YAML trains a language model in JAX, sharded, resumable bit for bit."""
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,9 +13,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# `python -m jaxlm.train` imports this package before the command's module, which takes seconds. Ctrl-C ends the imports
-# without a traceback. Other programs that import jaxlm keep their handling of Ctrl-C.
-if sys.argv[:1] == ["-m"] and any(word.partition(".")[0] == "jaxlm" for word in sys.orig_argv[2:]):
+# `jaxlm train` and `python -m jaxlm.train` import this package before the command's module, which takes seconds. Ctrl-C ends
+# the imports without a traceback. Other programs that import jaxlm keep their handling of Ctrl-C.
+_is_module = sys.argv[:1] == ["-m"] and any(word.partition(".")[0] == "jaxlm" for word in sys.orig_argv[2:])
+if _is_module or os.path.basename(sys.argv[0] if sys.argv else "") == "jaxlm":
     end_at_interrupt()
 
 

@@ -75,12 +75,12 @@ def _is_answered(arguments: Sequence[str]) -> bool:
 
 
 def _run(command: str, arguments: Sequence[str]) -> int:
+    end_at_interrupt()  # before the imports, which take seconds
     from jaxlm.core.imports import gc_paused
 
     # As `python -m` does: your own classes may be in this folder.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    end_at_interrupt()
     with gc_paused():
         module = importlib.import_module(f"jaxlm.{command}")
     return module.main(arguments)

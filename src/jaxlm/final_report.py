@@ -47,7 +47,9 @@ def final_report(plan: Plan, console: Console) -> None:
         how_to_use(plan),
     ]
     if plan.phases[-1].scheduled_steps is None:  # otherwise the run has ended early, because it should
-        rows.append(("to train longer", f"run the same command with --trainer.num_train_steps {2 * plan.num_steps}"))
+        epoch = plan.config.epoch
+        key = f"--epoch {2 * epoch}" if epoch else f"--trainer.num_train_steps {2 * plan.num_steps}"
+        rows.append(("to train longer", f"run the same command with {key}"))
     console.log(table("report", rows))
 
 

@@ -9,7 +9,7 @@ import pytest
 # `python -m jaxlm.X`, and `python -m another` that imports jaxlm, import the package with these words.
 IMPORTING = """
 import os, signal, sys
-sys.argv[0], sys.orig_argv = "-m", ["python", "-u", "-m", "{module}"]
+sys.argv[0], sys.orig_argv = "{first}", ["python", "-u", "-m", "{module}"]
 import jaxlm
 try:
     os.kill(os.getpid(), signal.SIGINT)
@@ -34,8 +34,9 @@ os.kill(os.getpid(), signal.SIGINT)
 @pytest.mark.parametrize(
     ("code", "number", "said"),
     [
-        pytest.param(IMPORTING.format(module="jaxlm.train"), signal.SIGINT, "", id="importing"),
-        pytest.param(IMPORTING.format(module="another"), signal.SIGKILL, "caught\n", id="another program"),
+        pytest.param(IMPORTING.format(first="-m", module="jaxlm.train"), signal.SIGINT, "", id="importing"),
+        pytest.param(IMPORTING.format(first="/x/bin/jaxlm", module=""), signal.SIGINT, "", id="importing as a script"),
+        pytest.param(IMPORTING.format(first="-m", module="another"), signal.SIGKILL, "caught\n", id="another program"),
         pytest.param(
             TWICE, signal.SIGINT, "interrupted; nothing that was saved is lost\n", id="twice", marks=pytest.mark.slow
         ),

@@ -184,7 +184,7 @@ def test_long_pairs_are_truncated_and_pairs_without_a_target_are_left_out(opened
     summary = next(line for line in lines if line.startswith("train: ") and "pairs of sequences" in line)
     left_out = len(records) - len(examples)
     assert f"{left_out} pairs left out: their prompt leaves no room for a token of a completion" in summary
-    assert "pairs are longer and were truncated" in summary
+    assert "longer pairs that were truncated: " in summary
     assert examples.padding == pytest.approx(1 - columns["segment_ids"].sum() / columns["segment_ids"].size)
 
 
@@ -210,7 +210,7 @@ def test_long_pairs_can_lose_their_beginnings_or_be_left_out(opened, tokenizer, 
     columns = examples.read(np.arange(len(examples)))
     assert [list(halves(columns, row)) for row in range(len(examples))] == expected
     fate = "left out" if truncation == "drop_overlength" else "truncated at the beginning"
-    assert any(f"; {num_long} pairs are longer and were {fate}" in line for line in lines if "train: " in line)
+    assert any(f"; longer pairs that were {fate}: {num_long}" in line for line in lines if "train: " in line)
     places = {"cache_dir": f"{tmp_path}/cache0", "tokenizer": f"{tmp_path}/tokenizer"}
     base = PairsConfig(train_urls=[f"{tmp_path}/0.jsonl"], **places)
     changed = dataclasses.replace(base, format=PairsFormat(truncation=truncation))

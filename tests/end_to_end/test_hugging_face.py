@@ -171,6 +171,25 @@ def test_two_processes_write_the_same_files_as_one(workplace):
 
 
 @pytest.mark.slow
+def test_a_run_does_not_leave_the_exports_of_another_in_the_place_of_its_own(workplace):
+    place = workplace()
+    place.write()
+    run = ("--config_path", "run.yaml", "--trainer.num_train_steps", "2", "--hf_save_path", "exports")
+    assert place.run(*run).code == 0
+    weights = (place.folder / "exports" / "step-2" / "model.safetensors").read_bytes()
+    for words in ((), ("--dry_run", "true")):
+        result = place.run(*run, "--trainer.id", "other", "--trainer.seed", "5", *words)
+        assert result.code == 2, result.err
+        assert "hf_save_path: exports/step-2 exists, and this run, which has no checkpoint" in result.err + result.out
+        assert [path.name for path in (place.folder / "logs" / "other").iterdir()] == ["train.log"], "it says why"
+        assert not (place.folder / "checkpoints" / "other").exists()
+    assert (place.folder / "exports" / "step-2" / "model.safetensors").read_bytes() == weights
+    assert place.run(*run).code == 0, "the run that has written them goes on"
+    other = ("--trainer.id", "other", "--hf_save_path", "exports/other")
+    assert place.run(*run[:4], *other).code == 0
+
+
+@pytest.mark.slow
 def test_an_export_that_cannot_be_written_does_not_end_the_run(workplace):
     place = workplace()
     place.write()

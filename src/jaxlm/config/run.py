@@ -77,6 +77,7 @@ class RunConfig:
         use_hf_model_config: take the model section from the config.json in initialize_from_hf; keys written here
             override it.
         hf_save_path: folder or URL (`gs://bucket/exports`) for Hugging Face checkpoints, saved as `step-N`; null saves none.
+            Each run needs its own: a run that starts refuses one with another run's exports of its steps.
         hf_save_steps: steps between Hugging Face checkpoints. One more is saved after the last step.
         hf_save_dtype: dtype of the saved weights: float32, bfloat16 or float16; null keeps the training dtype.
         hf_upload: also push the folders in `hf_save_path` to this repository on the Hugging Face Hub (`owner/name`), one

@@ -35,7 +35,7 @@ def is_taken(folder: Location, last: str) -> bool:
     Args:
         last: the file that makes a folder at a URL complete. Without it, the folder is the rest of an interrupted upload.
     """
-    return from_main(lambda: _exists(folder, last))
+    return from_main(lambda: is_complete(folder, last))
 
 
 @contextlib.contextmanager
@@ -115,7 +115,20 @@ def child_of(folder: Location, name: str) -> Location:
     return f"{folder}/{name}" if isinstance(folder, str) else folder / name
 
 
-def _exists(folder: Location, last: str) -> bool:
+def names_in(folder: Location) -> list[str]:
+    """The names of what is in a folder; none if it does not exist."""
+    if isinstance(folder, Path):
+        return [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    fs, root = open_store(folder, str(folder))
+    with storage_errors(lambda reason: ConfigError(f"'{folder}' cannot be read ({reason})")):
+        try:
+            return [path.rstrip("/").rpartition("/")[2] for path in fs.ls(root, detail=False)]
+        except FileNotFoundError:
+            return []
+
+
+def is_complete(folder: Location, last: str) -> bool:
+    """Like `is_taken`, for one process."""
     if isinstance(folder, Path):
         return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     fs, root = open_store(folder, str(folder))

@@ -72,7 +72,7 @@ class SeveralCompletions(ContiguousExamples):
         what = self._what
         parts = [f"{len(self):,} {what} of sequences of {self.seq_len:,} tokens, {self.padding:.1%} padding"]
         if self._num_long:
-            parts.append(f"{self._num_long:,} {what} are longer and were {FATES[self._truncation].done}")
+            parts.append(f"longer {what} that were {FATES[self._truncation].done}: {self._num_long:,}")
         if self._num_without_targets:
             parts.append(
                 f"{self._num_without_targets:,} {what} left out: their prompt leaves no room for a token of a completion"

@@ -43,7 +43,7 @@ from jaxlm.run.compilation.step import compile_steps, gib
 from jaxlm.run.init_from import check_init_from, import_notes
 from jaxlm.run.plan import Plan
 from jaxlm.run.references import check_references
-from jaxlm.run.startup import describe
+from jaxlm.run.startup import check_exports_are_new, describe
 
 _DEFAULT_VOCAB_SIZE = 50_257  # GPT-2's
 _ANSWER_S = 10.0  # client libraries repeat an unanswered request for up to a minute
@@ -231,6 +231,9 @@ def _openings(plan: Plan) -> Iterator[_Question]:
     for evaluation in plan.config.evals:
         check = functools.partial(evaluation.check_opens, tokenizer, plan.config.model.seq_len, dry=True)
         yield _Question(f"evaluation {choice_name(type(evaluation))}", check, "")
+    exports = plan.config.hf_save_path
+    if exports is not None and not is_url(exports) and not is_url(plan.config.trainer.checkpointer.base_path):
+        yield _Question("exports", functools.partial(check_exports_are_new, plan, 0), "the disk")
 
 
 def _previews(plan: Plan, drawn: list[MaskPreview]) -> Iterator[_Question]:

@@ -27,7 +27,7 @@ from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import LanguageModel
 from jaxlm.observe.records import METRICS, read_metrics
 from jaxlm.run.plan import Plan
-from jaxlm.run.startup import describe_phase, parameters
+from jaxlm.run.startup import LAST_EXPORTED, describe_phase, parameters
 from jaxlm.surgery.base import export_form
 
 _HUB_URL = "hf:"  # a dataset as one of the train_urls
@@ -103,7 +103,8 @@ class ExportHook:
         A folder that cannot be written or uploaded does not end the run.
         """
         folder = child_of(self.folder, f"step-{step}")
-        if is_taken(folder, "config.json"):
+        if is_taken(folder, LAST_EXPORTED):
+            self.log(f"step {step}: not exported again: {folder} exists")
             return
         model = export_form(state.model, self.plan.state_builder.surgeries_until(self.phase))
         devices = self.plan.layout.mesh.devices.ravel()
@@ -114,7 +115,7 @@ class ExportHook:
             self.log(f"warning: step {step}: not exported: {error}. To export it later, run jaxlm convert")
         else:
             self.log(f"step {step}: exported to {folder}")
-        if self.upload is not None and is_taken(folder, "config.json"):
+        if self.upload is not None and is_taken(folder, LAST_EXPORTED):
             self._push(step, Path(folder), self.upload)
 
     def _push(self, step: int, folder: Path, repository: str) -> None:

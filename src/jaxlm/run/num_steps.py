@@ -76,7 +76,7 @@ def _of_epochs(config: RunConfig, data: Data, batches: BatchSchedule) -> int:
     given = config.trainer.num_train_steps
     if given not in (TrainerConfig.num_train_steps, num_steps):
         raise ConfigError(
-            f"epoch: {config.epoch} means {num_steps} steps ({len(sequences)} packed sequences of {sequences.seq_len} tokens,"
+            f"epoch: {config.epoch} means {num_steps} steps ({len(sequences)} sequences of {sequences.seq_len} tokens,"
             f" {_sizes(batches)} per batch), but trainer.num_train_steps: {given} is given. Remove one of them"
         )
     return num_steps

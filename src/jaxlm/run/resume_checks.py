@@ -207,10 +207,10 @@ def config_changes(saved: SavedRun, now: RunConfig, step: int) -> list[str]:
         lines.append(f"{line} ({_BY_PERMISSION if effect is CONTENT and saved.allowed else effect})")
     old, new = _schedule_at(saved.config, step), _schedule_at(now, step)
     if old is not None and new is not None and old != new:
-        lines.append(
-            f"the learning-rate schedule now spans steps {new[0]} to {new[1]} instead of {old[0]} to {old[1]}:"
-            f" the next learning rate is {new[2]:.3g} instead of {old[2]:.3g}"
-        )
+        spans = f"the learning-rate schedule now spans steps {new[0]} to {new[1]} instead of {old[0]} to {old[1]}"
+        before, after = f"{old[2]:.3g}", f"{new[2]:.3g}"
+        rates = f"is {after} instead of {before}" if before != after else f"stays {after}"
+        lines.append(f"{spans}: the next learning rate {rates}")
     return lines
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxlm.config.decode import choice_name, dump, encode
 from jaxlm.config.effects import HARMLESS, effect_of_fact
+from jaxlm.config.load import run_id_of
 from jaxlm.config.plugins import own_modules
 from jaxlm.config.run import RunConfig
 from jaxlm.core import tree
@@ -22,6 +23,7 @@ from jaxlm.core.exchange import exchange
 from jaxlm.core.hardware import cuda_capability, peak_flops
 from jaxlm.core.matmul import has_fp8_products
 from jaxlm.core.precision import Precision
+from jaxlm.core.publish import child_of, is_complete, location_of, names_in
 from jaxlm.core.redaction import without_secrets
 from jaxlm.core.runtime import differences_between_processes
 from jaxlm.core.sharding import axis_mapping_table
@@ -49,6 +51,9 @@ from jaxlm.run.num_steps import describe_data
 from jaxlm.run.plan import Plan
 from jaxlm.run.references import asked_in, flops_per_token
 from jaxlm.surgery.fp8 import describe_products
+
+LAST_EXPORTED = "config.json"
+"""The file that makes an export complete."""
 
 _DETERMINISTIC = "xla_gpu_deterministic_ops"
 
@@ -342,6 +347,27 @@ def check_opens(plan: Plan, tokenizer: Tokenizer, cursor: Cursor | None) -> None
         data.check_opens(lambda: tokenizer, dry=False)
     for evaluation in plan.config.evals if ahead else []:
         evaluation.check_opens(lambda: tokenizer, plan.config.model.seq_len, dry=False)
+
+
+def check_exports_are_new(plan: Plan, first_step: int) -> None:
+    """Raises `ConfigError` if a run without checkpoints finds exports of the steps that it is to export: they are another
+    run's, and would stay. Process 0 calls it.
+
+    Args:
+        first_step: where the run starts.
+    """
+    config = plan.config
+    if config.hf_save_path is None or plan.checkpoints.checkpoints():
+        return
+    folder, ends = location_of(config.hf_save_path), {phase.end for phase in plan.phases}
+    found = (re.fullmatch(r"step-(\d{1,18})", name) for name in names_in(folder))
+    for step in sorted(int(match[1]) for match in found if match):
+        is_due = first_step < step <= plan.num_steps and (step % config.hf_save_steps == 0 or step in ends)
+        if is_due and is_complete(taken := child_of(folder, f"step-{step}"), LAST_EXPORTED):
+            raise ConfigError(
+                f"hf_save_path: {taken} exists, and this run, which has no checkpoint yet, is to export step {step} there."
+                f" Set another folder, such as {child_of(folder, run_id_of(config))}, or move the exports away"
+            )
 
 
 def _is_over(phase: Phase, plan: Plan, cursor: Cursor | None) -> bool:
