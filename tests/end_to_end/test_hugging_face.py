@@ -181,7 +181,7 @@ def test_a_run_does_not_leave_the_exports_of_another_in_the_place_of_its_own(wor
         result = place.run(*run, "--trainer.id", "other", "--trainer.seed", "5", *words)
         assert result.code == 2, result.err
         assert "hf_save_path: exports/step-2 exists, and this run, which has no checkpoint" in result.err + result.out
-        assert [path.name for path in (place.folder / "logs" / "other").iterdir()] == ["train.log"], "it says why"
+        assert not list((place.folder / "logs").glob("other/*.json*")), "no record of a run"
         assert not (place.folder / "checkpoints" / "other").exists()
     assert (place.folder / "exports" / "step-2" / "model.safetensors").read_bytes() == weights
     assert place.run(*run).code == 0, "the run that has written them goes on"

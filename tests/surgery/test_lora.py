@@ -174,9 +174,8 @@ def test_dropout_does_not_depend_on_the_mesh(mesh):
 def test_the_layer_and_its_gradients_match_peft_with_the_same_mask():
     torch, lora = pytest.importorskip("torch"), pytest.importorskip("peft.tuners.lora")
     In, Out, Row = hax.Axis("in", 12), hax.Axis("out", 5), hax.Axis("row", 7)
-    layer = LoraLinear.around(
-        Linear.init(In, Out, std=1.0, key=jax.random.key(0)), rank=3, scale=2.0, dropout=0.4, key=jax.random.key(1)
-    )
+    base = Linear.init(In, Out, std=1.0, key=jax.random.key(0))
+    layer = LoraLinear.sized(base, [AdapterSize(3, 2.0)], use_dora=False, dropout=0.4, key=jax.random.key(1))
     layer = dataclasses.replace(layer, b=hax.random.normal(jax.random.key(2), layer.b.axes))
     x, key = hax.random.normal(jax.random.key(3), (Row, In)), jax.random.key(4)
     out, pull = jax.vjp(lambda a, b: dataclasses.replace(layer, a=a, b=b, key=key)(x).array, layer.a, layer.b)
