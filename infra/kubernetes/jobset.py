@@ -43,8 +43,10 @@ RESOURCE = r"[a-z0-9.-]+/[-._a-zA-Z0-9]+"
 IMAGE = r"[a-zA-Z0-9][-._a-zA-Z0-9:/]*(@sha256:[0-9a-f]{64})?"
 TOLERATION = rf"(?P<key>[-._/a-zA-Z0-9]+)(=(?P<value>{KEY}))?(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?"
 SECRET = re.compile(
-    r"(?:TOKEN|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?|(?:API|ACCESS|PRIVATE|SECRET)_?KEY)(?![A-Z])", re.IGNORECASE
+    r"(?:TOKEN|SECRETS?|PASSWORD|PASSWD|PGPASS|CREDENTIALS?|(?:API|ACCESS|PRIVATE|SECRET)KEY|_KEY|_AUTH)(?![A-Z])",
+    re.IGNORECASE,
 )
+SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@|\bhf_\w{30}")
 LARGEST = 100_000
 
 
@@ -161,7 +163,7 @@ def text(pattern: str, expected: str) -> Callable[[str], str]:
 
 def variable(given: str) -> tuple[str, str]:
     name, value = matched(rf"({VARIABLE})=(.*)", "NAME=VALUE")(given).groups()
-    if SECRET.search(name):
+    if SECRET.search(name) or SECRET_VALUE.search(value):
         raise argparse.ArgumentTypeError(
             f"{name} given, which looks like a credential. Values of --env are in the manifest, for all who may read it. Use"
             f" --secret {name}=SECRET/KEY (kubectl create secret generic SECRET --from-literal KEY=...)"

@@ -18,6 +18,7 @@ import numpy as np
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.publish import Location, location_of
+from jaxlm.engine.checkpoint.store import CURSOR
 from jaxlm.interop.hf.folder import DTYPES, parse_dtype
 from jaxlm.interop.hf.hub import check_upload, check_upload_name, upload_folder
 from jaxlm.interop.hf.model_card import README, ModelCard
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"--adapter {options.adapter}: merged into the model, but --adapters only writes no model. Remove one of them"
         )
-    folder, verify = location_of(options.output_dir), options.verify == "true"
+    folder, verify = _output_folder(options), options.verify == "true"
     if verify and not isinstance(folder, Path):
         raise ConfigError(f"--verify: true given, but {folder} is a URL. Verify a local folder, and copy it there")
     if options.upload is not None:
@@ -70,8 +71,17 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _convert_to_nanochat(options: argparse.Namespace) -> int:
+def _output_folder(options: argparse.Namespace) -> Location:
+    """Refuses a folder in a checkpoint: the checkpoint would not match its checksums."""
     folder = location_of(options.output_dir)
+    parents = folder.absolute().parents if isinstance(folder, Path) else ()
+    if (checkpoint := next((parent for parent in parents if (parent / CURSOR).exists()), None)) is not None:
+        raise ConfigError(f"--output_dir: {folder} is inside the checkpoint {checkpoint}. Choose a folder outside")
+    return folder
+
+
+def _convert_to_nanochat(options: argparse.Namespace) -> int:
+    folder = _output_folder(options)
     if not isinstance(folder, Path):
         raise ConfigError(f"--output_dir: {folder} is a URL. Write a local folder, and copy it there")
     opened = open_model(options.checkpoint, {}, None, options.weights)

@@ -12,6 +12,7 @@ import pytest
 
 from jaxlm.config.yaml import load_yaml
 from jaxlm.core import bounded_read
+from jaxlm.core.atomic_io import DISK_FULL_ERRNOS
 from jaxlm.core.bounded_read import UnreadableFileError, read_bytes, read_lines, read_stored, read_text
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.sources.document_files import read_documents
@@ -93,8 +94,9 @@ def test_a_bomb_is_refused(kind, suffix, compress, tmp_path, small_limits):
     assert bomb.stat().st_size < LIMIT
     with pytest.raises(
         ConfigError, match=rf"{re.escape(str(bomb))}: (it|line 1) has more than {LIMIT:,} bytes\. Replace"
-    ):
+    ) as refused:
         list(read_documents(bomb, "text"))
+    assert refused.value.errno not in DISK_FULL_ERRNOS, "no advice to free space"
 
 
 def test_too_little_memory_is_a_message():

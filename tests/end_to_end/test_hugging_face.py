@@ -146,6 +146,12 @@ def test_import_and_export_round_trip(imported, workplace, in_process):
     assert json.loads((place.folder / "out" / "config.json").read_text())["max_position_embeddings"] == 32
     again = in_process(convert.main, place, *arguments)
     assert (again.code, "already exists. Choose another folder" in again.err) == (2, True)
+    (place.folder / "adapters").mkdir()
+    (place.folder / "adapters" / "adapter_config.json").write_text("{}")
+    inside = in_process(convert.main, place, *arguments[:3], "--output_dir", "checkpoints/run/step-2/hf")
+    assert (inside.code, "checkpoints/run/step-2/hf is inside the checkpoint" in inside.err) == (2, True), inside.err
+    only = in_process(convert.main, place, "to-hf", "--checkpoint", "adapters", "--output_dir", "o3")
+    assert (only.code, "it has only adapters. Set --checkpoint to the model" in only.err) == (2, True), only.err
     adapters = in_process(convert.main, place, *arguments[:3], "--output_dir", "o2", "--adapters", "only")
     assert (adapters.code, "has no adapters" in adapters.err) == (2, True)
 

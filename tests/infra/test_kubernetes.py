@@ -162,6 +162,8 @@ def test_the_queue_is_valid_yaml():
         (("--toleration", "a=b:Never"), ARGUMENTS, "argument --toleration:"),
         (("--request", "gpu=1"), ARGUMENTS, "argument --request:"),
         (("--rdma", "ib=8"), ARGUMENTS, "argument --rdma:"),
+        (("--env", "WANDB_KEY=x"), ARGUMENTS, "WANDB_KEY given, which looks like a credential"),
+        (("--env", "U=https://u:pw@h/x"), ARGUMENTS, "U given, which looks like a credential"),
         (("--env", "PGPASSWORD=x"), ARGUMENTS, "PGPASSWORD given, which looks like a credential"),
         (("--env", "WANDB_API_KEY=x"), ARGUMENTS, "WANDB_API_KEY given, which looks like a credential"),
         (("--env", "a"), ARGUMENTS, "--env: 'a' given, NAME=VALUE expected"),

@@ -77,7 +77,7 @@ def test_only_skipped_steps_look_up_their_records():
     assert asked == [2]
     assert (
         "step 3: loss is not finite; update skipped (4 skipped so far). Batch: sequences of batch 2"
-        " (to print it, run jaxlm.prepare --show_batch 2)"
+        " (to print it, run jaxlm prepare with this configuration and --show_batch 2)"
     ) in shown.getvalue()
 
 

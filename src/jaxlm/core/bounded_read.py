@@ -116,7 +116,7 @@ def read_stored(fs: Store, path: str) -> bytes:
 
 
 def _too_large(path: Path | str, what: str, limit: int) -> UnreadableFileError:
-    return _unreadable(path, errno.EFBIG, f"{what} has more than {limit:,} bytes")
+    return _unreadable(path, errno.EOVERFLOW, f"{what} has more than {limit:,} bytes")
 
 
 def _unreadable(path: Path | str, number: int, problem: str) -> UnreadableFileError:

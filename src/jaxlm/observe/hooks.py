@@ -118,7 +118,9 @@ class ProgressListener:
             self._skipped = skipped
             reason = skip_reason(self._guards, info.metrics)
             command = (
-                f" (to print it, run jaxlm.prepare --show_batch {info.step - 1})" if self._can_show_batches else ""
+                f" (to print it, run jaxlm prepare with this configuration and --show_batch {info.step - 1})"
+                if self._can_show_batches
+                else ""
             )
             self._console.log(
                 f"step {info.step}: {reason}; update skipped ({skipped} skipped so far). Batch:"

@@ -171,6 +171,11 @@ def find_checkpoint(location: Path | str) -> VerifiedCheckpoint:
     candidates = resolve_checkpoints(str(location), Path(CheckpointerConfig.staging_dir), of_runs=False)
     if not candidates:
         path = Path(location)
+        if (path / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"--checkpoint {location}: it has only adapters. Set --checkpoint to the model that they were trained on, and"
+                f" add --adapter {location}"
+            )
         near = sorted(str(p.parent) for p in path.parent.glob("*/step-*")) if path.parent.is_dir() else []
         existing = f" Existing folders: {', '.join(dict.fromkeys(near))}." if near else ""
         raise ConfigError(
