@@ -437,7 +437,7 @@ def test_the_command_writes_the_page(tmp_path, monkeypatch, capsys, small_librar
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["absent"], "'absent' given, which is not a run: it has no metrics.jsonl.*there are mine"),
+        (["absent"], "'absent' given, which is not a run: it has no metrics.jsonl.*runs there: mine"),
         (["logs"], "'logs' given, which is not a run"),
         (["memory://bucket/absent"], "'memory://bucket/absent' given, which is not a run"),
         (["mine", "mine"], "mine given twice"),
