@@ -1,8 +1,11 @@
 """A local emulator of Google Cloud Storage for gcsfs and TensorStore."""
 
 import contextlib
+import http.server
 import logging
 import os
+import threading
+import types
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 from tests.ports import reserved_port
 
 BUCKET = "bucket"
+_HANDLING = threading.RLock()  # a batch of requests calls other handlers
 
 
 @contextlib.contextmanager
@@ -30,10 +34,14 @@ def gcs_server() -> Iterator[dict[str, str]]:
     pytest.importorskip("gcsfs")
     emulator = pytest.importorskip("gcp_storage_emulator.server")
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # it logs missing objects as errors
+    # Its own server reads one request at a time, so a client that is stopped while it sends one would stop all others.
+    threading_server = types.SimpleNamespace(HTTPServer=http.server.ThreadingHTTPServer)
     for _, handlers in emulator.HANDLERS:
         handlers.update({method: with_generations(handle) for method, handle in handlers.items()})
     server = emulator.create_server("127.0.0.1", int(address.rpartition(":")[2]), in_memory=True, default_bucket=BUCKET)
-    server.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulator, "server", threading_server)
+        server.start()
     # gcsfs sends two requests at once, and drops the second connection when the first is answered.
     server._api._httpd.handle_error = lambda *_: None
     try:
@@ -49,6 +57,11 @@ def with_generations(handle: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def handling(request: Any, response: Any, storage: Any, *args: Any) -> None:
+        request.data  # noqa: B018 # reads the body, which may take long
+        with _HANDLING:
+            handling_alone(request, response, storage, *args)
+
+    def handling_alone(request: Any, response: Any, storage: Any, *args: Any) -> None:
         asked = {name: values[0] for name, values in request.query.items()}
         name = request.params.get("object_id") or asked.get("name") or _name_in_body(request)
         if asked.get("ifGenerationMatch", number := generation(storage, request, name)) != number:
