@@ -16,7 +16,7 @@ from pathlib import Path
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first, main_only
 from jaxlm.core.stores import probe_name, storage_errors
-from jaxlm.engine.checkpoint.integrity import CHECKSUMS, MD5, SHA256, DamagedError, compare
+from jaxlm.engine.checkpoint.integrity import CHECKSUMS, MD5, SHA256, DamagedError, compare, parse_checksums
 from jaxlm.engine.checkpoint.lease import Lease
 from jaxlm.engine.checkpoint.lock import StillHeld
 from jaxlm.engine.checkpoint.manifest import ABANDONED, DAMAGED
@@ -60,11 +60,13 @@ class BucketCheckpoint(Checkpoint):
 
     @contextlib.contextmanager
     def local(self, below: str) -> Iterator[Path]:
-        """Downloads the folder to a temporary folder."""
+        """Downloads the folder to a temporary folder. `checksums.json` lists its files: a store's own list can lag."""
+        try:
+            files = parse_checksums(self.read(CHECKSUMS))
+        except DamagedError as error:
+            raise ConfigError(f"{self.location} is damaged: {error}. Use another checkpoint") from error
         with tempfile.TemporaryDirectory() as folder:
-            with _read_errors(self.location):
-                files = [file for file in self.folder.files(self.key) if file.startswith(f"{below}/")]
-            for file in files:
+            for file in (file for file in files if file.startswith(f"{below}/")):
                 path = Path(folder) / file
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(self.read(file))

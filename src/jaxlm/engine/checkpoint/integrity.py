@@ -57,10 +57,8 @@ def compare(
         DamagedError: a file is missing, extra or different.
     """
     try:
-        expected: dict[str, str] = json.loads(read_sums())
-        assert isinstance(expected, dict)
-        assert all(isinstance(value, str) for value in expected.values())
-    except (FileNotFoundError, ValueError, RecursionError, AssertionError) as error:
+        expected = parse_checksums(read_sums())
+    except FileNotFoundError as error:
         raise DamagedError(f"cannot read {CHECKSUMS} ({error})") from error
     expected = {name: value for name, value in expected.items() if name.startswith(below)}
     existing = {name for name in existing if name.startswith(below)}
@@ -77,6 +75,17 @@ def compare(
                     )
         except UnreadableFileError as error:
             raise DamagedError(f"{error.filename}: {error.strerror}") from error
+
+
+def parse_checksums(content: bytes) -> dict[str, str]:
+    """Relative path -> checksum, from the content of `checksums.json`. Raises `DamagedError` if it is not one."""
+    try:
+        sums = json.loads(content)
+        assert isinstance(sums, dict)
+        assert all(isinstance(value, str) for value in sums.values())
+    except (ValueError, RecursionError, AssertionError) as error:
+        raise DamagedError(f"cannot read {CHECKSUMS} ({error})") from error
+    return sums
 
 
 def digest_of(file: BufferedReader, kind: str) -> str:
