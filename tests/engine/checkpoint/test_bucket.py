@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import fsspec
@@ -117,6 +118,41 @@ def test_save_and_restore_round_trip(store):
     assert newest.cursor().step == 10
     with newest.local("run/tokenizer") as run:
         assert [path.name for path in run.iterdir()] == ["tokenizer.json"]
+
+
+def test_a_checkpoint_is_copied_in_full_or_not_at_all(store, monkeypatch):
+    """Whatever the store lists: `checksums.json` says which files there are."""
+    folder = BucketFolder(URL)
+    save(store, folder, 5)
+    (checkpoint,) = folder.checkpoints()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "find", lambda *_, **__: {})
+        with checkpoint.local("run/tokenizer") as run:
+            assert (run / "tokenizer.json").read_bytes() == FILES["run/tokenizer/tokenizer.json"]
+    store.rm_file("/bucket/run/step-5/run/config.yaml")
+    with pytest.raises(ConfigError, match=r"step-5.*run/config\.yaml"), checkpoint.local("run"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[", r"cannot read checksums\.json"),
+        (b'{"run/../../../taken": "0"}', r"names 'run/\.\./\.\./\.\./taken', which is outside the checkpoint"),
+        (b'{"/run/taken": "0"}', r"names '/run/taken', which is outside the checkpoint"),
+    ],
+)
+def test_damaged_checksums_are_one_message_and_write_nothing(store, monkeypatch, tmp_path, content, message):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "t"))
+    (tmp_path / "t").mkdir()
+    folder = BucketFolder(URL)
+    save(store, folder, 5)
+    store.pipe_file("/bucket/run/step-5/checksums.json", content)
+    store.pipe_file("/bucket/run/step-5/run/../../../taken", b"by an attacker")
+    (checkpoint,) = folder.checkpoints()
+    with pytest.raises(ConfigError, match=f"step-5 is damaged: .*{message}"), checkpoint.local("run"):
+        pass
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "t"]
 
 
 def test_each_checkpoint_replaces_the_temporary_ones(store):

@@ -16,7 +16,7 @@ from pathlib import Path
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first, main_only
 from jaxlm.core.stores import probe_name, storage_errors
-from jaxlm.engine.checkpoint.integrity import CHECKSUMS, MD5, SHA256, DamagedError, compare, parse_checksums
+from jaxlm.engine.checkpoint.integrity import CHECKSUMS, MD5, SHA256, DamagedError, compare, read_checksums
 from jaxlm.engine.checkpoint.lease import Lease
 from jaxlm.engine.checkpoint.lock import StillHeld
 from jaxlm.engine.checkpoint.manifest import ABANDONED, DAMAGED
@@ -60,9 +60,9 @@ class BucketCheckpoint(Checkpoint):
 
     @contextlib.contextmanager
     def local(self, below: str) -> Iterator[Path]:
-        """Downloads the folder to a temporary folder. `checksums.json` lists its files: a store's own list can lag."""
+        """Downloads the files that `checksums.json` names to a temporary folder, so that a missing one is an error."""
         try:
-            files = parse_checksums(self.read(CHECKSUMS))
+            files = read_checksums(lambda: self.read(CHECKSUMS))
         except DamagedError as error:
             raise ConfigError(f"{self.location} is damaged: {error}. Use another checkpoint") from error
         with tempfile.TemporaryDirectory() as folder:

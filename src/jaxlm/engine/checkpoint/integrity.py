@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import posixpath
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -56,11 +57,7 @@ def compare(
     Raises:
         DamagedError: a file is missing, extra or different.
     """
-    try:
-        expected = parse_checksums(read_sums())
-    except FileNotFoundError as error:
-        raise DamagedError(f"cannot read {CHECKSUMS} ({error})") from error
-    expected = {name: value for name, value in expected.items() if name.startswith(below)}
+    expected = {name: value for name, value in read_checksums(read_sums).items() if name.startswith(below)}
     existing = {name for name in existing if name.startswith(below)}
     for name in sorted(existing.symmetric_difference(expected)):
         raise DamagedError(f"{name} is {'not part of the checkpoint' if name in existing else 'missing'}")
@@ -77,14 +74,25 @@ def compare(
             raise DamagedError(f"{error.filename}: {error.strerror}") from error
 
 
-def parse_checksums(content: bytes) -> dict[str, str]:
-    """Relative path -> checksum, from the content of `checksums.json`. Raises `DamagedError` if it is not one."""
+def read_checksums(read: Callable[[], bytes]) -> dict[str, str]:
+    """Relative path -> checksum of each file of a checkpoint.
+
+    Args:
+        read: see `read_sums` of `compare`.
+
+    Raises:
+        DamagedError: there is no `checksums.json`, or it is not one. A path that leaves the checkpoint's folder is refused,
+            because files are written to these paths.
+    """
     try:
-        sums = json.loads(content)
+        sums = json.loads(read())
         assert isinstance(sums, dict)
         assert all(isinstance(value, str) for value in sums.values())
-    except (ValueError, RecursionError, AssertionError) as error:
+    except (FileNotFoundError, ValueError, RecursionError, AssertionError) as error:
         raise DamagedError(f"cannot read {CHECKSUMS} ({error})") from error
+    for name in sums:
+        if posixpath.isabs(name) or ".." in name.split("/"):
+            raise DamagedError(f"{CHECKSUMS} names '{name}', which is outside the checkpoint")
     return sums
 
 
