@@ -1,4 +1,4 @@
-"""Writes docs/guide/, and src/jaxlm/config/keys.json, from the configuration's dataclasses.
+"""Writes docs/guide/ from the configuration's dataclasses.
 
 The guide has one page per part of the configuration, and `keys.md`, the alphabetical index of all keys. The text above
 the marker in `index.md` is written by hand. Examples come from docs/examples.yaml.
@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 
-from jaxlm.config.key_index import FILE, keys_json
 from jaxlm.config.run import RunConfig
 from jaxlm.config.schema import ConfigKey, ConfigSection, sections
 
@@ -222,4 +221,3 @@ def _default(text: str | None) -> str:
 if __name__ == "__main__":
     for file, content in pages().items():
         (GUIDE / file).write_text(content, encoding="utf-8")
-    FILE.write_text(keys_json(list(sections(RunConfig))), encoding="utf-8")

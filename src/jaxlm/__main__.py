@@ -1,6 +1,6 @@
 """The command `jaxlm`, also `python -m jaxlm`: `jaxlm train ...` runs `jaxlm.train`, and so on.
 
-Help, recipes, and errors in the command line or the configuration's keys are printed before jax is imported.
+Recipes, and errors in the command line, are printed before jax is imported.
 """
 
 import difflib
@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import jaxlm
-from jaxlm.config.key_index import KeyIndex, check_command_line, has_plugins
-from jaxlm.config.overrides import help_text, parse_arguments
+from jaxlm.config.overrides import parse_arguments
 from jaxlm.config.recipes import recipes_command
 from jaxlm.core.errors import EXIT_CONFIG, ConfigError, end_at_interrupt, end_of_output
 from jaxlm.core.redaction import command_line
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _answer(command: str, arguments: Sequence[str]) -> int | None:
-    """Does what needs no jax, and returns the exit code; None if the command's module has to run."""
+    """Does what needs no module of a command, and returns the exit code; None if the module has to run."""
     if command in ("--help", "-h", "help"):
         print(_overview())
     elif command == "--version":
@@ -57,21 +56,20 @@ def _answer(command: str, arguments: Sequence[str]) -> int | None:
         return importlib.import_module("jaxlm.report").main(arguments)
     elif command not in COMMANDS:
         raise ConfigError(_unknown(command))
-    elif command != "train" or not _is_answered(arguments):
+    elif command == "train" and (topic := parse_arguments(arguments).help) is not None:
+        print(_help(topic))
+    else:
         return None
     return 0
 
 
-def _is_answered(arguments: Sequence[str]) -> bool:
-    """Prints the help text if `--help` is given, else checks the options and keys. Returns whether the command is done."""
-    topic = parse_arguments(arguments).help
-    if topic is None:
-        check_command_line(arguments)
-        return False
-    if has_plugins():  # their keys are only known after importing them
-        return False
-    print(help_text(KeyIndex.load().sections, "jaxlm train", topic))
-    return True
+def _help(topic: str) -> str:
+    from jaxlm.core.imports import gc_paused
+
+    with gc_paused():
+        from jaxlm.config.load import help_of
+
+        return help_of("jaxlm train", topic)
 
 
 def _run(command: str, arguments: Sequence[str]) -> int:

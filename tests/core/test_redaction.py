@@ -1,11 +1,9 @@
 """What is a secret, and what is not."""
 
-import json
-from pathlib import Path
-
 import pytest
 
-import jaxlm
+from jaxlm.config.run import RunConfig
+from jaxlm.config.schema import sections
 from jaxlm.core import redaction
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import MASK, redacted, redacted_arguments, remember_secrets, without_secrets
@@ -111,14 +109,7 @@ def test_a_command_line_is_masked_by_its_options():
 
 
 def test_no_key_of_jaxlm_is_taken_for_a_secret():
-    keys = Path(jaxlm.__file__).with_name("config") / "keys.json"
-    names = {name for name in _names(json.loads(keys.read_text())) if not name.endswith("_variable")}
+    keys = {key.name for section in sections(RunConfig) for key in section.keys}
+    names = {name for name in keys if not name.endswith("_variable")}
     assert len(names) > 300
     assert [name for name in sorted(names) if without_secrets({name: "value-1"}) != {name: "value-1"}] == []
-
-
-def _names(index) -> set[str]:
-    if isinstance(index, dict):
-        own = {index["name"]} if isinstance(index.get("name"), str) else set()
-        return set(map(str, index)) | own | {name for item in index.values() for name in _names(item)}
-    return {name for item in index for name in _names(item)} if isinstance(index, list) else set()

@@ -15,10 +15,8 @@ import pytest
 import tokenizers
 
 from jaxlm.config.decode import encode
-from jaxlm.config.key_index import KeyIndex
 from jaxlm.config.load import decode_run, load_config
 from jaxlm.config.run import RunConfig
-from jaxlm.config.schema import sections
 from jaxlm.config.trainer import TrainerConfig
 from jaxlm.config.yaml import ConfigSource, merge
 from jaxlm.core import tree
@@ -482,17 +480,6 @@ def test_a_limit_beside_a_size_of_microbatches_is_refused():
     trainer = TrainerConfig(train_batch_size=8, per_device_parallelism=2, max_per_device_parallelism=4)
     with pytest.raises(ConfigError, match=r"max_per_device_parallelism: 4 given, but per_device_parallelism: 2"):
         plan_batches(trainer, 1)
-
-
-def test_keys_of_sections_whose_type_the_preset_sets_are_known():
-    """`jaxlm train` checks keys before it imports jax, where it cannot know what a preset fills in."""
-    index = KeyIndex(tuple(sections(RunConfig)), frozenset())
-    own = {"model": {"qk_scale": 1.0}, "optimizer": {"norm_factor": 1.1}}
-    index.check(ConfigSource(own | {"preset": {"type": "depth_dial", "depth": 4}}))
-    with pytest.raises(ConfigError, match=r"no such key in model"):
-        index.check(ConfigSource(own))
-    with pytest.raises(ConfigError, match=r"no such key in optimizer \(type adam\)"):
-        index.check(ConfigSource({"preset": {"depth": 4}, "optimizer": {"type": "adam", "norm_factor": 1.1}}))
 
 
 @pytest.mark.parametrize("depth", [4, 12, 20])

@@ -54,7 +54,7 @@ def load_source(arguments: Sequence[str], command: str, kind: type[RunConfig]) -
     load_installed_plugins()
     parsed = parse_arguments(arguments)
     if parsed.help is not None:
-        print(help_text(sections(kind), f"python -m {command}", parsed.help))
+        print(help_of(f"python -m {command}", parsed.help, kind))
         raise SystemExit(0)
     if parsed.config_path is None and not parsed.options:
         raise ConfigError(
@@ -74,6 +74,12 @@ def load_source(arguments: Sequence[str], command: str, kind: type[RunConfig]) -
     for note in notes:
         print(f"note: {note}")
     return source, None if parsed.config_path is None else config_file(parsed.config_path).stem
+
+
+def help_of(command: str, topic: str, kind: type[RunConfig] = RunConfig) -> str:
+    """The help text of a command, on a section or key; on "", on all."""
+    load_installed_plugins()  # their keys are listed too
+    return help_text(sections(kind), command, topic)
 
 
 def given_distributed(arguments: Sequence[str]) -> DistributedConfig:
