@@ -19,13 +19,17 @@ from jaxlm.core.errors import ConfigError
     [
         (
             ("--optimizer.lerning_rate", "1"),
-            "command line --optimizer.lerning_rate: no such key in optimizer (type adam). Did you mean 'learning_rate'?"
-            " Allowed: learning_rate, weight_decay, lr_schedule, ",
+            (
+                "command line --optimizer.lerning_rate: no such key in optimizer (type adam). Did you mean 'learning_rate'?"
+                " Allowed: learning_rate, weight_decay, lr_schedule, "
+            ),
         ),
         (
             ("--optimiser.learning_rate", "1"),
-            "command line --optimiser.learning_rate: optimiser: no such key in the top level. Did you mean 'optimizer'?"
-            " Allowed: data, model, ",
+            (
+                "command line --optimiser.learning_rate: optimiser: no such key in the top level. Did you mean 'optimizer'?"
+                " Allowed: data, model, "
+            ),
         ),
         (
             ("--model.attention_bias", "true", "--model.hiden_dim", "4"),
@@ -37,8 +41,10 @@ from jaxlm.core.errors import ConfigError
         ),
         (
             ("--config_path", "typo.yaml"),
-            "typo.yaml:2: trainer.checkpointer.base_pth: no such key in trainer.checkpointer. Did you mean 'base_path'?"
-            " Allowed: base_path, ",
+            (
+                "typo.yaml:2: trainer.checkpointer.base_pth: no such key in trainer.checkpointer. Did you mean 'base_path'?"
+                " Allowed: base_path, "
+            ),
         ),
     ],
     ids=lambda arguments: " ".join(arguments) if isinstance(arguments, tuple) else "",

@@ -7,17 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from jaxlm.config.effects import EFFECTS, FACTS, OWN, effect_of, effect_of_fact
 from jaxlm.config.load import decode_run
 from jaxlm.config.run import RunConfig
-from jaxlm.config.schema import sections
+from jaxlm.config.schema import effect_of, sections, stated_effects
 from jaxlm.config.yaml import ConfigSource
+from jaxlm.core.effects import OWN
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tracing import BlockSizes
+from jaxlm.data.config import DataConfig
 from jaxlm.data.mixture import Mixture
+from jaxlm.models.base import ModelConfig
 from jaxlm.observe.trackers import environment
 from jaxlm.run.compilation.options import StepOptions
-from jaxlm.run.resume_checks import SavedRun, changes, computing_facts
+from jaxlm.run.resume_checks import FACTS, SavedRun, changes, computing_facts, effect_of_fact
 from tests.run.test_init_from import Trainings
 
 CHANGED = "changed since the last start: "
@@ -38,12 +40,17 @@ def paths() -> set[str]:
 
 
 def test_every_key_has_an_effect():
-    """A key of the model is the model's unless it is listed; all others are listed, or belong to a section that is."""
-    assert [path for path in sorted(paths() - {"data", "trainer"}) if effect_of(path) is OWN] == []
-    known = {path.replace(".NAME", ".N") for path in paths()} | {"data.type"}
-    assert set(EFFECTS) - known == set()
-    # A new key is not listed yet. Nor is one of a user's own class of data.
-    assert {effect_of(f"{section}new") for section in ("", "trainer.", "data.", "data.configs.wiki.")} == {OWN}
+    """Its field states one, or that of a section around it."""
+    assert [path for path in sorted(paths() - {"trainer"}) if effect_of(RunConfig, path) is OWN] == []
+    # A key of a user's own class of data states none.
+    sections_without = ("", "trainer.", "data.", "data.configs.wiki.", "phases.0.data.")
+    assert {effect_of(RunConfig, f"{section}new") for section in sections_without} == {OWN}
+
+
+@pytest.mark.parametrize("family", [DataConfig, ModelConfig])
+def test_types_of_one_section_state_the_same_effect_for_a_key(family):
+    stated = {item for kind in family.get_known_choices().values() for item in stated_effects(kind).items()}
+    assert len(stated) == len(dict(stated)) > 3
 
 
 @pytest.mark.parametrize(
@@ -60,12 +67,14 @@ def test_every_key_has_an_effect():
         ("trainer.mp.rules.0.match", "changes what follows"),
         ("data.configs.wiki.validation_urls", "changes what follows"),
         ("phases.0.data.train_weights.wiki", "changes what follows"),
+        ("phases.1.data.configs.wiki.format.chat_template", "harmless"),
+        ("data.type", "harmless"),
         ("model.hidden_dim", "refused"),
         ("model.attn_backend", "changes what follows"),
     ],
 )
 def test_the_effect_of_a_key(path, kind):
-    assert effect_of(path).kind == kind
+    assert effect_of(RunConfig, path).kind == kind
 
 
 def test_every_fact_has_an_effect_and_the_same_start_has_no_changes():

@@ -22,7 +22,7 @@ from jaxlm.config.durations import format_duration, parse_duration
 from jaxlm.config.plugins import import_choice, is_import_path, signature_problems
 from jaxlm.config.yaml import ConfigSource, KeyPath, without_quotes
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import LARGEST_FLOAT, bounds_of, describe_type, in_range
+from jaxlm.core.field_types import LARGEST_FLOAT, bounds_of, describe_type, hints_of, in_range
 from jaxlm.core.redaction import without_secrets
 
 T = TypeVar("T")
@@ -154,7 +154,7 @@ class _Decoder:
             kind = self._choice(kind, tree, path, default)
             tree = {key: value for key, value in tree.items() if key != CHOICE_TYPE_KEY}
         fields = {field.name: field for field in dataclasses.fields(kind)}
-        hints = typing.get_type_hints(kind, include_extras=True)
+        hints = hints_of(kind)
         for key in tree:
             if key not in fields:
                 choice = choice_name(kind) if is_choice(kind) else None

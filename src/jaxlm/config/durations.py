@@ -2,6 +2,7 @@
 
 import re
 from datetime import timedelta
+from typing import Annotated, get_args
 
 import draccus
 
@@ -54,3 +55,4 @@ def format_duration(value: timedelta) -> int | float | str:
 
 # For `draccus.dump`, which knows all other types of a configuration.
 draccus.encode.register(timedelta, lambda value, _=None: format_duration(value))
+draccus.encode.register(Annotated, lambda value, kind: draccus.encode(value, get_args(kind)[0]))

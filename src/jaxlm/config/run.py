@@ -1,8 +1,23 @@
 """The configuration of a run, as frozen dataclasses."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from jaxlm.config.trainer import TrainerConfig
+from jaxlm.core.effects import (
+    AtTheStart,
+    Content,
+    Effect,
+    Evaluations,
+    Harmless,
+    Length,
+    Loss,
+    Order,
+    Refused,
+    Stopping,
+    Updates,
+    follows,
+)
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt, Seed
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokens import TokensConfig
@@ -37,13 +52,13 @@ class PhaseConfig:
     """
 
     name: str
-    num_train_steps: PositiveInt | None = None
-    until: UntilConfig | None = None
+    num_train_steps: Length[PositiveInt | None] = None
+    until: Stopping[UntilConfig | None] = None
     surgery: list[SurgeryConfig] = field(default_factory=list)
     trainable: list[str] = field(default_factory=lambda: [".*"])
-    data: DataConfig | None = None
-    objective: ObjectiveConfig | None = None
-    optimizer: OptimizerConfig | None = None
+    data: Content[DataConfig | None] = None
+    objective: Loss[ObjectiveConfig | None] = None
+    optimizer: Updates[OptimizerConfig | None] = None
 
 
 @dataclass(frozen=True)
@@ -87,26 +102,30 @@ class RunConfig:
             log folder, then exit.
     """
 
-    data: DataConfig = field(default_factory=TokensConfig)
-    model: ModelConfig = field(default_factory=LlamaConfig)
+    data: Content[DataConfig] = field(default_factory=TokensConfig)
+    model: Refused[ModelConfig] = field(default_factory=LlamaConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    optimizer: OptimizerConfig = field(default_factory=AdamConfig)
-    objective: ObjectiveConfig = field(default_factory=NextToken)
-    refs: dict[str, RefConfig] = field(default_factory=dict)
-    evals: list[EvalConfig] = field(default_factory=lambda: [LossEvalConfig()])
-    phases: list[PhaseConfig] = field(default_factory=list)
-    preset: PresetConfig | None = None
-    data_seed: Seed | None = None
-    epoch: NonNegativeInt = 0
-    initialize_from_hf: bool | str = False
-    hf_weight_names: dict[str, str] = field(default_factory=dict)
-    hf_skip_keys: list[str] = field(default_factory=list)
-    use_hf_model_config: bool = False
-    hf_save_path: str | None = None
-    hf_save_steps: PositiveInt = 10_000
-    hf_save_dtype: str | None = None
-    hf_upload: bool | str | None = None
-    dry_run: bool = False
+    optimizer: Updates[OptimizerConfig] = field(default_factory=AdamConfig)
+    objective: Loss[ObjectiveConfig] = field(default_factory=NextToken)
+    refs: Content[dict[str, RefConfig]] = field(default_factory=dict)
+    evals: Evaluations[list[EvalConfig]] = field(default_factory=lambda: [LossEvalConfig()])
+    phases: Annotated[list[PhaseConfig], follows("the phases from the current one on differ")] = field(
+        default_factory=list
+    )
+    preset: Annotated[PresetConfig | None, Effect("harmless", "the keys that it fills in are compared themselves")] = (
+        None
+    )
+    data_seed: Order[Seed | None] = None
+    epoch: Length[NonNegativeInt] = 0
+    initialize_from_hf: AtTheStart[bool | str] = False
+    hf_weight_names: AtTheStart[dict[str, str]] = field(default_factory=dict)
+    hf_skip_keys: AtTheStart[list[str]] = field(default_factory=list)
+    use_hf_model_config: AtTheStart[bool] = False
+    hf_save_path: Harmless[str | None] = None
+    hf_save_steps: Harmless[PositiveInt] = 10_000
+    hf_save_dtype: Harmless[str | None] = None
+    hf_upload: Harmless[bool | str | None] = None
+    dry_run: Harmless[bool] = False
 
     @property
     def order_seed(self) -> int:

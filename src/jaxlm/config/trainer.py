@@ -1,10 +1,11 @@
 """The `trainer` section: run length, batch size, devices, checkpoints and logging."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from jaxlm.core.batch_schedule import BatchSize
 from jaxlm.core.distributed import DistributedConfig
+from jaxlm.core.effects import ANOTHER_ORDER, AtTheStart, Evaluations, Harmless, Length, Rounding, Stopping, follows
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt, Seed
 from jaxlm.core.mesh import MeshConfig
@@ -103,57 +104,61 @@ class TrainerConfig:
         ray: tokenize on a Ray cluster (`{}` starts one). Null tokenizes in process 0, on all cores of its machine.
     """
 
-    id: str | None = None
-    seed: Seed = 0
-    num_train_steps: PositiveInt = 400_000
-    until: UntilConfig | None = None
-    train_batch_size: PositiveInt | Literal[-1] | list[BatchSize] = 32
-    per_device_parallelism: PositiveInt | Literal[-1] = -1
-    per_device_train_parallelism: PositiveInt | Literal[-1] = -1
-    max_per_device_parallelism: PositiveInt | None = None
-    allow_nondivisible_batch_size: bool = False
-    per_device_eval_parallelism: PositiveInt | Literal[-1] = -1
-    steps_per_eval: PositiveInt = 1000
-    max_eval_batches: PositiveInt | None = None
-    mp: str | PrecisionConfig = "f32"
-    log_dir: str = "logs/"
-    compilation_cache_dir: str | None = "cache/xla"
-    strict_performance: bool = False
-    batch_axis: str | None = "batch"
-    fsdp_axis: str | list[str] | None = "embed"
-    tensor_parallel_axes: str | list[str] | None = None
-    model_axis_size: PositiveInt = 1
-    replica_ici_axis_size: PositiveInt = 1
-    replica_dcn_axis_size: PositiveInt = 1
-    axis_resources: dict[str, str | list[str]] = field(default_factory=dict)
-    parameter_axis_resources: dict[str, str | list[str]] = field(default_factory=dict)
-    compute_axis_resources: dict[str, str | list[str]] = field(default_factory=dict)
-    mesh: MeshConfig | None = None
-    load_checkpoint: bool | None = None
-    load_checkpoint_path: str | None = None
-    initialize_from: str | None = None
-    initialize_from_state: str | None = None
-    allow_partial_checkpoint: bool = False
-    allow_changes: list[Literal["data", "tokenizer", "refs"]] = field(default_factory=list)
-    require_accelerator: bool | None = None
-    crash_on_nan: bool = False
-    crash_on_inf: bool = False
-    crash_after_skipped: PositiveInt | None = 25
-    shutdown_at_exit: bool | float = False
-    jax_config: dict[str, bool | int | float | str | None] = field(default_factory=dict)
-    log_jaxprs: bool = False
-    log_xla_hlo: bool = False
-    model_averaging: AveragingConfig | None = None
-    checkpointer: CheckpointerConfig = field(default_factory=CheckpointerConfig)
-    tracker: TrackerConfig | list[TrackerConfig] = field(default_factory=list)
-    completions: CompletionsConfig = field(default_factory=CompletionsConfig)
-    callbacks: list[CallbackConfig] = field(default_factory=list)
-    watch: WatchConfig | None = None
-    profiler: ProfilerConfig | None = None
-    distributed: DistributedConfig = field(default_factory=DistributedConfig)
-    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
-    preemption_notices: bool = True
-    ray: RayConfig | None = None
+    id: Harmless[str | None] = None
+    seed: Annotated[Seed, follows(f"dropout is another; unless data_seed is set, {ANOTHER_ORDER}")] = 0
+    num_train_steps: Length[PositiveInt] = 400_000
+    until: Stopping[UntilConfig | None] = None
+    train_batch_size: Annotated[
+        PositiveInt | Literal[-1] | list[BatchSize], follows("a step reads another number of sequences from here")
+    ] = 32
+    per_device_parallelism: Rounding[PositiveInt | Literal[-1]] = -1
+    per_device_train_parallelism: Rounding[PositiveInt | Literal[-1]] = -1
+    max_per_device_parallelism: Rounding[PositiveInt | None] = None
+    allow_nondivisible_batch_size: Rounding[bool] = False
+    per_device_eval_parallelism: Evaluations[PositiveInt | Literal[-1]] = -1
+    steps_per_eval: Evaluations[PositiveInt] = 1000
+    max_eval_batches: Evaluations[PositiveInt | None] = None
+    mp: Annotated[str | PrecisionConfig, follows("numbers have another precision from here")] = "f32"
+    log_dir: Harmless[str] = "logs/"
+    compilation_cache_dir: Harmless[str | None] = "cache/xla"
+    strict_performance: Harmless[bool] = False
+    batch_axis: Rounding[str | None] = "batch"
+    fsdp_axis: Rounding[str | list[str] | None] = "embed"
+    tensor_parallel_axes: Rounding[str | list[str] | None] = None
+    model_axis_size: Rounding[PositiveInt] = 1
+    replica_ici_axis_size: Rounding[PositiveInt] = 1
+    replica_dcn_axis_size: Rounding[PositiveInt] = 1
+    axis_resources: Rounding[dict[str, str | list[str]]] = field(default_factory=dict)
+    parameter_axis_resources: Rounding[dict[str, str | list[str]]] = field(default_factory=dict)
+    compute_axis_resources: Rounding[dict[str, str | list[str]]] = field(default_factory=dict)
+    mesh: Rounding[MeshConfig | None] = None
+    load_checkpoint: Harmless[bool | None] = None
+    load_checkpoint_path: Harmless[str | None] = None
+    initialize_from: AtTheStart[str | None] = None
+    initialize_from_state: AtTheStart[str | None] = None
+    allow_partial_checkpoint: Harmless[bool] = False
+    allow_changes: Harmless[list[Literal["data", "tokenizer", "refs"]]] = field(default_factory=list)
+    require_accelerator: Harmless[bool | None] = None
+    crash_on_nan: Stopping[bool] = False
+    crash_on_inf: Stopping[bool] = False
+    crash_after_skipped: Stopping[PositiveInt | None] = 25
+    shutdown_at_exit: Harmless[bool | float] = False
+    jax_config: Rounding[dict[str, bool | int | float | str | None]] = field(default_factory=dict)
+    log_jaxprs: Harmless[bool] = False
+    log_xla_hlo: Harmless[bool] = False
+    model_averaging: Annotated[AveragingConfig | None, follows("the average of the weights is another from here")] = (
+        None
+    )
+    checkpointer: Harmless[CheckpointerConfig] = field(default_factory=CheckpointerConfig)
+    tracker: Harmless[TrackerConfig | list[TrackerConfig]] = field(default_factory=list)
+    completions: Harmless[CompletionsConfig] = field(default_factory=CompletionsConfig)
+    callbacks: Harmless[list[CallbackConfig]] = field(default_factory=list)
+    watch: Rounding[WatchConfig | None] = None
+    profiler: Harmless[ProfilerConfig | None] = None
+    distributed: Harmless[DistributedConfig] = field(default_factory=DistributedConfig)
+    watchdog: Harmless[WatchdogConfig] = field(default_factory=WatchdogConfig)
+    preemption_notices: Harmless[bool] = True
+    ray: Harmless[RayConfig | None] = None
 
     def check(self) -> None:
         """Raises `ConfigError` for values that are invalid for every model and every set of devices."""

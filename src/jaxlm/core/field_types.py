@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Interval
 
+from jaxlm.core.effects import without_effect
 from jaxlm.core.errors import ConfigError
 
 LARGEST_INT = 2**31 - 1
@@ -53,6 +54,12 @@ _SIMPLE = {
     str: "a string",
     timedelta: "a duration (15m)",
 }
+
+
+def hints_of(kind: type) -> dict[str, Any]:
+    """Field -> type of a dataclass, with its range, but without its effect on a resumed run."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {name: without_effect(hint) for name, hint in hints.items()}
 
 
 def bounds_of(hint: Any) -> Interval | None:
@@ -117,7 +124,7 @@ def describe_type(hint: Any, given: Any = None) -> str:
 
 def check_field(kind: type, name: str, value: Any, path: str) -> None:
     """Raises `ConfigError` if a field of the dataclass `kind` does not accept a value. Args: path: of the section."""
-    _check(typing.get_type_hints(kind, include_extras=True)[name], value, f"{path}.{name}")
+    _check(hints_of(kind)[name], value, f"{path}.{name}")
 
 
 def check_fields(section: Any, path: str = "") -> None:
@@ -127,7 +134,7 @@ def check_fields(section: Any, path: str = "") -> None:
         section: an instance of a dataclass.
         path: its dotted path, for messages.
     """
-    hints = typing.get_type_hints(type(section), include_extras=True)
+    hints = hints_of(type(section))
     for field in dataclasses.fields(section):
         _check(hints[field.name], getattr(section, field.name), f"{path}.{field.name}".lstrip("."))
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import draccus
 
 from jaxlm.config.decode import choice_name, encode
+from jaxlm.core.effects import Content, Harmless, Mixture
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
 from jaxlm.data.base import TRAIN, VALIDATION, Log, by_source, given
@@ -77,20 +78,20 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
             evaluate on them. By source, `{wiki: 100}`, or a number if there is only one.
     """
 
-    cache_dir: str = "cache/"
-    cache_mirror_gb: PositiveFloat = 50.0
-    tokenizer: str | BpeConfig = TRAIN_BPE
-    added_tokens: list[str] = field(default_factory=list)
-    vocab_size: PositiveInt | None = None
-    shuffle: bool | EraShuffle = True
-    enforce_bos: bool | None = None
-    enforce_eos: bool = True
-    configs: dict[str, SourceConfig] = field(default_factory=dict)
-    train_weights: dict[str, float] | list[list[Any]] | None = None
-    stop_strategy: StopStrategy = "restart"
-    mixture_block_size: PositiveInt = 2048
-    max_train_batches: PositiveInt | dict[str, PositiveInt] | None = None
-    num_validation_sequences: PositiveInt | dict[str, PositiveInt] | None = None
+    cache_dir: Harmless[str] = "cache/"
+    cache_mirror_gb: Harmless[PositiveFloat] = 50.0
+    tokenizer: Content[str | BpeConfig] = TRAIN_BPE
+    added_tokens: Content[list[str]] = field(default_factory=list)
+    vocab_size: Content[PositiveInt | None] = None
+    shuffle: Content[bool | EraShuffle] = True
+    enforce_bos: Content[bool | None] = None
+    enforce_eos: Content[bool] = True
+    configs: Content[dict[str, SourceConfig]] = field(default_factory=dict)
+    train_weights: Mixture[dict[str, float] | list[list[Any]] | None] = None
+    stop_strategy: Mixture[StopStrategy] = "restart"
+    mixture_block_size: Mixture[PositiveInt] = 2048
+    max_train_batches: Content[PositiveInt | dict[str, PositiveInt] | None] = None
+    num_validation_sequences: Content[PositiveInt | dict[str, PositiveInt] | None] = None
 
     reads: ClassVar[str] = "documents"
     """What the formats of its sources make."""

@@ -7,6 +7,7 @@ from haliax import Axis
 
 from jaxlm.config.decode import choice_name, encode
 from jaxlm.core.axes import POSITION
+from jaxlm.core.effects import Content
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.types import TokenBatch
@@ -39,10 +40,10 @@ class TokensConfig(DataConfig):
             the sequence before does not have, so each token counts once, after at least `seq_len - stride` others.
     """
 
-    ignore_token_id: NonNegativeInt | None = None
-    packing: BestFitConfig | None = None
-    stride: PositiveInt | None = None
-    train_overlap: bool = True
+    ignore_token_id: Content[NonNegativeInt | None] = None
+    packing: Content[BestFitConfig | None] = None
+    stride: Content[PositiveInt | None] = None
+    train_overlap: Content[bool] = True
 
     def batch_spec(self, seq_len: int) -> BatchSpec[TokenBatch]:
         if self.stride is not None and self.stride > seq_len:

@@ -12,6 +12,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED, POSITION, VOCAB
+from jaxlm.core.effects import Rounding
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.matmul import Fp8, Weight, dot
@@ -249,10 +250,10 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
     """
 
     seq_len: PositiveInt = 1024
-    gradient_checkpointing: bool | str | list[str] | RematModules = AUTO
-    scan_layers: bool | Literal["auto"] = AUTO
-    attn_backend: str = AUTO
-    pad_vocab_to_multiple_of: PositiveInt | None = None
+    gradient_checkpointing: Rounding[bool | str | list[str] | RematModules] = AUTO
+    scan_layers: Rounding[bool | Literal["auto"]] = AUTO
+    attn_backend: Rounding[str] = AUTO
+    pad_vocab_to_multiple_of: Rounding[PositiveInt | None] = None
 
     def __post_init__(self):
         for field in fields(self):  # the config is a static field of the model: it must be hashable

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.config.decode import encode
-from jaxlm.config.effects import CONTENT, EFFECTS, Effect, effect_of, effect_of_fact
 from jaxlm.config.load import as_run_config, read_config
 from jaxlm.config.plugins import own_modules
 from jaxlm.config.run import RunConfig
+from jaxlm.config.schema import effect_of, stated_effects
 from jaxlm.core.bounded_read import read_bytes
+from jaxlm.core.effects import CONTENT, HARMLESS, ROUNDING, Effect, follows
 from jaxlm.core.errors import ConfigError, bounded
 from jaxlm.core.redaction import without_secrets
 from jaxlm.core.runtime import main_first, same_on_all_processes
@@ -20,6 +21,7 @@ from jaxlm.engine.checkpoint.integrity import DamagedError
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.checkpoint.store import Checkpoint
 from jaxlm.engine.phases import Phase
+from jaxlm.models.base import ModelConfig
 from jaxlm.observe.trackers.environment import computing
 from jaxlm.run.compilation.options import StepOptions
 from jaxlm.run.plan import Plan, plan_phases
@@ -32,7 +34,7 @@ REFERENCES_IDENTITY = "refs.json"
 ENVIRONMENT = "environment.json"
 
 # Keys of the model section that change how the model is computed, but not the model.
-_NOT_IDENTITY = tuple(path.removeprefix("model.") for path in EFFECTS if path.startswith("model."))
+_NOT_IDENTITY = tuple(stated_effects(ModelConfig))
 _MODEL, _DATA, _TOKENIZER, _REFS = "model", "data", "tokenizer", "refs"
 
 
@@ -203,7 +205,7 @@ def config_changes(saved: SavedRun, now: RunConfig, step: int) -> list[str]:
     for line in _differences(
         "", *(_encode_without(as_run_config(config), ["dry_run"]) for config in (saved.config, now))
     ):
-        effect = effect_of(line.partition(":")[0])
+        effect = effect_of(RunConfig, line.partition(":")[0])
         lines.append(f"{line} ({_BY_PERMISSION if effect is CONTENT and saved.allowed else effect})")
     old, new = _schedule_at(saved.config, step), _schedule_at(now, step)
     if old is not None and new is not None and old != new:
@@ -235,8 +237,24 @@ def _content_changes(saved: SavedRun, now: RunConfig, num_sequences: int) -> Ite
 
 
 _XLA_OPTIONS, _BLOCK_SIZES = "XLA options", "block sizes"
+_CODE = follows("the code may compute other numbers from here")
+FACTS: dict[str, Effect] = {
+    "jaxlm": _CODE,
+    "commit of jaxlm": Effect("harmless", "a change of the source is listed under jaxlm"),
+    "module": _CODE,
+    "Python": HARMLESS,
+    **dict.fromkeys(("jax", "jaxlib", "haliax", "equinox", "optax", "libtpu"), ROUNDING),
+    **dict.fromkeys(("backend", "devices", "processor", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "variables"), ROUNDING),
+    **dict.fromkeys(("jax options", _XLA_OPTIONS, _BLOCK_SIZES), ROUNDING),
+}
+"""What another fact about what computes means for a run; `module` stands for each module of the user's own."""
 # Of CPUs, before they followed from the caches and checkpoints contained them.
 _FIRST_BLOCK_SIZES = "loss_chunk_tokens=512, attention_block=128"
+
+
+def effect_of_fact(name: str) -> Effect:
+    """The effect of a changed fact about what computes. Raises `KeyError` if it has none."""
+    return FACTS[name if name in FACTS else name.partition(" ")[0]]
 
 
 def computing_facts(config: RunConfig, options: StepOptions) -> dict[str, str]:

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.config.decode import choice_name, dump, encode
-from jaxlm.config.effects import HARMLESS, effect_of_fact
 from jaxlm.config.load import run_id_of
 from jaxlm.config.plugins import own_modules
 from jaxlm.config.run import RunConfig
 from jaxlm.core import tree
+from jaxlm.core.effects import HARMLESS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.exchange import exchange
 from jaxlm.core.hardware import cuda_capability, peak_flops
@@ -50,6 +50,7 @@ from jaxlm.run.init_from import InitFrom
 from jaxlm.run.num_steps import describe_data
 from jaxlm.run.plan import Plan
 from jaxlm.run.references import asked_in, flops_per_token
+from jaxlm.run.resume_checks import effect_of_fact
 from jaxlm.surgery.fp8 import describe_products
 
 LAST_EXPORTED = "config.json"

@@ -11,6 +11,7 @@ from annotated_types import Interval
 from haliax import Axis
 
 from jaxlm.core.axes import GROUP, POSITION, REWARD
+from jaxlm.core.effects import Harmless, Order, Rounding, Updates
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import (
     LARGEST_INT,
@@ -81,23 +82,23 @@ class RolloutsConfig(DataConfig):
     reads: ClassVar[str] = "prompts"
 
     format: FormatConfig = field(default_factory=PromptsFormat)
-    group_size: Annotated[int, Interval(ge=2, le=LARGEST_INT)] = 8
-    max_new_tokens: PositiveInt = 256
-    temperature: Annotated[float, Interval(ge=0.001, le=LARGEST_INT)] = 1.0
-    top_k: PositiveInt | None = None
-    top_p: PositiveFraction | None = None
-    min_p: Fraction | None = None
-    repetition_penalty: PositiveFloat = 1.0
-    updates_per_rollout: PositiveInt = 1
-    minibatches_per_rollout: PositiveInt = 1
-    rewards: list[RewardConfig] = field(default_factory=list)
-    reward_timeout_s: Seconds = 600.0
-    dynamic_sampling: NonNegativeInt = 0
-    curriculum: CurriculumConfig | None = None
-    environment: EnvironmentConfig | None = None
-    max_turns: PositiveInt = _MAX_TURNS
-    long_prompts: Literal["refuse", "leave_out"] = "refuse"
-    sampler: SamplerConfig = field(default_factory=LocalSamplerConfig)
+    group_size: Updates[Annotated[int, Interval(ge=2, le=LARGEST_INT)]] = 8
+    max_new_tokens: Updates[PositiveInt] = 256
+    temperature: Updates[Annotated[float, Interval(ge=0.001, le=LARGEST_INT)]] = 1.0
+    top_k: Updates[PositiveInt | None] = None
+    top_p: Updates[PositiveFraction | None] = None
+    min_p: Updates[Fraction | None] = None
+    repetition_penalty: Updates[PositiveFloat] = 1.0
+    updates_per_rollout: Updates[PositiveInt] = 1
+    minibatches_per_rollout: Updates[PositiveInt] = 1
+    rewards: Updates[list[RewardConfig]] = field(default_factory=list)
+    reward_timeout_s: Harmless[Seconds] = 600.0
+    dynamic_sampling: Updates[NonNegativeInt] = 0
+    curriculum: Updates[CurriculumConfig | None] = None
+    environment: Updates[EnvironmentConfig | None] = None
+    max_turns: Updates[PositiveInt] = _MAX_TURNS
+    long_prompts: Order[Literal["refuse", "leave_out"]] = "refuse"
+    sampler: Rounding[SamplerConfig] = field(default_factory=LocalSamplerConfig)
 
     def batch_spec(self, seq_len: int) -> BatchSpec[GroupBatch]:
         Group, Position = Axis(GROUP, self.group_size), Axis(POSITION, seq_len)

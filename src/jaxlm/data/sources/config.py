@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
+from jaxlm.core.effects import OWN, Content, Effect, Evaluations, Harmless
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.data.base import TRAIN, VALIDATION, DataSource
@@ -58,19 +59,22 @@ class SourceConfig:
             or one of your own, `{type: "my_package.my_module:MyCorpus"}`.
     """
 
-    train_urls: list[str] = field(default_factory=list)
-    validation_urls: list[str] = field(default_factory=list)
-    num_validation_files: PositiveInt | None = None
-    cache_dir: str | None = None
-    text_key: str = DEFAULT_TEXT_KEY
-    format: FormatConfig = field(default_factory=TextFormat)
-    tags: list[str] = field(default_factory=list)
-    id: str | None = None
-    name: str | None = None
-    split: str = TRAIN
-    validation_split: str | None = VALIDATION
-    stream: bool = False
-    source: CorpusConfig | None = None
+    train_urls: Content[list[str]] = field(default_factory=list)
+    validation_urls: Evaluations[list[str]] = field(default_factory=list)
+    num_validation_files: Content[PositiveInt | None] = None
+    cache_dir: Harmless[str | None] = None
+    text_key: Content[str] = DEFAULT_TEXT_KEY
+    format: Content[FormatConfig] = field(default_factory=TextFormat)
+    tags: Evaluations[list[str]] = field(default_factory=list)
+    id: Content[str | None] = None
+    name: Content[str | None] = None
+    split: Content[str] = TRAIN
+    validation_split: Evaluations[str | None] = VALIDATION
+    stream: Content[bool] = False
+    source: Content[CorpusConfig | None] = None
+
+    keys_effect: ClassVar[Effect] = OWN
+    """Of a key that states none: one of a class outside jaxlm."""
 
     def has(self, split: str) -> bool:
         """Whether the source has data for the split."""
