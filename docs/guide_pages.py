@@ -1,11 +1,13 @@
-"""Writes docs/guide/ from the configuration's dataclasses.
+"""The pages of the guide, made from the configuration's dataclasses: one per part of the configuration, and `keys.md`, the
+alphabetical index of all keys.
 
-The guide has one page per part of the configuration, and `keys.md`, the alphabetical index of all keys. The text above
-the marker in `index.md` is written by hand. Examples come from docs/examples.yaml.
+MkDocs calls `on_files` below (`make docs`). Only `docs/guide/index.md` is written by hand. Examples come from
+docs/examples.yaml.
 """
 
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,7 @@ import yaml
 from jaxlm.config.run import RunConfig
 from jaxlm.config.schema import ConfigKey, ConfigSection, sections
 
-GUIDE = Path(__file__).parent / "guide"
 EXAMPLES: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "examples.yaml").read_text("utf-8"))
-_MARKER = "<!-- Generated from here on by docs/generate_guide.py. -->\n"
 # Page -> its title and the path of its first section. A section is on the page with the longest matching path.
 _PAGES = {
     "run": ("Top-level keys", ""),
@@ -34,9 +34,10 @@ _PAGES = {
     "phases": ("Phases and surgery", "phases"),
 }
 _NOTE = (
-    "Each entry is a key, its type, its default, what it does, and an example."
+    "Each entry is a key, its type, its default, what it does, and an example unless a number says enough."
     " See also [how the YAML is read](index.md) and the [index of all keys](keys.md)."
 )
+_NUMBERS = {"int", "float", "bool", "null"}
 _ELSEWHERE = {"trainer.ray": "distributed"}
 
 
@@ -52,7 +53,7 @@ class _Entry:
 
     path: str
     key: ConfigKey
-    example: str
+    example: str | None
     anchor: str = ""
     defaults: dict[str | None, str | None] = field(default_factory=dict)
 
@@ -72,8 +73,17 @@ class _Entry:
         return "; ".join([_default(common[0]), *(f"{_default(v)} for {', '.join(names)}" for v, names in others)])
 
 
+def on_files(files: Any, config: Mapping[str, Any]) -> Any:
+    """Adds the pages (a hook of MkDocs)."""
+    from mkdocs.structure.files import File
+
+    for name, content in pages().items():
+        files.append(File.generated(config, f"guide/{name}", content=content))
+    return files
+
+
 def pages() -> dict[str, str]:
-    """File name -> content of every page of the guide."""
+    """File name -> content of every generated page of the guide."""
     by_path: dict[str, list[ConfigSection]] = defaultdict(list)
     for section in sections(RunConfig):
         by_path[section.path].append(section)
@@ -88,9 +98,6 @@ def pages() -> dict[str, str]:
                 parts += _section(path, group, own)
         written[f"{page}.md"] = "\n\n".join(parts) + "\n"
     written["keys.md"] = _index(entries)
-    introduction = (GUIDE / "index.md").read_text(encoding="utf-8").partition(_MARKER)[0]
-    listed = [f"* [{title}]({page}.md){_which(path)}" for page, (title, path) in _PAGES.items()]
-    written["index.md"] = introduction + _MARKER + "\n".join(["", *listed, "* [Index of keys](keys.md)"]) + "\n"
     return written
 
 
@@ -98,10 +105,6 @@ def _page_of(path: str) -> str:
     if path in _ELSEWHERE:
         return _ELSEWHERE[path]
     return max((len(begin), page) for page, (_, begin) in _PAGES.items() if f"{path}.".startswith(begin))[1]
-
-
-def _which(path: str) -> str:
-    return f": `{path}`" if path else ""
 
 
 def _entries(group: Sequence[ConfigSection]) -> Iterator[_Entry]:
@@ -151,9 +154,10 @@ def _listed(entries: Sequence[_Entry], types: Sequence[str | None] = ()) -> Iter
     lines = []
     for entry in entries:
         which = f" {_types_of(entry, types)}" if types else ""
+        shown = "" if entry.example is None else f"<br>Example: `{entry.key.name}: {entry.example}`"
         lines.append(
             f'* <a id="{entry.anchor}"></a>**`{entry.key.name}`** · {entry.key.type} · {_described_default(entry)}<br>'
-            f"{_sentence(entry.key.meaning)}{which}<br>Example: `{entry.key.name}: {entry.example}`"
+            f"{_sentence(entry.key.meaning)}{which}{shown}"
         )
     if lines:
         yield "\n".join(lines)
@@ -194,15 +198,21 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def example(section: ConfigSection, key: ConfigKey) -> str:
-    """A value that the key may have, as YAML on one line. Raises `KeyError` if docs/examples.yaml has none."""
+def example(section: ConfigSection, key: ConfigKey) -> str | None:
+    """A value that the key may have, as YAML on one line; None for an optional number, whose type and default say enough.
+
+    Raises:
+        KeyError: docs/examples.yaml has none, and the key needs one.
+    """
+    if key.type == "bool":
+        return "true" if key.default == "false" else "false"
+    if _NUMBERS.issuperset(re.sub(r" \(.*?\)", "", key.type).split(" or ")) and key.default != "required":
+        return None
     places = section.path.split(".")
     for depth in range(len(places), 0, -1):
         examples = EXAMPLES.get(".".join(places[:depth]), {})
         if key.name in examples:
             return _as_yaml(examples[key.name])
-    if key.type == "bool":
-        return "true" if key.default == "false" else "false"
     raise KeyError(f"docs/examples.yaml: no example of '{key.name}' under '{section.path}'")
 
 
@@ -216,8 +226,3 @@ _OWN_KEYS = "keys of its own"
 
 def _default(text: str | None) -> str:
     return _OWN_KEYS if text is None else text if text == "required" else f"`{text}`"
-
-
-if __name__ == "__main__":
-    for file, content in pages().items():
-        (GUIDE / file).write_text(content, encoding="utf-8")
