@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from jaxlm.config.effects import OWN, effect_of, stated_effects
 from jaxlm.config.load import decode_run
 from jaxlm.config.run import RunConfig
-from jaxlm.config.schema import effect_of, sections, stated_effects
+from jaxlm.config.schema import sections
 from jaxlm.config.yaml import ConfigSource
-from jaxlm.core.effects import OWN
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tracing import BlockSizes
 from jaxlm.data.config import DataConfig

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from jaxlm.config.trainer import TrainerConfig
-from jaxlm.core.effects import (
+from jaxlm.config.effects import (
     AtTheStart,
     Content,
     Effect,
@@ -18,6 +17,7 @@ from jaxlm.core.effects import (
     Updates,
     follows,
 )
+from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt, Seed
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokens import TokensConfig

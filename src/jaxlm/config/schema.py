@@ -5,15 +5,12 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from draccus.choice_types import CHOICE_TYPE_KEY
-
 from jaxlm.config.decode import default_of, encode, is_choice
 from jaxlm.config.plugins import is_import_path
-from jaxlm.core.effects import OWN, Effect, stated_effect, without_effect
 from jaxlm.core.field_types import bounds_of, describe_limits, hints_of
 
 
@@ -125,48 +122,6 @@ def _dataclasses_in(hint: Any) -> Iterator[tuple[Any, str]]:
 
 def _default(item: dataclasses.Field, instance: Any) -> Any:
     return default_of(item) if instance is None else getattr(instance, item.name)
-
-
-def effect_of(kind: type, path: str) -> Effect:
-    """What a changed key means for a resumed run: what its field states, or else the innermost section around it.
-
-    Args:
-        kind: the class of the configuration.
-        path: dotted, such as `phases.0.optimizer.beta1`. A key that no class of jaxlm has is `OWN` unless its section states
-            more.
-    """
-    effect, hints = OWN, [kind]
-    for name in path.split("."):
-        members = [member for hint in hints for member in _members(hint)]
-        hints = [hint for member in members for hint in _at(member, name)]
-        if hints or name != CHOICE_TYPE_KEY:
-            effect = next(filter(None, (getattr(member, "keys_effect", None) for member in members)), effect)
-        effect = next(filter(None, map(stated_effect, hints)), effect)
-    return effect
-
-
-def stated_effects(kind: type) -> dict[str, Effect]:
-    """Field -> effect of the fields of a dataclass that state one."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    return {name: effect for name, hint in hints.items() if (effect := stated_effect(hint)) is not None}
-
-
-def _members(hint: Any) -> Sequence[Any]:
-    """The members of a union, or the one type."""
-    hint = without_effect(hint)
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-
-
-def _at(member: Any, name: str) -> Iterator[Any]:
-    """The types of what a list, a mapping or a section of a type has under a name."""
-    if typing.get_origin(member) in (list, dict):
-        yield typing.get_args(member)[-1]
-    elif dataclasses.is_dataclass(member):
-        kinds: list[Any] = [member]
-        if is_choice(member) and name not in typing.get_type_hints(member):
-            kinds += kinds[0].get_known_choices().values()
-        hints = (typing.get_type_hints(kind, include_extras=True) for kind in kinds)
-        yield from (hint[name] for hint in hints if name in hint)
 
 
 def attribute_docs(kind: type) -> dict[str, str]:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from jaxlm.config.effects import ANOTHER_ORDER, AtTheStart, Evaluations, Harmless, Length, Rounding, Stopping, follows
 from jaxlm.core.batch_schedule import BatchSize
 from jaxlm.core.distributed import DistributedConfig
-from jaxlm.core.effects import ANOTHER_ORDER, AtTheStart, Evaluations, Harmless, Length, Rounding, Stopping, follows
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt, Seed
 from jaxlm.core.mesh import MeshConfig

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Interval
 
-from jaxlm.core.effects import without_effect
 from jaxlm.core.errors import ConfigError
 
 LARGEST_INT = 2**31 - 1
@@ -57,9 +56,16 @@ _SIMPLE = {
 
 
 def hints_of(kind: type) -> dict[str, Any]:
-    """Field -> type of a dataclass, with its range, but without its effect on a resumed run."""
+    """Field -> type of a dataclass. Of what annotates the types, only ranges are kept."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    return {name: without_effect(hint) for name, hint in hints.items()}
+    return {name: _with_range_alone(hint) for name, hint in hints.items()}
+
+
+def _with_range_alone(hint: Any) -> Any:
+    if typing.get_origin(hint) is not Annotated:
+        return hint
+    bounds = bounds_of(hint)
+    return hint.__origin__ if bounds is None else Annotated[hint.__origin__, bounds]
 
 
 def bounds_of(hint: Any) -> Interval | None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import draccus
 
 from jaxlm.config.decode import choice_name, encode
-from jaxlm.core.effects import Content, Harmless, Mixture
+from jaxlm.config.effects import Content, Harmless, Mixture
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
 from jaxlm.data.base import TRAIN, VALIDATION, Log, by_source, given

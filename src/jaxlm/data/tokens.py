@@ -6,8 +6,8 @@ from typing import Any
 from haliax import Axis
 
 from jaxlm.config.decode import choice_name, encode
+from jaxlm.config.effects import Content
 from jaxlm.core.axes import POSITION
-from jaxlm.core.effects import Content
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.types import TokenBatch

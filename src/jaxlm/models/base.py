@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from haliax import Axis, NamedArray
 
+from jaxlm.config.effects import Rounding
 from jaxlm.core.axes import EMBED, POSITION, VOCAB
-from jaxlm.core.effects import Rounding
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.matmul import Fp8, Weight, dot

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.config.decode import encode
+from jaxlm.config.effects import CONTENT, HARMLESS, ROUNDING, Effect, effect_of, follows, stated_effects
 from jaxlm.config.load import as_run_config, read_config
 from jaxlm.config.plugins import own_modules
 from jaxlm.config.run import RunConfig
-from jaxlm.config.schema import effect_of, stated_effects
 from jaxlm.core.bounded_read import read_bytes
-from jaxlm.core.effects import CONTENT, HARMLESS, ROUNDING, Effect, follows
 from jaxlm.core.errors import ConfigError, bounded
 from jaxlm.core.redaction import without_secrets
 from jaxlm.core.runtime import main_first, same_on_all_processes

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.config.decode import choice_name, dump, encode
+from jaxlm.config.effects import HARMLESS
 from jaxlm.config.load import run_id_of
 from jaxlm.config.plugins import own_modules
 from jaxlm.config.run import RunConfig
 from jaxlm.core import tree
-from jaxlm.core.effects import HARMLESS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.exchange import exchange
 from jaxlm.core.hardware import cuda_capability, peak_flops

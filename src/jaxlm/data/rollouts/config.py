@@ -10,8 +10,8 @@ import numpy as np
 from annotated_types import Interval
 from haliax import Axis
 
+from jaxlm.config.effects import Harmless, Order, Rounding, Updates
 from jaxlm.core.axes import GROUP, POSITION, REWARD
-from jaxlm.core.effects import Harmless, Order, Rounding, Updates
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import (
     LARGEST_INT,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from jaxlm.core.effects import OWN, Content, Effect, Evaluations, Harmless
+from jaxlm.config.effects import OWN, Content, Effect, Evaluations, Harmless
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.data.base import TRAIN, VALIDATION, DataSource
