@@ -188,7 +188,7 @@ def find_checkpoint(location: Path | str) -> VerifiedCheckpoint:
         raise ConfigError(
             f"--checkpoint {newest.location}: the checkpoint is damaged: {damage}. Choose another checkpoint"
         ) from damage
-    return VerifiedCheckpoint(newest, newest.cursor())
+    return VerifiedCheckpoint.of(newest)
 
 
 @dataclass
