@@ -13,6 +13,8 @@ from jaxlm.core.errors import ConfigError
 
 _WIDTH = 118
 _CONFIG_OPTIONS = ("config_path", "config")
+_TEMPLATE = "chat_template"  # keys that end so hold a Jinja template
+_JINJA = re.compile(r"\{[{%#]")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Arguments:
 
 
 def parse_arguments(arguments: Sequence[str]) -> Arguments:
-    """Parses `--config_path run.yaml --trainer.seed 1 --optimizer.learning_rate=3e-4`. Values are YAML."""
+    """Parses `--config_path run.yaml --trainer.seed 1 --optimizer.learning_rate=3e-4`. Values are YAML, templates text."""
     for number, argument in enumerate(arguments):
         if argument in ("--help", "-h"):
             topic = arguments[number + 1] if number + 1 < len(arguments) else ""
@@ -55,7 +57,20 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
     paths = [given.pop(name) for name in _CONFIG_OPTIONS if name in given]
     if len(paths) > 1:
         raise ConfigError("command line: --config_path and --config are aliases. Remove one of them")
-    return Arguments(next(iter(paths), None), {name: parse_value(text) for name, text in given.items()})
+    return Arguments(next(iter(paths), None), {name: _parse(name, text) for name, text in given.items()})
+
+
+def _parse(name: str, text: str) -> Any:
+    """The value of an option. A template is a text, although YAML finds mappings, comments or folded lines in it."""
+    if name.rpartition(".")[2] != _TEMPLATE or text.startswith(("!include ", "include ")):
+        return parse_value(text)
+    if _JINJA.search(text) and not text.startswith(("'", '"')):
+        return text
+    try:
+        value = parse_value(text)
+    except ConfigError:
+        return text
+    return text if isinstance(value, (dict, list)) else value
 
 
 def _not_an_option(argument: str, given: dict[str, str]) -> ConfigError:
