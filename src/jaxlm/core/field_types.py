@@ -31,7 +31,7 @@ def is_float32(value: Any) -> bool:
 
 def what_float32_needs(value: Any) -> str:
     """What a value that float32 cannot hold should have been, for messages."""
-    is_finite = isinstance(value, numbers.Real) and -math.inf < value < math.inf
+    is_finite = issubclass(type(value), numbers.Real) and -math.inf < value < math.inf
     return f"a number from -{LARGEST_FLOAT:.2g} to {LARGEST_FLOAT:.2g} (float32)" if is_finite else "a finite number"
 
 

@@ -26,11 +26,12 @@ from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, restore
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder, parameter_dtype
 from jaxlm.interop.hf.hub import local_folder, may_be_repository
+from jaxlm.interop.peft.merged import MergedAdapter, has_adapters_of, read_merged
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.quantized import describe_weights, quantized
 from jaxlm.run.plan import Plan, make_plan
 from jaxlm.surgery.base import SurgeryConfig, merge_surgeries
-from jaxlm.surgery.lora import add_adapters, lora_for_inference
+from jaxlm.surgery.lora import add_adapters, adds_adapters, lora_for_inference
 
 Devices = Sequence[jax.Device] | None
 AS_TRAINED = "trained"
@@ -231,6 +232,7 @@ class LoadedModel:
         load: loads the model in its parameters' dtype; call it inside `plan.layout.use()`.
         adds_bos: whether the model was trained with BOS before every text, as `DataConfig.prompt_bos`.
         is_hugging_face: whether prompts are tokenized as transformers does: what looks like a special token is one.
+        merged: the adapters that its merged form contains.
     """
 
     location: Path | str
@@ -242,6 +244,7 @@ class LoadedModel:
     load: Callable[[], LanguageModel]
     adds_bos: bool | None
     is_hugging_face: bool = False
+    merged: tuple[MergedAdapter, ...] = ()
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -298,19 +301,33 @@ def open_model(
         also: additional keys that have an effect for the caller, as in `open_checkpoint`.
         devices: devices for the model; None means all.
         spelling: of messages.
+
+    Raises:
+        ConfigError: the model cannot be opened; or it contains this adapter already, which `load` may find.
     """
     open_named = _open_hf_model if _is_hugging_face(name) else _open_checkpoint
     opened = open_named(name, keys, weights, also, devices, spelling)
     if adapter is None:
         return opened
     config, layout, folder = opened.plan.config.model, opened.plan.layout, Path(adapter)
-    lora = lora_for_inference(folder, config)
+    lora, own, given = lora_for_inference(folder, config), MergedAdapter.of_folder(folder), spelling.adapter
+    twice = ConfigError(
+        f"{given}{spelling.equals}{adapter}: {opened.location} contains these adapters already. Remove {given}"
+    )
+    if any(one.sha256 == own.sha256 for one in opened.merged):
+        raise twice
+    if opened.merged:
+        sources = ", ".join(one.source for one in opened.merged)
+        _to_stderr(f"note: {opened.location} contains the adapters of {sources}. Those of {adapter} are added to them")
 
     def load() -> LanguageModel:
-        merged = jax.jit(functools.partial(merge_surgeries, surgeries=opened.surgeries))(opened.load())
+        trained = opened.load()
+        if adds_adapters(opened.surgeries) and has_adapters_of(trained, folder, config, layout):
+            raise twice
+        merged = jax.jit(functools.partial(merge_surgeries, surgeries=opened.surgeries))(trained)
         return add_adapters(merged, folder, config, layout)
 
-    return replace(opened, surgeries=(lora,), load=load)
+    return replace(opened, surgeries=(lora,), load=load, merged=(*opened.merged, own))
 
 
 def _is_hugging_face(name: str) -> bool:
@@ -342,6 +359,7 @@ def _open_checkpoint(
         trained.checkpoint.cursor.step,
         load=lambda: trained.load_model(weights, spelling),
         adds_bos=trained.data.prompt_bos,
+        merged=(MergedAdapter.of_checkpoint(trained.checkpoint.location),) if adds_adapters(trained.surgeries) else (),
     )
 
 
@@ -381,7 +399,8 @@ def _open_hf_model(
     def load() -> LanguageModel:
         return load_model(folder, plan.state_builder.abstract_initial_model, config.model, plan.layout, options)
 
-    return LoadedModel(folder, tokenizer, plan, (), plan.data[0], None, load, None, is_hugging_face=True)
+    merged = read_merged(folder)
+    return LoadedModel(folder, tokenizer, plan, (), plan.data[0], None, load, None, is_hugging_face=True, merged=merged)
 
 
 def _to_stderr(line: str) -> None:

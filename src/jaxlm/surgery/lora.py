@@ -520,6 +520,11 @@ def add_adapters(model: LanguageModel, folder: Path, config: ModelConfig, layout
     return tree.map_leaves(lambda path, _: values[path if path in values else path.replace(".base.", ".")], abstract)
 
 
+def adds_adapters(surgeries: Sequence[SurgeryConfig]) -> bool:
+    """Whether a model that has been through these surgeries has adapters."""
+    return any(isinstance(each, LoraConfig) for each in surgeries)
+
+
 def round_adapters(model: LanguageModel, dtype: Any, saved: Sequence[str] = ()) -> LanguageModel:
     """The model with its adapters as they are after `save_peft` in this dtype. Args: saved: as of `save_peft`."""
     adapters = _adapter_leaves(model)
