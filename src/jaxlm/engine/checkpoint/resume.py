@@ -15,7 +15,8 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, restore
-from jaxlm.engine.phases import Phase, StateBuilder
+from jaxlm.engine.entry import StateBuilder
+from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, place_state
 
 Log = Callable[[str], None]
