@@ -13,8 +13,8 @@ from jaxlm.core.types import StepInfo
 from jaxlm.engine.bad_streak import BadStreak, SkippedStepsError
 from jaxlm.engine.checkpoint.manifest import BestEval, CheckpointName, Cursor, History, in_order
 from jaxlm.engine.early_stopping import EarlyStopping
-from jaxlm.engine.outcome import Rewind
 from jaxlm.engine.entry import StateBuilder
+from jaxlm.engine.outcome import Rewind
 from jaxlm.engine.until import UntilConfig
 from jaxlm.models.base import vocab_axis
 from jaxlm.optim.bad_steps import SkipBadSteps, bad_step_guards

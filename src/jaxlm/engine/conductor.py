@@ -20,9 +20,9 @@ from jaxlm.engine.checkpoint.manifest import CheckpointName, History
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, newest_undamaged
 from jaxlm.engine.checkpoint.resume import restore_state
 from jaxlm.engine.checkpoint.store import CheckpointFolder
+from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.loop import OpenPhase
 from jaxlm.engine.outcome import Done, Interrupted, Next, Outcome, Rewind
-from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 

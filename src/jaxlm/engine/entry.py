@@ -26,7 +26,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.calibration import OpenBatches, calibrate
 from jaxlm.engine.phases import Phase, with_phase_ends
-from jaxlm.engine.state import RunState, UpdateCounts, build_state, place_state, shardings
+from jaxlm.engine.state import OBJECTIVE_SLOT, RunState, UpdateCounts, build_state, place_state, shardings
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.optim.groups import with_schedules_restarted
 from jaxlm.surgery.base import SurgeryConfig
@@ -36,7 +36,6 @@ T = TypeVar("T")
 _INIT, _SURGERY, _STEPS = 0, 1, 2
 _VALUES = 1  # folded into a surgery's key for `fill`
 Leaves = Mapping[str, hax.NamedArray]
-OBJECTIVE_SLOT = "objective"
 
 
 class Given(eqx.Module):
@@ -127,7 +126,7 @@ class PhaseEntry:
         model = surgery.apply(before, key=key)
         if given is None:
             return model
-        sums = given.sums[number] if given.sums else None
+        sums = given.sums[number] if number < len(given.sums) else None
         if sums is not None or surgery.references:
             model = surgery.fill(model, before, refs=given.refs, sums=sums, key=jax.random.fold_in(key, _VALUES))
         leaves = given.leaves[number] if given.leaves else {}
@@ -167,11 +166,10 @@ def _map_models(change: Callable[[Any], Any], opt_state: Any) -> Any:
 def _taken(fresh: T, carried: Any) -> T:
     """The tree with the leaves of another one that have the same path, axes and dtype."""
     old = dict(tree.leaves(carried))
+    form = lambda leaf: (leaf.axes if tree.is_named(leaf) else leaf.shape, leaf.dtype)  # noqa: E731
 
     def taken(path: str, leaf: Any) -> Any:
-        other = old.get(path)
-        same = other is not None and tree.is_named(other) == tree.is_named(leaf) and other.dtype == leaf.dtype
-        return other if same and (other.axes == leaf.axes if tree.is_named(leaf) else other.shape == leaf.shape) else leaf
+        return old[path] if path in old and form(old[path]) == form(leaf) else leaf
 
     return tree.map_leaves(taken, fresh)
 
@@ -328,31 +326,41 @@ def enter_phase(
         open_batches: opens the batches of the phase's data at its first step; without them, surgeries are not calibrated and
             keep the values that they have without.
     """
-    entry, abstract = state_builder.entry(phase), state_builder.abstract_state(phase)
+    entry, abstract, refs = state_builder.entry(phase), state_builder.abstract_state(phase), refs or {}
     leaves = state_builder.initial_leaves(phase)
     leaves = jax.device_put(leaves, shardings(leaves, layout))
-    is_calibrated = open_batches is not None and any(surgery.num_calibration_batches for surgery in phase.surgeries)
-    if previous is None and weights is None:
-        if not is_calibrated:
-            initial = lambda leaves, refs: state_builder.initial_state(phase, Given(leaves, refs))  # noqa: E731
-            return build_state(initial, abstract, layout, leaves, kept=(refs or {},))
-        weights = place_state(state_builder.initial_model, state_builder.abstract_initial_model, layout)
-    before = Before(weights, jnp.zeros((), jnp.int32)) if previous is None else Before.of(previous, phase)
-    sums: list[Any] = []
-    if is_calibrated:
-        for number, surgery in enumerate(phase.surgeries):
-            so_far = Given(leaves, refs or {}, sums)
-            model = jax.jit(functools.partial(entry.model, until=number))(before.model, so_far) if number else before.model
-            sums.append(calibrate(surgery, model, state_builder.precision, layout, open_batches))
-    state = lambda before, leaves, sums, refs: entry.state(before, Given(leaves, refs, sums))  # noqa: E731
-    build = build_state(state, abstract, layout, before, leaves, sums, kept=(refs or {},))
-    if previous is None:
+    if all(surgery.num_calibration_batches == 0 for surgery in phase.surgeries):
+        open_batches = None
+    if previous is not None:
+        before = Before.of(previous, phase)
+    elif weights is not None or open_batches is not None:
+        initial = lambda: place_state(state_builder.initial_model, state_builder.abstract_initial_model, layout)  # noqa: E731
+        before = Before(initial() if weights is None else weights, jnp.zeros((), jnp.int32))
+    else:
+        make = lambda leaves, refs: state_builder.initial_state(phase, Given(leaves, refs))  # noqa: E731
+        return build_state(make, abstract, layout, leaves, kept=(refs,))
+    sums = () if open_batches is None else _calibrated(entry, before.model, layout, Given(leaves, refs), open_batches)
+    make_state = lambda before, leaves, sums, refs: entry.state(before, Given(leaves, refs, sums))  # noqa: E731
+    build = build_state(make_state, abstract, layout, before, leaves, sums, kept=(refs,))
+    if previous is None or phase.carries_optimizer:
         return build
 
     def enter() -> RunState:
-        # The program donates what it reads. Free the rest, which callers that still hold the state would keep alive.
-        for array in jax.tree.leaves(() if phase.carries_optimizer else (previous.opt_state, previous.slots)):
+        # The program donates the model only. Free the rest, which callers that still hold the state would keep alive.
+        for array in jax.tree.leaves((previous.opt_state, previous.slots)):
             array.delete()
         return build()
 
     return enter
+
+
+def _calibrated(
+    entry: PhaseEntry, model: LanguageModel, layout: Layout, given: Given, open_batches: OpenBatches
+) -> tuple[Any, ...]:
+    """`Given.sums`: each surgery is calibrated on the model that those in front of it have made."""
+    sums: list[Any] = []
+    for number, surgery in enumerate(entry.phase.surgeries):
+        so_far = functools.partial(entry.model, until=number)
+        changed = jax.jit(so_far)(model, replace(given, sums=tuple(sums))) if number else model
+        sums.append(calibrate(surgery, changed, entry.precision, layout, open_batches))
+    return tuple(sums)

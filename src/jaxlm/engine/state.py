@@ -12,6 +12,8 @@ from jaxlm.core.sharding import Layout
 from jaxlm.models.base import LanguageModel
 
 T = TypeVar("T")
+OBJECTIVE_SLOT = "objective"
+"""Owner of the objective's state in `RunState.slots`."""
 
 
 class UpdateCounts(eqx.Module):

@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -192,7 +192,9 @@ class MuonConfig(OptimizerConfig):
 
             return tree.map_leaves(decayed, updates), optax.ScaleByScheduleState(state.count + 1)
 
-        return optax.GradientTransformation(lambda params: optax.ScaleByScheduleState(jnp.zeros((), jnp.int32)), update_fn)
+        return optax.GradientTransformation(
+            lambda params: optax.ScaleByScheduleState(jnp.zeros((), jnp.int32)), update_fn
+        )
 
 
 def _in_their_dtype(direction: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -262,7 +262,9 @@ def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref
             )
     for name in config.refs:
         if name not in needed:
-            asked = f"objectives and surgeries use {', '.join(needed)}" if needed else "no objective or surgery uses one"
+            asked = (
+                f"objectives and surgeries use {', '.join(needed)}" if needed else "no objective or surgery uses one"
+            )
             raise ConfigError(f"refs.{name}: not used, because {asked}. Remove or rename it, or set objective.type")
     return {name: ref.open(f"refs.{name}") for name, ref in config.refs.items()}
 

@@ -40,8 +40,9 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         return config
 
     def moved(self, tree: Any) -> Any:
-        """A tree of the model's structure, such as moments, with its leaves where `apply` puts those of the model. Leaves that
-        are not in it are None, and those that `apply` makes anew may be left out. Must trace.
+        """A tree with the model's structure, such as moments, with its leaves where `apply` puts those of the model.
+
+        Leaves that the tree does not have are None. The result may leave out those that `apply` makes. Must trace.
         """
         return tree
 
