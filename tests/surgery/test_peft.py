@@ -17,7 +17,7 @@ from jaxlm.config.load import decode_run
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.engine.phases import enter_phase
+from jaxlm.engine.entry import enter_phase
 from jaxlm.engine.state import place_state
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.folder import save_folder

@@ -12,7 +12,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.engine.phases import StateBuilder
+from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.step import make_train_step
 from jaxlm.engine.sync import FlagSync
 from jaxlm.engine.watch import WatchConfig, split_watched
