@@ -13,8 +13,8 @@ from jaxlm.core.types import StepInfo
 from jaxlm.engine.bad_streak import BadStreak, SkippedStepsError
 from jaxlm.engine.checkpoint.manifest import BestEval, CheckpointName, Cursor, History, in_order
 from jaxlm.engine.early_stopping import EarlyStopping
+from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.outcome import Rewind
-from jaxlm.engine.phases import StateBuilder, with_phase_ends
 from jaxlm.engine.until import UntilConfig
 from jaxlm.models.base import vocab_axis
 from jaxlm.optim.bad_steps import SkipBadSteps, bad_step_guards
@@ -161,10 +161,10 @@ def test_phases_follow_where_the_one_before_really_ended():
         phase(index=2, name="c", start=50, end=60),
     )
     builder = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, planned)
-    assert with_phase_ends(builder, ()).phases == planned
-    shifted = with_phase_ends(builder, (12,)).phases
+    assert builder.with_phase_ends(()).phases == planned
+    shifted = builder.with_phase_ends((12,)).phases
     assert [(p.start, p.end, p.num_steps) for p in shifted] == [(0, 12, 20), (12, 42, 30), (42, 52, 10)]
-    again = with_phase_ends(with_phase_ends(builder, (12,)), (12, 20)).phases
+    again = builder.with_phase_ends((12,)).with_phase_ends((12, 20)).phases
     assert [(p.start, p.end, p.num_steps) for p in again] == [(0, 12, 20), (12, 20, 30), (20, 30, 10)]
 
 
