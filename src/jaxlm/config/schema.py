@@ -1,6 +1,7 @@
 """Lists every key of a configuration by walking its dataclasses, for the help text and the guide."""
 
 import dataclasses
+import functools
 import inspect
 import re
 import types
@@ -126,12 +127,16 @@ def _default(item: dataclasses.Field, instance: Any) -> Any:
 
 def attribute_docs(kind: type) -> dict[str, str]:
     """Attribute -> its entry in the `Attributes:` sections of a class and its bases."""
+    return {name: text for base in reversed(kind.__mro__) for name, text in _own_attribute_docs(base).items()}
+
+
+@functools.cache
+def _own_attribute_docs(kind: type) -> dict[str, str]:
     docs: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
-        for entry in re.split(r"\n(?= {4}\w)", section):
-            names, _, text = entry.strip().partition(": ")
-            docs.update({name.strip(): " ".join(text.split()) for name in names.split(",") if text})
+    section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
+    for entry in re.split(r"\n(?= {4}\w)", section):
+        names, _, text = entry.strip().partition(": ")
+        docs.update({name.strip(): " ".join(text.split()) for name in names.split(",") if text})
     return docs
 
 

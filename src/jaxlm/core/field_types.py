@@ -5,6 +5,7 @@ Python code or another program's file defines. What becomes a float32 or an int3
 """
 
 import dataclasses
+import functools
 import math
 import numbers
 import types
@@ -70,7 +71,8 @@ _SIMPLE = {
 }
 
 
-def hints_of(kind: type) -> dict[str, Any]:
+@functools.cache
+def hints_of(kind: type) -> Mapping[str, Any]:
     """Field -> type of a dataclass. Of what annotates the types, only ranges are kept."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return {name: _with_range_alone(hint) for name, hint in hints.items()}
