@@ -43,6 +43,10 @@ _MIXTURE = Effect("changes what follows", "the sources are mixed in another way 
 _UPDATES = Effect("changes what follows", "the next updates differ")
 _LENGTH = Effect("changes what follows", "the run ends at another step, and the learning rate follows the new length")
 _STOPPING = Effect("changes what follows", "the run may end or go back where it would not have before")
+_CONTROLLERS = Effect(
+    "changes what follows",
+    "a controller that is new begins here, and the learning rate loses the factor of one that is gone",
+)
 
 EFFECTS: dict[str, Effect] = {
     "data.train_urls": CONTENT,
@@ -106,6 +110,7 @@ EFFECTS: dict[str, Effect] = {
     "phases.N.data": CONTENT,
     "phases.N.num_train_steps": _LENGTH,
     "phases.N.until": _STOPPING,
+    "phases.N.controllers": _CONTROLLERS,
     "preset": Effect("harmless", "the keys that it fills in are compared themselves"),
     "data_seed": _ORDER,
     "epoch": _LENGTH,
@@ -122,6 +127,7 @@ EFFECTS: dict[str, Effect] = {
     "trainer.seed": Effect("changes what follows", f"dropout is another; unless data_seed is set, {_ORDER.how}"),
     "trainer.num_train_steps": _LENGTH,
     "trainer.until": _STOPPING,
+    "trainer.controllers": _CONTROLLERS,
     "trainer.train_batch_size": Effect("changes what follows", "a step reads another number of sequences from here"),
     "trainer.per_device_parallelism": ROUNDING,
     "trainer.per_device_train_parallelism": ROUNDING,

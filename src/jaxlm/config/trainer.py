@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxlm.controllers.base import ControllerConfig
+from jaxlm.controllers.early_stopping import UntilConfig
 from jaxlm.core.batch_schedule import BatchSize
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
@@ -11,7 +13,6 @@ from jaxlm.core.mesh import MeshConfig
 from jaxlm.core.precision import PrecisionConfig
 from jaxlm.data.cache.ray_workers import RayConfig
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
-from jaxlm.engine.until import UntilConfig
 from jaxlm.engine.watch import WatchConfig
 from jaxlm.engine.watchdog import WatchdogConfig
 from jaxlm.observe.callbacks import CallbackConfig
@@ -31,6 +32,8 @@ class TrainerConfig:
         seed: random seed for parameter initialization, shuffling (unless `data_seed` is set) and dropout.
         num_train_steps: optimizer steps per phase, unless the phase sets its own.
         until: end each phase earlier, depending on its evaluations, unless the phase sets its own; null does not.
+        controllers: decide between steps, from metrics, what happens next, such as a lower learning rate on a plateau. They
+            apply to each phase from its start, unless the phase sets its own.
         train_batch_size: global batch size: sequences per step over all devices. -1 uses `per_device_parallelism` times
             the number of devices that the batch is sharded over. A list changes the size during the run, by global step:
             `[{start: 0, value: 32}, {start: 1000, value: 64}]`.
@@ -107,6 +110,7 @@ class TrainerConfig:
     seed: Seed = 0
     num_train_steps: PositiveInt = 400_000
     until: UntilConfig | None = None
+    controllers: list[ControllerConfig] = field(default_factory=list)
     train_batch_size: PositiveInt | Literal[-1] | list[BatchSize] = 32
     per_device_parallelism: PositiveInt | Literal[-1] = -1
     per_device_train_parallelism: PositiveInt | Literal[-1] = -1

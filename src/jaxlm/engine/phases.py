@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxlm.core import tree
+from jaxlm.controllers.base import Controller
+from jaxlm.core import controls, tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import StepGuard
 from jaxlm.core.matmul import StoredWeight
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.state import RunState, UpdateCounts, build_state, shardings
-from jaxlm.engine.until import UntilConfig
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.averaging import AveragingConfig
@@ -52,7 +52,7 @@ class Phase:
         trainable: regular expressions on leaf paths; a leaf that none of them matches is frozen.
         start, end: steps of the whole run that are done before and after this phase.
         averages: averages of the weights, by the name that they are evaluated under.
-        until: what may end the phase before `end`; None is nothing.
+        controllers: decide between steps what happens next, in the order in which they are asked.
         scheduled_steps: number of steps that were planned, if the phase has ended early.
     """
 
@@ -65,7 +65,7 @@ class Phase:
     start: int
     end: int
     averages: Mapping[str, AveragingConfig] = field(default_factory=dict)
-    until: UntilConfig | None = None
+    controllers: Sequence[Controller] = ()
     scheduled_steps: int | None = None
 
     @property
@@ -87,6 +87,11 @@ class Phase:
     def split(self, model: LanguageModel) -> tuple[Any, Any]:
         """(trainable, frozen): two copies of the tree; each has None where the other has the leaf."""
         return tree.partition(model, self.mask(model))
+
+    @property
+    def controls(self) -> dict[str, float]:
+        """The controls that the controllers set, and their values at the start of the phase."""
+        return {name: value for controller in self.controllers for name, value in controller.controls().items()}
 
     def guards(self, precision: Precision) -> tuple[StepGuard, ...]:
         """Guards that may reject a step's update."""
@@ -194,6 +199,8 @@ class StateBuilder:
         slots = {} if slot is None else {"objective": slot}
         slots |= {guard.name: guard.init_slot() for guard in phase.guards(self.precision)}
         slots |= {name: average.init_slot(trainable) for name, average in phase.averages.items()}
+        if initial := phase.controls:
+            slots[controls.SLOT] = {name: jnp.asarray(value, jnp.float32) for name, value in initial.items()}
         return RunState(
             step=jnp.asarray(phase.start, jnp.int32),
             key=self._key(_STEPS),
