@@ -13,7 +13,6 @@ from typing import Any
 import equinox as eqx
 import optax
 
-from jaxlm.config.decode import choice_name
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, clip_by_norm
@@ -176,8 +175,7 @@ def _with_controls(
         result = transformation.update(updates, state, params, controls=read, **extra)
         if read.unread:
             raise ConfigError(
-                f"{path}.type: {choice_name(type(config))}: this optimizer does not read the control"
-                f" '{min(read.unread)}', which trainer.controllers set. Let its last link be"
+                f"{path}.type: {type(config).__name__} does not read the control '{min(read.unread)}', which trainer.controllers set. Let its last link be"
                 " jaxlm.optim.base.scale_by_learning_rate, or remove the controller"
             )
         return result
