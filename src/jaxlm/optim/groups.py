@@ -175,8 +175,8 @@ def _with_controls(
         result = transformation.update(updates, state, params, controls=read, **extra)
         if read.unread:
             raise ConfigError(
-                f"{path}.type: {type(config).__name__} does not read the control '{min(read.unread)}', which trainer.controllers set. Let its last link be"
-                " jaxlm.optim.base.scale_by_learning_rate, or remove the controller"
+                f"{path}.type: {type(config).__name__} does not read the control '{min(read.unread)}', which a controller"
+                " sets. Let its last link be jaxlm.optim.base.scale_by_learning_rate, or remove the controller"
             )
         return result
 
