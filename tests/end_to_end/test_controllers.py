@@ -1,7 +1,7 @@
 """Learning rates that are reduced on a plateau, in the real command: killed (SIGKILL) around each decision, and in two
 processes.
 
-The loss falls and `mode: max` takes that for a plateau, so that it is known when the learning rate is reduced.
+Only an improvement by 10 nats counts, so that it is known when the learning rate is reduced.
 """
 
 import functools
@@ -15,7 +15,7 @@ from tests.end_to_end.commands import Workplace
 DIES = "tests.end_to_end.dies"
 COMMON = ("--config_path", "run.yaml", "--optimizer.lr_schedule", "constant", "--optimizer.warmup", "0")
 EVERY_STEP = ("--trainer.checkpointer.save_interval", "0")
-PLATEAU = "type: reduce_on_plateau, mode: max, factor: 0.5"
+PLATEAU = "type: reduce_on_plateau, threshold: 10.0, threshold_mode: abs, factor: 0.5"
 CASES = {
     # Every fourth loss reduces the learning rate, from the fifth on, and four steps later that takes effect.
     "train/loss": (

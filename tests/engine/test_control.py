@@ -134,7 +134,7 @@ def scales(rates: Mapping[int, float]) -> dict[int, float]:
     """The first step of each learning rate -> its ratio to the first one."""
     first = min(rates)
     changes = [step for step in rates if step == first or rates[step] != rates[step - 1]]
-    return {step: round(rates[step] / np.float32(1e-2), 6) for step in changes}
+    return {step: round(float(rates[step] / np.float32(1e-2)), 6) for step in changes}
 
 
 TRAINING = Scripted(

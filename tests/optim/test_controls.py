@@ -42,7 +42,7 @@ def scaled(config: OptimizerConfig, scale: float) -> OptimizerConfig:
     return replace(config, groups=groups, **{name: getattr(config, name) * scale for name in rates})
 
 
-GROUPS = [AdamConfig(match="norm", **{**SHARED, "learning_rate": 0.5})]
+GROUPS: list[OptimizerConfig] = [AdamConfig(match="norm", **{**SHARED, "learning_rate": 0.5})]
 CONFIGS = {
     **{
         name: kind(**SHARED) for name, kind in OptimizerConfig.get_known_choices().items() if "jaxlm" in kind.__module__

@@ -86,17 +86,19 @@ class Control:
 
     def begin(self, state: RunState) -> RunState:
         """The state with the controls that are in effect. The history says which: a run that starts from another run's state,
-        or whose controllers have changed, does not go by the arrays of the checkpoint.
+        or whose controllers have changed, does not go by the arrays of the checkpoint. Controllers that are gone are
+        forgotten, unless they keep a checkpoint.
         """
+        names, history = {controller.name for controller in self._phase.controllers}, self._saver.history
+        staying = {name: it for name, it in history.controllers.items() if name in names or "keeps" in it}
+        self._saver.history = replace(history, controllers=staying)
         return self._with_controls(state) if self._phase.controls else state
 
     def is_due(self, step: int) -> bool:
         """Whether decisions take effect after `step`."""
-        return any(
-            each["after"] <= step
-            for memory in self._saver.history.controllers.values()
-            for each in memory.get("pending", ())
-        )
+        memories = self._saver.history.controllers
+        pending = (memories.get(controller.name, {}).get("pending", ()) for controller in self._phase.controllers)
+        return any(each["after"] <= step for decisions in pending for each in decisions)
 
     def take_effect(self, state: RunState, step: int) -> tuple[RunState, Next | None]:
         """Puts the controls that are due after `step` into the state. Returns how the phase ends, if it ends here."""
