@@ -34,8 +34,8 @@ from jaxlm.bench import random_batch
 from jaxlm.config.decode import choice_name, dump, encode
 from jaxlm.config.load import load_config
 from jaxlm.core.types import StepInfo
+from jaxlm.engine.entry import enter_phase
 from jaxlm.engine.metrics import AsyncMetrics, Listener, Workload
-from jaxlm.engine.phases import enter_phase
 from jaxlm.engine.sync import FlagSync, SyncFlags
 from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import ProgressListener, TrackerListener

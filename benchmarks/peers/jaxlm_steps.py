@@ -5,7 +5,7 @@ import itertools
 import jax.numpy as jnp
 
 from jaxlm.bench import random_batch
-from jaxlm.engine.phases import enter_phase
+from jaxlm.engine.entry import enter_phase
 from jaxlm.engine.sync import FlagSync, SyncFlags
 from jaxlm.run.compilation.step import compile_step
 

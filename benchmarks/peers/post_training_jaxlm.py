@@ -24,7 +24,7 @@ with gc_paused():
     from jaxlm.config.load import decode_run
     from jaxlm.config.yaml import ConfigSource
     from jaxlm.data.loader import RunServices, leading_axes
-    from jaxlm.engine.phases import enter_phase
+    from jaxlm.engine.entry import enter_phase
     from jaxlm.engine.sync import FlagSync, SyncFlags
     from jaxlm.interop.hf.folder import save_folder
     from jaxlm.interop.pretrained import load_pretrained

@@ -30,8 +30,8 @@ from jaxlm.core.sharding import current_platform
 from jaxlm.core.stores import is_url
 from jaxlm.core.tracing import BlockSizes
 from jaxlm.data.loader import leading_axes
+from jaxlm.engine.entry import enter_phase
 from jaxlm.engine.peers import connect_if_it_fails, watch_peers
-from jaxlm.engine.phases import enter_phase
 from jaxlm.engine.sync import FlagSync, SyncFlags
 from jaxlm.forecast.forecast import forecast_all, simulate_devices
 from jaxlm.forecast.hlo import collectives_by_kind, kernels

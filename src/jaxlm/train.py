@@ -7,6 +7,7 @@ enter the next. A run that has a checkpoint continues from it, bit for bit.
 """
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,12 +25,13 @@ from jaxlm.engine.activity import Activity, ActivityClock, uncounted_age_s
 from jaxlm.engine.checkpoint.lock import LeaseLostError, StillHeld
 from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.conductor import Conductor
+from jaxlm.engine.entry import enter_phase
 from jaxlm.engine.loop import OpenPhase, run_phase
 from jaxlm.engine.metrics import AsyncMetrics
 from jaxlm.engine.notices import metadata_host, watch_notices
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
 from jaxlm.engine.peers import connect_if_it_fails, watch_peers
-from jaxlm.engine.phases import Phase, enter_phase
+from jaxlm.engine.phases import Phase
 from jaxlm.engine.signals import stop_on_signals
 from jaxlm.engine.state import RunState
 from jaxlm.engine.watchdog import Watchdog
@@ -48,7 +50,7 @@ from jaxlm.run.init_from import InitFrom, check_init_from, check_tokenizer, expe
 from jaxlm.run.leaves_from_tokens import leaves_from_tokens
 from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.run.plan import Plan, make_plan
-from jaxlm.run.references import check_references, load_references
+from jaxlm.run.references import check_references, load_reference, load_references
 from jaxlm.run.resources import Run, open_run
 from jaxlm.run.resume_checks import (
     SavedRun,
@@ -283,7 +285,15 @@ def _open_phase(
         closing.enter_context(contextlib.closing(batches))
         enter = None
         if resumed is None:
-            enter = enter_phase(plan.state_builder, phase, plan.layout, state, weights)
+            enter = enter_phase(
+                plan.state_builder,
+                phase,
+                plan.layout,
+                state,
+                weights,
+                refs={name: load_reference(plan, name, run.console.log) for name in phase.surgery_references},
+                open_batches=functools.partial(data.batches, sizes, plan.layout, **order),
+            )
         # Compiled before the state is made: a step that does not fit into memory ends in a message, not in a killed machine.
         with run.clock.during(Activity.COMPILE):
             steps = compile_steps(plan, phase, first_step, run.console.log)

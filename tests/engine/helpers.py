@@ -17,7 +17,8 @@ from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
-from jaxlm.engine.phases import Phase, StateBuilder, enter_phase
+from jaxlm.engine.entry import StateBuilder, enter_phase
+from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, shardings
 from jaxlm.engine.step import make_train_step
 from jaxlm.engine.sync import FlagSync, SyncFlags
@@ -48,7 +49,7 @@ def layout(model: int = 1, replica: int = 1, fsdp: bool = True) -> Layout:
 
 def phase(**changes: Any) -> Phase:
     """Plain pretraining for 20 steps."""
-    usual = Phase(0, "train", (), (".*",), NextToken(), AdamConfig(learning_rate=1e-2, warmup=0), 0, 20)
+    usual = Phase(0, "train", MODEL, (), (".*",), NextToken(), AdamConfig(learning_rate=1e-2, warmup=0), 0, 20)
     return replace(usual, **changes)
 
 

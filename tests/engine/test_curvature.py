@@ -13,7 +13,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.precision import parse_precision
-from jaxlm.engine.phases import StateBuilder
+from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.state import step_key
 from jaxlm.engine.step import make_train_step
 from jaxlm.engine.sync import FlagSync, SyncFlags

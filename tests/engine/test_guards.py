@@ -16,7 +16,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.core.guards import UPDATE_NORM, StepStats, skip_reason
 from jaxlm.core.precision import DynamicLossScale, parse_precision
-from jaxlm.engine.phases import StateBuilder
+from jaxlm.engine.entry import StateBuilder
 from jaxlm.models.base import vocab_axis
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.averaging import Ema, EmaDecaySqrt

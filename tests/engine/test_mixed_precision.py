@@ -6,7 +6,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.precision import PrecisionConfig, PrecisionRuleConfig, parse_precision
-from jaxlm.engine.phases import StateBuilder
+from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.step import make_train_step
 from jaxlm.engine.sync import FlagSync, SyncFlags
 from jaxlm.models.base import vocab_axis

@@ -2,7 +2,7 @@
 
 import jax
 
-from jaxlm.engine.phases import StateBuilder, enter_phase
+from jaxlm.engine.entry import StateBuilder, enter_phase
 from jaxlm.models.base import vocab_axis
 from jaxlm.optim.averaging import Ema
 from tests.engine.helpers import F32, MODEL, VOCAB, one_device, phase

@@ -16,7 +16,7 @@ from jaxlm.core.field_types import check_fields
 from jaxlm.core.guards import RewindRule
 from jaxlm.engine.checkpoint.manifest import CheckpointName, Cursor, History, in_order
 from jaxlm.engine.control import Control
-from jaxlm.engine.phases import StateBuilder, with_phase_ends
+from jaxlm.engine.entry import StateBuilder
 from jaxlm.models.base import vocab_axis
 from jaxlm.optim.bad_steps import SkipBadSteps, bad_step_guards
 from tests.engine.helpers import F32, MODEL, VOCAB, layout, phase
@@ -198,10 +198,10 @@ def test_phases_follow_where_the_one_before_really_ended():
         phase(index=2, name="c", start=50, end=60),
     )
     builder = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, planned)
-    assert with_phase_ends(builder, ()).phases == planned
-    shifted = with_phase_ends(builder, (12,)).phases
+    assert builder.with_phase_ends(()).phases == planned
+    shifted = builder.with_phase_ends((12,)).phases
     assert [(p.start, p.end, p.num_steps) for p in shifted] == [(0, 12, 20), (12, 42, 30), (42, 52, 10)]
-    again = with_phase_ends(with_phase_ends(builder, (12,)), (12, 20)).phases
+    again = builder.with_phase_ends((12,)).with_phase_ends((12, 20)).phases
     assert [(p.start, p.end, p.num_steps) for p in again] == [(0, 12, 20), (12, 20, 30), (20, 30, 10)]
 
 

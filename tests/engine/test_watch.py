@@ -7,7 +7,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
-from jaxlm.engine.phases import StateBuilder, enter_phase
+from jaxlm.engine.entry import StateBuilder, enter_phase
 from jaxlm.engine.step import make_train_step
 from jaxlm.engine.sync import FlagSync, SyncFlags
 from jaxlm.engine.watch import NUM_BINS, WatchConfig, batch_hash, split_watched

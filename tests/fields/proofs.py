@@ -74,7 +74,7 @@ class Outcome:
     def parameters(self) -> dict[str, np.ndarray]:
         """Path -> initial parameters of the first phase."""
         builder = self.plan.state_builder
-        model = builder.apply_surgeries(builder.initial_model(), self.plan.phases[0])
+        model = builder.entry(self.plan.phases[0]).model(builder.initial_model())
         return {path: np.asarray(tree.raw(leaf)) for path, leaf in tree.leaves(model)}
 
     @functools.cached_property

@@ -14,7 +14,7 @@ from jaxlm.config.load import decode_run
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
-from jaxlm.engine.phases import enter_phase
+from jaxlm.engine.entry import enter_phase
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.model_card import ModelCard
 from jaxlm.models.base import vocab_axis

@@ -13,7 +13,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.matmul import StoredWeight
 from jaxlm.core.precision import parse_precision
-from jaxlm.engine.phases import StateBuilder
+from jaxlm.engine.entry import StateBuilder
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.flax import FlaxConfig
 from jaxlm.models.families.mixtral import MixtralConfig

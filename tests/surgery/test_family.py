@@ -18,7 +18,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
-from jaxlm.engine.phases import enter_phase
+from jaxlm.engine.entry import enter_phase
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.models.linear import Linear
 from jaxlm.run.export import ExportHook

@@ -109,6 +109,7 @@ EFFECTS: dict[str, Effect] = {
     "phases": Effect("changes what follows", "the phases from the current one on differ"),
     "phases.N.data": CONTENT,
     "phases.N.num_train_steps": _LENGTH,
+    "phases.N.carry_optimizer": _UPDATES,
     "phases.N.until": _STOPPING,
     "phases.N.controllers": _CONTROLLERS,
     "preset": Effect("harmless", "the keys that it fills in are compared themselves"),

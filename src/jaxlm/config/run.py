@@ -35,7 +35,10 @@ class PhaseConfig:
         data: training data of the phase.
         objective: loss of the phase.
         optimizer: optimizer of the phase. Its state is reset at the start of each phase, and its schedule spans the
-            phase.
+            phase, unless `carry_optimizer` is set.
+        carry_optimizer: keep the optimizer state of the parameters that the phase before trained too; that of new ones starts
+            at zero. If the optimizer has the same keys as in the phase before, its schedule goes on too, and spans both
+            phases: two phases that differ in their data train like one. Otherwise the schedule starts anew.
     """
 
     name: str
@@ -47,6 +50,7 @@ class PhaseConfig:
     data: DataConfig | None = None
     objective: ObjectiveConfig | None = None
     optimizer: OptimizerConfig | None = None
+    carry_optimizer: bool = False
 
 
 @dataclass(frozen=True)

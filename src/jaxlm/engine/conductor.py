@@ -20,9 +20,10 @@ from jaxlm.engine.checkpoint.manifest import CheckpointName, History
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, newest_undamaged
 from jaxlm.engine.checkpoint.resume import restore_state
 from jaxlm.engine.checkpoint.store import CheckpointFolder
+from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.loop import OpenPhase
 from jaxlm.engine.outcome import Done, Interrupted, Next, Outcome, Rewind
-from jaxlm.engine.phases import Phase, StateBuilder, with_phase_ends
+from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, on_devices
 
 
@@ -114,7 +115,7 @@ class Conductor:
                 export.run(step, state)
         if step != phase.end:
             ends = (*(earlier.end for earlier in self.state_builder.phases[: phase.index]), step)
-            self.state_builder = with_phase_ends(self.state_builder, ends)
+            self.state_builder = self.state_builder.with_phase_ends(ends)
             history = replace(history, phase_ends=ends)
         saver.history = history.in_next_phase()
         with ended.clock.during(Activity.SAVE):

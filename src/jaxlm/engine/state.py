@@ -15,6 +15,8 @@ from jaxlm.core.sharding import Layout
 from jaxlm.models.base import LanguageModel
 
 T = TypeVar("T")
+OBJECTIVE_SLOT = "objective"
+"""Owner of the objective's state in `RunState.slots`."""
 
 
 class UpdateCounts(eqx.Module):
@@ -101,8 +103,14 @@ def place_state(make: Callable[..., T], abstract: T, layout: Layout, *args: Any)
     return build_state(make, abstract, layout, *args)()
 
 
-def build_state(make: Callable[..., T], abstract: T, layout: Layout, *args: Any) -> Callable[[], T]:
-    """Compiles `make` in a thread and returns a function that waits for it and runs it; otherwise like `place_state`."""
+def build_state(
+    make: Callable[..., T], abstract: T, layout: Layout, *args: Any, kept: tuple[Any, ...] = ()
+) -> Callable[[], T]:
+    """Compiles `make` in a thread and returns a function that waits for it and runs it; otherwise like `place_state`.
+
+    Args:
+        kept: further arguments, which keep their buffers.
+    """
     program = jax.jit(
         make,
         out_shardings=shardings(abstract, layout),
@@ -111,6 +119,6 @@ def build_state(make: Callable[..., T], abstract: T, layout: Layout, *args: Any)
         compiler_options={"xla_backend_optimization_level": 1},
     )
     thread = ThreadPoolExecutor(1)
-    compiled = thread.submit(program.lower(*args).compile)
+    compiled = thread.submit(program.lower(*args, *kept).compile)
     thread.shutdown(wait=False)
-    return lambda: compiled.result()(*args)
+    return lambda: compiled.result()(*args, *kept)

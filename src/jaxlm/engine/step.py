@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
@@ -26,13 +25,14 @@ from jaxlm.core.sharding import Layout, at_rest
 from jaxlm.core.tracing import tracing
 from jaxlm.core.tree import is_named
 from jaxlm.core.types import Sum
+from jaxlm.engine.accumulate import Accumulate, MicrobatchLoss, Sums, accumulate
 from jaxlm.engine.metric_names import LEARNING_RATE
 from jaxlm.engine.phases import Phase
-from jaxlm.engine.state import RunState, UpdateCounts, shardings, step_key
+from jaxlm.engine.state import OBJECTIVE_SLOT, RunState, UpdateCounts, shardings, step_key
 from jaxlm.engine.sync import reduce_flags
 from jaxlm.engine.watch import Numbers, WatchConfig
 from jaxlm.models.base import LanguageModel
-from jaxlm.objectives.base import Metrics, ObjectiveConfig
+from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.curvature import Curvature
 from jaxlm.optim.groups import group_schedules
 from jaxlm.optim.lr.schedules import Schedule
@@ -55,17 +55,13 @@ class StepReport(eqx.Module):
     flags: jax.Array
 
 
-class _Sums(eqx.Module):
-    """Sums over the microbatches of a batch."""
-
-    gradient: Any
-    objective: jax.Array
-    metrics: Metrics
-    slots: dict[str, Any]
-
-
 def make_train_step(
-    phase: Phase, layout: Layout, precision: Precision, abstract: RunState, watch: WatchConfig | None = None
+    phase: Phase,
+    layout: Layout,
+    precision: Precision,
+    abstract: RunState,
+    watch: WatchConfig | None = None,
+    accumulate: Accumulate = accumulate,
 ) -> jax.stages.Wrapped:
     """The jitted step of a phase: (state, refs, batch, flags) -> (state, `StepReport`). The state is donated.
 
@@ -75,7 +71,7 @@ def make_train_step(
     `guard.skipped` and the guards' slots change. The program itself makes this choice, because the donated input state is
     gone afterwards.
 
-    `watch` sees the parameters and the optimizer state before the update.
+    `watch` sees the parameters and the optimizer state before the update. `accumulate` is the loop over the microbatches.
     """
     objective, loss_scale = phase.objective, precision.loss_scale
     update = _GuardedUpdate(
@@ -95,32 +91,21 @@ def make_train_step(
         key = step_key(state)
         keyed = objective.with_row_keys(objective.with_batch_statistics(batch), key)
 
-        def loss_fn(compute: Any, microbatch: Any, slot: Any, number: jax.Array):
+        def annotate(slot: Any, microbatch: Any) -> Any:
+            model = eqx.combine(compute, frozen, is_leaf=is_named)
+            return objective.annotate({**refs, **objective.references_in_slot(slot, model)}, microbatch)
+
+        def scaled_loss(compute: Any, microbatch: Any, slot: Any, number: jax.Array):
             model = eqx.combine(compute, frozen, is_leaf=is_named)
             with tracing(quantized_products=True):
                 terms, metrics, slot = objective.terms(model, microbatch, slot, key=jax.random.fold_in(key, number))
             total = _total(terms, denominators)
             return loss_scale.scaled(total, state.slots), (total, metrics, slot)
 
-        def accumulate_microbatch(carry: tuple[Any, Any], microbatch: Any, number: jax.Array):
-            gradient, slot = carry
-            model = eqx.combine(compute, frozen, is_leaf=is_named)
-            microbatch = objective.annotate({**refs, **objective.references_in_slot(slot, model)}, microbatch)
-            (_, (total, metrics, slot)), microbatch_gradient = jax.value_and_grad(loss_fn, has_aux=True)(
-                compute, microbatch, slot, number
-            )
-            gradient = jax.tree.map(lambda sum_, g: sum_ + g.astype(sum_.dtype), gradient, microbatch_gradient)
-            return (at_rest(gradient, layout), slot), (total, metrics)
-
-        Microbatch = microbatch_axis(batch)
-        carry = (at_rest(jax.tree.map(jnp.zeros_like, trainable), layout), state.slots.get("objective"))
-        (gradient, slot), (totals, metrics) = hax.scan(accumulate_microbatch, Microbatch)(
-            carry, keyed, jnp.arange(Microbatch.size)
-        )
-        slots = state.slots if slot is None else {**state.slots, "objective": slot}
-        gradient = loss_scale.unscaled(gradient, state.slots)
-        metrics = {name: metric.over_microbatches() for name, metric in metrics.items()}
-        sums = _Sums(gradient, jnp.sum(totals, axis=0), metrics, slots)
+        zeros = jax.tree.map(jnp.zeros_like, trainable)
+        slot, loss = state.slots.get(OBJECTIVE_SLOT), MicrobatchLoss(annotate, scaled_loss)
+        sums = accumulate(loss, compute, zeros, keyed, slot, layout)
+        sums = dataclasses.replace(sums, gradient=loss_scale.unscaled(sums.gradient, state.slots))
         curvature = _curvature(phase, layout, precision, state, refs, keyed)
         after, scalars, watched = update(state, sums, curvature, batch)
         return after, StepReport(scalars, watched, reduce_flags(flags))
@@ -147,7 +132,7 @@ class _GuardedUpdate:
 
     @jax.named_scope(OPTIMIZER_SCOPE)
     def __call__(
-        self, state: RunState, sums: _Sums, curvature: Curvature, batch: Any
+        self, state: RunState, sums: Sums, curvature: Curvature, batch: Any
     ) -> tuple[RunState, dict[str, jax.Array], Numbers]:
         """The state after the step, its metrics, and what `watch` measured."""
         norm = optax.global_norm(sums.gradient)
@@ -187,7 +172,7 @@ def _apply_update(
     optimizer: optax.GradientTransformationExtraArgs,
     precision: Precision,
     state: RunState,
-    sums: _Sums,
+    sums: Sums,
     curvature: Curvature,
 ) -> tuple[RunState, Any]:
     """The state with the batch's update applied unconditionally, and the update."""
@@ -199,10 +184,10 @@ def _apply_update(
     trainable = optax.apply_updates(trainable, updates)
     count = state.guard.updates
     averages = {name: average.update(state.slots[name], trainable, count) for name, average in phase.averages.items()}
-    slots = sums.slots | averages
-    if "objective" in slots:
+    slots = state.slots | averages
+    if sums.slot is not None:
         compute = precision.cast_to_compute(trainable)
-        slots["objective"] = phase.objective.update_slot(slots["objective"], compute, count + 1)
+        slots[OBJECTIVE_SLOT] = phase.objective.update_slot(sums.slot, compute, count + 1)
     after = dataclasses.replace(
         state,
         model=eqx.combine(trainable, frozen, is_leaf=is_named),
@@ -228,7 +213,7 @@ def _curvature(
         key = jax.random.fold_in(step_key(state), 0)
         with tracing(twice_differentiable=True):
             model = eqx.combine(wide.cast_to_compute(trainable), wide.cast_to_compute(frozen), is_leaf=is_named)
-            slot = state.slots.get("objective")
+            slot = state.slots.get(OBJECTIVE_SLOT)
             first = objective.annotate({**refs, **objective.references_in_slot(slot, model)}, first)
             terms, _, _ = objective.terms(model, first, slot, key=key)
         return _total(terms, _denominators(objective, first))
@@ -245,9 +230,3 @@ def _denominators(objective: ObjectiveConfig, batch: Any) -> dict[str, jax.Array
 
 def _total(terms: dict[str, Sum], denominators: dict[str, jax.Array]) -> jax.Array:
     return sum((term.total / denominators[name] for name, term in terms.items()), jnp.zeros(()))
-
-
-def microbatch_axis(batch: Any) -> hax.Axis:
-    """The microbatch axis, the first axis of every column of a training batch."""
-    column = next(leaf for leaf in jax.tree.leaves(batch, is_leaf=is_named) if is_named(leaf))
-    return column.resolve_axis(MICROBATCH)

@@ -141,12 +141,11 @@ class AttentionSharding:
 
     Attributes:
         mesh: None for a single device.
-        batch, position, heads, kv_heads: mesh axes that shard these axes.
+        batch, heads, kv_heads: mesh axes that shard these axes.
     """
 
     mesh: Mesh | None = None
     batch: tuple[str, ...] = ()
-    position: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     kv_heads: tuple[str, ...] = ()
 
@@ -156,9 +155,9 @@ class AttentionSharding:
         layout = current_layout()
         if layout is None or layout.mesh.size == 1:
             return AttentionSharding()
-        batch, position, heads = (mesh_axes(q.resolve_axis(a), layout.compute) for a in (BATCH, POSITION, HEADS))
+        batch, heads = (mesh_axes(q.resolve_axis(a), layout.compute) for a in (BATCH, HEADS))
         kv_heads = mesh_axes(k.resolve_axis(KV_HEADS), layout.compute)
-        return AttentionSharding(layout.mesh, batch, position, heads, kv_heads)
+        return AttentionSharding(layout.mesh, batch, heads, kv_heads)
 
     def shard_map(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """Runs `kernel(q_BTKGH, k_BTKH, v_BTKH, segment_BT, *scalars)` on each device's rows and heads.

@@ -131,16 +131,16 @@ def _plot_rates(
         if has_begun:
             label, style = f"{label}, planned", {**style, "linestyle": ":"}
         steps = np.unique(np.linspace(begin, phase.end, _MAX_POINTS).round())
-        axes.plot(steps, schedule(steps - phase.start), label=label, **style)
+        axes.plot(steps, schedule(steps - phase.first_scheduled), label=label, **style)
 
 
 def _mark_corners(axes: Any, phase: Phase, schedule: Schedule, applied: Mapping[int, float], end: int) -> None:
     """Marks and names the corner points, except where another rate was applied. Args: end: of the whole run."""
-    points = [(phase.start + step, rate, name) for step, rate, name in schedule.corner_points()]
+    points = [(phase.first_scheduled + step, rate, name) for step, rate, name in schedule.corner_points()]
     points = [
         (step, rate, name)
         for step, rate, name in points
-        if step <= phase.end and np.isclose(applied.get(step, rate), rate, rtol=0.05)
+        if phase.start <= step <= phase.end and np.isclose(applied.get(step, rate), rate, rtol=0.05)
     ]
     for step, rate, name in points if len(points) <= _MAX_LABELS else []:
         axes.plot(step, rate, "o", color=f"C{phase.index % 10}", markersize=4)

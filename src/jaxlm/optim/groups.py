@@ -11,15 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 import optax
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, clip_by_norm
 from jaxlm.optim.curvature import Curvature
+from jaxlm.optim.lr.momentum import ScheduledMomentum
 from jaxlm.optim.lr.schedules import Schedule
 from jaxlm.optim.matrices import NORM_BIAS_OR_EMBEDDING, matrix_paths
 
+# Their counts are read by schedules only; the counts of other states correct biases.
+SCHEDULE_STATES = (optax.ScaleByScheduleState, ScheduledMomentum)
 # These act on all parameters together, so that an entry of `groups` cannot have its own.
 _GLOBAL_KEYS = {
     "max_grad_norm": "gradients are clipped by the norm of all parameters together",
@@ -88,6 +93,13 @@ def build_optimizer(
             )
     clip = clip_by_norm(getattr(config, "max_grad_norm", None))
     return optax.with_extra_args_support(optax.chain(clip, _update_each(members)))
+
+
+def with_schedules_restarted(opt_state: Any) -> Any:
+    """The optimizer state with all schedules at their first step."""
+    is_position = lambda node: isinstance(node, SCHEDULE_STATES)  # noqa: E731
+    restarted = lambda node: node._replace(count=jnp.zeros_like(node.count)) if is_position(node) else node  # noqa: E731
+    return jax.tree.map(restarted, opt_state, is_leaf=is_position)
 
 
 def group_schedules(config: OptimizerConfig, num_steps: int) -> dict[str, Schedule]:

@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from annotated_types import Interval
 from jaxlm.core import tree
 from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeFloat, PositiveFloat, PositiveInt
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, in_float32
-from jaxlm.optim.lr.momentum import DecayFactor, MomentumSchedule, decay_factor
+from jaxlm.optim.lr.momentum import DecayFactor, MomentumSchedule, ScheduledMomentum, decay_factor
 from jaxlm.optim.matrices import MatrixView, map_matrices, matrices, replace_matrices, size_of, with_adam_fallback
 from jaxlm.optim.orthogonal.iterations import COEFFICIENTS, equal_rows, newton_schulz, orthogonal_norm
 from jaxlm.optim.orthogonal.normuon import normalize_by_mean_squares
@@ -136,10 +136,10 @@ class MuonConfig(OptimizerConfig):
             mixed = lambda m, g: (decay * m + weight * g).astype(m.dtype)  # noqa: E731
             mean = jax.tree.map(mixed, state.mean, updates)
             ahead = jax.tree.map(mixed, mean, updates) if self.nesterov else mean
-            return ahead, _Momentum(state.count + 1, mean)
+            return ahead, ScheduledMomentum(state.count + 1, mean)
 
         def init_fn(params: Any) -> Any:
-            return _Momentum(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+            return ScheduledMomentum(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
         return optax.GradientTransformation(init_fn, update_fn)
 
@@ -190,9 +190,11 @@ class MuonConfig(OptimizerConfig):
                 pull = pull * (update * weights[path] >= 0) if self.cautious_weight_decay else pull
                 return (update + pull).astype(update.dtype)
 
-            return tree.map_leaves(decayed, updates), _Count(state.count + 1)
+            return tree.map_leaves(decayed, updates), optax.ScaleByScheduleState(state.count + 1)
 
-        return optax.GradientTransformation(lambda params: _Count(jnp.zeros((), jnp.int32)), update_fn)
+        return optax.GradientTransformation(
+            lambda params: optax.ScaleByScheduleState(jnp.zeros((), jnp.int32)), update_fn
+        )
 
 
 def _in_their_dtype(direction: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -203,15 +205,6 @@ def _in_their_dtype(direction: optax.GradientTransformation) -> optax.GradientTr
         return jax.tree.map(lambda new, old: new.astype(old.dtype), moved, updates), state
 
     return optax.GradientTransformation(direction.init, update_fn)
-
-
-class _Momentum(NamedTuple):
-    count: jax.Array
-    mean: Any
-
-
-class _Count(NamedTuple):
-    count: jax.Array
 
 
 def _cast(view: MatrixView, dtype: str) -> MatrixView:

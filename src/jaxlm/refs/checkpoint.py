@@ -20,7 +20,8 @@ from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, latest_complete, restore
 from jaxlm.engine.checkpoint.store import ARRAYS
-from jaxlm.engine.phases import Phase, StateBuilder
+from jaxlm.engine.entry import StateBuilder
+from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, shardings
 from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
 from jaxlm.refs.base import Log, Ref, RefConfig

@@ -116,9 +116,9 @@ def dry_run(plan: Plan, console: Console) -> None:
     with plan.layout.use():
         for phase in plan.phases:
             steps = compile_steps(plan, phase, phase.start, console.log)
-            phase_rows = [("schedule", _corners(phase.start, phase.optimizer.schedule(phase.num_steps)))]
+            phase_rows = [("schedule", _corners(phase.first_scheduled, phase.optimizer.schedule(phase.num_steps)))]
             for name, schedule in group_schedules(phase.optimizer, phase.num_steps).items():
-                phase_rows.append((f"schedule of {name}", _corners(phase.start, schedule)))
+                phase_rows.append((f"schedule of {name}", _corners(phase.first_scheduled, schedule)))
             for shape, step in steps.by_shape.items():
                 phase_rows += _memory_rows(shape, step.call.memory_analysis())
             too_large = list(_answers([_Question("memory", steps.check_fits_memory, "the compiler")]))

@@ -30,14 +30,16 @@ from jaxlm.data.tokenizer.train_bpe import BpeConfig, bpe_config
 from jaxlm.engine.checkpoint.manifest import CheckpointName
 from jaxlm.engine.checkpoint.resolve import resolve_folder
 from jaxlm.engine.checkpoint.store import CheckpointFolder
+from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.metric_names import EVAL_PREFIX
-from jaxlm.engine.phases import Phase, StateBuilder, with_phase_ends, with_token_leaves
+from jaxlm.engine.phases import Phase
 from jaxlm.interop.hf.classifier import classifier_name, is_reward_model
 from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.interop.hf.hub import check_upload_name
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import vocab_axis
+from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
 from jaxlm.refs.base import Ref
 from jaxlm.run.batch_plan import BatchPlan, plan_batches, small_batches, unreached_stages
@@ -124,11 +126,11 @@ class Plan:
 
     def with_phase_ends(self, ends: Sequence[int]) -> "Plan":
         """The plan with the steps after which its first phases really ended."""
-        return replace(self, state_builder=with_phase_ends(self.state_builder, ends)) if ends else self
+        return replace(self, state_builder=self.state_builder.with_phase_ends(ends)) if ends else self
 
     def with_token_leaves(self, leaves: Mapping[str, np.ndarray]) -> "Plan":
         """The plan with the leaves of the initial model that were computed from the training tokens, by path."""
-        return replace(self, state_builder=with_token_leaves(self.state_builder, leaves)) if leaves else self
+        return replace(self, state_builder=self.state_builder.with_token_leaves(leaves)) if leaves else self
 
     def updated(self, config: RunConfig, vocab_size: int) -> "Plan":
         """The plan for a configuration and vocabulary size known after opening the data; `self` if they are unchanged."""
@@ -251,17 +253,20 @@ def _check_microbatches(phase: Phase, batches: BatchSchedule) -> None:
 
 def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref]:
     """The references, unread. Raises `ConfigError` if an objective needs one that is not there, or none needs one that is."""
-    needed = {name: phase for phase in phases for name in phase.objective.references}
-    for name, phase in needed.items():
+    needed = {name: ("objective", phase) for phase in phases for name in phase.objective.references}
+    needed |= {name: ("surgery", phase) for phase in phases for name in phase.surgery_references}
+    for name, (section, phase) in needed.items():
         if name not in config.refs:
             given = f"only has: {', '.join(config.refs)}" if config.refs else "is empty"
             raise ConfigError(
-                f"refs: the objective of phase '{phase.name}' uses the model '{name}', but the section {given}. Add it:"
+                f"refs: the {section} of phase '{phase.name}' uses the model '{name}', but the section {given}. Add it:"
                 f" refs: {{{name}: {{type: hf, path: ...}}}}"
             )
     for name in config.refs:
         if name not in needed:
-            asked = f"the objectives use {', '.join(needed)}" if needed else "no objective uses one"
+            asked = (
+                f"objectives and surgeries use {', '.join(needed)}" if needed else "no objective or surgery uses one"
+            )
             raise ConfigError(f"refs.{name}: not used, because {asked}. Remove or rename it, or set objective.type")
     return {name: ref.open(f"refs.{name}") for name, ref in config.refs.items()}
 
@@ -304,7 +309,7 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
     if len(set(names)) != len(names):
         raise ConfigError(f"phases: names must be unique, but {', '.join(names)} given")
     phases: list[Phase] = []
-    averaging = config.trainer.model_averaging
+    averaging, model = config.trainer.model_averaging, config.model
     for index, phase in enumerate(written):
         if not phase.name.replace("_", "").replace(".", "").isalnum():
             raise ConfigError(
@@ -317,20 +322,28 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
             )
         start = phases[-1].end if phases else 0
         steps = config.trainer.num_train_steps if phase.num_train_steps is None else phase.num_train_steps
+        optimizer = phase.optimizer or config.optimizer
+        goes_on = phase.carry_optimizer and _check_carries(optimizer, phases, index)
+        for surgery in phase.surgery:
+            model = surgery.changed(model)
         phases.append(
             Phase(
                 index=index,
                 name=phase.name,
+                model=model,
                 surgeries=tuple(phase.surgery),
                 trainable=tuple(phase.trainable),
                 objective=phase.objective or config.objective,
-                optimizer=phase.optimizer or config.optimizer,
+                optimizer=optimizer,
                 start=start,
                 end=start + steps,
                 averages={} if averaging is None else {"ema": averaging},
                 controllers=_controllers(config, phase, index),
+                carries_optimizer=phase.carry_optimizer,
+                schedule_start=phases[-1].first_scheduled if goes_on else None,
             )
         )
+    phases = _with_shared_schedules(phases)
     data = tuple(phase.data or config.data for phase in written)
     for index, section in enumerate(data):
         for key in ("tokenizer", "vocab_size", "added_tokens"):
@@ -340,6 +353,30 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
                     f" first phase has {encode(first)}"
                 )
     return tuple(phases), data
+
+
+def _check_carries(optimizer: OptimizerConfig, earlier: Sequence[Phase], index: int) -> bool:
+    """Whether the schedule of the phase before goes on. Raises `ConfigError` if its optimizer's state cannot."""
+    key = f"phases.{index}.carry_optimizer"
+    if not earlier:
+        raise ConfigError(f"{key}: true given, but no phase is before the first one. Remove it")
+    before = earlier[-1].optimizer
+    if type(before) is not type(optimizer):
+        raise ConfigError(
+            f"{key}: true given, but the optimizer is {choice_name(type(optimizer))}, and that of phase"
+            f" '{earlier[-1].name}' is {choice_name(type(before))}. Use the same type, or remove the key"
+        )
+    return before == optimizer
+
+
+def _with_shared_schedules(phases: Sequence[Phase]) -> list[Phase]:
+    """The phases, with schedules that span all phases that share them."""
+    ends = {phase.first_scheduled: phase.end for phase in phases}
+    shared = {phase.schedule_start for phase in phases}
+    return [
+        replace(phase, scheduled_steps=ends[start] - start) if (start := phase.first_scheduled) in shared else phase
+        for phase in phases
+    ]
 
 
 def _controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tuple[Controller, ...]:

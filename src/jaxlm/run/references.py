@@ -11,9 +11,9 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.engine.accumulate import microbatch_axis
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import sharded_shapes
-from jaxlm.engine.step import microbatch_axis
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.moe import num_multiplied

@@ -262,7 +262,7 @@ def _schedule_at(config: RunConfig, step: int) -> tuple[int, int, float] | None:
     phase = next((p for p in phases if step < p.end), phases[-1])
     if step < phase.start:
         return None
-    return phase.start, phase.end, float(phase.optimizer.schedule(phase.num_steps)(step - phase.start))
+    return phase.start, phase.end, float(phase.optimizer.schedule(phase.num_steps)(step - phase.first_scheduled))
 
 
 def _encode_without(config: Any, keys: Collection[str]) -> dict[str, Any]:

@@ -9,12 +9,13 @@ import draccus
 import jax
 import numpy as np
 
+from jaxlm.core.types import TokenBatch
 from jaxlm.models.base import LanguageModel, ModelConfig
 
 
 @dataclass(frozen=True)
 class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.surgery"):
-    """A change of the model at the start of a phase."""
+    """A change of the model at the start of a phase: `apply`, then `fill`, then `initial_leaves`."""
 
     @abc.abstractmethod
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
@@ -26,6 +27,66 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         Raises:
             ConfigError: the surgery applies to no part of the model.
         """
+
+    def changed(self, config: ModelConfig) -> ModelConfig:
+        """The config of the model after the surgery. Args: config: of the model before it.
+
+        Only surgeries that change the architecture override it: whoever reads the config (FLOPs, exports, forecasts) must not
+        know of them.
+
+        Raises:
+            ConfigError: no config describes the model after the surgery.
+        """
+        return config
+
+    def moved(self, tree: Any) -> Any:
+        """A tree with the model's structure, such as moments, with its leaves where `apply` puts those of the model.
+
+        Leaves that the tree does not have are None. The result may leave out those that `apply` makes. Must trace.
+        """
+        return tree
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """Names of the models in the section `refs` that `fill` reads."""
+        return ()
+
+    @property
+    def num_calibration_batches(self) -> int:
+        """Number of batches of the phase's training data to `measure`; 0 if `fill` needs none."""
+        return 0
+
+    def measure(self, model: LanguageModel, batch: TokenBatch) -> Any:
+        """Sums over the tokens of a batch, which are added up over the calibration batches. Traced.
+
+        Args:
+            model: before the surgery, in the dtypes of the computation.
+            batch: {batch, position}.
+
+        Returns:
+            A tree of arrays of a fixed structure, in float32.
+        """
+        raise AssertionError("the surgery is not calibrated")
+
+    def fill(
+        self,
+        model: LanguageModel,
+        before: LanguageModel,
+        *,
+        refs: Mapping[str, LanguageModel],
+        sums: Any,
+        key: jax.Array,
+    ) -> LanguageModel:
+        """The model with values that depend on references or on data. Not called when a checkpoint is restored, so it may not
+        change the tree. Traced.
+
+        Args:
+            model: from `apply`.
+            before: the model that `apply` changed.
+            refs: the models of `references`, by name.
+            sums: what `measure` returned, summed over the calibration batches; None if there are none.
+        """
+        return model
 
     @abc.abstractmethod
     def merge(self, model: LanguageModel) -> LanguageModel:

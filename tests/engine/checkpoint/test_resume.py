@@ -18,7 +18,8 @@ from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.restore import latest_valid
 from jaxlm.engine.checkpoint.resume import restore_state
 from jaxlm.engine.checkpoint.writer import CheckpointWriter
-from jaxlm.engine.phases import Phase, StateBuilder
+from jaxlm.engine.entry import StateBuilder
+from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, place_state
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig

@@ -15,12 +15,12 @@ from jaxlm.core import controls, tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, restore
-from jaxlm.engine.phases import Phase, StateBuilder
-from jaxlm.engine.state import RunState, place_state, with_controls, without_controls
+from jaxlm.engine.entry import StateBuilder
+from jaxlm.engine.phases import Phase
+from jaxlm.engine.state import OBJECTIVE_SLOT, RunState, place_state, with_controls, without_controls
 
 Log = Callable[[str], None]
-_SLOT = "objective"
-_PREFIX = f"slots.{_SLOT}."
+_PREFIX = f"slots.{OBJECTIVE_SLOT}."
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _SavedSlot:
     @staticmethod
     def of(leaves: Mapping[str, Mapping[str, Any]], wanted: RunState) -> "_SavedSlot":
         saved = {path.removeprefix(_PREFIX): leaf for path, leaf in leaves.items() if path.startswith(_PREFIX)}
-        needed = dict(tree.leaves(wanted.slots.get(_SLOT)))
+        needed = dict(tree.leaves(wanted.slots.get(OBJECTIVE_SLOT)))
         dtypes, cast = {}, set()
         for path in saved.keys() & needed.keys():
             ours, theirs = (jax.numpy.dtype(leaf) for leaf in (needed[path].dtype, saved[path]["dtype"]))
@@ -54,7 +54,7 @@ class _SavedSlot:
 
     def stored(self, state: RunState) -> RunState:
         """A state with the slot as the checkpoint has it. Traceable."""
-        slot = dict(tree.leaves(state.slots.get(_SLOT)))
+        slot = dict(tree.leaves(state.slots.get(OBJECTIVE_SLOT)))
         stored = {path: slot[path].astype(dtype) for path, dtype in self.dtypes.items()}
         return _with_slot(state, stored or None)
 
@@ -63,7 +63,7 @@ class _SavedSlot:
 
     def describe(self, wanted: RunState) -> list[str]:
         """What a start says about the differences."""
-        lines, slot = [], dict(tree.leaves(wanted.slots.get(_SLOT)))
+        lines, slot = [], dict(tree.leaves(wanted.slots.get(OBJECTIVE_SLOT)))
         if self.cast:
             path = min(self.cast)
             lines.append(
@@ -127,9 +127,9 @@ def _restored(
         return state
     for line in saved.describe(wanted):
         log(line)
-    if _SLOT not in wanted.slots:
+    if OBJECTIVE_SLOT not in wanted.slots:
         return _with_slot(state, None)
-    kept = state.slots.get(_SLOT, {})
+    kept = state.slots.get(OBJECTIVE_SLOT, {})
 
     def settle(model: Any, kept: Mapping[str, Any]) -> tuple[Any, Any]:
         trainable, _ = phase.split(model)
@@ -137,18 +137,18 @@ def _restored(
         slot = tree.map_leaves(lambda path, leaf: kept[path].astype(leaf.dtype) if path in kept else leaf, begun)
         return model, slot
 
-    model, slot = place_state(settle, (wanted.model, wanted.slots[_SLOT]), layout, state.model, kept)
+    model, slot = place_state(settle, (wanted.model, wanted.slots[OBJECTIVE_SLOT]), layout, state.model, kept)
     return _with_slot(dataclasses.replace(state, model=model), slot)
 
 
 def _with_slot(state: RunState, slot: Any) -> RunState:
-    others = {name: other for name, other in state.slots.items() if name != _SLOT}
-    return dataclasses.replace(state, slots=others if slot is None else {**others, _SLOT: slot})
+    others = {name: other for name, other in state.slots.items() if name != OBJECTIVE_SLOT}
+    return dataclasses.replace(state, slots=others if slot is None else {**others, OBJECTIVE_SLOT: slot})
 
 
 def _check_has_reference(checkpoint: VerifiedCheckpoint, phase: Phase, saved: _SavedSlot, wanted: RunState) -> None:
     """Raises `ConfigError` if the objective would compare the model with a later one than that of the phase's start."""
-    slot = dict(tree.leaves(wanted.slots.get(_SLOT)))
+    slot = dict(tree.leaves(wanted.slots.get(OBJECTIVE_SLOT)))
     of_parameters = any(tree.is_named(slot[path]) for path in saved.missing)  # other arrays are numbers of its own
     if phase.objective.holds_reference and of_parameters and checkpoint.cursor.step != phase.start:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,18 @@ from jaxlm.optim.lr.schedules import Schedule, Segment, to_num_steps
 
 DecayFactor = Literal["constant", "linear", "cosine"]
 """Shape of the factor of the weight decay, which falls from 1 to 0 over the phase unless it is constant."""
+
+
+class ScheduledMomentum(NamedTuple):
+    """A momentum whose decay rate follows a schedule.
+
+    Attributes:
+        count: int32, number of updates so far: the position in the schedule.
+        mean: with the structure of the parameters.
+    """
+
+    count: jax.Array
+    mean: Any
 
 
 @dataclass(frozen=True)

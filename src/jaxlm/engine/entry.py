@@ -1,0 +1,368 @@
+"""How the state at the start of a phase is made: surgery, trainable mask, optimizer state.
+
+    (previous state or weights, references, measurements, files, key) -> state
+
+The structure of the state follows from the configuration alone. Tracing an entry on shapes gives the structure that a
+checkpoint of the phase must have, without the references, the data and the files that the values come from.
+"""
+
+import difflib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from jaxlm.core.imports import gc_paused
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlm.core import controls, tree
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.precision import Precision
+from jaxlm.core.sharding import Layout
+from jaxlm.engine.calibration import OpenBatches, calibrate
+from jaxlm.engine.phases import Phase, with_phase_ends
+from jaxlm.engine.state import OBJECTIVE_SLOT, RunState, UpdateCounts, build_state, place_state, shardings
+from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.optim.groups import with_schedules_restarted
+from jaxlm.surgery.base import SurgeryConfig
+
+T = TypeVar("T")
+# Folded into the run's key first, so that no two uses share randomness.
+_INIT, _SURGERY, _STEPS = 0, 1, 2
+_VALUES = 1  # folded into a surgery's key for `fill`
+Leaves = Mapping[str, hax.NamedArray]
+
+
+class Given(eqx.Module):
+    """What the surgeries of a phase make values of, besides the model and a random key.
+
+    Attributes:
+        leaves: of each surgery, leaf path -> the value that replaces the one made by the surgery, read from files.
+        refs: the references that surgeries read, by name.
+        sums: of each surgery, what `SurgeryConfig.measure` returned, summed over the calibration batches; empty if none was
+            calibrated.
+    """
+
+    leaves: Sequence[Leaves] = ()
+    refs: Mapping[str, LanguageModel] = eqx.field(default_factory=dict)
+    sums: Sequence[Any] = ()
+
+
+class Carried(eqx.Module):
+    """What a phase takes over from the end of the previous one, besides the model (`PhaseEntry.state`)."""
+
+    opt_state: Any
+    updates: jax.Array
+    slots: dict[str, Any]
+
+
+class Before(eqx.Module):
+    """What a phase is entered from.
+
+    Attributes:
+        model: at the end of the previous phase; for the first phase, the initial model.
+        skipped: int32, updates skipped in the run so far.
+        carried: None if the optimizer starts anew.
+    """
+
+    model: LanguageModel
+    skipped: jax.Array | int = 0
+    carried: Carried | None = None
+
+    @staticmethod
+    def of(state: RunState, phase: Phase) -> "Before":
+        """The end of a phase, as `phase` takes it over."""
+        carried = Carried(state.opt_state, state.guard.updates, state.slots) if phase.carries_optimizer else None
+        return Before(state.model, state.guard.skipped, carried)
+
+
+@dataclass(frozen=True)
+class PhaseEntry:
+    """The start of a phase. All methods can be traced.
+
+    Attributes:
+        previous: the phase before; None for the first one.
+        key: makes the run's random key for a use.
+    """
+
+    phase: Phase
+    previous: Phase | None
+    precision: Precision
+    key: Callable[[int], jax.Array]
+
+    def state(self, before: Before, given: Given | None = None) -> RunState:
+        """The state at the start of the phase. Args: given: None leaves out values that need more than the model."""
+        phase, model = self.phase, self.model(before.model, given)
+        trainable, _ = phase.split(model)
+        slot = phase.objective.init_slot(self.precision.cast_to_compute(trainable))
+        slots = {} if slot is None else {OBJECTIVE_SLOT: slot}
+        slots |= {guard.name: guard.init_slot() for guard in phase.guards(self.precision)}
+        slots |= {name: average.init_slot(trainable) for name, average in phase.averages.items()}
+        if initial := phase.controls:
+            slots[controls.SLOT] = {name: jnp.asarray(value, jnp.float32) for name, value in initial.items()}
+        state = RunState(
+            step=jnp.asarray(phase.start, jnp.int32),
+            key=self.key(_STEPS),
+            model=model,
+            opt_state=phase.transformation(model).init(trainable),
+            guard=UpdateCounts(updates=jnp.zeros((), jnp.int32), skipped=jnp.asarray(before.skipped, jnp.int32)),
+            slots=slots,
+        )
+        return state if before.carried is None else self._with_carried(state, before.carried)
+
+    def model(self, model: LanguageModel, given: Given | None = None, *, until: int | None = None) -> LanguageModel:
+        """The model after the phase's surgeries, or after the first `until` of them."""
+        for number in range(len(self.phase.surgeries) if until is None else until):
+            model = self.after_surgery(model, number, given)
+        return self.precision.cast_to_params(model)
+
+    def after_surgery(self, before: LanguageModel, number: int, given: Given | None = None) -> LanguageModel:
+        """The model after one of the phase's surgeries. Args: before: the model after those in front of it."""
+        surgery = self.phase.surgeries[number]
+        key = jax.random.fold_in(jax.random.fold_in(self.key(_SURGERY), self.phase.index), number)
+        model = surgery.apply(before, key=key)
+        if given is None:
+            return model
+        sums = given.sums[number] if number < len(given.sums) else None
+        if sums is not None or surgery.references:
+            model = surgery.fill(model, before, refs=given.refs, sums=sums, key=jax.random.fold_in(key, _VALUES))
+        leaves = given.leaves[number] if given.leaves else {}
+        return tree.map_leaves(lambda path, leaf: leaves.get(path, leaf), model)
+
+    def _with_carried(self, fresh: RunState, carried: Carried) -> RunState:
+        """The state with what goes on from the previous phase: moments and counts of the leaves that both train, statistics
+        of the guards and, if the schedule goes on too, its position, averages and the objective's state.
+        """
+        assert self.previous is not None
+        goes_on = self.phase.schedule_start is not None
+        opt_state = carried.opt_state
+        for surgery in self.phase.surgeries:
+            opt_state = _map_models(surgery.moved, opt_state)
+        opt_state = _taken(fresh.opt_state, opt_state)
+        if not goes_on:
+            opt_state = with_schedules_restarted(opt_state)
+        names = {guard.name for guard in self.phase.guards(self.precision)}
+        if goes_on:
+            names |= set(self.phase.averages)
+            if self.phase.objective == self.previous.objective and not self.phase.objective.holds_reference:
+                names.add(OBJECTIVE_SLOT)
+        slots = {
+            name: _taken(slot, carried.slots[name]) if name in names & carried.slots.keys() else slot
+            for name, slot in fresh.slots.items()
+        }
+        updates = carried.updates if goes_on else fresh.guard.updates
+        return replace(fresh, opt_state=opt_state, guard=replace(fresh.guard, updates=updates), slots=slots)
+
+
+def _map_models(change: Callable[[Any], Any], opt_state: Any) -> Any:
+    """Changes the parts of an optimizer state that have the model's structure, such as moments."""
+    is_model = lambda node: isinstance(node, LanguageModel)  # noqa: E731
+    return jax.tree.map(lambda node: change(node) if is_model(node) else node, opt_state, is_leaf=is_model)
+
+
+def _taken(fresh: T, carried: Any) -> T:
+    """The tree with the leaves of another one that have the same path, axes and dtype."""
+    old = dict(tree.leaves(carried))
+    form = lambda leaf: (leaf.axes if tree.is_named(leaf) else leaf.shape, leaf.dtype)  # noqa: E731
+
+    def taken(path: str, leaf: Any) -> Any:
+        return old[path] if path in old and form(old[path]) == form(leaf) else leaf
+
+    return tree.map_leaves(taken, fresh)
+
+
+class StateBuilder:
+    """Builds a run's models and states: the initial model, and the state at the start of each phase.
+
+    Attributes:
+        model: config of the initial model.
+        seed: random seed of the whole run.
+        precision: dtypes of storage and computation.
+        phases: all phases of the run.
+        token_leaves: path -> value of the leaves of the initial model that were computed from the training tokens.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        Vocab: hax.Axis,
+        seed: int,
+        precision: Precision,
+        phases: Sequence[Phase] = (),
+        token_leaves: Mapping[str, np.ndarray] | None = None,
+    ):
+        self.model, self.Vocab, self.precision, self.phases = model, Vocab, precision, tuple(phases)
+        self.seed, self.token_leaves = seed, dict(token_leaves or {})
+        self._abstract: dict[int, RunState] = {}
+
+    def entry(self, phase: Phase) -> PhaseEntry:
+        """The start of a phase."""
+        previous = self.phases[phase.index - 1] if phase.index else None
+        return PhaseEntry(phase, previous, self.precision, self._key)
+
+    def initial_model(self) -> LanguageModel:
+        """The model before the first phase's surgeries. Traceable."""
+        model = self.precision.cast_to_params(self.model.build(self.Vocab, key=self._key(_INIT)))
+        values = self.token_leaves
+
+        def replaced(path: str, leaf: Any) -> Any:
+            return hax.NamedArray(jnp.asarray(values[path], leaf.dtype), leaf.axes) if path in values else leaf
+
+        return tree.map_leaves(replaced, model)
+
+    def with_vocabulary(self, size: int) -> "StateBuilder":
+        """A builder of the same models with another number of tokens."""
+        return StateBuilder(self.model, self.Vocab.resize(size), self.seed, self.precision, self.phases)
+
+    def with_phase_ends(self, ends: Sequence[int]) -> "StateBuilder":
+        """The same builder, with the steps after which its first phases really ended. The other phases follow them."""
+        phases = with_phase_ends(self.phases, ends)
+        return StateBuilder(self.model, self.Vocab, self.seed, self.precision, phases, self.token_leaves)
+
+    def with_token_leaves(self, leaves: Mapping[str, np.ndarray]) -> "StateBuilder":
+        """The same builder for an initial model with these leaves, by path."""
+        return StateBuilder(self.model, self.Vocab, self.seed, self.precision, self.phases, leaves)
+
+    @functools.cached_property
+    def abstract_initial_model(self) -> LanguageModel:
+        """Shapes and dtypes of `initial_model`."""
+        return jax.eval_shape(self.initial_model)
+
+    def surgeries_until(self, phase: Phase) -> tuple[SurgeryConfig, ...]:
+        """The surgeries of all phases up to and including this one, in order."""
+        return tuple(surgery for earlier in self.phases[: phase.index + 1] for surgery in earlier.surgeries)
+
+    def initial_leaves(self, phase: Phase) -> list[Leaves]:
+        """The leaves that the phase's surgeries bring themselves, as host arrays in the dtype of storage.
+
+        Raises:
+            ConfigError: they cannot be read, or do not fit the model.
+        """
+        entry, model, config = self.entry(phase), self._abstract_model_before(phase), self._config_before(phase)
+        brought: list[Leaves] = []
+        for number, surgery in enumerate(phase.surgeries):
+            model = jax.eval_shape(functools.partial(entry.after_surgery, number=number), model)
+            config = surgery.changed(config)
+            stored = dict(tree.leaves(jax.eval_shape(self.precision.cast_to_params, model)))
+            leaves: Mapping[str, Any] = _readable(surgery.initial_leaves, f"surgery.{number}", model, config)
+            _check_fit(leaves, stored, f"surgery.{number}")
+            brought.append({p: hax.NamedArray(a.astype(stored[p].dtype), stored[p].axes) for p, a in leaves.items()})
+        return brought
+
+    def abstract_state(self, phase: Phase) -> RunState:
+        """Shapes and dtypes of the state in a phase: traces the surgeries of all phases up to it.
+
+        Cached per phase, because a start needs it several times.
+        """
+        index = phase.index
+        if index not in self._abstract:
+            before = Before(self._abstract_model_before(phase))
+            self._abstract[index] = jax.eval_shape(self.entry(phase).state, before)
+        return self._abstract[index]
+
+    def _abstract_model_before(self, phase: Phase) -> LanguageModel:
+        """Shapes and dtypes of the model that the phase's surgeries change."""
+        if phase.index == 0:
+            return self.abstract_initial_model
+        return self.abstract_state(self.phases[phase.index - 1]).model
+
+    def _config_before(self, phase: Phase) -> ModelConfig:
+        return self.phases[phase.index - 1].model if phase.index else self.model
+
+    def initial_state(self, phase: Phase, given: Given | None = None) -> RunState:
+        """The state at the start of a phase as if the previous phases had not trained. Traceable."""
+        model = self.initial_model()
+        for earlier in self.phases[: phase.index]:
+            model = self.entry(earlier).model(model)
+        return self.entry(phase).state(Before(model), given)
+
+    def _key(self, use: int) -> jax.Array:
+        return jax.random.fold_in(jax.random.PRNGKey(self.seed), use)
+
+
+@gc_paused()
+def _readable(read: Callable[..., T], path: str, *arguments: Any) -> T:
+    try:
+        return read(*arguments)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.filename or 'a file'} cannot be read ({error.strerror or error})") from error
+
+
+def _check_fit(leaves: Mapping[str, Any], stored: Mapping[str, hax.NamedArray], path: str) -> None:
+    """Raises `ConfigError` if an array that a surgery brings has no place in the model, or another shape."""
+    for name, array in leaves.items():
+        if name not in stored:
+            near = difflib.get_close_matches(name, stored, n=1)
+            hint = f". Did you mean '{near[0]}'?" if near else ""
+            raise ConfigError(f"{path}: the array '{name}' has no place in the model{hint}")
+        sizes = {axis.name: axis.size for axis in stored[name].axes}
+        if tuple(array.shape) != tuple(sizes.values()):
+            raise ConfigError(
+                f"{path}: the array '{name}' has shape {tuple(array.shape)}, but the model's has the axes {sizes}"
+            )
+
+
+def enter_phase(
+    state_builder: StateBuilder,
+    phase: Phase,
+    layout: Layout,
+    previous: RunState | None,
+    weights: LanguageModel | None = None,
+    *,
+    refs: Mapping[str, LanguageModel] | None = None,
+    open_batches: OpenBatches | None = None,
+) -> Callable[[], RunState]:
+    """Returns a function that builds the state at the start of a phase. Until it is called, its program compiles in a thread.
+
+    The buffers of `previous` and `weights` are donated.
+
+    Args:
+        previous: the state at the end of the previous phase; None builds the model from the run's seed.
+        weights: the model to start the first phase with, instead of one built from the seed.
+        refs: the references that the surgeries read, by name.
+        open_batches: opens the batches of the phase's data at its first step; without them, surgeries are not calibrated and
+            keep the values that they have without.
+    """
+    entry, abstract, refs = state_builder.entry(phase), state_builder.abstract_state(phase), refs or {}
+    leaves = state_builder.initial_leaves(phase)
+    leaves = jax.device_put(leaves, shardings(leaves, layout))
+    if all(surgery.num_calibration_batches == 0 for surgery in phase.surgeries):
+        open_batches = None
+    if previous is not None:
+        before = Before.of(previous, phase)
+    elif weights is not None or open_batches is not None:
+        initial = lambda: place_state(state_builder.initial_model, state_builder.abstract_initial_model, layout)  # noqa: E731
+        before = Before(initial() if weights is None else weights, jnp.zeros((), jnp.int32))
+    else:
+        make = lambda leaves, refs: state_builder.initial_state(phase, Given(leaves, refs))  # noqa: E731
+        return build_state(make, abstract, layout, leaves, kept=(refs,))
+    sums = () if open_batches is None else _calibrated(entry, before.model, layout, Given(leaves, refs), open_batches)
+    make_state = lambda before, leaves, sums, refs: entry.state(before, Given(leaves, refs, sums))  # noqa: E731
+    build = build_state(make_state, abstract, layout, before, leaves, sums, kept=(refs,))
+    if previous is None or phase.carries_optimizer:
+        return build
+
+    def enter() -> RunState:
+        # The program donates the model only. Free the rest, which callers that still hold the state would keep alive.
+        for array in jax.tree.leaves((previous.opt_state, previous.slots)):
+            array.delete()
+        return build()
+
+    return enter
+
+
+def _calibrated(
+    entry: PhaseEntry, model: LanguageModel, layout: Layout, given: Given, open_batches: OpenBatches
+) -> tuple[Any, ...]:
+    """`Given.sums`: each surgery is calibrated on the model that those in front of it have made."""
+    sums: list[Any] = []
+    for number, surgery in enumerate(entry.phase.surgeries):
+        so_far = functools.partial(entry.model, until=number)
+        changed = jax.jit(so_far)(model, replace(given, sums=tuple(sums))) if number else model
+        sums.append(calibrate(surgery, changed, entry.precision, layout, open_batches))
+    return tuple(sums)
