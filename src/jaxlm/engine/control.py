@@ -148,8 +148,11 @@ class Control:
         """What the controllers remember when the run has gone back. Args: then: what they remembered in that checkpoint."""
         now = self._saver.history.controllers
         survivors = {each.name for each in self._phase.controllers if each.survives_rewind}
-        staying = {name: {**memory, "pending": []} for name, memory in now.items() if name in survivors}
-        return {name: memory for name, memory in then.items() if name not in survivors} | staying
+        staying = {name: now[name] for name in survivors & now.keys()}
+        decided = {
+            name: {key: it for key, it in memory.items() if key != "pending"} for name, memory in staying.items()
+        }
+        return {name: memory for name, memory in then.items() if name not in survivors} | decided
 
     def _ask(self, done: DoneStep, metrics: Mapping[str, float], *, of_evaluations: bool) -> Rewind | Next | None:
         decided: Rewind | Next | None = None
@@ -160,7 +163,7 @@ class Control:
                 continue
             before = self._memory(controller)
             state, decision = controller.after(done, measured, before.state)
-            if decision is not None and isinstance(decision, Keep):
+            if isinstance(decision, Keep):
                 assert of_evaluations, f"{controller.name}: Keep after a training step, whose weights are gone"
                 self._saver.keep(decision.purpose, done.number, controller.name)
             self._remember(controller, self._after(replace(before, state=state), decision, done, of_evaluations))
