@@ -34,6 +34,7 @@ import jaxlm.__main__ as command_line
 from jaxlm.config.load import decode_run
 from jaxlm.config.overrides import override, parse_arguments
 from jaxlm.config.yaml import ConfigSource
+from jaxlm.controllers.base import Controller, ControllerConfig
 from jaxlm.evals.base import Eval, EvalConfig
 from jaxlm.forecast.topologies import parse_topology
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
@@ -330,6 +331,7 @@ KINDS = (
     "momentum",
     "csv_file",
     "alarm",
+    "calm",
     "confidence",
     "gains",
     "sums",
@@ -346,6 +348,7 @@ def test_the_table_of_base_classes_has_every_one_and_what_it_requires():
         own = re.sub(r"\(.*?\)", "", required)  # in parentheses: what `open` or `build` returns
         assert set(re.findall(r"`(\w+)`", own)) == kind.__abstractmethods__, kind
     returned = {ModelConfig: LanguageModel, EvalConfig: Eval, TrackerConfig: Tracker, CallbackConfig: Callback}
+    returned |= {ControllerConfig: Controller}
     for kind, product in returned.items():
         inside = re.findall(r"`(\w+)`", re.findall(r"\((.*?)\)", listed[kind])[0])
         assert (inside[0], set(inside[1:])) == (product.__name__, set(getattr(product, "__abstractmethods__", ())))

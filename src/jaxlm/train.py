@@ -22,7 +22,6 @@ from jaxlm.core.stores import AT_START_S, retried
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import Activity, ActivityClock, uncounted_age_s
-from jaxlm.engine.bad_streak import BadStreak
 from jaxlm.engine.checkpoint.lock import LeaseLostError, StillHeld
 from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.conductor import Conductor
@@ -316,27 +315,24 @@ def _open_phase(
             run.begin_attempt(saver.history, first_step)
         run.console.log(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model)))
         listeners = run.listeners(phase, state, data, batches, saver.history)
-        streak = BadStreak(
-            phase.optimizer.rewind_rule,
-            plan.config.trainer.crash_after_skipped,
-            saver,
-            skipped=int(state.guard.skipped),
-        )
+        control = run.control(phase, evaluations, saver, state)
+        watch = plan.config.trainer.watch
         run.write_programs(phase, steps)
         # The profiler comes first, so that an evaluation after the last recorded step is not in the profile.
         profiling = run.profile_hooks(phase, first_step, lambda at: steps.of(sizes.at(at)).call.as_text() or "")
         for hook in profiling:
             closing.callback(hook.close)
         yield (
-            state,
+            control.begin(state),
             OpenPhase(
                 phase,
                 steps,
                 refs,
                 batches,
-                metrics=AsyncMetrics(phase.name, run.workload(phase), listeners, plan.config.trainer.watch, streak),
-                hooks=[*profiling, evaluations, *run.early_stopping(phase, evaluations, saver), *exports],
+                metrics=AsyncMetrics(phase.name, run.workload(phase), listeners, watch, control.after_step),
+                hooks=profiling,
                 evaluations=evaluations,
+                control=control,
                 exports=exports,
                 saver=saver,
                 flag_sync=run.flag_sync,

@@ -75,5 +75,6 @@ def die_committing(checkpoint, commit):
 
 
 if __name__ == "__main__":
-    PLACES[os.environ["JAXLM_TEST_DIES_AT"]]()
+    place = os.environ["JAXLM_TEST_DIES_AT"]
+    at_step(int(place)) if place.isdigit() else PLACES[place]()
     sys.exit(train.main())

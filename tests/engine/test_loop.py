@@ -21,6 +21,8 @@ from jaxlm.engine.step import StepReport
 from jaxlm.engine.sync import FlagSync
 from tests.engine.helpers import TinyRun, arrays, batch, layout, phase
 
+NEVER: Any = SimpleNamespace(due=lambda step: False)
+UNDECIDED: Any = SimpleNamespace(is_due=lambda step: False)
 WORKLOAD = Workload(BatchSchedule.of([BatchSize(0, 16)]), 16, 1e6 / 16, None, 20)
 
 
@@ -72,7 +74,8 @@ def through_the_loop(run: TinyRun, train_step: Any, batches: list[Any], guard: s
                 Given(batches),  # type: ignore[arg-type]
                 metrics=AsyncMetrics(run.phase.name, WORKLOAD, [seen.append]),
                 hooks=(),
-                evaluations=None,  # type: ignore[arg-type]
+                evaluations=NEVER,
+                control=UNDECIDED,
                 exports=(),
                 saver=NoSaver(),  # type: ignore[arg-type]
                 flag_sync=flag_sync,
@@ -177,7 +180,8 @@ def waits(making_s: float, step_s: float) -> tuple[list[float], list[float], flo
                 rewind=None,
             ),
             hooks=[],
-            evaluations=None,
+            evaluations=NEVER,
+            control=UNDECIDED,
             exports=(),
             saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=lambda *_, **__: None),
             flag_sync=SimpleNamespace(to_devices=lambda _: None, agreed=lambda *_: SimpleNamespace(save=False, stop=0)),
@@ -241,7 +245,8 @@ def through_sampled_batches(log: list[Any], rewind_after: int | None = None) -> 
         Sampled(log),  # type: ignore[arg-type]
         metrics=metrics,  # type: ignore[arg-type]
         hooks=[],
-        evaluations=None,  # type: ignore[arg-type]
+        evaluations=NEVER,
+        control=UNDECIDED,
         exports=(),
         saver=SimpleNamespace(  # type: ignore[arg-type]
             due_by_clock=lambda: False,

@@ -2,23 +2,24 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from jaxlm.controllers.bad_streak import BadStreak, SkippedStepsError
+from jaxlm.controllers.base import Controller, Rewind
+from jaxlm.controllers.early_stopping import BestEval, EarlyStopping, UntilConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.core.guards import RewindRule
-from jaxlm.core.types import StepInfo
-from jaxlm.engine.bad_streak import BadStreak, SkippedStepsError
-from jaxlm.engine.checkpoint.manifest import BestEval, CheckpointName, Cursor, History, in_order
-from jaxlm.engine.early_stopping import EarlyStopping
+from jaxlm.engine.checkpoint.manifest import CheckpointName, Cursor, History, in_order
+from jaxlm.engine.control import Control
 from jaxlm.engine.entry import StateBuilder
-from jaxlm.engine.outcome import Rewind
-from jaxlm.engine.until import UntilConfig
 from jaxlm.models.base import vocab_axis
 from jaxlm.optim.bad_steps import SkipBadSteps, bad_step_guards
-from tests.engine.helpers import F32, MODEL, VOCAB, phase
+from tests.engine.helpers import F32, MODEL, VOCAB, layout, phase
 
 
 def followed(until: UntilConfig, values: list[float]) -> list[BestEval]:
@@ -99,30 +100,42 @@ def test_impossible_rewinds_are_refused(keys, named):
     assert SkipBadSteps(rewind_after=3).rewind_rule == RewindRule(3, 3)
 
 
-class Saving:
-    """The history of a saver, without checkpoints."""
+def streak_of(length: int) -> History:
+    return History(controllers={"bad_streak": {"state": length}})
 
-    def __init__(self, history: History):
-        self.history = history
+
+def asked(controller: Controller, history: History, skipped: int) -> tuple[Control, Any]:
+    """The control of a phase with one controller, and its saver, which saves nothing."""
+    saver = SimpleNamespace(history=history, holds=False)
+    return Control(phase(controllers=(controller,), end=100), None, saver, layout(), skipped=skipped), saver  # type: ignore[arg-type]
+
+
+def after_steps(control: Control, skipped: list[int], first: int) -> list[Rewind | None]:
+    return [control.after_step(n, {"train/skipped_steps": float(s)}, True) for n, s in enumerate(skipped, first)]
 
 
 def test_a_streak_goes_on_after_a_restart_and_ends_with_an_applied_update():
-    saver = Saving(History(bad_steps=1))
-    streak = BadStreak(RewindRule(3, 1), 4, saver, skipped=5)  # type: ignore[arg-type]
-    found = [streak.after(StepInfo(n, "train", {"train/skipped_steps": s})) for n, s in enumerate([6, 6, 7, 8, 9], 11)]
-    assert found == [None, None, None, None, Rewind(13, 15)]
-    assert saver.history.bad_steps == 3
+    control, saver = asked(BadStreak(RewindRule(3, 1), 4), streak_of(1), skipped=5)
+    found = after_steps(control, [6, 6, 7, 8], 11)
+    assert found == [None] * 4
+    assert saver.history == streak_of(2)
+    assert saver.holds
+    (rewind,) = after_steps(control, [9], 15)
+    assert rewind is not None
+    assert (rewind.first, rewind.last, rewind.max_rewinds) == (13, 15, 1)
+    assert rewind.reason == "the updates of steps 13 to 15 were skipped"
+    assert saver.history == History()
+    assert not saver.holds
 
 
 def test_a_run_that_does_not_go_back_ends_at_the_limit():
-    saver = Saving(History(bad_steps=1))
-    streak = BadStreak(None, 3, saver, skipped=5)  # type: ignore[arg-type]
-    assert streak.after(StepInfo(11, "train", {"train/skipped_steps": 6})) is None
+    control, saver = asked(BadStreak(None, 3), streak_of(1), skipped=5)
+    assert after_steps(control, [6], 11) == [None]
+    assert saver.history == streak_of(2)
     with pytest.raises(SkippedStepsError, match=r"step 12: the updates of 3 steps in a row were skipped"):
-        streak.after(StepInfo(12, "train", {"train/skipped_steps": 7}))
-    assert saver.history.bad_steps == 3
-    unlimited = BadStreak(None, None, saver, skipped=7)  # type: ignore[arg-type]
-    assert [unlimited.after(StepInfo(n, "train", {"train/skipped_steps": n})) for n in range(8, 50)] == [None] * 42
+        after_steps(control, [7], 12)
+    unlimited, _ = asked(BadStreak(None, None), History(), skipped=7)
+    assert after_steps(unlimited, list(range(8, 50)), 8) == [None] * 42
 
 
 def test_the_cursor_of_a_run_that_never_went_back_has_no_history():
@@ -130,13 +143,37 @@ def test_the_cursor_of_a_run_that_never_went_back_has_no_history():
     assert json.loads(Cursor(**plain).to_json()) == plain
     assert list(json.loads(Cursor(**plain).to_json())) == list(plain)
     assert Cursor.from_json(json.dumps(plain).encode()) == Cursor(**plain)
-    history = History(2, 7, (5,), 1, BestEval(3.0, 2, 3.1, 1), {"best": "step-2"}, "step-4", ("step-6",))
+    memories = {
+        "bad_streak": {"state": 1},
+        "early_stopping": {"state": asdict(BestEval(3.0, 2, 3.1, 1)), "keeps": "best"},
+        "reduce_on_plateau": {"state": {}, "pending": [{"after": 9, "controls": {"lr_scale": 0.1}}]},
+    }
+    history = History(2, 7, (5,), memories, {"best": "step-2"}, "step-4", ("step-6",))
     assert Cursor.from_json(Cursor(**plain, history=history).to_json()) == Cursor(**plain, history=history)
-    assert history.settled() == History(2, 7, (5,), 1, history.best, history.pins, "step-4")
+    assert history.settled() == History(2, 7, (5,), memories, history.pins, "step-4")
     history = history.settled()
     assert history.in_next_phase() == History(2, 7, (5,), went_back_to="step-4")
     assert history.in_another_run() == History(phase_ends=(5,))
-    assert history.rewound(4) == History(3, 11, (5,), 0, history.best, history.pins, "step-4")
+    assert history.rewound(4, {}) == History(3, 11, (5,), {}, history.pins, "step-4")
+    others = {name: memory for name, memory in memories.items() if name != "early_stopping"}
+    assert history.without_pins() == History(2, 7, (5,), others, {}, "step-4")
+
+
+def test_the_cursors_of_earlier_versions_have_the_controllers_as_fields():
+    cursor = Cursor.from_json(
+        b'{"step": 8, "phase": 0, "phase_name": "a", "entering": false, "temporary": true, "history": {"attempt": 1,'
+        b' "bad_steps": 2, "best": {"value": 3.25, "step": 6, "reference": Infinity, "stale": 1},'
+        b' "pins": {"best": "step-6"}}}'
+    )
+    best = {"value": 3.25, "step": 6, "reference": math.inf, "stale": 1}
+    memories = {"bad_streak": {"state": 2}, "early_stopping": {"state": best, "keeps": "best"}}
+    assert cursor.history == History(1, controllers=memories, pins={"best": "step-6"})
+    assert Cursor.from_json(cursor.to_json()) == cursor
+    control, saver = asked(BadStreak(RewindRule(3, 1), 4), cursor.history, skipped=2)
+    (rewind,) = after_steps(control, [3], 9)
+    assert rewind is not None
+    assert (rewind.first, rewind.last) == (7, 9)
+    assert saver.history.controllers == {"early_stopping": memories["early_stopping"]}
 
 
 def test_later_attempts_are_newer_whatever_their_step():
@@ -175,9 +212,6 @@ class Evaluations:
     latest: dict[str, float]
     all_are_due: bool
 
-    def due(self, step):
-        return True
-
     def all_due(self, step):
         return self.all_are_due
 
@@ -185,10 +219,13 @@ class Evaluations:
 def test_an_evaluation_that_is_not_due_is_no_mistake():
     """`evals: [{type: loss}, {type: core, every: 8}]` with `until: {metric: eval/core}`."""
     until = UntilConfig("eval/core", above=0.2, mode="max")
-    stopping = lambda **measured: EarlyStopping(until, phase(), Evaluations(**measured), None)  # noqa: E731
-    assert stopping(latest={"eval/loss": 3.0}, all_are_due=False).run(1, None) is None
-    with pytest.raises(ConfigError, match=r"'eval/core' given for phase '.*measured eval/loss"):
-        stopping(latest={"eval/loss": 3.0}, all_are_due=True).run(1, None)
-    assert (
-        stopping(latest={"eval/core": 0.3}, all_are_due=False).run(1, None).reason == "eval/core is 0.3000, above 0.2"
-    )
+
+    def after_evaluation(**measured: Any) -> Any:
+        saver = SimpleNamespace(history=History(), holds=False)
+        stopping = phase(controllers=(EarlyStopping(until),))
+        return Control(stopping, Evaluations(**measured), saver, layout(), skipped=0).after_evaluation(1)  # type: ignore[arg-type]
+
+    assert after_evaluation(latest={"eval/loss": 3.0}, all_are_due=False) is None
+    with pytest.raises(ConfigError, match=r"until.metric: 'eval/core' given for phase '.*measured eval/loss"):
+        after_evaluation(latest={"eval/loss": 3.0}, all_are_due=True)
+    assert after_evaluation(latest={"eval/core": 0.3}, all_are_due=False).reason == "eval/core is 0.3000, above 0.2"

@@ -56,6 +56,7 @@ def mlp_over_model(*mappings: str) -> Value:
     )
 
 
+LR_SCALE = Shapes({r"^slots\.controls\.lr_scale$": ()})
 TOP_LEVEL: dict[str, Entry] = {
     "data": ShownIn(FIELDS + "test_data.py::test_data_field"),
     "model": Section(),
@@ -82,6 +83,7 @@ TRAINER: dict[str, Entry] = {
     "trainer.id": Change("y", Value(lambda plan: (plan.checkpoints.location.name, plan.log_folder.name), ("y", "y"))),
     "trainer.seed": Change(1, Initial(r"tokens|proj")),
     "trainer.num_train_steps": Change(200, Rates({101: 5.5e-5})),
+    "trainer.controllers": Change([{"type": "reduce_on_plateau", "metric": "train/loss"}], LR_SCALE),
     "trainer.until": ShownIn(GOING_BACK + "test_patience_ends_the_phase_with_the_best_weights"),
     "trainer.train_batch_size": Change(32, Program(gains=r"tensor<1x32x16xi32>")),
     "trainer.per_device_parallelism": Change(1, Program(gains=r"tensor<2x8x16xi32>")),
@@ -266,6 +268,16 @@ FP8: dict[str, Entry] = {
     "surgery.exclude": Change("mlp", Program(loses=r"f8E4M3FN")),
     "surgery.min_features": Change(64, Refused(r"no linear layer has at least min_features: 64 input and output")),
 }
+OF_TORCH = ShownIn("tests/controllers/test_reduce_on_plateau.py::test_the_learning_rates_are_those_of_torch")
+PLATEAU: dict[str, Entry] = {
+    "trainer.controllers.0.metric": Change(
+        "eval/x", Refused(r"trainer\.controllers\.0\.metric: 'eval/x' given, but no evaluation measures it")
+    ),
+    **{
+        f"trainer.controllers.0.{name}": OF_TORCH
+        for name in ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps")
+    },
+}
 PHASES: dict[str, Entry] = {
     "phases.0.name": ShownIn(
         "tests/end_to_end/test_phases.py::test_the_cursor_separates_entry_from_end_and_a_damaged_entry_is_rebuilt"
@@ -274,6 +286,7 @@ PHASES: dict[str, Entry] = {
     "phases.0.until": ShownIn(
         GOING_BACK + "test_the_next_phase_starts_from_the_best_weights_where_the_phase_before_ended"
     ),
+    "phases.0.controllers": Change([{"type": "reduce_on_plateau", "metric": "train/loss"}], LR_SCALE),
     "phases.0.surgery": Change([{"type": "lora", "rank": 2}], Shapes({r"^model.*attn\.q_proj\.a$": (2, 2, 32)})),
     "phases.0.trainable": Change(["mlp"], Shapes({r"^opt_state.*attn": None})),
     "phases.0.data": ShownIn("tests/end_to_end/test_prepare.py::test_shows_the_rows_that_a_step_sees"),
@@ -412,6 +425,7 @@ TABLE: Table = {
     "llama": {**TOP_LEVEL, **TRAINER, **OPTIMIZER},
     "keep": KEEP,
     "until": UNTIL,
+    "plateau": PLATEAU,
     "watch": WATCH,
     "stages": {
         "trainer.train_batch_size.1.start": Change(30, Value(lambda plan: plan.batches.train.at(25).size, 16)),

@@ -7,11 +7,12 @@ from typing import Any
 
 from jaxlm.config.run import PhaseConfig, RunConfig
 from jaxlm.config.trainer import TrainerConfig
+from jaxlm.controllers.early_stopping import UntilConfig
+from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
 from jaxlm.core.batch_schedule import BatchSize
 from jaxlm.core.mesh import MeshConfig
 from jaxlm.core.precision import PrecisionConfig, PrecisionRuleConfig
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig, KeepRule
-from jaxlm.engine.until import UntilConfig
 from jaxlm.engine.watch import WatchConfig
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderConfig
@@ -108,6 +109,7 @@ BASES: dict[str, Tree] = {
     "watch": _trainer(watch={"interval": 2, "watch_targets": ["grads"]}),
     "keep": _trainer(checkpointer={"keep": [{"every": 10}]}),
     "until": _trainer(until={"metric": "eval/loss", "below": 3.0}) | {"data": {"validation_urls": ["held-out.txt"]}},
+    "plateau": _trainer(controllers=[{"type": "reduce_on_plateau", "metric": "train/loss"}]),
     "lora": tree(phases=[{"name": "p", "surgery": [{"type": "lora", "rank": 2, "target": "attn|mlp"}]}]),
     "split_at": merged(
         tree(phases=[{"name": "p", "surgery": [{"type": "split_at", "layer": 1}]}]), {"model": {"num_layers": 3}}
@@ -176,6 +178,7 @@ def all_fields() -> list[tuple[str, str]]:
     found += _fields("precision", "trainer.mp.rules.0", PrecisionRuleConfig)
     found += _fields("llama", "trainer.mesh", MeshConfig)
     found += _fields("until", "trainer.until", UntilConfig)
+    found += _fields("plateau", "trainer.controllers.0", ReduceOnPlateauConfig)
     found += _fields("llama", "trainer.completions", CompletionsConfig)
     found += _fields("watch", "trainer.watch", WatchConfig)
     found += _fields("stages", "trainer.train_batch_size.1", BatchSize)

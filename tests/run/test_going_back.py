@@ -104,7 +104,7 @@ def test_three_bad_steps_in_a_row_go_back_and_past_their_data(runs, poison):
     assert int(result.state.step) == int(result.state.guard.updates) == STEPS
     assert result.checkpoint.name == "step-10-attempt-1"
     history = runs.cursor("rewound", "step-10-attempt-1").history
-    assert (history.attempt, history.abandoned_steps, history.bad_steps, history.pins) == (1, 3, 0, {})
+    assert (history.attempt, history.abandoned_steps, history.controllers, history.pins) == (1, 3, {}, {})
 
     moved(runs.place("rewound") / "step-4", runs.place("by_hand") / "step-4", 7 * BATCH)
     runs.run("by_hand", **RULE)
@@ -295,7 +295,7 @@ def test_patience_ends_the_phase_with_the_best_weights(runs):
     evals = [r["eval/loss"] for r in runs.records("patient") if "eval/loss" in r]
     assert evals[0] == evals[3] == max(evals)
     history = runs.cursor("patient", "step-6").history
-    assert (history.phase_ends, history.best, history.pins) == ((6,), None, {})
+    assert (history.phase_ends, history.controllers, history.pins) == ((6,), {}, {})
     assert runs.attempts("patient") == [(0, n) for n in range(1, 7)]
     check_the_best_weights_are_exported(runs)
     runs.run("patient", trainer={"until": UNTIL}, **exports)

@@ -56,6 +56,9 @@ Mixture = Annotated[T, follows("the sources are mixed in another way from here")
 Updates = Annotated[T, follows("the next updates differ")]
 Loss = Annotated[T, follows("another loss is minimized from here")]
 Length = Annotated[T, follows("the run ends at another step, and the learning rate follows the new length")]
+Controlling = Annotated[
+    T, follows("a controller that is new begins here, and the learning rate loses the factor of one that is gone")
+]
 Stopping = Annotated[T, follows("the run may end or go back where it would not have before")]
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 from jaxlm.config.effects import (
     AtTheStart,
     Content,
+    Controlling,
     Effect,
     Evaluations,
     Harmless,
@@ -18,10 +19,11 @@ from jaxlm.config.effects import (
     follows,
 )
 from jaxlm.config.trainer import TrainerConfig
+from jaxlm.controllers.base import ControllerConfig
+from jaxlm.controllers.early_stopping import UntilConfig
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt, Seed
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokens import TokensConfig
-from jaxlm.engine.until import UntilConfig
 from jaxlm.evals.base import EvalConfig
 from jaxlm.evals.loss import LossEvalConfig
 from jaxlm.models.base import ModelConfig
@@ -43,6 +45,7 @@ class PhaseConfig:
         name: letters, digits, `_` and `.`. Names the checkpoint that is saved when the phase starts.
         num_train_steps: length of the phase in steps; null uses `trainer.num_train_steps`.
         until: end the phase earlier, depending on its evaluations; null uses `trainer.until`.
+        controllers: controllers of the phase; null uses `trainer.controllers`, and `[]` uses none.
         surgery: model changes to apply when the phase starts, in order.
         trainable: regular expressions matched against parameter paths. Parameters that match none are frozen.
         data: training data of the phase.
@@ -57,6 +60,7 @@ class PhaseConfig:
     name: str
     num_train_steps: Length[PositiveInt | None] = None
     until: Stopping[UntilConfig | None] = None
+    controllers: Controlling[list[ControllerConfig] | None] = None
     surgery: list[SurgeryConfig] = field(default_factory=list)
     trainable: list[str] = field(default_factory=lambda: [".*"])
     data: Content[DataConfig | None] = None

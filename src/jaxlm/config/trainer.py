@@ -3,7 +3,19 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from jaxlm.config.effects import ANOTHER_ORDER, AtTheStart, Evaluations, Harmless, Length, Rounding, Stopping, follows
+from jaxlm.config.effects import (
+    ANOTHER_ORDER,
+    AtTheStart,
+    Controlling,
+    Evaluations,
+    Harmless,
+    Length,
+    Rounding,
+    Stopping,
+    follows,
+)
+from jaxlm.controllers.base import ControllerConfig
+from jaxlm.controllers.early_stopping import UntilConfig
 from jaxlm.core.batch_schedule import BatchSize
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
@@ -12,7 +24,6 @@ from jaxlm.core.mesh import MeshConfig
 from jaxlm.core.precision import PrecisionConfig
 from jaxlm.data.cache.ray_workers import RayConfig
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
-from jaxlm.engine.until import UntilConfig
 from jaxlm.engine.watch import WatchConfig
 from jaxlm.engine.watchdog import WatchdogConfig
 from jaxlm.observe.callbacks import CallbackConfig
@@ -32,6 +43,8 @@ class TrainerConfig:
         seed: random seed for parameter initialization, shuffling (unless `data_seed` is set) and dropout.
         num_train_steps: optimizer steps per phase, unless the phase sets its own.
         until: end each phase earlier, depending on its evaluations, unless the phase sets its own; null does not.
+        controllers: decide between steps, from metrics, what happens next, such as a lower learning rate on a plateau. They
+            apply to each phase from its start, unless the phase sets its own.
         train_batch_size: global batch size: sequences per step over all devices. -1 uses `per_device_parallelism` times
             the number of devices that the batch is sharded over. A list changes the size during the run, by global step:
             `[{start: 0, value: 32}, {start: 1000, value: 64}]`.
@@ -108,6 +121,7 @@ class TrainerConfig:
     seed: Annotated[Seed, follows(f"dropout is another; unless data_seed is set, {ANOTHER_ORDER}")] = 0
     num_train_steps: Length[PositiveInt] = 400_000
     until: Stopping[UntilConfig | None] = None
+    controllers: Controlling[list[ControllerConfig]] = field(default_factory=list)
     train_batch_size: Annotated[
         PositiveInt | Literal[-1] | list[BatchSize], follows("a step reads another number of sequences from here")
     ] = 32

@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # the report reads the names below, without jax
 OBJECTIVE, GRADIENT_NORM, UPDATE_NORM = "train/objective", "grad/norm/total", "updates/norm/total"
 SKIPPED = "train/skipped_steps"
 """Names of the metrics that every step has."""
+EVAL_PREFIX = "eval/"
+"""Names of the metrics of evaluations begin with it."""
 
 
 class StepStats(NamedTuple):

@@ -2,7 +2,7 @@
 
 Done         the next phase starts from the state
 Next         the next phase starts from the state, or from the weights that were pinned
-Rewind       the phase goes on from an earlier checkpoint, with the data after the skipped updates
+Rewind       the phase goes on from an earlier checkpoint, with the data after the steps that it abandons
 Interrupted  the run ends; the same command continues it
 """
 
@@ -24,7 +24,7 @@ from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.loop import OpenPhase
 from jaxlm.engine.outcome import Done, Interrupted, Next, Outcome, Rewind
 from jaxlm.engine.phases import Phase
-from jaxlm.engine.state import RunState
+from jaxlm.engine.state import RunState, on_devices
 
 
 class RewindError(Exception):
@@ -85,7 +85,7 @@ class Conductor:
             case Next():
                 return self._end_early(outcome, state, ended)
             case Rewind():
-                return self._go_back(outcome, state, ended.phase, ended.saver.history)
+                return self._go_back(outcome, state, ended)
             case Interrupted():
                 pass
         return state
@@ -99,13 +99,14 @@ class Conductor:
     def _end_early(self, outcome: Next, state: RunState, ended: OpenPhase) -> RunState:
         """Ends the phase with the pinned or the current weights, and saves them as its last checkpoint."""
         phase, saver = ended.phase, ended.saver
-        step, history = outcome.step, saver.history
+        step, history = int(state.step), saver.history
+        weights = None if outcome.weights is None else history.pins.get(outcome.weights)
         self._log(f"phase '{phase.name}' ends after step {step}: {outcome.reason}")
-        if outcome.weights is not None:
+        if weights is not None:
             skipped = int(state.guard.skipped)
-            best, state = self._load([outcome.weights], state, phase)
+            best, state = self._load([weights], state, phase)
             self._log(f"going on with the weights of {best.location}")
-            counts = [_on_devices(count, self._layout) for count in (step, skipped)]
+            counts = [on_devices(np.int32(count), self._layout) for count in (step, skipped)]
             state = eqx.tree_at(lambda s: (s.step, s.guard.skipped), state, counts)
             with ended.clock.during(ended.evaluations.activity):
                 ended.evaluations.run(step, state)
@@ -122,24 +123,23 @@ class Conductor:
         self._enter_next(saver.history)
         return state
 
-    def _go_back(self, outcome: Rewind, state: RunState, phase: Phase, history: History) -> RunState:
-        """Loads the newest checkpoint from before the skipped updates."""
-        rule = phase.optimizer.rewind_rule
-        assert rule is not None, "only a rule makes a run go back"
-        streak = f"the updates of steps {outcome.first} to {outcome.last} were skipped"
-        if history.attempt >= rule.max_rewinds:
+    def _go_back(self, outcome: Rewind, state: RunState, ended: OpenPhase) -> RunState:
+        """Loads the newest checkpoint from before the steps that the run goes back to before."""
+        phase, history = ended.phase, ended.saver.history
+        if history.attempt >= outcome.max_rewinds:
             raise RewindError(
-                f"{streak}, but the run may not go back again: it has done so {history.attempt} of"
-                f" {rule.max_rewinds} times (optimizer.skip_bad_steps.max_rewinds). Look at the data and the gradient norms"
+                f"{outcome.reason}, but the run may not go back again: it has done so {history.attempt} of"
+                f" {outcome.max_rewinds} times ({outcome.limit_key}). Look at the data and the gradient norms"
                 " of these steps, lower the learning rate, or raise max_rewinds"
             )
         names = [name for name in main_first(self._folder.names) if _precedes(name, outcome, phase, history.attempt)]
         self.resumed, state = self._load(names, state, phase)
         self.num_skipped = outcome.last - self.resumed.cursor.step
-        self.history = history.rewound(self.num_skipped)
+        controllers = ended.control.after_rewind(self.resumed.cursor.history.controllers)
+        self.history = history.rewound(self.num_skipped, controllers)
         self._log(
-            f"{streak}: going back to {self.resumed.location} and past the data of the {self.num_skipped} steps since"
-            f" (attempt {self.history.attempt} of at most {rule.max_rewinds})"
+            f"{outcome.reason}: going back to {self.resumed.location} and past the data of the {self.num_skipped} steps"
+            f" since (attempt {self.history.attempt} of at most {outcome.max_rewinds})"
         )
         return state
 
@@ -157,12 +157,8 @@ class Conductor:
 
 
 def _precedes(name: str, rewind: Rewind, phase: Phase, attempt: int) -> bool:
-    """Whether a checkpoint is from this attempt and phase, and from before the skipped updates."""
+    """Whether a checkpoint is from this attempt and phase, and from before the steps to go back to before."""
     parsed = CheckpointName.parse(name)
     if parsed is None or parsed.attempt != attempt or not phase.start <= parsed.step < rewind.first:
         return False
     return parsed.step > phase.start or parsed.entering == (phase.index > 0)
-
-
-def _on_devices(count: int, layout: Layout) -> jax.Array:
-    return jax.make_array_from_callback((), layout.replicated(), lambda _: np.asarray(count, np.int32))

@@ -11,8 +11,9 @@ import jax
 from jaxlm.data.base import Batches
 from jaxlm.engine.activity import Activity, ActivityClock
 from jaxlm.engine.checkpoint.manager import Saver
+from jaxlm.engine.control import Control
 from jaxlm.engine.metrics import AsyncMetrics
-from jaxlm.engine.outcome import Done, Interrupted, Next, Outcome
+from jaxlm.engine.outcome import Done, Interrupted, Outcome
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.rescue import Rescue
 from jaxlm.engine.signals import StopRequest
@@ -32,11 +33,8 @@ class Hook(Protocol):
         """Whether to run after this step. All processes must return the same."""
         ...
 
-    def run(self, step: int, state: RunState) -> Next | None:
-        """Runs after `step`. All steps up to this one have been logged.
-
-        Returning `Next` ends the phase here. The hooks after this one are not called then, and nothing is saved.
-        """
+    def run(self, step: int, state: RunState) -> None:
+        """Runs after `step`. All steps up to this one have been logged."""
         ...
 
 
@@ -55,8 +53,9 @@ class OpenPhase:
     Attributes:
         train_step: (state, refs, batch, flags) -> (state, report); the state is donated.
         refs: the models that the objective queries, by name.
-        hooks: in the order in which they run after a step, `evaluations` and `exports` among them.
-        evaluations, exports: run on the weights with which the phase ends, if it does not run to its end.
+        hooks: run after a step before the evaluations, in this order.
+        evaluations: run next; then the controllers decide what follows from them.
+        exports: run last. The exports and the evaluations also run on the weights with which a phase ends early.
     """
 
     phase: Phase
@@ -66,6 +65,7 @@ class OpenPhase:
     metrics: AsyncMetrics
     hooks: Sequence[Hook]
     evaluations: Hook
+    control: Control
     exports: Sequence[Hook]
     saver: Saver
     flag_sync: FlagSync
@@ -74,14 +74,19 @@ class OpenPhase:
 
 
 def run_phase(state: RunState, at: OpenPhase) -> tuple[RunState, Outcome]:
-    """Trains from the state's step to the end of the phase, until the state was saved after a signal, or until the metrics
-    or a hook end the phase. Steps that were dispatched after its last one are neither logged nor saved.
+    """Trains from the state's step to the end of the phase, until the state was saved after a signal, or until a controller
+    ends the phase or makes the run go back. Steps that were dispatched after its last one are neither logged nor saved.
     """
     batches, metrics, saver, stop, clock = at.batches, at.metrics, at.saver, at.stop, at.clock
     step = int(state.step)
     rescue = Rescue(batches, metrics, saver, clock, step)
     first = True
     while step < at.phase.end:
+        if at.control.is_due(step):
+            state, ended = at.control.take_effect(state, step)
+            if ended is not None:
+                metrics.drain()
+                return state, metrics.rewind or ended
         if batches.due(step):
             metrics.drain()  # the run may go back, and the time that follows is no step's
             if metrics.rewind is not None:
@@ -102,7 +107,7 @@ def run_phase(state: RunState, at: OpenPhase) -> tuple[RunState, Outcome]:
         metrics.push(step, report, loading_s, batches.metrics())
         agreed = at.flag_sync.agreed(SyncFlags(stop=stop.signal, save=saver.due_by_clock()), metrics.flags)
         ending = step == at.phase.end or bool(agreed.stop)
-        due = [hook for hook in at.hooks if hook.due(step)]
+        due = [hook for hook in (*at.hooks, at.evaluations, *at.exports) if hook.due(step)]
         saving = ending or agreed.save or saver.due_by_step(step)
         if due or saving:
             metrics.drain()
@@ -112,10 +117,11 @@ def run_phase(state: RunState, at: OpenPhase) -> tuple[RunState, Outcome]:
             with pause():
                 for hook in due:
                     with clock.during(hook.activity):
-                        ended = hook.run(step, state)
-                    if ended is not None:
-                        return state, ended
-                if saving or saver.due_by_step(step):  # a hook may have asked for it
+                        hook.run(step, state)
+                        decided = at.control.after_evaluation(step) if hook is at.evaluations else None
+                    if decided is not None:
+                        return state, decided
+                if saving or saver.due_by_step(step):  # a controller may have asked for it
                     with clock.during(Activity.SAVE):
                         saver.save(state, step, batches.state(), forced=ending)
                     metrics.flags = None  # this save satisfies the requests made before it

@@ -4,13 +4,14 @@
 evaluation `eval/x`.
 """
 
+from jaxlm.core.guards import EVAL_PREFIX as EVAL_PREFIX
+
 TRAIN_LOSS = "train/loss"
 """Mean over the targets of the batch, in nats."""
 
 SMOOTHED_LOSS = "train/smoothed_loss"
 """Moving average of `train/loss` over all steps so far (decay 0.9, without bias towards zero), also of earlier starts."""
 
-EVAL_PREFIX = "eval/"
 EVAL_LOSS = "eval/loss"
 """Mean over the targets of the validation data, in nats per token."""
 EVAL_BPB = "eval/bpb"

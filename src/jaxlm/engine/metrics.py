@@ -14,7 +14,6 @@ import numpy as np
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, UPDATE_NORM
 from jaxlm.core.types import Histogram, StepInfo
-from jaxlm.engine.bad_streak import BadStreak
 from jaxlm.engine.metric_names import (
     DURATION,
     EXAMPLES_PER_SECOND,
@@ -36,6 +35,9 @@ from jaxlm.engine.watch import WatchConfig, split_watched
 MAX_IN_FLIGHT = 4
 
 Listener = Callable[[StepInfo], None]
+Decide = Callable[[int, Mapping[str, float], bool], Rewind | None]
+"""Gets a step, what the devices measured in it, and whether that is all that they ever measure. Returns how the run goes
+back, if it does."""
 
 
 @dataclass(frozen=True)
@@ -131,18 +133,18 @@ class AsyncMetrics:
         workload: Workload,
         listeners: Sequence[Listener],
         watch: WatchConfig | None = None,
-        streak: BadStreak | None = None,
+        decide: Decide | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ):
         """Args:
         watch: what the steps were compiled to measure.
-        streak: decides after each step whether the run goes back.
+        decide: called after each step.
         clock: returns a time in seconds.
         """
         self.flags: np.ndarray | None = None
         self.rewind: Rewind | None = None
-        self._streak = streak
+        self._decide = decide
         self._phase = phase
         self._workload = workload
         self._listeners = listeners
@@ -187,17 +189,19 @@ class AsyncMetrics:
         step, report = pending.step, pending.report
         metrics = {name: float(value) for name, value in jax.device_get(report.metrics).items()}
         histograms: dict[str, Histogram] = {}
-        if self._watch is not None and self._watch.due(step):
+        is_whole = self._watch is None or self._watch.due(step)
+        if self._watch is not None and is_whole:
             scalars, histograms = split_watched(jax.device_get(report.watched))
             metrics |= scalars
         self.flags = np.asarray(report.flags)
-        metrics |= self._workload.progress(step) | self._workload.throughput(step, seconds)
+        measured = metrics
+        metrics = measured | self._workload.progress(step) | self._workload.throughput(step, seconds)
         metrics |= {LOADING_TIME: pending.loading_s, HOOK_TIME: self._hooks_s, **pending.of_batch}
         self._hooks_s = 0.0
         info = StepInfo(step, self._phase, metrics, histograms)
         for listener in self._listeners:
             listener(info)
-        if self._streak is not None and (rewind := self._streak.after(info)) is not None:
+        if self._decide is not None and (rewind := self._decide(step, measured, is_whole)) is not None:
             self.rewind = rewind
             self._pending.clear()
 

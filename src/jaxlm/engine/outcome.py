@@ -3,6 +3,8 @@
 import signal
 from dataclasses import dataclass
 
+from jaxlm.controllers.base import Next as Next
+from jaxlm.controllers.base import Rewind as Rewind
 from jaxlm.engine.signals import PREEMPTED
 
 
@@ -30,33 +32,6 @@ class Interrupted:
     def cause(self) -> str:
         """What stopped the run, for messages."""
         return "a preemption notice" if self.signal == PREEMPTED else signal.Signals(self.signal).name
-
-
-@dataclass(frozen=True)
-class Rewind:
-    """Several updates in a row were skipped: the run goes back to before the first of them.
-
-    Attributes:
-        first, last: the first and the last step whose update was skipped (`step-N` = N).
-    """
-
-    first: int
-    last: int
-
-
-@dataclass(frozen=True)
-class Next:
-    """The phase ends at this step, possibly before its last one: the run goes on with the next phase, or ends.
-
-    Attributes:
-        step: steps done.
-        weights: name of the pinned checkpoint whose weights the run goes on with; None keeps the current ones.
-        reason: why the phase ends, for messages.
-    """
-
-    step: int
-    weights: str | None
-    reason: str
 
 
 Outcome = Done | Interrupted | Rewind | Next

@@ -9,13 +9,13 @@ import equinox as eqx
 import jax
 import optax
 
+from jaxlm.controllers.base import Controller
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import StepGuard
 from jaxlm.core.matmul import StoredWeight
 from jaxlm.core.precision import Precision
 from jaxlm.engine.state import RunState
-from jaxlm.engine.until import UntilConfig
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.averaging import AveragingConfig
@@ -36,7 +36,7 @@ class Phase:
         trainable: regular expressions on leaf paths; a leaf that none of them matches is frozen.
         start, end: steps of the whole run that are done before and after this phase.
         averages: averages of the weights, by the name that they are evaluated under.
-        until: what may end the phase before `end`; None is nothing.
+        controllers: decide between steps what happens next, in the order in which they are asked.
         carries_optimizer: whether the optimizer state of leaves that the previous phase trained too goes on.
         schedule_start: the step at which the learning-rate schedule begins, if an earlier phase shares it.
         scheduled_steps: number of steps that the schedule spans, if that is not the length of the phase: the phase has ended
@@ -53,7 +53,7 @@ class Phase:
     start: int
     end: int
     averages: Mapping[str, AveragingConfig] = field(default_factory=dict)
-    until: UntilConfig | None = None
+    controllers: Sequence[Controller] = ()
     carries_optimizer: bool = False
     schedule_start: int | None = None
     scheduled_steps: int | None = None
@@ -87,6 +87,11 @@ class Phase:
     def split(self, model: LanguageModel) -> tuple[Any, Any]:
         """(trainable, frozen): two copies of the tree; each has None where the other has the leaf."""
         return tree.partition(model, self.mask(model))
+
+    @property
+    def controls(self) -> dict[str, float]:
+        """The controls that the controllers set, and their values at the start of the phase."""
+        return {name: value for controller in self.controllers for name, value in controller.controls().items()}
 
     def guards(self, precision: Precision) -> tuple[StepGuard, ...]:
         """Guards that may reject a step's update."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
+from jaxlm.controllers.base import StopRunError
 from jaxlm.core.errors import ConfigError, PeerError
 from jaxlm.data.base import Batches
 from jaxlm.engine.activity import Activity, ActivityClock
-from jaxlm.engine.bad_streak import SkippedStepsError
 from jaxlm.engine.checkpoint.lock import LeaseLostError
 from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.engine.checkpoint.store import SaveError
@@ -52,7 +52,7 @@ class Rescue:
                 raise SaveError(
                     f"{str(error).removesuffix('.')}. {_UNSAVED}: {failed.reason}", failed.advice
                 ) from error
-            except (LeaseLostError, NonFiniteError, SkippedStepsError) as failed:  # the cause of all must still be told
+            except (LeaseLostError, NonFiniteError, StopRunError) as failed:  # the cause of all must still be told
                 told = f"{_UNSAVED}: {failed}"
             for kind in (ConfigError, PeerError):
                 if isinstance(error, kind):

@@ -1,13 +1,16 @@
 """The run's state: everything that training changes."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import equinox as eqx
 import haliax as hax
 import jax
+import numpy as np
 
+from jaxlm.core import controls
 from jaxlm.core.sharding import Layout
 from jaxlm.models.base import LanguageModel
 
@@ -51,6 +54,25 @@ class RunState(eqx.Module):
 def step_key(state: RunState) -> jax.Array:
     """PRNG key of the next step. It depends only on the run's key and the step number."""
     return jax.random.fold_in(state.key, state.step)
+
+
+def on_devices(value: np.generic, layout: Layout) -> jax.Array:
+    """A scalar that every device has."""
+    return jax.make_array_from_callback((), layout.replicated(), lambda _: np.asarray(value))
+
+
+def with_controls(state: RunState, values: Mapping[str, float], layout: Layout) -> RunState:
+    """The state with these controls in place of all others. Without values, it has no slot for them."""
+    slots = without_controls(state).slots
+    if values:
+        slots = slots | {controls.SLOT: {name: on_devices(np.float32(v), layout) for name, v in values.items()}}
+    return dataclasses.replace(state, slots=slots)
+
+
+def without_controls(state: RunState) -> RunState:
+    """The state without the slot of the controls."""
+    others = {name: slot for name, slot in state.slots.items() if name != controls.SLOT}
+    return dataclasses.replace(state, slots=others)
 
 
 def shardings(tree: Any, layout: Layout) -> Any:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxlm.core import controls
 from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, SKIPPED, UPDATE_NORM, StepGuard, StepStats
 from jaxlm.core.precision import Precision
@@ -146,13 +147,16 @@ class _GuardedUpdate:
         always = (state.step + 1, skipped, after.slots | {name: verdict.slot for name, verdict in verdicts.items()})
         after = eqx.tree_at(lambda s: (s.step, s.guard.skipped, s.slots), after, always)
         others = group_schedules(self.phase.optimizer, self.phase.num_steps)
+        rate = lambda schedule: controls.scaled(  # noqa: E731
+            schedule(state.guard.updates), state.slots.get(controls.SLOT, {})
+        )
         metrics = {f"train/{name}": metric.logged() for name, metric in sums.metrics.items()} | {
             OBJECTIVE: sums.objective,
             SKIPPED: skipped,
             GRADIENT_NORM: norm,
             UPDATE_NORM: update_norm,
-            LEARNING_RATE: self.schedule(state.guard.updates),
-            **{f"{LEARNING_RATE}/{name}": other(state.guard.updates) for name, other in others.items()},
+            LEARNING_RATE: rate(self.schedule),
+            **{f"{LEARNING_RATE}/{name}": rate(other) for name, other in others.items()},
         }
         for verdict in verdicts.values():
             metrics |= verdict.metrics
@@ -173,7 +177,10 @@ def _apply_update(
 ) -> tuple[RunState, Any]:
     """The state with the batch's update applied unconditionally, and the update."""
     trainable, frozen = phase.split(state.model)
-    updates, opt_state = optimizer.update(sums.gradient, state.opt_state, trainable, curvature=curvature)
+    extra: dict[str, Any] = {"curvature": curvature}
+    if controls.SLOT in state.slots:
+        extra["controls"] = state.slots[controls.SLOT]
+    updates, opt_state = optimizer.update(sums.gradient, state.opt_state, trainable, **extra)
     trainable = optax.apply_updates(trainable, updates)
     count = state.guard.updates
     averages = {name: average.update(state.slots[name], trainable, count) for name, average in phase.averages.items()}

@@ -6,7 +6,7 @@ Dozat 2016 for `nesterov`; Defazio 2025 (arXiv:2506.02285), algorithm 1, for `ad
 (arXiv:2411.16085), algorithm 1, for `cautious`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxlm.core.controls import scaled
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, PositiveFloat
 from jaxlm.optim.base import (
@@ -81,12 +82,14 @@ class AdamConfig(OptimizerConfig):
             return add_weight_decay(self, groups)
         schedule, mask = self.schedule(num_steps), decay_mask(groups)
 
-        def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
-            rate = self.weight_decay * schedule(state.count) / self.learning_rate
+        def update_fn(
+            updates: Any, state: Any, params: Any = None, *, controls: Mapping[str, jax.Array] | None = None, **_: Any
+        ) -> Any:
+            rate = self.weight_decay * scaled(schedule(state.count), controls or {}) / self.learning_rate
             decayed = jax.tree.map(lambda decays, u, p: u + rate * p if decays else u, mask(params), updates, params)
             return decayed, optax.ScaleByScheduleState(state.count + 1)
 
         def init_fn(params: Any) -> Any:
             return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
 
-        return optax.GradientTransformation(init_fn, update_fn)
+        return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,7 +1,7 @@
 """The optimizer interface: turns the gradients of groups of parameters into updates."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ import optax
 
 from jaxlm.config.decode import INHERITS
 from jaxlm.core import tree
+from jaxlm.core.controls import scaled
 from jaxlm.core.field_types import (
     Fraction,
     LearningRate,
@@ -115,6 +116,9 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         """Builds the gradient transformation for a phase of `num_steps` steps.
 
+        Its extra arguments are `curvature` and, if a controller of the phase sets any, `controls` (`core/controls.py`).
+        `scale_by_learning_rate` reads those.
+
         The schedule's step count is part of the optimizer state, so a skipped step does not advance the schedule.
         """
 
@@ -177,6 +181,13 @@ def clip_by_norm(max_norm: float | None) -> optax.GradientTransformation:
     return optax.identity() if max_norm is None else optax.clip_by_global_norm(max_norm)
 
 
-def scale_by_learning_rate(schedule: Schedule) -> optax.GradientTransformation:
-    """Multiplies directions by minus the learning rate of the step."""
-    return optax.scale_by_learning_rate(schedule)  # pyright: ignore[reportArgumentType]
+def scale_by_learning_rate(schedule: Schedule) -> optax.GradientTransformationExtraArgs:
+    """Multiplies directions by minus the learning rate of the step, to which the control `lr_scale` belongs."""
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, *, controls: Mapping[str, jax.Array] | None = None, **_: Any
+    ) -> tuple[Any, Any]:
+        rate = optax.scale_by_learning_rate(lambda count: scaled(schedule(count), controls or {}))  # pyright: ignore[reportArgumentType]
+        return rate.update(updates, state, params)
+
+    return optax.GradientTransformationExtraArgs(optax.scale_by_learning_rate(schedule).init, update_fn)  # pyright: ignore

@@ -79,15 +79,18 @@ def build_optimizer(
     With `OptimizerConfig.groups`, it clips the norm of the whole gradient, and each optimizer then updates its own groups.
     """
     if not config.groups:
-        return config.build(groups, num_steps)
+        return _with_controls(config.build(groups, num_steps), config, "optimizer")
     members = {}
     for owner, optimizer in _optimizers(config):
         own = [group for group in groups if group.owner == owner]
         if own:
             with _errors_of(owner):
                 transformation = _without_clipping(optimizer).build(own, num_steps)
-            paths = frozenset(path for group in own for path in group.paths)
-            members["rest" if owner is None else f"group_{owner}"] = _Member(paths, transformation)
+            path = "optimizer" if owner is None else f"optimizer.groups.{owner}"
+            paths = frozenset(leaf for group in own for leaf in group.paths)
+            members["rest" if owner is None else f"group_{owner}"] = _Member(
+                paths, _with_controls(transformation, optimizer, path)
+            )
     clip = clip_by_norm(getattr(config, "max_grad_norm", None))
     return optax.with_extra_args_support(optax.chain(clip, _update_each(members)))
 
@@ -152,6 +155,44 @@ def _update_each(members: Mapping[str, _Member]) -> optax.GradientTransformation
         return eqx.combine(*parts, is_leaf=tree.is_named), after
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+class _Read(dict):
+    """Controls that remember which of them have been read."""
+
+    def __init__(self, controls: Mapping[str, Any]):
+        super().__init__(controls)
+        self.unread = set(controls)
+
+    def __getitem__(self, name: str) -> Any:
+        self.unread.discard(name)
+        return super().__getitem__(name)
+
+
+def _with_controls(
+    transformation: optax.GradientTransformationExtraArgs, config: OptimizerConfig, path: str
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation, which raises `ConfigError` when it is traced if it leaves out a control.
+
+    Args:
+        path: dotted path of the section.
+    """
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, *, controls: Mapping[str, Any] | None = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        if controls is None:
+            return transformation.update(updates, state, params, **extra)
+        read = _Read(controls)
+        result = transformation.update(updates, state, params, controls=read, **extra)
+        if read.unread:
+            raise ConfigError(
+                f"{path}.type: {type(config).__name__} does not read the control '{min(read.unread)}', which a controller"
+                " sets. Let its last link be jaxlm.optim.base.scale_by_learning_rate, or remove the controller"
+            )
+        return result
+
+    return optax.GradientTransformationExtraArgs(transformation.init, update_fn)
 
 
 def _optimizers(config: OptimizerConfig) -> Iterator[tuple[int | None, OptimizerConfig]]:

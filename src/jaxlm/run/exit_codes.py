@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+from jaxlm.controllers.base import StopRunError
 from jaxlm.core.errors import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -20,7 +21,6 @@ from jaxlm.core.errors import (
 )
 from jaxlm.core.publish import PublishError
 from jaxlm.core.redaction import command_line
-from jaxlm.engine.bad_streak import SkippedStepsError
 from jaxlm.engine.checkpoint.lock import LeaseLostError
 from jaxlm.engine.checkpoint.restore import NoUsableCheckpointError
 from jaxlm.engine.checkpoint.store import SaveError
@@ -96,7 +96,7 @@ def _explained(error: BaseException) -> tuple[int, str]:
             | PublishError()
             | RewindError()
             | SaveError()
-            | SkippedStepsError()
+            | StopRunError()
         ):
             notes = getattr(error, "__notes__", ())  # what was saved after the error
             return (

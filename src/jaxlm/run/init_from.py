@@ -237,7 +237,7 @@ def _going_back(plan: Plan, newest: VerifiedCheckpoint, log: Log) -> InitFrom | 
     num_steps = max(_last_step(plan, newest, key, name) - target.cursor.step, 0)
     then = target.cursor.history
     # A checkpoint that was pinned then may have been deleted since: its evaluations start anew.
-    then = then if set(then.pins.values()) <= set(names) else replace(then, best=None, pins={})
+    then = then if set(then.pins.values()) <= set(names) else then.without_pins()
     history = replace(
         then,
         attempt=before.attempt + 1,

@@ -13,7 +13,10 @@ import numpy as np
 from jaxlm.config.decode import choice_name, encode
 from jaxlm.config.load import run_id_of
 from jaxlm.config.run import PhaseConfig, RunConfig
-from jaxlm.core import tree
+from jaxlm.controllers.bad_streak import BadStreak
+from jaxlm.controllers.base import Controller
+from jaxlm.controllers.early_stopping import EarlyStopping
+from jaxlm.core import controls, tree
 from jaxlm.core.axes import BATCH
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
@@ -30,7 +33,6 @@ from jaxlm.engine.checkpoint.store import CheckpointFolder
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.metric_names import EVAL_PREFIX
 from jaxlm.engine.phases import Phase
-from jaxlm.engine.until import UntilConfig
 from jaxlm.interop.hf.classifier import classifier_name, is_reward_model
 from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.folder import parse_dtype
@@ -336,7 +338,7 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
                 start=start,
                 end=start + steps,
                 averages={} if averaging is None else {"ema": averaging},
-                until=_until(config, phase, index),
+                controllers=_controllers(config, phase, index),
                 carries_optimizer=phase.carry_optimizer,
                 schedule_start=phases[-1].first_scheduled if goes_on else None,
             )
@@ -377,15 +379,38 @@ def _with_shared_schedules(phases: Sequence[Phase]) -> list[Phase]:
     ]
 
 
-def _until(config: RunConfig, phase: PhaseConfig, index: int) -> UntilConfig | None:
-    """What may end the phase early. Raises `ConfigError` if it is invalid."""
-    until, path = (
-        (config.trainer.until, "trainer.until") if phase.until is None else (phase.until, f"phases.{index}.until")
-    )
+def _controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tuple[Controller, ...]:
+    """The controllers of a phase. Raises `ConfigError` if one is invalid, or they do not go together."""
+    trainer, optimizer, data = config.trainer, phase.optimizer or config.optimizer, [phase.data or config.data]
+    until, path = (trainer.until, "trainer.until") if phase.until is None else (phase.until, f"phases.{index}.until")
+    made: list[Controller] = [BadStreak(optimizer.rewind_rule, trainer.crash_after_skipped)]
     if until is not None:
         until.check(path)
-        check_metric(until.metric, f"{path}.metric", config, [phase.data or config.data])
-    return until
+        check_metric(until.metric, f"{path}.metric", config, data)
+        made.append(EarlyStopping(until))
+    written, path = (
+        (trainer.controllers, "trainer.controllers")
+        if phase.controllers is None
+        else (phase.controllers, f"phases.{index}.controllers")
+    )
+    for number, section in enumerate(written):
+        controller = section.build(optimizer.learning_rate)
+        for key, metric in controller.metrics.items():
+            check_metric(metric, f"{path}.{number}.{key.rpartition('.')[2]}", config, data)
+        for earlier in made:
+            if earlier.name == controller.name:
+                raise ConfigError(f"{path}.{number}: another controller is called '{controller.name}' too. Remove one")
+            if both := sorted(earlier.controls().keys() & controller.controls().keys()):
+                raise ConfigError(
+                    f"{path}.{number}: {controller.name} sets the control '{both[0]}', and so does {earlier.name}. Remove one"
+                )
+        if unknown := sorted(controller.controls().keys() - set(controls.KNOWN)):
+            raise ConfigError(
+                f"{path}.{number}: {controller.name} sets the control '{unknown[0]}', which no step reads. The controls are:"
+                f" {', '.join(controls.KNOWN)}"
+            )
+        made.append(controller)
+    return tuple(made)
 
 
 def check_metric(metric: str, key: str, config: RunConfig, data: Sequence[DataConfig]) -> None:

@@ -31,7 +31,7 @@ from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.checkpoint.writer import CheckpointWriter
 from jaxlm.engine.conductor import Conductor
-from jaxlm.engine.early_stopping import EarlyStopping
+from jaxlm.engine.control import Control
 from jaxlm.engine.metric_names import TOTAL_GFLOPS, TOTAL_TOKENS
 from jaxlm.engine.metrics import CrashListener, Listener, Totals, Workload
 from jaxlm.engine.peers import is_lost_peer
@@ -180,15 +180,12 @@ class Run:
 
     def _token_bytes(self, phase: Phase) -> np.ndarray | None:
         known = self.tokenizer.known_token_bytes(self.console.log)
-        if (
-            known is None
-            and phase.until is not None
-            and phase.until.metric.endswith(("/bpb", "/macro_bpb", "/best_bpb"))
-        ):
-            raise ConfigError(
-                f"until.metric: '{phase.until.metric}' given for phase '{phase.name}', but the number of bytes of the tokens"
-                " is unknown, so no bits per byte are measured. Set it to eval/loss, or use another tokenizer"
-            )
+        for key, metric in [item for each in phase.controllers for item in each.metrics.items()]:
+            if known is None and metric.endswith(("/bpb", "/macro_bpb", "/best_bpb")):
+                raise ConfigError(
+                    f"{key}: '{metric}' given for phase '{phase.name}', but the number of bytes of the tokens is unknown, so"
+                    " no bits per byte are measured. Set it to eval/loss, or use another tokenizer"
+                )
         return known
 
     def profile_hooks(self, phase: Phase, first_step: int, program: Callable[[int], str]) -> list[ProfileHook]:
@@ -216,9 +213,9 @@ class Run:
         history = init_from.history.settled()
         return Conductor(plan.state_builder, plan.layout, plan.checkpoints, log, init_from.state, history)
 
-    def early_stopping(self, phase: Phase, evaluations: EvalHook, saver: Saver) -> list[EarlyStopping]:
-        """The hook that may end the phase early, if configured."""
-        return [] if phase.until is None else [EarlyStopping(phase.until, phase, evaluations, saver)]
+    def control(self, phase: Phase, evaluations: EvalHook, saver: Saver, state: RunState) -> Control:
+        """Asks the controllers of a phase, from a state on."""
+        return Control(phase, evaluations, saver, self.plan.layout, skipped=int(state.guard.skipped))
 
     def begin_attempt(self, history: History, step: int) -> None:
         """Tells the trackers and the ledger that the run went back to `step`."""

@@ -1,14 +1,15 @@
 """What a phase saves if saves fail or take long: what is made up for, and what is taken back."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from jaxlm.engine.checkpoint.health import SaveHealth
-from jaxlm.engine.checkpoint.manager import BEFORE_STREAK, BEST, Saver
-from jaxlm.engine.checkpoint.manifest import BestEval, Cursor, History
+from jaxlm.engine.checkpoint.manager import BEFORE_STREAK, Saver
+from jaxlm.engine.checkpoint.manifest import Cursor, History
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig, KeepRule
 from jaxlm.engine.checkpoint.store import SaveError
 from tests.engine.helpers import phase
@@ -94,17 +95,26 @@ def test_a_failed_step_may_be_saved_once_more():
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_pins_and_the_best_evaluation_are_those_of_finished_checkpoints(fails):
-    before = BestEval(2.0, 5, 2.0, 0)
+    before, after = ({"early_stopping": {"state": {"step": step}, "keeps": "best"}} for step in (5, 9))
     writer = Writer(*(["step-9"] if fails else []))
-    made = saver(writer, History(pins={BEST: "step-5"}, best=before), "step-5")
-    made.save_best(BestEval(1.0, 9, 1.0, 0))
+    made = saver(writer, History(pins={"best": "step-5"}, controllers=before), "step-5")
+    made.keep("best", 9, "early_stopping")
+    made.history = replace(made.history, controllers=after)
     assert made.due_by_step(9)
     save(made, 9)
-    assert writer.cursors[0].history.pins == {BEST: "step-9"}
+    assert writer.cursors[0].history.pins == {"best": "step-9"}
     made.settle()
-    assert made.history.pins == {BEST: "step-5" if fails else "step-9"}
-    assert made.history.best is not None
-    assert made.history.best.step == (5 if fails else 9)
-    made.history = History(bad_steps=1, pins=made.history.pins)
+    assert made.history.pins == {"best": "step-5" if fails else "step-9"}
+    assert made.history.controllers == (before if fails else after)
+    made.holds = True
     save(made, 11)
     assert writer.cursors[-1].history.pins[BEFORE_STREAK] == ("step-5" if fails else "step-9")
+
+
+def test_a_first_evaluation_whose_checkpoint_fails_is_forgotten():
+    made = saver(Writer("step-9"))
+    made.keep("best", 9, "early_stopping")
+    made.history = replace(made.history, controllers={"bad_streak": {"state": 1}, "early_stopping": {"state": {}}})
+    save(made, 9)
+    made.settle()
+    assert (made.history.controllers, made.history.pins) == ({"bad_streak": {"state": 1}}, {})

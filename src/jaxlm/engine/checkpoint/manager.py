@@ -6,14 +6,14 @@ from typing import Any
 
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.stores import WHILE_TRAINING_S
-from jaxlm.engine.checkpoint.manifest import BestEval, Cursor, History
+from jaxlm.engine.checkpoint.manifest import Cursor, History
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig, SaveClock, is_permanent
 from jaxlm.engine.checkpoint.writer import CheckpointWriter
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 
-BEST, BEFORE_STREAK = "best", "before_streak"
-"""Purposes of pins: the phase's best evaluation, and the newest checkpoint from before a streak of skipped updates."""
+BEFORE_STREAK = "before_streak"
+"""The purpose of the pin of the newest checkpoint from before the steps that the run may go back to before."""
 
 
 class Saver:
@@ -24,6 +24,7 @@ class Saver:
 
     Attributes:
         history: the run's history, which every checkpoint contains.
+        holds: whether the run may go back: then the newest checkpoint from before this began is pinned.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Saver:
         resumed: name of the checkpoint that the phase continues from; None if it is entered.
         """
         self.history = history
+        self.holds = False
         self._writer = writer
         self._policy = policy
         self._phase = phase
@@ -47,8 +49,7 @@ class Saver:
         self._clock = SaveClock(policy.save_interval)
         self._last_saved: int | None = None
         self._before_streak = history.pins.get(BEFORE_STREAK, resumed)
-        self._best_step: int | None = None
-        self._best_before: BestEval | None = None
+        self._kept: dict[str, _Kept] = {}
         self._unsettled: _Unsettled | None = None
 
     def due_by_clock(self) -> bool:
@@ -67,16 +68,14 @@ class Saver:
 
     def due_by_step(self, step: int) -> bool:
         """Whether the retention rules or a request of this step save a checkpoint."""
-        return is_permanent(self._policy.keep, step) or step == self._best_step
+        return is_permanent(self._policy.keep, step) or any(kept.step == step for kept in self._kept.values())
 
-    def save_best(self, best: BestEval) -> None:
-        """Requests a checkpoint of the best evaluation's step, and pins it until the next such request or the phase's end.
+    def keep(self, purpose: str, step: int, controller: str) -> None:
+        """Requests a checkpoint of this step, and pins it until the next such request or the phase's end.
 
-        If that cannot be saved, the best evaluation before it counts again.
+        If that cannot be saved, the controller remembers again what it does now.
         """
-        self._best_before = self.history.best
-        self._best_step = best.step
-        self.history = replace(self.history, best=best)
+        self._kept[purpose] = _Kept(step, controller, self.history.controllers.get(controller))
 
     def settle(self) -> None:
         """Waits for the save in progress. If it failed, the history is as if it had not been tried.
@@ -87,10 +86,9 @@ class Saver:
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is None or not self._writer.has_failed:
             return
-        best = self.history.best
-        if best is not None and best.step == self._last_saved:
-            best = self._best_before
-        self.history = replace(self.history, pins=unsettled.pins, best=best)
+        lost = {kept.controller: kept.before for kept in self._kept.values() if kept.step == self._last_saved}
+        memories = {name: memory for name, memory in {**self.history.controllers, **lost}.items() if memory is not None}
+        self.history = replace(self.history, pins=unsettled.pins, controllers=memories)
         self._before_streak, self._last_saved = unsettled.before_streak, None
 
     def save(self, state: RunState, step: int, position: Mapping[str, Any], *, forced: bool) -> None:
@@ -108,7 +106,7 @@ class Saver:
 
     def save_end(self, state: RunState, step: int, position: Mapping[str, Any]) -> None:
         """Saves the state with which the phase ends, permanently."""
-        self._best_step = None
+        self._kept.clear()
         self._write(state, step, position, entering=False, temporary=False, pauses_s=WHILE_TRAINING_S)
 
     def save_entry(self, state: RunState, position: Mapping[str, Any]) -> None:
@@ -154,9 +152,8 @@ class Saver:
         """What to pin once the checkpoint at `cursor` is saved."""
         name = cursor.folder_name
         pins = {purpose: pinned for purpose, pinned in self.history.pins.items() if purpose != BEFORE_STREAK}
-        if cursor.step == self._best_step:
-            pins[BEST] = name
-        if not self.history.bad_steps:
+        pins |= {purpose: name for purpose, kept in self._kept.items() if kept.step == cursor.step}
+        if not self.holds:
             self._before_streak = name
         elif self._before_streak is not None:
             pins[BEFORE_STREAK] = self._before_streak
@@ -169,8 +166,21 @@ class _Unsettled:
 
     Attributes:
         pins: of the history.
-        before_streak: the newest checkpoint from before a streak of skipped updates.
+        before_streak: the newest checkpoint from before the steps that the run may go back to before.
     """
 
     pins: Mapping[str, str]
     before_streak: str | None
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A step whose checkpoint a controller keeps.
+
+    Attributes:
+        before: what the controller remembered before it decided so; None if nothing.
+    """
+
+    step: int
+    controller: str
+    before: Any

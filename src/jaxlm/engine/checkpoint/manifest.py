@@ -12,23 +12,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class BestEval:
-    """The best value that a phase's evaluations have measured of a metric.
-
-    Attributes:
-        value: the best value; infinite if no evaluation has measured a finite one.
-        step: the step of that evaluation.
-        reference: the last value that was better than the one before it by at least `min_delta`.
-        stale: number of evaluations since then.
-    """
-
-    value: float
-    step: int
-    reference: float
-    stale: int
-
-
-@dataclass(frozen=True)
 class History:
     """What a run has done that its configuration does not say. Saved in the cursor, without the fields at their defaults.
 
@@ -36,8 +19,8 @@ class History:
         attempt: how often the run went back to an earlier checkpoint.
         abandoned_steps: number of steps after those checkpoints that were done in vain.
         phase_ends: steps after which the phases really ended, up to the last one that ended early; empty if none did.
-        bad_steps: number of updates skipped in a row up to this step.
-        best: the phase's best evaluation; None without `until.patience`.
+        controllers: name of a controller -> what it remembers in this phase, as JSON (`engine/control.py`); without those
+            that remember nothing.
         pins: purpose -> name of a checkpoint that is not deleted while it is listed here.
         went_back_to: name of the checkpoint to which the configuration last made the run go back; None if it never did.
         abandoned: names of the checkpoints after that one, until they are set aside.
@@ -46,8 +29,7 @@ class History:
     attempt: int = 0
     abandoned_steps: int = 0
     phase_ends: tuple[int, ...] = ()
-    bad_steps: int = 0
-    best: BestEval | None = None
+    controllers: Mapping[str, Any] = field(default_factory=dict)
     pins: Mapping[str, str] = field(default_factory=dict)
     went_back_to: str | None = None
     abandoned: tuple[str, ...] = ()
@@ -60,9 +42,19 @@ class History:
         """The history of a run that starts from this run's state."""
         return History(phase_ends=self.phase_ends)
 
-    def rewound(self, num_steps: int) -> "History":
-        """The history after going back `num_steps` steps. The best evaluation and its pin stay."""
-        return replace(self, attempt=self.attempt + 1, abandoned_steps=self.abandoned_steps + num_steps, bad_steps=0)
+    def rewound(self, num_steps: int, controllers: Mapping[str, Any]) -> "History":
+        """The history after going back `num_steps` steps. The kept checkpoints stay.
+
+        Args:
+            controllers: what they remember then.
+        """
+        abandoned = self.abandoned_steps + num_steps
+        return replace(self, attempt=self.attempt + 1, abandoned_steps=abandoned, controllers=controllers)
+
+    def without_pins(self) -> "History":
+        """The history if its pinned checkpoints are gone: the controllers that kept one begin anew."""
+        others = {name: memory for name, memory in self.controllers.items() if "keeps" not in memory}
+        return replace(self, controllers=others, pins={})
 
     def settled(self) -> "History":
         """The history once the abandoned checkpoints are set aside."""
@@ -75,10 +67,15 @@ class History:
 
     @staticmethod
     def from_json(saved: Mapping[str, Any]) -> "History":
-        """The reverse of `to_json`."""
-        best = BestEval(**saved["best"]) if "best" in saved else None
+        """The reverse of `to_json`. Earlier versions had the fields `bad_steps` and `best` in place of controllers."""
+        fields = {name: value for name, value in saved.items() if name not in ("bad_steps", "best")}
         tuples = {name: tuple(saved.get(name, ())) for name in ("phase_ends", "abandoned")}
-        return History(**{**saved, **tuples, "best": best})
+        earlier: dict[str, Any] = {}
+        if "bad_steps" in saved:
+            earlier["bad_streak"] = {"state": saved["bad_steps"]}
+        if "best" in saved:
+            earlier["early_stopping"] = {"state": saved["best"], "keeps": "best"}
+        return History(**{**fields, **tuples, "controllers": earlier | fields.get("controllers", {})})
 
 
 @dataclass(frozen=True)

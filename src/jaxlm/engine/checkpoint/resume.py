@@ -11,13 +11,13 @@ from typing import Any
 
 import jax
 
-from jaxlm.core import tree
+from jaxlm.core import controls, tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, restore
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.phases import Phase
-from jaxlm.engine.state import OBJECTIVE_SLOT, RunState, place_state
+from jaxlm.engine.state import OBJECTIVE_SLOT, RunState, place_state, with_controls, without_controls
 
 Log = Callable[[str], None]
 _PREFIX = f"slots.{OBJECTIVE_SLOT}."
@@ -88,6 +88,7 @@ def restore_state(
 ) -> RunState:
     """Restores the whole state of a checkpoint in a phase. Call it inside `layout.use()`.
 
+    Controls have their values from the start of the phase: the history says which are in effect (`Control.begin`).
     The objective's arrays are cast, dropped, or made anew. An initial reference is never made anew, except at the start of
     the phase: later, the model is another one.
 
@@ -97,16 +98,31 @@ def restore_state(
     Raises:
         ConfigError: the checkpoint does not match the configuration.
     """
-    wanted = builder.abstract_state(phase)
+    state = _restored(checkpoint, builder, phase, layout, log, allow_partial=allow_partial)
+    return with_controls(state, phase.controls, layout)
+
+
+def _restored(
+    checkpoint: VerifiedCheckpoint,
+    builder: StateBuilder,
+    phase: Phase,
+    layout: Layout,
+    log: Log,
+    *,
+    allow_partial: bool,
+) -> RunState:
+    """The same without the controls."""
+    wanted = without_controls(builder.abstract_state(phase))
     leaves = json.loads(checkpoint.checkpoint.read("run/manifest.json"))["leaves"]
     saved = _SavedSlot.of(leaves, wanted)
     _check_has_reference(checkpoint, phase, saved, wanted)
     abstract = jax.eval_shape(saved.stored, wanted) if saved.differs() else wanted
     fresh = None
     if allow_partial:
-        make = lambda: builder.initial_state(phase)  # noqa: E731
+        make = lambda: without_controls(builder.initial_state(phase))  # noqa: E731
         fresh = lambda: place_state(lambda: saved.stored(make()) if saved.differs() else make(), abstract, layout)  # noqa: E731
-    state = restore(checkpoint, abstract, layout, fresh=fresh, log=log, unused=saved.unused)
+    unused = saved.unused | {path for path in leaves if path.startswith(f"slots.{controls.SLOT}.")}
+    state = restore(checkpoint, abstract, layout, fresh=fresh, log=log, unused=unused)
     if not saved.differs():
         return state
     for line in saved.describe(wanted):

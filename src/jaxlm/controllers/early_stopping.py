@@ -1,17 +1,38 @@
-"""When a phase ends early: an evaluation's metric is good enough, or no longer improves.
+"""Ends a phase early: an evaluation's metric is good enough, or no longer improves.
 
 Source: Prechelt 1998, Early Stopping - But When?, in Neural Networks: Tricks of the Trade (criterion UP, with the best
 weights kept).
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import ClassVar, Literal
 
+from jaxlm.controllers.base import Controller, Decision, DoneStep, Json, Keep, Next
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
-from jaxlm.engine.checkpoint.manifest import BestEval
-from jaxlm.engine.metric_names import EVAL_PREFIX
+from jaxlm.core.guards import EVAL_PREFIX
+
+BEST = "best"
+"""The purpose for which the checkpoint of the best evaluation is kept."""
+
+
+@dataclass(frozen=True)
+class BestEval:
+    """The best value that a phase's evaluations have measured of a metric.
+
+    Attributes:
+        value: the best value; infinite if no evaluation has measured a finite one.
+        step: the step of that evaluation.
+        reference: the last value that was better than the one before it by at least `min_delta`.
+        stale: number of evaluations since then.
+    """
+
+    value: float
+    step: int
+    reference: float
+    stale: int
 
 
 @dataclass(frozen=True)
@@ -79,3 +100,41 @@ class UntilConfig:
         if self.is_better(value + margin, best.reference):
             return replace(best, reference=value, stale=0)
         return replace(best, stale=best.stale + 1)
+
+
+@dataclass(frozen=True)
+class EarlyStopping(Controller):
+    """Its state is the phase's best evaluation; None before the first, and without `patience`."""
+
+    until: UntilConfig
+
+    survives_rewind: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return "early_stopping"
+
+    @property
+    def metrics(self) -> Mapping[str, str]:
+        return {"until.metric": self.until.metric}
+
+    def controls(self) -> Mapping[str, float]:
+        return {}
+
+    def init(self) -> Json:
+        return None
+
+    def after(self, step: DoneStep, metrics: Mapping[str, float], state: Json) -> tuple[Json, Decision | None]:
+        until, value = self.until, metrics[self.until.metric]
+        if (reason := until.reached(value)) is not None:
+            return state, Next(reason)
+        if until.patience is None:
+            return state, None
+        best = until.after(None if state is None else BestEval(**state), value, step.number)
+        is_best = best.step == step.number
+        if best.stale >= until.patience and not (is_best and step.is_last):
+            reason = f"{until.metric} has not improved in {best.stale} evaluations"
+            return asdict(best), Next(reason, None if is_best else BEST)
+        if is_best:
+            return asdict(best), Keep(BEST)
+        return asdict(best), Next("its last step is done", BEST) if step.is_last else None

@@ -1,0 +1,235 @@
+"""Asks the controllers of a phase what happens next, remembers what they say, and puts new controls into the state.
+
+A decision takes effect at a step that follows from the step of its metrics alone, whenever these are fetched:
+
+    evaluation after step s    right after it: step s + 1 is the first with new controls
+    metrics of step s          before step s + MAX_IN_FLIGHT, when they have been fetched in any case
+    Rewind                     when it is decided: the steps since are abandoned whatever their number
+
+Until then, it waits in the history, which every checkpoint contains.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol, TypeGuard
+
+from jaxlm.controllers.base import (
+    Controller,
+    Decision,
+    DoneStep,
+    Hold,
+    Json,
+    Keep,
+    Next,
+    Rewind,
+    SetControls,
+)
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.guards import EVAL_PREFIX, SKIPPED
+from jaxlm.core.runtime import from_main
+from jaxlm.core.sharding import Layout
+from jaxlm.engine.checkpoint.manager import Saver
+from jaxlm.engine.metrics import MAX_IN_FLIGHT
+from jaxlm.engine.phases import Phase
+from jaxlm.engine.state import RunState, with_controls
+
+
+class Evaluations(Protocol):
+    """The hook that runs the evaluations.
+
+    Attributes:
+        latest: metrics of the newest evaluation, by name; only on process 0.
+    """
+
+    latest: dict[str, float]
+
+    def all_due(self, step: int) -> bool:
+        """Whether all evaluations run after this step."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What the history says about a controller.
+
+    Attributes:
+        state: its state.
+        controls: the controls in effect that it has set, by name.
+        pending: decisions that are not in effect yet: {"after": steps done, "controls": values} or {"after", "next": fields}.
+        keeps: the purpose of the checkpoint that it keeps; None if it keeps none.
+    """
+
+    state: Json
+    controls: Mapping[str, float] = field(default_factory=dict)
+    pending: tuple[Mapping[str, Any], ...] = ()
+    keeps: str | None = None
+
+    @staticmethod
+    def from_json(saved: Mapping[str, Any]) -> "_Memory":
+        return _Memory(**{**saved, "pending": tuple(saved.get("pending", ()))})
+
+    def to_json(self) -> dict[str, Any]:
+        others = {"controls": dict(self.controls), "pending": list(self.pending), "keeps": self.keeps}
+        return {"state": self.state} | {name: value for name, value in others.items() if value}
+
+
+class Control:
+    """The controllers of a phase. All processes call it with the same numbers in the same order."""
+
+    def __init__(self, phase: Phase, evaluations: Evaluations | None, saver: Saver, layout: Layout, *, skipped: int):
+        """Args: skipped: number of updates skipped in the run so far."""
+        self._phase, self._evaluations, self._saver, self._layout = phase, evaluations, saver, layout
+        self._skipped = skipped
+        self._holding: set[str] = set()
+        names = [name for controller in phase.controllers for name in controller.metrics.values()]
+        self._reads_evaluations = any(name.startswith(EVAL_PREFIX) for name in names)
+
+    def begin(self, state: RunState) -> RunState:
+        """The state with the controls that are in effect. The history says which: a run that starts from another run's state,
+        or whose controllers have changed, does not go by the arrays of the checkpoint. Controllers that are gone are
+        forgotten, unless they keep a checkpoint.
+        """
+        names, history = {controller.name for controller in self._phase.controllers}, self._saver.history
+        staying = {name: it for name, it in history.controllers.items() if name in names or "keeps" in it}
+        self._saver.history = replace(history, controllers=staying)
+        return self._with_controls(state) if self._phase.controls else state
+
+    def is_due(self, step: int) -> bool:
+        """Whether decisions take effect after `step`."""
+        memories = self._saver.history.controllers
+        pending = (memories.get(controller.name, {}).get("pending", ()) for controller in self._phase.controllers)
+        return any(each["after"] <= step for decisions in pending for each in decisions)
+
+    def take_effect(self, state: RunState, step: int) -> tuple[RunState, Next | None]:
+        """Puts the controls that are due after `step` into the state. Returns how the phase ends, if it ends here."""
+        ended = None
+        for controller in self._phase.controllers:
+            memory = self._memory(controller)
+            controls = dict(memory.controls)
+            for each in (pending for pending in memory.pending if pending["after"] <= step):
+                controls |= each.get("controls", {})
+                ended = ended or (Next(**each["next"]) if "next" in each else None)
+            later = tuple(each for each in memory.pending if each["after"] > step)
+            self._remember(controller, replace(memory, controls=controls, pending=later))
+        return (self._with_controls(state) if self._phase.controls else state), ended
+
+    def after_step(self, step: int, metrics: Mapping[str, float], is_whole: bool) -> Rewind | None:
+        """Asks the controllers that need metrics of a training step. Returns how the run goes back, if it does.
+
+        Args:
+            metrics: what the devices measured in it.
+            is_whole: whether that is all that they ever measure (`trainer.watch` has an interval).
+
+        Raises:
+            ConfigError: a controller needs a metric that is not measured.
+            StopRunError: a controller ends the run.
+        """
+        skipped = int(metrics[SKIPPED])
+        done = DoneStep(step, step == self._phase.end, skipped > self._skipped)
+        self._skipped = skipped
+        if is_whole:
+            self._check_measured(metrics, step, of_evaluations=False)
+        decided = self._ask(done, metrics, of_evaluations=False)
+        return decided if isinstance(decided, Rewind) else None
+
+    def after_evaluation(self, step: int) -> Rewind | Next | None:
+        """Asks the controllers that need metrics of evaluations. Returns how the phase ends or the run goes back, if so.
+
+        Raises: as `after_step`, on all processes.
+        """
+        if not self._reads_evaluations or self._evaluations is None:
+            return None
+        if any("keeps" in memory for memory in self._saver.history.controllers.values()):
+            self._saver.settle()  # a kept checkpoint may have failed
+        metrics = from_main(lambda: self._measured(step))
+        return self._ask(DoneStep(step, step == self._phase.end, False), metrics, of_evaluations=True)
+
+    def after_rewind(self, then: Mapping[str, Any]) -> dict[str, Any]:
+        """What the controllers remember when the run has gone back. Args: then: what they remembered in that checkpoint."""
+        now = self._saver.history.controllers
+        survivors = {each.name for each in self._phase.controllers if each.survives_rewind}
+        staying = {name: now[name] for name in survivors & now.keys()}
+        decided = {
+            name: {key: it for key, it in memory.items() if key != "pending"} for name, memory in staying.items()
+        }
+        return {name: memory for name, memory in then.items() if name not in survivors} | decided
+
+    def _ask(self, done: DoneStep, metrics: Mapping[str, float], *, of_evaluations: bool) -> Rewind | Next | None:
+        decided: Rewind | Next | None = None
+        for controller in self._phase.controllers:
+            names = [name for name in controller.metrics.values() if name.startswith(EVAL_PREFIX) == of_evaluations]
+            measured = {name: metrics[name] for name in names if name in metrics}
+            if not measured:
+                continue
+            before = self._memory(controller)
+            state, decision = controller.after(done, measured, before.state)
+            if isinstance(decision, Keep):
+                assert of_evaluations, f"{controller.name}: Keep after a training step, whose weights are gone"
+                self._saver.keep(decision.purpose, done.number, controller.name)
+            self._remember(controller, self._after(replace(before, state=state), decision, done, of_evaluations))
+            (self._holding.add if isinstance(decision, Hold) else self._holding.discard)(controller.name)
+            if decided is None and self._acts_now(decision, done, of_evaluations):
+                decided = decision
+        self._saver.holds = bool(self._holding)
+        return decided
+
+    def _acts_now(self, decision: Decision | None, done: DoneStep, of_evaluations: bool) -> TypeGuard[Rewind | Next]:
+        """Whether the loop ends here. After its last step, a phase that keeps its weights is done anyway."""
+        is_done_anyway = isinstance(decision, Next) and done.is_last and decision.weights is None
+        return isinstance(decision, Rewind) or (isinstance(decision, Next) and of_evaluations and not is_done_anyway)
+
+    def _after(self, memory: _Memory, decision: Decision | None, done: DoneStep, of_evaluations: bool) -> _Memory:
+        """What is remembered of a decision."""
+        after = done.number if of_evaluations else done.number + MAX_IN_FLIGHT - 1
+        match decision:
+            case SetControls(values):
+                assert values.keys() <= self._phase.controls.keys(), f"{sorted(values)} are not all in controls()"
+                return replace(memory, pending=(*memory.pending, {"after": after, "controls": dict(values)}))
+            case Next() if not of_evaluations:
+                return replace(memory, pending=(*memory.pending, {"after": after, "next": asdict(decision)}))
+            case Keep(purpose):
+                return replace(memory, keeps=purpose)
+            case _:
+                return memory
+
+    def _measured(self, step: int) -> dict[str, float]:
+        """The metrics of the evaluation after this step that controllers need. Process 0 calls it."""
+        assert self._evaluations is not None
+        latest = self._evaluations.latest
+        if self._evaluations.all_due(step):
+            self._check_measured(latest, step, of_evaluations=True)
+        needed = {name for controller in self._phase.controllers for name in controller.metrics.values()}
+        return {name: float(value) for name, value in latest.items() if name in needed}
+
+    def _check_measured(self, metrics: Mapping[str, float], step: int, *, of_evaluations: bool) -> None:
+        """Raises `ConfigError` if a metric that a controller needs is not measured."""
+        for controller in self._phase.controllers:
+            for key, name in controller.metrics.items():
+                if name in metrics or name.startswith(EVAL_PREFIX) != of_evaluations:
+                    continue
+                nothing = (
+                    "nothing: there is no validation data. Set data.validation_urls" if of_evaluations else "nothing"
+                )
+                measured = ", ".join(sorted(metrics)) or nothing
+                what = f"the evaluation after step {step}" if of_evaluations else f"step {step}"
+                raise ConfigError(
+                    f"{key}: '{name}' given for phase '{self._phase.name}', but {what} measured {measured}"
+                )
+
+    def _with_controls(self, state: RunState) -> RunState:
+        values = dict(self._phase.controls)
+        for controller in self._phase.controllers:
+            values |= self._memory(controller).controls
+        return with_controls(state, {name: values[name] for name in self._phase.controls}, self._layout)
+
+    def _memory(self, controller: Controller) -> _Memory:
+        saved = self._saver.history.controllers.get(controller.name)
+        return _Memory(controller.init()) if saved is None else _Memory.from_json(saved)
+
+    def _remember(self, controller: Controller, memory: _Memory) -> None:
+        """Puts it into the history, unless it is what a controller begins with."""
+        history = self._saver.history
+        others = {name: other for name, other in history.controllers.items() if name != controller.name}
+        own = {} if memory == _Memory(controller.init()) else {controller.name: memory.to_json()}
+        if others | own != history.controllers:
+            self._saver.history = replace(history, controllers=others | own)

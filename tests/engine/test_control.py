@@ -1,0 +1,246 @@
+"""When the decisions of controllers take effect, and what a restart between decision and effect changes."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.controllers.base import Controller, Decision, DoneStep, Keep, Next, Rewind, SetControls
+from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.types import StepInfo
+from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.checkpoint.manifest import History
+from jaxlm.engine.control import Control
+from jaxlm.engine.loop import OpenPhase, run_phase
+from jaxlm.engine.metrics import MAX_IN_FLIGHT, AsyncMetrics
+from jaxlm.engine.outcome import Done, Interrupted, Outcome
+from jaxlm.engine.signals import StopRequest
+from jaxlm.engine.sync import FlagSync
+from jaxlm.optim.adam import AdamConfig
+from tests.engine.helpers import TinyRun, arrays, batch, layout, phase
+from tests.engine.test_loop import WORKLOAD, Given
+
+STEPS = 16
+CONSTANT = AdamConfig(learning_rate=1e-2, warmup=0, lr_schedule="constant")  # learning rates show the control
+BATCHES = [arrays(seed) for seed in range(STEPS)]
+
+
+@dataclass(frozen=True)
+class Scripted(Controller):
+    """Decides what a table says. Its state counts how often it was asked."""
+
+    decisions: Mapping[int, Any]
+    metric: str = "train/loss"
+
+    name = "scripted"  # type: ignore[assignment]
+
+    @property
+    def metrics(self) -> Mapping[str, str]:
+        return {"scripted.metric": self.metric}
+
+    def controls(self) -> Mapping[str, float]:
+        return {"lr_scale": 1.0}
+
+    def init(self) -> int:
+        return 0
+
+    def after(self, step: DoneStep, metrics: Mapping[str, float], state: int) -> tuple[int, Decision | None]:
+        assert metrics.keys() == {self.metric}
+        return state + 1, self.decisions.get(step.number)
+
+
+@dataclass
+class Evaluations:
+    """An evaluation after every fourth step."""
+
+    latest: dict[str, float] = field(default_factory=dict)
+    every: int = 4
+    activity: Activity = Activity.EVAL
+
+    def due(self, step: int) -> bool:
+        return step % self.every == 0
+
+    all_due = due
+
+    def run(self, step: int, state: Any) -> None:
+        self.latest = {"eval/loss": 1.0 + step / 100}
+
+
+@dataclass
+class Saver:
+    """Saves the state and the history, as JSON, after some steps."""
+
+    history: History = field(default_factory=History)
+    at: tuple[int, ...] = ()
+    holds: bool = False
+    saved: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    kept: list[tuple[str, int]] = field(default_factory=list)
+
+    def due_by_clock(self) -> bool:
+        return False
+
+    def due_by_step(self, step: int) -> bool:
+        return step in self.at
+
+    def settle(self) -> None:
+        pass
+
+    def keep(self, purpose: str, step: int, controller: str) -> None:
+        self.kept.append((purpose, step))
+
+    def save(self, state: Any, step: int, position: Any, *, forced: bool) -> None:
+        self.saved[step] = jax.tree.map(np.asarray, state), json.dumps(self.history.to_json())
+
+
+def trained(
+    controller: Controller, saver: Saver | None = None, state: Any = None, first: int = 0
+) -> tuple[dict[int, float], Outcome, Saver, TinyRun, Any]:
+    """The learning rate of each step, how the phase ended, what was saved, and the state."""
+    run = TinyRun(layout(), phase(end=STEPS, optimizer=CONSTANT, controllers=(controller,)))
+    saver, seen, evaluations = saver or Saver(), list[StepInfo](), Evaluations()
+    state = run.state if state is None else jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), state, run.state)
+    with run.where.use():
+        control = Control(run.phase, evaluations, saver, run.where, skipped=0)  # type: ignore[arg-type]
+        batches = [batch(columns, run.where) for columns in BATCHES[first:]]
+        state, outcome = run_phase(
+            control.begin(state),
+            OpenPhase(
+                run.phase,
+                run._step,
+                {},
+                Given(batches),  # type: ignore[arg-type]
+                metrics=AsyncMetrics("train", WORKLOAD, [seen.append], None, control.after_step),
+                hooks=(),
+                evaluations=evaluations,
+                control=control,
+                exports=(),
+                saver=saver,  # type: ignore[arg-type]
+                flag_sync=FlagSync(run.where),
+                stop=StopRequest(),
+                clock=ActivityClock(),
+            ),
+        )
+    assert not isinstance(outcome, Interrupted)
+    assert isinstance(outcome, Rewind) or [info.step for info in seen] == list(range(first + 1, int(state.step) + 1))
+    return {info.step: info.metrics["optim/learning_rate"] for info in seen}, outcome, saver, run, state
+
+
+def scales(rates: Mapping[int, float]) -> dict[int, float]:
+    """The first step of each learning rate -> its ratio to the first one."""
+    first = min(rates)
+    changes = [step for step in rates if step == first or rates[step] != rates[step - 1]]
+    return {step: round(float(rates[step] / np.float32(1e-2)), 6) for step in changes}
+
+
+TRAINING = Scripted(
+    {2: SetControls({"lr_scale": 0.5}), 3: SetControls({"lr_scale": 0.25}), 9: SetControls({"lr_scale": 2})}
+)
+EFFECT = {1: 1.0, 2 + MAX_IN_FLIGHT: 0.5, 3 + MAX_IN_FLIGHT: 0.25, 9 + MAX_IN_FLIGHT: 2.0}
+
+
+@pytest.mark.parametrize("at", [(), (3, 4, 5), tuple(range(1, STEPS))], ids=str)
+def test_what_follows_from_a_training_step_does_not_depend_on_when_it_is_fetched(at):
+    """Saves drain the queue, so that a decision is known earlier."""
+    rates, outcome, *_ = trained(TRAINING, Saver(at=at))
+    assert isinstance(outcome, Done)
+    assert scales(rates) == EFFECT
+
+
+def test_what_follows_from_an_evaluation_takes_effect_with_the_next_step():
+    rates, *_ = trained(Scripted({4: SetControls({"lr_scale": 0.5}), 12: SetControls({"lr_scale": 0.1})}, "eval/loss"))
+    assert scales(rates) == {1: 1.0, 5: 0.5, 13: 0.1}
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 6, 8, 12, 13])
+def test_a_restart_between_decision_and_effect_changes_nothing(step):
+    whole, _, saver, _, state = trained(TRAINING, Saver(at=tuple(range(1, STEPS))))
+    then, history = saver.saved[step]
+    again = Saver(History.from_json(json.loads(history)))
+    rest, _, last, _, found = trained(TRAINING, again, then, step)
+    assert rest == {number: rate for number, rate in whole.items() if number > step}
+    assert last.history == saver.history
+    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(state)))
+
+
+def test_the_history_says_which_controls_are_in_effect():
+    """A controller that is new, or begins anew, does not start with the arrays of the checkpoint."""
+    _, _, saver, *_ = trained(TRAINING, Saver(at=(8,)))
+    then, history = saver.saved[8]
+    assert json.loads(history)["controllers"]["scripted"] == {"state": 8, "controls": {"lr_scale": 0.25}}
+    assert float(then.slots["controls"]["lr_scale"]) == 0.25
+    rates, *_ = trained(Scripted({}), Saver(), then, 8)
+    assert scales(rates) == {9: 1.0}
+
+
+def test_the_step_is_compiled_once():
+    *_, run, _ = trained(TRAINING)
+    run._step.clear_cache()
+    trained(TRAINING)
+    assert run._step._cache_size() == 1
+    assert "controls" not in TinyRun(layout(), phase()).state.slots
+
+
+def test_a_phase_that_a_training_step_ends_ends_at_the_same_step():
+    ends = Scripted({6: Next("enough")})
+    for at in ((), (6, 7, 8)):
+        rates, outcome, saver, _, state = trained(ends, Saver(at=at))
+        assert outcome == Next("enough")
+        assert int(state.step) == max(rates) == 6 + MAX_IN_FLIGHT - 1
+    then, history = saver.saved[8]
+    assert json.loads(history)["controllers"]["scripted"]["pending"] == [
+        {"after": 9, "next": {"reason": "enough", "weights": None}}
+    ]
+    _, outcome, _, _, state = trained(ends, Saver(History.from_json(json.loads(history))), then, 8)
+    assert (outcome, int(state.step)) == (Next("enough"), 9)
+
+
+def test_a_phase_that_an_evaluation_ends_ends_there_and_its_last_step_is_no_early_end():
+    _, outcome, *_, state = trained(Scripted({8: Next("enough")}, "eval/loss"))
+    assert (outcome, int(state.step)) == (Next("enough"), 8)
+    _, outcome, *_ = trained(Scripted({STEPS: Next("enough")}, "eval/loss"))
+    assert isinstance(outcome, Done)
+    _, outcome, *_ = trained(Scripted({STEPS: Next("it is done", "best")}, "eval/loss"))
+    assert outcome == Next("it is done", "best")
+
+
+def test_only_an_evaluation_keeps_a_checkpoint():
+    _, _, saver, *_ = trained(Scripted({8: Keep("best")}, "eval/loss"))
+    assert saver.kept == [("best", 8)]
+    assert saver.history.controllers == {"scripted": {"state": 4, "keeps": "best"}}
+    with pytest.raises(AssertionError, match="Keep after a training step"):
+        trained(Scripted({2: Keep("best")}))
+
+
+class Surviving(Scripted):
+    survives_rewind = True
+
+
+def test_going_back_restores_what_a_controller_remembered_then_unless_it_survives():
+    back = Rewind(5, 7, "three bad steps", 1, "a.key")
+    assert trained(Scripted({7: back}))[1] == back
+    now, then = (History(controllers={"scripted": {"state": asked}}) for asked in (7, 4))
+    for controller, expected in ((Scripted({}), 4), (Surviving({}), 7)):
+        control = Control(phase(controllers=(controller,)), None, Saver(now), layout(), skipped=0)  # type: ignore[arg-type]
+        assert control.after_rewind(then.controllers)["scripted"]["state"] == expected
+
+
+def test_a_metric_that_no_step_measures_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"scripted.metric: 'train/x' given for phase 'train', but step 1 measured .*grad/norm"
+    ):
+        trained(Scripted({}, "train/x"))
+    with pytest.raises(ConfigError, match=r"'throughput/duration' given for phase 'train', but step 1 measured"):
+        trained(Scripted({}, "throughput/duration"))
+    with pytest.raises(ConfigError, match=r"'eval/x' given .* but the evaluation after step 4 measured eval/loss"):
+        trained(Scripted({}, "eval/x"))
+
+
+def test_plateaus_reduce_the_learning_rate_of_the_run():
+    """The loss of the evaluations rises."""
+    rates, *_ = trained(ReduceOnPlateauConfig(patience=0, factor=0.5, min_lr=2e-3).build(1e-2))
+    assert scales(rates) == {1: 1.0, 9: 0.5, 13: 0.25}
