@@ -171,8 +171,8 @@ class TransformerConfig(ModelConfig):
 
     def with_layers(self, kept: Sequence[int]) -> "TransformerConfig":
         changed = dataclasses.replace(self, num_layers=len(kept), **self.layer_keys(kept))
-        same = changed.kinds == tuple(self.kinds[layer] for layer in kept)
-        assert same and changed.dense_layers == renumbered(self.dense_layers, kept), "layers stay as they are"
+        assert changed.kinds == tuple(self.kinds[layer] for layer in kept), "layers keep their windows and rotation"
+        assert changed.dense_layers == renumbered(self.dense_layers, kept), "layers keep their experts"
         return changed
 
     def layer_keys(self, kept: Sequence[int]) -> dict[str, Any]:

@@ -186,7 +186,7 @@ class Body(abc.ABC):
             ConfigError: `split_at` has cut a stack, whose parts could not be joined again.
         """
         if len({stack.structure for stack in self.stacks}) < len(self.stacks):
-            raise ConfigError("split_at has cut the layers into stacks. Take layers out first, and cut the rest")
+            raise ConfigError("split_at has cut the layers into stacks before. Take layers out first, and cut the rest")
         before = [self.order[layer] for layer in kept]
         numbers = list(dict.fromkeys(before))
         stacks = []
@@ -457,7 +457,9 @@ class Stack(Body, eqx.Module):
     def taken(self, places: Sequence[int]) -> "Stack":
         """The layers at these places of the stack."""
         kinds = self.kinds_between(0, self.Layers.size)
-        stacked = jax.tree.map(lambda leaf: taken_layers(leaf, np.asarray(places)), self.layers.stacked, is_leaf=is_named)
+        stacked = jax.tree.map(
+            lambda leaf: taken_layers(leaf, np.asarray(places)), self.layers.stacked, is_leaf=is_named
+        )
         layers = dataclasses.replace(self.layers, stacked=stacked, Block=self.Layers.resize(len(places)))
         return dataclasses.replace(self, layers=layers, kinds=shortest_period([kinds[place] for place in places]))
 

@@ -31,8 +31,8 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
     def changed(self, config: ModelConfig) -> ModelConfig:
         """The config of the model after the surgery. Args: config: of the model before it.
 
-        Only surgeries that change the architecture override it. FLOPs, exports and forecasts read this config, and know nothing
-        of surgeries.
+        Only surgeries that change the architecture override it. FLOPs, exports and forecasts read this config; they know
+        nothing of surgeries.
 
         Raises:
             ConfigError: no config describes the model after the surgery.
@@ -40,7 +40,7 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         return config
 
     def moved(self, tree: Any, sums: Any) -> Any:
-        """A tree with the model's structure, such as moments, with its leaves where `apply` and `fill` put those of the model.
+        """A tree with the model's structure, such as moments, with its leaves where those of the model go (`apply`, `fill`).
 
         Leaves that the tree does not have are None. The result may leave out those that `apply` makes. Must trace.
 

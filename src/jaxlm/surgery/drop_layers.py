@@ -8,6 +8,7 @@ section 3.2. A layer matters little if its output has the direction of its input
 Layers with the least Block Influence are dropped all at once, as in the paper.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,6 @@ from jaxlm.models.base import EMBEDDING, Inputs, LanguageModel, ModelConfig, lay
 from jaxlm.models.stacks import Body, taken_layers
 from jaxlm.surgery.base import SurgeryConfig
 
-_KEY = "surgery drop_layers"
 _CALIBRATION_BATCHES = 8
 
 
@@ -48,18 +48,16 @@ class DropLayersConfig(SurgeryConfig):
     calibration_batches: PositiveInt | None = None
 
     def changed(self, config: ModelConfig) -> ModelConfig:
-        self._check(config.Layers.size)
-        if self.num_layers is not None:
-            _check_alike(config)
-        return config.with_layers(self._structure(config.Layers.size))
+        try:
+            num_layers = config.Layers.size
+            self._check(num_layers)
+            if self.num_layers is not None:
+                _check_alike(config)
+            return config.with_layers(self._structure(num_layers))
+        except ConfigError as error:
+            raise ConfigError(f"surgery drop_layers: {error}") from error
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
-        body = _body(model)
-        if self.num_layers is not None and len(body.stacks) > 1:
-            raise ConfigError(
-                f"{_KEY}: num_layers: {self.num_layers} given, but the layers are in {len(body.stacks)} stacks, and how many"
-                " each of them loses would depend on the data. Set `layers` instead, to the numbers of the layers to drop"
-            )
         return self._taken(model)
 
     @property
@@ -75,7 +73,7 @@ class DropLayersConfig(SurgeryConfig):
         taps = model.hidden(inputs, taps=names).taps
         streams = [taps[name].rearrange((*batch.tokens.axes, ...)).astype(jnp.float32) for name in names]
         counts = (batch.segment_ids.array != 0).astype(jnp.float32)
-        cosines = [jnp.sum(counts * _cosine(*pair)) for pair in zip(streams, streams[1:], strict=False)]
+        cosines = [jnp.sum(counts * _cosine(*pair)) for pair in itertools.pairwise(streams)]
         return {"cosines": jnp.stack(cosines), "tokens": jnp.sum(counts)}
 
     def describe(self, sums: Mapping[str, np.ndarray]) -> str:
@@ -107,7 +105,10 @@ class DropLayersConfig(SurgeryConfig):
         return model
 
     def _taken(self, model: LanguageModel) -> LanguageModel:
-        return model.with_layers(self._structure(_body(model).num_layers))
+        try:
+            return model.with_layers(self._structure(_body(model).num_layers))
+        except ConfigError as error:
+            raise ConfigError(f"surgery drop_layers: {error}") from error
 
     def _structure(self, num_layers: int) -> Sequence[int]:
         """The layers that remain; the first ones as long as nothing has been measured."""
@@ -117,7 +118,7 @@ class DropLayersConfig(SurgeryConfig):
         return [layer for layer in range(num_layers) if layer not in dropped]
 
     def _chosen(self, sums: Mapping[str, Any]) -> jax.Array:
-        """Numbers of the layers that remain, in ascending order: those with the smallest cosines; of equal ones, the first."""
+        """Numbers of the layers that remain, ascending: those with the smallest cosines; of equal ones, the first."""
         assert self.num_layers is not None
         by_influence = jnp.argsort(jnp.asarray(sums["cosines"]), stable=True)
         return jnp.sort(by_influence[: by_influence.shape[0] - self.num_layers])
@@ -126,21 +127,21 @@ class DropLayersConfig(SurgeryConfig):
         """Raises `ConfigError` if the keys do not suit a model with this many layers."""
         if (self.layers is None) == (self.num_layers is None):
             given = "both are" if self.layers is not None else "none is"
-            raise ConfigError(f"{_KEY}: layers and num_layers: {given} given. Set one of them")
+            raise ConfigError(f"layers and num_layers: {given} given. Set one of them")
         if self.layers is not None:
             known = len(set(self.layers)) == len(self.layers) and all(layer < num_layers for layer in self.layers)
             if not known or not 0 < len(self.layers) < num_layers:
                 raise ConfigError(
-                    f"{_KEY}: layers: {list(self.layers)} given, but the model has {num_layers} layers. Expected different"
+                    f"layers: {list(self.layers)} given, but the model has {num_layers} layers. Expected different"
                     f" numbers from 0 to {num_layers - 1}, at least one of them, and not all"
                 )
             if self.calibration_batches is not None:
                 raise ConfigError(
-                    f"{_KEY}: calibration_batches: {self.calibration_batches} given, but `layers` needs no data. Remove it"
+                    f"calibration_batches: {self.calibration_batches} given, but `layers` needs no data. Remove it"
                 )
         elif self.num_layers is not None and self.num_layers >= num_layers:
             raise ConfigError(
-                f"{_KEY}: num_layers: {self.num_layers} given, but the model has {num_layers} layers, of which at least one"
+                f"num_layers: {self.num_layers} given, but the model has {num_layers} layers, of which at least one"
                 " must remain"
             )
 
@@ -151,7 +152,7 @@ def _check_alike(config: ModelConfig) -> None:
     different = next((layer for layer, one in enumerate(alone) if one != alone[0]), None)
     if different is not None:
         raise ConfigError(
-            f"{_KEY}: num_layers given, but layer {different} of the model is of another kind than layer 0 (windows, rotary"
+            f"num_layers given, but layer {different} of the model is of another kind than layer 0 (windows, rotary"
             " embeddings or experts), so that the data would decide what the config of the model is. Set `layers` instead, to"
             " the numbers of the layers to drop"
         )
@@ -160,7 +161,7 @@ def _check_alike(config: ModelConfig) -> None:
 def _body(model: LanguageModel) -> Body:
     body = next(iter(tree.modules(model, Body)), None)
     if body is None:
-        raise ConfigError(f"{_KEY}: this model has no stack of layers. Remove the surgery")
+        raise ConfigError("surgery drop_layers: this model has no stack of layers. Remove the surgery")
     return body
 
 
