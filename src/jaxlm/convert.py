@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlm.config.decode import choice_name
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.publish import Location, location_of
@@ -104,7 +105,7 @@ def _card(opened: LoadedModel, name: str, library: str) -> ModelCard:
 def _write_model(folder: Location, opened: LoadedModel, dtype: Any, card: ModelCard, *, verify: bool) -> None:
     plan = opened.plan
     model = export_form(opened.load(), opened.surgeries)
-    export_model(folder, model, opened.model, plan, opened.tokenizer, dtype, card)
+    export_model(folder, model, opened.model, plan, opened.tokenizer, dtype, card, opened.merged)
     print(f"wrote {opened.location} to {folder} as {jnp.dtype(dtype).name}")
     if verify:
         print(verify_folder(Path(folder), model, opened.model, plan.layout))
@@ -122,6 +123,12 @@ def _write_adapters(folder: Location, opened: LoadedModel, dtype: Any, card: Mod
         raise ConfigError(
             f"--adapters only: {opened.location} has data.added_tokens, and {base} has no rows for them. Adapters do not"
             " contain them: write the whole model, without --adapters only"
+        )
+    if opened.model != plan.model:
+        raise ConfigError(
+            f"--adapters only: {opened.location} has another architecture than the model that the run started from (surgery"
+            f" {' and '.join(choice_name(type(one)) for one in opened.surgeries)}), so adapters alone would not fit it. Write"
+            " the whole model, without --adapters only"
         )
     model, saved = opened.load(), saved_modules(opened.surgeries)
     files = {README: card.text().encode()}

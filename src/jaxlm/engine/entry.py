@@ -353,16 +353,22 @@ def enter_phase(
             log(decided)
     make_state = lambda before, leaves, sums, refs: entry.state(before, Given(leaves, refs, sums))  # noqa: E731
     build = build_state(make_state, abstract, layout, before, leaves, sums, kept=(refs,))
-    if previous is None or phase.carries_optimizer:
-        return build
 
     def enter() -> RunState:
-        # The program donates the model only. Free the rest, which callers that still hold the state would keep alive.
-        for array in jax.tree.leaves((previous.opt_state, previous.slots)):
-            array.delete()
-        return build()
+        # Free what the program does not donate, which callers that still hold the state would keep alive.
+        if previous is not None and not phase.carries_optimizer:
+            _delete((previous.opt_state, previous.slots))
+        state = build()
+        _delete(before.model)  # arrays that no array of the new model has replaced
+        return state
 
     return enter
+
+
+def _delete(arrays: Any) -> None:
+    for array in jax.tree.leaves(arrays):
+        if not array.is_deleted():
+            array.delete()
 
 
 def _calibrated(
