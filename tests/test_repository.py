@@ -202,6 +202,14 @@ def test_only_a_family_asks_for_its_members():
     assert asked == []
 
 
+def test_only_the_plan_reads_the_configured_model():
+    """All others ask a phase for the config of its model (`Phase.model`), or the plan for that of the initial one."""
+    readers = {
+        path.relative_to(SOURCE).as_posix() for path in MODULES if re.search(r"\bconfig\.model\b", path.read_text())
+    }
+    assert readers == {"config/load.py", "run/plan.py"}
+
+
 def test_folders_are_small_enough_to_read():
     assert len(list(SOURCE.glob("*.py"))) <= 12
     folders = {path.parent for path in MODULES}

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlm.config.decode import choice_name
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.publish import Location, location_of
@@ -88,7 +89,7 @@ def _convert_to_nanochat(options: argparse.Namespace) -> int:
     plan, step = opened.plan, opened.step or 0
     with plan.layout.use():
         model = merge_surgeries(opened.load(), opened.surgeries)
-        save_nanochat(folder, model, plan.config.model, plan.layout, step=step)
+        save_nanochat(folder, model, opened.model, plan.layout, step=step)
     print(f"wrote {opened.location} to {folder}")
     return 0
 
@@ -96,17 +97,18 @@ def _convert_to_nanochat(options: argparse.Namespace) -> int:
 def _card(opened: LoadedModel, name: str, library: str) -> ModelCard:
     """The model card. Args: name: as given on the command line."""
     if opened.step is None:
-        return model_card(opened.plan, None, {}, base=name, library=library)
-    return model_card(opened.plan, opened.step, logged_evaluation(opened.plan.config, opened.step), library=library)
+        return model_card(opened.plan, opened.model, None, {}, base=name, library=library)
+    logged = logged_evaluation(opened.plan.config, opened.step)
+    return model_card(opened.plan, opened.model, opened.step, logged, library=library)
 
 
 def _write_model(folder: Location, opened: LoadedModel, dtype: Any, card: ModelCard, *, verify: bool) -> None:
     plan = opened.plan
     model = export_form(opened.load(), opened.surgeries)
-    export_model(folder, model, plan, opened.tokenizer, dtype, card, opened.merged)
+    export_model(folder, model, opened.model, plan, opened.tokenizer, dtype, card, opened.merged)
     print(f"wrote {opened.location} to {folder} as {jnp.dtype(dtype).name}")
     if verify:
-        print(verify_folder(Path(folder), model, plan.config.model, plan.layout))
+        print(verify_folder(Path(folder), model, opened.model, plan.layout))
 
 
 def _write_adapters(folder: Location, opened: LoadedModel, dtype: Any, card: ModelCard, *, verify: bool) -> None:
@@ -122,9 +124,15 @@ def _write_adapters(folder: Location, opened: LoadedModel, dtype: Any, card: Mod
             f"--adapters only: {opened.location} has data.added_tokens, and {base} has no rows for them. Adapters do not"
             " contain them: write the whole model, without --adapters only"
         )
+    if opened.model != plan.model:
+        raise ConfigError(
+            f"--adapters only: {opened.location} has another architecture than the model that the run started from (surgery"
+            f" {' and '.join(choice_name(type(one)) for one in opened.surgeries)}), so adapters alone would not fit it. Write"
+            " the whole model, without --adapters only"
+        )
     model, saved = opened.load(), saved_modules(opened.surgeries)
     files = {README: card.text().encode()}
-    save_peft(folder, model, plan.config.model, plan.layout, dtype=dtype, base=base or "", files=files, saved=saved)
+    save_peft(folder, model, opened.model, plan.layout, dtype=dtype, base=base or "", files=files, saved=saved)
     print(f"wrote the adapters of {opened.location} to {folder}")
     if base is not None and verify:
         print(_verify_adapters(Path(folder), base, opened, round_adapters(model, dtype, saved)))

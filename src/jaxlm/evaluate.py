@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     data = data_with(opened, for_data)
     max_batches = _max_batches(opened.plan, options.max_batches)
     if opened.step is None and _SEQ_LEN not in others:
-        length = opened.plan.config.model.seq_len
+        length = opened.model.seq_len
         _to_stderr(
             f"note: sequences of {length} tokens, the model's longest. Compare losses with the same --{_SEQ_LEN}"
         )
@@ -161,8 +161,9 @@ def evaluate(
         model = opened.load()
         dummy_prefix = opened.tokenizer.dummy_prefix()
         model = model if quantize is None else inference_form(model, opened.surgeries, plan, quantize)
-        seq_len = plan.config.model.seq_len
-        for data_set in data.open_validation(opened.tokenizer, seq_len, _to_stderr, separate_cache=differs):
+        for data_set in data.open_validation(
+            opened.tokenizer, opened.model.seq_len, _to_stderr, separate_cache=differs
+        ):
             groups = _groups(data_set)
             options = {"batch_size": size, "layout": plan.layout, "max_batches": max_batches}
             meter = LossMeter(plan.precision, score_batch, token_bytes, len(groups.urls), dummy_prefix=dummy_prefix)

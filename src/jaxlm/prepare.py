@@ -37,7 +37,7 @@ from jaxlm.run.exit_codes import command
 from jaxlm.run.init_from import starts_at_random
 from jaxlm.run.leaves_from_tokens import compute_leaves
 from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
-from jaxlm.run.plan import plan_phases
+from jaxlm.run.plan import all_sources, initial_model, plan_phases
 
 
 @dataclass(frozen=True)
@@ -108,19 +108,23 @@ def main(arguments: Sequence[str]) -> int:
 
 def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepared]]:
     """Opens the run's tokenizer and the token caches of all phases, and builds those that do not exist."""
-    config.model.check()
+    model = initial_model(config)
+    model.check()
     check_num_steps(config)
-    sections = plan_phases(config)[1]
+    phases, sections = plan_phases(config)
     for section in sections:
         section.check()
     tokenizer = sections[0].load_tokenizer(log=console.log)
-    wanted = config.model.leaves_from_tokens(tokenizer.vocab_size)
-    tokenize_on_ray(config.trainer.ray, sections, tokenizer, config.model.seq_len, console.log)
+    wanted = model.leaves_from_tokens(tokenizer.vocab_size)
+    seq_lens = [phase.model.seq_len for phase in phases]
+    tokenize_on_ray(config.trainer.ray, sections, tokenizer, seq_lens, console.log)
     sizes = batch_sizes(config.trainer)
     if sizes is not None:
         config = with_num_steps_of_data(config, BatchSchedule.of(sizes), tokenizer, console.log)
     phases = plan_phases(config)[0]
-    opened = [section.open(tokenizer, config.model.seq_len, log=console.log) for section in sections]
+    opened = [
+        section.open(tokenizer, seq_len, log=console.log) for section, seq_len in zip(sections, seq_lens, strict=True)
+    ]
     for phase, data in zip(phases, opened, strict=True):
         if phase.objective.sequences_axis is not None:
             check_signals(data.train)
@@ -142,8 +146,8 @@ def show_examples(config: RunConfig, tokenizer: Tokenizer, page: str, console: C
     Raises:
         ConfigError: there is no such source, or the file cannot be written.
     """
-    sources = {source.folder: source for section in plan_phases(config)[1] for source in section.sources()}.values()
-    found = [(source.key, source.preview(tokenizer, config.model.seq_len, copies=console.log)) for source in sources]
+    sources = all_sources(*plan_phases(config))
+    found = [(source.key, source.preview(tokenizer, seq_len, copies=console.log)) for source, seq_len in sources]
     previews = [(key, preview) for key, preview in found if preview is not None]
     if not previews:
         raise ConfigError(
@@ -193,7 +197,7 @@ def batch_as_text(config: RunConfig, prepared: Sequence[Prepared], tokenizer: To
     mixture = data.mixture(batches.starting_at(phase.start), seed=config.order_seed)
     size = batches.at(number).size
     examples = batches.examples_between(phase.start, number) + np.arange(size)
-    yield f"batch {number}: step {number + 1}, phase '{phase.name}', {size} rows of {config.model.seq_len} tokens"
+    yield f"batch {number}: step {number + 1}, phase '{phase.name}', {size} rows of {phase.model.seq_len} tokens"
     for row, (source, place) in enumerate(zip(*map(np.ndarray.tolist, mixture.find(examples)), strict=True)):
         found, name = mixture.examples_of(source), mixture.names[source]
         summary, *documents = found.show(place, tokenizer)

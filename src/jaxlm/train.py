@@ -158,7 +158,7 @@ def _make_checked_plan(config: RunConfig) -> Plan:
     for data in plan.data:
         data.check_not_empty()  # a dry run lists what other machines may have, but no machine has text without a name
     if (vocab_size := plan.data[0].vocab_size) is not None:
-        config.model.leaves_from_tokens(vocab_size)  # raises for keys that do not suit it
+        plan.model.leaves_from_tokens(vocab_size)  # raises for keys that do not suit it
     check_performance(plan)
     check_accelerator(plan)
     check_num_steps(config)
@@ -186,12 +186,13 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     enable_compilation_cache(config.trainer.compilation_cache_dir)
 
     tokenizer = main_first(lambda: plan.data[0].load_tokenizer(log=console.log))
-    config.model.leaves_from_tokens(tokenizer.vocab_size)  # raises for keys that do not suit the vocabulary
+    plan.model.leaves_from_tokens(tokenizer.vocab_size)  # raises for keys that do not suit the vocabulary
     check_same_data(plan, tokenizer.fingerprint)
     saved = main_only(lambda: saved and check_same_tokenizer(plan, saved, tokenizer.fingerprint))
     cursor = expected_cursor(plan)
     main_only(lambda: check_opens(plan, tokenizer, cursor))
-    tokenize_on_ray(config.trainer.ray, plan.data, tokenizer, config.model.seq_len, console.log)
+    seq_lens = [phase.model.seq_len for phase in plan.phases]
+    tokenize_on_ray(config.trainer.ray, plan.data, tokenizer, seq_lens, console.log)
     config = with_num_steps_of_data(config, plan.batches.train, tokenizer, console.log)
     plan = plan.updated(config, tokenizer.vocab_size)
     check_references(plan, tokenizer, console.log)
@@ -293,6 +294,7 @@ def _open_phase(
                 weights,
                 refs={name: load_reference(plan, name, run.console.log) for name in phase.surgery_references},
                 open_batches=functools.partial(data.batches, sizes, plan.layout, **order),
+                log=run.console.log,
             )
         # Compiled before the state is made: a step that does not fit into memory ends in a message, not in a killed machine.
         with run.clock.during(Activity.COMPILE):

@@ -263,6 +263,12 @@ SPLIT_AT: dict[str, Entry] = {
         2, Shapes({r"^model\.body\.0\..*q_proj": (2, 4, 8, 32), r"^model\.body\.1\..*q_proj": (1, 4, 8, 32)})
     ),
 }
+DROPPED = "tests/surgery/test_drop_layers.py::"
+DROP_LAYERS: dict[str, Entry] = {
+    "surgery.layers": Change([0, 2], Shapes({r"^model\.body\..*q_proj": (1, 4, 8, 32)})),
+    "surgery.num_layers": ShownIn(DROPPED + "test_the_layers_with_the_least_influence_are_dropped_with_their_moments"),
+    "surgery.calibration_batches": ShownIn(DROPPED + "test_one_and_eight_devices_choose_the_same_layers"),
+}
 FP8: dict[str, Entry] = {
     "surgery.recipe": Change("rowwise", Program(gains=r"stablehlo\.bitcast_convert", loses=r"f8E5M2")),
     "surgery.exclude": Change("mlp", Program(loses=r"f8E4M3FN")),
@@ -433,6 +439,7 @@ TABLE: Table = {
     },
     "lora": LORA,
     "split_at": SPLIT_AT,
+    "drop_layers": DROP_LAYERS,
     "fp8": FP8,
     "distill": DISTILL,
     "checkpoint": CHECKPOINT,

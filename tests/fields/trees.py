@@ -114,6 +114,9 @@ BASES: dict[str, Tree] = {
     "split_at": merged(
         tree(phases=[{"name": "p", "surgery": [{"type": "split_at", "layer": 1}]}]), {"model": {"num_layers": 3}}
     ),
+    "drop_layers": merged(
+        tree(phases=[{"name": "p", "surgery": [{"type": "drop_layers", "layers": [1]}]}]), {"model": {"num_layers": 3}}
+    ),
     "fp8": tree(phases=[{"name": "p", "surgery": [{"type": "fp8", "min_features": 16}]}]),
     "distill": tree(objective={"type": "distill"}, refs={"teacher": {"type": "hf", "path": TEACHER}}),
     "checkpoint": tree(

@@ -95,7 +95,7 @@ def test_the_card_says_what_the_model_was_trained_on_how_and_with_what_result():
     """The Hub's own library reads its header."""
     hub = pytest.importorskip("huggingface_hub")
     plan = planned(initialize_from_hf="owner/base@v2", optimizer={"learning_rate": 3e-4, "lr_schedule": "linear"})
-    card = model_card(plan, 40, {"eval/loss": 2.34567}, hardware="8 x H100")
+    card = model_card(plan, plan.model, 40, {"eval/loss": 2.34567}, hardware="8 x H100")
     read = hub.ModelCard(card.text())
     assert read.data.to_dict() == {
         "library_name": "transformers",
@@ -138,7 +138,8 @@ def test_the_card_of_the_base_stays_with_its_license():
 def test_a_local_base_is_named_but_is_no_link(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
-    card = model_card(planned(initialize_from_hf="base"), 0, {})
+    plan = planned(initialize_from_hf="base")
+    card = model_card(plan, plan.model, 0, {})
     assert (card.base_model, "`base`" in card.summary) == (None, True)
 
 

@@ -74,7 +74,9 @@ def test_transformers_resizes_to_the_same_model_and_reads_the_export(tmp_path, t
     plan, model, _ = started(folder, num_tokens)
     grown = open_tokenizer(str(folder), NEW, None)
     assert grown.vocab_size == len(tokenizer)
-    export_model(tmp_path / "export", model, plan, grown, np.float32, model_card(plan, None, {}))
+    export_model(
+        tmp_path / "export", model, plan.model, plan, grown, np.float32, model_card(plan, plan.model, None, {})
+    )
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert ours.config.vocab_size == len(tokenizer)
     expected, found = theirs.state_dict(), ours.state_dict()

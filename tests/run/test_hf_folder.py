@@ -83,8 +83,8 @@ def test_the_generation_settings_are_exported_and_all_end_tokens_stop(folder, tm
     opened.tokenizer.save(tmp_path / "run")  # as in a checkpoint
     tokenizer = load_tokenizer(str(tmp_path / "run"))
     with opened.plan.layout.use():
-        card = model_card(opened.plan, None, {})
-        export_model(tmp_path / "out", opened.load(), opened.plan, tokenizer, np.float32, card)
+        card = model_card(opened.plan, opened.model, None, {})
+        export_model(tmp_path / "out", opened.load(), opened.model, opened.plan, tokenizer, np.float32, card)
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == GENERATION
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {key: written[key] for key in SPECIAL_IDS} == SPECIAL_IDS

@@ -20,7 +20,6 @@ from jaxlm.core.redaction import remember_secrets
 from jaxlm.interop.hf.model_section import with_hf_model
 from jaxlm.interop.levanter.config import from_levanter
 from jaxlm.presets.base import with_preset
-from jaxlm.surgery.base import SurgeryConfig
 
 R = TypeVar("R", bound=RunConfig)
 _FOLLOWING = ("callbacks", "tracker")  # keys of `trainer` that only look at a run while it trains
@@ -146,13 +145,13 @@ def _with_surgery_keys(config: R, tree: Mapping[str, Any]) -> R:
     if not config.phases:
         return config
 
-    def filled(surgery: SurgeryConfig, given: Mapping[str, Any]) -> SurgeryConfig:
-        return replace(surgery, **surgery.keys_from_files(given.keys(), config.model))
-
-    phases = [
-        replace(phase, surgery=[filled(*pair) for pair in zip(phase.surgery, given.get("surgery", []), strict=True)])
-        for phase, given in zip(config.phases, tree["phases"], strict=True)
-    ]
+    model, phases = config.model, []
+    for phase, written in zip(config.phases, tree["phases"], strict=True):
+        surgeries = []
+        for surgery, given in zip(phase.surgery, written.get("surgery", []), strict=True):
+            surgeries.append(replace(surgery, **surgery.keys_from_files(given.keys(), model)))
+            model = surgeries[-1].changed(model)
+        phases.append(replace(phase, surgery=surgeries))
     return replace(config, phases=phases)
 
 

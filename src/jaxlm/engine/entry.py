@@ -52,6 +52,10 @@ class Given(eqx.Module):
     refs: Mapping[str, LanguageModel] = eqx.field(default_factory=dict)
     sums: Sequence[Any] = ()
 
+    def sums_of(self, number: int) -> Any:
+        """The sums of one of the surgeries; None if it was not calibrated."""
+        return self.sums[number] if number < len(self.sums) else None
+
 
 class Carried(eqx.Module):
     """What a phase takes over from the end of the previous one, besides the model (`PhaseEntry.state`)."""
@@ -113,7 +117,7 @@ class PhaseEntry:
             guard=UpdateCounts(updates=jnp.zeros((), jnp.int32), skipped=jnp.asarray(before.skipped, jnp.int32)),
             slots=slots,
         )
-        return state if before.carried is None else self._with_carried(state, before.carried)
+        return state if before.carried is None else self._with_carried(state, before.carried, given)
 
     def model(self, model: LanguageModel, given: Given | None = None, *, until: int | None = None) -> LanguageModel:
         """The model after the phase's surgeries, or after the first `until` of them."""
@@ -128,21 +132,22 @@ class PhaseEntry:
         model = surgery.apply(before, key=key)
         if given is None:
             return model
-        sums = given.sums[number] if number < len(given.sums) else None
+        sums = given.sums_of(number)
         if sums is not None or surgery.references:
             model = surgery.fill(model, before, refs=given.refs, sums=sums, key=jax.random.fold_in(key, _VALUES))
         leaves = given.leaves[number] if given.leaves else {}
         return tree.map_leaves(lambda path, leaf: leaves.get(path, leaf), model)
 
-    def _with_carried(self, fresh: RunState, carried: Carried) -> RunState:
+    def _with_carried(self, fresh: RunState, carried: Carried, given: Given | None) -> RunState:
         """The state with what goes on from the previous phase: moments and counts of the leaves that both train, statistics
         of the guards and, if the schedule goes on too, its position, averages and the objective's state.
         """
         assert self.previous is not None
         goes_on = self.phase.schedule_start is not None
         opt_state = carried.opt_state
-        for surgery in self.phase.surgeries:
-            opt_state = _map_models(surgery.moved, opt_state)
+        for number, surgery in enumerate(self.phase.surgeries):
+            sums = None if given is None else given.sums_of(number)
+            opt_state = _map_models(functools.partial(surgery.moved, sums=sums), opt_state)
         opt_state = _taken(fresh.opt_state, opt_state)
         if not goes_on:
             opt_state = with_schedules_restarted(opt_state)
@@ -316,6 +321,7 @@ def enter_phase(
     *,
     refs: Mapping[str, LanguageModel] | None = None,
     open_batches: OpenBatches | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> Callable[[], RunState]:
     """Returns a function that builds the state at the start of a phase. Until it is called, its program compiles in a thread.
 
@@ -327,6 +333,7 @@ def enter_phase(
         refs: the references that the surgeries read, by name.
         open_batches: opens the batches of the phase's data at its first step; without them, surgeries are not calibrated and
             keep the values that they have without.
+        log: is told what the surgeries decided from what they measured.
     """
     entry, abstract, refs = state_builder.entry(phase), state_builder.abstract_state(phase), refs or {}
     leaves = state_builder.initial_leaves(phase)
@@ -342,18 +349,28 @@ def enter_phase(
         make = lambda leaves, refs: state_builder.initial_state(phase, Given(leaves, refs))  # noqa: E731
         return build_state(make, abstract, layout, leaves, kept=(refs,))
     sums = () if open_batches is None else _calibrated(entry, before.model, layout, Given(leaves, refs), open_batches)
+    for surgery, measured in zip(phase.surgeries, sums, strict=False):
+        decided = None if measured is None else surgery.describe(jax.device_get(measured))
+        if decided is not None and log is not None:
+            log(decided)
     make_state = lambda before, leaves, sums, refs: entry.state(before, Given(leaves, refs, sums))  # noqa: E731
     build = build_state(make_state, abstract, layout, before, leaves, sums, kept=(refs,))
-    if previous is None or phase.carries_optimizer:
-        return build
 
     def enter() -> RunState:
-        # The program donates the model only. Free the rest, which callers that still hold the state would keep alive.
-        for array in jax.tree.leaves((previous.opt_state, previous.slots)):
-            array.delete()
-        return build()
+        # Free what the program does not donate, which callers that still hold the state would keep alive.
+        if previous is not None and not phase.carries_optimizer:
+            _delete((previous.opt_state, previous.slots))
+        state = build()
+        _delete(before.model)  # arrays that no array of the new model has replaced
+        return state
 
     return enter
+
+
+def _delete(arrays: Any) -> None:
+    for array in jax.tree.leaves(arrays):
+        if not array.is_deleted():
+            array.delete()
 
 
 def _calibrated(

@@ -1,6 +1,7 @@
 """The run's state: everything that training changes."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -118,7 +119,11 @@ def build_state(
         # It runs once, so optimizing the program costs more than it saves.
         compiler_options={"xla_backend_optimization_level": 1},
     )
+    with warnings.catch_warnings():
+        # Of a model that loses layers, no output takes the buffers.
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        lowered = program.lower(*args, *kept)
     thread = ThreadPoolExecutor(1)
-    compiled = thread.submit(program.lower(*args, *kept).compile)
+    compiled = thread.submit(lowered.compile)
     thread.shutdown(wait=False)
     return lambda: compiled.result()(*args, *kept)

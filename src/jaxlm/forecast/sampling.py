@@ -85,7 +85,7 @@ def forecast_sampling(plan: Plan, topology: Topology, log: Callable[[str], None]
     Call it inside `plan.layout.use()`.
     """
     phase = plan.phases[0]
-    sampled = plan.data[phase.index].batch_spec(plan.config.model.seq_len).sampled
+    sampled = plan.data[phase.index].batch_spec(phase.model.seq_len).sampled
     if sampled is None:
         return None
     num_rows = sampled.num_rows(plan.batches.train.largest.size)

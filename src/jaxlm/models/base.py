@@ -189,6 +189,17 @@ class LanguageModel(eqx.Module):
         None if `hidden` already returns logits.
         """
 
+    def with_layers(self, kept: Sequence[int]) -> "LanguageModel":
+        """The same model with only some of its layers; its config is `ModelConfig.with_layers`. Leaves may be missing (None).
+
+        Args:
+            kept: numbers of the layers, from 0, in ascending order.
+
+        Raises:
+            ConfigError: the layers cannot be separated.
+        """
+        raise ConfigError(f"a model of type {type(self).__name__} has no layers that jaxlm can take out")
+
     def logits(self, hidden: NamedArray) -> NamedArray:
         """Maps {..., embed} to {..., vocab} and applies the soft cap."""
         head = self.lm_head()
@@ -271,6 +282,22 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
         """The loss pads the vocabulary to a multiple of this."""
         return self.pad_vocab_to_multiple_of or 1
 
+    @property
+    def Layers(self) -> Axis:
+        """An axis with the number of layers. Raises `ConfigError` if jaxlm does not know the layers of the model."""
+        raise ConfigError(f"jaxlm does not know the layers of {_family(self)}")
+
+    def with_layers(self, kept: Sequence[int]) -> "ModelConfig":
+        """The config of the same model with only some of its layers.
+
+        Args:
+            kept: numbers of the layers, from 0, in ascending order.
+
+        Raises:
+            ConfigError: no config of the family describes it.
+        """
+        raise ConfigError(f"jaxlm does not know the layers of {_family(self)}")
+
     @abc.abstractmethod
     def check(self) -> None:
         """Raises `ConfigError` if no model can be built from these keys (for example, heads that do not divide)."""
@@ -290,6 +317,10 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
     @abc.abstractmethod
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
         """FLOPs per training token."""
+
+
+def _family(config: ModelConfig) -> str:
+    return f"a model of type {type(config).__name__.removesuffix('Config').lower()}"
 
 
 def vocab_axis(size: int) -> Axis:

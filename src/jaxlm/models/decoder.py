@@ -5,9 +5,9 @@ Each family is a config that assembles its own blocks. The model class is the sa
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import haliax.nn as hnn
@@ -169,6 +169,16 @@ class TransformerConfig(ModelConfig):
         """Initializes one block of `dense_layers`, which only families with experts have."""
         raise NotImplementedError
 
+    def with_layers(self, kept: Sequence[int]) -> "TransformerConfig":
+        changed = dataclasses.replace(self, num_layers=len(kept), **self.layer_keys(kept))
+        assert changed.kinds == tuple(self.kinds[layer] for layer in kept), "layers keep their windows and rotation"
+        assert changed.dense_layers == renumbered(self.dense_layers, kept), "layers keep their experts"
+        return changed
+
+    def layer_keys(self, kept: Sequence[int]) -> dict[str, Any]:
+        """The keys that say in which layers something is, for a model with only these layers. Empty without such keys."""
+        return {}
+
     @property
     def dense_layers(self) -> tuple[int, ...]:
         """The numbers of the layers without experts, in a family with experts."""
@@ -314,6 +324,10 @@ class Decoder(LanguageModel):
             return hidden
         return dataclasses.replace(hidden, final=hidden.final * self.final_scale)
 
+    def with_layers(self, kept: Sequence[int]) -> "Decoder":
+        config, body = self.config.with_layers(kept), self.body.with_layers(kept)
+        return dataclasses.replace(self, config=config, body=body, switch_lengths=switch_lengths(config.kinds))
+
     def lm_head(self) -> Weight:
         return for_compute(self.tokens if self.head is None else self.head).weight
 
@@ -321,6 +335,11 @@ class Decoder(LanguageModel):
         layers = [stack.Layers for stack in self.body.stacks]
         sizes = (self.config.KVHeads, self.config.HeadSize)
         return empty_cache(layers, Batch, capacity, *sizes, dtype, with_tokens=bool(self.switch_lengths))
+
+
+def renumbered(layers: Collection[int], kept: Sequence[int]) -> tuple[int, ...]:
+    """The new numbers of these layers in a model with only the layers `kept`."""
+    return tuple(new for new, old in enumerate(kept) if old in layers)
 
 
 def projections(config: DecoderConfig, keys: jax.Array, *, qkv_bias: bool, out_bias: bool) -> dict:

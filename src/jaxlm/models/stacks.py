@@ -23,6 +23,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import LAYERS
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import current_layout, current_platform, for_compute
 from jaxlm.core.tree import is_named
 from jaxlm.models.attention.api import AttentionMask
@@ -171,6 +172,27 @@ class Body(abc.ABC):
         )
         whole = Stacks.of([*parts[0], *parts[1]], order, self.last_norm)
         return dataclasses.replace(whole, cuts=(*self.cuts, cut))
+
+    def with_layers(self, kept: Sequence[int]) -> "Body":
+        """Only some of the layers, in stacks in the order of their first layers. Leaves may be missing (None).
+
+        Args:
+            kept: numbers of the layers, counted from 0 over all stacks, in ascending order.
+
+        Raises:
+            ConfigError: `split_at` has cut the stacks, which it could not join again.
+        """
+        if self.cuts:
+            raise ConfigError("split_at has cut the layers into stacks before. Take layers out first, and cut the rest")
+        before = [self.order[layer] for layer in kept]
+        numbers = list(dict.fromkeys(before))
+        stacks = []
+        for number in numbers:
+            places = [place for place, layer in enumerate(self.layer_numbers[number]) if layer in kept]
+            stacks.append(dataclasses.replace(self.stacks[number].taken(places), structure=len(stacks)))
+        if len(stacks) == 1:
+            return dataclasses.replace(stacks[0], final_norm=self.last_norm)
+        return Stacks.of(stacks, tuple(numbers.index(number) for number in before), self.last_norm)
 
     @property
     def last_norm(self) -> Norm:
@@ -433,6 +455,15 @@ class Stack(Body, eqx.Module):
             kinds=shortest_period(self.kinds_between(start, stop)),
         )
 
+    def taken(self, places: Sequence[int]) -> "Stack":
+        """The layers at these places of the stack."""
+        kinds = self.kinds_between(0, self.Layers.size)
+        stacked = jax.tree.map(
+            lambda leaf: taken_layers(leaf, np.asarray(places)), self.layers.stacked, is_leaf=is_named
+        )
+        layers = dataclasses.replace(self.layers, stacked=stacked, Block=self.Layers.resize(len(places)))
+        return dataclasses.replace(self, layers=layers, kinds=shortest_period([kinds[place] for place in places]))
+
     def followed_by(self, upper: "Stack") -> "Stack":
         """The layers of both stacks, which must have the same structure, in one stack."""
         sizes = self.Layers.size, upper.Layers.size
@@ -445,6 +476,15 @@ class Stack(Body, eqx.Module):
 def _layers_between(tree: T, start: int, stop: int) -> T:
     """Layers `start` to `stop` of every array."""
     return jax.tree.map(lambda leaf: leaf[LAYERS, start:stop], tree, is_leaf=is_named)
+
+
+def taken_layers(leaf: Any, places: np.ndarray | jax.Array) -> Any:
+    """The layers at these places of an array; arrays without an axis of layers stay as they are. Places may be traced."""
+    if not is_named(leaf) or LAYERS not in (names := [axis.name for axis in leaf.axes]):
+        return leaf
+    at = names.index(LAYERS)
+    axes = (*leaf.axes[:at], leaf.axes[at].resize(places.shape[0]), *leaf.axes[at + 1 :])
+    return NamedArray(jnp.take(leaf.array, places, axis=at, mode="clip"), axes)
 
 
 _NUMBER = re.compile(r"^body\.(\d+)\.")

@@ -20,13 +20,12 @@ from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, latest_complete, restore
 from jaxlm.engine.checkpoint.store import ARRAYS
-from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, shardings
-from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
+from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.refs.base import Log, Ref, RefConfig
 from jaxlm.run.load_model import AS_TRAINED
-from jaxlm.run.plan import plan_phases
+from jaxlm.run.plan import saved_models
 from jaxlm.surgery.base import SurgeryConfig, merge_surgeries
 
 
@@ -51,7 +50,6 @@ class _Saved:
 
     checkpoint: VerifiedCheckpoint
     tokenizer: Tokenizer
-    model_config: ModelConfig
     phase: Phase
     surgeries: tuple[SurgeryConfig, ...]
     state: RunState
@@ -68,7 +66,7 @@ class _CheckpointRef(Ref[CheckpointRefConfig]):
         return jax.eval_shape(lambda model: self.precision.cast_to_params(self._merged(model)), self._saved.state.model)
 
     def model_config(self) -> ModelConfig:
-        return self._saved.model_config
+        return self._saved.phase.model
 
     def notes(self) -> Sequence[str]:
         return ()
@@ -114,13 +112,12 @@ class _CheckpointRef(Ref[CheckpointRefConfig]):
         with checkpoint.checkpoint.local("run") as folder:
             tokenizer = load_tokenizer(str(folder / "tokenizer"))
             config = read_saved(folder / "config.yaml")
-        Vocab, phases = vocab_axis(tokenizer.vocab_size), plan_phases(config)[0]
-        builder = StateBuilder(config.model, Vocab, config.trainer.seed, self.precision, phases)
-        phase = phases[checkpoint.cursor.phase]
+        builder = saved_models(config, tokenizer.vocab_size, self.precision)
+        phase = builder.phases[checkpoint.cursor.phase]
         known = (AS_TRAINED, *phase.averages)
         if self.config.weights not in known:
             raise ConfigError(
                 f"{self.key}.weights: '{self.config.weights}' given, but {checkpoint.location} only has: {', '.join(known)}"
             )
         surgeries = builder.surgeries_until(phase)
-        return _Saved(checkpoint, tokenizer, config.model, phase, surgeries, builder.abstract_state(phase))
+        return _Saved(checkpoint, tokenizer, phase, surgeries, builder.abstract_state(phase))

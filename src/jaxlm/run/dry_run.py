@@ -41,7 +41,7 @@ from jaxlm.optim.lr.schedules import Schedule
 from jaxlm.run.compilation.cache import enable_compilation_cache
 from jaxlm.run.compilation.step import compile_steps, gib
 from jaxlm.run.init_from import check_init_from, import_notes
-from jaxlm.run.plan import Plan
+from jaxlm.run.plan import Plan, all_sources
 from jaxlm.run.references import check_references
 from jaxlm.run.startup import check_exports_are_new, describe
 
@@ -229,7 +229,7 @@ def _openings(plan: Plan) -> Iterator[_Question]:
         check = functools.partial(data.check_opens, tokenizer, dry=True)
         yield _Question(f"data {choice_name(type(data))}", check, "")
     for evaluation in plan.config.evals:
-        check = functools.partial(evaluation.check_opens, tokenizer, plan.config.model.seq_len, dry=True)
+        check = functools.partial(evaluation.check_opens, tokenizer, plan.phases[0].model.seq_len, dry=True)
         yield _Question(f"evaluation {choice_name(type(evaluation))}", check, "")
     exports = plan.config.hf_save_path
     if exports is not None and not is_url(exports) and not is_url(plan.config.trainer.checkpointer.base_path):
@@ -241,23 +241,24 @@ def _previews(plan: Plan, drawn: list[MaskPreview]) -> Iterator[_Question]:
     if bpe_config(plan.data[0].tokenizer) is not None:
         return
 
-    def shares(source: NamedSource) -> str | None:
+    def shares(source: NamedSource, seq_len: int) -> str | None:
         try:
             tokenizer = plan.data[0].load_tokenizer(log=lambda _: None)
             source.check(caches=False)
         except ConfigError:
             return None  # other rows say what is wrong with the tokenizer, or with the list of files
-        preview = source.preview(tokenizer, plan.config.model.seq_len)
+        preview = source.preview(tokenizer, seq_len)
         if preview is None:
             return None
         if preview.example:
             drawn.append(preview)
         return preview.describe()
 
-    sources = {source.folder: source for data in plan.data for source in data.sources()}.values()
-    for source in sources:
+    for source, seq_len in all_sources(plan.phases, plan.data):
         if source.config.format.has_loss_mask:
-            yield _Question(f"trained tokens of {source.key}", functools.partial(shares, source), "what has the text")
+            yield _Question(
+                f"trained tokens of {source.key}", functools.partial(shares, source, seq_len), "what has the text"
+            )
 
 
 def _unchecked(name: str, what: str) -> _Question:

@@ -25,7 +25,7 @@ from jaxlm.interop.hf.hub import repository_of, upload_folder
 from jaxlm.interop.hf.model_card import README, ModelCard
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.interop.peft.merged import MergedAdapter, merged_file
-from jaxlm.models.base import LanguageModel
+from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.observe.records import METRICS, read_metrics
 from jaxlm.run.plan import Plan
 from jaxlm.run.startup import LAST_EXPORTED, describe_phase, parameters
@@ -39,6 +39,7 @@ _MAX_URLS = 20
 def export_model(
     folder: Location,
     model: LanguageModel,
+    config: ModelConfig,
     plan: Plan,
     tokenizer: Tokenizer,
     dtype: Any,
@@ -49,9 +50,9 @@ def export_model(
 
     Args:
         model: in the form of `export_form`.
+        config: of the model.
         merged: the adapters that it contains.
     """
-    config = plan.config.model
     files = tokenizer.files(max_length=config.seq_len)
     of_tokenizer = files.pop(README, None)
     if of_tokenizer is not None and _tokenizer_is_of_base(plan):
@@ -68,7 +69,7 @@ def weights_exporter(plan: Plan, phase: Phase, tokenizer: Tokenizer) -> Callable
     surgeries = plan.state_builder.surgeries_until(phase)
 
     def export(model: LanguageModel, folder: Path) -> None:
-        exported, config = export_form(model, surgeries), plan.config.model
+        exported, config = export_form(model, surgeries), phase.model
         files = tokenizer.files(max_length=config.seq_len)
         save_folder(
             folder,
@@ -119,10 +120,11 @@ class ExportHook:
         surgeries = self.plan.state_builder.surgeries_until(self.phase)
         model, name = export_form(state.model, surgeries), f"{run_id_of(self.plan.config)}/step-{step}"
         merged = [MergedAdapter.of_checkpoint(name)] if adds_adapters(surgeries) else []
+        config = self.phase.model
         devices = self.plan.layout.mesh.devices.ravel()
-        card = model_card(self.plan, step, self.latest(), hardware=f"{len(devices)} x {devices[0].device_kind}")
+        card = model_card(self.plan, config, step, self.latest(), hardware=f"{len(devices)} x {devices[0].device_kind}")
         try:
-            export_model(folder, model, self.plan, self.tokenizer, self.dtype, card, merged)
+            export_model(folder, model, config, self.plan, self.tokenizer, self.dtype, card, merged)
         except PublishError as error:
             self.log(f"warning: step {step}: not exported: {error}. To export it later, run jaxlm convert")
         else:
@@ -145,6 +147,7 @@ class ExportHook:
 
 def model_card(
     plan: Plan,
+    model: ModelConfig,
     step: int | None,
     metrics: Mapping[str, float],
     *,
@@ -155,6 +158,7 @@ def model_card(
     """Describes what a model was trained on, how, and with what result.
 
     Args:
+        model: config of the model that is exported.
         step: number of training steps; None for a model that jaxlm only converts.
         metrics: those of the last evaluation.
         hardware: the devices that trained it; None if unknown.
@@ -163,9 +167,9 @@ def model_card(
     config = plan.config
     base = base or hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
     title = Path(base).name if step is None and base else run_id_of(config)
-    kind = type(config.model).__name__.removesuffix("Config")
-    model = f"{kind} with {parameters(plan.state_builder.abstract_initial_model)}"
-    what = f"A {model}, {'converted' if step is None else 'trained'} with jaxlm {version('jaxlm')}."
+    kind = type(model).__name__.removesuffix("Config")
+    built = jax.eval_shape(lambda: model.build(plan.state_builder.Vocab, key=jax.random.key(0)))
+    what = f"A {kind} with {parameters(built)}, {'converted' if step is None else 'trained'} with jaxlm {version('jaxlm')}."
     rows = (
         []
         if step is None
@@ -195,7 +199,7 @@ def logged_evaluation(config: RunConfig, step: int) -> dict[str, float]:
 
 
 def _training(plan: Plan, step: int) -> Iterator[tuple[str, str]]:
-    sequences, seq_len = plan.batches.train.examples_before(step), plan.config.model.seq_len
+    sequences, seq_len = plan.batches.train.examples_before(step), plan.model.seq_len
     yield "steps", f"{step} of {plan.num_steps}"
     yield "tokens", f"{sequences * seq_len:,} ({sequences:,} sequences of up to {seq_len} tokens)"
     for phase, data in zip(plan.phases, plan.data, strict=True):

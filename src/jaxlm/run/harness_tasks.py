@@ -117,7 +117,7 @@ def _evaluate_harness(loaded: LoadedModel, options: argparse.Namespace) -> None:
         limit=options.limit,
         batch_size=HarnessEvalConfig.batch_size if options.batch_size is None else options.batch_size,
     )
-    tasks = open_tasks(config, loaded.plan.config.model.seq_len)
+    tasks = open_tasks(config, loaded.model.seq_len)
     with loaded.plan.layout.use():
         model = loaded.for_inference(options.quantize)
         results = tasks.run(model, loaded.tokenizer, bootstrap_iters=_BOOTSTRAP_ITERS)

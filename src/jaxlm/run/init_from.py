@@ -64,7 +64,7 @@ class InitFrom:
     def initializes(self, plan: Plan) -> bool:
         """Whether some parameters may be initialized, and not loaded."""
         if (source := self.state or self.weights) is not None and plan.config.trainer.allow_partial_checkpoint:
-            wanted = plan.config.model.leaves_from_tokens(plan.state_builder.Vocab.size)
+            wanted = plan.model.leaves_from_tokens(plan.state_builder.Vocab.size)
             saved = json.loads(source.checkpoint.read("run/manifest.json"))["leaves"]
             return wanted is not None and any(f"model.{path}" not in saved for path in wanted.paths)
         return self.state is None and self.weights is None and starts_at_random(plan.config, plan.data[0].tokenizer)
@@ -135,9 +135,9 @@ def _load_hf_weights(plan: Plan, log: Log) -> LanguageModel | None:
     config, added = plan.config, plan.data[0].added_tokens
     options = ReadOptions(config.hf_weight_names, config.hf_skip_keys, log=log)
     if not added:
-        return load_pretrained(path, abstract, config.model, plan.layout, options)
+        return load_pretrained(path, abstract, plan.model, plan.layout, options)
     smaller = plan.state_builder.with_vocabulary(abstract.Vocab.size - len(added)).abstract_initial_model
-    model = load_pretrained(path, smaller, config.model, plan.layout, options)
+    model = load_pretrained(path, smaller, plan.model, plan.layout, options)
     log(f"the {len(added)} rows for data.added_tokens are the mean of the {smaller.Vocab.size:,} others")
     return grow_vocabulary(model, abstract, plan.layout)
 

@@ -25,7 +25,7 @@ _FOLDER = "derived"
 
 def leaves_from_tokens(plan: Plan, tokenizer: Tokenizer, log: Log) -> Arrays:
     """Path -> value of these leaves, the same on all processes; empty if the model has none. All processes must call this."""
-    model, builder = plan.config.model, plan.state_builder
+    model, builder = plan.model, plan.state_builder
     wanted = model.leaves_from_tokens(builder.Vocab.size)
     if wanted is None:
         return {}

@@ -23,11 +23,12 @@ from jaxlm.engine.checkpoint.integrity import DamagedError
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, restore
+from jaxlm.engine.phases import Phase
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder, parameter_dtype
 from jaxlm.interop.hf.hub import local_folder, may_be_repository
 from jaxlm.interop.peft.merged import MergedAdapter, has_adapters_of, read_merged
-from jaxlm.models.base import LanguageModel
+from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.inference.quantized import describe_weights, quantized
 from jaxlm.run.plan import Plan, make_plan
 from jaxlm.surgery.base import SurgeryConfig, merge_surgeries
@@ -85,9 +86,14 @@ class LoadedCheckpoint:
         return self.plan.data[self.checkpoint.cursor.phase]
 
     @property
+    def phase(self) -> Phase:
+        """The phase that the checkpoint is in."""
+        return self.plan.phases[self.checkpoint.cursor.phase]
+
+    @property
     def surgeries(self) -> tuple[SurgeryConfig, ...]:
         """The surgeries that the model has been through, in order."""
-        return self.plan.state_builder.surgeries_until(self.plan.phases[self.checkpoint.cursor.phase])
+        return self.plan.state_builder.surgeries_until(self.phase)
 
     def load_model(self, weights: str = AS_TRAINED, spelling: Spelling = OPTIONS) -> LanguageModel:
         """Loads the model in its parameters' dtype. Call it inside `plan.layout.use()`.
@@ -96,7 +102,7 @@ class LoadedCheckpoint:
             weights: `trained` for the newest weights, or `ema` for their average (`trainer.model_averaging`).
             spelling: of messages.
         """
-        phase = self.plan.phases[self.checkpoint.cursor.phase]
+        phase = self.phase
         known = (AS_TRAINED, *phase.averages)
         if weights not in known:
             raise ConfigError(
@@ -226,6 +232,7 @@ class LoadedModel:
     Attributes:
         location: its path or URL.
         open_tokenizer: reads its tokenizer, which a Hugging Face folder need not have.
+        model: config of the model with merged surgeries.
         surgeries: the surgeries that the model has been through, in order.
         data: the data section of the checkpoint's phase; that of a Hugging Face model names only its tokenizer.
         step: the checkpoint's step; None for a Hugging Face model.
@@ -238,6 +245,7 @@ class LoadedModel:
     location: Path | str
     open_tokenizer: Callable[[], Tokenizer]
     plan: Plan
+    model: ModelConfig
     surgeries: tuple[SurgeryConfig, ...]
     data: DataConfig
     step: int | None
@@ -309,7 +317,7 @@ def open_model(
     opened = open_named(name, keys, weights, also, devices, spelling)
     if adapter is None:
         return opened
-    config, layout, folder = opened.plan.config.model, opened.plan.layout, Path(adapter)
+    config, layout, folder = opened.model, opened.plan.layout, Path(adapter)
     lora, own, given = lora_for_inference(folder, config), MergedAdapter.of_folder(folder), spelling.adapter
     twice = ConfigError(
         f"{given}{spelling.equals}{adapter}: {opened.location} contains these adapters already. Remove {given}"
@@ -354,6 +362,7 @@ def _open_checkpoint(
         trained.checkpoint.location,
         lambda: trained.tokenizer,
         trained.plan,
+        trained.phase.model,
         trained.surgeries,
         trained.data,
         trained.checkpoint.cursor.step,
@@ -397,10 +406,12 @@ def _open_hf_model(
     plan = make_plan(config, "imported", opened.vocab_size, devices)
 
     def load() -> LanguageModel:
-        return load_model(folder, plan.state_builder.abstract_initial_model, config.model, plan.layout, options)
+        return load_model(folder, plan.state_builder.abstract_initial_model, plan.model, plan.layout, options)
 
-    merged = read_merged(folder)
-    return LoadedModel(folder, tokenizer, plan, (), plan.data[0], None, load, None, is_hugging_face=True, merged=merged)
+    merged, data = read_merged(folder), plan.data[0]
+    return LoadedModel(
+        folder, tokenizer, plan, plan.model, (), data, None, load, None, is_hugging_face=True, merged=merged
+    )
 
 
 def _to_stderr(line: str) -> None:

@@ -1,5 +1,6 @@
 """Computes the number of training steps from the data, for `epoch` and `data.stop_strategy`."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -54,9 +55,8 @@ def with_num_steps_of_data(
                 f" (data.type: {choice_name(type(section))}). Remove epoch, and set trainer.num_train_steps"
             )
         if by_epoch or section.stop_strategy != "restart":
-            data = main_first(
-                lambda section=section: section.open(tokenizer, config.model.seq_len, log, summarize=False)
-            )
+            seq_len = phase.model.seq_len
+            data = main_first(functools.partial(section.open, tokenizer, seq_len, log, summarize=False))
             own_batches = batches.starting_at(start)
             num_steps = _of_epochs(config, data, own_batches) if by_epoch else phase.num_steps
             steps[phase.index] = _until_exhausted(phase, num_steps, data, own_batches, config.order_seed, log)

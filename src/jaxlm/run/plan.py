@@ -26,6 +26,7 @@ from jaxlm.core.precision import Precision, parse_precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import is_url, local_copy, open_store
 from jaxlm.data.config import DataConfig
+from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokenizer.train_bpe import BpeConfig, bpe_config
 from jaxlm.engine.checkpoint.manifest import CheckpointName
 from jaxlm.engine.checkpoint.resolve import resolve_folder
@@ -38,7 +39,7 @@ from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.interop.hf.hub import check_upload_name
 from jaxlm.interop.hf.model_section import hf_name
-from jaxlm.models.base import vocab_axis
+from jaxlm.models.base import ModelConfig, vocab_axis
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
 from jaxlm.refs.base import Ref
@@ -79,6 +80,11 @@ class Plan:
         return self.state_builder.precision
 
     @property
+    def model(self) -> ModelConfig:
+        """Config of the initial model. That of a phase, whose surgeries may have changed it, is `Phase.model`."""
+        return self.state_builder.model
+
+    @property
     def phases(self) -> tuple[Phase, ...]:
         return self.state_builder.phases
 
@@ -94,7 +100,7 @@ class Plan:
 
     def tokens_per_example(self, phase: Phase) -> int:
         """Tokens, including padding, of all sequences of an example that the model reads in a phase."""
-        seq_len = self.config.model.seq_len
+        seq_len = phase.model.seq_len
         columns = self.data[phase.index].batch_spec(seq_len).columns.values()
         sizes = {axis.name: axis.size for column in columns for axis in column.axes}
         return seq_len * sizes.get(phase.objective.sequences_axis or "", 1)
@@ -160,7 +166,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     sizes = {axis.name: axis.size for axes in arrays.values() for axis in axes}
     names = {path: [axis.name for axis in axes] for path, axes in arrays.items()}
     mesh, layout, warnings = plan_mesh(trainer, sizes, names, devices)
-    check_hugging_face(config, data[0].tokenizer)
+    check_hugging_face(config, data[0].tokenizer, [phase.model for phase in phases])
     batches = plan_batches(trainer, layout.num_shards(BATCH))
     plan = Plan(
         config=config,
@@ -185,9 +191,9 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     # Raises for surgeries that do not apply and patterns that match nothing.
     states = [plan.state_builder.abstract_state(phase) for phase in phases]
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
-    if config.hf_save_path is not None and any(is_reward_model(state.model) for state in states):
-        classifier_name(family_of_config(config.model).architecture)  # raises if transformers has no such class
     for phase, state in zip(phases, states, strict=True):
+        if config.hf_save_path is not None and is_reward_model(state.model):
+            classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
         cut = {path: leaf.axes for path, leaf in tree.leaves(state.model) if tree.is_named(leaf)}
         check_cut_axes(layout, cut, phase.name)
     return plan
@@ -215,7 +221,7 @@ def _check_evaluations(config: RunConfig) -> None:
 
 def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
     """Raises `ConfigError` if the phase's objective, or an evaluation, does not read the batches of its data."""
-    spec = data.batch_spec(config.model.seq_len)
+    spec = data.batch_spec(phase.model.seq_len)
     batch = spec.make(**dict.fromkeys(spec.columns))
     scoring = [choice_name(type(each)) for each in config.evals if each.reads_supervised]
     if scoring and not hasattr(batch, "supervised") and data.has_validation:
@@ -271,14 +277,15 @@ def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref
     return {name: ref.open(f"refs.{name}") for name, ref in config.refs.items()}
 
 
-def check_hugging_face(config: RunConfig, tokenizer: str | BpeConfig) -> None:
-    """Raises `ConfigError` if the keys about Hugging Face import and export are invalid."""
+def check_hugging_face(config: RunConfig, tokenizer: str | BpeConfig, models: Sequence[ModelConfig]) -> None:
+    """Raises `ConfigError` if the keys about Hugging Face import and export are invalid. Args: models: of the phases."""
     if config.hf_save_dtype is not None:
         parse_dtype(config.hf_save_dtype, "hf_save_dtype")
     if config.hf_save_path is not None:
         if is_url(config.hf_save_path):
             open_store(config.hf_save_path, "hf_save_path")
-        config_to_json(family_of_config(config.model), config.model)  # raises for what a config.json cannot say
+        for model in dict.fromkeys(models):
+            config_to_json(family_of_config(model), model)  # raises for what a config.json cannot say
     if config.hf_upload and (config.hf_save_path is None or is_url(config.hf_save_path)):
         raise ConfigError(
             f"hf_upload: {config.hf_upload} given, but hf_save_path is {config.hf_save_path}. It pushes the folders in"
@@ -300,6 +307,16 @@ def check_hugging_face(config: RunConfig, tokenizer: str | BpeConfig) -> None:
 def upload_repository(config: RunConfig) -> str | None:
     """The repository that `hf_upload` names; None if nothing is pushed."""
     return run_id_of(config) if config.hf_upload is True else config.hf_upload or None
+
+
+def initial_model(config: RunConfig) -> ModelConfig:
+    """The config of the model before the first phase's surgeries, unchecked."""
+    return config.model
+
+
+def saved_models(config: RunConfig, vocab_size: int, precision: Precision) -> StateBuilder:
+    """What builds the models of a run with this configuration."""
+    return StateBuilder(config.model, vocab_axis(vocab_size), config.trainer.seed, precision, plan_phases(config)[0])
 
 
 def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig, ...]]:
@@ -325,7 +342,9 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
         optimizer = phase.optimizer or config.optimizer
         goes_on = phase.carry_optimizer and _check_carries(optimizer, phases, index)
         for surgery in phase.surgery:
-            model = surgery.changed(model)
+            if (changed := surgery.changed(model)) != model:
+                changed.check()
+            model = changed
         phases.append(
             Phase(
                 index=index,
@@ -353,6 +372,14 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
                     f" first phase has {encode(first)}"
                 )
     return tuple(phases), data
+
+
+def all_sources(phases: Sequence[Phase], sections: Sequence[DataConfig]) -> list[tuple[NamedSource, int]]:
+    """The sources of all phases, each once, with the length of the phase's sequences."""
+    pairs = zip(phases, sections, strict=True)
+    return list(
+        {source.folder: (source, phase.model.seq_len) for phase, data in pairs for source in data.sources()}.values()
+    )
 
 
 def _check_carries(optimizer: OptimizerConfig, earlier: Sequence[Phase], index: int) -> bool:

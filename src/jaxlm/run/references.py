@@ -36,7 +36,7 @@ def check_references(plan: Plan, tokenizer: Tokenizer, log: Log) -> None:
             log(f"{key}: {ref.location} has no tokenizer, so only the size of its vocabulary was checked")
         else:
             _check_same_tokens(key, theirs, tokenizer)
-        seq_len = plan.config.model.seq_len
+        seq_len = max(phase.model.seq_len for phase in plan.phases)
         if model.Pos.size < seq_len:
             raise ConfigError(
                 f"{key}.path: {ref.location} reads at most {model.Pos.size} tokens at once, but model.seq_len is {seq_len}."
@@ -86,9 +86,9 @@ def flops_per_token(plan: Plan, phase: Phase) -> FlopsPerToken:
     A frozen matrix has no gradient of its own, which saves 2 of its 6 FLOPs. Its inputs are counted as if they had one.
     """
     vocab_size = plan.state_builder.Vocab.size
-    own = plan.config.model.flops_per_token(vocab_size)
+    own = phase.model.flops_per_token(vocab_size)
     names = asked_in(plan, phase)
-    configs = [replace(plan.refs[name].model_config(), seq_len=plan.config.model.seq_len) for name in names]
+    configs = [replace(plan.refs[name].model_config(), seq_len=phase.model.seq_len) for name in names]
     references = [config.flops_per_token(vocab_size) for config in configs] + [own] * phase.objective.holds_reference
     num_forward = phase.objective.num_forward_sequences
     model = plan.state_builder.abstract_state(phase).model

@@ -124,7 +124,7 @@ class Run:
         """Opens the phase's token caches, and builds them first if they do not exist."""
         plan = self.plan
         data = plan.data[phase.index]
-        opened = main_first(lambda: data.open(self.tokenizer, plan.config.model.seq_len, log=self.console.log))
+        opened = main_first(lambda: data.open(self.tokenizer, phase.model.seq_len, log=self.console.log))
         if phase.objective.sequences_axis is not None:
             check_signals(opened.train)
         for line in (*small_sources(opened, plan.batches.train.first.size), *opened.slow_sources()):
@@ -162,7 +162,7 @@ class Run:
             token_bytes=self._token_bytes(phase),
             validation=tuple(map(validation_set, data.validation)),
             log=self.console.log,
-            seq_len=plan.config.model.seq_len,
+            seq_len=phase.model.seq_len,
             score=score_batch,
             dummy_prefix=self.tokenizer.dummy_prefix(),
             log_sample=generated.add_sample,

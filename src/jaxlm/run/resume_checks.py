@@ -23,7 +23,7 @@ from jaxlm.engine.phases import Phase
 from jaxlm.models.base import ModelConfig
 from jaxlm.observe.trackers.environment import computing
 from jaxlm.run.compilation.options import StepOptions
-from jaxlm.run.plan import Plan, plan_phases
+from jaxlm.run.plan import Plan, initial_model, plan_phases
 from jaxlm.run.references import references_identity
 
 # Files in a checkpoint's `run/` folder, next to config.yaml.
@@ -108,7 +108,7 @@ def check_same_run(plan: Plan) -> SavedRun | None:
     if saved is None:
         return None
     changed: dict[str, list[str]] = {_MODEL: [], _DATA: [], _TOKENIZER: [], _REFS: []}
-    models = (_encode_without(config.model, _NOT_IDENTITY) for config in (saved.config, plan.config))
+    models = (_encode_without(model, _NOT_IDENTITY) for model in (initial_model(saved.config), plan.model))
     changed[_MODEL] += _differences(_MODEL, *models)
     data = data_identity(plan)
     for phase, identity in (saved.data or {}).items():

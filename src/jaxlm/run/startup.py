@@ -62,7 +62,7 @@ _DETERMINISTIC = "xla_gpu_deterministic_ops"
 def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
     """The plan as rows of name and value. Args: start: what the run starts from; None if only the configuration is known."""
     devices = plan.layout.mesh.devices.ravel()
-    model, batches, trainer = plan.config.model, plan.batches, plan.config.trainer
+    model, batches, trainer = plan.phases[0].model, plan.batches, plan.config.trainer
     flops = flops_per_token(plan, plan.phases[0]).causal
     return [
         ("run", f"{plan.run_id} (seed {trainer.seed})"),
@@ -134,7 +134,7 @@ def _evals(plan: Plan) -> str:
 
 def _sizes(plan: Plan) -> str:
     abstract = plan.state_builder.abstract_state(plan.phases[0]).model
-    kind = type(plan.config.model).__name__.removesuffix("Config")
+    kind = type(plan.phases[0].model).__name__.removesuffix("Config")
     return f"{kind}, {parameters(abstract)}, vocabulary {plan.state_builder.Vocab.size:,}"
 
 
@@ -155,7 +155,7 @@ def parameters(model: LanguageModel) -> str:
 
 
 def _remat(plan: Plan) -> str:
-    remat_policy = parse_remat(plan.config.model.gradient_checkpointing)
+    remat_policy = parse_remat(plan.phases[0].model.gradient_checkpointing)
     if remat_policy == AUTO:
         return f"auto: the first of {', '.join(CANDIDATES[plan.layout.platform])} that fits into memory"
     descriptions = {
@@ -171,23 +171,23 @@ def _remat(plan: Plan) -> str:
 
 
 def _layers(plan: Plan) -> str:
-    model, layout = plan.config.model, plan.layout
-    stacks = _stacks(plan)
+    phase, layout = plan.phases[0], plan.layout
+    stacks = _stacks(plan.state_builder.abstract_state(phase).model)
     if not stacks:
         return "defined by the model"
     num_layers = sum(stack.Layers.size for stack in stacks)
-    loop, reason = runs_as_scan(model.scan_layers, num_layers, platform=layout.platform, num_devices=layout.mesh.size)
+    scan = phase.model.scan_layers
+    loop, reason = runs_as_scan(scan, num_layers, platform=layout.platform, num_devices=layout.mesh.size)
     return f"{'one compiled layer in a scan' if loop else 'compiled separately'} ({reason})"
 
 
-def _stacks(plan: Plan) -> list[Stack | HeterogeneousBody]:
-    model = plan.state_builder.abstract_initial_model
+def _stacks(model: LanguageModel) -> list[Stack | HeterogeneousBody]:
     return [*tree.modules(model, Stack), *tree.modules(model, HeterogeneousBody)]
 
 
 def _positions(plan: Plan) -> Iterator[str]:
     """What LongRoPE chooses in training."""
-    seq_len = plan.config.model.seq_len
+    seq_len = plan.phases[0].model.seq_len
     for length in plan.state_builder.abstract_initial_model.switch_lengths:
         if seq_len <= length:
             yield f"LongRoPE: short factors, because no row is longer than {length:,} tokens"
@@ -196,17 +196,19 @@ def _positions(plan: Plan) -> Iterator[str]:
 
 
 def attention_choices(plan: Plan) -> list[AttentionChoice]:
-    """The distinct attention backends of the training step's layers."""
-    model, layout = plan.config.model, plan.layout
-    dtype = activation_dtype(plan.precision, plan.state_builder.abstract_initial_model)
-    shared = (layout.platform, cuda_capability(layout.device), dtype, model.seq_len)
-    tasks = (
-        layer.task(*shared, kind.window)
-        for stack in _stacks(plan)
-        for layer in tree.modules(stack, SelfAttention)
-        for kind in stack.kinds
-    )
-    return [choose_attention(task, model.attn_backend) for task in dict.fromkeys(tasks)]
+    """The distinct attention backends of the layers of all phases' training steps."""
+    layout, tasks = plan.layout, {}
+    for phase in plan.phases:
+        model = plan.state_builder.abstract_state(phase).model
+        dtype = activation_dtype(plan.precision, model)
+        shared = (layout.platform, cuda_capability(layout.device), dtype, phase.model.seq_len)
+        tasks |= {
+            (layer.task(*shared, kind.window), phase.model.attn_backend): None
+            for stack in _stacks(model)
+            for layer in tree.modules(stack, SelfAttention)
+            for kind in stack.kinds
+        }
+    return [choose_attention(*task) for task in tasks]
 
 
 def activation_dtype(precision: Precision, model: LanguageModel) -> jnp.dtype:
@@ -347,7 +349,7 @@ def check_opens(plan: Plan, tokenizer: Tokenizer, cursor: Cursor | None) -> None
     for data in {id(data): data for data in ahead}.values():
         data.check_opens(lambda: tokenizer, dry=False)
     for evaluation in plan.config.evals if ahead else []:
-        evaluation.check_opens(lambda: tokenizer, plan.config.model.seq_len, dry=False)
+        evaluation.check_opens(lambda: tokenizer, plan.phases[0].model.seq_len, dry=False)
 
 
 def check_exports_are_new(plan: Plan, first_step: int) -> None:

@@ -31,18 +31,21 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
     def changed(self, config: ModelConfig) -> ModelConfig:
         """The config of the model after the surgery. Args: config: of the model before it.
 
-        Only surgeries that change the architecture override it: whoever reads the config (FLOPs, exports, forecasts) must not
-        know of them.
+        Only surgeries that change the architecture override it. FLOPs, exports and forecasts read this config; they know
+        nothing of surgeries.
 
         Raises:
             ConfigError: no config describes the model after the surgery.
         """
         return config
 
-    def moved(self, tree: Any) -> Any:
-        """A tree with the model's structure, such as moments, with its leaves where `apply` puts those of the model.
+    def moved(self, tree: Any, sums: Any) -> Any:
+        """A tree with the model's structure, such as moments, with its leaves where those of the model go (`apply`, `fill`).
 
         Leaves that the tree does not have are None. The result may leave out those that `apply` makes. Must trace.
+
+        Args:
+            sums: as in `fill`; None if only the structure is asked for.
         """
         return tree
 
@@ -68,6 +71,10 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         """
         raise AssertionError("the surgery is not calibrated")
 
+    def describe(self, sums: Any) -> str | None:
+        """What `fill` decided from the sums, for the log. Args: sums: as in `fill`, on the host."""
+        return None
+
     def fill(
         self,
         model: LanguageModel,
@@ -90,9 +97,10 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
 
     @abc.abstractmethod
     def merge(self, model: LanguageModel) -> LanguageModel:
-        """Undoes `apply` on a trained model: a model with the structure from before the surgery, and the same outputs.
+        """Undoes `apply` on a trained model: a model with the same outputs that its config describes (`changed`).
 
-        Exports, sampling and generation use it. Must trace under `jax.jit`.
+        What the config does not mention, such as adapters, is gone. A surgery that changes the architecture returns the model
+        unchanged. Exports, sampling and generation use it. Must trace under `jax.jit`.
         """
 
     def exported(self, model: LanguageModel, merged: LanguageModel) -> LanguageModel:

@@ -50,6 +50,10 @@ class RewardModel(LanguageModel):
     def lm_head(self) -> Weight | None:
         return self.base.lm_head()
 
+    def with_layers(self, kept: Sequence[int]) -> "RewardModel":
+        base = self.base.with_layers(kept)
+        return replace(self, base=base, switch_lengths=base.switch_lengths)
+
     def reward_head(self) -> NamedArray:
         return for_compute(self.reward)
 

@@ -191,9 +191,12 @@ def join_cluster(cluster_address: ClusterAddress) -> Iterator[subprocess.Popen[b
 
 
 def tokenize_on_ray(
-    ray: RayConfig | None, sections: Sequence[DataConfig], tokenizer: Tokenizer, seq_len: int, log: Log
+    ray: RayConfig | None, sections: Sequence[DataConfig], tokenizer: Tokenizer, seq_lens: Sequence[int], log: Log
 ) -> None:
     """Builds the missing caches on the cluster. Without a cluster it does nothing: caches are then built when opened.
+
+    Args:
+        seq_lens: length of the examples of each section.
 
     Raises:
         ConfigError: the cluster cannot be reached or started, or the data cannot be tokenized.
@@ -212,7 +215,7 @@ def tokenize_on_ray(
 
         def build_caches() -> None:
             assert cluster is not None, "only process 0 connects to the cluster, and only process 0 builds caches"
-            for section in sections:
+            for section, seq_len in zip(sections, seq_lens, strict=True):
                 section.open(tokenizer, seq_len, log, cluster, summarize=False)
 
         main_only(build_caches)

@@ -1,7 +1,9 @@
 """Base config of Gemma 2 and 3: pre- and post-norms, scaled embeddings, alternating local and global layers."""
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from haliax import Axis
@@ -9,7 +11,7 @@ from haliax import Axis
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, gated_mlp, projections
-from jaxlm.models.decoders.local_layers import check_pattern, pattern_kinds
+from jaxlm.models.decoders.local_layers import check_pattern, pattern_keys, pattern_kinds
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import RotaryConfig, check_rope
@@ -61,6 +63,9 @@ class GemmaConfig(DecoderConfig):
         window = self.sliding_window // 2 + 1 if self.use_bidirectional_attention else self.sliding_window
         local_kind, global_kind = LayerKind(local_rope, window), LayerKind(global_rope)
         return pattern_kinds(self, local_kind, global_kind)
+
+    def layer_keys(self, kept: Sequence[int]) -> dict[str, Any]:
+        return pattern_keys(self, kept)
 
     def check(self) -> None:
         check_sizes(self)

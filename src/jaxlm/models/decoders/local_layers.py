@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.models.decoder import renumbered
 from jaxlm.models.stacks import LayerKind
 
 
@@ -20,6 +21,17 @@ def pattern_kinds(config: Any, local_kind: LayerKind, global_kind: LayerKind) ->
     if local is None:
         local = [layer for layer in range(num_layers) if (layer + 1) % every]
     return local_kinds(local_kind, global_kind, local, num_layers)
+
+
+def pattern_keys(config: Any, kept: Sequence[int]) -> dict[str, Any]:
+    """The same two keys for a model with only these layers: the pattern if they still follow it, their numbers otherwise."""
+    every, num_layers = config.sliding_window_pattern, config.num_layers
+    if every is None:
+        return {"local_layers": list(renumbered(config.local_layers, kept))}
+    local = renumbered([layer for layer in range(num_layers) if (layer + 1) % every], kept)
+    if local == tuple(layer for layer in range(len(kept)) if (layer + 1) % every):
+        return {}
+    return {"sliding_window_pattern": None, "local_layers": list(local)}
 
 
 def check_pattern(config: Any) -> None:

@@ -1,7 +1,9 @@
 """Base config of families with a mixture of experts in place of Llama's MLP."""
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -12,7 +14,7 @@ from jaxlm.core.axes import EMBED, EXPERTS, MLP, ROUTES, SHARED_MLP
 from jaxlm.core.errors import ConfigError, check_at_least
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from jaxlm.core.matmul import dot
-from jaxlm.models.decoder import DecoderBlock, gated_mlp, pre_norm_block, rms_norm
+from jaxlm.models.decoder import DecoderBlock, gated_mlp, pre_norm_block, renumbered, rms_norm
 from jaxlm.models.decoders.local_layers import check_layer_numbers, check_local_layers, local_kinds
 from jaxlm.models.decoders.pre_norm import PreNormConfig, check_pre_norm
 from jaxlm.models.layers import ForCache, GatedMlp, LayerCache, LayerContext, SelfAttention
@@ -93,6 +95,11 @@ class MoeConfig(PreNormConfig):
         local = range(self.num_layers) if self.local_layers is None else self.local_layers
         return local_kinds(everywhere, LayerKind(self.rope), local, self.num_layers)
 
+    def layer_keys(self, kept: Sequence[int]) -> dict[str, Any]:
+        if self.local_layers is None:
+            return {}
+        return {"local_layers": list(renumbered(self.local_layers, kept))}
+
     def dense_block(self, *, key: jax.Array) -> DecoderBlock:
         keys = jax.random.split(key, 7)
         assert self.dense_intermediate_dim is not None
@@ -144,6 +151,15 @@ class MixedMoeConfig(MoeConfig):
     decoder_sparse_step: PositiveInt = 1
     mlp_only_layers: list[NonNegativeInt] = field(default_factory=list)
     dense_intermediate_dim: PositiveInt | None = None
+
+    def layer_keys(self, kept: Sequence[int]) -> dict[str, Any]:
+        dense = renumbered(self.dense_layers, kept)
+        keys = {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(dense),
+            "dense_intermediate_dim": self.dense_intermediate_dim if dense else None,
+        }
+        return super().layer_keys(kept) | keys
 
     def check(self) -> None:
         check_moe(self)

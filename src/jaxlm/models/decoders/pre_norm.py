@@ -1,7 +1,9 @@
 """Base configs of families with Llama's blocks: pre-norm, rotary position embeddings, gated MLPs."""
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 from haliax import Axis
@@ -16,6 +18,7 @@ from jaxlm.models.decoder import (
     gated_mlp,
     pre_norm_block,
     projections,
+    renumbered,
     rms_norm,
 )
 from jaxlm.models.decoders.local_layers import check_local_layers, local_kinds
@@ -120,6 +123,13 @@ class LateWindowConfig(DenseConfig):
             raise ConfigError(
                 f"model.max_window_layers: {self.max_window_layers} given together with local_layers. Remove one of the two"
             )
+
+    def layer_keys(self, kept: Sequence[int]) -> dict[str, Any]:
+        if self.local_layers is not None:
+            return {"local_layers": list(renumbered(self.local_layers, kept))}
+        if self.sliding_window is None:
+            return {}
+        return {"max_window_layers": sum(layer < self.max_window_layers for layer in kept)}
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

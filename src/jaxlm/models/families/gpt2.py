@@ -5,9 +5,11 @@ Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learner
 with it (openai/gpt-2, `src/model.py`).
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
 import haliax.nn as hnn
@@ -15,7 +17,7 @@ import jax
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import HEAD_SIZE, MLP
-from jaxlm.core.errors import check_choice, check_divides
+from jaxlm.core.errors import ConfigError, check_choice, check_divides
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, PositiveInt, check_fields
 from jaxlm.core.matmul import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
@@ -97,6 +99,14 @@ class Gpt2Config(TransformerConfig):
 
     def block(self, *, key: jax.Array) -> "Gpt2Block":
         return Gpt2Block.init(self, key=key)
+
+    def layer_keys(self, kept: Sequence[int]) -> dict[str, Any]:
+        if self.scale_attn_by_inverse_layer_idx and tuple(kept) != tuple(range(len(kept))):
+            raise ConfigError(
+                "model.scale_attn_by_inverse_layer_idx: the scale of a layer depends on its number, which changes if a layer"
+                " below it is missing. Only the last layers can be taken out"
+            )
+        return {}
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> "Gpt2":
         k_tokens, k_positions, k_layers = jax.random.split(key, 3)
@@ -187,6 +197,9 @@ class Gpt2(LanguageModel):
         tokens, positions = for_lookup((self.tokens, self.positions))
         x = token_embeddings(tokens, inputs) + positions(inputs.positions)
         return self.body(dropout(x, self.config.embed_pdrop, k_embed), inputs, cache, k_body, taps)
+
+    def with_layers(self, kept: Sequence[int]) -> "Gpt2":
+        return dataclasses.replace(self, config=self.config.with_layers(kept), body=self.body.with_layers(kept))
 
     def lm_head(self) -> Weight:
         return for_compute(self.tokens if self.head is None else self.head).weight

@@ -3,7 +3,9 @@
 Source: OLMo Team 2025, "OLMo 3", section 3.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 from haliax import Axis
@@ -11,7 +13,7 @@ from haliax import Axis
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, rms_norm
-from jaxlm.models.decoders.local_layers import check_pattern, pattern_kinds
+from jaxlm.models.decoders.local_layers import check_pattern, pattern_keys, pattern_kinds
 from jaxlm.models.families.olmo2 import post_norm_block
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind
@@ -45,6 +47,9 @@ class Olmo3Config(DecoderConfig):
     def kinds(self) -> tuple[LayerKind, ...]:
         local_kind, global_kind = LayerKind(self.local_rope, self.sliding_window), LayerKind(self.rope)
         return pattern_kinds(self, local_kind, global_kind)
+
+    def layer_keys(self, kept: Sequence[int]) -> dict[str, Any]:
+        return pattern_keys(self, kept)
 
     def check(self) -> None:
         check_sizes(self)

@@ -4,11 +4,14 @@ Source: Bakouch et al. 2025, "SmolLM3: smol, multilingual, long-context reasoner
 (arXiv:2501.18795).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoder import renumbered
 from jaxlm.models.decoders.local_layers import check_layer_numbers, check_local_layers
 from jaxlm.models.decoders.pre_norm import BiasedConfig, check_pre_norm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
@@ -45,15 +48,25 @@ class SmolLm3Config(BiasedConfig):
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        unrotated = self.unrotated_layers or ()
-        if self.no_rope_layer_interval is not None:
-            every = self.no_rope_layer_interval
-            unrotated = range(every - 1, self.num_layers, every)
+        unrotated = self._unrotated
         local = unrotated if self.local_layers is None else self.local_layers
         return tuple(
             LayerKind(None if layer in unrotated else self.rope, self.sliding_window if layer in local else None)
             for layer in range(self.num_layers)
         )
+
+    def layer_keys(self, kept: Sequence[int]) -> dict[str, Any]:
+        local = {} if self.local_layers is None else {"local_layers": list(renumbered(self.local_layers, kept))}
+        unrotated = renumbered(self._unrotated, kept)
+        every = self.no_rope_layer_interval
+        if every is not None and unrotated == tuple(range(every - 1, len(kept), every)):
+            return local
+        return local | {"no_rope_layer_interval": None, "unrotated_layers": list(unrotated)}
+
+    @property
+    def _unrotated(self) -> Sequence[int]:
+        every = self.no_rope_layer_interval
+        return self.unrotated_layers or () if every is None else range(every - 1, self.num_layers, every)
 
     def check(self) -> None:
         check_pre_norm(self)

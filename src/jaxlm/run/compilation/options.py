@@ -210,7 +210,7 @@ def describe_sizes(plan: Plan) -> str | None:
 def step_key(plan: Plan) -> str:
     """Identifies what the speed of the first phase's step depends on: model, batch, mesh and precision."""
     facts = {
-        "model": encode(plan.config.model),
+        "model": encode(plan.phases[0].model),
         "batch": plan.batches.train.largest.shape,
         "mesh": str(plan.mesh),
         "precision": str(plan.precision),

@@ -142,7 +142,7 @@ def compile_step(
     stage = stage or plan.batches.train.largest
     size = f" for batches of {stage.size}" if len(plan.batches.train.stages) > 1 else ""
     log(f"compiling the step of phase '{phase.name}'{size} ...")
-    automatic = plan.config.model.gradient_checkpointing == AUTO
+    automatic = phase.model.gradient_checkpointing == AUTO
     candidates = CANDIDATES[plan.layout.platform] if automatic else (CHEAP,)
     limit = memory_limit() if limit is None else limit
     for remat_policy in candidates:
@@ -189,7 +189,7 @@ def _compile(plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, lim
     xla: Any = options.xla  # JAX annotates the parameter by its default only, None
     call = traced.lower().compile(xla)
     num_bytes = planned_bytes(call)
-    configured = parse_remat(plan.config.model.gradient_checkpointing)
+    configured = parse_remat(phase.model.gradient_checkpointing)
     if configured != AUTO:
         remat_policy = remat_name(configured)
     compiler_remat = (
@@ -221,7 +221,7 @@ _NO_MEMORY = "RESOURCE_EXHAUSTED"
 
 def _advice(plan: Plan, phase: Phase, stage: BatchStage) -> str:
     """What would make a step need less memory and has not been done yet."""
-    policy = parse_remat(plan.config.model.gradient_checkpointing)
+    policy = parse_remat(phase.model.gradient_checkpointing)
     can_shard = plan.config.trainer.fsdp_axis is None and plan.layout.mesh.size > 1
     ways = [
         _fewer_at_once(plan, phase, stage),
@@ -238,7 +238,7 @@ def _fewer_at_once(plan: Plan, phase: Phase, stage: BatchStage) -> str:
     trainer = plan.config.trainer
     at_once = -(-stage.microbatch // plan.layout.num_shards(BATCH))
     if at_once == 1:
-        return f"lower model.seq_len ({plan.config.model.seq_len}; a device computes one sequence at a time already)"
+        return f"lower model.seq_len ({phase.model.seq_len}; a device computes one sequence at a time already)"
     for name in ("per_device_parallelism", "per_device_train_parallelism", "max_per_device_parallelism"):
         if getattr(trainer, name) not in (-1, None):
             return f"lower trainer.{name} ({getattr(trainer, name)})"
@@ -257,5 +257,5 @@ def gib(num_bytes: int) -> str:
 
 def abstract_batch(plan: Plan, phase: Phase, stage: BatchStage | None = None) -> Any:
     """Shapes, dtypes and shardings of a training batch {microbatch, batch, ...}; without a stage, of the largest."""
-    spec = plan.data[phase.index].batch_spec(plan.config.model.seq_len)
+    spec = plan.data[phase.index].batch_spec(phase.model.seq_len)
     return spec.abstract(leading_axes(stage or plan.batches.train.largest), plan.layout)

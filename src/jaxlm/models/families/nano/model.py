@@ -196,6 +196,12 @@ class NanoConfig(ModelConfig):
         windows = [None if back == self.seq_len else back + 1 for back in self.window_distances]
         return tuple(LayerKind(self.rope, window) for window in windows)
 
+    def with_layers(self, kept: Sequence[int]) -> "NanoConfig":
+        raise ConfigError(
+            "layers of nano depend on their number: every other one has a value embedding, the windows follow"
+            " model.window_pattern and the last is always global"
+        )
+
     def check(self) -> None:
         check_fields(self, "model")
         check_divides("model.num_heads", self.num_heads, "model.hidden_dim", self.hidden_dim)

@@ -1,0 +1,179 @@
+"""Drops layers (depth pruning): the residual stream goes past them.
+
+Source: Men et al. 2024, ShortGPT: Layers in Large Language Models are More Redundant Than You Expect (arXiv:2403.03853),
+section 3.2. A layer matters little if its output has the direction of its input. Its Block Influence, over tokens, is
+
+    1 - E[h_in . h_out / (|h_in| |h_out|)]
+
+Layers with the least Block Influence are dropped all at once, as in the paper.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import NamedArray
+
+from jaxlm.core import tree
+from jaxlm.core.axes import EMBED
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.core.types import TokenBatch
+from jaxlm.models.base import EMBEDDING, Inputs, LanguageModel, ModelConfig, layer_tap
+from jaxlm.models.stacks import Body, taken_layers
+from jaxlm.surgery.base import SurgeryConfig
+
+_CALIBRATION_BATCHES = 8
+
+
+@SurgeryConfig.register_subclass("drop_layers")
+@dataclass(frozen=True)
+class DropLayersConfig(SurgeryConfig):
+    """Drops layers, for good: the model of the phase, of all later phases and of exports has fewer. Set `layers`, or
+    `num_layers` to drop those that change the residual stream the least.
+
+    Attributes:
+        layers: numbers of the layers to drop, counted from 0.
+        num_layers: drop this many layers: those with the least Block Influence (1 minus the cosine between input and output,
+            averaged over tokens of the phase's training data). All layers must be of the same kind.
+        calibration_batches: training batches to measure the Block Influence on; null means 8. Only with `num_layers`.
+    """
+
+    layers: list[NonNegativeInt] | None = None
+    num_layers: PositiveInt | None = None
+    calibration_batches: PositiveInt | None = None
+
+    def changed(self, config: ModelConfig) -> ModelConfig:
+        try:
+            num_layers = config.Layers.size
+            self._check(num_layers)
+            if self.num_layers is not None:
+                _check_alike(config)
+            return config.with_layers(self._structure(num_layers))
+        except ConfigError as error:
+            raise ConfigError(f"surgery drop_layers: {error}") from error
+
+    def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
+        return self._taken(model)
+
+    @property
+    def num_calibration_batches(self) -> int:
+        if self.num_layers is None:
+            return 0
+        return _CALIBRATION_BATCHES if self.calibration_batches is None else self.calibration_batches
+
+    def measure(self, model: LanguageModel, batch: TokenBatch) -> Mapping[str, jax.Array]:
+        """Sums of cosines {layers}, and the number of tokens."""
+        names = (EMBEDDING, *map(layer_tap, range(_body(model).num_layers)))
+        inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids)
+        taps = model.hidden(inputs, taps=names).taps
+        streams = [taps[name].rearrange((*batch.tokens.axes, ...)).astype(jnp.float32) for name in names]
+        counts = (batch.segment_ids.array != 0).astype(jnp.float32)
+        cosines = [jnp.sum(counts * _cosine(*pair)) for pair in itertools.pairwise(streams)]
+        return {"cosines": jnp.stack(cosines), "tokens": jnp.sum(counts)}
+
+    def describe(self, sums: Mapping[str, np.ndarray]) -> str:
+        influence = 1 - np.asarray(sums["cosines"]) / np.asarray(sums["tokens"])
+        kept = np.asarray(self._chosen(sums)).tolist()
+        dropped = [layer for layer in range(len(influence)) if layer not in kept]
+        by_layer = ", ".join(f"{layer}: {number:.4f}" for layer, number in enumerate(influence.tolist()))
+        return (
+            f"drop_layers: layers {', '.join(map(str, dropped))} of {len(influence)} are dropped, by Block Influence over"
+            f" {int(sums['tokens']):,} tokens: {by_layer}"
+        )
+
+    def fill(
+        self,
+        model: LanguageModel,
+        before: LanguageModel,
+        *,
+        refs: Mapping[str, LanguageModel],
+        sums: Any,
+        key: jax.Array,
+    ) -> LanguageModel:
+        return _gathered(model, before, self._chosen(sums))
+
+    def moved(self, tree: Any, sums: Any) -> Any:
+        moved = self._taken(tree)
+        return moved if sums is None else _gathered(moved, tree, self._chosen(sums))
+
+    def merge(self, model: LanguageModel) -> LanguageModel:
+        return model
+
+    def _taken(self, model: LanguageModel) -> LanguageModel:
+        try:
+            return model.with_layers(self._structure(_body(model).num_layers))
+        except ConfigError as error:
+            raise ConfigError(f"surgery drop_layers: {error}") from error
+
+    def _structure(self, num_layers: int) -> Sequence[int]:
+        """The layers that remain; the first ones as long as nothing has been measured."""
+        if self.num_layers is not None:
+            return range(num_layers - self.num_layers)
+        dropped = self.layers or ()
+        return [layer for layer in range(num_layers) if layer not in dropped]
+
+    def _chosen(self, sums: Mapping[str, Any]) -> jax.Array:
+        """Numbers of the layers that remain, ascending: those with the smallest cosines; of equal ones, the first."""
+        assert self.num_layers is not None
+        by_influence = jnp.argsort(jnp.asarray(sums["cosines"]), stable=True)
+        return jnp.sort(by_influence[: by_influence.shape[0] - self.num_layers])
+
+    def _check(self, num_layers: int) -> None:
+        """Raises `ConfigError` if the keys do not suit a model with this many layers."""
+        if (self.layers is None) == (self.num_layers is None):
+            given = "both are" if self.layers is not None else "none is"
+            raise ConfigError(f"layers and num_layers: {given} given. Set one of them")
+        if self.layers is not None:
+            known = len(set(self.layers)) == len(self.layers) and all(layer < num_layers for layer in self.layers)
+            if not known or not 0 < len(self.layers) < num_layers:
+                raise ConfigError(
+                    f"layers: {list(self.layers)} given, but the model has {num_layers} layers. Expected different"
+                    f" numbers from 0 to {num_layers - 1}, at least one of them, and not all"
+                )
+            if self.calibration_batches is not None:
+                raise ConfigError(
+                    f"calibration_batches: {self.calibration_batches} given, but `layers` needs no data. Remove it"
+                )
+        elif self.num_layers is not None and self.num_layers >= num_layers:
+            raise ConfigError(
+                f"num_layers: {self.num_layers} given, but the model has {num_layers} layers, of which at least one"
+                " must remain"
+            )
+
+
+def _check_alike(config: ModelConfig) -> None:
+    """Raises `ConfigError` if it depends on which layers are dropped what the config of the model is."""
+    alone = [config.with_layers([layer]) for layer in range(config.Layers.size)]
+    different = next((layer for layer, one in enumerate(alone) if one != alone[0]), None)
+    if different is not None:
+        raise ConfigError(
+            f"num_layers given, but layer {different} of the model is of another kind than layer 0 (windows, rotary"
+            " embeddings or experts), so that the data would decide what the config of the model is. Set `layers` instead, to"
+            " the numbers of the layers to drop"
+        )
+
+
+def _body(model: LanguageModel) -> Body:
+    body = next(iter(tree.modules(model, Body)), None)
+    if body is None:
+        raise ConfigError("surgery drop_layers: this model has no stack of layers. Remove the surgery")
+    return body
+
+
+def _cosine(before: NamedArray, after: NamedArray) -> jax.Array:
+    """The cosine between two residual streams, {batch, position}; 0 where one of them is zero."""
+    at = [axis.name for axis in before.axes].index(EMBED)
+    x, y = before.array, after.array
+    norms = jnp.linalg.norm(x, axis=at) * jnp.linalg.norm(y, axis=at)
+    return jnp.sum(x * y, axis=at) / jnp.where(norms > 0, norms, 1.0)
+
+
+def _gathered(model: LanguageModel, before: LanguageModel, kept: jax.Array) -> LanguageModel:
+    """A model with fewer layers, with those at `kept` of the model before. Both have one stack, and the same paths."""
+    old = dict(tree.leaves(before))
+    return tree.map_leaves(lambda path, leaf: taken_layers(old[path], kept), model)
