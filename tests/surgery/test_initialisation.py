@@ -4,7 +4,6 @@ import functools
 import json
 from dataclasses import replace
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ from jaxlm.core.axes import LAYERS, LORA, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import Precision
 from jaxlm.core.types import TokenBatch
-from jaxlm.engine.calibration import calibrate
 from jaxlm.engine.entry import StateBuilder, enter_phase
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.mixtral import MixtralConfig
@@ -25,7 +23,6 @@ from jaxlm.run.load_model import open_model
 from jaxlm.surgery.input_moments import input_moments
 from jaxlm.surgery.lora import LoraConfig, LoraLinear, save_peft
 from jaxlm.surgery.lora_init import principal_components
-from jaxlm.surgery.low_rank import AdapterSize
 from tests.answers import write_model
 from tests.engine.helpers import MODEL, VOCAB, arrays, batch, layout, one_device, phase
 from tests.surgery.test_peft import logits_of
@@ -120,19 +117,19 @@ def test_the_weights_are_divided_as_in_peft(base, case):
         np.testing.assert_allclose(logits_of(model, ids), logits_of(plain, ids), rtol=1e-5, atol=1e-5)
     compared = 0
     for path, layer in tree.modules_by_path(model, LoraLinear):
-        for number, arrays in enumerate(by_layer(layer)):
+        for number, matrices in enumerate(by_layer(layer)):
             module = module_of(path, number)
             if f"{module}.lora_A.default.weight" not in expected:
-                assert not arrays["lora_A"].size
+                assert not matrices["lora_A"].size
                 continue
             found = {
                 name: expected[f"{module}.{name}{'.default' if 'lora' in name else ''}.weight"].detach().numpy()
-                for name in arrays
+                for name in matrices
             }
-            signs = rows_with_signs(found["lora_A"]) * rows_with_signs(arrays["lora_A"])
-            arrays["lora_A"], arrays["lora_B"] = arrays["lora_A"] * signs[:, None], arrays["lora_B"] * signs
-            assert (rows_with_signs(arrays["lora_A"] * signs[:, None]) > 0).all()
-            for name, array in arrays.items():
+            signs = rows_with_signs(found["lora_A"]) * rows_with_signs(matrices["lora_A"])
+            matrices["lora_A"], matrices["lora_B"] = matrices["lora_A"] * signs[:, None], matrices["lora_B"] * signs
+            assert (rows_with_signs(matrices["lora_A"] * signs[:, None]) > 0).all()
+            for name, array in matrices.items():
                 theirs_array = found[name].reshape(array.shape)
                 np.testing.assert_allclose(array, theirs_array, rtol=1e-5, atol=1e-5, err_msg=f"{module} {name}")
                 compared += 1
@@ -145,7 +142,9 @@ def test_bfloat16_weights_are_divided_in_float32(base):
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), half)
     surgery = LoraConfig(target="q_proj", rank=4, init="pissa")
     with named.plan.layout.use():
-        ours, exact = (surgery.apply(model, key=jax.random.key(0)).body.layers.stacked.attn.q_proj for model in (half, wide))
+        ours, exact = (
+            surgery.apply(model, key=jax.random.key(0)).body.layers.stacked.attn.q_proj for model in (half, wide)
+        )
     assert ours.base.weight.dtype == jnp.bfloat16
     np.testing.assert_array_equal(ours.a.array, exact.a.array)
     np.testing.assert_array_equal(ours.base.weight.array, exact.base.weight.astype(jnp.bfloat16).array)
@@ -255,7 +254,7 @@ def eva_in_peft(folder, ids, *, exact: bool, monkeypatch):
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["whole SVD", "as released"])
-def test_eva_finds_the_subspaces_that_peft_finds(base, monkeypatch, exact, record_property):
+def test_eva_finds_the_subspaces_that_peft_finds(base, monkeypatch, exact):
     folder, named, plain = base
     ids = np.random.default_rng(0).integers(1, 60, (8, 24))
     theirs, explained = eva_in_peft(folder, ids, exact=exact, monkeypatch=monkeypatch)
@@ -265,7 +264,7 @@ def test_eva_finds_the_subspaces_that_peft_finds(base, monkeypatch, exact, recor
         model = surgery.apply(plain, key=jax.random.key(0))
         model = surgery.fill(model, plain, refs={}, sums=sums, key=jax.random.key(1))
         np.testing.assert_allclose(logits_of(model, ids), logits_of(plain, ids), rtol=1e-6, atol=1e-6)
-    worst, compared, ratios = 0.0, 0, 0.0
+    worst, compared, ratios, least = 0.0, 0, 0.0, 1.0
     for path, layer in tree.modules_by_path(model, LoraLinear):
         assert not layer.b.array.any()
         shares = np.asarray(principal_components(sums[path], 4)[1])
@@ -273,21 +272,27 @@ def test_eva_finds_the_subspaces_that_peft_finds(base, monkeypatch, exact, recor
             module = module_of(path, number)
             expected = theirs[f"{module}.lora_A.default.weight"].detach().numpy()
             worst = max(worst, angles(found["lora_A"], expected).max())
+            captured = [np.trace(a @ covariance(sums[path], number) @ a.T) for a in (expected, found["lora_A"])]
+            least = min(least, captured[0] / captured[1])
             compared += 1
             if module in explained:
                 ratios = max(ratios, np.abs(shares[number] - explained[module]).max())
             if exact:
                 np.testing.assert_allclose(found["lora_A"], expected, rtol=1e-3, atol=1e-3, err_msg=module)
     assert compared == 14
-    record_property("largest sine", worst)
-    print(f"largest sine of a principal angle {worst:.2e}, largest difference of explained variance {ratios:.2e}")
-    assert worst < (1e-4 if exact else 0.1)
+    print(f"largest sine {worst:.1e}, largest difference of shares {ratios:.1e}, PEFT captures at least {least:.6f}")
+    # The random projection of the released code loses a part of the variance; nothing captures more than the components.
+    assert least < 1 + 1e-5
+    assert least > (1 - 1e-5 if exact else 0.98)
     assert ratios < (1e-5 if exact else 0.02)
+    if exact:
+        assert worst < 1e-4
 
 
-def inputs_of(model, path: str, tokens: TokenBatch) -> np.ndarray:
-    """The inputs of a layer, by an independent way: as what a copy of the model with one layer gives out."""
-    raise NotImplementedError
+def covariance(moments, number: int) -> np.ndarray:
+    total, products = (np.asarray(leaf.array[number], np.float64) for leaf in (moments.total, moments.products))
+    count, total = float(moments.count.array[number]), total.reshape(-1)
+    return products.reshape(total.size, total.size) / count - np.outer(total, total) / count**2
 
 
 @functools.lru_cache
@@ -298,7 +303,9 @@ def tiny():
 
 def moments_of(model, tokens: TokenBatch, target: str = ".*"):
     paths = [path for path, _ in tree.modules_by_path(model, Linear) if target in path or target == ".*"]
-    return jax.jit(lambda model, t: input_moments(model, paths, Inputs(t.tokens, t.positions, t.segment_ids)))(model, tokens)
+    return jax.jit(lambda model, t: input_moments(model, paths, Inputs(t.tokens, t.positions, t.segment_ids)))(
+        model, tokens
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"scan_layers": False}], ids=str)
@@ -331,9 +338,10 @@ def test_padding_does_not_count():
     others = np.where(np.arange(16) < np.asarray([16, 5])[:, None], ids, (ids + 7) % VOCAB)
     some, same = (moments_of(tiny(), padded_batch(each, [16, 5])) for each in (ids, others))
     whole = moments_of(tiny(), padded_batch(ids, [16, 16]))
-    for a, b, c in zip(*map(jax.tree.leaves, (some, same, whole)), strict=True):
-        np.testing.assert_array_equal(a, b)
-        assert np.abs(a - c).max() > 0.1
+    for path in some:
+        for a, b, c in zip(*map(jax.tree.leaves, (some[path], same[path], whole[path])), strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=path)
+            assert np.abs(a - c).max() > 1e-3, path
 
 
 def entered(where, num_microbatches: int, num_batches: int = 3, **keys):
@@ -403,10 +411,6 @@ def test_sharded_weights_are_divided_as_on_one_device(init):
     frozen = [path for path, leaf in ones if not tree.is_inexact(leaf)]
     assert frozen
     assert all(path.endswith(("initial_a", "initial_b")) for path in frozen)
-
-
-class Skips(eqx.Module):
-    """Calls no layer."""
 
 
 def test_layers_that_cannot_be_measured_are_refused():

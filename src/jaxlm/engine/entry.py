@@ -263,6 +263,10 @@ class StateBuilder:
             self._abstract[index] = jax.eval_shape(self.entry(phase).state, before)
         return self._abstract[index]
 
+    def check_references(self, phase: Phase, refs: Mapping[str, LanguageModel]) -> None:
+        """Raises `ConfigError` if the phase's surgeries cannot read references of these shapes."""
+        jax.eval_shape(self.entry(phase).model, self._abstract_model_before(phase), Given(refs=refs))
+
     def _abstract_model_before(self, phase: Phase) -> LanguageModel:
         """Shapes and dtypes of the model that the phase's surgeries change."""
         if phase.index == 0:
@@ -340,8 +344,8 @@ def enter_phase(
         make = lambda leaves, refs: state_builder.initial_state(phase, Given(leaves, refs))  # noqa: E731
         return build_state(make, abstract, layout, leaves, kept=(refs,))
     sums = () if open_batches is None else _calibrated(entry, before.model, layout, Given(leaves, refs), open_batches)
-    make_state = lambda before, leaves, sums, refs: entry.state(before, Given(leaves, refs, sums))  # noqa: E731
-    build = build_state(make_state, abstract, layout, before, leaves, sums, kept=(refs,))
+    make_state = lambda before, leaves, refs, sums: entry.state(before, Given(leaves, refs, sums))  # noqa: E731
+    build = build_state(make_state, abstract, layout, before, leaves, kept=(refs, sums))
     if previous is None or phase.carries_optimizer:
         return build
 

@@ -85,6 +85,9 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
             before: the model that `apply` changed.
             refs: the models of `references`, by name.
             sums: what `measure` returned, summed over the calibration batches; None if there are none.
+
+        Raises:
+            ConfigError: a reference does not fit. It is also traced on shapes of the references when the run starts.
         """
         return model
 
