@@ -18,6 +18,7 @@ from jaxlm.core.types import TokenBatch
 from jaxlm.engine.entry import StateBuilder, enter_phase
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.mixtral import MixtralConfig
+from jaxlm.models.layers import GatedMlp
 from jaxlm.models.linear import Linear
 from jaxlm.run.load_model import open_model
 from jaxlm.surgery.input_moments import input_moments
@@ -413,13 +414,26 @@ def test_sharded_weights_are_divided_as_on_one_device(init):
     assert all(path.endswith(("initial_a", "initial_b")) for path in frozen)
 
 
-def test_layers_that_cannot_be_measured_are_refused():
-    config = MixtralConfig(
-        seq_len=16, hidden_dim=32, intermediate_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, num_experts=4
-    )
-    builder = StateBuilder(config, vocab_axis(VOCAB), 0, F32)
-    model = builder.abstract_initial_model
-    surgery = LoraConfig(target=".*", init="eva", rank=2)
-    tokens = jax.eval_shape(lambda: padded_batch(np.zeros((2, 16), np.int32), [16, 16]))
-    print([p for p, _ in tree.modules_by_path(model, Linear)])
-    print({k: v.count.axes for k, v in jax.eval_shape(surgery.measure, model, tokens).items()})
+def test_experts_have_no_adapters_and_the_router_is_measured():
+    sizes = {"seq_len": 16, "hidden_dim": 32, "intermediate_dim": 64, "num_layers": 2, "num_heads": 4}
+    model = jax.jit(StateBuilder(MixtralConfig(**sizes, num_experts=4), vocab_axis(VOCAB), 0, F32).initial_model)()
+    surgery = LoraConfig(target="mlp", init="eva", rank=2)
+    tokens = padded_batch(np.arange(32).reshape(2, 16), [16, 9])
+    (moments,) = jax.jit(surgery.measure)(model, tokens).values()
+    np.testing.assert_array_equal(moments.count.array, [25, 25])
+
+
+def test_layers_that_cannot_be_measured_are_refused(monkeypatch):
+    surgery = LoraConfig(target="down_proj", init="eva", rank=2)
+    tokens = padded_batch(np.zeros((2, 16), np.int32), [16, 16])
+    with monkeypatch.context() as patch:
+        patch.setattr(GatedMlp, "__call__", lambda self, x: x)
+        with pytest.raises(
+            ConfigError, match=r"init: eva: target: .*mlp\.down_proj: the model does not call this layer"
+        ):
+            jax.eval_shape(surgery.measure, tiny(), tokens)
+    with monkeypatch.context() as patch:
+        flat = lambda self, x: self.down_proj(self.up_proj(x).flatten_axes(("batch", "position"), "token"))  # noqa: E731
+        patch.setattr(GatedMlp, "__call__", lambda self, x: flat(self, x).unflatten_axis("token", x.axes[:2]))
+        with pytest.raises(ConfigError, match="its inputs have the axes token, mlp, so it is unknown which of them"):
+            jax.eval_shape(surgery.measure, tiny(), tokens)

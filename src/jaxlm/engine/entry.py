@@ -138,9 +138,9 @@ class PhaseEntry:
         """
         assert self.previous is not None
         goes_on = self.phase.schedule_start is not None
-        opt_state = carried.opt_state
+        opt_state, old_slots = carried.opt_state, carried.slots
         for surgery in self.phase.surgeries:
-            opt_state = _map_models(surgery.moved, opt_state)
+            opt_state, old_slots = _map_models(surgery.moved, (opt_state, old_slots))
         opt_state = _taken(fresh.opt_state, opt_state)
         if not goes_on:
             opt_state = with_schedules_restarted(opt_state)
@@ -150,7 +150,7 @@ class PhaseEntry:
             if self.phase.objective == self.previous.objective and not self.phase.objective.holds_reference:
                 names.add(OBJECTIVE_SLOT)
         slots = {
-            name: _taken(slot, carried.slots[name]) if name in names & carried.slots.keys() else slot
+            name: _taken(slot, old_slots[name]) if name in names & old_slots.keys() else slot
             for name, slot in fresh.slots.items()
         }
         updates = carried.updates if goes_on else fresh.guard.updates

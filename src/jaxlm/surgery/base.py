@@ -39,12 +39,12 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         """
         return config
 
-    def moved(self, tree: Any) -> Any:
+    def moved(self, moments: Any) -> Any:
         """A tree with the model's structure, such as moments, with its leaves where `apply` puts those of the model.
 
         Leaves that the tree does not have are None. The result may leave out those that `apply` makes. Must trace.
         """
-        return tree
+        return moments
 
     @property
     def references(self) -> tuple[str, ...]:
