@@ -49,6 +49,7 @@ from jaxlm.run.exit_codes import command
 from jaxlm.run.init_from import InitFrom, check_init_from, check_tokenizer, expected_cursor, find_init_from
 from jaxlm.run.leaves_from_tokens import leaves_from_tokens
 from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
+from jaxlm.run.past_references import read_again, with_past_references
 from jaxlm.run.plan import Plan, make_plan
 from jaxlm.run.references import check_references, load_reference, load_references
 from jaxlm.run.resources import Run, open_run
@@ -178,7 +179,8 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     main_only(lambda: logs.fetch(replace=False))
     plan.checkpoints.open(console.log)
     check_init_from(plan)
-    for ref in plan.refs.values():
+    plan = with_past_references(plan)
+    for ref in plan.read_refs.values():
         ref.identity()  # all processes read the references here; the next line is process 0's alone
     saved = main_only(lambda: check_same_run(plan))  # only process 0 may have these files
     for section in (*config.evals, *plan.data):
@@ -236,6 +238,9 @@ def _start(
             f"trainer.log_dir: {plan.log_folder} cannot be written: {error.strerror}. Set it to a writable folder"
         ) from error
     init_from = find_init_from(plan, console.log)
+    if (going_on := read_again(plan, init_from)).past_refs != plan.past_refs:
+        plan = going_on
+        check_references(plan, tokenizer, console.log)
     console.log(table("run", describe(plan, init_from.describe(plan))))
     if init_from.initializes(plan):
         plan = plan.with_token_leaves(leaves_from_tokens(plan, tokenizer, console.log))

@@ -31,6 +31,8 @@ def at_step(step: int) -> None:
 PLACES = {
     "first phase": lambda: at_step(8),
     "second phase": lambda: at_step(14),
+    "after five steps": lambda: at_step(5),
+    "after the entry": lambda: at_step(8),
     # The first phase's last checkpoint exists, and nothing of the second phase.
     "boundary": lambda: setattr(train, "enter_phase", die_in_second_phase(train.enter_phase, lambda _, phase: phase)),
     # The surgery is done, but its checkpoint is not saved yet.

@@ -144,10 +144,10 @@ class PhaseEntry:
         """
         assert self.previous is not None
         goes_on = self.phase.schedule_start is not None
-        opt_state = carried.opt_state
+        opt_state, old_slots = carried.opt_state, carried.slots
         for number, surgery in enumerate(self.phase.surgeries):
             sums = None if given is None else given.sums_of(number)
-            opt_state = _map_models(functools.partial(surgery.moved, sums=sums), opt_state)
+            opt_state, old_slots = _map_models(functools.partial(surgery.moved, sums=sums), (opt_state, old_slots))
         opt_state = _taken(fresh.opt_state, opt_state)
         if not goes_on:
             opt_state = with_schedules_restarted(opt_state)
@@ -157,7 +157,7 @@ class PhaseEntry:
             if self.phase.objective == self.previous.objective and not self.phase.objective.holds_reference:
                 names.add(OBJECTIVE_SLOT)
         slots = {
-            name: _taken(slot, carried.slots[name]) if name in names & carried.slots.keys() else slot
+            name: _taken(slot, old_slots[name]) if name in names & old_slots.keys() else slot
             for name, slot in fresh.slots.items()
         }
         updates = carried.updates if goes_on else fresh.guard.updates
@@ -270,6 +270,10 @@ class StateBuilder:
             self._abstract[index] = jax.eval_shape(self.entry(phase).state, before)
         return self._abstract[index]
 
+    def check_references(self, phase: Phase, refs: Mapping[str, LanguageModel]) -> None:
+        """Raises `ConfigError` if the phase's surgeries cannot read references of these shapes."""
+        jax.eval_shape(self.entry(phase).model, self._abstract_model_before(phase), Given(refs=refs))
+
     def _abstract_model_before(self, phase: Phase) -> LanguageModel:
         """Shapes and dtypes of the model that the phase's surgeries change."""
         if phase.index == 0:
@@ -353,8 +357,8 @@ def enter_phase(
         decided = None if measured is None else surgery.describe(jax.device_get(measured))
         if decided is not None and log is not None:
             log(decided)
-    make_state = lambda before, leaves, sums, refs: entry.state(before, Given(leaves, refs, sums))  # noqa: E731
-    build = build_state(make_state, abstract, layout, before, leaves, sums, kept=(refs,))
+    make_state = lambda before, leaves, refs, sums: entry.state(before, Given(leaves, refs, sums))  # noqa: E731
+    build = build_state(make_state, abstract, layout, before, leaves, kept=(refs, sums))
 
     def enter() -> RunState:
         # Free what the program does not donate, which callers that still hold the state would keep alive.

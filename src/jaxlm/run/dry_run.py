@@ -41,6 +41,7 @@ from jaxlm.optim.lr.schedules import Schedule
 from jaxlm.run.compilation.cache import enable_compilation_cache
 from jaxlm.run.compilation.step import compile_steps, gib
 from jaxlm.run.init_from import check_init_from, import_notes
+from jaxlm.run.past_references import with_past_references
 from jaxlm.run.plan import Plan, all_sources
 from jaxlm.run.references import check_references
 from jaxlm.run.startup import check_exports_are_new, describe
@@ -102,6 +103,8 @@ def dry_run(plan: Plan, console: Console) -> None:
     Raises:
         ConfigError: a start would end with it. On all processes.
     """
+    if not is_url(plan.config.trainer.checkpointer.base_path):
+        plan = with_past_references(plan)
     rows = [*describe(plan), ("vocabulary", assumed_vocabulary(plan.config)[1]), *_caches(plan)]
     previews: list[MaskPreview] = []
     answers = [*_answers([*_checks(plan), *_previews(plan, previews)]), *_answers_of_all(list(_agreed_checks(plan)))]

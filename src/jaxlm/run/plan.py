@@ -1,7 +1,7 @@
 """The plan of a run: everything that can be computed and checked before its data is opened."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class Plan:
         data: data section of each phase.
         batches: batch sizes and their division into microbatches.
         refs: the references, by name. Nothing of them has been read.
+        past_refs: name -> identity of each reference that the run no longer reads. Its files may be gone.
     """
 
     config: RunConfig
@@ -74,6 +75,7 @@ class Plan:
     data: tuple[DataConfig, ...]
     batches: BatchPlan
     refs: Mapping[str, Ref]
+    past_refs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def precision(self) -> Precision:
@@ -87,6 +89,11 @@ class Plan:
     @property
     def phases(self) -> tuple[Phase, ...]:
         return self.state_builder.phases
+
+    @property
+    def read_refs(self) -> dict[str, Ref]:
+        """The references that the run still reads."""
+        return {name: ref for name, ref in self.refs.items() if name not in self.past_refs}
 
     @property
     def num_steps(self) -> int:
@@ -143,7 +150,7 @@ class Plan:
         if config == self.config and vocab_size == self.state_builder.Vocab.size:
             return self
         # The same references, so that nothing of them is read twice.
-        return replace(make_plan(config, self.run_id, vocab_size), refs=self.refs)
+        return replace(make_plan(config, self.run_id, vocab_size), refs=self.refs, past_refs=self.past_refs)
 
 
 @gc_paused()

@@ -24,25 +24,31 @@ T = TypeVar("T", bound=Any)
 
 
 def check_references(plan: Plan, tokenizer: Tokenizer, log: Log) -> None:
-    """Checks that every reference has the run's tokenizer and vocabulary, and fits its sequences and its mesh.
+    """Checks that every reference has the run's tokenizer and vocabulary, and fits its sequences, its mesh and the surgeries
+    that read it.
 
     Raises:
         ConfigError: a reference does not, or there is no model at its path.
     """
-    for name, ref in plan.refs.items():
-        key, model = f"refs.{name}", ref.abstract(plan.state_builder.Vocab)
+    Vocab, asked = plan.state_builder.Vocab, {name for phase in plan.phases for name in phase.objective.references}
+    for name, ref in plan.read_refs.items():
+        key, model = f"refs.{name}", ref.abstract(Vocab)
         theirs = ref.tokenizer()
         if theirs is None:
             log(f"{key}: {ref.location} has no tokenizer, so only the size of its vocabulary was checked")
         else:
             _check_same_tokens(key, theirs, tokenizer)
         seq_len = max(phase.model.seq_len for phase in plan.phases)
-        if model.Pos.size < seq_len:
+        if name in asked and model.Pos.size < seq_len:
             raise ConfigError(
                 f"{key}.path: {ref.location} reads at most {model.Pos.size} tokens at once, but model.seq_len is {seq_len}."
                 f" Set model.seq_len to {model.Pos.size} or less"
             )
         _check_divides(key, model, plan.layout)
+    for phase in plan.phases:
+        if phase.surgery_references and not plan.past_refs.keys() & set(phase.surgery_references):
+            refs = {name: plan.refs[name].abstract(Vocab) for name in phase.surgery_references}
+            plan.state_builder.check_references(phase, refs)
 
 
 def _check_same_tokens(key: str, theirs: Tokenizer, ours: Tokenizer) -> None:
@@ -72,7 +78,10 @@ def _check_divides(key: str, model: LanguageModel, layout: Layout) -> None:
 
 def references_identity(plan: Plan) -> dict[str, dict[str, str]]:
     """Name -> what identifies a reference. Plain JSON."""
-    return {name: ref.identity() for name, ref in plan.refs.items()}
+    return {
+        name: dict(plan.past_refs[name]) if name in plan.past_refs else ref.identity()
+        for name, ref in plan.refs.items()
+    }
 
 
 def asked_in(plan: Plan, phase: Phase) -> tuple[str, ...]:

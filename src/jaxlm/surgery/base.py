@@ -39,7 +39,7 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         """
         return config
 
-    def moved(self, tree: Any, sums: Any) -> Any:
+    def moved(self, moments: Any, sums: Any) -> Any:
         """A tree with the model's structure, such as moments, with its leaves where those of the model go (`apply`, `fill`).
 
         Leaves that the tree does not have are None. The result may leave out those that `apply` makes. Must trace.
@@ -47,7 +47,7 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         Args:
             sums: as in `fill`; None if only the structure is asked for.
         """
-        return tree
+        return moments
 
     @property
     def references(self) -> tuple[str, ...]:
@@ -92,6 +92,9 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
             before: the model that `apply` changed.
             refs: the models of `references`, by name.
             sums: what `measure` returned, summed over the calibration batches; None if there are none.
+
+        Raises:
+            ConfigError: a reference does not fit. It is also traced on shapes of the references when the run starts.
         """
         return model
 

@@ -12,6 +12,7 @@ Dropout on the input of A in training, as in the released code (microsoft/LoRA, 
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import equinox as eqx
+import haliax as hax
 import haliax.nn as hnn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from haliax import AxisSpec, NamedArray
 
@@ -32,18 +35,24 @@ from jaxlm.core.matmul import Weight, dot
 from jaxlm.core.publish import Location
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
+from jaxlm.core.types import TokenBatch
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.weights import axis_sizes
 from jaxlm.interop.peft.read import ReadAdapters, lora_keys, peft_folder, read_adapters
 from jaxlm.interop.peft.write import Adapted, Adapter, save_adapters
-from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
 from jaxlm.models.layers import DropoutLayer, dropout
 from jaxlm.models.linear import Linear
 from jaxlm.models.remat import ADAPTED, checkpoint_name
 from jaxlm.models.stacks import Body, path_before_splits
 from jaxlm.surgery.base import SurgeryConfig
+from jaxlm.surgery.input_moments import InputMoments, input_moments
 from jaxlm.surgery.lora_embedding import LoraEmbedding, UntiedEmbedding
+from jaxlm.surgery.lora_init import SPLITS_WEIGHT, Init, as_bits, eva, from_bits, split_weight
 from jaxlm.surgery.low_rank import AdapterSize, LowRank
+
+_CALIBRATION_BATCHES = 8
+_ADAPTER_LEAVES = ("a", "b", "magnitude", "layer", "initial_a", "initial_b")
 
 
 class LoraLinear(DropoutLayer, tree.Padded):
@@ -54,6 +63,8 @@ class LoraLinear(DropoutLayer, tree.Padded):
         a, b, scale, magnitude, layer, sizes: as in `LowRank`.
         dropout: dropout probability of the adapter's input.
         key: random key for dropout; None outside training.
+        initial_a, initial_b: A and B at the start, if `init` has moved a part of the weight into them (`as_bits`). Exported
+            adapters, which are for the weight before that, contain them.
     """
 
     base: Linear
@@ -65,19 +76,43 @@ class LoraLinear(DropoutLayer, tree.Padded):
     magnitude: NamedArray | None = None
     layer: NamedArray | None = None
     sizes: tuple[AdapterSize, ...] = eqx.field(static=True, default=())
+    initial_a: NamedArray | None = None
+    initial_b: NamedArray | None = None
 
     @staticmethod
     def sized(
-        base: Linear, sizes: Sequence[AdapterSize], *, dropout: float, use_dora: bool, key: jax.Array
+        base: Linear,
+        sizes: Sequence[AdapterSize],
+        *,
+        dropout: float,
+        use_dora: bool,
+        key: jax.Array,
+        init: Init = "default",
     ) -> "LoraLinear":
-        """Adds an adapter that is initially zero. Args: sizes: one, or one for each layer."""
+        """Adds an adapter that does not change the outputs. Args: sizes: one, or one for each layer."""
         new = LowRank.of(base.weight, base.In, base.Out, sizes, key=key, use_dora=use_dora)
-        return LoraLinear(base, new.a, new.b, new.scale, dropout, None, new.magnitude, new.layer, new.sizes)
+        initial: tuple[NamedArray | None, ...] = (None, None)
+        if init in SPLITS_WEIGHT:
+            assert isinstance(base.weight, NamedArray), "stored weights are refused"
+            weight, new = split_weight(base.weight, new, init)
+            base, initial = dataclasses.replace(base, weight=weight), (as_bits(new.a), as_bits(new.b))
+        return LoraLinear(base, new.a, new.b, new.scale, dropout, None, new.magnitude, new.layer, new.sizes, *initial)
 
     @property
     def change(self) -> LowRank:
         """What the adapter adds to the weight."""
         return LowRank(self.a, self.b, self.base.In, self.base.Out, self.scale, self.magnitude, self.layer, self.sizes)
+
+    @property
+    def exported_pair(self) -> tuple[NamedArray, NamedArray, int]:
+        """A and B for the weight before `init` changed it, and how many of their ranks stand for one of the adapter's.
+
+        s B A - s B0 A0 has twice the rank: [B, -B0] [A; A0], with the ranks of the two in turns.
+        """
+        if self.initial_a is None or self.initial_b is None:
+            return self.a, self.b, 1
+        a0, b0 = from_bits(self.initial_a), from_bits(self.initial_b)
+        return _in_turns(self.a, a0), _in_turns(self.b, -b0), 2
 
     def __call__(self, inputs: NamedArray) -> NamedArray:
         """{.., In} to {.., Out}."""
@@ -156,6 +191,11 @@ class LoraConfig(SurgeryConfig):
             stay tied.
         modules_to_save: regular expressions searched for in the paths of other parameters (`^head\\.weight$`, `\\.bias$`);
             `--adapters only` writes matching ones too. `trainable` decides whether they train.
+        init: how the adapters of linear layers start; `init_lora_weights` in PEFT. `default` (`true` there): A is random and
+            B zero. `pissa` moves the largest singular values of the weight into the adapter, and `olora` the first rows of
+            its QR decomposition; the weight keeps the rest. `eva`: A has the principal components of the layer's inputs in
+            the first batches of the phase, and B is zero. None of them changes the model's outputs.
+        calibration_batches: number of batches that `eva` measures; null means 8. Padding does not count.
         from_peft: load initial adapters from a folder saved by PEFT, or from a Hub `name` or `name@revision`. The other keys
             default to the values in that folder. Null starts with new adapters that do not change the model's outputs.
     """
@@ -172,6 +212,8 @@ class LoraConfig(SurgeryConfig):
     embeddings: str | None = None
     ensure_weight_tying: bool = False
     modules_to_save: list[str] = field(default_factory=list)
+    init: Init = "default"
+    calibration_batches: PositiveInt | None = None
     from_peft: str | None = None
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
@@ -182,6 +224,7 @@ class LoraConfig(SurgeryConfig):
         for name in ("rank_pattern", "alpha_pattern", "modules_to_save"):
             for pattern in getattr(self, name):
                 tree.compile_pattern(pattern, f"surgery lora: {name}")
+        self._check_init()
         indices, names = itertools.count(), _Names(model)
 
         def adapt(path: str, layer: Linear) -> LoraLinear | Linear:
@@ -189,7 +232,9 @@ class LoraConfig(SurgeryConfig):
             sizes = self._sizes(names.numbered(path, layer.weight))
             if not any(size.rank for size in sizes):
                 return layer
-            return LoraLinear.sized(layer, sizes, dropout=self.dropout, use_dora=self.use_dora, key=layer_key)
+            self._check_init_of(path, layer, sizes)
+            options = {"dropout": self.dropout, "use_dora": self.use_dora, "init": self.init}
+            return LoraLinear.sized(layer, sizes, key=layer_key, **options)
 
         adapted = model
         if self.target is not None:
@@ -204,6 +249,34 @@ class LoraConfig(SurgeryConfig):
             )
         self._check_dropout_applies(adapted)
         return adapted
+
+    @property
+    def num_calibration_batches(self) -> int:
+        return (self.calibration_batches or _CALIBRATION_BATCHES) if self.init == "eva" else 0
+
+    def measure(self, model: LanguageModel, batch: TokenBatch) -> dict[str, InputMoments]:
+        names, target = _Names(model), self.target
+        assert target is not None, "init has been checked"
+        layers = [(path, layer) for path, layer in tree.modules_by_path(model, Linear) if re.search(target, path)]
+        paths = [p for p, layer in layers if any(s.rank for s in self._sizes(names.numbered(p, layer.weight)))]
+        try:
+            return input_moments(model, paths, Inputs(batch.tokens, batch.positions, batch.segment_ids))
+        except ConfigError as error:
+            raise ConfigError(f"surgery lora: init: eva: target: {error}") from error
+
+    def fill(
+        self,
+        model: LanguageModel,
+        before: LanguageModel,
+        *,
+        refs: Mapping[str, LanguageModel],
+        sums: Mapping[str, InputMoments],
+        key: jax.Array,
+    ) -> LanguageModel:
+        def filled(path: str, layer: LoraLinear) -> LoraLinear:
+            return dataclasses.replace(layer, a=eva(layer.change, sums[path]).a) if path in sums else layer
+
+        return tree.map_modules_by_path(model, LoraLinear, ".*", filled)
 
     def merge(self, model: LanguageModel) -> LanguageModel:
         if self.target is not None:
@@ -235,6 +308,41 @@ class LoraConfig(SurgeryConfig):
         if self.from_peft is None or not missing:
             return {}
         return {key: value for key, value in lora_keys(peft_folder(self.from_peft), config).items() if key in missing}
+
+    def _check_init(self) -> None:
+        """Raises `ConfigError` if keys contradict `init`."""
+        if self.calibration_batches is not None and self.init != "eva":
+            raise ConfigError(
+                f"surgery lora: calibration_batches: {self.calibration_batches} given, but init: {self.init} measures no"
+                " batches. Remove it, or set init: eva"
+            )
+        if self.init == "default":
+            return
+        for key in ("from_peft", "embeddings"):
+            if getattr(self, key) is not None:
+                why = (
+                    "has adapters that have started already"
+                    if key == "from_peft"
+                    else "has tables, which start as usual"
+                )
+                raise ConfigError(f"surgery lora: init: {self.init} given, but {key} {why}. Remove one of the two keys")
+
+    def _check_init_of(self, path: str, layer: Linear, sizes: Sequence[AdapterSize]) -> None:
+        """Raises `ConfigError` if the adapter of a layer cannot start as `init` says."""
+        inputs, outputs = (math.prod(axis.size for axis in axes_of(spec)) for spec in (layer.In, layer.Out))
+        rank, largest = max(size.rank for size in sizes), inputs if self.init == "eva" else min(inputs, outputs)
+        given = f"surgery lora: init: {self.init} given, but"
+        if self.init != "default" and rank > largest:
+            raise ConfigError(
+                f"{given} the adapter of {path} has rank {rank}, and its matrix {outputs} x {inputs} gives at most {largest}."
+                " Lower rank, or rank_pattern"
+            )
+        if self.init in SPLITS_WEIGHT and not isinstance(layer.weight, NamedArray):
+            raise ConfigError(
+                f"{given} it changes the weight of {path}, which is stored as {type(layer.weight).__name__}. Remove init"
+            )
+        if self.init == "pissa" and any(size.rank and not size.scale for size in sizes):
+            raise ConfigError(f"{given} it divides by alpha, which is 0 for {path}. Set a positive alpha")
 
     def _sizes(self, numbered: Sequence[tuple[str, int | None]]) -> list[AdapterSize]:
         """The sizes of the adapters at these numbered paths."""
@@ -426,6 +534,15 @@ class _Names:
         return found
 
 
+def _in_turns(first: NamedArray, second: NamedArray) -> NamedArray:
+    """Both arrays in one of twice the rank: the first of each, the second of each, and so on."""
+    at = first.axes.index(first.resolve_axis(LORA))
+    both = jnp.stack([first.array.astype(jnp.float32), second.array], axis=at + 1)
+    Rank = hax.Axis(LORA, 2 * first.axis_size(LORA))
+    axes = tuple(Rank if axis.name == LORA else axis for axis in first.axes)
+    return NamedArray(both.reshape([axis.size for axis in axes]), axes)
+
+
 def _first_match(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
     return next((value for pattern, value in patterns.items() if re.search(pattern, path)), default)
 
@@ -488,7 +605,7 @@ def _adapter_leaves(model: LanguageModel) -> frozenset[str]:
             if getattr(table, side) is not None
         ),
     ]
-    return frozenset(f"{module}.{name}" for module in modules for name in ("a", "b", "magnitude", "layer"))
+    return frozenset(f"{module}.{name}" for module in modules for name in _ADAPTER_LEAVES)
 
 
 def _read(folder: Path, model: LanguageModel, config: ModelConfig) -> ReadAdapters:
@@ -559,7 +676,8 @@ def save_peft(
         files: additional files to write, such as the model card.
         saved: regular expressions for the paths of other parameters to write (`saved_modules`).
     """
-    dropouts = {path: layer.dropout for path, layer in tree.modules_by_path(model, LoraLinear)}
+    linear = dict(tree.modules_by_path(model, LoraLinear))
+    dropouts = {path: layer.dropout for path, layer in linear.items()}
     if not (changes := _changes(model)):
         raise ConfigError("the checkpoint has no adapters. Remove --adapters")
     family_of_config(config)  # raises for a model that PEFT does not know
@@ -582,8 +700,9 @@ def save_peft(
             change.sizes[number] if change.sizes else AdapterSize(change.a.axis_size(LORA), change.scale)
             for number in numbers
         ]
-        pairs = tuple((size.rank, size.scale) for size in ranks)
-        arrays = (change.a, change.b, change.magnitude)
+        a, b, times = linear[path].exported_pair if path in linear else (change.a, change.b, 1)
+        pairs = tuple((times * size.rank, size.scale) for size in ranks)
+        arrays = (a, b, change.magnitude)
         adapters.append(Adapter(whole, layers, *arrays, change.In, change.Out, pairs, dropouts.get(path)))
     adapted = Adapted(adapters, also, tables, shared, body.num_layers, axis_sizes(tree.leaves(model)))
     save_adapters(folder, adapted, config, layout, dtype=dtype, base=base, files=files or {})

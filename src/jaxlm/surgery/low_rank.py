@@ -94,6 +94,12 @@ class LowRank(tree.Padded):
             magnitude = (magnitude * (new.ranks > 0)).rearrange(magnitude.axes)
         return eqx.tree_at(lambda it: it.magnitude, new, magnitude, is_leaf=lambda x: x is None)
 
+    def with_values(self, a: NamedArray, b: NamedArray) -> "LowRank":
+        """The change with other values of A and B, which are cut off at the rank of their layer."""
+        if self.layer is not None:
+            a, b = (_within(array, self.ranks) for array in (a, b))
+        return eqx.tree_at(lambda it: (it.a, it.b), self, (a, b))
+
     @property
     def scales(self) -> float | NamedArray:
         """The multiplier of B A, or that of each layer."""

@@ -7,11 +7,14 @@ frozen too, the backward pass ends above the lower stack.
     embedding -> body.0: layers 0 .. k-1 -> body.1: layers k .. and the final norm -> head
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import haliax.nn as hnn
 import jax
 
 from jaxlm.core import tree
+from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import LanguageModel
@@ -48,6 +51,13 @@ class SplitAtConfig(SurgeryConfig):
         if not any(layers[0] < self.layer <= layers[-1] for layers in body.layer_numbers):
             raise ConfigError(f"surgery split_at: layer: {self.layer} given, but a stack already begins there")
         return tree.map_modules(model, Body, ".*", lambda body: body.split_at(self.layer))
+
+    def moved(self, moments: Any, sums: Any) -> Any:
+        stacked = lambda leaf: leaf if tree.is_named(leaf) and leaf.has_axis(LAYERS) else None  # noqa: E731
+        only = lambda layers: replace(layers, stacked=jax.tree.map(stacked, layers.stacked, is_leaf=tree.is_named))  # noqa: E731
+        # What an optimizer keeps for all layers of a stack together cannot be cut.
+        moments = tree.map_modules(moments, hnn.Stacked, ".*", only)
+        return tree.map_modules(moments, Body, ".*", lambda body: body.split_at(self.layer))
 
     def merge(self, model: LanguageModel) -> LanguageModel:
         return tree.map_modules(model, Stacks, ".*", Stacks.joined)

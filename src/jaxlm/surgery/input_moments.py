@@ -1,0 +1,163 @@
+"""First and second moments of the inputs of linear layers, summed over tokens, without a change of the models.
+
+Each layer is wrapped. The wrapper returns the layer's output and has a parameter that it never reads. The cotangent of that
+parameter is *defined* as the moments of the inputs, so that one backward pass returns the sums of all layers: a loop over
+layers stacks them, remat recomputes what they need, and a sharded batch is summed over devices, as for any gradient.
+
+    x {batch, position, *In}  ->  count, sum of x, sum of x x^T over the tokens that are not padding
+"""
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import AxisSpec, NamedArray
+
+from jaxlm.core import tree
+from jaxlm.core.axes import VOCAB, axes_of
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.matmul import Weight
+from jaxlm.core.tracing import CustomVjp
+from jaxlm.models.base import Inputs, LanguageModel
+from jaxlm.models.linear import Linear
+
+_OTHER = "other_"  # the second of two input axes
+
+
+class InputMoments(eqx.Module):
+    """Sums over tokens, in float32. `layers` stands for the axes that stack layers, if there are any.
+
+    Attributes:
+        count: {layers}, number of tokens.
+        total: {layers, *In}, sum of the inputs x.
+        products: {layers, *In, *other_In}, sum of x x^T.
+    """
+
+    count: NamedArray
+    total: NamedArray
+    products: NamedArray
+
+    @staticmethod
+    def zeros(layer: Linear) -> "InputMoments":
+        """Of no tokens."""
+        stacked, inputs = _stacked(layer), axes_of(layer.In)
+        shapes = (stacked, (*stacked, *inputs), (*stacked, *inputs, *(_other(axis) for axis in inputs)))
+        return InputMoments(*(hax.zeros(axes, dtype=jnp.float32) for axes in shapes))
+
+    @staticmethod
+    def of(x: NamedArray, mask: NamedArray) -> "InputMoments":
+        """Of one layer. Args: mask: {batch, position}, the tokens to count."""
+        inputs = hax.where(mask, x.astype(jnp.float32), 0.0)
+        features = [axis for axis in x.axes if axis not in mask.axes]
+        others = inputs.rename({axis.name: _other(axis).name for axis in features})
+        products = hax.dot(inputs, others, axis=mask.axes, precision=jax.lax.Precision.HIGHEST)
+        sums = (hax.sum(mask.astype(jnp.float32)), hax.sum(inputs, axis=mask.axes), products)
+        return InputMoments(*(each if isinstance(each, NamedArray) else hax.named(each, ()) for each in sums))
+
+
+def input_moments(model: LanguageModel, paths: Collection[str], inputs: Inputs) -> dict[str, InputMoments]:
+    """Path -> the moments of the inputs of the linear layer there. Traced.
+
+    Raises:
+        ConfigError: the model does not call one of the layers, or calls it on other things than tokens.
+    """
+    mask = NamedArray(inputs.segment_ids.array != 0, inputs.segment_ids.axes)
+    layers = {path: layer for path, layer in tree.modules_by_path(model, Linear) if path in paths}
+    called: set[str] = set()
+
+    def some_scalar(moments: Mapping[str, InputMoments]) -> jax.Array:
+        def observed(path: str, layer: Linear) -> "Linear | ObservedLinear":
+            if path not in moments:
+                return layer
+            seen = functools.partial(called.add, path)
+            return ObservedLinear(layer, moments[path], mask.broadcast_axis(_stacked(layer)), path, seen)
+
+        final = tree.map_modules_by_path(model, Linear, ".*", observed).hidden(inputs).final
+        for path, layer in layers.items():
+            if VOCAB in {
+                axis.name for axis in axes_of(layer.Out)
+            }:  # the loss reads the head's weight; nothing calls it
+                called.add(path)
+                final = _observed(final, mask, moments[path])
+        return jnp.sum(final.array.astype(jnp.float32))
+
+    sums = jax.grad(some_scalar)({path: InputMoments.zeros(layer) for path, layer in layers.items()})
+    if missed := sorted(layers.keys() - called):
+        raise ConfigError(
+            f"{', '.join(missed)}: the model does not call this layer on its way from tokens to hidden states, so the layer's"
+            " inputs cannot be measured. Leave it out"
+        )
+    return sums
+
+
+class ObservedLinear(eqx.Module):
+    """A linear layer for `input_moments`.
+
+    Attributes:
+        moments: their cotangent is what is measured. Their values are never read.
+        mask: bool {layers, batch, position}, the tokens to count.
+        called: called when the layer is.
+    """
+
+    base: Linear
+    moments: InputMoments
+    mask: NamedArray
+    path: str = eqx.field(static=True)
+    called: Callable[[], object] = eqx.field(static=True)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        self.called()
+        expected = {axis.name for axis in (*self.mask.axes, *axes_of(self.base.In))}
+        if {axis.name for axis in x.axes} != expected:
+            raise ConfigError(
+                f"{self.path}: its inputs have the axes {', '.join(axis.name for axis in x.axes)}, so it is unknown which of"
+                " them belong to padding, and they cannot be measured. Leave it out"
+            )
+        return self.base(_observed(x, self.mask, self.moments))
+
+    def operand(self, x: NamedArray) -> NamedArray:
+        """As `Linear.operand`."""
+        return self.base.operand(x)
+
+    @property
+    def In(self) -> AxisSpec:
+        return self.base.In
+
+    @property
+    def Out(self) -> AxisSpec:
+        return self.base.Out
+
+    @property
+    def weight(self) -> Weight:
+        return self.base.weight
+
+
+@CustomVjp
+def _observed(x: NamedArray, mask: NamedArray, moments: InputMoments) -> NamedArray:
+    """x. The cotangent of `moments` is what they are of x."""
+    return x
+
+
+def _forward(
+    x: NamedArray, mask: NamedArray, moments: InputMoments
+) -> tuple[NamedArray, tuple[NamedArray, NamedArray]]:
+    return x, (x, mask)
+
+
+def _backward(residuals: tuple[NamedArray, NamedArray], d_x: NamedArray) -> tuple[NamedArray, None, InputMoments]:
+    return d_x, None, InputMoments.of(*residuals)
+
+
+_observed.defvjp(_forward, _backward)
+
+
+def _stacked(layer: Linear) -> tuple[hax.Axis, ...]:
+    own = (*axes_of(layer.In), *axes_of(layer.Out))
+    return tuple(axis for axis in layer.weight.axes if axis not in own)
+
+
+def _other(axis: hax.Axis) -> hax.Axis:
+    return hax.Axis(f"{_OTHER}{axis.name}", axis.size)
