@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -14,15 +15,18 @@ from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import StepInfo
 from jaxlm.engine.activity import Activity, ActivityClock
-from jaxlm.engine.checkpoint.manifest import History
+from jaxlm.engine.checkpoint.manifest import Cursor, History
+from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.control import Control
+from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.loop import OpenPhase, run_phase
 from jaxlm.engine.metrics import MAX_IN_FLIGHT, AsyncMetrics
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
 from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.sync import FlagSync
+from jaxlm.models.base import vocab_axis
 from jaxlm.optim.adam import AdamConfig
-from tests.engine.helpers import TinyRun, arrays, batch, layout, phase
+from tests.engine.helpers import F32, MODEL, VOCAB, TinyRun, arrays, batch, layout, phase
 from tests.engine.test_loop import WORKLOAD, Given
 
 STEPS = 16
@@ -244,3 +248,21 @@ def test_plateaus_reduce_the_learning_rate_of_the_run():
     """The loss of the evaluations rises."""
     rates, *_ = trained(ReduceOnPlateauConfig(patience=0, factor=0.5, min_lr=2e-3).build(1e-2))
     assert scales(rates) == {1: 1.0, 9: 0.5, 13: 0.25}
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_plateau_goes_on_with_the_schedule(goes_on: bool):
+    controllers = (ReduceOnPlateauConfig().build(1e-2),)
+    first = phase(controllers=controllers)
+    second = replace(first, index=1, name="second", start=20, end=40, schedule_start=0 if goes_on else None)
+    memories = {
+        "reduce_on_plateau": {"state": {"scale": 0.1}, "controls": {"lr_scale": 0.1}},
+        "bad_streak": {"state": 2},
+    }
+    builder = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (first, second))
+    at_its_end = SimpleNamespace(cursor=Cursor(20, 0, "train", False, False))
+    history = History(1, controllers=memories)
+    conductor = Conductor(builder, layout(), cast(Any, None), print, cast(Any, at_its_end), history)
+    assert conductor.phase == second
+    staying = {"reduce_on_plateau": memories["reduce_on_plateau"]} if goes_on else {}
+    assert conductor.history == History(1, controllers=staying)

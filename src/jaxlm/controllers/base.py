@@ -109,6 +109,8 @@ class Controller(abc.ABC):
 
     survives_rewind: ClassVar[bool] = False
     """Whether its state stays when the run goes back. Otherwise, it is again that of the checkpoint."""
+    follows_schedule: ClassVar[bool] = False
+    """Whether it goes on in a phase in which the learning-rate schedule goes on (`carry_optimizer`), instead of anew."""
 
     @property
     @abc.abstractmethod

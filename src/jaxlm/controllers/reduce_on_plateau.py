@@ -6,7 +6,7 @@ Source: `torch.optim.lr_scheduler.ReduceLROnPlateau`, whose names and rules thes
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jaxlm.controllers.base import Controller, ControllerConfig, Decision, DoneStep, SetControls
 from jaxlm.core.controls import LR_SCALE
@@ -59,6 +59,8 @@ class ReduceOnPlateau(Controller):
     """Its state: the `best` value, the number of `bad` values since, how many values of the `cooldown` are left, and the
     `scale` of the learning rate.
     """
+
+    follows_schedule: ClassVar[bool] = True
 
     config: ReduceOnPlateauConfig
     learning_rate: float

@@ -94,7 +94,7 @@ class Conductor:
         self._index += 1
         self.resumed = None
         self.num_skipped = 0
-        self.history = history.in_next_phase()
+        self.history = _in_phase(self.phase, history)
 
     def _end_early(self, outcome: Next, state: RunState, ended: OpenPhase) -> RunState:
         """Ends the phase with the pinned or the current weights, and saves them as its last checkpoint."""
@@ -117,7 +117,8 @@ class Conductor:
             ends = (*(earlier.end for earlier in self.state_builder.phases[: phase.index]), step)
             self.state_builder = self.state_builder.with_phase_ends(ends)
             history = replace(history, phase_ends=ends)
-        saver.history = history.in_next_phase()
+        is_last = phase.index + 1 == len(self.state_builder.phases)
+        saver.history = _in_phase(None if is_last else self.state_builder.phases[phase.index + 1], history)
         with ended.clock.during(Activity.SAVE):
             saver.save_end(state, step, ended.batches.state())
         self._enter_next(saver.history)
@@ -154,6 +155,15 @@ class Conductor:
         for array in jax.tree.leaves(state):
             array.delete()
         return found, restore_state(found, self.state_builder, phase, self._layout, self._log)
+
+
+def _in_phase(phase: Phase | None, history: History) -> History:
+    """The history at the start of a phase. Args: phase: None after the last one; history: at the end of the one before."""
+    names: set[str] = set()
+    if phase is not None and phase.schedule_start is not None:
+        names = {controller.name for controller in phase.controllers if controller.follows_schedule}
+    staying = {name: memory for name, memory in history.controllers.items() if name in names}
+    return replace(history.in_next_phase(), controllers=staying)
 
 
 def _precedes(name: str, rewind: Rewind, phase: Phase, attempt: int) -> bool:
