@@ -112,6 +112,10 @@ BASES: dict[str, Tree] = {
     "split_at": merged(
         tree(phases=[{"name": "p", "surgery": [{"type": "split_at", "layer": 1}]}]), {"model": {"num_layers": 3}}
     ),
+    "interpolate": tree(
+        phases=[{"name": "p", "surgery": [{"type": "interpolate", "ref": "teacher"}]}],
+        refs={"teacher": {"type": "hf", "path": TEACHER}},
+    ),
     "fp8": tree(phases=[{"name": "p", "surgery": [{"type": "fp8", "min_features": 16}]}]),
     "distill": tree(objective={"type": "distill"}, refs={"teacher": {"type": "hf", "path": TEACHER}}),
     "checkpoint": tree(
