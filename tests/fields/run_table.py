@@ -256,7 +256,16 @@ LORA: dict[str, Entry] = {
     "surgery.modules_to_save": ShownIn(
         "tests/surgery/test_peft.py::test_a_run_with_dora_ranks_by_layer_and_a_trained_head_is_exported"
     ),
+    "surgery.init": Change("pissa", Shapes({r"^model.*q_proj\.initial_a$": (2, 2, 32)})),
+    "surgery.calibration_batches": Change(
+        3, Refused(r"calibration_batches: 3 given, but init: default measures no batches")
+    ),
     "surgery.from_peft": ShownIn("tests/surgery/test_peft.py::test_a_run_starts_from_peft_adapters_bit_for_bit"),
+}
+INTERPOLATE: dict[str, Entry] = {
+    "surgery.ref": Change("other", Refused(r"uses the model 'other', but the section only has: teacher")),
+    "surgery.weight": ShownIn("tests/engine/test_entry.py::test_weights_move_towards_a_reference"),
+    "surgery.match": Change("nothing", Refused(r"surgery interpolate: match: .*'nothing' matches no parameter")),
 }
 SPLIT_AT: dict[str, Entry] = {
     "surgery.layer": Change(
@@ -293,6 +302,7 @@ PHASES: dict[str, Entry] = {
         GOING_BACK + "test_the_next_phase_starts_from_the_best_weights_where_the_phase_before_ended"
     ),
     "phases.0.controllers": Change([{"type": "reduce_on_plateau", "metric": "train/loss"}], LR_SCALE),
+    "phases.0.carry_optimizer": Change(True, Refused(r"carry_optimizer: true given, but no phase is before the first")),
     "phases.0.surgery": Change([{"type": "lora", "rank": 2}], Shapes({r"^model.*attn\.q_proj\.a$": (2, 2, 32)})),
     "phases.0.trainable": Change(["mlp"], Shapes({r"^opt_state.*attn": None})),
     "phases.0.data": ShownIn("tests/end_to_end/test_prepare.py::test_shows_the_rows_that_a_step_sees"),
@@ -440,6 +450,7 @@ TABLE: Table = {
     "lora": LORA,
     "split_at": SPLIT_AT,
     "drop_layers": DROP_LAYERS,
+    "interpolate": INTERPOLATE,
     "fp8": FP8,
     "distill": DISTILL,
     "checkpoint": CHECKPOINT,

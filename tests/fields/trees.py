@@ -117,6 +117,10 @@ BASES: dict[str, Tree] = {
     "drop_layers": merged(
         tree(phases=[{"name": "p", "surgery": [{"type": "drop_layers", "layers": [1]}]}]), {"model": {"num_layers": 3}}
     ),
+    "interpolate": tree(
+        phases=[{"name": "p", "surgery": [{"type": "interpolate", "ref": "teacher"}]}],
+        refs={"teacher": {"type": "hf", "path": TEACHER}},
+    ),
     "fp8": tree(phases=[{"name": "p", "surgery": [{"type": "fp8", "min_features": 16}]}]),
     "distill": tree(objective={"type": "distill"}, refs={"teacher": {"type": "hf", "path": TEACHER}}),
     "checkpoint": tree(
