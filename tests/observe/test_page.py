@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -462,27 +463,7 @@ print(sorted({{"jax", "torch", "matplotlib", "haliax"}} & sys.modules.keys()))
 
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-ACTIONS = """
-const chart = document.getElementById("chart-0"), box = chart.getBoundingClientRect();
-const keep = (id, what) => document.body.append(Object.assign(document.createElement("pre"), {id, textContent: JSON.stringify(what)}));
-const fire = (type, step) => chart.dispatchEvent(new PointerEvent(type, {
-  clientX: box.x + 56 + (step - 1) / 199 * (box.width - 78), clientY: box.y + 9, pointerType: "mouse"}));
-const keepView = (id) => keep(id, {
-  paths: Object.fromEntries([...chart.querySelectorAll("path[data-name]")].map((path) => [path.dataset.name, path.getAttribute("d")])),
-  ticks: ["middle", "end"].map((anchor) => [...chart.querySelectorAll(`svg > text[text-anchor=${anchor}]:not(.mark)`)].map(
-    (text) => [Number(text.textContent), Number(text.getAttribute(anchor === "end" ? "y" : "x"))]))});
-chart.setPointerCapture = () => {};
-setTimeout(() => {
-  keepView("whole");
-  fire("pointermove", 57);
-  keep("tip", tip.innerText.split("\\n"));
-  fire("pointerdown", 101), fire("pointermove", 150), fire("pointerup", 151);
-  keepView("zoomed");
-  chart.ondblclick();
-  document.querySelector("[data-key]").click();
-  keepView("hidden");
-}, 500);
-"""
+ACTIONS = Path(__file__).with_name("page_actions.js").read_text()
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")

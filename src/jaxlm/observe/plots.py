@@ -42,7 +42,10 @@ def loss_curve(run: LoggedRun, path: Path, title: str) -> None:
 
 
 def schedule_curve(phases: Sequence[Phase], run: LoggedRun, path: Path, title: str) -> None:
-    """Plots the learning rate by step over all phases, as a PNG: what the run has applied, and what is planned from there on. Corner points of the plan are marked, except where something else was applied. Parameter groups are dashed."""
+    """Plots the learning rate by step over all phases, as a PNG: what was applied, and what is planned from there on.
+
+    Corner points of the plan are marked, except where something else was applied. Parameter groups are dashed.
+    """
     figure, axes = _figure("xaxis")
     has_begun = bool(len(run[LEARNING_RATE].steps))
     for phase in phases:
