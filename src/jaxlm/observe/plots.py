@@ -17,6 +17,7 @@ from jaxlm.optim.lr.schedules import Schedule
 
 _MAX_POINTS = 2000  # points of a computed curve
 _NUM_BINS = 60
+_LEGEND_COLUMNS = 4
 _MAX_LABELS = 24  # labels of points; more would overlap
 _RIGHT = 0.8  # points after this fraction of the steps have their label below
 _LABEL_WIDTH = 0.02  # of a mark, as a fraction of the steps
@@ -35,10 +36,9 @@ def loss_curve(run: LoggedRun, path: Path, title: str) -> None:
         axes.plot(*training, color=COLORS[0], label="training")
     if len(validation.steps):
         axes.plot(*validation, "o-", color=COLORS[1], markersize=4, label="validation")
-    _mark_events(axes, run)
+    _mark_events(axes, run, "top")
     axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
-    axes.legend()
-    _save(figure, path)
+    _save(figure, axes, path)
 
 
 def schedule_curve(phases: Sequence[Phase], run: LoggedRun, path: Path, title: str) -> None:
@@ -58,11 +58,10 @@ def schedule_curve(phases: Sequence[Phase], run: LoggedRun, path: Path, title: s
             own, label = _applied(run, phase, f"{LEARNING_RATE}/{name}"), f"{phase.name}: {name}"
             _plot_rates(axes, phase, other, own, label, style, has_begun=has_begun)
         _mark_corners(axes, phase, schedule, applied, phases[-1].end)
-    _mark_events(axes, run)
+    _mark_events(axes, run, "bottom")
     axes.set(title=title, xlabel="step", ylabel="learning rate")
     axes.margins(x=0.12, y=0.2)
-    axes.legend()
-    _save(figure, path)
+    _save(figure, axes, path)
 
 
 def _applied(run: LoggedRun, phase: Phase, name: str) -> dict[int, float]:
@@ -106,15 +105,17 @@ def _mark_corners(axes: Any, phase: Phase, schedule: Schedule, applied: Mapping[
         axes.annotate(f"{name}\nstep {step}: {rate:.3g}", (step, rate), textcoords="offset points", fontsize=7, **side)
 
 
-def _mark_events(axes: Any, run: LoggedRun) -> None:
-    """Draws a vertical line with its name at each event; names that would overlap are left out."""
+def _mark_events(axes: Any, run: LoggedRun, side: str) -> None:
+    """Draws a vertical line at each event, with its name at the "top" or the "bottom" unless it would overlap another."""
     begin, end = axes.get_xlim()
-    named = -np.inf
+    named, height = -np.inf, {"top": 0.98, "bottom": 0.02}[side]
     for mark in sorted(mark for _, marks in events(run) for mark in marks[-MAX_MARKS:]):
         axes.axvline(mark.step, color="0.45", linestyle=":", linewidth=1)
         if mark.step - named >= _LABEL_WIDTH * (end - begin):
             place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "rotation": 90}
-            axes.annotate(mark.text, (mark.step, 0.02), (-2, 0), ha="right", fontsize=7, color="0.45", **place)
+            axes.annotate(
+                mark.text, (mark.step, height), (-2, 0), ha="right", va=side, fontsize=7, color="0.45", **place
+            )
             named = mark.step
 
 
@@ -171,8 +172,7 @@ def step_time_histogram(times: StepTimes, path: Path, title: str) -> None:
         beyond, longest = int((~shown).sum()), times.durations_ms.max()
         axes.plot([], [], " ", label=f"{beyond} above {end:.1f} ms, maximum {longest:.1f} ms")
     axes.set(title=title, xlabel="step duration (ms)", ylabel="steps")
-    axes.legend()
-    _save(figure, path)
+    _save(figure, axes, path)
 
 
 def _figure(*integer_axes: str) -> tuple[Any, Any]:
@@ -180,9 +180,6 @@ def _figure(*integer_axes: str) -> tuple[Any, Any]:
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), dpi=120)
-    figure.subplots_adjust(
-        left=0.1, right=0.98, bottom=0.11, top=0.93
-    )  # computing the margins would draw everything twice
     axes = figure.add_subplot()
     axes.grid(alpha=0.3)
     for axis in integer_axes:  # steps are integers
@@ -190,7 +187,14 @@ def _figure(*integer_axes: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _save(figure: Any, path: Path) -> None:
+def _save(figure: Any, axes: Any, path: Path) -> None:
+    """Writes a plot, with its legend below, where nothing lies over it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+    num_rows = -(-len(axes.get_legend_handles_labels()[0]) // _LEGEND_COLUMNS)
+    below = 0.02 + 0.05 * num_rows
+    # Margins of a layout engine would draw everything twice.
+    figure.subplots_adjust(left=0.115, right=0.98, bottom=below + 0.11, top=0.93)
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, below), "bbox_transform": figure.transFigure}
+    axes.legend(ncols=_LEGEND_COLUMNS, frameon=False, fontsize=9, **place)
     FigureCanvasAgg(figure).print_png(path)
