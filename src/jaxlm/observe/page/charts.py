@@ -29,7 +29,6 @@ _BATCH = "batch size"
 _DASHES = ("none", "7 3", "2 3", "7 3 2 3")  # as SVG has them
 _MAX_BUCKETS = 2000  # of all curves of a chart together
 _MIN_BUCKETS = 100
-_MAX_DOTS = 60  # points of a curve that shows each of them as a dot
 _DIGITS = 7  # float32 has no more
 
 
@@ -156,23 +155,20 @@ def _chart(kind: _Kind, curves: Mapping[Key, Series], marks: Sequence[Mark]) -> 
     # All curves are drawn at the same steps, so that the values of all of them can be read at each.
     kept = np.unique(np.concatenate([one.steps[extremes(one.values, buckets)] for one in curves.values()]))
     half = half_window([one.steps for one in curves.values()]) if kind.is_noisy else 0
-    drawn, has_means = [], False
+    drawn = []
     for number, (key, series) in enumerate(curves.items()):
         mean = smoothed(series, half)
-        has_mean = bool(len(mean.steps))
-        has_means |= has_mean
-        style = {"key": number, "color": key.color, "dash": key.dash}
-        dots = len(series.steps) <= _MAX_DOTS
-        drawn.append({"name": key.name, **style, "faint": has_mean, "dots": dots, **_points(series, kept)})
-        if has_mean:
-            drawn.append({"name": f"{key.name}, mean", **style, "faint": False, "dots": False, **_points(mean, kept)})
+        has_mean = len(mean.steps) > 0
+        for name, shown, faint in ((key.name, series, has_mean), (f"{key.name}, mean", mean, False))[: 1 + has_mean]:
+            style = {"key": number, "color": key.color, "dash": key.dash, "faint": faint}
+            drawn.append({"name": name, **style, **_points(shown, kept)})
     longest = max((one.steps for one in curves.values()), key=len)
     return Chart(
         kind.title,
         kind.unit,
         list(curves),
         {"curves": drawn, "marks": sorted(set(marks)), "log": kind.is_log},
-        2 * half + 1 if has_means else 1,
+        2 * half + 1 if any(curve["faint"] for curve in drawn) else 1,
         len(longest),
         int(np.isin(longest, kept).sum()),
     )

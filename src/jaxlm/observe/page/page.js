@@ -2,6 +2,7 @@ const figures = JSON.parse(document.getElementById("figures").textContent);
 const tip = document.getElementById("tip");
 const [LEFT, RIGHT, TOP, BOTTOM] = [56, 22, 6, 24];  // margins of the plot in its chart
 const REACH = 20;  // pixels between the cursor and a point that the tip shows
+const MAX_DOTS = 60;  // points of a curve that shows each of them as a dot
 
 const make = (parent, name, attributes, text = "") => {
   const element = parent.appendChild(document.createElementNS("http://www.w3.org/2000/svg", name));
@@ -18,12 +19,9 @@ const ticks = (low, high, most, least = 0) => {
   return Array.from({length: Math.floor(high / size) - first + 1}, (_, index) => (first + index) * size);
 };
 
-const logTicks = (low, high) => {  // of exponents
-  if (high - low < 1) return ticks(10 ** low, 10 ** high, 6);
-  if (high - low > 3) return ticks(low, high, 6, 1).map((exponent) => 10 ** exponent);
-  const decades = Array.from({length: Math.ceil(high) - Math.floor(low)}, (_, index) => 10 ** (Math.floor(low) + index));
-  return decades.flatMap((decade) => [decade, 2 * decade, 5 * decade]).filter((y) => y >= 10 ** low && y <= 10 ** high);
-};
+const logTicks = (low, high) => high - low < 2  // decades
+  ? ticks(10 ** low, 10 ** high, 6)
+  : ticks(low, high, 6, 1).map((exponent) => 10 ** exponent);
 
 const step = (value) => Math.round(value).toLocaleString("en");
 const number = (value) => Math.abs(value) >= 1e4
@@ -38,10 +36,9 @@ function draw(chart) {
   const steps = figure.curves.flatMap(({x}) => [x[0], x.at(-1)]);
   let [first, last] = figure.zoom ?? [Math.min(...steps), Math.max(...steps)];
   if (first === last) [first, last] = [first - 1, last + 1];
-  const shown = curves.flatMap(({x, y}) => y.filter((_, index) => x[index] >= first && x[index] <= last));
-  const heights = shown.map(scaled).filter(Number.isFinite);
-  let low = heights.reduce((a, b) => Math.min(a, b), Infinity), high = heights.reduce((a, b) => Math.max(a, b), -Infinity);
-  if (low > high) [low, high] = [0, 1];
+  const heights = curves.flatMap(({x, y}) => y.filter((_, index) => x[index] >= first && x[index] <= last)).map(scaled)
+    .filter(Number.isFinite);
+  let low = heights.reduce((a, b) => Math.min(a, b), heights[0] ?? 0), high = heights.reduce((a, b) => Math.max(a, b), low);
   const space = (high - low) * .05 || Math.abs(high) * .05 || 1;
   [low, high] = [low - space, high + space];
 
@@ -67,18 +64,14 @@ function draw(chart) {
     make(area, "text", {transform: `translate(${x - 3} 2) rotate(-90)`, "text-anchor": "end", class: "mark"}, text);
     named = x;
   }
-  for (const {x, y, color, dash, faint, dots, name} of [...curves].sort((a, b) => b.faint - a.faint)) {
-    let line = "", circles = "", pen = "M";
-    x.forEach((at, index) => {
-      if (!Number.isFinite(scaled(y[index]))) return pen = "M";
-      const point = `${toX(at).toFixed(2)} ${toY(y[index]).toFixed(2)}`;
-      line += pen === "M" ? `M${point}h0` : `L${point}`;  // h0: a point between two gaps is a dot
-      circles += `M${point}h0`;
-      pen = "L";
-    });
+  for (const {x, y, color, dash, faint, name} of [...curves].sort((a, b) => b.faint - a.faint)) {
+    const points = x.map((at, index) =>
+      Number.isFinite(scaled(y[index])) ? `${toX(at).toFixed(2)} ${toY(y[index]).toFixed(2)}` : null);
+    const dot = (point) => point === null ? "" : `M${point}h0`;
+    const line = points.map((point, index) => point && points[index - 1] ? `L${point}` : dot(point)).join("");
     const style = {stroke: color, "stroke-opacity": faint ? .3 : 1};
     make(area, "path", {d: line, ...style, "stroke-width": faint ? 1 : 1.8, "stroke-dasharray": dash, "data-name": name});
-    if (dots) make(area, "path", {d: circles, ...style, "stroke-width": 5});
+    if (x.length <= MAX_DOTS) make(area, "path", {d: points.map(dot).join(""), ...style, "stroke-width": 5});
   }
 
   const cursor = make(area, "rect", {y: 0, height: plot.height, class: "cursor"});
@@ -104,24 +97,22 @@ function draw(chart) {
     const x = place(event), from = begin ?? x;
     cursor.setAttribute("x", Math.min(x, from));
     cursor.setAttribute("width", Math.max(1, Math.abs(x - from)));
-    const near = curves.map((curve) => {
-      const index = curve.x.reduce((best, at, i) => Math.abs(toX(at) - x) < Math.abs(toX(curve.x[best]) - x) ? i : best, 0);
-      return {...curve, at: curve.x[index], value: curve.y[index]};
-    }).filter(({at, value}) => value !== null && Math.abs(toX(at) - x) <= REACH);
+    const nearest = (steps) => steps.reduce((best, at) => Math.abs(toX(at) - x) < Math.abs(toX(best) - x) ? at : best);
+    const near = curves.map((curve) => ({...curve, at: nearest(curve.x)}))
+      .map((curve) => ({...curve, value: curve.y[curve.x.indexOf(curve.at)]}))
+      .filter(({at, value}) => value !== null && Math.abs(toX(at) - x) <= REACH);
     tip.hidden = !near.length;
     if (!near.length) return;
-    const at = near.reduce((best, one) => Math.abs(toX(one.at) - x) < Math.abs(toX(best) - x) ? one.at : best, near[0].at);
-    tip.replaceChildren(`step ${step(at)}`);
-    for (const one of near) {
-      const row = tip.appendChild(document.createElement("div"));
-      row.textContent = `${one.name}: ${number(one.value)}${one.at === at ? "" : ` (step ${step(one.at)})`}`;
-      row.style.borderColor = one.color;
-    }
-    const isRight = event.clientX > innerWidth / 2;
-    Object.assign(tip.style, isRight
-      ? {left: "", right: `${document.documentElement.clientWidth - event.clientX + 12}px`}
-      : {right: "", left: `${event.clientX + 12}px`});
-    tip.style.top = `${Math.max(0, Math.min(event.clientY + 12, innerHeight - tip.offsetHeight))}px`;
+    const at = nearest(near.map((curve) => curve.at));
+    tip.replaceChildren(`step ${step(at)}`, ...near.map((curve) => {
+      const row = document.createElement("div");
+      row.textContent = `${curve.name}: ${number(curve.value)}${curve.at === at ? "" : ` (step ${step(curve.at)})`}`;
+      row.style.borderColor = curve.color;
+      return row;
+    }));
+    const {clientX, clientY} = event;
+    tip.style.left = `${clientX > innerWidth / 2 ? clientX - tip.offsetWidth - 12 : clientX + 12}px`;
+    tip.style.top = `${Math.max(0, Math.min(clientY + 12, innerHeight - tip.offsetHeight))}px`;
   };
   chart.onpointerleave = () => {
     tip.hidden = true;
