@@ -1,22 +1,22 @@
 """The report at the end of a run."""
 
 import gzip
-import itertools
 import lzma
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from jaxlm.config.decode import choice_name
 from jaxlm.core.guards import SKIPPED
-from jaxlm.core.install import install_command
 from jaxlm.core.stores import AT_START_S, retried
 from jaxlm.engine.metric_names import BEST_BPB, EVAL_BPB, EVAL_CORE, EVAL_LOSS, TRAIN_LOSS
 from jaxlm.observe.console import Console, table
+from jaxlm.observe.events import skipped_steps
 from jaxlm.observe.ledger import account, read_lines
-from jaxlm.observe.page.logged_run import read_run
-from jaxlm.observe.page.page import has_library, write_page
-from jaxlm.observe.plots import Records, loss_curve, schedule_curve, step_time_histogram, step_times
-from jaxlm.observe.records import METRICS, REPORT_PAGE, SAMPLES, read_metrics
+from jaxlm.observe.logged_run import LoggedRun, read_run
+from jaxlm.observe.page.page import write_page
+from jaxlm.observe.page.sections import newest
+from jaxlm.observe.plots import loss_curve, schedule_curve, step_time_histogram, step_times
+from jaxlm.observe.records import METRICS, REPORT_PAGE, SAMPLES
 from jaxlm.run.plan import Plan
 
 _MAX_COMPRESSED_BYTES = 64 << 20
@@ -25,24 +25,24 @@ _MAX_SPANS = 8  # of skipped steps, in the report
 
 def final_report(plan: Plan, console: Console) -> None:
     """Logs losses, bits per byte next to those of compressors, and the paths of the results; writes plots and page."""
-    records = read_metrics(plan.log_folder / METRICS)
-    latest = {name: value for record in records for name, value in record.items() if value is not None}
+    run = read_run(str(plan.log_folder))
     checkpoint = retried(plan.checkpoints.checkpoints, AT_START_S)[-1].location
+    num_done = max((int(series.steps[-1]) for series in run.series.values()), default=plan.num_steps)
     rows = [
-        ("steps", f"{int(latest.get('step', plan.num_steps))} of {plan.num_steps}"),
-        ("training loss", training_loss(records)),
-        *skipped_updates(records),
+        ("steps", f"{num_done} of {plan.num_steps}"),
+        ("training loss", newest(run[TRAIN_LOSS])),
+        *skipped_updates(run),
     ]
-    if EVAL_LOSS in latest:
-        rows += [("validation loss", _number(latest, EVAL_LOSS)), ("bits per byte", _bits_per_byte(latest))]
+    if EVAL_LOSS in run.series:
+        rows += [("validation loss", newest(run[EVAL_LOSS])), ("bits per byte", _bits_per_byte(run))]
         rows += compressors(plan.data[-1].validation_documents())
-    if EVAL_CORE in latest:
-        rows.append(("CORE", _number(latest, EVAL_CORE)))
+    if EVAL_CORE in run.series:
+        rows.append(("CORE", newest(run[EVAL_CORE])))
     rows += [
         ("checkpoint", str(checkpoint)),
         *time_spent(plan.log_folder),
-        *write_plots(plan, records),
-        ("report page", report_page(plan.log_folder)),
+        *write_plots(plan, run),
+        ("report page", report_page(run, plan.log_folder)),
         *outputs(plan),
         how_to_use(plan),
     ]
@@ -81,21 +81,21 @@ def outputs(plan: Plan) -> list[tuple[str, str]]:
     return rows + [(name, how) for name, how in opened if how is not None]
 
 
-def write_plots(plan: Plan, records: Records) -> list[tuple[str, str]]:
+def write_plots(plan: Plan, run: LoggedRun) -> list[tuple[str, str]]:
     """Writes `loss.png`, `schedule.png` and `step_time.png` to the log folder, and returns report rows for them."""
     try:
-        return _write_plots(plan, records)
+        return _write_plots(plan, run)
     except OSError as error:
         return [("plots", f"not written: {error}")]
 
 
-def _write_plots(plan: Plan, records: Records) -> list[tuple[str, str]]:
+def _write_plots(plan: Plan, run: LoggedRun) -> list[tuple[str, str]]:
     title = f"{plan.run_id}: {plan.num_steps} steps"
     loss, schedule, times = (plan.log_folder / f"{name}.png" for name in ("loss", "schedule", "step_time"))
-    loss_curve(records, loss, title)
-    schedule_curve(plan.phases, schedule, title, records)
+    loss_curve(run, loss, title)
+    schedule_curve(plan.phases, run, schedule, title)
     rows = [("loss curve", str(loss)), ("schedule", str(schedule))]
-    measured = step_times(records, exclude={phase.start + 1 for phase in plan.phases})
+    measured = step_times(run, exclude={phase.start + 1 for phase in plan.phases})
     if measured is not None:
         step_time_histogram(measured, times, title)
         durations = f"median {measured.median_ms:.1f} ms, 99th percentile {measured.p99_ms:.1f} ms"
@@ -103,12 +103,10 @@ def _write_plots(plan: Plan, records: Records) -> list[tuple[str, str]]:
     return rows
 
 
-def report_page(folder: Path) -> str:
+def report_page(run: LoggedRun, folder: Path) -> str:
     """Writes the HTML page of a run to its log folder. Returns its path, or why there is none."""
-    if not has_library():
-        return f"{install_command('report')}, then jaxlm report {folder}"
     try:
-        write_page([read_run(str(folder))], folder / REPORT_PAGE)
+        write_page([run], folder / REPORT_PAGE)
     except Exception as error:  # the run is complete: no fault of the page may end it
         return f"not written: {type(error).__name__}: {error}"
     return str(folder / REPORT_PAGE)
@@ -134,41 +132,21 @@ def compressors(texts: Iterable[str]) -> list[tuple[str, str]]:
     ]
 
 
-def training_loss(records: Records) -> str:
-    """The loss of the last step. If it is not finite, the last finite loss too."""
-    losses = [(_count(record, "step"), record[TRAIN_LOSS]) for record in records if TRAIN_LOSS in record]
-    finite = [(step, loss) for step, loss in losses if loss is not None]
-    if not finite:
-        return "never finite" if losses else "none"
-    step, loss = finite[-1]
-    return f"{loss:.4f}" if losses[-1][0] == step else f"not finite; {loss:.4f} at step {step}"
-
-
-def skipped_updates(records: Records) -> list[tuple[str, str]]:
+def skipped_updates(run: LoggedRun) -> list[tuple[str, str]]:
     """A report row with the steps whose update was skipped, as far as the records go back; none if there are none."""
-    steps = [(_count(record, "step"), _count(record, SKIPPED)) for record in records if SKIPPED in record]
     spans: list[list[int]] = []
-    for (_, before), (step, after) in itertools.pairwise([(0, 0), *steps]):
-        if after > before and spans and spans[-1][1] == step - 1:
+    for step in (skipped.step for skipped in skipped_steps(run)):
+        if spans and spans[-1][1] == step - 1:
             spans[-1][1] = step
-        elif after > before:
+        else:
             spans.append([step, step])
     if not spans:
         return []
     shown = [f"{first}" if first == last else f"{first} to {last}" for first, last in spans]
     listed = ", ".join(shown if len(shown) <= _MAX_SPANS else [*shown[:_MAX_SPANS], "..."])
-    return [("skipped updates", f"{steps[-1][1]} of {len(steps)} steps: {listed}")]
+    return [("skipped updates", f"{run.latest(SKIPPED):.0f} of {len(run[SKIPPED].steps)} steps: {listed}")]
 
 
-def _count(record: Mapping[str, float | None], name: str) -> int:
-    return int(record[name] or 0)
-
-
-def _bits_per_byte(latest: dict[str, float]) -> str:
-    best = latest.get(BEST_BPB, latest.get(EVAL_BPB))
-    is_best = best is None or best == latest.get(EVAL_BPB)
-    return _number(latest, EVAL_BPB) + ("" if is_best else f" (best {best:.4f})")
-
-
-def _number(latest: dict[str, float], name: str) -> str:
-    return f"{latest[name]:.4f}" if name in latest else "none"
+def _bits_per_byte(run: LoggedRun) -> str:
+    best, last = run.latest(BEST_BPB), run.latest(EVAL_BPB)
+    return newest(run[EVAL_BPB]) + ("" if best in (None, last) else f" (best {best:.4f})")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jaxlm.core.errors import EXIT_CONFIG, ConfigError, Parser
 from jaxlm.core.stores import is_url
-from jaxlm.observe.page.logged_run import local_folder, read_runs
+from jaxlm.observe.logged_run import local_folder, read_runs
 from jaxlm.observe.page.page import write_page
 from jaxlm.observe.records import REPORT_PAGE
 

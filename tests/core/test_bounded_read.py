@@ -23,7 +23,7 @@ from jaxlm.engine.checkpoint.integrity import DamagedError, seal, verify
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.interop.json_object import read_json_object
 from jaxlm.observe.ledger import read_lines as read_ledger
-from jaxlm.observe.page.logged_run import read_run
+from jaxlm.observe.logged_run import read_run
 from jaxlm.observe.records import METRICS, parse_jsonl, read_metrics
 from jaxlm.observe.trackers.jsonl import JsonlTracker
 from tests.data.helpers import small_tokenizer

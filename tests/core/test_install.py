@@ -22,7 +22,7 @@ def installed(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["numpy>=2.0", *listed])
 
 
-@pytest.mark.parametrize("extras", [("report",), ("hf",), ("hf", "torch"), ("gpu",), ("math",)])
+@pytest.mark.parametrize("extras", [("eval",), ("hf",), ("hf", "torch"), ("gpu",), ("math",)])
 def test_the_command_names_the_packages_of_the_extras(installed, extras):
     pip, install, *packages = shlex.split(install_command(*extras))
     assert (pip, install) == ("pip", "install")

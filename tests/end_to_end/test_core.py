@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from jaxlm import train
-from jaxlm.observe.page.logged_run import read_run
+from jaxlm.observe.logged_run import read_run
 from jaxlm.observe.page.page import render
 from tests.end_to_end.commands import Workplace
 from tests.evals.core_bundles import write_bundle
@@ -66,7 +66,7 @@ def test_a_killed_run_measures_the_same_as_a_whole_one(workplace):
     for name in TASKS:
         assert tasks[name]["accuracy"] == measured[24][f"eval/core/{name}/accuracy"]
         assert tasks[name]["centered"] == measured[24][f"eval/core/{name}"]
-    text = render([read_run(str(killed.folder / "logs" / "run"))], "", 24.0)
+    text = render([read_run(str(killed.folder / "logs" / "run"))], 24.0)
     assert all(word in text for word in ("winograd", "training time, all starts", "best bits per byte", "24 per hour"))
 
 

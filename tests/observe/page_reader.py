@@ -50,7 +50,7 @@ class Page(HTMLParser):
     def curve(self, name: str, chart: int | None = None) -> dict[int, float | None]:
         """The points of the first curve with a name."""
         figures = self.figures.values() if chart is None else [self.figures[f"chart-{chart}"]]
-        trace = next(trace for figure in figures for trace in figure["data"] if trace["name"] == name)
+        trace = next(trace for figure in figures for trace in figure["curves"] if trace["name"] == name)
         return dict(zip(trace["x"], trace["y"], strict=True))
 
 
@@ -111,7 +111,7 @@ def check_numbers(folder, page):
     assert shown == expected, f"shown: {shown - expected}, expected: {expected - shown}"
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     names = {name for one in records for name, value in one.items() if isinstance(value, int | float | None)}
-    drawn = {trace["name"] for figure in page.figures.values() for trace in figure["data"]}
+    drawn = {trace["name"] for figure in page.figures.values() for trace in figure["curves"]}
     assert names - {"step", "attempt", "global_step", "run_progress", "throughput/resumed_from"} <= drawn
     for name in names & drawn:
         points = {one["step"]: one[name] for one in records if name in one}

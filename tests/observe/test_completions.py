@@ -16,7 +16,7 @@ from jaxlm.evals.base import Eval
 from jaxlm.observe.completions import CompletionLog, CompletionsConfig
 from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import EvalHook, Generated, ScheduledEval
-from jaxlm.observe.page.logged_run import read_runs
+from jaxlm.observe.logged_run import read_runs
 from jaxlm.observe.page.page import render
 from jaxlm.observe.records import COMPLETIONS, EARLIER_COMPLETIONS
 from jaxlm.observe.trackers import JsonlTracker
@@ -168,7 +168,6 @@ def test_wandb_gets_a_table():
 
 
 def test_the_page_shows_completions(tmp_path):
-    pytest.importorskip("plotly")
     files = JsonlTracker(tmp_path / "metrics.jsonl", resume_step=0)
     log = CompletionLog(CompletionsConfig(show_every=0), (files,), mock.MagicMock())
     for step in range(1, 31):
@@ -179,7 +178,7 @@ def test_the_page_shows_completions(tmp_path):
         file.write(
             '{"step": 31, "name": "train", "prompt": "x", "completion": "y", "rewards": {"a": "b"}, "reward": 1}\n'
         )
-    page = render(read_runs([str(tmp_path)]), "")
+    page = render(read_runs([str(tmp_path)]))
     assert "<h2>Completions</h2>" in page
     assert "<th>reward</th><th>right</th><th>length</th><th>advantage</th>" in page
     shown = [int(step) for step in re.findall(r"</b>text (\d+)</pre>", page)]

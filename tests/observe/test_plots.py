@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from jaxlm.observe import plots as plots
+from jaxlm.observe.logged_run import LoggedRun, series_of
 from jaxlm.observe.plots import loss_curve, schedule_curve, step_time_histogram, step_times
 from jaxlm.optim.adam import AdamConfig
 from tests.engine.helpers import phase
@@ -22,6 +23,10 @@ def drawn(monkeypatch):
     return seen
 
 
+def run_of(records) -> LoggedRun:
+    return LoggedRun("run", series_of(records))
+
+
 def is_png(path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
 
@@ -29,7 +34,7 @@ def is_png(path) -> bool:
 def test_the_schedule_plot_marks_the_corners_of_two_phases(drawn, tmp_path):
     first = phase(optimizer=AdamConfig(learning_rate=1e-2, warmup=10, decay=20, lr_schedule="linear"), end=100)
     second = phase(index=1, name="two", optimizer=AdamConfig(learning_rate=5e-3, warmup=0), start=100, end=150)
-    schedule_curve([first, second], tmp_path / "s.png", "title")
+    schedule_curve([first, second], run_of([]), tmp_path / "s.png", "title")
     assert is_png(tmp_path / "s.png")
     (axes,) = drawn
     curves = [line for line in axes.lines if len(line.get_xdata()) > 1]
@@ -62,25 +67,26 @@ def test_the_schedule_plot_shows_what_was_applied_and_what_is_planned_after_a_ch
     before = training(range(1, 41), lambda step: 10 * float(plan(step)))
     after = training(range(41, 61), lambda step: float(plan(step)), 16, **{"throughput/resumed_from": 40})
     later = phase(index=1, name="later", optimizer=AdamConfig(warmup=0), start=100, end=110)
-    schedule_curve([today, later], tmp_path / "s.png", "title", [*before, *after])
+    schedule_curve([today, later], run_of([*before, *after]), tmp_path / "s.png", "title")
     (axes,) = drawn
     curves = {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
-    assert list(curves) == ["train", "train, planned", "later, planned", "resumed", "batch size changed"]
+    assert list(curves) == ["train", "train, planned", "later, planned"]
     x, y = curves["train"].get_xdata(), curves["train"].get_ydata()
     assert (x[0], x[-1]) == (0, 59)
     np.testing.assert_allclose(y, [10 * plan(step) for step in range(40)] + [plan(step) for step in range(40, 60)])
     x, y = curves["train, planned"].get_xdata(), curves["train, planned"].get_ydata()
     assert (x[0], x[-1]) == (60, 100)
     np.testing.assert_allclose(y, plan(x))
-    assert curves["resumed"].get_xdata()[0] == curves["batch size changed"].get_xdata()[0] == 40
+    marks = [line.get_xdata() for line in axes.lines if line.get_color() == "0.45"]
+    assert marks == [[40, 40]] * 2
     corners = {float(line.get_xdata()[0]) for line in axes.lines if len(line.get_xdata()) == 1}
     assert corners == {0, 80, 100, 110}, "at step 10, another rate was applied than is planned today"
-    assert "batch 16" in {text.get_text() for text in axes.texts}
+    assert [text.get_text() for text in axes.texts if text.xy[0] == 40] == ["batch 16"], "two names would overlap"
 
 
 def test_the_mean_of_the_loss_does_not_lag(drawn, tmp_path):
     """The centered mean of a straight line is the line."""
-    loss_curve([{"step": s, "train/loss": 5 - s / 500} for s in range(1, 1001)], tmp_path / "l.png", "title")
+    loss_curve(run_of([{"step": s, "train/loss": 5 - s / 500} for s in range(1, 1001)]), tmp_path / "l.png", "title")
     (axes,) = drawn
     mean = next(line for line in axes.lines if line.get_label() == "training, mean of 21")
     assert (mean.get_xdata()[0], mean.get_xdata()[-1]) == (11, 990)
@@ -90,7 +96,7 @@ def test_the_mean_of_the_loss_does_not_lag(drawn, tmp_path):
 def test_step_times_exclude_the_first_step_of_a_start_and_differ_by_batch_size(drawn, tmp_path):
     before = training(range(1, 11), lambda step: 1.0)
     after = training(range(11, 31), lambda step: 1.0, 16, **{"throughput/resumed_from": 10, "throughput/duration": 9.0})
-    times = step_times([*before, *after], exclude={1})
+    times = step_times(run_of([*before, *after]), exclude={1})
     assert times is not None
     assert times.batch_sizes.tolist() == [8] * 9 + [16] * 19
     np.testing.assert_allclose(times.durations_ms, 100)
@@ -104,9 +110,9 @@ def test_step_times_exclude_first_steps_and_records_without_a_time(drawn, tmp_pa
     rng = np.random.default_rng(0)
     seconds = 0.1 + 0.01 * rng.random(200)
     seconds[0], seconds[100], seconds[150] = 30.0, 20.0, 9.0
-    records = [{"step": i + 1, "throughput/duration": s} for i, s in enumerate(seconds)]
+    records = [{"step": i + 1, "throughput/duration": s} for i, s in enumerate(seconds.tolist())]
     records += [{"step": 200, "eval/loss": 3.0}]
-    times = step_times(records, exclude={1, 101})
+    times = step_times(run_of(records), exclude={1, 101})
     assert times is not None
     kept = np.delete(seconds, [0, 100]) * 1e3
     np.testing.assert_allclose(times.durations_ms, kept)
@@ -118,18 +124,18 @@ def test_step_times_exclude_first_steps_and_records_without_a_time(drawn, tmp_pa
     assert sum(bar.get_height() for bar in axes.patches) == 197  # the outlier of 9 s is in the legend
     assert any("1 above" in text.get_text() for text in axes.get_legend().get_texts())
     assert "None" not in [text.get_text() for text in axes.get_legend().get_texts()]  # of batches of one size
-    assert step_times([{"step": 1, "throughput/duration": 1.0}], exclude={1}) is None
-    assert step_times([], exclude={1}) is None
+    assert step_times(run_of([{"step": 1, "throughput/duration": 1.0}]), exclude={1}) is None
+    assert step_times(run_of([]), exclude={1}) is None
 
 
 def test_the_loss_curve_accepts_steps_without_a_loss(tmp_path):
     records = [{"step": s, "train/loss": None if s == 3 else 5 - s / 50} for s in range(1, 100)]
-    loss_curve([*records, {"step": 99, "eval/loss": 3.1}], tmp_path / "l.png", "title")
+    loss_curve(run_of([*records, {"step": 99, "eval/loss": 3.1}]), tmp_path / "l.png", "title")
     assert is_png(tmp_path / "l.png")
 
 
 def test_a_plot_of_few_steps_has_integer_ticks_and_one_curve(drawn, tmp_path):
-    loss_curve([{"step": s, "train/loss": 5 - s / 50} for s in range(1, 21)], tmp_path / "l.png", "title")
+    loss_curve(run_of([{"step": s, "train/loss": 5 - s / 50} for s in range(1, 21)]), tmp_path / "l.png", "title")
     (axes,) = drawn
     assert all(tick == round(tick) for tick in axes.get_xticks())
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["training"]

@@ -18,8 +18,9 @@ from jaxlm.config.load import load_config
 from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Histogram, Sample
+from jaxlm.observe.logged_run import LoggedRun, series_of
 from jaxlm.observe.plots import loss_curve
-from jaxlm.observe.records import read_metrics
+from jaxlm.observe.records import parse_jsonl, read_metrics
 from jaxlm.observe.trackers import JsonlTracker, RunInfo, TrackerConfig, check_trackers, environment, read_jsonl
 from jaxlm.observe.trackers.background import BackgroundTracker, TrackerTimeouts
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
@@ -48,7 +49,7 @@ def test_a_value_that_is_not_a_metric_is_left_out(tmp_path):
     assert records == [{"step": 0, "train/loss": 0.5}, {"step": 1, "train/loss": None}] + [
         {"step": step} for step in range(2, len(values))
     ]
-    loss_curve(records, tmp_path / "loss.png", "title")
+    loss_curve(LoggedRun("run", series_of(parse_jsonl(path.read_bytes())[0])), tmp_path / "loss.png", "title")
 
 
 def test_resuming_drops_later_records_and_a_truncated_line(tmp_path):

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxlm.final_report import compressors, how_to_use, outputs, skipped_updates, training_loss
+from jaxlm.final_report import compressors, how_to_use, outputs, skipped_updates
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.objectives.reward import RewardObjective
+from jaxlm.observe.logged_run import LoggedRun, series_of
+from jaxlm.observe.page.sections import newest
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
 from jaxlm.observe.trackers.wandb import WandbConfig
 
@@ -26,18 +28,16 @@ def test_a_last_phase_without_validation_text_has_no_compressors():
 def test_the_report_says_which_updates_were_skipped():
     counts = [0, 1, 2, 3, 3, 4, 4]
     records = [{"step": step, "train/skipped_steps": count} for step, count in enumerate(counts, 1)]
-    assert skipped_updates([{"step": 1, "eval/loss": 1.0}, *records]) == [
-        ("skipped updates", "4 of 7 steps: 2 to 4, 6")
-    ]
-    assert skipped_updates(records[:1]) == skipped_updates([]) == []
+    rows = [skipped_updates(LoggedRun("run", series_of(some))) for some in (records, records[:1], [])]
+    assert rows == [[("skipped updates", "4 of 7 steps: 2 to 4, 6")], [], []]
 
 
 def test_the_report_does_not_show_an_earlier_loss_as_the_last():
     records = [{"step": 1, "train/loss": 3.0}, {"step": 2, "train/loss": 2.5}, {"step": 3, "train/loss": None}]
-    assert training_loss(records[:2]) == "2.5000"
-    assert training_loss(records) == "not finite; 2.5000 at step 2"
-    assert training_loss(records[2:]) == "never finite"
-    assert training_loss([]) == "none"
+    texts = [
+        newest(LoggedRun("run", series_of(some))["train/loss"]) for some in (records[:2], records, records[2:], [])
+    ]
+    assert texts == ["2.5000", "not finite; 2.5000 at step 2", "never finite", "none"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command that installs the packages of an extra (`jaxlm[report]`), however jaxlm itself was installed."""
+"""The command that installs the packages of an extra (`jaxlm[hf]`), however jaxlm itself was installed."""
 
 import importlib.metadata
 import re

@@ -1,4 +1,4 @@
-"""Plots of a run: loss, learning rate and step times."""
+"""PNGs of a run: loss, learning rate and step times."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,110 +7,67 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.engine.metric_names import (
-    DURATION,
-    EVAL_LOSS,
-    EXAMPLES_PER_SECOND,
-    LEARNING_RATE,
-    RESUMED_FROM,
-    TRAIN_LOSS,
-)
+from jaxlm.engine.metric_names import DURATION, EVAL_LOSS, LEARNING_RATE, TRAIN_LOSS
 from jaxlm.engine.phases import Phase
+from jaxlm.observe.curves import COLORS, half_window, smoothed
+from jaxlm.observe.events import MAX_MARKS, batch_sizes, events, resumes
+from jaxlm.observe.logged_run import LoggedRun
 from jaxlm.optim.groups import group_schedules
 from jaxlm.optim.lr.schedules import Schedule
 
-_SMOOTHING_WIDTH = 0.02  # width of the moving average, as a fraction of the steps
 _MAX_POINTS = 2000  # points of a computed curve
 _NUM_BINS = 60
+_LEGEND_COLUMNS = 4
 _MAX_LABELS = 24  # labels of points; more would overlap
 _RIGHT = 0.8  # points after this fraction of the steps have their label below
-
-Records = Sequence[Mapping[str, float | None]]
-
-
-@dataclass(frozen=True)
-class Marks:
-    """Events of a run, by the number of steps done before them.
-
-    Attributes:
-        resumed: where a start continued from a checkpoint.
-        batch_sizes: where the batch size changed -> the new one.
-    """
-
-    resumed: tuple[int, ...]
-    batch_sizes: Mapping[int, int]
-
-    @classmethod
-    def of(cls, records: Records) -> "Marks":
-        """The events in a run's records."""
-        steps, sizes = _batch_sizes(records)
-        changes = np.flatnonzero(np.diff(sizes)) + 1
-        return cls(
-            tuple(int(step) for step in _series(records, RESUMED_FROM)[1]),
-            {int(steps[index]) - 1: int(sizes[index]) for index in changes},
-        )
-
-    def draw(self, axes: Any) -> None:
-        """Draws a vertical line for each event."""
-        for number, step in enumerate(self.resumed):
-            axes.axvline(step, color="0.4", linestyle="--", linewidth=0.8, label=None if number else "resumed")
-        for number, (step, size) in enumerate(self.batch_sizes.items()):
-            label = None if number else "batch size changed"
-            axes.axvline(step, color="tab:green", linestyle=":", linewidth=1, label=label)
-            if len(self.batch_sizes) <= _MAX_LABELS:
-                place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "rotation": 90}
-                axes.annotate(f"batch {size}", (step, 0.02), (2, 0), fontsize=7, color="tab:green", **place)
+_LABEL_WIDTH = 0.02  # of a mark, as a fraction of the steps
 
 
-def loss_curve(records: Records, path: Path, title: str) -> None:
-    """Plots training loss (per step, and a centered moving average) and validation loss by step, as a PNG."""
+def loss_curve(run: LoggedRun, path: Path, title: str) -> None:
+    """Plots training loss (per step, and its moving average) and validation loss by step, as a PNG."""
     figure, axes = _figure("xaxis")
-    steps, losses = _series(records, TRAIN_LOSS)
-    if len(steps):
-        half = round(len(steps) * _SMOOTHING_WIDTH / 2)
-        width = 2 * half + 1
-        if half:
-            axes.plot(steps, losses, color="0.8", linewidth=0.8, label="training, per step")
-        smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
-        label = f"training, mean of {width}" if half else "training"
-        axes.plot(steps[half : len(steps) - half], smooth, color="tab:blue", label=label)
-    steps, losses = _series(records, EVAL_LOSS)
-    if len(steps):
-        axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="validation")
-    Marks.of(records).draw(axes)
+    training, validation = run[TRAIN_LOSS], run[EVAL_LOSS]
+    half = half_window([training.steps])
+    mean = smoothed(training, half)
+    if len(mean.steps):
+        axes.plot(*training, color=COLORS[0], alpha=0.3, linewidth=0.8, label="training, per step")
+        axes.plot(*mean, color=COLORS[0], label=f"training, mean of {2 * half + 1}")
+    elif len(training.steps):
+        axes.plot(*training, color=COLORS[0], label="training")
+    if len(validation.steps):
+        axes.plot(*validation, "o-", color=COLORS[1], markersize=4, label="validation")
+    _mark_events(axes, run, "top")
     axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
-    axes.legend()
-    _save(figure, path)
+    _save(figure, axes, path)
 
 
-def schedule_curve(phases: Sequence[Phase], path: Path, title: str, records: Records = ()) -> None:
-    """Plots the learning rate by step over all phases, as a PNG: what the records say was applied, and what is planned from
-    there on. Corner points of the plan are marked, except where something else was applied. Parameter groups are dashed.
+def schedule_curve(phases: Sequence[Phase], run: LoggedRun, path: Path, title: str) -> None:
+    """Plots the learning rate by step over all phases, as a PNG: what was applied, and what is planned from there on.
+
+    Corner points of the plan are marked, except where something else was applied. Parameter groups are dashed.
     """
     figure, axes = _figure("xaxis")
-    has_begun = bool(_series(records, LEARNING_RATE)[0].size)
+    has_begun = bool(len(run[LEARNING_RATE].steps))
     for phase in phases:
         schedule, groups = phase.optimizer.schedule(phase.num_steps), group_schedules(phase.optimizer, phase.num_steps)
-        applied = _applied(records, phase, LEARNING_RATE)
+        applied = _applied(run, phase, LEARNING_RATE)
         main_style = {"color": f"C{phase.index % 10}"}
         _plot_rates(axes, phase, schedule, applied, phase.name, main_style, has_begun=has_begun)
         for number, (name, other) in enumerate(groups.items()):
             style = {"color": f"C{(phase.index + number + 1) % 10}", "linestyle": "--", "linewidth": 0.8}
-            own, label = _applied(records, phase, f"{LEARNING_RATE}/{name}"), f"{phase.name}: {name}"
+            own, label = _applied(run, phase, f"{LEARNING_RATE}/{name}"), f"{phase.name}: {name}"
             _plot_rates(axes, phase, other, own, label, style, has_begun=has_begun)
         _mark_corners(axes, phase, schedule, applied, phases[-1].end)
-    Marks.of(records).draw(axes)
+    _mark_events(axes, run, "bottom")
     axes.set(title=title, xlabel="step", ylabel="learning rate")
     axes.margins(x=0.12, y=0.2)
-    axes.legend()
-    _save(figure, path)
+    _save(figure, axes, path)
 
 
-def _applied(records: Records, phase: Phase, name: str) -> dict[int, float]:
+def _applied(run: LoggedRun, phase: Phase, name: str) -> dict[int, float]:
     """The learning rates of a phase's updates, by the number of updates before."""
-    steps, rates = _series(records, name)
-    rows = zip((steps - 1).tolist(), rates.tolist(), strict=True)
-    return {step: rate for step, rate in rows if phase.start <= step < phase.end}
+    rows = zip(*(column.tolist() for column in run[name]), strict=True)
+    return {step - 1: rate for step, rate in rows if phase.start < step <= phase.end and np.isfinite(rate)}
 
 
 def _plot_rates(
@@ -148,6 +105,20 @@ def _mark_corners(axes: Any, phase: Phase, schedule: Schedule, applied: Mapping[
         axes.annotate(f"{name}\nstep {step}: {rate:.3g}", (step, rate), textcoords="offset points", fontsize=7, **side)
 
 
+def _mark_events(axes: Any, run: LoggedRun, side: str) -> None:
+    """Draws a vertical line at each event, with its name at the "top" or the "bottom" unless it would overlap another."""
+    begin, end = axes.get_xlim()
+    named, height = -np.inf, {"top": 0.98, "bottom": 0.02}[side]
+    for mark in sorted(mark for _, marks in events(run) for mark in marks[-MAX_MARKS:]):
+        axes.axvline(mark.step, color="0.45", linestyle=":", linewidth=1)
+        if mark.step - named >= _LABEL_WIDTH * (end - begin):
+            place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "rotation": 90}
+            axes.annotate(
+                mark.text, (mark.step, height), (-2, 0), ha="right", va=side, fontsize=7, color="0.45", **place
+            )
+            named = mark.step
+
+
 @dataclass(frozen=True)
 class StepTimes:
     """Duration of each step of a run, and its batch size."""
@@ -164,15 +135,16 @@ class StepTimes:
         return float(np.percentile(self.durations_ms, 99))
 
 
-def step_times(records: Records, exclude: Collection[int]) -> StepTimes | None:
-    """The step durations in a run's records, without the first step of each start; None if there are none.
+def step_times(run: LoggedRun, exclude: Collection[int]) -> StepTimes | None:
+    """The step durations of a run, without the first step of each start; None if there are none.
 
     `exclude` contains the first step of each phase, which also includes warm-up.
     """
-    steps, seconds = _series(records, DURATION)
-    excluded = {*exclude, *(step + 1 for step in Marks.of(records).resumed)}
-    included = ~np.isin(steps, list(excluded))
-    sizes = _batch_sizes(records)[1]
+    steps, seconds = run[DURATION]
+    excluded = [*exclude, *(step + 1 for step in resumes(run))]
+    included = ~np.isin(steps, excluded) & np.isfinite(seconds)
+    known = dict(zip(*batch_sizes(run), strict=True))
+    sizes = np.array([known.get(step, 0) for step in steps], dtype=int)
     return StepTimes(seconds[included] * 1e3, sizes[included]) if included.any() else None
 
 
@@ -200,8 +172,7 @@ def step_time_histogram(times: StepTimes, path: Path, title: str) -> None:
         beyond, longest = int((~shown).sum()), times.durations_ms.max()
         axes.plot([], [], " ", label=f"{beyond} above {end:.1f} ms, maximum {longest:.1f} ms")
     axes.set(title=title, xlabel="step duration (ms)", ylabel="steps")
-    axes.legend()
-    _save(figure, path)
+    _save(figure, axes, path)
 
 
 def _figure(*integer_axes: str) -> tuple[Any, Any]:
@@ -209,9 +180,6 @@ def _figure(*integer_axes: str) -> tuple[Any, Any]:
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), dpi=120)
-    figure.subplots_adjust(
-        left=0.1, right=0.98, bottom=0.11, top=0.93
-    )  # computing the margins would draw everything twice
     axes = figure.add_subplot()
     axes.grid(alpha=0.3)
     for axis in integer_axes:  # steps are integers
@@ -219,21 +187,14 @@ def _figure(*integer_axes: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _save(figure: Any, path: Path) -> None:
+def _save(figure: Any, axes: Any, path: Path) -> None:
+    """Writes a plot, with its legend below, where nothing lies over it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+    num_rows = -(-len(axes.get_legend_handles_labels()[0]) // _LEGEND_COLUMNS)
+    below = 0.02 + 0.05 * num_rows
+    # Margins of a layout engine would draw everything twice.
+    figure.subplots_adjust(left=0.115, right=0.98, bottom=below + 0.11, top=0.93)
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, below), "bbox_transform": figure.transFigure}
+    axes.legend(ncols=_LEGEND_COLUMNS, frameon=False, fontsize=9, **place)
     FigureCanvasAgg(figure).print_png(path)
-
-
-def _series(records: Records, name: str) -> tuple[np.ndarray, np.ndarray]:
-    points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
-    return (np.array([p[0] for p in points], dtype=int), np.array([p[1] for p in points], dtype=float))
-
-
-def _batch_sizes(records: Records) -> tuple[np.ndarray, np.ndarray]:
-    """(step, sequences in its batch) of the records with a duration; 0 where the rate is not known."""
-    steps, seconds = _series(records, DURATION)
-    rates = dict(zip(*_series(records, EXAMPLES_PER_SECOND), strict=True))
-    return steps, np.array(
-        [round(rates.get(step, 0) * duration) for step, duration in zip(steps, seconds, strict=True)]
-    )

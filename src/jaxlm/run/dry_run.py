@@ -35,6 +35,7 @@ from jaxlm.interop.hf.folder import ReadOptions
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.interop.pretrained import check_pretrained, open_pretrained
 from jaxlm.observe.console import Console, table
+from jaxlm.observe.logged_run import LoggedRun
 from jaxlm.observe.plots import schedule_curve
 from jaxlm.optim.groups import group_schedules
 from jaxlm.optim.lr.schedules import Schedule
@@ -320,7 +321,7 @@ def _plot_schedule(plan: Plan) -> str:
     path = plan.log_folder / "schedule.png"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        schedule_curve(plan.phases, path, f"{plan.run_id}: {plan.num_steps} steps")
+        schedule_curve(plan.phases, LoggedRun(plan.run_id, {}), path, f"{plan.run_id}: {plan.num_steps} steps")
     except OSError as error:
         return f"not plotted: {error}"
     return str(path)

@@ -1,8 +1,8 @@
-"""Which charts a page has, and which metrics of the runs they show."""
+"""Which charts a page has, which metrics they show, and what its script draws of each."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from jaxlm.engine.metric_names import (
     DURATION,
     EVAL_LOSS,
     EVAL_PREFIX,
-    EXAMPLES_PER_SECOND,
     GLOBAL_STEP,
     LEARNING_RATE,
     PROGRESS,
@@ -20,14 +19,17 @@ from jaxlm.engine.metric_names import (
     TOKENS_PER_SECOND,
     TRAIN_LOSS,
 )
-from jaxlm.observe.page.figure import Chart, Curve, Mark, draw
-from jaxlm.observe.page.logged_run import LoggedRun, Series
-from jaxlm.observe.page.skipped import skipped_steps
+from jaxlm.observe.curves import COLORS, extremes, half_window, smoothed
+from jaxlm.observe.events import MAX_MARKS, Mark, batch_sizes, events
+from jaxlm.observe.logged_run import LoggedRun, Series
 
 _MAX_FURTHER = 40
-_MAX_MARKS = 30  # vertical lines of each kind and run; more of them would hide the curves
 _NO_CURVES = {RESUMED_FROM, GLOBAL_STEP, PROGRESS}
 _BATCH = "batch size"
+_DASHES = ("none", "7 3", "2 3", "7 3 2 3")  # as SVG has them
+_MAX_BUCKETS = 2000  # of all curves of a chart together
+_MIN_BUCKETS = 100
+_DIGITS = 7  # float32 has no more
 
 
 class _Kind(NamedTuple):
@@ -57,6 +59,36 @@ _KINDS = (
 _Metrics = Sequence[Mapping[str, Series]]
 
 
+class Key(NamedTuple):
+    """A line of the legend, which shows and hides the curve and its moving average."""
+
+    name: str
+    color: str
+    dash: str
+
+
+class Chart(NamedTuple):
+    """A chart.
+
+    Attributes:
+        title: what it shows.
+        unit: of the vertical axis; may be empty.
+        keys: the legend, one line for each curve.
+        figure: what the page's script draws: `curves`, with the number of their key; `marks`; whether the axis is `log`.
+        mean_width: number of steps of its moving averages; 1 if it has none.
+        num_points: points of its longest curve.
+        num_drawn: how many of them are drawn.
+    """
+
+    title: str
+    unit: str
+    keys: Sequence[Key]
+    figure: Mapping[str, Any]
+    mean_width: int
+    num_points: int
+    num_drawn: int
+
+
 class Charts(NamedTuple):
     """The charts of a page.
 
@@ -81,16 +113,16 @@ def charts(runs: Sequence[LoggedRun]) -> Charts:
     evals = [name for name in rest if name.startswith(EVAL_PREFIX)]
     single = [_Kind(name, "", re.escape(name)) for name in (*evals, *(n for n in rest if n not in evals))]
     end = len(evals) + _MAX_FURTHER
-    events = [(run.name, kind, found) for run in runs for kind, found in _events(run)]
-    marks = [mark for _, _, found in events for mark in found[-_MAX_MARKS:]]
+    named = [(run.name, kind, found) for run in runs for kind, found in events(run)]
+    marks = [mark for _, _, found in named for mark in found[-MAX_MARKS:]]
     return Charts(
         list(_drawn([*_KINDS, *single[: len(evals)]], runs, metrics, marks)),
         list(_drawn(single[len(evals) : end], runs, metrics, marks)),
         [kind.title for kind in single[end:]],
         [
-            (run, f"{len(found) - _MAX_MARKS:,} earlier {kind} have no line in the charts")
-            for run, kind, found in events
-            if len(found) > _MAX_MARKS
+            (run, f"{len(found) - MAX_MARKS:,} earlier {kind} have no line in the charts")
+            for run, kind, found in named
+            if len(found) > MAX_MARKS
         ],
     )
 
@@ -100,49 +132,57 @@ def _drawn(
 ) -> Iterator[Chart]:
     for kind in kinds:
         found = sorted({name for one in metrics for name in one if re.fullmatch(kind.metrics, name)}, reverse=True)
-        curves = [
-            Curve(run, number, _label(runs[run].name, name, len(runs), len(found)), one[name])
+        curves = {
+            _key(runs, run, name, number, len(found)): one[name]
             for run, one in enumerate(metrics)
             for number, name in enumerate(found)
             if name in one
-        ]
+        }
         if curves:
-            style = {"is_noisy": kind.is_noisy, "is_log": kind.is_log}
-            yield draw(kind.title, kind.unit, curves, marks, num_runs=len(runs), **style)
+            yield _chart(kind, curves, marks)
 
 
-def _label(run: str, metric: str, num_runs: int, num_metrics: int) -> str:
-    if num_runs == 1:
-        return metric
-    return run if num_metrics == 1 else f"{run}: {metric}"
+def _key(runs: Sequence[LoggedRun], run: int, metric: str, number: int, num_metrics: int) -> Key:
+    """Runs differ in their color, and metrics of several runs in their dashes. Args: number: of the metric in its chart."""
+    if len(runs) == 1:
+        return Key(metric, COLORS[number % len(COLORS)], _DASHES[0])
+    name = runs[run].name if num_metrics == 1 else f"{runs[run].name}: {metric}"
+    return Key(name, COLORS[run % len(COLORS)], _DASHES[number % len(_DASHES)])
+
+
+def _chart(kind: _Kind, curves: Mapping[Key, Series], marks: Sequence[Mark]) -> Chart:
+    buckets = max(_MIN_BUCKETS, _MAX_BUCKETS // len(curves))
+    # All curves are drawn at the same steps, so that the values of all of them can be read at each.
+    kept = np.unique(np.concatenate([one.steps[extremes(one.values, buckets)] for one in curves.values()]))
+    half = half_window([one.steps for one in curves.values()]) if kind.is_noisy else 0
+    drawn = []
+    for number, (key, series) in enumerate(curves.items()):
+        mean = smoothed(series, half)
+        has_mean = len(mean.steps) > 0
+        for name, shown, faint in ((key.name, series, has_mean), (f"{key.name}, mean", mean, False))[: 1 + has_mean]:
+            style = {"key": number, "color": key.color, "dash": key.dash, "faint": faint}
+            drawn.append({"name": name, **style, **_points(shown, kept)})
+    longest = max((one.steps for one in curves.values()), key=len)
+    return Chart(
+        kind.title,
+        kind.unit,
+        list(curves),
+        {"curves": drawn, "marks": sorted(set(marks)), "log": kind.is_log},
+        2 * half + 1 if any(curve["faint"] for curve in drawn) else 1,
+        len(longest),
+        int(np.isin(longest, kept).sum()),
+    )
+
+
+def _points(series: Series, kept: np.ndarray) -> dict[str, list[Any]]:
+    shown = np.isin(series.steps, kept)
+    values = [float(f"{y:.{_DIGITS}g}") if np.isfinite(y) else None for y in series.values[shown].tolist()]
+    return {"x": series.steps[shown].tolist(), "y": values}
 
 
 def _with_batch_sizes(runs: Sequence[LoggedRun]) -> _Metrics:
     """The metrics of each run, with the batch size by step unless it is one number for all."""
-    sizes = [_batch_sizes(run) for run in runs]
+    sizes = [batch_sizes(run) for run in runs]
     if len(np.unique(np.concatenate([one.values for one in sizes]))) <= 1:
         return [run.series for run in runs]
     return [{**run.series, _BATCH: one} if len(one.steps) else run.series for run, one in zip(runs, sizes, strict=True)]
-
-
-def _batch_sizes(run: LoggedRun) -> Series:
-    """The sequences in the batch of each step, as far as they are known."""
-    nothing = Series(np.array([], dtype=int), np.array([]))
-    steps, seconds = run.series.get(DURATION, nothing)
-    rate_steps, rates = run.series.get(EXAMPLES_PER_SECOND, nothing)
-    if not np.array_equal(steps, rate_steps):
-        return nothing
-    products = seconds * rates
-    known = np.isfinite(products)
-    return Series(steps[known], products[known].round())
-
-
-def _events(run: LoggedRun) -> Iterator[tuple[str, list[Mark]]]:
-    """What charts mark with vertical lines, by kind, oldest first."""
-    resumed = run.series[RESUMED_FROM].values if RESUMED_FROM in run.series else np.array([])
-    yield "resumes", [Mark(int(step), "resumed") for step in resumed[np.isfinite(resumed)]]
-    phases = [
-        (re.match(r"steps (\d+) to", value), name) for name, value in run.start_table() if name.startswith("phase ")
-    ]
-    yield "phases", [Mark(int(begin[1]), name) for begin, name in phases[1:] if begin]
-    yield "skipped steps", [Mark(one.step, "skipped") for one in skipped_steps(run)]

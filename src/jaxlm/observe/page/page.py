@@ -1,15 +1,12 @@
 """Writes the page of one or several runs: one HTML file that needs no network."""
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxlm.core.atomic_io import atomic_file
-from jaxlm.core.errors import ConfigError
-from jaxlm.core.install import install_command
+from jaxlm.observe.logged_run import LoggedRun
 from jaxlm.observe.page.charts import charts
-from jaxlm.observe.page.logged_run import LoggedRun
 from jaxlm.observe.page.sections import (
     completions,
     config_values,
@@ -31,33 +28,17 @@ def write_page(runs: Sequence[LoggedRun], path: Path, price_per_hour: float | No
         price_per_hour: of the machines of each run together, for the report card; None shows no cost.
 
     Raises:
-        ConfigError: the plotting library is not installed.
         OSError: the file cannot be written.
     """
-    text = render(runs, library(), price_per_hour)
+    text = render(runs, price_per_hour)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8", errors="replace")
 
 
-def has_library() -> bool:
-    """Whether the plotting library is installed."""
-    return importlib.util.find_spec("plotly") is not None
-
-
-def library() -> str:
-    """The JavaScript of plotly.js."""
-    if not has_library():
-        raise ConfigError(f"report: the page needs plotly. Run: {install_command('report')}")
-    from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingImports]
-
-    return get_plotlyjs()
-
-
-def render(runs: Sequence[LoggedRun], script: str, price_per_hour: float | None = None) -> str:
-    """The page as text. Args: script: the plotting library."""
+def render(runs: Sequence[LoggedRun], price_per_hour: float | None = None) -> str:
+    """The page as text."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
 
     # Texts of samples, configurations and logs are not to be trusted.
     environment = Environment(
@@ -67,7 +48,7 @@ def render(runs: Sequence[LoggedRun], script: str, price_per_hour: float | None 
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(_TEMPLATE).render(**_content(runs, price_per_hour), script=Markup(script))
+    return environment.get_template(_TEMPLATE).render(**_content(runs, price_per_hour))
 
 
 def _content(runs: Sequence[LoggedRun], price_per_hour: float | None) -> Mapping[str, Any]:

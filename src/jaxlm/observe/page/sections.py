@@ -17,7 +17,6 @@ from jaxlm.engine.metric_names import (
     GLOBAL_STEP,
     MFU,
     PROGRESS,
-    RESUMED_FROM,
     SMOOTHED_LOSS,
     TOKENS_PER_SECOND,
     TOTAL_GFLOPS,
@@ -25,10 +24,10 @@ from jaxlm.engine.metric_names import (
     TRAIN_LOSS,
     TRAINING_TIME,
 )
+from jaxlm.observe.curves import COLORS
+from jaxlm.observe.events import SkippedStep, resumes, skipped_steps
 from jaxlm.observe.ledger import IDLE
-from jaxlm.observe.page.figure import COLORS
-from jaxlm.observe.page.logged_run import LoggedRun, Series
-from jaxlm.observe.page.skipped import SkippedStep, skipped_steps
+from jaxlm.observe.logged_run import LoggedRun, Series
 
 ABSENT = "–"
 _MAX_KEYS = 5000
@@ -156,13 +155,13 @@ def _results(run: LoggedRun) -> Iterator[tuple[str, str]]:
         yield "steps", f"{step:,.0f}" + (f" of {step / progress:,.0f}" if progress else "")
     for name, label in ((TRAIN_LOSS, "training loss, last step"), (SMOOTHED_LOSS, "training loss, smoothed")):
         if name in run.series:
-            yield label, _newest(run.series[name])
+            yield label, newest(run.series[name])
     for name, label in ((EVAL_LOSS, "validation loss"), (EVAL_BPB, "bits per byte")):
         if name in run.series:
-            yield label, _newest(run.series[name]) + _lowest(run.series[name])
+            yield label, newest(run.series[name]) + _lowest(run.series[name])
     for name, label in ((BEST_BPB, "best bits per byte"), (EVAL_CORE, "CORE")):
         if name in run.series:
-            yield label, _newest(run.series[name])
+            yield label, newest(run.series[name])
     if (tokens := run.latest(TOTAL_TOKENS)) is not None:
         yield "tokens", f"{tokens:,.0f}"
     if gflops := run.latest(TOTAL_GFLOPS):
@@ -181,15 +180,15 @@ def _results(run: LoggedRun) -> Iterator[tuple[str, str]]:
             yield label, f"{run.goodput[activity]:,.1f} s"
     if skipped := skipped_steps(run):
         yield "skipped steps", f"{len(skipped):,}"
-    if RESUMED_FROM in run.series:
-        steps = run.series[RESUMED_FROM].values
-        steps = steps[np.isfinite(steps)]
+    if steps := resumes(run):
         earlier = f" ({len(steps) - _MAX_RESUMED:,} earlier ones are left out)" if len(steps) > _MAX_RESUMED else ""
         yield "resumed from step", ", ".join(f"{step:,.0f}" for step in steps[-_MAX_RESUMED:]) + earlier
 
 
-def _newest(series: Series) -> str:
+def newest(series: Series) -> str:
     """The last value of a metric. If it is not finite, the last finite one too."""
+    if not len(series.values):
+        return "none"
     finite = np.flatnonzero(np.isfinite(series.values))
     if not finite.size:
         return "never finite"

@@ -43,6 +43,24 @@ class Tracker(Protocol):
         """Writes what is left and ends the tracker."""
 
 
+class ForwardLog:
+    """Logs to a tracker that cannot remove steps: skips those that it already has, which a resumed run repeats bit for bit.
+
+    Steps are counted on after the run went back to an earlier one. The metric `global_step` has their number.
+    """
+
+    def __init__(self, handle: Any, first_new_step: int, abandoned_steps: int):
+        """Args: handle: an open run with the method `log`. abandoned_steps: steps lost by going back."""
+        self.abandoned_steps = abandoned_steps
+        self._handle = handle
+        self._first_new_step = first_new_step
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        number = step + self.abandoned_steps
+        if number >= self._first_new_step:
+            self._handle.log(values, step=number)
+
+
 @dataclass(frozen=True)
 class RunInfo:
     """Facts about the run, passed to trackers when they open.

@@ -8,7 +8,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.install import install_command
 from jaxlm.core.types import Completion, Histogram, Sample
 from jaxlm.observe.trackers import environment
-from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
+from jaxlm.observe.trackers.base import ForwardLog, RunInfo, Tracker, TrackerConfig
 
 
 class MissingLibraryError(Exception):
@@ -66,17 +66,10 @@ class TrackioTracker:
     def __init__(self, handle: Any, abandoned_steps: int = 0):
         """Args: handle: an open run. abandoned_steps: steps lost by going back, which Trackio cannot remove."""
         self._handle = handle
-        self._first_new_step = handle._next_step  # Trackio has no public name for it
-        self._abandoned_steps = abandoned_steps
+        self._forward = ForwardLog(handle, handle._next_step, abandoned_steps)  # Trackio has no public name for it
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Skips steps that the database already has: a resumed run repeats them bit for bit.
-
-        Steps are counted on after the run went back to an earlier one. The metric `global_step` has their number.
-        """
-        number = step + self._abandoned_steps
-        if number >= self._first_new_step:
-            self._handle.log(dict(metrics), step=number)
+        self._forward.log(step, dict(metrics))
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Does nothing, because Trackio has no histograms. They are in `histograms.jsonl`."""
@@ -88,7 +81,7 @@ class TrackioTracker:
         """Does nothing, because Trackio's tables need pandas. They are in `completions.jsonl`."""
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
-        self._abandoned_steps = abandoned_steps
+        self._forward.abandoned_steps = abandoned_steps
 
     def flush(self) -> None:
         """Does nothing, because Trackio flushes by itself twice a second."""

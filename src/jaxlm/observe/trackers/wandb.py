@@ -16,7 +16,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import redacted
 from jaxlm.core.types import Completion, Histogram, Sample
 from jaxlm.observe.trackers import environment
-from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
+from jaxlm.observe.trackers.base import ForwardLog, RunInfo, Tracker, TrackerConfig
 
 _INIT_TIMEOUT_S = 30.0
 _FORBIDDEN_IN_ID = "/\\#?%:"
@@ -204,46 +204,31 @@ class WandbTracker:
         """
         self._handle = handle
         self._files = files
-        self._abandoned_steps = abandoned_steps
         # Read once: each read is a request to wandb's process, as expensive as a record.
-        self._first_new_step = handle.step
+        self._forward = ForwardLog(handle, handle.step, abandoned_steps)
         self._xla_dumps = xla_dumps
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Skips steps that wandb already has: a resumed run repeats them bit for bit.
-
-        Steps are counted on after the run went back to an earlier one. The metric `global_step` has their number.
-        """
-        number = step + self._abandoned_steps
-        if number >= self._first_new_step:
-            self._handle.log(dict(metrics), step=number)
+        self._forward.log(step, dict(metrics))
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         import wandb
 
         pairs = {name: (np.asarray(h.counts), np.asarray(h.edges)) for name, h in histograms.items() if not h.is_empty}
-        number = step + self._abandoned_steps
-        if number >= self._first_new_step:
-            self._handle.log({name: wandb.Histogram(np_histogram=pair) for name, pair in pairs.items()}, step=number)
+        self._forward.log(step, {name: wandb.Histogram(np_histogram=pair) for name, pair in pairs.items()})
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Logs a table for the weights, and one for each of their averages."""
         import wandb
 
-        number = step + self._abandoned_steps
-        if number < self._first_new_step:
-            return
         for name in dict.fromkeys(sample.name for sample in samples):
             rows: list[Any] = [[step, sample.prompt, sample.text] for sample in samples if sample.name == name]
-            self._handle.log({f"{name}/samples": wandb.Table(["step", "prompt", "text"], rows)}, step=number)
+            self._forward.log(step, {f"{name}/samples": wandb.Table(["step", "prompt", "text"], rows)})
 
     def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
         """Logs a table."""
         import wandb
 
-        number = step + self._abandoned_steps
-        if number < self._first_new_step:
-            return
         for name in dict.fromkeys(one.name for one in completions):
             own = [one for one in completions if one.name == name]
             names = list(own[0].rewards)
@@ -252,10 +237,10 @@ class WandbTracker:
                 for one in own
             ]
             columns: list[Any] = ["step", "prompt", "completion", "reward", *names, "advantage", "finished"]
-            self._handle.log({f"{name}/completions": wandb.Table(columns, rows)}, step=number)
+            self._forward.log(step, {f"{name}/completions": wandb.Table(columns, rows)})
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
-        self._abandoned_steps = abandoned_steps
+        self._forward.abandoned_steps = abandoned_steps
 
     def flush(self) -> None:
         """Does nothing, because wandb's process already has every record."""

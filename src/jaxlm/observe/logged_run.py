@@ -1,4 +1,4 @@
-"""What a run's log folder holds, read for its page. The folder may be damaged, incomplete, or still being written."""
+"""What a run's log folder holds, read for pictures and pages. It may be damaged, incomplete, or still being written."""
 
 import json
 import os
@@ -66,9 +66,13 @@ class LoggedRun:
     goodput: Mapping[str, float] = field(default_factory=dict)
     unread: Sequence[str] = ()
 
+    def __getitem__(self, name: str) -> Series:
+        """A metric by step; empty if the run does not have it."""
+        return self.series.get(name, Series(np.array([], dtype=int), np.array([])))
+
     def latest(self, name: str) -> float | None:
         """The last finite value of a metric."""
-        values = self.series[name].values if name in self.series else np.array([])
+        values = self[name].values
         finite = values[np.isfinite(values)]
         return float(finite[-1]) if len(finite) else None
 
@@ -158,7 +162,7 @@ def _read(name: str, given: str, read: Callable[[str], bytes]) -> LoggedRun:
         unread.append(str(error))
     return LoggedRun(
         name,
-        _series(surviving(records, ends)),
+        series_of(surviving(records, ends)),
         surviving(samples, ends),
         surviving(completions, ends),
         text(CONFIG),
@@ -214,7 +218,8 @@ def _no_run(given: str) -> str:
     )
 
 
-def _series(records: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
+def series_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
+    """The metrics of some records, without values that are neither null nor a number."""
     points: dict[str, tuple[list[int], list[float]]] = {}
     for record in records:
         step = record["step"]

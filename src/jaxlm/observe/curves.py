@@ -1,9 +1,12 @@
-"""Chooses which points of a long curve to draw, so that its extremes stay visible."""
+"""Curves as all pictures show them: colors, moving averages, and the points of long curves that keep extremes visible."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from jaxlm.observe.logged_run import Series
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")  # Okabe and Ito
 _SMOOTHING_WIDTH = 0.02  # width of the moving averages, as a fraction of the steps of the longest curve
 _MAX_HALF_WIDTH = 500
 _MIN_POINTS = 50  # of a curve that has a moving average
@@ -45,22 +48,23 @@ def half_window(curves: Sequence[np.ndarray]) -> int:
     return min(round(max(spans) * _SMOOTHING_WIDTH / 2), min(spans) // 10, _MAX_HALF_WIDTH)
 
 
-def smoothed(steps: np.ndarray, values: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarray]:
+def smoothed(series: Series, half: int) -> Series:
     """The mean of the finite values within `half` steps of each step, where the curve has as many steps on both sides.
 
-    Returns its steps and its values; nothing if no mean has more than one value.
+    Empty if no mean has more than one value.
     """
+    steps, values = series
     order = np.argsort(steps, kind="stable")  # a damaged file may have any order
     order = order[np.isfinite(values[order])]
     steps, values = steps[order], values[order]
     if not len(steps):
-        return steps, values
+        return Series(steps, values)
     centers = np.flatnonzero((steps - half >= steps[0]) & (steps + half <= steps[-1]))
     begins = np.searchsorted(steps, steps[centers] - half)
     ends = np.searchsorted(steps, steps[centers] + half, side="right")
     counts = ends - begins
     if not (counts > 1).any():
-        return steps[:0], values[:0]
+        return Series(steps[:0], values[:0])
     # Sums of each window by itself: differences of running sums lose everything behind one huge value.
     sums = np.add.reduceat(np.append(values, 0.0), np.stack([begins, ends], axis=1).ravel())[::2]
-    return steps[centers], sums / counts
+    return Series(steps[centers], sums / counts)
