@@ -298,6 +298,9 @@ PHASES: dict[str, Entry] = {
         "tests/end_to_end/test_phases.py::test_the_cursor_separates_entry_from_end_and_a_damaged_entry_is_rebuilt"
     ),
     "phases.0.num_train_steps": Change(50, Rates({50: 1e-5})),
+    "phases.0.carry_optimizer": Change(
+        True, Refused(r"carry_optimizer: true given, but no phase is before the first one")
+    ),
     "phases.0.until": ShownIn(
         GOING_BACK + "test_the_next_phase_starts_from_the_best_weights_where_the_phase_before_ended"
     ),
