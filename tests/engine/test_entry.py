@@ -182,7 +182,9 @@ def test_calibration_on_data_that_does_not_say_what_the_model_reads_is_refused()
     surgery = [{"type": "lora", "target": "attn", "init": "eva"}]
     config = {"model": model, "data": {"type": "unpaired"}, "objective": {"type": "kto"}, "evals": []}
     config |= {"phases": [{"name": "a", "surgery": surgery}], "trainer": {"train_batch_size": 8}}
-    with pytest.raises(ConfigError, match=r"phase 'a': surgery: it measures .* data.type: unpaired makes UnpairedBatch"):
+    with pytest.raises(
+        ConfigError, match=r"phase 'a': surgery: it measures .* data.type: unpaired makes UnpairedBatch"
+    ):
         make_plan(decode_run(ConfigSource(config), None), "x", 61)
 
 
