@@ -1,10 +1,12 @@
 """Checks that the working tree computes exactly what an earlier commit computed. For changes that must not change a number.
 
-    python benchmarks/same_numbers.py --before d17b901 [--only losses,programs,continuation,files] [--folder FOLDER]
+    python benchmarks/same_numbers.py --before d17b901 [--only losses,programs,continuation,files] [--cases NAME,NAME]
+        [--folder FOLDER]
 
-Checks the earlier commit out beside the working tree (`git worktree`) and trains five small runs with each, one process at
-a time: the quickstart (each tree uses its own file), a Llama under FSDP on eight simulated devices, a Mixtral, a GPT-2 with
-dropout, and a two-phase run with LoRA. It uses only the commands of both trees, so modules may move and be renamed.
+Checks the earlier commit out beside the working tree (`git worktree`) and trains small runs with each, one process at a
+time: the quickstart (each tree uses its own file), a Llama, a Mixtral, a GPT-2 with dropout, nano, a two-phase run with LoRA,
+DPO, GRPO on rollouts, and distillation; most of them on one and on eight simulated devices. It uses only the commands of both
+trees, so modules may move and be renamed.
 
 losses          every number in `metrics.jsonl` except times is bit-identical, including each training loss; the working
                 tree uses the token caches of the earlier commit without rewriting them
@@ -17,7 +19,7 @@ files           the last checkpoints have the same file names and arrays (Orbax 
                 folders and token caches are byte-identical
 
 Prints one line per check, `same` or `DIFFERS` with the difference, and a JSON line last. Exits with 1 if anything differs.
-Runs on the CPU and takes about eight minutes on two cores. `--folder` keeps everything that the runs write.
+Runs on the CPU and takes about 20 minutes on two cores. `--folder` keeps everything that the runs write.
 """
 
 import argparse
@@ -32,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,74 @@ phases:
     data: {{train_urls: ["stdlib:validation"], cache_dir: ../../{CACHES}/adapt}}
     optimizer: {{learning_rate: 1.0e-2}}
 """
+NANO = """
+model: {type: nano, seq_len: 64, hidden_dim: 64, num_layers: 4, num_heads: 2}
+optimizer:
+  groups:
+    - {match: ^tokens|value_embedding, learning_rate: 0.3}
+    - {match: attn|mlp|value_gates, type: muon, learning_rate: 0.02}
+"""
+# Records and a tokenizer of characters (`write_task`).
+TASK = """
+data: {tokenizer: tokenizer, validation_urls: [], cache_dir: ../../caches/task}
+trainer: {train_batch_size: 8}
+optimizer: {learning_rate: 1.0e-2, weight_decay: 0.1, warmup: 5}
+evals: []
+"""
+DPO = """
+data: {type: pairs, train_urls: [pairs.jsonl]}
+objective: {type: dpo}
+"""
+GRPO = """
+data:
+  {type: rollouts, train_urls: [prompts.jsonl], group_size: 4, max_new_tokens: 4,
+   rewards: [{type: function, function: "task:score"}]}
+objective: {type: grpo, old_policy: rollout}
+"""
+DISTILL = """
+refs: {teacher: {type: checkpoint, path: ../llama/checkpoints/run/step-50, dtype: float32}}
+objective: {type: distill, temperature: 2.0, weight: 0.5}
+"""
+REWARD = """
+def score(completion_ids, digit):
+    return [sum(1.0 for token in ids if token == d + 1) / (1 + len(ids)) for ids, d in zip(completion_ids, digit)]
+"""
+
+
+def write_task(home: Path) -> None:
+    """A tokenizer of digits, preference pairs and prompts about their successors, and a reward."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    tokens = {token: number for number, token in enumerate(["<eos>", *"0123456789", " ", "=", "?"])}
+    backend = tokenizers.Tokenizer(models.WordLevel(tokens, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    backend.add_special_tokens(["<eos>"])
+    (home / "tokenizer").mkdir(exist_ok=True)
+    backend.save(str(home / "tokenizer" / "tokenizer.json"))
+    special = {"bos_token": "<eos>", "eos_token": "<eos>"}
+    (home / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(special))
+    pairs = [
+        {"prompt": f"{digit} =", "chosen": f" {(digit + 1) % 10}", "rejected": f" {(digit + other) % 10}"}
+        for digit in range(10)
+        for other in range(2, 8)
+    ]
+    prompts = [{"prompt": f"{digit} =", "digit": digit} for digit in range(10)]
+    for name, records in (("pairs", pairs), ("prompts", prompts)):
+        (home / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (home / "task.py").write_text(REWARD)
+
+
+def merged(*texts: str) -> str:
+    """One configuration of several. Sections are merged."""
+    import yaml
+
+    whole: dict[str, Any] = {}
+    for text in texts:
+        for key, value in yaml.safe_load(text).items():
+            both = isinstance(value, dict) and isinstance(whole.get(key), dict)
+            whole[key] = {**whole[key], **value} if both else value
+    return yaml.safe_dump(whole)
 
 
 @dataclass(frozen=True)
@@ -99,6 +169,7 @@ class Case:
         cuts: steps whose checkpoints the working tree resumes from.
         runs_bench: whether to run `jaxlm.bench`, which measures only the first phase.
         adapters: whether to also export the adapters without the model.
+        has_task: whether it trains on the records of `write_task`.
     """
 
     name: str
@@ -108,15 +179,28 @@ class Case:
     cuts: tuple[int, ...] = ()
     runs_bench: bool = True
     adapters: bool = False
+    has_task: bool = False
 
 
 TWO_PHASES = Case("two phases", COMMON + LLAMA + PHASES, 60, cuts=(25, 50), runs_bench=False, adapters=True)
 CASES = (
     Case("quickstart", None, cuts=(CUT,)),
+    Case("llama", COMMON + LLAMA),  # the teacher of "distill"
     Case("llama fsdp 8", COMMON + LLAMA, devices=8, cuts=(CUT,)),
     Case("mixtral", COMMON + MIXTRAL),
     Case("gpt2 dropout", COMMON + GPT2),
     TWO_PHASES,
+    replace(TWO_PHASES, name="two phases 8", devices=8, cuts=(), adapters=False),
+    *(Case(f"nano{name}", merged(COMMON, NANO), devices=n, cuts=(CUT,)) for name, n in (("", 1), (" 8", 8))),
+    *(
+        Case(f"{kind}{name}", merged(TASK, LLAMA, text), devices=n, cuts=(CUT,), runs_bench=False, has_task=True)
+        for kind, text in (("dpo", DPO), ("grpo", GRPO))
+        for name, n in (("", 1), (" 8", 8))
+    ),
+    *(
+        Case(f"distill{name}", merged(COMMON, LLAMA, DISTILL), devices=n, cuts=(CUT,), runs_bench=False)
+        for name, n in (("", 1), (" 8", 8))
+    ),
 )
 
 
@@ -151,7 +235,7 @@ class Side:
         """
         flags = f"--xla_force_host_platform_device_count={case.devices}"
         environment = os.environ | {"PYTHONPATH": str(self.tree / "src"), "XLA_FLAGS": flags}
-        command = [sys.executable, "-m", f"jaxlm.{module}", *arguments]
+        command = [sys.executable, "-m", "jaxlm", module, *arguments]
         began = time.perf_counter()
         try:
             process = subprocess.run(
@@ -172,7 +256,10 @@ class Side:
         config = self.tree / "config" / "quickstart.yaml" if case.text is None else home / "run.yaml"
         if case.text is not None:
             config.write_text(case.text)
-        options = [text for key, value in OPTIONS.items() for text in (f"--{key}", str(value))]
+        if case.has_task:
+            write_task(home)
+        own = ("evals", "data.cache_dir") if case.has_task else ()
+        options = [text for key, value in OPTIONS.items() if key not in own for text in (f"--{key}", str(value))]
         return self.run(case, home, module, *arguments, "--config_path", str(config), *options)
 
 
@@ -196,9 +283,15 @@ def main() -> int:
         "--only", type=lambda text: text.split(","), default=list(GROUPS), help="comma-separated groups (default: all)"
     )
     parser.add_argument("--folder", type=Path, help="new folder to work in and keep (default: temporary)")
+    parser.add_argument(
+        "--cases", type=lambda text: text.split(","), default=[case.name for case in CASES], help="(default: all)"
+    )
     options = parser.parse_args()
     if unknown := [name for name in options.only if name not in GROUPS]:
         parser.error(f"--only: {', '.join(unknown)} given. Allowed: {', '.join(GROUPS)}")
+    if unknown := [name for name in options.cases if name not in [case.name for case in CASES]]:
+        parser.error(f"--cases: {', '.join(unknown)} given. Allowed: {', '.join(case.name for case in CASES)}")
+    cases = [case for case in CASES if case.name in options.cases]
     os.environ["JAX_PLATFORMS"] = "cpu"
     began = time.perf_counter()
     with contextlib.ExitStack() as stack:
@@ -212,7 +305,8 @@ def main() -> int:
         for side in sides:
             check_is_imported(side.tree)
         verdicts = {
-            f"{group}, {name}": verdict(group, name, compare) for group, name, compare in checks(options.only, *sides)
+            f"{group}, {name}": verdict(group, name, compare)
+            for group, name, compare in checks(options.only, *sides, cases)
         }
     different = {name: text for name, text in verdicts.items() if not text.startswith("same")}
     about = {"before": options.before, "seconds": round(time.perf_counter() - began, 1), "checks": len(verdicts)}
@@ -229,10 +323,12 @@ def check_is_imported(tree: Path) -> None:
         raise SystemExit(f"python imports jaxlm from {imported}; expected {tree / 'src' / 'jaxlm'}")
 
 
-def checks(groups: list[str], before: Side, now: Side) -> Iterator[tuple[str, str, Callable[[], str]]]:
+def checks(
+    groups: list[str], before: Side, now: Side, cases: Sequence[Case]
+) -> Iterator[tuple[str, str, Callable[[], str]]]:
     """Yields group, name and comparison of each check."""
     for group in (group for group in GROUPS if group in groups):
-        for name, compare in GROUPS[group](before, now):
+        for name, compare in GROUPS[group](before, now, cases):
             yield group, name, compare
 
 
@@ -246,7 +342,7 @@ def verdict(group: str, name: str, compare: Callable[[], str]) -> str:
     return text
 
 
-def losses(before: Side, now: Side) -> Iterator[Check]:
+def losses(before: Side, now: Side, cases: Sequence[Case]) -> Iterator[Check]:
     """Numbers of every run, and whether the working tree leaves the shared token caches untouched."""
     rewritten: list[str] = []
 
@@ -260,7 +356,7 @@ def losses(before: Side, now: Side) -> Iterator[Check]:
     def compare_caches() -> str:
         return same_unless(rewritten, f"{len(modified(before.caches))} files, not written again", "files written again")
 
-    for case in CASES:
+    for case in cases:
         yield case.name, functools.partial(compare, case)
     yield "caches taken", compare_caches
 
@@ -318,7 +414,7 @@ def same_unless(changed: list[str], same: str, what: str) -> str:
     return same
 
 
-def programs(before: Side, now: Side) -> Iterator[Check]:
+def programs(before: Side, now: Side, cases: Sequence[Case]) -> Iterator[Check]:
     """Optimized HLO of every run, and the counts of `jaxlm.bench`."""
 
     def compare_texts(case: Case) -> str:
@@ -334,9 +430,9 @@ def programs(before: Side, now: Side) -> Iterator[Check]:
         changed = [f"{key} {first[key]} before, {second[key]} now" for key in differing(first, second)]
         return same_unless(changed, json.dumps(first), "numbers")
 
-    for case in CASES:
+    for case in cases:
         yield f"{case.name}, hlo", functools.partial(compare_texts, case)
-    for case in CASES:
+    for case in cases:
         if case.runs_bench:
             yield f"{case.name}, bench", functools.partial(compare_counts, case)
 
@@ -385,9 +481,9 @@ def counts(side: Side, case: Case) -> dict[str, Any]:
     return {key: answer[key] for key in ("flops_per_token", "program_bytes", "kernels", "collectives")}
 
 
-def continuation(before: Side, now: Side) -> Iterator[Check]:
+def continuation(before: Side, now: Side, cases: Sequence[Case]) -> Iterator[Check]:
     """Runs that the earlier tree begins and the working tree finishes."""
-    for case in CASES:
+    for case in cases:
         for step in case.cuts:
             yield f"{case.name} from {step}", functools.partial(continued, before, now, case, step)
 
@@ -435,7 +531,7 @@ def arrays(checkpoint: Path) -> dict[str, str]:
     }
 
 
-def files(before: Side, now: Side) -> Iterator[Check]:
+def files(before: Side, now: Side, cases: Sequence[Case]) -> Iterator[Check]:
     """Checkpoints, exports and token caches of both trees."""
 
     def compare_checkpoints(case: Case) -> str:
@@ -452,7 +548,7 @@ def files(before: Side, now: Side) -> Iterator[Check]:
         separate.run_configured(TWO_PHASES, separate.folder / TWO_PHASES.name, "prepare")
         return same_contents(before.caches, separate.caches)
 
-    for case in CASES:
+    for case in cases:
         yield f"{case.name}, checkpoint", functools.partial(compare_checkpoints, case)
         yield f"{case.name}, export", functools.partial(compare_exports, case, "merge")
         if case.adapters:

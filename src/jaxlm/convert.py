@@ -103,7 +103,7 @@ def _card(opened: LoadedModel, name: str, library: str) -> ModelCard:
 def _write_model(folder: Location, opened: LoadedModel, dtype: Any, card: ModelCard, *, verify: bool) -> None:
     plan = opened.plan
     model = export_form(opened.load(), opened.surgeries)
-    export_model(folder, model, plan, opened.tokenizer, dtype, card)
+    export_model(folder, model, plan, opened.tokenizer, dtype, card, opened.merged)
     print(f"wrote {opened.location} to {folder} as {jnp.dtype(dtype).name}")
     if verify:
         print(verify_folder(Path(folder), model, plan.config.model, plan.layout))

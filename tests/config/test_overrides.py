@@ -48,6 +48,39 @@ def test_invalid_arguments_are_refused(arguments, message):
     assert message in str(caught.value)
 
 
+TEMPLATES = [
+    "{{ bos_token }}{{ messages[0]['content'] }}",
+    "{% for m in messages %}\n{{ m.role }}: {{ m.content }} # end\n{% endfor %}",
+    "[{% for m in messages %}{{ m.content }},{% endfor %}]",
+    "User: {{ messages[0].content }}",
+    "{# none: #}{{ messages[0].content }}",
+    "[INST",
+    "a: b",
+    "[a, b]",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_chat_template_is_a_text(template):
+    key = "data.format.chat_template"
+    assert parse_arguments([f"--{key}", template]).options == {key: template}
+    assert parse_arguments([f"--{key}={template}"]).options == {key: template}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("null", None),
+        ("chatml", "chatml"),
+        ("own.jinja", "own.jinja"),
+        ("'{{ a }}'", "{{ a }}"),
+        ('"{{ a }}\\n"', "{{ a }}\n"),
+    ],
+)
+def test_names_null_and_quoted_chat_templates_are_yaml(given, expected):
+    assert parse_arguments(["--data.format.chat_template", given]).options == {"data.format.chat_template": expected}
+
+
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_takes_precedence_over_all_other_arguments(flag):
     assert parse_arguments(["--nonsense", flag, "more"]).help

@@ -195,6 +195,18 @@ class TestTablesWithoutText:
             r"x\.json: record 2: no text under .*'text'\. Keys of the record: body",
         ),
         ("x.json", b'[{"text": null}]', r"x\.json: record 1: no text under data\.text_key 'text' \(it is null\)"),
+        (
+            "x.json",
+            b'[{"text": NaN}]',
+            r"x\.json: record 1: no text under data\.text_key 'text' \(it is NaN\)\. Keys of",
+        ),
+        ("x.jsonl", b'{"text": ["a"]}', r"x\.jsonl: line 1: no text under data\.text_key 'text' \(it is \[\"a\"\]\)"),
+        (
+            "x.jsonl",
+            b'{"text": "a"}\n{"text": "b", "id": 1' + b"0" * 4999 + b"}\n",
+            r"x\.jsonl: line 2: the JSON has a number with 5,000 digits, at most 4,300 expected\. Put it in quotes",
+        ),
+        ("x.json", b"-1" + b"0" * 5999, r"x\.json: the JSON has a number with 6,000 digits, at most 4,300 expected"),
         ("x.json", b'"text"', r"x\.json: record 1: no text under .*Keys of the record: none"),
         ("x.json", b'[{"text": "a\\ud800"}]', r"x\.json: record 1: the text is not valid Unicode"),
         (

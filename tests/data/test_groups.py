@@ -98,6 +98,11 @@ def test_shown_with_every_response(opened, tokenizer):
         ),
         ({"rewards": [1, 2, None]}, r"expected a list of 3 numbers under 'rewards'"),
         ({"rewards": [1, 2, True]}, r"expected a list of 3 numbers under 'rewards'"),
+        ({"rewards": [1, float("nan"), 3]}, r"line 1: rewards\[1\]: nan given, a finite number expected"),
+        (
+            {"rewards": [1, 2, -1e39]},
+            r"line 1: rewards\[2\]: -1e\+39 given, a number from -3\.4e\+38 to 3\.4e\+38 \(float32\)",
+        ),
         ({"responses": "abc"}, r"expected a list of 3 texts under 'responses'"),
         ({"prompt": 3}, r"no text and no list of messages under 'prompt': it is 3"),
     ],

@@ -99,13 +99,17 @@ def test_a_prompt_that_both_completions_repeat(opened, tokenizer):
         ("Say it: think", "Say it: thought", "Say it:"),
         ("2+2=4", "2+2=5", "2+2="),
         ("A b c", "A b c d", "A b"),
+        ("Human: hi\n\nI do", "Human: hi\n\nI did not", "Human: hi\n\nI"),
     ],
 )
 def test_records_without_a_prompt_are_read_as_trl_reads_them(opened, tokenizer, chosen, rejected, prompt):
     """Without configuration. TRL ends the prompt where the texts differ; here, no token is cut."""
     lines: list[str] = []
-    data = opened([{"chosen": chosen, "rejected": rejected, "score": 3}], 128, lines.append)
+    records = [{"chosen": chosen, "rejected": rejected, "score": 3}]
+    data = opened(records, 128, lines.append)
     columns = data.train[""].read(np.arange(1))
+    for name, column in opened(records, 128, prompt_field=None).train[""].read(np.arange(1)).items():
+        np.testing.assert_array_equal(columns[name], column, err_msg=f"prompt_field: null, {name}")
     trl = os.path.commonprefix([chosen, rejected])  # noqa: RUF071 - by character, as in TRL
     assert trl.startswith(prompt)
     assert not re.search(r"\S\s", trl[len(prompt) :])

@@ -17,7 +17,6 @@ from jaxlm.config.load import read_config
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tracing import tracing
-from jaxlm.engine.phases import with_token_leaves
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.nano.allocation import allocate, codeword_ends
 from jaxlm.models.families.nano.counts import nanochat_flops_per_token, num_lookup_entries, parameter_counts
@@ -365,7 +364,7 @@ def test_training_on_eight_devices_is_the_training_of_one(name):
     for place in (helpers.one_device(), layout_of(EIGHT, LAYOUTS[name])):
         run = with_random_weights(helpers.TinyRun(place, model=EIGHT))
         runs.append(run)
-        given = with_token_leaves(run.state_builder, bounds).token_leaves
+        given = run.state_builder.with_token_leaves(bounds).token_leaves
         put = lambda path, leaf, given=given: (  # noqa: E731
             hax.named(jax.device_put(given[path], leaf.array.sharding), leaf.axes) if path in given else leaf
         )

@@ -42,7 +42,8 @@ def as_told(completion):
         case ["raise"]:
             raise KeyError("answer")
         case ["return", value]:
-            known = {"nan": float("nan"), "text": "good", "none": None, "7": 7, "huge": 10**400, "large": 1e39}
+            known = {"nan": float("nan"), "text": "good", "none": None, "7": 7, "large": 1e39}
+            known |= {"huge": 10**400, "endless": 10**5000}
             return known[value] if value in known else Hostile()
         case ["exit"]:
             sys.exit(3)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -248,3 +249,28 @@ def test_a_folder_without_a_tokenizer_is_loaded_and_answers_ids(folder, capsys):
             ask()
     assert sample.main(["--checkpoint", str(folder), "--prompt", "The"]) == 2
     assert "has no tokenizer.json, without which texts cannot be read or written" in capsys.readouterr().err
+
+
+EARLIER = Path(__file__).parents[1] / "vectors" / "earlier_run" / "step-6"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("nothing", {}, r"name=.*nothing: no checkpoint found"),
+        ("adapters", {}, r"name=(.*adapters): it has only adapters\. Set name to the model .*, and add adapter=\1"),
+        ("hf", {"weights": "ema"}, r"weights: 'ema' given, but .* has no averages"),
+        (EARLIER, {"weights": "emma", "keys": {"trainer.fsdp_axis": None}}, r"weights: 'emma' given, but .* only has"),
+        (EARLIER, {"keys": {"trainer.seed": 1}}, r"^keys: trainer\.seed has no effect on a trained model"),
+        (EARLIER, {"keys": {"trainer.mp": 5}}, r"^keys: trainer\.mp: 5 given"),
+        ("hf", {"keys": {"trainer.seed": 1}}, r"^keys: trainer\.seed has no effect on a trained model"),
+        ("hf", {"keys": {"trainer.mp": 5}}, r"^keys: trainer\.mp: 5 given"),
+        ("hf", {"keys": {"trainer.mp.x": 1}}, r"^keys: trainer\.mp\.x: .* neither a section nor a list"),
+    ],
+)
+def test_errors_of_load_name_its_arguments(name, arguments, message, folder, tmp_path):
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(folder if name == "hf" else tmp_path / name, **arguments)
+    assert "--" not in str(caught.value)

@@ -424,6 +424,22 @@ def test_adapters_of_every_kind_do_not_depend_on_the_mesh(mesh, tied):
         ({"rank_pattern": {"attn": -1}}, "rank_pattern.*-1 given"),
         ({"rank": 0}, "rank: 0 given"),
         ({"dropout": 1.0}, "dropout: 1.0 given"),
+        (
+            {"rank_pattern": {"attn": 2, "q_proj": 4}},
+            "rank_pattern: 'q_proj' has no effect: the first .* match an earlier one: 'attn'. Put 'q_proj' before them",
+        ),
+        (
+            {"alpha_pattern": {r"layers\.0": 2.0, "attn": 4.0, r"layers\.1": 1.0, "k_proj": 3.0}},
+            r"alpha_pattern: 'k_proj' has no effect: .* match an earlier one: 'layers\\.0', 'attn'\. Put",
+        ),
+        (
+            {"layers_to_transform": [1], "rank_pattern": {"attn": 3, r"layers\.0\.mlp": 2}},
+            r"rank_pattern: 'layers\\.0\\.mlp' has no effect: it matches only body\.layers\.0\.mlp.* layers_to.*: \[1\]",
+        ),
+        (
+            {"layers_to_transform": [1], "alpha_pattern": {r"layers\.1\.attn": 3.0, "attn": 2.0}},
+            r"alpha_pattern: 'attn' has no effect: .* match an earlier one: 'layers\\.1\\.attn'\. Put",
+        ),
         ({"rank_pattern": {".": 0}}, "rank_pattern: gives rank 0 to all matching layers"),
         (
             {"target": None, "embeddings": "tokens", "rank_pattern": {"^tokens$": 0}},

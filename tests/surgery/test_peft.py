@@ -29,6 +29,7 @@ from jaxlm.models.families.gpt_neox import GptNeoxConfig
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.observe.trackers import read_jsonl
+from jaxlm.run.inference_model import load
 from jaxlm.run.load_model import open_checkpoint, open_model
 from jaxlm.run.plan import make_plan
 from jaxlm.surgery.base import merge_surgeries
@@ -520,8 +521,42 @@ def test_a_peft_folder_is_merged_into_its_base_on_disk(tmp_path, capsys):
         expected = weight if a is None else weight + 6 / 3 * (b @ a)
         np.testing.assert_allclose(after[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
     assert sum(f"base_model.model.{name.removesuffix('weight')}lora_A.weight" in arrays for name in before) == 4
+    again = ["to-hf", "--checkpoint", str(tmp_path / "merged"), "--adapter"]
+    assert convert.main([*again, str(tmp_path / "adapter"), "--output_dir", str(tmp_path / "twice")]) == 2
+    assert f"--adapter {tmp_path}/adapter: {tmp_path}/merged contains these adapters already. Remove --adapter" in (
+        capsys.readouterr().err
+    )
+    write_adapter(tmp_path / "other", modules, rank=2)
+    assert convert.main([*again, str(tmp_path / "other"), "--output_dir", str(tmp_path / "both")]) == 0
+    assert f"note: {tmp_path}/merged contains the adapters of adapter. Those of" in capsys.readouterr().err
+    for name in ("adapter", "other"):
+        with pytest.raises(ConfigError, match=rf"adapter=.*{name}: .*both contains these adapters already"):
+            load(tmp_path / "both", adapter=str(tmp_path / name))
     assert convert.main([*command, "--output_dir", str(tmp_path / "x"), "--adapters", "only"]) == 2
     assert "--adapters only writes no model" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_adapters_of_a_run_are_not_added_to_it_again(tmp_path, capsys):
+    """Its checkpoint has them, as bfloat16 too; a later export of the run has others."""
+    write_model(tmp_path / "hf")
+    tuned(tmp_path, write_instructions(tmp_path / "train.jsonl"), 2)
+    checkpoint = str(tmp_path / "checkpoints" / "lora")
+    for dtype in ("float32", "bfloat16"):
+        options = ["--adapters", "only", "--dtype", dtype, "--output_dir", str(tmp_path / dtype)]
+        assert convert.main(["to-hf", "--checkpoint", checkpoint, *options]) == 0
+        capsys.readouterr()
+        with pytest.raises(ConfigError, match=rf"adapter=.*{dtype}: .*step-2 contains these adapters already"):
+            load(checkpoint, adapter=str(tmp_path / dtype))
+        assert "contains the adapters of lora/step-2" in capsys.readouterr().err
+    modules = [f"model.layers.{layer}.self_attn.o_proj" for layer in range(2)]
+    write_adapter(tmp_path / "other", modules)
+    load(checkpoint, adapter=str(tmp_path / "other"))
+    assert "note: " in capsys.readouterr().err
+    assert convert.main(["to-hf", "--checkpoint", checkpoint, "--output_dir", str(tmp_path / "merged")]) == 0
+    capsys.readouterr()
+    load(tmp_path / "merged", adapter=str(tmp_path / "other"))
+    assert "merged contains the adapters of lora/step-2. Those of" in capsys.readouterr().err
 
 
 FUSED = {

@@ -3,6 +3,8 @@
 A frozen lower stack has no optimizer state, and the step does not compute its gradient.
 """
 
+import itertools
+
 import equinox as eqx
 import jax
 import numpy as np
@@ -193,6 +195,41 @@ def test_layers_with_and_without_experts_are_cut_into_stacks_of_each(layers, bui
     assert jax.tree.structure(merged) == jax.tree.structure(whole)
     for (path, leaf), (_, before) in zip(tree.leaves(merged), tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(leaf.array, before.array, err_msg=path)
+
+
+def test_cuts_are_undone_one_by_one():
+    """In all orders. After each step, the tree is the one from before the cut, so that surgeries between cuts merge too."""
+    key = jax.random.key(0)
+    whole = jax.eval_shape(lambda: MIXED.build(vocab_axis(40), key=key))
+    for layers in itertools.permutations(range(1, 5), 3):
+        models, cuts = [whole], []
+        for layer in layers:
+            try:
+                after = jax.eval_shape(SplitAtConfig(layer).apply, models[-1], key=key)
+            except ConfigError as error:
+                assert "a stack already begins there" in str(error)  # noqa: PT017
+                continue
+            models.append(after)
+            cuts.append(SplitAtConfig(layer))
+        for surgery, after, before in reversed(list(zip(cuts, models[1:], models, strict=False))):
+            found = jax.eval_shape(surgery.merge, after)
+            axes = [[(path, leaf.axes) for path, leaf in tree.leaves(model)] for model in (found, before)]
+            assert axes[0] == axes[1], (layers, surgery)
+            assert jax.tree.structure(found) == jax.tree.structure(before), (layers, surgery)
+
+
+def test_adapters_between_two_cuts_merge(built, as_inputs):
+    """The second cut is below the first one, and no layer with experts is between them."""
+    whole = built(MIXED)
+    between = LoraConfig(target=r"body\.[03].*(q|v)_proj", rank=2)
+    cut = between.apply(split(whole, 3), key=jax.random.key(0))
+    fill = lambda path, leaf: leaf + 0.1 if path.endswith((".a", ".b")) else leaf  # noqa: E731
+    cut = split(tree.map_leaves(fill, cut), 2)
+    merged = merge_surgeries(cut, [SplitAtConfig(3), between, SplitAtConfig(2)])
+    assert jax.tree.structure(merged) == jax.tree.structure(whole)
+    run = eqx.filter_jit(lambda m: m.hidden(inputs_of(as_inputs)).final.array)
+    assert np.abs(run(cut) - run(whole)).max() > 1e-2
+    np.testing.assert_allclose(run(merged), run(cut), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

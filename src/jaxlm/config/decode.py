@@ -283,7 +283,7 @@ class _Decoder:
 def config_error(source: ConfigSource, path: KeyPath, problem: str) -> ConfigError:
     """The error for a problem at a path, with file, line and dotted path."""
     where, dotted = source.where(path), ".".join(map(str, path)) or "configuration"
-    is_option = where == f"command line --{dotted}"  # the key is named already
+    is_option = where.endswith((f"--{dotted}", f"keys: {dotted}"))  # the key is named already
     return ConfigError(": ".join([*filter(None, [where]), *([] if is_option else [dotted]), problem]))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxlm.config.decode import decode, drop_stale_keys
-from jaxlm.config.overrides import help_text, option_tree, override, parse_arguments
+from jaxlm.config.overrides import OPTION, help_text, option_tree, override, parse_arguments
 from jaxlm.config.plugins import load_installed_plugins
 from jaxlm.config.recipes import config_file
 from jaxlm.config.run import RunConfig
@@ -104,14 +104,15 @@ def read_config(path: Path | str) -> RunConfig:
     return decode_run(from_levanter(load_yaml(path))[0], config_file(path).stem)
 
 
-def read_saved(path: Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+def read_saved(path: Path, overrides: Mapping[str, Any] | None = None, origin: str = OPTION) -> RunConfig:
     """The configuration that a run saved, for those who only read its model: without the classes that followed its training,
     which may be of a module that this machine does not have.
 
     Args:
         overrides: dotted key -> value.
+        origin: what messages write before the name of an overridden key.
     """
-    source = override(load_yaml(path), dict(overrides or {}))
+    source = override(load_yaml(path), dict(overrides or {}), origin)
     trainer = {key: value for key, value in source.tree.get("trainer", {}).items() if key not in _FOLLOWING}
     return decode_run(ConfigSource({**source.tree, "trainer": trainer}, source.marks), None)
 

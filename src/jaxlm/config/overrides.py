@@ -13,6 +13,9 @@ from jaxlm.core.errors import ConfigError
 
 _WIDTH = 118
 _CONFIG_OPTIONS = ("config_path", "config")
+OPTION = "command line --"
+_TEMPLATE = "chat_template"  # keys that end so hold a Jinja template
+_JINJA = re.compile(r"\{[{%#]")
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Arguments:
 
 
 def parse_arguments(arguments: Sequence[str]) -> Arguments:
-    """Parses `--config_path run.yaml --trainer.seed 1 --optimizer.learning_rate=3e-4`. Values are YAML."""
+    """Parses `--config_path run.yaml --trainer.seed 1 --optimizer.learning_rate=3e-4`. Values are YAML, templates text."""
     for number, argument in enumerate(arguments):
         if argument in ("--help", "-h"):
             topic = arguments[number + 1] if number + 1 < len(arguments) else ""
@@ -55,7 +58,20 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
     paths = [given.pop(name) for name in _CONFIG_OPTIONS if name in given]
     if len(paths) > 1:
         raise ConfigError("command line: --config_path and --config are aliases. Remove one of them")
-    return Arguments(next(iter(paths), None), {name: parse_value(text) for name, text in given.items()})
+    return Arguments(next(iter(paths), None), {name: _parse(name, text) for name, text in given.items()})
+
+
+def _parse(name: str, text: str) -> Any:
+    """The value of an option. A template is a text, although YAML finds mappings, comments or folded lines in it."""
+    if name.rpartition(".")[2] != _TEMPLATE or text.startswith(("!include ", "include ")):
+        return parse_value(text)
+    if _JINJA.search(text) and not text.startswith(("'", '"')):
+        return text
+    try:
+        value = parse_value(text)
+    except ConfigError:
+        return text
+    return text if isinstance(value, (dict, list)) else value
 
 
 def _not_an_option(argument: str, given: dict[str, str]) -> ConfigError:
@@ -70,40 +86,45 @@ def _not_an_option(argument: str, given: dict[str, str]) -> ConfigError:
     return ConfigError(f"command line: '{argument}' is not an option. {hint}")
 
 
-def override(source: ConfigSource, options: dict[str, Any]) -> ConfigSource:
-    """Applies the options to a configuration: sections are merged, lists replaced. `phases.1.name` indexes a list."""
+def override(source: ConfigSource, options: dict[str, Any], origin: str = OPTION) -> ConfigSource:
+    """Applies the options to a configuration: sections are merged, lists replaced. `phases.1.name` indexes a list.
+
+    Args:
+        origin: what messages write before the name of an option.
+    """
     tree, marks = source.tree, dict(source.marks)
     for name, value in options.items():
         path: KeyPath = tuple(name.split("."))
-        tree = _set(tree, path, value, name)
+        tree = _set(tree, path, value, f"{origin}{name}")
         place = tuple(int(p) if str(p).isdecimal() else p for p in path)
-        marks[place] = f"command line --{name}"
+        marks[place] = f"{origin}{name}"
         for size in range(1, len(place)):
-            marks.setdefault(place[:size], f"command line --{name}")  # a section that the file does not have
+            marks.setdefault(place[:size], f"{origin}{name}")  # a section that the file does not have
     return ConfigSource(tree, marks)
 
 
-def option_tree(options: dict[str, Any]) -> dict[str, Any]:
-    """The options as a nested dictionary."""
+def option_tree(options: dict[str, Any], origin: str = OPTION) -> dict[str, Any]:
+    """The options as a nested dictionary. Args: origin: as of `override`."""
     tree: dict[str, Any] = {}
     for name, value in options.items():
-        tree = _set(tree, tuple(name.split(".")), value, name)
+        tree = _set(tree, tuple(name.split(".")), value, f"{origin}{name}")
     return tree
 
 
-def _set(node: Any, path: KeyPath, value: Any, name: str) -> Any:
+def _set(node: Any, path: KeyPath, value: Any, option: str) -> Any:
+    """Args: option: for messages."""
     if not path:
         return merge(node, value) if isinstance(node, dict) and isinstance(value, dict) else value
     key, rest = path[0], path[1:]
     if node is None:
         node = {}
     if isinstance(node, dict):
-        return {**node, key: _set(node.get(key), rest, value, name)}
+        return {**node, key: _set(node.get(key), rest, value, option)}
     if isinstance(node, list):
         if not str(key).isdecimal() or int(key) >= len(node):
-            raise ConfigError(f"command line: --{name}: '{key}' is not an index of a list of length {len(node)}")
-        return [_set(item, rest, value, name) if i == int(key) else item for i, item in enumerate(node)]
-    raise ConfigError(f"command line: --{name}: {node!r} is neither a section nor a list, so it has no '{key}'")
+            raise ConfigError(f"{option}: '{key}' is not an index of a list of length {len(node)}")
+        return [_set(item, rest, value, option) if i == int(key) else item for i, item in enumerate(node)]
+    raise ConfigError(f"{option}: {node!r} is neither a section nor a list, so it has no '{key}'")
 
 
 def help_text(sections: Iterable[ConfigSection], command: str, topic: str = "") -> str:

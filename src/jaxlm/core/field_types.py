@@ -6,6 +6,7 @@ Python code or another program's file defines. What becomes a float32 or an int3
 
 import dataclasses
 import math
+import numbers
 import types
 import typing
 from collections.abc import Mapping
@@ -26,6 +27,20 @@ SMALLEST_FLOAT = float(np.finfo(np.float32).tiny)
 def is_float32(value: Any) -> bool:
     """Whether float32 can hold a number, which may be an integer of any size."""
     return -LARGEST_FLOAT <= value <= LARGEST_FLOAT
+
+
+def what_float32_needs(value: Any) -> str:
+    """What a value that float32 cannot hold should have been, for messages."""
+    is_finite = issubclass(type(value), numbers.Real) and -math.inf < value < math.inf
+    return f"a number from -{LARGEST_FLOAT:.2g} to {LARGEST_FLOAT:.2g} (float32)" if is_finite else "a finite number"
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value, for messages. Python writes no integers with more than some thousand digits."""
+    try:
+        return f"{value!r:.60}"
+    except ValueError:
+        return "a value with too many digits to show"
 
 
 PositiveInt = Annotated[int, Interval(ge=1, le=LARGEST_INT)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import PositiveInt, is_float32
+from jaxlm.core.field_types import PositiveInt, is_float32, shown, what_float32_needs
 from jaxlm.core.runtime import from_main, main_only
 from jaxlm.environments.base import Environment, EnvironmentConfig, Observation
 
@@ -214,8 +214,8 @@ class _Speaker:
             )
         if not isinstance(given.reward, numbers.Real) or not is_float32(given.reward):
             raise ConfigError(
-                f"the environment {name} gave the reward {given.reward!r:.80}, a finite number expected, in {where}."
-                " Correct it"
+                f"the environment {name} gave the reward {shown(given.reward)}, {what_float32_needs(given.reward)}"
+                f" expected, in {where}. Correct it"
             )
         if given.text is not None and given.text.encode(errors="replace").decode() != given.text:
             raise ConfigError(

@@ -115,6 +115,10 @@ def layer_contexts(
     ]
 
 
+Cut = tuple[tuple[int, ...], ...]
+"""For each stack before a cut, the numbers of the stacks that it has become: one, or a lower and an upper one."""
+
+
 class Body(abc.ABC):
     """The layers of a decoder: one stack, or several that run one after the other or take turns, then a norm."""
 
@@ -127,6 +131,11 @@ class Body(abc.ABC):
     @abc.abstractmethod
     def order(self) -> tuple[int, ...]:
         """The number of the stack that each layer is in, from the first layer to the last."""
+
+    @property
+    @abc.abstractmethod
+    def cuts(self) -> tuple["Cut", ...]:
+        """What `split_at` has done, the last call last."""
 
     @property
     def num_layers(self) -> int:
@@ -154,26 +163,14 @@ class Body(abc.ABC):
                 if start < stop:
                     places[number, bool(upper)] = len(parts[upper])
                     parts[upper].append(stack.between(start, stop))
-        order = (
-            places[number, at >= layer] + (len(parts[0]) if at >= layer else 0) for at, number in enumerate(self.order)
+        places = {(number, upper): place + len(parts[0]) * upper for (number, upper), place in places.items()}
+        order = tuple(places[number, at >= layer] for at, number in enumerate(self.order))
+        cut = tuple(
+            tuple(places[number, upper] for upper in (False, True) if (number, upper) in places)
+            for number in range(len(self.stacks))
         )
-        return Stacks.of([*parts[0], *parts[1]], tuple(order), self.last_norm)
-
-    def joined_at(self, layer: int) -> "Body":
-        """The inverse of `split_at`: joins each stack that begins with `layer` or later to the one that it was cut from."""
-        stacks, numbers = list(self.stacks), self.layer_numbers
-        joined: dict[int, int] = {}
-        for structure in {stack.structure for stack in stacks}:
-            own = [number for number, stack in enumerate(stacks) if stack.structure == structure]
-            below = [number for number in own if numbers[number][-1] < layer]
-            above = [number for number in own if numbers[number][0] >= layer]
-            if below and above:
-                joined[above[0]] = below[-1]
-                stacks[below[-1]] = stacks[below[-1]].followed_by(stacks[above[0]])
-        left = [number for number in range(len(stacks)) if number not in joined]
-        order = tuple(left.index(joined.get(number, number)) for number in self.order)
-        whole = Stacks.of([stacks[number] for number in left], order, self.last_norm)
-        return whole.parts[0] if len(left) == 1 else whole
+        whole = Stacks.of([*parts[0], *parts[1]], order, self.last_norm)
+        return dataclasses.replace(whole, cuts=(*self.cuts, cut))
 
     @property
     def last_norm(self) -> Norm:
@@ -412,6 +409,10 @@ class Stack(Body, eqx.Module):
         return (0,) * self.Layers.size
 
     @property
+    def cuts(self) -> tuple[Cut, ...]:
+        return ()
+
+    @property
     def Layers(self) -> Axis:
         """The axis that stacks the parameters of the blocks."""
         return self.layers.Block
@@ -474,6 +475,7 @@ class Stacks(Body):
 
     parts: tuple[Stack, ...]
     turns: tuple[int, ...]
+    cuts: tuple[Cut, ...] = ()
 
     @staticmethod
     def of(parts: Sequence[Stack], turns: Sequence[int], final_norm: Norm) -> "Stacks":
@@ -490,9 +492,18 @@ class Stacks(Body):
     def order(self) -> tuple[int, ...]:
         return self.turns
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Stack]], tuple[int, ...]]:
-        return [(jax.tree_util.SequenceKey(number), stack) for number, stack in enumerate(self.parts)], self.turns
+    def joined(self) -> Body:
+        """The inverse of the last `split_at`: joins the stacks that it has cut."""
+        *earlier, cut = self.cuts
+        parts = [functools.reduce(Stack.followed_by, (self.parts[number] for number in numbers)) for numbers in cut]
+        whole_of = {number: whole for whole, numbers in enumerate(cut) for number in numbers}
+        whole = Stacks.of(parts, [whole_of[number] for number in self.turns], self.last_norm)
+        return whole.parts[0] if len(parts) == 1 else dataclasses.replace(whole, cuts=tuple(earlier))
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Stack]], tuple[tuple[int, ...], tuple[Cut, ...]]]:
+        children = [(jax.tree_util.SequenceKey(number), stack) for number, stack in enumerate(self.parts)]
+        return children, (self.turns, self.cuts)
 
     @classmethod
-    def tree_unflatten(cls, turns: tuple[int, ...], stacks: Sequence[Stack]) -> "Stacks":
-        return cls(tuple(stacks), turns)
+    def tree_unflatten(cls, layout: tuple[tuple[int, ...], tuple[Cut, ...]], stacks: Sequence[Stack]) -> "Stacks":
+        return cls(tuple(stacks), *layout)

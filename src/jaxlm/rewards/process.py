@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import is_float32
+from jaxlm.core.field_types import is_float32, shown, what_float32_needs
 
 if TYPE_CHECKING:
     from jaxlm.rewards.base import Reward, ScoredRows
@@ -95,19 +95,24 @@ def _scores(given: Any, expected: int, first: int) -> list[float]:
         raise _WrongScoreError(f"it returned {what}, but a list of {expected} numbers was expected", None)
     scores: list[float] = []
     for place, value in enumerate(given, start=first):
+        item = _item(value)
         try:
-            scores.append(_number(value))
+            scores.append(_number(item))
         except ValueError:
-            what = "a finite number expected, or None where the reward does not apply"
-            raise _WrongScoreError(f"it returned {value!r:.60}, {what}", place) from None
+            what = f"{what_float32_needs(item)} expected, or None where the reward does not apply"
+            raise _WrongScoreError(f"it returned {shown(value)}, {what}", place) from None
     return scores
 
 
-def _number(value: Any) -> float:
-    """One score, NaN for None. Raises `ValueError` if it is neither None nor a finite number."""
-    if value is None:
+def _item(value: Any) -> Any:
+    """The number in a scalar of numpy or torch; other values are unchanged."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+
+
+def _number(item: Any) -> float:
+    """One score, NaN for None. Raises `ValueError` if it is neither None nor a number that float32 can hold."""
+    if item is None:
         return math.nan
-    item = value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value  # of numpy or torch
     if not isinstance(item, numbers.Real) or not is_float32(item):
         raise ValueError
     return float(item)

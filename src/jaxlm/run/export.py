@@ -1,6 +1,6 @@
 """Exports a model as a folder for transformers, for `jaxlm.convert` and during training."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -24,23 +24,32 @@ from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.hub import repository_of, upload_folder
 from jaxlm.interop.hf.model_card import README, ModelCard
 from jaxlm.interop.hf.model_section import hf_name
+from jaxlm.interop.peft.merged import MergedAdapter, merged_file
 from jaxlm.models.base import LanguageModel
 from jaxlm.observe.records import METRICS, read_metrics
 from jaxlm.run.plan import Plan
 from jaxlm.run.startup import LAST_EXPORTED, describe_phase, parameters
 from jaxlm.surgery.base import export_form
+from jaxlm.surgery.lora import adds_adapters
 
 _HUB_URL = "hf:"  # a dataset as one of the train_urls
 _MAX_URLS = 20
 
 
 def export_model(
-    folder: Location, model: LanguageModel, plan: Plan, tokenizer: Tokenizer, dtype: Any, card: ModelCard
+    folder: Location,
+    model: LanguageModel,
+    plan: Plan,
+    tokenizer: Tokenizer,
+    dtype: Any,
+    card: ModelCard,
+    merged: Sequence[MergedAdapter] = (),
 ) -> None:
     """Writes a complete new folder: configuration, weights, tokenizer and model card. All processes must call this.
 
     Args:
         model: in the form of `export_form`.
+        merged: the adapters that it contains.
     """
     config = plan.config.model
     files = tokenizer.files(max_length=config.seq_len)
@@ -50,6 +59,7 @@ def export_model(
     if is_reward_model(model):
         card = replace(card, task="text-classification")
     files[README] = card.text().encode()
+    files |= merged_file(merged)
     save_folder(folder, model, config, plan.layout, dtype=dtype, files=files, special_ids=tokenizer.special_ids)
 
 
@@ -106,11 +116,13 @@ class ExportHook:
         if is_taken(folder, LAST_EXPORTED):
             self.log(f"step {step}: not exported again: {folder} exists")
             return
-        model = export_form(state.model, self.plan.state_builder.surgeries_until(self.phase))
+        surgeries = self.plan.state_builder.surgeries_until(self.phase)
+        model, name = export_form(state.model, surgeries), f"{run_id_of(self.plan.config)}/step-{step}"
+        merged = [MergedAdapter.of_checkpoint(name)] if adds_adapters(surgeries) else []
         devices = self.plan.layout.mesh.devices.ravel()
         card = model_card(self.plan, step, self.latest(), hardware=f"{len(devices)} x {devices[0].device_kind}")
         try:
-            export_model(folder, model, self.plan, self.tokenizer, self.dtype, card)
+            export_model(folder, model, self.plan, self.tokenizer, self.dtype, card, merged)
         except PublishError as error:
             self.log(f"warning: step {step}: not exported: {error}. To export it later, run jaxlm convert")
         else:

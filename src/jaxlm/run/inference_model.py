@@ -22,7 +22,7 @@ from jaxlm.models.inference.padding import padded_length, round_up
 from jaxlm.models.inference.stop_strings import StopStrings
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.models.loss import token_losses
-from jaxlm.run.load_model import AS_TRAINED, Devices, LoadedModel, open_model
+from jaxlm.run.load_model import ARGUMENTS, AS_TRAINED, Devices, LoadedModel, open_model
 
 Text = str | Sequence[int]
 """A string, or token ids."""
@@ -169,7 +169,7 @@ def load(
     """See `jaxlm.load`."""
     if devices is not None and not len(devices):
         raise ConfigError("devices: an empty list given, at least one device expected")
-    loaded = open_model(str(name), keys or {}, adapter, weights, devices=devices)
+    loaded = open_model(str(name), keys or {}, adapter, weights, devices=devices, spelling=ARGUMENTS)
     with loaded.plan.layout.use():
         return InferenceModel(loaded, loaded.for_inference())
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxlm.config.load import decode_run, read_saved
-from jaxlm.config.overrides import option_tree, override, parse_arguments
+from jaxlm.config.overrides import OPTION, option_tree, override, parse_arguments
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.runtime import main_first
@@ -26,11 +26,12 @@ from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, restore
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder, parameter_dtype
 from jaxlm.interop.hf.hub import local_folder, may_be_repository
+from jaxlm.interop.peft.merged import MergedAdapter, has_adapters_of, read_merged
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.quantized import describe_weights, quantized
 from jaxlm.run.plan import Plan, make_plan
 from jaxlm.surgery.base import SurgeryConfig, merge_surgeries
-from jaxlm.surgery.lora import add_adapters, lora_for_inference
+from jaxlm.surgery.lora import add_adapters, adds_adapters, lora_for_inference
 
 Devices = Sequence[jax.Device] | None
 AS_TRAINED = "trained"
@@ -45,6 +46,29 @@ _EFFECTIVE = tuple(
 )
 # Keys outside all sections that have an effect on a Hugging Face folder.
 _TOP_LEVEL = ("hf_skip_keys",)
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How messages write the arguments of `open_model`.
+
+    Attributes:
+        name, adapter, weights: the arguments.
+        equals: what is between an argument and its value.
+        key: what is before a key that overrides the configuration.
+    """
+
+    name: str = "--checkpoint"
+    adapter: str = "--adapter"
+    weights: str = "--weights"
+    equals: str = " "
+    key: str = OPTION
+
+
+OPTIONS = Spelling()
+"""As options of a command."""
+ARGUMENTS = Spelling("name", "adapter", "weights", "=", "keys: ")
+"""As arguments of `jaxlm.load`."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +89,19 @@ class LoadedCheckpoint:
         """The surgeries that the model has been through, in order."""
         return self.plan.state_builder.surgeries_until(self.plan.phases[self.checkpoint.cursor.phase])
 
-    def load_model(self, weights: str = AS_TRAINED) -> LanguageModel:
+    def load_model(self, weights: str = AS_TRAINED, spelling: Spelling = OPTIONS) -> LanguageModel:
         """Loads the model in its parameters' dtype. Call it inside `plan.layout.use()`.
 
         Args:
             weights: `trained` for the newest weights, or `ema` for their average (`trainer.model_averaging`).
+            spelling: of messages.
         """
         phase = self.plan.phases[self.checkpoint.cursor.phase]
         known = (AS_TRAINED, *phase.averages)
         if weights not in known:
             raise ConfigError(
-                f"--weights: '{weights}' given, but {self.checkpoint.location} only has: {', '.join(known)}. A run saves"
-                " averages if trainer.model_averaging is set"
+                f"{spelling.weights}: '{weights}' given, but {self.checkpoint.location} only has: {', '.join(known)}. A run"
+                " saves averages if trainer.model_averaging is set"
             )
         abstract, layout = self.plan.state_builder.abstract_state(phase), self.plan.layout
         model = restore(self.checkpoint, abstract.model, layout, prefix="model")
@@ -131,6 +156,7 @@ def open_checkpoint(
     *,
     also: Collection[str] = (),
     devices: Devices = None,
+    spelling: Spelling = OPTIONS,
 ) -> LoadedCheckpoint:
     """Opens a checkpoint, or the newest in a run's folder.
 
@@ -138,22 +164,23 @@ def open_checkpoint(
         options: dotted key -> value, overriding the saved configuration (`trainer.model_axis_size`, ...).
         also: additional keys that have an effect for the caller. Options without effect raise `ConfigError`.
         devices: devices for the model; None means all.
+        spelling: of messages.
     """
-    checkpoint = find_checkpoint(path)
+    checkpoint = find_checkpoint(path, spelling)
     overrides = dict(options or {})
     with checkpoint.checkpoint.local("run") as folder:
         tokenizer = load_tokenizer(str(folder / "tokenizer"))
-        config = read_saved(folder / "config.yaml", overrides)
-    check_effective(overrides, also=also)
+        config = read_saved(folder / "config.yaml", overrides, spelling.key)
+    check_effective(overrides, also=also, spelling=spelling)
     return LoadedCheckpoint(checkpoint, tokenizer, make_plan(config, "trained", tokenizer.vocab_size, devices))
 
 
-def check_effective(options: Mapping[str, Any], *, also: Collection[str] = ()) -> None:
+def check_effective(options: Mapping[str, Any], *, also: Collection[str] = (), spelling: Spelling = OPTIONS) -> None:
     """Raises `ConfigError` for an option that has no effect on a trained model. Args: also: additional keys that do."""
-    for key in _leaves(option_tree(dict(options))):
+    for key in _leaves(option_tree(dict(options), spelling.key)):
         if not key.startswith("model.") and key not in (*_EFFECTIVE, *also):
             raise ConfigError(
-                f"command line: --{key} has no effect on a trained model. Remove it. These keys have an effect:"
+                f"{spelling.key}{key} has no effect on a trained model. Remove it. These keys have an effect:"
                 f" model.*, {', '.join((*_EFFECTIVE, *also))}"
             )
 
@@ -166,29 +193,30 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
             yield f"{path}{key}"
 
 
-def find_checkpoint(location: Path | str) -> VerifiedCheckpoint:
-    """Finds and verifies the checkpoint at a path or URL, or the newest in a run's folder."""
+def find_checkpoint(location: Path | str, spelling: Spelling = OPTIONS) -> VerifiedCheckpoint:
+    """Finds and verifies the checkpoint at a path or URL, or the newest in a run's folder. Args: spelling: of messages."""
+    given = f"{spelling.name}{spelling.equals}"
     candidates = resolve_checkpoints(str(location), Path(CheckpointerConfig.staging_dir), of_runs=False)
     if not candidates:
         path = Path(location)
         if (path / "adapter_config.json").is_file():
             raise ConfigError(
-                f"--checkpoint {location}: it has only adapters. Set --checkpoint to the model that they were trained on, and"
-                f" add --adapter {location}"
+                f"{given}{location}: it has only adapters. Set {spelling.name} to the model that they were trained on, and"
+                f" add {spelling.adapter}{spelling.equals}{location}"
             )
         near = sorted(str(p.parent) for p in path.parent.glob("*/step-*")) if path.parent.is_dir() else []
         existing = f" Existing folders: {', '.join(dict.fromkeys(near))}." if near else ""
         raise ConfigError(
-            f"--checkpoint {location}: no checkpoint found (expected step-N, or a folder of checkpoints).{existing}"
+            f"{given}{location}: no checkpoint found (expected step-N, or a folder of checkpoints).{existing}"
         )
     newest = candidates[-1]
     try:
         newest.verify()
     except DamagedError as damage:
         raise ConfigError(
-            f"--checkpoint {newest.location}: the checkpoint is damaged: {damage}. Choose another checkpoint"
+            f"{given}{newest.location}: the checkpoint is damaged: {damage}. Choose another checkpoint"
         ) from damage
-    return VerifiedCheckpoint(newest, newest.cursor())
+    return VerifiedCheckpoint.of(newest)
 
 
 @dataclass
@@ -204,6 +232,7 @@ class LoadedModel:
         load: loads the model in its parameters' dtype; call it inside `plan.layout.use()`.
         adds_bos: whether the model was trained with BOS before every text, as `DataConfig.prompt_bos`.
         is_hugging_face: whether prompts are tokenized as transformers does: what looks like a special token is one.
+        merged: the adapters that its merged form contains.
     """
 
     location: Path | str
@@ -215,6 +244,7 @@ class LoadedModel:
     load: Callable[[], LanguageModel]
     adds_bos: bool | None
     is_hugging_face: bool = False
+    merged: tuple[MergedAdapter, ...] = ()
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -260,6 +290,7 @@ def open_model(
     *,
     also: Collection[str] = (),
     devices: Devices = None,
+    spelling: Spelling = OPTIONS,
 ) -> LoadedModel:
     """Opens a checkpoint at a path or URL, a Hugging Face folder, or a hub repository `name` or `name@revision`.
 
@@ -269,19 +300,34 @@ def open_model(
         weights: which weights of a checkpoint, as in `LoadedCheckpoint.load_model`.
         also: additional keys that have an effect for the caller, as in `open_checkpoint`.
         devices: devices for the model; None means all.
+        spelling: of messages.
+
+    Raises:
+        ConfigError: the model cannot be opened; or it contains this adapter already, which `load` may find.
     """
     open_named = _open_hf_model if _is_hugging_face(name) else _open_checkpoint
-    opened = open_named(name, keys, weights, also, devices)
+    opened = open_named(name, keys, weights, also, devices, spelling)
     if adapter is None:
         return opened
     config, layout, folder = opened.plan.config.model, opened.plan.layout, Path(adapter)
-    lora = lora_for_inference(folder, config)
+    lora, own, given = lora_for_inference(folder, config), MergedAdapter.of_folder(folder), spelling.adapter
+    twice = ConfigError(
+        f"{given}{spelling.equals}{adapter}: {opened.location} contains these adapters already. Remove {given}"
+    )
+    if any(one.sha256 == own.sha256 for one in opened.merged):
+        raise twice
+    if opened.merged:
+        sources = ", ".join(one.source for one in opened.merged)
+        _to_stderr(f"note: {opened.location} contains the adapters of {sources}. Those of {adapter} are added to them")
 
     def load() -> LanguageModel:
-        merged = jax.jit(functools.partial(merge_surgeries, surgeries=opened.surgeries))(opened.load())
+        trained = opened.load()
+        if adds_adapters(opened.surgeries) and has_adapters_of(trained, folder, config, layout):
+            raise twice
+        merged = jax.jit(functools.partial(merge_surgeries, surgeries=opened.surgeries))(trained)
         return add_adapters(merged, folder, config, layout)
 
-    return replace(opened, surgeries=(lora,), load=load)
+    return replace(opened, surgeries=(lora,), load=load, merged=(*opened.merged, own))
 
 
 def _is_hugging_face(name: str) -> bool:
@@ -296,10 +342,10 @@ def _is_hugging_face(name: str) -> bool:
 
 
 def _open_checkpoint(
-    name: str, keys: Mapping[str, Any], weights: str, also: Collection[str], devices: Devices
+    name: str, keys: Mapping[str, Any], weights: str, also: Collection[str], devices: Devices, spelling: Spelling
 ) -> LoadedModel:
     try:
-        trained = open_checkpoint(name, keys, also=also, devices=devices)
+        trained = open_checkpoint(name, keys, also=also, devices=devices, spelling=spelling)
     except ConfigError as error:
         if Path(name).exists() or not may_be_repository(name):
             raise
@@ -311,19 +357,20 @@ def _open_checkpoint(
         trained.surgeries,
         trained.data,
         trained.checkpoint.cursor.step,
-        load=lambda: trained.load_model(weights),
+        load=lambda: trained.load_model(weights, spelling),
         adds_bos=trained.data.prompt_bos,
+        merged=(MergedAdapter.of_checkpoint(trained.checkpoint.location),) if adds_adapters(trained.surgeries) else (),
     )
 
 
 def _open_hf_model(
-    name: str, keys: Mapping[str, Any], weights: str, also: Collection[str], devices: Devices
+    name: str, keys: Mapping[str, Any], weights: str, also: Collection[str], devices: Devices, spelling: Spelling
 ) -> LoadedModel:
     if weights != AS_TRAINED:
         raise ConfigError(
-            f"--weights: '{weights}' given, but {name} is a Hugging Face model and has no averages. Remove it"
+            f"{spelling.weights}: '{weights}' given, but {name} is a Hugging Face model and has no averages. Remove it"
         )
-    folder = main_first(lambda: local_folder(name, "--checkpoint", weights=True))
+    folder = main_first(lambda: local_folder(name, spelling.name, weights=True))
     dtype, note = parameter_dtype(folder)
     if note is not None and "trainer.mp" not in keys:
         _to_stderr(f"note: {note}. Set trainer.mp to bf16 to need half of the memory")
@@ -333,8 +380,8 @@ def _open_hf_model(
         "data": {"tokenizer": str(folder)},
         "trainer": {"mp": f"p={dtype},c={dtype}", "train_batch_size": -1, "per_device_parallelism": 1},
     }
-    check_effective(keys, also=(*_TOP_LEVEL, *also))
-    config = decode_run(override(ConfigSource(defaults), dict(keys)), None)
+    check_effective(keys, also=(*_TOP_LEVEL, *also), spelling=spelling)
+    config = decode_run(override(ConfigSource(defaults), dict(keys), spelling.key), None)
     options = ReadOptions(skip_keys=config.hf_skip_keys, log=_to_stderr)
     opened = open_folder(folder, options)
 
@@ -352,7 +399,8 @@ def _open_hf_model(
     def load() -> LanguageModel:
         return load_model(folder, plan.state_builder.abstract_initial_model, config.model, plan.layout, options)
 
-    return LoadedModel(folder, tokenizer, plan, (), plan.data[0], None, load, None, is_hugging_face=True)
+    merged = read_merged(folder)
+    return LoadedModel(folder, tokenizer, plan, (), plan.data[0], None, load, None, is_hugging_face=True, merged=merged)
 
 
 def _to_stderr(line: str) -> None:

@@ -29,7 +29,7 @@ from haliax import AxisSpec, NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS, LORA, VOCAB, axes_of
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt
 from jaxlm.core.matmul import Weight, dot
 from jaxlm.core.publish import Location
@@ -348,8 +348,7 @@ class LoraConfig(SurgeryConfig):
         """The sizes of the adapters at these numbered paths."""
         sizes = []
         for path, number in numbered:
-            left_out = number is not None and number not in (self.layers_to_transform or (number,))
-            rank = 0 if left_out else _first_match(self.rank_pattern, path, self.rank)
+            rank = 0 if self._leaves_out(number) else _first_match(self.rank_pattern, path, self.rank)
             alpha = _first_match(self.alpha_pattern, path, self.alpha)
             sizes.append(AdapterSize(rank, alpha / rank ** (0.5 if self.rslora else 1) if rank else 0.0))
         return sizes[:1] if len(set(sizes)) == 1 else sizes
@@ -395,7 +394,7 @@ class LoraConfig(SurgeryConfig):
 
     def _check_keys(self, model: LanguageModel, names: "_Names", tables: Sequence[str]) -> None:
         """Raises `ConfigError` for patterns and layers that match nothing. Args: tables: names that `embeddings` matches."""
-        numbers = {number for number in names.layers if number is not None}
+        numbers = {number for number in names.numbers.values() if number is not None}
         beyond = [str(layer) for layer in self.layers_to_transform or () if layer not in numbers]
         if beyond or self.layers_to_transform == []:
             given = f"{', '.join(beyond)} given" if beyond else "an empty list given"
@@ -408,18 +407,42 @@ class LoraConfig(SurgeryConfig):
         paths = [name for path in _adapter_paths(model, self) for name in names.known.get(path, [path])]
         paths += [name for name in names.all if name not in paths]
         paths += tables
+        left_out = {name for name in paths if self._leaves_out(names.numbers.get(name))}
         for key in ("rank_pattern", "alpha_pattern"):
-            for pattern in getattr(self, key):
-                if not any(re.search(pattern, path) for path in paths):
-                    raise ConfigError(
-                        f"surgery lora: {key}: '{pattern}' matches no layer. {tree.closest_paths(pattern, paths)}"
-                    )
+            self._check_patterns(key, paths, left_out)
         others = _other_paths(model)
         for pattern in self.modules_to_save:
             if not any(re.search(pattern, path) for path in others):
                 raise ConfigError(
                     f"surgery lora: modules_to_save: '{pattern}' matches no parameter. {tree.closest_paths(pattern, others)}"
                 )
+
+    def _check_patterns(self, key: str, paths: Sequence[str], left_out: Collection[str]) -> None:
+        """Raises `ConfigError` for a pattern by layer that decides nothing. Args: left_out: by `layers_to_transform`."""
+        decided_by: dict[str, str] = {}
+        for pattern in getattr(self, key):
+            matching = [path for path in paths if re.search(pattern, path)]
+            if not matching:
+                raise ConfigError(
+                    f"surgery lora: {key}: '{pattern}' matches no layer. {tree.closest_paths(pattern, paths)}"
+                )
+            kept = [path for path in matching if path not in left_out]
+            if not kept:
+                raise ConfigError(
+                    f"surgery lora: {key}: '{pattern}' has no effect: it matches only {listed(matching)}, without adapters"
+                    f" because of layers_to_transform: {self.layers_to_transform}. Remove the pattern, or add the layers"
+                )
+            if decided_by.keys() >= set(kept):
+                before = listed(dict.fromkeys(f"'{decided_by[path]}'" for path in kept))
+                raise ConfigError(
+                    f"surgery lora: {key}: '{pattern}' has no effect: the first pattern that matches a layer decides, and all"
+                    f" layers that it matches match an earlier one: {before}. Put '{pattern}' before them, or remove it"
+                )
+            decided_by |= {path: pattern for path in kept if path not in decided_by}
+
+    def _leaves_out(self, number: int | None) -> bool:
+        """Whether a layer has no adapter because of `layers_to_transform`. Args: number: None outside of layers."""
+        return number is not None and number not in (self.layers_to_transform or (number,))
 
     def _matches_table(self, name: str) -> bool:
         return self.embeddings is not None and re.search(self.embeddings, name) is not None
@@ -485,13 +508,13 @@ class _Names:
 
     Attributes:
         known: path -> the numbered paths that it stands for.
-        layers: the numbers of all layers, or None for what is not in a layer.
+        numbers: numbered path -> the number of the layer, or None for what is not in a layer.
     """
 
     def __init__(self, model: LanguageModel):
         self._model = model
         self.known: dict[str, list[str]] = {}
-        self.layers: set[int | None] = set()
+        self.numbers: dict[str, int | None] = {}
 
     @property
     def all(self) -> list[str]:
@@ -507,7 +530,7 @@ class _Names:
             own = numbers if len(numbers) == count else range(count)
             found = [(whole.replace(".stacked.", f".{n}."), n) for n in own]
         self.known[path] = [name for name, _ in found]
-        self.layers.update(number for _, number in found)
+        self.numbers.update(found)
         return found
 
 
@@ -612,6 +635,11 @@ def add_adapters(model: LanguageModel, folder: Path, config: ModelConfig, layout
         cast = array.astype(dtype if tree.is_inexact(leaf) else leaf.dtype)
         values[path] = NamedArray(jax.device_put(cast, layout.parameter_sharding(leaf.axes)), leaf.axes)
     return tree.map_leaves(lambda path, _: values[path if path in values else path.replace(".base.", ".")], abstract)
+
+
+def adds_adapters(surgeries: Sequence[SurgeryConfig]) -> bool:
+    """Whether a model that has been through these surgeries has adapters."""
+    return any(isinstance(each, LoraConfig) for each in surgeries)
 
 
 def round_adapters(model: LanguageModel, dtype: Any, saved: Sequence[str] = ()) -> LanguageModel:

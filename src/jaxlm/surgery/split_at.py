@@ -18,7 +18,7 @@ from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.stacks import Body
+from jaxlm.models.stacks import Body, Stacks
 from jaxlm.surgery.base import SurgeryConfig
 
 
@@ -60,4 +60,4 @@ class SplitAtConfig(SurgeryConfig):
         return tree.map_modules(moments, Body, ".*", lambda body: body.split_at(self.layer))
 
     def merge(self, model: LanguageModel) -> LanguageModel:
-        return tree.map_modules(model, Body, ".*", lambda body: body.joined_at(self.layer))
+        return tree.map_modules(model, Stacks, ".*", Stacks.joined)

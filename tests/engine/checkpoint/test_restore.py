@@ -1,13 +1,44 @@
-"""Finding a checkpoint on several processes: an error of process 0 reaches the others."""
+"""Finding a checkpoint: what its name must agree with, and an error of process 0 that reaches the other processes."""
 
 import pytest
 
-from jaxlm.core.errors import PeerError
+from jaxlm.core.errors import ConfigError, PeerError
 from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
-from jaxlm.engine.checkpoint.manifest import Cursor
-from jaxlm.engine.checkpoint.restore import latest_valid
+from jaxlm.engine.checkpoint.manifest import Cursor, History
+from jaxlm.engine.checkpoint.restore import latest_complete, latest_valid, newest_undamaged
 from jaxlm.engine.checkpoint.store import CURSOR
+from jaxlm.run.load_model import find_checkpoint
 from tests.processes import together
+
+
+@pytest.mark.parametrize(
+    ("cursor", "name"),
+    [
+        (Cursor(2, 0, "train", entering=False, temporary=False), "step-9"),
+        (Cursor(12, 1, "sft", entering=True, temporary=False), "step-120-sft"),
+        (Cursor(4, 0, "train", entering=False, temporary=False, history=History(attempt=1)), "step-4-attempt-2"),
+    ],
+)
+def test_a_renamed_checkpoint_is_not_believed(tmp_path, cursor, name):
+    """Its files are undamaged. A name that says no step is fine, such as that of a copy."""
+    folder, saved = LocalFolder(tmp_path), cursor.folder_name
+    folder.begin(saved, {CURSOR: cursor.to_json()})
+    folder.commit(saved)
+    (tmp_path / saved).rename(tmp_path / name)
+    message = (
+        rf"{name}: the folder is named {name}, but the checkpoint in it was saved as {saved}, after {cursor.step} steps"
+    )
+    for find in (
+        lambda: latest_valid(folder, print),
+        lambda: newest_undamaged(folder, [name], print),
+        lambda: latest_complete(folder.checkpoints(), str(tmp_path), print),
+        lambda: find_checkpoint(tmp_path),
+        lambda: find_checkpoint(tmp_path / name),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            find()
+    (tmp_path / name).rename(tmp_path / "best")
+    assert find_checkpoint(tmp_path / "best").cursor == cursor
 
 
 @pytest.mark.parametrize(

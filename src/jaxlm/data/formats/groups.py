@@ -1,6 +1,5 @@
 """Groups: a prompt with several sampled responses and their rewards; the loss is computed on the responses."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -8,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Interval
 
 from jaxlm.core.errors import ConfigError, listed
-from jaxlm.core.field_types import LARGEST_FLOAT, LARGEST_INT
+from jaxlm.core.field_types import LARGEST_INT, is_float32, shown, what_float32_needs
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.chat import plain_text
 from jaxlm.data.formats.completions import (
@@ -66,7 +65,13 @@ class GroupsFormat(CompletionsFormat):
 
     def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
         prompt, responses = text_or_messages(record, self.prompt_field), self._responses(record)
-        rewards = self._list(record, self.rewards_field, "numbers", _is_reward)
+        rewards = self._list(record, self.rewards_field, "numbers", _is_number)
+        for number, reward in enumerate(rewards):
+            if not is_float32(reward):
+                raise ConfigError(
+                    f"{record.where}: {self.rewards_field}[{number}]: {shown(reward)} given, {what_float32_needs(reward)}"
+                    " expected. Correct the record, or remove it"
+                )
         if isinstance(prompt, str):
             return Completions(prompt, tuple(responses), False, tuple(map(float, rewards)))
         conversations = [[*prompt, {"role": "assistant", "content": response}] for response in responses]
@@ -87,6 +92,5 @@ class GroupsFormat(CompletionsFormat):
         return found
 
 
-def _is_reward(item: Any) -> bool:
-    is_number = isinstance(item, (int, float)) and not isinstance(item, bool)
-    return is_number and math.isfinite(item) and abs(item) <= LARGEST_FLOAT
+def _is_number(item: Any) -> bool:
+    return isinstance(item, (int, float)) and not isinstance(item, bool)

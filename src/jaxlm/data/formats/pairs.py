@@ -32,13 +32,13 @@ class PairsFormat(CompletionsFormat):
 
     Attributes:
         prompt_field: key of the prompt. Records without the key `prompt` have it in both completions, as in
-            `Anthropic/hh-rlhf`: it is what they begin with, up to the last white space. Null finds it there even if there
-            is such a key.
+            `Anthropic/hh-rlhf`: it is what they begin with, up to the last white space, so that no token is cut. Null
+            finds it there even if there is such a key.
         chosen_field: key of the preferred completion.
         rejected_field: key of the other completion.
         prompt_ends_with: with `prompt_field: null`, the text that ends the prompt, such as `"\\\\n\\\\nAssistant:"`. The
-            prompt ends after its last occurrence in what both completions have in common; null ends it at the last space,
-            so that no token is cut.
+            prompt ends after its last occurrence in what both completions have in common; null ends it at the last white
+            space.
             For messages it has no effect: the prompt is all messages that both lists begin with.
         chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
             tokenizer's chat template.
@@ -146,8 +146,6 @@ class PairsFormat(CompletionsFormat):
         if self.prompt_ends_with is not None:
             end = common.rfind(self.prompt_ends_with)
             return 0 if end < 0 else end + len(self.prompt_ends_with)
-        if self.prompt_field is None and " " in common:
-            return common.rfind(" ")
         # TRL ends the prompt at the first character that differs, which may be inside of a token. What both completions
         # share after the white space has the same likelihood in both. A space belongs to the word that follows.
         spaces = [found.start() for found in _WHITE_SPACE.finditer(common)]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core.errors import ConfigError, listed
-from jaxlm.core.field_types import is_float32
+from jaxlm.core.field_types import is_float32, what_float32_needs
 from jaxlm.data.base import TRAIN, Log
 from jaxlm.data.batch import Columns
 from jaxlm.data.cache.token_cache import TokenCache
@@ -103,8 +103,8 @@ def _number(record: Record, column: str) -> float:
         else f"has only {listed(record.values) if record.values else 'nothing'} besides the prompt"
     )
     raise ConfigError(
-        f"data.curriculum.column: {column} given, a finite number in every record expected, but {record.where} {what}."
-        " Correct the record, or name another key"
+        f"data.curriculum.column: {column} given, {what_float32_needs(value)} in every record expected, but {record.where}"
+        f" {what}. Correct the record, or name another key"
     )
 
 

@@ -8,6 +8,8 @@ The text of a record is under `data.text_key`. Only `.txt`, `.py` and `.json` fi
 """
 
 import json
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -218,17 +220,22 @@ def _parse_json(path: Path, text: str, where: str) -> Any:
         advice = ". If it has one record per line, rename it to .jsonl" if error.msg == "Extra data" else ""
         line = f"line {error.lineno}, " if not where else ""
         raise ConfigError(f"{path}: {where}not JSON ({error.msg} at {line}column {error.colno}){advice}") from error
-    except ValueError as error:  # such as a number with thousands of digits
-        raise ConfigError(f"{path}: {where}the JSON cannot be read ({error})") from error
+    except ValueError as error:  # Python reads no integers with more digits
+        digits = max(map(len, re.findall(r"\d+", text)), default=0)
+        raise ConfigError(
+            f"{path}: {where}the JSON has a number with {digits:,} digits, at most {sys.get_int_max_str_digits():,} expected."
+            " Put it in quotes, or remove it"
+        ) from error
 
 
 def _text_of(path: Path, where: str, record: Any, text_key: str) -> str:
     text = record.get(text_key) if isinstance(record, dict) else None
     if not isinstance(text, str):
         keys = listed(record) if isinstance(record, dict) else "none"
-        given = " (it is null)" if isinstance(record, dict) and text_key in record and text is None else ""
+        given = f" (it is {json.dumps(text):.60})" if isinstance(record, dict) and text_key in record else ""
         raise ConfigError(
-            f"{path}: {where}: no text under data.text_key '{text_key}'{given}. Keys of the record: {keys}"
+            f"{path}: {where}: no text under data.text_key '{text_key}'{given}. Keys of the record: {keys}. Remove such"
+            " records, or set data.text_key to the key of the text"
         )
     try:
         text.encode()

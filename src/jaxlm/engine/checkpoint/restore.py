@@ -14,7 +14,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import from_main, main_first, main_only
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.checkpoint.integrity import DamagedError
-from jaxlm.engine.checkpoint.manifest import Cursor
+from jaxlm.engine.checkpoint.manifest import CheckpointName, Cursor
 from jaxlm.engine.checkpoint.store import Checkpoint, CheckpointFolder
 from jaxlm.engine.checkpoint.writer import flat_arrays, manifest
 from jaxlm.engine.state import shardings
@@ -30,6 +30,18 @@ class VerifiedCheckpoint:
 
     checkpoint: Checkpoint
     cursor: Cursor
+
+    @staticmethod
+    def of(checkpoint: Checkpoint) -> "VerifiedCheckpoint":
+        """A checkpoint that has been verified. Raises `ConfigError` if its name does not say where it was saved."""
+        cursor, name = checkpoint.cursor(), CheckpointName.parse(checkpoint.name)
+        if name is not None and (name.step, name.attempt) != (cursor.step, cursor.history.attempt):
+            raise ConfigError(
+                f"{checkpoint.location}: the folder is named {checkpoint.name}, but the checkpoint in it was saved as"
+                f" {cursor.folder_name}, after {cursor.step} steps. Name the folder {cursor.folder_name} again, or move it"
+                " away"
+            )
+        return VerifiedCheckpoint(checkpoint, cursor)
 
     @property
     def location(self) -> Path | str:
@@ -56,7 +68,7 @@ def latest_valid(folder: CheckpointFolder, log: Callable[[str], None]) -> Verifi
     for checkpoint in reversed(checkpoints):
         if _is_undamaged(lambda it=checkpoint: it, functools.partial(damages.__setitem__, checkpoint.name)):
             main_only(lambda: [_set_aside(folder, name, damage, log) for name, damage in damages.items()])
-            return VerifiedCheckpoint(checkpoint, main_first(checkpoint.cursor))
+            return main_first(functools.partial(VerifiedCheckpoint.of, checkpoint))
     if checkpoints:
         lines = "\n".join(f"  {name}: {damage}" for name, damage in damages.items())
         raise NoUsableCheckpointError(
@@ -74,7 +86,7 @@ def newest_undamaged(
         find = functools.partial(folder.find, name)
         if _is_undamaged(find, lambda damage, name=name: log(f"checkpoint {name} is damaged: {damage}")):
             checkpoint = main_first(find)
-            return VerifiedCheckpoint(checkpoint, main_first(checkpoint.cursor))
+            return main_first(functools.partial(VerifiedCheckpoint.of, checkpoint))
     return None
 
 
@@ -105,7 +117,7 @@ def latest_complete(candidates: Sequence[Checkpoint], location: str, log: Callab
             lambda candidate=candidate: candidate,
             lambda damage, path=path: log(f"{path} is damaged: {damage}. Trying the previous checkpoint"),
         ):
-            return VerifiedCheckpoint(candidate, main_first(candidate.cursor))
+            return main_first(functools.partial(VerifiedCheckpoint.of, candidate))
     raise NoUsableCheckpointError(f"all {len(candidates)} checkpoints at {location} are damaged. Nothing was loaded")
 
 

@@ -32,7 +32,8 @@ from jaxlm.interop.peft.names import (
 )
 from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
 
-_SETTINGS, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_SETTINGS = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 # Options that compute something else must have the value in _MUST_BE, or be unset or false.
 _MUST_BE = {"peft_type": ("LORA",), "bias": ("none", "all", "lora_only", None)}
 _MUST_BE_UNSET = (
@@ -204,7 +205,7 @@ class _Folder:
 
 def _open(folder: Path, config: ModelConfig) -> _Folder:
     settings = _settings(folder)
-    file = folder / _WEIGHTS
+    file = folder / WEIGHTS
     names = SafetensorsFile(file).tensors
     num_layers: int = getattr(config, "num_layers")  # noqa: B009, all configs of families have it
     found, saved = [], []
@@ -314,7 +315,7 @@ def read_adapters(folder: Path, config: ModelConfig, sizes: Sizes) -> ReadAdapte
     Raises:
         ConfigError: there are no adapters, they compute something other than LoRA or DoRA, or they belong to another model.
     """
-    opened, file = _open(folder, config), SafetensorsFile(folder / _WEIGHTS)
+    opened, file = _open(folder, config), SafetensorsFile(folder / WEIGHTS)
     unread = set(file.tensors)
     modules, arrays = {}, {}
     for adapters in opened.adapters:
@@ -324,7 +325,7 @@ def read_adapters(folder: Path, config: ModelConfig, sizes: Sizes) -> ReadAdapte
     for tensor, names in opened.saved:
         unread -= set(names)
         for name in names:
-            _check_shape(tensor, file.tensors[name].shape, sizes, f"{folder / _WEIGHTS}: {name}")
+            _check_shape(tensor, file.tensors[name].shape, sizes, f"{folder / WEIGHTS}: {name}")
         saved |= {
             part.path: Saved(tensor, n, [file.view(name) for name in names]) for n, part in enumerate(tensor.parts)
         }
@@ -345,7 +346,7 @@ def lora_keys(folder: Path, config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: as `read_adapters`, but only for what the names and shapes in the file tell.
     """
-    opened, file = _open(folder, config), SafetensorsFile(folder / _WEIGHTS)
+    opened, file = _open(folder, config), SafetensorsFile(folder / WEIGHTS)
     modules = {}
     for adapters in opened.adapters:
         if len(adapters.tensor.parts) == 1 or set(adapters.ranks.values()) == {opened.settings["r"]}:
@@ -459,12 +460,12 @@ def _check_shape(tensor: Tensor, shape: Sequence[int], sizes: Sizes, where: str)
 
 def _wrong_model(folder: Path, problem: str) -> ConfigError:
     return ConfigError(
-        f"{folder / _WEIGHTS}: {problem}. Check that the adapter belongs to a model of this configuration"
+        f"{folder / WEIGHTS}: {problem}. Check that the adapter belongs to a model of this configuration"
     )
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    for name in (_SETTINGS, _WEIGHTS):
+    for name in (_SETTINGS, WEIGHTS):
         if not (folder / name).is_file():
             raise ConfigError(f"{folder}: {name} not found. Use a folder that PEFT saved in safetensors format")
     settings = read_json_object(folder / _SETTINGS)
