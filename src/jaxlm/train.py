@@ -313,6 +313,7 @@ def _open_phase(
         run.beginning.happen()
         if enter is not None:
             state = enter()
+            enter = None  # frees the references that its surgeries have read
             with run.clock.during(Activity.SAVE):
                 saver.save_entry(state, batches.state())
         assert state is not None

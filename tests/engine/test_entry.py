@@ -177,6 +177,17 @@ def test_the_step_sums_with_the_loop_that_it_is_given():
         np.testing.assert_allclose(a.array, b.array, rtol=1e-4, atol=1e-5, err_msg=path)
 
 
+def test_calibration_on_data_that_does_not_say_what_the_model_reads_is_refused():
+    model = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 1, "num_heads": 4}
+    surgery = [{"type": "lora", "target": "attn", "init": "eva"}]
+    config = {"model": model, "data": {"type": "unpaired"}, "objective": {"type": "kto"}, "evals": []}
+    config |= {"phases": [{"name": "a", "surgery": surgery}], "trainer": {"train_batch_size": 8}}
+    with pytest.raises(
+        ConfigError, match=r"phase 'a': surgery: it measures .* data.type: unpaired makes UnpairedBatch"
+    ):
+        make_plan(decode_run(ConfigSource(config), None), "x", 61)
+
+
 # --- A surgery that reads a reference ---------------------------------------------------------------------------------
 
 

@@ -415,8 +415,10 @@ def test_sharded_weights_are_divided_as_on_one_device(init):
 
 
 def test_experts_have_no_adapters_and_the_router_is_measured():
-    sizes = {"seq_len": 16, "hidden_dim": 32, "intermediate_dim": 64, "num_layers": 2, "num_heads": 4}
-    model = jax.jit(StateBuilder(MixtralConfig(**sizes, num_experts=4), vocab_axis(VOCAB), 0, F32).initial_model)()
+    config = MixtralConfig(
+        seq_len=16, hidden_dim=32, intermediate_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, num_experts=4
+    )
+    model = jax.jit(StateBuilder(config, vocab_axis(VOCAB), 0, F32).initial_model)()
     surgery = LoraConfig(target="mlp", init="eva", rank=2)
     tokens = padded_batch(np.arange(32).reshape(2, 16), [16, 9])
     (moments,) = jax.jit(surgery.measure)(model, tokens).values()

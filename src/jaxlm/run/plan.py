@@ -237,6 +237,12 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
             f" `supervised()` of a batch, which {type(batch).__name__} does not define. Set evals: [{{type: objective}}], or,"
             " for a batch of your own, define it (it returns the `TokenBatch` to score)"
         )
+    if any(surgery.num_calibration_batches for surgery in phase.surgeries) and not hasattr(batch, "supervised"):
+        raise ConfigError(
+            f"phase '{phase.name}': surgery: it measures the model on the phase's data, but data.type:"
+            f" {choice_name(type(data))} makes {type(batch).__name__}, which does not say what the model reads"
+            " (`supervised()`). Calibrate in an earlier phase with data.type: tokens, or remove what measures (init: eva)"
+        )
     if phase.objective.annotation_key is not None and any(each.reads_objective for each in config.evals):
         raise ConfigError(
             f"phase '{phase.name}': evals: type objective asks the references about the validation data, but objective.cache:"
