@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxlm.config.decode import default_of, encode, is_choice
 from jaxlm.config.plugins import is_import_path
+from jaxlm.core.choices import FORMER_KEYS
 from jaxlm.core.field_types import bounds_of, describe_limits
 
 
@@ -42,6 +43,7 @@ class ConfigSection:
         meaning: description of the section.
         keys: the keys; for a type, only those that it adds to the shared keys or changes.
         names: names of all keys, including shared ones; empty for the keys that all types share.
+        former: names of keys of earlier versions, which are still read.
     """
 
     path: str
@@ -50,6 +52,7 @@ class ConfigSection:
     meaning: str
     keys: tuple[ConfigKey, ...]
     names: tuple[str, ...] = ()
+    former: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ def _walk(
     keys = tuple(_keys(kind, default))
     is_default = place.default is not None if choice is None else default is not None
     own = tuple(key for key in keys if key not in shared)
-    yield ConfigSection(place.path, choice, is_default, place.meaning, own, tuple(key.name for key in keys))
+    names, former = tuple(key.name for key in keys), tuple(FORMER_KEYS.get(kind, ()))
+    yield ConfigSection(place.path, choice, is_default, place.meaning, own, names, former)
     docs, hints = attribute_docs(kind), typing.get_type_hints(kind, include_extras=True)
     for item in dataclasses.fields(kind):
         for inner, suffix in _dataclasses_in(hints[item.name]):
