@@ -200,7 +200,9 @@ class _Decoder:
                     self._source.marks[(*path, *name)] = where
             if current is before:
                 now = " or ".join(former[key].paths)
-                problem = f"{_format_value(value)} given, which has no effect with these keys. It is {now} now. Remove it"
+                problem = (
+                    f"{_format_value(value)} given, which has no effect with these keys. It is {now} now. Remove it"
+                )
                 raise self._error((*path, key), problem)
         return current
 

@@ -54,7 +54,9 @@ class KeyIndex:
             return
         if section := self._section_of(value, ".".join(section_path)):
             for key in value:
-                is_known = key in (*section.names, *section.former) or (section.choice is not None and key == CHOICE_TYPE_KEY)
+                is_known = key in (*section.names, *section.former) or (
+                    section.choice is not None and key == CHOICE_TYPE_KEY
+                )
                 if not is_known and not self._is_other_spelling(str(key)):
                     raise unknown_key(source, (*path, key), section.choice, section.names)
         for key, inner in value.items():

@@ -182,7 +182,11 @@ class Grpo(ReferencedObjective):
             _SAMPLING: (self._importance_sampling is not None, _SAMPLER_LOGPS, probabilities),
             "off_policy_threshold": (of_model, _SAMPLER_LOGPS, probabilities),
             "mask_truncated": (self.mask_truncated, "finished", "which responses have been cut off"),
-            "advantage: normalize_then_sum": (isinstance(self.advantage, NormalizeThenSum), "reward_parts", "the rewards that it is the sum of"),
+            "advantage: normalize_then_sum": (
+                isinstance(self.advantage, NormalizeThenSum),
+                "reward_parts",
+                "the rewards that it is the sum of",
+            ),
         }
         for key in (key for key, (is_needed, column, _) in needs.items() if is_needed and column not in columns):
             raise ConfigError(
@@ -214,7 +218,10 @@ class Grpo(ReferencedObjective):
 
     def reference_logps(self, model: LanguageModel, batch: GroupBatch) -> NamedArray:
         """{batch, group, position}: of each token."""
-        of_tokens, tokens = token_logps(model, batch.sequences(), temperature=batch.temperature)[0], batch.responses.tokens
+        of_tokens, tokens = (
+            token_logps(model, batch.sequences(), temperature=batch.temperature)[0],
+            batch.responses.tokens,
+        )
         return of_tokens.unflatten_axis(BATCH, (tokens.resolve_axis(BATCH), tokens.resolve_axis(GROUP)))
 
     @property

@@ -116,6 +116,7 @@ class Kl(NamedChoice):
     coef: PositiveFloat = 0.01
     estimator: Literal["k1", "k2", "k3", "squared"] = "k3"
 
+
 @Kl.register_subclass("loss")
 @dataclass(frozen=True)
 class KlInLoss(Kl):

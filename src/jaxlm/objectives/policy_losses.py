@@ -320,4 +320,3 @@ def _mean_N(of_tokens_NS: jax.Array, mask_NS: jax.Array) -> jax.Array:
 def _shares(mask_NS: jax.Array) -> jax.Array:
     """The share of each token in its response."""
     return mask_NS / jnp.maximum(jnp.sum(mask_NS, axis=1, keepdims=True), 1.0)
-
