@@ -40,6 +40,10 @@ class OfSum(Advantage, abc.ABC):
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
 
+    @abc.abstractmethod
+    def of(self, rewards: jax.Array, std_of_batch: jax.Array | None = None) -> jax.Array:
+        """The advantage of each response, float32 [..., G]. Args: rewards: [..., G]; std_of_batch: see `OfBatch.std`."""
+
     def centered(self, rewards: jax.Array) -> jax.Array:
         """The rewards without the baseline."""
         size, centered = rewards.shape[-1], _centered(rewards)

@@ -5,7 +5,7 @@ Source: Shao et al. 2024, "DeepSeekMath" (arXiv:2402.03300), equation 3; the var
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import haliax as hax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, GROUP, POSITION, REWARD
-from jaxlm.core.choices import FormerKey, with_former_keys
+from jaxlm.core.choices import with_former_keys
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveFraction
 from jaxlm.core.types import GroupBatch, Sum
@@ -23,6 +23,7 @@ from jaxlm.objectives.advantages import Advantage, NormalizeThenSum, OfBatch, Of
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
 from jaxlm.objectives.completions import ReferencedObjective, token_logps, token_logps_and_entropies
 from jaxlm.objectives.entropy_control import Entropy, coefficient_of, with_entropies
+from jaxlm.objectives.former_grpo_keys import FORMER_GRPO_KEYS
 from jaxlm.objectives.other_policies import (
     ImportanceSampling,
     Kl,
@@ -49,50 +50,9 @@ from jaxlm.objectives.response_tokens import ResponseTokens, by_sequence, reward
 
 _SAMPLER_LOGPS = "sampler_logps"
 _SAMPLING = "old_policy.importance_sampling"
-_FORMER_KEYS = {
-    "policy_loss": FormerKey("clip", ("loss.type",)),
-    "clip_eps": FormerKey(0.2, ("loss.epsilon",)),
-    "clip_eps_high": FormerKey(None, ("loss.epsilon_high",)),
-    "dual_clip": FormerKey(None, ("loss.dual_clip",)),
-    "cispo_cap": FormerKey(5.0, ("loss.cap",)),
-    "sapo_positive_temperature": FormerKey(1.0, ("loss.positive_temperature",)),
-    "sapo_negative_temperature": FormerKey(1.05, ("loss.negative_temperature",)),
-    "vespo_positive_power": FormerKey(2.0, ("loss.positive_power",)),
-    "vespo_positive_decay": FormerKey(3.0, ("loss.positive_decay",)),
-    "vespo_negative_power": FormerKey(3.0, ("loss.negative_power",)),
-    "vespo_negative_decay": FormerKey(2.0, ("loss.negative_decay",)),
-    "importance": FormerKey("token", ("loss.importance",)),
-    "tis_cap": FormerKey(None, (f"{_SAMPLING}.cap",)),
-    "tis_floor": FormerKey(0.0, (f"{_SAMPLING}.floor",)),
-    "tis_mode": FormerKey("token_truncate", (f"{_SAMPLING}.mode",)),
-    "aggregation": FormerKey("sum_then_normalize", ("advantage.type",)),
-    "scale": FormerKey(
-        "group",
-        ("advantage.type",),
-        (
-            ("none", {"advantage.type": "unscaled"}),
-            ("batch_advantages", {"advantage.type": "batch", "advantage.std_of": "advantages"}),
-        ),
-    ),
-    "baseline": FormerKey("mean", ("advantage.baseline",)),
-    "std_ddof": FormerKey(0, ("advantage.std_ddof",)),
-    "eps": FormerKey(1e-8, ("advantage.eps",)),
-    "overlong_cache": FormerKey(None, ("overlong.cache",)),
-    "max_response_tokens": FormerKey(None, ("loss_agg.max_response_tokens", "overlong.max_response_tokens")),
-    "entropy_coef": FormerKey(0.0, ("entropy.coef",)),
-    "entropy_target": FormerKey(None, ("entropy.adaptive.target",)),
-    "entropy_coef_delta": FormerKey(0.005, ("entropy.adaptive.delta",)),
-    "entropy_coef_min": FormerKey(0.0, ("entropy.adaptive.min",)),
-    "entropy_coef_max": FormerKey(1.0, ("entropy.adaptive.max",)),
-    "kl_in_reward": FormerKey(False, ("kl.type",), ((True, {"kl.type": "reward"}),)),
-    "kl_coef": FormerKey(0.01, ("kl.coef",), ((0, {"kl": None}),)),
-    "kl_estimator": FormerKey("k3", ("kl.estimator",)),
-    "kl_level": FormerKey("token", ("kl.level",)),
-    "kl_unbiased": FormerKey(False, ("kl.unbiased",)),
-}
 
 
-@with_former_keys(_FORMER_KEYS)
+@with_former_keys(FORMER_GRPO_KEYS)
 @ObjectiveConfig.register_subclass("grpo")
 @dataclass(frozen=True)
 class Grpo(ReferencedObjective):
@@ -127,13 +87,13 @@ class Grpo(ReferencedObjective):
     batch_types: ClassVar[tuple[type, ...]] = (GroupBatch,)
     sequences_axis: ClassVar[str | None] = GROUP
 
-    loss: PolicyLoss = Clip()
-    loss_agg: LossAgg = TokenMean()
-    old_policy: OldPolicy = OfReference()
-    advantage: Advantage = OfGroup()
+    loss: PolicyLoss = field(default_factory=Clip)
+    loss_agg: LossAgg = field(default_factory=TokenMean)
+    old_policy: OldPolicy = field(default_factory=OfReference)
+    advantage: Advantage = field(default_factory=OfGroup)
     overlong: Overlong | None = None
-    kl: Kl | None = KlInLoss()
-    entropy: Entropy = Entropy()
+    kl: Kl | None = field(default_factory=KlInLoss)
+    entropy: Entropy = field(default_factory=Entropy)
     mask_truncated: bool = False
     off_policy_threshold: PositiveFloat | None = None
     top_entropy: PositiveFraction = 1.0
@@ -176,17 +136,13 @@ class Grpo(ReferencedObjective):
     def check_columns(self, columns: Collection[str]) -> None:
         is_sampled = _SAMPLER_LOGPS in columns
         of_model = isinstance(self.old_policy, OfModel) and self.off_policy_threshold is not None
-        probabilities = "the probabilities of its sampler"
+        probabilities, is_of_parts = "the probabilities of its sampler", isinstance(self.advantage, NormalizeThenSum)
         needs = {
             "old_policy: rollout": (isinstance(self.old_policy, OfRollout), _SAMPLER_LOGPS, probabilities),
             _SAMPLING: (self._importance_sampling is not None, _SAMPLER_LOGPS, probabilities),
             "off_policy_threshold": (of_model, _SAMPLER_LOGPS, probabilities),
             "mask_truncated": (self.mask_truncated, "finished", "which responses have been cut off"),
-            "advantage: normalize_then_sum": (
-                isinstance(self.advantage, NormalizeThenSum),
-                "reward_parts",
-                "the rewards that it is the sum of",
-            ),
+            "advantage: normalize_then_sum": (is_of_parts, "reward_parts", "the rewards that it is the sum of"),
         }
         for key in (key for key, (is_needed, column, _) in needs.items() if is_needed and column not in columns):
             raise ConfigError(
