@@ -99,7 +99,7 @@ def grpo_config(name: str, start: str, seed: int) -> dict[str, Any]:
             "max_new_tokens": NEW_TOKENS,
             "rewards": rewards(-1.0 if name == NEGATED else 1.0),
         },
-        "objective": {"type": "grpo", "old_policy": "rollout", "kl_coef": KL_COEF},
+        "objective": {"type": "grpo", "old_policy": "rollout", "kl": {"coef": KL_COEF}},
         "optimizer": {
             "learning_rate": 0.0 if name == ZERO else LEARNING_RATE,
             "weight_decay": 0.0,

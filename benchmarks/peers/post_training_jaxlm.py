@@ -47,7 +47,7 @@ def sections(method: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any],
             "max_new_tokens": work.NEW_TOKENS,
             "rewards": [{"type": "function", "function": f"{work.__file__}:even_share"}],
         }
-        objective = {"type": "grpo", "old_policy": "rollout", "kl_coef": work.KL_COEF}
+        objective = {"type": "grpo", "old_policy": "rollout", "kl": {"coef": work.KL_COEF}}
         return data, objective, work.SEQUENCES // work.GROUP
     if work.is_dpo(method):
         return {"type": "pairs"}, {"type": "dpo", "beta": work.BETA}, work.SEQUENCES // 2

@@ -154,7 +154,7 @@ def test_forecast_of_rollouts_with_the_nvidia_compiler(workplace):
     }
     phases = [{"name": "a", "surgery": [{"type": "lora", "target": "attn|mlp", "rank": 4}], "trainable": [r"\.[ab]$"]}]
     changes = ["--data", json.dumps(data), "--model", json.dumps(model), "--phases", json.dumps(phases)]
-    changes += ["--objective", json.dumps({"type": "grpo", "old_policy": "rollout", "kl_coef": 0.0}), "--evals", "[]"]
+    changes += ["--objective", json.dumps({"type": "grpo", "old_policy": "rollout", "kl": None}), "--evals", "[]"]
     changes += ["--trainer.train_batch_size", "16", "--trainer.mp", "p=f32,c=bfloat16", "--topology", "h100-8"]
     weights = 2 * (2 * (4 * 256 * 256 + 3 * 256 * 512) + 1024 * 256)  # bytes of all layers and the head
     cache = 2 * 2 * 2 * 4 * 64 * (256 - 1)  # bytes of a row

@@ -77,7 +77,7 @@ def grpo(place: Workplace) -> dict[str, Any]:
             "minibatches_per_rollout": 2,
             "rewards": rewards,
         },
-        "objective": {"type": "grpo", "old_policy": "rollout", "kl_coef": 0.01},
+        "objective": {"type": "grpo", "old_policy": "rollout", "kl": {"coef": 0.01}},
         "evals": [
             {"type": "rollouts", "prompts_file": "prompts.jsonl", "rewards": rewards, "max_new_tokens": 6},
             {"type": "samples", "prompts": ["3 ="], "max_new_tokens": 3},

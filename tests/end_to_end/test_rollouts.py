@@ -16,7 +16,7 @@ from tests.end_to_end.commands import Workplace
 from tests.end_to_end.successor import DIGITS, FIRST, prompt_ids, write_task
 from tests.end_to_end.test_signals import process_end
 
-GRPO = {"type": "grpo", "old_policy": "rollout", "kl_coef": 0.0}
+GRPO = {"type": "grpo", "old_policy": "rollout", "kl": None}
 ROLLOUTS = {
     "type": "rollouts",
     "train_urls": ["prompts.jsonl"],
@@ -129,7 +129,7 @@ def test_nothing_is_learned_without_a_rate_and_the_opposite_from_the_opposite_re
 def test_the_reference_holds_the_model_back(workplace):
     found = {}
     for coefficient in (0.001, 1.0):
-        place = start(workplace(), 150, objective={"kl_coef": coefficient})
+        place = start(workplace(), 150, objective={"kl": {"coef": coefficient}})
         finish(place)
         found[coefficient] = (steps_of(place)[-1]["train/kl"], success(place, 150))
     assert found[1.0][0] < found[0.001][0] / 3
@@ -148,7 +148,11 @@ SEVERAL = {
     "min_p": 0.001,
     "repetition_penalty": 1.1,
 }
-KEPT = {"mask_truncated": True, "aggregation": "normalize_then_sum", "entropy_target": 9.0, "entropy_coef": 0.001}
+KEPT = {
+    "mask_truncated": True,
+    "advantage": "normalize_then_sum",
+    "entropy": {"coef": 0.001, "adaptive": {"target": 9.0}},
+}
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,13 @@ import pytest
 from jaxlm.core.types import GroupBatch, PairBatch
 from jaxlm.objectives.dpo import Dpo
 from jaxlm.objectives.grpo import Grpo
+from jaxlm.objectives.other_policies import KlInLoss
+from jaxlm.objectives.policy_losses import SeqMeanTokenMean
 from tests.engine.helpers import MODEL, TinyRun, arrays, layout, one_device, phase
 
 MESHES = {"fsdp 8": (layout, 1), "two microbatches": (one_device, 2)}
 SYNCED = Dpo(beta=0.5, sync_interval=2, sync_mixup=0.6, sft_weight=0.1)
-GROUPED = Grpo(loss_agg="seq_mean_token_mean", kl_coef=0.1, sync_interval=2, kl_estimator="squared")
+GROUPED = Grpo(loss_agg=SeqMeanTokenMean(), kl=KlInLoss(0.1, "squared"), sync_interval=2)
 
 
 def side_by_side(number, name, make):

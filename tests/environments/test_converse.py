@@ -20,6 +20,7 @@ from jaxlm.environments.converse import ConversationLimits, Dialect, Prompt, con
 from jaxlm.models.inference.tools.calls import TOOL_TOKENS
 from jaxlm.objectives.grpo import Grpo
 from jaxlm.objectives.next_token import NextToken
+from jaxlm.objectives.other_policies import OfModel
 from tests.objectives.test_dpo import VOCAB, random_model, target_logps
 from tests.processes import together
 
@@ -252,7 +253,7 @@ def test_losses_pass_over_observations_in_the_middle():
         axes = (Axis("batch", 1), Axis("group", 2), Axis("position", length))
         named = {name: hax.named(jnp.asarray(column), axes) for name, column in columns.items()}
         batch = GroupBatch.of(hax.named(rewards, axes[:2]), **named)
-        objective = Grpo(old_policy="model", kl_coef=0.0, loss_agg="token_mean")
+        objective = Grpo(old_policy=OfModel(), kl=None)
         terms, _, _ = objective.terms(model, batch, None, key=None)
         flat = {name: column.flatten_axes(("batch", "group"), "batch") for name, column in named.items()}
         supervised, _, _ = NextToken().terms(model, TokenBatch(**flat), None, key=None)

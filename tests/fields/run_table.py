@@ -305,7 +305,6 @@ PHASES: dict[str, Entry] = {
         GOING_BACK + "test_the_next_phase_starts_from_the_best_weights_where_the_phase_before_ended"
     ),
     "phases.0.controllers": Change([{"type": "reduce_on_plateau", "metric": "train/loss"}], LR_SCALE),
-    "phases.0.carry_optimizer": Change(True, Refused(r"carry_optimizer: true given, but no phase is before the first")),
     "phases.0.surgery": Change([{"type": "lora", "rank": 2}], Shapes({r"^model.*attn\.q_proj\.a$": (2, 2, 32)})),
     "phases.0.trainable": Change(["mlp"], Shapes({r"^opt_state.*attn": None})),
     "phases.0.data": ShownIn("tests/end_to_end/test_prepare.py::test_shows_the_rows_that_a_step_sees"),
@@ -353,56 +352,43 @@ DPO: dict[str, Entry] = {
 }
 GROUPS = "tests/objectives/test_grpo.py::"
 OF_TERMS = ShownIn(GROUPS + "test_terms_and_metrics_match_the_logits")
+OF_TRL = ShownIn("tests/objectives/test_trl_vectors.py::test_losses_of_groups_are_those_of_trl")
+OF_SAMPLER = ShownIn(GROUPS + "test_terms_on_what_a_sampler_has_recorded")
 GRPO: dict[str, Entry] = {
-    **{
-        f"objective.{name}": OF_TERMS
-        for name in (
-            "policy_loss",
-            "clip_eps_high",
-            "dual_clip",
-            "cispo_cap",
-            "sapo_positive_temperature",
-            "sapo_negative_temperature",
-            "importance",
-            "old_policy",
-            "scale",
-            "baseline",
-            "std_ddof",
-            "eps",
-            "loss_agg",
-            "max_response_tokens",
-            "kl_coef",
-            "kl_estimator",
-            "kl_level",
-        )
-    },
-    "objective.clip_eps": OF_TERMS,
-    **{
-        f"objective.{name}": ShownIn("tests/objectives/test_trl_vectors.py::test_losses_of_groups_are_those_of_trl")
-        for name in (
-            "vespo_positive_power",
-            "vespo_positive_decay",
-            "vespo_negative_power",
-            "vespo_negative_decay",
-            "off_policy_threshold",
-            "tis_floor",
-            "tis_mode",
-            "mask_truncated",
-            "aggregation",
-            "top_entropy",
-            "entropy_coef",
-            "kl_unbiased",
-            "kl_in_reward",
-        )
-    },
-    **{
-        f"objective.{name}": ShownIn(
-            "tests/objectives/test_trl_vectors.py::test_adaptive_entropy_is_that_of_trl_in_any_microbatches"
-        )
-        for name in ("entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
-    },
-    "objective.tis_cap": ShownIn(GROUPS + "test_terms_on_what_a_sampler_has_recorded"),
-    "objective.overlong_cache": ShownIn(GROUPS + "test_terms_on_what_a_sampler_has_recorded"),
+    **dict.fromkeys(
+        (
+            *("objective.loss", "objective.loss.importance", "objective.loss.epsilon", "objective.loss.epsilon_high"),
+            *("objective.loss.dual_clip", "objective.loss.cap", "objective.loss.positive_temperature"),
+            *("objective.loss.negative_temperature", "objective.loss_agg", "objective.loss_agg.max_response_tokens"),
+            *("objective.old_policy", "objective.advantage", "objective.advantage.baseline"),
+            *("objective.advantage.std_ddof", "objective.advantage.eps"),
+            *("objective.kl", "objective.kl.coef", "objective.kl.estimator", "objective.kl.level"),
+        ),
+        OF_TERMS,
+    ),
+    **dict.fromkeys(
+        (
+            *("objective.loss.positive_power", "objective.loss.positive_decay", "objective.loss.negative_power"),
+            *("objective.loss.negative_decay", "objective.advantage.std_of", "objective.kl.unbiased"),
+            *(f"objective.old_policy.importance_sampling.{name}" for name in ("floor", "mode")),
+            *("objective.entropy.coef", "objective.off_policy_threshold", "objective.mask_truncated"),
+            "objective.top_entropy",
+        ),
+        OF_TRL,
+    ),
+    "objective.entropy": Section(),
+    **dict.fromkeys(
+        (
+            "objective.entropy.adaptive",
+            *(f"objective.entropy.adaptive.{name}" for name in ("target", "delta", "min", "max")),
+        ),
+        ShownIn("tests/objectives/test_trl_vectors.py::test_adaptive_entropy_is_that_of_trl_in_any_microbatches"),
+    ),
+    "objective.old_policy.importance_sampling": OF_SAMPLER,
+    "objective.old_policy.importance_sampling.cap": OF_SAMPLER,
+    "objective.overlong": OF_SAMPLER,
+    "objective.overlong.cache": OF_SAMPLER,
+    "objective.overlong.max_response_tokens": OF_SAMPLER,
     "objective.reference": Change("base", Refused(r"uses the model 'base', but the section is empty")),
     "objective.cache": ShownIn(PREFERENCES + "test_answers_from_the_disk_are_not_asked_again"),
     "objective.sync_interval": DPO["objective.sync_interval"],

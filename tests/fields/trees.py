@@ -19,7 +19,11 @@ from jaxlm.models.decoder import DecoderConfig
 from jaxlm.models.families.nano.lookup import LookupConfig
 from jaxlm.models.remat import RematModules
 from jaxlm.models.rope import RotaryConfig
+from jaxlm.objectives.advantages import Advantage, Overlong
 from jaxlm.objectives.base import ObjectiveConfig
+from jaxlm.objectives.entropy_control import AdaptiveEntropy, Entropy
+from jaxlm.objectives.other_policies import ImportanceSampling, Kl, OfModel
+from jaxlm.objectives.policy_losses import LossAgg, PolicyLoss
 from jaxlm.observe.completions import CompletionsConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.presets.base import PresetConfig
@@ -192,6 +196,14 @@ def all_fields() -> list[tuple[str, str]]:
     found += _fields("llama", "optimizer", OptimizerConfig.get_known_choices()["adam"])
     for name, kind in ObjectiveConfig.get_known_choices().items():
         found += _fields(OBJECTIVES[name], "objective", kind)
+    for name, registry in {"loss": PolicyLoss, "loss_agg": LossAgg, "advantage": Advantage, "kl": Kl}.items():
+        for kind in registry.get_known_choices().values():
+            found += _fields("grpo", f"objective.{name}", kind)
+    found += _fields("grpo", "objective.old_policy", OfModel)
+    found += _fields("grpo", "objective.old_policy.importance_sampling", ImportanceSampling)
+    found += _fields("grpo", "objective.overlong", Overlong)
+    found += _fields("grpo", "objective.entropy", Entropy)
+    found += _fields("grpo", "objective.entropy.adaptive", AdaptiveEntropy)
     for name, kind in RefConfig.get_known_choices().items():
         found += _fields(REFS[name], "refs.teacher", kind)
     for name, kind in PresetConfig.get_known_choices().items():

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import haliax as hax
 import jax
@@ -14,28 +15,30 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.config.decode import decode
+from jaxlm.config.decode import decode, encode
+from jaxlm.config.overrides import override
 from jaxlm.config.run import RunConfig
 from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.core.types import GroupBatch, Largest, Sum
+from jaxlm.objectives.advantages import OfGroup, Overlong, Unscaled
 from jaxlm.objectives.completions import ReferenceLogps
 from jaxlm.objectives.grpo import Grpo
+from jaxlm.objectives.other_policies import KL_ESTIMATORS, ImportanceSampling, KlInLoss, OfModel, OfRollout
 from jaxlm.objectives.policy_losses import (
-    KL_ESTIMATORS,
-    average_weight,
-    cispo_losses,
-    clip_fractions,
-    clipped_losses,
-    group_advantages,
+    Cispo,
+    Clip,
+    ClippedLoss,
+    DrGrpo,
+    Sapo,
+    SeqMeanTokenMean,
+    SeqMeanTokenSum,
+    TokenMean,
+    Vespo,
     log_ratios,
-    overlong_penalties,
-    sampler_weights,
-    sapo_losses,
-    token_weights,
-    vespo_losses,
 )
+from jaxlm.objectives.response_tokens import ResponseTokens
 from tests.objectives.test_dpo import VOCAB, logits_of_one, random_model, target_logps
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "post_training.json").read_text())
@@ -44,25 +47,37 @@ POLICY = {k: np.array(v, np.float64) for k, v in VECTORS["policy"].items() if is
 LOGPS, OLD, REFERENCE, MASK, ADVANTAGES = (POLICY[k] for k in ("logps", "old", "reference", "mask", "advantages"))
 
 
+def grpo(**keys: Any) -> Grpo:
+    """The objective with keys as in the YAML."""
+    objective = decode(RunConfig, ConfigSource({"objective": {"type": "grpo", **keys}})).objective
+    assert isinstance(objective, Grpo)
+    return objective
+
+
+def tokens_of(logps: Any, mask: Any, old: Any = None) -> ResponseTokens:
+    """Tokens that all count, for losses that read no other numbers."""
+    return ResponseTokens(logps, jnp.zeros_like(mask), mask, mask, logps if old is None else old, None, None)
+
+
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "advantage"),
     [
-        ("group_ddof0_1e-8", {}),
-        ("group_ddof1_1e-4", {"std_ddof": 1, "eps": 1e-4}),
-        ("group_ddof1_1e-6", {"std_ddof": 1, "eps": 1e-6}),
-        ("none", {"scale": "none"}),
-        ("rloo", {"scale": "none", "baseline": "leave_one_out"}),
+        ("group_ddof0_1e-8", OfGroup()),
+        ("group_ddof1_1e-4", OfGroup(std_ddof=1, eps=1e-4)),
+        ("group_ddof1_1e-6", OfGroup(std_ddof=1, eps=1e-6)),
+        ("none", Unscaled()),
+        ("rloo", Unscaled(baseline="leave_one_out")),
     ],
 )
-def test_advantages_match_the_vectors(name, options):
-    found = group_advantages(jnp.float32(VECTORS["advantages"]["rewards"]), **options)
+def test_advantages_match_the_vectors(name, advantage):
+    found = advantage.of(jnp.float32(VECTORS["advantages"]["rewards"]))
     np.testing.assert_allclose(found, VECTORS["advantages"][name], rtol=1e-6, atol=1e-6)
 
 
 def test_equal_rewards_have_no_advantage_although_their_mean_is_rounded():
     rewards = jnp.full((50, 3), 0.1) * jnp.arange(1, 51)[:, None]
     assert np.any(np.asarray(rewards) != np.asarray(jnp.mean(rewards, axis=-1, keepdims=True)))
-    np.testing.assert_array_equal(group_advantages(rewards), 0)
+    np.testing.assert_array_equal(OfGroup().of(rewards), 0)
 
 
 @pytest.fixture
@@ -72,17 +87,17 @@ def in_float64() -> Iterator[None]:
         yield
 
 
-def averaged(losses, average, max_response_tokens=None):
-    weight = average_weight(MASK, average, max_response_tokens)
-    return float(jnp.sum(losses * token_weights(MASK, average)) / weight)
+def averaged(losses, average=TokenMean()):  # noqa: B008
+    return float(jnp.sum(losses * average.token_weights(MASK)) / average.denominator(MASK, MASK))
 
 
-def loss_of(logps=LOGPS, average="token_mean", length=None, *, old=OLD, level="token", high=0.2, dual=None, **kl):
+def loss_of(logps=LOGPS, average=TokenMean(), *, old=OLD, level="token", high=0.2, dual=None, **kl):  # noqa: B008
     """The loss as the objective puts it together. kl: estimator=coefficient."""
-    losses = clipped_losses(log_ratios(logps, old, MASK, level), ADVANTAGES, 0.2, high, dual)
+    loss = Clip(epsilon_high=high, dual_clip=dual)
+    losses = loss.losses(tokens_of(logps, MASK), log_ratios(logps, old, MASK, level), ADVANTAGES)
     for name, coefficient in kl.items():
         losses += coefficient * KL_ESTIMATORS[name](log_ratios(logps, REFERENCE, MASK, level))
-    return averaged(losses, average, length)
+    return averaged(losses, average)
 
 
 @pytest.mark.usefixtures("in_float64")
@@ -93,23 +108,22 @@ def test_losses_match_the_vectors():
         "token_mean": loss_of(),
         "token_mean_k3_0.01": loss_of(k3=0.01),
         "token_mean_k3_0.04": loss_of(k3=0.04),
-        "seq_mean_token_mean": loss_of(average="seq_mean_token_mean"),
-        "seq_mean_token_mean_k3_0.01": loss_of(average="seq_mean_token_mean", k3=0.01),
-        "seq_mean_token_sum": loss_of(average="seq_mean_token_sum"),
-        "dr_grpo_4": loss_of(average="dr_grpo", length=4),
-        "dr_grpo_4_k3_0.01": loss_of(average="dr_grpo", length=4, k3=0.01),
+        "seq_mean_token_mean": loss_of(average=SeqMeanTokenMean()),
+        "seq_mean_token_mean_k3_0.01": loss_of(average=SeqMeanTokenMean(), k3=0.01),
+        "seq_mean_token_sum": loss_of(average=SeqMeanTokenSum()),
+        "dr_grpo_4": loss_of(average=DrGrpo(4)),
+        "dr_grpo_4_k3_0.01": loss_of(average=DrGrpo(4), k3=0.01),
         "clip_higher_0.28": loss_of(high=0.28),
         "ratio_to_reference_squared_0.01": loss_of(old=REFERENCE, squared=0.01),
         "per_sequence_ratio_to_reference_squared_0.01": loss_of(
-            old=REFERENCE, level="sequence", average="seq_mean_token_mean", squared=0.01
+            old=REFERENCE, level="sequence", average=SeqMeanTokenMean(), squared=0.01
         ),
-        "cispo_5": averaged(cispo_losses(log_ratios(LOGPS, OLD, MASK, "token"), LOGPS, ADVANTAGES, 5.0), "token_mean"),
+        "cispo_5": averaged(
+            Cispo(cap=5.0).losses(tokens_of(LOGPS, MASK), log_ratios(LOGPS, OLD, MASK, "token"), ADVANTAGES)
+        ),
     }
     assert found == pytest.approx({name: VECTORS["policy"][name] for name in found}, rel=2e-6, abs=1e-7)
-    kl = {
-        name: averaged(kl(log_ratios(LOGPS, REFERENCE, MASK, "token")), "token_mean")
-        for name, kl in KL_ESTIMATORS.items()
-    }
+    kl = {name: averaged(kl(log_ratios(LOGPS, REFERENCE, MASK, "token"))) for name, kl in KL_ESTIMATORS.items()}
     assert kl == pytest.approx(VECTORS["policy"]["kl"], rel=1e-5)
     dual = VECTORS["policy"]["dual_clip_3"]
     assert loss_of(louder) == pytest.approx(dual["without"], rel=1e-6)
@@ -121,27 +135,28 @@ def test_ratios_of_sequences_and_clip_fractions_match_the_vectors():
     gspo = VECTORS["policy"]["gspo"]
     ratios = log_ratios(LOGPS, OLD, MASK, "sequence")
     np.testing.assert_allclose(np.exp(ratios[:, 0]), gspo["ratio"], rtol=1e-6)
-    assert loss_of(level="sequence", average="seq_mean_token_mean") == pytest.approx(gspo["loss"], rel=1e-6)
-    low, high = clip_fractions(log_ratios(LOGPS, OLD, MASK, "token"), ADVANTAGES, 0.2, 0.2)
-    fractions = {"low": averaged(low, "token_mean"), "high": averaged(high, "token_mean")}
+    assert loss_of(level="sequence", average=SeqMeanTokenMean()) == pytest.approx(gspo["loss"], rel=1e-6)
+    low, high = Clip().is_clipped(log_ratios(LOGPS, OLD, MASK, "token"), ADVANTAGES)
+    fractions = {"low": averaged(low), "high": averaged(high)}
     assert fractions == pytest.approx(VECTORS["policy"]["clip_fraction"])
 
 
 def test_truncated_importance_weights_and_overlong_penalties_match_the_vectors():
     tis = VECTORS["policy"]["truncated_importance"]
     sampler = jnp.float32(tis["sampler"])
-    found = sampler_weights(OLD, sampler, MASK, "token_truncate", 0.0, tis["cap"])
+    sampling = ImportanceSampling(tis["cap"])
+    found = sampling.weights(OLD, sampler, MASK)
     np.testing.assert_allclose(found, tis["weights"], rtol=1e-5)
-    total = lambda logps: sampler_weights(logps, sampler, MASK, "token_truncate", 0.0, tis["cap"]).sum()  # noqa: E731
+    total = lambda logps: sampling.weights(logps, sampler, MASK).sum()  # noqa: E731
     assert not jax.grad(total)(LOGPS).any()
     overlong = json.loads((Path(__file__).parents[1] / "vectors" / "rollouts.json").read_text())["overlong"]
-    found = overlong_penalties(jnp.array(overlong["lengths"]), overlong["max_tokens"], overlong["cache"])
+    found = Overlong(overlong["cache"], overlong["max_tokens"]).penalties(jnp.array(overlong["lengths"]))
     np.testing.assert_array_equal(found, np.float32(overlong["penalties"]))
 
 
 def test_gradients_match_the_vectors():
     def loss(logps, old):
-        losses = clipped_losses(log_ratios(logps, old, MASK, "token"), ADVANTAGES, 0.2, 0.2)
+        losses = Clip().losses(tokens_of(logps, MASK), log_ratios(logps, old, MASK, "token"), ADVANTAGES)
         return jnp.sum(losses * MASK) / jnp.sum(MASK)
 
     np.testing.assert_allclose(jax.grad(loss)(LOGPS, OLD), VECTORS["policy"]["gradient"], rtol=1e-6, atol=1e-8)
@@ -163,14 +178,14 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(size, share):
     np.testing.assert_allclose(expected, [0.1903893, -0.0990015, -0.0913878], rtol=1e-5)
     chance = np.prod(np.asarray(jax.nn.softmax(theta))[groups], axis=1)
     for baseline, factor in (("mean", share), ("leave_one_out", 1.0)):
-        advantages = group_advantages(jnp.float32(rewards[groups]), scale="none", baseline=baseline)
+        advantages = Unscaled(baseline=baseline).of(jnp.float32(rewards[groups]))
 
         def loss(t, advantages=advantages):
             logps = jax.nn.log_softmax(t)[groups].reshape(-1, 1)
             ones = jnp.ones_like(logps)
             ratios = log_ratios(logps, jax.lax.stop_gradient(logps), ones, "token")
-            of_groups = clipped_losses(ratios, advantages.reshape(-1), 0.2, 0.2).reshape(groups.shape).mean(axis=1)
-            return jnp.dot(of_groups, chance)
+            losses = Clip().losses(tokens_of(logps, ones), ratios, advantages.reshape(-1))
+            return jnp.dot(losses.reshape(groups.shape).mean(axis=1), chance)
 
         np.testing.assert_allclose(-jax.grad(loss)(theta), factor * expected, rtol=2e-5)
 
@@ -225,13 +240,9 @@ def test_responses_that_are_left_out_of_the_loss_keep_their_kl_in_the_advantages
     shaped = rewards - 0.5 * kl
     centered = shaped - shaped.mean(axis=1, keepdims=True)
     known = replace(batch, advantages=hax.named(jnp.asarray(centered), batch.rewards.axes))
-    options = {"old_policy": "rollout", "scale": "none", "mask_truncated": True}
     losses = []
-    for given, keys in (
-        (batch, {"kl_coef": 0.5, "kl_estimator": "k1", "kl_in_reward": True}),
-        (known, {"kl_coef": 0.0}),
-    ):
-        objective = Grpo(**options, **keys)
+    for given, kl in ((batch, {"type": "reward", "coef": 0.5, "estimator": "k1"}), (known, None)):
+        objective = grpo(old_policy="rollout", advantage="unscaled", mask_truncated=True, kl=kl)
         losses.append(float(objective.terms(model, given, objective.init_slot(model), key=None)[0]["loss"].total))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -239,30 +250,42 @@ def test_responses_that_are_left_out_of_the_loss_keep_their_kl_in_the_advantages
 @pytest.mark.parametrize(
     "options",
     [
-        {"clip_eps": 0.15, "clip_eps_high": 0.28, "dual_clip": 2.0, "std_ddof": 1, "eps": 1e-4, "kl_coef": 0.04},
         {
-            "importance": "sequence",
-            "kl_level": "sequence",
-            "kl_estimator": "squared",
+            "loss": {"epsilon": 0.15, "epsilon_high": 0.28, "dual_clip": 2.0},
+            "advantage": {"std_ddof": 1, "eps": 1e-4},
+            "kl": {"coef": 0.04},
+        },
+        {
+            "loss": {"importance": "sequence"},
+            "kl": {"level": "sequence", "estimator": "squared"},
             "loss_agg": "seq_mean_token_mean",
         },
         pytest.param(
-            {"policy_loss": "cispo", "cispo_cap": 1.5, "loss_agg": "dr_grpo", "max_response_tokens": 9, "kl_coef": 0.0},
+            {
+                "loss": {"type": "cispo", "cap": 1.5},
+                "loss_agg": {"type": "dr_grpo", "max_response_tokens": 9},
+                "kl": None,
+            },
             marks=SLOW,
         ),
         pytest.param(
-            {"policy_loss": "sapo", "sapo_positive_temperature": 0.8, "sapo_negative_temperature": 1.3, "kl_coef": 0.0},
+            {"loss": {"type": "sapo", "positive_temperature": 0.8, "negative_temperature": 1.3}, "kl": None},
             marks=SLOW,
         ),
         pytest.param(
-            {"old_policy": "model", "scale": "none", "baseline": "leave_one_out", "loss_agg": "seq_mean_token_sum"},
+            {
+                "old_policy": "model",
+                "advantage": {"type": "unscaled", "baseline": "leave_one_out"},
+                "loss_agg": "seq_mean_token_sum",
+            },
             marks=SLOW,
         ),
     ],
 )
 def test_terms_and_metrics_match_the_logits(case, options):
     model, reference, columns, rewards, batch, logps = case
-    objective = Grpo(**options)
+    objective = grpo(**options)
+    loss, advantage, divergence = objective.loss, objective.advantage, objective.kl
     slot = objective.init_slot(reference)
     asked = objective.annotate(objective.references_in_slot(slot, model), batch)
     terms, metrics, _ = objective.terms(model, asked, slot, key=None)
@@ -271,31 +294,35 @@ def test_terms_and_metrics_match_the_logits(case, options):
     mask = columns["loss_mask"].reshape(12, -1).astype(np.float64)[:8]  # the last group is padding
     ours, theirs = (each[:8] for each in logps)
     centered = rewards[:2] - rewards[:2].mean(1, keepdims=True)
-    std = np.sqrt((centered**2).sum(1) / (4 - objective.std_ddof))
-    scaled = centered / (std[:, None] + objective.eps) if objective.scale == "group" else centered * 4 / 3
+    std = np.sqrt((centered**2).sum(1) / (4 - advantage.std_ddof))
+    scaled = centered / (std[:, None] + advantage.eps) if isinstance(advantage, OfGroup) else centered * 4 / 3
     a = scaled.reshape(-1, 1)
     lengths = mask.sum(1, keepdims=True)
     per_sequence = lambda d: (d * mask).sum(1, keepdims=True) / lengths + 0 * d  # noqa: E731
-    d = ours - (ours if objective.old_policy == "model" else theirs)
-    ratio = np.exp(per_sequence(d) if objective.importance == "sequence" else d)
-    low, high = objective.limits
-    losses = -np.minimum(ratio * a, np.clip(ratio, 1 - low, 1 + high) * a)
-    if objective.dual_clip:
-        losses = np.where(a < 0, np.minimum(losses, -objective.dual_clip * a), losses)
-    if objective.policy_loss == "cispo":
-        losses = -np.minimum(ratio, objective.cispo_cap) * a * ours
-    if objective.policy_loss == "sapo":
-        tau = np.where(a > 0, objective.sapo_positive_temperature, objective.sapo_negative_temperature)
-        losses = -a * 4 / tau / (1 + np.exp(-tau * (ratio - 1)))
-    k = per_sequence(ours - theirs) if objective.kl_level == "sequence" else ours - theirs
-    kl = k**2 if objective.kl_estimator == "squared" else np.exp(-k) + k - 1
+    d = ours - (ours if isinstance(objective.old_policy, OfModel) else theirs)
+    ratio = np.exp(per_sequence(d) if loss.importance == "sequence" else d)
+    match loss:
+        case Clip():
+            low, high = loss.limits
+            losses = -np.minimum(ratio * a, np.clip(ratio, 1 - low, 1 + high) * a)
+            if loss.dual_clip:
+                losses = np.where(a < 0, np.minimum(losses, -loss.dual_clip * a), losses)
+        case Cispo():
+            losses = -np.minimum(ratio, loss.cap) * a * ours
+        case Sapo():
+            tau = np.where(a > 0, loss.positive_temperature, loss.negative_temperature)
+            losses = -a * 4 / tau / (1 + np.exp(-tau * (ratio - 1)))
+    kl = 0 * ours
+    if isinstance(divergence, KlInLoss):
+        k = per_sequence(ours - theirs) if divergence.level == "sequence" else ours - theirs
+        kl = k**2 if divergence.estimator == "squared" else np.exp(-k) + k - 1
     mean = {
-        "token_mean": lambda x: (x * mask).sum() / mask.sum(),
-        "seq_mean_token_mean": lambda x: ((x * mask).sum(1) / lengths[:, 0]).mean(),
-        "seq_mean_token_sum": lambda x: (x * mask).sum(1).mean(),
-        "dr_grpo": lambda x: (x * mask).sum() / (8 * 9),
-    }[objective.loss_agg]
-    expected = {"loss": mean(losses)} | ({"kl": objective.kl_coef * mean(kl)} if objective.kl_coef else {})
+        TokenMean: lambda x: (x * mask).sum() / mask.sum(),
+        SeqMeanTokenMean: lambda x: ((x * mask).sum(1) / lengths[:, 0]).mean(),
+        SeqMeanTokenSum: lambda x: (x * mask).sum(1).mean(),
+        DrGrpo: lambda x: (x * mask).sum() / (8 * 9),
+    }[type(objective.loss_agg)]
+    expected = {"loss": mean(losses)} | ({"kl": divergence.coef * mean(kl)} if divergence else {})
     assert {name: float(term.total / weights[name]) for name, term in terms.items()} == pytest.approx(
         expected, rel=1e-4, abs=1e-6
     )
@@ -307,10 +334,10 @@ def test_terms_and_metrics_match_the_logits(case, options):
         "frac_reward_zero_std": (std == 0).mean(),
         "completions/mean_length": lengths.mean(),
     }
-    if objective.kl_coef:
+    if divergence:
         expected["kl"] = (kl * mask).sum() / mask.sum()
-    if objective.policy_loss == "clip":
-        counts = mask / lengths if objective.importance == "sequence" else mask
+    if isinstance(loss, ClippedLoss):
+        counts = mask / lengths if loss.importance == "sequence" else mask
         clipped = [((ratio < 1 - low) & (a < 0)) * counts, ((ratio > 1 + high) & (a > 0)) * counts]
         names = ("clip_ratio/low_mean", "clip_ratio/high_mean")
         expected |= {name: c.sum() / counts.sum() for name, c in zip(names, clipped, strict=True)}
@@ -330,15 +357,21 @@ def entropies(model, columns, temperature=1.0):
 @pytest.mark.parametrize(
     "options",
     [
-        {"old_policy": "rollout", "kl_coef": 0.0, "overlong_cache": 3, "max_response_tokens": 8},
-        pytest.param({"old_policy": "model", "kl_coef": 0.0, "tis_cap": 1.1, "loss_agg": "dr_grpo"}, marks=SLOW),
+        {"old_policy": "rollout", "overlong": {"cache": 3, "max_response_tokens": 8}},
+        pytest.param(
+            {
+                "old_policy": {"type": "model", "importance_sampling": {"cap": 1.1}},
+                "loss_agg": {"type": "dr_grpo", "max_response_tokens": 8},
+            },
+            marks=SLOW,
+        ),
     ],
-    ids=lambda options: options["old_policy"],
+    ids=("rollout", "model"),
 )
 def test_terms_on_what_a_sampler_has_recorded(case, options):
     """At a temperature of 0.7, with a sampler whose probabilities are not quite ours."""
     model, _, columns, rewards, batch, _ = case
-    objective = Grpo(**{"max_response_tokens": 8} | options)
+    objective = grpo(kl=None, **options)
     rng, mask = np.random.default_rng(3), columns["loss_mask"].reshape(12, -1).astype(np.float64)[:8]
     names = ("tokens", "positions", "segment_ids")
     logits = np.asarray([logits_of_one(model, *(columns[name][row] for name in names)) for row in np.ndindex(2, 4)])
@@ -352,13 +385,13 @@ def test_terms_on_what_a_sampler_has_recorded(case, options):
     terms, metrics, _ = objective.terms(model, batch, None, key=None)
 
     shaped = rewards[:2].astype(np.float64)
-    if objective.overlong_cache:
+    if objective.overlong:
         shaped += np.clip((8 - 3 - mask.sum(1)) / 3, -1, 0).reshape(2, 4)
         assert np.any(shaped != rewards[:2])
     a = (shaped - shaped.mean(1, keepdims=True)) / (shaped.std(1, keepdims=True) + 1e-8)
     a = a.reshape(-1, 1)
     ratio = np.exp(ours - sampler)
-    if objective.old_policy == "rollout":
+    if isinstance(objective.old_policy, OfRollout):
         losses = -np.minimum(ratio * a, np.clip(ratio, 0.8, 1.2) * a)
         expected = (losses * mask).sum() / mask.sum()
     else:
@@ -370,40 +403,43 @@ def test_terms_on_what_a_sampler_has_recorded(case, options):
     assert found["sampling/logp_diff_max"] == pytest.approx(difference.max(), rel=1e-4)
     assert found["reward"] == pytest.approx(rewards[:2].mean())
     assert found["entropy"] == pytest.approx((entropies(model, columns, 0.7) * mask).sum() / mask.sum(), rel=1e-4)
-    assert ("overlong_penalty" in found) == bool(objective.overlong_cache)
+    assert ("overlong_penalty" in found) == bool(objective.overlong)
 
 
 def test_responses_of_a_filtered_distribution_are_corrected_for():
     batch = GroupBatch.of(
         None, samples_all=False, **dict.fromkeys(("tokens", "targets", "loss_mask", "segment_ids", "positions"))
     )
-    for corrected in ({"old_policy": "rollout"}, {"old_policy": "model", "tis_cap": 2.0}):
-        Grpo(kl_coef=0.0, **corrected).check_batch(batch)
-    with pytest.raises(
-        ConfigError, match=r"objective\.old_policy: model given, but data\.top_k, .* Set objective\.tis_cap"
-    ):
-        Grpo(kl_coef=0.0, old_policy="model").check_batch(batch)
+    for corrected in ("rollout", {"type": "model", "importance_sampling": {"cap": 2.0}}):
+        grpo(kl=None, old_policy=corrected).check_batch(batch)
+    message = r"objective\.old_policy: model given, but data\.top_k, .* Set objective\.old_policy\.importance_sampling"
+    with pytest.raises(ConfigError, match=message):
+        grpo(kl=None, old_policy="model").check_batch(batch)
 
 
 @pytest.mark.parametrize(
     ("options", "columns", "message"),
     [
         ({"old_policy": "rollout"}, (), r"objective\.old_policy: rollout given, but the data does not record"),
-        ({"old_policy": "model", "tis_cap": 2.0}, (), r"objective\.tis_cap: 2\.0 given, but the data does not record"),
+        (
+            {"old_policy": {"type": "model", "importance_sampling": {"cap": 2.0}}},
+            (),
+            r"objective\.old_policy\.importance_sampling given, but the data does not record",
+        ),
         (
             {"old_policy": "model", "off_policy_threshold": 0.1},
             (),
-            r"objective\.off_policy_threshold: 0\.1 given, but the data does not record",
+            r"objective\.off_policy_threshold given, but the data does not record",
         ),
         (
             {"mask_truncated": True},
             (),
-            r"objective\.mask_truncated: True given, but the data does not record which responses",
+            r"objective\.mask_truncated given, but the data does not record which responses",
         ),
         (
-            {"aggregation": "normalize_then_sum"},
+            {"advantage": "normalize_then_sum"},
             (),
-            r"objective\.aggregation: normalize_then_sum given, but the data does not record the rewards that",
+            r"objective\.advantage: normalize_then_sum given, but the data does not record the rewards that",
         ),
         ({}, ("sampler_logps",), r"objective\.old_policy: reference given, but the model that trains samples"),
         (
@@ -415,120 +451,180 @@ def test_responses_of_a_filtered_distribution_are_corrected_for():
 )
 def test_objectives_that_do_not_suit_the_data_are_refused(options, columns, message):
     with pytest.raises(ConfigError, match=message):
-        Grpo(**options).check_columns(columns)
+        grpo(**options).check_columns(columns)
+
+
+NO_KEY = r"objective\.loss\.%s: no such key in objective\.loss \(type %s\)"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"overlong_cache": 4}, r"objective\.max_response_tokens: missing\. overlong_cache is counted from it"),
+        ({"overlong": {"cache": 4}}, r"objective\.overlong: the key 'max_response_tokens' is missing"),
         (
-            {"overlong_cache": 9, "max_response_tokens": 8},
-            r"objective\.overlong_cache: 9 given, at most max_response_tokens \(8\)",
-        ),
-        ({"tis_floor": 0.5}, r"objective\.tis_floor: 0\.5 given, which has no effect with tis_cap: null"),
-        (
-            {"old_policy": "model", "tis_cap": 0.5, "tis_floor": 0.75},
-            r"objective\.tis_floor: 0\.75 given, at most tis_cap \(0\.5\) expected",
+            {"overlong": {"cache": 9, "max_response_tokens": 8}},
+            r"objective\.overlong\.cache: 9 given, at most max_response_tokens \(8\)",
         ),
         (
-            {"policy_loss": "vespo", "old_policy": "model", "tis_cap": 2.0, "tis_mode": "sequence_mask"},
-            r"objective\.tis_mode: sequence_mask given with policy_loss: vespo",
-        ),
-        ({"entropy_coef_delta": 0.1}, r"entropy_coef_delta: 0\.1 given, which has no effect with entropy_target: null"),
-        (
-            {"entropy_target": 1.0, "entropy_coef_min": 2.0},
-            r"objective\.entropy_coef_min: 2 given, at most entropy_coef_max \(1\) expected",
+            {"old_policy": {"type": "model", "importance_sampling": {"floor": 0.5}}},
+            r"objective\.old_policy\.importance_sampling: the key 'cap' is missing",
         ),
         (
-            {"entropy_target": 1.0, "entropy_coef": 2.0},
-            r"objective\.entropy_coef: 2 given, from entropy_coef_min \(0\) to entropy_coef_max \(1\) expected",
+            {"old_policy": {"type": "model", "importance_sampling": {"cap": 0.5, "floor": 0.75}}},
+            r"objective\.old_policy\.importance_sampling\.floor: 0\.75 given, at most cap \(0\.5\) expected",
         ),
         (
-            {"entropy_target": 1.0, "entropy_coef_min": 0.1},
-            r"objective\.entropy_coef: 0 given, from entropy_coef_min \(0\.1\)",
+            {
+                "loss": "vespo",
+                "old_policy": {"type": "model", "importance_sampling": {"cap": 2.0, "mode": "sequence_mask"}},
+            },
+            r"objective\.old_policy\.importance_sampling\.mode: sequence_mask given with loss: vespo",
         ),
         (
-            {"aggregation": "normalize_then_sum", "scale": "none"},
-            r"objective\.scale: none given, which has no effect with aggregation: normalize_then_sum",
+            {"old_policy": {"importance_sampling": {"cap": 2.0}}},
+            r"importance_sampling: no such key .* \(type reference\)",
         ),
-        ({"tis_cap": 2.0}, r"objective\.tis_cap: 2\.0 given, which has no effect with old_policy: reference"),
+        ({"entropy": {"adaptive": {"delta": 0.1}}}, r"objective\.entropy\.adaptive: the key 'target' is missing"),
         (
-            {"vespo_positive_power": 1.0},
-            r"vespo_positive_power: 1\.0 given, which has no effect with policy_loss: clip",
-        ),
-        (
-            {"policy_loss": "vespo", "vespo_positive_decay": 3e4},
-            r"vespo_positive_decay: 30000 given with vespo_positive_power: 2, with which .* e\^3e\+04, at most e\^20 expect",
+            {"entropy": {"coef": 2.0, "adaptive": {"target": 1.0}}},
+            r"objective\.entropy\.coef: 2 given, from adaptive\.min \(0\) to adaptive\.max \(1\) expected",
         ),
         (
-            {"policy_loss": "vespo", "vespo_negative_power": 40.0},
-            r"vespo_negative_decay: 2 given with vespo_negative_power: 40, with which the weight of a response reaches e\^8",
+            {"entropy": {"adaptive": {"target": 1.0, "min": 0.1}}},
+            r"objective\.entropy\.coef: 0 given, from adaptive\.min \(0\.1\)",
         ),
         (
-            {"policy_loss": "vespo", "clip_eps_high": 0.28},
-            "clip_eps_high: 0.28 given, which has no effect with policy_loss",
+            {"advantage": {"type": "normalize_then_sum", "baseline": "mean"}},
+            r"objective\.advantage\.baseline: no such key",
         ),
         (
-            {"policy_loss": "gmpo", "importance": "sequence"},
-            r"objective\.importance: sequence given, which has no effect with policy_loss: gmpo",
+            {"advantage": "normalize_then_sum", "overlong": {"cache": 1, "max_response_tokens": 2}},
+            r"objective\.overlong: given with advantage: normalize_then_sum",
         ),
-        ({"kl_coef": 0, "kl_unbiased": True}, r"kl_unbiased: True given, which has no effect with kl_coef: 0"),
-        ({"kl_in_reward": True}, r"kl_in_reward: True given, which has no effect with old_policy: reference"),
+        ({"loss": {"positive_power": 1.0}}, NO_KEY % ("positive_power", "clip")),
         (
-            {"kl_in_reward": True, "kl_unbiased": True, "old_policy": "rollout"},
-            r"kl_unbiased: True given, which has no effect with kl_in_reward: true",
-        ),
-        (
-            {"kl_in_reward": True, "scale": "batch", "old_policy": "rollout"},
-            r"objective\.scale: batch given with kl_in_reward: true",
-        ),
-        ({"loss_agg": "dr_grpo"}, r"objective\.max_response_tokens: missing\. loss_agg: dr_grpo divides by it"),
-        (
-            {"max_response_tokens": 9},
-            r"objective\.max_response_tokens: 9 given, which has no effect with loss_agg: token_mean",
+            {"loss": {"type": "vespo", "positive_decay": 3e4}},
+            r"positive_decay: 30000 given with positive_power: 2, with which .* e\^3e\+04, at most e\^20 expected",
         ),
         (
-            {"policy_loss": "cispo", "clip_eps": 0.1},
-            r"objective\.clip_eps: 0\.1 given, which has no effect with .*cispo",
+            {"loss": {"type": "vespo", "negative_power": 40.0}},
+            r"negative_decay: 2 given with negative_power: 40, with which the weight of a response reaches e\^8",
         ),
+        ({"loss": {"type": "vespo", "epsilon_high": 0.28}}, NO_KEY % ("epsilon_high", "vespo")),
+        ({"loss": {"type": "gmpo", "importance": "sequence"}}, NO_KEY % ("importance", "gmpo")),
+        ({"loss": {"type": "cispo", "epsilon": 0.1}}, NO_KEY % ("epsilon", "cispo")),
+        ({"loss": "ppo"}, r"objective\.loss\.type: 'ppo' given. Allowed: cispo, clip, gmpo, sapo, vespo"),
         (
-            {"sapo_negative_temperature": 2.0},
-            r"sapo_negative_temperature: 2\.0 given, which has no effect with .*: clip",
+            {"kl": {"type": "reward", "unbiased": True}},
+            r"objective\.kl\.unbiased: no such key in objective\.kl \(type reward",
         ),
-        ({"cispo_cap": 2.0}, r"objective\.cispo_cap: 2\.0 given, which has no effect with policy_loss: clip"),
+        ({"kl": {"coef": 0}}, r"objective\.kl\.coef: 0 given, a finite number above 0"),
+        ({"kl": "reward"}, r"objective\.kl: reward given with old_policy: reference"),
         (
-            {"kl_coef": 0, "kl_estimator": "k2"},
-            r"objective\.kl_estimator: k2 given, which has no effect with kl_coef: 0",
+            {"kl": "reward", "advantage": "batch", "old_policy": "rollout"},
+            r"objective\.advantage: batch given with kl: reward",
         ),
+        ({"loss_agg": "dr_grpo"}, r"objective\.loss_agg: the key 'max_response_tokens' is missing"),
         (
-            {"old_policy": "model", "clip_eps": 0.1},
-            r"objective\.clip_eps: 0\.1 given, which has no effect with old_policy",
+            {"loss": {"epsilon": 0.1}, "old_policy": "model"},
+            r"objective\.loss: keys given, which have no effect with old_policy",
         ),
+        ({"advantage": {"type": "unscaled", "eps": 1e-4}}, r"objective\.advantage\.eps: no such key"),
+        ({"advantage": {"eps": 0}}, r"objective\.advantage\.eps: 0 given, a finite number above 0"),
+        ({"loss": {"dual_clip": 1.0}}, r"objective\.loss\.dual_clip: 1\.0 given, a finite number above 1"),
         (
-            {"old_policy": "model", "importance": "sequence"},
-            r"objective\.importance: sequence given, which has no effect",
+            {"advantage": {"std_ddof": 2}},
+            r"objective\.advantage\.std_ddof: 2 given, an integer of 0 or more and at most 1",
         ),
-        ({"scale": "none", "eps": 1e-4}, r"objective\.eps: 0\.0001 given, which has no effect with scale: none"),
-        ({"eps": 0}, r"objective\.eps: 0 given, a finite number above 0"),
-        ({"dual_clip": 1.0}, r"objective\.dual_clip: 1\.0 given, a finite number above 1"),
-        ({"std_ddof": 2}, r"objective\.std_ddof: 2 given, an integer of 0 or more and at most 1"),
         ({"reference": "none"}, r"objective\.reference: none given, but old_policy: reference"),
         (
-            {"old_policy": "model", "kl_coef": 0, "reference": "base"},
+            {"old_policy": "model", "kl": None, "reference": "base"},
             r"objective\.reference: 'base' given, but the loss needs none",
         ),
     ],
 )
 def test_options_without_an_effect_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        decode(RunConfig, ConfigSource({"objective": {"type": "grpo", **options}}))
+        grpo(**options)
+
+
+@pytest.mark.parametrize(
+    ("former", "current"),
+    [
+        ({"clip_eps": 0.1, "clip_eps_high": 0.3}, {"loss": {"epsilon": 0.1, "epsilon_high": 0.3}}),
+        ({"loss": "gmpo", "clip_eps": 0.4}, {"loss": {"type": "gmpo", "epsilon": 0.4}}),
+        ({"policy_loss": "cispo", "cispo_cap": 2, "dual_clip": None}, {"loss": {"type": "cispo", "cap": 2}}),
+        ({"kl_coef": 0, "kl_estimator": "k3", "kl_in_reward": False}, {"kl": None}),
+        (
+            {"kl_coef": 0.1, "kl_in_reward": True, "old_policy": "model"},
+            {"kl": {"type": "reward", "coef": 0.1}, "old_policy": "model"},
+        ),
+        (
+            {"old_policy": "model", "tis_cap": 2.0, "tis_mode": "token_mask"},
+            {"old_policy": {"type": "model", "importance_sampling": {"cap": 2.0, "mode": "token_mask"}}},
+        ),
+        ({"scale": "none", "std_ddof": 1}, {"advantage": {"type": "unscaled", "std_ddof": 1}}),
+        ({"scale": "batch_advantages"}, {"advantage": {"type": "batch", "std_of": "advantages"}}),
+        (
+            {"aggregation": "normalize_then_sum", "eps": 1e-4},
+            {"advantage": {"type": "normalize_then_sum", "eps": 1e-4}},
+        ),
+        (
+            {"loss_agg": "dr_grpo", "overlong_cache": 2, "max_response_tokens": 8},
+            {
+                "loss_agg": {"type": "dr_grpo", "max_response_tokens": 8},
+                "overlong": {"cache": 2, "max_response_tokens": 8},
+            },
+        ),
+        (
+            {"overlong_cache": 2, "max_response_tokens": 8, "loss_agg": "token_mean"},
+            {"overlong": {"cache": 2, "max_response_tokens": 8}},
+        ),
+        (
+            {"entropy_target": 1.0, "entropy_coef_min": 0.01, "entropy_coef": 0.1},
+            {"entropy": {"coef": 0.1, "adaptive": {"target": 1.0, "min": 0.01}}},
+        ),
+    ],
+)
+def test_former_keys_are_what_they_are_now(former, current):
+    assert grpo(**former) == grpo(**current)
+    assert grpo(**encode(grpo(**current))) == grpo(**current)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"clip_eps": 0.2, "loss": {"epsilon": 0.2}},
+            r"objective\.clip_eps: given together with loss\.epsilon, which is",
+        ),
+        ({"kl_coef": 0.1, "kl": None}, r"objective\.kl_coef: 0\.1 given, which has no effect .* It is kl\.coef now"),
+        ({"cispo_cap": 2.0}, r"objective\.cispo_cap: 2\.0 given, which has no effect .* It is loss\.cap now"),
+        ({"kl_coef": 0, "kl_estimator": "k2"}, r"objective\.kl_estimator: 'k2' given, which has no effect"),
+        (
+            {"scale": "none", "aggregation": "normalize_then_sum"},
+            r"objective\.scale: given together with advantage\.type",
+        ),
+        ({"max_response_tokens": 8}, r"objective\.max_response_tokens: 8 given, which has no effect"),
+        ({"clip_eps": 1.5}, r"objective\.loss\.epsilon: 1\.5 given, a finite number of 0 or more and below 1 expected"),
+    ],
+)
+def test_former_keys_without_an_effect_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        grpo(**options)
+
+
+def test_former_keys_on_the_command_line_override_current_ones():
+    keys = {"loss": {"epsilon": 0.1}, "kl": None, "advantage": "unscaled"}
+    given = {"objective.clip_eps": 0.2, "objective.kl_coef": 0.5, "objective.scale": "group"}
+    source = override(ConfigSource({"objective": {"type": "grpo", **keys}}), given)
+    assert decode(RunConfig, source).objective == grpo(kl={"coef": 0.5})
 
 
 def test_a_reference_is_only_held_if_the_loss_reads_it():
     assert Grpo().holds_reference
-    assert Grpo(old_policy="model").holds_reference
-    assert not Grpo(old_policy="model", kl_coef=0.0).holds_reference
+    assert grpo(old_policy="model").holds_reference
+    assert not grpo(old_policy="model", kl=None).holds_reference
 
 
 def test_metrics_of_microbatches_are_their_mean_or_their_largest():
@@ -538,8 +634,8 @@ def test_metrics_of_microbatches_are_their_mean_or_their_largest():
 
 
 def test_the_gradient_of_sapo_is_finite_for_any_ratio():
-    gradient = jax.grad(lambda log_ratio: jnp.sum(sapo_losses(log_ratio, jnp.ones(1), 1.0, 1.05)))
-    found = np.asarray(gradient(jnp.float32([[-200.0, 0.0, 200.0]])))
+    tokens, ratios = tokens_of(jnp.ones((1, 3)), jnp.ones((1, 3))), jnp.float32([[-200.0, 0.0, 200.0]])
+    found = np.asarray(jax.grad(lambda ratios: jnp.sum(Sapo().losses(tokens, ratios, jnp.ones(1))))(ratios))
     np.testing.assert_allclose(found, [[0.0, -1.0, 0.0]], atol=1e-6)
 
 
@@ -548,21 +644,21 @@ def test_the_gradient_of_sapo_is_finite_for_any_ratio():
     [(2.0, math.inf), (math.inf, 3.0), (math.nan, 3.0), pytest.param(10**400, 3.0, id="huge"), (1e-300, 1e300)],
 )
 def test_weights_of_vespo_that_their_types_refuse_raise_nothing_before_that(power, decay):
-    grpo = Grpo(policy_loss="vespo", vespo_positive_power=power, vespo_positive_decay=decay, kl_coef=0)
-    with pytest.raises(ConfigError, match=r"^vespo_positive_(power|decay): .* given, a finite number"):
-        check_fields(grpo)
+    objective = Grpo(loss=Vespo(positive_power=power, positive_decay=decay))
+    with pytest.raises(ConfigError, match=r"^loss\.positive_(power|decay): .* given, a finite number"):
+        check_fields(objective)
 
 
 @pytest.mark.parametrize(("power", "decay"), [(2.0, 3.0), (1e-3, 19.9), (0.95, 1e-37), (9.0, 0.7)])
 def test_the_weights_of_vespo_that_are_accepted_are_finite(power, decay):
     """The largest one is what is compared with the limit: also of ratios between those of this grid."""
-    Grpo(policy_loss="vespo", vespo_positive_power=power, vespo_positive_decay=decay, kl_coef=0)
+    loss = Vespo(positive_power=power, positive_decay=decay, negative_power=1.0, negative_decay=1.0)
     log_w = np.linspace(-30, 30, 4001)
     clipped = np.clip(log_w, np.log(1e-8), 20)
     expected = decay + power * clipped - decay * np.exp(clipped)
     assert expected.max() <= 20 + 1e-3
     ratios, ones = jnp.asarray(log_w[:, None], jnp.float32), jnp.ones((len(log_w), 1))
-    losses = vespo_losses(ratios, -ones, ones[:, 0], ones, (power, decay), (1.0, 1.0))[:, 0]
+    losses = loss.losses(tokens_of(-ones, ones), ratios, ones[:, 0])[:, 0]
     assert np.all(np.isfinite(losses))
     inside = expected > -60
     np.testing.assert_allclose(np.log(np.asarray(losses, np.float64)[inside]), expected[inside], atol=1e-3)

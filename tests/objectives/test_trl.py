@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.objectives.advantages import OfGroup
 from jaxlm.objectives.dpo import Dpo
-from jaxlm.objectives.grpo import Grpo
 from jaxlm.objectives.kto import Kto
 from jaxlm.objectives.pair_losses import PAIR_LOSSES, WITH_REFERENCE, PairLogps, PairLossOptions
+from jaxlm.objectives.policy_losses import Cispo, Clip, DrGrpo, Sapo
 from jaxlm.objectives.reward import RewardObjective
 from jaxlm.surgery.reward_head import RewardHeadConfig
 from tests.objectives.test_dpo import columns_of, logps_of, measured, pair_batch, random_model, target_logps
-from tests.objectives.test_grpo import a_batch, entropies
+from tests.objectives.test_grpo import a_batch, entropies, grpo
 from tests.objectives.test_kto import LABELS, ROWS, unpaired_batch
 from tests.objectives.test_reward import rewards_of
 
@@ -230,21 +231,21 @@ def test_kto(models, estimate_kl):
 
 
 GRPO_CASES = {
-    "grpo": ({"loss_agg": "seq_mean_token_mean", "kl_coef": 0.04}, "grpo"),
-    "bnpo": ({"loss_agg": "token_mean", "kl_coef": 0.0}, "bnpo"),
-    "dapo": ({"loss_agg": "token_mean", "clip_eps_high": 0.28, "kl_coef": 0.0}, "dapo"),
-    "two-sided": ({"loss_agg": "token_mean", "dual_clip": 1.5, "kl_coef": 0.0}, "dapo"),
-    "dr_grpo": ({"scale": "none", "loss_agg": "dr_grpo", "max_response_tokens": 9, "kl_coef": 0.0}, "dr_grpo"),
-    "gspo": ({"importance": "sequence", "loss_agg": "seq_mean_token_mean", "kl_coef": 0.0}, "grpo"),
-    "luspo": ({"importance": "sequence", "loss_agg": "seq_mean_token_sum", "kl_coef": 0.0}, "luspo"),
-    "cispo": ({"policy_loss": "cispo", "cispo_cap": 1.5, "kl_coef": 0.0}, "cispo"),
+    "grpo": ({"loss_agg": "seq_mean_token_mean", "kl": {"coef": 0.04}}, "grpo"),
+    "bnpo": ({}, "bnpo"),
+    "dapo": ({"loss": {"epsilon_high": 0.28}}, "dapo"),
+    "two-sided": ({"loss": {"dual_clip": 1.5}}, "dapo"),
+    "dr_grpo": (
+        {"advantage": "unscaled", "loss_agg": {"type": "dr_grpo", "max_response_tokens": 9}},
+        "dr_grpo",
+    ),
+    "gspo": ({"loss": {"importance": "sequence"}, "loss_agg": "seq_mean_token_mean"}, "grpo"),
+    "luspo": ({"loss": {"importance": "sequence"}, "loss_agg": "seq_mean_token_sum"}, "luspo"),
+    "cispo": ({"loss": {"type": "cispo", "cap": 1.5}}, "cispo"),
     "sapo": (
         {
-            "policy_loss": "sapo",
-            "sapo_positive_temperature": 0.8,
-            "sapo_negative_temperature": 1.3,
+            "loss": {"type": "sapo", "positive_temperature": 0.8, "negative_temperature": 1.3},
             "loss_agg": "seq_mean_token_mean",
-            "kl_coef": 0.0,
         },
         "sapo",
     ),
@@ -263,8 +264,8 @@ def test_grpo(models, sampled, case):
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     options, loss_type = GRPO_CASES[case]
-    scaled = {} if options.get("scale") == "none" else {"std_ddof": 1, "eps": 1e-4}
-    objective, (model, reference) = Grpo(**scaled, **options), models
+    as_trl = {"advantage": {"std_ddof": 1, "eps": 1e-4}, "kl": None}
+    objective, (model, reference) = grpo(**as_trl | options), models
     columns, rewards, batch, logps = sampled
     terms, metrics = measured(objective, model, reference, batch)
     ours, theirs = (torch.tensor(each, dtype=torch.float32) for each in logps)
@@ -272,29 +273,33 @@ def test_grpo(models, sampled, case):
     mask = torch.tensor(columns["loss_mask"].reshape(12, -1)[:8])
     groups = torch.tensor(rewards[:2])
     advantages = groups - groups.mean(1, keepdim=True)
-    if objective.scale == "group":
+    if isinstance(objective.advantage, OfGroup):
         advantages /= groups.std(1, keepdim=True) + 1e-4
-    low, high = objective.limits
+    loss, sapo = objective.loss, objective.loss if isinstance(objective.loss, Sapo) else Sapo()
+    clip = loss if isinstance(loss, Clip) else Clip(importance=loss.importance)
+    low, high = clip.limits
     stub = trainer(
         _get_per_token_logps_and_entropies=lambda *_, **__: (ours, of_model, None),
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
-        beta=objective.kl_coef,
+        beta=objective.kl.coef if objective.kl else 0.0,
         loss_type=loss_type,
         epsilon_low=low,
-        epsilon_high=objective.cispo_cap if loss_type == "cispo" else high,
-        importance_sampling_level=objective.importance,
+        epsilon_high=loss.cap if isinstance(loss, Cispo) else high,
+        importance_sampling_level=loss.importance,
         use_vllm=False,
         vllm_importance_sampling_correction=False,
         current_gradient_accumulation_steps=1,
-        max_completion_length=objective.max_response_tokens,
+        max_completion_length=objective.loss_agg.max_response_tokens
+        if isinstance(objective.loss_agg, DrGrpo)
+        else None,
         tools=None,
         _entropy_bonus_enabled=False,
         args=SimpleNamespace(
-            delta=objective.dual_clip,
+            delta=clip.dual_clip,
             use_bias_correction_kl=False,
-            sapo_temperature_pos=objective.sapo_positive_temperature,
-            sapo_temperature_neg=objective.sapo_negative_temperature,
+            sapo_temperature_pos=sapo.positive_temperature,
+            sapo_temperature_neg=sapo.negative_temperature,
         ),
     )
     none = torch.zeros(8, 0, dtype=torch.long)
@@ -308,11 +313,11 @@ def test_grpo(models, sampled, case):
         "ref_per_token_logps": theirs,
         "num_items_in_batch": mask.sum(),
     }
-    loss = GRPOTrainer._compute_loss(stub, None, inputs)
-    assert sum(terms.values()) == pytest.approx(float(loss), rel=2e-5, abs=1e-6)
+    expected = GRPOTrainer._compute_loss(stub, None, inputs)
+    assert sum(terms.values()) == pytest.approx(float(expected), rel=2e-5, abs=1e-6)
     shared = {name: values[-1] for name, values in stub._metrics["eval"].items() if name in metrics}
     assert {name: metrics[name] for name in shared} == pytest.approx(shared, rel=1e-4, abs=1e-6)
-    assert ("clip_ratio/low_mean" in shared) == (objective.policy_loss == "clip")
+    assert ("clip_ratio/low_mean" in shared) == isinstance(loss, Clip)
 
 
 @pytest.mark.parametrize("center", [0.0, 0.1])

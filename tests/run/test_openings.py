@@ -26,7 +26,7 @@ from tests.run.test_dry_run import configured
 
 GONE = {"type": "function", "function": "no_such_module:score"}
 NUMBER = {"type": "format", "pattern": "[0-9]+"}
-OBJECTIVE = {"type": "grpo", "old_policy": "rollout", "kl_coef": 0}
+OBJECTIVE = {"type": "grpo", "old_policy": "rollout", "kl": None}
 
 
 @pytest.fixture

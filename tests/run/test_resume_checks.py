@@ -61,7 +61,7 @@ def test_a_rollout_in_the_middle_does_not_move_the_stages_of_weights():
     configs = {name: {"train_urls": [name], "format": {"type": "prompts"}} for name in "ab"}
     rollouts = {"type": "rollouts", "configs": configs, "updates_per_rollout": 4, "minibatches_per_rollout": 4}
     rollouts["rewards"] = [{"type": "length", "max_tokens": 8}]
-    sections = {"data": rollouts, "objective": {"type": "grpo", "old_policy": "rollout", "kl_coef": 0.0}}
+    sections = {"data": rollouts, "objective": {"type": "grpo", "old_policy": "rollout", "kl": None}}
     held = {"rollout": {"first_step": 28, "end": 32}}
     assert warnings_of(16, STAGES, 512, sections, **held) == []
     (line,) = warnings_of(32, STAGES, 512, sections, **held)

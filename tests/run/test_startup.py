@@ -165,7 +165,7 @@ def test_processes_compare_the_source_of_what_is_not_jaxlms(tmp_path, monkeypatc
     (tmp_path / "own_source_room.py").write_text(OWN)
     rewards = [{"type": "own_source_prize"}, {"type": "function", "function": "own_source_not_imported:right"}]
     data = {"type": "rollouts", "environment": {"type": "own_source_room:Room"}, "rewards": rewards[:1]}
-    objective = {"type": "grpo", "old_policy": "rollout", "kl_coef": 0}
+    objective = {"type": "grpo", "old_policy": "rollout", "kl": None}
 
     def facts(**keys):
         return _start_facts(decode_run(ConfigSource({"data": data | keys, "objective": objective}), None), "x")

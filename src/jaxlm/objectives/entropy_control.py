@@ -1,43 +1,81 @@
-"""The weight of the entropy, which rises while the policy is too certain.
+"""The weight of the entropy, which may rise while the policy is too certain.
 
 Source: adaptive entropy control (Skywork-OR1, He et al. 2025, arXiv:2505.22312, section 4).
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat
 
 Statistics = dict[str, jax.Array]
 _COEFFICIENT, _IS_LOW, _TOTAL, _COUNT = "entropy_coef", "entropy_is_low", "entropy", "entropy_tokens"
 
 
-class EntropyControl(NamedTuple):
-    """After each update, the coefficient goes up by `delta` if the mean entropy of its tokens was at most `target`, and down
-    otherwise, between `lowest` and `highest`. It applies to the next update if the entropy was that low."""
+@dataclass(frozen=True)
+class AdaptiveEntropy:
+    """After each update, the coefficient goes up if the mean entropy was at most `target`, and down otherwise. It applies to
+    the next update if the entropy was that low.
 
-    target: float
-    start: float
-    delta: float
-    lowest: float
-    highest: float
+    Attributes:
+        target: in nats.
+        delta: how far the coefficient goes up or down in an update.
+        min, max: its limits.
+    """
 
-    def init(self) -> Statistics:
-        """The statistics before the first update, to which no coefficient applies."""
-        numbers = {_COEFFICIENT: self.start, _IS_LOW: 0.0, _TOTAL: 0.0, _COUNT: 0.0}
-        return {name: jnp.asarray(number, jnp.float32) for name, number in numbers.items()}
+    target: NonNegativeFloat
+    delta: PositiveFloat = 0.005
+    min: NonNegativeFloat = 0.0
+    max: PositiveFloat = 1.0
 
-    def after(self, statistics: Mapping[str, jax.Array]) -> Statistics:
-        """The statistics after an update."""
+    def after(self, statistics: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """The coefficient after an update, and whether it applies."""
         before, mean = statistics[_COEFFICIENT], statistics[_TOTAL] / jnp.maximum(statistics[_COUNT], 1.0)
         is_low = mean <= self.target
-        up, down = jnp.minimum(before + self.delta, self.highest), jnp.maximum(before - self.delta, self.lowest)
+        up, down = jnp.minimum(before + self.delta, self.max), jnp.maximum(before - self.delta, self.min)
         # A value that is not finite would stay in all later ones.
         is_known = jnp.isfinite(mean) & (statistics[_COUNT] > 0)
-        after = jnp.where(is_known, jnp.where(is_low, up, down), before)
-        flag = jnp.where(is_known, is_low.astype(jnp.float32), statistics[_IS_LOW])
-        return {**self.init(), _COEFFICIENT: after, _IS_LOW: flag}
+        coefficient = jnp.where(is_known, jnp.where(is_low, up, down), before)
+        return coefficient, jnp.where(is_known, is_low.astype(jnp.float32), statistics[_IS_LOW])
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """The mean entropy of the tokens that the policy loss counts, which is maximized.
+
+    Attributes:
+        coef: its weight; 0 disables it, unless it adapts.
+        adaptive: change the weight after each update, from `coef` on; null keeps it fixed.
+    """
+
+    coef: NonNegativeFloat = 0.0
+    adaptive: AdaptiveEntropy | None = None
+
+    def __post_init__(self):
+        if self.adaptive is not None and not self.adaptive.min <= self.coef <= self.adaptive.max:
+            raise ConfigError(
+                f"objective.entropy.coef: {self.coef:g} given, from adaptive.min ({self.adaptive.min:g}) to adaptive.max"
+                f" ({self.adaptive.max:g}) expected, because the coefficient starts there. Change one of them"
+            )
+
+    @property
+    def has_weight(self) -> bool:
+        return self.coef > 0 or self.adaptive is not None
+
+    def init(self) -> Statistics:
+        """The statistics before the first update, to which no coefficient that adapts applies."""
+        names = (_COEFFICIENT, _IS_LOW, _TOTAL, _COUNT) if self.adaptive else ()
+        return {name: jnp.asarray(self.coef if name == _COEFFICIENT else 0.0, jnp.float32) for name in names}
+
+    def after(self, statistics: Statistics) -> Statistics:
+        """The statistics after an update."""
+        if self.adaptive is None:
+            return statistics
+        return self.init() | dict(zip((_COEFFICIENT, _IS_LOW), self.adaptive.after(statistics), strict=True))
 
 
 def coefficient_of(statistics: Mapping[str, jax.Array]) -> jax.Array:

@@ -1,92 +1,26 @@
-"""Policy gradients on sampled responses: advantages, probability ratios, clipping, KL estimators and averages.
+"""Policy gradients on sampled responses: probability ratios, the losses of tokens, and averages of them.
 
-Source: PPO (Schulman et al. 2017, arXiv:1707.06347, equation 7) with the advantages of GRPO (Shao et al. 2024,
-arXiv:2402.03300, section 4.1); the variants name their own papers.
+Source: PPO (Schulman et al. 2017, arXiv:1707.06347, equation 7); the variants name their own papers.
 
 Shapes: N responses, S positions.
 """
 
+import abc
 import math
-from collections.abc import Callable, Mapping
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
+from jaxlm.core.choices import NamedChoice
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import is_float32
+from jaxlm.core.field_types import AboveOne, BelowOne, NonNegativeFloat, PositiveFloat, PositiveInt, is_float32
+from jaxlm.core.types import Sum
+from jaxlm.objectives.base import Metrics
+from jaxlm.objectives.response_tokens import ResponseTokens
 
-Scale = Literal["group", "batch", "batch_advantages", "none"]
-Baseline = Literal["mean", "leave_one_out"]
-Level = Literal["token", "sequence"]
 Importance = Literal["token", "sequence", "sequence_product"]
-Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-Average = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"]
-
-
-def group_advantages(
-    rewards: jax.Array,
-    *,
-    scale: Scale = "group",
-    baseline: Baseline = "mean",
-    std_ddof: int = 0,
-    eps: float = 1e-8,
-    std_of_batch: jax.Array | None = None,
-) -> jax.Array:
-    """The advantage of each response over the others of its group, float32 [..., group].
-
-    Source: Shao et al. 2024 (arXiv:2402.03300), section 4.1.2. Without `scale`: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783,
-    section 3.2). `leave_one_out`: RLOO (Ahmadian et al. 2024, arXiv:2402.14740, equation 6).
-
-    Args:
-        rewards: [..., group].
-        scale: whether advantages are divided by the group's standard deviation, or by `std_of_batch`.
-        baseline: what is subtracted: the mean of the group, or that of the other responses.
-        std_ddof: 0 divides the sum of squares by the number of responses, 1 by one less.
-        eps: added to the standard deviation.
-        std_of_batch: see `batch_std`. Scalar.
-    """
-    size, centered = rewards.shape[-1], _centered(rewards)
-    advantages = centered * size / (size - 1) if baseline == "leave_one_out" else centered
-    if scale == "none":
-        return advantages
-    if scale == "group":
-        return advantages / (group_std(rewards, std_ddof)[..., None] + eps)
-    assert std_of_batch is not None, "the scale is that of the whole batch"
-    return advantages / (std_of_batch + eps)
-
-
-def batch_std(
-    rewards: jax.Array, is_response: jax.Array, *, scale: Scale, baseline: Baseline, std_ddof: int
-) -> jax.Array:
-    """The standard deviation over a whole batch of what `scale` names, a scalar.
-
-    Source: of the rewards, `batch`: Liu et al. 2025, "Tricks or Traps? A Deep Dive into RL for LLM Reasoning"
-    (arXiv:2508.08221); of the advantages, `batch_advantages`: REINFORCE++ (Hu 2025, arXiv:2501.03262).
-
-    Args:
-        rewards: [..., group].
-        is_response: bool [..., group]; others are padding.
-    """
-    if scale == "batch_advantages":
-        rewards = group_advantages(rewards, scale="none", baseline=baseline)
-    count = jnp.sum(is_response, dtype=jnp.float32)
-    mean = jnp.sum(jnp.where(is_response, rewards, 0.0)) / jnp.maximum(count, 1.0)
-    squares = jnp.where(is_response, (rewards - mean) ** 2, 0.0)
-    return jnp.sqrt(jnp.sum(squares) / jnp.maximum(count - std_ddof, 1.0))
-
-
-def group_std(rewards: jax.Array, std_ddof: int) -> jax.Array:
-    """The standard deviation of each group's rewards, float32 [...]. Args: rewards: [..., group]."""
-    return jnp.sqrt(jnp.sum(_centered(rewards) ** 2, axis=-1) / (rewards.shape[-1] - std_ddof))
-
-
-def _centered(rewards: jax.Array) -> jax.Array:
-    """Rewards without the mean of their group; exactly 0 in a group of equal rewards, whose mean may be rounded."""
-    rewards = rewards.astype(jnp.float32)
-    centered = rewards - jnp.mean(rewards, axis=-1, keepdims=True)
-    are_equal = jnp.max(rewards, axis=-1, keepdims=True) == jnp.min(rewards, axis=-1, keepdims=True)
-    return jnp.where(are_equal, 0.0, centered)
 
 
 def log_ratios(logps_NS: jax.Array, others_NS: jax.Array, mask_NS: jax.Array, level: Importance) -> jax.Array:
@@ -105,151 +39,217 @@ def log_ratios(logps_NS: jax.Array, others_NS: jax.Array, mask_NS: jax.Array, le
     return jnp.broadcast_to(of_sequence_N[:, None], ratios_NS.shape)
 
 
-def clipped_losses(
-    log_ratio_NS: jax.Array, advantage_N: jax.Array, low: float, high: float, dual_clip: float | None = None
-) -> jax.Array:
-    """PPO's clipped loss of each token, float32 [N, S].
+@dataclass(frozen=True)
+class PolicyLoss(NamedChoice, abc.ABC):
+    """What is minimized at each token, from the ratio of its probability to that under the old policy."""
 
-    Source: Schulman et al. 2017 (arXiv:1707.06347), equation 7. A larger upper limit: DAPO (Yu et al. 2025, arXiv:2503.14476,
-    section 3.1). `dual_clip`, the largest loss of a negative advantage in units of it: Ye et al. 2020 (arXiv:1912.09729),
-    equation 6.
+    importance: ClassVar[Importance] = "token"
+    is_of_responses: ClassVar[bool] = False
+    """Whether each token has the loss of its whole response, which leaves out the tokens that do not count by itself."""
+    corrects_ratio: ClassVar[bool] = False
+    """Whether importance sampling corrects the ratio, and not the loss."""
+
+    @abc.abstractmethod
+    def losses(self, tokens: ResponseTokens, log_ratio_NS: jax.Array, advantage_N: jax.Array) -> jax.Array:
+        """The loss of each token, float32 [N, S]. Args: log_ratio_NS: see `log_ratios`."""
+
+
+@dataclass(frozen=True)
+class RatioLoss(PolicyLoss, abc.ABC):
+    """A loss of a ratio at any level.
+
+    Attributes:
+        importance: the ratio is that of each `token`; of the whole `sequence`, normalized by its length (GSPO); or of the
+            whole sequence as it is, `sequence_product` (RLOO).
     """
-    ratio_NS, advantage_N1 = jnp.exp(log_ratio_NS), advantage_N[:, None]
-    clipped_NS = jnp.clip(ratio_NS, 1 - low, 1 + high)
-    losses_NS = jnp.maximum(-ratio_NS * advantage_N1, -clipped_NS * advantage_N1)
-    if dual_clip is None:
-        return losses_NS
-    return jnp.where(advantage_N1 < 0, jnp.minimum(losses_NS, -dual_clip * advantage_N1), losses_NS)
+
+    importance: Importance = "token"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
-def cispo_losses(log_ratio_NS: jax.Array, logps_NS: jax.Array, advantage_N: jax.Array, cap: float) -> jax.Array:
-    """CISPO's loss of each token, float32 [N, S]: the ratio, at most `cap`, is a weight without a gradient.
+@dataclass(frozen=True)
+class ClippedLoss(PolicyLoss, abc.ABC):
+    """A loss of clipped ratios.
 
-    Source: MiniMax-M1 (Chen et al. 2025, arXiv:2506.13585), equation 4.
+    Attributes:
+        epsilon: the ratio is clipped below 1 minus this, and above 1 plus this. With `gmpo`, the logarithm of the ratio stays
+            within this distance of 0; the paper has 0.4.
+        epsilon_high: the upper limit, if it differs; null is `epsilon`. DAPO has 0.28.
     """
-    weight_NS = jax.lax.stop_gradient(jnp.minimum(jnp.exp(log_ratio_NS), cap))
-    return -weight_NS * advantage_N[:, None] * logps_NS
+
+    clips_logarithms: ClassVar[bool] = False
+
+    epsilon: BelowOne = 0.2
+    epsilon_high: NonNegativeFloat | None = None
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """How far below and above its center the ratio is clipped."""
+        return self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    def is_clipped(self, log_ratio_NS: jax.Array, advantage_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Whether the lower and the upper limit take away the gradient of each token, bool [N, S] each."""
+        center, advantage_N1 = 0.0 if self.clips_logarithms else 1.0, advantage_N[:, None]
+        ratio_NS, (low, high) = log_ratio_NS if self.clips_logarithms else jnp.exp(log_ratio_NS), self.limits
+        return (ratio_NS < center - low) & (advantage_N1 < 0), (ratio_NS > center + high) & (advantage_N1 > 0)
 
 
-def sampler_weights(
-    logps_NS: jax.Array, sampler_NS: jax.Array, mask_NS: jax.Array, mode: Correction, floor: float, cap: float
-) -> jax.Array:
-    """How much more likely each token, or the whole response, is than for the sampler, without a gradient, float32 [N, S].
+@PolicyLoss.register_subclass("clip")
+@dataclass(frozen=True)
+class Clip(RatioLoss, ClippedLoss):
+    """PPO's clipped ratio. A larger upper limit: DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.1).
 
-    Source: truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training"), for a sampler that draws from another distribution than the trainer's; of responses, and masked: Liu et al.
-    2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
-
-    Args:
-        mode: whether the weight is that of the token or of the `sequence`, and whether one that is below `floor` or above
-            `cap` becomes this limit (`truncate`), or 0 (`mask`).
+    Attributes:
+        dual_clip: the largest loss of a token with a negative advantage, in units of the advantage (Ye et al. 2020,
+            arXiv:1912.09729, equation 6); null has no limit.
     """
-    level: Importance = "token" if mode.startswith("token") else "sequence_product"
-    ratio_NS = jnp.exp(log_ratios(logps_NS, sampler_NS, mask_NS, level))
-    if mode.endswith("truncate"):
-        weight_NS = jnp.clip(ratio_NS, floor, cap)
-    else:
-        weight_NS = jnp.where((ratio_NS >= floor) & (ratio_NS <= cap), ratio_NS, 0.0)
-    return jax.lax.stop_gradient(weight_NS)
+
+    dual_clip: AboveOne | None = None
+
+    def losses(self, tokens: ResponseTokens, log_ratio_NS: jax.Array, advantage_N: jax.Array) -> jax.Array:
+        (low, high), ratio_NS, advantage_N1 = self.limits, jnp.exp(log_ratio_NS), advantage_N[:, None]
+        clipped_NS = jnp.clip(ratio_NS, 1 - low, 1 + high)
+        losses_NS = jnp.maximum(-ratio_NS * advantage_N1, -clipped_NS * advantage_N1)
+        if self.dual_clip is None:
+            return losses_NS
+        return jnp.where(advantage_N1 < 0, jnp.minimum(losses_NS, -self.dual_clip * advantage_N1), losses_NS)
 
 
-def overlong_penalties(lengths: jax.Array, max_tokens: int, cache: int) -> jax.Array:
-    """What is added to the reward of a long response, float32: from 0 at `max_tokens - cache` tokens to -1 at `max_tokens`.
+@PolicyLoss.register_subclass("gmpo")
+@dataclass(frozen=True)
+class Gmpo(ClippedLoss):
+    """Of the geometric mean of the tokens' ratios, whose logarithms are clipped as PPO clips the ratios.
 
-    Source: soft overlong punishment (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13).
+    Source: Zhao et al. 2025, "Geometric-Mean Policy Optimization" (arXiv:2507.20673).
     """
-    return jnp.clip((max_tokens - cache - lengths.astype(jnp.float32)) / cache, -1.0, 0.0)
+
+    importance: ClassVar[Importance] = "token"
+    is_of_responses: ClassVar[bool] = True
+    clips_logarithms: ClassVar[bool] = True
+
+    def losses(self, tokens: ResponseTokens, log_ratio_NS: jax.Array, advantage_N: jax.Array) -> jax.Array:
+        (low, high), advantage_N1 = self.limits, advantage_N[:, None]
+        clipped_NS = jnp.clip(log_ratio_NS, -low, high)
+        pessimistic_NS = jnp.where(
+            advantage_N1 > 0, jnp.minimum(log_ratio_NS, clipped_NS), jnp.maximum(log_ratio_NS, clipped_NS)
+        )
+        ratio_N = jnp.exp(_mean_N(pessimistic_NS, tokens.counted))
+        return jnp.broadcast_to(-(ratio_N * advantage_N)[:, None], log_ratio_NS.shape)
+
+
+@PolicyLoss.register_subclass("cispo")
+@dataclass(frozen=True)
+class Cispo(RatioLoss):
+    """The ratio is a weight without a gradient.
+
+    Source: CISPO (MiniMax-M1, Chen et al. 2025, arXiv:2506.13585, equation 4).
+
+    Attributes:
+        cap: the largest weight of a token.
+    """
+
+    cap: PositiveFloat = 5.0
+
+    def losses(self, tokens: ResponseTokens, log_ratio_NS: jax.Array, advantage_N: jax.Array) -> jax.Array:
+        weight_NS = jax.lax.stop_gradient(jnp.minimum(jnp.exp(log_ratio_NS), self.cap))
+        return -weight_NS * advantage_N[:, None] * tokens.logps
 
 
 _SATURATED = 80.0
 
 
-def sapo_losses(
-    log_ratio_NS: jax.Array, advantage_N: jax.Array, positive_temperature: float, negative_temperature: float
-) -> jax.Array:
-    """SAPO's loss of each token, float32 [N, S]: a sigmoid of the ratio instead of the clipped ratio, of slope 1 at 1.
+@PolicyLoss.register_subclass("sapo")
+@dataclass(frozen=True)
+class Sapo(RatioLoss):
+    """A sigmoid of the ratio, of slope 1 at 1, which saturates instead of clipping.
 
     Source: Gao et al. 2025, "Soft Adaptive Policy Optimization" (arXiv:2511.20347).
+
+    Attributes:
+        positive_temperature, negative_temperature: how fast it saturates as the ratio moves away from 1, for positive and for
+            negative advantages.
     """
-    advantage_N1 = advantage_N[:, None]
-    temperature_N1 = jnp.where(advantage_N1 > 0, positive_temperature, negative_temperature)
-    log_ratio_NS = jnp.minimum(log_ratio_NS, _SATURATED)  # infinity times the slope of 0 would be NaN
-    gate_NS = jax.nn.sigmoid(temperature_N1 * jnp.expm1(log_ratio_NS)) * 4 / temperature_N1
-    return -gate_NS * advantage_N1
+
+    positive_temperature: PositiveFloat = 1.0
+    negative_temperature: PositiveFloat = 1.05
+
+    def losses(self, tokens: ResponseTokens, log_ratio_NS: jax.Array, advantage_N: jax.Array) -> jax.Array:
+        advantage_N1 = advantage_N[:, None]
+        temperature_N1 = jnp.where(advantage_N1 > 0, self.positive_temperature, self.negative_temperature)
+        log_ratio_NS = jnp.minimum(log_ratio_NS, _SATURATED)  # infinity times the slope of 0 would be NaN
+        gate_NS = jax.nn.sigmoid(temperature_N1 * jnp.expm1(log_ratio_NS)) * 4 / temperature_N1
+        return -gate_NS * advantage_N1
 
 
-_SMALLEST_LOG_WEIGHT, _LARGEST_LOG_WEIGHT = -18.420681, 20.0  # ln 1e-8; as in the authors' code
+SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT = -18.420681, 20.0
+"""Of a response, for `vespo`: ln 1e-8, and the largest; as in the authors' code."""
 
 
-def vespo_losses(
-    log_ratio_NS: jax.Array,
-    logps_NS: jax.Array,
-    advantage_N: jax.Array,
-    mask_NS: jax.Array,
-    positive: tuple[float, float],
-    negative: tuple[float, float],
-) -> jax.Array:
-    """VESPO's loss of each token, float32 [N, S]: a smooth weight of the ratio w of the whole response, w^k e^(l - l w),
-    which is 1 at 1 and has no gradient.
+@PolicyLoss.register_subclass("vespo")
+@dataclass(frozen=True)
+class Vespo(PolicyLoss):
+    """A smooth weight of the ratio w of the whole response, w^k e^(l - l w), which is 1 at 1 and has no gradient.
 
     Source: "VESPO: Variational Sequence-Level Soft Policy Optimization" (2026, arXiv:2602.10693).
 
-    Args:
-        log_ratio_NS: of each token.
-        positive, negative: k and l for positive (or no) and for negative advantages.
+    Attributes:
+        positive_power, negative_power: k, how fast the weight falls for responses that have become less likely, for positive
+            (or no) and for negative advantages.
+        positive_decay, negative_decay: l, how fast it falls for those that have become more likely. At the ratio of power and
+            decay, the weight is largest; no response may count more than e^20 times as much as without a weight.
     """
-    bounded_NS = jnp.clip(log_ratio_NS, -_LARGEST_LOG_WEIGHT, _LARGEST_LOG_WEIGHT)
-    log_w_N = jnp.clip(jnp.sum(bounded_NS * mask_NS, axis=1), _SMALLEST_LOG_WEIGHT, _LARGEST_LOG_WEIGHT)
-    k_N, l_N = (jnp.where(advantage_N >= 0, *both) for both in zip(positive, negative, strict=True))
-    weight_N = jnp.exp(l_N + k_N * log_w_N - l_N * jnp.exp(log_w_N))
-    return -jax.lax.stop_gradient(weight_N * advantage_N)[:, None] * logps_NS
+
+    corrects_ratio: ClassVar[bool] = True
+
+    positive_power: PositiveFloat = 2.0
+    positive_decay: PositiveFloat = 3.0
+    negative_power: PositiveFloat = 3.0
+    negative_decay: PositiveFloat = 2.0
+
+    def __post_init__(self):
+        self._check("positive", self.positive_power, self.positive_decay)
+        self._check("negative", self.negative_power, self.negative_decay)
+
+    def _check(self, sign: str, power: float, decay: float) -> None:
+        """Raises `ConfigError` if the largest weight of a response is far from 1."""
+        if not all(number > 0 and is_float32(number) for number in (power, decay)):
+            return  # their types refuse that
+        log_w = min(max(math.log(power) - math.log(decay), SMALLEST_LOG_WEIGHT), LARGEST_LOG_WEIGHT)
+        largest = decay + power * log_w - decay * math.exp(log_w)
+        if largest > LARGEST_LOG_WEIGHT:
+            raise ConfigError(
+                f"objective.loss.{sign}_decay: {decay:g} given with {sign}_power: {power:g}, with which the weight of a"
+                f" response reaches e^{largest:.3g}, at most e^{LARGEST_LOG_WEIGHT:g} expected. Set both to numbers such"
+                " as 2 and 3"
+            )
+
+    def losses(self, tokens: ResponseTokens, log_ratio_NS: jax.Array, advantage_N: jax.Array) -> jax.Array:
+        bounded_NS = jnp.clip(log_ratio_NS, -LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT)
+        log_w_N = jnp.clip(jnp.sum(bounded_NS * tokens.mask, axis=1), SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT)
+        k_N = jnp.where(advantage_N >= 0, self.positive_power, self.negative_power)
+        l_N = jnp.where(advantage_N >= 0, self.positive_decay, self.negative_decay)
+        weight_N = jnp.exp(l_N + k_N * log_w_N - l_N * jnp.exp(log_w_N))
+        return -jax.lax.stop_gradient(weight_N * advantage_N)[:, None] * tokens.logps
 
 
-def check_vespo_weights(sign: str, power: float, decay: float) -> None:
-    """Raises `ConfigError` if the largest weight of a response is far from 1. Args: sign: of the advantages, in keys."""
-    if not all(number > 0 and is_float32(number) for number in (power, decay)):
-        return  # their types refuse that
-    log_w = min(max(math.log(power) - math.log(decay), _SMALLEST_LOG_WEIGHT), _LARGEST_LOG_WEIGHT)
-    largest = decay + power * log_w - decay * math.exp(log_w)
-    if largest > _LARGEST_LOG_WEIGHT:
-        raise ConfigError(
-            f"objective.vespo_{sign}_decay: {decay:g} given with vespo_{sign}_power: {power:g}, with which the weight of a"
-            f" response reaches e^{largest:.3g}, at most e^{_LARGEST_LOG_WEIGHT:g} expected. Set both to numbers such as 2"
-            " and 3"
-        )
+def clip_metrics(loss: PolicyLoss, tokens: ResponseTokens, log_ratio_NS: jax.Array, advantage_N: jax.Array) -> Metrics:
+    """The fractions of tokens that the limits of a loss clip."""
+    if not isinstance(loss, ClippedLoss):
+        return {}
+    # Ratios of whole responses count once each.
+    weight_NS = tokens.mask if loss.importance == "token" else _shares(tokens.mask)
+    low_NS, high_NS = loss.is_clipped(log_ratio_NS, advantage_N)
+    sides = {"clip_ratio/low_mean": low_NS, "clip_ratio/high_mean": high_NS}
+    return {name: Sum(jnp.sum(clipped_NS * weight_NS), jnp.sum(weight_NS)) for name, clipped_NS in sides.items()}
 
 
-def gmpo_losses(
-    log_ratio_NS: jax.Array, advantage_N: jax.Array, mask_NS: jax.Array, low: float, high: float
-) -> jax.Array:
-    """GMPO's loss, the same for each token of a response, float32 [N, S]: of the geometric mean of the tokens' ratios, whose
-    logarithms are clipped as PPO clips the ratios, to -low and high.
-
-    Source: Zhao et al. 2025, "Geometric-Mean Policy Optimization" (arXiv:2507.20673).
-
-    Args:
-        log_ratio_NS: of each token.
-    """
-    advantage_N1 = advantage_N[:, None]
-    clipped_NS = jnp.clip(log_ratio_NS, -low, high)
-    pessimistic_NS = jnp.where(
-        advantage_N1 > 0, jnp.minimum(log_ratio_NS, clipped_NS), jnp.maximum(log_ratio_NS, clipped_NS)
-    )
-    mean_N = jnp.sum(pessimistic_NS * mask_NS, axis=1) / jnp.maximum(jnp.sum(mask_NS, axis=1), 1.0)
-    return jnp.broadcast_to(-(jnp.exp(mean_N) * advantage_N)[:, None], log_ratio_NS.shape)
-
-
-def on_policy_weights(
-    logps_NS: jax.Array, old_NS: jax.Array, advantage_N: jax.Array, mask_NS: jax.Array, threshold: float
-) -> jax.Array:
+def on_policy_weights(tokens: ResponseTokens, advantage_N: jax.Array, threshold: float) -> jax.Array:
     """0 for responses with a negative advantage that have become less likely by more than `threshold` nats a token, else 1,
     float32 [N, 1].
 
     Source: off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, equation 9).
     """
-    fallen_NS = jnp.where(mask_NS > 0, old_NS - jax.lax.stop_gradient(logps_NS), 0.0)
-    mean_N = jnp.sum(fallen_NS * mask_NS, axis=1) / jnp.maximum(jnp.sum(mask_NS, axis=1), 1.0)
-    return ((advantage_N >= 0) | (mean_N <= threshold)).astype(jnp.float32)[:, None]
+    fallen_NS = jnp.where(tokens.mask > 0, tokens.sampled - jax.lax.stop_gradient(tokens.logps), 0.0)
+    return ((advantage_N >= 0) | (_mean_N(fallen_NS, tokens.mask) <= threshold)).astype(jnp.float32)[:, None]
 
 
 def most_uncertain(entropy_NS: jax.Array, mask_NS: jax.Array, share: float) -> jax.Array:
@@ -262,48 +262,61 @@ def most_uncertain(entropy_NS: jax.Array, mask_NS: jax.Array, share: float) -> j
     return is_token_NS & (entropy_NS >= threshold)
 
 
-def _k3(log_ratio: jax.Array) -> jax.Array:
-    return jnp.expm1(-log_ratio) + log_ratio
+@dataclass(frozen=True)
+class LossAgg(NamedChoice):
+    """What the losses of tokens are averaged over."""
+
+    def token_weights(self, mask_NS: jax.Array) -> jax.Array:
+        """How much each token counts in the sum, float32 [N, S]."""
+        return _shares(mask_NS) if isinstance(self, SeqMeanTokenMean) else mask_NS
+
+    def denominator(self, mask: jax.Array, counted: jax.Array) -> jax.Array:
+        """What the sum is divided by, a scalar.
+
+        Args:
+            mask: [..., S].
+            counted: the same, without responses that are left out; where responses are counted, they still are.
+        """
+        if isinstance(self, TokenMean):
+            return jnp.sum(counted)
+        num_responses = jnp.sum(jnp.any(mask > 0, axis=-1), dtype=jnp.float32)
+        return num_responses * self.max_response_tokens if isinstance(self, DrGrpo) else num_responses
 
 
-KL_ESTIMATORS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
-    "k1": lambda log_ratio: log_ratio,
-    "k2": lambda log_ratio: log_ratio**2 / 2,
-    "k3": _k3,
-    "squared": lambda log_ratio: log_ratio**2,
-}
-"""Name -> an estimator of the KL divergence from the reference, of the log-ratio of model and reference at a sampled token.
-
-Source: Schulman 2020, "Approximating KL divergence"; `squared` is twice k2.
-"""
+@LossAgg.register_subclass("token_mean")
+@dataclass(frozen=True)
+class TokenMean(LossAgg):
+    """Over all tokens (DAPO)."""
 
 
-def clip_fractions(
-    log_ratio_NS: jax.Array, advantage_N: jax.Array, low: float, high: float, *, of_logarithms: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """Whether the lower and the upper limit take away the gradient of each token, bool [N, S] each.
+@LossAgg.register_subclass("seq_mean_token_mean")
+@dataclass(frozen=True)
+class SeqMeanTokenMean(LossAgg):
+    """Over responses of the mean of their tokens (GRPO)."""
 
-    Args:
-        of_logarithms: the limits are those of the logarithms of the ratios, from 0, and not of the ratios, from 1.
+
+@LossAgg.register_subclass("seq_mean_token_sum")
+@dataclass(frozen=True)
+class SeqMeanTokenSum(LossAgg):
+    """Over responses of the sum of their tokens."""
+
+
+@LossAgg.register_subclass("dr_grpo")
+@dataclass(frozen=True)
+class DrGrpo(LossAgg):
+    """Over responses of the sum of their tokens divided by a constant.
+
+    Attributes:
+        max_response_tokens: the constant: the limit with which the responses were sampled.
     """
-    center, advantage_N1 = 0.0 if of_logarithms else 1.0, advantage_N[:, None]
-    ratio_NS = log_ratio_NS if of_logarithms else jnp.exp(log_ratio_NS)
-    return (ratio_NS < center - low) & (advantage_N1 < 0), (ratio_NS > center + high) & (advantage_N1 > 0)
+
+    max_response_tokens: PositiveInt
 
 
-def token_weights(mask_NS: jax.Array, average: Average) -> jax.Array:
-    """How much each token counts in the sum of an average, float32 [N, S]."""
-    if average != "seq_mean_token_mean":
-        return mask_NS
+def _mean_N(of_tokens_NS: jax.Array, mask_NS: jax.Array) -> jax.Array:
+    return jnp.sum(of_tokens_NS * mask_NS, axis=1) / jnp.maximum(jnp.sum(mask_NS, axis=1), 1.0)
+
+
+def _shares(mask_NS: jax.Array) -> jax.Array:
+    """The share of each token in its response."""
     return mask_NS / jnp.maximum(jnp.sum(mask_NS, axis=1, keepdims=True), 1.0)
-
-
-def average_weight(mask: jax.Array, average: Average, max_response_tokens: int | None) -> jax.Array:
-    """The denominator of an average, a scalar. Args: mask: [..., S]."""
-    if average == "token_mean":
-        return jnp.sum(mask)
-    num_responses = jnp.sum(jnp.any(mask > 0, axis=-1), dtype=jnp.float32)
-    if average == "dr_grpo":
-        assert max_response_tokens is not None, "a constant length has been given"
-        return num_responses * max_response_tokens
-    return num_responses

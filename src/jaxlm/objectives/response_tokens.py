@@ -8,8 +8,8 @@ from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, GROUP, POSITION
 from jaxlm.core.types import GroupBatch, Largest, Sum
+from jaxlm.objectives.advantages import group_std
 from jaxlm.objectives.base import Metrics
-from jaxlm.objectives.policy_losses import Importance, clip_fractions, group_std, token_weights
 
 
 class ResponseTokens(NamedTuple):
@@ -18,6 +18,7 @@ class ResponseTokens(NamedTuple):
     Attributes:
         logps, entropy: of the model that trains.
         mask: 1 for a token of a response.
+        counted: 1 for a token that the policy loss counts.
         old: log-likelihoods under the model that the ratios compare with.
         reference, sampler: log-likelihoods under the reference and as the sampler has recorded them.
     """
@@ -25,6 +26,7 @@ class ResponseTokens(NamedTuple):
     logps: jax.Array
     entropy: jax.Array
     mask: jax.Array
+    counted: jax.Array
     old: jax.Array
     reference: jax.Array | None
     sampler: jax.Array | None
@@ -50,31 +52,13 @@ def reward_metrics(rewards_BG: jax.Array, shaped_BG: jax.Array, batch: GroupBatc
     }
 
 
-def clip_metrics(
-    ratio_NS: jax.Array,
-    advantage_N: jax.Array,
-    mask_NS: jax.Array,
-    limits: tuple[float, float],
-    *,
-    importance: Importance,
-    of_logarithms: bool,
-) -> Metrics:
-    """The fractions of tokens that the limits clip."""
-    clipped = clip_fractions(ratio_NS, advantage_N, *limits, of_logarithms=of_logarithms)
-    # Ratios of whole responses count once each.
-    weight_NS = mask_NS if importance == "token" else token_weights(mask_NS, "seq_mean_token_mean")
-    total = jnp.sum(weight_NS)
-    return {
-        f"clip_ratio/{side}_mean": Sum(jnp.sum(is_clipped * weight_NS), total)
-        for side, is_clipped in zip(("low", "high"), clipped, strict=True)
-    }
-
-
-def sampler_metrics(logps_NS: jax.Array, sampler_NS: jax.Array, mask_NS: jax.Array) -> Metrics:
+def sampler_metrics(tokens: ResponseTokens) -> Metrics:
     """How far our log-likelihoods are from those of the sampler, which had the same weights in the first update."""
-    distance_NS = jnp.where(mask_NS > 0, jnp.abs(jax.lax.stop_gradient(logps_NS) - sampler_NS), 0.0)
+    if tokens.sampler is None:
+        return {}
+    distance_NS = jnp.where(tokens.mask > 0, jnp.abs(jax.lax.stop_gradient(tokens.logps) - tokens.sampler), 0.0)
     return {
-        "sampling/logp_diff_mean": Sum(jnp.sum(distance_NS), jnp.sum(mask_NS > 0, dtype=jnp.float32)),
+        "sampling/logp_diff_mean": Sum(jnp.sum(distance_NS), jnp.sum(tokens.mask > 0, dtype=jnp.float32)),
         "sampling/logp_diff_max": Largest(jnp.max(distance_NS)),
     }
 

@@ -61,7 +61,7 @@ class RolloutsConfig(DataConfig):
             probabilities add up to `top_p`; then from those with at least `min_p` times the probability of the most likely
             one. Null samples from all. The probabilities of the distribution that was sampled are recorded. The objective
             compares those of the whole distribution with them, so it must have `old_policy: rollout`, or `old_policy: model`
-            with `tis_cap`.
+            with `importance_sampling`.
         repetition_penalty: divides the logits of tokens that prompt and response have so far, and multiplies negative ones,
             before the temperature; 1 changes none. Recorded and corrected like `top_p`.
         updates_per_rollout: number of steps that train on a rollout before the next one is sampled.
