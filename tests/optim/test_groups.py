@@ -24,7 +24,8 @@ from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import build_optimizer, group_names, group_schedules, parameter_groups
 from jaxlm.optim.matrices import matrix_paths
 from jaxlm.optim.muon import MuonConfig
-from jaxlm.surgery.lora import LoraConfig, LoraLinear
+from jaxlm.surgery.lora import LoraConfig
+from jaxlm.surgery.lora_linear import LoraLinear
 from jaxlm.surgery.low_rank import AdapterSize
 from tests.engine.helpers import TinyRun, layout, one_device, phase
 from tests.engine.helpers import arrays as tokens

@@ -4,9 +4,6 @@ Source: Hu et al. 2021, LoRA: Low-Rank Adaptation of Large Language Models (arXi
 W x + (alpha / r) B A x, with A random and B zero, so that the adapted model initially equals the base model.
 Kalajdzievski 2023 (arXiv:2312.03732): alpha / sqrt(r) keeps the size of the update independent of the rank (`rslora`).
 Dropout on the input of A in training, as in the released code (microsoft/LoRA, `loralib/layers.py`) and in PEFT.
-
-    x {.., In} --- W (frozen) -------------------------------------+--- {.., Out}
-               \\-- dropout -- A {rank, In} -- B {Out, rank} * scale --/
 """
 
 import dataclasses
@@ -19,11 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
-import haliax as hax
 import haliax.nn as hnn
 import jax
-import jax.numpy as jnp
 import numpy as np
 from haliax import AxisSpec, NamedArray
 
@@ -31,7 +25,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS, LORA, VOCAB, axes_of
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt
-from jaxlm.core.matmul import Weight, dot
+from jaxlm.core.matmul import Weight
 from jaxlm.core.publish import Location
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
@@ -41,128 +35,17 @@ from jaxlm.interop.hf.weights import axis_sizes
 from jaxlm.interop.peft.read import ReadAdapters, lora_keys, peft_folder, read_adapters
 from jaxlm.interop.peft.write import Adapted, Adapter, save_adapters
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
-from jaxlm.models.layers import DropoutLayer, dropout
 from jaxlm.models.linear import Linear
-from jaxlm.models.remat import ADAPTED, checkpoint_name
 from jaxlm.models.stacks import Body, path_before_splits
 from jaxlm.surgery.base import SurgeryConfig
 from jaxlm.surgery.input_moments import InputMoments, input_moments
 from jaxlm.surgery.lora_embedding import LoraEmbedding, UntiedEmbedding
-from jaxlm.surgery.lora_init import SPLITS_WEIGHT, Init, as_bits, eva, from_bits, split_weight
+from jaxlm.surgery.lora_init import SPLITS_WEIGHT, Init, eva
+from jaxlm.surgery.lora_linear import LoraLinear
 from jaxlm.surgery.low_rank import AdapterSize, LowRank
 
 _CALIBRATION_BATCHES = 8
 _ADAPTER_LEAVES = ("a", "b", "magnitude", "layer", "initial_a", "initial_b")
-
-
-class LoraLinear(DropoutLayer, tree.Padded):
-    """A linear layer with a low-rank adapter.
-
-    Attributes:
-        base: the original layer.
-        a, b, scale, magnitude, layer, sizes: as in `LowRank`.
-        dropout: dropout probability of the adapter's input.
-        key: random key for dropout; None outside training.
-        initial_a, initial_b: A and B at the start, if `init` has moved a part of the weight into them (`as_bits`). Exported
-            adapters, which are for the weight before that, contain them.
-    """
-
-    base: Linear
-    a: NamedArray
-    b: NamedArray
-    scale: float = eqx.field(static=True)
-    dropout: float = eqx.field(static=True, default=0.0)
-    key: jax.Array | None = None
-    magnitude: NamedArray | None = None
-    layer: NamedArray | None = None
-    sizes: tuple[AdapterSize, ...] = eqx.field(static=True, default=())
-    initial_a: NamedArray | None = None
-    initial_b: NamedArray | None = None
-
-    @staticmethod
-    def sized(
-        base: Linear,
-        sizes: Sequence[AdapterSize],
-        *,
-        dropout: float,
-        use_dora: bool,
-        key: jax.Array,
-        init: Init = "default",
-    ) -> "LoraLinear":
-        """Adds an adapter that does not change the outputs. Args: sizes: one, or one for each layer."""
-        new = LowRank.of(base.weight, base.In, base.Out, sizes, key=key, use_dora=use_dora)
-        initial: tuple[NamedArray | None, ...] = (None, None)
-        if init in SPLITS_WEIGHT:
-            assert isinstance(base.weight, NamedArray), "stored weights are refused"
-            weight, new = split_weight(base.weight, new, init)
-            base, initial = dataclasses.replace(base, weight=weight), (as_bits(new.a), as_bits(new.b))
-        return LoraLinear(base, new.a, new.b, new.scale, dropout, None, new.magnitude, new.layer, new.sizes, *initial)
-
-    @property
-    def change(self) -> LowRank:
-        """What the adapter adds to the weight."""
-        return LowRank(self.a, self.b, self.base.In, self.base.Out, self.scale, self.magnitude, self.layer, self.sizes)
-
-    @property
-    def exported_pair(self) -> tuple[NamedArray, NamedArray, int]:
-        """A and B for the weight before `init` changed it, and how many of their ranks stand for one of the adapter's.
-
-        s B A - s B0 A0 has twice the rank: [B, -B0] [A; A0], with the ranks of the two in turns.
-        """
-        if self.initial_a is None or self.initial_b is None:
-            return self.a, self.b, 1
-        a0, b0 = from_bits(self.initial_a), from_bits(self.initial_b)
-        return _in_turns(self.a, a0), _in_turns(self.b, -b0), 2
-
-    def __call__(self, inputs: NamedArray) -> NamedArray:
-        """{.., In} to {.., Out}."""
-        dropped = dropout(inputs, self.dropout, self.key)
-        change = self.change
-        low = dot(dot(dropped, change.inner, self.base.In), self.b, LORA) * change.scales
-        if self.magnitude is not None:
-            return self._with_magnitude(inputs, dropped, low)
-        out = (self.base(inputs) + low).astype(inputs.dtype)
-        return checkpoint_name(out, ADAPTED)
-
-    def _with_magnitude(self, inputs: NamedArray, dropped: NamedArray, low: NamedArray) -> NamedArray:
-        """W x + (f - 1) W x' + f low + bias, with the dropped inputs x' and f = magnitude / norm, as PEFT computes it."""
-        linear = dataclasses.replace(self.base, bias=None)
-        factor = checkpoint_name(self.change.factor(self.base.weight), ADAPTED)
-        changed = checkpoint_name(linear(dropped) + low, ADAPTED)
-        out = (changed * factor).rearrange(changed.axes)
-        if self.key is not None:
-            out = out + linear(inputs - dropped)
-        if self.base.bias is not None:
-            out = out + self.base.bias
-        return out.astype(inputs.dtype)
-
-    def operand(self, x: NamedArray) -> NamedArray:
-        """As `Linear.operand`."""
-        return self.base.operand(x)
-
-    def with_key(self, key: jax.Array) -> "LoraLinear":
-        """Returns the layer with this dropout key, or unchanged if it has no dropout."""
-        return dataclasses.replace(self, key=key) if self.dropout else self
-
-    def padding(self) -> dict[str, int]:
-        return self.change.padding()
-
-    @property
-    def In(self) -> AxisSpec:
-        return self.base.In
-
-    @property
-    def Out(self) -> AxisSpec:
-        return self.base.Out
-
-    @property
-    def weight(self) -> Weight:
-        """The merged weight, which the loss reads if the head is adapted."""
-        return self.merged().weight
-
-    def merged(self) -> Linear:
-        """Merges the adapter into a plain layer with the same output."""
-        return dataclasses.replace(self.base, weight=self.change.applied(self.base.weight))
 
 
 @SurgeryConfig.register_subclass("lora")
@@ -532,15 +415,6 @@ class _Names:
         self.known[path] = [name for name, _ in found]
         self.numbers.update(found)
         return found
-
-
-def _in_turns(first: NamedArray, second: NamedArray) -> NamedArray:
-    """Both arrays in one of twice the rank: the first of each, the second of each, and so on."""
-    at = first.axes.index(first.resolve_axis(LORA))
-    both = jnp.stack([first.array.astype(jnp.float32), second.array], axis=at + 1)
-    Rank = hax.Axis(LORA, 2 * first.axis_size(LORA))
-    axes = tuple(Rank if axis.name == LORA else axis for axis in first.axes)
-    return NamedArray(both.reshape([axis.size for axis in axes]), axes)
 
 
 def _first_match(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
