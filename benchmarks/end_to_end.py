@@ -19,16 +19,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxlm.chat import turn_ends
-from jaxlm.config.load import read_config
+from jaxlm.commands.chat import turn_ends
 from jaxlm.data.sources.tasks.arithmetic import answered, problem_maker
 from jaxlm.data.sources.tasks.base import VALIDATION, user
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.observe.trackers import read_jsonl
-from jaxlm.run.generation_options import tool_calls_of
-from jaxlm.run.load_model import open_model
+from jaxlm.plan.load_config import read_config
+from jaxlm.session.generation_options import tool_calls_of
+from jaxlm.session.load_model import open_model
 
 RECIPE = "jaxlm:post_training/end_to_end.yaml"
 _MAX_NEW_TOKENS, _STORIES, _ROWS = 64, 0.4, 50

@@ -4,7 +4,7 @@
     python benchmarks/fp8.py --tiny              # the same code on a CPU, with tiny shapes
     python benchmarks/fp8.py --forecast h100-1   # speed only, compiled for a GPU you do not have; nothing runs
 
-Speed: `python -m jaxlm.bench` on the 1.4B and the 1.2B Llama of `gpu.py`, in bfloat16 and with the two recipes, in separate
+Speed: `python -m jaxlm bench` on the 1.4B and the 1.2B Llama of `gpu.py`, in bfloat16 and with the two recipes, in separate
 processes. Loss: `python -m jaxlm.train` for 50 steps of a 160M Llama on the source files of Python's standard library, with
 the same seed. The check passes if the mean loss of every ten steps is within 1 % of bfloat16. Writes OUTPUT.md and
 OUTPUT.json, and exits with 1 if the check or a process fails.
@@ -117,10 +117,10 @@ class Run:
         print(f"curve, {variant}: {losses[0]:.4f} to {losses[-1]:.4f}, {self.left_s:.0f} s left", file=sys.stderr)
 
     def measure_speed(self, model: Model, variant: str, folder: Path, *more: str) -> None:
-        """One process of `jaxlm.bench`."""
+        """One process of `jaxlm bench`."""
         path = folder / f"{self.models.index(model)}-{variant}.yaml"
         path.write_text(json.dumps(with_recipe(model.config, VARIANTS[variant], 16 if self.tiny else 128)))
-        command = [self.python, "-m", "jaxlm.bench", "--config_path", str(path), *more]
+        command = [self.python, "-m", "jaxlm.commands.bench", "--config_path", str(path), *more]
         try:
             answer = answer_of(command, timeout_s=self.left_s)
         except PeerFailedError as error:

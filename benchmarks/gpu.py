@@ -7,7 +7,7 @@
 
 The models are GPT-2 124M on 1,024 tokens, and a 1.2B Llama and a 1.4B Llama with heads of 128 on 4,096 tokens, in
 bfloat16 with float32 parameters, on random tokens. jaxlm and PyTorch run in separate processes, in turn, round after
-round while time remains. jaxlm is measured by `python -m jaxlm.bench`. PyTorch runs a compiled step with the attention
+round while time remains. jaxlm is measured by `python -m jaxlm bench`. PyTorch runs a compiled step with the attention
 backend that is fastest at the model's shape, and splits the batch into microbatches only if it does not fit. Writes
 OUTPUT.md and OUTPUT.json.
 """
@@ -134,7 +134,7 @@ class Run:
         path.write_text(json.dumps(model.config))  # JSON is valid YAML
         count = ["--steps", str(self.steps), "--warmup", str(self.warmup)]
         cache = ["--trainer.compilation_cache_dir", str(folder / "programs")]
-        yield "jaxlm", [self.python["jax"], "-m", "jaxlm.bench", "--config_path", str(path), *count, *cache]
+        yield "jaxlm", [self.python["jax"], "-m", "jaxlm.commands.bench", "--config_path", str(path), *count, *cache]
         if "torch" in self.python:
             request = {"shape": model.shape, "rows": model.rows, "steps": self.steps, "warmup": self.warmup}
             yield "torch.compile", [self.python["torch"], str(PEERS / "torch_decoder.py"), json.dumps(request)]
@@ -163,7 +163,7 @@ def main() -> None:
         "--tiny", action="store_true", help="tiny shapes and few steps, to run all of the code on a CPU"
     )
     parser.add_argument("--models", default="", help="only models whose name contains this text (default all)")
-    parser.add_argument("--forecast", metavar="TOPOLOGY", help="print what `jaxlm.bench --topology` expects")
+    parser.add_argument("--forecast", metavar="TOPOLOGY", help="print what `jaxlm bench --topology` expects")
     parser.add_argument("--rounds", type=int, default=3, help="maximum number of rounds (default 3)")
     parser.add_argument("--steps", type=int, default=10, help="measured steps per process (default 10)")
     parser.add_argument("--warmup", type=int, default=3, help="warm-up steps before them (default 3)")
@@ -210,7 +210,9 @@ def forecast(python: str, topology: str, models: Sequence[Model]) -> None:
             path = Path(folder) / "run.yaml"
             path.write_text(json.dumps(model.config))
             try:
-                answer = answer_of([python, "-m", "jaxlm.bench", "--config_path", str(path), "--topology", topology])
+                answer = answer_of(
+                    [python, "-m", "jaxlm.commands.bench", "--config_path", str(path), "--topology", topology]
+                )
             except PeerFailedError as error:
                 raise SystemExit(str(error)) from error
         seconds = f"{answer['compute_seconds']:.3f} s | {answer['memory_seconds']:.3f} s"

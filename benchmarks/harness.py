@@ -50,8 +50,16 @@ def timed(fun) -> tuple[dict, float]:
 
 
 def jaxlm_metrics(options: argparse.Namespace, task: str) -> dict:
-    """Metric -> value, from `python -m jaxlm.evaluate`."""
-    command = [sys.executable, "-m", "jaxlm.evaluate", "--checkpoint", options.checkpoint, "--trainer.mp", "f32"]
+    """Metric -> value, from `python -m jaxlm evaluate`."""
+    command = [
+        sys.executable,
+        "-m",
+        "jaxlm.commands.evaluate",
+        "--checkpoint",
+        options.checkpoint,
+        "--trainer.mp",
+        "f32",
+    ]
     command += ["--tasks", task, "--task_folder", options.tasks, "--limit", options.limit]
     command += ["--batch_size", options.batch_size]
     process = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)

@@ -30,9 +30,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxlm.bench import random_batch
-from jaxlm.config.decode import choice_name, dump, encode
-from jaxlm.config.load import load_config
+from jaxlm.commands.bench import random_batch
 from jaxlm.core.types import StepInfo
 from jaxlm.engine.entry import enter_phase
 from jaxlm.engine.metrics import AsyncMetrics, Listener, Workload
@@ -44,9 +42,11 @@ from jaxlm.observe.trackers.background import BackgroundTracker, TrackerTimeouts
 from jaxlm.observe.trackers.base import RunInfo, Tracker
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
 from jaxlm.observe.trackers.wandb import WandbConfig
-from jaxlm.run.compilation.step import compile_step
-from jaxlm.run.dry_run import assumed_vocabulary
-from jaxlm.run.plan import Plan, make_plan
+from jaxlm.plan.load_config import load_config
+from jaxlm.plan.plan import Plan, make_plan
+from jaxlm.reading.decode import choice_name, dump, encode
+from jaxlm.session.compilation.step import compile_step
+from jaxlm.session.dry_run import assumed_vocabulary
 
 _TRIMMED, _BOOTSTRAPS = 0.1, 2000
 _SETTLE_S = TrackerTimeouts().gather_s + 0.2  # by then, tracker threads have processed earlier records

@@ -362,7 +362,7 @@ def run_peer(script: str, mode: str, options: Mapping[str, Any], home: Path) -> 
 
 def run_command(name: str, *arguments: str) -> None:
     """Runs a command of jaxlm."""
-    _run(f"jaxlm {name}", [sys.executable, "-m", f"jaxlm.{name}", *arguments])
+    _run(f"jaxlm {name}", [sys.executable, "-m", "jaxlm", name, *arguments])
 
 
 def _run(name: str, command: list[str]) -> None:

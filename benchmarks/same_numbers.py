@@ -12,7 +12,7 @@ losses          every number in `metrics.jsonl` except times is bit-identical, i
                 tree uses the token caches of the earlier commit without rewriting them
 programs        the optimized HLO of every step is the same after normalization: source locations are removed and names are
                 numbered, because they follow names in the source. The text leaves out the values of some large constants.
-                The counts of `jaxlm.bench` (FLOPs, bytes, kernels, collectives) are the same
+                The counts of `jaxlm bench` (FLOPs, bytes, kernels, collectives) are the same
 continuation    the working tree resumes from a checkpoint of the earlier commit, and its numbers and last checkpoint are
                 those of the uninterrupted run of the earlier commit
 files           the last checkpoints have the same file names and arrays (Orbax files are not byte-deterministic); exported
@@ -167,7 +167,7 @@ class Case:
         num_steps: total over all phases.
         devices: number of simulated devices.
         cuts: steps whose checkpoints the working tree resumes from.
-        runs_bench: whether to run `jaxlm.bench`, which measures only the first phase.
+        runs_bench: whether to run `jaxlm bench`, which measures only the first phase.
         adapters: whether to also export the adapters without the model.
         has_task: whether it trains on the records of `write_task`.
     """
@@ -415,7 +415,7 @@ def same_unless(changed: list[str], same: str, what: str) -> str:
 
 
 def programs(before: Side, now: Side, cases: Sequence[Case]) -> Iterator[Check]:
-    """Optimized HLO of every run, and the counts of `jaxlm.bench`."""
+    """Optimized HLO of every run, and the counts of `jaxlm bench`."""
 
     def compare_texts(case: Case) -> str:
         first, second = (programs_of(trained(side, case)) for side in (before, now))
@@ -475,7 +475,7 @@ def same_text(name: str, before: list[str], now: list[str]) -> None:
 
 @functools.cache
 def counts(side: Side, case: Case) -> dict[str, Any]:
-    """The numbers of `jaxlm.bench` that do not depend on time."""
+    """The numbers of `jaxlm bench` that do not depend on time."""
     printed = side.run_configured(case, side.folder / f"bench {case.name}", "bench", "--steps", "1", "--warmup", "0")
     answer = json.loads(printed.splitlines()[-1])
     return {key: answer[key] for key in ("flops_per_token", "program_bytes", "kernels", "collectives")}

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from jaxlm.config.run import RunConfig
-from jaxlm.config.schema import ConfigKey, ConfigSection, sections
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.schema import ConfigKey, ConfigSection, sections
 
 EXAMPLES: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "examples.yaml").read_text("utf-8"))
 # Page -> its title and the path of its first section. A section is on the page with the longest matching path.

@@ -1,4 +1,4 @@
-"""Checks a run's configuration on this machine before a launcher starts any other, with `python -m jaxlm.run.preflight`."""
+"""Checks a run's configuration on this machine before a launcher starts others, with `python -m jaxlm.session.preflight`."""
 
 import argparse
 import importlib.util
@@ -34,7 +34,7 @@ def check_configuration(arguments: Sequence[str], *, devices: int, platform: str
         return 0
     what = ["--devices", str(devices), "--slices", str(slices), "--platform", platform]
     paths = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "jaxlm.run.preflight", *what, "--", *arguments]
+    command = [sys.executable, "-m", "jaxlm.session.preflight", *what, "--", *arguments]
     code = subprocess.run(command, stdout=sys.stderr, env=os.environ | {"PYTHONPATH": paths}).returncode
     if code:
         print(f"infra: nothing was started. {SKIP}", file=sys.stderr, flush=True)

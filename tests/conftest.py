@@ -108,7 +108,7 @@ def pytest_collection_modifyitems(config, items):
             # There is no public way to change a test's existing settings.
             function._hypothesis_internal_use_settings = settings(own, max_examples=examples, derandomize=False)
     first = ("tests/end_to_end/", FIELDS, "tests/test_")
-    last = ("tests/data/", "tests/core/", "tests/config/")
+    last = ("tests/data/", "tests/core/", "tests/reading/")
     place = {start: n - len(first) for n, start in enumerate(first)} | {start: n + 1 for n, start in enumerate(last)}
 
     def position(item: pytest.Item) -> tuple[int, list[str]]:

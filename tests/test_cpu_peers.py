@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlm.config.load import read_config
-from jaxlm.run.plan import make_plan
+from jaxlm.plan.load_config import read_config
+from jaxlm.plan.plan import make_plan
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": ""}

@@ -12,15 +12,15 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from jaxlm.config.load import decode_run
-from jaxlm.config.plugins import is_import_path
-from jaxlm.config.run import RunConfig
-from jaxlm.config.schema import ConfigSection, sections
-from jaxlm.config.yaml import ConfigSource, load_yaml, merge, parse_value
 from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.models.families.qwen3 import Qwen3Config
-from jaxlm.run.scaling.members import plan_study
+from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.plugins import is_import_path
+from jaxlm.reading.schema import ConfigSection, sections
+from jaxlm.reading.yaml import ConfigSource, load_yaml, merge, parse_value
+from jaxlm.session.scaling.members import plan_study
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

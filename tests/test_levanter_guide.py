@@ -13,10 +13,6 @@ from unittest import mock
 import pytest
 import yaml
 
-from jaxlm.config.decode import encode
-from jaxlm.config.load import decode_run, read_config, run_id_of
-from jaxlm.config.run import RunConfig
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.chat import ChatFormat
 from jaxlm.engine.checkpoint.policy import KeepRule
@@ -27,7 +23,11 @@ from jaxlm.observe.trackers import RunInfo, environment
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
 from jaxlm.observe.trackers.wandb import WandbConfig
 from jaxlm.optim.adam import AdamConfig
-from jaxlm.run.plan import make_plan
+from jaxlm.plan.load_config import decode_run, read_config, run_id_of
+from jaxlm.plan.plan import make_plan
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.decode import encode
+from jaxlm.reading.yaml import ConfigSource
 
 GUIDE = Path(__file__).parents[2] / "shared" / "seeds" / "levanter-configuration-guide.txt"
 NUM_BLOCKS = 10  # in the guide; two of them are a pair of files

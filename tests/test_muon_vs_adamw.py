@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlm.config.load import read_config
+from jaxlm.plan.load_config import read_config
 from tests.xla_flags import flags_for
 
 ROOT = Path(__file__).parents[1]

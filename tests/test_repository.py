@@ -15,10 +15,10 @@ import jax
 import pytest
 
 from jaxlm.__main__ import COMMANDS
-from jaxlm.config.load import read_config
-from jaxlm.run.compilation.step import trace_step
-from jaxlm.run.dry_run import assumed_vocabulary
-from jaxlm.run.plan import make_plan
+from jaxlm.plan.load_config import read_config
+from jaxlm.plan.plan import make_plan
+from jaxlm.session.compilation.step import trace_step
+from jaxlm.session.dry_run import assumed_vocabulary
 from tests.answers import LLAMA
 
 ROOT = Path(__file__).parents[1]
@@ -207,7 +207,7 @@ def test_only_the_plan_reads_the_configured_model():
     readers = {
         path.relative_to(SOURCE).as_posix() for path in MODULES if re.search(r"\bconfig\.model\b", path.read_text())
     }
-    assert readers == {"config/load.py", "run/plan.py"}
+    assert readers == {"plan/load_config.py", "plan/plan.py"}
 
 
 def test_folders_are_small_enough_to_read():

@@ -31,17 +31,17 @@ import yaml
 
 import jaxlm
 import jaxlm.__main__ as command_line
-from jaxlm.config.load import decode_run
-from jaxlm.config.overrides import override, parse_arguments
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.controllers.base import Controller, ControllerConfig
 from jaxlm.evals.base import Eval, EvalConfig
-from jaxlm.forecast.topologies import parse_topology
+from jaxlm.hardware.topologies import parse_topology
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.observe.callbacks import Callback, CallbackConfig
 from jaxlm.observe.trackers import Tracker, TrackerConfig, read_jsonl
-from jaxlm.run.load_model import check_effective
+from jaxlm.plan.load_config import decode_run
+from jaxlm.reading.overrides import override, parse_arguments
+from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session.load_model import check_effective
 from tests.end_to_end.fork_server import fork_server
 from tests.objectives.test_next_token import a_batch, a_model
 from tests.test_guide import DOCUMENTS, ROOT, a_model_of_hugging_face, an_adapter_of_peft
@@ -144,7 +144,7 @@ def check_jaxlm(name: str, arguments: list[str], monkeypatch) -> None:
     if name not in command_line.COMMANDS:
         assert command_line.main([name, *arguments]) == 0
         return
-    module = importlib.import_module(f"jaxlm.{name}")
+    module = importlib.import_module("jaxlm.train" if name == "train" else f"jaxlm.commands.{name}")
 
     def parsed_after(real):
         def planned(*given):
@@ -234,7 +234,7 @@ def test_a_wrong_flag_in_a_document_is_found(folder, monkeypatch, capsys):
     write_configs(folder, ROOT / "README.md")
     for words in (
         "jaxlm train --config_path mine.yaml --trainer.num_steps 4",
-        "python -m jaxlm.bench --config_path absent.yaml",
+        "python -m jaxlm bench --config_path absent.yaml",
         "jaxlm sample --checkpoint checkpoints/mine --promt Once",
         "jaxlm evaluate --checkpoint checkpoints/mine --data.validation_url other/",
         "jaxlm convert to-hf --checkpoint checkpoints/mine --output mine-hf --verify yes",
@@ -274,11 +274,11 @@ def trained(tmp_path_factory):
     (folder / "corpus.txt").write_text(Path(os.__file__).read_text(encoding="utf-8")[:20000])
     (folder / "mine.yaml").write_text(TINY)
     for command, arguments in {
-        "train": ["--config_path", "mine.yaml"],
-        "convert": ["to-hf", "--checkpoint", "checkpoints/mine", "--output_dir", "mine-hf"],
+        "jaxlm.train": ["--config_path", "mine.yaml"],
+        "jaxlm.commands.convert": ["to-hf", "--checkpoint", "checkpoints/mine", "--output_dir", "mine-hf"],
     }.items():
         environment = {**os.environ, "XLA_FLAGS": flags_for(1)}
-        process = fork_server().start(f"jaxlm.{command}", arguments, folder, environment)
+        process = fork_server().start(command, arguments, folder, environment)
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
     return folder

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
 from jaxlm.models.inference.unstacked import Generator
-from jaxlm.run.load_model import open_model
+from jaxlm.session.load_model import open_model
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 
-from jaxlm.core.hardware import cuda_capability
+from jaxlm.core.devices import cuda_capability
 from jaxlm.core.sharding import current_platform
 from jaxlm.models.attention.api import AttentionMask, AttentionSpec, attention
 from jaxlm.models.attention.choose import AttentionTask, choose_attention

@@ -4,10 +4,10 @@ import itertools
 
 import jax.numpy as jnp
 
-from jaxlm.bench import random_batch
+from jaxlm.commands.bench import random_batch
 from jaxlm.engine.entry import enter_phase
 from jaxlm.engine.sync import FlagSync, SyncFlags
-from jaxlm.run.compilation.step import compile_step
+from jaxlm.session.compilation.step import compile_step
 
 
 def take_steps(plan, clock, rows_of, *, weights=None, changed=lambda model: model):

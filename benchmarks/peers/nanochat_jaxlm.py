@@ -21,16 +21,16 @@ with gc_paused():
     from jaxlm_steps import take_steps
 
     import jaxlm
-    from jaxlm.config.load import read_config
-    from jaxlm.core.batch_schedule import BatchSchedule, BatchStage
+    from jaxlm.commands.evaluate import evaluate as evaluate_loss
+    from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
     from jaxlm.evals.core import CoreEvalConfig, open_core
-    from jaxlm.evaluate import evaluate as evaluate_loss
     from jaxlm.interop.pretrained import load_pretrained, open_pretrained
     from jaxlm.models.base import vocab_axis
-    from jaxlm.run.compilation.cache import enable_compilation_cache
-    from jaxlm.run.compilation.options import step_options
-    from jaxlm.run.inference_model import InferenceModel
-    from jaxlm.run.plan import make_plan
+    from jaxlm.plan.load_config import read_config
+    from jaxlm.plan.plan import make_plan
+    from jaxlm.session.compilation.cache import enable_compilation_cache
+    from jaxlm.session.compilation.options import step_options
+    from jaxlm.session.inference_model import InferenceModel
 
 
 def imported(folder, changes, layout):

@@ -21,17 +21,17 @@ import numpy as np
 import post_training_rows as work
 
 with gc_paused():
-    from jaxlm.config.load import decode_run
-    from jaxlm.config.yaml import ConfigSource
     from jaxlm.data.loader import RunServices, leading_axes
     from jaxlm.engine.entry import enter_phase
     from jaxlm.engine.sync import FlagSync, SyncFlags
     from jaxlm.interop.hf.folder import save_folder
     from jaxlm.interop.pretrained import load_pretrained
-    from jaxlm.run.compilation.cache import enable_compilation_cache
-    from jaxlm.run.compilation.options import step_options
-    from jaxlm.run.compilation.step import compile_step
-    from jaxlm.run.plan import make_plan
+    from jaxlm.plan.load_config import decode_run
+    from jaxlm.plan.plan import make_plan
+    from jaxlm.reading.yaml import ConfigSource
+    from jaxlm.session.compilation.cache import enable_compilation_cache
+    from jaxlm.session.compilation.options import step_options
+    from jaxlm.session.compilation.step import compile_step
 
 
 def sections(method: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any], int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlm.core.errors import end_at_interrupt
 
 if TYPE_CHECKING:
-    from jaxlm.run.inference_model import InferenceModel
+    from jaxlm.session.inference_model import InferenceModel
 
 __version__ = "0.1.0"
 
@@ -43,6 +43,6 @@ def load(
     Raises:
         ConfigError: there is no such model, or a key does not apply to it.
     """
-    from jaxlm.run import inference_model  # imports jax, which `import jaxlm` does not
+    from jaxlm.session import inference_model  # imports jax, which `import jaxlm` does not
 
     return inference_model.load(name, weights=weights, adapter=adapter, keys=keys, devices=devices)

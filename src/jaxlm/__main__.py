@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 
 import jaxlm
-from jaxlm.config.overrides import parse_arguments
-from jaxlm.config.recipes import recipes_command
 from jaxlm.core.errors import EXIT_CONFIG, ConfigError, end_at_interrupt, end_of_output
 from jaxlm.core.redaction import command_line
+from jaxlm.reading.overrides import parse_arguments
+from jaxlm.reading.recipes import recipes_command
 
 COMMANDS = {
     "train": "trains what a YAML file describes, and resumes a run that was stopped",
@@ -53,7 +53,7 @@ def _answer(command: str, arguments: Sequence[str]) -> int | None:
     elif command == RECIPES:
         return recipes_command(arguments)
     elif command == REPORT:
-        return importlib.import_module("jaxlm.report").main(arguments)
+        return importlib.import_module("jaxlm.commands.report").main(arguments)
     elif command not in COMMANDS:
         raise ConfigError(_unknown(command))
     elif command == "train" and (topic := parse_arguments(arguments).help) is not None:
@@ -67,7 +67,7 @@ def _help(topic: str) -> str:
     from jaxlm.core.imports import gc_paused
 
     with gc_paused():
-        from jaxlm.config.load import help_of
+        from jaxlm.plan.load_config import help_of
 
         return help_of("jaxlm train", topic)
 
@@ -80,7 +80,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     with gc_paused():
-        module = importlib.import_module(f"jaxlm.{command}")
+        module = importlib.import_module("jaxlm.train" if command == "train" else f"jaxlm.commands.{command}")
     return module.main(arguments)
 
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxlm.config.load import given_distributed, load_config, run_id_of
-from jaxlm.config.run import RunConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only
 from jaxlm.core.stores import AT_START_S, retried
@@ -35,25 +33,27 @@ from jaxlm.engine.phases import Phase
 from jaxlm.engine.signals import stop_on_signals
 from jaxlm.engine.state import RunState
 from jaxlm.engine.watchdog import Watchdog
-from jaxlm.final_report import final_report
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.log_store import LogStore
 from jaxlm.observe.records import TRAIN_LOG
 from jaxlm.observe.trackers import check_trackers
-from jaxlm.run.annotate import with_annotations
-from jaxlm.run.compilation.cache import enable_compilation_cache
-from jaxlm.run.compilation.options import step_options
-from jaxlm.run.compilation.step import compile_steps
-from jaxlm.run.dry_run import assumed_vocabulary, dry_run
-from jaxlm.run.exit_codes import command
-from jaxlm.run.init_from import InitFrom, check_init_from, check_tokenizer, expected_cursor, find_init_from
-from jaxlm.run.leaves_from_tokens import leaves_from_tokens
-from jaxlm.run.num_steps import check_num_steps, with_num_steps_of_data
-from jaxlm.run.past_references import read_again, with_past_references
-from jaxlm.run.plan import Plan, make_plan
-from jaxlm.run.references import check_references, load_reference, load_references
-from jaxlm.run.resources import Run, open_run
-from jaxlm.run.resume_checks import (
+from jaxlm.plan.load_config import given_distributed, load_config, run_id_of
+from jaxlm.plan.num_steps import check_num_steps, with_num_steps_of_data
+from jaxlm.plan.plan import Plan, make_plan
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.session.annotate import with_annotations
+from jaxlm.session.compilation.cache import enable_compilation_cache
+from jaxlm.session.compilation.options import step_options
+from jaxlm.session.compilation.step import compile_steps
+from jaxlm.session.dry_run import assumed_vocabulary, dry_run
+from jaxlm.session.exit_codes import command
+from jaxlm.session.final_report import final_report
+from jaxlm.session.init_from import InitFrom, check_init_from, check_tokenizer, expected_cursor, find_init_from
+from jaxlm.session.leaves_from_tokens import leaves_from_tokens
+from jaxlm.session.past_references import read_again, with_past_references
+from jaxlm.session.references import check_references, load_reference, load_references
+from jaxlm.session.resources import Run, open_run
+from jaxlm.session.resume_checks import (
     SavedRun,
     changed_stages,
     changes,
@@ -62,7 +62,7 @@ from jaxlm.run.resume_checks import (
     check_same_run,
     check_same_tokenizer,
 )
-from jaxlm.run.startup import (
+from jaxlm.session.startup import (
     check_accelerator,
     check_exports_are_new,
     check_opens,

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from jaxlm.config.run import PhaseConfig, RunConfig
-from jaxlm.config.trainer import TrainerConfig
 from jaxlm.controllers.bad_streak import BadStreak
 from jaxlm.controllers.base import Controller, ControllerConfig
 from jaxlm.controllers.early_stopping import EarlyStopping
 from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
 from jaxlm.core.errors import ConfigError
-from jaxlm.run.plan import plan_phases
+from jaxlm.plan.plan import plan_phases
+from jaxlm.plan.run_config import PhaseConfig, RunConfig
+from jaxlm.plan.trainer_config import TrainerConfig
 
 PLATEAU = ReduceOnPlateauConfig("train/loss")
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
+from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 
 
 @st.composite

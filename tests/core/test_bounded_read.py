@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxlm.config.yaml import load_yaml
 from jaxlm.core import bounded_read
 from jaxlm.core.atomic_io import DISK_FULL_ERRNOS
 from jaxlm.core.bounded_read import UnreadableFileError, read_bytes, read_lines, read_stored, read_text
@@ -26,6 +25,7 @@ from jaxlm.observe.ledger import read_lines as read_ledger
 from jaxlm.observe.logged_run import read_run
 from jaxlm.observe.records import METRICS, parse_jsonl, read_metrics
 from jaxlm.observe.trackers.jsonl import JsonlTracker
+from jaxlm.reading.yaml import load_yaml
 from tests.data.helpers import small_tokenizer
 
 SOURCES = Path(bounded_read.__file__).parents[1]
@@ -33,9 +33,9 @@ LIMIT = 10_000
 DEVICE = Path("/dev/zero")
 # Files of the package itself, of Python and of the kernel, and what this run has just written.
 TRUSTED = {
-    *("config/recipes.py", "engine/notices.py", "engine/activity.py"),
-    *("engine/checkpoint/holder.py", "core/hardware.py", "data/sources/stdlib.py", "data/annotations.py"),
-    *("run/resources.py", "core/bounded_read.py", "rewards/supervisor.py"),
+    *("reading/recipes.py", "engine/notices.py", "engine/activity.py"),
+    *("engine/checkpoint/holder.py", "core/devices.py", "data/sources/stdlib.py", "data/annotations.py"),
+    *("session/resources.py", "core/bounded_read.py", "rewards/supervisor.py"),
 }
 
 

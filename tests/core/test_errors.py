@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from jaxlm import bench, convert, prepare, report, sample, train
+from jaxlm import train
+from jaxlm.commands import bench, convert, prepare, report, sample
 from jaxlm.core.errors import ConfigError, bounded, listed
 from jaxlm.data.sources.document_files import read_documents
 

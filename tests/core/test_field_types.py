@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from jaxlm.config.decode import decode
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import (
     SMALLEST_FLOAT,
@@ -18,6 +16,8 @@ from jaxlm.core.field_types import (
     ProperFraction,
     check_fields,
 )
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ import os
 import jax
 import pytest
 
-from jaxlm.core import hardware
-from jaxlm.core.hardware import Caches, caches, read_caches, rows_in_half
+from jaxlm.core import devices as hardware
+from jaxlm.core.devices import Caches, caches, read_caches, rows_in_half
 from jaxlm.models import chunked_loss
 from jaxlm.models.attention.backends import blockwise
 

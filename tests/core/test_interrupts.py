@@ -19,7 +19,7 @@ except KeyboardInterrupt:
 """
 TWICE = """
 import os, signal
-from jaxlm.run.exit_codes import command
+from jaxlm.session.exit_codes import command
 
 @command
 def main(arguments):

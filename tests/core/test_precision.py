@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import pytest
 from haliax import Axis
 
-from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import DynamicLossScale, Unscaled, parse_precision
 from jaxlm.models.base import Inputs
-from jaxlm.run.plan import Plan, make_plan
-from jaxlm.run.resume_checks import SavedRun, config_changes
-from jaxlm.run.startup import activation_dtype, describe
+from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.plan import Plan, make_plan
+from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session.resume_checks import SavedRun, config_changes
+from jaxlm.session.startup import activation_dtype, describe
 from tests.engine.helpers import VOCAB
 from tests.fields.trees import tree as run_tree
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from jaxlm.config.run import RunConfig
-from jaxlm.config.schema import sections
 from jaxlm.core import redaction
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import MASK, redacted, redacted_arguments, remember_secrets, without_secrets
 from jaxlm.core.stores import open_store
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.schema import sections
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
+from jaxlm.data.batch_schedule import BatchSchedule
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.loader import BatchReader, ExampleBatches
 from jaxlm.data.mixture import Mixture

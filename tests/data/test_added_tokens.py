@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxlm import convert
+from jaxlm.commands import convert
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.added_tokens import open_tokenizer
 from jaxlm.data.tokenizer.chat_template import with_templates

@@ -10,15 +10,15 @@ import fsspec
 import numpy as np
 import pytest
 
-from jaxlm.config.decode import decode
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache.cache_store import CacheStore
 from jaxlm.data.cache.token_cache import DamagedCacheError
 from jaxlm.data.sources import mirror
 from jaxlm.data.sources.mirror import RemoteFile
 from jaxlm.data.tokens import TokensConfig
-from jaxlm.run import dry_run
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session import dry_run
 
 URL = "memory://shared/cache"
 

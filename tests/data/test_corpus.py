@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxlm.config.decode import decode, encode
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.sources.corpus import CorpusConfig
+from jaxlm.reading.decode import decode, encode
+from jaxlm.reading.yaml import ConfigSource
 
 PLACE = "corpus:Sums"
 

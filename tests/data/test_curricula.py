@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.rollouts.curriculum import CurriculumConfig, CurriculumContext, PromptNumbers, PromptOrder
 from jaxlm.data.rollouts.difficulty import DifficultyConfig
 from jaxlm.data.rollouts.success import SuccessConfig

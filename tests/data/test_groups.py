@@ -4,13 +4,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.config.decode import decode
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.groups import GroupsFormat
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.groups import GroupsConfig
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
 from tests.data.helpers import CHATML, some_text
 from tests.data.test_loader import layout_of
 

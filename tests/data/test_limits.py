@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxlm.config.decode import decode
-from jaxlm.config.yaml import ConfigSource
-from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.config import DataConfig
 from jaxlm.data.data import Data
 from jaxlm.data.sources.config import SourceConfig
 from jaxlm.data.tokens import TokensConfig
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
 from tests.data.helpers import small_tokenizer, write_corpus
 
 FOURS = BatchSchedule.of([BatchSize(0, 4), BatchSize(9, 8)])

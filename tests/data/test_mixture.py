@@ -10,10 +10,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxlm.config.decode import decode
-from jaxlm.config.yaml import ConfigSource
-from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.config import DataConfig
 from jaxlm.data.mixture import Mixture, MixtureStage
 from jaxlm.data.packing import PackedSequences
@@ -21,6 +19,8 @@ from jaxlm.data.shuffle import EraShuffle
 from jaxlm.data.sources.named import SourceConfig
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.data.train_weights import block_counts, weight_stages
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
 from tests.data.helpers import cache_of, small_tokenizer, write_corpus
 
 SEQ_LEN = 4

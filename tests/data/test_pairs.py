@@ -10,18 +10,18 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.config.decode import decode
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.axes import BATCH, DATA, PAIR
-from jaxlm.core.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import PairBatch
+from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.pairs import PairsFormat
 from jaxlm.data.formats.supervised import SupervisedFormat
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.pairs import PairsConfig
 from jaxlm.data.tokens import TokensConfig
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
 from tests.data.helpers import CHATML, some_text
 from tests.data.test_loader import layout_of
 

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxlm.config.decode import decode
-from jaxlm.config.yaml import ConfigSource
-from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.prompts import PromptsFormat
 from jaxlm.data.loader import RunServices
@@ -22,6 +20,8 @@ from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig
 from jaxlm.environments.base import Environment, EnvironmentConfig, Observation
 from jaxlm.environments.tool import ToolEnvironmentConfig
 from jaxlm.models.inference.sampling import Sampling
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
 from jaxlm.rewards.base import Rewards
 from jaxlm.rewards.function import FunctionRewardConfig
 from tests.data.helpers import small_tokenizer, some_text

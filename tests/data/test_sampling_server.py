@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxlm.config.decode import decode
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.rollouts.sampler import SamplerConfig, SamplingRequest
 from jaxlm.data.rollouts.server import _SAMPLE_TEXT, ServerSampler, seed_of
 from jaxlm.interop.json_server import JsonServer, ServerConfig
 from jaxlm.models.inference.sampling import Sampling
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
 from tests.http_server import serving
 
 EOS = 2

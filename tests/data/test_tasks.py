@@ -7,8 +7,6 @@ import re
 
 import pytest
 
-from jaxlm.config.decode import decode
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.sources.corpus import CorpusConfig
@@ -18,6 +16,8 @@ from jaxlm.data.sources.tasks.base import split_of
 from jaxlm.data.sources.tasks.spelling import SpellingCorpus, _words
 from jaxlm.data.tokenizer.templates import NANOCHAT_TOKENS
 from jaxlm.models.inference.tools.calculator import Calculator
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
 
 SMALL = {"num_train": 300, "num_validation": 60}
 PAIRS = ArithmeticPairs(num_train=120, num_validation=40)

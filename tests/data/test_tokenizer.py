@@ -10,9 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxlm.config.decode import decode
-from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizer import tokenizer as tokenizer_module
@@ -20,6 +17,9 @@ from jaxlm.data.tokenizer import train_bpe as bpe_module
 from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 from jaxlm.data.tokenizer.train_bpe import PATTERNS, BpeConfig, _first_characters, train_bpe
 from jaxlm.data.tokens import TokensConfig
+from jaxlm.plan.load_config import decode_run
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
 from tests.data.helpers import small_tokenizer, some_text
 
 GPT2 = Path(__file__).parents[3] / "shared" / "data" / "gpt2_tokenizer"

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import ConfigSource
-from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
+from jaxlm.commands.prepare import prepare
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.examples import check_signals
 from jaxlm.data.formats.groups import GroupsFormat
 from jaxlm.data.formats.pairs import PairsFormat
@@ -20,9 +19,10 @@ from jaxlm.data.groups import GroupsConfig
 from jaxlm.data.pairs import PairsConfig
 from jaxlm.data.unpaired import UnpairedConfig
 from jaxlm.observe.console import Console
-from jaxlm.prepare import prepare
-from jaxlm.run.plan import plan_phases
-from jaxlm.run.resources import Run
+from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.plan import plan_phases
+from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session.resources import Run
 from tests.data.helpers import CHATML, some_text
 
 PAIR = {"prompt": "Q: why?", "chosen": " because so", "rejected": " because not"}

@@ -4,8 +4,8 @@ import sys
 import time
 
 from jaxlm import train
-from jaxlm.config.load import load_config
 from jaxlm.engine.checkpoint.local import LocalFolder
+from jaxlm.plan.load_config import load_config
 
 
 def committing(self, name, commit=LocalFolder.commit):

@@ -1,12 +1,12 @@
-"""`python -m jaxlm.bench`: a configuration's speed and memory, as a table and as one JSON line."""
+"""`python -m jaxlm bench`: a configuration's speed and memory, as a table and as one JSON line."""
 
 import json
 
 import pytest
 
-from jaxlm.bench import main
-from jaxlm.core.hardware import peak_flops
-from jaxlm.forecast.aot_devices import CUDA_PLUGINS, is_installed
+from jaxlm.commands.bench import main
+from jaxlm.core.devices import peak_flops
+from jaxlm.hardware.aot_devices import CUDA_PLUGINS, is_installed
 
 KEYS = {"tokens_per_second", "mfu", "step_seconds", "compile_seconds", "peak_bytes", "kernels"}
 
@@ -15,7 +15,7 @@ KEYS = {"tokens_per_second", "mfu", "step_seconds", "compile_seconds", "peak_byt
 def measured(workplace):
     place = workplace(8)
     place.write()
-    done = place.run("--config_path", "run.yaml", "--steps", "3", "--warmup", "1", module="jaxlm.bench")
+    done = place.run("--config_path", "run.yaml", "--steps", "3", "--warmup", "1", module="jaxlm.commands.bench")
     assert done.code == 0, done.err
     return place, json.loads(done.out.splitlines()[-1]), done.out
 
@@ -49,7 +49,9 @@ def test_forecast_with_simulated_devices(workplace):
     place = workplace()
     place.write("")
     changes = ("--trainer.train_batch_size", "-1", "--trainer.per_device_parallelism", "2", "--model.seq_len", "128")
-    done = place.run("--config_path", "run.yaml", *changes, "--topology", "h100-8,h100-16", module="jaxlm.bench")
+    done = place.run(
+        "--config_path", "run.yaml", *changes, "--topology", "h100-8,h100-16", module="jaxlm.commands.bench"
+    )
     assert done.code == 0, done.err
     eight, sixteen = map(json.loads, done.out.splitlines()[-2:])
     assert " 0.000 s" not in done.out
@@ -83,7 +85,9 @@ def test_forecast_with_the_nvidia_compiler(workplace):
     changes = [part for key, value in sizes.items() for part in (f"--model.{key}", str(value))]
     changes += ["--trainer.train_batch_size", "16", "--trainer.mp", "p=f32,c=bfloat16"]
     changes += ["--optimizer", "{type: muon, learning_rate: 0.02}"]
-    done = place.run("--config_path", "run.yaml", *changes, "--topology", "h100-1,h100-16", module="jaxlm.bench")
+    done = place.run(
+        "--config_path", "run.yaml", *changes, "--topology", "h100-1,h100-16", module="jaxlm.commands.bench"
+    )
     assert done.code == 0, done.err
     one, sixteen = map(json.loads, done.out.splitlines()[-2:])
     for found in (one, sixteen):
@@ -120,7 +124,9 @@ def test_forecast_of_fp8_with_the_nvidia_compiler(workplace, recipe):
     changes += ["--data.vocab_size", "1024", "--trainer.train_batch_size", "16", "--trainer.mp", "p=f32,c=bfloat16"]
     changes += ["--phases", json.dumps([{"name": "train", "surgery": [{"type": "fp8", "recipe": recipe}]}])]
     changes += ["--model.gradient_checkpointing", "none"]
-    done = place.run("--config_path", "run.yaml", *changes, "--topology", "h100-1,a100-1", module="jaxlm.bench")
+    done = place.run(
+        "--config_path", "run.yaml", *changes, "--topology", "h100-1,a100-1", module="jaxlm.commands.bench"
+    )
     assert done.code == 0, done.err
     hopper, ampere = (json.loads(line)["kernels"] for line in done.out.splitlines()[-2:])
     # The compiler merges products that read the same inputs: of q, k and v, and of gate and up. So output and gradient of
@@ -160,7 +166,9 @@ def test_forecast_of_rollouts_with_the_nvidia_compiler(workplace):
     cache = 2 * 2 * 2 * 4 * 64 * (256 - 1)  # bytes of a row
     found = {}
     for fsdp in ("embed", "null"):
-        done = place.run("--config_path", "run.yaml", *changes, "--trainer.fsdp_axis", fsdp, module="jaxlm.bench")
+        done = place.run(
+            "--config_path", "run.yaml", *changes, "--trainer.fsdp_axis", fsdp, module="jaxlm.commands.bench"
+        )
         assert done.code == 0, done.err
         found[fsdp] = json.loads(done.out.splitlines()[-1])
     for result in found.values():
@@ -204,7 +212,7 @@ def test_mistakes(workplace, in_process, arguments, message):
 def test_too_many_simulated_devices_are_refused(workplace):
     place = workplace()
     place.write("")
-    done = place.run("--config_path", "run.yaml", "--topology", "h100-4096", module="jaxlm.bench")
+    done = place.run("--config_path", "run.yaml", "--topology", "h100-4096", module="jaxlm.commands.bench")
     assert done.code == 2
     assert "2048 simulated devices" in done.err
     assert "Traceback" not in done.err

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from jaxlm import chat
+from jaxlm.commands import chat
 from jaxlm.data.tokenizer.templates import NAMED, NANOCHAT_TOKENS
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from tests.end_to_end.commands import Workplace

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from jaxlm import chat, convert
+from jaxlm.commands import chat, convert
 from jaxlm.data.tokenizer.chat_template import with_templates
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from tests.answers import TEMPLATE, instructions, write_tokenizer
@@ -64,7 +64,7 @@ def test_the_checkpoint_chats_and_evaluates_where_the_file_is_not(moved, monkeyp
     monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of Italy?\n"))
     assert chat.main(["--checkpoint", "run", "--max_new_tokens", "4"]) == 0
     assert "tokens/s]" in capsys.readouterr().err
-    done = place.run("--checkpoint", "run", module="jaxlm.evaluate")
+    done = place.run("--checkpoint", "run", module="jaxlm.commands.evaluate")
     assert done.code == 0, done.err
     assert json.loads(done.out.splitlines()[-1])["loss"] == pytest.approx(logged, rel=1e-6)
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxlm.run.exit_codes import command
+from jaxlm.session.exit_codes import command
 from tests.end_to_end.commands import REPOSITORY
 from tests.end_to_end.waiting import EVALS
 from tests.xla_flags import flags_for

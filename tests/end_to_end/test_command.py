@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 
-from jaxlm import sample, train
+from jaxlm import train
+from jaxlm.commands import sample
 from jaxlm.observe.logged_run import read_run
 from jaxlm.observe.page.page import render
 from tests.end_to_end.commands import Workplace
@@ -185,7 +186,7 @@ def test_a_full_disk_stops_the_run_and_loses_no_finished_checkpoint(again, place
 
 def test_sample_needs_only_the_checkpoint(finished, in_process):
     arguments = ("--checkpoint", "checkpoints/run", "--prompt", "def ", "--prompt", "import ", "--max_new_tokens", "8")
-    result = finished.run(*arguments, module="jaxlm.sample")
+    result = finished.run(*arguments, module="jaxlm.commands.sample")
     assert result.code == 0, result.err
     assert result.out.count("---") == 2
     missing = in_process(sample.main, finished, "--checkpoint", "checkpoints/rum")
@@ -284,7 +285,7 @@ def test_a_start_compiles_no_step_that_its_dry_run_compiled(workplace):
     assert (started.err.count(compiled), started.err.count(hit)) == (3, 3)
 
 
-@pytest.mark.soak  # damaged programs are also a test of tests/run/test_compilation_cache.py
+@pytest.mark.soak  # damaged programs are also a test of tests/session/test_compilation_cache.py
 def test_a_broken_cache_is_only_a_warning(workplace):
     place = workplace()
     place.write("evals: []")

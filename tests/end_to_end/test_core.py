@@ -60,7 +60,7 @@ def test_a_killed_run_measures_the_same_as_a_whole_one(workplace):
     options = ("--core_bundle", "bundle", "--limit", "9")
     place = Workplace(whole.folder, whole.cache, whole.corpus, devices=1)
     names = ",".join(f"core/{task}" for task in TASKS)
-    result = place.run("--checkpoint", "checkpoints/run", "--tasks", names, *options, module="jaxlm.evaluate")
+    result = place.run("--checkpoint", "checkpoints/run", "--tasks", names, *options, module="jaxlm.commands.evaluate")
     assert result.code == 0, result.err
     tasks = json.loads(result.out.splitlines()[-1])["tasks"]
     for name in TASKS:

@@ -35,7 +35,7 @@ def teacher(workplace):
     finished = place.run("--config_path", "run.yaml", *BIG, *AVERAGED)
     assert finished.code == 0, finished.err
     arguments = ("to-hf", "--checkpoint", "checkpoints/big", "--output_dir", "hf")
-    exported = place.run(*arguments, module="jaxlm.convert")
+    exported = place.run(*arguments, module="jaxlm.commands.convert")
     assert exported.code == 0, exported.err
     return place.folder
 

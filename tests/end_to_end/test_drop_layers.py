@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from jaxlm import convert, evaluate, sample
+from jaxlm.commands import convert, evaluate, sample
 from tests.end_to_end.commands import Workplace
 
 PHASES = """

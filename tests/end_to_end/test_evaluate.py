@@ -9,15 +9,15 @@ import jax
 import numpy as np
 import pytest
 
+from jaxlm.commands.evaluate import main
+from jaxlm.commands.sample import main as sample
 from jaxlm.core import tree
-from jaxlm.evaluate import main
-from jaxlm.sample import main as sample
 from jaxlm.train import main as train
 from tests.end_to_end.commands import Finished, Workplace
 
 
 def evaluate(place: Workplace, *arguments: str) -> Finished:
-    return place.run("--checkpoint", "checkpoints/run", *arguments, module="jaxlm.evaluate")
+    return place.run("--checkpoint", "checkpoints/run", *arguments, module="jaxlm.commands.evaluate")
 
 
 def numbers(result: Finished) -> dict:
@@ -147,7 +147,7 @@ def test_sample_applies_its_keys(finished, monkeypatch, capsys):
         seen.append({leaf.dtype.name for leaf in jax.tree.leaves(writer.model)})
         return [[]]
 
-    monkeypatch.setattr("jaxlm.sample.generate_tokens", generate)
+    monkeypatch.setattr("jaxlm.commands.sample.generate_tokens", generate)
     for keys in ((), ("--trainer.mp", "p=f32,c=bfloat16")):
         assert sample(["--checkpoint", "checkpoints/run", *keys]) == 0
     assert seen == [{"float32"}, {"bfloat16"}]
@@ -161,7 +161,7 @@ def test_sample_quantizes_on_request(finished, monkeypatch, capsys):
         seen.append({path: leaf.dtype.name for path, leaf in tree.leaves(writer.model)})
         return [[]]
 
-    monkeypatch.setattr("jaxlm.sample.generate_tokens", generate)
+    monkeypatch.setattr("jaxlm.commands.sample.generate_tokens", generate)
     assert sample(["--checkpoint", "checkpoints/run", "--quantize", "int8", "--trainer.mp", "p=f32,c=bfloat16"]) == 0
     assert re.search(r"int8 weights: 0\.\d MB instead of 0\.\d MB", capsys.readouterr().err)
     assert {dtype for path, dtype in seen[0].items() if path.endswith("_proj.weight.values")} == {"int8"}
@@ -192,7 +192,7 @@ def test_samples_use_the_average_on_request(finished, monkeypatch, capsys):
         seen.append({path: np.asarray(leaf.array) for path, leaf in tree.leaves(writer.model)})
         return [[]]
 
-    monkeypatch.setattr("jaxlm.sample.generate_tokens", generate)
+    monkeypatch.setattr("jaxlm.commands.sample.generate_tokens", generate)
     for weights in ((), ("--weights", "trained"), ("--weights", "ema")):
         assert sample(["--checkpoint", "checkpoints/run", *weights]) == 0
     trained, named, averaged = seen
@@ -224,6 +224,6 @@ def test_the_average_gives_the_loss_that_training_logged(finished):
             "--verify",
             "true",
         ),
-        module="jaxlm.convert",
+        module="jaxlm.commands.convert",
     )
     assert result.code == 0, result.err

@@ -39,10 +39,10 @@ def test_a_killed_and_resumed_run_is_identical(workplace, kind, devices):
     assert killed.digest("step-24") == whole.digest("step-24")
     losses = [float.fromhex(loss) for loss in whole.losses().values()]
     assert losses[-1] < losses[0] - 0.5
-    sampled = killed.run("--checkpoint", "checkpoints/run", "--max_new_tokens", "4", module="jaxlm.sample")
+    sampled = killed.run("--checkpoint", "checkpoints/run", "--max_new_tokens", "4", module="jaxlm.commands.sample")
     assert sampled.code == 0, sampled.err
     assert "the module has no KV cache" in sampled.err
-    evaluated = killed.run("--checkpoint", "checkpoints/run", module="jaxlm.evaluate")
+    evaluated = killed.run("--checkpoint", "checkpoints/run", module="jaxlm.commands.evaluate")
     assert evaluated.code == 0, evaluated.err
     assert 0 < json.loads(evaluated.out.splitlines()[-1])["loss"] < losses[0]
 

@@ -5,16 +5,16 @@ import json
 import numpy as np
 import pytest
 
-from jaxlm import convert
-from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import ConfigSource
+from jaxlm.commands import convert
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.folder import open_folder, save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.qwen3 import Qwen3Config
-from jaxlm.run.init_from import InitFrom
-from jaxlm.run.plan import make_plan
+from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.plan import make_plan
+from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session.init_from import InitFrom
 from tests.engine.helpers import one_device
 
 SIZES = {
@@ -138,7 +138,7 @@ def test_import_and_export_round_trip(imported, workplace, in_process):
         assert f"| {row} |" in card
 
     arguments = ("to-hf", "--checkpoint", "checkpoints/run", "--output_dir", "out", "--verify", "true")
-    result = place.run(*arguments, module="jaxlm.convert")
+    result = place.run(*arguments, module="jaxlm.commands.convert")
     assert result.code == 0, result.err
     assert "verified with" in result.out
     converted = (place.folder / "out" / "README.md").read_text()
@@ -206,7 +206,7 @@ def test_an_export_that_cannot_be_written_does_not_end_the_run(workplace):
     assert "step 2: not exported: cannot write file/exports/step-2 (" in result.out + result.err
     assert place.checkpoints() == ["step-2"]
     converted = ("to-hf", "--checkpoint", "checkpoints/run", "--output_dir", "file/converted")
-    result = place.run(*converted, module="jaxlm.convert")
+    result = place.run(*converted, module="jaxlm.commands.convert")
     assert (result.code, result.err.startswith("error: cannot write file/converted (")) == (1, True), result.err
 
 

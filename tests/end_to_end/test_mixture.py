@@ -34,7 +34,7 @@ def test_a_mixture_is_evaluated_by_source_and_tag(workplace):
     assert result.code == 0, result.err
     records = [json.loads(line) for line in (whole.folder / "logs/run/metrics.jsonl").read_text().splitlines()]
     logged = next(record for record in reversed(records) if "eval/loss" in record)
-    found = whole.run("--checkpoint", "checkpoints/run", module="jaxlm.evaluate")
+    found = whole.run("--checkpoint", "checkpoints/run", module="jaxlm.commands.evaluate")
     assert found.code == 0, found.err
     numbers = json.loads(found.out.splitlines()[-1])
     assert numbers["loss"] == pytest.approx(logged["eval/loss"], rel=1e-6)

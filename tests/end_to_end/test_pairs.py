@@ -83,10 +83,10 @@ def test_eight_devices_train_like_one(whole):
 @pytest.mark.slow
 def test_prepare_shows_both_halves_and_evaluate_reads_the_checkpoint(whole):
     whole = whole()
-    shown = whole.run("--config_path", "run.yaml", "--show_batch", "0", module="jaxlm.prepare")
+    shown = whole.run("--config_path", "run.yaml", "--show_batch", "0", module="jaxlm.commands.prepare")
     assert shown.code == 0, shown.err
     assert shown.out.count(", chosen ---") == shown.out.count(", rejected ---") == 16
-    measured = whole.run("--checkpoint", "checkpoints/run", module="jaxlm.evaluate")
+    measured = whole.run("--checkpoint", "checkpoints/run", module="jaxlm.commands.evaluate")
     assert measured.code == 0, measured.err
     records = read_jsonl(whole.folder / "logs" / "run" / "metrics.jsonl")
     logged = [record["eval/loss"] for record in records if "eval/loss" in record]
@@ -115,7 +115,7 @@ def test_without_configuration_with_lora_and_a_tokenizer_of_words(workplace):
     lora = [{"type": "lora", "target": "attn|mlp", "rank": 4}]
     config["phases"] = [{"name": "a", "surgery": lora, "trainable": [r"\.[ab]$"], "objective": {"type": "dpo"}}]
     (place.folder / "run.yaml").write_text(yaml.safe_dump(config))
-    shown = place.run("--config_path", "run.yaml", "--show_batch", "0", module="jaxlm.prepare")
+    shown = place.run("--config_path", "run.yaml", "--show_batch", "0", module="jaxlm.commands.prepare")
     assert shown.code == 0, shown.err
     assert "the prompt is what both begin with, because there is no 'prompt'" in shown.out
     assert "⟧" in shown.out

@@ -6,9 +6,9 @@ import os
 import pytest
 
 from jaxlm import train
-from jaxlm.config.load import load_config
-from jaxlm.config.plugins import load_installed_plugins
 from jaxlm.core.errors import ConfigError
+from jaxlm.plan.load_config import load_config
+from jaxlm.reading.plugins import load_installed_plugins
 from tests.end_to_end.commands import REPOSITORY, Workplace
 
 ACME = REPOSITORY / "tests" / "plugins"
@@ -70,7 +70,9 @@ def test_plugin_classes_train_and_their_checkpoint_is_read(installed):
     assert {row[0]: row[2] for row in rows if row[1] == "train/loss"}["24"] == repr(losses[-1])
     assert (installed.folder / "slowest.txt").read_text().endswith(" of 24")
     # The program's own keys are not saved; all other keys are read by every command, through the same import paths.
-    evaluated = installed.run("--checkpoint", "checkpoints/run", module="jaxlm.evaluate", **environment(installed))
+    evaluated = installed.run(
+        "--checkpoint", "checkpoints/run", module="jaxlm.commands.evaluate", **environment(installed)
+    )
     assert evaluated.code == 0, evaluated.err
     records = [json.loads(line) for line in (installed.folder / "logs/run/metrics.jsonl").read_text().splitlines()]
     logged = next(r["eval/loss"] for r in reversed(records) if "eval/loss" in r)
@@ -114,7 +116,7 @@ def test_a_kind_of_data_with_columns_of_its_own_trains_and_is_evaluated(installe
     assert result.code == 0, result.err
     losses = [float.fromhex(loss) for loss in installed.losses("graded").values()]
     assert losses[-1] < losses[0] - 0.3
-    shown = installed.run(*arguments, "--show_batch", "3", module="jaxlm.prepare", **environment(installed))
+    shown = installed.run(*arguments, "--show_batch", "3", module="jaxlm.commands.prepare", **environment(installed))
     assert shown.code == 0, shown.err
     refused = installed.run(*arguments, "--objective.type", "next_token", **environment(installed))
     assert refused.code == 2

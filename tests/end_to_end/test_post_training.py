@@ -5,9 +5,9 @@ import io
 import pytest
 import yaml
 
-from jaxlm import chat
-from jaxlm.config.recipes import config_file
+from jaxlm.commands import chat
 from jaxlm.observe.trackers import read_jsonl
+from jaxlm.reading.recipes import config_file
 from tests.end_to_end.commands import Workplace
 
 STEPS = {"pretrain": 4, "sft": 12, "dpo": 8, "grpo": 6}

@@ -1,4 +1,4 @@
-"""jaxlm.prepare: training uses the caches that it builds, and it shows the batches that training uses."""
+"""jaxlm.commands.prepare: training uses the caches that it builds, and it shows the batches that training uses."""
 
 import contextlib
 import json
@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jaxlm.config.load import decode_run, read_config
-from jaxlm.config.yaml import ConfigSource
+from jaxlm.commands.prepare import batch_as_text, check_batch, main, prepare
 from jaxlm.core.axes import BATCH, DATA, MESH_AXES, REPLICA
-from jaxlm.core.batch_schedule import BatchSchedule, BatchSize, BatchStage
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
+from jaxlm.data.batch_schedule import BatchSchedule, BatchSize, BatchStage
 from jaxlm.observe.console import Console
-from jaxlm.prepare import batch_as_text, check_batch, main, prepare
-from jaxlm.run.plan import plan_phases
+from jaxlm.plan.load_config import decode_run, read_config
+from jaxlm.plan.plan import plan_phases
+from jaxlm.reading.yaml import ConfigSource
 from tests.answers import write_tokenizer
 from tests.data.helpers import some_text, token_batches, write_corpus
 
@@ -172,7 +172,7 @@ def test_training_uses_the_prepared_caches(workplace, tmp_path):
     place.write()
     arguments = ("--config_path", "run.yaml", "--data.cache_dir", f"{tmp_path}/cache")
     # A platform that does not exist, and a log line for every compilation.
-    first = place.run(*arguments, module="jaxlm.prepare", JAX_PLATFORMS="cuda", JAX_LOG_COMPILES="1")
+    first = place.run(*arguments, module="jaxlm.commands.prepare", JAX_PLATFORMS="cuda", JAX_LOG_COMPILES="1")
     assert first.code == 0, first.err
     assert "Compiling" not in first.err
     assert "train: 4 documents, " in first.out

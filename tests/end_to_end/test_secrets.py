@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlm import report
+from jaxlm.commands import report
 
 VARIABLES = {
     "HF_TOKEN": "hf_canaryAAAAAAAAAAAAAAAAAAAAAAAAAAAA",

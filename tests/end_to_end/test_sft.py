@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
-from jaxlm.run.inference_model import load
+from jaxlm.session.inference_model import load
 from tests.answers import write_model
 
 FACTS = {

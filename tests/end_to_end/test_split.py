@@ -71,7 +71,7 @@ def test_its_checkpoint_is_exported_and_sampled_as_the_whole_model(whole):
     place = whole[0]
     exported = place.run(
         *("to-hf", "--checkpoint", "checkpoints/run", "--output_dir", "exported", "--verify", "true"),
-        module="jaxlm.convert",
+        module="jaxlm.commands.convert",
     )
     assert exported.code == 0, exported.err
     assert "logits within" in exported.out
@@ -85,7 +85,7 @@ def test_its_checkpoint_is_exported_and_sampled_as_the_whole_model(whole):
             "0",
             "--max_new_tokens",
             "16",
-            module="jaxlm.sample",
+            module="jaxlm.commands.sample",
         )
         for name in ("checkpoints/run", "exported")
     ]

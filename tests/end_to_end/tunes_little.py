@@ -1,9 +1,9 @@
-"""`jaxlm.bench` whose `--tune` tries one option instead of all."""
+"""`jaxlm bench` whose `--tune` tries one option instead of all."""
 
 import sys
 
-from jaxlm import bench
-from jaxlm.run.compilation import tuning
+from jaxlm.commands import bench
+from jaxlm.session.compilation import tuning
 
 if __name__ == "__main__":
     tuning.CANDIDATES = {"cpu": ({"xla_cpu_prefer_vector_width": 512},)}

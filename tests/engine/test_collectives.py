@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 
 from jaxlm.core import tree
-from jaxlm.forecast.hlo import Collective
+from jaxlm.hardware.hlo import Collective
 from tests.engine.helpers import EVERY_MESH, MESHES, MODEL, TinyRun, arrays, layout
-from tests.forecast.helpers import collectives
+from tests.hardware.helpers import collectives
 
 
 def unit_shapes(run: TinyRun) -> Counter[tuple[str, tuple[int, ...]]]:

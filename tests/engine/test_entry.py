@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.errors import ConfigError
@@ -22,7 +20,9 @@ from jaxlm.models.base import LanguageModel, vocab_axis
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.averaging import Ema
 from jaxlm.optim.groups import SCHEDULE_STATES
-from jaxlm.run.plan import make_plan
+from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.plan import make_plan
+from jaxlm.reading.yaml import ConfigSource
 from jaxlm.surgery.interpolate import InterpolateConfig
 from jaxlm.surgery.lora import LoraConfig
 from jaxlm.surgery.split_at import SplitAtConfig

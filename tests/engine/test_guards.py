@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.config.decode import decode
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
@@ -22,6 +20,8 @@ from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.averaging import Ema, EmaDecaySqrt
 from jaxlm.optim.bad_steps import SkipBadSteps
 from jaxlm.optim.base import OptimizerConfig
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
 from tests.engine.helpers import F32, MODEL, VOCAB, TinyRun, arrays, layout, one_device, phase
 from tests.engine.test_step import assert_identical, host
 

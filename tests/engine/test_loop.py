@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.types import StepInfo
+from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.prefetch import Prefetch
 from jaxlm.engine.activity import Activity, ActivityClock
 from jaxlm.engine.loop import OpenPhase, run_phase

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.core.guards import UPDATE_NORM
 from jaxlm.core.types import StepInfo
+from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.engine.metrics import AsyncMetrics, Totals, Workload
 from jaxlm.engine.step import StepReport
 from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import ProgressListener
-from jaxlm.run.resources import totals_at
+from jaxlm.session.resources import totals_at
 from tests.engine.helpers import TinyRun, arrays, batch, one_device
 
 

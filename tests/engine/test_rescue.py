@@ -14,7 +14,7 @@ from jaxlm.engine.checkpoint.lock import LeaseLostError
 from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.metrics import NonFiniteError
 from jaxlm.engine.rescue import Rescue
-from jaxlm.run.exit_codes import _explained
+from jaxlm.session.exit_codes import _explained
 from tests.engine.test_loop import Sampled, through_sampled_batches
 from tests.engine.test_peers import Service
 

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.config.decode import decode
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import GroupBatch, TokenBatch
 from jaxlm.environments.base import Environment, EnvironmentConfig, Observation
@@ -21,6 +19,8 @@ from jaxlm.models.inference.tools.calls import TOOL_TOKENS
 from jaxlm.objectives.grpo import Grpo
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.objectives.other_policies import OfModel
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
 from tests.objectives.test_dpo import VOCAB, random_model, target_logps
 from tests.processes import together
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import yaml
 
-from jaxlm import evaluate, prepare
+from jaxlm.commands import evaluate, prepare
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import parse_precision
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
@@ -358,7 +358,7 @@ def command(bundle, monkeypatch, *options):
         plan=SimpleNamespace(layout=where), location="m", tokenizer=small(),
         for_inference=lambda quantize: sharded(LLAMA, where),
     )  # fmt: skip
-    monkeypatch.setattr("jaxlm.run.harness_tasks.open_model", lambda *arguments: named)
+    monkeypatch.setattr("jaxlm.session.harness_tasks.open_model", lambda *arguments: named)
     return evaluate.main(["--checkpoint", "m", "--core_bundle", str(bundle), *options])
 
 

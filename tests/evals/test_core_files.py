@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlm import prepare
+from jaxlm.commands import prepare
 from jaxlm.core.errors import ConfigError
 from jaxlm.evals.core_bundle import CORE_TASKS, read_bundle
 from jaxlm.evals.core_files import _BLOBS, _blob, build_bundle

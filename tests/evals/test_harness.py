@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm import evaluate
+from jaxlm.commands import evaluate
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import parse_precision
 from jaxlm.evals import harness
@@ -23,7 +23,7 @@ from jaxlm.evals.scoring import score
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.next_token import score_batch
-from jaxlm.run.load_model import open_model
+from jaxlm.session.load_model import open_model
 from tests.answers import CAPITALS, instructions, write_model
 from tests.engine.helpers import layout
 
@@ -239,7 +239,7 @@ def test_impossible_tasks_are_refused_before_the_first_step(monkeypatch, options
 def test_a_zero_on_the_command_line_overrides_the_default(monkeypatch, capsys, name):
     harness_with(monkeypatch, choice={"output_type": "multiple_choice"})
     named = SimpleNamespace(plan=SimpleNamespace(config=SimpleNamespace(model=MODEL)))
-    monkeypatch.setattr("jaxlm.run.harness_tasks.open_model", lambda *options: named)
+    monkeypatch.setattr("jaxlm.session.harness_tasks.open_model", lambda *options: named)
     assert evaluate.main(["--checkpoint", "hf", "--tasks", "choice", f"--{name}", "0"]) == 2
     assert f"{name}: 0 given, must be at least 1" in capsys.readouterr().err
 
@@ -261,10 +261,10 @@ def test_standard_errors_are_in_the_table_and_in_the_json(monkeypatch, capsys):
 
     tasks = harness.OpenTasks(HarnessEvalConfig(tasks=["choice"]), simple_evaluate, None)
     monkeypatch.setattr(harness, "_backend", lambda *options: None)
-    monkeypatch.setattr("jaxlm.run.harness_tasks.open_tasks", lambda *options: tasks)
+    monkeypatch.setattr("jaxlm.session.harness_tasks.open_tasks", lambda *options: tasks)
     plan = SimpleNamespace(config=SimpleNamespace(model=MODEL), layout=layout())
     named = SimpleNamespace(plan=plan, location="hf", tokenizer=None, for_inference=lambda quantize: None)
-    monkeypatch.setattr("jaxlm.run.harness_tasks.open_model", lambda *options: named)
+    monkeypatch.setattr("jaxlm.session.harness_tasks.open_model", lambda *options: named)
     assert evaluate.main(["--checkpoint", "hf", "--tasks", "choice"]) == 0
     *table, line = capsys.readouterr().out.splitlines()
     assert [row.split() for row in table] == [

@@ -9,8 +9,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.config.decode import decode
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.evals.base import EvalConfig, EvalContext
@@ -19,6 +17,8 @@ from jaxlm.models.base import vocab_axis
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.objectives.next_token import score_batch
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
 from tests.fields.proofs import outcome_of
 from tests.fields.trees import tree
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxlm.run.plan import Plan
+from jaxlm.plan.plan import Plan
 from tests.fields.proofs import Change, Entry, Table, Value
 
 

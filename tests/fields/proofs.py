@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.run.compilation.step import trace_step
-from jaxlm.run.plan import Plan, make_plan
+from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.plan import Plan, make_plan
+from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session.compilation.step import trace_step
 from tests.fields.trees import Tree
 
 _ROOT = Path(__file__).parents[2]

@@ -2,7 +2,7 @@
 
 from jaxlm.core import tree
 from jaxlm.core.axes import axis_names
-from jaxlm.run.plan import Plan
+from jaxlm.plan.plan import Plan
 from tests.fields.proofs import (
     RANDOM_BITS,
     Allowed,
@@ -25,10 +25,10 @@ from tests.fields.proofs import (
 PARAMETER_OVER_MODEL = r'%arg\d+: tensor<[^>]*> \{sdy.sharding = #sdy.sharding<@mesh, \[[^]]*"model"'
 COMPUTATION_OVER_MODEL = r'sdy.sharding_constraint [^\n]*"model"'
 COMPLETIONS = "tests/observe/test_completions.py::"
-INIT_FROM = "tests/run/test_init_from.py::"
-GOING_BACK = "tests/run/test_going_back.py::"
+INIT_FROM = "tests/session/test_init_from.py::"
+GOING_BACK = "tests/session/test_going_back.py::"
 HUGGING_FACE = "tests/end_to_end/test_hugging_face.py::"
-REFERENCES = "tests/run/test_references.py::"
+REFERENCES = "tests/session/test_references.py::"
 DISTILLED = "tests/end_to_end/test_distill.py::"
 FIELDS = "tests/fields/"
 
@@ -69,14 +69,14 @@ TOP_LEVEL: dict[str, Entry] = {
     "phases": Section(),
     "initialize_from_hf": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
     "hf_weight_names": ShownIn(HUGGING_FACE + "test_hf_weight_names_rename_a_files_tensors"),
-    "hf_skip_keys": ShownIn("tests/run/test_hf_folder.py::test_a_key_is_skipped_on_request"),
+    "hf_skip_keys": ShownIn("tests/session/test_hf_folder.py::test_a_key_is_skipped_on_request"),
     "use_hf_model_config": ShownIn(HUGGING_FACE + "test_the_model_section_overrides_the_folders_config"),
     "hf_save_path": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
     "hf_save_steps": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
     "hf_save_dtype": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
     "hf_upload": ShownIn("tests/interop/test_model_card.py::test_exports_are_pushed_and_a_failed_push_ends_nothing"),
-    "data_seed": ShownIn("tests/run/test_num_steps.py::test_the_seed_of_the_data_order_alone"),
-    "epoch": ShownIn("tests/run/test_num_steps.py::test_epochs_set_the_number_of_steps"),
+    "data_seed": ShownIn("tests/session/test_num_steps.py::test_the_seed_of_the_data_order_alone"),
+    "epoch": ShownIn("tests/session/test_num_steps.py::test_epochs_set_the_number_of_steps"),
     "dry_run": ShownIn("tests/end_to_end/test_command.py::test_a_dry_run_needs_no_data"),
 }
 TRAINER: dict[str, Entry] = {
@@ -125,8 +125,8 @@ TRAINER: dict[str, Entry] = {
         INIT_FROM + "test_another_runs_state_continues_bit_for_bit_and_is_saved_as_the_runs_own"
     ),
     "trainer.allow_partial_checkpoint": ShownIn(INIT_FROM + "test_partial_checkpoints_list_missing_and_unused_arrays"),
-    "trainer.allow_changes": ShownIn("tests/run/test_changes.py::test_other_data_is_refused_unless_it_is_allowed"),
-    "trainer.require_accelerator": ShownIn("tests/run/test_startup.py::test_require_accelerator_is_off_by_default"),
+    "trainer.allow_changes": ShownIn("tests/session/test_changes.py::test_other_data_is_refused_unless_it_is_allowed"),
+    "trainer.require_accelerator": ShownIn("tests/session/test_startup.py::test_require_accelerator_is_off_by_default"),
     "trainer.crash_on_nan": ShownIn(
         "tests/observe/test_hooks.py::test_crash_on_nan_and_crash_on_inf_stop_at_their_own_values"
     ),
@@ -138,7 +138,7 @@ TRAINER: dict[str, Entry] = {
     ),
     "trainer.shutdown_at_exit": Change(True, Refused(r"trainer\.shutdown_at_exit: ")),
     "trainer.jax_config": ShownIn(
-        "tests/run/test_startup.py::test_jax_config_sets_options_of_jax_and_names_wrong_ones"
+        "tests/session/test_startup.py::test_jax_config_sets_options_of_jax_and_names_wrong_ones"
     ),
     "trainer.log_jaxprs": ShownIn(INIT_FROM + "test_programs_are_dumped_to_the_configured_folder"),
     "trainer.log_xla_hlo": ShownIn(INIT_FROM + "test_programs_are_dumped_to_the_configured_folder"),

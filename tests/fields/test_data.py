@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
+from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.tokens import TokensConfig
 from tests.fields.proofs import assert_test_exists, outcome_of
 from tests.fields.trees import tree

@@ -18,12 +18,12 @@ from jaxlm.evals.base import EvalConfig, EvalContext
 from jaxlm.models.base import vocab_axis
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.observe.hooks import EvalHook, Generated, ScheduledEval
-from jaxlm.run.resources import Run
+from jaxlm.session.resources import Run
 from tests.data.helpers import cache_of
 from tests.fields.proofs import Outcome, outcome_of
 from tests.fields.trees import merged, tree
 
-SAMPLES = [  # tool: tests/run/test_chat.py
+SAMPLES = [  # tool: tests/session/test_chat.py
     *("prompts", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "tool"),
 ]
 HARNESS = ["tasks", "task_folder", "num_fewshot", "limit", "batch_size"]

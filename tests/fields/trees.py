@@ -5,13 +5,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from jaxlm.config.run import PhaseConfig, RunConfig
-from jaxlm.config.trainer import TrainerConfig
 from jaxlm.controllers.early_stopping import UntilConfig
 from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
-from jaxlm.core.batch_schedule import BatchSize
 from jaxlm.core.mesh import MeshConfig
 from jaxlm.core.precision import PrecisionConfig, PrecisionRuleConfig
+from jaxlm.data.batch_schedule import BatchSize
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig, KeepRule
 from jaxlm.engine.watch import WatchConfig
 from jaxlm.models.base import ModelConfig
@@ -26,8 +24,10 @@ from jaxlm.objectives.other_policies import ImportanceSampling, Kl, OfModel
 from jaxlm.objectives.policy_losses import LossAgg, PolicyLoss
 from jaxlm.observe.completions import CompletionsConfig
 from jaxlm.optim.base import OptimizerConfig
-from jaxlm.presets.base import PresetConfig
-from jaxlm.refs.base import RefConfig
+from jaxlm.plan.presets.base import PresetConfig
+from jaxlm.plan.refs.base import RefConfig
+from jaxlm.plan.run_config import PhaseConfig, RunConfig
+from jaxlm.plan.trainer_config import TrainerConfig
 from jaxlm.surgery.base import SurgeryConfig
 
 Tree = dict[str, Any]

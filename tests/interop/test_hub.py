@@ -8,7 +8,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.hub import local_folder
-from jaxlm.run.load_model import open_model
+from jaxlm.session.load_model import open_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORIES = {

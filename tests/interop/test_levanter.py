@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from jaxlm.config.load import decode_run
-from jaxlm.config.run import RunConfig
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.levanter import config as levanter
 from jaxlm.interop.levanter.config import from_levanter
+from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.yaml import ConfigSource
 
 
 def read(tree: dict[str, Any]) -> tuple[RunConfig, list[str]]:

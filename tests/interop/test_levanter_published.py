@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from jaxlm.config.load import decode_run, run_id_of
-from jaxlm.config.yaml import ConfigSource, load_yaml
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.levanter.config import from_levanter
-from jaxlm.run.dry_run import assumed_vocabulary
-from jaxlm.run.plan import make_plan
+from jaxlm.plan.load_config import decode_run, run_id_of
+from jaxlm.plan.plan import make_plan
+from jaxlm.reading.yaml import ConfigSource, load_yaml
+from jaxlm.session.dry_run import assumed_vocabulary
 
 _ROOT = Path(__file__).parents[2]
 _TABLE = load_yaml(_ROOT / "tests" / "vectors" / "levanter_configs.yaml").tree

@@ -9,9 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm import convert
-from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import ConfigSource
+from jaxlm.commands import convert
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.engine.entry import enter_phase
@@ -19,8 +17,10 @@ from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.model_card import ModelCard
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.run.export import ExportHook, logged_evaluation, model_card
-from jaxlm.run.plan import make_plan, upload_repository
+from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.plan import make_plan, upload_repository
+from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session.export import ExportHook, logged_evaluation, model_card
 from tests.answers import write_tokenizer
 from tests.engine.helpers import one_device
 

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.model_section import with_hf_model
@@ -19,7 +17,9 @@ from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.nano.lookup import LookupConfig
 from jaxlm.models.families.nano.model import NanoConfig
-from jaxlm.run.dry_run import assumed_vocabulary
+from jaxlm.plan.load_config import decode_run
+from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session.dry_run import assumed_vocabulary
 from tests.engine.helpers import layout, one_device
 from tests.interop.cases import inputs_of, logits_of
 

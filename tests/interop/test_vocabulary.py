@@ -4,16 +4,16 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.data.tokenizer.added_tokens import open_tokenizer
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.run.export import export_model, model_card
-from jaxlm.run.init_from import InitFrom
-from jaxlm.run.plan import make_plan
+from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.plan import make_plan
+from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session.export import export_model, model_card
+from jaxlm.session.init_from import InitFrom
 from tests.answers import write_model, write_tokenizer
 from tests.engine.helpers import one_device
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core import tree
-from jaxlm.core.hardware import cuda_capability
+from jaxlm.core.devices import cuda_capability
 from jaxlm.models.attention import choose as choice
 from jaxlm.models.attention import selftest
 from jaxlm.models.attention.api import AttentionMask, AttentionSpec, attention

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.config.load import read_config
+from jaxlm.commands.prepare import prepare
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tracing import tracing
@@ -25,9 +25,9 @@ from jaxlm.models.families.nano.lookup_kernel import Scores, attend_to_entries
 from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.models.inference.unstacked import unstack
 from jaxlm.observe.console import Console
-from jaxlm.prepare import prepare
-from jaxlm.run.leaves_from_tokens import leaves_from_tokens
-from jaxlm.run.plan import make_plan
+from jaxlm.plan.load_config import read_config
+from jaxlm.plan.plan import make_plan
+from jaxlm.session.leaves_from_tokens import leaves_from_tokens
 from tests.data.helpers import write_corpus
 from tests.engine import helpers
 from tests.models.test_nano import (

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.config.decode import encode
 from jaxlm.core import tree
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.precision import PrecisionConfig, PrecisionRuleConfig, parse_precision
@@ -21,6 +20,7 @@ from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
 from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.models.moe import Experts, Grouping, RouterStats, num_active
 from jaxlm.optim.adam import AdamConfig
+from jaxlm.reading.decode import encode
 from tests.engine.helpers import AXES, TinyRun, arrays, one_device, phase
 from tests.fields.proofs import Outcome
 from tests.fields.trees import MODELS

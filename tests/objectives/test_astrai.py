@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.config.load import decode_run
-from jaxlm.config.run import RunConfig
-from jaxlm.config.schema import sections
-from jaxlm.config.yaml import ConfigSource, load_yaml
 from jaxlm.models.loss import next_token_sums
 from jaxlm.objectives import dpo, grpo
 from jaxlm.objectives.completions import ReferenceLogps
+from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.schema import sections
+from jaxlm.reading.yaml import ConfigSource, load_yaml
 from tests.objectives.test_dpo import NUM_PAIRS, columns_of, pair_batch
 from tests.objectives.test_grpo import a_batch
 

@@ -11,10 +11,6 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.config.decode import decode, encode
-from jaxlm.config.load import decode_run
-from jaxlm.config.run import RunConfig
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tree import is_named
@@ -25,8 +21,12 @@ from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.completions import ReferenceLogps
 from jaxlm.objectives.dpo import Dpo
 from jaxlm.objectives.pair_losses import PAIR_LOSSES, PairLogps, PairLossOptions
-from jaxlm.run.plan import make_plan
-from jaxlm.run.references import flops_per_token
+from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.plan import make_plan
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.decode import decode, encode
+from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session.references import flops_per_token
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "post_training.json").read_text())["pairs"]
 CONFIG = LlamaConfig(seq_len=12, hidden_dim=16, intermediate_dim=24, num_layers=1, num_heads=2, num_kv_heads=1)

@@ -15,10 +15,6 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.config.decode import decode, encode
-from jaxlm.config.overrides import override
-from jaxlm.config.run import RunConfig
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.core.types import GroupBatch, Largest, Sum
@@ -39,6 +35,10 @@ from jaxlm.objectives.policy_losses import (
     log_ratios,
 )
 from jaxlm.objectives.response_tokens import ResponseTokens
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.decode import decode, encode
+from jaxlm.reading.overrides import override
+from jaxlm.reading.yaml import ConfigSource
 from tests.objectives.test_dpo import VOCAB, logits_of_one, random_model, target_logps
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "post_training.json").read_text())

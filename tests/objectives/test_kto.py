@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tree import is_named
 from jaxlm.core.types import UnpairedBatch
 from jaxlm.objectives.kto import Kto
-from jaxlm.run.plan import make_plan
-from jaxlm.run.references import flops_per_token
+from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.plan import make_plan
+from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session.references import flops_per_token
 from tests.objectives.test_dpo import columns_of, logps_of, random_model
 
 ROWS = 6

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import StepInfo
 from jaxlm.observe.callbacks import (
@@ -20,6 +18,8 @@ from jaxlm.observe.callbacks import (
 )
 from jaxlm.observe.callbacks.base import HOOKS
 from jaxlm.observe.trackers import RunInfo
+from jaxlm.plan.load_config import decode_run
+from jaxlm.reading.yaml import ConfigSource
 
 RUN = RunInfo(run_id="mine", resume_step=0, is_new=True, config={}, config_text="", summary={})
 

@@ -9,8 +9,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from jaxlm.config.decode import decode
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.evals.base import Eval
 from jaxlm.observe.completions import CompletionLog, CompletionsConfig
@@ -21,6 +19,8 @@ from jaxlm.observe.page.page import render
 from jaxlm.observe.records import COMPLETIONS, EARLIER_COMPLETIONS
 from jaxlm.observe.trackers import JsonlTracker
 from jaxlm.observe.trackers.wandb import WandbTracker
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
 from jaxlm.rewards.base import ScoredRows
 
 SCORES = {

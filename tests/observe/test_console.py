@@ -1,6 +1,6 @@
 import io
 
-from jaxlm.core.hardware import peak_flops
+from jaxlm.core.devices import peak_flops
 from jaxlm.observe.console import Console, duration, exact_duration, table
 
 

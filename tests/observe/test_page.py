@@ -12,13 +12,13 @@ import fsspec
 import numpy as np
 import pytest
 
-from jaxlm import final_report
 from jaxlm.__main__ import main
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.observe.curves import extremes, half_window, smoothed
 from jaxlm.observe.ledger import Ledger
 from jaxlm.observe.logged_run import LoggedRun, Series, read_run, read_runs
 from jaxlm.observe.page.page import render
+from jaxlm.session import final_report
 from tests.observe.page_reader import Page, check_numbers
 
 START = """run

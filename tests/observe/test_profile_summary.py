@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.core.batch_schedule import BatchSchedule, BatchSize
+from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.engine import loop
 from jaxlm.engine.activity import Activity, ActivityClock
 from jaxlm.engine.loop import pause
-from jaxlm.forecast.hlo import ATTENTION, COLLECTIVE, COPY, FUSION, KINDS, MATRIX, Operation
+from jaxlm.hardware.hlo import ATTENTION, COLLECTIVE, COPY, FUSION, KINDS, MATRIX, Operation
 from jaxlm.observe.profile_summary import ProfileEvent, describe_profile, summarize
 from jaxlm.observe.profiler import ProfileHook, ProfilerConfig
 from tests.engine.helpers import TinyRun, arrays, layout, phase

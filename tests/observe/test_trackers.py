@@ -14,8 +14,6 @@ from unittest import mock
 
 import pytest
 
-from jaxlm.config.load import load_config
-from jaxlm.config.trainer import TrainerConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Histogram, Sample
 from jaxlm.observe.logged_run import LoggedRun, series_of
@@ -26,6 +24,8 @@ from jaxlm.observe.trackers.background import BackgroundTracker, TrackerTimeouts
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
 from jaxlm.observe.trackers.trackio import TrackioConfig
 from jaxlm.observe.trackers.wandb import WandbConfig, WandbTracker
+from jaxlm.plan.load_config import load_config
+from jaxlm.plan.trainer_config import TrainerConfig
 from tests.observe.tracker_files import tensorboard_events, wandb_records
 
 SOURCE = Path(__file__).parents[2] / "src"

@@ -14,9 +14,6 @@ import numpy as np
 import optax
 import pytest
 
-from jaxlm.config.decode import decode
-from jaxlm.config.run import RunConfig
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.linear import Linear
@@ -27,6 +24,9 @@ from jaxlm.optim.clipping import ClipUpdateNorm, clip_by_rms
 from jaxlm.optim.curvature import Curvature
 from jaxlm.optim.groups import build_optimizer, parameter_groups
 from jaxlm.optim.orthogonal.iterations import newton_schulz
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
 
 LAYERS, HEADS, SIZE, EMBED = hax.make_axes(layers=2, heads=2, head_size=3, embed=4)
 VOCAB, VALUE_LAYERS = hax.Axis("vocab", 5), hax.Axis("value_layers", 2)

@@ -10,10 +10,6 @@ import numpy as np
 import optax
 import pytest
 
-from jaxlm.config.decode import decode, dump
-from jaxlm.config.load import decode_run
-from jaxlm.config.run import RunConfig
-from jaxlm.config.yaml import ConfigSource, parse_value
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.base import ModelConfig, vocab_axis
@@ -24,6 +20,10 @@ from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import build_optimizer, group_names, group_schedules, parameter_groups
 from jaxlm.optim.matrices import matrix_paths
 from jaxlm.optim.muon import MuonConfig
+from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.decode import decode, dump
+from jaxlm.reading.yaml import ConfigSource, parse_value
 from jaxlm.surgery.lora import LoraConfig
 from jaxlm.surgery.lora_linear import LoraLinear
 from jaxlm.surgery.low_rank import AdapterSize

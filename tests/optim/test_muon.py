@@ -21,7 +21,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.state import sharded_shapes, shardings
-from jaxlm.forecast.hlo import Program
+from jaxlm.hardware.hlo import Program
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.linear import ExpertLinear, Linear
@@ -32,7 +32,7 @@ from jaxlm.optim.orthogonal.iterations import POLAR_EXPRESS, QUINTIC, newton_sch
 from jaxlm.optim.orthogonal.normuon import NorMuonState
 from tests.engine.helpers import MESHES, TinyRun, layout, one_device, phase
 from tests.engine.helpers import arrays as tokens
-from tests.forecast.helpers import collectives
+from tests.hardware.helpers import collectives
 from tests.optim.test_family import config_of
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "nanochat_optimizers.json").read_text())

@@ -13,16 +13,16 @@ import yaml
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from jaxlm.config.decode import decode, dump, encode
-from jaxlm.config.load import load_config, read_config
-from jaxlm.config.run import RunConfig
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.lr.momentum import MomentumSchedule
 from jaxlm.optim.lr.schedules import ScheduleSpec, cycle_boundaries, make_schedule
 from jaxlm.optim.lr.shapes import Cosine, InvSqrt, Polynomial, Power
+from jaxlm.plan.load_config import load_config, read_config
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.decode import decode, dump, encode
+from jaxlm.reading.yaml import ConfigSource
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "lr_schedules.json").read_text())
 PUBLISHED = {"learning_rate": 6e-4}  # their only default that differs from the guide

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxlm.config.decode import decode
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
 from jaxlm.rewards.base import RewardConfig, reward_names
 from tests.http_server import serving
 from tests.rewards.rows import CONTEXT, rows

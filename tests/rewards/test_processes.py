@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlm.config.decode import decode
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
 from jaxlm.rewards import worker
 from jaxlm.rewards.base import RewardConfig, Rewards
 from tests.rewards.rows import CONTEXT, rows

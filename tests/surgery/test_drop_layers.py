@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import TokenBatch
@@ -28,8 +26,10 @@ from jaxlm.models.families.qwen2 import Qwen2Config
 from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
 from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.models.families.smollm3 import SmolLm3Config
-from jaxlm.run.plan import make_plan
-from jaxlm.run.references import flops_per_token
+from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.plan import make_plan
+from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session.references import flops_per_token
 from jaxlm.surgery.drop_layers import DropLayersConfig
 from tests.engine.helpers import layout, one_device
 

@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 from haliax import NamedArray
 
-from jaxlm.config.decode import encode
-from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core import tree
 from jaxlm.core.axes import axes_of
 from jaxlm.core.errors import ConfigError
@@ -21,8 +18,11 @@ from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.engine.entry import enter_phase
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.models.linear import Linear
-from jaxlm.run.export import ExportHook
-from jaxlm.run.plan import make_plan
+from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.plan import make_plan
+from jaxlm.reading.decode import encode
+from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session.export import ExportHook
 from jaxlm.surgery.base import SurgeryConfig
 from tests.answers import write_tokenizer
 

@@ -20,7 +20,7 @@ from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.layers import GatedMlp
 from jaxlm.models.linear import Linear
-from jaxlm.run.load_model import open_model
+from jaxlm.session.load_model import open_model
 from jaxlm.surgery.input_moments import input_moments
 from jaxlm.surgery.lora import LoraConfig, save_peft
 from jaxlm.surgery.lora_init import principal_components

@@ -11,10 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm import convert
-from jaxlm.config.decode import encode
-from jaxlm.config.load import decode_run
-from jaxlm.config.yaml import ConfigSource
+from jaxlm.commands import convert
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.entry import enter_phase
@@ -29,9 +26,12 @@ from jaxlm.models.families.gpt_neox import GptNeoxConfig
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.observe.trackers import read_jsonl
-from jaxlm.run.inference_model import load
-from jaxlm.run.load_model import open_checkpoint, open_model
-from jaxlm.run.plan import make_plan
+from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.plan import make_plan
+from jaxlm.reading.decode import encode
+from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session.inference_model import load
+from jaxlm.session.load_model import open_checkpoint, open_model
 from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.lora import LoraConfig, add_adapters, save_peft
 from jaxlm.train import train

@@ -14,7 +14,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.models.base import Inputs
-from jaxlm.run.load_model import open_model
+from jaxlm.session.load_model import open_model
 from jaxlm.surgery.lora import save_peft, saved_modules
 from jaxlm.surgery.lora_linear import LoraLinear
 from tests.answers import LLAMA, write_tokenizer

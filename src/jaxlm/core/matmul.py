@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxlm.core.axes import axes_of
-from jaxlm.core.hardware import cuda_capability
+from jaxlm.core.devices import cuda_capability
 from jaxlm.core.sharding import current_device, current_platform
 from jaxlm.core.tracing import CustomVjp, trace_options
 

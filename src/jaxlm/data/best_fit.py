@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxlm.config.decode import encode
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.data.batch import Columns
 from jaxlm.data.cache.row_index import RowIndex, open_or_index
@@ -27,6 +26,7 @@ from jaxlm.data.examples import Examples, documents_as_text
 from jaxlm.data.formats.base import FATES, Truncation
 from jaxlm.data.waiting_documents import WaitingDocuments
 from jaxlm.data.wrapped_rows import DocumentBatches, WrappedRows
+from jaxlm.reading.decode import encode
 
 _CHUNK = 1 << 16  # documents whose lengths are Python integers at a time
 _VERSION = 1  # of the rows that the same documents and keys give

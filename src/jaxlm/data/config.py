@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 import draccus
 
-from jaxlm.config.decode import choice_name, encode
-from jaxlm.config.effects import Content, Harmless, Mixture
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
 from jaxlm.data.base import TRAIN, VALIDATION, Log, by_source, given
@@ -37,6 +35,8 @@ from jaxlm.data.tokenizer.train_bpe import (
     load_or_train_tokenizer,
 )
 from jaxlm.data.train_weights import block_counts, weight_stages
+from jaxlm.reading.decode import choice_name, encode
+from jaxlm.reading.effects import Content, Harmless, Mixture
 
 
 @dataclass(frozen=True)

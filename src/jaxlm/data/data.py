@@ -9,11 +9,11 @@ import numpy as np
 from haliax import Axis
 
 from jaxlm.core.axes import BATCH, POSITION
-from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.data.base import VALIDATION, Batches
 from jaxlm.data.batch import BatchSpec, Column, Columns
+from jaxlm.data.batch_schedule import BatchSchedule
 from jaxlm.data.cache.token_cache import Provenance
 from jaxlm.data.examples import ExampleRange, Examples
 from jaxlm.data.loader import BatchContext, BatchMaker, BatchReader, RunServices, eval_batches, example_batches

@@ -10,11 +10,11 @@ import haliax as hax
 import numpy as np
 
 from jaxlm.core.axes import BATCH, MICROBATCH
-from jaxlm.core.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.core.precision import FLOAT32, Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.data.base import Batches, Log
 from jaxlm.data.batch import BatchSpec, Columns
+from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.data.examples import Examples
 from jaxlm.data.mixture import Mixture
 from jaxlm.data.prefetch import Prefetch

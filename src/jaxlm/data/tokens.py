@@ -5,8 +5,6 @@ from typing import Any
 
 from haliax import Axis
 
-from jaxlm.config.decode import choice_name, encode
-from jaxlm.config.effects import Content
 from jaxlm.core.axes import POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
@@ -22,6 +20,8 @@ from jaxlm.data.packing import PackedSequences, Windows, pack_documents
 from jaxlm.data.sources.named import truncations
 from jaxlm.data.tokenizer.added_tokens import open_tokenizer
 from jaxlm.data.tokenizer.train_bpe import bpe_config
+from jaxlm.reading.decode import choice_name, encode
+from jaxlm.reading.effects import Content
 
 
 @DataConfig.register_subclass("tokens")

@@ -11,9 +11,9 @@ from types import MappingProxyType
 import jax
 import numpy as np
 
-from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, UPDATE_NORM
 from jaxlm.core.types import Histogram, StepInfo
+from jaxlm.data.batch_schedule import BatchSchedule
 from jaxlm.engine.metric_names import (
     DURATION,
     EXAMPLES_PER_SECOND,

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from haliax import Axis, NamedArray
 
-from jaxlm.config.effects import Rounding
 from jaxlm.core.axes import EMBED, POSITION, VOCAB
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
@@ -20,6 +19,7 @@ from jaxlm.core.types import Sum
 from jaxlm.models.chunked_loss import soft_capped
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.remat import AUTO, RematModules, parse_remat
+from jaxlm.reading.effects import Rounding
 
 
 class EmbeddingNoise(eqx.Module):

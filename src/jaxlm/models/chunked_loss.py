@@ -27,7 +27,7 @@ from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
 from jaxlm.core.axes import BATCH, EMBED, POSITION, VOCAB
-from jaxlm.core.hardware import caches, rows_in_half
+from jaxlm.core.devices import caches, rows_in_half
 from jaxlm.core.matmul import StoredArray, Weight, arranged
 from jaxlm.core.sharding import current_platform
 from jaxlm.core.tracing import CustomVjp, trace_options

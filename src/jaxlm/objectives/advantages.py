@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from annotated_types import Interval
 
-from jaxlm.core.choices import NamedChoice
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
+from jaxlm.reading.choices import NamedChoice
 
 
 @dataclass(frozen=True)

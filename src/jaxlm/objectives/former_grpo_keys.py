@@ -1,6 +1,6 @@
 """The keys of GRPO in earlier versions, which were all in one section."""
 
-from jaxlm.core.choices import FormerKey
+from jaxlm.reading.choices import FormerKey
 
 _SAMPLING = "old_policy.importance_sampling"
 FORMER_GRPO_KEYS = {

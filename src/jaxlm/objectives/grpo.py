@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, GROUP, POSITION, REWARD
-from jaxlm.core.choices import with_former_keys
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveFraction
 from jaxlm.core.types import GroupBatch, Sum
@@ -47,6 +46,7 @@ from jaxlm.objectives.policy_losses import (
     on_policy_weights,
 )
 from jaxlm.objectives.response_tokens import ResponseTokens, by_sequence, reward_metrics, sampler_metrics
+from jaxlm.reading.choices import with_former_keys
 
 _SAMPLER_LOGPS = "sampler_logps"
 _SAMPLING = "old_policy.importance_sampling"

@@ -10,11 +10,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxlm.core.choices import NamedChoice
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat
 from jaxlm.objectives.policy_losses import log_ratios
 from jaxlm.objectives.response_tokens import ResponseTokens
+from jaxlm.reading.choices import NamedChoice
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.engine.loop import PAUSE
-from jaxlm.forecast.hlo import CONTAINERS, KINDS, Operation, operation_by_name
+from jaxlm.hardware.hlo import CONTAINERS, KINDS, Operation, operation_by_name
 
 _MOST_SHOWN = 20
 _SOURCE_LENGTH = 60

@@ -11,7 +11,7 @@ from jaxlm.core.runtime import is_main_process
 from jaxlm.engine.activity import Activity
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
-from jaxlm.forecast.hlo import operations
+from jaxlm.hardware.hlo import operations
 from jaxlm.observe.profile_summary import describe_profile, newest_trace, read_profile
 
 SUMMARY = "profile.md"

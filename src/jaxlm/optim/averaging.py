@@ -11,6 +11,9 @@ import jax.numpy as jnp
 
 from jaxlm.core.field_types import BelowOne, NonNegativeInt, PositiveInt
 
+AS_TRAINED = "trained"
+"""The name of the weights themselves, beside those of their averages."""
+
 
 class Average(eqx.Module):
     """State of a weight average.

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxlm.config.decode import INHERITS
 from jaxlm.core import tree
 from jaxlm.core.controls import scaled
 from jaxlm.core.field_types import (
@@ -25,6 +24,7 @@ from jaxlm.core.guards import RewindRule, StepGuard
 from jaxlm.optim.bad_steps import SkipBadSteps, WindowLength, bad_step_guards
 from jaxlm.optim.lr.schedules import Schedule, ScheduleSpec, make_schedule
 from jaxlm.optim.lr.shapes import LrShape
+from jaxlm.reading.decode import INHERITS
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 import draccus
 import numpy as np
 
-from jaxlm.config.decode import choice_name
 from jaxlm.core.errors import ConfigError
+from jaxlm.reading.decode import choice_name
 from jaxlm.rewards.worker import RewardWorker
 
 TOTAL = "reward"

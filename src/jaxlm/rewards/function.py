@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxlm.config.plugins import import_name
 from jaxlm.core.errors import ConfigError
+from jaxlm.reading.plugins import import_name
 from jaxlm.rewards.base import Reward, RewardConfig, RewardContext, ScoredRows
 
 _OF_BATCH = ("prompts", "completions", "completion_ids", "is_finished", "places")

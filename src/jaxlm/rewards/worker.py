@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
-from jaxlm.config.decode import choice_name
 from jaxlm.core.errors import ConfigError
+from jaxlm.reading.decode import choice_name
 from jaxlm.rewards.process import AT, FAILED, OPENED, SCORED
 
 if TYPE_CHECKING:

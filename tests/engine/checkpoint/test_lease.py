@@ -17,7 +17,7 @@ from jaxlm.engine.checkpoint.holder import Holder
 from jaxlm.engine.checkpoint.lease import Lease
 from jaxlm.engine.checkpoint.lock import LeaseLostError
 from tests.gcs import BUCKET
-from tests.run.test_object_store import bucket  # noqa: F401 - a fixture
+from tests.session.test_object_store import bucket  # noqa: F401 - a fixture
 
 INTERVAL_S = 0.2
 

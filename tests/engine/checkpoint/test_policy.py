@@ -3,11 +3,11 @@ from datetime import timedelta
 import pytest
 import yaml
 
-from jaxlm.config.decode import decode
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig, KeepRule, SaveClock, is_permanent
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
 
 RULES = [KeepRule(2, 10), KeepRule(5, 20), KeepRule(10)]
 

@@ -7,7 +7,7 @@ from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
 from jaxlm.engine.checkpoint.manifest import Cursor, History
 from jaxlm.engine.checkpoint.restore import latest_complete, latest_valid, newest_undamaged
 from jaxlm.engine.checkpoint.store import CURSOR
-from jaxlm.run.load_model import find_checkpoint
+from jaxlm.session.load_model import find_checkpoint
 from tests.processes import together
 
 

@@ -4,9 +4,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxlm.config.load import load_config
-from jaxlm.config.run import RunConfig
-from jaxlm.run.exit_codes import command
+from jaxlm.plan.load_config import load_config
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.session.exit_codes import command
 from jaxlm.train import train
 
 

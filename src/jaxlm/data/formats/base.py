@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import draccus
 import numpy as np
 
-from jaxlm.config.decode import encode
 from jaxlm.data.sources.document_files import has_records
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.reading.decode import encode
 
 Truncation = Literal["keep_start", "keep_end", "drop_overlength"]
 

@@ -10,7 +10,6 @@ import numpy as np
 from annotated_types import Interval
 from haliax import Axis
 
-from jaxlm.config.effects import Harmless, Order, Rounding, Updates
 from jaxlm.core.axes import GROUP, POSITION, REWARD
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import (
@@ -42,6 +41,7 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.environments.base import EnvironmentConfig
 from jaxlm.environments.converse import check_environment_opens
 from jaxlm.models.inference.sampling import Sampling
+from jaxlm.reading.effects import Harmless, Order, Rounding, Updates
 from jaxlm.rewards.base import RewardConfig, RewardContext, Rewards, reward_names
 
 _MAX_TURNS = 4

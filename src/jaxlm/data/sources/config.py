@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from jaxlm.config.effects import OWN, Content, Effect, Evaluations, Harmless
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.data.base import TRAIN, VALIDATION, DataSource
@@ -14,6 +13,7 @@ from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.sources.corpus import CorpusConfig, CorpusSource
 from jaxlm.data.sources.files import sources_of
 from jaxlm.data.sources.named_dataset import dataset_sources
+from jaxlm.reading.effects import OWN, Content, Effect, Evaluations, Harmless
 
 DEFAULT_TEXT_KEY = "text"
 _RESERVED = (TRAIN, VALIDATION, "tokenizer", "mirror", "evaluate")

@@ -13,12 +13,12 @@ from typing import Any
 
 import draccus
 
-from jaxlm.config.decode import encode
 from jaxlm.core.atomic_io import atomic_file, remove_leftovers
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import Log
 from jaxlm.data.cache.cache_dir import disk_full_errors
 from jaxlm.data.sources.mirror import MirroredSource, copy_folder_name
+from jaxlm.reading.decode import encode
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxlm.config.decode import encode
-from jaxlm.config.yaml import merge
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.folder import ReadOptions
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.pretrained import open_pretrained
+from jaxlm.reading.decode import encode
+from jaxlm.reading.yaml import merge
 
 _KEY = "initialize_from_hf"
 

@@ -11,14 +11,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlm.config.decode import chosen_class
-from jaxlm.config.yaml import ConfigSource
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.levanter.data import data_section, supervised_sources
 from jaxlm.interop.levanter.evals import harness_evals
 from jaxlm.interop.levanter.lora import lora_phases
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.reading.decode import chosen_class
+from jaxlm.reading.yaml import ConfigSource
 
 # Path in Levanter -> path in jaxlm.
 _RENAMED = {

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from haliax import AxisSelector, NamedArray
 
 from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, KEY_POSITION, KV_HEADS, POSITION
-from jaxlm.core.hardware import cuda_capability
+from jaxlm.core.devices import cuda_capability
 from jaxlm.core.sharding import current_device, current_platform
 from jaxlm.core.tracing import trace_options
 from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES, blockwise_attention

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from jaxlm.config.plugins import import_name
 from jaxlm.core.axes import BATCH, KEY_POSITION, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import for_compute
@@ -27,6 +26,7 @@ from jaxlm.models.base import Hidden, Inputs, LanguageModel, check_taps, vocab_a
 from jaxlm.models.flax.modules import AxisNames, FlaxInputs, FlaxModule, flax_module
 from jaxlm.models.matrix_axes import DeclaresMatrices, MatrixAxes, matrix_sides
 from jaxlm.models.remat import RematPolicy, remat
+from jaxlm.reading.plugins import import_name
 
 _UNNAMED = "size_"
 # Flax's names for the parameters of norms, biases and embeddings, which stacked layers give a second axis.

@@ -7,11 +7,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-from jaxlm.config.decode import choice_name
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import SKIPPED
 from jaxlm.core.types import StepInfo
 from jaxlm.observe.callbacks.base import HOOKS, Callback, CallbackConfig, CallbackContext
+from jaxlm.reading.decode import choice_name
 
 _FAILURES = (Exception, SystemExit)  # of third-party code
 

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import draccus
 
-from jaxlm.config.decode import choice_name
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Completion, Histogram, Sample
+from jaxlm.reading.decode import choice_name
 
 
 class Tracker(Protocol):

@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 
 from jaxlm.core.bounded_read import read_bytes, read_text
-from jaxlm.core.hardware import processor
+from jaxlm.core.devices import processor
 from jaxlm.core.redaction import redacted_arguments
 
 MAX_CODE_FILES, MAX_CODE_BYTES = 2_000, 32 * 2**20
@@ -110,7 +110,10 @@ def described() -> dict[str, str]:
 def _command() -> str:
     """The command line of this process: `jaxlm train ...`, `python -m jaxlm.train ...`, or the user's own program."""
     program = Path(sys.argv[0])
-    words = ["python", "-m", f"jaxlm.{program.stem}"] if program.parent == _PACKAGE else [program.name]
+    words = [program.name]
+    if program.is_relative_to(_PACKAGE):
+        parts = program.relative_to(_PACKAGE.parent).with_suffix("").parts
+        words = ["python", "-m", ".".join(part for part in parts if part != "__main__")]
     return shlex.join([*words, *redacted_arguments(sys.argv[1:])])
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlm.core.hardware import caches, rows_in_half
+from jaxlm.core.devices import caches, rows_in_half
 from jaxlm.core.sharding import current_platform
 from jaxlm.core.tracing import CustomVjp, trace_options
 from jaxlm.models.attention.scores import ScoreRule

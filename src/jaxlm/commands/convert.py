@@ -1,0 +1,194 @@
+"""Converts a checkpoint to a folder for transformers, vLLM, PEFT or nanochat, or merges a PEFT folder into its base model.
+
+jaxlm convert to-hf --checkpoint checkpoints/mine --output_dir mine-hf --dtype bfloat16 --verify true
+jaxlm convert to-hf --checkpoint model-folder --adapter adapter-folder --output_dir merged
+jaxlm convert to-nanochat --checkpoint checkpoints/d12 --output_dir base_checkpoints/d12
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError, Parser
+from jaxlm.core.publish import Location, location_of
+from jaxlm.engine.checkpoint.store import CURSOR
+from jaxlm.interop.hf.folder import DTYPES, parse_dtype
+from jaxlm.interop.hf.hub import check_upload, check_upload_name, upload_folder
+from jaxlm.interop.hf.model_card import README, ModelCard
+from jaxlm.interop.hf.model_section import hf_name
+from jaxlm.interop.hf.verify import verify_folder
+from jaxlm.interop.torch.nanochat import save_nanochat
+from jaxlm.models.base import LanguageModel
+from jaxlm.reading.decode import choice_name
+from jaxlm.session.exit_codes import command
+from jaxlm.session.export import export_model, logged_evaluation, model_card
+from jaxlm.session.generation_options import add_adapter_option
+from jaxlm.session.inference_model import InferenceModel, load
+from jaxlm.session.load_model import LoadedModel, add_checkpoint_options, open_model
+from jaxlm.surgery.base import export_form, merge_surgeries
+from jaxlm.surgery.lora import round_adapters, save_peft, saved_modules
+
+_TO_NANOCHAT = "to-nanochat"
+_NUM_COMPARED = 32  # tokens
+_RELATIVE_TOLERANCE = 1e-3  # of the largest logit; both sides compute in float32, in different orders
+
+
+@command
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    options = _parser().parse_args(arguments)
+    if options.direction == _TO_NANOCHAT:
+        return _convert_to_nanochat(options)
+    if options.adapter is not None and options.adapters == "only":
+        raise ConfigError(
+            f"--adapter {options.adapter}: merged into the model, but --adapters only writes no model. Remove one of them"
+        )
+    folder, verify = _output_folder(options), options.verify == "true"
+    if verify and not isinstance(folder, Path):
+        raise ConfigError(f"--verify: true given, but {folder} is a URL. Verify a local folder, and copy it there")
+    if options.upload is not None:
+        if not isinstance(folder, Path):
+            raise ConfigError(f"--upload: {options.upload} given, but {folder} is a URL. Write a local folder")
+        check_upload_name(options.upload, "--upload")
+    opened = open_model(options.checkpoint, {}, options.adapter, options.weights)
+    if options.upload is not None:
+        check_upload("--upload")
+    dtype = opened.plan.precision.params if options.dtype is None else parse_dtype(options.dtype, "--dtype")
+    with opened.plan.layout.use():
+        if options.adapters == "only":
+            _write_adapters(folder, opened, dtype, _card(opened, options.checkpoint, "peft"), verify=verify)
+        else:
+            _write_model(folder, opened, dtype, _card(opened, options.checkpoint, "transformers"), verify=verify)
+    if options.upload is not None:
+        step = "" if opened.step is None else f", step {opened.step}"
+        print(f"pushed to {upload_folder(Path(folder), options.upload, f'{options.checkpoint}{step}')}")
+    return 0
+
+
+def _output_folder(options: argparse.Namespace) -> Location:
+    """Refuses a folder in a checkpoint: the checkpoint would not match its checksums."""
+    folder = location_of(options.output_dir)
+    parents = folder.absolute().parents if isinstance(folder, Path) else ()
+    if (checkpoint := next((parent for parent in parents if (parent / CURSOR).exists()), None)) is not None:
+        raise ConfigError(f"--output_dir: {folder} is inside the checkpoint {checkpoint}. Choose a folder outside")
+    return folder
+
+
+def _convert_to_nanochat(options: argparse.Namespace) -> int:
+    folder = _output_folder(options)
+    if not isinstance(folder, Path):
+        raise ConfigError(f"--output_dir: {folder} is a URL. Write a local folder, and copy it there")
+    opened = open_model(options.checkpoint, {}, None, options.weights)
+    plan, step = opened.plan, opened.step or 0
+    with plan.layout.use():
+        model = merge_surgeries(opened.load(), opened.surgeries)
+        save_nanochat(folder, model, opened.model, plan.layout, step=step)
+    print(f"wrote {opened.location} to {folder}")
+    return 0
+
+
+def _card(opened: LoadedModel, name: str, library: str) -> ModelCard:
+    """The model card. Args: name: as given on the command line."""
+    if opened.step is None:
+        return model_card(opened.plan, opened.model, None, {}, base=name, library=library)
+    logged = logged_evaluation(opened.plan.config, opened.step)
+    return model_card(opened.plan, opened.model, opened.step, logged, library=library)
+
+
+def _write_model(folder: Location, opened: LoadedModel, dtype: Any, card: ModelCard, *, verify: bool) -> None:
+    plan = opened.plan
+    model = export_form(opened.load(), opened.surgeries)
+    export_model(folder, model, opened.model, plan, opened.tokenizer, dtype, card, opened.merged)
+    print(f"wrote {opened.location} to {folder} as {jnp.dtype(dtype).name}")
+    if verify:
+        print(verify_folder(Path(folder), model, opened.model, plan.layout))
+
+
+def _write_adapters(folder: Location, opened: LoadedModel, dtype: Any, card: ModelCard, *, verify: bool) -> None:
+    plan = opened.plan
+    base = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
+    if verify and base is None:
+        raise ConfigError(
+            f"--verify: {opened.location} did not start from a Hugging Face model (initialize_from_hf), so there is no base"
+            " to load the adapters into. Remove --verify, or --adapters only"
+        )
+    if base is not None and plan.data[0].added_tokens:
+        raise ConfigError(
+            f"--adapters only: {opened.location} has data.added_tokens, and {base} has no rows for them. Adapters do not"
+            " contain them: write the whole model, without --adapters only"
+        )
+    if opened.model != plan.model:
+        raise ConfigError(
+            f"--adapters only: {opened.location} has another architecture than the model that the run started from (surgery"
+            f" {' and '.join(choice_name(type(one)) for one in opened.surgeries)}), so adapters alone would not fit it. Write"
+            " the whole model, without --adapters only"
+        )
+    model, saved = opened.load(), saved_modules(opened.surgeries)
+    files = {README: card.text().encode()}
+    save_peft(folder, model, opened.model, plan.layout, dtype=dtype, base=base or "", files=files, saved=saved)
+    print(f"wrote the adapters of {opened.location} to {folder}")
+    if base is not None and verify:
+        print(_verify_adapters(Path(folder), base, opened, round_adapters(model, dtype, saved)))
+
+
+def _verify_adapters(folder: Path, base: str, opened: LoadedModel, model: LanguageModel) -> str:
+    """Compares the logits of the base with the adapters in `folder` with those of the trained model, both in float32.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32) if tree.is_inexact(x) else x, model)
+    merged = merge_surgeries(exact, opened.surgeries)
+    trained, read = InferenceModel(opened, merged), load(base, adapter=str(folder), keys={"trainer.mp": "f32"})
+    size = min(merged.Vocab.size, read.model.Vocab.size)
+    length = min(merged.Pos.size, read.model.Pos.size, _NUM_COMPARED)
+    ids = np.random.default_rng(0).integers(0, size, length).tolist()
+    ours, theirs = (one.logits([ids])[0][:, :size] for one in (trained, read))
+    difference = float(np.abs(ours - theirs).max())
+    if not difference <= _RELATIVE_TOLERANCE * float(np.abs(ours).max()):
+        raise ConfigError(
+            f"{folder}: {base} with these adapters differs from {opened.location}: logits by up to {difference:.3g}. The run"
+            " has also changed other parameters, or its base is not the same any more. Write the whole model instead"
+            " (without --adapters only)"
+        )
+    return f"verified: {base} with the adapters has the checkpoint's logits, within {difference:.1e}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="jaxlm convert", description="Exports a trained model to another format.")
+    directions = parser.add_subparsers(dest="direction", metavar=f"to-hf or {_TO_NANOCHAT}", required=True)
+    to_nanochat = directions.add_parser(_TO_NANOCHAT, help="write model_STEP.pt and meta_STEP.json for nanochat")
+    add_checkpoint_options(to_nanochat)
+    to_nanochat.add_argument("--output_dir", required=True, help="folder to create; it must not exist")
+    to_hf = directions.add_parser(
+        "to-hf", help="write a folder for transformers and vLLM or, with --adapters only, for PEFT"
+    )
+    add_checkpoint_options(to_hf, or_else="; or a Hugging Face folder or hub name, such as the base of --adapter")
+    add_adapter_option(to_hf)
+    to_hf.add_argument("--output_dir", required=True, help="folder or URL to create; it must not exist")
+    to_hf.add_argument("--dtype", default=None, help=f"dtype of the weights: {', '.join(DTYPES)} (default: as trained)")
+    to_hf.add_argument(
+        "--verify",
+        choices=("true", "false"),
+        default="false",
+        help="load the written folder again and compare its logits and tokens with the checkpoint's (default false)",
+    )
+    to_hf.add_argument(
+        "--adapters",
+        choices=("merge", "only"),
+        default="merge",
+        help="merge LoRA adapters into the weights, or write only the adapters (default merge)",
+    )
+    to_hf.add_argument("--upload", default=None, help="also push the folder to this repository of the Hugging Face Hub")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

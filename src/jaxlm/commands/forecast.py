@@ -1,0 +1,261 @@
+"""Forecasts a run on hardware that is not available: whether it fits, how fast it can be, and what limits it.
+
+If the real compiler of the TPUs or NVIDIA GPUs is installed, the step is compiled ahead of time with it (no device
+needed). Otherwise the step is compiled for the same number of simulated CPU devices: its collectives are those of the
+partitioner, and its memory is what the CPU compiler plans, without fused kernels.
+
+The time is a roofline. Programs for NVIDIA GPUs are read kernel by kernel. For others, the model's FLOPs count at the
+fraction of the peak that large matrix products reach, and the state is read and written once. Collectives count at the
+bandwidth of the links. The optimistic estimate overlaps all communication with computation, the pessimistic one
+none.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxlm.commands.forecast_sampling import SamplingForecast, forecast_sampling, moved
+from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.install import install_command
+from jaxlm.engine.step import OPTIMIZER_SCOPE
+from jaxlm.hardware.aot_devices import aot_devices, has_compiler
+from jaxlm.hardware.estimate import Estimate, communication_seconds, estimate_kernels, speed_of
+from jaxlm.hardware.hlo import collectives_by_kind, kernels
+from jaxlm.hardware.roofline import Seconds, executed_flops, roofline
+from jaxlm.hardware.topologies import Topology
+from jaxlm.models.attention.aot_cuda import compiling_for_cuda
+from jaxlm.models.moe import num_active
+from jaxlm.models.remat import FULL
+from jaxlm.observe.console import Console, exact_duration, table
+from jaxlm.plan.load_config import run_id_of
+from jaxlm.plan.plan import Plan, make_plan
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.session.compilation.step import CompiledStep, compile_step, gib
+from jaxlm.session.dry_run import assumed_vocabulary
+from jaxlm.session.references import flops_per_token
+
+# Fraction of a data sheet's peak that a large bf16 matrix product reaches; measured on one H200: 0.78 to 0.81.
+GEMM_SHARE = 0.8
+_MAX_SIMULATED = 2048  # XLA treats more as devices of another process, which it cannot compile for on CPUs
+_STATE_TRAFFIC = 2 * 3 + 2  # parameter and two moments, read and written; gradient, written and read
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The forecast of a training step.
+
+    Attributes:
+        compiled_for: the real chip, or simulated devices.
+        parameters, active_parameters: number of parameters in total, and active for one token.
+        compute_seconds: time of matrix products and attention.
+        memory_seconds: time of memory-bound kernels, or, if the kernels are not known, of reading and writing the
+            state.
+        communication_seconds: time of collectives.
+        step_seconds: with all communication overlapped with computation (optimistic).
+        step_seconds_exposed: with no communication overlapped (pessimistic).
+        step_seconds_scheduled: with the overlap of the compiler's schedule; None if the kernels are not known.
+        mfu: model FLOPs utilization of the optimistic step, relative to the 16-bit peak, with causal attention counted.
+        mfu_exposed, mfu_scheduled: the same for the pessimistic step and for the scheduled one.
+        mfu_palm: `mfu` with attention counted over the whole sequence.
+        memory_bytes: memory per chip, as compiled.
+        recomputation: remat policy that the step was compiled with.
+        optimizer_seconds: the part of `compute_seconds` and `memory_seconds` that the update of the parameters takes; None if
+            the kernels are not known.
+        optimizer_flops_share: its share of the FLOPs of matrix products and attention that a device executes.
+        collectives: kind -> (number, output bytes) per step on one chip.
+        kernels: number of calls per step of each library kernel.
+        flops_per_token: the model's, as `mfu` counts them.
+        executed_flops: FLOPs of matrix products and attention that a chip executes in a step, recomputation included; None if
+            the kernels are not known. Products in fp8 count half.
+        sampling: what the model samples on these chips before it trains on it; None if it samples nothing there, or if the
+            kernels are not known.
+    """
+
+    topology: str
+    chips: int
+    compiled_for: str
+    parameters: int
+    active_parameters: int
+    tokens_per_step: int
+    compute_seconds: float
+    memory_seconds: float
+    communication_seconds: float
+    step_seconds: float
+    step_seconds_exposed: float
+    step_seconds_scheduled: float | None
+    tokens_per_second: float
+    mfu: float
+    mfu_exposed: float
+    mfu_scheduled: float | None
+    mfu_palm: float
+    memory_bytes: int | None
+    memory_limit: int
+    recomputation: str
+    optimizer_seconds: float | None
+    optimizer_flops_share: float | None
+    collectives: dict[str, tuple[int, int]]
+    kernels: dict[str, int]
+    flops_per_token: float
+    executed_flops: float | None
+    sampling: SamplingForecast | None
+
+
+def simulate_devices(topologies: Sequence[Topology]) -> None:
+    """Makes jax simulate the CPU devices of the largest topology that has no compiler. Call this before using jax."""
+    count = max([1, *(topology.num_chips for topology in topologies if not has_compiler(topology))])
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def forecast_all(config: RunConfig, topologies: Sequence[Topology], console: Console) -> None:
+    """Logs a table for each topology, then one JSON line for each."""
+    forecasts = [forecast(config, topology, console) for topology in topologies]
+    for result in forecasts:
+        console.log(table(f"{result.topology}: {result.chips} chips", _rows(result)))
+    for result in forecasts:
+        console.log(json.dumps(dataclasses.asdict(result)))
+
+
+def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecast:
+    """Compiles the step of the first phase for the topology and estimates its time."""
+    has_real_compiler = has_compiler(topology)
+    cuda = topology.chip.cuda if has_real_compiler else None
+    devices, compiled_for = aot_devices(topology) if has_real_compiler else _simulated_devices(topology)
+    plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0], devices)
+    sampling = None
+    with plan.layout.use(), compiling_for_cuda(cuda.capability) if cuda else nullcontext():
+        step = compile_step(plan, plan.phases[0], console.log, limit=int(topology.chip.memory))
+        if cuda:
+            sampling = forecast_sampling(plan, topology, console.log)
+    hlo = step.call.as_text() or ""
+    speed = speed_of(topology, plan.precision.compute)
+    estimate = (
+        estimate_kernels(hlo, topology, plan.mesh, plan.precision.compute)
+        if cuda
+        else _analytic(plan, topology, step, hlo)
+    )
+    seconds, exposed, scheduled = estimate.overlapped, estimate.exposed, estimate.scheduled
+    model = plan.state_builder.abstract_state(plan.phases[0]).model
+    flops = flops_per_token(plan, plan.phases[0])
+    per_second = plan.tokens_per_step / (topology.num_chips * topology.chip.peak)
+    return Forecast(
+        topology=topology.name,
+        chips=topology.num_chips,
+        compiled_for=compiled_for,
+        parameters=tree.num_parameters(model),
+        active_parameters=num_active(model),
+        tokens_per_step=plan.tokens_per_step,
+        compute_seconds=estimate.kernels.products + estimate.kernels.attention,
+        memory_seconds=estimate.kernels.memory,
+        communication_seconds=estimate.communication,
+        step_seconds=seconds,
+        step_seconds_exposed=exposed,
+        step_seconds_scheduled=scheduled,
+        tokens_per_second=plan.tokens_per_step / seconds,
+        mfu=flops.causal * per_second / seconds,
+        mfu_exposed=flops.causal * per_second / exposed,
+        mfu_scheduled=None if scheduled is None else flops.causal * per_second / scheduled,
+        mfu_palm=flops.palm * per_second / seconds,
+        memory_bytes=step.num_bytes,
+        memory_limit=int(topology.chip.memory),
+        recomputation=step.remat_policy,
+        optimizer_seconds=roofline(hlo, speed, OPTIMIZER_SCOPE).total if cuda else None,
+        optimizer_flops_share=executed_flops(hlo, OPTIMIZER_SCOPE) / max(1.0, estimate.flops or 0.0) if cuda else None,
+        collectives=estimate.collectives,
+        kernels=dict(kernels(hlo)) if cuda else {},
+        flops_per_token=flops.causal,
+        executed_flops=estimate.flops,
+        sampling=sampling,
+    )
+
+
+def _compiler_hint(platform: str) -> str:
+    if platform == "tpu":
+        return "pip install libtpu installs the compiler for TPUs; no TPU is needed"
+    return f"{install_command('gpu')} installs the compiler for NVIDIA GPUs; no GPU is needed"
+
+
+def _simulated_devices(topology: Topology) -> tuple[Sequence[Any], str]:
+    """CPU devices, as many as the topology has, and a description of them."""
+    hint = _compiler_hint(topology.chip.platform)
+    if topology.num_chips > _MAX_SIMULATED:
+        raise ConfigError(
+            f"--topology {topology.name}: {topology.num_chips} chips given, but jax compiles for at most"
+            f" {_MAX_SIMULATED} simulated devices. Use fewer chips, or compile for the real ones: {hint}"
+        )
+    devices = jax.devices("cpu")
+    if len(devices) < topology.num_chips:
+        raise ConfigError(
+            f"--topology {topology.name}: {topology.num_chips} simulated devices needed, but jax was initialized with"
+            f" {len(devices)}. Call simulate_devices before you use jax"
+        )
+    description = f"{topology.num_chips} simulated CPU devices, whose collectives are float32 ({hint})"
+    return devices[: topology.num_chips], description
+
+
+def _analytic(plan: Plan, topology: Topology, step: CompiledStep, hlo: str) -> Estimate:
+    """The estimate for chips whose kernels are not known."""
+    return Estimate(
+        kernels=_analytic_seconds(plan, topology, full_remat=step.remat_policy == FULL),
+        communication=communication_seconds(hlo, topology, plan.mesh),
+        hidden=None,
+        flops=None,
+        collectives=collectives_by_kind(hlo),
+    )
+
+
+def _analytic_seconds(plan: Plan, topology: Topology, *, full_remat: bool) -> Seconds:
+    """Time of the model's FLOPs (a third more with full remat) and of reading and writing its state."""
+    flops = flops_per_token(plan, plan.phases[0]).causal * plan.tokens_per_step
+    executed = flops * (4 / 3 if full_remat else 1) / topology.num_chips
+    model = plan.state_builder.abstract_state(plan.phases[0]).model
+    state = _STATE_TRAFFIC * tree.num_parameters(model) * plan.precision.params.itemsize
+    num_shards = plan.mesh.data * plan.mesh.model
+    return Seconds(
+        products=executed / (topology.chip.peak_of(plan.precision.compute) * GEMM_SHARE),
+        memory=state / num_shards / topology.chip.memory_bandwidth,
+    )
+
+
+def _rows(result: Forecast) -> list[tuple[str, str]]:
+    memory = "unknown" if result.memory_bytes is None else gib(result.memory_bytes)
+    seconds = mfu = ""
+    if result.step_seconds_scheduled is not None and result.mfu_scheduled is not None:
+        seconds = f"{exact_duration(result.step_seconds_scheduled)} as scheduled, "
+        mfu = f"{result.mfu_scheduled:.1%} as scheduled, "
+    step, exposed = map(exact_duration, (result.step_seconds, result.step_seconds_exposed))
+    compute, traffic = map(exact_duration, (result.compute_seconds, result.memory_seconds))
+    full_attention = f"{result.mfu_palm:.1%} with full attention counted"
+    optimizer = "unknown"
+    if result.optimizer_seconds is not None and result.optimizer_flops_share is not None:
+        share = result.optimizer_seconds / (result.compute_seconds + result.memory_seconds)
+        flops_share = f"{result.optimizer_flops_share:.1%} of FLOPs"
+        optimizer = f"{exact_duration(result.optimizer_seconds)}, {share:.1%} of compute and memory; {flops_share}"
+    executed = "unknown"
+    if result.executed_flops is not None:
+        counted = result.flops_per_token * result.tokens_per_step / result.chips
+        times = result.executed_flops / counted
+        executed = f"{result.executed_flops:.4g} executed per chip and step, {times:.2f} times the model's"
+    rows = [
+        ("compiled for", f"{result.compiled_for}, remat policy {result.recomputation}"),
+        ("parameters", f"{result.parameters:,}, {result.active_parameters:,} of them active per token"),
+        ("step", f"{result.tokens_per_step:,} tokens, {step} ({seconds}{exposed} exposed)"),
+        ("compute", f"{compute} matrix products and attention, {traffic} memory"),
+        ("optimizer", optimizer),
+        ("communication", exact_duration(result.communication_seconds)),
+        ("FLOPs", f"{result.flops_per_token:.4g} per token; {executed}"),
+        ("collectives", moved(result.collectives)),
+        ("tokens/s", f"{result.tokens_per_second:,.0f} ({result.tokens_per_second / result.chips:,.0f} per chip)"),
+        ("MFU", f"{result.mfu:.1%} ({mfu}{result.mfu_exposed:.1%} exposed); {full_attention}"),
+        ("kernels", ", ".join(f"{name} x {n}" for name, n in result.kernels.items()) or "unknown"),
+        ("memory per chip", f"{memory} of {gib(result.memory_limit)}"),
+    ]
+    return rows if result.sampling is None else [*rows, *result.sampling.rows_of_table(result.memory_limit)]

@@ -1,0 +1,236 @@
+"""Roofline estimate: the run time of a compiled program if each kernel runs as fast as the device allows.
+
+The time of a matrix product is that of its FLOPs or of its memory traffic, whichever is longer; of fused attention,
+that of its FLOPs; of everything else, that of its memory traffic (Williams et al. 2009, doi:10.1145/1498765.1498785).
+Collectives and launch overhead are not counted.
+
+Reads programs for NVIDIA GPUs as XLA prints them: each instruction outside fused computations is one kernel.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxlm.hardware.hlo import COLLECTIVES, Collective, Computation, Instruction, Program, integers
+
+_CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:] ?[{\[]([\d," ]*)')
+_SCORES = re.compile(r'"intermediate_tensor_shape".*?"dimensions": ?\[([\d," ]*)\]')
+_ATTENTION = "__cudnn$fmha"
+_FUSIONS = ("fusion", "fusion-start")
+# Instructions that move no data: aliases of existing values, collectives, and the ends of what runs asynchronously.
+_FREE = {
+    *(
+        "after-all",
+        "bitcast",
+        "constant",
+        "get-tuple-element",
+        "iota",
+        "parameter",
+        "partition-id",
+        "replica-id",
+        "tuple",
+    ),
+    *COLLECTIVES,
+    *(f"{kind}-{end}" for kind in (*COLLECTIVES, "async", "copy") for end in ("start", "done", "update")),
+    "fusion-done",
+}
+_SLICES = {"dynamic-slice", "gather", "slice"}
+# The backward pass of attention has five matrix products, the forward pass two.
+_BACKWARD = 2.5
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Throughput of a device.
+
+    Attributes:
+        products: FLOP/s of large matrix products.
+        attention: FLOP/s of fused attention.
+        memory: bytes/s.
+    """
+
+    products: float
+    attention: float
+    memory: float
+
+
+_ONE_FLOP = Speed(products=1.0, attention=1.0, memory=math.inf)  # a "second" is a FLOP
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Run time of a program by kind of kernel.
+
+    Attributes:
+        products: matrix products.
+        attention: fused attention.
+        memory: everything else, which is bound by memory bandwidth.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The sum: kernels run one after another."""
+        return self.products + self.attention + self.memory
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(self.products + other.products, self.attention + other.attention, self.memory + other.memory)
+
+    def __mul__(self, times: int) -> "Seconds":
+        return Seconds(times * self.products, times * self.attention, times * self.memory)
+
+
+def roofline(hlo: str, speed: Speed, scope: str = "") -> Seconds:
+    """The run time of a program on one device.
+
+    A conditional takes as long as its slowest branch, among the branches whose loops have known trip counts: attention
+    to packed rows loops over as many documents as there are. Other loops with unknown trip counts count once.
+
+    Args:
+        scope: counts only the operations in this named scope of the traced program. Empty counts all.
+    """
+    program = Program.parse(hlo)
+    return _Roofline(program, speed, scope).seconds(program.entry) if program.entry else Seconds()
+
+
+def executed_flops(hlo: str, scope: str = "") -> float:
+    """FLOPs of matrix products and fused attention in one run of a program on one device. Products in fp8 count half.
+
+    Args:
+        scope: as for `roofline`.
+    """
+    return roofline(hlo, _ONE_FLOP, scope).total
+
+
+def overlapped(hlo: str, speed: Speed, seconds: Callable[[Collective], float]) -> float:
+    """Seconds for which collectives run concurrently with kernels, in the compiler's schedule.
+
+    `seconds` returns the run time of a collective.
+    """
+    program = Program.parse(hlo)
+    estimate = _Roofline(program, speed)
+    return sum((count * estimate.overlapped(name, seconds) for name, count in program.executed()), 0.0)
+
+
+@dataclass(frozen=True)
+class _Roofline:
+    program: Program
+    speed: Speed
+    scope: str = ""
+
+    def overlapped(self, name: str, seconds: Callable[[Collective], float]) -> float:
+        """Overlap of collectives that start and end in a computation. They run one after another, while kernels run."""
+        hidden = 0.0
+        in_flight: dict[str, float] = {}  # remaining seconds of each collective, in the order of their starts
+        computation = self.program.computations[name]
+        for instruction in computation.values():
+            if instruction.opcode.endswith("-start") and (started := instruction.collectives()):
+                in_flight[instruction.name] = sum(map(seconds, started))
+            elif instruction.opcode.endswith("-done"):
+                in_flight.pop(instruction.operands[0], None)
+            elif in_flight:
+                kernel = self._instruction_seconds(instruction, computation).total
+                for collective, remaining in in_flight.items():
+                    in_flight[collective] = remaining - (overlap := min(kernel, remaining))
+                    kernel, hidden = kernel - overlap, hidden + overlap
+        return hidden
+
+    def seconds(self, name: str) -> Seconds:
+        """The run time of a computation, run once."""
+        computation = self.program.computations[name]
+        return sum((self._instruction_seconds(i, computation) for i in computation.values()), Seconds())
+
+    def _instruction_seconds(self, instruction: Instruction, body: Computation) -> Seconds:
+        if instruction.opcode in _FREE:
+            return Seconds()
+        called = self.program.called_by(instruction)
+        if instruction.opcode == "while":
+            return sum(map(self.seconds, called), Seconds()) * (self.program.trip_count(instruction) or 1)
+        if instruction.opcode == "conditional":
+            known = [name for name in called if self._has_known_trip_counts(name)]
+            return max(map(self.seconds, known or called), key=lambda seconds: seconds.total)
+        if instruction.opcode == "call":
+            return sum(map(self.seconds, called), Seconds())
+        return self._kernel(instruction, body)
+
+    def _has_known_trip_counts(self, name: str) -> bool:
+        """Whether all loops of a computation, also inside its calls, have known trip counts."""
+        instructions = self.program.computations[name].values()
+        loops = (instruction for instruction in instructions if instruction.opcode == "while")
+        called = (inner for instruction in instructions for inner in self.program.called_by(instruction))
+        return all(map(self.program.trip_count, loops)) and all(map(self._has_known_trip_counts, called))
+
+    def _kernel(self, kernel: Instruction, body: Computation) -> Seconds:
+        if not self._is_counted(kernel):
+            return Seconds()
+        if _ATTENTION in kernel.line:
+            return Seconds(attention=_attention_flops(kernel) / self.speed.attention)
+        memory = self._traffic(kernel, body) / self.speed.memory
+        if flops := self._flops(kernel, body):
+            return Seconds(products=max(flops / self.speed.products, memory))
+        return Seconds(memory=memory)
+
+    def _is_counted(self, kernel: Instruction) -> bool:
+        """Whether a kernel is in the scope. A fusion that has no name is if any of its operations is."""
+        if not self.scope:
+            return True
+        fused = (self.program.computations[name] for name in self.program.called_by(kernel))
+        sources = [kernel.source] if kernel.source else [i.source for contents in fused for i in contents.values()]
+        return any(self.scope in source.split("/") for source in sources)
+
+    def _flops(self, kernel: Instruction, body: Computation) -> float:
+        """FLOPs of the matrix products in a kernel. Those in fp8 count half, because they are twice as fast."""
+        if contracted := _CONTRACTED.search(kernel.line):
+            dtype, left = body[kernel.operands[0]].outputs[0]
+            flops = 2.0 * math.prod(kernel.shape) * math.prod(left[d] for d in integers(contracted[1]))
+            return flops / 2 if dtype.startswith("f8") else flops
+        called = (self.program.computations[name] for name in self.program.called_by(kernel))
+        return sum(self._flops(instruction, fused) for fused in called for instruction in fused.values())
+
+    def _traffic(self, kernel: Instruction, body: Computation) -> int:
+        """Bytes that a kernel reads and writes."""
+        operands = [body[name] for name in kernel.operands if name in body]
+        called = self.program.called_by(kernel)
+        if kernel.opcode not in _FUSIONS or len(called) != 1:
+            return _bytes_written(kernel, body) + sum(_bytes_read(operand, [kernel], body) for operand in operands)
+        fused = self.program.computations[called[0]]
+        parameters = [instruction for instruction in fused.values() if instruction.opcode == "parameter"]
+        users = {p.name: [i for i in fused.values() if p.name in i.operands] for p in parameters}
+        root = next(instruction for instruction in fused.values() if instruction.is_root)
+        return _bytes_written(root, fused) + sum(_bytes_read(p, users[p.name], fused) for p in parameters)
+
+
+def _bytes_read(value: Instruction, users: list[Instruction], body: Computation) -> int:
+    """Bytes of a value that its users read: only the slices if they slice it, nothing if they update it in place."""
+    needed = 0
+    for user in users:
+        is_first = bool(user.operands) and user.operands[0] == value.name
+        if user.opcode == "bitcast":
+            needed += _bytes_read(user, [i for i in body.values() if user.name in i.operands], body)
+        elif user.opcode in _SLICES and is_first:
+            needed += user.num_bytes
+        elif not (user.opcode == "dynamic-update-slice" and is_first):
+            return value.num_bytes
+    return min(needed, value.num_bytes)
+
+
+def _bytes_written(root: Instruction, body: Computation) -> int:
+    """Bytes written to the output. An in-place update writes only its slice."""
+    if root.opcode == "tuple":
+        return sum(_bytes_written(body[name], body) for name in root.operands)
+    if root.opcode == "bitcast" and root.operands[0] in body:
+        return _bytes_written(body[root.operands[0]], body)
+    if root.opcode == "dynamic-update-slice":
+        return body[root.operands[1]].num_bytes
+    return root.num_bytes
+
+
+def _attention_flops(call: Instruction) -> float:
+    """FLOPs of cuDNN's causal attention, forward or backward: two products with the scores [B, N, T, S]."""
+    scores = _SCORES.search(call.line)
+    assert scores is not None, call.line
+    return 2 * 2 * math.prod(integers(scores[1])) * call.shape[-1] / 2 * (_BACKWARD if "Backward" in call.line else 1)

@@ -1,0 +1,163 @@
+"""Topologies to forecast for: specifications of chips, and how many there are.
+
+Source: the vendors' data sheets. Link bandwidths are one-way, all links of a chip together.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxlm.core.devices import peak_flops
+from jaxlm.core.errors import ConfigError
+
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """Specification of an NVIDIA GPU for the compiler.
+
+    Attributes:
+        name: as reported by the driver.
+        capability: compute capability.
+        processors: number of streaming multiprocessors.
+        lanes: float32 units per multiprocessor.
+        clock_ghz: maximum clock rate.
+        shared_memory: KiB per multiprocessor.
+        l2_cache: MiB.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    processors: int
+    lanes: int
+    clock_ghz: float
+    shared_memory: int
+    l2_cache: int
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Specification of one chip.
+
+    Attributes:
+        name: name in `peak_flops`.
+        platform: `tpu` or `gpu`.
+        memory: bytes.
+        memory_bandwidth: bytes/s.
+        link_bandwidth: bytes/s to neighboring chips.
+        domain: number of chips connected at `link_bandwidth`; None means all.
+        outer_bandwidth: bytes/s to chips outside the domain.
+        cores: cores per chip that a topology's name counts (`v5p-512` is 256 chips).
+        torus: number of dimensions of the torus; 0 if the network is not a torus.
+        max_chips: maximum number of chips in one network. Multislice TPUs are not supported.
+        compiler: name of the chip for the ahead-of-time TPU compiler.
+        cuda: specification for the ahead-of-time GPU compiler.
+    """
+
+    name: str
+    platform: str
+    memory: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    domain: int | None = None
+    outer_bandwidth: float = 0.0
+    cores: int = 1
+    torus: int = 0
+    max_chips: int = 8192
+    compiler: str = ""
+    cuda: Cuda | None = None
+
+    @property
+    def peak(self) -> float:
+        """Dense bf16 FLOP/s."""
+        flops = peak_flops(f"TPU {self.name}" if self.platform == "tpu" else f"NVIDIA {self.name.upper()}")
+        assert flops is not None, self.name
+        return flops
+
+    def peak_of(self, dtype: Any) -> float:
+        """Dense FLOP/s of matrix products at jax's default precision: float32 is TF32 on GPUs and bf16 on TPUs."""
+        halved = self.platform == "gpu" and np.dtype(dtype).itemsize == 4
+        return self.peak / 2 if halved else self.peak
+
+
+_GIB = float(1 << 30)
+_A100 = Cuda("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41, 164, 40)
+_H100 = Cuda("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, 228, 50)
+_H200 = Cuda("NVIDIA H200", (9, 0), 132, 128, 1.98, 228, 50)
+_B200 = Cuda("NVIDIA B200", (10, 0), 148, 128, 1.965, 228, 126)
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("v4", "tpu", 32 * _GIB, 1228 * _GB, 150 * _GB, cores=2, torus=3, max_chips=4096, compiler="v4"),
+        Chip("v5e", "tpu", 16 * _GIB, 819 * _GB, 100 * _GB, torus=2, max_chips=256, compiler="v5e"),
+        Chip("v5p", "tpu", 95 * _GIB, 2765 * _GB, 300 * _GB, cores=2, torus=3, compiler="v5"),
+        Chip("v6e", "tpu", 32 * _GIB, 1640 * _GB, 224 * _GB, torus=2, max_chips=256, compiler="v6e"),
+        Chip("a100", "gpu", 80 * _GB, 2039 * _GB, 300 * _GB, domain=8, outer_bandwidth=25 * _GB, cuda=_A100),
+        Chip("h100", "gpu", 80 * _GB, 3350 * _GB, 450 * _GB, domain=8, outer_bandwidth=50 * _GB, cuda=_H100),
+        Chip("h200", "gpu", 141 * _GB, 4800 * _GB, 450 * _GB, domain=8, outer_bandwidth=50 * _GB, cuda=_H200),
+        Chip("b200", "gpu", 180 * _GB, 8000 * _GB, 900 * _GB, domain=8, outer_bandwidth=50 * _GB, cuda=_B200),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A number of chips of one kind.
+
+    Attributes:
+        name: as the user gave it, for example `v5p-512`.
+    """
+
+    name: str
+    chip: Chip
+    num_chips: int
+
+    @property
+    def compiler_name(self) -> str:
+        """The torus in the notation of the ahead-of-time compiler, for example `v5:4x8x8`."""
+        return f"{self.chip.compiler}:{'x'.join(map(str, torus(self.num_chips, self.chip.torus)))}"
+
+    @property
+    def hosts(self) -> tuple[int, int]:
+        """(hosts, chips per host): one host per domain if the chips fill whole domains, else a single host."""
+        domain = self.chip.domain or self.num_chips
+        return (self.num_chips // domain, domain) if self.num_chips % domain == 0 else (1, self.num_chips)
+
+    def bandwidth(self, num_chips: int) -> float:
+        """Bytes/s per chip in a group of `num_chips`."""
+        inside = self.chip.domain is None or num_chips <= self.chip.domain
+        return self.chip.link_bandwidth if inside else self.chip.outer_bandwidth
+
+
+def parse_topology(text: str) -> Topology:
+    """Parses `v5p-512` (number of cores, as the vendor counts), `v5e-256` or `h100-64` (number of chips)."""
+    match = re.fullmatch(r"([a-z0-9]+)-(\d+)", text)
+    if match is None or match[1] not in CHIPS:
+        raise ConfigError(
+            f"--topology {text}: a chip and a number expected, as in v5p-512. Allowed chips: {', '.join(CHIPS)}"
+        )
+    chip, number = CHIPS[match[1]], int(match[2])
+    if number % chip.cores or not 0 < number // chip.cores <= chip.max_chips:
+        unit = f"a multiple of {chip.cores} (cores)" if chip.cores > 1 else "a number of chips"
+        raise ConfigError(f"--topology {text}: {unit} up to {chip.max_chips * chip.cores} expected")
+    return Topology(text, chip, number // chip.cores)
+
+
+def torus(num_chips: int, dimensions: int) -> tuple[int, ...]:
+    """The side lengths of the most even torus. Sides above 4 are multiples of 4. Raises `ConfigError` if there is none."""
+
+    def shapes(chips: int, num_sides: int, minimum: int) -> list[tuple[int, ...]]:
+        """All torus shapes with increasing sides of at least `minimum`."""
+        allowed = lambda side: side in (1, 2, 4) or side % 4 == 0  # noqa: E731
+        if num_sides == 1:
+            return [(chips,)] if chips >= minimum and allowed(chips) else []
+        sides = [side for side in range(minimum, chips + 1) if chips % side == 0 and allowed(side)]
+        return [(side, *more) for side in sides for more in shapes(chips // side, num_sides - 1, side)]
+
+    candidates = shapes(num_chips, dimensions, 1)
+    if not candidates:
+        raise ConfigError(f"{num_chips} chips do not form a torus of {dimensions} dimensions. Use a power of two")
+    return min(candidates, key=lambda shape: shape[-1] - shape[0])

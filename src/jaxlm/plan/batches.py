@@ -1,0 +1,145 @@
+"""Resolves the batch keys of the `trainer` section for the available devices."""
+
+import itertools
+from dataclasses import dataclass
+
+from jaxlm.core.errors import ConfigError, divisors
+from jaxlm.data.batch_schedule import BatchSchedule, BatchSize, BatchStage
+from jaxlm.plan.trainer_config import TrainerConfig
+
+_KEY = "trainer.train_batch_size"
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Batch sizes of a run.
+
+    Attributes:
+        train: training batch size and its division into microbatches, by step.
+        eval: sequences per evaluation batch.
+    """
+
+    train: BatchSchedule
+    eval: int
+
+
+def batch_sizes(trainer: TrainerConfig) -> tuple[BatchSize, ...] | None:
+    """The stages of `train_batch_size`; None if it depends on the number of devices (-1)."""
+    given = trainer.train_batch_size
+    if given == -1:
+        return None
+    sizes = (BatchSize(0, given),) if isinstance(given, int) else tuple(given)
+    for number, size in enumerate(sizes):
+        if size.value < 1:
+            where, allowed = (_KEY, "-1 or 1") if isinstance(given, int) else (f"{_KEY}.{number}.value", "1")
+            raise ConfigError(f"{where}: {size.value} given, must be {allowed} or more")
+    starts = [size.start for size in sizes]
+    if not starts or starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)):
+        raise ConfigError(
+            f"{_KEY}: stages starting at steps {starts} given, but the first must start at 0 and each must start later than"
+            " the previous one"
+        )
+    return sizes
+
+
+def plan_batches(trainer: TrainerConfig, num_shards: int) -> BatchPlan:
+    """Divides batches over the `num_shards` devices that share a batch, and into microbatches (`per_device_parallelism`, or
+    `max_per_device_parallelism`).
+    """
+    per_device = trainer.parallelism
+    if per_device != -1 and trainer.max_per_device_parallelism is not None:
+        raise ConfigError(
+            f"trainer.max_per_device_parallelism: {trainer.max_per_device_parallelism} given, but per_device_parallelism:"
+            f" {per_device} sets the size. Remove one of them"
+        )
+    if per_device != -1 and per_device < 1:
+        raise ConfigError(f"trainer.per_device_parallelism: {per_device} given, must be -1 or at least 1")
+    sizes = batch_sizes(trainer)
+    if sizes is None:
+        if per_device == -1:
+            raise ConfigError(
+                f"{_KEY}: -1 given, which requires trainer.per_device_parallelism. Set it, or a batch size"
+            )
+        sizes = (BatchSize(0, per_device * num_shards),)
+    for_eval = trainer.per_device_eval_parallelism
+    if for_eval != -1 and for_eval < 1:
+        raise ConfigError(f"trainer.per_device_eval_parallelism: {for_eval} given, must be -1 or at least 1")
+    train = BatchSchedule(tuple(_stage(trainer, size, num_shards, per_device) for size in sizes))
+    # From the first stage, because the evaluation batch must not change during the run.
+    return BatchPlan(train, eval=train.first.microbatch if for_eval == -1 else for_eval * num_shards)
+
+
+def unreached_stages(trainer: TrainerConfig, num_steps: int) -> list[str]:
+    """A warning for each batch size stage that starts after the end of the run."""
+    return [
+        f"{_KEY}: the stage of {size.value} from step {size.start} is never reached: the run ends after {num_steps} steps"
+        for size in batch_sizes(trainer) or ()
+        if size.start >= num_steps
+    ]
+
+
+def small_batches(batches: BatchSchedule, num_shards: int) -> list[str]:
+    """A warning for each batch size that is smaller than the number of devices that share a batch."""
+    return [
+        f"{_KEY}: {stage.size} sequences are fewer than the {num_shards} devices that share the batch (replica x data), so"
+        f" {num_shards - stage.size} of them get empty sequences and waste their time"
+        for stage in batches.stages
+        if stage.size < num_shards
+    ]
+
+
+def describe_batches(batches: BatchSchedule, seq_len: int, num_steps: int) -> str:
+    """Describes the batch sizes by step, and the total if they change."""
+    reached = batches.between(0, num_steps)
+    start = "from step {}: " if len(reached) > 1 else ""
+    parts = [
+        f"{start.format(stage.start)}{stage.size} x {seq_len} = {stage.size * seq_len:,} tokens per step,"
+        f" {stage.num_microbatches} microbatches of {stage.microbatch}"
+        for stage in reached
+    ]
+    if len(reached) > 1:
+        examples = batches.examples_before(num_steps)
+        parts.append(f"{examples:,} sequences, {examples * seq_len:,} tokens in total over {num_steps} steps")
+    return "; ".join(parts)
+
+
+def _stage(trainer: TrainerConfig, size: BatchSize, num_shards: int, per_device: int) -> BatchStage:
+    largest_share = -(-size.value // num_shards)
+    if size.value < num_shards:
+        per_device = 1  # the batch is padded, and more empty sequences would only cost time
+    elif not trainer.allow_nondivisible_batch_size:
+        _check_divides(trainer, size, num_shards, per_device)
+    if per_device == -1:
+        is_padded, may_pad = bool(size.value % num_shards), trainer.allow_nondivisible_batch_size
+        per_device = _microbatch(largest_share, trainer.max_per_device_parallelism, padded=is_padded, may_pad=may_pad)
+    return BatchStage(size.start, size.value, -(-size.value // (per_device * num_shards)), per_device * num_shards)
+
+
+def _microbatch(share: int, limit: int | None, *, padded: bool, may_pad: bool) -> int:
+    """Sequences per device in a microbatch: at most `limit`, in as few microbatches as possible.
+
+    They divide a device's share evenly, unless the batch is `padded` with empty sequences anyway, or may be and would take
+    more than twice as many microbatches otherwise.
+    """
+    fewest = 1 if limit is None else -(-share // limit)
+    even = next(number for number in range(fewest, share + 1) if share % number == 0)
+    if padded or (may_pad and even > 2 * fewest):
+        return -(-share // fewest)
+    return share // even
+
+
+def _check_divides(trainer: TrainerConfig, size: BatchSize, num_shards: int, per_device: int) -> None:
+    stage = "" if isinstance(trainer.train_batch_size, int) else f" from step {size.start}"
+    if size.value % num_shards:
+        below = size.value // num_shards * num_shards
+        raise ConfigError(
+            f"{_KEY}: {size.value} sequences{stage} do not divide evenly over the {num_shards} devices that share the batch"
+            f" (replica x data). Nearest valid sizes: {below}, {below + num_shards}. Or set"
+            " trainer.allow_nondivisible_batch_size: true to pad each batch with empty sequences"
+        )
+    share = size.value // num_shards
+    if per_device != -1 and share % per_device:
+        raise ConfigError(
+            f"trainer.per_device_parallelism: {per_device} does not divide the {share} sequences per device"
+            f" (train_batch_size {size.value}{stage} over {num_shards} devices). Allowed: {', '.join(divisors(share))}"
+        )

@@ -1,0 +1,195 @@
+"""Loads a `RunConfig` from a YAML file and the command line."""
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxlm.core.distributed import DistributedConfig
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.redaction import remember_secrets
+from jaxlm.interop.hf.model_section import with_hf_model
+from jaxlm.interop.levanter.config import from_levanter
+from jaxlm.plan.presets.base import with_preset
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.decode import decode, drop_stale_keys
+from jaxlm.reading.overrides import OPTION, help_text, option_tree, override, parse_arguments
+from jaxlm.reading.plugins import load_installed_plugins
+from jaxlm.reading.recipes import config_file
+from jaxlm.reading.schema import sections
+from jaxlm.reading.yaml import ConfigSource, load_yaml, parse_value
+
+R = TypeVar("R", bound=RunConfig)
+_FOLLOWING = ("callbacks", "tracker")  # keys of `trainer` that only look at a run while it trains
+_OF_ALL_PHASES = ("tokenizer", "vocab_size", "added_tokens")  # keys of `data` that must be the same in all phases
+
+
+def as_run_config(config: RunConfig) -> RunConfig:
+    """Drops the keys that a user program added in a subclass, so that every command can read the result."""
+    return RunConfig(**{item.name: getattr(config, item.name) for item in fields(RunConfig)})
+
+
+def load_config(arguments: Sequence[str], command: str, kind: type[R] = RunConfig) -> R:
+    """Loads the configuration file given on the command line and applies the overrides.
+
+    Args:
+        command: module name to show in the help text, as in `python -m command`.
+        kind: `RunConfig`, or a subclass with additional keys of a user program.
+
+    Raises:
+        SystemExit: `--help` was given and the help text was printed.
+    """
+    return decode_run(*load_source(arguments, command, kind), kind)
+
+
+def load_source(arguments: Sequence[str], command: str, kind: type[RunConfig]) -> tuple[ConfigSource, str | None]:
+    """The configuration file given on the command line with the overrides, undecoded, and its name without suffix.
+
+    Raises:
+        SystemExit: `--help` was given and the help text was printed.
+    """
+    load_installed_plugins()
+    parsed = parse_arguments(arguments)
+    if parsed.help is not None:
+        print(help_of(f"python -m {command}", parsed.help, kind))
+        raise SystemExit(0)
+    if parsed.config_path is None and not parsed.options:
+        raise ConfigError(
+            "no configuration given. Pass --config_path run.yaml to read a file (jaxlm:quickstart.yaml ships with jaxlm and"
+            " trains on text included with Python), or --section.key value to set one key. --help lists all keys"
+        )
+    if "quantize" in parsed.options:
+        raise ConfigError(
+            "command line: --quantize: quantized weights cannot be trained. Remove it here, and use it with jaxlm sample,"
+            " chat or evaluate"
+        )
+    source = ConfigSource({}) if parsed.config_path is None else load_yaml(parsed.config_path)
+    dropped = drop_stale_keys(kind, source.tree, option_tree(parsed.options))
+    if dropped:
+        print(f"note: the command line changes a type; these keys of the file are ignored: {', '.join(dropped)}")
+    source, notes = from_levanter(override(source, parsed.options))
+    for note in notes:
+        print(f"note: {note}")
+    return source, None if parsed.config_path is None else config_file(parsed.config_path).stem
+
+
+def help_of(command: str, topic: str, kind: type[RunConfig] = RunConfig) -> str:
+    """The help text of a command, on a section or key; on "", on all."""
+    load_installed_plugins()  # their keys are listed too
+    return help_text(sections(kind), command, topic)
+
+
+def given_distributed(arguments: Sequence[str]) -> DistributedConfig:
+    """How the processes of the run connect, as far as it can be told although the command line or the file is wrong."""
+    given: dict[str, str] = {}
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, text = argument.partition("=")
+        given[name.removeprefix("--")] = text if equals else following
+    prefix, tree = "trainer.distributed.", {}
+    with contextlib.suppress(ConfigError):
+        section = load_yaml(given.get("config_path", given.get("config", ""))).tree.get("trainer")
+        tree = dict(section.get("distributed") or {}) if isinstance(section, dict) else {}
+    tree |= {name.removeprefix(prefix): parse_value(text) for name, text in given.items() if name.startswith(prefix)}
+    return decode(DistributedConfig, ConfigSource(tree))
+
+
+def refuse_dry_run(config: RunConfig, reason: str) -> None:
+    """Raises `ConfigError` if `dry_run` is set for a command that does not train, but does what `reason` says."""
+    if config.dry_run:
+        raise ConfigError(
+            f"dry_run: true has no effect here: {reason}. Remove it. To print the plan and the memory use, run"
+            " `jaxlm train --dry_run true`"
+        )
+
+
+def read_config(path: Path | str) -> RunConfig:
+    """Loads a configuration from a file alone, or a recipe (`jaxlm:quickstart.yaml`), without command-line overrides."""
+    return decode_run(from_levanter(load_yaml(path))[0], config_file(path).stem)
+
+
+def read_saved(path: Path, overrides: Mapping[str, Any] | None = None, origin: str = OPTION) -> RunConfig:
+    """The configuration that a run saved, for those who only read its model: without the classes that followed its training,
+    which may be of a module that this machine does not have.
+
+    Args:
+        overrides: dotted key -> value.
+        origin: what messages write before the name of an overridden key.
+    """
+    source = override(load_yaml(path), dict(overrides or {}), origin)
+    trainer = {key: value for key, value in source.tree.get("trainer", {}).items() if key not in _FOLLOWING}
+    return decode_run(ConfigSource({**source.tree, "trainer": trainer}, source.marks), None)
+
+
+def decode_run(source: ConfigSource, name: str | None, kind: type[R] = RunConfig) -> R:
+    """Decodes a run. A preset fills in its keys; phases inherit missing sections and keys from the top level.
+
+    If `trainer.id` is null, it is set from the environment variable RUN_ID, a tracker's `id`, or `name`.
+    """
+    load_installed_plugins()
+    remember_secrets(source.tree)
+    source = with_preset(source)
+    tree = with_hf_model(_inherit_sections(source.tree))
+    config = decode(kind, ConfigSource(tree, source.marks))
+    config = _with_surgery_keys(config, tree)
+    tracker_ids = (getattr(tracker, "id", None) for tracker in config.trainer.trackers)
+    name = os.environ.get("RUN_ID") or next(filter(None, tracker_ids), name)
+    if config.trainer.id is None and name is not None:
+        config = replace(config, trainer=replace(config.trainer, id=name))
+    return config
+
+
+def _with_surgery_keys(config: R, tree: Mapping[str, Any]) -> R:
+    """The configuration with the keys that its surgeries read from files."""
+    if not config.phases:
+        return config
+
+    model, phases = config.model, []
+    for phase, written in zip(config.phases, tree["phases"], strict=True):
+        surgeries = []
+        for surgery, given in zip(phase.surgery, written.get("surgery", []), strict=True):
+            surgeries.append(replace(surgery, **surgery.keys_from_files(given.keys(), model)))
+            model = surgeries[-1].changed(model)
+        phases.append(replace(phase, surgery=surgeries))
+    return replace(config, phases=phases)
+
+
+def _inherit_sections(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges each phase's sections over the sections at the top level."""
+    phases = tree.get("phases")
+    if not isinstance(phases, list):
+        return dict(tree)
+    return {**tree, "phases": [_inherit_into_phase(tree, p) if isinstance(p, dict) else p for p in phases]}
+
+
+def _inherit_into_phase(tree: Mapping[str, Any], phase: Mapping[str, Any]) -> dict[str, Any]:
+    full = dict(phase)
+    for section in ("data", "objective", "optimizer"):
+        own, shared = phase.get(section), tree.get(section, {})
+        if isinstance(own, dict) and isinstance(shared, dict):
+            full[section] = _inherit_keys(shared, own)
+            if section == "data":  # also for another kind of data: no other values are valid there
+                full[section] = {**{key: shared[key] for key in _OF_ALL_PHASES if key in shared}, **full[section]}
+    return full
+
+
+def _inherit_keys(shared: Mapping[str, Any], own: Mapping[str, Any], *, inside: bool = False) -> dict[str, Any]:
+    """A section over one that it inherits from. Keys of one type mean nothing to another type.
+
+    Args:
+        inside: the section is inside of another. Only two types that are both named then differ for certain.
+    """
+    before, after = shared.get("type"), own.get("type", shared.get("type"))
+    if before != after and not (inside and before is None):
+        return dict(own)
+    both = {key for key, value in own.items() if isinstance(value, dict) and isinstance(shared.get(key), dict)}
+    return {**shared, **own, **{key: _inherit_keys(shared[key], own[key], inside=True) for key in both}}
+
+
+def run_id_of(config: RunConfig) -> str:
+    """The run's id: `trainer.id`, which `decode_run` fills in, or `run`."""
+    name = config.trainer.id or "run"
+    if "/" in name or name in (".", ".."):
+        raise ConfigError(f"trainer.id: '{name}' given, which is not a valid folder name")
+    return name

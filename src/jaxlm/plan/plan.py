@@ -1,0 +1,480 @@
+"""The plan of a run: everything that can be computed and checked before its data is opened."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from jaxlm.core.imports import gc_paused
+
+import jax
+import numpy as np
+
+from jaxlm.controllers.bad_streak import BadStreak
+from jaxlm.controllers.base import Controller
+from jaxlm.controllers.early_stopping import EarlyStopping
+from jaxlm.core import controls, tree
+from jaxlm.core.axes import BATCH
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
+from jaxlm.core.mesh import MeshShape
+from jaxlm.core.precision import Precision, parse_precision
+from jaxlm.core.sharding import Layout
+from jaxlm.core.stores import is_url, local_copy, open_store
+from jaxlm.data.batch_schedule import BatchSchedule
+from jaxlm.data.config import DataConfig
+from jaxlm.data.sources.named import NamedSource
+from jaxlm.data.tokenizer.train_bpe import BpeConfig, bpe_config
+from jaxlm.engine.checkpoint.manifest import CheckpointName
+from jaxlm.engine.checkpoint.resolve import resolve_folder
+from jaxlm.engine.checkpoint.store import CheckpointFolder
+from jaxlm.engine.entry import StateBuilder
+from jaxlm.engine.metric_names import EVAL_PREFIX
+from jaxlm.engine.phases import Phase
+from jaxlm.interop.hf.classifier import classifier_name, is_reward_model
+from jaxlm.interop.hf.family import config_to_json, family_of_config
+from jaxlm.interop.hf.folder import parse_dtype
+from jaxlm.interop.hf.hub import check_upload_name
+from jaxlm.interop.hf.model_section import hf_name
+from jaxlm.models.base import ModelConfig, vocab_axis
+from jaxlm.optim.base import OptimizerConfig
+from jaxlm.optim.groups import group_schedules
+from jaxlm.plan.batches import BatchPlan, plan_batches, small_batches, unreached_stages
+from jaxlm.plan.load_config import run_id_of
+from jaxlm.plan.mesh import check_cut_axes, plan_mesh
+from jaxlm.plan.refs.base import Ref
+from jaxlm.plan.run_config import PhaseConfig, RunConfig
+from jaxlm.reading.decode import choice_name, encode
+
+_MAX_LISTED = 12  # metrics in a message
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a run.
+
+    Attributes:
+        config: the configuration.
+        run_id: ID of the run.
+        mesh: sizes of the mesh axes.
+        layout: devices and axis mappings.
+        warnings: settings that waste resources, are overridden or may mean something other than intended.
+        state_builder: builds the model and the state of each phase.
+        data: data section of each phase.
+        batches: batch sizes and their division into microbatches.
+        refs: the references, by name. Nothing of them has been read.
+        past_refs: name -> identity of each reference that the run no longer reads. Its files may be gone.
+    """
+
+    config: RunConfig
+    run_id: str
+    mesh: MeshShape
+    layout: Layout
+    warnings: tuple[str, ...]
+    state_builder: StateBuilder
+    data: tuple[DataConfig, ...]
+    batches: BatchPlan
+    refs: Mapping[str, Ref]
+    past_refs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    @property
+    def precision(self) -> Precision:
+        return self.state_builder.precision
+
+    @property
+    def model(self) -> ModelConfig:
+        """Config of the initial model. That of a phase, whose surgeries may have changed it, is `Phase.model`."""
+        return self.state_builder.model
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return self.state_builder.phases
+
+    @property
+    def read_refs(self) -> dict[str, Ref]:
+        """The references that the run still reads."""
+        return {name: ref for name, ref in self.refs.items() if name not in self.past_refs}
+
+    @property
+    def num_steps(self) -> int:
+        """Total number of steps of all phases."""
+        return self.phases[-1].end
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens per step with the largest batch size, including padding."""
+        return self.batches.train.largest.size * self.tokens_per_example(self.phases[0])
+
+    def tokens_per_example(self, phase: Phase) -> int:
+        """Tokens, including padding, of all sequences of an example that the model reads in a phase."""
+        seq_len = phase.model.seq_len
+        columns = self.data[phase.index].batch_spec(seq_len).columns.values()
+        sizes = {axis.name: axis.size for column in columns for axis in column.axes}
+        return seq_len * sizes.get(phase.objective.sequences_axis or "", 1)
+
+    @property
+    def log_folder(self) -> Path:
+        """Local folder of the run's logs, metrics and plots. If `trainer.log_dir` is a URL, it is copied there."""
+        trainer = self.config.trainer
+        staged = is_url(trainer.log_dir)
+        root = local_copy(Path(trainer.checkpointer.staging_dir), trainer.log_dir) if staged else Path(trainer.log_dir)
+        return root / self.run_id
+
+    @property
+    def log_url(self) -> str | None:
+        """URL to which the logs are copied; None if they stay on the local disk."""
+        log_dir = self.config.trainer.log_dir
+        return f"{log_dir.rstrip('/')}/{self.run_id}" if is_url(log_dir) else None
+
+    @property
+    def checkpoints(self) -> CheckpointFolder:
+        """The run's checkpoint folder."""
+        policy = self.config.trainer.checkpointer
+        return resolve_folder(
+            policy.base_path,
+            self.run_id if policy.append_run_id_to_base_path else None,
+            Path(policy.staging_dir),
+            delete_temporary=policy.delete_old_temp_checkpoints,
+        )
+
+    def with_phase_ends(self, ends: Sequence[int]) -> "Plan":
+        """The plan with the steps after which its first phases really ended."""
+        return replace(self, state_builder=self.state_builder.with_phase_ends(ends)) if ends else self
+
+    def with_token_leaves(self, leaves: Mapping[str, np.ndarray]) -> "Plan":
+        """The plan with the leaves of the initial model that were computed from the training tokens, by path."""
+        return replace(self, state_builder=self.state_builder.with_token_leaves(leaves)) if leaves else self
+
+    def updated(self, config: RunConfig, vocab_size: int) -> "Plan":
+        """The plan for a configuration and vocabulary size known after opening the data; `self` if they are unchanged."""
+        if config == self.config and vocab_size == self.state_builder.Vocab.size:
+            return self
+        # The same references, so that nothing of them is read twice.
+        return replace(make_plan(config, self.run_id, vocab_size), refs=self.refs, past_refs=self.past_refs)
+
+
+@gc_paused()
+def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence[Any] | None = None) -> Plan:
+    """Plans a run for the available devices. Raises `ConfigError` if it cannot be trained as configured.
+
+    Args:
+        devices: devices to plan for instead, possibly descriptions of absent devices to compile for.
+    """
+    trainer = config.trainer
+    check_fields(config)
+    config.model.check()
+    trainer.check()
+    precision = parse_precision(trainer.mp)
+    devices = jax.devices() if devices is None else devices
+    Vocab = vocab_axis(vocab_size)
+    phases, data = plan_phases(config)
+    state_builder = StateBuilder(config.model, Vocab, trainer.seed, precision, phases)
+    arrays = {p: leaf.axes for p, leaf in tree.leaves(state_builder.abstract_initial_model) if tree.is_named(leaf)}
+    sizes = {axis.name: axis.size for axes in arrays.values() for axis in axes}
+    names = {path: [axis.name for axis in axes] for path, axes in arrays.items()}
+    mesh, layout, warnings = plan_mesh(trainer, sizes, names, devices)
+    check_hugging_face(config, data[0].tokenizer, [phase.model for phase in phases])
+    batches = plan_batches(trainer, layout.num_shards(BATCH))
+    plan = Plan(
+        config=config,
+        run_id=run_id,
+        mesh=mesh,
+        layout=layout,
+        warnings=(
+            *warnings,
+            *unreached_stages(trainer, phases[-1].end),
+            *small_batches(batches.train, layout.num_shards(BATCH)),
+            *_schedule_notes(phases),
+        ),
+        state_builder=state_builder,
+        data=data,
+        batches=batches,
+        refs=plan_references(config, phases),
+    )
+    _check_evaluations(config)
+    for phase, section in zip(phases, data, strict=True):
+        _check_batch(phase, section, config)
+        _check_microbatches(phase, batches.train)
+    # Raises for surgeries that do not apply and patterns that match nothing.
+    states = [plan.state_builder.abstract_state(phase) for phase in phases]
+    precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
+    for phase, state in zip(phases, states, strict=True):
+        if config.hf_save_path is not None and is_reward_model(state.model):
+            classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
+        cut = {path: leaf.axes for path, leaf in tree.leaves(state.model) if tree.is_named(leaf)}
+        check_cut_axes(layout, cut, phase.name)
+    return plan
+
+
+def _schedule_notes(phases: Sequence[Phase]) -> list[str]:
+    """The notes of all learning-rate schedules, each once."""
+    notes = {}
+    for phase in phases:
+        schedule, groups = phase.optimizer.schedule(phase.num_steps), group_schedules(phase.optimizer, phase.num_steps)
+        of_phase = f"phase '{phase.name}': " if len(phases) > 1 else ""
+        notes |= {f"{of_phase}{note}": None for each in (schedule, *groups.values()) for note in each.notes}
+    return list(notes)
+
+
+def _check_evaluations(config: RunConfig) -> None:
+    """Raises `ConfigError` if completions of two evaluations would have the same name."""
+    names = [name for each in config.evals if (name := each.completions_name) is not None]
+    if equal := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(
+            f"evals: {len(equal)} evaluations given with the name '{equal[0]}', under which their metrics and completions are"
+            " logged. Set `name` in each of them"
+        )
+
+
+def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
+    """Raises `ConfigError` if the phase's objective, or an evaluation, does not read the batches of its data."""
+    spec = data.batch_spec(phase.model.seq_len)
+    batch = spec.make(**dict.fromkeys(spec.columns))
+    scoring = [choice_name(type(each)) for each in config.evals if each.reads_supervised]
+    if scoring and not hasattr(batch, "supervised") and data.has_validation:
+        raise ConfigError(
+            f"phase '{phase.name}': data.type: {choice_name(type(data))}: the evaluation '{scoring[0]}' reads"
+            f" `supervised()` of a batch, which {type(batch).__name__} does not define. Set evals: [{{type: objective}}], or,"
+            " for a batch of your own, define it (it returns the `TokenBatch` to score)"
+        )
+    if any(surgery.num_calibration_batches for surgery in phase.surgeries) and not hasattr(batch, "supervised"):
+        raise ConfigError(
+            f"phase '{phase.name}': surgery: it measures the model on the phase's data, but data.type:"
+            f" {choice_name(type(data))} makes {type(batch).__name__}, which does not say what the model reads"
+            " (`supervised()`). Calibrate in an earlier phase with data.type: tokens, or remove what measures (init: eva)"
+        )
+    if phase.objective.annotation_key is not None and any(each.reads_objective for each in config.evals):
+        raise ConfigError(
+            f"phase '{phase.name}': evals: type objective asks the references about the validation data, but objective.cache:"
+            " true stores their answers for the training data alone and does not load them. Remove the evaluation, or cache"
+        )
+    if not isinstance(batch, phase.objective.batch_types):
+        raise ConfigError(
+            f"phase '{phase.name}': objective.type: {choice_name(type(phase.objective))} cannot train on data.type:"
+            f" {choice_name(type(data))}: it reads {' or '.join(t.__name__ for t in phase.objective.batch_types)}, and the"
+            f" data makes {type(batch).__name__}. Choose another objective or another kind of data"
+        )
+    phase.objective.check_columns(spec.columns)
+    phase.objective.check_batch(batch)
+
+
+def _check_microbatches(phase: Phase, batches: BatchSchedule) -> None:
+    """Raises `ConfigError` if the phase's objective compares examples that are in different microbatches."""
+    split = [stage for stage in batches.between(phase.start, phase.end) if stage.num_microbatches > 1]
+    if split and phase.objective.compares_examples:
+        raise ConfigError(
+            f"phase '{phase.name}': objective: with these keys, the loss compares all examples of a batch with each other,"
+            f" but a batch of {split[0].size} is split into {split[0].num_microbatches} microbatches of"
+            f" {split[0].microbatch}. Set trainer.per_device_parallelism: -1 and remove max_per_device_parallelism, or lower"
+            " trainer.train_batch_size"
+        )
+
+
+def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref]:
+    """The references, unread. Raises `ConfigError` if an objective needs one that is not there, or none needs one that is."""
+    needed = {name: ("objective", phase) for phase in phases for name in phase.objective.references}
+    needed |= {name: ("surgery", phase) for phase in phases for name in phase.surgery_references}
+    for name, (section, phase) in needed.items():
+        if name not in config.refs:
+            given = f"only has: {', '.join(config.refs)}" if config.refs else "is empty"
+            raise ConfigError(
+                f"refs: the {section} of phase '{phase.name}' uses the model '{name}', but the section {given}. Add it:"
+                f" refs: {{{name}: {{type: hf, path: ...}}}}"
+            )
+    for name in config.refs:
+        if name not in needed:
+            asked = (
+                f"objectives and surgeries use {', '.join(needed)}" if needed else "no objective or surgery uses one"
+            )
+            raise ConfigError(f"refs.{name}: not used, because {asked}. Remove or rename it, or set objective.type")
+    return {name: ref.open(f"refs.{name}") for name, ref in config.refs.items()}
+
+
+def check_hugging_face(config: RunConfig, tokenizer: str | BpeConfig, models: Sequence[ModelConfig]) -> None:
+    """Raises `ConfigError` if the keys about Hugging Face import and export are invalid. Args: models: of the phases."""
+    if config.hf_save_dtype is not None:
+        parse_dtype(config.hf_save_dtype, "hf_save_dtype")
+    if config.hf_save_path is not None:
+        if is_url(config.hf_save_path):
+            open_store(config.hf_save_path, "hf_save_path")
+        for model in dict.fromkeys(models):
+            config_to_json(family_of_config(model), model)  # raises for what a config.json cannot say
+    if config.hf_upload and (config.hf_save_path is None or is_url(config.hf_save_path)):
+        raise ConfigError(
+            f"hf_upload: {config.hf_upload} given, but hf_save_path is {config.hf_save_path}. It pushes the folders in"
+            " hf_save_path: set that to a local folder"
+        )
+    if repository := upload_repository(config):
+        check_upload_name(repository, "hf_upload")
+    name = hf_name(config.initialize_from_hf, tokenizer)
+    for key in ("hf_weight_names", "hf_skip_keys"):
+        if name is None and getattr(config, key):
+            raise ConfigError(f"{key}: given without initialize_from_hf. Remove it, or set initialize_from_hf")
+    if name is not None and bpe_config(tokenizer) is not None:
+        raise ConfigError(
+            "initialize_from_hf: the weights belong to an existing tokenizer, but data.tokenizer trains a new one. Set"
+            " data.tokenizer to the folder of the weights"
+        )
+
+
+def upload_repository(config: RunConfig) -> str | None:
+    """The repository that `hf_upload` names; None if nothing is pushed."""
+    return run_id_of(config) if config.hf_upload is True else config.hf_upload or None
+
+
+def initial_model(config: RunConfig) -> ModelConfig:
+    """The config of the model before the first phase's surgeries, unchecked."""
+    return config.model
+
+
+def saved_models(config: RunConfig, vocab_size: int, precision: Precision) -> StateBuilder:
+    """What builds the models of a run with this configuration."""
+    return StateBuilder(config.model, vocab_axis(vocab_size), config.trainer.seed, precision, plan_phases(config)[0])
+
+
+def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig, ...]]:
+    """The phases and the data section of each. Without a `phases` section, the top level defines a single phase."""
+    written = config.phases or [PhaseConfig(name="train")]
+    names = [phase.name for phase in written]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"phases: names must be unique, but {', '.join(names)} given")
+    phases: list[Phase] = []
+    averaging, model = config.trainer.model_averaging, config.model
+    for index, phase in enumerate(written):
+        if not phase.name.replace("_", "").replace(".", "").isalnum():
+            raise ConfigError(
+                f"phases.{index}.name: '{phase.name}' given, but only letters, digits, '_' and '.' are allowed"
+            )
+        if CheckpointName.parse(f"step-0-{phase.name}") is None:
+            raise ConfigError(
+                f"phases.{index}.name: '{phase.name}' given, but its ending is reserved for incomplete checkpoints. Choose"
+                " another name"
+            )
+        start = phases[-1].end if phases else 0
+        steps = config.trainer.num_train_steps if phase.num_train_steps is None else phase.num_train_steps
+        optimizer = phase.optimizer or config.optimizer
+        goes_on = phase.carry_optimizer and _check_carries(optimizer, phases, index)
+        for surgery in phase.surgery:
+            if (changed := surgery.changed(model)) != model:
+                changed.check()
+            model = changed
+        phases.append(
+            Phase(
+                index=index,
+                name=phase.name,
+                model=model,
+                surgeries=tuple(phase.surgery),
+                trainable=tuple(phase.trainable),
+                objective=phase.objective or config.objective,
+                optimizer=optimizer,
+                start=start,
+                end=start + steps,
+                averages={} if averaging is None else {"ema": averaging},
+                controllers=_controllers(config, phase, index),
+                carries_optimizer=phase.carry_optimizer,
+                schedule_start=phases[-1].first_scheduled if goes_on else None,
+            )
+        )
+    phases = _with_shared_schedules(phases)
+    data = tuple(phase.data or config.data for phase in written)
+    for index, section in enumerate(data):
+        for key in ("tokenizer", "vocab_size", "added_tokens"):
+            if (given := getattr(section, key)) != (first := getattr(data[0], key)):
+                raise ConfigError(
+                    f"phases.{index}.data.{key}: {encode(given)} given, but all phases must use the same tokenizer, and the"
+                    f" first phase has {encode(first)}"
+                )
+    return tuple(phases), data
+
+
+def all_sources(phases: Sequence[Phase], sections: Sequence[DataConfig]) -> list[tuple[NamedSource, int]]:
+    """The sources of all phases, each once, with the length of the phase's sequences."""
+    pairs = zip(phases, sections, strict=True)
+    return list(
+        {source.folder: (source, phase.model.seq_len) for phase, data in pairs for source in data.sources()}.values()
+    )
+
+
+def _check_carries(optimizer: OptimizerConfig, earlier: Sequence[Phase], index: int) -> bool:
+    """Whether the schedule of the phase before goes on. Raises `ConfigError` if its optimizer's state cannot."""
+    key = f"phases.{index}.carry_optimizer"
+    if not earlier:
+        raise ConfigError(f"{key}: true given, but no phase is before the first one. Remove it")
+    before = earlier[-1].optimizer
+    if type(before) is not type(optimizer):
+        raise ConfigError(
+            f"{key}: true given, but the optimizer is {choice_name(type(optimizer))}, and that of phase"
+            f" '{earlier[-1].name}' is {choice_name(type(before))}. Use the same type, or remove the key"
+        )
+    return before == optimizer
+
+
+def _with_shared_schedules(phases: Sequence[Phase]) -> list[Phase]:
+    """The phases, with schedules that span all phases that share them."""
+    ends = {phase.first_scheduled: phase.end for phase in phases}
+    shared = {phase.schedule_start for phase in phases}
+    return [
+        replace(phase, scheduled_steps=ends[start] - start) if (start := phase.first_scheduled) in shared else phase
+        for phase in phases
+    ]
+
+
+def _controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tuple[Controller, ...]:
+    """The controllers of a phase. Raises `ConfigError` if one is invalid, or they do not go together."""
+    trainer, optimizer, data = config.trainer, phase.optimizer or config.optimizer, [phase.data or config.data]
+    until, path = (trainer.until, "trainer.until") if phase.until is None else (phase.until, f"phases.{index}.until")
+    made: list[Controller] = [BadStreak(optimizer.rewind_rule, trainer.crash_after_skipped)]
+    if until is not None:
+        until.check(path)
+        check_metric(until.metric, f"{path}.metric", config, data)
+        made.append(EarlyStopping(until))
+    written, path = (
+        (trainer.controllers, "trainer.controllers")
+        if phase.controllers is None
+        else (phase.controllers, f"phases.{index}.controllers")
+    )
+    for number, section in enumerate(written):
+        controller = section.build(optimizer.learning_rate)
+        for key, metric in controller.metrics.items():
+            check_metric(metric, f"{path}.{number}.{key.rpartition('.')[2]}", config, data)
+        for earlier in made:
+            if earlier.name == controller.name:
+                raise ConfigError(f"{path}.{number}: another controller is called '{controller.name}' too. Remove one")
+            if both := sorted(earlier.controls().keys() & controller.controls().keys()):
+                raise ConfigError(
+                    f"{path}.{number}: {controller.name} sets the control '{both[0]}', and so does {earlier.name}. Remove one"
+                )
+        if unknown := sorted(controller.controls().keys() - set(controls.KNOWN)):
+            raise ConfigError(
+                f"{path}.{number}: {controller.name} sets the control '{unknown[0]}', which no step reads. The controls are:"
+                f" {', '.join(controls.KNOWN)}"
+            )
+        made.append(controller)
+    return tuple(made)
+
+
+def check_metric(metric: str, key: str, config: RunConfig, data: Sequence[DataConfig]) -> None:
+    """Raises `ConfigError` if a metric of evaluations is given that none of them measures. Others are not checked.
+
+    Args:
+        key: dotted path of the key that names it.
+        data: the data that may have validation data.
+    """
+    if not metric.startswith(EVAL_PREFIX):
+        return
+    if not config.evals:
+        raise ConfigError(f"{key}: '{metric}' given, but evals is empty. Add an evaluation")
+    names = {id(each): each.metric_names for each in config.evals}
+    ends = lambda name: f"/{metric}".endswith(f"/{name}")  # noqa: E731
+    measuring = [e for e in config.evals if (own := names[id(e)]) is None or any(map(ends, own))]
+    if not measuring:
+        known = [f"{EVAL_PREFIX}{name}" for own in names.values() for name in own or ()]
+        shown = ", ".join([*known[:_MAX_LISTED], *(["..."] if len(known) > _MAX_LISTED else [])])
+        raise ConfigError(
+            f"{key}: '{metric}' given, but no evaluation measures it. The section evals measures {shown or 'nothing'}"
+        )
+    if all(each.reads_validation for each in measuring) and not any(section.has_validation for section in data):
+        raise ConfigError(
+            f"{key}: '{metric}' given, but there is no validation data to measure it on. Set data.validation_urls, or"
+            " data.num_validation_sequences to hold some of the training data out"
+        )

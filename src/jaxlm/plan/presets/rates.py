@@ -1,0 +1,172 @@
+"""The optimizer's keys that follow from a batch, a width and a number of steps, for the depth dial.
+
+Source: karpathy/nanochat (`scripts/base_train.py`, commit b7629ef). Weight decay: Wang and Aitchison 2024 (arXiv:2405.13698),
+which keeps T_epoch = B / (learning rate x weight decay x D) constant.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from jaxlm.models.families.nano import NanoConfig
+from jaxlm.models.families.nano.lookup import lookup_width
+from jaxlm.plan.presets.nanochat import LOOKUP_TABLES, MUON_KEYS, Recipe
+
+BASE_TRAIN = "base_train.py"
+REFERENCE_BATCH = 2**19
+_REFERENCE_WIDTH = 768
+_ADAM_EPSILON = 1e-10
+_T_EPOCH = "arXiv:2405.13698"
+
+
+class Add(Protocol):
+    """Adds a number to those that are shown, and returns it."""
+
+    def __call__(
+        self,
+        name: str,
+        value: Any,
+        formula: str,
+        source: str = BASE_TRAIN,
+        key: str | None = None,
+        instead: str = "",
+    ) -> Any: ...
+
+
+class OptimizerKeys:
+    """The section `optimizer` of a model.
+
+    Args:
+        recipe: with the rates that you set in the preset in place of its own.
+        rate_scale: what the batch multiplies learning rates by.
+        given: the section of the configuration, whose keys win.
+    """
+
+    def __init__(
+        self,
+        add: Add,
+        recipe: Recipe,
+        model: NanoConfig,
+        rate_scale: float,
+        num_steps: int,
+        given: Mapping[str, Any],
+    ):
+        self._add, self._recipe, self._model = add, recipe, model
+        self._rate_scale, self._num_steps, self._given = rate_scale, num_steps, given
+
+    def keys(self, root_of_batch: float, token_ratio: float) -> dict[str, Any]:
+        """All keys.
+
+        Args:
+            root_of_batch: sqrt(B / 524,288).
+            token_ratio: D_ref / D.
+        """
+        recipe = self._recipe
+        rate = self._add(
+            "learning rate of Muon",
+            recipe.matrix_lr * self._rate_scale,
+            f"{recipe.matrix_lr:g} x scale",
+            key="optimizer.learning_rate",
+        )
+        own = self._given.get("learning_rate")
+        by_shape = rates_by_shape(self._model, own if isinstance(own, int | float) else rate)
+        self._add("  by matrix", by_shape, "learning rate of Muon x sqrt(max(1, outputs / inputs))")
+        decay = self._add(
+            "weight decay of Muon",
+            recipe.weight_decay * root_of_batch * token_ratio,
+            f"{recipe.weight_decay:g} x sqrt(B / {REFERENCE_BATCH:,}) x D_ref / D",
+            _T_EPOCH,
+            "optimizer.weight_decay",
+        )
+        return {
+            **MUON_KEYS,
+            **recipe.optimizer,
+            "learning_rate": rate,
+            "weight_decay": decay,
+            "groups": self._groups(),
+            **self._schedules(),
+        }
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The entries of `optimizer.groups`."""
+        width = self._model.hidden_dim
+        width_scale = (width / _REFERENCE_WIDTH) ** -0.5
+        self._add("scale of AdamW with width", width_scale, f"({width} / {_REFERENCE_WIDTH})^-0.5")
+        entries = []
+        tables = {} if self._model.lookup is None else LOOKUP_TABLES
+        for name, group in {**tables, **self._recipe.groups}.items():
+            rate: float = getattr(self._recipe, group.rate)
+            formula = f"{rate:g}"
+            if group.scales_with_batch:
+                rate, formula = rate * self._rate_scale, f"{formula} x scale"
+            if group.scales_with_width:
+                rate, formula = rate * width_scale, f"{formula} x scale with width"
+            if group.factor != 1:
+                rate, formula = rate * group.factor, f"{formula} x {group.factor:g}"
+            self._add(f"learning rate of {name}", rate, formula, instead=self._instead(group.match, rate))
+            entries.append(
+                {
+                    "match": group.match,
+                    "type": "adam",
+                    "learning_rate": rate,
+                    "beta1": group.beta1,
+                    "beta2": group.beta2,
+                    "epsilon": _ADAM_EPSILON,
+                    "weight_decay": group.weight_decay,
+                }
+            )
+        return entries
+
+    def _instead(self, match: str, rate: float) -> str:
+        """What a list of your own has in place of an entry with this learning rate; empty if it has the same."""
+        entries = self._given.get("groups")
+        if not isinstance(entries, list):
+            return ""
+        own = next((entry for entry in entries if isinstance(entry, Mapping) and entry.get("match") == match), None)
+        if own is None:
+            return f"not used: you wrote optimizer.groups without an entry that matches {match}"
+        given = own.get("learning_rate", self._given.get("learning_rate", rate))
+        return "" if given == rate else f"{given}: you wrote optimizer.groups"
+
+    def _schedules(self) -> dict[str, Any]:
+        """Keys of the schedules that depend on the number of steps."""
+        recipe, own, num_steps = self._recipe, "the recipe's", self._num_steps
+        warmdown = round(recipe.warmdown_ratio * num_steps)
+        # nanochat lets a long warmup jump into the warmdown, or end the run.
+        warmup = min(recipe.warmup_steps, num_steps - warmdown)
+        formula = f"{recipe.warmdown_ratio:g} x N, half a step rounded to the even number"
+        self._add("warmdown", warmdown, formula, key="optimizer.decay")
+        self._add("warmup", warmup, f"{own} {recipe.warmup_steps}, at most N - warmdown", key="optimizer.warmup")
+        self._add("last learning rate", recipe.final_lr_frac, f"{own}, x the peak", key="optimizer.min_lr_ratio")
+        self._add("momentum of Muon", recipe.optimizer["momentum"], self._momentum(), key="optimizer.momentum")
+        decay = "optimizer.weight_decay_schedule"
+        self._add("schedule of weight decay", recipe.optimizer["weight_decay_schedule"], "to 0 over N", key=decay)
+        return {"warmup": warmup, "decay": warmdown, "min_lr_ratio": recipe.final_lr_frac}
+
+    def _momentum(self) -> str:
+        """How the momentum changes."""
+        recipe = self._recipe.optimizer["momentum_schedule"]
+        given = self._given.get("momentum_schedule", recipe)
+        used = recipe | given if isinstance(given, Mapping) else None
+        own = "" if used == recipe else ", as you wrote in optimizer.momentum_schedule"
+        if used is None:
+            return f"constant{own}"
+        rises = f"from {used['initial']} over {used['warmup']} steps"
+        falls = "" if used["final"] is None else f", to {used['final']} in the warmdown"
+        return f"{rises}{falls}{own}"
+
+
+def rates_by_shape(model: NanoConfig, rate: float) -> dict[str, float]:
+    """Outputs x inputs of each kind of matrix -> its learning rate with Muon."""
+    width, wide, num_kv_heads = model.hidden_dim, model.Mlp.size, model.KVHeads.size
+    kv_width = num_kv_heads * model.HeadSize.size
+    shapes = [
+        (width, width),
+        (kv_width, width),
+        (wide, width),
+        (width, wide),
+        (num_kv_heads, model.value_gate_channels),
+    ]
+    if model.lookup is not None:
+        hidden = lookup_width(model.lookup, width)
+        shapes += [(hidden, width), (width, hidden + width)]
+    return {f"{rows}x{columns}": rate * max(1.0, rows / columns) ** 0.5 for rows, columns in shapes}

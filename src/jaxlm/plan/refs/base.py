@@ -1,0 +1,87 @@
+"""The interface of references: models beside the one that trains, such as a teacher. They never change."""
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import draccus
+import jax.numpy as jnp
+from haliax import Axis
+
+from jaxlm.core.precision import Precision
+from jaxlm.core.sharding import Layout
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.interop.hf.folder import parse_dtype
+from jaxlm.models.base import LanguageModel, ModelConfig
+
+Log = Callable[[str], None]
+
+
+C = TypeVar("C", bound="RefConfig")
+
+
+class Ref(abc.ABC, Generic[C]):
+    """A reference. Nothing is read before a method is called; all processes must call the methods.
+
+    Attributes:
+        key: path of its section in the configuration, for messages.
+        location: its path or URL.
+        precision: its dtype, for storage and computation.
+    """
+
+    def __init__(self, config: C, key: str):
+        dtype = config.parsed_dtype(key)
+        self.config = config
+        self.key = key
+        self.location = config.path
+        self.precision = Precision(dtype, dtype)
+
+    @abc.abstractmethod
+    def abstract(self, Vocab: Axis) -> LanguageModel:
+        """Shapes and dtypes of the model over a vocabulary of this size. Reads no weights.
+
+        Raises:
+            ConfigError: there is no model at the path, or its vocabulary is smaller.
+        """
+
+    @abc.abstractmethod
+    def model_config(self) -> ModelConfig:
+        """The configuration of the model. Reads no weights."""
+
+    @abc.abstractmethod
+    def notes(self) -> Sequence[str]:
+        """What `load` logs about its configuration, such as keys that are ignored. Reads no weights."""
+
+    @abc.abstractmethod
+    def load(self, Vocab: Axis, layout: Layout, log: Log) -> LanguageModel:
+        """Loads the model, sharded like parameters. Call it inside `layout.use()`."""
+
+    @abc.abstractmethod
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that it was trained with; None if it is not known."""
+
+    @abc.abstractmethod
+    def identity(self) -> dict[str, str]:
+        """What identifies its numbers, by content and not by path: digests of its configuration and its weights."""
+
+
+@dataclass(frozen=True)
+class RefConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.plan.refs"):
+    """A model that the objective queries, such as a teacher. It is loaded once, sharded like parameters, and never changes.
+
+    Attributes:
+        path: where the model is.
+        dtype: dtype of its weights in memory and of its computation: bfloat16, float32 or float16.
+    """
+
+    path: str
+    dtype: str = "bfloat16"
+
+    @abc.abstractmethod
+    def open(self, key: str) -> Ref:
+        """The reference. Args: key: path of the section in the configuration, for messages."""
+
+    def parsed_dtype(self, key: str) -> jnp.dtype:
+        """`dtype` as a dtype. Raises `ConfigError` if it is not supported."""
+        return jnp.dtype(parse_dtype(self.dtype, f"{key}.dtype"))

@@ -1,0 +1,141 @@
+"""The configuration of a run, as frozen dataclasses."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from jaxlm.controllers.base import ControllerConfig
+from jaxlm.controllers.early_stopping import UntilConfig
+from jaxlm.core.field_types import NonNegativeInt, PositiveInt, Seed
+from jaxlm.data.config import DataConfig
+from jaxlm.data.tokens import TokensConfig
+from jaxlm.evals.base import EvalConfig
+from jaxlm.evals.loss import LossEvalConfig
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.objectives.base import ObjectiveConfig
+from jaxlm.objectives.next_token import NextToken
+from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.base import OptimizerConfig
+from jaxlm.plan.presets.base import PresetConfig
+from jaxlm.plan.refs.base import RefConfig
+from jaxlm.plan.trainer_config import TrainerConfig
+from jaxlm.reading.effects import (
+    AtTheStart,
+    Content,
+    Controlling,
+    Effect,
+    Evaluations,
+    Harmless,
+    Length,
+    Loss,
+    Order,
+    Refused,
+    Stopping,
+    Updates,
+    follows,
+)
+from jaxlm.surgery.base import SurgeryConfig
+
+
+@dataclass(frozen=True)
+class PhaseConfig:
+    """One phase of a run. It inherits each missing section and key from the top level.
+
+    Attributes:
+        name: letters, digits, `_` and `.`. Names the checkpoint that is saved when the phase starts.
+        num_train_steps: length of the phase in steps; null uses `trainer.num_train_steps`.
+        until: end the phase earlier, depending on its evaluations; null uses `trainer.until`.
+        controllers: controllers of the phase; null uses `trainer.controllers`, and `[]` uses none.
+        surgery: model changes to apply when the phase starts, in order.
+        trainable: regular expressions matched against parameter paths. Parameters that match none are frozen.
+        data: training data of the phase.
+        objective: loss of the phase.
+        optimizer: optimizer of the phase. Its state is reset at the start of each phase, and its schedule spans the
+            phase, unless `carry_optimizer` is set.
+        carry_optimizer: keep the optimizer state of the parameters that the phase before trained too; that of new ones starts
+            at zero. If the optimizer has the same keys as in the phase before, its schedule goes on too, and spans both
+            phases: two phases that differ in their data train like one. Otherwise the schedule starts anew.
+    """
+
+    name: str
+    num_train_steps: Length[PositiveInt | None] = None
+    until: Stopping[UntilConfig | None] = None
+    controllers: Controlling[list[ControllerConfig] | None] = None
+    surgery: list[SurgeryConfig] = field(default_factory=list)
+    trainable: list[str] = field(default_factory=lambda: [".*"])
+    data: Content[DataConfig | None] = None
+    objective: Loss[ObjectiveConfig | None] = None
+    optimizer: Updates[OptimizerConfig | None] = None
+    carry_optimizer: Updates[bool] = False
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The top level of a run's configuration.
+
+    Attributes:
+        data: training and validation data; `type:` says what an example is.
+        model: model architecture; `type:` selects the family.
+        trainer: run length, batch size, devices, checkpoints and logging.
+        optimizer: optimizer and learning-rate schedule; `type:` selects the family.
+        objective: loss to minimize; `type:` selects the family.
+        refs: models beside the one that trains, by name, such as the teacher of the objective `distill`: `{teacher: {type:
+            hf, path: ...}}`.
+        evals: evaluations to run every `trainer.steps_per_eval` steps.
+        phases: training phases, run in order, each with its own surgery, trainable parameters, data, objective or
+            optimizer. If empty, the top level is the only phase.
+        preset: fill in keys of other sections, such as all sizes and rates from a depth; `type:` selects the preset. Keys
+            that you write win. Null fills in nothing.
+        data_seed: random seed of the order of the training data alone; null uses `trainer.seed`.
+        epoch: number of passes over each phase's training data, instead of `num_train_steps`; 0 trains for
+            `num_train_steps`.
+        initialize_from_hf: load initial weights in Hugging Face format. A string is a folder with config.json and
+            safetensors files, or a Hub `name` or `name@revision`; true uses the folder in data.tokenizer; false
+            initializes randomly.
+        hf_weight_names: rename tensors when initialize_from_hf points to weights from another program (.safetensors,
+            .pt, .pth, .bin). Maps a regular expression on that program's tensor names to the Hugging Face name (`\\1` for
+            groups). Tensors that match no expression are skipped.
+        hf_skip_keys: keys of config.json in initialize_from_hf to read as if they were not there, for keys that jaxlm
+            refuses. The model may then compute other numbers than its authors'.
+        use_hf_model_config: take the model section from the config.json in initialize_from_hf; keys written here
+            override it.
+        hf_save_path: folder or URL (`gs://bucket/exports`) for Hugging Face checkpoints, saved as `step-N`; null saves none.
+            Each run needs its own: a run that starts refuses one with another run's exports of its steps.
+        hf_save_steps: steps between Hugging Face checkpoints. One more is saved after the last step.
+        hf_save_dtype: dtype of the saved weights: float32, bfloat16 or float16; null keeps the training dtype.
+        hf_upload: also push the folders in `hf_save_path` to this repository on the Hugging Face Hub (`owner/name`), one
+            commit each; true names it after `trainer.id`, in your own account; null or false pushes nothing. A push that
+            fails does not end the run.
+        dry_run: resolve, trace and compile the run, print the plan and the memory use, plot the learning rate into the
+            log folder, then exit.
+    """
+
+    data: Content[DataConfig] = field(default_factory=TokensConfig)
+    model: Refused[ModelConfig] = field(default_factory=LlamaConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    optimizer: Updates[OptimizerConfig] = field(default_factory=AdamConfig)
+    objective: Loss[ObjectiveConfig] = field(default_factory=NextToken)
+    refs: Content[dict[str, RefConfig]] = field(default_factory=dict)
+    evals: Evaluations[list[EvalConfig]] = field(default_factory=lambda: [LossEvalConfig()])
+    phases: Annotated[list[PhaseConfig], follows("the phases from the current one on differ")] = field(
+        default_factory=list
+    )
+    preset: Annotated[PresetConfig | None, Effect("harmless", "the keys that it fills in are compared themselves")] = (
+        None
+    )
+    data_seed: Order[Seed | None] = None
+    epoch: Length[NonNegativeInt] = 0
+    initialize_from_hf: AtTheStart[bool | str] = False
+    hf_weight_names: AtTheStart[dict[str, str]] = field(default_factory=dict)
+    hf_skip_keys: AtTheStart[list[str]] = field(default_factory=list)
+    use_hf_model_config: AtTheStart[bool] = False
+    hf_save_path: Harmless[str | None] = None
+    hf_save_steps: Harmless[PositiveInt] = 10_000
+    hf_save_dtype: Harmless[str | None] = None
+    hf_upload: Harmless[bool | str | None] = None
+    dry_run: Harmless[bool] = False
+
+    @property
+    def order_seed(self) -> int:
+        """Random seed of the order of the training data."""
+        return self.trainer.seed if self.data_seed is None else self.data_seed

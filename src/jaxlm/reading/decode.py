@@ -1,0 +1,427 @@
+"""Converts plain values to configuration dataclasses and back.
+
+The registries (`type: llama` selects the class) come from Draccus. Decoding is stricter than in Draccus, which accepts null
+for an int, turns a list into a string if a union lists `str` first, and reports errors with a traceback. Here every error
+is one sentence with the file, the line, the dotted path, the given value and the allowed values.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import re
+import types
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import yaml
+from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import LARGEST_FLOAT, bounds_of, describe_type, hints_of, in_range
+from jaxlm.core.redaction import without_secrets
+from jaxlm.reading.choices import FORMER_KEYS, NamedChoice, is_same
+from jaxlm.reading.durations import format_duration, parse_duration
+from jaxlm.reading.plugins import import_choice, is_import_path, signature_problems
+from jaxlm.reading.yaml import ConfigSource, KeyPath, without_quotes
+
+T = TypeVar("T")
+INHERITS = {"inherits": True}
+"""Metadata of a list of sections. Each takes what it does not set from the section around the list: the `type`, and keys that
+are set there."""
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+
+
+def decode(kind: type[T], source: ConfigSource) -> T:
+    """Builds the dataclass that a tree describes. Raises `ConfigError` for the first error in the tree."""
+    return _Decoder(source).dataclass(kind, source.tree, ())
+
+
+def encode(value: Any) -> Any:
+    """Converts a dataclass to plain values. Classes from a registry include their `type`."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        for name in (f.name for f in dataclasses.fields(value) if _inherits(f)):
+            fields[name] = [_without_inherited(section, fields, name) for section in fields[name]]
+        kind: Any = type(value)
+        return {CHOICE_TYPE_KEY: choice_name(kind), **fields} if is_choice(kind) else fields
+    if isinstance(value, timedelta):
+        return format_duration(value)
+    if isinstance(value, Mapping):
+        return {key: encode(item) for key, item in value.items()}
+    return [encode(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _inherits(field: dataclasses.Field) -> bool:
+    return field.metadata.get("inherits", False)
+
+
+def _without_inherited(section: Mapping[str, Any], outer: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An encoded section of the list `name`, without the keys that decoding takes from the section around it."""
+    return {
+        key: value
+        for key, value in section.items()
+        if (value if key == name else key not in outer or value != outer[key])
+    }
+
+
+def dump(value: Any) -> str:
+    """Converts a dataclass to YAML that `decode` reads back to an equal dataclass, but for its secrets."""
+    return yaml.safe_dump(without_secrets(encode(value)), sort_keys=False, width=100)
+
+
+def is_choice(kind: Any) -> bool:
+    """Whether a class belongs to a registry, so that `type:` picks the subclass."""
+    return isinstance(kind, type) and issubclass(kind, ChoiceType)
+
+
+def choice_name(kind: Any) -> str:
+    """The `type` of a class.
+
+    A class that was selected by import path keeps that path as its type: its registered name is only known after import.
+    """
+    names = [name for name, member in kind.get_known_choices().items() if member is kind]
+    return max(names, key=is_import_path)
+
+
+def chosen_class(kind: Any, tree: Mapping[str, Any], default: Any = None) -> type | None:
+    """The class that a section selects: by its `type`, else the class of the default, else the registry's default."""
+    name = tree.get(CHOICE_TYPE_KEY)
+    if name is not None and not isinstance(name, str):
+        return None
+    if name is None and is_choice(type(default)):
+        return type(default)
+    name = name or kind.default_choice_name()
+    known = kind.get_known_choices().get(name)
+    return import_choice(kind, name) if known is None and is_import_path(name) else known
+
+
+def drop_stale_keys(kind: type, file: dict[str, Any], overrides: Mapping[str, Any]) -> list[str]:
+    """Removes from `file`, in place, the keys that do not apply to a `type` set on the command line.
+
+    Returns:
+        The dotted paths of the removed keys.
+    """
+    dropped: list[str] = []
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        section, over = file.get(field.name), overrides.get(field.name)
+        if not isinstance(section, dict) or not isinstance(over, Mapping):
+            continue
+        base: Any = _registry_in(hints[field.name])
+        if is_choice(base):
+            old = chosen_class(base, section, default_of(field))
+            new = chosen_class(base, over) if CHOICE_TYPE_KEY in over else old
+            # Without a `type`, a section that a preset fills in has the preset's.
+            is_open = CHOICE_TYPE_KEY in over and CHOICE_TYPE_KEY not in section and file.get("preset") is not None
+            if new is not None and (new is not old or is_open):
+                valid = {CHOICE_TYPE_KEY, *(f.name for f in dataclasses.fields(new)), *FORMER_KEYS.get(new, ())}
+                for key in [key for key in section if key not in valid]:
+                    del section[key]
+                    dropped.append(f"{field.name}.{key}")
+        elif dataclasses.is_dataclass(base):
+            subsection: Any = base
+            dropped += [f"{field.name}.{path}" for path in drop_stale_keys(subsection, section, over)]
+    return dropped
+
+
+def _registry_in(hint: Any) -> Any:
+    """The registry in a union such as `TrackerConfig | list[TrackerConfig]`, or the hint itself."""
+    return next((kind for kind in typing.get_args(hint) if is_choice(kind)), hint)
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """The default value of a field; `dataclasses.MISSING` if it is required."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+class _MismatchError(Exception):
+    """A value does not fit a type. Another member of a union may still accept it."""
+
+
+class _Decoder:
+    def __init__(self, source: ConfigSource):
+        self._source = ConfigSource(source.tree, dict(source.marks))
+
+    def dataclass(
+        self, kind: Any, tree: Any, path: KeyPath, default: Any = None, inherited: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Decodes a section. A key that it does not set has its value in `inherited`, if there is one."""
+        if _is_name(kind, tree):
+            tree = {CHOICE_TYPE_KEY: tree}
+        if not isinstance(tree, Mapping):
+            keys = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else ["type", "..."]
+            raise self._error(path, f"{_format_value(tree)} given, a section with keys expected ({', '.join(keys)})")
+        if is_choice(kind):
+            kind = self._choice(kind, tree, path, default)
+            tree = {key: value for key, value in tree.items() if key != CHOICE_TYPE_KEY}
+        tree = self._with_current_keys(kind, tree, path)
+        fields = {field.name: field for field in dataclasses.fields(kind)}
+        hints = hints_of(kind)
+        for key in tree:
+            if key not in fields:
+                choice = choice_name(kind) if is_choice(kind) else None
+                raise unknown_key(self._source, (*path, key), choice, list(fields))
+        lists = {key: value for key, value in tree.items() if _inherits(fields[key])}
+        values = {key: value for key, value in (inherited or {}).items() if key in fields}
+        values |= {
+            key: self.value(hints[key], value, (*path, key), default_of(fields[key]))
+            for key, value in tree.items()
+            if key not in lists
+        }
+        for name, field in fields.items():
+            if name not in values and default_of(field) is dataclasses.MISSING:
+                raise self._error(path, f"the key '{name}' is missing. It has no default; set it")
+        section = self._construct(kind, values, path)
+        inner = {
+            key: self._inheriting(hints[key], value, (*path, key), section, values) for key, value in lists.items()
+        }
+        return self._construct(kind, values | inner, path) if inner else section
+
+    def _with_current_keys(self, kind: Any, tree: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
+        """A section in which former keys are what they are now. On the command line, they override current ones."""
+        former = FORMER_KEYS.get(kind, {})
+        nested = {key: value for key, value in tree.items() if key not in former}
+        current = nested
+        for key in (key for key in former if key in tree):
+            where, value = self._source.where((*path, key)), tree[key]
+            is_option = where.endswith(f"--{'.'.join(map(str, (*path, key)))}")
+            keys = {tuple(name.split(".")): new for name, new in former[key].keys(value).items()}
+            if is_same(value, former[key].default) and not any(_is_given(nested, name) for name in keys):
+                continue
+            before = current
+            for name, new in keys.items():
+                if not is_option and (_is_given(nested, name) or _is_given(before, name)):
+                    problem = f"given together with {'.'.join(name)}, which is the same key now. Remove one of them"
+                    raise self._error((*path, key), problem)
+                if _applies(kind, current, name, is_option, len(keys) == 1):
+                    current = _with(current, name, new)
+                    self._source.marks[(*path, *name)] = where
+            if current is before:
+                now = " or ".join(former[key].paths)
+                problem = (
+                    f"{_format_value(value)} given, which has no effect with these keys. It is {now} now. Remove it"
+                )
+                raise self._error((*path, key), problem)
+        return current
+
+    def _construct(self, kind: Any, values: Mapping[str, Any], path: KeyPath) -> Any:
+        if inspect.isabstract(kind):
+            missing = ", ".join(sorted(kind.__abstractmethods__))
+            raise self._error(path, f"the class {kind.__qualname__} does not define {missing}. Add what is missing")
+        if problem := next(signature_problems(kind), None):
+            raise self._error(path, problem)
+        try:
+            return kind(**values)
+        except ValueError as error:
+            raise self._error(*_located(str(error), kind, path)) from error
+
+    def _inheriting(self, kind: Any, sections: Any, path: KeyPath, outer: Any, values: Mapping[str, Any]) -> Any:
+        if not isinstance(sections, list):
+            return self.value(kind, sections, path)
+        (section_kind,) = typing.get_args(kind)
+        return [self.dataclass(section_kind, item, (*path, i), outer, values) for i, item in enumerate(sections)]
+
+    def value(self, kind: Any, value: Any, path: KeyPath, default: Any = None) -> Any:
+        for lenient in (False, True):
+            try:
+                return self._fit(kind, value, path, default, lenient)
+            except _MismatchError:
+                continue
+        raise self._error(
+            path, f"{_format_value(value)} given, {describe_type(kind, value)} expected{self._hint(kind, value, path)}"
+        )
+
+    def _hint(self, kind: Any, value: Any, path: KeyPath) -> str:
+        """What to change in a value that does not fit a type, if the types alone do not say it."""
+        if not _is_representable(value) and not isinstance(value, float):
+            if isinstance(value, str):
+                return " without control characters"
+            return "" if "at most" in describe_type(kind, value) else " of at most 64 bits"
+        if isinstance(value, str) and self._fits(kind, without_quotes(value), path):
+            return f". Write {value} without quotes"
+        is_scalar = isinstance(value, (str, int, float))
+        return f". Write [{value}] for a list of one" if is_scalar and self._fits(kind, [value], path) else ""
+
+    def _fits(self, kind: Any, value: Any, path: KeyPath) -> bool:
+        try:
+            self._fit(kind, value, path, None, lenient=True)
+        except (_MismatchError, ConfigError):
+            return False
+        return True
+
+    def _fit(self, kind: Any, value: Any, path: KeyPath, default: Any, lenient: bool) -> Any:
+        origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+        if kind is Any:
+            return value
+        if origin in (typing.Union, types.UnionType):
+            return self._fit_union(arguments, value, path, default, lenient)
+        if (bounds := bounds_of(kind)) is not None:
+            number = _fit_simple(arguments[0], value, lenient)
+            return _accept(in_range(number, bounds), number)
+        if origin is typing.Literal:
+            return _accept(any(value == one and type(value) is type(one) for one in arguments), value)
+        if origin is list:
+            _accept(isinstance(value, list), value)
+            return [self.value(arguments[0], item, (*path, i)) for i, item in enumerate(value)]
+        if origin is dict:
+            _accept(isinstance(value, Mapping), value)
+            return {str(key): self.value(arguments[1], item, (*path, key)) for key, item in value.items()}
+        if is_choice(kind) or dataclasses.is_dataclass(kind):
+            return self.dataclass(kind, value, path, default)
+        if kind is timedelta:
+            return self._duration(value, path)
+        return _fit_simple(kind, value, lenient)
+
+    def _fit_union(self, kinds: tuple[Any, ...], value: Any, path: KeyPath, default: Any, lenient: bool) -> Any:
+        for kind in kinds:
+            is_section = is_choice(kind) or dataclasses.is_dataclass(kind)
+            if is_section and not isinstance(value, Mapping) and not _is_name(kind, value):
+                continue
+            try:
+                return self._fit(kind, value, path, default, lenient)
+            except _MismatchError:
+                continue
+        raise _MismatchError
+
+    def _duration(self, value: Any, path: KeyPath) -> timedelta:
+        if value is None:
+            raise _MismatchError
+        try:
+            return parse_duration(value)
+        except ConfigError as error:
+            raise self._error(path, str(error)) from error
+
+    def _choice(self, kind: Any, tree: Mapping[str, Any], path: KeyPath, default: Any) -> type:
+        try:
+            chosen = chosen_class(kind, tree, default)
+        except ConfigError as error:
+            raise self._error((*path, CHOICE_TYPE_KEY), str(error)) from error
+        if chosen is None:
+            known = sorted(kind.get_known_choices())
+            given = tree.get(CHOICE_TYPE_KEY)
+            near = _nearest(str(given), known)
+            hint = f". Did you mean '{near}'?" if near else ""
+            problem = "no type given" if given is None else f"{_format_value(given)} given"
+            raise self._error((*path, CHOICE_TYPE_KEY), f"{problem}. Allowed: {', '.join(known) or 'none'}{hint}")
+        return chosen
+
+    def _error(self, path: KeyPath, problem: str) -> ConfigError:
+        return config_error(self._source, path, problem)
+
+
+def config_error(source: ConfigSource, path: KeyPath, problem: str) -> ConfigError:
+    """The error for a problem at a path, with file, line and dotted path."""
+    where, dotted = source.where(path), ".".join(map(str, path)) or "configuration"
+    is_option = where.endswith((f"--{dotted}", f"keys: {dotted}"))  # the key is named already
+    return ConfigError(": ".join([*filter(None, [where]), *([] if is_option else [dotted]), problem]))
+
+
+def unknown_key(source: ConfigSource, path: KeyPath, choice: str | None, allowed: Sequence[str]) -> ConfigError:
+    """The error for a key that its section does not have. `choice` is the section's `type`, if it has one."""
+    *parents, key = path
+    near = _nearest(str(key), allowed)
+    hint = f" Did you mean '{near}'?" if near else ""
+    section = ".".join(map(str, parents)) or "the top level"
+    typed = "" if choice is None else f" (type {choice})"
+    return config_error(source, path, f"no such key in {section}{typed}.{hint} Allowed: {', '.join(allowed)}")
+
+
+def _nearest(given: str, known: Collection[str]) -> str | None:
+    """The most similar known name: the same words in another order, or a similar spelling."""
+    words = sorted(given.split("_"))
+    reordered = (name for name in known if sorted(name.split("_")) == words)
+    return next(reordered, None) or next(iter(difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)), None)
+
+
+def _located(problem: str, kind: Any, path: KeyPath) -> tuple[KeyPath, str]:
+    """The path that the message of a section's own check begins with, and the rest of the message.
+
+    The message names a key as in "end_after: ..." or "trainer.watchdog.end_after: ...". In a phase, the path is longer.
+    """
+    name, separator, rest = problem.partition(": ")
+    *parents, key = name.split(".")
+    if not separator or not set(parents) <= set(path):
+        return path, problem
+    if key in (field.name for field in dataclasses.fields(kind)):
+        return (*path, key), rest
+    return (path, rest) if key in path else (path, problem)
+
+
+def _is_name(kind: Any, value: Any) -> bool:
+    """Whether a value is the name of a type that stands for a section of that type."""
+    return isinstance(value, str) and isinstance(kind, type) and issubclass(kind, NamedChoice)
+
+
+def _section(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """A section in a tree, which may be written as a name, or be missing."""
+    value = tree.get(key)
+    return {CHOICE_TYPE_KEY: value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else {}
+
+
+def _is_given(tree: Mapping[str, Any], name: KeyPath) -> bool:
+    """Whether a tree sets the key at a path."""
+    key, *rest = map(str, name)
+    return _is_given(_section(tree, key), tuple(rest)) if rest else key in tree
+
+
+def _with(tree: Mapping[str, Any], name: KeyPath, value: Any) -> dict[str, Any]:
+    """A tree in which the key at a path is set."""
+    key, *rest = map(str, name)
+    return {**tree, key: _with(_section(tree, key), tuple(rest), value) if rest else value}
+
+
+def _applies(kind: type, tree: Mapping[str, Any], name: KeyPath, is_option: bool, is_only: bool) -> bool:
+    """Whether the section with which a path begins has its next key.
+
+    Args:
+        is_option: a section that is null does not matter.
+        is_only: the key is at no other path, so that a section that is missing is needed.
+    """
+    key, *rest = map(str, name)
+    if not rest:
+        return True
+    default = next(default_of(field) for field in dataclasses.fields(kind) if field.name == key)
+    registry: Any = _registry_in(typing.get_type_hints(kind)[key])
+    if tree.get(key, default) is None:
+        return is_option or (is_only and key not in tree)
+    if rest[0] == CHOICE_TYPE_KEY or not is_choice(registry):
+        return True
+    chosen = chosen_class(registry, _section(tree, key), default)
+    return chosen is None or rest[0] in (field.name for field in dataclasses.fields(chosen))
+
+
+def _accept(condition: bool, value: Any) -> Any:
+    if not condition:
+        raise _MismatchError
+    return value
+
+
+def _fit_simple(kind: Any, value: Any, lenient: bool) -> Any:
+    """Decodes bool, int, float, str or None. The only conversions are 512.0 to an int and 1 to a float."""
+    if kind is type(None):
+        return _accept(value is None, value)
+    if lenient and kind is int and isinstance(value, float) and value.is_integer():  # not for inf and nan
+        value = int(value)
+    if lenient and kind is float and type(value) is int and abs(value) <= LARGEST_FLOAT:
+        value = float(value)
+    return _accept(type(value) is kind and _is_representable(value), value)
+
+
+def _is_representable(value: Any) -> bool:
+    """Whether a program or a file system can take a value."""
+    if isinstance(value, str):
+        return not _UNPRINTABLE.search(value)
+    if isinstance(value, float):
+        return abs(value) <= LARGEST_FLOAT  # false for nan
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
+
+
+def _format_value(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

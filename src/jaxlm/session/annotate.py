@@ -1,0 +1,102 @@
+"""Builds the annotations of a phase's training data: the references read every sequence once, before the first step."""
+
+import functools
+import hashlib
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import haliax as hax
+import jax
+import numpy as np
+
+from jaxlm.core import tree
+from jaxlm.core.axes import BATCH
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only
+from jaxlm.data.annotations import AnnotationFolder
+from jaxlm.data.annotations import with_annotations as annotated_data
+from jaxlm.data.batch import Columns
+from jaxlm.data.data import Data
+from jaxlm.data.examples import Examples
+from jaxlm.engine.phases import Phase
+from jaxlm.plan.plan import Plan
+from jaxlm.session.compilation.step import abstract_batch
+from jaxlm.session.references import abstract_annotations, load_reference, references_identity
+
+Log = Callable[[str], None]
+_BLOCK_EXAMPLES = 256  # at most about this much work is lost if the process is killed
+_LOG_INTERVAL_S = 10.0
+
+
+def with_annotations(plan: Plan, phase: Phase, data: Data, log: Log) -> Data:
+    """The phase's data with the annotations that its objective reads from disk; `data` if it reads none.
+
+    Missing annotations are built first; only then are the references loaded. Call it inside `plan.layout.use()`.
+    """
+    if phase.objective.annotation_key is None:
+        return data
+    batch_size = plan.batches.train.largest.microbatch  # that of a step, so that the program computes the same
+    block_size = batch_size * max(1, _BLOCK_EXAMPLES // batch_size)
+    folders = {
+        name: AnnotationFolder(examples, _made_from(plan, phase, examples), block_size)
+        for name, examples in data.train.items()
+    }
+    missing = [folder for folder in folders.values() if not all_processes(folder.path.exists())]
+    if missing:
+        refs = {name: load_reference(plan, name, log) for name in phase.objective.references}
+        program = jax.jit(
+            lambda refs, batch: phase.objective.annotate(refs, batch).annotations,
+            out_shardings=plan.layout.replicated(),
+        )
+
+        def annotate(examples: Examples, indices: np.ndarray) -> Columns:
+            """The annotations of consecutive examples, at most a batch of them."""
+            read = lambda rows: examples.read(indices[np.minimum(rows, len(indices) - 1)])  # noqa: E731
+            batch = data.spec.assemble(read, (hax.Axis(BATCH, batch_size),), plan.layout)
+            columns = tree.leaves(program(refs, batch))
+            return {path: np.asarray(tree.raw(leaf))[: len(indices)] for path, leaf in columns}
+
+        for folder in missing:
+            _build(folder, annotate, batch_size, log)
+    return annotated_data(data, folders, abstract_annotations(plan, phase, abstract_batch(plan, phase)))
+
+
+def _made_from(plan: Plan, phase: Phase, examples: Examples) -> dict[str, Any]:
+    identity = references_identity(plan)
+    starts = examples.starts(np.arange(len(examples)))
+    return {
+        "references": {name: identity[name] for name in phase.objective.references},
+        "objective": dict(phase.objective.annotation_key or {}),
+        "tokens": examples.cache.fingerprint,
+        "seq_len": examples.seq_len,
+        "examples": hashlib.sha256(starts.tobytes()).hexdigest(),
+        **examples.arrangement,
+        "vocabulary": plan.state_builder.Vocab.size,
+    }
+
+
+def _build(folder: AnnotationFolder, annotate: Callable[..., Columns], batch_size: int, log: Log) -> None:
+    """Annotates the missing blocks. All processes compute; process 0 writes."""
+    with ExitStack() as locked:
+        missing = main_only(lambda: locked.enter_context(folder.prepared(log)))
+        is_missing = np.zeros(folder.num_blocks, bool)
+        is_missing[missing or []] = True
+        blocks, logged = np.flatnonzero(broadcast_from_main(is_missing)).tolist(), time.perf_counter()
+        log(f"annotating {len(folder.examples):,} sequences into {folder.path}: {len(blocks)} blocks to go")
+        for done, number in enumerate(blocks):
+            indices = folder.indices(number)
+            parts = [
+                annotate(folder.examples, indices[at : at + batch_size]) for at in range(0, len(indices), batch_size)
+            ]
+            columns = {path: np.concatenate([part[path] for part in parts]) for path in parts[0]}
+            main_only(functools.partial(folder.write, number, columns))
+            if time.perf_counter() - logged > _LOG_INTERVAL_S:
+                log(f"annotated {done + 1} of {len(blocks)} blocks")
+                logged = time.perf_counter()
+        main_only(folder.finish)
+    if not all_processes(folder.path.exists()):
+        raise ConfigError(
+            f"objective.cache: {folder.path} is not visible to all processes. Set data.cache_dir to a folder that they share"
+        )

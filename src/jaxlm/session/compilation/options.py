@@ -1,0 +1,272 @@
+"""What the training step is traced and compiled with besides its configuration: XLA options and block sizes.
+
+XLA options are a table by platform, and block sizes follow from the processor's caches. `jaxlm bench --tune` finds better
+ones on a machine.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jaxlib.version
+
+from jaxlm.core.atomic_io import atomic_file
+from jaxlm.core.bounded_read import SMALL, read_bytes
+from jaxlm.core.devices import caches, processor
+from jaxlm.core.runtime import same_on_all_processes
+from jaxlm.core.stores import is_url
+from jaxlm.core.tracing import BlockSizes
+from jaxlm.models.attention.backends.blockwise import default_attention_block
+from jaxlm.models.chunked_loss import default_chunk_tokens
+from jaxlm.plan.plan import Plan
+from jaxlm.reading.decode import choice_name, encode
+from jaxlm.surgery.base import SurgeryConfig
+
+Options = dict[str, bool | int | str]
+
+# They are passed to each compilation instead of the environment, so that they apply only to the training step and need not
+# be set before JAX starts. XLA_FLAGS take precedence. Every option here needs a reason; docs/howto/watch.md has the same
+# table.
+TABLE: Mapping[str, Options] = {
+    "cpu": {},  # which options are faster depends on the processor: see CANDIDATES
+    # Overlaps collectives with computation; off by default in XLA. No effect on one device.
+    "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True},
+    "tpu": {},
+}
+
+CANDIDATES: Mapping[str, Sequence[Options]] = {
+    "cpu": (
+        {"xla_cpu_prefer_vector_width": 512},  # AVX-512 everywhere; XLA prefers 256 bits
+        {"xla_cpu_use_xnnpack": True},  # libraries for matrix products other than Eigen
+        {"xla_cpu_experimental_xnn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"},
+        {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"},
+        {"xla_cpu_experimental_onednn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"},
+        {"xla_cpu_enable_concurrency_optimized_scheduler": False},
+    )
+}
+"""XLA options that `jaxlm bench --tune` measures on a platform, beside the table. A jaxlib that lacks an option skips it."""
+
+_FACTORS = (0.25, 0.5, 2, 4)  # sizes that are measured, relative to those by cache
+_BLOCK_SIZES = tuple(2**power for power in range(4, 14))
+
+# As JSON, in which 1 is not true.
+_KNOWN = {json.dumps(item) for candidates in CANDIDATES.values() for options in candidates for item in options.items()}
+_FILE = "tuned_options.json"
+_DEFAULT = "XLA's own"
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What the training step is traced and compiled with.
+
+    Attributes:
+        xla: options of the compilation.
+        sizes: block sizes, all None on platforms that have nothing to tune.
+    """
+
+    xla: Options
+    sizes: BlockSizes
+
+    @staticmethod
+    def of(platform: str, options: Options) -> "StepOptions":
+        """Separates options by name. Block sizes that are not among them are those by cache."""
+        sizes = _sizes_by_cache(platform)
+        given = {name: value for name, value in options.items() if name in asdict(sizes)}
+        xla = {name: value for name, value in options.items() if name not in given}
+        return StepOptions(xla, replace(sizes, **given))
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """The XLA options and the block sizes."""
+        return as_text(self.xla), as_text({name: size for name, size in asdict(self.sizes).items() if size is not None})
+
+
+@dataclass(frozen=True)
+class TunedOptions:
+    """Options that were the fastest for a step on a machine.
+
+    Attributes:
+        processor: see `hardware.processor`.
+        jaxlib: version of the compiler.
+        step: see `step_key`.
+        options: XLA options besides the table, and fields of `BlockSizes`; empty if nothing was faster.
+        ratio: how many times as fast the step is with them: low end, median, high end of a 95 % interval.
+        measured_unix_s: when.
+    """
+
+    processor: str
+    jaxlib: str
+    step: str
+    options: Options
+    ratio: tuple[float, float, float]
+    measured_unix_s: float
+
+    def __str__(self) -> str:
+        low, median, high = self.ratio
+        day = time.strftime("%Y-%m-%d", time.gmtime(self.measured_unix_s))
+        faster = f"{median:.2f} times as fast as without ({low:.2f} to {high:.2f})"
+        return (
+            f"{as_text(self.options)}: {faster}, tuned on {day}"
+            if self.options
+            else f"{_DEFAULT}, the fastest when tuned on {day}"
+        )
+
+
+def as_text(options: Options) -> str:
+    """The options as they are written in XLA_FLAGS, without dashes. Block sizes look the same."""
+    texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
+    return ", ".join(f"{name}={text}" for name, text in texts.items())
+
+
+def compiler_options(platform: str, surgeries: Sequence[SurgeryConfig] = ()) -> Options:
+    """The XLA options of the table for a platform and of surgeries, without those that XLA_FLAGS sets."""
+    options = dict(TABLE[platform])
+    for surgery in surgeries:
+        options |= surgery.compiler_options(platform)
+    return _not_set_by_user(options)
+
+
+def _sizes_by_cache(platform: str) -> BlockSizes:
+    """Without candidates, every run has the same sizes, and they need not be stated."""
+    if platform not in CANDIDATES:
+        return BlockSizes()
+    return BlockSizes(default_chunk_tokens(platform), default_attention_block(platform))
+
+
+def size_candidates(platform: str) -> list[Options]:
+    """Block sizes that `jaxlm bench --tune` measures: a quarter to four times of those by cache."""
+    sizes = {name: size for name, size in asdict(_sizes_by_cache(platform)).items() if size is not None}
+    scaled: Iterator[Options] = ({name: int(size * by)} for name, size in sizes.items() for by in _FACTORS)
+    return [options for options in scaled if all(size in _BLOCK_SIZES for size in options.values())]
+
+
+def step_options(plan: Plan) -> StepOptions:
+    """The options of the table, of the surgeries, and the tuned ones, without those that XLA_FLAGS sets. All processes must
+    call this.
+
+    Processes whose tuned options differ use those of the table, and block sizes by cache.
+    """
+    tuned = tuned_options(plan)
+    options = tuned.options if tuned is not None else {}
+    if not same_on_all_processes(json.dumps(options, sort_keys=True)):
+        options = {}
+    platform = plan.layout.platform
+    surgeries = [surgery for phase in plan.state_builder.phases for surgery in phase.surgeries]
+    return StepOptions.of(platform, compiler_options(platform, surgeries) | _not_set_by_user(options))
+
+
+def tuned_options(plan: Plan) -> TunedOptions | None:
+    """What was tuned for the step of this plan, on this processor with this compiler; None if nothing was."""
+    if plan.layout.platform not in CANDIDATES:
+        return None
+    machine = (processor(), jaxlib.version.__version__, step_key(plan))
+    found = [t for t in _read(_path(plan)) if (t.processor, t.jaxlib, t.step) == machine]
+    return found[-1] if found else None
+
+
+def describe_options(plan: Plan) -> str | None:
+    """Which options the step is compiled with, and why; None if the platform has nothing to tune and no option is set. All
+    processes must call this.
+    """
+    used = step_options(plan)
+    if plan.layout.platform not in CANDIDATES:
+        return as_text(used.xla) or None
+    tuned, here, key = tuned_options(plan), processor(), step_key(plan)
+    if tuned is not None and tuned.options.items() <= (used.xla | asdict(used.sizes)).items():
+        return str(tuned)
+    if tuned is not None:
+        return (
+            f"{as_text(used.xla) or _DEFAULT}; those tuned here are not used: XLA_FLAGS or another process has others"
+        )
+    others = [t for t in _read(_path(plan)) if t.step == key and t.options]
+    if others:
+        old = others[-1]
+        was = f"{old.processor}, jaxlib {old.jaxlib}"
+        now = f"{here}, jaxlib {jaxlib.version.__version__}"
+        return (
+            f"{_DEFAULT}; those tuned on another machine ({was}) are not used on {now}. Tune again: jaxlm bench --tune"
+        )
+    return f"{_DEFAULT}; `jaxlm bench --tune` looks for faster ones on this machine"
+
+
+def describe_sizes(plan: Plan) -> str | None:
+    """The block sizes of the step, and where they come from; None if the platform has nothing to tune. All processes must
+    call this.
+    """
+    if plan.layout.platform not in CANDIDATES:
+        return None
+    used = step_options(plan)
+    if used.sizes != _sizes_by_cache(plan.layout.platform):
+        return f"{used.texts[1]}, tuned"
+    return f"{used.texts[1]}, for these caches: {caches()}"
+
+
+def step_key(plan: Plan) -> str:
+    """Identifies what the speed of the first phase's step depends on: model, batch, mesh and precision."""
+    facts = {
+        "model": encode(plan.phases[0].model),
+        "batch": plan.batches.train.largest.shape,
+        "mesh": str(plan.mesh),
+        "precision": str(plan.precision),
+        "optimizer": choice_name(type(plan.phases[0].optimizer)),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def keep(plan: Plan, tuned: TunedOptions) -> Path | None:
+    """Writes tuned options beside the compiled programs, in place of earlier ones for the same step and machine.
+
+    Returns:
+        The file, or None if there is no local compilation cache.
+    """
+    path = _path(plan)
+    if path is None:
+        return None
+    same = (tuned.processor, tuned.jaxlib, tuned.step)
+    others = [old for old in _read(path) if (old.processor, old.jaxlib, old.step) != same]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as unfinished:
+        unfinished.write_text(json.dumps([asdict(each) for each in (*others, tuned)], indent=1))
+    return path
+
+
+def _path(plan: Plan) -> Path | None:
+    folder = plan.config.trainer.compilation_cache_dir
+    return None if folder is None or is_url(folder) else Path(folder) / _FILE
+
+
+def _read(path: Path | None) -> list[TunedOptions]:
+    """The readable entries of a file. What is damaged costs a run only speed."""
+    if path is None:
+        return []
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        content = json.loads(read_bytes(path, SMALL))
+        return list(_entries(content if isinstance(content, list) else []))
+    return []
+
+
+def _entries(content: Sequence[Any]) -> Iterator[TunedOptions]:
+    for entry in content:
+        with contextlib.suppress(AttributeError, TypeError, ValueError, KeyError, OverflowError, OSError):
+            low, median, high = (float(number) for number in entry["ratio"])
+            tuned = TunedOptions(**{**entry, "ratio": (low, median, high)})
+            time.gmtime(tuned.measured_unix_s)  # a time that cannot be shown is damage, too
+            if all(_is_known(*item) for item in tuned.options.items()):
+                yield tuned
+
+
+def _is_known(name: str, value: Any) -> bool:
+    if name in asdict(BlockSizes()):
+        return type(value) is int and value in _BLOCK_SIZES  # True is an int
+    return json.dumps((name, value)) in _KNOWN
+
+
+def _not_set_by_user(options: Options) -> Options:
+    flags = {flag.lstrip("-").partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+    return {name: value for name, value in options.items() if name not in flags}

@@ -1,0 +1,234 @@
+"""Exports a model as a folder for transformers, for `jaxlm convert` and during training."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxlm.core.publish import Location, PublishError, child_of, is_taken
+from jaxlm.core.runtime import main_only
+from jaxlm.core.stores import is_url
+from jaxlm.data.config import DataConfig
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.engine.activity import Activity
+from jaxlm.engine.metric_names import EVAL_PREFIX
+from jaxlm.engine.phases import Phase
+from jaxlm.engine.state import RunState
+from jaxlm.interop.hf.classifier import is_reward_model
+from jaxlm.interop.hf.folder import save_folder
+from jaxlm.interop.hf.hub import repository_of, upload_folder
+from jaxlm.interop.hf.model_card import README, ModelCard
+from jaxlm.interop.hf.model_section import hf_name
+from jaxlm.interop.peft.merged import MergedAdapter, merged_file
+from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.observe.records import METRICS, read_metrics
+from jaxlm.plan.load_config import run_id_of
+from jaxlm.plan.plan import Plan
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.session.startup import LAST_EXPORTED, describe_phase, parameters
+from jaxlm.surgery.base import export_form
+from jaxlm.surgery.lora import adds_adapters
+
+_HUB_URL = "hf:"  # a dataset as one of the train_urls
+_MAX_URLS = 20
+
+
+def export_model(
+    folder: Location,
+    model: LanguageModel,
+    config: ModelConfig,
+    plan: Plan,
+    tokenizer: Tokenizer,
+    dtype: Any,
+    card: ModelCard,
+    merged: Sequence[MergedAdapter] = (),
+) -> None:
+    """Writes a complete new folder: configuration, weights, tokenizer and model card. All processes must call this.
+
+    Args:
+        model: in the form of `export_form`.
+        config: of the model.
+        merged: the adapters that it contains.
+    """
+    files = tokenizer.files(max_length=config.seq_len)
+    of_tokenizer = files.pop(README, None)
+    if of_tokenizer is not None and _tokenizer_is_of_base(plan):
+        card = replace(card, of_base=of_tokenizer.decode("utf-8", errors="replace"))
+    if is_reward_model(model):
+        card = replace(card, task="text-classification")
+    files[README] = card.text().encode()
+    files |= merged_file(merged)
+    save_folder(folder, model, config, plan.layout, dtype=dtype, files=files, special_ids=tokenizer.special_ids)
+
+
+def weights_exporter(plan: Plan, phase: Phase, tokenizer: Tokenizer) -> Callable[[LanguageModel, Path], None]:
+    """What writes the weights of a model that trains, without adapters, for an inference server. All processes call it."""
+    surgeries = plan.state_builder.surgeries_until(phase)
+
+    def export(model: LanguageModel, folder: Path) -> None:
+        exported, config = export_form(model, surgeries), phase.model
+        files = tokenizer.files(max_length=config.seq_len)
+        save_folder(
+            folder,
+            exported,
+            config,
+            plan.layout,
+            dtype=plan.precision.params,
+            files=files,
+            special_ids=tokenizer.special_ids,
+        )
+
+    return export
+
+
+@dataclass(frozen=True)
+class ExportHook:
+    """Exports the model to `folder/step-N` every `every_steps` steps and after the last step of the phase.
+
+    Attributes:
+        latest: the metrics of the newest evaluation, for the model card.
+        upload: repository on the Hugging Face Hub to which the folders are pushed; None pushes none.
+    """
+
+    activity = Activity.SAVE
+
+    folder: Location
+    every_steps: int
+    phase: Phase
+    plan: Plan
+    tokenizer: Tokenizer
+    dtype: Any
+    log: Callable[[str], None]
+    latest: Callable[[], Mapping[str, float]] = dict
+    upload: str | None = None
+
+    def due(self, step: int) -> bool:
+        return step % self.every_steps == 0 or step == self.phase.end
+
+    def run(self, step: int, state: RunState) -> None:
+        """Exports the model, unless this step's folder exists: a resumed run may repeat steps.
+
+        A folder that cannot be written or uploaded does not end the run.
+        """
+        folder = child_of(self.folder, f"step-{step}")
+        if is_taken(folder, LAST_EXPORTED):
+            self.log(f"step {step}: not exported again: {folder} exists")
+            return
+        surgeries = self.plan.state_builder.surgeries_until(self.phase)
+        model, name = export_form(state.model, surgeries), f"{run_id_of(self.plan.config)}/step-{step}"
+        merged = [MergedAdapter.of_checkpoint(name)] if adds_adapters(surgeries) else []
+        config = self.phase.model
+        devices = self.plan.layout.mesh.devices.ravel()
+        card = model_card(self.plan, config, step, self.latest(), hardware=f"{len(devices)} x {devices[0].device_kind}")
+        try:
+            export_model(folder, model, config, self.plan, self.tokenizer, self.dtype, card, merged)
+        except PublishError as error:
+            self.log(f"warning: step {step}: not exported: {error}. To export it later, run jaxlm convert")
+        else:
+            self.log(f"step {step}: exported to {folder}")
+        if self.upload is not None and is_taken(folder, LAST_EXPORTED):
+            self._push(step, Path(folder), self.upload)
+
+    def _push(self, step: int, folder: Path, repository: str) -> None:
+        def push() -> str:
+            try:
+                return f"pushed to {upload_folder(folder, repository, f'Step {step}')}"
+            except PublishError as error:
+                return (
+                    f"NOT PUSHED: {error}. {folder} is complete. To push it later, run: hf upload {repository} {folder}"
+                )
+
+        if (outcome := main_only(push)) is not None:
+            self.log(f"{'warning: ' if outcome.startswith('NOT') else ''}step {step}: {outcome}")
+
+
+def model_card(
+    plan: Plan,
+    model: ModelConfig,
+    step: int | None,
+    metrics: Mapping[str, float],
+    *,
+    hardware: str | None = None,
+    base: str | None = None,
+    library: str = "transformers",
+) -> ModelCard:
+    """Describes what a model was trained on, how, and with what result.
+
+    Args:
+        model: config of the model that is exported.
+        step: number of training steps; None for a model that jaxlm only converts.
+        metrics: those of the last evaluation.
+        hardware: the devices that trained it; None if unknown.
+        base: name of the model that it was made from; None takes it from the configuration.
+    """
+    config = plan.config
+    base = base or hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
+    title = Path(base).name if step is None and base else run_id_of(config)
+    kind = type(model).__name__.removesuffix("Config")
+    built = jax.eval_shape(lambda: model.build(plan.state_builder.Vocab, key=jax.random.key(0)))
+    what = f"A {kind} with {parameters(built)}, {'converted' if step is None else 'trained'} with jaxlm {version('jaxlm')}."
+    rows = (
+        []
+        if step is None
+        else [*_training(plan, step), ("software", f"jaxlm {version('jaxlm')}, JAX {jax.__version__}")]
+    )
+    return ModelCard(
+        title=title,
+        library=library,
+        summary=what if base is None else f"{what} It was made from `{base}`.",
+        sections={
+            "Training": [*rows, *([("hardware", hardware)] if hardware else [])],
+            "Last evaluation": [(name, f"{value:.4f}") for name, value in metrics.items()],
+        },
+        base_model=None if base is None else repository_of(base),
+        datasets=[] if step is None else list(dict.fromkeys(_datasets(plan.data))),
+    )
+
+
+def logged_evaluation(config: RunConfig, step: int) -> dict[str, float]:
+    """The newest evaluation in a run's `metrics.jsonl` up to `step`; empty if the file is elsewhere."""
+    log_dir = config.trainer.log_dir
+    records = [] if is_url(log_dir) else read_metrics(Path(log_dir) / run_id_of(config) / METRICS)
+    for record in reversed([record for record in records if record["step"] <= step]):
+        if found := {k: v for k, v in record.items() if k.startswith(EVAL_PREFIX) and v is not None}:
+            return found
+    return {}
+
+
+def _training(plan: Plan, step: int) -> Iterator[tuple[str, str]]:
+    sequences, seq_len = plan.batches.train.examples_before(step), plan.model.seq_len
+    yield "steps", f"{step} of {plan.num_steps}"
+    yield "tokens", f"{sequences * seq_len:,} ({sequences:,} sequences of up to {seq_len} tokens)"
+    for phase, data in zip(plan.phases, plan.data, strict=True):
+        if phase.start <= step:
+            yield f"phase {phase.name}", describe_phase(phase)
+            yield f"data of {phase.name}", "; ".join(_sources(data))
+    yield "precision", str(plan.precision)
+
+
+def _sources(data: DataConfig) -> Iterator[str]:
+    """The training sources as they are configured."""
+    for source in data.sources():
+        urls = source.config.train_urls
+        others = f" and {len(urls) - _MAX_URLS} more" if len(urls) > _MAX_URLS else ""
+        text = source.config.id or ", ".join(urls[:_MAX_URLS]) + others
+        if text:
+            yield f"{source.name}: {text}" if source.name else text
+
+
+def _datasets(sections: tuple[DataConfig, ...]) -> Iterator[str]:
+    """The Hub names of the training data."""
+    for config in (source.config for section in sections for source in section.sources()):
+        given = [config.id] if config.id else [url for url in config.train_urls if url.startswith(_HUB_URL)]
+        names = (repository_of(url.removeprefix(_HUB_URL).partition("?")[0]) for url in given)
+        yield from (name for name in names if name is not None)
+
+
+def _tokenizer_is_of_base(plan: Plan) -> bool:
+    """Whether the tokenizer comes from the folder of the initial weights, so that README.md beside it is about them."""
+    tokenizer = plan.data[0].tokenizer
+    base = hf_name(plan.config.initialize_from_hf, tokenizer)
+    return base is not None and base == hf_name(True, tokenizer)

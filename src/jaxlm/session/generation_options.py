@@ -1,0 +1,134 @@
+"""Command-line options for text generation, tools, adapters and quantization."""
+
+import argparse
+from dataclasses import dataclass
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig
+from jaxlm.models.inference.quantized import FORMATS
+from jaxlm.models.inference.tools.base import Tool
+from jaxlm.models.inference.tools.calls import TOOL_TOKENS, ToolCalls, ToolTokens
+from jaxlm.reading.decode import decode
+from jaxlm.reading.plugins import is_import_path
+from jaxlm.reading.yaml import ConfigSource, parse_value
+
+_NO_TOOL, _DEFAULT_TOOL = "none", "calculator"
+
+
+def add_generation_options(parser: argparse.ArgumentParser, *, max_new_tokens: int, temperature: float) -> None:
+    """Adds the options that `generation_config_of` reads."""
+    parser.add_argument(
+        "--max_new_tokens",
+        type=int,
+        default=max_new_tokens,
+        help=f"maximum number of tokens to generate (default {max_new_tokens})",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=temperature,
+        help=f"sampling temperature; 0 decodes greedily (default {temperature:g})",
+    )
+    parser.add_argument(
+        "--top_k", type=int, default=None, help="sample only from the TOP_K most likely tokens (default: all)"
+    )
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        default=None,
+        help="sample only from the most likely tokens whose probabilities add up to TOP_P (default: all)",
+    )
+    parser.add_argument(
+        "--min_p",
+        type=float,
+        default=None,
+        help="sample only from tokens with at least MIN_P times the most likely token's probability (default: all)",
+    )
+    parser.add_argument(
+        "--repetition_penalty",
+        type=float,
+        default=1.0,
+        help="divides the logits of tokens that the text has so far, and multiplies negative ones (default 1: none)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed; the same seed generates the same text (default 0)"
+    )
+    parser.add_argument(
+        "--cache_dtype",
+        choices=CACHE_DTYPES,
+        default=None,
+        help="dtype of the KV cache; int8 uses the least memory (default: the parameters' dtype)",
+    )
+    parser.add_argument(
+        "--tool",
+        default=None,
+        help=f"tool that answers what the model writes between {TOOL_TOKENS[0]} and {TOOL_TOKENS[1]}:"
+        f" {_DEFAULT_TOOL}, none, or a class of your own, package.module:Class; or with keys, as in"
+        f" '{{type: {_DEFAULT_TOOL}, max_exponent: 9}}' (default: {_DEFAULT_TOOL}, if the tokenizer has these tokens)",
+    )
+    add_adapter_option(parser)
+    add_quantize_option(parser)
+
+
+def add_quantize_option(parser: argparse.ArgumentParser) -> None:
+    """Adds `--quantize`, the value for `LoadedModel.for_inference`."""
+    parser.add_argument(
+        "--quantize",
+        choices=FORMATS,
+        default=None,
+        help="store the weights of linear layers and experts as int8, with a scale per output channel (default: no)",
+    )
+
+
+def add_adapter_option(parser: argparse.ArgumentParser) -> None:
+    """Adds `--adapter`, the value for `open_model`."""
+    parser.add_argument("--adapter", default=None, help="PEFT folder with LoRA adapters to merge into the model")
+
+
+def generation_config_of(options: argparse.Namespace, stop_ids: tuple[int, ...]) -> GenerationConfig:
+    """The generation config of the options from `add_generation_options`."""
+    return GenerationConfig(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop_ids=stop_ids,
+        cache_dtype=options.cache_dtype,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+    )
+
+
+def tool_calls_of(options: argparse.Namespace, tokenizer: Tokenizer) -> ToolCalls | None:
+    """What answers the model's tool calls, by the option `--tool`; None if nothing does.
+
+    Raises:
+        ConfigError: there is no such tool, or the tokenizer has no tokens for calls.
+    """
+    name = options.tool or _DEFAULT_TOOL
+    if name == _NO_TOOL:
+        return None
+    tool = _tool(name)
+    if options.tool is None and ToolTokens.of(tokenizer.vocabulary()) is None:
+        return None
+    return ToolCalls.of(tool, tokenizer, f"--tool: '{name}'")
+
+
+@dataclass(frozen=True)
+class _ToolOption:
+    tool: Tool
+
+
+def _tool(text: str) -> Tool:
+    """The tool of a name, or of a mapping with `type` and keys."""
+    given = parse_value(text) if text.lstrip().startswith("{") else {"type": text}
+    name, known = given.get("type"), Tool.get_known_choices()
+    if name not in known and not is_import_path(name):
+        allowed = ", ".join(sorted((*known, _NO_TOOL)))
+        raise ConfigError(f"--tool: '{name or text}' given. Allowed: {allowed}, or package.module:Class")
+    try:
+        return decode(_ToolOption, ConfigSource({"tool": given})).tool
+    except ConfigError as error:
+        raise ConfigError(f"--{error}") from error

@@ -1,0 +1,331 @@
+"""What a run starts from: its own newest checkpoint, another run's state, another model's weights, or scratch."""
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.runtime import from_main, main_first, main_only
+from jaxlm.core.stores import is_url
+from jaxlm.data.tokenizer.tokenizer import load_tokenizer
+from jaxlm.engine.checkpoint.integrity import DamagedError
+from jaxlm.engine.checkpoint.manifest import CheckpointName, Cursor, History
+from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
+from jaxlm.engine.checkpoint.restore import (
+    VerifiedCheckpoint,
+    latest_complete,
+    latest_valid,
+    newest_undamaged,
+    restore,
+)
+from jaxlm.engine.checkpoint.resume import restore_state
+from jaxlm.engine.checkpoint.store import Checkpoint
+from jaxlm.engine.phases import Phase
+from jaxlm.engine.state import RunState, place_state
+from jaxlm.interop.hf.folder import ReadOptions
+from jaxlm.interop.hf.hub import local_folder
+from jaxlm.interop.hf.model_section import hf_name
+from jaxlm.interop.pretrained import load_pretrained, open_pretrained
+from jaxlm.interop.vocabulary import grow_vocabulary
+from jaxlm.models.base import LanguageModel
+from jaxlm.observe.records import METRICS, read_jsonl
+from jaxlm.plan.plan import Plan
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.plan.trainer_config import TrainerConfig
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class InitFrom:
+    """What a run starts from.
+
+    Attributes:
+        state: the checkpoint to resume from, including step, optimizer state and data position; None starts at step 0.
+        is_own: whether `state` is this run's own checkpoint.
+        weights: the checkpoint whose model to start from at step 0; None if `state` is set.
+        back: the history of a run that goes back to `state`; None if `state` is its newest checkpoint, or another run's.
+    """
+
+    state: VerifiedCheckpoint | None = None
+    is_own: bool = True
+    weights: VerifiedCheckpoint | None = None
+    back: History | None = None
+
+    @property
+    def resume_step(self) -> int | None:
+        """The step of this run's own checkpoint; None for a new run."""
+        return self.state.cursor.step if self.state and self.is_own else None
+
+    def initializes(self, plan: Plan) -> bool:
+        """Whether some parameters may be initialized, and not loaded."""
+        if (source := self.state or self.weights) is not None and plan.config.trainer.allow_partial_checkpoint:
+            wanted = plan.model.leaves_from_tokens(plan.state_builder.Vocab.size)
+            saved = json.loads(source.checkpoint.read("run/manifest.json"))["leaves"]
+            return wanted is not None and any(f"model.{path}" not in saved for path in wanted.paths)
+        return self.state is None and self.weights is None and starts_at_random(plan.config, plan.data[0].tokenizer)
+
+    @property
+    def history(self) -> History:
+        """The history with which the run starts."""
+        if self.state is None:
+            return History()
+        history = self.back or self.state.cursor.history
+        return history if self.is_own else history.in_another_run()
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether `state` is the newest checkpoint of this run."""
+        return self.is_own and self.back is None
+
+    def describe(self, plan: Plan) -> str:
+        """What the run starts from, for the table at the start."""
+        if self.state is not None:
+            whose = "" if self.is_own else "the state of another run, "
+            return f"{whose}{self.state.location} (step {self.state.cursor.step})"
+        if self.weights is not None:
+            return f"step 0, with the model of {self.weights.location}"
+        name = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
+        return "step 0, with " + ("random weights" if name is None else f"the weights of {name}")
+
+    def load_state(self, plan: Plan, phase: Phase, log: Log) -> RunState:
+        """Restores the whole state of a checkpoint in `phase`. Call it inside `plan.layout.use()`."""
+        assert self.state is not None
+        partial = plan.config.trainer.allow_partial_checkpoint
+        return restore_state(self.state, plan.state_builder, phase, plan.layout, log, allow_partial=partial)
+
+    def load_weights(self, plan: Plan, log: Log) -> LanguageModel | None:
+        """Loads the model to start the first phase with; None for random weights. Call it inside `plan.layout.use()`."""
+        if self.weights is None:
+            return _load_hf_weights(plan, log)
+        log(
+            f"initializing the model from {self.weights.location}; step, optimizer state and data position start from scratch"
+        )
+        partial = plan.config.trainer.allow_partial_checkpoint
+        abstract = plan.state_builder.abstract_initial_model
+        fresh = (lambda: place_state(plan.state_builder.initial_model, abstract, plan.layout)) if partial else None
+        return restore(self.weights, abstract, plan.layout, prefix="model", fresh=fresh, log=log, cast=True)
+
+
+def starts_at_random(config: RunConfig, tokenizer: Any) -> bool:
+    """Whether a new run may initialize some parameters, and not load them.
+
+    Args:
+        tokenizer: `data.tokenizer` of the first phase.
+    """
+    trainer = config.trainer
+    if hf_name(config.initialize_from_hf, tokenizer) is not None:
+        return False
+    given = trainer.initialize_from or trainer.initialize_from_state
+    return given is None or trainer.allow_partial_checkpoint
+
+
+def _load_hf_weights(plan: Plan, log: Log) -> LanguageModel | None:
+    """The configured Hugging Face weights, or None."""
+    name = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
+    if name is None:
+        return None
+    path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=True))
+    log(f"weights: {path}")
+    abstract = plan.state_builder.abstract_initial_model
+    config, added = plan.config, plan.data[0].added_tokens
+    options = ReadOptions(config.hf_weight_names, config.hf_skip_keys, log=log)
+    if not added:
+        return load_pretrained(path, abstract, plan.model, plan.layout, options)
+    smaller = plan.state_builder.with_vocabulary(abstract.Vocab.size - len(added)).abstract_initial_model
+    model = load_pretrained(path, smaller, plan.model, plan.layout, options)
+    log(f"the {len(added)} rows for data.added_tokens are the mean of the {smaller.Vocab.size:,} others")
+    return grow_vocabulary(model, abstract, plan.layout)
+
+
+def import_notes(plan: Plan) -> list[str]:
+    """What a start logs about the config.json of the weights and references that it loads. Reads no weights."""
+    config, notes = plan.config, [note for ref in plan.read_refs.values() for note in ref.notes()]
+    name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
+    if name is None or config.hf_weight_names:
+        return notes
+    path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=False))
+    return [*open_pretrained(path, ReadOptions(skip_keys=config.hf_skip_keys)).notes, *notes]
+
+
+def check_init_from(plan: Plan) -> None:
+    """Checks the configured starting point without changing it. Checkpoints at URLs may be downloaded."""
+    trainer = plan.config.trainer
+    if trainer.initialize_from is not None and trainer.initialize_from_state is not None:
+        raise ConfigError(
+            "trainer.initialize_from and initialize_from_state: both given, but the first loads only the model and the second"
+            " the whole state. Remove one of them"
+        )
+    if trainer.initialize_from is not None and plan.config.initialize_from_hf:
+        raise ConfigError(
+            "trainer.initialize_from and initialize_from_hf: both given, but both set the initial weights. Remove one of them"
+        )
+    if trainer.load_checkpoint is False and trainer.load_checkpoint_path is not None:
+        raise ConfigError(
+            "trainer.load_checkpoint: false given, but load_checkpoint_path is also set. Remove one of them"
+        )
+    own = main_first(plan.checkpoints.checkpoints)
+    if trainer.load_checkpoint is False and own:
+        raise ConfigError(
+            f"trainer.load_checkpoint: false given, but the run '{plan.run_id}' already has checkpoints ({own[-1].location})."
+            " Starting from scratch would mix new checkpoints with them. Set another trainer.id, or move them away"
+        )
+    if not own:
+        for phase in plan.phases:
+            plan.state_builder.initial_leaves(phase)  # raises for files that a surgery cannot use
+    other = trainer.load_checkpoint_path
+    if trainer.load_checkpoint and not own and (other is None or not _checkpoints_at(other, trainer)):
+        raise ConfigError(
+            f"trainer.load_checkpoint: true given, but there is no checkpoint at {other or plan.checkpoints.location}"
+        )
+    for name in ("initialize_from", "initialize_from_state"):
+        path = getattr(trainer, name)
+        if path is not None and not own and not _checkpoints_at(path, trainer):
+            raise ConfigError(
+                f"trainer.{name}: no checkpoint at {path}. Set it to a checkpoint, a run's checkpoint folder, or a folder of"
+                " runs"
+            )
+
+
+def find_init_from(plan: Plan, log: Log) -> InitFrom:
+    """Finds what the run starts from. Its own checkpoints take precedence over all configured paths.
+
+    Raises:
+        ConfigError: the run is to go back to a checkpoint that it does not have.
+        NoUsableCheckpointError: checkpoints exist, but all of them are damaged.
+    """
+    trainer = plan.config.trainer
+    own = latest_valid(plan.checkpoints, log)
+    if own is not None:
+        return _going_back(plan, own, log) or InitFrom(own)
+    other = trainer.load_checkpoint_path
+    if other is not None and (checkpoints := _checkpoints_at(other, trainer)):
+        return InitFrom(latest_complete(checkpoints, other, log), is_own=False)
+    if other is not None:
+        log(f"trainer.load_checkpoint_path: no checkpoint at {other}; starting without it")
+    if trainer.initialize_from_state is not None:
+        return InitFrom(_newest(trainer.initialize_from_state, trainer, log), is_own=False)
+    if trainer.initialize_from is not None:
+        return InitFrom(weights=_newest(trainer.initialize_from, trainer, log))
+    return InitFrom()
+
+
+def _going_back(plan: Plan, newest: VerifiedCheckpoint, log: Log) -> InitFrom | None:
+    """Where the run goes back to because the configuration names a checkpoint of its own; None if it does not go back.
+
+    It goes back once: a later start with the same configuration goes on from what was done since.
+    """
+    key, name = _own_checkpoint_named(plan)
+    before = newest.cursor.history
+    if name is None or name == newest.checkpoint.name:
+        return None
+    if name == before.went_back_to:
+        log(f"{key}: the run has gone back to {name} already (attempt {before.attempt})")
+        return None
+    names = main_first(plan.checkpoints.names)
+    if name not in names:
+        raise ConfigError(
+            f"{key}: the run '{plan.run_id}' has no checkpoint {name} to go back to. It has: {', '.join(names)}"
+        )
+    target = newest_undamaged(plan.checkpoints, [name], log)
+    if target is None:
+        raise ConfigError(f"{key}: {name} is damaged. Choose another checkpoint: {', '.join(names)}")
+    num_steps = max(_last_step(plan, newest, key, name) - target.cursor.step, 0)
+    then = target.cursor.history
+    # A checkpoint that was pinned then may have been deleted since: its evaluations start anew.
+    then = then if set(then.pins.values()) <= set(names) else then.without_pins()
+    history = replace(
+        then,
+        attempt=before.attempt + 1,
+        abandoned_steps=before.abandoned_steps + num_steps,
+        went_back_to=name,
+        abandoned=tuple(names[names.index(name) + 1 :]),
+    )
+    log(f"{key}: going back from {newest.checkpoint.name} to {target.location} (attempt {history.attempt})")
+    return InitFrom(target, back=history)
+
+
+def _last_step(plan: Plan, newest: VerifiedCheckpoint, key: str, name: str) -> int:
+    """The last step with a record: a killed run has logged steps after its newest checkpoint. The same on all processes.
+
+    Raises:
+        ConfigError: the checkpoint `name` is from steps that a later attempt of the run has done again.
+    """
+    target = CheckpointName.parse(name)
+    assert target is not None
+
+    def last_step() -> int:
+        attempts = {record["step"]: record.get("attempt", 0) for record in read_jsonl(plan.log_folder / METRICS)}
+        if attempts.get(target.step, target.attempt) != target.attempt:
+            raise ConfigError(
+                f"{key}: {name} is from attempt {target.attempt}, and attempt {attempts[target.step]} of '{plan.run_id}' has"
+                " done its steps again. To go on from it, set another trainer.id and keep this key"
+            )
+        return int(max([newest.cursor.step, *attempts]))
+
+    return from_main(last_step)
+
+
+def _own_checkpoint_named(plan: Plan) -> tuple[str, str | None]:
+    """The key that names one of the run's own checkpoints, and the checkpoint's name; None if no key does."""
+    for key in ("load_checkpoint_path", "initialize_from_state"):
+        folder, _, name = (getattr(plan.config.trainer, key) or "").rstrip("/").rpartition("/")
+        own = str(plan.checkpoints.location).rstrip("/")
+        is_own = folder == own or (not is_url(own) and Path(folder).resolve() == Path(own).resolve())
+        if is_own and CheckpointName.parse(name) is not None:
+            return f"trainer.{key}", name
+    return "", None
+
+
+def expected_cursor(plan: Plan) -> Cursor | None:
+    """Where the run will probably go on: the checkpoints are not verified yet. None if it starts at step 0, or if no
+    checkpoint says it. All processes must call this, and only process 0 gets the answer."""
+    own, trainer = main_first(plan.checkpoints.checkpoints), plan.config.trainer
+    if own:
+        return main_only(lambda: _own_cursor(plan, own))
+    for path in (trainer.load_checkpoint_path, trainer.initialize_from_state):
+        if path is not None and (others := _checkpoints_at(path, trainer)):
+            return main_only(functools.partial(_newest_cursor, others))
+    return None
+
+
+def _own_cursor(plan: Plan, own: Sequence[Checkpoint]) -> Cursor | None:
+    newest, (_, name) = _newest_cursor(own), _own_checkpoint_named(plan)
+    if newest is None or name in (None, newest.history.went_back_to):
+        return newest
+    return _newest_cursor([checkpoint for checkpoint in own if checkpoint.name == name])
+
+
+def _newest_cursor(checkpoints: Sequence[Checkpoint]) -> Cursor | None:
+    """The newest cursor that can be read. Damaged checkpoints are reported later, when they are verified."""
+    for checkpoint in reversed(checkpoints):
+        with contextlib.suppress(ConfigError, DamagedError, OSError, ValueError, TypeError):
+            return checkpoint.cursor()
+    return None
+
+
+def check_tokenizer(init_from: InitFrom, fingerprint: str, log: Log) -> None:
+    """Warns if a checkpoint of another run was trained with another tokenizer."""
+    checkpoint = init_from.weights or (None if init_from.is_own else init_from.state)
+    if checkpoint is None:
+        return
+    with checkpoint.checkpoint.local("run/tokenizer") as folder:
+        checkpoint_fingerprint = load_tokenizer(str(folder)).fingerprint
+    if checkpoint_fingerprint != fingerprint:
+        log(
+            f"warning: {checkpoint.location} was trained with another tokenizer, so its embeddings belong to different tokens"
+        )
+
+
+def _newest(path: str, trainer: TrainerConfig, log: Log) -> VerifiedCheckpoint:
+    return latest_complete(_checkpoints_at(path, trainer), path, log)
+
+
+def _checkpoints_at(path: str, trainer: TrainerConfig) -> Sequence[Checkpoint]:
+    """Checkpoints at a path or URL, newest last."""
+    find = functools.partial(resolve_checkpoints, path, Path(trainer.checkpointer.staging_dir))
+    return main_first(find) if is_url(path) else find()

@@ -1,0 +1,418 @@
+"""Loads a checkpoint or a Hugging Face model for the commands: its plan, its tokenizer and the model on the devices."""
+
+import argparse
+import difflib
+import functools
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxlm.core.errors import ConfigError, Parser
+from jaxlm.core.runtime import main_first
+from jaxlm.core.stores import is_url
+from jaxlm.data.config import DataConfig
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from jaxlm.engine.checkpoint.integrity import DamagedError
+from jaxlm.engine.checkpoint.policy import CheckpointerConfig
+from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
+from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, restore
+from jaxlm.engine.phases import Phase
+from jaxlm.evals.samples import prompt_ids
+from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder, parameter_dtype
+from jaxlm.interop.hf.hub import local_folder, may_be_repository
+from jaxlm.interop.peft.merged import MergedAdapter, has_adapters_of, read_merged
+from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.models.inference.quantized import describe_weights, quantized
+from jaxlm.optim.averaging import AS_TRAINED
+from jaxlm.plan.load_config import decode_run, read_saved
+from jaxlm.plan.plan import Plan, make_plan
+from jaxlm.reading.overrides import OPTION, option_tree, override, parse_arguments
+from jaxlm.reading.yaml import ConfigSource
+from jaxlm.surgery.base import SurgeryConfig, merge_surgeries
+from jaxlm.surgery.lora import add_adapters, adds_adapters, lora_for_inference
+
+Devices = Sequence[jax.Device] | None
+# Keys outside the `model` section that control sharding and dtypes. The batch size must divide over the devices.
+_EFFECTIVE = tuple(
+    f"trainer.{name}"
+    for name in (
+        *("mp", "mesh", "model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size", "batch_axis", "fsdp_axis"),
+        *("tensor_parallel_axes", "axis_resources", "parameter_axis_resources", "compute_axis_resources"),
+        *("train_batch_size", "per_device_parallelism"),
+    )
+)
+# Keys outside all sections that have an effect on a Hugging Face folder.
+_TOP_LEVEL = ("hf_skip_keys",)
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How messages write the arguments of `open_model`.
+
+    Attributes:
+        name, adapter, weights: the arguments.
+        equals: what is between an argument and its value.
+        key: what is before a key that overrides the configuration.
+    """
+
+    name: str = "--checkpoint"
+    adapter: str = "--adapter"
+    weights: str = "--weights"
+    equals: str = " "
+    key: str = OPTION
+
+
+OPTIONS = Spelling()
+"""As options of a command."""
+ARGUMENTS = Spelling("name", "adapter", "weights", "=", "keys: ")
+"""As arguments of `jaxlm.load`."""
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """An open checkpoint, with the run's tokenizer and its plan for the available devices."""
+
+    checkpoint: VerifiedCheckpoint
+    tokenizer: Tokenizer
+    plan: Plan
+
+    @property
+    def data(self) -> DataConfig:
+        """The data section of the checkpoint's phase."""
+        return self.plan.data[self.checkpoint.cursor.phase]
+
+    @property
+    def phase(self) -> Phase:
+        """The phase that the checkpoint is in."""
+        return self.plan.phases[self.checkpoint.cursor.phase]
+
+    @property
+    def surgeries(self) -> tuple[SurgeryConfig, ...]:
+        """The surgeries that the model has been through, in order."""
+        return self.plan.state_builder.surgeries_until(self.phase)
+
+    def load_model(self, weights: str = AS_TRAINED, spelling: Spelling = OPTIONS) -> LanguageModel:
+        """Loads the model in its parameters' dtype. Call it inside `plan.layout.use()`.
+
+        Args:
+            weights: `trained` for the newest weights, or `ema` for their average (`trainer.model_averaging`).
+            spelling: of messages.
+        """
+        phase = self.phase
+        known = (AS_TRAINED, *phase.averages)
+        if weights not in known:
+            raise ConfigError(
+                f"{spelling.weights}: '{weights}' given, but {self.checkpoint.location} only has: {', '.join(known)}. A run"
+                " saves averages if trainer.model_averaging is set"
+            )
+        abstract, layout = self.plan.state_builder.abstract_state(phase), self.plan.layout
+        model = restore(self.checkpoint, abstract.model, layout, prefix="model")
+        if weights == AS_TRAINED:
+            return model
+        average = restore(self.checkpoint, abstract.slots[weights].weights, layout, prefix=f"slots.{weights}.weights")
+        return phase.with_average(model, average)
+
+
+def checkpoint_parser(command: str, description: str, *, or_else: str = "") -> argparse.ArgumentParser:
+    """The parser of a command that takes a checkpoint. Args: or_else: help text for what else `--checkpoint` may name."""
+    parser = Parser(prog=f"jaxlm {command}", description=description, allow_abbrev=False)
+    add_checkpoint_options(parser, or_else=or_else)
+    return parser
+
+
+def add_checkpoint_options(parser: argparse.ArgumentParser, *, or_else: str = "") -> None:
+    """Adds `--checkpoint` and `--weights`. Args: or_else: help text for what else `--checkpoint` may name."""
+    checkpoint_help = f"a checkpoint, or a run's checkpoint folder (the newest is used){or_else}"
+    parser.add_argument("--checkpoint", required=True, help=checkpoint_help)
+    parser.add_argument(
+        "--weights", default=AS_TRAINED, help="`trained` (default), or `ema` for the average of trainer.model_averaging"
+    )
+
+
+def parse_with_keys(
+    parser: argparse.ArgumentParser, arguments: Sequence[str]
+) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The command's own options, and the dotted keys that override the saved configuration."""
+    options, rest = parser.parse_known_args(arguments)
+    parsed = parse_arguments(rest)
+    if parsed.config_path is not None:
+        raise ConfigError(
+            "command line: --config_path: not allowed, because a checkpoint has its own configuration. Override individual"
+            " keys instead"
+        )
+    own = sorted(vars(options))
+    for name in parsed.options:
+        if "." not in name and name not in _TOP_LEVEL:
+            near = difflib.get_close_matches(name, own, n=1)
+            meant = f"Did you mean --{near[0]}? " if near else ""
+            raise ConfigError(
+                f"command line: --{name} is not an option of {parser.prog}. {meant}Its options are"
+                f" {', '.join(f'--{o}' for o in own)}; keys that override the saved configuration contain a dot"
+            )
+    return options, parsed.options
+
+
+def open_checkpoint(
+    path: Path | str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    also: Collection[str] = (),
+    devices: Devices = None,
+    spelling: Spelling = OPTIONS,
+) -> LoadedCheckpoint:
+    """Opens a checkpoint, or the newest in a run's folder.
+
+    Args:
+        options: dotted key -> value, overriding the saved configuration (`trainer.model_axis_size`, ...).
+        also: additional keys that have an effect for the caller. Options without effect raise `ConfigError`.
+        devices: devices for the model; None means all.
+        spelling: of messages.
+    """
+    checkpoint = find_checkpoint(path, spelling)
+    overrides = dict(options or {})
+    with checkpoint.checkpoint.local("run") as folder:
+        tokenizer = load_tokenizer(str(folder / "tokenizer"))
+        config = read_saved(folder / "config.yaml", overrides, spelling.key)
+    check_effective(overrides, also=also, spelling=spelling)
+    return LoadedCheckpoint(checkpoint, tokenizer, make_plan(config, "trained", tokenizer.vocab_size, devices))
+
+
+def check_effective(options: Mapping[str, Any], *, also: Collection[str] = (), spelling: Spelling = OPTIONS) -> None:
+    """Raises `ConfigError` for an option that has no effect on a trained model. Args: also: additional keys that do."""
+    for key in _leaves(option_tree(dict(options), spelling.key)):
+        if not key.startswith("model.") and key not in (*_EFFECTIVE, *also):
+            raise ConfigError(
+                f"{spelling.key}{key} has no effect on a trained model. Remove it. These keys have an effect:"
+                f" model.*, {', '.join((*_EFFECTIVE, *also))}"
+            )
+
+
+def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and f"{path}{key}" not in _EFFECTIVE:
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}"
+
+
+def find_checkpoint(location: Path | str, spelling: Spelling = OPTIONS) -> VerifiedCheckpoint:
+    """Finds and verifies the checkpoint at a path or URL, or the newest in a run's folder. Args: spelling: of messages."""
+    given = f"{spelling.name}{spelling.equals}"
+    candidates = resolve_checkpoints(str(location), Path(CheckpointerConfig.staging_dir), of_runs=False)
+    if not candidates:
+        path = Path(location)
+        if (path / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"{given}{location}: it has only adapters. Set {spelling.name} to the model that they were trained on, and"
+                f" add {spelling.adapter}{spelling.equals}{location}"
+            )
+        near = sorted(str(p.parent) for p in path.parent.glob("*/step-*")) if path.parent.is_dir() else []
+        existing = f" Existing folders: {', '.join(dict.fromkeys(near))}." if near else ""
+        raise ConfigError(
+            f"{given}{location}: no checkpoint found (expected step-N, or a folder of checkpoints).{existing}"
+        )
+    newest = candidates[-1]
+    try:
+        newest.verify()
+    except DamagedError as damage:
+        raise ConfigError(
+            f"{given}{newest.location}: the checkpoint is damaged: {damage}. Choose another checkpoint"
+        ) from damage
+    return VerifiedCheckpoint.of(newest)
+
+
+@dataclass
+class LoadedModel:
+    """A model for inference.
+
+    Attributes:
+        location: its path or URL.
+        open_tokenizer: reads its tokenizer, which a Hugging Face folder need not have.
+        model: config of the model with merged surgeries.
+        surgeries: the surgeries that the model has been through, in order.
+        data: the data section of the checkpoint's phase; that of a Hugging Face model names only its tokenizer.
+        step: the checkpoint's step; None for a Hugging Face model.
+        load: loads the model in its parameters' dtype; call it inside `plan.layout.use()`.
+        adds_bos: whether the model was trained with BOS before every text, as `DataConfig.prompt_bos`.
+        is_hugging_face: whether prompts are tokenized as transformers does: what looks like a special token is one.
+        merged: the adapters that its merged form contains.
+    """
+
+    location: Path | str
+    open_tokenizer: Callable[[], Tokenizer]
+    plan: Plan
+    model: ModelConfig
+    surgeries: tuple[SurgeryConfig, ...]
+    data: DataConfig
+    step: int | None
+    load: Callable[[], LanguageModel]
+    adds_bos: bool | None
+    is_hugging_face: bool = False
+    merged: tuple[MergedAdapter, ...] = ()
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer. Raises `ConfigError` if the folder has none."""
+        return self.open_tokenizer()
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """The token ids of a text to continue, with the special tokens in front that the model was trained with."""
+        if not self.is_hugging_face or self.adds_bos is not None:
+            return prompt_ids(self.tokenizer, prompt, bos=self.adds_bos)
+        ids = self.tokenizer.encode_like_transformers(prompt, add_special_tokens=True)
+        return ids or prompt_ids(self.tokenizer, prompt)
+
+    def for_inference(self, quantize: str | None = None) -> LanguageModel:
+        """Loads the model in its compute dtype with surgeries merged. Call it inside `plan.layout.use()`.
+
+        Args:
+            quantize: one of `quantized.FORMATS`; None keeps floating-point weights.
+        """
+        return inference_form(self.load(), self.surgeries, self.plan, quantize)
+
+
+def inference_form(
+    model: LanguageModel, surgeries: Sequence[SurgeryConfig], plan: Plan, quantize: str | None
+) -> LanguageModel:
+    """A loaded model with surgeries merged, then quantized if requested, and everything else in its compute dtype."""
+
+    def prepare(model: LanguageModel) -> LanguageModel:
+        merged = merge_surgeries(model, surgeries)
+        return plan.precision.cast_to_compute(merged if quantize is None else quantized(merged))
+
+    model = jax.jit(prepare)(model)
+    if quantize is not None:
+        print(describe_weights(model), file=sys.stderr)
+    return model
+
+
+def open_model(
+    name: str,
+    keys: Mapping[str, Any],
+    adapter: str | None = None,
+    weights: str = AS_TRAINED,
+    *,
+    also: Collection[str] = (),
+    devices: Devices = None,
+    spelling: Spelling = OPTIONS,
+) -> LoadedModel:
+    """Opens a checkpoint at a path or URL, a Hugging Face folder, or a hub repository `name` or `name@revision`.
+
+    Args:
+        keys: dotted key -> value, overriding the saved configuration, or the one made from the folder's config.json.
+        adapter: a PEFT folder with adapters to add to the model.
+        weights: which weights of a checkpoint, as in `LoadedCheckpoint.load_model`.
+        also: additional keys that have an effect for the caller, as in `open_checkpoint`.
+        devices: devices for the model; None means all.
+        spelling: of messages.
+
+    Raises:
+        ConfigError: the model cannot be opened; or it contains this adapter already, which `load` may find.
+    """
+    open_named = _open_hf_model if _is_hugging_face(name) else _open_checkpoint
+    opened = open_named(name, keys, weights, also, devices, spelling)
+    if adapter is None:
+        return opened
+    config, layout, folder = opened.model, opened.plan.layout, Path(adapter)
+    lora, own, given = lora_for_inference(folder, config), MergedAdapter.of_folder(folder), spelling.adapter
+    twice = ConfigError(
+        f"{given}{spelling.equals}{adapter}: {opened.location} contains these adapters already. Remove {given}"
+    )
+    if any(one.sha256 == own.sha256 for one in opened.merged):
+        raise twice
+    if opened.merged:
+        sources = ", ".join(one.source for one in opened.merged)
+        _to_stderr(f"note: {opened.location} contains the adapters of {sources}. Those of {adapter} are added to them")
+
+    def load() -> LanguageModel:
+        trained = opened.load()
+        if adds_adapters(opened.surgeries) and has_adapters_of(trained, folder, config, layout):
+            raise twice
+        merged = jax.jit(functools.partial(merge_surgeries, surgeries=opened.surgeries))(trained)
+        return add_adapters(merged, folder, config, layout)
+
+    return replace(opened, surgeries=(lora,), load=load, merged=(*opened.merged, own))
+
+
+def _is_hugging_face(name: str) -> bool:
+    if is_url(name):
+        return False
+    path = Path(name)
+    if path.is_dir():
+        return (path / "config.json").is_file() and not (path / "run").is_dir()
+    # If the parent folder exists, `checkpoints/mine` is more likely a misspelled checkpoint than a hub repository.
+    in_existing_folder = "/" in name and "@" not in name and path.parent.exists()
+    return not path.exists() and may_be_repository(name) and not in_existing_folder
+
+
+def _open_checkpoint(
+    name: str, keys: Mapping[str, Any], weights: str, also: Collection[str], devices: Devices, spelling: Spelling
+) -> LoadedModel:
+    try:
+        trained = open_checkpoint(name, keys, also=also, devices=devices, spelling=spelling)
+    except ConfigError as error:
+        if Path(name).exists() or not may_be_repository(name):
+            raise
+        raise ConfigError(f"{error} If you mean a Hugging Face repository, write {name}@main") from error
+    return LoadedModel(
+        trained.checkpoint.location,
+        lambda: trained.tokenizer,
+        trained.plan,
+        trained.phase.model,
+        trained.surgeries,
+        trained.data,
+        trained.checkpoint.cursor.step,
+        load=lambda: trained.load_model(weights, spelling),
+        adds_bos=trained.data.prompt_bos,
+        merged=(MergedAdapter.of_checkpoint(trained.checkpoint.location),) if adds_adapters(trained.surgeries) else (),
+    )
+
+
+def _open_hf_model(
+    name: str, keys: Mapping[str, Any], weights: str, also: Collection[str], devices: Devices, spelling: Spelling
+) -> LoadedModel:
+    if weights != AS_TRAINED:
+        raise ConfigError(
+            f"{spelling.weights}: '{weights}' given, but {name} is a Hugging Face model and has no averages. Remove it"
+        )
+    folder = main_first(lambda: local_folder(name, spelling.name, weights=True))
+    dtype, note = parameter_dtype(folder)
+    if note is not None and "trainer.mp" not in keys:
+        _to_stderr(f"note: {note}. Set trainer.mp to bf16 to need half of the memory")
+    defaults = {
+        "initialize_from_hf": str(folder),
+        "use_hf_model_config": True,
+        "data": {"tokenizer": str(folder)},
+        "trainer": {"mp": f"p={dtype},c={dtype}", "train_batch_size": -1, "per_device_parallelism": 1},
+    }
+    check_effective(keys, also=(*_TOP_LEVEL, *also), spelling=spelling)
+    config = decode_run(override(ConfigSource(defaults), dict(keys), spelling.key), None)
+    options = ReadOptions(skip_keys=config.hf_skip_keys, log=_to_stderr)
+    opened = open_folder(folder, options)
+
+    def tokenizer() -> Tokenizer:
+        if not (folder / "tokenizer.json").is_file():
+            raise ConfigError(
+                f"{name} has no tokenizer.json, without which texts cannot be read or written. Give token ids to logits,"
+                " log_probs or hidden, or put the tokenizer's files into the folder"
+            )
+        return load_tokenizer(str(folder))
+
+    # All embedding rows, even those without a token, so that the logits match those of transformers.
+    plan = make_plan(config, "imported", opened.vocab_size, devices)
+
+    def load() -> LanguageModel:
+        return load_model(folder, plan.state_builder.abstract_initial_model, plan.model, plan.layout, options)
+
+    merged, data = read_merged(folder), plan.data[0]
+    return LoadedModel(
+        folder, tokenizer, plan, plan.model, (), data, None, load, None, is_hugging_face=True, merged=merged
+    )
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -1,0 +1,153 @@
+"""The references of a run: checks, shapes, loading, and what they say about a batch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import haliax as hax
+import jax
+
+from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.sharding import Layout
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.engine.accumulate import microbatch_axis
+from jaxlm.engine.phases import Phase
+from jaxlm.engine.state import sharded_shapes
+from jaxlm.models.base import LanguageModel
+from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.moe import num_multiplied
+from jaxlm.plan.plan import Plan
+
+Log = Callable[[str], None]
+T = TypeVar("T", bound=Any)
+
+
+def check_references(plan: Plan, tokenizer: Tokenizer, log: Log) -> None:
+    """Checks that every reference has the run's tokenizer and vocabulary, and fits its sequences, its mesh and the surgeries
+    that read it.
+
+    Raises:
+        ConfigError: a reference does not, or there is no model at its path.
+    """
+    Vocab, asked = plan.state_builder.Vocab, {name for phase in plan.phases for name in phase.objective.references}
+    for name, ref in plan.read_refs.items():
+        key, model = f"refs.{name}", ref.abstract(Vocab)
+        theirs = ref.tokenizer()
+        if theirs is None:
+            log(f"{key}: {ref.location} has no tokenizer, so only the size of its vocabulary was checked")
+        else:
+            _check_same_tokens(key, theirs, tokenizer)
+        seq_len = max(phase.model.seq_len for phase in plan.phases)
+        if name in asked and model.Pos.size < seq_len:
+            raise ConfigError(
+                f"{key}.path: {ref.location} reads at most {model.Pos.size} tokens at once, but model.seq_len is {seq_len}."
+                f" Set model.seq_len to {model.Pos.size} or less"
+            )
+        _check_divides(key, model, plan.layout)
+    for phase in plan.phases:
+        if phase.surgery_references and not plan.past_refs.keys() & set(phase.surgery_references):
+            refs = {name: plan.refs[name].abstract(Vocab) for name in phase.surgery_references}
+            plan.state_builder.check_references(phase, refs)
+
+
+def _check_same_tokens(key: str, theirs: Tokenizer, ours: Tokenizer) -> None:
+    if theirs.fingerprint == ours.fingerprint:
+        return
+    by_id = [{number: token for token, number in t.vocabulary().items()} for t in (theirs, ours)]
+    for number in range(ours.vocab_size):
+        their_token, our_token = (tokens.get(number) for tokens in by_id)
+        if their_token != our_token:
+            raise ConfigError(
+                f"{key}.path: the model has another tokenizer: token {number} is {their_token!r} there, and {our_token!r} in"
+                " data.tokenizer. Its probabilities would belong to other tokens. Set data.tokenizer to the tokenizer of"
+                " the model"
+            )
+
+
+def _check_divides(key: str, model: LanguageModel, layout: Layout) -> None:
+    for _, leaf in tree.leaves(model):
+        for axis in leaf.axes if tree.is_named(leaf) else ():
+            num_shards = layout.num_shards(axis.name)
+            if axis.size % num_shards:
+                raise ConfigError(
+                    f"{key}.path: its axis '{axis.name}' has {axis.size} entries, which do not divide over the {num_shards}"
+                    " devices that the axis is sharded over. Change the mesh or trainer.tensor_parallel_axes"
+                )
+
+
+def references_identity(plan: Plan) -> dict[str, dict[str, str]]:
+    """Name -> what identifies a reference. Plain JSON."""
+    return {
+        name: dict(plan.past_refs[name]) if name in plan.past_refs else ref.identity()
+        for name, ref in plan.refs.items()
+    }
+
+
+def asked_in(plan: Plan, phase: Phase) -> tuple[str, ...]:
+    """The references that the phase's step queries; none if their answers come from the disk."""
+    return phase.objective.references if phase.objective.annotation_key is None else ()
+
+
+def flops_per_token(plan: Plan, phase: Phase) -> FlopsPerToken:
+    """FLOPs per training token: the model's, forward and backward, and the forward passes of the references in the step.
+
+    A frozen matrix has no gradient of its own, which saves 2 of its 6 FLOPs. Its inputs are counted as if they had one.
+    """
+    vocab_size = plan.state_builder.Vocab.size
+    own = phase.model.flops_per_token(vocab_size)
+    names = asked_in(plan, phase)
+    configs = [replace(plan.refs[name].model_config(), seq_len=phase.model.seq_len) for name in names]
+    references = [config.flops_per_token(vocab_size) for config in configs] + [own] * phase.objective.holds_reference
+    num_forward = phase.objective.num_forward_sequences
+    model = plan.state_builder.abstract_state(phase).model
+    flops = own.plus(-2.0 * num_multiplied(phase.split(model)[1], model))
+    for other in [own] * num_forward + references * (1 + num_forward):
+        flops = flops.with_forward(other)
+    return flops
+
+
+def abstract_references(plan: Plan, phase: Phase) -> dict[str, LanguageModel]:
+    """Shapes, dtypes and shardings of the references that the phase's step queries."""
+    return {name: _abstract(plan, name) for name in asked_in(plan, phase)}
+
+
+def load_references(plan: Plan, phase: Phase, log: Log) -> dict[str, LanguageModel]:
+    """Loads the references that the phase's step queries. Call it inside `plan.layout.use()`."""
+    return {name: load_reference(plan, name, log) for name in asked_in(plan, phase)}
+
+
+def load_reference(plan: Plan, name: str, log: Log) -> LanguageModel:
+    """Loads a reference. Call it inside `plan.layout.use()`."""
+    return plan.refs[name].load(plan.state_builder.Vocab, plan.layout, log)
+
+
+def abstract_annotations(plan: Plan, phase: Phase, batch: Any) -> Any:
+    """Shapes, dtypes and shardings of what the references say about a batch {microbatch, batch, ...} of shapes."""
+    refs = {name: _abstract(plan, name) for name in phase.objective.references}
+    found = jax.eval_shape(lambda refs, batch: annotations_of(phase, refs, batch), refs, batch)
+
+    def placed(leaf: hax.NamedArray) -> hax.NamedArray:
+        sharding = plan.layout.compute_sharding(leaf.axes)
+        return hax.NamedArray(jax.ShapeDtypeStruct(leaf.array.shape, leaf.dtype, sharding=sharding), leaf.axes)  # type: ignore[arg-type]
+
+    return jax.tree.map(placed, found, is_leaf=tree.is_named)
+
+
+def annotated(plan: Plan, phase: Phase, batches: Sequence[T], log: Log) -> Sequence[T]:
+    """The batches as the phase's step reads them: with annotations, if it does not query the references itself."""
+    if phase.objective.annotation_key is None:
+        return batches
+    refs = {name: load_reference(plan, name, log) for name in phase.objective.references}
+    places = jax.tree.map(lambda leaf: leaf.sharding, abstract_annotations(plan, phase, batches[0]))
+    program = jax.jit(lambda refs, batch: annotations_of(phase, refs, batch), out_shardings=places)
+    return [replace(batch, annotations=program(refs, batch)) for batch in batches]
+
+
+def annotations_of(phase: Phase, refs: Mapping[str, LanguageModel], batch: Any) -> Any:
+    """What the references say about a batch {microbatch, batch, ...}. Traceable."""
+    return hax.map(lambda part: phase.objective.annotate(refs, part).annotations, microbatch_axis(batch))(batch)
+
+
+def _abstract(plan: Plan, name: str) -> LanguageModel:
+    return sharded_shapes(plan.refs[name].abstract(plan.state_builder.Vocab), plan.layout)

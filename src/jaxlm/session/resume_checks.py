@@ -1,0 +1,318 @@
+"""Checks that a resumed run is the same run, and lists what changed since its last start."""
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from jaxlm.core.bounded_read import read_bytes
+from jaxlm.core.errors import ConfigError, bounded
+from jaxlm.core.redaction import without_secrets
+from jaxlm.core.runtime import main_first, same_on_all_processes
+from jaxlm.data.tokenizer.tokenizer import load_tokenizer
+from jaxlm.engine.checkpoint.integrity import DamagedError
+from jaxlm.engine.checkpoint.manifest import Cursor
+from jaxlm.engine.checkpoint.store import Checkpoint
+from jaxlm.engine.phases import Phase
+from jaxlm.models.base import ModelConfig
+from jaxlm.observe.trackers.environment import computing
+from jaxlm.plan.load_config import as_run_config, read_config
+from jaxlm.plan.plan import Plan, initial_model, plan_phases
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.decode import encode
+from jaxlm.reading.effects import CONTENT, HARMLESS, ROUNDING, Effect, effect_of, follows, stated_effects
+from jaxlm.reading.plugins import own_modules
+from jaxlm.session.compilation.options import StepOptions
+from jaxlm.session.references import references_identity
+
+# Files in a checkpoint's `run/` folder, next to config.yaml.
+DATA_IDENTITY = "data.json"
+# Only written by runs that have references.
+REFERENCES_IDENTITY = "refs.json"
+ENVIRONMENT = "environment.json"
+
+# Keys of the model section that change how the model is computed, but not the model.
+_NOT_IDENTITY = tuple(stated_effects(ModelConfig))
+_MODEL, _DATA, _TOKENIZER, _REFS = "model", "data", "tokenizer", "refs"
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What a run was last started with.
+
+    Attributes:
+        source: path of the saved configuration, for messages.
+        data: the saved result of `data_identity`; None if there is no checkpoint yet.
+        references: the saved result of `references_identity`; empty if there is no checkpoint yet, or no reference.
+        environment: the saved result of `computing_facts`; empty if there is no checkpoint yet.
+        tokenizer: fingerprint of the saved tokenizer; None if there is no checkpoint yet.
+        allowed: name of `trainer.allow_changes` -> what has changed, for each that allowed something.
+    """
+
+    source: str
+    config: RunConfig
+    data: Mapping[str, Any] | None = None
+    references: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: str | None = None
+    allowed: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+def load_saved_run(plan: Plan) -> SavedRun | None:
+    """What is in this run's newest undamaged checkpoint, or else in its log folder; None for a new run.
+
+    The log folder's file may be damaged: without a checkpoint, nothing that it says would have to be kept.
+    """
+    for checkpoint in reversed(plan.checkpoints.checkpoints()):
+        try:
+            checkpoint.verify(below="run/")
+            return _read_saved_run(checkpoint)
+        except DamagedError:
+            continue  # it will be set aside later
+        except (ConfigError, OSError):
+            if checkpoint.name in plan.checkpoints.names():
+                raise
+            return load_saved_run(plan)  # another start of this run is at work, and has replaced the checkpoint
+    logged = plan.log_folder / "config.yaml"
+    try:
+        return SavedRun(str(logged), read_config(logged)) if logged.is_file() else None
+    except ConfigError:
+        return None
+
+
+def _read_saved_run(checkpoint: Checkpoint) -> SavedRun:
+    with checkpoint.local("run") as folder:
+        return SavedRun(
+            f"{checkpoint.location}/run/config.yaml",
+            read_config(folder / "config.yaml"),
+            _read_json(folder / DATA_IDENTITY),
+            _read_json(folder / REFERENCES_IDENTITY) or {},
+            _read_json(folder / ENVIRONMENT) or {},  # earlier versions did not save it
+            load_tokenizer(str(folder / "tokenizer")).fingerprint,
+        )
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(read_bytes(path)) if path.is_file() else None
+
+
+def check_same_run(plan: Plan) -> SavedRun | None:
+    """Refuses to resume a run with another model, or with other data or references that `trainer.allow_changes` does not
+    allow. Phases may be added.
+
+    Returns:
+        What the run was last started with; None for a new run.
+    """
+    saved = load_saved_run(plan)
+    if saved is None:
+        return None
+    changed: dict[str, list[str]] = {_MODEL: [], _DATA: [], _TOKENIZER: [], _REFS: []}
+    models = (_encode_without(model, _NOT_IDENTITY) for model in (initial_model(saved.config), plan.model))
+    changed[_MODEL] += _differences(_MODEL, *models)
+    data = data_identity(plan)
+    for phase, identity in (saved.data or {}).items():
+        for line in _differences(f"data of phase '{phase}'", identity, data.get(phase, {})):
+            is_tokenizer = line.startswith(f"data of phase '{phase}'.tokenizer")
+            changed[_TOKENIZER if is_tokenizer else _DATA].append(line)
+    references = references_identity(plan)
+    for name, identity in saved.references.items():
+        changed[_REFS] += _differences(f"refs.{name}", identity, references.get(name, {}))
+    return _allowed(plan, saved, changed)
+
+
+def check_same_tokenizer(plan: Plan, saved: SavedRun, fingerprint: str) -> SavedRun:
+    """Refuses to resume with a tokenizer of other content, such as one that was trained again on other text."""
+    if saved.tokenizer in (None, fingerprint) or _TOKENIZER in saved.allowed:
+        return saved
+    return _allowed(plan, saved, {_TOKENIZER: [f"tokenizer: {saved.tokenizer[:12]} -> {fingerprint[:12]}"]})
+
+
+def _allowed(plan: Plan, saved: SavedRun, changed: Mapping[str, Sequence[str]]) -> SavedRun:
+    """The saved run with the changes that are allowed. Raises `ConfigError` for the others."""
+    allowed = plan.config.trainer.allow_changes
+    refused = {name: lines for name, lines in changed.items() if lines and name not in allowed}
+    if refused:
+        advice = ""
+        if _MODEL not in refused:
+            names = ", ".join(refused)
+            advice = f" If you mean to go on with them, allow it: --trainer.allow_changes '[{names}]'."
+        raise ConfigError(
+            f"the run '{plan.run_id}' already exists with another model, other data, another tokenizer or other references"
+            f" ({saved.source}):\n"
+            + "\n".join(f"  {line}" for lines in refused.values() for line in lines)
+            + f"\n{advice.strip()}{' ' if advice else ''}Set another ID for this run (--trainer.id NAME), or move the folders"
+            f" of the existing run away: {plan.log_folder}, {plan.checkpoints.location}"
+        )
+    return replace(saved, allowed={**saved.allowed, **{name: lines for name, lines in changed.items() if lines}})
+
+
+def check_cursor(cursor: Cursor, plan: Plan) -> Phase:
+    """The phase of a checkpoint in the current plan. Raises `ConfigError` if it has none because phases were changed."""
+    phase = plan.phases[cursor.phase] if cursor.phase < len(plan.phases) else None
+    if phase is None or phase.name != cursor.phase_name or not phase.start <= cursor.step <= phase.end:
+        phases = ", ".join(f"'{p.name}' from step {p.start} to {p.end}" for p in plan.phases)
+        raise ConfigError(
+            f"the newest checkpoint of '{plan.run_id}' is at step {cursor.step} of phase '{cursor.phase_name}', but the"
+            f" configuration has no such step: its phases are {phases}. Increase num_train_steps, or set another trainer.id"
+        )
+    return phase
+
+
+def changed_stages(cursor: Cursor, position: Mapping[str, Any], phase: Phase, plan: Plan) -> list[str]:
+    """Warns if `train_weights` has stages and the batch sizes of the steps so far differ from the current configuration.
+
+    Args:
+        position: data position of the checkpoint.
+    """
+    weights, sizes = plan.data[phase.index].train_weights, plan.batches.train
+    if not isinstance(weights, list) or len(weights) < 2:
+        return []
+    read = int(position["examples"]) - int(position.get("skipped", 0))
+    # A rollout reads the prompts of all its mini-batches at once.
+    until = int(position.get("rollout", {}).get("end", cursor.step))
+    steps, planned = until - phase.start, sizes.examples_between(phase.start, until)
+    if read == planned:
+        return []
+    line = (
+        f"warning: the first {steps} steps of phase '{phase.name}' read {read:,} sequences, but with the current"
+        f" trainer.train_batch_size they would have read {planned:,}. The stages of data.train_weights therefore start at"
+        " different sequences than before, and some sequences may be repeated or skipped. To avoid this, include the batch"
+        f" sizes of past steps: trainer.train_batch_size: [{{start: 0, value: {read // max(steps, 1)}}},"
+        f" {{start: {until}, value: {sizes.at(until).size}}}]"
+    )
+    return [line]
+
+
+def changes(saved: SavedRun, now: RunConfig, options: StepOptions, step: int, num_sequences: int) -> list[str]:
+    """One line for each difference from the last start, with its effect.
+
+    Args:
+        options: of the training step.
+        num_sequences: sequences of training data that the current phase has read.
+    """
+    return [
+        *config_changes(saved, now, step),
+        *_content_changes(saved, now, num_sequences),
+        *_environment_changes(saved.environment, computing_facts(now, options)),
+    ]
+
+
+def config_changes(saved: SavedRun, now: RunConfig, step: int) -> list[str]:
+    """The changed keys, and their effect on the learning rate."""
+    lines = []
+    for line in _differences(
+        "", *(_encode_without(as_run_config(config), ["dry_run"]) for config in (saved.config, now))
+    ):
+        effect = effect_of(RunConfig, line.partition(":")[0])
+        lines.append(f"{line} ({_BY_PERMISSION if effect is CONTENT and saved.allowed else effect})")
+    old, new = _schedule_at(saved.config, step), _schedule_at(now, step)
+    if old is not None and new is not None and old != new:
+        spans = f"the learning-rate schedule now spans steps {new[0]} to {new[1]} instead of {old[0]} to {old[1]}"
+        before, after = f"{old[2]:.3g}", f"{new[2]:.3g}"
+        rates = f"is {after} instead of {before}" if before != after else f"stays {after}"
+        lines.append(f"{spans}: the next learning rate {rates}")
+    return lines
+
+
+_BY_PERMISSION = Effect("changes what follows", "allowed by trainer.allow_changes")
+
+
+def _content_changes(saved: SavedRun, now: RunConfig, num_sequences: int) -> Iterator[str]:
+    for lines in saved.allowed.values():
+        for line in lines:
+            yield f"{line} ({_BY_PERMISSION})"
+    if _DATA in saved.allowed:
+        yield (
+            f"data position: the run goes on after sequence {num_sequences:,} of the phase, counted in the order of the new"
+            " data as if it had been there from the start. Of several sources, each continues after its share of these, by"
+            " data.train_weights, also one that is new. Sequences of the earlier data may come again or never"
+        )
+    if _TOKENIZER in saved.allowed:
+        yield "tokenizer: the embeddings were trained for the tokens of the earlier one"
+    for name in now.trainer.allow_changes:
+        if name not in saved.allowed:
+            yield f"trainer.allow_changes: '{name}' allowed nothing, because nothing of it has changed. Remove it"
+
+
+_XLA_OPTIONS, _BLOCK_SIZES = "XLA options", "block sizes"
+_CODE = follows("the code may compute other numbers from here")
+FACTS: dict[str, Effect] = {
+    "jaxlm": _CODE,
+    "commit of jaxlm": Effect("harmless", "a change of the source is listed under jaxlm"),
+    "module": _CODE,
+    "Python": HARMLESS,
+    **dict.fromkeys(("jax", "jaxlib", "haliax", "equinox", "optax", "libtpu"), ROUNDING),
+    **dict.fromkeys(("backend", "devices", "processor", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "variables"), ROUNDING),
+    **dict.fromkeys(("jax options", _XLA_OPTIONS, _BLOCK_SIZES), ROUNDING),
+}
+"""What another fact about what computes means for a run; `module` stands for each module of the user's own."""
+# Of CPUs, before they followed from the caches and checkpoints contained them.
+_FIRST_BLOCK_SIZES = "loss_chunk_tokens=512, attention_block=128"
+
+
+def effect_of_fact(name: str) -> Effect:
+    """The effect of a changed fact about what computes. Raises `KeyError` if it has none."""
+    return FACTS[name if name in FACTS else name.partition(" ")[0]]
+
+
+def computing_facts(config: RunConfig, options: StepOptions) -> dict[str, str]:
+    """What computes the numbers of a run, with the user's own modules that the configuration names.
+
+    Args:
+        options: of the training step.
+    """
+    return {**computing(own_modules(config)), **dict(zip((_XLA_OPTIONS, _BLOCK_SIZES), options.texts, strict=True))}
+
+
+def _environment_changes(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    if before and now[_BLOCK_SIZES]:
+        before = {_BLOCK_SIZES: _FIRST_BLOCK_SIZES, **before}
+    for name in now if before else ():
+        if before.get(name, "") != now[name]:  # earlier versions did not save all of them
+            yield f"{name}: {before.get(name) or 'none'} -> {now[name] or 'none'} ({effect_of_fact(name)})"
+
+
+def _schedule_at(config: RunConfig, step: int) -> tuple[int, int, float] | None:
+    """(first step, last step, learning rate of the next update) of the phase that contains a step."""
+    phases, _ = plan_phases(config)
+    phase = next((p for p in phases if step < p.end), phases[-1])
+    if step < phase.start:
+        return None
+    return phase.start, phase.end, float(phase.optimizer.schedule(phase.num_steps)(step - phase.first_scheduled))
+
+
+def _encode_without(config: Any, keys: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in without_secrets(encode(config)).items() if key not in keys}
+
+
+def data_identity(plan: Plan) -> dict[str, Any]:
+    """Phase name -> `DataConfig.identity`, which identifies its training data by content. Plain JSON."""
+    return {phase.name: data.identity() for phase, data in zip(plan.phases, plan.data, strict=True)}
+
+
+def check_same_data(plan: Plan, tokenizer_fingerprint: str) -> None:
+    """Checks that all processes have the same data, tokenizer and references, since each may read its own copy."""
+    if not same_on_all_processes(json.dumps(references_identity(plan), sort_keys=True)):
+        raise ConfigError(
+            "refs: the files of a reference are not the same on all processes, so the copy on some machine is outdated or"
+            " incomplete. Copy the same files to all machines"
+        )
+    identity = json.dumps(main_first(lambda: data_identity(plan)), sort_keys=True)  # it may copy remote files
+    if not same_on_all_processes(identity + tokenizer_fingerprint):
+        raise ConfigError(
+            "data: the data or the tokenizer is not the same on all processes, so the copy on some machine is outdated or"
+            " incomplete. Copy the same files to all machines, and delete data.cache_dir where it was built from other"
+            f" files. On this process the tokenizer is {tokenizer_fingerprint[:12]} and the data is {identity}"
+        )
+
+
+def _differences(path: str, before: Any, now: Any) -> Iterator[str]:
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in dict.fromkeys([*before, *now]):
+            yield from _differences(f"{path}.{key}".lstrip("."), before.get(key), now.get(key))
+    elif path == "phases" and len(before) == len(now):
+        for index, pair in enumerate(zip(before, now, strict=True)):
+            yield from _differences(f"{path}.{index}", *pair)
+    elif before != now:
+        yield bounded(f"{path}: {before} -> {now}")

@@ -1,0 +1,111 @@
+"""The command `jaxlm`: errors, help and recipes, none of which starts a device."""
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.plan.load_config import load_config
+from jaxlm.reading.recipes import FOLDER, all_recipes, recipe, recipes_command
+from jaxlm.reading.yaml import load_yaml
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--optimizer.lerning_rate", "1"),
+            (
+                "command line --optimizer.lerning_rate: no such key in optimizer (type adam). Did you mean 'learning_rate'?"
+                " Allowed: learning_rate, weight_decay, lr_schedule, "
+            ),
+        ),
+        (
+            ("--optimiser.learning_rate", "1"),
+            (
+                "command line --optimiser.learning_rate: optimiser: no such key in the top level. Did you mean 'optimizer'?"
+                " Allowed: data, model, "
+            ),
+        ),
+        (
+            ("--model.attention_bias", "true", "--model.hiden_dim", "4"),
+            "command line --model.hiden_dim: no such key in model (type llama). Did you mean 'hidden_dim'? Allowed: ",
+        ),
+        (
+            ("--evals", "[{type: harness, taskz: [a]}]"),
+            "command line --evals: evals.0.taskz: no such key in evals.0 (type harness). Did you mean 'tasks'? Allowed: ",
+        ),
+        (
+            ("--config_path", "typo.yaml"),
+            (
+                "typo.yaml:2: trainer.checkpointer.base_pth: no such key in trainer.checkpointer. Did you mean 'base_path'?"
+                " Allowed: base_path, "
+            ),
+        ),
+    ],
+    ids=lambda arguments: " ".join(arguments) if isinstance(arguments, tuple) else "",
+)
+def test_an_unknown_key_is_named_with_its_place_and_what_is_meant(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("typo.yaml").write_text("trainer:\n  checkpointer: {base_pth: x}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(arguments, "jaxlm.train")
+    assert str(error.value).startswith(message)
+
+
+NAMES = [path.relative_to(FOLDER).as_posix() for path in all_recipes()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipes_are_valid_and_named_after_their_files(name):
+    assert recipe(name.removesuffix(".yaml")) == recipe(name) == FOLDER / name
+    config = load_config(["--config_path", f"jaxlm:{name}", "--use_hf_model_config", "false"], "jaxlm.train")
+    assert config.trainer.id == Path(name).stem
+
+
+def test_recipes_are_listed_and_copied_but_never_overwrite_a_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert recipes_command([]) == 0
+    listed = capsys.readouterr().out.partition("\n\n")[0]
+    assert {"jaxlm:quickstart.yaml", "jaxlm:nanochat/cpu_d4.yaml"} <= set(listed.split())
+    assert all(re.fullmatch(r"\s+jaxlm:\S+\s+\S.*[.:]", line) for line in listed.splitlines()), "whole sentences"
+    assert recipes_command(["two_phases"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"two_phases.yaml", "quickstart.yaml"}, "what it includes, too"
+    assert load_yaml("two_phases.yaml").tree == load_yaml("jaxlm:two_phases.yaml").tree
+    assert recipes_command(["nanochat/cpu_d4"]) == 0
+    assert load_yaml("cpu_d4.yaml").tree == load_yaml("jaxlm:nanochat/cpu_d4").tree
+    assert recipes_command(["quickstart"]) == 0  # an unchanged copy exists already
+    Path("quickstart.yaml").write_text("mine: 1\n")
+    with pytest.raises(ConfigError, match=r"quickstart\.yaml already exists in this folder\. Rename or delete it"):
+        recipes_command(["quickstart.yaml"])
+    with pytest.raises(ConfigError, match=r"jaxlm:quikstart: no such recipe\. Did you mean jaxlm:quickstart\.yaml\?"):
+        recipes_command(["quikstart"])
+
+
+ANSWERED = """
+    import sys
+    from jaxlm.__main__ import main
+    codes = [main(arguments) for arguments in ([], ["--version"], ["trian"], ["recipes"], ["train", "--x"])]
+    assert "jax" not in sys.modules
+    codes += [main(["train", *arguments]) for arguments in (
+        ["--help"], ["--help", "optimizer"], ["--help", "nothing"], ["--optimizer.lerning_rate", "1"],
+        ["--config_path", "no.yaml"],
+    )]
+    from jax._src import xla_bridge
+    print(codes, xla_bridge.backends_are_initialized())
+"""
+
+
+def test_help_errors_and_recipes_start_no_device(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(ANSWERED)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == "[0, 0, 2, 0, 2, 0, 0, 2, 2, 2] False", result.stderr
+    assert "error: 'trian' is not a command. Did you mean 'train'?" in result.stderr
+    assert "error: command line: --x needs a value" in result.stderr
+    assert "--optimizer.learning_rate  (float" in result.stdout
+    assert "error: --help: there is no section or key 'nothing'" in result.stderr
+    assert "Did you mean 'learning_rate'?" in result.stderr

@@ -1,0 +1,64 @@
+"""The report at the end of a run."""
+
+import gzip
+from types import SimpleNamespace
+
+import pytest
+
+from jaxlm.objectives.next_token import NextToken
+from jaxlm.objectives.reward import RewardObjective
+from jaxlm.observe.logged_run import LoggedRun, series_of
+from jaxlm.observe.page.sections import newest
+from jaxlm.observe.trackers.tensorboard import TensorboardConfig
+from jaxlm.observe.trackers.wandb import WandbConfig
+from jaxlm.session.final_report import compressors, how_to_use, outputs, skipped_updates
+
+
+def test_compressors_are_measured_on_all_texts_as_one_stream():
+    texts = ["one text\n" * 50, "another\n" * 70]
+    raw = "".join(texts).encode()
+    rows = dict(compressors(texts))
+    assert rows["  gzip -9 on all text"] == f"{8 * len(gzip.compress(raw, 9)) / len(raw):.4f} ({len(raw):,} bytes)"
+
+
+def test_a_last_phase_without_validation_text_has_no_compressors():
+    assert compressors([]) == []
+
+
+def test_the_report_says_which_updates_were_skipped():
+    counts = [0, 1, 2, 3, 3, 4, 4]
+    records = [{"step": step, "train/skipped_steps": count} for step, count in enumerate(counts, 1)]
+    rows = [skipped_updates(LoggedRun("run", series_of(some))) for some in (records, records[:1], [])]
+    assert rows == [[("skipped updates", "4 of 7 steps: 2 to 4, 6")], [], []]
+
+
+def test_the_report_does_not_show_an_earlier_loss_as_the_last():
+    records = [{"step": 1, "train/loss": 3.0}, {"step": 2, "train/loss": 2.5}, {"step": 3, "train/loss": None}]
+    texts = [
+        newest(LoggedRun("run", series_of(some))["train/loss"]) for some in (records[:2], records, records[2:], [])
+    ]
+    assert texts == ["2.5000", "not finite; 2.5000 at step 2", "never finite", "none"]
+
+
+@pytest.mark.parametrize(
+    ("objective", "command"),
+    [
+        (NextToken(), "jaxlm sample --checkpoint checkpoints/run --prompt"),
+        (RewardObjective(), "jaxlm convert to-hf --checkpoint checkpoints/run --output_dir run-hf"),
+    ],
+)
+def test_the_report_advises_what_the_model_is_trained_for(objective, command):
+    phases = [SimpleNamespace(objective=RewardObjective()), SimpleNamespace(objective=objective)]
+    checkpoints = SimpleNamespace(location="checkpoints/run")
+    _, text = how_to_use(SimpleNamespace(phases=phases, run_id="run", checkpoints=checkpoints))
+    assert text.startswith(command)
+
+
+def test_the_report_names_what_the_trackers_have_written(tmp_path):
+    trackers = [TensorboardConfig(logdir="boards"), WandbConfig(mode="disabled")]
+    trainer = SimpleNamespace(trackers=trackers)
+    plan = SimpleNamespace(log_folder=tmp_path, run_id="run", config=SimpleNamespace(trainer=trainer))
+    metrics, opened = ("metrics", f"{tmp_path}/metrics.jsonl"), ("tensorboard", "tensorboard --logdir boards")
+    assert outputs(plan) == [metrics, opened]
+    (tmp_path / "samples.jsonl").write_text("")
+    assert outputs(plan) == [metrics, ("samples", f"{tmp_path}/samples.jsonl"), opened]

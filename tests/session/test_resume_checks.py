@@ -1,0 +1,127 @@
+"""Checks and warnings at the start of a resumed run."""
+
+import contextlib
+import shutil
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.tokenizer.train_bpe import train_bpe
+from jaxlm.engine.checkpoint.integrity import seal
+from jaxlm.engine.checkpoint.local import LocalFolder
+from jaxlm.engine.checkpoint.manifest import Cursor
+from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.plan import make_plan
+from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session import resume_checks
+from jaxlm.session.resume_checks import changed_stages, check_same_data, load_saved_run
+from tests.data.helpers import some_text
+
+SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "intermediate_dim": 32}
+STAGES = [[0, {"a": 1, "b": 0}], [50, {"a": 0, "b": 1}]]
+
+
+def warnings_of(batch: Any, weights: Any, examples: int, sections: Any = None, **position: Any) -> list[str]:
+    """A cursor at step 30 of a run that has read the given number of sequences."""
+    sections = sections or {"data": {"configs": {"a": {"train_urls": ["a"]}, "b": {"train_urls": ["b"]}}}}
+    trainer = {"train_batch_size": batch, "num_train_steps": 100}
+    tree = {"model": SIZES, **sections, "data": {**sections["data"], "train_weights": weights}, "trainer": trainer}
+    plan = make_plan(decode_run(ConfigSource(tree), None), "x", 64)
+    cursor = Cursor(step=30, phase=0, phase_name="train", entering=False, temporary=True)
+    return changed_stages(cursor, {"examples": examples, "step": 30, **position}, plan.phases[0], plan)
+
+
+@pytest.mark.parametrize(
+    ("batch", "weights", "examples", "warns"),
+    [
+        (16, STAGES, 480, False),
+        (32, STAGES, 480, True),
+        ([{"start": 0, "value": 16}, {"start": 30, "value": 32}], STAGES, 480, False),  # as the warning advises
+        (32, {"a": 1, "b": 1}, 480, False),
+    ],
+)
+def test_other_batch_sizes_move_the_stages_of_weights(batch, weights, examples, warns):
+    lines = warnings_of(batch, weights, examples)
+    assert len(lines) == warns
+    for line in lines:
+        assert "480 sequences" in line
+        assert "960" in line
+        assert "[{start: 0, value: 16}, {start: 30, value: 32}]" in line
+
+
+def test_skipped_data_does_not_move_the_stages_of_weights():
+    assert warnings_of(16, STAGES, 640, skipped=160) == []
+    assert len(warnings_of(16, STAGES, 640)) == 1
+
+
+def test_a_rollout_in_the_middle_does_not_move_the_stages_of_weights():
+    """It has read the prompts of all its mini-batches: here those of steps 28 to 31."""
+    configs = {name: {"train_urls": [name], "format": {"type": "prompts"}} for name in "ab"}
+    rollouts = {"type": "rollouts", "configs": configs, "updates_per_rollout": 4, "minibatches_per_rollout": 4}
+    rollouts["rewards"] = [{"type": "length", "max_tokens": 8}]
+    sections = {"data": rollouts, "objective": {"type": "grpo", "old_policy": "rollout", "kl": None}}
+    held = {"rollout": {"first_step": 28, "end": 32}}
+    assert warnings_of(16, STAGES, 512, sections, **held) == []
+    (line,) = warnings_of(32, STAGES, 512, sections, **held)
+    assert "the first 32 steps of phase 'train' read 512 sequences" in line
+    assert "have read 1,024" in line
+    assert "[{start: 0, value: 16}, {start: 32, value: 32}]" in line
+
+
+def test_processes_with_other_data_do_not_train_together(tmp_path, monkeypatch):
+    """Each machine reads its own copy of the data; everything that determines the tokens is compared."""
+    (tmp_path / "a.txt").write_text("some text")
+    tree = {"model": SIZES, "data": {"train_urls": [str(tmp_path)], "cache_dir": "nowhere"}}
+    plan, compared = make_plan(decode_run(ConfigSource(tree), None), "x", 64), []
+
+    def same(text):
+        if text != "{}":  # the run has no references
+            compared.append(text)
+        return len(set(compared)) <= 1
+
+    monkeypatch.setattr(resume_checks, "same_on_all_processes", same)
+    for fingerprint, text, differs in (
+        ("t", "some text", False),
+        ("t", "some more", True),
+        ("u", "some text", True),
+    ):
+        (tmp_path / "a.txt").write_text(text)
+        with (
+            pytest.raises(ConfigError, match="the data or the tokenizer is not the same on all processes")
+            if differs
+            else contextlib.nullcontext()
+        ):
+            check_same_data(plan, fingerprint)
+        del compared[1:]
+
+
+@pytest.mark.parametrize("vanishes", [True, False])
+def test_a_checkpoint_that_another_start_replaces_while_it_is_read(vanishes, tmp_path, monkeypatch):
+    """The other start trains on, and deletes the checkpoint that this one reads. The lock refuses this start later."""
+    tokenizer = train_bpe([some_text(seed) for seed in range(20)], 300)
+    for name in ("step-1", "step-2"):
+        (tmp_path / name / "run" / "tokenizer").mkdir(parents=True)
+        for file, content in tokenizer.files(max_length=24).items():
+            (tmp_path / name / "run" / "tokenizer" / file).write_bytes(content)
+        (tmp_path / name / "run" / "config.yaml").write_text("trainer: {seed: 7}\n")
+        seal(tmp_path / name)
+    read_tokenizer = resume_checks.load_tokenizer
+
+    def delete_and_read(path):
+        if vanishes:
+            shutil.rmtree(tmp_path / "step-2", ignore_errors=True)
+        elif "step-2" in path:
+            raise ConfigError("unreadable")
+        return read_tokenizer(path)
+
+    monkeypatch.setattr(resume_checks, "load_tokenizer", delete_and_read)
+    plan: Any = SimpleNamespace(checkpoints=LocalFolder(tmp_path))
+    if not vanishes:
+        with pytest.raises(ConfigError, match="unreadable"):
+            load_saved_run(plan)
+        return
+    saved = load_saved_run(plan)
+    assert saved is not None
+    assert (saved.source, saved.config.trainer.seed) == (f"{tmp_path}/step-1/run/config.yaml", 7)
