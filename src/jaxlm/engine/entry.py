@@ -43,7 +43,7 @@ class Given(eqx.Module):
 
     Attributes:
         leaves: of each surgery, leaf path -> the value that replaces the one made by the surgery, read from files.
-        refs: the references that surgeries read, by name.
+        refs: the references that surgeries read, by name; empty leaves their values as they are without.
         sums: of each surgery, what `SurgeryConfig.measure` returned, summed over the calibration batches; empty if none was
             calibrated.
     """
@@ -133,7 +133,7 @@ class PhaseEntry:
         if given is None:
             return model
         sums = given.sums_of(number)
-        if sums is not None or surgery.references:
+        if sums is not None or (surgery.references and given.refs):
             model = surgery.fill(model, before, refs=given.refs, sums=sums, key=jax.random.fold_in(key, _VALUES))
         leaves = given.leaves[number] if given.leaves else {}
         return tree.map_leaves(lambda path, leaf: leaves.get(path, leaf), model)
@@ -354,7 +354,7 @@ def enter_phase(
         return build_state(make, abstract, layout, leaves, kept=(refs,))
     sums = () if open_batches is None else _calibrated(entry, before.model, layout, Given(leaves, refs), open_batches)
     for surgery, measured in zip(phase.surgeries, sums, strict=False):
-        decided = None if measured is None else surgery.describe(jax.device_get(measured))
+        decided = None if measured is None else surgery.describe(measured)
         if decided is not None and log is not None:
             log(decided)
     make_state = lambda before, leaves, refs, sums: entry.state(before, Given(leaves, refs, sums))  # noqa: E731

@@ -72,7 +72,7 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         raise AssertionError("the surgery is not calibrated")
 
     def describe(self, sums: Any) -> str | None:
-        """What `fill` decided from the sums, for the log. Args: sums: as in `fill`, on the host."""
+        """What `fill` will decide from the sums, for the log. Args: sums: as in `fill`; they may be sharded over processes."""
         return None
 
     def fill(

@@ -76,8 +76,9 @@ class DropLayersConfig(SurgeryConfig):
         cosines = [jnp.sum(counts * _cosine(*pair)) for pair in itertools.pairwise(streams)]
         return {"cosines": jnp.stack(cosines), "tokens": jnp.sum(counts)}
 
-    def describe(self, sums: Mapping[str, np.ndarray]) -> str:
-        influence = 1 - np.asarray(sums["cosines"]) / np.asarray(sums["tokens"])
+    def describe(self, sums: Mapping[str, Any]) -> str:
+        sums = jax.tree.map(np.asarray, sums)
+        influence = 1 - sums["cosines"] / sums["tokens"]
         kept = np.asarray(self._chosen(sums)).tolist()
         dropped = [layer for layer in range(len(influence)) if layer not in kept]
         by_layer = ", ".join(f"{layer}: {number:.4f}" for layer, number in enumerate(influence.tolist()))
