@@ -72,7 +72,7 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         raise AssertionError("the surgery is not calibrated")
 
     def describe(self, sums: Any) -> str | None:
-        """What `fill` will decide from the sums, for the log. Args: sums: as in `fill`; they may be sharded over processes."""
+        """What `fill` will decide from the sums, for the log. Args: sums: as in `fill`, maybe sharded over processes."""
         return None
 
     def fill(
