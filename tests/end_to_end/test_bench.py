@@ -196,7 +196,7 @@ def test_forecast_of_rollouts_with_the_nvidia_compiler(workplace):
         (("--topology", ""), "a chip and a number expected"),
         (("--topology", "h100-8", "--steps", "20"), "--steps and --warmup have no effect"),
         (("--topology", "h100-8", "--warmup", "0"), "--steps and --warmup have no effect"),
-        (("--dry_run", "true"), "dry_run: true has no effect here: jaxlm.bench measures steps"),
+        (("--dry_run", "true"), "dry_run: true has no effect here: jaxlm bench measures steps"),
     ],
 )
 def test_mistakes(workplace, in_process, arguments, message):

@@ -113,7 +113,7 @@ def test_reports_the_contents_of_the_caches(config_path, capsys):
         (["--show_batch", "-1"], "--show_batch: -1 given"),
         (["--show_batch", "0", "--trainer.train_batch_size", "-1"], "--show_batch: trainer.train_batch_size is -1"),
         (["--data.train_urls", "[nowhere.txt]"], "data.train_urls[0]: 'nowhere.txt' matches no file"),
-        (["--dry_run", "true"], "dry_run: true has no effect here: jaxlm.prepare makes caches"),
+        (["--dry_run", "true"], "dry_run: true has no effect here: jaxlm prepare makes caches"),
     ],
 )
 def test_invalid_options_are_refused_before_anything_is_built(config_path, tmp_path, capsys, arguments, message):
