@@ -26,10 +26,10 @@ def test_a_cluster_is_started_only_to_build_missing_caches(tmp_path, monkeypatch
     config = TokensConfig(train_urls=text, validation_urls=text, cache_dir=str(tmp_path / "cache"), vocab_size=270)
     tokenizer = config.load_tokenizer(lambda _: None)
     for none in (None, Cluster(auto_start_cluster=False)):
-        tokenize_on_ray(none, [config], tokenizer, 16, print)
+        tokenize_on_ray(none, [config], tokenizer, [16], print)
     assert not config.is_tokenized()
-    tokenize_on_ray(Cluster(), [config], tokenizer, 16, lambda _: None)
+    tokenize_on_ray(Cluster(), [config], tokenizer, [16], lambda _: None)
     assert config.is_tokenized()
     assert events == ["begun, shared False", "stopped"]
-    tokenize_on_ray(Cluster(), [config], tokenizer, 16, print)
+    tokenize_on_ray(Cluster(), [config], tokenizer, [16], print)
     assert len(events) == 2

@@ -15,7 +15,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manifest import Cursor, History
 from jaxlm.observe.console import Console
-from jaxlm.plan.plan import make_plan
+from jaxlm.plan.plan import make_plan, plan_phases
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.session import dry_run as dry_runs
 from jaxlm.session.init_from import expected_cursor
@@ -46,7 +46,7 @@ def config(tmp_path, monkeypatch):
 
 
 def openings(config: RunConfig) -> dict[str, str]:
-    plan: Any = SimpleNamespace(data=(config.data,), config=config)
+    plan: Any = SimpleNamespace(data=(config.data,), config=config, phases=plan_phases(config)[0])
     return dict(dry_runs._answers_in_turn(list(dry_runs._openings(plan))))
 
 
@@ -207,7 +207,7 @@ def test_batches_are_closed_if_the_step_does_not_compile(monkeypatch):
     run = mock.MagicMock()
     run.open_data.return_value.batches.return_value = SimpleNamespace(close=lambda: closed.append("batches"))
     monkeypatch.setattr(train, "with_annotations", lambda plan, phase, data, log: data)
-    monkeypatch.setattr(train, "enter_phase", lambda *arguments: None)
+    monkeypatch.setattr(train, "enter_phase", lambda *arguments, **named: None)
     monkeypatch.setattr(train, "compile_steps", mock.Mock(side_effect=ConfigError("too large")))
     conductor = mock.MagicMock(resumed=None)
     opening = train._open_phase(run, mock.MagicMock(), None, conductor, mock.MagicMock())
