@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, HEADS, KV_HEADS, POSITION
+from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, HEADS, KV_HEADS, POSITION, axes_of
 from jaxlm.models.activations import activated, gated
 from jaxlm.models.attention.api import AttentionMask, AttentionSpec, as_keys, attention
 from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES
@@ -175,13 +175,14 @@ class SelfAttention(eqx.Module):
         self, platform: str, capability: tuple[int, int] | None, dtype: jnp.dtype, seq_len: int, window: int | None
     ) -> AttentionTask:
         """What the backend must support in training, with inputs of `dtype`."""
-        heads, kv_heads = self.q_proj.weight.axis_size(HEADS), self.k_proj.weight.axis_size(KV_HEADS)
+        # Of the axes, not of the weights: an adapted layer computes its weight.
+        query, key = ({axis.name: axis.size for axis in axes_of(layer.Out)} for layer in (self.q_proj, self.k_proj))
         return AttentionTask(
             platform,
             jnp.dtype(jnp.float32) if self.upcast else dtype,
             seq_len,
-            head_size=self.q_proj.weight.axis_size(HEAD_SIZE),
-            group=heads // kv_heads,
+            head_size=query[HEAD_SIZE],
+            group=query[HEADS] // key[KV_HEADS],
             window=window,
             capability=capability,
             causal=self.causal,
