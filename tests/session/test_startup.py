@@ -10,7 +10,14 @@ from jaxlm.core.runtime import configure_jax
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.session.startup import _start_facts, check_accelerator, describe, fp8_products, repeatability
+from jaxlm.session.startup import (
+    _start_facts,
+    attention_choices,
+    check_accelerator,
+    describe,
+    fp8_products,
+    repeatability,
+)
 from tests.session.test_mesh_plan import MODEL, plan_of
 
 
@@ -71,6 +78,13 @@ def test_the_table_says_which_factors_of_longrope_training_chooses(seq_len, chos
     plan = make_plan(decode_run(ConfigSource({"model": model, "trainer": {"num_train_steps": 9}}), None), "x", 64)
     (text,) = [text for name, text in describe(plan) if name == "positions"]
     assert text.startswith(f"LongRoPE: {chosen}")
+
+
+def test_adapters_do_not_change_the_attention_backend():
+    plain = make_plan(decode_run(ConfigSource({"model": MODEL}), None), "x", 64)
+    phases = [{"name": "lora", "surgery": [{"type": "lora", "target": "attn", "rank": 2}], "trainable": ["\\.[ab]$"]}]
+    adapted = make_plan(decode_run(ConfigSource({"model": MODEL, "phases": phases}), None), "x", 64)
+    assert attention_choices(adapted) == attention_choices(plain)
 
 
 @pytest.mark.parametrize(("exclude", "others"), [(None, "14 linear layers in fp8 (tensorwise), 1"), ("_proj", "all")])
