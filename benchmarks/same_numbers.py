@@ -96,18 +96,18 @@ optimizer:
 """
 # Records and a tokenizer of characters (`write_task`).
 TASK = """
-data: {tokenizer: tokenizer, validation_urls: [], cache_dir: ../../caches/task}
+data: {tokenizer: tokenizer, validation_urls: []}
 trainer: {train_batch_size: 8}
 optimizer: {learning_rate: 1.0e-2, weight_decay: 0.1, warmup: 5}
 evals: []
 """
 DPO = """
-data: {type: pairs, train_urls: [pairs.jsonl]}
+data: {type: pairs, train_urls: [pairs.jsonl], cache_dir: ../../caches/pairs}
 objective: {type: dpo}
 """
 GRPO = """
 data:
-  {type: rollouts, train_urls: [prompts.jsonl], group_size: 4, max_new_tokens: 4,
+  {type: rollouts, train_urls: [prompts.jsonl], cache_dir: ../../caches/prompts, group_size: 4, max_new_tokens: 4,
    rewards: [{type: function, function: "task:score"}]}
 objective: {type: grpo, old_policy: rollout}
 """
