@@ -382,7 +382,7 @@ def numbers(home: Path) -> dict[tuple[int, str], str]:
         (record["step"], key): "null" if value is None else float(value).hex()
         for record in records
         for key, value in record.items()
-        if not key.startswith("throughput/")
+        if not key.startswith("throughput/") and not key.endswith("_seconds")
     }
 
 
