@@ -18,6 +18,7 @@ from jaxlm.hardware.hlo import ATTENTION, COLLECTIVE, COPY, FUSION, KINDS, MATRI
 from jaxlm.observe.profile_summary import ProfileEvent, describe_profile, summarize
 from jaxlm.observe.profiler import ProfileHook, ProfilerConfig
 from tests.engine.helpers import TinyRun, arrays, layout, phase
+from tests.engine.test_loop import UNDECIDED
 
 OPERATIONS = {"dot.1": Operation(MATRIX, "a/dot"), "add.1": Operation(FUSION), "copy.1": Operation(COPY)}
 
@@ -117,7 +118,8 @@ def test_the_loop_marks_pauses_for_evaluations_and_saves(monkeypatch):
                 push=note("push"), drain=note("drain"), skip_time=note("skip"), flags=None, rewind=None
             ),
             hooks=[hook],
-            evaluations=None,
+            evaluations=SimpleNamespace(due=lambda step: False),
+            control=UNDECIDED,
             exports=(),
             saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=note("save")),
             flag_sync=SimpleNamespace(to_devices=lambda _: None, agreed=lambda *_: flags),
