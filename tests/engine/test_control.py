@@ -172,7 +172,7 @@ def test_a_restart_between_decision_and_effect_changes_nothing(step):
 
 
 def test_the_history_says_which_controls_are_in_effect():
-    """A controller that is new, or begins anew, does not start with the arrays of the checkpoint."""
+    """A new controller does not start with the arrays of the checkpoint."""
     _, _, saver, *_ = trained(TRAINING, Saver(at=(8,)))
     then, history = saver.saved[8]
     assert json.loads(history)["controllers"]["scripted"] == {"state": 8, "controls": {"lr_scale": 0.25}}

@@ -87,11 +87,11 @@ class Rewind:
 
 @dataclass(frozen=True)
 class Next:
-    """The phase ends, possibly before its last step: the run goes on with the next phase, or ends.
+    """Ends the phase, possibly before its last step. The run continues with the next phase, or ends.
 
     Attributes:
         reason: why, for messages.
-        weights: the purpose of the kept checkpoint whose weights the run goes on with; None keeps the current ones.
+        weights: the purpose of the kept checkpoint to continue from; None keeps the current weights.
     """
 
     reason: str

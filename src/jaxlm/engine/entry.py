@@ -337,7 +337,7 @@ def enter_phase(
         refs: the references that the surgeries read, by name.
         open_batches: opens the batches of the phase's data at its first step; without them, surgeries are not calibrated and
             keep the values that they have without.
-        log: is told what the surgeries decided from what they measured.
+        log: receives one line for each surgery that decides something from its measurements.
     """
     entry, abstract, refs = state_builder.entry(phase), state_builder.abstract_state(phase), refs or {}
     leaves = state_builder.initial_leaves(phase)

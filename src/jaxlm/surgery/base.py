@@ -45,7 +45,7 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         Leaves that the tree does not have are None. The result may leave out those that `apply` makes. Must trace.
 
         Args:
-            sums: as in `fill`; None if only the structure is asked for.
+            sums: as in `fill`; None while a checkpoint is restored, which needs the structure alone.
         """
         return moments
 

@@ -52,7 +52,7 @@ class History:
         return replace(self, attempt=self.attempt + 1, abandoned_steps=abandoned, controllers=controllers)
 
     def without_pins(self) -> "History":
-        """The history if its pinned checkpoints are gone: the controllers that kept one begin anew."""
+        """The history without its pinned checkpoints. The controllers that kept one start over."""
         others = {name: memory for name, memory in self.controllers.items() if "keeps" not in memory}
         return replace(self, controllers=others, pins={})
 
