@@ -137,8 +137,9 @@ def test_more_top_tokens_come_closer_to_the_whole_divergence_from_below(name):
         return float(jax.jit(of)(x, tx))
 
     values = [divergence(top_k) for top_k in (1, 5, 20, 49, None)]
-    assert values == sorted(values)
-    assert values[-2] == pytest.approx(values[-1], rel=1e-5)  # the rest is a single token
+    *parts, whole = values
+    assert parts == sorted(parts)
+    assert parts[-1] == pytest.approx(whole, rel=1e-5)  # the rest is a single token, so they differ by rounding alone
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
