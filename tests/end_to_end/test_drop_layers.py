@@ -19,8 +19,8 @@ phases:
 """
 
 
-def start(workplace) -> Workplace:
-    place = workplace()
+def start(workplace, devices: int = 1) -> Workplace:
+    place = workplace(devices)
     path = place.write(PHASES)
     path.write_text(path.read_text().replace("num_layers: 2\n", "num_layers: 4\n", 1))
     return place
@@ -54,6 +54,19 @@ def test_killed_runs_drop_the_same_layers(whole, workplace):
     assert not dropped(finished.out), "the checkpoint has the layers"
     assert place.losses() == uninterrupted.losses()
     assert place.digest("step-24") == uninterrupted.digest("step-24")
+
+
+@pytest.mark.slow
+def test_two_processes_drop_the_same_layers(whole, workplace):
+    uninterrupted, said = whole
+    place = start(workplace, devices=2)
+    running = place.start_all(2, "--config_path", "run.yaml")
+    ends = [(*process.communicate(timeout=500), process.returncode) for process in running]
+    assert [code for _, _, code in ends] == [0, 0], ends
+    number = lambda lines: [line.partition("are dropped")[0] for line in lines]  # noqa: E731
+    assert number(dropped(ends[0][0])) == number(dropped(said)) != []
+    ours, theirs = ({s: float.fromhex(loss) for s, loss in p.losses().items()} for p in (place, uninterrupted))
+    assert ours == pytest.approx(theirs, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -43,6 +43,10 @@ def finished(place: Workplace) -> str:
     return result.out
 
 
+def losses(place: Workplace) -> dict[int, float]:
+    return {step: float.fromhex(loss) for step, loss in place.losses().items()}
+
+
 def arrays(place: Workplace, checkpoint: str) -> dict[str, np.ndarray]:
     import orbax.checkpoint as ocp
 
@@ -70,6 +74,19 @@ def test_a_calibrated_phase_is_entered_once(workplace):
     finished(place)
     assert place.losses() == whole.losses()
     assert place.digest("step-24") == whole.digest("step-24")
+
+
+@pytest.mark.slow
+def test_two_processes_measure_what_one_does(workplace):
+    """Each reads half of the calibration batches. The components are those of all of them."""
+    alone, place = workplace(), workplace(2)
+    for each in (alone, place):
+        each.write(EVA)
+    finished(alone)
+    running = place.start_all(2, "--config_path", "run.yaml")
+    ends = [(*process.communicate(timeout=500), process.returncode) for process in running]
+    assert [code for _, _, code in ends] == [0, 0], ends
+    assert losses(place) == pytest.approx(losses(alone), rel=1e-4)
 
 
 @pytest.mark.slow
