@@ -1,7 +1,7 @@
 """Llama: config.json keys and weight names."""
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys
+from jaxlm.interop.hf.shared_keys import usual_keys
 from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, gated_mlp, pre_norms
 from jaxlm.models.families.llama import LlamaConfig
 
@@ -10,11 +10,7 @@ FAMILY = Family(
     architecture="LlamaForCausalLM",
     config=LlamaConfig,
     keys=(
-        *size_keys(length=2048),
-        kv_heads(),
-        head_dim(),
-        rope(),
-        activation("hidden_act", "silu"),
+        *usual_keys(length=2048),
         JsonKey("attention_bias", "attention_bias", False),
         JsonKey("mlp_bias", "mlp_bias", False),
         FixedKey("attention_dropout", 0.0),

@@ -5,16 +5,7 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
-from jaxlm.interop.hf.shared_keys import (
-    activation,
-    check_has_window,
-    head_dim,
-    kv_heads,
-    layer_types,
-    local_layers,
-    rope,
-    size_keys,
-)
+from jaxlm.interop.hf.shared_keys import check_has_window, layer_types, local_layers, rope, usual_keys
 from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, gated_mlp, pre_norms
 from jaxlm.models.families.smollm3 import SmolLm3Config
 
@@ -65,11 +56,7 @@ FAMILY = Family(
     architecture="SmolLM3ForCausalLM",
     config=SmolLm3Config,
     keys=(
-        *size_keys(length=32768, tied=True),
-        kv_heads(),
-        head_dim(),
-        rope(2e6),
-        activation("hidden_act", "silu"),
+        *usual_keys(length=32768, tied=True, rotary=rope(2e6)),
         KeyGroup(_LAYERS, _layers_to_ours, _layers_to_theirs),
         JsonKey("attention_bias", "attention_bias", False),
         JsonKey("mlp_bias", "mlp_bias", False),
