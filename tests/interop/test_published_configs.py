@@ -34,7 +34,7 @@ def folder_of(path, content):
 @pytest.mark.parametrize("name", OPENED)
 def test_a_published_config_opens(name, tmp_path):
     """The numbers of parameters are those of the published weights."""
-    content, num_parameters, noted = OPENED[name]
+    content, num_parameters, *noted = OPENED[name]
     opened = open_folder(folder_of(tmp_path, content))
     build = lambda key: opened.config.build(vocab_axis(opened.vocab_size), key=key)  # noqa: E731
     assert tree.num_parameters(jax.eval_shape(build, jax.random.key(0))) == num_parameters
@@ -120,7 +120,7 @@ def test_every_key_of_transformers_is_read():
 def test_transformers_ignores_the_keys_of_the_notes(tmp_path):
     """A key in a note is no field of the family's class in transformers, so it cannot have an effect there."""
     transformers = pytest.importorskip("transformers")
-    for content, _, noted in OPENED.values():
+    for content, _, *noted in OPENED.values():
         known = transformers.AutoConfig.for_model(content["model_type"]).to_dict()
         values = {key: content[key] for key in noted if key in known}
         assert not any(values.values()), values
