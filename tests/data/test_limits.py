@@ -14,7 +14,7 @@ from jaxlm.data.sources.config import SourceConfig
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
-from tests.data.helpers import small_tokenizer, write_corpus
+from tests.data.helpers import open_data, small_tokenizer, write_corpus
 
 FOURS = BatchSchedule.of([BatchSize(0, 4), BatchSize(9, 8)])
 
@@ -36,8 +36,7 @@ def several(single, tmp_path) -> TokensConfig:
 
 def opened(config: DataConfig, **changes: Any) -> Data:
     config = dataclasses.replace(config, **changes)
-    config.check()
-    return config.open(config.load_tokenizer(log=lambda _: None), 8, log=lambda _: None)
+    return open_data(config, 8)
 
 
 def rows(examples) -> list[list[int]]:
