@@ -10,7 +10,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.config import DataConfig
 from jaxlm.data.data import Data
-from jaxlm.data.sources.config import SourceConfig
+from jaxlm.data.sources.source_config import SourceConfig
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource

@@ -11,12 +11,12 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import GroupBatch
 from jaxlm.data.batch import BatchSpec, Column, Columns, random_tokens, token_columns
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.completions import SeveralCompletions, first_of
 from jaxlm.data.config import DataConfig
 from jaxlm.data.examples import WrappedExamples
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.formats.completions import CompletionsFormat
-from jaxlm.data.formats.groups import GroupsFormat
+from jaxlm.data.formats.completions_format import CompletionsFormat
+from jaxlm.data.formats.groups_format import GroupsFormat
+from jaxlm.data.several_completions import SeveralCompletions, first_of
 
 
 @DataConfig.register_subclass("groups")

@@ -9,11 +9,11 @@ from jaxlm.core.axes import PAIR, POSITION
 from jaxlm.core.types import PairBatch
 from jaxlm.data.batch import BatchSpec, Columns, random_tokens, token_columns
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.completions import SeveralCompletions, first_of
 from jaxlm.data.config import DataConfig
 from jaxlm.data.examples import WrappedExamples
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.formats.pairs import PairsFormat
+from jaxlm.data.formats.pairs_format import PairsFormat
+from jaxlm.data.several_completions import SeveralCompletions, first_of
 from jaxlm.data.sources.named import truncations
 
 

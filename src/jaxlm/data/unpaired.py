@@ -11,11 +11,11 @@ from jaxlm.core.axes import POSITION
 from jaxlm.core.types import MISMATCHED, UnpairedBatch
 from jaxlm.data.batch import BatchSpec, Column, Columns, random_tokens, token_columns
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.completions import SeveralCompletions, first_of
 from jaxlm.data.config import DataConfig
 from jaxlm.data.examples import WrappedExamples
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.formats.unpaired import UnpairedFormat
+from jaxlm.data.formats.unpaired_format import UnpairedFormat
+from jaxlm.data.several_completions import SeveralCompletions, first_of
 
 _PROMPTS_AT_ONCE = 10_000
 

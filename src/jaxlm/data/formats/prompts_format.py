@@ -9,7 +9,7 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, TokenizedText
 from jaxlm.data.formats.chat import plain_text
-from jaxlm.data.formats.completions import checked_template, text_or_messages
+from jaxlm.data.formats.completions_format import checked_template, text_or_messages
 from jaxlm.data.sources.document_files import has_records
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate

@@ -7,7 +7,7 @@ from typing import ClassVar
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.chat import plain_text
-from jaxlm.data.formats.completions import (
+from jaxlm.data.formats.completions_format import (
     Completions,
     CompletionsFormat,
     checked_template,

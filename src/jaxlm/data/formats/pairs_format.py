@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import FormatConfig, Truncation
 from jaxlm.data.formats.chat import plain_text
-from jaxlm.data.formats.completions import (
+from jaxlm.data.formats.completions_format import (
     Completions,
     CompletionsFormat,
     checked_template,
