@@ -18,16 +18,27 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.tracing import tracing
 from jaxlm.core.types import TokenBatch
 from jaxlm.interop.hf.family import all_families
-from jaxlm.interop.hf.folder import load_model, open_folder, save_folder
+from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.load import load_weights
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo
-from jaxlm.models.base import vocab_axis
 from jaxlm.models.inference.generate import generate
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.groups import parameter_groups
 from tests.engine.helpers import one_device
-from tests.interop.cases import CASES, FIRST, LLAMA, SEQ_LEN, VOCAB, inputs_of, logits_of, reference, tokens
+from tests.interop.cases import (
+    CASES,
+    FIRST,
+    LLAMA,
+    SEQ_LEN,
+    VOCAB,
+    abstract_of,
+    exported,
+    inputs_of,
+    logits_of,
+    reference,
+    tokens,
+)
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -99,13 +110,9 @@ def as_in_files(name, arrays):
             yield key, array
 
 
-def abstract(config):
-    return jax.eval_shape(lambda key: config.build(vocab_axis(VOCAB), key=key), jax.random.key(0))
-
-
 def imported(path, where=None):
     opened = open_folder(path)
-    return opened, load_model(path, abstract(opened.config), opened.config, where or one_device())
+    return opened, load_model(path, abstract_of(opened.config), opened.config, where or one_device())
 
 
 def reference_with(path, name, **keys):
@@ -129,7 +136,7 @@ def check_logits(model, theirs, ids=None, atol=1e-4):
 
 def check_not_exported(path, model, config, message):
     with pytest.raises(ConfigError, match=rf"cannot represent this model:\n  {message}"):
-        save_folder(path / "x", model, config, one_device(), dtype=np.float32, files={}, special_ids={})
+        exported(path / "x", model, config)
 
 
 @pytest.mark.parametrize("name", every)
@@ -181,7 +188,7 @@ def test_dynamic_rope_beyond_the_imported_length(lengths, tmp_path):
     """The frequencies depend on the length of the text, and while it grows, cached keys stay as they are."""
     theirs = of_transformers(reference_with(tmp_path, "llama-dynamic", max_position_embeddings=SEQ_LEN // 3))
     config = dataclasses.replace(open_folder(tmp_path).config, seq_len=SEQ_LEN)
-    model = load_model(tmp_path, abstract(config), config, one_device())
+    model = load_model(tmp_path, abstract_of(config), config, one_device())
     for length in lengths:  # ascending: transformers keeps the frequencies of the longest text so far
         check_logits(model, theirs, tokens()[:, :length], atol=1e-5)
     if len(lengths) > 1:
@@ -207,7 +214,7 @@ def as_ours(name, opened, arrays):
     """Torch tensors by parameter name, as a tree with our model's structure."""
     source = Arrays(dict(as_in_files(name, {key: array.detach().float().numpy() for key, array in arrays.items()})))
     table = opened.family.tensors(opened.config)
-    return load_weights(abstract(opened.config), table, source, one_device(), where="torch")
+    return load_weights(abstract_of(opened.config), table, source, one_device(), where="torch")
 
 
 @pytest.mark.parametrize("name", few)
@@ -339,7 +346,7 @@ def test_import_and_export_are_bit_for_bit_equal(name, tmp_path):
     theirs = reference(name)
     theirs.save_pretrained(tmp_path / "theirs")
     opened, model = imported(tmp_path / "theirs")
-    save_folder(tmp_path / "ours", model, opened.config, one_device(), dtype=np.float32, files={}, special_ids={})
+    exported(tmp_path / "ours", model, opened.config)
     before, after = (SafetensorsFile(tmp_path / side / "model.safetensors") for side in ("theirs", "ours"))
     assert before.tensors == after.tensors
     for tensor in before.tensors:
@@ -365,7 +372,7 @@ def test_transformers_computes_the_same_with_an_exported_model(name, tmp_path):
     """Identical logits, and for some models 32 greedy tokens, which our own cached decoding also chooses."""
     reference(name).save_pretrained(tmp_path / "theirs")
     opened, model = imported(tmp_path / "theirs")
-    save_folder(tmp_path / "ours", model, opened.config, one_device(), dtype=np.float32, files={}, special_ids={})
+    exported(tmp_path / "ours", model, opened.config)
     again = of_transformers(tmp_path / "ours")
     prompt = torch.tensor(tokens(rows=2, length=12))
     with torch.no_grad():

@@ -49,9 +49,6 @@ class GroupsFormat(CompletionsFormat):
     def num_completions(self) -> int:
         return self.group_size
 
-    def given_template(self) -> str | None:
-        return self.chat_template
-
     def texts(self, file: TextFile) -> Iterator[str]:
         for record in self.records(file):
             prompt = plain_text(text_or_messages(record, self.prompt_field))

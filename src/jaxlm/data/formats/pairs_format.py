@@ -70,9 +70,6 @@ class PairsFormat(CompletionsFormat):
     def num_completions(self) -> int:
         return 2
 
-    def given_template(self) -> str | None:
-        return self.chat_template
-
     def texts(self, file: TextFile) -> Iterator[str]:
         for record in self.records(file):
             prompt, chosen, rejected = self.fields(record)

@@ -44,9 +44,6 @@ class UnpairedFormat(CompletionsFormat):
     def num_completions(self) -> int:
         return 1
 
-    def given_template(self) -> str | None:
-        return self.chat_template
-
     def texts(self, file: TextFile) -> Iterator[str]:
         for record in self.records(file):
             yield "".join(
