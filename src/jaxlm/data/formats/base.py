@@ -89,9 +89,9 @@ class Encoder(abc.ABC):
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         """Tokenizes documents; None for a document without target tokens. Must be thread-safe."""
 
-    @abc.abstractmethod
     def cache_key(self) -> dict[str, Any]:
         """Whatever determines the tokens besides the format and the tokenizer, as plain JSON."""
+        return {}
 
     @abc.abstractmethod
     def no_targets_message(self) -> str:
