@@ -21,14 +21,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data import best_fit, wrapped_rows
 from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, open_rows, pack_best_fit
 from jaxlm.data.cache import row_index
-from jaxlm.data.cache.token_cache import (
-    GROUPS,
-    METADATA,
-    DamagedCacheError,
-    TokenCache,
-    read_metadata,
-    write_metadata,
-)
+from jaxlm.data.cache.token_cache import GROUPS, METADATA, DamagedCacheError, TokenCache, read_metadata, write_metadata
 from jaxlm.data.data import Data
 from jaxlm.data.examples import ExampleRange
 from jaxlm.data.formats.pretokenized import PretokenizedFormat
