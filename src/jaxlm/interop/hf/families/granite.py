@@ -2,7 +2,7 @@
 
 from jaxlm.interop.hf.family import Family, JsonKey
 from jaxlm.interop.hf.shared_keys import usual_keys
-from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, gated_mlp, pre_norms
+from jaxlm.interop.hf.shared_weights import usual_tensors
 from jaxlm.models.families.granite import GraniteConfig
 
 FAMILY = Family(
@@ -19,10 +19,5 @@ FAMILY = Family(
         JsonKey("logits_scaling", "logits_scaling", 1.0),
         JsonKey("attention_dropout", "attention_dropout", 0.0),
     ),
-    tensors=lambda config: (
-        *embeddings_and_head(config),
-        *pre_norms(),
-        *biased_attention(config),
-        *gated_mlp(use_bias=config.mlp_bias),
-    ),
+    tensors=lambda config: tuple(usual_tensors(config)),
 )

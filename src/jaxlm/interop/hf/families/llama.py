@@ -2,7 +2,7 @@
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import usual_keys
-from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, gated_mlp, pre_norms
+from jaxlm.interop.hf.shared_weights import usual_tensors
 from jaxlm.models.families.llama import LlamaConfig
 
 FAMILY = Family(
@@ -15,10 +15,5 @@ FAMILY = Family(
         JsonKey("mlp_bias", "mlp_bias", False),
         FixedKey("attention_dropout", 0.0),
     ),
-    tensors=lambda config: (
-        *embeddings_and_head(config),
-        *pre_norms(),
-        *biased_attention(config),
-        *gated_mlp(use_bias=config.mlp_bias),
-    ),
+    tensors=lambda config: tuple(usual_tensors(config)),
 )
