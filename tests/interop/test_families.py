@@ -123,7 +123,7 @@ def reference_with(path, name, **keys):
     return path
 
 
-def of_transformers(path):
+def loaded_by_transformers(path):
     return transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
 
 
@@ -157,7 +157,7 @@ def test_logits(name, tmp_path):
 )
 def test_what_transformers_does_not_follow_is_noted_and_ignored_too(name, keys, note, tmp_path):
     opened, model = imported(reference_with(tmp_path, name, **keys))
-    check_logits(model, of_transformers(tmp_path))
+    check_logits(model, loaded_by_transformers(tmp_path))
     assert note in "".join(opened.notes)
 
 
@@ -186,13 +186,13 @@ def test_mpt_has_four_times_the_width_whatever_the_ratio(tmp_path):
 @pytest.mark.parametrize("lengths", [(24,), pytest.param((10, 24, SEQ_LEN), marks=slow)], ids=str)
 def test_dynamic_rope_beyond_the_imported_length(lengths, tmp_path):
     """The frequencies depend on the length of the text, and while it grows, cached keys stay as they are."""
-    theirs = of_transformers(reference_with(tmp_path, "llama-dynamic", max_position_embeddings=SEQ_LEN // 3))
+    theirs = loaded_by_transformers(reference_with(tmp_path, "llama-dynamic", max_position_embeddings=SEQ_LEN // 3))
     config = dataclasses.replace(open_folder(tmp_path).config, seq_len=SEQ_LEN)
     model = load_model(tmp_path, abstract_of(config), config, one_device())
     for length in lengths:  # ascending: transformers keeps the frequencies of the longest text so far
         check_logits(model, theirs, tokens()[:, :length], atol=1e-5)
     if len(lengths) > 1:
-        check_greedy_tokens(model, of_transformers(tmp_path), torch.tensor(tokens(length=12)))
+        check_greedy_tokens(model, loaded_by_transformers(tmp_path), torch.tensor(tokens(length=12)))
     check_not_exported(tmp_path, model, config, r"model\.rope: Dynamic.* would become Dynamic")
 
 
@@ -373,7 +373,7 @@ def test_transformers_computes_the_same_with_an_exported_model(name, tmp_path):
     reference(name).save_pretrained(tmp_path / "theirs")
     opened, model = imported(tmp_path / "theirs")
     exported(tmp_path / "ours", model, opened.config)
-    again = of_transformers(tmp_path / "ours")
+    again = loaded_by_transformers(tmp_path / "ours")
     prompt = torch.tensor(tokens(rows=2, length=12))
     with torch.no_grad():
         assert torch.equal(again(prompt).logits, reference(name)(prompt).logits)
