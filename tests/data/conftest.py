@@ -1,10 +1,8 @@
 """What tests of preferences and rewards share."""
 
-import json
-
 import pytest
 
-from tests.data.helpers import small_tokenizer
+from tests.data.helpers import small_tokenizer, write_records
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +19,7 @@ def open_with(tokenizer, tmp_path):
         def open_records(records, seq_len=64, log=lambda _: None, **keys):
             number = len(list(tmp_path.glob("*.jsonl")))
             path = tmp_path / f"{number}.jsonl"
-            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+            write_records(path, records)
             config = kind(
                 train_urls=[str(path)],
                 validation_urls=[str(path)],

@@ -2,8 +2,9 @@
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,6 +51,17 @@ def some_text(seed: int, num_words: int = 60) -> str:
     return " ".join(chooser.choice(WORDS) + str(chooser.randrange(30)) for _ in range(num_words))
 
 
+def write_records(path: Path, records: Iterable[object]) -> None:
+    """Writes JSON lines."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def open_data(config: Any, seq_len: int, log: Callable[[str], None] = lambda _: None) -> Any:
+    """Opens a data section, as a run does after it has checked its keys."""
+    config.check()
+    return config.open(config.load_tokenizer(log), seq_len, log)
+
+
 def write_corpus(folder: Path, num_files: int = 6) -> list[str]:
     """Writes text files and a file of records; returns the documents in reading order."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +69,7 @@ def write_corpus(folder: Path, num_files: int = 6) -> list[str]:
     records = [some_text(100 + seed, 20) for seed in range(num_files)]
     for number, text in enumerate(texts):
         (folder / f"b{number}.txt").write_text(text)
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in records))
+    write_records(folder / "a.jsonl", ({"text": text} for text in records))
     return [*records, *texts]
 
 

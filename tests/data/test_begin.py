@@ -8,12 +8,12 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.chat import ChatFormat
-from jaxlm.data.formats.pairs import PairsFormat
-from jaxlm.data.formats.prompts import PromptsFormat
+from jaxlm.data.formats.pairs_format import PairsFormat
+from jaxlm.data.formats.prompts_format import PromptsFormat
 from jaxlm.data.formats.supervised import SupervisedFormat
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.pairs import PairsConfig
-from jaxlm.data.rollouts.config import RolloutsConfig
+from jaxlm.data.rollouts.rollouts_config import RolloutsConfig
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.rewards.function import FunctionRewardConfig
@@ -127,7 +127,7 @@ def test_what_is_written_and_plain_text_and_tokenizers_trained_here_keep_bos(fol
 def test_a_mixture_says_it_by_source(folder, section, tmp_path):
     path = folder("config.json")
     source = {"train_urls": [f"{tmp_path}/a.jsonl"]}
-    from jaxlm.data.sources.config import SourceConfig
+    from jaxlm.data.sources.source_config import SourceConfig
 
     formats = {"plain": TextFormat(), "asked": SupervisedFormat()}
     configs = {name: SourceConfig(format=each, **source) for name, each in formats.items()}

@@ -21,21 +21,14 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data import best_fit, wrapped_rows
 from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, open_rows, pack_best_fit
 from jaxlm.data.cache import row_index
-from jaxlm.data.cache.token_cache import (
-    GROUPS,
-    METADATA,
-    DamagedCacheError,
-    TokenCache,
-    read_metadata,
-    write_metadata,
-)
+from jaxlm.data.cache.token_cache import GROUPS, METADATA, DamagedCacheError, TokenCache, read_metadata, write_metadata
 from jaxlm.data.data import Data
 from jaxlm.data.examples import ExampleRange
 from jaxlm.data.formats.pretokenized import PretokenizedFormat
 from jaxlm.data.formats.supervised import SupervisedFormat
 from jaxlm.data.mixture import Mixture, MixtureStage
 from jaxlm.data.tokens import TokensConfig
-from tests.data.helpers import cache_of, small_tokenizer, some_text
+from tests.data.helpers import cache_of, open_data, small_tokenizer, some_text, write_records
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 GOLDEN = json.loads((VECTORS / "best_fit_rows.json").read_text())
@@ -510,8 +503,7 @@ def config(shards, tokenizer_folder, tmp_path) -> TokensConfig:
 
 def opened(config: TokensConfig, seq_len: int = 64, **changes: Any) -> tuple[Data, list[str]]:
     config, lines = dataclasses.replace(config, **changes), []
-    config.check()
-    return config.open(config.load_tokenizer(lines.append), seq_len, lines.append), lines
+    return open_data(config, seq_len, lines.append), lines
 
 
 def test_shards_are_packed_and_the_last_one_is_for_validation(config, shards):
@@ -578,7 +570,7 @@ def test_files_held_out_are_neither_trained_on_nor_listed_twice(config, shards, 
 
 def test_records_with_a_loss_mask_are_padded_and_never_cut(config, tmp_path):
     pairs = [{"input": some_text(i, 3), "output": some_text(50 + i, 4 + i % 9)} for i in range(40)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_records(tmp_path / "pairs.jsonl", pairs)
     record_format = SupervisedFormat(input_field="input", output_field="output")
     places = {"train_urls": [f"{tmp_path}/pairs.jsonl"], "num_validation_files": None, "format": record_format}
     packing = BestFitConfig(fill="pad", document_mask=True)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -48,10 +49,31 @@ def small_shards(monkeypatch):
     monkeypatch.setattr(build_module, "_SHARD_CHARACTERS", 300)
 
 
+def check_rebuilt(tmp_path: Path, corpus: Path, tokenizer) -> None:
+    """A build after one that did not end gives what one gives that was never interrupted."""
+    build(tmp_path / "train", corpus, tokenizer)
+    assert contents(tmp_path / "train") == contents(build(tmp_path / "other", corpus, tokenizer).folder)
+
+
 def build(folder: Path, corpus: Path, tokenizer, *, bos=True, eos=True, log=lambda line: None) -> TokenCache:
     files = find_files([str(corpus)], "data.train_urls", "text")
     made_from = cache_key(files, tokenizer, bos=bos, eos=eos)
     return open_or_build(folder, files, TextFormat().encoder(tokenizer, bos=bos, eos=eos, key=""), made_from, log)
+
+
+def open_or_build_files(folder: Path, files, tokenizer) -> None:
+    encoder = TextFormat().encoder(tokenizer, bos=True, eos=True, key="")
+    open_or_build(folder, files, encoder, cache_key(files, tokenizer, bos=True, eos=True), print)
+
+
+def flipped(path: Path, number: int) -> Iterator[None]:
+    """Flips one bit after another of a file, at places all over it."""
+    raw = path.read_bytes()
+    for place in np.linspace(0, len(raw) - 1, number).astype(int):
+        damaged = bytearray(raw)
+        damaged[place] ^= 1 << (place % 8)
+        path.write_bytes(damaged)
+        yield
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -123,19 +145,13 @@ class TestOtherCacheKey:
         self.refused(tmp_path, corpus, tokenizer, r"enforce_bos: was True, is now False", bos=False)
 
     def test_tokenizer(self, tmp_path, corpus):
-        self.refused(
-            tmp_path,
-            corpus,
-            small_tokenizer(321),
-            r"(?s)tokenizer: was \w{12}\.\.\., is now .*vocab_size: was 320, is now 321",
-        )
+        message = r"(?s)tokenizer: was \w{12}\.\.\., is now .*vocab_size: was 320, is now 321"
+        self.refused(tmp_path, corpus, small_tokenizer(321), message)
 
     def test_text_key(self, tmp_path, corpus, tokenizer):
         files = find_files([str(corpus)], "data.train_urls", "body")
-        made_from = cache_key(files, tokenizer, bos=True, eos=True)
-        encoder = TextFormat().encoder(tokenizer, bos=True, eos=True, key="")
         with pytest.raises(ConfigError, match="text_key: was text, is now body"):
-            open_or_build(tmp_path / "train", files, encoder, made_from, print)
+            open_or_build_files(tmp_path / "train", files, tokenizer)
 
     def test_files(self, tmp_path, corpus, tokenizer):
         (corpus / "b1.txt").write_text("changed")
@@ -148,10 +164,8 @@ class TestOtherCacheKey:
 
     def test_order(self, tmp_path, corpus, tokenizer):
         files = find_files([str(corpus)], "data.train_urls", "text")[::-1]
-        made_from = cache_key(files, tokenizer, bos=True, eos=True)
-        encoder = TextFormat().encoder(tokenizer, bos=True, eos=True, key="")
         with pytest.raises(ConfigError, match="the order of the files"):
-            open_or_build(tmp_path / "train", files, encoder, made_from, print)
+            open_or_build_files(tmp_path / "train", files, tokenizer)
 
 
 class TestDamage:
@@ -172,11 +186,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("name", FILES)
     def test_any_flipped_bit_is_detected(self, folder, name):
-        raw = (folder / name).read_bytes()
-        for place in np.linspace(0, len(raw) - 1, 200).astype(int):
-            flipped = bytearray(raw)
-            flipped[place] ^= 1 << (place % 8)
-            (folder / name).write_bytes(flipped)
+        for _ in flipped(folder / name, 200):
             with pytest.raises(DamagedCacheError, match=name):
                 open_cache(folder)
 
@@ -329,10 +339,7 @@ def test_any_damage_to_a_shard_is_detected(tmp_path, corpus, tokenizer, monkeypa
     shard = interrupt(tmp_path / "train", corpus, tokenizer, monkeypatch)[1]
     raw = shard.read_bytes()
     assert build_module._read_shard(shard) is not None
-    for place in np.linspace(0, len(raw) - 1, 300).astype(int):
-        flipped = bytearray(raw)
-        flipped[place] ^= 1 << (place % 8)
-        shard.write_bytes(flipped)
+    for _ in flipped(shard, 300):
         assert build_module._read_shard(shard) is None
     for damaged in (b"", raw[:3], raw[:-1], raw[: len(raw) // 2], bytes(len(raw)), raw + b"\0"):
         shard.write_bytes(damaged)
@@ -342,8 +349,7 @@ def test_any_damage_to_a_shard_is_detected(tmp_path, corpus, tokenizer, monkeypa
 def test_an_unfinished_cache_of_other_data_is_rebuilt(tmp_path, corpus, tokenizer, monkeypatch):
     interrupt(tmp_path / "train", corpus, tokenizer, monkeypatch)
     (corpus / "b0.txt").write_text("changed")
-    build(tmp_path / "train", corpus, tokenizer)
-    assert contents(tmp_path / "train") == contents(build(tmp_path / "other", corpus, tokenizer).folder)
+    check_rebuilt(tmp_path, corpus, tokenizer)
 
 
 def test_shards_of_another_size_are_not_reused(tmp_path, corpus, tokenizer, monkeypatch):
@@ -366,8 +372,7 @@ def test_a_file_that_changes_during_the_build_is_named(tmp_path, corpus, tokeniz
         with pytest.raises(ConfigError, match=r"1 file\(s\) changed while they were being tokenized: b2\.txt"):
             build(tmp_path / "train", corpus, tokenizer)
     assert not (tmp_path / "train").exists()
-    build(tmp_path / "train", corpus, tokenizer)
-    assert contents(tmp_path / "train") == contents(build(tmp_path / "other", corpus, tokenizer).folder)
+    check_rebuilt(tmp_path, corpus, tokenizer)
 
 
 @pytest.mark.parametrize("moment", [0, 1, 4, 12, 22])
@@ -388,8 +393,7 @@ def test_a_full_disk_is_reported_and_nothing_is_lost(tmp_path, corpus, tokenizer
             build(tmp_path / "train", corpus, tokenizer)
     assert not (tmp_path / "train").exists()
     assert not list(tmp_path.glob("**/*.tmp"))
-    build(tmp_path / "train", corpus, tokenizer)
-    assert contents(tmp_path / "train") == contents(build(tmp_path / "other", corpus, tokenizer).folder)
+    check_rebuilt(tmp_path, corpus, tokenizer)
 
 
 def _build_and_report(folder: Path, corpus: Path, barrier, results) -> None:

@@ -51,9 +51,21 @@ def opened(data: TokensConfig) -> tuple[np.ndarray, list[str]]:
     return examples.read(np.arange(len(examples)))["tokens"], lines
 
 
-def test_the_first_machine_builds_and_the_second_reads_blocks(tmp_path, monkeypatch, memory):
-    text = tmp_path / "text.txt"
-    text.write_text("a text of words " * 500)
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("a text of words " * 500)
+    return path
+
+
+@pytest.fixture
+def built(text, tmp_path, monkeypatch, memory):
+    """The tokens of a cache that the first machine has built."""
+    machine(tmp_path / "one", monkeypatch)
+    return opened(section(text))[0]
+
+
+def test_the_first_machine_builds_and_the_second_reads_blocks(text, tmp_path, monkeypatch, memory):
     machine(tmp_path / "one", monkeypatch)
     built, said = opened(section(text))
     assert any("training a BPE tokenizer" in line for line in said)
@@ -80,12 +92,8 @@ def blocks_line(memory, share: float, limit: str = "50") -> str:
     )
 
 
-def test_a_cache_without_checksums_of_blocks_is_copied_and_gets_them(tmp_path, monkeypatch, memory):
+def test_a_cache_without_checksums_of_blocks_is_copied_and_gets_them(text, built, tmp_path, monkeypatch, memory):
     """An older version has built it."""
-    text = tmp_path / "text.txt"
-    text.write_text("a text of words " * 500)
-    machine(tmp_path / "one", monkeypatch)
-    built, _ = opened(section(text))
     sums = memory.cat_file("/shared/cache/train/blocks.crc32")
     memory.rm_file("/shared/cache/train/blocks.crc32")
     for name, changed in (("two", None), ("three", sums.replace(b'"tokens_crc32": ', b'"tokens_crc32": 1'))):
@@ -117,11 +125,7 @@ def test_a_cache_that_was_deleted_and_built_again_is_not_mixed_with_the_old_one(
             shutil.rmtree(tokenizer)
 
 
-def test_a_truncated_cache_is_one_message_before_anything_is_read(tmp_path, monkeypatch, memory):
-    text = tmp_path / "text.txt"
-    text.write_text("a text of words " * 500)
-    machine(tmp_path / "one", monkeypatch)
-    opened(section(text))
+def test_a_truncated_cache_is_one_message_before_anything_is_read(text, built, tmp_path, monkeypatch, memory):
     path = "/shared/cache/train/tokens.bin"
     content = memory.cat_file(path)
     memory.pipe_file(path, content[:-2])
@@ -135,11 +139,7 @@ def test_a_truncated_cache_is_one_message_before_anything_is_read(tmp_path, monk
         opened(section(text))
 
 
-def test_the_mirror_has_a_limit(tmp_path, monkeypatch, memory):
-    text = tmp_path / "text.txt"
-    text.write_text("a text of words " * 500)
-    machine(tmp_path / "one", monkeypatch)
-    built, _ = opened(section(text))
+def test_the_mirror_has_a_limit(text, built, tmp_path, monkeypatch, memory):
     machine(tmp_path / "two", monkeypatch)
     for _ in range(2):
         read, said = opened(section(text, cache_mirror_gb=1e-7))
@@ -147,14 +147,12 @@ def test_the_mirror_has_a_limit(tmp_path, monkeypatch, memory):
         assert f"data.cache_dir: {blocks_line(memory, 0, '1e-07')}" in said
 
 
-def test_a_dry_run_says_what_a_start_will_do(tmp_path, monkeypatch, memory):
+def test_a_dry_run_says_what_a_start_will_do(text, tmp_path, monkeypatch, memory):
     def said(data: TokensConfig) -> str:
         ((name, text),) = dry_run._caches(SimpleNamespace(data=(data, data)))
         assert name == "token cache train"
         return text
 
-    text = tmp_path / "text.txt"
-    text.write_text("a text of words " * 500)
     (tmp_path / "two").mkdir()
     machine(tmp_path / "one", monkeypatch)
     folder = CacheStore.at(URL, "").folder / "train"
@@ -188,9 +186,7 @@ def test_a_dry_run_says_what_a_start_will_do(tmp_path, monkeypatch, memory):
     answered.set()
 
 
-def test_an_order_that_the_mirror_cannot_hold_is_warned_of(tmp_path, monkeypatch, memory):
-    text = tmp_path / "text.txt"
-    text.write_text("a text of words " * 500)
+def test_an_order_that_the_mirror_cannot_hold_is_warned_of(text, tmp_path, monkeypatch, memory):
     machine(tmp_path / "one", monkeypatch)
     data = section(text)
     assert data.open(data.load_tokenizer(print), 16, print).slow_sources() == []  # the whole cache is here
@@ -208,11 +204,7 @@ def test_an_order_that_the_mirror_cannot_hold_is_warned_of(tmp_path, monkeypatch
     assert warned == {"ample": 0, "small": 1, "short eras": 0, "long eras": 1, "in order": 0}
 
 
-def test_an_interrupted_upload_is_not_a_cache(tmp_path, monkeypatch, memory):
-    text = tmp_path / "text.txt"
-    text.write_text("a text of words " * 500)
-    machine(tmp_path / "one", monkeypatch)
-    built, _ = opened(section(text))
+def test_an_interrupted_upload_is_not_a_cache(text, built, tmp_path, monkeypatch, memory):
     memory.rm_file("/shared/cache/train/cache.json")  # it is uploaded last
     machine(tmp_path / "two", monkeypatch)
     rebuilt, _ = opened(section(text))
@@ -220,20 +212,14 @@ def test_an_interrupted_upload_is_not_a_cache(tmp_path, monkeypatch, memory):
     assert memory.exists("/shared/cache/train/cache.json")
 
 
-def test_a_shared_cache_of_another_text_is_refused(tmp_path, monkeypatch, memory):
-    text = tmp_path / "text.txt"
-    text.write_text("a text of words " * 500)
-    machine(tmp_path / "one", monkeypatch)
-    opened(section(text))
+def test_a_shared_cache_of_another_text_is_refused(text, built, tmp_path, monkeypatch):
     machine(tmp_path / "two", monkeypatch)
     text.write_text("another text " * 500)
     with pytest.raises(ConfigError, match=r"data\.cache_dir"):
         opened(section(text))
 
 
-def test_a_source_can_have_a_url_of_its_own(tmp_path, monkeypatch, memory):
-    text = tmp_path / "text.txt"
-    text.write_text("a text of words " * 500)
+def test_a_source_can_have_a_url_of_its_own(text, tmp_path, monkeypatch, memory):
     machine(tmp_path / "one", monkeypatch)
     data = decode(
         TokensConfig,

@@ -22,7 +22,7 @@ from jaxlm.data.tokenizer.chat_template import ChatTemplate, turn_end_texts, tur
 from jaxlm.data.tokenizer.rendering import Job, Limits
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.data.tokens import TokensConfig
-from tests.data.helpers import CHATML, small_tokenizer, some_text
+from tests.data.helpers import CHATML, open_data, small_tokenizer, some_text, write_records
 
 PLAIN = """{%- for m in messages %}
 <|im_start|>{{ m.role }}
@@ -156,7 +156,7 @@ def test_the_tokenizers_template_is_used_and_saved(tokenizer, tmp_path):
 @pytest.fixture
 def config(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "tokenizer")
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in CONVERSATIONS))
+    write_records(tmp_path / "a.jsonl", ({"messages": m} for m in CONVERSATIONS))
     return TokensConfig(
         train_urls=[f"{tmp_path}/a.jsonl"],
         cache_dir=f"{tmp_path}/cache",
@@ -166,8 +166,7 @@ def config(tokenizer, tmp_path):
 
 
 def sequences_of(config: DataConfig, seq_len: int, log=lambda _: None):
-    config.check()
-    return config.open(config.load_tokenizer(log), seq_len, log).train[""]
+    return open_data(config, seq_len, log).train[""]
 
 
 def test_masks_reach_the_batch_and_conversations_stay_whole(config, tokenizer):
@@ -209,7 +208,7 @@ def test_a_template_without_assistant_tokens_is_an_error(config, tmp_path):
     with pytest.raises(ConfigError, match=r"marks no assistant tokens.*generation.* block is empty"):
         sequences_of(dataclasses.replace(config, format=ChatFormat(chat_template=never)), 64)
     others = [[{"role": "gpt", "content": "a"}]]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in others))
+    write_records(tmp_path / "a.jsonl", ({"messages": m} for m in others))
     with pytest.raises(
         ConfigError, match=r"none of their messages has the role 'assistant'.*record is .*a\.jsonl: line 1"
     ):
@@ -242,7 +241,7 @@ def test_a_template_gets_the_tools_of_a_conversation(config, tokenizer, tmp_path
     template = "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}" + PLAIN
     values = (tools, json.dumps(tools), None, [])
     records = [{"messages": CONVERSATIONS[0], "tools": value} for value in values] + [{"messages": CONVERSATIONS[0]}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_records(tmp_path / "a.jsonl", records)
     with_tools = dataclasses.replace(config, format=ChatFormat(chat_template=template, pack=False, tools_field="tools"))
     rows = sequences_of(with_tools, 512).read(np.arange(5))
     plain = encoded(tokenizer, PLAIN, CONVERSATIONS[0])[0].text
@@ -343,7 +342,7 @@ def test_sharegpt_turns_are_messages_with_mapped_roles(config, tmp_path):
 def _written(config: TokensConfig, folder: Path, key: str, conversations: list) -> TokensConfig:
     """The configuration for a new file of these conversations."""
     path = folder / f"written{len(list(folder.glob('written*.jsonl')))}.jsonl"
-    path.write_text("".join(json.dumps({key: turns}) + "\n" for turns in conversations))
+    write_records(path, ({key: turns} for turns in conversations))
     return dataclasses.replace(config, train_urls=[str(path)], cache_dir=f"{path}.cache")
 
 

@@ -14,15 +14,7 @@ from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.rollouts.curriculum import CurriculumConfig, CurriculumContext, PromptNumbers, PromptOrder
 from jaxlm.data.rollouts.difficulty import DifficultyConfig
 from jaxlm.data.rollouts.success import SuccessConfig
-from tests.data.test_rollouts import (  # noqa: F401 (fixtures)
-    GROUP,
-    RECORDS,
-    assert_same,
-    opened,
-    seen,
-    tokenizer,
-    trained_on,
-)
+from tests.data.test_rollouts import GROUP, RECORDS, assert_same, opened, seen, trained_on  # noqa: F401 (fixtures)
 
 GROWING = DifficultyConfig("n", first_share=0.25, full_after=4)
 SELECTIVE = SuccessConfig(easy=0.9, hard_share=0.01)

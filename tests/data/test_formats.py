@@ -19,16 +19,11 @@ from jaxlm.data.formats.supervised import SupervisedFormat
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.sources.record_files import read_records
 from jaxlm.data.tokens import TokensConfig
-from tests.data.helpers import small_tokenizer, some_text
+from tests.data.helpers import open_data, small_tokenizer, some_text, write_records
 
 PAIRS = [(f"Say {some_text(n, 3)}\n", f" {some_text(50 + n, 1 + n)}") for n in range(6)]
 DOLLY = Path(__file__).parents[3] / "shared" / "data" / "dolly_instructions_700.jsonl"
 GPT2 = DOLLY.with_name("gpt2_tokenizer")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return small_tokenizer(300)
 
 
 @pytest.fixture
@@ -39,12 +34,11 @@ def base(tokenizer, tmp_path):
 
 def sequences_of(config: DataConfig, seq_len: int = 64, **changes):
     config = dataclasses.replace(config, **changes)
-    config.check()
-    return config.open(config.load_tokenizer(lambda _: None), seq_len, lambda _: None).train[""]
+    return open_data(config, seq_len).train[""]
 
 
 def write_pairs(path: Path, names=("prompt", "response")) -> str:
-    path.write_text("".join(json.dumps(dict(zip(names, pair, strict=True))) + "\n" for pair in PAIRS))
+    write_records(path, (dict(zip(names, pair, strict=True)) for pair in PAIRS))
     return str(path)
 
 
@@ -118,7 +112,7 @@ def test_token_ids_are_used_unchanged(base, tokenizer, tmp_path):
     np.save(tmp_path / "rows.npy", np.array(documents, np.uint16))
     np.save(tmp_path / "one.npy", np.array(documents[0], np.int64))
     pq.write_table(pa.table({"ids": documents}), tmp_path / "a.parquet")
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in documents))
+    write_records(tmp_path / "a.jsonl", ({"input_ids": ids} for ids in documents))
     for number, (name, key) in enumerate({"rows.npy": "input_ids", "a.parquet": "ids", "a.jsonl": "input_ids"}.items()):
         cache = sequences_of(
             base, 4, train_urls=[f"{tmp_path}/{name}"], cache_dir=f"{tmp_path}/{number}", format=PretokenizedFormat(key)

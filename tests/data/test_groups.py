@@ -6,7 +6,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
-from jaxlm.data.formats.groups import GroupsFormat
+from jaxlm.data.formats.groups_format import GroupsFormat
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.groups import GroupsConfig
 from jaxlm.reading.decode import decode

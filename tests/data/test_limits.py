@@ -10,11 +10,11 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.config import DataConfig
 from jaxlm.data.data import Data
-from jaxlm.data.sources.config import SourceConfig
+from jaxlm.data.sources.source_config import SourceConfig
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
-from tests.data.helpers import small_tokenizer, write_corpus
+from tests.data.helpers import open_data, small_tokenizer, write_corpus
 
 FOURS = BatchSchedule.of([BatchSize(0, 4), BatchSize(9, 8)])
 
@@ -36,8 +36,7 @@ def several(single, tmp_path) -> TokensConfig:
 
 def opened(config: DataConfig, **changes: Any) -> Data:
     config = dataclasses.replace(config, **changes)
-    config.check()
-    return config.open(config.load_tokenizer(log=lambda _: None), 8, log=lambda _: None)
+    return open_data(config, 8)
 
 
 def rows(examples) -> list[list[int]]:

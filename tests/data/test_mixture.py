@@ -21,7 +21,7 @@ from jaxlm.data.tokens import TokensConfig
 from jaxlm.data.train_weights import block_counts, weight_stages
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
-from tests.data.helpers import cache_of, small_tokenizer, write_corpus
+from tests.data.helpers import cache_of, open_data, small_tokenizer, write_corpus
 
 SEQ_LEN = 4
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -170,8 +170,7 @@ def config(tmp_path):
 
 
 def opened(config: DataConfig):
-    config.check()
-    return config.open(config.load_tokenizer(log=lambda _: None), 8, log=lambda _: None)
+    return open_data(config, 8)
 
 
 def test_mixture_fields(config, tmp_path):

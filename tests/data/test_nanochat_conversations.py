@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from jaxlm.data.tokenizer.templates import NANOCHAT_TOKENS, template_of_tokens
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.data.tokenizer.train_bpe import BpeConfig, train_bpe
 from jaxlm.data.tokens import TokensConfig
-from tests.data.helpers import small_tokenizer, some_text
+from tests.data.helpers import open_data, small_tokenizer, some_text, write_records
 
 
 def user(text: str) -> dict:
@@ -218,12 +217,11 @@ def config(tokenizer, tmp_path) -> TokensConfig:
 
 
 def write(folder, conversations) -> None:
-    (folder / "a.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    write_records(folder / "a.jsonl", ({"messages": messages} for messages in conversations))
 
 
 def opened(config: TokensConfig, seq_len: int):
-    config.check()
-    return config.open(config.load_tokenizer(lambda _: None), seq_len, lambda _: None).train[""]
+    return open_data(config, seq_len).train[""]
 
 
 def test_the_row_of_a_wrong_conversation_is_named(config, tmp_path):

@@ -15,7 +15,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import PairBatch
 from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.data.config import DataConfig
-from jaxlm.data.formats.pairs import PairsFormat
+from jaxlm.data.formats.pairs_format import PairsFormat
 from jaxlm.data.formats.supervised import SupervisedFormat
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.pairs import PairsConfig
@@ -46,6 +46,11 @@ def halves(columns, row):
         ids = [*columns["tokens"][row, half, :size], columns["targets"][row, half, size - 1]]
         num_tokens = size + is_target[-1]  # a truncated half ends with a token that is only a target
         yield ids[:num_tokens], is_target[:num_tokens]
+
+
+def trained(tokenizer, ids, is_target, kind=True):
+    """The text of the tokens that are targets, or of the others."""
+    return tokenizer.decode([i for i, t in zip(ids, is_target, strict=True) if t is kind])
 
 
 def test_both_halves_hold_the_prompt_and_the_loss_is_on_the_completions(opened, tokenizer):
@@ -81,14 +86,10 @@ def test_a_prompt_that_both_completions_repeat(opened, tokenizer):
     records = [{"chosen": start + " I wish", "rejected": start + " I was"}]
     marked = opened(records, 128, prompt_field=None, prompt_ends_with="\n\nAssistant:").train[""]
     (chosen, is_target), (rejected, _) = halves(marked.read(np.arange(1)), 0)
-    text = [
-        tokenizer.decode([i for i, t in zip(chosen, is_target, strict=True) if t is kind]) for kind in (False, True)
-    ]
-    assert text == [start, " I wish"]
+    assert [trained(tokenizer, chosen, is_target, kind) for kind in (False, True)] == [start, " I wish"]
     assert tokenizer.decode(rejected) == start + " I was"
     at_space = opened(records, 128, prompt_field=None).train[""]
-    ids, is_target = next(halves(at_space.read(np.arange(1)), 0))
-    assert tokenizer.decode([i for i, t in zip(ids, is_target, strict=True) if t]) == " wish"
+    assert trained(tokenizer, *next(halves(at_space.read(np.arange(1)), 0))) == " wish"
 
 
 @pytest.mark.parametrize(
@@ -114,8 +115,7 @@ def test_records_without_a_prompt_are_read_as_trl_reads_them(opened, tokenizer, 
     assert trl.startswith(prompt)
     assert not re.search(r"\S\s", trl[len(prompt) :])
     for (ids, is_target), text in zip(halves(columns, 0), (chosen, rejected), strict=True):
-        trained = [i for i, t in zip(ids, is_target, strict=True) if t]
-        assert tokenizer.decode(trained) == text[len(prompt) :]
+        assert trained(tokenizer, ids, is_target) == text[len(prompt) :]
         assert tokenizer.decode(ids) == text
         if prompt.endswith(":"):
             assert ids[1:-1] == tokenizer.encode(text), "the tokens of the whole text, as TRL's"
@@ -128,46 +128,36 @@ def test_records_without_a_prompt_are_read_as_trl_reads_them(opened, tokenizer, 
     assert f"⟧{chosen[len(prompt) :]}" in first
 
 
-def test_messages_are_found_without_configuration(opened, tokenizer):
-    user, good, bad = (
-        {"role": r, "content": c} for r, c in (("user", "hi"), ("assistant", "yes"), ("assistant", "no"))
-    )
-    for number, (prompt, before) in enumerate((({}, [user]), ({"prompt": None}, [user]), ({"prompt": [user]}, []))):
-        lines: list[str] = []
-        record = {**prompt, "chosen": [*before, good], "rejected": [*before, bad]}
-        columns = opened([record], 64, lines.append, chat_template=CHATML).train[""].read(np.arange(1))
-        ids, is_target = next(halves(columns, 0))
-        assert tokenizer.decode(ids) == "<|user|>hi<|end|><|assistant|>yes<|end|>"
-        assert tokenizer.decode([i for i, t in zip(ids, is_target, strict=True) if t]) == "yes<|end|>"
-        said = "after 'prompt' (messages)" if number == 2 else "; the prompt is what both begin with"
-        assert any(
-            line.startswith("train: pairs of 'chosen' and 'rejected' (messages each)") and said in line
-            for line in lines
-        )
-
-
 def test_another_key_of_the_prompt_must_be_there(opened):
     with pytest.raises(ConfigError, match="no text and no list of messages under 'question'"):
         opened([{"chosen": "a b", "rejected": "a c"}], prompt_field="question")
 
 
-@pytest.mark.parametrize("layout", ["messages", "prompt text", "prompt repeated", "no prompt key"])
-def test_conversations_are_rendered_by_the_chat_template(opened, tokenizer, layout):
-    user, good, bad = (
-        {"role": r, "content": c} for r, c in (("user", "hi"), ("assistant", "yes"), ("assistant", "no"))
-    )
-    prompt, before = {
-        "messages": ({"prompt": [user]}, []),
-        "prompt text": ({"prompt": "hi"}, []),
-        "prompt repeated": ({"prompt": "hi"}, [user]),
-        "no prompt key": ({}, [user]),
-    }[layout]
-    keys = {"prompt_field": None} if layout == "no prompt key" else {}
-    record = {**prompt, "chosen": [*before, good], "rejected": [*before, bad]}
-    examples = opened([record], chat_template=CHATML, **keys).train[""]
+USER, GOOD, BAD = (
+    {"role": role, "content": content} for role, content in (("user", "hi"), ("assistant", "yes"), ("assistant", "no"))
+)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before", "keys", "said"),
+    [
+        ({"prompt": [USER]}, [], {}, "after 'prompt' (messages)"),
+        ({"prompt": None}, [USER], {}, "; the prompt is what both begin with"),
+        ({}, [USER], {}, "; the prompt is what both begin with"),
+        ({}, [USER], {"prompt_field": None}, ""),
+        ({"prompt": "hi"}, [], {}, ""),
+        ({"prompt": "hi"}, [USER], {}, ""),
+    ],
+)
+def test_conversations_are_rendered_by_the_chat_template(opened, tokenizer, prompt, before, keys, said):
+    lines: list[str] = []
+    record = {**prompt, "chosen": [*before, GOOD], "rejected": [*before, BAD]}
+    examples = opened([record], 64, lines.append, chat_template=CHATML, **keys).train[""]
     for (ids, is_target), answer in zip(halves(examples.read(np.arange(1)), 0), ("yes", "no"), strict=True):
         assert tokenizer.decode(ids) == f"<|user|>hi<|end|><|assistant|>{answer}<|end|>"
-        assert tokenizer.decode([i for i, t in zip(ids, is_target, strict=True) if t]) == f"{answer}<|end|>"
+        assert trained(tokenizer, ids, is_target) == f"{answer}<|end|>"
+    described = [line for line in lines if line.startswith("train: pairs of 'chosen' and 'rejected' (messages each)")]
+    assert not said or any(said in line for line in described)
 
 
 def test_fields_name_the_keys(opened):
@@ -328,6 +318,6 @@ def test_published_pairs(tmp_path):
     columns = examples.read(np.arange(20))
     for row, record in enumerate(records[:20]):
         (chosen, is_target), _ = halves(columns, row)
-        answer = tokenizer.decode([i for i, t in zip(chosen, is_target, strict=True) if t])
+        answer = trained(tokenizer, chosen, is_target)
         assert record["chosen"].endswith(answer) or len(chosen) == 513
         assert answer.startswith(" ")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import html
-import json
 import re
 
 import numpy as np
@@ -18,6 +17,7 @@ from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokens import TokensConfig
 from tests.answers import TEMPLATE, write_tokenizer
+from tests.data.helpers import write_records
 
 CHATS = [
     [{"role": "user", "content": "What is\nthe capital?"}, {"role": "assistant", "content": "Paris & <b>Rome</b>"}],
@@ -39,7 +39,7 @@ def config(tmp_path):
 
 
 def write(folder, chats):
-    (folder / "a.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in chats))
+    write_records(folder / "a.jsonl", ({"messages": m} for m in chats))
 
 
 def preview_of(config: TokensConfig, seq_len: int = 64, **format_keys) -> MaskPreview:

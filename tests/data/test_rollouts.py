@@ -11,11 +11,11 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.config import DataConfig
-from jaxlm.data.formats.prompts import PromptsFormat
+from jaxlm.data.formats.prompts_format import PromptsFormat
 from jaxlm.data.loader import RunServices
-from jaxlm.data.rollouts import config as config_of_rollouts
-from jaxlm.data.rollouts.config import RolloutsConfig
+from jaxlm.data.rollouts import rollouts_config as config_of_rollouts
 from jaxlm.data.rollouts.local import LocalSamplerConfig
+from jaxlm.data.rollouts.rollouts_config import RolloutsConfig
 from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig
 from jaxlm.environments.base import Environment, EnvironmentConfig, Observation
 from jaxlm.environments.tool import ToolEnvironmentConfig
@@ -24,7 +24,7 @@ from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.rewards.base import Rewards
 from jaxlm.rewards.function import FunctionRewardConfig
-from tests.data.helpers import small_tokenizer, some_text
+from tests.data.helpers import some_text, write_records
 from tests.data.test_loader import layout_of
 from tests.data.test_pairs import CHATML
 from tests.fields.proofs import assert_test_exists
@@ -89,11 +89,6 @@ class ScriptedConfig(SamplerConfig):
         return SAMPLER
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return small_tokenizer(300)
-
-
 @pytest.fixture
 def seen(monkeypatch):
     """The rows that were scored, one entry per round."""
@@ -119,7 +114,7 @@ def opened(tokenizer, tmp_path, seen):
     ):
         number = len(list(tmp_path.glob("*.jsonl")))
         path = tmp_path / f"{number}.jsonl"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_records(path, records)
         config = RolloutsConfig(
             **{
                 "train_urls": [str(path)],

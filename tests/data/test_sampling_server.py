@@ -22,6 +22,7 @@ from tests.http_server import serving
 
 EOS = 2
 REQUEST = SamplingRequest(step=3, seed=7, rows=(0, 1, 2, 3), max_new_tokens=5, sampling=Sampling(), stop_ids=(EOS,))
+ONE_ROW = dataclasses.replace(REQUEST, rows=(0,))
 PROMPTS = [[5, 6], [5, 6], [7], [7]]
 
 
@@ -183,7 +184,7 @@ def test_a_server_that_stays_away_is_one_message(server, sampler):
 def test_a_failure_is_told_at_once_although_other_requests_wait(server, sampler):
     """No thread that waits keeps the process from ending."""
     policy = sampler(server={"num_retries": 0})
-    policy.sample("weights", PROMPTS[:1], dataclasses.replace(REQUEST, rows=(0,)))
+    policy.sample("weights", PROMPTS[:1], ONE_ROW)
     go_on = threading.Event()
     server.faults = [go_on, 400, go_on, go_on]
     with pytest.raises(ConfigError, match=r"completions refuses the request: 400"):
@@ -308,11 +309,11 @@ def test_a_server_is_waited_for_until_it_is_ready_only_if_asked(server):
 
 def test_a_slow_server_is_not_waited_for_longer_than_the_timeout(server, sampler):
     policy = sampler(server={"num_retries": 0, "timeout_s": 0.2})
-    policy.sample("weights", PROMPTS[:1], dataclasses.replace(REQUEST, rows=(0,)))
+    policy.sample("weights", PROMPTS[:1], ONE_ROW)
     go_on = threading.Event()
     server.faults = [go_on]
     with pytest.raises(ConfigError, match=r"completions gave no answer: .*timed out"):
-        policy.sample("weights", PROMPTS[:1], dataclasses.replace(REQUEST, rows=(0,)))
+        policy.sample("weights", PROMPTS[:1], ONE_ROW)
     go_on.set()
 
 
@@ -352,7 +353,7 @@ def test_a_request_that_the_server_refuses_is_not_repeated(server, sampler):
 def test_answers_that_cannot_be_used_are_refused(server, sampler, changes, message):
     server.answers["/v1/completions"] = lambda body: completion(body, **changes)
     with pytest.raises(ConfigError, match=rf"data\.sampler: the server's answer cannot be used: .*{message}"):
-        sampler().sample("weights", PROMPTS[:1], dataclasses.replace(REQUEST, rows=(0,), max_new_tokens=5))
+        sampler().sample("weights", PROMPTS[:1], ONE_ROW)
 
 
 def test_an_answer_with_another_number_of_choices_is_refused(server, sampler):

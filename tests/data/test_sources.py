@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from tests.data.helpers import find_files, refused
+from tests.data.helpers import find_files
 
 
 def names(*urls, text_key="text"):
@@ -115,31 +115,6 @@ def test_text_is_read_byte_for_byte(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("x.txt", b"good \xe9 bad", r"x\.txt: not UTF-8 text \(byte 0xe9 at offset 5\)"),
-        ("x.py", b"# coding: latin-1\n\xe9\xe8", r"x\.py: not UTF-8 text \(byte 0xe9 at offset 18\)"),
-        ("x.jsonl", b'{"text": "a"}\n{"text": \n', r"x\.jsonl: line 2: not JSON"),
-        (
-            "x.jsonl",
-            b'{"text": "a"}\n\n{"body": "a"}\n',
-            r"x\.jsonl: line 3: no text under .*'text'.*Keys of the record: body",
-        ),
-        ("x.jsonl", b'{"text": 5}\n', r"x\.jsonl: line 1: no text under"),
-        ("x.jsonl", b"[1, 2]\n", r"x\.jsonl: line 1: no text under"),
-        ("x.jsonl", b'{"text": "\xff"}\n', r"x\.jsonl: line 1: not UTF-8 text \(byte 0xff at offset 10\)"),
-        (
-            "x.jsonl",
-            b'{"text": "a\\ud800"}\n',
-            r"x\.jsonl: line 1: the text is not valid Unicode: '\\ud800' at character 1",
-        ),
-    ],
-)
-def test_unreadable_text_names_file_and_place(tmp_path, name, content, message):
-    refused(tmp_path / name, content, documents, message)
-
-
-@pytest.mark.parametrize(
     ("url", "message"),
     [
         ("{tree}/b.text", r"data\.train_urls\[1\]: '.*b\.text' matches no file .*which contains b\.txt"),
@@ -160,26 +135,32 @@ def test_invalid_urls_are_refused(tree, url, message):
 
 
 class TestStandardLibrary:
-    def test_splits_share_neither_files_nor_content(self):
-        train = find_files(["stdlib:train"], "data.train_urls", "text")
-        held_out = find_files(["stdlib:validation"], "data.validation_urls", "text")
+    @pytest.fixture(scope="class")
+    def splits(self):
+        return {name: find_files([f"stdlib:{name}"], "x", "text") for name in ("train", "validation")}
+
+    def test_splits_share_neither_files_nor_content(self, splits):
+        train, held_out = splits.values()
         assert not {file.name for file in train} & {file.name for file in held_out}
         digests = [file.digest for file in [*train, *held_out]]
         assert len(set(digests)) == len(digests)
         assert 0.03 < len(held_out) / len(digests) < 0.07
 
-    def test_contains_exactly_the_readable_text(self):
+    def test_contains_exactly_the_readable_text(self, splits):
         root = Path(sysconfig.get_path("stdlib"))
-        found = [file for split in ("train", "validation") for file in find_files([f"stdlib:{split}"], "x", "text")]
-        everything = {file.path.read_bytes() for file in found}
-        for path in root.rglob("*.py"):
+        found = [*splits["train"], *splits["validation"]]
+        listed = {file.path for file in found}
+        contents = {path: path.read_bytes() for path in listed | set(root.rglob("*.py"))}
+        everything = {contents[path] for path in listed}
+        for path in contents.keys() - listed:
             if not {"site-packages", "dist-packages"} & set(path.relative_to(root).parts):
-                content = path.read_bytes()
-                readable = content.decode(errors="ignore").encode() == content
-                assert (content in everything) == bool(readable and content), path
+                readable = contents[path].decode(errors="ignore").encode() == contents[path]
+                assert (contents[path] in everything) == bool(readable and contents[path]), path
+        assert all(contents[path].decode() for path in listed)
         assert all(file.name == f"stdlib:{file.path.relative_to(root).as_posix()}" for file in found)
+        assert not any({"site-packages", "dist-packages"} & set(path.relative_to(root).parts) for path in listed)
         assert "stdlib:json/decoder.py" in {file.name for file in found}
 
-    def test_is_sorted(self):
-        found = names("stdlib:train")
-        assert found == sorted(found)
+    def test_is_sorted(self, splits):
+        names = [file.name for file in splits["train"]]
+        assert names == sorted(names)

@@ -18,6 +18,7 @@ from jaxlm.data.tokenizer.templates import NANOCHAT_TOKENS
 from jaxlm.models.inference.tools.calculator import Calculator
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
+from tests.data.helpers import open_data
 
 SMALL = {"num_train": 300, "num_validation": 60}
 PAIRS = ArithmeticPairs(num_train=120, num_validation=40)
@@ -207,8 +208,7 @@ def test_a_run_reads_them_as_conversations(tmp_path):
         },
     }
     config = decode(DataConfig, ConfigSource(section))
-    config.check()
-    data = config.open(config.load_tokenizer(lambda _: None), 256, lambda _: None)
+    data = open_data(config, 256)
     assert set(data.train) == {"arithmetic", "spelling"}
     assert [len(examples.cache.offsets) - 1 for examples in data.train.values()] == [40, 40]
     assert [len(each.examples.cache.offsets) - 1 for each in data.validation] == [8, 8]

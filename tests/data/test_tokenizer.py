@@ -2,7 +2,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -62,12 +61,7 @@ def test_token_bytes_of_single_bytes_and_of_the_end_of_text(small):
 
 @pytest.mark.slow
 def test_training_is_deterministic_across_processes():
-    program = textwrap.dedent(
-        """
-        from tests.data.helpers import small_tokenizer
-        print(small_tokenizer().fingerprint)
-        """
-    )
+    program = "from tests.data.helpers import small_tokenizer; print(small_tokenizer().fingerprint)"
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", program]
     environment = {"PYTHONPATH": f"{root / 'src'}:{root}", "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1"}
@@ -336,21 +330,10 @@ def sentencepiece_like() -> Tokenizer:
     import tokenizers
     from tokenizers import models
 
-    words = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "\u2581",
-        "a",
-        "b",
-        "\u2581a",
-        "\u2581\u2581",
-    ]
-    merges = [("\u2581", "a"), ("\u2581", "\u2581")]
-    model = models.BPE(
-        {w: i for i, w in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True
-    )
+    texts = ["\u2581", "a", "b", "\u2581a", "\u2581\u2581"]
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *texts]
+    numbers, merges = {word: number for number, word in enumerate(words)}, [("\u2581", "a"), ("\u2581", "\u2581")]
+    model = models.BPE(numbers, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     backend = tokenizers.Tokenizer(model)
     backend.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
@@ -379,6 +362,10 @@ def test_bytes_of_unknown_vocabularies_are_not_guessed():
 class TestLongTexts:
     """Long texts are split before tokenization, which must not change the ids."""
 
+    pieces = st.lists(
+        st.sampled_from(["a", "9", "\n", "\n\n", " ", "\r\n", "'s", "é", "़", "²", "(", "_"]), max_size=120
+    )
+
     @pytest.fixture(autouse=True)
     def short(self, monkeypatch):
         monkeypatch.setattr(tokenizer_module, "_LONG_TEXT", 20)
@@ -392,20 +379,12 @@ class TestLongTexts:
         return len(tokenizer._split_long_text(text))
 
     @settings(max_examples=150)
-    @given(
-        text=st.lists(
-            st.sampled_from(["a", "9", "\n", "\n\n", " ", "\r\n", "'s", "é", "़", "²", "(", "_"]), max_size=120
-        )
-    )
+    @given(text=pieces)
     def test_splitting_gives_the_same_ids(self, small, text):
         self.agree(small, "".join(text))
 
     @settings(max_examples=100)
-    @given(
-        text=st.lists(
-            st.sampled_from(["a", "9", "\n", "\n\n", " ", "\r\n", "'s", "é", "़", "²", "(", "_"]), max_size=120
-        )
-    )
+    @given(text=pieces)
     @pytest.mark.skipif(not GPT2.exists(), reason="needs GPT-2's tokenizer")
     def test_splitting_gives_the_same_ids_with_gpt2(self, gpt2, text):
         self.agree(gpt2, "".join(text))

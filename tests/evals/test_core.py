@@ -97,8 +97,10 @@ def likely_continuations(tokenizer):
         text = tokenizer.decode([best])
         if text.strip() and tokenizer.encode(context + text) == [*ids, best]:
             questions.append({"context": context, "continuation": text if len(questions) % 2 else " zz"})
+        if len(questions) == 12:
+            break
     assert len(questions) >= 4
-    return questions[:12]
+    return questions
 
 
 @pytest.fixture(scope="module")

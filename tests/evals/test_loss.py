@@ -6,10 +6,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
 
-from jaxlm.core.axes import BATCH, DATA, MESH_AXES, REPLICA
-from jaxlm.core.sharding import Layout
 from jaxlm.core.types import DummyPrefix
 from jaxlm.data.loader import eval_batches
 from jaxlm.data.packing import PackedSequences
@@ -32,9 +29,12 @@ def windows(seed: int, num_documents: int) -> PackedSequences:
     )
 
 
+def built(vocab: int = VOCAB):
+    return jax.jit(lambda: MODEL.build(vocab_axis(vocab), key=jax.random.key(0)))()
+
+
 def test_sources_tags_the_total_and_the_means_over_sources():
-    mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
-    layout = Layout(mesh, {}, {BATCH: (REPLICA, DATA)})
+    layout = one_device()
     data = {"prose": windows(0, 9), "code": windows(1, 2), "chat": windows(2, 4)}
     tags = {"prose": ("en",), "code": (), "chat": ("en", "sft")}
 
@@ -45,16 +45,17 @@ def test_sources_tags_the_total_and_the_means_over_sources():
 
     sets = tuple(ValidationSet(name, tags[name], functools.partial(batches, name)) for name in data)
     with layout.use():
-        model = MODEL.build(vocab_axis(VOCAB), key=jax.random.key(0))
-        tested, meter = (
-            LossEval(EvalContext(layout, F32, None, TOKEN_BYTES, sets, print, 8, score_batch)),
-            LossMeter(F32, score_batch, TOKEN_BYTES),
+        model = built()
+        tested, without_bytes = (
+            LossEval(EvalContext(layout, F32, None, known, sets, print, 8, score_batch))
+            for known in (TOKEN_BYTES, None)
         )
+        meter = LossMeter(F32, score_batch, TOKEN_BYTES)
 
         def alone() -> dict[str, EvalLoss]:
             return {name: meter.measure(model, ((batch, None) for batch in batches(name)))[0] for name in data}
 
-        found, whole = tested.run(model), alone()
+        found, whole, without = tested.run(model), alone(), without_bytes.run(model)
         cap["max_batches"] = 1
         capped, first = tested.run(model), alone()
     tokens = {name: float(w.read(np.arange(len(w)))["loss_mask"].sum()) for name, w in data.items()}
@@ -62,6 +63,7 @@ def test_sources_tags_the_total_and_the_means_over_sources():
     assert set(found) == {"macro_loss", "macro_bpb"} | {
         f"{group}{kind}" for group in ("", "prose/", "code/", "chat/", "en/", "sft/") for kind in ("loss", "bpb")
     }
+    assert without == {name: value for name, value in found.items() if not name.endswith("bpb")}
 
     def mean(names) -> float:
         return math.fsum(loss[n] * tokens[n] for n in names) / math.fsum(tokens[n] for n in names)
@@ -99,10 +101,8 @@ def test_a_dummy_prefix_is_no_byte_of_the_text():
     texts = ["ab a", "b", " ab", "ba  b a"]
     documents = [[1, *ids, 2] for ids in tokenizer.encode_batch(texts)]
     data = PackedSequences(cache_of(documents, VOCAB), 64)
-    mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
-    layout = Layout(mesh, {}, {BATCH: (REPLICA, DATA)})
+    layout = one_device()
     with layout.use():
-        model = MODEL.build(vocab_axis(VOCAB), key=jax.random.key(0))
         spec = TokensConfig().batch_spec(64)
         batches = eval_batches(data, spec, batch_size=1, layout=layout, max_batches=None)
         table = np.zeros(VOCAB, np.int32)
@@ -111,7 +111,7 @@ def test_a_dummy_prefix_is_no_byte_of_the_text():
         assert prefix is not None
         prefix = DummyPrefix(prefix.bos_id, np.pad(prefix.tokens, (0, VOCAB - len(words))))
         meter = LossMeter(F32, score_batch, table, dummy_prefix=prefix)
-        [sums] = meter.measure(model, ((batch, None) for batch in batches))
+        [sums] = meter.measure(built(), ((batch, None) for batch in batches))
     assert sums.text_bytes == sum(len(text.encode()) for text in texts)
     assert small_tokenizer().dummy_prefix() is None
 
@@ -128,7 +128,7 @@ def test_bits_per_byte_count_raw_bytes_and_no_special_tokens():
     data = PackedSequences(cache_of(documents, tokenizer.vocab_size), len(flat))
     layout = one_device()
     with layout.use():
-        model = MODEL.build(vocab_axis(tokenizer.vocab_size), key=jax.random.key(0))
+        model = built(tokenizer.vocab_size)
         spec = TokensConfig().batch_spec(len(flat))
         [batch] = eval_batches(data, spec, batch_size=1, layout=layout, max_batches=None)
         [sums] = LossMeter(F32, score_batch, raw).measure(model, [(batch, None)])
@@ -139,22 +139,3 @@ def test_bits_per_byte_count_raw_bytes_and_no_special_tokens():
     assert sums.bits_per_byte == pytest.approx(expected, rel=1e-6)
     assert 0 < (num_bytes == 0).sum() < len(flat)
     assert sums.text_nats < sums.nats
-
-
-def test_without_the_bytes_of_tokens_there_are_losses_and_no_bits_per_byte():
-    layout, data = one_device(), {"prose": windows(0, 9), "code": windows(1, 2)}
-
-    def sets():
-        spec = TokensConfig().batch_spec(MODEL.seq_len)
-        for name, part in data.items():
-            batches = functools.partial(eval_batches, part, spec, batch_size=4, layout=layout, max_batches=None)
-            yield ValidationSet(name, (), batches)
-
-    with layout.use():
-        model = MODEL.build(vocab_axis(VOCAB), key=jax.random.key(0))
-        without, usual = (
-            LossEval(EvalContext(layout, F32, None, known, tuple(sets()), print, 8, score_batch)).run(model)
-            for known in (None, TOKEN_BYTES)
-        )
-    assert set(without) == {"loss", "prose/loss", "code/loss", "macro_loss"}
-    assert without == {name: value for name, value in usual.items() if not name.endswith("bpb")}

@@ -24,6 +24,10 @@ VOCAB, SEQ_LEN, NUM_PAIRS = 31, 12, 6
 MODEL = LlamaConfig(seq_len=SEQ_LEN, hidden_dim=16, intermediate_dim=24, num_layers=1, num_heads=2, num_kv_heads=1)
 
 
+def built():
+    return jax.jit(lambda: MODEL.build(vocab_axis(VOCAB), key=jax.random.key(0)))()
+
+
 def context(layout, batches):
     sets, token_bytes = (ValidationSet("", (), batches),), np.zeros(VOCAB, np.int32)
     return EvalContext(layout, parse_precision("f32"), None, token_bytes, sets, print, SEQ_LEN, score_batch)
@@ -47,7 +51,7 @@ def test_accuracy_and_margin_are_those_of_each_pair(devices):
         yield spec.assemble(lambda rows: {name: column[rows] for name, column in columns.items()}, (Batch,), layout)
 
     with layout.use():
-        model = MODEL.build(vocab_axis(VOCAB), key=jax.random.key(0))
+        model = built()
         found = PreferenceEvalConfig().open(context(layout, batches)).run(model)
         batch = next(batches()).sequences()
         hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids))
@@ -70,7 +74,7 @@ def test_other_data_is_refused_and_none_gives_no_metrics():
     columns = random_tokens((2, SEQ_LEN), VOCAB, seed=0)
     Batch = Axis(BATCH, 2)
     tokens = functools.partial(spec.assemble, lambda rows: {k: c[rows] for k, c in columns.items()}, (Batch,), layout)
-    model = MODEL.build(vocab_axis(VOCAB), key=jax.random.key(0))
+    model = built()
     with layout.use():
         assert PreferenceEvalConfig().open(context(layout, lambda: iter(()))).run(model) == {}
         with pytest.raises(ConfigError, match="type preference needs pairs to validate on"):

@@ -1,7 +1,7 @@
 """What a forecast takes the model to sample for a rollout."""
 
-from jaxlm.data.rollouts.config import RolloutsConfig
 from jaxlm.data.rollouts.local import LocalSamplerConfig
+from jaxlm.data.rollouts.rollouts_config import RolloutsConfig
 from jaxlm.data.rollouts.server import ServerSamplerConfig
 from jaxlm.interop.json_server import ServerConfig
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import haliax as hax
@@ -10,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 
-from jaxlm.models.base import Inputs
+from jaxlm.interop.hf.folder import save_folder
+from jaxlm.models.base import Inputs, vocab_axis
+from tests.engine.helpers import one_device
 
 VOCAB, SEQ_LEN = 61, 48
 LLAMA = {
@@ -299,3 +302,14 @@ def inputs_of(ids: np.ndarray, part: slice = slice(None)) -> Inputs:
 def logits_of(model, inputs):
     """Logits [batch, position, vocab]."""
     return model.logits(model.hidden(inputs).final).array
+
+
+def abstract_of(config: Any, vocab: int = VOCAB) -> Any:
+    """The shapes of a model."""
+    return jax.eval_shape(lambda: config.build(vocab_axis(vocab), key=jax.random.key(0)))
+
+
+def exported(folder: Path, model: Any, config: Any, **options: Any) -> Path:
+    """Saves a model in Hugging Face's format."""
+    save_folder(folder, model, config, one_device(), **{"dtype": np.float32, "files": {}, "special_ids": {}} | options)
+    return folder

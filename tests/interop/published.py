@@ -5,15 +5,13 @@ from typing import Any
 Json = dict[str, Any]
 
 
-def _llama(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, length: int, vocab: int, **more: Any) -> Json:
+def _usual(
+    name: str, version: str, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, length: int, vocab: int
+) -> Json:
+    """The keys of most families. Args: version: of transformers."""
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_act": "silu",
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": name.lower(),
         "hidden_size": hidden,
         "initializer_range": 0.02,
         "intermediate_size": mlp,
@@ -21,15 +19,26 @@ def _llama(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, length
         "num_attention_heads": heads,
         "num_hidden_layers": layers,
         "num_key_value_heads": kv_heads,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+        "transformers_version": version,
+        "use_cache": True,
+        "vocab_size": vocab,
+    }
+
+
+def _llama(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, length: int, vocab: int, **more: Any) -> Json:
+    return {
+        **_usual("Llama", "4.40.0", hidden, mlp, layers, heads, kv_heads, length, vocab),
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
         "pretraining_tp": 1,
         "rms_norm_eps": 1e-05,
         "rope_scaling": None,
-        "rope_theta": 10000.0,
         "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.40.0",
-        "use_cache": True,
-        "vocab_size": vocab,
         **more,
     }
 
@@ -46,29 +55,17 @@ def _llama3_rope(factor: float) -> Json:
 
 def _qwen2(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, *, tied: bool, **more: Any) -> Json:
     return {
-        "architectures": ["Qwen2ForCausalLM"],
+        **_usual("Qwen2", "4.43.1", hidden, mlp, layers, heads, kv_heads, 32768, 151936),
         "attention_dropout": 0.0,
         "bos_token_id": 151643,
         "eos_token_id": 151645,
         "hidden_act": "silu",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": mlp,
-        "max_position_embeddings": 32768,
         "max_window_layers": layers,
-        "model_type": "qwen2",
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": kv_heads,
         "rms_norm_eps": 1e-06,
         "rope_theta": 1000000.0,
         "sliding_window": 32768,
         "tie_word_embeddings": tied,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.43.1",
-        "use_cache": True,
         "use_sliding_window": False,
-        "vocab_size": 151936,
         **more,
     }
 
@@ -90,26 +87,13 @@ def _qwen3(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, *, tie
 
 def _mistral(**more: Any) -> Json:
     return {
-        "architectures": ["MistralForCausalLM"],
+        **_usual("Mistral", "4.34.0.dev0", 4096, 14336, 32, 32, 8, 32768, 32000),
         "bos_token_id": 1,
         "eos_token_id": 2,
         "hidden_act": "silu",
-        "hidden_size": 4096,
-        "initializer_range": 0.02,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 32768,
-        "model_type": "mistral",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
         "rms_norm_eps": 1e-05,
-        "rope_theta": 10000.0,
         "sliding_window": 4096,
         "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.34.0.dev0",
-        "use_cache": True,
-        "vocab_size": 32000,
         **more,
     }
 
@@ -130,8 +114,8 @@ def _mixtral(**more: Any) -> Json:
 
 def _phi3(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> Json:
     return {
+        **_usual("Phi3", "4.40.2", hidden, mlp, layers, heads, kv_heads, 4096, vocab),
         "_name_or_path": "Phi-3-mini-4k-instruct",
-        "architectures": ["Phi3ForCausalLM"],
         "attention_bias": False,
         "attention_dropout": 0.0,
         "auto_map": {
@@ -142,91 +126,53 @@ def _phi3(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: 
         "embd_pdrop": 0.0,
         "eos_token_id": 32000,
         "hidden_act": "silu",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": mlp,
-        "max_position_embeddings": 4096,
-        "model_type": "phi3",
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": kv_heads,
         "original_max_position_embeddings": 4096,
         "pad_token_id": 32000,
         "resid_pdrop": 0.0,
         "rms_norm_eps": 1e-05,
         "rope_scaling": None,
-        "rope_theta": 10000.0,
         "sliding_window": 2047,
         "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.40.2",
-        "use_cache": True,
-        "vocab_size": vocab,
         **more,
     }
 
 
 def _gemma(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Json:
     return {
-        "architectures": ["GemmaForCausalLM"],
+        **_usual("Gemma", "4.38.0.dev0", hidden, mlp, layers, heads, kv_heads, 8192, 256000),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "bos_token_id": 2,
         "eos_token_id": 1,
         "head_dim": 256,
         "hidden_act": "gelu",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": mlp,
-        "max_position_embeddings": 8192,
-        "model_type": "gemma",
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": kv_heads,
         "pad_token_id": 0,
         "rms_norm_eps": 1e-06,
         "rope_scaling": None,
-        "rope_theta": 10000.0,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.38.0.dev0",
-        "use_cache": True,
-        "vocab_size": 256000,
         **more,
     }
 
 
 def _olmo(hidden: int, mlp: int, layers: int, heads: int, **more: Any) -> Json:
     return {
-        "architectures": ["OlmoForCausalLM"],
+        **_usual("Olmo", "4.40.0.dev0", hidden, mlp, layers, heads, heads, 2048, 50304),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "clip_qkv": None,
         "eos_token_id": 50279,
         "hidden_act": "silu",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": mlp,
-        "max_position_embeddings": 2048,
-        "model_type": "olmo",
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": heads,
         "pad_token_id": 1,
         "pretraining_tp": 1,
         "rope_scaling": None,
-        "rope_theta": 10000.0,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
-        "transformers_version": "4.40.0.dev0",
-        "use_cache": True,
-        "vocab_size": 50304,
         **more,
     }
 
 
 def _gemma2(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, scalar: int, **more: Any) -> Json:
     return {
-        "architectures": ["Gemma2ForCausalLM"],
+        **_usual("Gemma2", "4.42.4", hidden, mlp, layers, heads, kv_heads, 8192, 256000),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "attn_logit_softcapping": 50.0,
@@ -237,30 +183,19 @@ def _gemma2(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, scala
         "head_dim": 256,
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": mlp,
-        "max_position_embeddings": 8192,
-        "model_type": "gemma2",
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": kv_heads,
         "pad_token_id": 0,
         "query_pre_attn_scalar": scalar,
         "rms_norm_eps": 1e-06,
-        "rope_theta": 10000.0,
         "sliding_window": 4096,
         "torch_dtype": "float32",
-        "transformers_version": "4.42.4",
-        "use_cache": True,
-        "vocab_size": 256000,
         **more,
     }
 
 
 def _gemma3(hidden: int, mlp: int, layers: int, heads: int, **more: Any) -> Json:
     return {
-        "architectures": ["Gemma3ForCausalLM"],
+        **_usual("Gemma3", "4.50.0.dev0", hidden, mlp, layers, heads, 1, 32768, 262144),
+        "model_type": "gemma3_text",
         "attention_bias": False,
         "attention_dropout": 0.0,
         "attn_logit_softcapping": None,
@@ -270,14 +205,6 @@ def _gemma3(hidden: int, mlp: int, layers: int, heads: int, **more: Any) -> Json
         "final_logit_softcapping": None,
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": mlp,
-        "max_position_embeddings": 32768,
-        "model_type": "gemma3_text",
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": 1,
         "pad_token_id": 0,
         "query_pre_attn_scalar": 256,
         "rms_norm_eps": 1e-06,
@@ -286,38 +213,23 @@ def _gemma3(hidden: int, mlp: int, layers: int, heads: int, **more: Any) -> Json
         "rope_theta": 1000000,
         "sliding_window": 512,
         "sliding_window_pattern": 6,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.50.0.dev0",
-        "use_cache": True,
-        "vocab_size": 262144,
         **more,
     }
 
 
 def _olmo2(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Json:
     return {
-        "architectures": ["Olmo2ForCausalLM"],
+        **_usual("Olmo2", "4.47.0", hidden, mlp, layers, heads, kv_heads, 4096, 100352),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "eos_token_id": 100257,
         "hidden_act": "silu",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": mlp,
-        "max_position_embeddings": 4096,
-        "model_type": "olmo2",
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": kv_heads,
         "pad_token_id": 100277,
         "rms_norm_eps": 1e-06,
         "rope_scaling": None,
         "rope_theta": 500000,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
-        "transformers_version": "4.47.0",
-        "use_cache": True,
-        "vocab_size": 100352,
         **more,
     }
 
@@ -433,7 +345,7 @@ def _mpt(attention: Json, **more: Any) -> Json:
 
 def _granite(hidden: int, mlp: int, attention: float, logits: float, **more: Any) -> Json:
     return {
-        "architectures": ["GraniteForCausalLM"],
+        **_usual("Granite", "4.46.0.dev0", hidden, mlp, 40, 32, 8, 4096, 49155),
         "attention_bias": False,
         "attention_dropout": 0.1,
         "attention_multiplier": attention,
@@ -441,62 +353,38 @@ def _granite(hidden: int, mlp: int, attention: float, logits: float, **more: Any
         "embedding_multiplier": 12.0,
         "eos_token_id": 0,
         "hidden_act": "silu",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": mlp,
         "logits_scaling": logits,
-        "max_position_embeddings": 4096,
         "mlp_bias": False,
-        "model_type": "granite",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 8,
         "pad_token_id": 0,
         "residual_multiplier": 0.22,
         "rms_norm_eps": 1e-05,
         "rope_scaling": None,
-        "rope_theta": 10000.0,
         "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.46.0.dev0",
-        "use_cache": True,
-        "vocab_size": 49155,
         **more,
     }
 
 
 def _smollm3(**more: Any) -> Json:
     return {
-        "architectures": ["SmolLM3ForCausalLM"],
+        **_usual("SmolLM3", "4.54.0.dev0", 2048, 11008, 36, 16, 4, 65536, 128256),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "bos_token_id": None,
         "eos_token_id": 128012,
         "hidden_act": "silu",
-        "hidden_size": 2048,
-        "initializer_range": 0.02,
-        "intermediate_size": 11008,
         "layer_types": ["full_attention"] * 36,
-        "max_position_embeddings": 65536,
         "max_window_layers": 28,
         "mlp_bias": False,
-        "model_type": "smollm3",
         "no_rope_layer_interval": 4,
         "no_rope_layers": [1, 1, 1, 0] * 9,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 36,
-        "num_key_value_heads": 4,
         "pad_token_id": 128004,
         "pretraining_tp": 2,
         "rms_norm_eps": 1e-06,
         "rope_scaling": None,
         "rope_theta": 5000000.0,
         "sliding_window": None,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.54.0.dev0",
         "use_cache": False,
         "use_sliding_window": False,
-        "vocab_size": 128256,
         **more,
     }
 
@@ -552,29 +440,16 @@ _OLMO3 = {
     "vocab_size": 100278,
 }
 _GLM4 = {
-    "architectures": ["Glm4ForCausalLM"],
+    **_usual("Glm4", "4.52.0.dev0", 4096, 13696, 40, 32, 2, 32768, 151552),
     "attention_bias": True,
     "attention_dropout": 0.0,
     "eos_token_id": [151329, 151336, 151338],
     "head_dim": 128,
     "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 13696,
-    "max_position_embeddings": 32768,
-    "model_type": "glm4",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 2,
     "pad_token_id": 151329,
     "partial_rotary_factor": 0.5,
     "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0,
     "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.52.0.dev0",
-    "use_cache": True,
-    "vocab_size": 151552,
 }
 _LONG_FACTORS = [1.0 + 0.5 * i for i in range(48)]  # as many as published, one per pair of features; other values
 _PHI4_MINI = {
@@ -616,14 +491,13 @@ _SMOLLM2 = {
 }
 _R1 = {"eos_token_id": 151643, "max_position_embeddings": 131072, "use_mrope": False}
 
-# name -> (config.json, number of parameters, keys that a note names)
-OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
-    "Llama-2-7b": (_llama(4096, 11008, 32, 32, 32, 4096, 32000, torch_dtype="float16"), 6_738_415_616, ()),
-    "Llama-2-70b": (_llama(8192, 28672, 80, 64, 8, 4096, 32000), 68_976_648_192, ()),
+# name -> (config.json, number of parameters, *keys that a note names)
+OPENED: dict[str, tuple[Any, ...]] = {
+    "Llama-2-7b": (_llama(4096, 11008, 32, 32, 32, 4096, 32000, torch_dtype="float16"), 6_738_415_616),
+    "Llama-2-70b": (_llama(8192, 28672, 80, 64, 8, 4096, 32000), 68_976_648_192),
     "Llama-3-8B": (
         _llama(4096, 14336, 32, 32, 8, 8192, 128256, bos_token_id=128000, eos_token_id=128001, rope_theta=500000.0),
         8_030_261_248,
-        (),
     ),
     "Llama-3.1-8B-Instruct": (
         _llama(
@@ -633,7 +507,6 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
             rope_scaling=_llama3_rope(8.0),
         ),
         8_030_261_248,
-        (),
     ),
     "Llama-3.2-1B": (
         _llama(
@@ -644,7 +517,6 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
             tie_word_embeddings=True,
         ),
         1_235_814_400,
-        (),
     ),
     "Llama-3.2-3B-unsloth": (
         _llama(
@@ -657,53 +529,37 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
             unsloth_version="2025.1.5",
         ),
         3_212_749_824,
-        ("unsloth_fixed",),
+        "unsloth_fixed",
     ),
-    "TinyLlama-1.1B": (_llama(2048, 5632, 22, 32, 4, 2048, 32000), 1_100_048_384, ()),
+    "TinyLlama-1.1B": (_llama(2048, 5632, 22, 32, 4, 2048, 32000), 1_100_048_384),
     "SmolLM2-135M": (
         _llama(576, 1536, 30, 9, 3, 8192, 49152, rope_theta=100000, **_SMOLLM2),
         134_515_008,
-        ("is_llama_config", "rope_interleaved"),
+        "is_llama_config",
+        "rope_interleaved",
     ),
     "SmolLM2-1.7B": (
         _llama(2048, 8192, 24, 32, 32, 8192, 49152, rope_theta=130000, **_SMOLLM2),
         1_711_376_384,
-        ("is_llama_config",),
+        "is_llama_config",
     ),
     "deepseek-coder-1.3b": (
-        _llama(
-            *(2048, 5504, 24, 16, 16, 16384, 32256),
-            rope_theta=100000,
-            rope_scaling={"factor": 4.0, "type": "linear"},
-        ),
+        _llama(2048, 5504, 24, 16, 16, 16384, 32256, rope_theta=100000, rope_scaling={"factor": 4.0, "type": "linear"}),
         1_346_471_936,
-        (),
     ),
-    "Yi-6B": (
-        _llama(4096, 11008, 32, 32, 4, 4096, 64000, pad_token_id=0, rope_theta=5000000.0),
-        6_061_035_520,
-        (),
-    ),
+    "Yi-6B": (_llama(4096, 11008, 32, 32, 4, 4096, 64000, pad_token_id=0, rope_theta=5000000.0), 6_061_035_520),
     "vicuna-dynamic": (
         _llama(4096, 11008, 32, 32, 32, 4096, 32000, rope_scaling={"type": "dynamic", "factor": 2.0}),
         6_738_415_616,
-        (),
     ),
     "R1-Distill-Llama-8B": (
-        _llama(
-            *(4096, 14336, 32, 32, 8, 131072, 128256),
-            **_LLAMA31,
-            eos_token_id=128001,
-            rope_scaling=_llama3_rope(8.0),
-        ),
+        _llama(4096, 14336, 32, 32, 8, 131072, 128256, **_LLAMA31, eos_token_id=128001, rope_scaling=_llama3_rope(8.0)),
         8_030_261_248,
-        (),
     ),
-    "Mistral-7B-v0.1": (_mistral(), 7_241_732_096, ()),
+    "Mistral-7B-v0.1": (_mistral(), 7_241_732_096),
     "Mistral-7B-v0.3": (
         _mistral(rope_theta=1000000.0, sliding_window=None, vocab_size=32768, attention_dropout=0.0),
         7_248_023_552,
-        (),
     ),
     "Mistral-Nemo-2407": (
         _mistral(
@@ -717,10 +573,9 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
             vocab_size=131072,
         ),
         12_247_782_400,
-        (),
     ),
-    "zephyr-7b": (_mistral(_name_or_path="dpo", pad_token_id=2, use_cache=True), 7_241_732_096, ()),
-    "Mixtral-8x7B": (_mixtral(), 46_702_792_704, ()),
+    "zephyr-7b": (_mistral(_name_or_path="dpo", pad_token_id=2, use_cache=True), 7_241_732_096),
+    "Mixtral-8x7B": (_mixtral(), 46_702_792_704),
     "Mixtral-8x22B": (
         _mixtral(
             hidden_size=6144,
@@ -732,15 +587,14 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
             vocab_size=32000,
         ),
         140_620_634_112,
-        (),
     ),
-    "Qwen2-0.5B": (_qwen2(896, 4864, 24, 14, 2, tied=True, max_position_embeddings=131072), 494_032_768, ()),
-    "Qwen2.5-0.5B": (_qwen2(896, 4864, 24, 14, 2, tied=True, use_mrope=False), 494_032_768, ("use_mrope",)),
-    "Qwen2.5-1.5B-Instruct": (_qwen2(1536, 8960, 28, 12, 2, tied=True), 1_543_714_304, ()),
+    "Qwen2-0.5B": (_qwen2(896, 4864, 24, 14, 2, tied=True, max_position_embeddings=131072), 494_032_768),
+    "Qwen2.5-0.5B": (_qwen2(896, 4864, 24, 14, 2, tied=True, use_mrope=False), 494_032_768, "use_mrope"),
+    "Qwen2.5-1.5B-Instruct": (_qwen2(1536, 8960, 28, 12, 2, tied=True), 1_543_714_304),
     "Qwen2.5-7B": (
         _qwen2(3584, 18944, 28, 28, 4, tied=False, use_mrope=False, vocab_size=152064),
         7_615_616_512,
-        ("use_mrope",),
+        "use_mrope",
     ),
     "Qwen2.5-7B-1M": (
         _qwen2(
@@ -752,7 +606,7 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
             vocab_size=152064,
         ),
         7_615_616_512,
-        ("dual_chunk_attention_config",),
+        "dual_chunk_attention_config",
     ),
     "Qwen2.5-7B-yarn": (
         _qwen2(
@@ -762,7 +616,6 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
             vocab_size=152064,
         ),
         7_615_616_512,
-        (),
     ),
     "Qwen2.5-7B-half-of-mscale": (
         _qwen2(
@@ -772,17 +625,17 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
             vocab_size=152064,
         ),
         7_615_616_512,
-        ("rope_scaling.mscale",),
+        "rope_scaling.mscale",
     ),
     "R1-Distill-Qwen-1.5B": (
         _qwen2(1536, 8960, 28, 12, 2, tied=False, **_R1, max_window_layers=21, sliding_window=4096, rope_theta=10000),
         1_777_088_000,
-        ("use_mrope",),
+        "use_mrope",
     ),
-    "Qwen3-0.6B": (_qwen3(1024, 3072, 28, 16, 8, tied=True), 596_049_920, ()),
-    "Qwen3-8B": (_qwen3(4096, 12288, 36, 32, 8, tied=False), 8_190_735_360, ()),
-    "Qwen3-30B-A3B": (_qwen3(2048, 6144, 48, 32, 4, tied=False, **_QWEN3_MOE), 30_532_122_624, ()),
-    "Phi-3-mini-4k": (_phi3(3072, 8192, 32, 32, 32, 32064), 3_821_079_552, ()),
+    "Qwen3-0.6B": (_qwen3(1024, 3072, 28, 16, 8, tied=True), 596_049_920),
+    "Qwen3-8B": (_qwen3(4096, 12288, 36, 32, 8, tied=False), 8_190_735_360),
+    "Qwen3-30B-A3B": (_qwen3(2048, 6144, 48, 32, 4, tied=False, **_QWEN3_MOE), 30_532_122_624),
+    "Phi-3-mini-4k": (_phi3(3072, 8192, 32, 32, 32, 32064), 3_821_079_552),
     "Phi-3-mini-128k": (
         _phi3(
             *(3072, 8192, 32, 32, 32, 32064),
@@ -791,7 +644,6 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
             sliding_window=262144,
         ),
         3_821_079_552,
-        (),
     ),
     "Phi-3-mini-128k-older": (
         _phi3(
@@ -801,7 +653,6 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
             sliding_window=262144,
         ),
         3_821_079_552,
-        (),
     ),
     "phi-4": (
         _phi3(
@@ -815,23 +666,25 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
             sliding_window=None,
         ),
         14_659_507_200,
-        (),
     ),
     "Phi-4-mini": (
         _phi3(3072, 8192, 32, 24, 8, 200064, **_PHI4_MINI),
         3_836_021_760,
-        ("full_attn_mod", "interpolate_factor", "lm_head_bias", "mlp_bias"),
+        "full_attn_mod",
+        "interpolate_factor",
+        "lm_head_bias",
+        "mlp_bias",
     ),
-    "gemma-2b": (_gemma(2048, 16384, 18, 8, 1), 2_506_172_416, ()),
-    "gemma-7b": (_gemma(3072, 24576, 28, 16, 16), 8_537_680_896, ()),
+    "gemma-2b": (_gemma(2048, 16384, 18, 8, 1), 2_506_172_416),
+    "gemma-7b": (_gemma(3072, 24576, 28, 16, 16), 8_537_680_896),
     "gemma-1.1-7b-it": (
         _gemma(3072, 24576, 28, 16, 16, hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh"),
         8_537_680_896,
-        ("hidden_activation",),
+        "hidden_activation",
     ),
-    "gemma-2-2b": (_gemma2(2304, 9216, 26, 8, 4, 256), 2_614_341_888, ()),
-    "gemma-2-27b": (_gemma2(4608, 36864, 46, 32, 16, 144, head_dim=128), 27_227_128_320, ()),
-    "gemma-3-1b": (_gemma3(1152, 6912, 26, 4), 999_885_952, ()),
+    "gemma-2-2b": (_gemma2(2304, 9216, 26, 8, 4, 256), 2_614_341_888),
+    "gemma-2-27b": (_gemma2(4608, 36864, 46, 32, 16, 144, head_dim=128), 27_227_128_320),
+    "gemma-3-1b": (_gemma3(1152, 6912, 26, 4), 999_885_952),
     "gemma-3-270m": (
         _gemma3(
             *(640, 2048, 18, 4),
@@ -841,7 +694,6 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
             use_bidirectional_attention=False,
         ),
         268_098_176,
-        (),
     ),
     "embeddinggemma-300m": (
         _gemma3(
@@ -854,61 +706,55 @@ OPENED: dict[str, tuple[Json, int, tuple[str, ...]]] = {
             use_bidirectional_attention=True,
         ),
         302_863_104,
-        (),
     ),
-    "OLMo-1B": (_olmo(2048, 8192, 16, 16, tie_word_embeddings=True), 1_176_764_416, ()),
-    "OLMo-7B": (_olmo(4096, 11008, 32, 32), 6_888_095_744, ()),
-    "OLMo-1.7-7B": (_olmo(4096, 11008, 32, 32, clip_qkv=8.0, max_position_embeddings=4096), 6_888_095_744, ()),
-    "OLMo-2-1B": (
-        _olmo2(2048, 8192, 16, 16, 16),
-        1_484_916_736,
-        (),
-    ),
-    "OLMo-2-7B": (_olmo2(4096, 11008, 32, 32, 32), 7_298_617_344, ()),
-    "OLMo-3-7B": (_olmo2(4096, 11008, 32, 32, 32, **_OLMO3), 7_298_011_136, ()),
-    "granite-3.0-8b": (_granite(4096, 12800, 0.0078125, 16.0), 8_170_848_256, ()),
-    "granite-3.0-2b": (_granite(2048, 8192, 0.015625, 8.0), 2_533_531_648, ()),
-    "SmolLM3-3B": (_smollm3(), 3_075_098_624, ("max_window_layers",)),
-    "Qwen1.5-MoE-A2.7B": (_qwen2_moe(), 14_315_784_192, ()),
-    "Qwen2-57B-A14B": (_qwen2_moe(**_QWEN2_57B), 57_408_658_944, ()),
-    "GLM-4-9B-0414": (_GLM4, 9_400_279_040, ()),
-    "gpt2": (_gpt2(768, 12, 12), 124_439_808, ()),
+    "OLMo-1B": (_olmo(2048, 8192, 16, 16, tie_word_embeddings=True), 1_176_764_416),
+    "OLMo-7B": (_olmo(4096, 11008, 32, 32), 6_888_095_744),
+    "OLMo-1.7-7B": (_olmo(4096, 11008, 32, 32, clip_qkv=8.0, max_position_embeddings=4096), 6_888_095_744),
+    "OLMo-2-1B": (_olmo2(2048, 8192, 16, 16, 16), 1_484_916_736),
+    "OLMo-2-7B": (_olmo2(4096, 11008, 32, 32, 32), 7_298_617_344),
+    "OLMo-3-7B": (_olmo2(4096, 11008, 32, 32, 32, **_OLMO3), 7_298_011_136),
+    "granite-3.0-8b": (_granite(4096, 12800, 0.0078125, 16.0), 8_170_848_256),
+    "granite-3.0-2b": (_granite(2048, 8192, 0.015625, 8.0), 2_533_531_648),
+    "SmolLM3-3B": (_smollm3(), 3_075_098_624, "max_window_layers"),
+    "Qwen1.5-MoE-A2.7B": (_qwen2_moe(), 14_315_784_192),
+    "Qwen2-57B-A14B": (_qwen2_moe(**_QWEN2_57B), 57_408_658_944),
+    "GLM-4-9B-0414": (_GLM4, 9_400_279_040),
+    "gpt2": (_gpt2(768, 12, 12), 124_439_808),
     "distilgpt2": (
         _gpt2(768, 6, 12, _num_labels=1, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0}),
         81_912_576,
-        ("_num_labels",),
+        "_num_labels",
     ),
     "gpt2-medium": (
         _gpt2(1024, 24, 16, n_special=0, predict_special_tokens=True),
         354_823_168,
-        ("n_special", "predict_special_tokens"),
+        "n_special",
+        "predict_special_tokens",
     ),
-    "gpt2-xl": (_gpt2(1600, 48, 25, output_past=True), 1_557_611_200, ("output_past",)),
-    "pythia-160m": (_neox(768, 3072, 12, 12, 50304), 162_322_944, ()),
+    "gpt2-xl": (_gpt2(1600, 48, 25, output_past=True), 1_557_611_200, "output_past"),
+    "pythia-160m": (_neox(768, 3072, 12, 12, 50304), 162_322_944),
     "pythia-160m-tuned": (
         _neox(768, 3072, 12, 12, 50304, partial_rotary_factor=0.25, rope_scaling=None, rope_theta=10000),
         162_322_944,
-        (),
     ),
-    "pythia-6.9b": (_neox(4096, 16384, 32, 32, 50432), 6_857_302_016, ()),
+    "pythia-6.9b": (_neox(4096, 16384, 32, 32, 50432), 6_857_302_016),
     "gpt-neox-20b": (
         _neox(
-            *(6144, 24576, 44, 64, 50432),
-            attention_probs_dropout_prob=0,
-            hidden_act="gelu_fast",
-            hidden_dropout_prob=0,
+            6144, 24576, 44, 64, 50432, attention_probs_dropout_prob=0, hidden_act="gelu_fast", hidden_dropout_prob=0
         ),
         20_554_567_680,
-        ("attention_probs_dropout_prob", "hidden_dropout_prob"),
+        "attention_probs_dropout_prob",
+        "hidden_dropout_prob",
     ),
-    "RedPajama-3B": (_neox(2560, 10240, 32, 32, 50432, rotary_pct=1.0, use_parallel_residual=False), 2_775_864_320, ()),
-    "mpt-7b-chat": (_mpt({"qk_gn": False, "rope": False}), 6_649_286_656, ("attn_config.qk_gn", "attn_config.rope")),
-    "mpt-7b": (_mpt({}), 6_649_286_656, ("init_config", "tokenizer_name")),
-    "mpt-7b-clipped": (_mpt({"clip_qkv": 6.0, "softmax_scale": 0.1}), 6_649_286_656, ("init_config", "tokenizer_name")),
+    "RedPajama-3B": (_neox(2560, 10240, 32, 32, 50432, rotary_pct=1.0, use_parallel_residual=False), 2_775_864_320),
+    "mpt-7b-chat": (_mpt({"qk_gn": False, "rope": False}), 6_649_286_656, "attn_config.qk_gn", "attn_config.rope"),
+    "mpt-7b": (_mpt({}), 6_649_286_656, "init_config", "tokenizer_name"),
+    "mpt-7b-clipped": (_mpt({"clip_qkv": 6.0, "softmax_scale": 0.1}), 6_649_286_656, "init_config", "tokenizer_name"),
     "own-pipeline": (
         _gpt2(768, 12, 12, custom_pipelines={"text-generation": {"impl": "pipeline.Mine"}}, _num_labels=5),
         124_439_808,
-        ("_num_labels", "custom_pipelines"),
+        "_num_labels",
+        "custom_pipelines",
     ),
 }
 
@@ -934,10 +780,7 @@ REFUSED: dict[str, tuple[Json, str]] = {
         _llama(4096, 11008, 32, 32, 32, 4096, 32000, num_local_experts=8, logits_scaling=8.0),
         "logits_scaling: 8.0 given, .*it scales activations or logits.*\n  num_local_experts: 8 given, .*changes the layers",
     ),
-    "an-encoder": (
-        _mistral(is_causal=False),
-        "is_causal: False given, .*these models always have it on",
-    ),
+    "an-encoder": (_mistral(is_causal=False), "is_causal: False given, .*these models always have it on"),
     "DeepSeek-V3": (
         {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "kv_lora_rank": 512},
         r"model_type 'deepseek_v3' is not supported: .*\(MLA\).*Supported: .*llama",

@@ -10,7 +10,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.classifier import classifier_keys, read_score
-from jaxlm.interop.hf.folder import load_model, open_folder, save_folder
+from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.interop.hf.verify import verify_folder
 from jaxlm.models.base import vocab_axis
@@ -20,7 +20,7 @@ from jaxlm.surgery.base import export_form
 from jaxlm.surgery.lora import LoraConfig
 from jaxlm.surgery.reward_head import RewardHeadConfig
 from tests.engine.helpers import one_device
-from tests.interop.cases import FIRST, VOCAB, config_of, inputs_of, tokens
+from tests.interop.cases import FIRST, VOCAB, abstract_of, config_of, exported, inputs_of, tokens
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -64,9 +64,9 @@ def theirs(name):
 def imported(folder):
     """The model in a folder, with its reward head, and its config."""
     opened = open_folder(folder)
-    abstract = jax.eval_shape(lambda key: opened.config.build(vocab_axis(VOCAB), key=key), jax.random.key(0))
     surgery = RewardHeadConfig(from_hf=str(folder))
-    model = surgery.apply(load_model(folder, abstract, opened.config, one_device()), key=jax.random.key(1))
+    plain = load_model(folder, abstract_of(opened.config), opened.config, one_device())
+    model = surgery.apply(plain, key=jax.random.key(1))
     leaf = surgery.initial_leaves(model, opened.config)["reward"]
     return replace(model, reward=replace(model.reward, array=jax.numpy.asarray(leaf))), opened
 
@@ -78,8 +78,7 @@ def test_rewards_are_those_of_transformers_in_both_directions(name, tmp_path):
     reference.save_pretrained(tmp_path / "theirs")
     model, opened = imported(tmp_path / "theirs")
     np.testing.assert_allclose(rewards(model), expected, rtol=1e-4, atol=1e-4)
-    where = {"dtype": np.float32, "files": {}, "special_ids": {"pad_token_id": 3, "eos_token_id": 0}}
-    save_folder(tmp_path / "ours", model, opened.config, one_device(), **where)
+    exported(tmp_path / "ours", model, opened.config, special_ids={"pad_token_id": 3, "eos_token_id": 0})
     again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours").eval()
     assert type(again) is type(reference)
     assert again.config.num_labels == 1
@@ -108,8 +107,7 @@ def test_without_transformers_the_folder_is_read_by_jaxlm(tmp_path, monkeypatch)
     config = LlamaConfig(seq_len=8, hidden_dim=16, intermediate_dim=16, num_layers=1, num_heads=2, num_kv_heads=1)
     plain = jax.jit(lambda: config.build(vocab_axis(VOCAB), key=jax.random.key(0)))()
     model = RewardHeadConfig().apply(plain, key=jax.random.key(1))
-    where = {"dtype": np.float32, "files": {}, "special_ids": {}}
-    save_folder(tmp_path / "ours", model, config, one_device(), **where)
+    exported(tmp_path / "ours", model, config)
     monkeypatch.setattr("jaxlm.interop.hf.verify._has_transformers", lambda: False)
     said = verify_folder(tmp_path / "ours", model, config, one_device())
     assert said == "verified with jaxlm (transformers is not installed): rewards within 0.0e+00"
@@ -126,9 +124,9 @@ def test_adapters_are_merged_below_the_head(order, tmp_path):
     for number, surgery in enumerate(surgeries):
         model = surgery.apply(model, key=jax.random.key(number))
     trained = jax.tree.map(lambda leaf: leaf + 0.03, model)
-    exported = export_form(trained, surgeries)
-    assert jax.tree.structure(exported) == jax.tree.structure(plain)
-    np.testing.assert_allclose(rewards(exported), rewards(trained), rtol=1e-4, atol=1e-4)
+    written = export_form(trained, surgeries)
+    assert jax.tree.structure(written) == jax.tree.structure(plain)
+    np.testing.assert_allclose(rewards(written), rewards(trained), rtol=1e-4, atol=1e-4)
 
 
 def test_padding_that_may_be_the_end_of_a_text_is_not_named():
@@ -151,14 +149,13 @@ def test_folders_without_a_reward_head_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"from_hf: .* has no config\.json"):
         RewardHeadConfig(from_hf=str(tmp_path)).initial_leaves(None, None)
     config = GraniteConfig(seq_len=8, hidden_dim=8, intermediate_dim=8, num_layers=1, num_heads=2, num_kv_heads=1)
-    model = config.build(vocab_axis(9), key=jax.random.key(0))
-    where = {"dtype": np.float32, "files": {}, "special_ids": {}}
-    save_folder(tmp_path / "plain", model, config, one_device(), **where)
+    model = jax.jit(lambda: config.build(vocab_axis(9), key=jax.random.key(0)))()
+    exported(tmp_path / "plain", model, config)
     with pytest.raises(ConfigError, match=r"\(GraniteForCausalLM\) has no score\.weight"):
         read_score(tmp_path / "plain", "x")
     with_head = RewardHeadConfig().apply(model, key=jax.random.key(1))
     with pytest.raises(ConfigError, match=r"transformers has no GraniteForSequenceClassification"):
-        save_folder(tmp_path / "rewards", with_head, config, one_device(), **where)
+        exported(tmp_path / "rewards", with_head, config)
 
 
 @pytest.mark.slow
@@ -170,8 +167,7 @@ def test_several_labels_are_refused_and_the_files_have_no_head_for_tokens(tmp_pa
         read_score(tmp_path / "three", "x")
     theirs("llama-own-heads").save_pretrained(tmp_path / "one")
     model, opened = imported(tmp_path / "one")
-    where = {"dtype": np.float32, "files": {}, "special_ids": {}}
-    save_folder(tmp_path / "ours", model, opened.config, one_device(), **where)
+    exported(tmp_path / "ours", model, opened.config)
     names = set(SafetensorsFile(tmp_path / "ours" / "model.safetensors").tensors)
     assert names == set(SafetensorsFile(tmp_path / "one" / "model.safetensors").tensors)
     content = json.loads((tmp_path / "ours" / "config.json").read_text())

@@ -18,16 +18,27 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.tracing import tracing
 from jaxlm.core.types import TokenBatch
 from jaxlm.interop.hf.family import all_families
-from jaxlm.interop.hf.folder import load_model, open_folder, save_folder
+from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.load import load_weights
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo
-from jaxlm.models.base import vocab_axis
 from jaxlm.models.inference.generate import generate
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.groups import parameter_groups
 from tests.engine.helpers import one_device
-from tests.interop.cases import CASES, FIRST, LLAMA, SEQ_LEN, VOCAB, inputs_of, logits_of, reference, tokens
+from tests.interop.cases import (
+    CASES,
+    FIRST,
+    LLAMA,
+    SEQ_LEN,
+    VOCAB,
+    abstract_of,
+    exported,
+    inputs_of,
+    logits_of,
+    reference,
+    tokens,
+)
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -99,88 +110,90 @@ def as_in_files(name, arrays):
             yield key, array
 
 
-def abstract(config):
-    return jax.eval_shape(lambda key: config.build(vocab_axis(VOCAB), key=key), jax.random.key(0))
-
-
 def imported(path, where=None):
     opened = open_folder(path)
-    return opened, load_model(path, abstract(opened.config), opened.config, where or one_device())
+    return opened, load_model(path, abstract_of(opened.config), opened.config, where or one_device())
+
+
+def reference_with(path, name, **keys):
+    """Saves transformers' model, and changes keys of its config.json."""
+    reference(name).save_pretrained(path)
+    content = json.loads((path / "config.json").read_text()) | keys
+    (path / "config.json").write_text(json.dumps(content))
+    return path
+
+
+def loaded_by_transformers(path):
+    return transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+
+
+def check_logits(model, theirs, ids=None, atol=1e-4):
+    ids = tokens() if ids is None else ids
+    with torch.no_grad():
+        expected = theirs(torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(logits_of(model, inputs_of(ids)), expected, rtol=1e-4, atol=atol)
+
+
+def check_not_exported(path, model, config, message):
+    with pytest.raises(ConfigError, match=rf"cannot represent this model:\n  {message}"):
+        exported(path / "x", model, config)
 
 
 @pytest.mark.parametrize("name", every)
 def test_logits(name, tmp_path):
     reference(name).save_pretrained(tmp_path)
     _, model = imported(tmp_path)
-    with torch.no_grad():
-        expected = reference(name)(torch.tensor(tokens())).logits.numpy()
-    np.testing.assert_allclose(logits_of(model, inputs_of(tokens())), expected, rtol=1e-4, atol=1e-4)
+    check_logits(model, reference(name))
 
 
-def test_gemma3_does_not_cap_attention_scores(tmp_path):
-    """transformers does not either, whatever config.json says."""
-    reference("gemma3").save_pretrained(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text()) | {"attn_logit_softcapping": 0.1}
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    with torch.no_grad():
-        expected = theirs(torch.tensor(tokens())).logits.numpy()
+@pytest.mark.parametrize(
+    ("name", "keys", "note"),
+    [
+        ("gemma3", {"attn_logit_softcapping": 0.1}, "attn_logit_softcapping: 0.1: transformers does not cap"),
+        ("mpt", {"expansion_ratio": 3}, "expansion_ratio: 3: transformers always uses 4"),
+        ("gpt2-untied", {"tie_word_embeddings": True}, "lm_head.weight differs from the token embedding"),
+        ("llama-own-heads", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5: transformers rotates all"),
+    ],
+)
+def test_what_transformers_does_not_follow_is_noted_and_ignored_too(name, keys, note, tmp_path):
+    opened, model = imported(reference_with(tmp_path, name, **keys))
+    check_logits(model, loaded_by_transformers(tmp_path))
+    assert note in "".join(opened.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gemma3", lambda config: {"attn_soft_cap": 0.1}, r"model\.attn_soft_cap: 0\.1 would become None"),
+        (
+            "llama-own-heads",
+            lambda config: {"rope": dataclasses.replace(config.rope, partial_rotary_factor=0.5)},
+            r"model\.rope",
+        ),
+    ],
+)
+def test_what_transformers_does_not_follow_is_not_exported(name, change, message, tmp_path):
+    reference(name).save_pretrained(tmp_path)
     opened, model = imported(tmp_path)
-    np.testing.assert_allclose(logits_of(model, inputs_of(tokens())), expected, rtol=1e-4, atol=1e-4)
-    assert "attn_logit_softcapping: 0.1: transformers does not cap" in "".join(opened.notes)
-    capped = dataclasses.replace(opened.config, attn_soft_cap=0.1)
-    with pytest.raises(
-        ConfigError, match=r"cannot represent this model:\n  model\.attn_soft_cap: 0\.1 would become None"
-    ):
-        save_folder(tmp_path / "x", model, capped, one_device(), dtype=np.float32, files={}, special_ids={})
+    check_not_exported(tmp_path, model, dataclasses.replace(opened.config, **change(opened.config)), message)
 
 
 def test_mpt_has_four_times_the_width_whatever_the_ratio(tmp_path):
-    """transformers does not read the ratio either."""
-    reference("mpt").save_pretrained(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text()) | {"expansion_ratio": 3}
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    with torch.no_grad():
-        expected = theirs(torch.tensor(tokens())).logits.numpy()
-    opened, model = imported(tmp_path)
-    np.testing.assert_allclose(logits_of(model, inputs_of(tokens())), expected, rtol=1e-4, atol=1e-4)
-    assert "expansion_ratio: 3: transformers always uses 4" in "".join(opened.notes)
-    (tmp_path / "config.json").write_text(json.dumps(content | {"expansion_ratio": 2.5}))
-    assert open_folder(tmp_path).config == opened.config
-
-
-def test_a_tied_gpt2_with_another_head_is_computed_as_in_transformers(tmp_path):
-    reference("gpt2-untied").save_pretrained(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    with torch.no_grad():
-        expected = theirs(torch.tensor(tokens())).logits.numpy()
-    opened, model = imported(tmp_path)
-    np.testing.assert_allclose(logits_of(model, inputs_of(tokens())), expected, rtol=1e-4, atol=1e-4)
-    assert "lm_head.weight differs from the token embedding" in "".join(opened.notes)
+    first, second = (open_folder(reference_with(tmp_path, "mpt", expansion_ratio=ratio)) for ratio in (3, 2.5))
+    assert first.config == second.config
 
 
 @pytest.mark.parametrize("lengths", [(24,), pytest.param((10, 24, SEQ_LEN), marks=slow)], ids=str)
 def test_dynamic_rope_beyond_the_imported_length(lengths, tmp_path):
     """The frequencies depend on the length of the text, and while it grows, cached keys stay as they are."""
-    reference("llama-dynamic").save_pretrained(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": SEQ_LEN // 3}
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    theirs = loaded_by_transformers(reference_with(tmp_path, "llama-dynamic", max_position_embeddings=SEQ_LEN // 3))
     config = dataclasses.replace(open_folder(tmp_path).config, seq_len=SEQ_LEN)
-    model = load_model(tmp_path, abstract(config), config, one_device())
+    model = load_model(tmp_path, abstract_of(config), config, one_device())
     for length in lengths:  # ascending: transformers keeps the frequencies of the longest text so far
-        ids = tokens()[:, :length]
-        with torch.no_grad():
-            expected = theirs(torch.tensor(ids)).logits.numpy()
-        np.testing.assert_allclose(logits_of(model, inputs_of(ids)), expected, rtol=1e-4, atol=1e-5)
+        check_logits(model, theirs, tokens()[:, :length], atol=1e-5)
     if len(lengths) > 1:
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-        check_greedy_tokens(model, theirs, torch.tensor(tokens(length=12)))
-    with pytest.raises(ConfigError, match=r"model\.rope: Dynamic.* would become Dynamic"):
-        save_folder(tmp_path / "x", model, config, one_device(), dtype=np.float32, files={}, special_ids={})
+        check_greedy_tokens(model, loaded_by_transformers(tmp_path), torch.tensor(tokens(length=12)))
+    check_not_exported(tmp_path, model, config, r"model\.rope: Dynamic.* would become Dynamic")
 
 
 @eqx.filter_jit
@@ -201,7 +214,7 @@ def as_ours(name, opened, arrays):
     """Torch tensors by parameter name, as a tree with our model's structure."""
     source = Arrays(dict(as_in_files(name, {key: array.detach().float().numpy() for key, array in arrays.items()})))
     table = opened.family.tensors(opened.config)
-    return load_weights(abstract(opened.config), table, source, one_device(), where="torch")
+    return load_weights(abstract_of(opened.config), table, source, one_device(), where="torch")
 
 
 @pytest.mark.parametrize("name", few)
@@ -333,7 +346,7 @@ def test_import_and_export_are_bit_for_bit_equal(name, tmp_path):
     theirs = reference(name)
     theirs.save_pretrained(tmp_path / "theirs")
     opened, model = imported(tmp_path / "theirs")
-    save_folder(tmp_path / "ours", model, opened.config, one_device(), dtype=np.float32, files={}, special_ids={})
+    exported(tmp_path / "ours", model, opened.config)
     before, after = (SafetensorsFile(tmp_path / side / "model.safetensors") for side in ("theirs", "ours"))
     assert before.tensors == after.tensors
     for tensor in before.tensors:
@@ -359,8 +372,8 @@ def test_transformers_computes_the_same_with_an_exported_model(name, tmp_path):
     """Identical logits, and for some models 32 greedy tokens, which our own cached decoding also chooses."""
     reference(name).save_pretrained(tmp_path / "theirs")
     opened, model = imported(tmp_path / "theirs")
-    save_folder(tmp_path / "ours", model, opened.config, one_device(), dtype=np.float32, files={}, special_ids={})
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    exported(tmp_path / "ours", model, opened.config)
+    again = loaded_by_transformers(tmp_path / "ours")
     prompt = torch.tensor(tokens(rows=2, length=12))
     with torch.no_grad():
         assert torch.equal(again(prompt).logits, reference(name)(prompt).logits)

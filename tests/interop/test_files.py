@@ -17,16 +17,15 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import PublishError
 from jaxlm.interop.hf import tensor_writer
-from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder, parameter_dtype, save_folder
+from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder, parameter_dtype
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
 from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.interop.torch.renamed_tensors import RenamedTensors
-from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.rope import Places
 from jaxlm.surgery.lora import LoraConfig, save_peft
 from tests.engine.helpers import layout, one_device
-from tests.interop.cases import inputs_of, logits_of
+from tests.interop.cases import abstract_of, exported, inputs_of, logits_of
 
 CONFIG = LlamaConfig(seq_len=16, hidden_dim=32, intermediate_dim=48, num_layers=2, num_heads=4, num_kv_heads=2)
 VOCAB = 24
@@ -34,7 +33,7 @@ VOCAB = 24
 
 def built(vocab=VOCAB, dtype=jnp.float32):
     rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(lambda: CONFIG.build(vocab_axis(vocab), key=jax.random.key(0)))
+    shapes = abstract_of(CONFIG, vocab)
     return jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape), dtype), shapes)
 
 
@@ -43,9 +42,7 @@ def abstract(vocab=VOCAB, dtype=jnp.float32):
 
 
 def saved(folder, **options):
-    where = {"dtype": np.float32, "files": {}, "special_ids": {}} | options
-    save_folder(folder, built(), CONFIG, one_device(), **where)
-    return folder
+    return exported(folder, built(), CONFIG, **options)
 
 
 def rewritten(folder, change):
@@ -92,19 +89,6 @@ def test_the_safetensors_library_reads_our_files_and_we_read_its(dtype, tmp_path
     for name, array in arrays.items():
         assert ours[name].tobytes() == array.tobytes() == theirs.view(name).tobytes()
         assert ours[name].dtype == array.dtype
-
-
-def test_damaged_files_are_errors(tmp_path):
-    path = saved(tmp_path / "hf") / "model.safetensors"
-    whole = path.read_bytes()
-    for damaged, message in (
-        (whole[:-1], "truncated or damaged"),
-        (b"{}", "not a safetensors"),
-        (whole[:40], "not a saf"),
-    ):
-        path.write_bytes(damaged)
-        with pytest.raises(ConfigError, match=message):
-            SafetensorsFile(path)
 
 
 def test_many_files_and_an_index(tmp_path):
@@ -228,30 +212,15 @@ def test_a_tied_model_with_another_head_is_computed_as_in_transformers(same, tmp
         expected = transformers.AutoModelForCausalLM.from_pretrained(folder)(torch.tensor(ids)).logits.numpy()
     opened, notes = open_folder(folder), []
     assert opened.config.tie_word_embeddings == same
-    shapes = jax.eval_shape(lambda: opened.config.build(vocab_axis(VOCAB), key=jax.random.key(0)))
+    shapes = abstract_of(opened.config, VOCAB)
     model = load_model(folder, shapes, opened.config, one_device(), ReadOptions(log=notes.append))
     np.testing.assert_allclose(logits_of(model, inputs_of(ids)), expected, rtol=1e-4, atol=1e-4)
     assert ["lm_head.weight differs from the token embedding" in note for note in notes] == [True] * (not same)
     if not same:
         tied = dataclasses.replace(CONFIG, tie_word_embeddings=True)
-        shapes = jax.eval_shape(lambda: tied.build(vocab_axis(VOCAB), key=jax.random.key(0)))
+        shapes = abstract_of(tied, VOCAB)
         with pytest.raises(ConfigError, match=r"lm_head\.weight: differs from the token embedding"):
             load_model(folder, shapes, tied, one_device())
-
-
-def test_a_partial_rotary_factor_is_ignored_as_in_transformers(tmp_path):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    folder = changed(saved(tmp_path / "hf"), partial_rotary_factor=0.5)
-    ids = np.random.default_rng(0).integers(0, VOCAB, (2, 12))
-    with torch.no_grad():
-        expected = transformers.AutoModelForCausalLM.from_pretrained(folder)(torch.tensor(ids)).logits.numpy()
-    opened = open_folder(folder)
-    model = load_model(folder, abstract(), opened.config, one_device())
-    np.testing.assert_allclose(logits_of(model, inputs_of(ids)), expected, rtol=1e-4, atol=1e-4)
-    assert "partial_rotary_factor: 0.5: transformers rotates all" in opened.notes[0]
-    partial = dataclasses.replace(CONFIG, rope=dataclasses.replace(CONFIG.rope, partial_rotary_factor=0.5))
-    with pytest.raises(ConfigError, match=r"cannot represent this model:\n  model\.rope"):
-        save_folder(tmp_path / "x", built(), partial, one_device(), dtype=np.float32, files={}, special_ids={})
 
 
 @pytest.mark.parametrize(
@@ -282,7 +251,7 @@ def test_a_folder_is_complete_or_does_not_exist(tmp_path):
         saved(folder)
     windowed = dataclasses.replace(CONFIG, sliding_window=4)
     with pytest.raises(ConfigError, match=r"cannot represent this model:\n  model\.sliding_window: 4"):
-        save_folder(tmp_path / "x", built(), windowed, one_device(), dtype=np.float32, files={}, special_ids={})
+        exported(tmp_path / "x", built(), windowed)
     with pytest.raises(RuntimeError, match="on the way"):
         saved(tmp_path / "y", files=Breaks({"a": b""}))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
@@ -365,9 +334,7 @@ def test_a_folder_of_float8_torch_weights_is_read_as_float32_with_a_note(tmp_pat
     own = {name: torch.from_numpy(file.view(name).copy()).to(torch.float8_e4m3fn) for name in file.tensors}
     torch.save(own, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(content | {"torch_dtype": "float8_e4m3fn"}))
-    dtype, note = parameter_dtype(folder)
+    dtype, note = parameter_dtype(changed(folder, torch_dtype="float8_e4m3fn"))
     assert dtype == "float32"
     assert "the weights are float8_e4m3fn, in which parameters cannot be stored, so they are read as float32" in note
     loaded = load_model(folder, abstract(), CONFIG, one_device())
@@ -396,7 +363,7 @@ def test_peft_adapters(tmp_path):
     assert described["target_modules"] == ["down_proj", "q_proj"]
     file = SafetensorsFile(tmp_path / "peft" / "adapter_model.safetensors")
     before, after = saved(tmp_path / "before"), tmp_path / "after"
-    save_folder(after, LORA.merge(model), CONFIG, one_device(), dtype=np.float32, files={}, special_ids={})
+    exported(after, LORA.merge(model), CONFIG)
     base, merged = (SafetensorsFile(folder / "model.safetensors") for folder in (before, after))
     for name in base.tensors:
         stem = "base_model.model." + name.removesuffix(".weight")
@@ -414,7 +381,7 @@ def test_peft_computes_the_same(tmp_path):
     model = adapted()
     base = transformers.AutoModelForCausalLM.from_pretrained(saved(tmp_path / "base"))
     adapted_ = peft.PeftModel.from_pretrained(base, saved_adapters(tmp_path / "peft", model)).eval()
-    save_folder(tmp_path / "m", LORA.merge(model), CONFIG, one_device(), dtype=np.float32, files={}, special_ids={})
+    exported(tmp_path / "m", LORA.merge(model), CONFIG)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
     ids = torch.tensor(np.random.default_rng(0).integers(0, VOCAB, (2, 12)))
     with torch.no_grad():
@@ -456,32 +423,30 @@ def header(content: bytes) -> bytes:
     return len(content).to_bytes(8, "little") + content
 
 
-DAMAGED = {
-    "an entry that is a number": (header(b'{"a": 5}'), r"the header entry of 'a' is damaged: 5"),
-    "no shape": (header(b'{"a": {"dtype": "F32"}}'), r"the header entry of 'a' is damaged"),
-    "a negative offset": (
-        header(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}'),
-        r"the header entry of 'a' is damaged",
-    ),
-    "a shape of texts": (
-        header(b'{"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}}'),
-        r"the header entry of 'a' is damaged",
-    ),
-    "a dtype that is a list": (
-        header(b'{"a": {"dtype": [1], "shape": [1], "data_offsets": [0, 4]}}'),
-        r"'a' has the dtype \[1\]",
-    ),
-    "a deep header": (header(b'{"a": ' + b"[" * 100_000), "no valid header"),
-    "a list as header": (header(b"[]"), "no valid header"),
-}
+def entry(dtype: str, shape: str, offsets: str) -> bytes:
+    return header(f'{{"a": {{"dtype": {dtype}, "shape": {shape}, "data_offsets": {offsets}}}}}'.encode())
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_headers_are_one_message(tmp_path, name):
-    content, message = DAMAGED[name]
-    (tmp_path / "model.safetensors").write_bytes(content)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda whole: whole[:-1], "truncated or damaged"),
+        (lambda whole: b"{}", "not a safetensors"),
+        (lambda whole: whole[:40], "not a saf"),
+        (lambda whole: header(b'{"a": 5}'), "the header entry of 'a' is damaged: 5"),
+        (lambda whole: header(b'{"a": {"dtype": "F32"}}'), "the header entry of 'a' is damaged"),
+        (lambda whole: entry('"F32"', "[1]", "[-4, 0]"), "the header entry of 'a' is damaged"),
+        (lambda whole: entry('"F32"', '["x"]', "[0, 4]"), "the header entry of 'a' is damaged"),
+        (lambda whole: entry("[1]", "[1]", "[0, 4]"), r"'a' has the dtype \[1\]"),
+        (lambda whole: header(b'{"a": ' + b"[" * 100_000), "no valid header"),
+        (lambda whole: header(b"[]"), "no valid header"),
+    ],
+)
+def test_a_damaged_file_is_one_message(tmp_path, content, message):
+    path = saved(tmp_path / "hf") / "model.safetensors"
+    path.write_bytes(content(path.read_bytes()))
     with pytest.raises(ConfigError, match=message):
-        SafetensorsFile(tmp_path / "model.safetensors")
+        SafetensorsFile(path)
 
 
 @pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 5}}', "[" * 100_000, "{"])

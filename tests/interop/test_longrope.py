@@ -14,7 +14,7 @@ from haliax import Axis
 import jaxlm
 from jaxlm.interop.hf.family import config_from_json, config_to_json, family_of_json
 from jaxlm.interop.hf.folder import load_model, open_folder
-from jaxlm.models.base import Inputs, vocab_axis
+from jaxlm.models.base import Inputs
 from jaxlm.models.inference import prefix_cache as prefix_cache_module
 from jaxlm.models.inference.generate import GenerationConfig, generate, generate_tokens, stream_tokens
 from jaxlm.models.inference.prefix_cache import PrefixCache
@@ -24,7 +24,7 @@ from jaxlm.models.inference.unstacked import Generator
 from jaxlm.models.rope import Places
 from tests.answers import write_tokenizer
 from tests.engine.helpers import layout, one_device
-from tests.interop.cases import VOCAB, inputs_of, logits_of, reference, tokens
+from tests.interop.cases import abstract_of, inputs_of, logits_of, reference, tokens
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -40,8 +40,7 @@ EVERY = ["phi3-grows", *(pytest.param(f"{name}-grows", marks=pytest.mark.slow) f
 def imported(name, path):
     reference(name).save_pretrained(path)
     opened = open_folder(path)
-    build = lambda key: opened.config.build(vocab_axis(VOCAB), key=key)  # noqa: E731
-    return load_model(path, jax.eval_shape(build, jax.random.key(0)), opened.config, one_device())
+    return load_model(path, abstract_of(opened.config), opened.config, one_device())
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -13,9 +12,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import all_families, config_to_json
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.unread_keys import SILENT
-from jaxlm.models.base import vocab_axis
 from tests.engine.helpers import one_device
-from tests.interop.cases import inputs_of, logits_of
+from tests.interop.cases import abstract_of, inputs_of, logits_of
 from tests.interop.published import OPENED, REFUSED
 from tests.interop.scaled_down import scaled_down
 
@@ -34,10 +32,9 @@ def folder_of(path, content):
 @pytest.mark.parametrize("name", OPENED)
 def test_a_published_config_opens(name, tmp_path):
     """The numbers of parameters are those of the published weights."""
-    content, num_parameters, noted = OPENED[name]
+    content, num_parameters, *noted = OPENED[name]
     opened = open_folder(folder_of(tmp_path, content))
-    build = lambda key: opened.config.build(vocab_axis(opened.vocab_size), key=key)  # noqa: E731
-    assert tree.num_parameters(jax.eval_shape(build, jax.random.key(0))) == num_parameters
+    assert tree.num_parameters(abstract_of(opened.config, opened.vocab_size)) == num_parameters
     for key in noted:
         assert f"{key}: " in "".join(opened.notes), opened.notes
     assert bool(opened.notes) == bool(noted), opened.notes
@@ -67,8 +64,7 @@ def test_logits_of_a_scaled_down_published_model(name, tmp_path):
         expected = theirs(ids).logits.numpy()
     theirs.save_pretrained(tmp_path)
     opened = open_folder(folder_of(tmp_path, content))
-    build = lambda key: opened.config.build(vocab_axis(opened.vocab_size), key=key)  # noqa: E731
-    model = load_model(tmp_path, jax.eval_shape(build, jax.random.key(0)), opened.config, one_device())
+    model = load_model(tmp_path, abstract_of(opened.config, opened.vocab_size), opened.config, one_device())
     np.testing.assert_allclose(logits_of(model, inputs_of(ids.numpy())), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -120,7 +116,7 @@ def test_every_key_of_transformers_is_read():
 def test_transformers_ignores_the_keys_of_the_notes(tmp_path):
     """A key in a note is no field of the family's class in transformers, so it cannot have an effect there."""
     transformers = pytest.importorskip("transformers")
-    for content, _, noted in OPENED.values():
+    for content, _, *noted in OPENED.values():
         known = transformers.AutoConfig.for_model(content["model_type"]).to_dict()
         values = {key: content[key] for key in noted if key in known}
         assert not any(values.values()), values

@@ -6,7 +6,6 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.data.tokenizer.added_tokens import open_tokenizer
-from jaxlm.interop.hf.folder import save_folder
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.plan.load_config import decode_run
@@ -15,7 +14,7 @@ from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.export import export_model, model_card
 from jaxlm.session.init_from import InitFrom
 from tests.answers import write_model, write_tokenizer
-from tests.engine.helpers import one_device
+from tests.interop.cases import exported
 
 NEW = ["<|im_start|>", "<|im_end|>", "<|tool|>"]
 MODEL = LlamaConfig(
@@ -43,7 +42,7 @@ def started(folder, num_tokens, **trainer):
 def test_new_rows_are_the_mean_of_the_others(tmp_path, dtype):
     num_tokens = write_tokenizer(tmp_path)
     made = jax.jit(lambda: MODEL.build(vocab_axis(num_tokens + 40), key=jax.random.key(0)))()  # rows of no token
-    save_folder(tmp_path / "hf", made, MODEL, one_device(), dtype=np.float32, files={}, special_ids={})
+    exported(tmp_path / "hf", made, MODEL)
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((tmp_path / "hf" / name).read_bytes())
     plan, model, said = started(tmp_path, num_tokens, mp=f"p={dtype},c=f32")

@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -174,11 +175,11 @@ def test_rewards_see_no_accelerator(told):
 
 def test_a_reward_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch):
     """Its time is over once it hangs, and the run knows in which row."""
-    ids = tmp_path / "ids"
-    left = property(lambda self: -1.0 if self._at == 1 and ids.exists() else 0.05)
+    ids, start = tmp_path / "ids", time.monotonic()
     with Rewards(configs(function("as_told", per="row")), CONTEXT, timeout_s=300) as rewards:
         with monkeypatch.context() as patch:
-            patch.setattr(worker.RewardWorker, "seconds_left", left)
+            patch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: start + 301 * ids.exists()))
+            patch.setattr(worker, "_LONGEST_WAIT_S", 0.05)
             late = r"no result for data.jsonl:2 .* within 300 s.*Its process has been ended"
             with pytest.raises(ConfigError, match=late):
                 rewards.score(rows("well", f"hang {ids}"))

@@ -127,10 +127,23 @@ def token_columns(*axes: hax.Axis) -> dict[str, Column]:
 def random_tokens(shape: tuple[int, ...], vocab_size: int, seed: int) -> Columns:
     """Columns of random tokens, one document per row: [*shape] each."""
     tokens = np.random.default_rng(seed).integers(0, vocab_size, (*shape[:-1], shape[-1] + 1), np.int32)
+    everywhere = np.ones(tokens.shape, bool)
+    return shifted_columns(tokens, everywhere, everywhere)
+
+
+def shifted_columns(ids: np.ndarray, inside: np.ndarray, is_target: np.ndarray) -> Columns:
+    """The columns of `TokenBatch` for rows that hold one document each.
+
+    Args:
+        ids: int32 [..., seq_len + 1], the tokens; 0 where none is.
+        inside: bool, likewise: where a token is.
+        is_target: likewise: which of them are targets.
+    """
+    is_input = inside[..., :-1]
     return {
-        "tokens": tokens[..., :-1],
-        "targets": tokens[..., 1:],
-        "loss_mask": np.ones(shape, np.float32),
-        "segment_ids": np.ones(shape, np.int32),
-        "positions": np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape),
+        "tokens": ids[..., :-1].copy(),
+        "targets": ids[..., 1:].copy(),
+        "loss_mask": is_target[..., 1:].astype(np.float32),
+        "segment_ids": is_input.astype(np.int32),
+        "positions": np.arange(is_input.shape[-1], dtype=np.int32) * is_input,
     }

@@ -11,9 +11,8 @@ its number, like any other example.
 """
 
 import itertools
-from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from jaxlm.data.cache.row_index import RowIndex, open_or_index
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import Examples, documents_as_text
 from jaxlm.data.formats.base import FATES, Truncation
-from jaxlm.data.waiting_documents import WaitingDocuments
+from jaxlm.data.waiting_documents import Fill, WaitingDocuments, pack_rows
 from jaxlm.data.wrapped_rows import DocumentBatches, WrappedRows
 from jaxlm.reading.decode import encode
 
@@ -32,7 +31,6 @@ _CHUNK = 1 << 16  # documents whose lengths are Python integers at a time
 _VERSION = 1  # of the rows that the same documents and keys give
 _TOO_MANY_LOST = 0.5  # of the tokens
 _IN_INDEX = {"keep_start": {}, "keep_end": {"keep_end": True}, "drop_overlength": {"drop_overlong": True}}
-Fill = Literal["crop", "split", "pad"]
 Rows = RowIndex | WrappedRows
 
 
@@ -86,38 +84,9 @@ def pack_best_fit(
     starts_at = offsets[:-1] + too_long if truncation == "keep_end" else offsets[:-1]
     documents, waiting = _documents(starts_at, sizes - too_long), WaitingDocuments(capacity)
     batches = iter(lambda: list(itertools.islice(documents, config.refill_size)), [])
-    firsts, starts, lengths = array("q", [0]), array("q"), array("i")
+    index = pack_rows(waiting, batches, config.buffer_size, config.fill)
     num_cuts, num_lost = int((too_long > 0).sum()), int(too_long.sum())
-    while True:
-        room = capacity
-        while room:
-            while waiting.count < config.buffer_size and (batch := next(batches, None)):
-                waiting.add_all(batch)
-            length = waiting.largest(room)
-            if length:
-                start = waiting.take(length)
-            elif config.fill == "pad" or not waiting.count:
-                break
-            else:
-                start, whole = waiting.take_shortest()
-                length = room
-                if config.fill == "crop":
-                    num_cuts, num_lost = num_cuts + 1, num_lost + whole - room
-                else:
-                    num_cuts += room > 1
-                    # The last token of a row is only a target. It is the first input of the rest.
-                    waiting.add(start + room - 1, whole - room + 1)
-            starts.append(start)
-            lengths.append(length)
-            room -= length
-        if capacity - room >= 2:
-            firsts.append(len(starts))
-            continue
-        num_lost += capacity - room  # a single token has no target
-        del starts[firsts[-1] :], lengths[firsts[-1] :]
-        if not waiting.count:
-            pieces = np.array(starts, np.int64), np.array(lengths, np.int32)
-            return RowIndex(np.array(firsts, np.int64), *pieces, num_cuts, num_lost)
+    return replace(index, num_cuts=index.num_cuts + num_cuts, num_lost=index.num_lost + num_lost)
 
 
 def _documents(starts: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, int]]:

@@ -21,8 +21,8 @@ from jaxlm.data.examples import Examples, no_targets_within, split_off
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.loader import BatchMaker, example_batches
 from jaxlm.data.shuffle import EraShuffle
-from jaxlm.data.sources.config import SourceConfig, check_source_names
 from jaxlm.data.sources.named import NamedSource
+from jaxlm.data.sources.source_config import SourceConfig, check_source_names
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.added_tokens import open_tokenizer
 from jaxlm.data.tokenizer.tokenizer import Tokenizer

@@ -11,12 +11,11 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import GroupBatch
 from jaxlm.data.batch import BatchSpec, Column, Columns, random_tokens, token_columns
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.completions import SeveralCompletions, first_of
 from jaxlm.data.config import DataConfig
-from jaxlm.data.examples import WrappedExamples
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.formats.completions import CompletionsFormat
-from jaxlm.data.formats.groups import GroupsFormat
+from jaxlm.data.formats.completions_format import CompletionsFormat
+from jaxlm.data.formats.groups_format import GroupsFormat
+from jaxlm.data.several_completions import ComparedCompletions, SeveralCompletions
 
 
 @DataConfig.register_subclass("groups")
@@ -58,28 +57,18 @@ class GroupsConfig(DataConfig):
         return sizes.pop()
 
 
-class RewardedGroups(WrappedExamples):
+class RewardedGroups(ComparedCompletions):
     """Groups with the rewards of their responses."""
 
     def __init__(self, groups: SeveralCompletions):
-        super().__init__(groups)
         assert groups.cache.numbers is not None, "groups have rewards"
         self._rewards = groups.cache.numbers[groups.documents]
-        equal = np.flatnonzero(np.ptp(self._rewards, axis=1) == 0)
-        self._equal = f"{len(equal):,} groups have equal rewards {first_of(groups, equal)}" if len(equal) else None
-        self._are_all_equal = 0 < len(equal) == len(groups)
-
-    @property
-    def summary(self) -> str | None:
-        parts = (super().summary, self._equal and f"{self._equal}: none of their responses is better than the others")
-        return "; ".join(filter(None, parts))
-
-    def no_signal(self) -> str | None:
-        if not self._are_all_equal:
-            return None
-        return (
-            f"all {self._equal}, so no response is better than another. Check rewards_field of the format, and the function"
-            " that computed the rewards"
+        super().__init__(
+            groups,
+            np.flatnonzero(np.ptp(self._rewards, axis=1) == 0),
+            said=("groups have equal rewards", "none of their responses is better than the others"),
+            if_all="so no response is better than another. Check rewards_field of the format, and the function that"
+            " computed the rewards",
         )
 
     def read(self, indices: np.ndarray) -> Columns:

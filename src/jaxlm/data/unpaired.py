@@ -9,13 +9,13 @@ from haliax import Axis
 
 from jaxlm.core.axes import POSITION
 from jaxlm.core.types import MISMATCHED, UnpairedBatch
-from jaxlm.data.batch import BatchSpec, Column, Columns, random_tokens, token_columns
+from jaxlm.data.batch import BatchSpec, Column, Columns, random_tokens, shifted_columns, token_columns
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.completions import SeveralCompletions, first_of
 from jaxlm.data.config import DataConfig
 from jaxlm.data.examples import WrappedExamples
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.formats.unpaired import UnpairedFormat
+from jaxlm.data.formats.unpaired_format import UnpairedFormat
+from jaxlm.data.several_completions import SeveralCompletions, first_of
 
 _PROMPTS_AT_ONCE = 10_000
 
@@ -100,14 +100,7 @@ class LabeledCompletions(WrappedExamples):
         inside = at < sizes[:, None]
         ids = np.zeros((len(indices), room), np.int32)
         ids[inside] = flat
-        is_input = inside[:, :-1]
-        return {
-            "tokens": ids[:, :-1].copy(),
-            "targets": ids[:, 1:].copy(),
-            "loss_mask": (inside & (at >= prompts[:, None]))[:, 1:].astype(np.float32),
-            "segment_ids": is_input.astype(np.int32),
-            "positions": at[:-1] * is_input,
-        }
+        return shifted_columns(ids, inside, inside & (at >= prompts[:, None]))
 
 
 def _next_with_another(keys: np.ndarray) -> np.ndarray:

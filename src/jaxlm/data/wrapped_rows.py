@@ -6,9 +6,8 @@ packed in parts, each from what waited at the end of the part before. The first 
 
 import threading
 import zlib
-from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from jaxlm.data.cache.row_index import RowIndex, open_or_index
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.waiting_documents import WaitingDocuments
+from jaxlm.data.waiting_documents import WaitingDocuments, pack_rows
 
 _PART = 1 << 16  # documents in the parts after the first: packed in a fifth of a second
 _MAX_OPEN = 4  # parts after the first
@@ -69,27 +68,8 @@ def pack_part(
     """
     waiting = WaitingDocuments(capacity)
     waiting.add_all(before.tolist())
-    batches = documents.after(consumed + len(before))
-    firsts, starts, lengths = array("q", [0]), array("q"), array("i")
-    num_cuts = num_lost = 0
-    while consumed + len(starts) < until:
-        room = capacity
-        while room:
-            while waiting.count < buffer_size:
-                waiting.add_all(next(batches))
-            length = waiting.largest(room)
-            if length:
-                start = waiting.take(length)
-            else:
-                start, whole = waiting.take_shortest()
-                length = room
-                num_cuts, num_lost = num_cuts + 1, num_lost + whole - room
-            starts.append(start)
-            lengths.append(length)
-            room -= length
-        firsts.append(len(starts))
-    pieces = np.array(starts, np.int64), np.array(lengths, np.int32)
-    return RowIndex(np.array(firsts, np.int64), *pieces, num_cuts, num_lost, waiting.as_array())
+    index = pack_rows(waiting, documents.after(consumed + len(before)), buffer_size, num_pieces=until - consumed)
+    return replace(index, waiting=waiting.as_array())
 
 
 class WrappedRows:

@@ -1,11 +1,13 @@
 """The evaluation interface: an evaluation takes a model and returns metrics."""
 
 import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import draccus
+import jax
 import numpy as np
 
 from jaxlm.core.field_types import PositiveInt
@@ -23,6 +25,7 @@ ChatPrompt = Callable[[Sequence[Mapping[str, Any]], str], tuple[str, list[int]]]
 """Gets messages, and where they are, for error messages. Returns the text of the prompt and its tokens."""
 LogCompletions = Callable[[str, ScoredRows, Mapping[str, np.ndarray]], None]
 """Gets the `completions_name` of an evaluation, its completions, and what `Rewards.score` returned for them."""
+_MAX_IN_FLIGHT = 4  # see engine/metrics.py for why the queue must be short
 
 
 @dataclass(frozen=True)
@@ -136,3 +139,13 @@ class Eval(abc.ABC):
     @abc.abstractmethod
     def run(self, model: LanguageModel) -> dict[str, float]:
         """Metrics by name, to be logged as `eval/<name>`."""
+
+
+def read_results(results: Iterable[Any]) -> Iterator[Any]:
+    """What programs return, on the host. At most a few are queued. Args: results: calls the next program for each."""
+    queued = deque()
+    for result in results:
+        queued.append(result)
+        if len(queued) >= _MAX_IN_FLIGHT:
+            yield jax.device_get(queued.popleft())
+    yield from map(jax.device_get, queued)

@@ -1,6 +1,5 @@
 """Measures how uncertain a model is: the entropy of its predictions (Shannon 1948)."""
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,11 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, read_results
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.loss import token_entropies
-
-_MAX_IN_FLIGHT = 4
 
 
 @EvalConfig.register_subclass("entropy")
@@ -54,12 +51,8 @@ class EntropyEval(Eval):
 
     def _measure(self, model: LanguageModel, batches: Iterable[Any]) -> np.ndarray:
         """float64 [2]: the sum of the entropies, and the number of targets."""
-        pending, sums = deque(), np.zeros(2)
-        for batch in batches:
-            pending.append(self._totals(model, batch))
-            if len(pending) >= _MAX_IN_FLIGHT:
-                sums += np.asarray(pending.popleft(), np.float64)
-        return sums + sum((np.asarray(totals, np.float64) for totals in pending), np.zeros(2))
+        results = read_results(self._totals(model, batch) for batch in batches)
+        return sum((np.asarray(totals, np.float64) for totals in results), np.zeros(2))
 
 
 def _batch_totals(model: LanguageModel, batch: Any) -> jax.Array:

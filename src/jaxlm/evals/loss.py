@@ -12,11 +12,8 @@ import numpy as np
 
 from jaxlm.core.precision import Precision
 from jaxlm.core.types import DummyPrefix
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext, Score
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, Score, read_results
 from jaxlm.models.base import LanguageModel
-
-# Maximum number of queued batches; see engine/metrics.py for why the queue must be short.
-_MAX_IN_FLIGHT = 4
 
 
 @EvalConfig.register_subclass("loss")
@@ -127,14 +124,9 @@ class LossMeter:
                 are in the first group.
         """
         model = self._cast(model)
-        pending: list[tuple[jax.Array, ...]] = []
         sums = np.zeros((4, self._num_groups))
-        for batch, groups in batches:
-            pending.append(self._totals(model, batch, groups))
-            if len(pending) >= _MAX_IN_FLIGHT:
-                sums += np.array(jax.device_get(pending.pop(0)), np.float64)
-        for totals in pending:
-            sums += np.array(jax.device_get(totals), np.float64)
+        for totals in read_results(self._totals(model, batch, groups) for batch, groups in batches):
+            sums += np.array(totals, np.float64)
         return tuple(EvalLoss(*map(float, column)) for column in sums.T)
 
     def _batch_totals(self, model: LanguageModel, batch: Any, groups: jax.Array | None) -> tuple[jax.Array, ...]:

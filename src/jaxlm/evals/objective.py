@@ -1,19 +1,17 @@
 """Measures the training objective on the validation data."""
 
 import math
-from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.types import Largest, Sum
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext
+from jaxlm.core.types import Largest
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, read_results
 from jaxlm.models.base import LanguageModel
 
-_MAX_IN_FLIGHT = 4
 _OF_THE_LOSS_EVAL = "loss"
 
 
@@ -45,12 +43,12 @@ class ObjectiveEval(Eval):
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         """The metrics; empty without validation data."""
-        model, pending = self._cast(model), deque()
+        model = self._cast(model)
         totals: dict[tuple[int, str], float] = defaultdict(float)
         weights: dict[tuple[int, str], float] = defaultdict(float)
-
-        def add(measured: tuple[Mapping[str, Sum], Mapping[str, Sum | Largest]]) -> None:
-            for number, group in enumerate(jax.device_get(measured)):
+        batches = (batch for source in self._validation for batch in source.batches())
+        for measured in read_results(self._measure(model, batch) for batch in batches):
+            for number, group in enumerate(measured):
                 for name, part in group.items():
                     if isinstance(part, Largest):
                         totals[number, name] = max(totals.get((number, name), -math.inf), float(part.value))
@@ -58,17 +56,7 @@ class ObjectiveEval(Eval):
                     else:
                         totals[number, name] += float(part.total)
                         weights[number, name] += float(part.weight)
-
-        for batch in self._batches():
-            pending.append(self._measure(model, batch))
-            if len(pending) >= _MAX_IN_FLIGHT:
-                add(pending.popleft())
-        for measured in pending:
-            add(measured)
         means = {at: totals[at] / weights[at] for at in totals if weights[at]}
         metrics = {name: mean for (number, name), mean in means.items() if number and name != _OF_THE_LOSS_EVAL}
         minimized = [mean for (number, _), mean in means.items() if not number]
         return {"objective": sum(minimized), **metrics} if minimized else {}
-
-    def _batches(self) -> Any:
-        return (batch for source in self._validation for batch in source.batches())

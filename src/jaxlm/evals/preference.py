@@ -4,7 +4,7 @@ Source: the likelihoods in equation 3 of Rafailov et al. 2023, Direct Preference
 reference model.
 """
 
-from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,10 +16,8 @@ import numpy as np
 from jaxlm.core.axes import POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import PairBatch
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, read_results
 from jaxlm.models.base import LanguageModel
-
-_MAX_IN_FLIGHT = 4
 
 
 @EvalConfig.register_subclass("preference")
@@ -50,16 +48,9 @@ class PreferenceEval(Eval):
         self._totals = jax.jit(self._batch_totals)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
-        model, pending, sums = self._cast(model), deque(), np.zeros(4)
-        for batch in (batch for source in self._ctx.validation for batch in source.batches()):
-            if not isinstance(batch, PairBatch):
-                raise ConfigError(
-                    "evals: type preference needs pairs to validate on. Set data.type to pairs, or remove it"
-                )
-            pending.append(self._totals(model, batch))
-            if len(pending) >= _MAX_IN_FLIGHT:
-                sums += np.asarray(pending.popleft(), np.float64)
-        sums += sum((np.asarray(totals, np.float64) for totals in pending), np.zeros(4))
+        model, sums = self._cast(model), np.zeros(4)
+        for totals in read_results(self._totals(model, batch) for batch in self._batches()):
+            sums += np.asarray(totals, np.float64)
         num_pairs, *totals = sums.tolist()
         if not num_pairs:
             return {}
@@ -70,6 +61,14 @@ class PreferenceEval(Eval):
             "logps/chosen": chosen,
             "logps/rejected": rejected,
         }
+
+    def _batches(self) -> Iterator[PairBatch]:
+        for batch in (batch for source in self._ctx.validation for batch in source.batches()):
+            if not isinstance(batch, PairBatch):
+                raise ConfigError(
+                    "evals: type preference needs pairs to validate on. Set data.type to pairs, or remove it"
+                )
+            yield batch
 
     def _batch_totals(self, model: LanguageModel, batch: PairBatch) -> jax.Array:
         """float32 [4]: pairs, pairs with the chosen completion ahead, and the log-likelihoods of both sides."""

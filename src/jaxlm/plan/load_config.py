@@ -11,7 +11,7 @@ from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import remember_secrets
 from jaxlm.interop.hf.model_section import with_hf_model
-from jaxlm.interop.levanter.config import from_levanter
+from jaxlm.interop.levanter.from_levanter import from_levanter
 from jaxlm.plan.presets.base import with_preset
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.decode import decode, drop_stale_keys

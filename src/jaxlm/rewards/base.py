@@ -2,12 +2,12 @@
 
 import abc
 import math
-import multiprocessing.connection
 import pickle
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import draccus
 import numpy as np
@@ -16,9 +16,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.reading.decode import choice_name
 from jaxlm.rewards.worker import RewardWorker
 
+_T = TypeVar("_T")
 TOTAL = "reward"
 """Name of the weighted sum of all rewards."""
-_LONGEST_WAIT_S = 1.0  # at a time: the connection of a process that has ended may stay open
 
 
 @dataclass(frozen=True)
@@ -138,16 +138,20 @@ def reward_names(configs: Sequence[RewardConfig]) -> list[str]:
     return names
 
 
-def _opened(workers: Collection[RewardWorker]) -> list[tuple[str, ...]]:
-    """Waits until processes that have just started are open, all at the same time. Returns the columns that each reads."""
-    try:
-        for worker in workers:
-            worker.set_up()
-        return [worker.opened() for worker in workers]
-    except BaseException:
-        for worker in workers:
-            worker.end()
-        raise
+def _answers(workers: Mapping[str, RewardWorker], ask: Callable[[RewardWorker], _T]) -> dict[str, _T]:
+    """What processes answer. A thread listens to each: one that nobody listens to would stop working. The first error is
+    raised at once, and the processes that have not answered are ended: no answer must be left for the next call.
+    """
+    with ThreadPoolExecutor(max(len(workers), 1)) as pool:
+        answers = {name: pool.submit(ask, worker) for name, worker in workers.items()}
+        try:
+            done, _ = wait(answers.values(), return_when=FIRST_EXCEPTION)
+            return {name: answer.result() for name, answer in answers.items() if answer in done}
+        except BaseException:
+            for name, answer in answers.items():
+                if not answer.done():
+                    workers[name].end()
+            raise
 
 
 class Rewards:
@@ -168,7 +172,7 @@ class Rewards:
         try:
             for name, config in zip(self._weights, configs, strict=True):
                 self._workers[name] = RewardWorker(name, config, context, timeout_s)
-            self._columns = dict(zip(self._workers, _opened(self._workers.values()), strict=True))
+            self._columns = _answers(self._workers, RewardWorker.open)
         except BaseException:
             self.close()
             raise
@@ -196,36 +200,14 @@ class Rewards:
         """The rewards by name, float64 [rows], NaN where one does not apply; and `reward`, the weighted sum of the others."""
         assert len(rows), "there is a completion to score"
         self.check_columns(rows.columns)
-        _opened([worker for worker in self._workers.values() if worker.restart()])
-        found = self._answers(rows)
-        scores = {name: np.array(found[name], np.float64) for name in self._workers}
+        _answers({name: worker for name, worker in self._workers.items() if worker.restart()}, RewardWorker.open)
+        pickled = pickle.dumps(rows)
+        answers = _answers(self._workers, lambda worker: worker.score(rows, pickled))
+        scores = {name: np.array(values, np.float64) for name, values in answers.items()}
         total = np.zeros(len(rows))
         for name, values in scores.items():
             total += self._weights[name] * np.nan_to_num(values)
         return {**scores, TOTAL: total}
-
-    def _answers(self, rows: ScoredRows) -> dict[str, list[float]]:
-        """What the processes answer. All are listened to at the same time: one that nobody listens to would stop working."""
-        pickled, found, busy = pickle.dumps(rows), {}, dict(self._workers)
-        try:
-            for worker in busy.values():
-                worker.send(rows, pickled)
-            while busy:
-                left = min(max(worker.seconds_left, 0.0) for worker in busy.values())
-                ready = multiprocessing.connection.wait(
-                    [worker.connection for worker in busy.values()], min(left, _LONGEST_WAIT_S)
-                )
-                for name, worker in list(busy.items()):
-                    if worker.connection in ready and (scores := worker.receive()) is not None:
-                        found[name] = scores
-                        del busy[name]
-                    else:
-                        worker.check_in_time()
-        except BaseException:
-            for worker in (worker for worker in busy.values() if worker.is_busy):
-                worker.end()  # no answer must be left for the next call
-            raise
-        return found
 
     def close(self) -> None:
         """Ends the processes."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 300.0  # large libraries from a cold disk
 _SEND_S = 300.0  # until a process counts as lost that does not read what it is sent
 _EXIT_S = 2.0
+_LONGEST_WAIT_S = 1.0  # at a time: the connection of a process that has ended may stay open
 _END_S = 10.0
 _READ_BYTES, _LONGEST_BYTES = 1 << 20, 1 << 28
 _CODE = (
@@ -46,21 +47,17 @@ _NO_ACCELERATOR = {
 
 
 class RewardWorker:
-    """The process of one reward, as the run sees it. `set_up` and `opened` must follow its start."""
+    """The process of one reward, as the run sees it. `open` must follow its start."""
 
     def __init__(self, name: str, config: "RewardConfig", context: "RewardContext", timeout_s: float):
-        """Args: timeout_s: how long it may take to score the rows of one `send`."""
+        """Args: timeout_s: how long it may take to score the rows of one `score`."""
         self._label = f"reward '{name}' (type: {choice_name(type(config))})"
         self._setup = _pickled_setup(self._label, config, context)
-        self._timeout_s, self._deadline = timeout_s, 0.0
-        self._rows: ScoredRows | None = None
-        self._at: int | None = None
+        self._timeout_s = timeout_s
         self._start()
 
     def _start(self) -> None:
         self._connection, theirs = socket.socketpair()
-        self._connection.settimeout(START_TIMEOUT_S)
-        self._rest = b""
         paths = json.dumps([path for path in sys.path if isinstance(path, str)])
         with theirs:
             self._process = subprocess.Popen(
@@ -71,110 +68,84 @@ class RewardWorker:
                 env=os.environ | _NO_ACCELERATOR,
                 start_new_session=True,
             )
-        self._is_open = self._has_ended = False
-
-    def set_up(self) -> None:
-        """Tells the process which reward it is. Waits until it has started."""
-        with contextlib.suppress(OSError):  # it has ended: `opened` says so
-            self._connection.sendall(self._setup)
-
-    def opened(self) -> tuple[str, ...]:
-        """Waits until the reward is open. Returns the columns that it reads."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while wait([self._connection], max(deadline - time.monotonic(), 0.0)):
-            for kind, value in self._messages("while it opened"):
-                if kind == FAILED:
-                    self.end()
-                    raise ConfigError(f"{self._label}: {value[0]}")
-                self._is_open = True
-                return tuple(value)
-        raise self._late(f"has not opened within {START_TIMEOUT_S:g} s")
 
     def restart(self) -> bool:
         """Starts the process again if it has ended. Returns whether it did."""
-        if not self._has_ended and self._process.poll() is None:
+        if self._process.poll() is None:
             return False
-        self.end()
+        self.close()
         self._start()
         return True
 
-    def send(self, rows: "ScoredRows", pickled: bytes) -> None:
-        """Begins to score rows. `receive` must follow until it returns the scores. Args: pickled: the rows."""
-        self._rows, self._at, self._deadline = rows, None, time.monotonic() + self._timeout_s
-        self._connection.settimeout(min(_SEND_S, self._timeout_s))
+    def open(self) -> tuple[str, ...]:
+        """Tells the process which reward it is, and waits until it is open. Returns the columns that it reads."""
         try:
-            self._connection.sendall(pickled)
-        except TimeoutError:  # it was stopped, or a thread that the reward has left behind does not let it read
-            self._deadline = time.monotonic()
-        except OSError:  # it has ended: `receive` says so
+            kind, value = next(self._messages(self._setup, START_TIMEOUT_S, 0, lambda: "while it opened"))
+        except TimeoutError:
+            raise self._late(f"has not opened within {START_TIMEOUT_S:g} s") from None
+        if kind == FAILED:
+            self.end()
+            raise ConfigError(f"{self._label}: {value[0]}")
+        return tuple(value)
+
+    def score(self, rows: "ScoredRows", pickled: bytes) -> list[float]:
+        """The scores of rows, NaN for None. Args: pickled: the rows."""
+        at: int | None = None
+
+        def during() -> str:
+            return f"while it scored {_where(rows, at)}"
+
+        try:
+            for kind, value in self._messages(pickled, self._timeout_s, len(rows), during):
+                if kind == SCORED:
+                    return value
+                if kind == FAILED:
+                    where = _where(rows, value[1])
+                    raise ConfigError(f"{self._label}: {value[0]}, for {where}. Correct the reward")
+                at = value
+        except TimeoutError:
             pass
+        raise self._late(
+            f"no result for {_where(rows, at)} within {self._timeout_s:g} s. Make it faster, or raise reward_timeout_s"
+        )
 
-    @property
-    def connection(self) -> socket.socket:
-        """Has something to read when `receive` has."""
-        return self._connection
-
-    @property
-    def seconds_left(self) -> float:
-        """Until the rows given to `send` have to be scored."""
-        return self._deadline - time.monotonic()
-
-    def receive(self) -> list[float] | None:
-        """Reads what the process has said. Returns the scores of the rows given to `send`, NaN for None, if it has them."""
-        assert self._rows is not None, "send comes first"
-        for kind, value in self._messages(f"while it scored {_where(self._rows, self._at)}"):
-            if kind == AT:
-                self._at = value
-                continue
-            rows, self._rows = self._rows, None
-            if kind == FAILED:
-                where = _where(rows, value[1])
-                raise ConfigError(f"{self._label}: {value[0]}, for {where}. Correct the reward")
-            return value
-        return None
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether it has not answered the last `send`."""
-        return self._rows is not None
-
-    def check_in_time(self) -> None:
-        """Raises `ConfigError` if the process has ended, or has no time left for the rows given to `send`, which ends it."""
-        assert self._rows is not None, "send comes first"
-        where = _where(self._rows, self._at)
-        # Without a supervisor of sessions (not on Linux), a program that it has started may hold its connection open.
-        if self._process.poll() is not None and not wait([self._connection], 0):
-            raise self._ended(f"while it scored {where}")
-        if self.seconds_left <= 0:
-            raise self._late(
-                f"no result for {where} within {self._timeout_s:g} s. Make it faster, or raise reward_timeout_s"
-            )
-
-    def close(self) -> None:
-        """Ends the process. It exits by itself when its connection closes, unless it is busy."""
-        self._connection.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_EXIT_S if self._is_open else 0.0)
-        self.end()
-
-    def _messages(self, during: str) -> Iterator[tuple[str, Any]]:
-        """The messages that have arrived. Call it when the connection has something to read: it does not wait."""
+    def _messages(
+        self, request: bytes, timeout_s: float, size: int, during: Callable[[], str]
+    ) -> Iterator[tuple[str, Any]]:
+        """What the process says after a request. Raises `TimeoutError` if it says nothing more in time, and `ConfigError` if
+        it has ended. Args: size: number of rows. during: for messages.
+        """
+        deadline, rest = time.monotonic() + timeout_s, b""
+        self._connection.settimeout(min(_SEND_S, timeout_s))
         try:
-            data = self._connection.recv(_READ_BYTES)
-        except OSError:
-            data = b""
-        if not data:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_EXIT_S)  # the connection closes a moment before the process has ended
-            raise self._ended(during)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > _LONGEST_BYTES:
-            raise self._strange(during)
-        for line in lines:
-            yield self._message(line, during)
+            self._connection.sendall(request)
+        except TimeoutError:  # it was stopped, or a thread that the reward has left behind does not let it read
+            deadline = time.monotonic()
+        except OSError:  # it has ended: reading says so
+            pass
+        while True:
+            left_s = deadline - time.monotonic()
+            if wait([self._connection], min(max(left_s, 0.0), _LONGEST_WAIT_S)):
+                *lines, rest = (rest + self._received(during)).split(b"\n")
+                for line in lines:
+                    yield self._message(line, size, during)
+                if len(rest) > _LONGEST_BYTES:
+                    raise self._strange(during)
+            # Without a supervisor of sessions (not on Linux), a program that it has started may hold its connection open.
+            elif self._process.poll() is not None:
+                raise self._ended(during)
+            if left_s <= 0:
+                raise TimeoutError
 
-    def _message(self, line: bytes, during: str) -> tuple[str, Any]:
-        size = 0 if self._rows is None else len(self._rows)
+    def _received(self, during: Callable[[], str]) -> bytes:
+        with contextlib.suppress(OSError):
+            if data := self._connection.recv(_READ_BYTES):
+                return data
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_S)  # the connection closes a moment before the process has ended
+        raise self._ended(during)
+
+    def _message(self, line: bytes, size: int, during: Callable[[], str]) -> tuple[str, Any]:
         try:
             match json.loads(line):
                 case [str() as kind, list() as value] if kind == OPENED or (kind == SCORED and len(value) == size):
@@ -187,20 +158,20 @@ class RewardWorker:
             pass  # it is not JSON
         raise self._strange(during)
 
-    def _strange(self, during: str) -> ConfigError:
+    def _strange(self, during: Callable[[], str]) -> ConfigError:
         """Ends a process that has written something that is not a message."""
         self.end()
         return ConfigError(
-            f"{self._label}: something other than its own process wrote to the connection with the run {during}. Look for a"
+            f"{self._label}: something other than its own process wrote to the connection with the run {during()}. Look for a"
             " library that writes to descriptors which it has not opened"
         )
 
-    def _ended(self, during: str) -> ConfigError:
+    def _ended(self, during: Callable[[], str]) -> ConfigError:
         """Ends what is left of a process that has ended."""
         code = self.end()
         how = f"the signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
         return ConfigError(
-            f"{self._label}: its process ended with {how} {during}. Look for a lack of memory, a crash of a library, or a"
+            f"{self._label}: its process ended with {how} {during()}. Look for a lack of memory, a crash of a library, or a"
             " call that exits"
         )
 
@@ -209,19 +180,23 @@ class RewardWorker:
         self.end()
         return ConfigError(f"{self._label}: {what}. Its process has been ended")
 
+    def close(self) -> None:
+        """Ends the process. It exits by itself when its connection closes, unless it is busy."""
+        self._connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_S)
+        self.end()
+
     def end(self) -> int:
-        """Ends the process and what it has started. Returns its exit code, negative for a signal."""
-        if self._has_ended:  # its number may be that of another process by now
-            return self._process.wait()
-        self._has_ended = True
+        """Ends the process and what it has started, also while another thread waits for it. Returns its exit code, negative
+        for a signal.
+        """
         assert self._process.stdin is not None, "it is a pipe"
         self._process.stdin.close()
         try:
-            self._process.wait(_END_S)
+            return self._process.wait(_END_S)
         except subprocess.TimeoutExpired:  # it was stopped, or waits for one that the system does not end
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # which ends the worker too
-        self._connection.close()
+            self._process.kill()  # which ends the worker too
         return self._process.wait()
 
 

@@ -89,9 +89,9 @@ class Encoder(abc.ABC):
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         """Tokenizes documents; None for a document without target tokens. Must be thread-safe."""
 
-    @abc.abstractmethod
     def cache_key(self) -> dict[str, Any]:
         """Whatever determines the tokens besides the format and the tokenizer, as plain JSON."""
+        return {}
 
     @abc.abstractmethod
     def no_targets_message(self) -> str:
@@ -149,8 +149,8 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
         return None
 
     def given_template(self) -> str | None:
-        """The chat template that the configuration gives, as text or as the path of a .jinja file; None if it gives none."""
-        return None
+        """The key `chat_template`, which may be the path of a .jinja file; None without it, or in formats that have none."""
+        return getattr(self, "chat_template", None)
 
     def beside_prompt(self, values: dict[str, Any]) -> dict[str, Any]:
         """What a record has besides its prompt, for formats that make prompts. Args: values: of the record."""

@@ -66,9 +66,6 @@ class ConversationFormat(MaskedFormat):
     def messages(self, record: Record) -> Messages:
         """The conversation of a record. Raises `ConfigError` if it has none."""
 
-    def given_template(self) -> str | None:
-        return self.chat_template
-
     def cache_key(self) -> dict[str, Any]:
         # Folders of caches are named by the text of their keys, in which the keys of `chat` always had this order.
         options = super().cache_key()["format"]

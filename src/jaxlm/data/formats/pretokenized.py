@@ -78,9 +78,6 @@ class PretokenizedEncoder(Encoder):
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         return [TokenizedText(ids) for ids in contents]
 
-    def cache_key(self) -> dict[str, Any]:
-        return {}
-
     def no_targets_message(self) -> str:
         return f"{self.key}: the files hold no token ids"
 

@@ -73,9 +73,6 @@ class SupervisedEncoder(Encoder):
         ids = self.tokenizer.encode_arrays([text for pair in contents for text in pair])
         return [self._tokens(prompt, completion) for prompt, completion in zip(ids[::2], ids[1::2], strict=True)]
 
-    def cache_key(self) -> dict[str, Any]:
-        return {}
-
     def no_targets_message(self) -> str:
         return f"{self.key}: every completion under '{self.config.output_field}' is empty: no tokens to compute the loss on"
 

@@ -60,8 +60,5 @@ class TextEncoder(Encoder):
             for ids in self.tokenizer.encode_arrays(contents)
         ]
 
-    def cache_key(self) -> dict[str, Any]:
-        return {}
-
     def no_targets_message(self) -> str:
         return "the data contains no text"

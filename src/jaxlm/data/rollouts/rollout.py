@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.data.batch import Columns
+from jaxlm.data.batch import Columns, shifted_columns
 from jaxlm.data.rollouts.sampler import Sample
 
 _ARRAYS = {
@@ -125,13 +125,8 @@ class Rollout:
                 mask[row, number, len(prompt) : end] = self.mask[written]
                 logps[row, number, len(prompt) : end] = self.logps[written]
                 inside[row, number, :end] = True
-        is_input = inside[..., :-1]
         return {
-            "tokens": ids[..., :-1] * is_input,
-            "targets": ids[..., 1:].copy(),
-            "loss_mask": mask[..., 1:].copy(),
-            "segment_ids": is_input.astype(np.int32),
-            "positions": np.arange(seq_len, dtype=np.int32) * is_input,
+            **shifted_columns(ids, inside, mask),
             "sampler_logps": logps[..., 1:] * mask[..., 1:],
             "rewards": self.rewards[groups],
             "reward_parts": self.reward_parts[groups],

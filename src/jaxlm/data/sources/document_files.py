@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _ROWS = 256  # table rows converted to Python strings per batch
 _BUFFER = 1 << 20  # bytes; without a buffer size, whole columns of a row group are fetched
 _ARROW_FILE = b"ARROW1"
+_WITH_TEXT = {str, dict, list}
 ARRAYS = ".npy"  # arrays of token ids: not documents, but may be listed in URLs
 
 
@@ -191,24 +192,32 @@ def _is_text(kind: "pa.DataType") -> bool:
 
 
 def _texts(path: Path, column: "pa.Array", rows_before: int, text_key: str) -> Iterator[str]:
-    try:
-        values = column.to_pylist()
-    except UnicodeDecodeError:
-        values = column  # convert one by one, to find the row
-    for number, value in enumerate(values, start=rows_before + 1):
-        try:
-            text = value if values is not column else value.as_py()
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{path}: row {number}: not UTF-8 text ({error.reason} at offset {error.start}). Convert the text to UTF-8,"
-                " or remove such rows from the file"
-            ) from error
+    for number, text in enumerate(python_values(path, column, rows_before), start=rows_before + 1):
         if text is None:
             raise ConfigError(
                 f"{path}: row {number}: the text under data.text_key '{text_key}' is null. Remove such rows from the"
                 " file, or choose another column"
             )
         yield text
+
+
+def python_values(path: Path, part: "pa.Array | pa.RecordBatch", rows_before: int) -> Iterator[Any]:
+    """The values of a part of a column, or the records of a part of a table."""
+    try:
+        yield from part.to_pylist()
+    except UnicodeDecodeError:
+        yield from _one_by_one(path, part, rows_before)  # to find the row
+
+
+def _one_by_one(path: Path, part: "pa.Array | pa.RecordBatch", rows_before: int) -> Iterator[Any]:
+    for number in range(len(part)):
+        try:
+            yield from part.slice(number, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{path}: row {rows_before + number + 1}: not UTF-8 text ({error.reason} at offset {error.start}). Convert"
+                " the text to UTF-8, or remove such rows from the file"
+            ) from error
 
 
 def _parse_json(path: Path, text: str, where: str) -> Any:
@@ -237,13 +246,24 @@ def _text_of(path: Path, where: str, record: Any, text_key: str) -> str:
             f"{path}: {where}: no text under data.text_key '{text_key}'{given}. Keys of the record: {keys}. Remove such"
             " records, or set data.text_key to the key of the text"
         )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
-        raise ConfigError(
-            f"{path}: {where}: the text is not valid Unicode: {text[error.start]!a} at character {error.start}"
-        ) from error
+    check_unicode(f"{path}: {where}", text)
     return text
+
+
+def check_unicode(where: str, value: Any) -> None:
+    """Raises `ConfigError` for half of a surrogate pair, which JSON can escape. `value` is JSON."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{where}: the text is not valid Unicode: {value[error.start]!a} at character {error.start}"
+            ) from error
+    elif isinstance(value, (dict, list)):
+        parts = value.values() if isinstance(value, dict) else value
+        if not _WITH_TEXT.isdisjoint(map(type, parts)):  # no call for each of a million token ids
+            for part in parts:
+                check_unicode(where, part)
 
 
 def _decode_utf8(path: Path, raw: bytes, where: str) -> str:

@@ -18,8 +18,8 @@ from jaxlm.data.cache.token_cache import METADATA, Provenance, TokenCache, make_
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.formats.base import Encoder
 from jaxlm.data.formats.preview import MaskPreview, preview_masks
-from jaxlm.data.sources.config import DEFAULT_TEXT_KEY, ListedUrl, SourceConfig
 from jaxlm.data.sources.files import open_files
+from jaxlm.data.sources.source_config import DEFAULT_TEXT_KEY, ListedUrl, SourceConfig
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.sources.text_ledger import TextLedger
 from jaxlm.data.tokenizer.tokenizer import Tokenizer

@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.sources.compression import damaged_file_errors
-from jaxlm.data.sources.document_files import format_of, json_values, open_arrow, parquet_batches
+from jaxlm.data.sources.document_files import (
+    check_unicode,
+    format_of,
+    json_values,
+    open_arrow,
+    parquet_batches,
+    python_values,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-_WITH_TEXT = {str, dict, list}
 
 
 class Record(NamedTuple):
@@ -48,7 +53,7 @@ def _json(path: Path, keys: Sequence[str] | None, optional: Sequence[str]) -> It
     for where, value, position in json_values(path):
         if not isinstance(value, dict):
             raise ConfigError(f"{path}: {where}: expected a record with keys, got {value!r:.80}")
-        _check_unicode(
+        check_unicode(
             f"{path}: {where}", value if keys is None else {key: value.get(key) for key in (*keys, *optional)}
         )
         yield Record(f"{path}: {where}", value, position)
@@ -78,43 +83,9 @@ def _rows(
         if missing:
             raise ConfigError(f"{path}: no column '{missing[0]}'. The file has: {', '.join(batch.schema.names)}")
         columns = [*wanted, *(key for key in optional if key in batch.schema.names and key not in wanted)]
-        for values in _values(path, batch.select(columns), row):
+        for values in python_values(path, batch.select(columns), row):
             row += 1
             yield Record(f"{path}: row {row}", values, position)
-
-
-def _values(path: Path, batch: "pa.RecordBatch", rows_before: int) -> Iterator[dict[str, Any]]:
-    try:
-        yield from batch.to_pylist()
-    except UnicodeDecodeError:
-        yield from _one_by_one(path, batch, rows_before)  # to find the row
-
-
-def _one_by_one(path: Path, batch: "pa.RecordBatch", rows_before: int) -> Iterator[dict[str, Any]]:
-    for number in range(len(batch)):
-        try:
-            yield from batch.slice(number, 1).to_pylist()
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{path}: row {rows_before + number + 1}: not UTF-8 text ({error.reason} at offset {error.start}). Convert"
-                " the text to UTF-8, or remove such rows from the file"
-            ) from error
-
-
-def _check_unicode(where: str, value: Any) -> None:
-    """Raises `ConfigError` for half of a surrogate pair, which JSON can escape. `value` is JSON."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError(
-                f"{where}: the text is not valid Unicode: {value[error.start]!a} at character {error.start}"
-            ) from error
-    elif isinstance(value, (dict, list)):
-        parts = value.values() if isinstance(value, dict) else value
-        if not _WITH_TEXT.isdisjoint(map(type, parts)):  # no call for each of a million token ids
-            for part in parts:
-                _check_unicode(where, part)
 
 
 _READERS: dict[str, Callable[[Path, Sequence[str] | None, Sequence[str]], Iterator[Record]]] = {

@@ -183,6 +183,25 @@ def rope(
     return KeyGroup(keys, to_ours, to_theirs, notes)
 
 
+def usual_keys(
+    *, length: int, head: int | None = None, rotary: KeyGroup | None = None, **sizes: Any
+) -> tuple[JsonKey | KeyGroup, ...]:
+    """The keys that most families have: dimensions, heads, the rotary embedding and the activation.
+
+    Args:
+        length, sizes: as in `size_keys`.
+        head: as in `head_dim`.
+        rotary: the rotary embedding; None for the usual one.
+    """
+    return (
+        *size_keys(length=length, **sizes),
+        kv_heads(),
+        head_dim(head),
+        rope() if rotary is None else rotary,
+        activation("hidden_act", "silu"),
+    )
+
+
 def layer_ropes(*, theta: float, local_theta: float, local_key: str) -> KeyGroup:
     """Rotary position embeddings of global and local layers. Reads and writes `rope_parameters` by kind of layer; in older
     files, `rope_scaling` is that of global layers alone.

@@ -133,3 +133,11 @@ def sandwich_norms() -> Iterator[Tensor]:
         mlp_norm="pre_feedforward_layernorm",
         mlp_post_norm="post_feedforward_layernorm",
     )
+
+
+def usual_tensors(config: Any) -> Iterator[Tensor]:
+    """The weights of many families: norms before attention and MLP, which may have biases."""
+    yield from embeddings_and_head(config)
+    yield from pre_norms()
+    yield from biased_attention(config)
+    yield from gated_mlp(use_bias=getattr(config, "mlp_bias", False))

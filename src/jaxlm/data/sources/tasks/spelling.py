@@ -13,14 +13,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction
 from jaxlm.data.base import TRAIN, VALIDATION
 from jaxlm.data.sources.corpus import CorpusConfig
-from jaxlm.data.sources.tasks.base import (
-    ConversationCorpus,
-    Message,
-    assistant,
-    called,
-    split_of,
-    user,
-)
+from jaxlm.data.sources.tasks.base import ConversationCorpus, Message, assistant, called, split_of, user
 
 _ASKED = ("How do you spell {}?", "Spell the word {}.", "Which letters does {} have?")
 _COUNTED = ("How many {1} are in {0}?", "How often does {1} occur in {0}?", "Count the {1} in the word {0}.")

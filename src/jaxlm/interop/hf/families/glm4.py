@@ -1,7 +1,7 @@
 """GLM 4: config.json keys and weight names. Gate and up are one matrix."""
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys
+from jaxlm.interop.hf.shared_keys import rope, usual_keys
 from jaxlm.interop.hf.shared_weights import attention, block_norms, embeddings_and_head, fused_gated_mlp
 from jaxlm.models.families.glm4 import Glm4Config
 
@@ -10,11 +10,7 @@ FAMILY = Family(
     architecture="Glm4ForCausalLM",
     config=Glm4Config,
     keys=(
-        *size_keys(length=131072, eps_default=1.5625e-07),
-        kv_heads(),
-        head_dim(128),
-        rope(partial=0.5, rotates_part=True),
-        activation("hidden_act", "silu"),
+        *usual_keys(length=131072, eps_default=1.5625e-07, head=128, rotary=rope(partial=0.5, rotates_part=True)),
         JsonKey("attention_bias", "attention_bias", True),
         FixedKey("attention_dropout", 0.0),
     ),

@@ -1,8 +1,8 @@
 """Llama: config.json keys and weight names."""
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys
-from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, gated_mlp, pre_norms
+from jaxlm.interop.hf.shared_keys import usual_keys
+from jaxlm.interop.hf.shared_weights import usual_tensors
 from jaxlm.models.families.llama import LlamaConfig
 
 FAMILY = Family(
@@ -10,19 +10,10 @@ FAMILY = Family(
     architecture="LlamaForCausalLM",
     config=LlamaConfig,
     keys=(
-        *size_keys(length=2048),
-        kv_heads(),
-        head_dim(),
-        rope(),
-        activation("hidden_act", "silu"),
+        *usual_keys(length=2048),
         JsonKey("attention_bias", "attention_bias", False),
         JsonKey("mlp_bias", "mlp_bias", False),
         FixedKey("attention_dropout", 0.0),
     ),
-    tensors=lambda config: (
-        *embeddings_and_head(config),
-        *pre_norms(),
-        *biased_attention(config),
-        *gated_mlp(use_bias=config.mlp_bias),
-    ),
+    tensors=lambda config: tuple(usual_tensors(config)),
 )

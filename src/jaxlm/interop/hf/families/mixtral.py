@@ -1,7 +1,7 @@
 """Mixtral: config.json keys and weight names."""
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, router, size_keys
+from jaxlm.interop.hf.shared_keys import rope, router, usual_keys
 from jaxlm.interop.hf.shared_weights import attention, embeddings_and_head, experts, pre_norms
 from jaxlm.models.families.mixtral import MixtralConfig
 
@@ -10,11 +10,7 @@ FAMILY = Family(
     architecture="MixtralForCausalLM",
     config=MixtralConfig,
     keys=(
-        *size_keys(length=131072, eps_default=1e-5),
-        kv_heads(),
-        head_dim(),
-        rope(1e6),
-        activation("hidden_act", "silu"),
+        *usual_keys(length=131072, eps_default=1e-5, rotary=rope(1e6)),
         JsonKey("sliding_window", "sliding_window", None),
         *router("num_local_experts", num_experts=8, chosen=2),
         FixedKey("router_jitter_noise", 0.0),

@@ -1,7 +1,7 @@
 """OLMo 1: config.json keys and weight names. Its norms have no weights, and config.json has no key for their epsilon."""
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys
+from jaxlm.interop.hf.shared_keys import usual_keys
 from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, gated_mlp
 from jaxlm.models.families.olmo import OlmoConfig
 
@@ -10,11 +10,7 @@ FAMILY = Family(
     architecture="OlmoForCausalLM",
     config=OlmoConfig,
     keys=(
-        *size_keys(length=2048, eps=None),
-        kv_heads(),
-        head_dim(),
-        rope(),
-        activation("hidden_act", "silu"),
+        *usual_keys(length=2048, eps=None),
         JsonKey("attention_bias", "attention_bias", False),
         JsonKey("clip_qkv", "clip_qkv", None),
         FixedKey("attention_dropout", 0.0),

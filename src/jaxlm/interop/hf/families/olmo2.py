@@ -1,7 +1,7 @@
 """OLMo 2: config.json keys and weight names."""
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys
+from jaxlm.interop.hf.shared_keys import usual_keys
 from jaxlm.interop.hf.shared_weights import biased_attention, block_norms, embeddings_and_head, gated_mlp, qk_norms
 from jaxlm.models.families.olmo2 import Olmo2Config
 
@@ -10,11 +10,7 @@ FAMILY = Family(
     architecture="Olmo2ForCausalLM",
     config=Olmo2Config,
     keys=(
-        *size_keys(length=2048, eps_default=1e-5),
-        kv_heads(),
-        head_dim(),
-        rope(),
-        activation("hidden_act", "silu"),
+        *usual_keys(length=2048, eps_default=1e-5),
         JsonKey("attention_bias", "attention_bias", False),
         FixedKey("attention_dropout", 0.0),
     ),

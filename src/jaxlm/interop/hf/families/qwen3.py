@@ -1,7 +1,7 @@
 """Qwen3: config.json keys and weight names."""
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
-from jaxlm.interop.hf.shared_keys import RESPELLED_WINDOWS, activation, head_dim, kv_heads, late_window, rope, size_keys
+from jaxlm.interop.hf.shared_keys import RESPELLED_WINDOWS, late_window, usual_keys
 from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, gated_mlp, pre_norms, qk_norms
 from jaxlm.models.families.qwen3 import Qwen3Config
 
@@ -10,11 +10,7 @@ FAMILY = Family(
     architecture="Qwen3ForCausalLM",
     config=Qwen3Config,
     keys=(
-        *size_keys(length=32768),
-        kv_heads(),
-        head_dim(128),
-        rope(),
-        activation("hidden_act", "silu"),
+        *usual_keys(length=32768, head=128),
         late_window(28),
         JsonKey("attention_bias", "attention_bias", False),
         FixedKey("attention_dropout", 0.0),

@@ -5,17 +5,8 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
-from jaxlm.interop.hf.shared_keys import (
-    activation,
-    check_has_window,
-    head_dim,
-    kv_heads,
-    layer_types,
-    local_layers,
-    rope,
-    size_keys,
-)
-from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, gated_mlp, pre_norms
+from jaxlm.interop.hf.shared_keys import check_has_window, layer_types, local_layers, rope, usual_keys
+from jaxlm.interop.hf.shared_weights import usual_tensors
 from jaxlm.models.families.smollm3 import SmolLm3Config
 
 _EVERY = 4
@@ -65,21 +56,12 @@ FAMILY = Family(
     architecture="SmolLM3ForCausalLM",
     config=SmolLm3Config,
     keys=(
-        *size_keys(length=32768, tied=True),
-        kv_heads(),
-        head_dim(),
-        rope(2e6),
-        activation("hidden_act", "silu"),
+        *usual_keys(length=32768, tied=True, rotary=rope(2e6)),
         KeyGroup(_LAYERS, _layers_to_ours, _layers_to_theirs),
         JsonKey("attention_bias", "attention_bias", False),
         JsonKey("mlp_bias", "mlp_bias", False),
         FixedKey("attention_dropout", 0.0),
     ),
-    tensors=lambda config: (
-        *embeddings_and_head(config),
-        *pre_norms(),
-        *biased_attention(config),
-        *gated_mlp(use_bias=config.mlp_bias),
-    ),
+    tensors=lambda config: tuple(usual_tensors(config)),
     respelled=("no_rope_layer_interval", "unrotated_layers", "local_layers"),
 )

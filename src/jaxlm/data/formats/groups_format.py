@@ -10,7 +10,7 @@ from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import LARGEST_INT, is_float32, shown, what_float32_needs
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.chat import plain_text
-from jaxlm.data.formats.completions import (
+from jaxlm.data.formats.completions_format import (
     Completions,
     CompletionsFormat,
     checked_template,
@@ -48,9 +48,6 @@ class GroupsFormat(CompletionsFormat):
     @property
     def num_completions(self) -> int:
         return self.group_size
-
-    def given_template(self) -> str | None:
-        return self.chat_template
 
     def texts(self, file: TextFile) -> Iterator[str]:
         for record in self.records(file):

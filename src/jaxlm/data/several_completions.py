@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.data.batch import Columns
+from jaxlm.data.batch import Columns, shifted_columns
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.examples import ContiguousExamples, documents_as_text
+from jaxlm.data.examples import ContiguousExamples, WrappedExamples, documents_as_text
 from jaxlm.data.formats.base import FATES, Truncation
 
 _COMPARED_FIRST = 16  # tokens of each completion, which tell most of them apart
@@ -119,14 +119,7 @@ class SeveralCompletions(ContiguousExamples):
         inside = columns < (ends - starts)[..., None]
         ids = self.cache.read(starts.ravel(), self.seq_len + 1).reshape(inside.shape) * inside
         is_target = self.cache.read_target_mask(starts.ravel(), self.seq_len + 1).reshape(inside.shape) & inside
-        is_input = inside[..., :-1]
-        return {
-            "tokens": ids[..., :-1].copy(),
-            "targets": ids[..., 1:].copy(),
-            "loss_mask": is_target[..., 1:].astype(np.float32),
-            "segment_ids": is_input.astype(np.int32),
-            "positions": columns[:-1] * is_input,
-        }
+        return shifted_columns(ids, inside, is_target)
 
     def show(self, index: int, tokenizer: Any) -> Iterator[str]:
         columns = {name: column[0] for name, column in self.read(np.array([index])).items()}
@@ -139,6 +132,28 @@ class SeveralCompletions(ContiguousExamples):
             row = {name: column[number] for name, column in columns.items()}
             for _, text in documents_as_text(row, tokenizer):
                 yield f"--- {source}, {completion} ---\n{text}"
+
+
+class ComparedCompletions(WrappedExamples):
+    """Examples whose completions are compared. Those that are equal stay, because other losses can read them."""
+
+    def __init__(self, examples: SeveralCompletions, equal: np.ndarray, said: tuple[str, str], if_all: str):
+        """Args:
+        equal: the indices of the examples whose completions are equal in what is compared.
+        said: what they are, after their number, and what follows from that.
+        if_all: what follows if that is true of all examples, with advice.
+        """
+        super().__init__(examples)
+        self._equal = f"{len(equal):,} {said[0]} {first_of(examples, equal)}" if len(equal) else None
+        self._said, self._if_all = said[1], if_all
+        self._are_all_equal = 0 < len(equal) == len(examples)
+
+    @property
+    def summary(self) -> str | None:
+        return "; ".join(filter(None, (super().summary, self._equal and f"{self._equal}: {self._said}")))
+
+    def no_signal(self) -> str | None:
+        return f"all {self._equal}, {self._if_all}" if self._are_all_equal else None
 
 
 def first_of(examples: SeveralCompletions, indices: np.ndarray) -> str:

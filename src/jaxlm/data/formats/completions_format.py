@@ -56,9 +56,7 @@ class CompletionsFormat(FormatConfig):
         return has_records(name)
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
-        template = None
-        if self.given_template() is not None or tokenizer.chat_template is not None:
-            template = ChatTemplate.load(self.given_template(), tokenizer, f"{key}.chat_template")
+        template = template_of(self, tokenizer, key)
         return CompletionsEncoder(self, key, tokenizer, template, *boundary_ids(tokenizer, bos=bos, eos=eos))
 
     @abc.abstractmethod
@@ -72,6 +70,13 @@ class CompletionsFormat(FormatConfig):
     @abc.abstractmethod
     def nothing_to_train_on(self) -> str:
         """What is missing if no record has a prompt and completions, for the error message."""
+
+
+def template_of(config: FormatConfig, tokenizer: Tokenizer, key: str) -> ChatTemplate | None:
+    """The chat template for messages; None if neither the format nor the tokenizer has one, which only texts do without."""
+    if config.given_template() is None and tokenizer.chat_template is None:
+        return None
+    return ChatTemplate.load(config.given_template(), tokenizer, f"{key}.chat_template")
 
 
 def text_or_messages(record: Record, key: str) -> str | Messages:

@@ -7,7 +7,7 @@ from typing import ClassVar
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.chat import plain_text
-from jaxlm.data.formats.completions import (
+from jaxlm.data.formats.completions_format import (
     Completions,
     CompletionsFormat,
     checked_template,
@@ -43,9 +43,6 @@ class UnpairedFormat(CompletionsFormat):
     @property
     def num_completions(self) -> int:
         return 1
-
-    def given_template(self) -> str | None:
-        return self.chat_template
 
     def texts(self, file: TextFile) -> Iterator[str]:
         for record in self.records(file):

@@ -9,7 +9,7 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, TokenizedText
 from jaxlm.data.formats.chat import plain_text
-from jaxlm.data.formats.completions import checked_template, text_or_messages
+from jaxlm.data.formats.completions_format import checked_template, template_of, text_or_messages
 from jaxlm.data.sources.document_files import has_records
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
@@ -41,17 +41,12 @@ class PromptsFormat(FormatConfig):
     def can_read(self, name: str) -> bool:
         return has_records(name)
 
-    def given_template(self) -> str | None:
-        return self.chat_template
-
     def beside_prompt(self, values: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in values.items() if key != self.prompt_field}
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         del eos  # a prompt goes on
-        template = None
-        if self.chat_template is not None or tokenizer.chat_template is not None:
-            template = ChatTemplate.load(self.chat_template, tokenizer, f"{key}.chat_template")
+        template = template_of(self, tokenizer, key)
         before, _ = boundary_ids(tokenizer, bos=bos, eos=False)
         return PromptsEncoder(self, key, tokenizer, template, before)
 

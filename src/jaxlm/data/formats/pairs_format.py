@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import FormatConfig, Truncation
 from jaxlm.data.formats.chat import plain_text
-from jaxlm.data.formats.completions import (
+from jaxlm.data.formats.completions_format import (
     Completions,
     CompletionsFormat,
     checked_template,
@@ -69,9 +69,6 @@ class PairsFormat(CompletionsFormat):
     @property
     def num_completions(self) -> int:
         return 2
-
-    def given_template(self) -> str | None:
-        return self.chat_template
 
     def texts(self, file: TextFile) -> Iterator[str]:
         for record in self.records(file):
