@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import haliax as hax
@@ -13,12 +12,12 @@ import numpy as np
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.loss import token_entropies
+from jaxlm.reading.choices import choice
 
 _MAX_IN_FLIGHT = 4
 
 
-@EvalConfig.register_subclass("entropy")
-@dataclass(frozen=True)
+@choice(EvalConfig, "entropy")
 class EntropyEvalConfig(EvalConfig):
     """Mean entropy in nats of the distributions that predict the targets of the validation data, over one pass of it. It logs
     `entropy`, and with several sources `<source>/entropy`. Of pairs, it reads the chosen completions.

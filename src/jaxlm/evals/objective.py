@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -12,13 +11,13 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Largest, Sum
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.models.base import LanguageModel
+from jaxlm.reading.choices import choice
 
 _MAX_IN_FLIGHT = 4
 _OF_THE_LOSS_EVAL = "loss"
 
 
-@EvalConfig.register_subclass("objective")
-@dataclass(frozen=True)
+@choice(EvalConfig, "objective")
 class ObjectiveEvalConfig(EvalConfig):
     """What the objective measures in training, over one pass of the validation data, without dropout. It logs the minimized
     loss as `objective`, and the objective's metrics under their own names, such as `rewards/accuracies` of `dpo` and

@@ -5,7 +5,6 @@ reference model.
 """
 
 from collections import deque
-from dataclasses import dataclass
 from typing import ClassVar
 
 import haliax as hax
@@ -18,12 +17,12 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import PairBatch
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.models.base import LanguageModel
+from jaxlm.reading.choices import choice
 
 _MAX_IN_FLIGHT = 4
 
 
-@EvalConfig.register_subclass("preference")
-@dataclass(frozen=True)
+@choice(EvalConfig, "preference")
 class PreferenceEvalConfig(EvalConfig):
     """Compares the log-likelihoods of both completions of each validation pair, for `data.type: pairs`. It logs
     `preference/accuracy` (the fraction of pairs whose chosen completion is more likely), `preference/margin` (the mean

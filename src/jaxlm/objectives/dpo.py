@@ -5,7 +5,7 @@ Source: Rafailov et al. 2023, "Direct Preference Optimization" (arXiv:2305.18290
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import haliax as hax
@@ -35,6 +35,7 @@ from jaxlm.objectives.pair_losses import (
     PairLossOptions,
     scored,
 )
+from jaxlm.reading.choices import choice
 
 _GAMMA, _ALPHA, _TAU = PairLossOptions.simpo_gamma, PairLossOptions.alphapo_alpha, PairLossOptions.discopop_tau
 LossName = Literal[
@@ -61,8 +62,7 @@ _OF_REFERENCE = (*WITH_REFERENCE, *BATCH_LOSSES)
 _F_ALPHA = 0.5
 
 
-@ObjectiveConfig.register_subclass("dpo")
-@dataclass(frozen=True)
+@choice(ObjectiveConfig, "dpo")
 class Dpo(ReferencedObjective):
     """Preference pairs (`data.type: pairs`): raises the likelihood of the chosen completion over that of the rejected one,
     compared with a reference. The loss is averaged over pairs.

@@ -5,7 +5,7 @@ Source: Shao et al. 2024, "DeepSeekMath" (arXiv:2402.03300), equation 3; the var
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, ClassVar
 
 import haliax as hax
@@ -46,15 +46,14 @@ from jaxlm.objectives.policy_losses import (
     on_policy_weights,
 )
 from jaxlm.objectives.response_tokens import ResponseTokens, by_sequence, reward_metrics, sampler_metrics
-from jaxlm.reading.choices import with_former_keys
+from jaxlm.reading.choices import choice, with_former_keys
 
 _SAMPLER_LOGPS = "sampler_logps"
 _SAMPLING = "old_policy.importance_sampling"
 
 
 @with_former_keys(FORMER_GRPO_KEYS)
-@ObjectiveConfig.register_subclass("grpo")
-@dataclass(frozen=True)
+@choice(ObjectiveConfig, "grpo")
 class Grpo(ReferencedObjective):
     """Groups of responses with rewards (`data.type: groups` or `rollouts`): responses that are better than the others of
     their group become more likely, within limits around the model that sampled them.

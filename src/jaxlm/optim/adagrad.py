@@ -5,16 +5,15 @@ diagonal form), with decoupled weight decay.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import optax
 
 from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
+from jaxlm.reading.choices import choice
 
 
-@OptimizerConfig.register_subclass("adagrad")
-@dataclass(frozen=True)
+@choice(OptimizerConfig, "adagrad")
 class AdagradConfig(OptimizerConfig):
     """Clips the global norm, divides by the root of the accumulated squares, adds weight decay.
 

@@ -6,7 +6,6 @@ algorithm 3 for the blocks of a transformer.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import haliax as hax
@@ -27,6 +26,7 @@ from jaxlm.optim.base import (
     scale_by_learning_rate,
 )
 from jaxlm.optim.matrices import matrices
+from jaxlm.reading.choices import choice
 
 # A query or key head is one block, because its rows are used together in one product.
 _QUERY_OR_KEY = re.compile(r"(^|\.)[qk]_proj\.weight$")
@@ -48,8 +48,7 @@ class AdamMiniState(NamedTuple):
     squares: dict[str, NamedArray]
 
 
-@OptimizerConfig.register_subclass("adam-mini")
-@dataclass(frozen=True)
+@choice(OptimizerConfig, "adam-mini")
 class AdamMiniConfig(OptimizerConfig):
     """Clips the global norm, applies Adam-mini, adds weight decay. Its state is half as large as Adam's.
 

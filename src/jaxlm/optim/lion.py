@@ -4,7 +4,6 @@ Source: Chen et al. 2023, Symbolic Discovery of Optimization Algorithms (arXiv:2
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import optax
 
@@ -18,10 +17,10 @@ from jaxlm.optim.base import (
     scale_by_learning_rate,
 )
 from jaxlm.optim.clipping import cautious
+from jaxlm.reading.choices import choice
 
 
-@OptimizerConfig.register_subclass("lion")
-@dataclass(frozen=True)
+@choice(OptimizerConfig, "lion")
 class LionConfig(OptimizerConfig):
     """Clips the global norm, takes the sign, adds weight decay. Use a learning rate 3 to 10 times smaller than for Adam.
 

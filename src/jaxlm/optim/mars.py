@@ -6,7 +6,6 @@ computes one gradient.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -23,10 +22,10 @@ from jaxlm.optim.base import (
     scale_by_learning_rate,
 )
 from jaxlm.optim.clipping import cautious
+from jaxlm.reading.choices import choice
 
 
-@OptimizerConfig.register_subclass("mars")
-@dataclass(frozen=True)
+@choice(OptimizerConfig, "mars")
 class MarsConfig(OptimizerConfig):
     """Corrects the gradient by its change since the last step, clips the global norm of the result, applies AdamW.
 

@@ -7,7 +7,6 @@ the momentum is bias-corrected, and directions are signs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -18,6 +17,7 @@ import optax
 from jaxlm.core.field_types import BelowOne, PositiveFloat, PositiveInt, Seed
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
 from jaxlm.optim.curvature import Curvature
+from jaxlm.reading.choices import choice
 
 
 class SophiaState(eqx.Module):
@@ -34,8 +34,7 @@ class SophiaState(eqx.Module):
     diagonal: Any
 
 
-@OptimizerConfig.register_subclass("sophia-h")
-@dataclass(frozen=True)
+@choice(OptimizerConfig, "sophia-h")
 class SophiaHConfig(OptimizerConfig):
     """Clips the global norm, divides the momentum by the curvature, clips elementwise, adds weight decay.
 

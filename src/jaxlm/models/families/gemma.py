@@ -3,7 +3,7 @@
 Source: Gemma Team 2024 (arXiv:2403.08295), section 2.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import jax
 from haliax import Axis
@@ -15,10 +15,10 @@ from jaxlm.models.decoders.gemma import gemma_norm
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("gemma")
-@dataclass(frozen=True)
+@choice(ModelConfig, "gemma")
 class Gemma1Config(DecoderConfig):
     """Gemma 1. The defaults are Gemma 2B.
 

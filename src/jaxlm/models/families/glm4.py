@@ -3,7 +3,7 @@
 Source: GLM Team 2024 (arXiv:2406.12793), section 2, and the code of the 0414 models in transformers.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import jax
 from haliax import Axis
@@ -14,10 +14,10 @@ from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_siz
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("glm4")
-@dataclass(frozen=True)
+@choice(ModelConfig, "glm4")
 class Glm4Config(DecoderConfig):
     """GLM 4. The defaults are GLM-4 9B 0414 with half its context length.
 

@@ -3,7 +3,7 @@
 Source: Black et al. 2022 (arXiv:2204.06745), section 2.1; Biderman et al. 2023 (arXiv:2304.01373).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import jax
 from haliax import Axis
@@ -15,10 +15,10 @@ from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import LayerNorm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("gpt_neox")
-@dataclass(frozen=True)
+@choice(ModelConfig, "gpt_neox")
 class GptNeoxConfig(DecoderConfig):
     """GPT-NeoX and Pythia. The defaults are Pythia 160M.
 

@@ -4,7 +4,7 @@ Source: Granite Team 2024, "Granite 3.0 Language Models", section 2; the factors
 Parametrization (Yang et al. 2022, arXiv:2203.03466).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import jax
 from haliax import Axis
@@ -24,10 +24,10 @@ from jaxlm.models.decoder import (
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("granite")
-@dataclass(frozen=True)
+@choice(ModelConfig, "granite")
 class GraniteConfig(DecoderConfig):
     """Granite 3. The defaults are Granite 3.0 8B.
 

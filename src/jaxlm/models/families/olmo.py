@@ -3,7 +3,7 @@
 Source: Groeneveld et al. 2024 (arXiv:2402.00838), section 2.1.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import jax
 from haliax import Axis
@@ -15,10 +15,10 @@ from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import UnweightedLayerNorm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("olmo")
-@dataclass(frozen=True)
+@choice(ModelConfig, "olmo")
 class OlmoConfig(DecoderConfig):
     """OLMo and OLMo 1.7. The defaults are OLMo 7B.
 

@@ -3,7 +3,7 @@
 Source: OLMo Team 2025 (arXiv:2501.00656), section 3.2.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import jax
 from haliax import Axis
@@ -15,10 +15,10 @@ from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("olmo2")
-@dataclass(frozen=True)
+@choice(ModelConfig, "olmo2")
 class Olmo2Config(DecoderConfig):
     """OLMo 2. The defaults are OLMo 2 7B.
 
