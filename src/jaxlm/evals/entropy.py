@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.models.base import Inputs, LanguageModel
-from jaxlm.models.loss import token_entropies
+from jaxlm.models.loss import ChunkLogits, token_numbers
 from jaxlm.reading.choices import choice
 
 _MAX_IN_FLIGHT = 4
@@ -65,5 +65,5 @@ def _batch_totals(model: LanguageModel, batch: Any) -> jax.Array:
     batch = batch.supervised()
     hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids)).final
     options = {"soft_cap": model.logit_soft_cap, "vocab_multiple": model.vocab_multiple}
-    entropies = token_entropies(hidden, model.lm_head(), batch.targets, **options)
+    entropies = token_numbers(ChunkLogits.entropy, hidden, model.lm_head(), batch.targets, **options)
     return jnp.stack([hax.sum(entropies * batch.loss_mask).array, hax.sum(batch.loss_mask).array])
