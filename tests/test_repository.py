@@ -153,12 +153,12 @@ def definitions() -> dict[Path, Definitions]:
 def definitions_of(path: Path, module: ast.Module) -> Definitions:
     nodes = list(ast.walk(module))
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
-    frozen = [node for node in classes if decorated(node, "frozen=True")]
+    frozen = [node for node in classes if decorated(node, "frozen=True") or decorated(node, "choice(")]
     calls = [n for n in nodes if isinstance(n, ast.Call) and getattr(n.func, "id", "") in ("isinstance", "issubclass")]
     return Definitions(
         undocumented(path, module),
         [f"{path}: {node.name}" for node in frozen if any(map(holds_a_cache, node.body))],
-        [node.name for node in classes if decorated(node, "register_subclass")],
+        [node.name for node in classes if decorated(node, "choice(")],
         [(n.module, a.name, a.asname or a.name) for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names],
         {name.id for call in calls for name in ast.walk(call.args[1]) if isinstance(name, ast.Name)},
     )

@@ -35,8 +35,10 @@ def named(x, w, *columns):
 
 
 def teacher_of(tx, tw, top_k=None, temperature=1.0, cap=None):
-    states = TeacherStates(*named(jnp.asarray(tx), jnp.asarray(tw)), cap)
-    return states if top_k is None else top_k_of(states, top_k, temperature, chunk_tokens=CHUNK)
+    states = lambda tx, tw: TeacherStates(*named(tx, tw), cap)  # noqa: E731
+    if top_k is None:
+        return states(jnp.asarray(tx), jnp.asarray(tw))
+    return jax.jit(lambda tx, tw: top_k_of(states(tx, tw), top_k, temperature, chunk_tokens=CHUNK))(tx, tw)
 
 
 def sums_of(x, w, y, m, teacher, **options):
@@ -99,8 +101,8 @@ def test_sums_and_gradients_equal_torch(name, top_k, temperature, weight, cap):
     np.testing.assert_allclose(fields(sums), expected, rtol=5e-6, atol=1e-6)
     np.testing.assert_allclose(grads[0], dx, rtol=2e-5, atol=3e-6)
     np.testing.assert_allclose(grads[1], dw, rtol=2e-5, atol=2e-5)
-    undifferentiated = sums_of(x, w, y, m, teacher, **options)
-    np.testing.assert_allclose(undifferentiated.total, sums.total, rtol=1e-6)
+    undifferentiated = jax.jit(lambda x, w: sums_of(x, w, y, m, teacher, **options).total)(x, w)
+    np.testing.assert_allclose(undifferentiated, sums.total, rtol=1e-6)
 
 
 def test_the_top_k_are_the_teachers_distribution():

@@ -16,6 +16,12 @@ Batch, Pos, Embed = hax.Axis("batch", 3), hax.Axis("position", 5), hax.Axis("emb
 EPS = 1e-3
 
 
+def pulled(run, d_out, *given):
+    """The value, and the gradients by what is given."""
+    out, vjp = jax.vjp(run, *given)
+    return out, vjp(jnp.asarray(d_out, jnp.float32))
+
+
 def formula(kind, x, weight, bias):
     x = x - x.mean(-1, keepdims=True) if kind == "layer" else x
     out = x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * weight
@@ -39,16 +45,16 @@ def test_values_and_gradients_match_the_definition(kind):
         return norm(hax.named(x, (Batch, Pos, Embed))).array
 
     given = tuple(jnp.asarray(a, jnp.float32) for a in (x, weight, bias) if a is not None)
-    out, vjp = jax.vjp(run, *given)
+    out, gradients = jax.jit(lambda *given: pulled(run, d_out, *given))(*given)
     np.testing.assert_allclose(out, formula(kind.split()[0], x, weight, bias), rtol=1e-5, atol=1e-5)
-    for number, gradient in enumerate(vjp(jnp.asarray(d_out, jnp.float32))):
+    for number, gradient in enumerate(gradients):
         np.testing.assert_allclose(gradient, numerical(kind, [x, weight, bias], number, d_out), rtol=1e-4, atol=1e-5)
 
     u = rng.normal(size=x.shape)
     ahead, behind = (numerical(kind, [x + h * u, weight, bias], 0, d_out) for h in (1e-3, -1e-3))
     with tracing(twice_differentiable=True):
         gradient = jax.grad(lambda x: jnp.sum(run(x, *given[1:]) * d_out.astype(np.float32)))
-        along = jax.jvp(gradient, given[:1], (jnp.asarray(u, jnp.float32),))[1]
+        along = jax.jit(lambda x, u: jax.jvp(gradient, (x,), (u,))[1])(given[0], jnp.asarray(u, jnp.float32))
     np.testing.assert_allclose(along, (ahead - behind) / 2e-3, rtol=1e-3, atol=1e-4)
 
 
@@ -81,10 +87,10 @@ def test_a_norm_without_parameters(unweighted):
     x, d_out = np.random.default_rng(0).normal(size=(2, 3, 5, 16))
     kind = "layer" if unweighted is UnweightedLayerNorm else "rms"
     run = lambda x: unweighted(Embed, EPS)(hax.named(x, (Batch, Pos, Embed))).array  # noqa: E731
-    out, vjp = jax.vjp(run, jnp.asarray(x, jnp.float32))
+    out, (gradient,) = jax.jit(lambda x: pulled(run, d_out, x))(jnp.asarray(x, jnp.float32))
     np.testing.assert_allclose(out, formula(kind, x, 1.0, None), rtol=1e-5, atol=1e-5)
     expected = numerical(kind, [x, np.ones(16), None], 0, d_out)
-    np.testing.assert_allclose(vjp(jnp.asarray(d_out, jnp.float32))[0], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_without_norm_weights_is_one_whose_norm_weights_are_1(tiny_llama, built, as_inputs):
@@ -96,7 +102,8 @@ def test_a_model_without_norm_weights_is_one_whose_norm_weights_are_1(tiny_llama
     plain = built(dataclasses.replace(config, use_layer_norm_weight=False))
     assert [path for path, _ in tree.leaves(plain)] == list(others)
     plain = tree.map_leaves(lambda path, _: others[path], plain)
-    np.testing.assert_array_equal(plain.hidden(inputs).final.array, weighted.hidden(inputs).final.array)
+    hidden = jax.jit(lambda model: model.hidden(inputs).final.array)
+    np.testing.assert_allclose(hidden(plain), hidden(weighted), rtol=1e-6, atol=1e-6)
 
 
 def test_axes_in_any_order():
@@ -113,10 +120,12 @@ def test_axes_in_any_order():
 def test_a_norm_after_a_layer_hides_the_size_of_its_weights(tiny_llama, built, as_inputs, key, scaled):
     inputs = as_inputs([[3, 1, 4, 1, 5, 9, 2, 6]])
 
-    def hidden(config, factor: float) -> np.ndarray:
+    @jax.jit
+    def of(model, factor):
         larger = lambda path, leaf: leaf * factor if any(name in path for name in scaled) else leaf  # noqa: E731
-        return np.asarray(tree.map_leaves(larger, built(config)).hidden(inputs).final.array)
+        return tree.map_leaves(larger, model).hidden(inputs).final.array
 
+    hidden = lambda config, factor: np.asarray(of(built(config), factor))  # noqa: E731
     plain = dataclasses.replace(tiny_llama, layer_norm_epsilon=0.0)
     normed = dataclasses.replace(plain, **{key: True})
     np.testing.assert_allclose(hidden(normed, 7.0), hidden(normed, 1.0), rtol=1e-3, atol=1e-4)

@@ -74,11 +74,14 @@ def test_routers_embeddings_norms_and_biases_stay_floats():
 
 def test_the_losses_read_an_int8_head(built, tiny_llama, inputs):
     int8 = quantized(built(tiny_llama))
-    hidden, mask = int8.hidden(inputs).final, hax.ones_like(inputs.tokens).astype(jnp.float32)
-    by_int8, by_floats = (
-        (token_losses(hidden, head, inputs.tokens).array, next_token_sums(hidden, head, inputs.tokens, mask).total)
-        for head in (int8.lm_head(), stands_for(int8).lm_head())
-    )
+    mask = hax.ones_like(inputs.tokens).astype(jnp.float32)
+
+    @jax.jit
+    def losses(model, head):
+        hidden = model.hidden(inputs).final
+        return token_losses(hidden, head, inputs.tokens).array, next_token_sums(hidden, head, inputs.tokens, mask).total
+
+    by_int8, by_floats = (losses(int8, head) for head in (int8.lm_head(), stands_for(int8).lm_head()))
     for found, expected in zip(by_int8, by_floats, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 

@@ -71,9 +71,9 @@ def test_unstacked_layers_give_the_same_logits_and_cache(name, dtype, built, as_
         np.testing.assert_allclose(joined.astype(jnp.float32), expected.astype(jnp.float32), rtol=1e-2, atol=1e-5)
 
 
-def test_a_generator_unstacks_its_model_once(built, monkeypatch):
+def test_a_generator_unstacks_its_model_once(built, tiny_llama, monkeypatch):
     """For any number of texts; only their caches are unstacked each time."""
-    model, taken = built(LlamaConfig(**SIZES, intermediate_dim=48)), []
+    model, taken = built(tiny_llama), []
     copied = unstacked_module._unstacked_copy
     monkeypatch.setattr(unstacked_module, "_unstacked_copy", lambda tree: taken.append(type(tree)) or copied(tree))
     writer, decoding = Generator.of(model), GenerationConfig(3, temperature=0.0)

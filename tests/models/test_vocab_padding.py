@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import haliax as hax
 import jax
@@ -20,11 +21,7 @@ from jaxlm.models.base import vocab_axis
 from jaxlm.models.distillation import TeacherStates, distillation_sums, top_k_of
 from jaxlm.models.divergences import ForwardKL, JensenShannon, ReverseKL
 from jaxlm.models.inference.generate import generate
-from jaxlm.models.loss import (
-    token_losses,
-    token_losses_and_collision_entropies,
-    token_losses_and_entropies,
-)
+from jaxlm.models.loss import ChunkLogits, token_losses, token_numbers
 from tests.engine import helpers
 from tests.models.test_loss import closed_form, named, problem, sums_of, value_and_grads
 
@@ -85,11 +82,11 @@ def test_second_derivatives_do_not_see_the_padding():
 def test_losses_of_tokens_do_not_see_the_padding():
     x, w, y, m = problem(8, 16, 32, ODD)
     *_, expected = closed_form(x, w, y, m, 0.0, 0.0)
-    evaluate = jax.jit(lambda x, w, y: token_losses(x, w, y, vocab_multiple=5).array)
+    nats = lambda **options: jax.jit(functools.partial(token_losses, **options))  # noqa: E731
     arrays = named(jnp.asarray(x), jnp.asarray(w), jnp.asarray(y))
-    np.testing.assert_allclose(evaluate(*arrays), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(nats(vocab_multiple=5)(*arrays).array, expected, rtol=1e-5, atol=1e-6)
     with odd_layout(8).use():
-        np.testing.assert_allclose(jax.jit(lambda x, w, y: token_losses(x, w, y).array)(*arrays), expected, rtol=1e-5)
+        np.testing.assert_allclose(nats()(*arrays).array, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -102,20 +99,22 @@ def test_entropies_of_tokens_do_not_see_the_padding_in_their_gradients_either(sh
     entropy = -(p * np.log(p)).sum(-1)
     dlogits = -m[..., None] * p * (np.log(p) + entropy[..., None])
 
-    def summed(x, w, **options):
-        _, found = token_losses_and_entropies(*named(x, w, jnp.asarray(y)), chunk_tokens=16, **options)
-        return jnp.sum(found.array * m), found.array
+    def numbers(of_chunk, x, w):
+        return token_numbers(of_chunk, *named(x, w, jnp.asarray(y)), chunk_tokens=16, vocab_multiple=5).array
 
-    def collision(x, w):
-        options = {"chunk_tokens": 16, "vocab_multiple": 5}
-        return token_losses_and_collision_entropies(*named(x, w, jnp.asarray(y)), **options)[1].array
+    def summed(x, w, of_chunk):
+        found = numbers(of_chunk, x, w)
+        return jnp.sum(found * m), found
 
-    names = ("entropy_gradient", "vocab_multiple")
-    of_hidden_and_head = jax.jit(jax.grad(summed, argnums=(0, 1), has_aux=True), static_argnames=names)
+    def constant(chunk):
+        return chunk.constant().entropy()
+
+    of_hidden_and_head = jax.jit(jax.grad(summed, argnums=(0, 1), has_aux=True), static_argnums=2)
+    collision = jax.jit(functools.partial(numbers, ChunkLogits.collision_entropy))
     with odd_layout(8).use() if sharded else contextlib.nullcontext():
-        gradients, found = of_hidden_and_head(x, w, entropy_gradient=True, vocab_multiple=5)
-        (no_gradient, _), _ = of_hidden_and_head(x, w, entropy_gradient=False, vocab_multiple=5)
-        np.testing.assert_allclose(jax.jit(collision)(x, w), -np.log((p**2).sum(-1)), rtol=1e-5, atol=1e-6)
+        gradients, found = of_hidden_and_head(x, w, ChunkLogits.entropy)
+        (no_gradient, _), _ = of_hidden_and_head(x, w, constant)
+        np.testing.assert_allclose(collision(x, w), -np.log((p**2).sum(-1)), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found, entropy, rtol=1e-5)
     np.testing.assert_allclose(gradients[0], np.einsum("bsv,vd->bsd", dlogits, w), rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(gradients[1], np.einsum("bsv,bsd->vd", dlogits, x), rtol=2e-5, atol=2e-5)

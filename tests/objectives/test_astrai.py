@@ -105,7 +105,7 @@ def test_grpo_compares_whole_responses_with_one_reference(monkeypatch):
     named = batch.responses.tokens.axes
     axes = (Axis("batch", 12), named[2])
     outputs = hax.named(jnp.float32(policy.reshape(12, -1)), axes), hax.zeros(axes), {}
-    monkeypatch.setattr(grpo, "token_logps_and_entropies", lambda *_, **__: outputs)
+    monkeypatch.setattr(grpo, "token_logps", lambda *_, **__: outputs)
     asked = replace(batch, annotations=ReferenceLogps(hax.named(jnp.float32(reference), named)))
     objective = recipe("grpo").objective
     terms, _, _ = objective.terms(None, asked, None, key=None)

@@ -1,6 +1,5 @@
 """The losses and metrics of preference objectives against those of TRL, on the same likelihoods. Skipped without `trl`."""
 
-from collections import defaultdict
 from types import SimpleNamespace
 
 import jax
@@ -8,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.objectives.advantages import OfGroup
 from jaxlm.objectives.dpo import Dpo
 from jaxlm.objectives.kto import Kto
-from jaxlm.objectives.pair_losses import PAIR_LOSSES, WITH_REFERENCE, PairLogps, PairLossOptions
-from jaxlm.objectives.policy_losses import Cispo, Clip, DrGrpo, Sapo
+from jaxlm.objectives.policy_losses import Cispo, Clip
 from jaxlm.objectives.reward import RewardObjective
 from jaxlm.surgery.reward_head import RewardHeadConfig
 from tests.objectives.test_dpo import columns_of, logps_of, measured, pair_batch, random_model, target_logps
@@ -23,15 +20,9 @@ from tests.objectives.test_reward import rewards_of
 torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
 
-pytestmark = pytest.mark.slow
+from tests.objectives.trl_losses import trainer  # noqa: E402
 
-SAME = SimpleNamespace(
-    device="cpu",
-    num_processes=1,
-    gather=lambda x: x,
-    gather_for_metrics=lambda x: x,
-    reduce=lambda x, reduction: x,
-)
+pytestmark = pytest.mark.slow
 
 
 def columns_without_padding_rows(rows):
@@ -53,74 +44,17 @@ def for_trl(logps, columns, order):
     return lambda **_: outputs, {k: torch.tensor(v.astype(np.int64)) for k, v in inputs.items()}
 
 
-def trainer(**attributes):
-    usual = {
-        "model": SimpleNamespace(training=False),
-        "accelerator": SAME,
-        "aux_loss_enabled": False,
-        "precompute_ref_logps": True,
-        "_metrics": {"eval": defaultdict(list)},
-        "_total_train_tokens": 0,
-        "_tp_size": 1,
-    }
-    return SimpleNamespace(**usual, **attributes)
-
-
 def test_the_vectors_are_what_trl_computes():
     from tests.objectives.test_trl_vectors import VECTORS
-    from tests.objectives.trl_losses import expected, inputs
+    from tests.objectives.trl_losses import expected, inputs, without_nan
 
     for kind, arrays in inputs().items():
-        assert VECTORS[kind]["inputs"] == {name: array.tolist() for name, array in arrays.items()}
+        assert VECTORS[kind]["inputs"] == {name: without_nan(array) for name, array in arrays.items()}
         found = expected(kind, arrays)
         assert found["expected"] == pytest.approx(VECTORS[kind]["expected"], rel=1e-7)
         assert found["gradients"].keys() == VECTORS[kind]["gradients"].keys()
         for case, gradient in found["gradients"].items():
             np.testing.assert_allclose(gradient, VECTORS[kind]["gradients"][case], rtol=1e-7, atol=1e-9, err_msg=case)
-
-
-RANDOM = {
-    "sigmoid": {},
-    "hinge": {},
-    "ipo": {},
-    "robust": {"label_smoothing": 0.2},
-    "apo_zero": {},
-    "apo_down": {},
-    "exo_pair": {"label_smoothing": 0.1},
-    "nca_pair": {},
-    "bco_pair": {},
-    "sppo_hard": {},
-    "discopop": {"discopop_tau": 0.5},
-}
-
-
-@pytest.mark.parametrize("name", WITH_REFERENCE)
-def test_every_loss_of_pairs_on_random_tensors(name):
-    from trl.trainer.dpo_trainer import DPOTrainer
-
-    options = PairLossOptions(beta=0.3, **RANDOM[name])
-    # Completions of one token, with as many nats of their own as a completion has.
-    columns = -np.random.default_rng(0).uniform(1, 9, (4, 64)).astype(np.float32)
-    chosen, rejected, of_reference = columns[0], columns[1], torch.tensor(columns[2:], dtype=torch.float64)
-    shown = torch.tensor(np.concatenate([chosen, rejected])[:, None], dtype=torch.float64)
-    nothing = torch.zeros_like(shown)
-    outputs = SimpleNamespace(log_probs=shown, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
-    ids = torch.zeros(128, 2, dtype=torch.long)
-    inputs = {"input_ids": ids, "attention_mask": ids + 1, "completion_mask": torch.tensor([[0, 1]] * 128)}
-    inputs |= {"ref_chosen_logps": of_reference[0], "ref_rejected_logps": of_reference[1]}
-    stub = trainer(
-        ld_alpha=None,
-        f_divergence_type="reverse_kl",
-        loss_types=[name],
-        loss_weights=[1.0],
-        beta=options.beta,
-        label_smoothing=options.label_smoothing,
-        use_weighting=False,
-        args=SimpleNamespace(discopop_tau=options.discopop_tau),
-    )
-    expected = float(DPOTrainer._compute_loss(stub, lambda **_: outputs, inputs, False))
-    pair = PairLogps(*map(jnp.asarray, columns), *(jnp.zeros(64),) * 2)
-    assert np.mean(np.asarray(WITH_REFERENCE[name](pair, options), np.float64)) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -130,17 +64,7 @@ def models():
 
 CASES = {
     "sigmoid": ({"beta": 0.3}, ["sigmoid"], None),
-    "hinge": ({"loss_type": "hinge", "beta": 0.3}, ["hinge"], None),
     "ipo": ({"loss_type": "ipo", "beta": 0.3, "reduction": "mean"}, ["ipo"], None),
-    "robust": ({"loss_type": "robust", "beta": 0.3, "label_smoothing": 0.2}, ["robust"], None),
-    "apo_zero": ({"loss_type": "apo_zero", "beta": 0.3}, ["apo_zero"], None),
-    "apo_down": ({"loss_type": "apo_down", "beta": 0.3}, ["apo_down"], None),
-    "sigmoid_norm": ({"beta": 0.3, "reduction": "mean"}, ["sigmoid_norm"], None),
-    "exo_pair": ({"loss_type": "exo_pair", "beta": 0.3, "label_smoothing": 0.1}, ["exo_pair"], None),
-    "nca_pair": ({"loss_type": "nca_pair", "beta": 0.3}, ["nca_pair"], None),
-    "bco_pair": ({"loss_type": "bco_pair", "beta": 0.3}, ["bco_pair"], None),
-    "sppo_hard": ({"loss_type": "sppo_hard", "beta": 0.3}, ["sppo_hard"], None),
-    "discopop": ({"loss_type": "discopop", "beta": 0.3, "discopop_tau": 0.5}, ["discopop"], None),
     "mixed": (
         {"loss_type": {"sigmoid": 0.8, "hinge": 0.5}, "beta": 0.3, "sft_weight": 0.2},
         ["sigmoid", "hinge", "sft"],
@@ -167,9 +91,10 @@ def test_dpo(models, case):
         loss_types=names,
         loss_weights=weights or [1.0] * len(names),
         beta=objective.beta,
-        label_smoothing=objective.label_smoothing,
+        label_smoothing=0.0,
         use_weighting=False,
-        args=SimpleNamespace(discopop_tau=objective.discopop_tau),
+        precompute_ref_logps=True,
+        args=None,
     )
     loss = DPOTrainer._compute_loss(stub, call, inputs, False)
     assert sum(terms.values()) == pytest.approx(float(loss), rel=2e-5)
@@ -177,26 +102,6 @@ def test_dpo(models, case):
     assert {"rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"} < shared.keys()
     assert {"logps/chosen", "logps/rejected"} < shared.keys()
     assert {name: metrics[name] for name in shared} == pytest.approx(shared, rel=1e-4, abs=1e-6)
-
-
-def test_losses_without_a_reference():
-    from trl.experimental.cpo import CPOTrainer
-    from trl.experimental.orpo import ORPOTrainer
-
-    means = -np.random.default_rng(0).uniform(0.01, 5, (2, 50)).astype(np.float32)
-    chosen, rejected = map(torch.tensor, means)
-    zeros = jnp.zeros(50)
-    pair = PairLogps(*(zeros,) * 4, *map(jnp.asarray, means))
-    cpo = trainer(alpha=0.0, loss_type="simpo", beta=2.0, simpo_gamma=1.0, label_smoothing=0.0)
-    expected, _, _ = CPOTrainer.cpo_loss(cpo, chosen, rejected)
-    found = PAIR_LOSSES["simpo"](pair, PairLossOptions(beta=2.0, simpo_gamma=1.0))
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
-    cpo.alpha = 0.2
-    expected, _, _ = CPOTrainer.cpo_loss(cpo, chosen, rejected)
-    found = PAIR_LOSSES["alphapo"](pair, PairLossOptions(beta=2.0, simpo_gamma=1.0, alphapo_alpha=0.2))
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
-    expected = -ORPOTrainer.odds_ratio_loss(trainer(beta=0.3), chosen, rejected)[0]
-    np.testing.assert_allclose(PAIR_LOSSES["orpo"](pair, PairLossOptions(beta=0.3)), expected, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("estimate_kl", [True, False])
@@ -216,6 +121,7 @@ def test_kto(models, estimate_kl):
     inputs |= {"label": torch.tensor(LABELS), "ref_logps": theirs[:, 0], "ref_KL_logps": theirs[:, 1]}
     stub = trainer(
         _compute_kl_logps=lambda *_: ours[:, 1],
+        precompute_ref_logps=True,
         calculate_KL=estimate_kl,
         loss_type="kto" if estimate_kl else "apo_zero_unpaired",
         beta=0.3,
@@ -232,23 +138,9 @@ def test_kto(models, estimate_kl):
 
 GRPO_CASES = {
     "grpo": ({"loss_agg": "seq_mean_token_mean", "kl": {"coef": 0.04}}, "grpo"),
-    "bnpo": ({}, "bnpo"),
     "dapo": ({"loss": {"epsilon_high": 0.28}}, "dapo"),
-    "two-sided": ({"loss": {"dual_clip": 1.5}}, "dapo"),
-    "dr_grpo": (
-        {"advantage": "unscaled", "loss_agg": {"type": "dr_grpo", "max_response_tokens": 9}},
-        "dr_grpo",
-    ),
     "gspo": ({"loss": {"importance": "sequence"}, "loss_agg": "seq_mean_token_mean"}, "grpo"),
-    "luspo": ({"loss": {"importance": "sequence"}, "loss_agg": "seq_mean_token_sum"}, "luspo"),
     "cispo": ({"loss": {"type": "cispo", "cap": 1.5}}, "cispo"),
-    "sapo": (
-        {
-            "loss": {"type": "sapo", "positive_temperature": 0.8, "negative_temperature": 1.3},
-            "loss_agg": "seq_mean_token_mean",
-        },
-        "sapo",
-    ),
 }
 
 
@@ -272,10 +164,8 @@ def test_grpo(models, sampled, case):
     of_model = torch.tensor(entropies(model, columns), dtype=torch.float32)
     mask = torch.tensor(columns["loss_mask"].reshape(12, -1)[:8])
     groups = torch.tensor(rewards[:2])
-    advantages = groups - groups.mean(1, keepdim=True)
-    if isinstance(objective.advantage, OfGroup):
-        advantages /= groups.std(1, keepdim=True) + 1e-4
-    loss, sapo = objective.loss, objective.loss if isinstance(objective.loss, Sapo) else Sapo()
+    advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+    loss = objective.loss
     clip = loss if isinstance(loss, Clip) else Clip(importance=loss.importance)
     low, high = clip.limits
     stub = trainer(
@@ -290,17 +180,9 @@ def test_grpo(models, sampled, case):
         use_vllm=False,
         vllm_importance_sampling_correction=False,
         current_gradient_accumulation_steps=1,
-        max_completion_length=objective.loss_agg.max_response_tokens
-        if isinstance(objective.loss_agg, DrGrpo)
-        else None,
         tools=None,
         _entropy_bonus_enabled=False,
-        args=SimpleNamespace(
-            delta=clip.dual_clip,
-            use_bias_correction_kl=False,
-            sapo_temperature_pos=sapo.positive_temperature,
-            sapo_temperature_neg=sapo.negative_temperature,
-        ),
+        args=SimpleNamespace(delta=None, use_bias_correction_kl=False),
     )
     none = torch.zeros(8, 0, dtype=torch.long)
     inputs = {

@@ -195,8 +195,8 @@ def token_columns(mask):
 
 @pytest.fixture(scope="module")
 def pairs():
-    """A batch of pairs, the policy's log-likelihoods, and functions for those of a model, which is the log-likelihoods or
-    their name, and for the collision entropies.
+    """A batch of pairs, the policy's log-likelihoods, and a function for those of a model, which is the log-likelihoods or
+    their name, and maybe for the collision entropies.
     """
     given = inputs_of("pairs")
     axes = (Axis("batch", 7), Axis("pair", 2), Axis("position", given["mask"].shape[-1]))
@@ -209,16 +209,14 @@ def pairs():
     return (
         batch,
         flat("policy"),
-        lambda model, batch, **_: (flat(model), {}),
-        lambda model, batch, **_: (flat(model), flat("collision"), {}),
+        lambda model, batch, *others, **_: (flat(model), *(flat("collision") for _ in others), {}),
     )
 
 
 @pytest.mark.parametrize("case", cases(PAIRS))
 def test_losses_of_pairs_are_those_of_trl(monkeypatch, pairs, case):
-    batch, policy, logps, logps_and_collision = pairs
+    batch, policy, logps = pairs
     monkeypatch.setattr(dpo, "token_logps", logps)
-    monkeypatch.setattr(dpo, "token_logps_and_collision_entropies", logps_and_collision)
     objective = Dpo(**{"beta": 0.3} | PAIRS[case])
     asked = objective.annotate({"initial": "reference"}, batch)
 
@@ -257,7 +255,7 @@ def loss_of_groups(objective, policy, batch, reference):
 @pytest.mark.parametrize("case", cases(GROUPS))
 def test_losses_of_groups_are_those_of_trl(monkeypatch, groups, case):
     batch, reference, policy, logps_and_entropies = groups
-    monkeypatch.setattr(grpo, "token_logps_and_entropies", logps_and_entropies)
+    monkeypatch.setattr(grpo, "token_logps", logps_and_entropies)
     scaled = {} if GROUPS[case].get("scale") == "none" else AS_TRL
     objective = grpo_of(**{"old_policy": "rollout"} | scaled | GROUPS[case])
     assert_is_that_of_trl(lambda policy: loss_of_groups(objective, policy, batch, reference), policy, "groups", case)
@@ -265,7 +263,7 @@ def test_losses_of_groups_are_those_of_trl(monkeypatch, groups, case):
 
 def test_the_kl_divergence_in_rewards_is_that_of_the_sampler_although_ratios_are_1(monkeypatch, groups):
     batch, reference, policy, logps_and_entropies = groups
-    monkeypatch.setattr(grpo, "token_logps_and_entropies", logps_and_entropies)
+    monkeypatch.setattr(grpo, "token_logps", logps_and_entropies)
     objective = grpo_of(old_policy="model", scale="none", kl_in_reward=True, kl_estimator="k1", kl_coef=0.05)
     terms, metrics, _ = objective.terms(policy, replace(batch, annotations=reference), None, key=None)
     given = {name: np.array(values) for name, values in VECTORS["groups"]["inputs"].items()}
@@ -319,7 +317,7 @@ def test_adaptive_entropy_is_that_of_trl_in_any_microbatches(monkeypatch, groups
                 logps, entropies, aux = logps_and_entropies(policy)
                 return logps["batch", rows], entropies["batch", rows] * factor, aux
 
-            monkeypatch.setattr(grpo, "token_logps_and_entropies", of_rows)
+            monkeypatch.setattr(grpo, "token_logps", of_rows)
             terms, _, slot = objective.terms(policy, part, slot, key=None)
             loss += float(total(terms, denominators))
         assert loss == pytest.approx(expected["loss"], rel=1e-6, abs=1e-6)

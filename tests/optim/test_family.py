@@ -261,6 +261,7 @@ COMMON = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup": 0}
 # name of the case: (type, keys)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adam": ("adam", {}),
+    "adam, other numbers": ("adam", {"beta1": 0.8, "beta2": 0.9, "epsilon": 1e-3, "max_grad_norm": 0.5}),
     "adam, nesterov": ("adam", {"nesterov": True, "max_grad_norm": None}),
     "adam, cautious": ("adam", {"cautious": True}),
     "adam-mini": ("adam-mini", {}),

@@ -336,12 +336,7 @@ def test_muon_treats_stacked_experts_one_by_one():
     gradient = ExpertLinear(random((Layers, Experts, Embed, Mlp), 1), Embed, Mlp)
     update = first_update({"up": experts}, {"up": gradient}, MUON)["up.weight"]
     for place in np.ndindex(2, 3):
-        alone, change = (
-            Linear(hax.named(x.weight.array[place], (Embed, Mlp)), None, Embed, Mlp) for x in (experts, gradient)
-        )
-        one = first_update({"up": alone}, {"up": change}, MUON)["up.weight"]
-        np.testing.assert_allclose(update[place], one, atol=1e-5)
-        expected = np.sqrt(6 / 4) * orthogonal(np.asarray(change.weight.array, np.float64).T, 5).T
+        expected = np.sqrt(6 / 4) * orthogonal(np.asarray(gradient.weight.array[place], np.float64).T, 5).T
         np.testing.assert_allclose(update[place], expected, atol=2e-4)
 
 
@@ -368,7 +363,7 @@ def test_soap_treats_stacked_experts_one_by_one():
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize("kind", ["muon", "kron", "soap"])
+@pytest.mark.parametrize("kind", ["muon", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("kron", "soap"))])
 def test_arrays_without_names_are_matrices_by_their_number_of_axes(kind):
     named, plain = model(arrays(0)), {"w": jnp.ones((5, 3)), "v": jnp.ones(3), "tokens": jnp.ones((7, 3))}
     config: Any = config_of(kind, max_grad_norm=None, weight_decay=0.0, lr_schedule="constant")

@@ -280,11 +280,15 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 
 
+# What these do depends on whether a matrix is tall or wide.
+OF_SHAPE = ("MuonEq", "NorMuon", "scaled decay")
+
+
 @pytest.mark.parametrize("name", ALONE)
 def test_each_option_alone_matches_float64(name):
     # A large learning rate and decay, so that both show.
     config = config_of("muon", **COMMON | {"learning_rate": 0.1, "weight_decay": 0.9} | ALONE[name])
-    for shape in (SHAPES["24x8"], SHAPES["8x24"]):
+    for shape in (SHAPES["24x8"], SHAPES["8x24"])[: 1 + (name in OF_SHAPE)]:
         before, gradients = uniform(1, (2, *shape), 1.0), [uniform(2 + step, (2, *shape), 1.0) for step in range(4)]
         expected = list(muon_by_hand(config, before, gradients))
         found = [weights for weights, _ in steps(config, before, gradients)]
@@ -352,11 +356,11 @@ def test_schedules_match_the_seed_of_nanochat():
     assert rate.segments[-1].length == expected["warmdown_iters"]
     momentum = MomentumSchedule(initial=0.85, warmup=300).build(0.95, rate, num_steps)
     decay = decay_factor("linear", num_steps)
-    for row in expected["rows"]:
-        step = jnp.asarray(row["it"], jnp.int32)
-        np.testing.assert_allclose(rate(step), row["lrm"], rtol=1e-5, atol=1e-7, err_msg=f"rate {step}")
-        np.testing.assert_allclose(momentum(step), row["momentum"], rtol=1e-6, err_msg=f"momentum {step}")
-        np.testing.assert_allclose(decay(step), row["wd"] / 0.2, rtol=1e-5, atol=1e-7, err_msg=f"decay {step}")
+    it, lrm, beta, wd = (np.array([row[name] for row in expected["rows"]]) for name in ("it", "lrm", "momentum", "wd"))
+    steps = jnp.asarray(it, jnp.int32)
+    np.testing.assert_allclose(rate(steps), lrm, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(momentum(steps), beta, rtol=1e-6)
+    np.testing.assert_allclose(decay(steps), wd / 0.2, rtol=1e-5, atol=1e-7)
 
 
 def test_schedules_match_the_head_of_nanochat():

@@ -102,7 +102,12 @@ def test_the_changed_config_describes_the_model(config, dropped, keys):
 
 
 @pytest.mark.parametrize(
-    ("config", "dropped"), [(LLAMA, [1, 3]), (GEMMA2, [0, 3]), (QWEN2, [1, 5])], ids=["llama", "gemma2", "qwen2"]
+    ("config", "dropped"),
+    [
+        pytest.param(LLAMA, [1, 3], id="llama", marks=pytest.mark.slow),
+        pytest.param(GEMMA2, [0, 3], id="gemma2"),
+        pytest.param(QWEN2, [1, 5], id="qwen2", marks=pytest.mark.slow),
+    ],
 )
 def test_transformers_computes_the_same_without_these_layers(config, dropped, built, tmp_path):
     """The whole model is exported, and loses its layers there; the export of the pruned one is verified too."""

@@ -91,7 +91,7 @@ def test_routers_and_experts_stay_as_they_are():
 
 
 def test_changes_no_parameter_and_merging_undoes_it():
-    model = LlamaConfig(**SIZES).build(vocab_axis(1024), key=KEY)
+    model = shapes(LlamaConfig(**SIZES))
     changed = Fp8Config("rowwise").apply(model, key=KEY)
     for (path, before), (same, after) in zip(tree.leaves(model), tree.leaves(changed), strict=True):
         assert path == same
@@ -230,13 +230,12 @@ def hidden_states(model, quantized_products):
 
 
 def test_evaluations_are_not_quantized():
-    """Their program is that of the merged model. The step's is not."""
+    """Their program is that of the merged model. That of the step is not."""
     model = run(one_device(), SMALL).state.model
     scores = lambda model: jax.jit(score_batch).lower(model, rows()).as_text()  # noqa: E731
     assert scores(model) == scores(merge_surgeries(model, [SMALL]))
     assert not np.array_equal(hidden_states(model, True), hidden_states(model, False))
     assert "f8e4m3fn" in run(one_device(), SMALL).compiled_text(arrays(0))
-    assert "f8e4m3fn" not in run(one_device()).compiled_text(arrays(0))
 
 
 @pytest.mark.slow

@@ -107,7 +107,11 @@ def rows_with_signs(a: np.ndarray) -> np.ndarray:
     return np.sign(a[np.arange(len(a)), np.abs(a).argmax(axis=1)])
 
 
-@pytest.mark.parametrize("case", CASES)
+# The others divide by one rank and one scale too.
+SIMPLE = ("pissa", "olora")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SIMPLE else ()) for c in CASES])
 def test_the_weights_are_divided_as_in_peft(base, case):
     folder, named, plain = base
     theirs, ours = CASES[case]
@@ -255,7 +259,7 @@ def eva_in_peft(folder, ids, *, exact: bool, monkeypatch):
     return dict(model.named_parameters()), explained
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["whole SVD", "as released"])
+@pytest.mark.parametrize("exact", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["whole SVD", "as released"])
 def test_eva_finds_the_subspaces_that_peft_finds(base, monkeypatch, exact):
     folder, named, plain = base
     ids = np.random.default_rng(0).integers(1, 60, (8, 24))
@@ -303,14 +307,13 @@ def tiny():
     return jax.jit(builder.initial_model)()
 
 
-def moments_of(model, tokens: TokenBatch, target: str = ".*"):
-    paths = [path for path, _ in tree.modules_by_path(model, Linear) if target in path or target == ".*"]
-    return jax.jit(lambda model, t: input_moments(model, paths, Inputs(t.tokens, t.positions, t.segment_ids)))(
-        model, tokens
-    )
+@jax.jit
+def moments_of(model, tokens: TokenBatch):
+    paths = [path for path, _ in tree.modules_by_path(model, Linear) if path == "head" or "attn" in path]
+    return input_moments(model, paths, Inputs(tokens.tokens, tokens.positions, tokens.segment_ids))
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"scan_layers": False}], ids=str)
+@pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"scan_layers": False}], ids=str)
 def test_moments_of_known_inputs(options):
     """The inputs of the first layer's projections are its normed embeddings, those of the head the final states."""
     config = replace(MODEL, **options)
@@ -346,9 +349,12 @@ def test_padding_does_not_count():
             assert np.abs(a - c).max() > 1e-3, path
 
 
+SOME = "q_proj|o_proj|up_proj"
+
+
 def entered(where, num_microbatches: int, num_batches: int = 3, **keys):
     """The model at the start of a phase with EVA, on these batches."""
-    surgery = LoraConfig(target=TARGET, rank=4, init="eva", calibration_batches=num_batches, **keys)
+    surgery = LoraConfig(target=SOME, rank=4, init="eva", calibration_batches=num_batches, **keys)
     first = phase(surgeries=(surgery,), trainable=(r"\.[ab]$",))
     builder = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (first,))
 
@@ -378,16 +384,20 @@ def products_of(model) -> dict[str, np.ndarray]:
     return found
 
 
-def test_calibration_is_the_same_on_any_mesh_and_with_any_microbatches():
-    expected = products_of(entered(one_device(), 1))
-    for where, num_microbatches in ((one_device(), 2), (layout(), 1), (layout(), 2)):
-        for key, found in products_of(entered(where, num_microbatches)).items():
-            np.testing.assert_allclose(found, expected[key], rtol=1e-4, atol=1e-4, err_msg=str(key))
+@functools.lru_cache
+def entered_on_one_device():
+    return entered(one_device(), 1)
+
+
+def test_calibration_is_the_same_on_eight_devices_with_microbatches():
+    expected = products_of(entered_on_one_device())
+    for key, found in products_of(entered(layout(), 2)).items():
+        np.testing.assert_allclose(found, expected[key], rtol=1e-4, atol=1e-4, err_msg=str(key))
 
 
 def test_the_ranks_of_eva_may_differ():
     model = entered(one_device(), 1, rank_pattern={r"layers\.1\..*up_proj": 2}, layers_to_transform=[1])
-    whole = entered(one_device(), 1)
+    whole = entered_on_one_device()
     ranks = {}
     for (path, layer), (_, other) in zip(
         *(tree.modules_by_path(each, LoraLinear) for each in (model, whole)), strict=True
@@ -396,12 +406,12 @@ def test_the_ranks_of_eva_may_differ():
         assert none["lora_A"].size == 0
         np.testing.assert_allclose(own["lora_A"], all_of["lora_A"][: len(own["lora_A"])], rtol=1e-5, atol=1e-5)
         ranks[path.rpartition(".")[2]] = len(own["lora_A"])
-    assert ranks == dict.fromkeys(ALL, 4) | {"up_proj": 2}
+    assert ranks == {"q_proj": 4, "o_proj": 4, "up_proj": 2}
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_sharded_weights_are_divided_as_on_one_device(init):
-    first = phase(surgeries=(LoraConfig(target=TARGET, rank=4, init=init),), trainable=(r"\.[ab]$",))
+    first = phase(surgeries=(LoraConfig(target=SOME, rank=4, init=init),), trainable=(r"\.[ab]$",))
     states = []
     for where in (one_device(), layout()):
         with where.use():

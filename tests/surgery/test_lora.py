@@ -33,7 +33,7 @@ MODEL = LlamaConfig(seq_len=16, hidden_dim=32, intermediate_dim=48, num_layers=2
 
 @pytest.fixture(scope="module")
 def model():
-    return MODEL.build(vocab_axis(64), key=jax.random.PRNGKey(0))
+    return jax.jit(lambda key: MODEL.build(vocab_axis(64), key=key))(jax.random.PRNGKey(0))
 
 
 def adapted(model, **config):
@@ -46,11 +46,12 @@ def randomised(model):
     """Makes adapters that have an effect, and that fill padding too."""
 
     def fill(path, leaf):
+        rng, shape = np.random.default_rng(len(path)), leaf.array.shape
         if path.endswith(".magnitude"):
-            return leaf * hax.random.uniform(jax.random.PRNGKey(len(path)), leaf.axes, minval=0.8, maxval=1.2)
+            return leaf * hax.named(np.float32(rng.uniform(0.8, 1.2, shape)), leaf.axes)
         if not path.endswith((".a", ".b")):
             return leaf
-        return hax.random.normal(jax.random.PRNGKey(len(path)), leaf.axes) * 0.1
+        return hax.named(jnp.asarray(rng.normal(0, 0.1, shape), jnp.float32), leaf.axes)
 
     return tree.map_leaves(fill, model)
 
@@ -62,6 +63,21 @@ def logits(model, key=None):
     ones = hax.ones(axes, dtype=jnp.int32)
     positions = hax.arange(MODEL.Pos).broadcast_axis(axes[0]).rearrange(axes)
     return model.logits(model.hidden(Inputs(ids, positions, ones), key=key).final).array
+
+
+def trained_for(num_steps, update, trained, frozen):
+    """The trained part after steps of an optimizer."""
+
+    @jax.jit
+    def step(trained, state):
+        loss = lambda trained: jnp.sum(logits(eqx.combine(trained, frozen, is_leaf=tree.is_named)) ** 2)  # noqa: E731
+        change, state = update.update(jax.grad(loss)(trained), state, trained)
+        return optax.apply_updates(trained, change), state
+
+    state = jax.jit(update.init)(trained)
+    for _ in range(num_steps):
+        trained, state = step(trained, state)
+    return trained
 
 
 def test_adapters_do_not_change_the_model_at_first(model):
@@ -215,8 +231,13 @@ def test_dora_and_its_gradients_match_the_closed_form():
     scaled = hax.random.uniform(jax.random.key(4), Out, minval=0.5, maxval=2.0)
     layer = dataclasses.replace(layer, b=hax.random.normal(jax.random.key(2), layer.b.axes), magnitude=scaled)
     pulled = lambda a, b, m: dataclasses.replace(layer, a=a, b=b, magnitude=m)(x).array  # noqa: E731
-    out, pull = jax.vjp(pulled, layer.a, layer.b, layer.magnitude)
-    found = pull(out)
+
+    @jax.jit
+    def value_and_pulled(*given):
+        out, pull = jax.vjp(pulled, *given)
+        return out, pull(out)
+
+    out, found = value_and_pulled(layer.a, layer.b, layer.magnitude)
     w, a, b, m, bias, xs = (
         np.asarray(each.array, np.float64) for each in (base.weight, layer.a, layer.b, layer.magnitude, base.bias, x)
     )
@@ -292,22 +313,18 @@ def test_ranks_and_scales_by_layer(model, changes):
 def test_a_layer_without_an_adapter_stays_as_it_is(model, use_dora):
     """To the last bit, after two steps with weight decay."""
     config = LoraConfig(target="attn|mlp", layers_to_transform=[1], use_dora=use_dora)
-    changed = adapted(model, **{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
+    changed = config.apply(model, key=jax.random.key(1))
     trained, frozen = tree.partition(changed, tree.select(changed, [r"\.(a|b|magnitude)$"]))
     update = optax.adamw(0.1, weight_decay=0.5)
-    loss = lambda trained: jnp.sum(logits(eqx.combine(trained, frozen, is_leaf=tree.is_named)) ** 2)  # noqa: E731
-    state, gradient = update.init(trained), jax.jit(jax.grad(loss))
-    for _ in range(2):
-        change, state = update.update(gradient(trained), state, trained)
-        trained = optax.apply_updates(trained, change)
+    trained = trained_for(2, update, trained, frozen)
     stepped = eqx.combine(trained, frozen, is_leaf=tree.is_named)
     for path, leaf in tree.leaves(trained):
         if leaf is not None:
             assert not leaf["layers", 0].array.any(), path
             assert leaf["layers", 1].array.any(), path
-    merged = config.merge(stepped)
+    merged = dict(tree.leaves(config.merge(stepped)))
     for path, weight in tree.leaves(model):
-        found = dict(tree.leaves(merged))[path]
+        found = merged[path]
         if "layers" in path:
             np.testing.assert_array_equal(found["layers", 0].array, weight["layers", 0].array, err_msg=path)
     per_layer = sum(tree.sizes(changed)[path] for path, _ in tree.leaves(changed) if path.endswith((".a", ".b")))
@@ -379,17 +396,7 @@ def test_optimizers_leave_padding_zero(model, kind):
     trained, frozen = tree.partition(changed, tree.select(changed, [r"q_proj\.(a|magnitude)$"]))
     config = OptimizerConfig.get_known_choices()[kind](learning_rate=0.1, weight_decay=0.1, warmup=0)
     update = build_optimizer(config, parameter_groups(trained, config), 10)
-    state = update.init(trained)
-
-    @jax.jit
-    def step(trained, state):
-        loss = lambda trained: jnp.sum(logits(eqx.combine(trained, frozen, is_leaf=tree.is_named)) ** 2)  # noqa: E731
-        change, state = update.update(jax.grad(loss)(trained), state, trained)
-        return optax.apply_updates(trained, change), state
-
-    for _ in range(3):
-        trained, state = step(trained, state)
-    a = dict(tree.leaves(trained))["body.layers.stacked.attn.q_proj.a"]
+    a = dict(tree.leaves(trained_for(3, update, trained, frozen)))["body.layers.stacked.attn.q_proj.a"]
     assert not a["layers", 1, "lora_rank", 2:].array.any()
     assert a["layers", 1, "lora_rank", :2].array.all()
 

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Literal
 from jaxlm.controllers.base import Controller, ControllerConfig, Decision, DoneStep, SetControls
 from jaxlm.core.controls import LR_SCALE
 from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeFloat, NonNegativeInt
+from jaxlm.reading.choices import choice
 
 
-@ControllerConfig.register_subclass("reduce_on_plateau")
-@dataclass(frozen=True)
+@choice(ControllerConfig, "reduce_on_plateau")
 class ReduceOnPlateauConfig(ControllerConfig):
     """Multiplies the scheduled learning rate by a factor, which falls when a metric has stopped improving.
 

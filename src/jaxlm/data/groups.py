@@ -1,6 +1,6 @@
 """Groups of responses to the same prompt, side by side, with their rewards."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar
 
 import numpy as np
@@ -16,10 +16,10 @@ from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.completions_format import CompletionsFormat
 from jaxlm.data.formats.groups_format import GroupsFormat
 from jaxlm.data.several_completions import ComparedCompletions, SeveralCompletions
+from jaxlm.reading.choices import choice
 
 
-@DataConfig.register_subclass("groups")
-@dataclass(frozen=True)
+@choice(DataConfig, "groups")
 class GroupsConfig(DataConfig):
     """Groups of responses that a model has sampled for the same prompt, with their rewards. `model.seq_len` limits each
     prompt with a response; longer ones are truncated at the end.

@@ -1,6 +1,6 @@
 """Preference pairs: two completions of the same prompt, side by side."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar
 
 from haliax import Axis
@@ -14,10 +14,10 @@ from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.pairs_format import PairsFormat
 from jaxlm.data.several_completions import ComparedCompletions, SeveralCompletions
 from jaxlm.data.sources.named import truncations
+from jaxlm.reading.choices import choice
 
 
-@DataConfig.register_subclass("pairs")
-@dataclass(frozen=True)
+@choice(DataConfig, "pairs")
 class PairsConfig(DataConfig):
     """Pairs of a chosen and a rejected completion of the same prompt. `model.seq_len` limits each half; `format.truncation`
     says what becomes of longer ones.

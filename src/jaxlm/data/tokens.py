@@ -1,6 +1,6 @@
 """Packed token sequences: documents for language modeling, with a loss mask for instruction tuning."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from haliax import Axis
@@ -20,12 +20,12 @@ from jaxlm.data.packing import PackedSequences, Windows, pack_documents
 from jaxlm.data.sources.named import truncations
 from jaxlm.data.tokenizer.added_tokens import open_tokenizer
 from jaxlm.data.tokenizer.train_bpe import bpe_config
+from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import choice_name, encode
 from jaxlm.reading.effects import Content
 
 
-@DataConfig.register_subclass("tokens")
-@dataclass(frozen=True)
+@choice(DataConfig, "tokens")
 class TokensConfig(DataConfig):
     """Sequences of tokens, packed with documents.
 

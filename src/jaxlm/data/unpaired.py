@@ -1,7 +1,7 @@
 """Unpaired preferences: completions that are desirable or not, each beside the completion of another record."""
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar
 
 import numpy as np
@@ -16,12 +16,12 @@ from jaxlm.data.examples import WrappedExamples
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.unpaired_format import UnpairedFormat
 from jaxlm.data.several_completions import SeveralCompletions, first_of
+from jaxlm.reading.choices import choice
 
 _PROMPTS_AT_ONCE = 10_000
 
 
-@DataConfig.register_subclass("unpaired")
-@dataclass(frozen=True)
+@choice(DataConfig, "unpaired")
 class UnpairedConfig(DataConfig):
     """Completions that are desirable or not. `model.seq_len` limits each prompt with its completion; longer ones are
     truncated at the end.

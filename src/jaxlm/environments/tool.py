@@ -5,20 +5,20 @@ Source: karpathy/nanochat (`nanochat/engine.py`, commit b7629ef) for the tokens 
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from jaxlm.environments.base import Environment, EnvironmentConfig, Observation
 from jaxlm.models.inference.tools.base import Tool
 from jaxlm.models.inference.tools.calculator import Calculator
 from jaxlm.models.inference.tools.calls import TOOL_TOKENS
+from jaxlm.reading.choices import choice
 
 _CALL_START, _CALL_END, _OUTPUT_START, _OUTPUT_END = TOOL_TOKENS
 _CALL = re.compile(f".*{re.escape(_CALL_START)}(.*?){re.escape(_CALL_END)}", re.DOTALL)
 
 
-@EnvironmentConfig.register_subclass("tool")
-@dataclass(frozen=True)
+@choice(EnvironmentConfig, "tool")
 class ToolEnvironmentConfig(EnvironmentConfig):
     """Answers calls between `<|python_start|>` and `<|python_end|>` with the tool's output between `<|output_start|>` and
     `<|output_end|>`. Without an output, because the call is invalid, the policy writes on. Any other turn is the last one.

@@ -8,7 +8,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ from jaxlm.evals.core_bundle import (
 )
 from jaxlm.evals.scoring import Scored, score
 from jaxlm.models.base import LanguageModel
+from jaxlm.reading.choices import choice
 
 CORE = "core"
 _FEWSHOT_SEED = 1234
@@ -38,8 +39,7 @@ _SCORED_AT_ONCE = 64  # batches, whose pairs are sorted by length together
 _Pair = tuple[np.ndarray, np.ndarray]  # context and continuation, int32 [tokens] each
 
 
-@EvalConfig.register_subclass(CORE)
-@dataclass(frozen=True)
+@choice(EvalConfig, CORE)
 class CoreEvalConfig(EvalConfig):
     """The CORE metric of 22 tasks, logged as `eval/core`. Each task is also logged by itself: `eval/core/<task>` is its
     accuracy on a scale where guessing is 0 and every answer right is 1, `eval/core/<task>/accuracy` the accuracy as it is.

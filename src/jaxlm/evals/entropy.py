@@ -1,7 +1,6 @@
 """Measures how uncertain a model is: the entropy of its predictions (Shannon 1948)."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import haliax as hax
@@ -11,11 +10,11 @@ import numpy as np
 
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, read_results
 from jaxlm.models.base import Inputs, LanguageModel
-from jaxlm.models.loss import token_entropies
+from jaxlm.models.loss import ChunkLogits, token_numbers
+from jaxlm.reading.choices import choice
 
 
-@EvalConfig.register_subclass("entropy")
-@dataclass(frozen=True)
+@choice(EvalConfig, "entropy")
 class EntropyEvalConfig(EvalConfig):
     """Mean entropy in nats of the distributions that predict the targets of the validation data, over one pass of it. It logs
     `entropy`, and with several sources `<source>/entropy`. Of pairs, it reads the chosen completions.
@@ -59,5 +58,5 @@ def _batch_totals(model: LanguageModel, batch: Any) -> jax.Array:
     batch = batch.supervised()
     hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids)).final
     options = {"soft_cap": model.logit_soft_cap, "vocab_multiple": model.vocab_multiple}
-    entropies = token_entropies(hidden, model.lm_head(), batch.targets, **options)
+    entropies = token_numbers(ChunkLogits.entropy, hidden, model.lm_head(), batch.targets, **options)
     return jnp.stack([hax.sum(entropies * batch.loss_mask).array, hax.sum(batch.loss_mask).array])

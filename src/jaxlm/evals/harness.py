@@ -23,6 +23,7 @@ from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
 from jaxlm.models.inference.stop_strings import StopStrings
 from jaxlm.models.inference.unstacked import Generator
+from jaxlm.reading.choices import choice
 
 _DEFAULT_NEW_TOKENS = 256  # if the task does not set a limit; the same as in the `hf` backend
 _NAME = "tasks: lm-evaluation-harness"
@@ -30,8 +31,7 @@ _NAME = "tasks: lm-evaluation-harness"
 _UNSUPPORTED = {"UNSAFE_CODE": "executes code that the model writes", "MULTIMODAL": "contains inputs other than text"}
 
 
-@EvalConfig.register_subclass("harness")
-@dataclass(frozen=True)
+@choice(EvalConfig, "harness")
 class HarnessEvalConfig(EvalConfig):
     """Tasks of lm-evaluation-harness (the extra `eval`), logged as `eval/<task>/<metric>`.
 

@@ -14,10 +14,10 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.types import DummyPrefix
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, Score, read_results
 from jaxlm.models.base import LanguageModel
+from jaxlm.reading.choices import choice
 
 
-@EvalConfig.register_subclass("loss")
-@dataclass(frozen=True)
+@choice(EvalConfig, "loss")
 class LossEvalConfig(EvalConfig):
     """Mean next-token loss in nats and bits per byte over one pass of the validation data. With several sources, they are
     also logged per source and per tag, and averaged over sources (`macro_loss`, `macro_bpb`).

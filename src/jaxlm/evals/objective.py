@@ -2,7 +2,6 @@
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
@@ -11,12 +10,12 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import Largest
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, read_results
 from jaxlm.models.base import LanguageModel
+from jaxlm.reading.choices import choice
 
 _OF_THE_LOSS_EVAL = "loss"
 
 
-@EvalConfig.register_subclass("objective")
-@dataclass(frozen=True)
+@choice(EvalConfig, "objective")
 class ObjectiveEvalConfig(EvalConfig):
     """What the objective measures in training, over one pass of the validation data, without dropout. It logs the minimized
     loss as `objective`, and the objective's metrics under their own names, such as `rewards/accuracies` of `dpo` and

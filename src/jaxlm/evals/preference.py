@@ -5,7 +5,6 @@ reference model.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 import haliax as hax
@@ -18,10 +17,10 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.types import PairBatch
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, read_results
 from jaxlm.models.base import LanguageModel
+from jaxlm.reading.choices import choice
 
 
-@EvalConfig.register_subclass("preference")
-@dataclass(frozen=True)
+@choice(EvalConfig, "preference")
 class PreferenceEvalConfig(EvalConfig):
     """Compares the log-likelihoods of both completions of each validation pair, for `data.type: pairs`. It logs
     `preference/accuracy` (the fraction of pairs whose chosen completion is more likely), `preference/margin` (the mean

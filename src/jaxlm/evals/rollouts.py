@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,13 +27,13 @@ from jaxlm.evals.samples import prompt_ids
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
 from jaxlm.models.inference.unstacked import Generator
+from jaxlm.reading.choices import choice
 from jaxlm.rewards.base import TOTAL, RewardConfig, RewardContext, Rewards, ScoredRows, reward_names
 
 _KEY = "evals: type rollouts"
 
 
-@EvalConfig.register_subclass("rollouts")
-@dataclass(frozen=True)
+@choice(EvalConfig, "rollouts")
 class RolloutsEvalConfig(EvalConfig):
     """Answers held-out prompts and rewards the answers. Logs `eval/<name>/reward`, the mean of each reward, and the lengths.
 

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import jax
@@ -23,10 +23,10 @@ from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
 from jaxlm.models.inference.tools.base import Tool
 from jaxlm.models.inference.tools.calls import ToolCalls
 from jaxlm.models.inference.unstacked import Generator
+from jaxlm.reading.choices import choice
 
 
-@EvalConfig.register_subclass("samples")
-@dataclass(frozen=True)
+@choice(EvalConfig, "samples")
 class SamplesEvalConfig(EvalConfig):
     """Generates completions of a few prompts, prints them, and logs them to `samples.jsonl` and the trackers.
 

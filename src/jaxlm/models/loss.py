@@ -8,7 +8,7 @@ dynamic fine-tuning of Wu et al. 2025 (arXiv:2508.05629, equation 9).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -108,7 +108,41 @@ def next_token_sums(
     return CrossEntropySums(*chunked_loss(loss, x_BSD, w_VD, (y_BS, m_BS)))
 
 
-def token_losses(
+def token_losses(hidden: NamedArray, head: Weight | None, targets: NamedArray, **options: Any) -> NamedArray:
+    """Negative log-likelihood of each token in nats, float32 {batch, position}. Args: options: of `token_numbers`."""
+    return token_numbers(ChunkLogits.nats, hidden, head, targets, **options)
+
+
+class ChunkLogits(NamedTuple):
+    """The logits of a chunk of tokens, their logsumexp, and the targets. Its methods return a number for each token, [C]."""
+
+    logits_CV: jax.Array
+    lse_C: jax.Array
+    y_C: jax.Array
+    sharding: TokenSharding
+
+    def nats(self) -> jax.Array:
+        """Negative log-likelihood of the target."""
+        return self.lse_C - target_logit(self.logits_CV, self.y_C, self.sharding)
+
+    def entropy(self) -> jax.Array:
+        """Entropy of the distribution in nats."""
+        p_CV = jnp.exp(self.logits_CV - self.lse_C[:, None])
+        # jnp.where, because a logit may be -inf, and 0 times infinity is NaN, in the gradient too.
+        products_CV = p_CV * jnp.where(p_CV > 0, self.logits_CV, 0.0)
+        return self.lse_C - self.sharding.sum_vocab(jnp.sum(products_CV, axis=1))
+
+    def collision_entropy(self) -> jax.Array:
+        """Minus the log of the sum of the squared probabilities (Rényi entropy of order 2)."""
+        return 2 * self.lse_C - logsumexp(2 * self.logits_CV, self.sharding)
+
+    def constant(self) -> "ChunkLogits":
+        """The same logits without a gradient."""
+        return self._replace(logits_CV=jax.lax.stop_gradient(self.logits_CV), lse_C=jax.lax.stop_gradient(self.lse_C))
+
+
+def token_numbers(
+    numbers: Callable[[ChunkLogits], Any],
     hidden: NamedArray,
     head: Weight | None,
     targets: NamedArray,
@@ -117,115 +151,17 @@ def token_losses(
     vocab_multiple: int = 1,
     chunk_tokens: int | None = None,
     temperature: float = 1.0,
-) -> NamedArray:
-    """Negative log-likelihood of each token in nats, float32 {batch, position}, for evaluation.
+) -> Any:
+    """A number for each token, float32 {batch, position}, or a tuple of them, from its logits.
 
-    Supports any cotangent, because the backward pass recomputes the logits of each chunk. Arguments as in
+    Supports any cotangent, because the backward pass recomputes the logits of each chunk. Other arguments as in
     `next_token_sums`.
 
     Args:
+        numbers: of the tokens of a chunk, such as `ChunkLogits.nats`.
         temperature: the logits are divided by it, after the soft cap.
     """
     sharding = TokenSharding.of(hidden, head, vocab_multiple)
-
-    def losses(logits_CV: jax.Array, y_C: jax.Array) -> jax.Array:
-        logits_CV = _divided(logits_CV, temperature)
-        return logsumexp(logits_CV, sharding) - target_logit(logits_CV, y_C, sharding)
-
-    return _by_token(losses, hidden, head, targets, sharding, soft_cap, chunk_tokens)
-
-
-def token_entropies(
-    hidden: NamedArray,
-    head: Weight | None,
-    targets: NamedArray,
-    *,
-    soft_cap: float | None = None,
-    vocab_multiple: int = 1,
-    chunk_tokens: int | None = None,
-) -> NamedArray:
-    """Entropy of the distribution that predicts each token in nats, float32 {batch, position}.
-
-    Arguments as in `next_token_sums`; of the targets, only the axes are used.
-    """
-    sharding = TokenSharding.of(hidden, head, vocab_multiple)
-
-    def entropies(logits_CV: jax.Array, _: jax.Array) -> jax.Array:
-        return _entropies(logits_CV, logsumexp(logits_CV, sharding), sharding)
-
-    return _by_token(entropies, hidden, head, targets, sharding, soft_cap, chunk_tokens)
-
-
-def token_losses_and_entropies(
-    hidden: NamedArray,
-    head: Weight | None,
-    targets: NamedArray,
-    *,
-    soft_cap: float | None = None,
-    vocab_multiple: int = 1,
-    chunk_tokens: int | None = None,
-    temperature: float = 1.0,
-    entropy_gradient: bool = False,
-) -> tuple[NamedArray, NamedArray]:
-    """`token_losses`, and the entropies of the same distributions.
-
-    Args:
-        entropy_gradient: whether the entropies have a gradient.
-    """
-    sharding = TokenSharding.of(hidden, head, vocab_multiple)
-
-    def both(logits_CV: jax.Array, y_C: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits_CV = _divided(logits_CV, temperature)
-        lse_C = logsumexp(logits_CV, sharding)
-        of_entropy = (logits_CV, lse_C) if entropy_gradient else jax.lax.stop_gradient((logits_CV, lse_C))
-        return lse_C - target_logit(logits_CV, y_C, sharding), _entropies(*of_entropy, sharding)
-
-    return _by_token(both, hidden, head, targets, sharding, soft_cap, chunk_tokens)
-
-
-def token_losses_and_collision_entropies(
-    hidden: NamedArray,
-    head: Weight | None,
-    targets: NamedArray,
-    *,
-    soft_cap: float | None = None,
-    vocab_multiple: int = 1,
-    chunk_tokens: int | None = None,
-) -> tuple[NamedArray, NamedArray]:
-    """`token_losses`, and the collision entropies of the same distributions: minus the log of the sum of the squared
-    probabilities (Rényi entropies of order 2), which have no gradient.
-    """
-    sharding = TokenSharding.of(hidden, head, vocab_multiple)
-
-    def both(logits_CV: jax.Array, y_C: jax.Array) -> tuple[jax.Array, jax.Array]:
-        lse_C = logsumexp(logits_CV, sharding)
-        constant_CV, constant_C = jax.lax.stop_gradient((logits_CV, lse_C))
-        collision_C = 2 * constant_C - logsumexp(2 * constant_CV, sharding)
-        return lse_C - target_logit(logits_CV, y_C, sharding), collision_C
-
-    return _by_token(both, hidden, head, targets, sharding, soft_cap, chunk_tokens)
-
-
-def _divided(logits_CV: jax.Array, temperature: float) -> jax.Array:
-    return logits_CV if temperature == 1 else logits_CV / temperature
-
-
-def _entropies(logits_CV: jax.Array, lse_C: jax.Array, sharding: TokenSharding) -> jax.Array:
-    p_CV = jnp.exp(logits_CV - lse_C[:, None])
-    # jnp.where, because a logit may be -inf, and 0 times infinity is NaN, in the gradient too.
-    return lse_C - sharding.sum_vocab(jnp.sum(p_CV * jnp.where(p_CV > 0, logits_CV, 0.0), axis=1))
-
-
-def _by_token(
-    of_logits: Callable[[jax.Array, jax.Array], Any],
-    hidden: NamedArray,
-    head: Weight | None,
-    targets: NamedArray,
-    sharding: TokenSharding,
-    soft_cap: float | None,
-    chunk_tokens: int | None,
-) -> Any:
-    """A number for each token, or a tuple of them, from the logits and targets of its chunk."""
     x_BSD, w_VD = hidden_and_head(hidden, head, sharding)
     chunk, cap = chunk_or_default(chunk_tokens), checked_cap(soft_cap)
 
@@ -234,7 +170,9 @@ def _by_token(
 
         @jax.checkpoint
         def one_chunk(_, xy):
-            return None, of_logits(logits_of(xy[0], w_VD, cap, sharding), xy[1])
+            logits_CV = logits_of(xy[0], w_VD, cap, sharding)
+            logits_CV = logits_CV if temperature == 1 else logits_CV / temperature
+            return None, numbers(ChunkLogits(logits_CV, logsumexp(logits_CV, sharding), xy[1], sharding))
 
         _, values = jax.lax.scan(one_chunk, None, (x_NCD, y_NC))
         return jax.tree.map(lambda values_NC: values_NC.reshape(-1)[:num_tokens].reshape(y_BS.shape), values)
@@ -260,7 +198,8 @@ class _NextTokenLoss(ChunkedLoss):
         sharding = self.sharding
         num_local = logits_CV.shape[1]
         lse_C, first_C = LogitSummary.of(logits_CV, sharding)
-        nll_C = lse_C - target_logit(logits_CV, y_C, sharding)
+        chunk = ChunkLogits(logits_CV, lse_C, y_C, sharding)
+        nll_C = chunk.nats()
         z_C = self.z * lse_C**2
         weight_C = jax.lax.stop_gradient(jnp.exp(-nll_C)) if self.dft else None
         loss_C = (nll_C if weight_C is None else weight_C * nll_C) + z_C
@@ -269,7 +208,7 @@ class _NextTokenLoss(ChunkedLoss):
             mean_C = sharding.sum_vocab(sum_C) / sharding.vocab_size
             loss_C = (1 - self.smoothing) * nll_C + self.smoothing * (lse_C - mean_C) + z_C
         correct_C = is_first_maximum(first_C, y_C, num_local, sharding)
-        entropy_C = _entropies(logits_CV, lse_C, sharding) if self.entropy else jnp.zeros_like(lse_C)
+        entropy_C = chunk.entropy() if self.entropy else jnp.zeros_like(lse_C)
         return masked_sums((loss_C, nll_C, z_C, correct_C, entropy_C), m_C), (lse_C, weight_C)
 
     def logit_gradient(self, logits_CV, saved, columns):

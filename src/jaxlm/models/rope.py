@@ -21,6 +21,7 @@ from haliax import NamedArray
 from jaxlm.core.axes import BATCH, HEAD_SIZE, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveFraction, PositiveInt
+from jaxlm.reading.choices import choice
 
 _HALF, _PAIR = "half_head_size", hax.Axis("pair_of_features", 2)
 
@@ -144,8 +145,7 @@ def check_rope(rope: RotaryConfig, num_heads: int, head_size: int) -> None:
     rope.check(num_rotated)
 
 
-@RotaryConfig.register_subclass("default")
-@dataclass(frozen=True)
+@choice(RotaryConfig, "default")
 class DefaultRotary(RotaryConfig):
     """No scaling: pair i of `size` rotated features has frequency `theta ** (-2 i / size)`."""
 
@@ -153,8 +153,7 @@ class DefaultRotary(RotaryConfig):
         return _unscaled_frequencies(self.theta, size), 1.0
 
 
-@RotaryConfig.register_subclass("linear")
-@dataclass(frozen=True)
+@choice(RotaryConfig, "linear")
 class LinearRotary(RotaryConfig):
     """Position interpolation: divides all frequencies by `factor` (Chen et al. 2023, arXiv:2306.15595, equation 3).
 
@@ -168,8 +167,7 @@ class LinearRotary(RotaryConfig):
         return _unscaled_frequencies(self.theta, size) / self.factor, 1.0
 
 
-@RotaryConfig.register_subclass("dynamic")
-@dataclass(frozen=True)
+@choice(RotaryConfig, "dynamic")
 class DynamicRotary(RotaryConfig):
     """Dynamic NTK: a document beyond the original context increases theta, so that low frequencies are stretched.
 
@@ -199,8 +197,7 @@ class DynamicRotary(RotaryConfig):
             )
 
 
-@RotaryConfig.register_subclass("llama3")
-@dataclass(frozen=True)
+@choice(RotaryConfig, "llama3")
 class Llama3Rotary(RotaryConfig):
     """Llama 3.1: divides low frequencies by `factor`, keeps high ones, and interpolates between the two.
 
@@ -232,8 +229,7 @@ class Llama3Rotary(RotaryConfig):
             )
 
 
-@RotaryConfig.register_subclass("yarn")
-@dataclass(frozen=True)
+@choice(RotaryConfig, "yarn")
 class YarnRotary(RotaryConfig):
     """YaRN (Peng et al. 2023, arXiv:2309.00071, equations 17 to 22).
 
@@ -292,8 +288,7 @@ class YarnRotary(RotaryConfig):
         return scaled(1.0)
 
 
-@RotaryConfig.register_subclass("longrope")
-@dataclass(frozen=True)
+@choice(RotaryConfig, "longrope")
 class LongRotary(RotaryConfig):
     """LongRoPE: divides each frequency by its own factor (Ding et al. 2024, arXiv:2402.13753, section 3.2).
 

@@ -15,7 +15,7 @@ from annotated_types import Interval
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
-from jaxlm.reading.choices import NamedChoice
+from jaxlm.reading.choices import NamedChoice, choice
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ class OfSum(Advantage, abc.ABC):
         return centered * size / (size - 1) if self.baseline == "leave_one_out" else centered
 
 
-@Advantage.register_subclass("group")
-@dataclass(frozen=True)
+@choice(Advantage, "group")
 class OfGroup(OfSum):
     """Divided by the standard deviation of the rewards of the group.
 
@@ -65,8 +64,7 @@ class OfGroup(OfSum):
         return self.centered(rewards) / (group_std(rewards, self.std_ddof)[..., None] + self.eps)
 
 
-@Advantage.register_subclass("batch")
-@dataclass(frozen=True)
+@choice(Advantage, "batch")
 class OfBatch(OfSum):
     """Divided by a standard deviation over the whole batch.
 
@@ -92,8 +90,7 @@ class OfBatch(OfSum):
         return jnp.sqrt(jnp.sum(squares) / jnp.maximum(count - self.std_ddof, 1.0))
 
 
-@Advantage.register_subclass("unscaled")
-@dataclass(frozen=True)
+@choice(Advantage, "unscaled")
 class Unscaled(OfSum):
     """Not divided: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783, section 3.2)."""
 
@@ -101,8 +98,7 @@ class Unscaled(OfSum):
         return self.centered(rewards)
 
 
-@Advantage.register_subclass("normalize_then_sum")
-@dataclass(frozen=True)
+@choice(Advantage, "normalize_then_sum")
 class NormalizeThenSum(Advantage):
     """Rewards with small differences count as much as those with large ones: each is normalized in its group, and their
     weighted sum in the batch.

@@ -1,7 +1,7 @@
 """Log-likelihoods of completions, and objectives that compare them with those of a reference."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -16,8 +16,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveFraction
 from jaxlm.core.tree import is_named
 from jaxlm.core.types import PairBatch, TokenBatch
-from jaxlm.models.base import AuxLoss, Hidden, Inputs, LanguageModel
-from jaxlm.models.loss import token_losses, token_losses_and_collision_entropies, token_losses_and_entropies
+from jaxlm.models.base import AuxLoss, Inputs, LanguageModel
+from jaxlm.models.loss import ChunkLogits, token_numbers
 from jaxlm.objectives.base import ObjectiveConfig
 
 _INITIAL, _NONE = "initial", "none"  # references that are not in the section `refs`
@@ -35,52 +35,29 @@ class ReferenceLogps(eqx.Module):
 
 
 def token_logps(
-    model: LanguageModel, batch: TokenBatch, *, key: jax.Array | None = None, temperature: float = 1.0
-) -> tuple[NamedArray, Mapping[str, AuxLoss]]:
-    """The log-likelihood of each target, float32 {batch, position}, 0 where the loss mask is, and the layers' losses.
+    model: LanguageModel,
+    batch: TokenBatch,
+    *others: Callable[[ChunkLogits], jax.Array],
+    key: jax.Array | None = None,
+    temperature: float = 1.0,
+) -> tuple[Any, ...]:
+    """Numbers of each target, float32 {batch, position}, 0 where the loss mask is; and the layers' auxiliary losses, last.
 
     Differentiable, without the logits of all tokens in memory.
 
     Args:
+        others: numbers besides the log-likelihood, which is the first.
         temperature: the logits are divided by it.
     """
-    hidden, options = _hidden(model, batch, key)
-    nats = token_losses(hidden.final, model.lm_head(), batch.targets, temperature=temperature, **options)
-    return _on_targets(-nats, batch), hidden.aux
-
-
-def token_logps_and_entropies(
-    model: LanguageModel,
-    batch: TokenBatch,
-    *,
-    key: jax.Array | None = None,
-    temperature: float = 1.0,
-    entropy_gradient: bool = False,
-) -> tuple[NamedArray, NamedArray, Mapping[str, AuxLoss]]:
-    """`token_logps`, with the entropies of the same distributions, and maybe their gradient."""
-    hidden, options = _hidden(model, batch, key)
-    options |= {"temperature": temperature, "entropy_gradient": entropy_gradient}
-    nats, entropies = token_losses_and_entropies(hidden.final, model.lm_head(), batch.targets, **options)
-    return _on_targets(-nats, batch), _on_targets(entropies, batch), hidden.aux
-
-
-def token_logps_and_collision_entropies(
-    model: LanguageModel, batch: TokenBatch, *, key: jax.Array | None = None
-) -> tuple[NamedArray, NamedArray, Mapping[str, AuxLoss]]:
-    """`token_logps`, with the collision entropies of the same distributions, which have no gradient."""
-    hidden, options = _hidden(model, batch, key)
-    nats, collision = token_losses_and_collision_entropies(hidden.final, model.lm_head(), batch.targets, **options)
-    return _on_targets(-nats, batch), _on_targets(collision, batch), hidden.aux
-
-
-def _hidden(model: LanguageModel, batch: TokenBatch, key: jax.Array | None) -> tuple[Hidden, dict[str, Any]]:
-    """The hidden states of a batch, and what the loss needs to know of the model's logits."""
     hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids), key=key)
-    return hidden, {"soft_cap": model.logit_soft_cap, "vocab_multiple": model.vocab_multiple}
-
-
-def _on_targets(of_tokens: NamedArray, batch: TokenBatch) -> NamedArray:
-    return hax.where(batch.loss_mask > 0, of_tokens, 0.0)
+    options: Any = {
+        "soft_cap": model.logit_soft_cap,
+        "vocab_multiple": model.vocab_multiple,
+        "temperature": temperature,
+    }
+    numbers = lambda chunk: (-chunk.nats(), *(other(chunk) for other in others))  # noqa: E731
+    by_token = token_numbers(numbers, hidden.final, model.lm_head(), batch.targets, **options)
+    return *(hax.where(batch.loss_mask > 0, column, 0.0) for column in by_token), hidden.aux
 
 
 def completion_logps(

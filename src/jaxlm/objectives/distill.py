@@ -6,7 +6,7 @@ et al. 2024 (arXiv:2306.13649), equation 1. Top k: `jaxlm.models.distillation`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import haliax as hax
@@ -19,12 +19,12 @@ from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.distillation import TeacherStates, distillation_sums, top_k_of
 from jaxlm.models.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
+from jaxlm.reading.choices import choice
 
 _EVEN = 0.5
 
 
-@ObjectiveConfig.register_subclass("distill")
-@dataclass(frozen=True)
+@choice(ObjectiveConfig, "distill")
 class Distill(ObjectiveConfig):
     """Divergence from a teacher's distribution of the next token, mixed with the next-token loss.
 

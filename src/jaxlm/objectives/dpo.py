@@ -5,7 +5,7 @@ Source: Rafailov et al. 2023, "Direct Preference Optimization" (arXiv:2305.18290
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import haliax as hax
@@ -18,13 +18,13 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction, NonNegativeFloat, PositiveFloat, ProperFraction
 from jaxlm.core.types import PairBatch, Sum
 from jaxlm.models.base import LanguageModel
+from jaxlm.models.loss import ChunkLogits
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
 from jaxlm.objectives.completions import (
     ReferencedObjective,
     by_pair,
     is_pair,
     token_logps,
-    token_logps_and_collision_entropies,
 )
 from jaxlm.objectives.pair_losses import (
     BATCH_LOSSES,
@@ -35,6 +35,7 @@ from jaxlm.objectives.pair_losses import (
     PairLossOptions,
     scored,
 )
+from jaxlm.reading.choices import choice
 
 _GAMMA, _ALPHA, _TAU = PairLossOptions.simpo_gamma, PairLossOptions.alphapo_alpha, PairLossOptions.discopop_tau
 LossName = Literal[
@@ -61,8 +62,7 @@ _OF_REFERENCE = (*WITH_REFERENCE, *BATCH_LOSSES)
 _F_ALPHA = 0.5
 
 
-@ObjectiveConfig.register_subclass("dpo")
-@dataclass(frozen=True)
+@choice(ObjectiveConfig, "dpo")
 class Dpo(ReferencedObjective):
     """Preference pairs (`data.type: pairs`): raises the likelihood of the chosen completion over that of the rejected one,
     compared with a reference. The loss is averaged over pairs.
@@ -201,7 +201,7 @@ class Dpo(ReferencedObjective):
         `logps/rejected`, and `nll_loss` if `sft` has a weight; `loss` is the loss of the pairs alone.
         """
         if self.wpo:
-            of_tokens, collision, aux = token_logps_and_collision_entropies(model, batch.sequences(), key=key)
+            of_tokens, collision, aux = token_logps(model, batch.sequences(), _collision_entropy, key=key)
             likelihood = self._likelihood(of_tokens + collision, batch)
         else:
             (of_tokens, aux), likelihood = token_logps(model, batch.sequences(), key=key), 1.0
@@ -304,6 +304,10 @@ def _num_tokens(batch: PairBatch) -> hax.NamedArray:
     """{batch, pair}: of each completion, at least 1."""
     counts = hax.sum(batch.pairs.loss_mask, POSITION)
     return hax.named(jnp.maximum(counts.array, 1.0), counts.axes)
+
+
+def _collision_entropy(chunk: ChunkLogits) -> jax.Array:
+    return chunk.constant().collision_entropy()
 
 
 def _summed(column: jax.Array, counted: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ Source: Shao et al. 2024, "DeepSeekMath" (arXiv:2402.03300), equation 3; the var
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, ClassVar
 
 import haliax as hax
@@ -18,9 +18,10 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveFraction
 from jaxlm.core.types import GroupBatch, Sum
 from jaxlm.models.base import AuxLoss, LanguageModel
+from jaxlm.models.loss import ChunkLogits
 from jaxlm.objectives.advantages import Advantage, NormalizeThenSum, OfBatch, OfGroup, OfSum, Overlong
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
-from jaxlm.objectives.completions import ReferencedObjective, token_logps, token_logps_and_entropies
+from jaxlm.objectives.completions import ReferencedObjective, token_logps
 from jaxlm.objectives.entropy_control import Entropy, coefficient_of, with_entropies
 from jaxlm.objectives.former_grpo_keys import FORMER_GRPO_KEYS
 from jaxlm.objectives.other_policies import (
@@ -46,15 +47,14 @@ from jaxlm.objectives.policy_losses import (
     on_policy_weights,
 )
 from jaxlm.objectives.response_tokens import ResponseTokens, by_sequence, reward_metrics, sampler_metrics
-from jaxlm.reading.choices import with_former_keys
+from jaxlm.reading.choices import choice, with_former_keys
 
 _SAMPLER_LOGPS = "sampler_logps"
 _SAMPLING = "old_policy.importance_sampling"
 
 
 @with_former_keys(FORMER_GRPO_KEYS)
-@ObjectiveConfig.register_subclass("grpo")
-@dataclass(frozen=True)
+@choice(ObjectiveConfig, "grpo")
 class Grpo(ReferencedObjective):
     """Groups of responses with rewards (`data.type: groups` or `rollouts`): responses that are better than the others of
     their group become more likely, within limits around the model that sampled them.
@@ -283,8 +283,9 @@ class Grpo(ReferencedObjective):
         self, model: LanguageModel, batch: GroupBatch, key: jax.Array | None
     ) -> tuple[ResponseTokens, Mapping[str, AuxLoss]]:
         """The numbers of the tokens, and the layers' losses."""
-        options: Any = {"temperature": batch.temperature, "entropy_gradient": self.entropy.has_weight}
-        logps, entropies, aux = token_logps_and_entropies(model, batch.sequences(), key=key, **options)
+        entropy = ChunkLogits.entropy if self.entropy.has_weight else _constant_entropy
+        sequences, temperature = batch.sequences(), batch.temperature
+        logps, entropies, aux = token_logps(model, sequences, entropy, key=key, temperature=temperature)
         logps_NS, entropy_NS = (a.rearrange((BATCH, POSITION)).array for a in (logps, entropies))
         mask_NS = by_sequence(self._counted(batch))
         counted_NS = mask_NS
@@ -320,6 +321,10 @@ class Grpo(ReferencedObjective):
     def _shaped(self, rewards: jax.Array, lengths: jax.Array) -> jax.Array:
         """The rewards with what is subtracted from those of long responses. Args: lengths: in tokens."""
         return rewards if self.overlong is None else rewards + self.overlong.penalties(lengths)
+
+
+def _constant_entropy(chunk: ChunkLogits) -> jax.Array:
+    return chunk.constant().entropy()
 
 
 def _lengths(batch: GroupBatch) -> NamedArray:

@@ -5,7 +5,7 @@ and 9; without a KL divergence: D'Oosterlinck et al. 2024 (arXiv:2408.06266), eq
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import haliax as hax
@@ -19,6 +19,7 @@ from jaxlm.core.types import Sum, UnpairedBatch
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
 from jaxlm.objectives.completions import HeldReference, ReferencedObjective, completion_logps
+from jaxlm.reading.choices import choice
 
 _KIND = "kind"  # axis of the completions (0) and of those of other records (1)
 _KL, _TOTAL, _COUNT = "kl", "log_ratios", "sequences"  # statistics: in use, and of the batch so far
@@ -36,8 +37,7 @@ def kto_losses(rewards: jax.Array, labels: jax.Array, kl: jax.Array, desirable: 
     return jnp.where(labels > 0, desirable * gains, undesirable * losses)
 
 
-@ObjectiveConfig.register_subclass("kto")
-@dataclass(frozen=True)
+@choice(ObjectiveConfig, "kto")
 class Kto(ReferencedObjective):
     """Completions with a label (`data.type: unpaired`): the loss is averaged over completions.
 

@@ -5,7 +5,6 @@ Understanding by Generative Pre-Training", equation 1); z-loss, label smoothing 
 NEFTune as in `jaxlm.models.layers.token_embeddings`.
 """
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import haliax as hax
@@ -17,10 +16,10 @@ from jaxlm.core.types import PairBatch, Sum, TokenBatch, TokenScores
 from jaxlm.models.base import EmbeddingNoise, Inputs, LanguageModel
 from jaxlm.models.loss import next_token_sums, token_losses
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
+from jaxlm.reading.choices import choice
 
 
-@ObjectiveConfig.register_subclass("next_token")
-@dataclass(frozen=True)
+@choice(ObjectiveConfig, "next_token")
 class NextToken(ObjectiveConfig):
     """Cross-entropy of the next token, on the tokens selected by the loss mask. Of pairs, it trains on the chosen completion.
 

@@ -14,7 +14,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat
 from jaxlm.objectives.policy_losses import log_ratios
 from jaxlm.objectives.response_tokens import ResponseTokens
-from jaxlm.reading.choices import NamedChoice
+from jaxlm.reading.choices import NamedChoice, choice
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,17 @@ class OldPolicy(NamedChoice):
     """The model whose probabilities the ratios compare with."""
 
 
-@OldPolicy.register_subclass("reference")
-@dataclass(frozen=True)
+@choice(OldPolicy, "reference")
 class OfReference(OldPolicy):
     """The reference has sampled the responses, which are stored."""
 
 
-@OldPolicy.register_subclass("rollout")
-@dataclass(frozen=True)
+@choice(OldPolicy, "rollout")
 class OfRollout(OldPolicy):
     """The sampler has recorded its probabilities (`data.type: rollouts`)."""
 
 
-@OldPolicy.register_subclass("model")
-@dataclass(frozen=True)
+@choice(OldPolicy, "model")
 class OfModel(OldPolicy):
     """The model that trains, so that all ratios are 1.
 
@@ -117,8 +114,7 @@ class Kl(NamedChoice):
     estimator: Literal["k1", "k2", "k3", "squared"] = "k3"
 
 
-@Kl.register_subclass("loss")
-@dataclass(frozen=True)
+@choice(Kl, "loss")
 class KlInLoss(Kl):
     """Added to the loss.
 
@@ -138,8 +134,7 @@ class KlInLoss(Kl):
         return kl_NS * jnp.exp(log_ratio_NS) if self.unbiased else kl_NS
 
 
-@Kl.register_subclass("reward")
-@dataclass(frozen=True)
+@choice(Kl, "reward")
 class KlInReward(Kl):
     """Subtracted from the rewards, summed over the response, as that of the model that sampled it."""
 

@@ -18,7 +18,7 @@ from jaxlm.core.field_types import AboveOne, BelowOne, NonNegativeFloat, Positiv
 from jaxlm.core.types import Sum
 from jaxlm.objectives.base import Metrics
 from jaxlm.objectives.response_tokens import ResponseTokens
-from jaxlm.reading.choices import NamedChoice
+from jaxlm.reading.choices import NamedChoice, choice
 
 Importance = Literal["token", "sequence", "sequence_product"]
 
@@ -93,8 +93,7 @@ class ClippedLoss(PolicyLoss, abc.ABC):
         return (ratio_NS < center - low) & (advantage_N1 < 0), (ratio_NS > center + high) & (advantage_N1 > 0)
 
 
-@PolicyLoss.register_subclass("clip")
-@dataclass(frozen=True)
+@choice(PolicyLoss, "clip")
 class Clip(RatioLoss, ClippedLoss):
     """PPO's clipped ratio. A larger upper limit: DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.1).
 
@@ -114,8 +113,7 @@ class Clip(RatioLoss, ClippedLoss):
         return jnp.where(advantage_N1 < 0, jnp.minimum(losses_NS, -self.dual_clip * advantage_N1), losses_NS)
 
 
-@PolicyLoss.register_subclass("gmpo")
-@dataclass(frozen=True)
+@choice(PolicyLoss, "gmpo")
 class Gmpo(ClippedLoss):
     """Of the geometric mean of the tokens' ratios, whose logarithms are clipped as PPO clips the ratios.
 
@@ -136,8 +134,7 @@ class Gmpo(ClippedLoss):
         return jnp.broadcast_to(-(ratio_N * advantage_N)[:, None], log_ratio_NS.shape)
 
 
-@PolicyLoss.register_subclass("cispo")
-@dataclass(frozen=True)
+@choice(PolicyLoss, "cispo")
 class Cispo(RatioLoss):
     """The ratio is a weight without a gradient.
 
@@ -157,8 +154,7 @@ class Cispo(RatioLoss):
 _SATURATED = 80.0
 
 
-@PolicyLoss.register_subclass("sapo")
-@dataclass(frozen=True)
+@choice(PolicyLoss, "sapo")
 class Sapo(RatioLoss):
     """A sigmoid of the ratio, of slope 1 at 1, which saturates instead of clipping.
 
@@ -184,8 +180,7 @@ SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT = -18.420681, 20.0
 """Of a response, for `vespo`: ln 1e-8, and the largest; as in the authors' code."""
 
 
-@PolicyLoss.register_subclass("vespo")
-@dataclass(frozen=True)
+@choice(PolicyLoss, "vespo")
 class Vespo(PolicyLoss):
     """A smooth weight of the ratio w of the whole response, w^k e^(l - l w), which is 1 at 1 and has no gradient.
 
@@ -283,26 +278,22 @@ class LossAgg(NamedChoice):
         return num_responses * self.max_response_tokens if isinstance(self, DrGrpo) else num_responses
 
 
-@LossAgg.register_subclass("token_mean")
-@dataclass(frozen=True)
+@choice(LossAgg, "token_mean")
 class TokenMean(LossAgg):
     """Over all tokens (DAPO)."""
 
 
-@LossAgg.register_subclass("seq_mean_token_mean")
-@dataclass(frozen=True)
+@choice(LossAgg, "seq_mean_token_mean")
 class SeqMeanTokenMean(LossAgg):
     """Over responses of the mean of their tokens (GRPO)."""
 
 
-@LossAgg.register_subclass("seq_mean_token_sum")
-@dataclass(frozen=True)
+@choice(LossAgg, "seq_mean_token_sum")
 class SeqMeanTokenSum(LossAgg):
     """Over responses of the sum of their tokens."""
 
 
-@LossAgg.register_subclass("dr_grpo")
-@dataclass(frozen=True)
+@choice(LossAgg, "dr_grpo")
 class DrGrpo(LossAgg):
     """Over responses of the sum of their tokens divided by a constant.
 

@@ -4,7 +4,6 @@ Source: Bradley and Terry 1952, "Rank analysis of incomplete block designs", as 
 (arXiv:2203.02155), equation 1; the centering of Eisenstein et al. 2023 (arXiv:2312.09244), section 2.
 """
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import haliax as hax
@@ -18,6 +17,7 @@ from jaxlm.core.types import PairBatch, Sum, TokenBatch
 from jaxlm.models.base import AuxLoss, Inputs, LanguageModel
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
 from jaxlm.objectives.completions import by_pair, is_pair
+from jaxlm.reading.choices import choice
 
 
 def score(
@@ -37,8 +37,7 @@ def score(
     return hax.dot(last, head.astype(jnp.float32), axis=EMBED), hidden.aux
 
 
-@ObjectiveConfig.register_subclass("reward")
-@dataclass(frozen=True)
+@choice(ObjectiveConfig, "reward")
 class RewardObjective(ObjectiveConfig):
     """Preference pairs (`data.type: pairs`): a reward head (`surgery: [{type: reward_head}]`) scores the chosen completion
     higher than the rejected one. The loss is averaged over pairs.

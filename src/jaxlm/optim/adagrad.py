@@ -5,16 +5,15 @@ diagonal form), with decoupled weight decay.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import optax
 
 from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, chained, clip_by_norm
+from jaxlm.reading.choices import choice
 
 
-@OptimizerConfig.register_subclass("adagrad")
-@dataclass(frozen=True)
+@choice(OptimizerConfig, "adagrad")
 class AdagradConfig(OptimizerConfig):
     """Clips the global norm, divides by the root of the accumulated squares, adds weight decay.
 
@@ -29,11 +28,5 @@ class AdagradConfig(OptimizerConfig):
     max_grad_norm: PositiveFloat | None = 1.0
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
-        return optax.with_extra_args_support(
-            optax.chain(
-                clip_by_norm(self.max_grad_norm),
-                optax.scale_by_rss(self.initial_accumulator_value, self.epsilon),
-                add_weight_decay(self, groups),
-                scale_by_learning_rate(self.schedule(num_steps)),
-            )
-        )
+        direction = optax.scale_by_rss(self.initial_accumulator_value, self.epsilon)
+        return chained(self, groups, num_steps, clip_by_norm(self.max_grad_norm), direction)

@@ -7,7 +7,6 @@ Dozat 2016 for `nesterov`; Defazio 2025 (arXiv:2506.02285), algorithm 1, for `ad
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,10 +26,10 @@ from jaxlm.optim.base import (
     scale_by_learning_rate,
 )
 from jaxlm.optim.clipping import ClipUpdateNorm, cautious, clip_by_rms
+from jaxlm.reading.choices import choice
 
 
-@OptimizerConfig.register_subclass("adam")
-@dataclass(frozen=True)
+@choice(OptimizerConfig, "adam")
 class AdamConfig(OptimizerConfig):
     """Clips the global norm, applies Adam, adds weight decay, optionally clips the update, scales by the learning rate.
 

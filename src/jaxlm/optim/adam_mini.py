@@ -6,7 +6,6 @@ algorithm 3 for the blocks of a transformer.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import haliax as hax
@@ -18,15 +17,9 @@ from haliax import Axis, NamedArray
 from jaxlm.core import tree
 from jaxlm.core.axes import EXPERTS, HEAD_SIZE, POSITION, STACKED_LAYERS, VOCAB
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, PositiveFloat
-from jaxlm.optim.base import (
-    OptimizerConfig,
-    ParameterGroup,
-    add_weight_decay,
-    clip_by_norm,
-    in_float32,
-    scale_by_learning_rate,
-)
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, chained, clip_by_norm, in_float32
 from jaxlm.optim.matrices import matrices
+from jaxlm.reading.choices import choice
 
 # A query or key head is one block, because its rows are used together in one product.
 _QUERY_OR_KEY = re.compile(r"(^|\.)[qk]_proj\.weight$")
@@ -48,8 +41,7 @@ class AdamMiniState(NamedTuple):
     squares: dict[str, NamedArray]
 
 
-@OptimizerConfig.register_subclass("adam-mini")
-@dataclass(frozen=True)
+@choice(OptimizerConfig, "adam-mini")
 class AdamMiniConfig(OptimizerConfig):
     """Clips the global norm, applies Adam-mini, adds weight decay. Its state is half as large as Adam's.
 
@@ -70,14 +62,8 @@ class AdamMiniConfig(OptimizerConfig):
     max_grad_norm: PositiveFloat | None = 1.0
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
-        return optax.with_extra_args_support(
-            optax.chain(
-                clip_by_norm(self.max_grad_norm),
-                in_float32(self._direction()),
-                add_weight_decay(self, groups),
-                scale_by_learning_rate(self.schedule(num_steps)),
-            )
-        )
+        direction = in_float32(self._direction())
+        return chained(self, groups, num_steps, clip_by_norm(self.max_grad_norm), direction)
 
     def _direction(self) -> optax.GradientTransformation:
         def init_fn(params: Any) -> Any:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.field_types import BelowOne, NonNegativeInt, PositiveInt
+from jaxlm.reading.choices import choice
 
 AS_TRAINED = "trained"
 """The name of the weights themselves, beside those of their averages."""
@@ -54,8 +55,7 @@ class AveragingConfig(draccus.ChoiceRegistry, abc.ABC):
         return Average(weights, total)
 
 
-@AveragingConfig.register_subclass("ema")
-@dataclass(frozen=True)
+@choice(AveragingConfig, "ema")
 class Ema(AveragingConfig):
     """Exponential moving average (Polyak and Juditsky 1992 for averaging; Izmailov et al. 2018, arXiv:1803.05407).
 
@@ -69,8 +69,7 @@ class Ema(AveragingConfig):
         return jnp.asarray(1 - self.beta, jnp.float32), total
 
 
-@AveragingConfig.register_subclass("ema_decay_sqrt")
-@dataclass(frozen=True)
+@choice(AveragingConfig, "ema_decay_sqrt")
 class EmaDecaySqrt(AveragingConfig):
     """A weighted mean that replaces a learning-rate decay.
 

@@ -160,6 +160,17 @@ def add_weight_decay(config: OptimizerConfig, groups: Sequence[ParameterGroup]) 
     return optax.add_decayed_weights(config.weight_decay, decay_mask(groups))
 
 
+def chained(
+    config: OptimizerConfig,
+    groups: Sequence[ParameterGroup],
+    num_steps: int,
+    *directions: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Directions, weight decay, and the learning rate, one after the other."""
+    rate = scale_by_learning_rate(config.schedule(num_steps))
+    return optax.with_extra_args_support(optax.chain(*directions, add_weight_decay(config, groups), rate))
+
+
 def in_float32(direction: optax.GradientTransformation) -> optax.GradientTransformation:
     """Computes directions in float32, whatever the dtype of the parameters, and stores the state in the dtypes that it has.
 

@@ -5,7 +5,6 @@ whitens the momentum with Kronecker products. `jaxlm.optim.preconditioner` lists
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import haliax as hax
@@ -26,10 +25,10 @@ from jaxlm.optim.base import OptimizerConfig, ParameterGroup, in_float32
 from jaxlm.optim.clipping import clip_by_rms
 from jaxlm.optim.matrices import MatrixView, matrices, replace_matrices, with_adam_fallback
 from jaxlm.optim.preconditioner import Factor, initial_factor, precondition
+from jaxlm.reading.choices import choice
 
 
-@OptimizerConfig.register_subclass("kron")
-@dataclass(frozen=True)
+@choice(OptimizerConfig, "kron")
 class KronConfig(OptimizerConfig):
     """Clips the global norm, whitens the momentum of matrices, applies Adam to the rest, adds weight decay.
 

@@ -4,24 +4,16 @@ Source: Chen et al. 2023, Symbolic Discovery of Optimization Algorithms (arXiv:2
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import optax
 
 from jaxlm.core.field_types import BelowOne, PositiveFloat
-from jaxlm.optim.base import (
-    OptimizerConfig,
-    ParameterGroup,
-    add_weight_decay,
-    clip_by_norm,
-    in_float32,
-    scale_by_learning_rate,
-)
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, chained, clip_by_norm, in_float32
 from jaxlm.optim.clipping import cautious
+from jaxlm.reading.choices import choice
 
 
-@OptimizerConfig.register_subclass("lion")
-@dataclass(frozen=True)
+@choice(OptimizerConfig, "lion")
 class LionConfig(OptimizerConfig):
     """Clips the global norm, takes the sign, adds weight decay. Use a learning rate 3 to 10 times smaller than for Adam.
 
@@ -39,11 +31,5 @@ class LionConfig(OptimizerConfig):
     cautious: bool = False
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
-        return optax.with_extra_args_support(
-            optax.chain(
-                clip_by_norm(self.max_grad_norm),
-                cautious(in_float32(optax.scale_by_lion(self.beta1, self.beta2)), self.cautious),
-                add_weight_decay(self, groups),
-                scale_by_learning_rate(self.schedule(num_steps)),
-            )
-        )
+        direction = cautious(in_float32(optax.scale_by_lion(self.beta1, self.beta2)), self.cautious)
+        return chained(self, groups, num_steps, clip_by_norm(self.max_grad_norm), direction)

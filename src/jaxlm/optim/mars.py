@@ -6,7 +6,6 @@ computes one gradient.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -14,19 +13,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeFloat, PositiveFloat
-from jaxlm.optim.base import (
-    OptimizerConfig,
-    ParameterGroup,
-    add_weight_decay,
-    clip_by_norm,
-    in_float32,
-    scale_by_learning_rate,
-)
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, chained, clip_by_norm, in_float32
 from jaxlm.optim.clipping import cautious
+from jaxlm.reading.choices import choice
 
 
-@OptimizerConfig.register_subclass("mars")
-@dataclass(frozen=True)
+@choice(OptimizerConfig, "mars")
 class MarsConfig(OptimizerConfig):
     """Corrects the gradient by its change since the last step, clips the global norm of the result, applies AdamW.
 
@@ -50,15 +42,10 @@ class MarsConfig(OptimizerConfig):
     cautious: bool = False
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
-        return optax.with_extra_args_support(
-            optax.chain(
-                add_change(self.gamma * self.beta1 / (1 - self.beta1)),
-                clip_by_norm(self.max_grad_norm),
-                cautious(in_float32(optax.scale_by_adam(self.beta1, self.beta2, self.epsilon)), self.cautious),
-                add_weight_decay(self, groups),
-                scale_by_learning_rate(self.schedule(num_steps)),
-            )
-        )
+        change = add_change(self.gamma * self.beta1 / (1 - self.beta1))
+        adam = in_float32(optax.scale_by_adam(self.beta1, self.beta2, self.epsilon))
+        direction = cautious(adam, self.cautious)
+        return chained(self, groups, num_steps, change, clip_by_norm(self.max_grad_norm), direction)
 
 
 class ChangeState(NamedTuple):

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
@@ -29,12 +28,12 @@ from jaxlm.optim.matrices import MatrixView, map_matrices, matrices, replace_mat
 from jaxlm.optim.orthogonal.iterations import COEFFICIENTS, equal_rows, newton_schulz, orthogonal_norm
 from jaxlm.optim.orthogonal.normuon import normalize_by_mean_squares
 from jaxlm.optim.orthogonal.sharded_matrices import map_sharded_matrices
+from jaxlm.reading.choices import choice
 
 NormFactor = Annotated[float, Interval(ge=1, le=10)]
 
 
-@OptimizerConfig.register_subclass("muon")
-@dataclass(frozen=True)
+@choice(OptimizerConfig, "muon")
 class MuonConfig(OptimizerConfig):
     """Clips the global norm, orthogonalizes the momentum of matrices, applies Adam to the rest, adds weight decay.
 

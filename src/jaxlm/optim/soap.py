@@ -5,7 +5,6 @@ for `one_diag`; github.com/nikhilvyas/SOAP for the first step. `jaxlm.optim.eige
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import haliax as hax
@@ -18,10 +17,10 @@ from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeInt, Posit
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, in_float32
 from jaxlm.optim.eigenbasis import Eigenbasis, initial_eigenbasis
 from jaxlm.optim.matrices import MatrixView, matrices, replace_matrices, size_of, with_adam_fallback
+from jaxlm.reading.choices import choice
 
 
-@OptimizerConfig.register_subclass("soap")
-@dataclass(frozen=True)
+@choice(OptimizerConfig, "soap")
 class SoapConfig(OptimizerConfig):
     """Clips the global norm, applies Adam to matrices in their eigenbases and to the rest as it is, adds weight decay.
 

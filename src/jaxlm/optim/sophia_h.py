@@ -7,7 +7,6 @@ the momentum is bias-corrected, and directions are signs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -16,8 +15,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core.field_types import BelowOne, PositiveFloat, PositiveInt, Seed
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, chained, clip_by_norm
 from jaxlm.optim.curvature import Curvature
+from jaxlm.reading.choices import choice
 
 
 class SophiaState(eqx.Module):
@@ -34,8 +34,7 @@ class SophiaState(eqx.Module):
     diagonal: Any
 
 
-@OptimizerConfig.register_subclass("sophia-h")
-@dataclass(frozen=True)
+@choice(OptimizerConfig, "sophia-h")
 class SophiaHConfig(OptimizerConfig):
     """Clips the global norm, divides the momentum by the curvature, clips elementwise, adds weight decay.
 
@@ -65,15 +64,9 @@ class SophiaHConfig(OptimizerConfig):
     max_grad_norm: PositiveFloat | None = 1.0
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
-        direction: Any = self._direction  # optax's type does not allow additional named arguments
-        return optax.with_extra_args_support(
-            optax.chain(
-                clip_by_norm(self.max_grad_norm),
-                optax.GradientTransformationExtraArgs(_first_state, direction),
-                add_weight_decay(self, groups),
-                scale_by_learning_rate(self.schedule(num_steps)),
-            )
-        )
+        update: Any = self._direction  # optax's type does not allow additional named arguments
+        direction = optax.GradientTransformationExtraArgs(_first_state, update)
+        return chained(self, groups, num_steps, clip_by_norm(self.max_grad_norm), direction)
 
     def _direction(
         self, updates: Any, state: SophiaState, params: Any = None, *, curvature: Curvature, **_: Any

@@ -2,11 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 import draccus
 
 T = TypeVar("T", bound=type)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def choice(section: Any, name: str) -> Callable[[T], T]:
+    """Makes a class a frozen dataclass, which `type: name` selects. Args: section: the registry that it extends."""
+    return lambda kind: section.register_subclass(name)(dataclass(frozen=True)(kind))
 
 
 class NamedChoice(draccus.ChoiceRegistry):

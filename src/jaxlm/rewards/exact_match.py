@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.reading.choices import choice
 from jaxlm.rewards.base import Reward, RewardConfig, RewardContext, ScoredRows, compiled_pattern
 
 
@@ -17,8 +17,7 @@ def last_match(pattern: re.Pattern[str], text: str) -> str | None:
     return None if last is None else last[1 if pattern.groups else 0]
 
 
-@RewardConfig.register_subclass("exact_match")
-@dataclass(frozen=True)
+@choice(RewardConfig, "exact_match")
 class ExactMatchConfig(RewardConfig):
     """1 if the completion's answer is the reference answer of its record, 0 if not. White space around both is ignored.
 

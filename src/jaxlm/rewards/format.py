@@ -1,13 +1,12 @@
 """A reward for completions that match a regular expression."""
 
 import re
-from dataclasses import dataclass
 
+from jaxlm.reading.choices import choice
 from jaxlm.rewards.base import Reward, RewardConfig, RewardContext, ScoredRows, compiled_pattern
 
 
-@RewardConfig.register_subclass("format")
-@dataclass(frozen=True)
+@choice(RewardConfig, "format")
 class FormatRewardConfig(RewardConfig):
     """1 if the whole completion matches a regular expression, 0 if not.
 

@@ -5,11 +5,11 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.reading.choices import choice
 from jaxlm.reading.plugins import import_name
 from jaxlm.rewards.base import Reward, RewardConfig, RewardContext, ScoredRows
 
@@ -17,8 +17,7 @@ _OF_BATCH = ("prompts", "completions", "completion_ids", "is_finished", "places"
 _OF_ROW = ("prompt", "completion", "completion_ids", "is_finished", "place")
 
 
-@RewardConfig.register_subclass("function")
-@dataclass(frozen=True)
+@choice(RewardConfig, "function")
 class FunctionRewardConfig(RewardConfig):
     """A Python function, which may be `async def`. It gets keyword arguments by the names of its parameters.
 

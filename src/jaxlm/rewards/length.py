@@ -3,15 +3,13 @@
 Source: Yu et al. 2025, "DAPO: an open-source LLM reinforcement learning system at scale" (arXiv:2503.14476), equation 13.
 """
 
-from dataclasses import dataclass
-
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
+from jaxlm.reading.choices import choice
 from jaxlm.rewards.base import Reward, RewardConfig, RewardContext, ScoredRows
 
 
-@RewardConfig.register_subclass("length")
-@dataclass(frozen=True)
+@choice(RewardConfig, "length")
 class LengthPenaltyConfig(RewardConfig):
     """0 for completions up to a length, then falls linearly to -1 at the maximum length, and stays there.
 

@@ -8,12 +8,12 @@ import importlib
 import importlib.util
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.install import install_command
+from jaxlm.reading.choices import choice
 from jaxlm.rewards.base import Reward, RewardConfig, RewardContext, ScoredRows
 
 _MARK = "####"
@@ -22,8 +22,7 @@ _LIBRARY = "math_verify"
 _TIMEOUT_S = 5  # of one answer; an expression may take forever to simplify
 
 
-@RewardConfig.register_subclass("math")
-@dataclass(frozen=True)
+@choice(RewardConfig, "math")
 class MathRewardConfig(RewardConfig):
     """1 if the completion's final answer is equal to the reference as a mathematical object, 0 if not.
 

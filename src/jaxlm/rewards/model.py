@@ -2,7 +2,6 @@
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
 from string import Formatter
 from typing import Any, Literal
 
@@ -10,14 +9,14 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.install import install_command
 from jaxlm.interop.json_server import JsonServer, ServerConfig
+from jaxlm.reading.choices import choice
 from jaxlm.rewards.base import Reward, RewardConfig, RewardContext, ScoredRows
 
 _KEY = "reward of type model"
 _LIBRARIES = ("torch", "transformers")
 
 
-@RewardConfig.register_subclass("model")
-@dataclass(frozen=True)
+@choice(RewardConfig, "model")
 class ModelRewardConfig(RewardConfig):
     """The output of a reward model: a sequence classifier with one label. Set `path` or `server`.
 

@@ -10,7 +10,6 @@ Layers with the least Block Influence are dropped all at once, as in the paper.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,13 +24,13 @@ from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.types import TokenBatch
 from jaxlm.models.base import EMBEDDING, Inputs, LanguageModel, ModelConfig, layer_tap
 from jaxlm.models.stacks import Body, taken_layers
+from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import SurgeryConfig
 
 _CALIBRATION_BATCHES = 8
 
 
-@SurgeryConfig.register_subclass("drop_layers")
-@dataclass(frozen=True)
+@choice(SurgeryConfig, "drop_layers")
 class DropLayersConfig(SurgeryConfig):
     """Drops layers, for good: the model of the phase, of all later phases and of exports has fewer. Set `layers`, or
     `num_layers` to drop those that change the residual stream the least.

@@ -26,6 +26,7 @@ from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.matmul import Fp8
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.linear import Linear
+from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import SurgeryConfig
 
 HEAD = "head"
@@ -48,8 +49,7 @@ class LinearShape:
     fp8: Fp8 | None
 
 
-@SurgeryConfig.register_subclass("fp8")
-@dataclass(frozen=True)
+@choice(SurgeryConfig, "fp8")
 class Fp8Config(SurgeryConfig):
     """Computes the matrix products of large linear layers in fp8 in training. Parameters, optimizer state, checkpoints and
     exports stay as they are, and evaluations and generation multiply in the compute dtype. Embeddings, routers, experts and

@@ -6,7 +6,6 @@ soups, arXiv:2203.05482).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import haliax as hax
@@ -17,11 +16,11 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction
 from jaxlm.models.base import LanguageModel
+from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import SurgeryConfig
 
 
-@SurgeryConfig.register_subclass("interpolate")
-@dataclass(frozen=True)
+@choice(SurgeryConfig, "interpolate")
 class InterpolateConfig(SurgeryConfig):
     """Starts the phase with (1 - weight) times the weights that the model has, plus weight times those of a reference of the
     same architecture. Give the reference `dtype: float32`, or its weights are rounded first. The reference is read once, on

@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from jaxlm.interop.peft.write import Adapted, Adapter, save_adapters
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
 from jaxlm.models.linear import Linear
 from jaxlm.models.stacks import Body, path_before_splits
+from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import SurgeryConfig
 from jaxlm.surgery.input_moments import InputMoments, input_moments
 from jaxlm.surgery.lora_embedding import LoraEmbedding, UntiedEmbedding
@@ -48,8 +49,7 @@ _CALIBRATION_BATCHES = 8
 _ADAPTER_LEAVES = ("a", "b", "magnitude", "layer", "initial_a", "initial_b")
 
 
-@SurgeryConfig.register_subclass("lora")
-@dataclass(frozen=True)
+@choice(SurgeryConfig, "lora")
 class LoraConfig(SurgeryConfig):
     """Adds LoRA or DoRA adapters to the linear layers whose path matches. Train only the adapters with
     `trainable: ["\\\\.[ab]$"]`; with DoRA, `["\\\\.(a|b|magnitude)$"]`.

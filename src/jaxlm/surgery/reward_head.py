@@ -5,7 +5,7 @@ weights have the variance 1 / (width + 1), as in appendix B.1.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from jaxlm.core.matmul import Weight
 from jaxlm.core.sharding import for_compute
 from jaxlm.interop.hf.classifier import read_score
 from jaxlm.models.base import Hidden, Inputs, LanguageModel, ModelConfig
+from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import SurgeryConfig
 
 
@@ -61,8 +62,7 @@ class RewardModel(LanguageModel):
         return self.base.init_cache(Batch, capacity, dtype)
 
 
-@SurgeryConfig.register_subclass("reward_head")
-@dataclass(frozen=True)
+@choice(SurgeryConfig, "reward_head")
 class RewardHeadConfig(SurgeryConfig):
     """Adds a head with one output, for the objective `reward`. Parameter paths then begin with `base.`, and the head is
     `reward`. Exports are models for sequence classification; samples leave the head out.

@@ -7,7 +7,7 @@ frozen too, the backward pass ends above the lower stack.
     embedding -> body.0: layers 0 .. k-1 -> body.1: layers k .. and the final norm -> head
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import haliax.nn as hnn
@@ -19,11 +19,11 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.stacks import Body, Stacks
+from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import SurgeryConfig
 
 
-@SurgeryConfig.register_subclass("split_at")
-@dataclass(frozen=True)
+@choice(SurgeryConfig, "split_at")
 class SplitAtConfig(SurgeryConfig):
     """Cuts the layers into two stacks without changing a number. Parameter paths then begin with `body.0.` and `body.1.`
     instead of `body.`, so that `trainable: ['body\\\\.1']` freezes the lower layers. Apply it again for more stacks. A model

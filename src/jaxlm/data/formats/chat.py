@@ -16,6 +16,7 @@ from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.reading.choices import choice
 
 Messages = list[dict[str, Any]]
 _TOOLS = re.compile(r"\btools\b")  # the variable of a chat template
@@ -98,8 +99,7 @@ class ConversationFormat(MaskedFormat):
             yield Conversation(record.where, messages, tools, record.position)
 
 
-@FormatConfig.register_subclass("chat")
-@dataclass(frozen=True)
+@choice(FormatConfig, "chat")
 class ChatFormat(ConversationFormat):
     """Records with a list of messages, each with a `role` and a `content`.
 

@@ -1,7 +1,6 @@
 """Groups: a prompt with several sampled responses and their rewards; the loss is computed on the responses."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Interval
@@ -20,10 +19,10 @@ from jaxlm.data.formats.completions_format import (
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
+from jaxlm.reading.choices import choice
 
 
-@FormatConfig.register_subclass("groups")
-@dataclass(frozen=True)
+@choice(FormatConfig, "groups")
 class GroupsFormat(CompletionsFormat):
     """Records with a prompt, a list of responses to it and a list of their rewards, for `data.type: groups`. The prompt is a
     text or a list of messages; the responses are texts.

@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar
 
 from jaxlm.core.errors import ConfigError
@@ -19,14 +19,14 @@ from jaxlm.data.formats.completions_format import (
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
+from jaxlm.reading.choices import choice
 
 _PROMPT = "prompt"
 _LISTED = 200  # characters of the keys in a line
 _WHITE_SPACE = re.compile(r"\s")
 
 
-@FormatConfig.register_subclass("pairs")
-@dataclass(frozen=True)
+@choice(FormatConfig, "pairs")
 class PairsFormat(CompletionsFormat):
     """Records with a chosen and a rejected completion, as texts or as lists of messages, for `data.type: pairs`.
 

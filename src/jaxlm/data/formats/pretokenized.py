@@ -11,10 +11,10 @@ from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, To
 from jaxlm.data.sources.document_files import ARRAYS, has_records
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.reading.choices import choice
 
 
-@FormatConfig.register_subclass("pretokenized")
-@dataclass(frozen=True)
+@choice(FormatConfig, "pretokenized")
 class PretokenizedFormat(FormatConfig):
     """Token ids made with `data.tokenizer`, used as they are: no BOS or EOS is added. A 1-D .npy file is one document; a 2-D
     .npy file has one document per row. Other files hold lists of ids under a key.

@@ -14,10 +14,10 @@ from jaxlm.data.sources.document_files import has_records
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids
+from jaxlm.reading.choices import choice
 
 
-@FormatConfig.register_subclass("prompts")
-@dataclass(frozen=True)
+@choice(FormatConfig, "prompts")
 class PromptsFormat(FormatConfig):
     """Records with a prompt, as a text or a list of messages, for `data.type: rollouts`. Rewards see the other keys of the
     record.

@@ -1,13 +1,14 @@
 """Conversations as ShareGPT exports them: turns with `from` and `value`; the loss is computed on the assistant's."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.chat import ConversationFormat, Messages
 from jaxlm.data.sources.record_files import Record
+from jaxlm.reading.choices import choice
 
 _FROM, _VALUE = "from", "value"
 _ROLES = MappingProxyType(
@@ -24,8 +25,7 @@ _ROLES = MappingProxyType(
 )
 
 
-@FormatConfig.register_subclass("sharegpt")
-@dataclass(frozen=True)
+@choice(FormatConfig, "sharegpt")
 class ShareGptFormat(ConversationFormat):
     """Records with a list of turns, each with `from` (`human`, `gpt`, `system` or `tool`) and `value`. The chat template gets
     them as messages with a `role` (`user`, `assistant`, `system` or `tool`) and a `content`.

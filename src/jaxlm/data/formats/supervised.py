@@ -11,10 +11,10 @@ from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, MaskedFormat, 
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids
+from jaxlm.reading.choices import choice
 
 
-@FormatConfig.register_subclass("supervised")
-@dataclass(frozen=True)
+@choice(FormatConfig, "supervised")
 class SupervisedFormat(MaskedFormat):
     """Records with a prompt and a completion. Prompt and completion are tokenized separately, so the prompt's tokens are the
     same as at inference. The loss is also computed on the EOS token.

@@ -10,10 +10,10 @@ from jaxlm.data.formats.base import Encoder, FormatConfig, RawContent, Tokenized
 from jaxlm.data.sources.document_files import format_of
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids
+from jaxlm.reading.choices import choice
 
 
-@FormatConfig.register_subclass("text")
-@dataclass(frozen=True)
+@choice(FormatConfig, "text")
 class TextFormat(FormatConfig):
     """Plain text. Documents are concatenated and may be split across sequences.
 

@@ -1,7 +1,6 @@
 """Unpaired preferences: a prompt with one completion that is desirable or not; the loss is computed on the completion."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxlm.core.errors import ConfigError, listed
@@ -17,10 +16,10 @@ from jaxlm.data.formats.completions_format import (
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
+from jaxlm.reading.choices import choice
 
 
-@FormatConfig.register_subclass("unpaired")
-@dataclass(frozen=True)
+@choice(FormatConfig, "unpaired")
 class UnpairedFormat(CompletionsFormat):
     """Records with a prompt, a completion and a label, for `data.type: unpaired`. Prompt and completion are texts, or lists
     of messages.

@@ -5,7 +5,6 @@ Source: competence-based curriculum learning (Platanios et al. 2019, arXiv:1903.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,12 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFraction, PositiveInt
 from jaxlm.data.rollouts.curriculum import Curriculum, CurriculumConfig, CurriculumContext, PromptNumbers
+from jaxlm.reading.choices import choice
 
 _FIRST = 0.1
 
 
-@CurriculumConfig.register_subclass("difficulty")
-@dataclass(frozen=True)
+@choice(CurriculumConfig, "difficulty")
 class DifficultyConfig(CurriculumConfig):
     """Begins with the easiest prompts, and adds harder ones step by step.
 

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,10 +12,10 @@ from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig, SamplerC
 from jaxlm.models.inference.padding import padded_length
 from jaxlm.models.inference.responses import Noise, sample_responses
 from jaxlm.models.inference.unstacked import Generator
+from jaxlm.reading.choices import choice
 
 
-@SamplerConfig.register_subclass("local")
-@dataclass(frozen=True)
+@choice(SamplerConfig, "local")
 class LocalSamplerConfig(SamplerConfig):
     """Samples on the devices that train, with the weights in the compute dtype, sharded as they are.
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -41,14 +41,14 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.environments.base import EnvironmentConfig
 from jaxlm.environments.converse import check_environment_opens
 from jaxlm.models.inference.sampling import Sampling
+from jaxlm.reading.choices import choice
 from jaxlm.reading.effects import Harmless, Order, Rounding, Updates
 from jaxlm.rewards.base import RewardConfig, RewardContext, Rewards, reward_names
 
 _MAX_TURNS = 4
 
 
-@DataConfig.register_subclass("rollouts")
-@dataclass(frozen=True)
+@choice(DataConfig, "rollouts")
 class RolloutsConfig(DataConfig):
     """Prompts that the model answers while it trains, several times each, and rewards for the answers.
     `trainer.train_batch_size` counts prompts. A prompt and `max_new_tokens` must fit into `model.seq_len`.

@@ -9,7 +9,7 @@ import queue
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -23,6 +23,7 @@ from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig, SamplerC
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.interop.json_server import JsonServer, RefusedError, ServerConfig
 from jaxlm.models.inference.sampling import Sampling
+from jaxlm.reading.choices import choice
 
 T = TypeVar("T")
 
@@ -46,8 +47,7 @@ _WHOLE_DISTRIBUTION = {
 }
 
 
-@SamplerConfig.register_subclass("server")
-@dataclass(frozen=True)
+@choice(SamplerConfig, "server")
 class ServerSamplerConfig(SamplerConfig):
     """An inference server samples the responses. Before it does, the weights are exported to a folder, which it loads.
 

@@ -5,7 +5,6 @@ easy and hard prompts instead of a weight that is proportional to the rate.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -15,12 +14,12 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import BelowOne, Fraction
 from jaxlm.data.rollouts.curriculum import Curriculum, CurriculumConfig, CurriculumContext, PromptNumbers
 from jaxlm.data.rollouts.rollout import packed, unpacked
+from jaxlm.reading.choices import choice
 
 Share = Annotated[float, Interval(ge=0.01, le=1)]
 
 
-@CurriculumConfig.register_subclass("success")
-@dataclass(frozen=True)
+@choice(CurriculumConfig, "success")
 class SuccessConfig(CurriculumConfig):
     """Passes over some of the prompts that are always or never solved, by what it has seen of each of them. A prompt that has
     not been sampled for is always accepted.

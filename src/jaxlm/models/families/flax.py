@@ -2,7 +2,7 @@
 
 import functools
 import json
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import jax
@@ -15,13 +15,13 @@ from jaxlm.models.flax.model import FlaxDefinition, FlaxModel, load_factory, nam
 from jaxlm.models.flax.modules import FlaxInputs
 from jaxlm.models.flops import FlopsPerToken, matrix_operations
 from jaxlm.models.remat import parse_remat
+from jaxlm.reading.choices import choice
 
 _NO_CACHE = "the module has no KV cache: generation runs a full forward pass for every token"
 _NO_SEGMENT_IDS = "the module takes no `segment_ids`: a packed document attends to the documents before it"
 
 
-@ModelConfig.register_subclass("flax")
-@dataclass(frozen=True)
+@choice(ModelConfig, "flax")
 class FlaxConfig(ModelConfig):
     """A causal Flax module (NNX or Linen) from tokens [batch, position] to logits [batch, position, vocab].
 

@@ -3,28 +3,24 @@
 Source: Gemma Team 2024 (arXiv:2403.08295), section 2.
 """
 
-from dataclasses import dataclass, field
-
 import jax
 from haliax import Axis
 
 from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, gated_mlp, projections
+from jaxlm.models.decoder import Decoder, DecoderBlock, gated_mlp, projections
 from jaxlm.models.decoders.gemma import gemma_norm
+from jaxlm.models.decoders.rotary import RotaryDecoderConfig
 from jaxlm.models.layers import SelfAttention
-from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
-from jaxlm.models.stacks import LayerKind
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("gemma")
-@dataclass(frozen=True)
-class Gemma1Config(DecoderConfig):
+@choice(ModelConfig, "gemma")
+class Gemma1Config(RotaryDecoderConfig):
     """Gemma 1. The defaults are Gemma 2B.
 
     Attributes:
         attention_bias: add biases to the query, key, value and output projections.
-        rope: rotary position embedding of queries and keys.
     """
 
     seq_len: PositiveInt = 8192
@@ -38,15 +34,6 @@ class Gemma1Config(DecoderConfig):
     layer_norm_epsilon: NonNegativeFloat = 1e-6
     tie_word_embeddings: bool = True
     attention_bias: bool = False
-    rope: RotaryConfig = field(default_factory=DefaultRotary)
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        return (LayerKind(self.rope),) * self.num_layers
-
-    def check(self) -> None:
-        check_sizes(self)
-        check_rope(self.rope, self.num_heads, self.HeadSize.size)
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
         keys = jax.random.split(key, 7)

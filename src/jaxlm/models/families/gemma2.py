@@ -3,16 +3,16 @@
 Source: Gemma Team 2024 (arXiv:2408.00118), section 2.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.gemma import GemmaConfig
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("gemma2")
-@dataclass(frozen=True)
+@choice(ModelConfig, "gemma2")
 class Gemma2Config(GemmaConfig):
     """Gemma 2. The defaults are Gemma 2 2B.
 

@@ -3,17 +3,17 @@
 Source: Gemma Team 2025 (arXiv:2503.19786), section 2, the text model.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.gemma import GemmaConfig, gemma_norm
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("gemma3")
-@dataclass(frozen=True)
+@choice(ModelConfig, "gemma3")
 class Gemma3Config(GemmaConfig):
     """Gemma 3 (text only). The defaults are Gemma 3 1B.
 

@@ -3,26 +3,25 @@
 Source: GLM Team 2024 (arXiv:2406.12793), section 2, and the code of the 0414 models in transformers.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import jax
 from haliax import Axis
 
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, gated_mlp, projections, rms_norm
+from jaxlm.models.decoder import Decoder, DecoderBlock, gated_mlp, projections, rms_norm
+from jaxlm.models.decoders.rotary import RotaryDecoderConfig
 from jaxlm.models.layers import SelfAttention
-from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
-from jaxlm.models.stacks import LayerKind
+from jaxlm.models.rope import DefaultRotary, RotaryConfig
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("glm4")
-@dataclass(frozen=True)
-class Glm4Config(DecoderConfig):
+@choice(ModelConfig, "glm4")
+class Glm4Config(RotaryDecoderConfig):
     """GLM 4. The defaults are GLM-4 9B 0414 with half its context length.
 
     Attributes:
-        rope: rotary position embedding of queries and keys.
         attention_bias: add biases to the query, key and value projections.
     """
 
@@ -33,14 +32,7 @@ class Glm4Config(DecoderConfig):
     head_dim: PositiveInt | None = 128
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(partial_rotary_factor=0.5))
     attention_bias: bool = True
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        return (LayerKind(self.rope, interleaved=True),) * self.num_layers
-
-    def check(self) -> None:
-        check_sizes(self)
-        check_rope(self.rope, self.num_heads, self.HeadSize.size)
+    interleaved = True
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
         keys = jax.random.split(key, 7)

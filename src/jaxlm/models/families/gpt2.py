@@ -8,7 +8,6 @@ with it (openai/gpt-2, `src/model.py`).
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -38,10 +37,10 @@ from jaxlm.models.layers import (
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import LayerNorm
 from jaxlm.models.stacks import Body, LayerKind
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("gpt2")
-@dataclass(frozen=True)
+@choice(ModelConfig, "gpt2")
 class Gpt2Config(TransformerConfig):
     """GPT-2. The defaults are the 124M model.
 

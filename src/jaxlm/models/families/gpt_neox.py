@@ -3,28 +3,27 @@
 Source: Black et al. 2022 (arXiv:2204.06745), section 2.1; Biderman et al. 2023 (arXiv:2304.01373).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import jax
 from haliax import Axis
 
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, plain_mlp, projections
+from jaxlm.models.decoder import Decoder, DecoderBlock, plain_mlp, projections
+from jaxlm.models.decoders.rotary import RotaryDecoderConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import LayerNorm
-from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
-from jaxlm.models.stacks import LayerKind
+from jaxlm.models.rope import DefaultRotary, RotaryConfig
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("gpt_neox")
-@dataclass(frozen=True)
-class GptNeoxConfig(DecoderConfig):
+@choice(ModelConfig, "gpt_neox")
+class GptNeoxConfig(RotaryDecoderConfig):
     """GPT-NeoX and Pythia. The defaults are Pythia 160M.
 
     Attributes:
         use_parallel_residual: attention and MLP read the same input. False runs the MLP on the output of attention.
-        rope: rotary position embedding of queries and keys.
         attention_bias: add biases to the query, key, value and output projections.
     """
 
@@ -37,14 +36,6 @@ class GptNeoxConfig(DecoderConfig):
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(partial_rotary_factor=0.25))
     attention_bias: bool = True
     mlp_matrices = 2
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        return (LayerKind(self.rope),) * self.num_layers
-
-    def check(self) -> None:
-        check_sizes(self)
-        check_rope(self.rope, self.num_heads, self.HeadSize.size)
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
         keys = jax.random.split(key, 6)

@@ -4,8 +4,6 @@ Source: Granite Team 2024, "Granite 3.0 Language Models", section 2; the factors
 Parametrization (Yang et al. 2022, arXiv:2203.03466).
 """
 
-from dataclasses import dataclass, field
-
 import jax
 from haliax import Axis
 
@@ -14,25 +12,21 @@ from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import (
     Decoder,
     DecoderBlock,
-    DecoderConfig,
-    check_sizes,
     gated_mlp,
     pre_norm_block,
     projections,
     rms_norm,
 )
+from jaxlm.models.decoders.rotary import RotaryDecoderConfig
 from jaxlm.models.layers import SelfAttention
-from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
-from jaxlm.models.stacks import LayerKind
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("granite")
-@dataclass(frozen=True)
-class GraniteConfig(DecoderConfig):
+@choice(ModelConfig, "granite")
+class GraniteConfig(RotaryDecoderConfig):
     """Granite 3. The defaults are Granite 3.0 8B.
 
     Attributes:
-        rope: rotary position embedding of queries and keys.
         attention_bias: add biases to the query, key, value and output projections.
         mlp_bias: add biases to the MLP projections.
         embedding_multiplier: token embeddings are multiplied by this number.
@@ -47,7 +41,6 @@ class GraniteConfig(DecoderConfig):
     num_layers: PositiveInt = 40
     num_kv_heads: PositiveInt | None = 8
     tie_word_embeddings: bool = True
-    rope: RotaryConfig = field(default_factory=DefaultRotary)
     attention_bias: bool = False
     mlp_bias: bool = False
     embedding_multiplier: PositiveFloat = 12.0
@@ -55,14 +48,6 @@ class GraniteConfig(DecoderConfig):
     residual_multiplier: PositiveFloat = 0.22
     logits_scaling: PositiveFloat = 16.0
     attention_dropout: BelowOne = 0.0
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        return (LayerKind(self.rope),) * self.num_layers
-
-    def check(self) -> None:
-        check_sizes(self)
-        check_rope(self.rope, self.num_heads, self.HeadSize.size)
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
         keys = jax.random.split(key, 7)

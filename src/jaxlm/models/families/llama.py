@@ -3,14 +3,12 @@
 Source: Touvron et al. 2023 (arXiv:2302.13971 and arXiv:2307.09288), Grattafiori et al. 2024 (arXiv:2407.21783).
 """
 
-from dataclasses import dataclass
-
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.pre_norm import BiasedConfig, UniformConfig
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("llama")
-@dataclass(frozen=True)
+@choice(ModelConfig, "llama")
 class LlamaConfig(UniformConfig, BiasedConfig):
     """Llama. The defaults are Llama 2 7B with half its context length.
 

@@ -3,15 +3,13 @@
 Source: Jiang et al. 2023 (arXiv:2310.06825), section 2.
 """
 
-from dataclasses import dataclass
-
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.pre_norm import PlainConfig
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("mistral")
-@dataclass(frozen=True)
+@choice(ModelConfig, "mistral")
 class MistralConfig(PlainConfig):
     """Mistral. The defaults are Mistral 7B v0.1."""
 

@@ -3,7 +3,7 @@
 Source: Jiang et al. 2024 (arXiv:2401.04088), section 2.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import jax
 
@@ -13,10 +13,10 @@ from jaxlm.models.decoder import projections
 from jaxlm.models.decoders.moe_decoder import MoeConfig, check_moe
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("mixtral")
-@dataclass(frozen=True)
+@choice(ModelConfig, "mixtral")
 class MixtralConfig(MoeConfig):
     """Mixtral. The defaults are Mixtral 8x7B."""
 

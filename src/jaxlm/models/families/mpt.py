@@ -4,8 +4,6 @@ Source: MosaicML 2023, "Introducing MPT-7B", and the code released with it (mosa
 2021 (arXiv:2108.12409).
 """
 
-from dataclasses import dataclass
-
 import jax
 from haliax import Axis
 
@@ -16,10 +14,10 @@ from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_siz
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import LayerNorm
 from jaxlm.models.stacks import LayerKind
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("mpt")
-@dataclass(frozen=True)
+@choice(ModelConfig, "mpt")
 class MptConfig(DecoderConfig):
     """MPT. The defaults are MPT 7B.
 

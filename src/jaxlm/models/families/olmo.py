@@ -3,44 +3,31 @@
 Source: Groeneveld et al. 2024 (arXiv:2402.00838), section 2.1.
 """
 
-from dataclasses import dataclass, field
-
 import jax
 from haliax import Axis
 
 from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, gated_mlp, projections
+from jaxlm.models.decoder import Decoder, DecoderBlock, gated_mlp, projections
+from jaxlm.models.decoders.rotary import RotaryDecoderConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import UnweightedLayerNorm
-from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
-from jaxlm.models.stacks import LayerKind
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("olmo")
-@dataclass(frozen=True)
-class OlmoConfig(DecoderConfig):
+@choice(ModelConfig, "olmo")
+class OlmoConfig(RotaryDecoderConfig):
     """OLMo and OLMo 1.7. The defaults are OLMo 7B.
 
     Attributes:
         attention_bias: add biases to the query, key, value and output projections.
         clip_qkv: queries, keys and values are clipped to [-clip_qkv, clip_qkv]. Null does not clip.
-        rope: rotary position embedding of queries and keys.
     """
 
     seq_len: PositiveInt = 2048
     layer_norm_epsilon: NonNegativeFloat = 1e-5
     attention_bias: bool = False
     clip_qkv: PositiveFloat | None = None
-    rope: RotaryConfig = field(default_factory=DefaultRotary)
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        return (LayerKind(self.rope),) * self.num_layers
-
-    def check(self) -> None:
-        check_sizes(self)
-        check_rope(self.rope, self.num_heads, self.HeadSize.size)
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
         keys = jax.random.split(key, 7)

@@ -3,27 +3,26 @@
 Source: OLMo Team 2025 (arXiv:2501.00656), section 3.2.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import jax
 from haliax import Axis
 
 from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, gated_mlp, projections, rms_norm
+from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, gated_mlp, projections, rms_norm
+from jaxlm.models.decoders.rotary import RotaryDecoderConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import RMSNorm
-from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
-from jaxlm.models.stacks import LayerKind
+from jaxlm.models.rope import DefaultRotary, RotaryConfig
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("olmo2")
-@dataclass(frozen=True)
-class Olmo2Config(DecoderConfig):
+@choice(ModelConfig, "olmo2")
+class Olmo2Config(RotaryDecoderConfig):
     """OLMo 2. The defaults are OLMo 2 7B.
 
     Attributes:
-        rope: rotary position embedding of queries and keys.
         attention_bias: add biases to the query, key, value and output projections.
     """
 
@@ -31,14 +30,6 @@ class Olmo2Config(DecoderConfig):
     layer_norm_epsilon: NonNegativeFloat = 1e-6
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=500000.0))
     attention_bias: bool = False
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        return (LayerKind(self.rope),) * self.num_layers
-
-    def check(self) -> None:
-        check_sizes(self)
-        check_rope(self.rope, self.num_heads, self.HeadSize.size)
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
         return post_norm_block(self, use_bias=self.attention_bias, key=key)

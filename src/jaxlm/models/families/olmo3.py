@@ -4,7 +4,7 @@ Source: OLMo Team 2025, "OLMo 3", section 3.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import jax
@@ -17,10 +17,10 @@ from jaxlm.models.decoders.local_layers import check_pattern, pattern_keys, patt
 from jaxlm.models.families.olmo2 import post_norm_block
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("olmo3")
-@dataclass(frozen=True)
+@choice(ModelConfig, "olmo3")
 class Olmo3Config(DecoderConfig):
     """OLMo 3. The defaults are OLMo 3 7B before its context was extended.
 

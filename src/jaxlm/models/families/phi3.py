@@ -3,15 +3,13 @@
 Source: Abdin et al. 2024 (arXiv:2404.14219), section 2. Their checkpoints store queries, keys and values as one matrix.
 """
 
-from dataclasses import dataclass
-
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.pre_norm import PlainConfig
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("phi3")
-@dataclass(frozen=True)
+@choice(ModelConfig, "phi3")
 class Phi3Config(PlainConfig):
     """Phi-3 and Phi-4. The defaults are Phi-3 mini 4k. Set `rope: {type: longrope}` for the long-context models."""
 

@@ -3,7 +3,7 @@
 Source: Yang et al. 2024 (arXiv:2407.10671), section 2.2.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import jax
 
@@ -13,10 +13,10 @@ from jaxlm.models.decoder import projections
 from jaxlm.models.decoders.pre_norm import LateWindowConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("qwen2")
-@dataclass(frozen=True)
+@choice(ModelConfig, "qwen2")
 class Qwen2Config(LateWindowConfig):
     """Qwen2 and Qwen2.5. The defaults are Qwen2.5 0.5B."""
 

@@ -3,7 +3,7 @@
 Source: Yang et al. 2024 (arXiv:2407.10671), section 2.2.2.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import jax
 
@@ -13,10 +13,10 @@ from jaxlm.models.decoder import projections
 from jaxlm.models.decoders.moe_decoder import MixedMoeConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("qwen2_moe")
-@dataclass(frozen=True)
+@choice(ModelConfig, "qwen2_moe")
 class Qwen2MoeConfig(MixedMoeConfig):
     """Qwen1.5 MoE and Qwen2 MoE. The defaults are Qwen1.5 MoE A2.7B.
 

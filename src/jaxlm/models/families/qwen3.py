@@ -3,7 +3,7 @@
 Source: Yang et al. 2025 (arXiv:2505.09388), section 2.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import jax
 
@@ -14,10 +14,10 @@ from jaxlm.models.decoders.pre_norm import LateWindowConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("qwen3")
-@dataclass(frozen=True)
+@choice(ModelConfig, "qwen3")
 class Qwen3Config(LateWindowConfig):
     """Qwen3. The defaults are Qwen3 0.6B.
 

@@ -3,7 +3,7 @@
 Source: Yang et al. 2025 (arXiv:2505.09388), section 2.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import jax
 
@@ -13,10 +13,10 @@ from jaxlm.models.decoders.moe_decoder import MixedMoeConfig
 from jaxlm.models.families.qwen3 import normed_attention
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("qwen3_moe")
-@dataclass(frozen=True)
+@choice(ModelConfig, "qwen3_moe")
 class Qwen3MoeConfig(MixedMoeConfig):
     """Qwen3 MoE. The defaults are Qwen3 30B-A3B.
 

@@ -5,7 +5,7 @@ Source: Bakouch et al. 2025, "SmolLM3: smol, multilingual, long-context reasoner
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
@@ -16,10 +16,10 @@ from jaxlm.models.decoders.local_layers import check_layer_numbers, check_local_
 from jaxlm.models.decoders.pre_norm import BiasedConfig, check_pre_norm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 from jaxlm.models.stacks import LayerKind
+from jaxlm.reading.choices import choice
 
 
-@ModelConfig.register_subclass("smollm3")
-@dataclass(frozen=True)
+@choice(ModelConfig, "smollm3")
 class SmolLm3Config(BiasedConfig):
     """SmolLM3. The defaults are SmolLM3 3B with half its context length.
 

@@ -2,16 +2,15 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.tree import compile_pattern
 from jaxlm.core.types import StepInfo
 from jaxlm.observe.callbacks.base import Callback, CallbackConfig, CallbackContext
+from jaxlm.reading.choices import choice
 
 
-@CallbackConfig.register_subclass("print_metrics")
-@dataclass(frozen=True)
+@choice(CallbackConfig, "print_metrics")
 class PrintMetricsConfig(CallbackConfig):
     """Prints the metrics of a step as a line on the console.
 

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +12,10 @@ from jaxlm.core.stores import is_url
 from jaxlm.core.types import Completion, Histogram, Sample
 from jaxlm.observe.trackers import environment
 from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
+from jaxlm.reading.choices import choice
 
 
-@TrackerConfig.register_subclass("tensorboard")
-@dataclass(frozen=True)
+@choice(TrackerConfig, "tensorboard")
 class TensorboardConfig(TrackerConfig):
     """TensorBoard event files, written by tensorboardX.
 

@@ -1,7 +1,6 @@
 """Trackio: metrics in a local database, with a dashboard (`trackio show`)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
@@ -9,14 +8,14 @@ from jaxlm.core.install import install_command
 from jaxlm.core.types import Completion, Histogram, Sample
 from jaxlm.observe.trackers import environment
 from jaxlm.observe.trackers.base import ForwardLog, RunInfo, Tracker, TrackerConfig
+from jaxlm.reading.choices import choice
 
 
 class MissingLibraryError(Exception):
     """The library that a tracker needs is not installed."""
 
 
-@TrackerConfig.register_subclass("trackio")
-@dataclass(frozen=True)
+@choice(TrackerConfig, "trackio")
 class TrackioConfig(TrackerConfig):
     """Trackio: a local database under TRACKIO_DIR, or a Hugging Face Space.
 

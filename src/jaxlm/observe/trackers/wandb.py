@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from jaxlm.core.redaction import redacted
 from jaxlm.core.types import Completion, Histogram, Sample
 from jaxlm.observe.trackers import environment
 from jaxlm.observe.trackers.base import ForwardLog, RunInfo, Tracker, TrackerConfig
+from jaxlm.reading.choices import choice
 
 _INIT_TIMEOUT_S = 30.0
 _FORBIDDEN_IN_ID = "/\\#?%:"
@@ -36,8 +37,7 @@ class FilesError(Exception):
     """All records were sent, but not all files."""
 
 
-@TrackerConfig.register_subclass("wandb")
-@dataclass(frozen=True)
+@choice(TrackerConfig, "wandb")
 class WandbConfig(TrackerConfig):
     """Weights & Biases.
 

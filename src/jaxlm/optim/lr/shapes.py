@@ -13,6 +13,7 @@ from annotated_types import Interval
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
+from jaxlm.reading.choices import choice
 
 Number = jax.Array | np.ndarray | float
 
@@ -54,8 +55,7 @@ class LrShape(draccus.ChoiceRegistry, abc.ABC):
         """The value at a position in the decay."""
 
 
-@LrShape.register_subclass("constant")
-@dataclass(frozen=True)
+@choice(LrShape, "constant")
 class Constant(LrShape):
     """Stays at the peak and ignores `min_lr_ratio`."""
 
@@ -63,8 +63,7 @@ class Constant(LrShape):
         return at.xp.full_like(at.xp.asarray(at.since, np.float32), at.peak)
 
 
-@LrShape.register_subclass("linear")
-@dataclass(frozen=True)
+@choice(LrShape, "linear")
 class Linear(LrShape):
     """Linear decay to the final value."""
 
@@ -72,8 +71,7 @@ class Linear(LrShape):
         return at.peak * (1 - (1 - at.low) * at.since / at.length)
 
 
-@LrShape.register_subclass("cosine")
-@dataclass(frozen=True)
+@choice(LrShape, "cosine")
 class Cosine(LrShape):
     """Cosine decay (Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5).
 
@@ -93,8 +91,7 @@ class Cosine(LrShape):
 _LAST_STEP = 2**31  # no run is longer
 
 
-@LrShape.register_subclass("sgdr")
-@dataclass(frozen=True)
+@choice(LrShape, "sgdr")
 class Sgdr(LrShape):
     """Cosine decays with warm restarts, each `t_mult` times as long as the one before (Loshchilov and Hutter 2017,
     arXiv:1608.03983, section 3). The end of the run cuts the last one off, so that the lengths do not depend on the run's.
@@ -125,8 +122,7 @@ class Sgdr(LrShape):
         return at.xp.asarray(table[0])[number], at.xp.asarray(table[1])[number]
 
 
-@LrShape.register_subclass("polynomial")
-@dataclass(frozen=True)
+@choice(LrShape, "polynomial")
 class Polynomial(LrShape):
     """Polynomial decay: the remaining fraction of the decay, raised to a power.
 
@@ -141,8 +137,7 @@ class Polynomial(LrShape):
         return at.peak * (at.low + (1 - at.low) * remaining**self.power)
 
 
-@LrShape.register_subclass("inv_sqrt")
-@dataclass(frozen=True)
+@choice(LrShape, "inv_sqrt")
 class InvSqrt(LrShape):
     """Inverse square root of the step in the cycle (Vaswani et al. 2017, arXiv:1706.03762, equation 3), but at least the
     minimum. It does not depend on the length of the decay.
@@ -158,8 +153,7 @@ class InvSqrt(LrShape):
         return at.peak * at.xp.maximum(at.xp.minimum(1.0, (steps / self.timescale) ** -0.5), at.low)
 
 
-@LrShape.register_subclass("inv")
-@dataclass(frozen=True)
+@choice(LrShape, "inv")
 class Inv(LrShape):
     """Inverse of the step, scaled so that it ends at the final value. Its first step is already below the peak."""
 
@@ -169,8 +163,7 @@ class Inv(LrShape):
         return at.peak / ((1 / at.low - 1) * at.xp.maximum(at.since, 1.0) / at.length + 1)
 
 
-@LrShape.register_subclass("power")
-@dataclass(frozen=True)
+@choice(LrShape, "power")
 class Power(LrShape):
     """Power law in the number of tokens since the decay started, at most the peak (Shen et al. 2024, arXiv:2408.13359,
     equation 4). It ignores `min_lr_ratio` and the length of the decay.

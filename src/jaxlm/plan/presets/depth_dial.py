@@ -25,6 +25,7 @@ from jaxlm.models.families.nano.counts import (
 from jaxlm.plan.presets.base import Derivation, DerivedNumber, PresetConfig, RunSize, given_at
 from jaxlm.plan.presets.nanochat import RECIPES, Recipe
 from jaxlm.plan.presets.rates import BASE_TRAIN, REFERENCE_BATCH, OptimizerKeys
+from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import config_error, decode
 from jaxlm.reading.yaml import ConfigSource, merge
 
@@ -37,8 +38,7 @@ _POWER_LINES = "arXiv:2505.13738"
 Depth = Annotated[int, Interval(ge=1, le=1024)]
 
 
-@PresetConfig.register_subclass("depth_dial")
-@dataclass(frozen=True)
+@choice(PresetConfig, "depth_dial")
 class DepthDialConfig(PresetConfig):
     """Fills in `model`, `optimizer`, `data.vocab_size`, and the length and batch of `trainer`.
 

@@ -26,11 +26,11 @@ from jaxlm.optim.averaging import AS_TRAINED
 from jaxlm.plan.load_config import read_saved
 from jaxlm.plan.plan import saved_models
 from jaxlm.plan.refs.base import Log, Ref, RefConfig
+from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import SurgeryConfig, merge_surgeries
 
 
-@RefConfig.register_subclass("checkpoint")
-@dataclass(frozen=True)
+@choice(RefConfig, "checkpoint")
 class CheckpointRefConfig(RefConfig):
     """A checkpoint of another run (`checkpoints/<id>/step-N`), or a run's checkpoint folder, of which the newest is used.
 

@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 import jax
@@ -20,10 +20,10 @@ from jaxlm.interop.hf.folder import HfFolder, ReadOptions, load_model, open_fold
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.plan.refs.base import Log, Ref, RefConfig
+from jaxlm.reading.choices import choice
 
 
-@RefConfig.register_subclass("hf")
-@dataclass(frozen=True)
+@choice(RefConfig, "hf")
 class HfRefConfig(RefConfig):
     """A folder with config.json and weights (safetensors or torch files), or a Hub `name` or `name@revision`.
 

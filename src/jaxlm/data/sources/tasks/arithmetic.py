@@ -2,12 +2,12 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxlm.core.field_types import Fraction
 from jaxlm.data.sources.corpus import CorpusConfig
 from jaxlm.data.sources.tasks.base import ConversationCorpus, Message, assistant, called, split_of, user
+from jaxlm.reading.choices import choice
 
 _ASKED = ("What is {}?", "Calculate {}.", "How much is {}?", "{} = ?", "Please compute {}.")
 _NAMES = ("Ada", "Ben", "Chen", "Dana", "Emil", "Fatima", "Grace", "Hugo", "Ines", "Jonas", "Kofi", "Lena")
@@ -16,8 +16,7 @@ _MAX_TRIES = 100  # follow-up questions for one result; some results have none o
 _NEXT = (("Now double that.", "* 2"), ("Add {} to that.", "+ {}"), ("Multiply that by {}.", "* {}"))
 
 
-@CorpusConfig.register_subclass("arithmetic")
-@dataclass(frozen=True)
+@choice(CorpusConfig, "arithmetic")
 class ArithmeticCorpus(ConversationCorpus):
     """Sums, differences, products and quotients, and stories that need two of them.
 

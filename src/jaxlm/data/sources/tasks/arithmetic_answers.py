@@ -14,6 +14,7 @@ from jaxlm.data.sources.tasks.arithmetic import Problem, answered, problem_maker
 from jaxlm.data.sources.tasks.base import Message, TaskCorpus, user
 from jaxlm.models.inference.tools.calculator import Calculator
 from jaxlm.models.inference.tools.calls import CALL, OUTPUT, TOOL_TOKENS
+from jaxlm.reading.choices import choice
 
 _DIGIT = re.compile(r"\d")
 _OPERATOR = re.compile(r"(?<= )[-+*/](?= )")
@@ -35,8 +36,7 @@ class ArithmeticCorpus(TaskCorpus):
         return "1"
 
 
-@CorpusConfig.register_subclass("arithmetic_pairs")
-@dataclass(frozen=True)
+@choice(CorpusConfig, "arithmetic_pairs")
 class ArithmeticPairs(ArithmeticCorpus):
     """Preference pairs: a right answer to a problem, and one in which a digit or an operator was copied wrongly."""
 
@@ -46,8 +46,7 @@ class ArithmeticPairs(ArithmeticCorpus):
         return {"prompt": [user(problem.question)], "chosen": [right], "rejected": [wrong]}
 
 
-@CorpusConfig.register_subclass("arithmetic_groups")
-@dataclass(frozen=True)
+@choice(CorpusConfig, "arithmetic_groups")
 class ArithmeticGroups(ArithmeticCorpus):
     """Groups of answers to a problem, at least one of them right and one wrong, with a reward of 1 or 0 each.
 
@@ -66,8 +65,7 @@ class ArithmeticGroups(ArithmeticCorpus):
         return {"prompt": [user(problem.question)], "responses": list(map(_as_text, answers)), "rewards": rewards}
 
 
-@CorpusConfig.register_subclass("arithmetic_prompts")
-@dataclass(frozen=True)
+@choice(CorpusConfig, "arithmetic_prompts")
 class ArithmeticPrompts(ArithmeticCorpus):
     """Problems whose answers the model samples, with the result as `answer`, and as `difficulty` the number of digits that a
     right answer computes with.

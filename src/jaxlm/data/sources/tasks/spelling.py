@@ -6,7 +6,6 @@ import hashlib
 import os
 import random
 import re
-from dataclasses import dataclass
 
 from jaxlm.core.bounded_read import read_text
 from jaxlm.core.errors import ConfigError
@@ -14,6 +13,7 @@ from jaxlm.core.field_types import Fraction
 from jaxlm.data.base import TRAIN, VALIDATION
 from jaxlm.data.sources.corpus import CorpusConfig
 from jaxlm.data.sources.tasks.base import ConversationCorpus, Message, assistant, called, split_of, user
+from jaxlm.reading.choices import choice
 
 _ASKED = ("How do you spell {}?", "Spell the word {}.", "Which letters does {} have?")
 _COUNTED = ("How many {1} are in {0}?", "How often does {1} occur in {0}?", "Count the {1} in the word {0}.")
@@ -22,8 +22,7 @@ _MIN_LETTERS, _MAX_LETTERS = 3, 12
 _MIN_OCCURRENCES = 2  # in the text; what occurs once is often no word
 
 
-@CorpusConfig.register_subclass("spelling")
-@dataclass(frozen=True)
+@choice(CorpusConfig, "spelling")
 class SpellingCorpus(ConversationCorpus):
     """Words to spell, and letters to count in them.
 

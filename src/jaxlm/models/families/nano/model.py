@@ -31,7 +31,7 @@ and with lookup layers, of which number I follows layer N:
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 import equinox as eqx
@@ -79,13 +79,13 @@ from jaxlm.models.norms import UnweightedRMSNorm
 from jaxlm.models.remat import RematModules, parse_remat
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind, switch_lengths
+from jaxlm.reading.choices import choice
 
 _SMEAR_GATE_MAX = 0.02
 _LOOKUPS = 1  # folded into the key, so that the other parameters are the same without lookup layers
 
 
-@ModelConfig.register_subclass("nano")
-@dataclass(frozen=True)
+@choice(ModelConfig, "nano")
 class NanoConfig(ModelConfig):
     """nanochat's model. The defaults are its 12 layers of February 2026.
 

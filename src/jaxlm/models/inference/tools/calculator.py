@@ -8,13 +8,13 @@ import ast
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Interval
 
 from jaxlm.core.field_types import NonNegativeInt
 from jaxlm.models.inference.tools.base import Tool
+from jaxlm.reading.choices import choice
 
 _ARITHMETIC = frozenset("0123456789.+-*/() ")
 _QUOTES = ("'", '"')
@@ -38,8 +38,7 @@ class _NoOutputError(Exception):
     """The call contains something that the calculator does not evaluate."""
 
 
-@Tool.register_subclass("calculator")
-@dataclass(frozen=True)
+@choice(Tool, "calculator")
 class Calculator(Tool):
     """Evaluates `+ - * / // ()` on numbers and `.count()` on texts, as Python does. Commas in numbers are left out.
 
