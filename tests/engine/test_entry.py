@@ -15,7 +15,7 @@ from jaxlm.engine.accumulate import Sums, microbatch_axis
 from jaxlm.engine.entry import StateBuilder, enter_phase
 from jaxlm.engine.metric_names import LEARNING_RATE
 from jaxlm.engine.step import make_train_step
-from jaxlm.engine.sync import FlagSync, SyncFlags
+from jaxlm.engine.sync import FlagSync
 from jaxlm.models.base import LanguageModel, vocab_axis
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.averaging import Ema
@@ -113,7 +113,7 @@ def test_a_cut_model_with_carried_moments_trains_on_as_before():
     with where.use():
         state = enter_phase(builder, second, where, previous)()
         step = make_train_step(second, where, F32, builder.abstract_state(second))
-        flags = FlagSync(where).to_devices(SyncFlags())
+        flags = FlagSync.unset(where)
         for seed in range(3, 6):
             state, report = step(state, {}, batch(arrays(seed), where), flags)
             metrics = run.step(arrays(seed))
@@ -163,7 +163,7 @@ def test_the_step_sums_with_the_loop_that_it_is_given():
     usual = phase(optimizer=replace(ADAM, warmup=0, epsilon=1e-3))
     run, other = TinyRun(one_device(), usual), TinyRun(one_device(), usual)
     columns = batch(arrays(0), one_device(), 4)
-    flags = FlagSync(one_device()).to_devices(SyncFlags())
+    flags = FlagSync.unset(one_device())
     step = make_train_step(
         other.phase, one_device(), F32, other.state_builder.abstract_state(other.phase), None, backwards
     )
