@@ -109,7 +109,11 @@ class TinyRun:
     batch: Callable[[dict[str, np.ndarray], Layout, int], Any] = batch
 
     def __post_init__(self):
-        key = (id(self.where), repr((self.phase, self.model, self.vocab)), self.precision)
+        compiled = (
+            replace(self.phase, controllers=()),
+            self.phase.controls,
+        )  # of controllers, only the controls are compiled
+        key = (id(self.where), repr((*compiled, self.model, self.vocab)), self.precision)
         if key not in _PROGRAMS:
             state_builder = StateBuilder(self.model, vocab_axis(self.vocab), 0, self.precision, (self.phase,))
             step = make_train_step(self.phase, self.where, self.precision, state_builder.abstract_state(self.phase))

@@ -6,7 +6,6 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxlm.session.resources import totals_at
 
 from jaxlm.core.guards import UPDATE_NORM
 from jaxlm.core.types import StepInfo
@@ -15,6 +14,7 @@ from jaxlm.engine.metrics import AsyncMetrics, Totals, Workload
 from jaxlm.engine.step import StepReport
 from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import ProgressListener
+from jaxlm.session.run_records import totals_at
 from tests.engine.helpers import TinyRun, arrays, batch, one_device
 
 
