@@ -133,8 +133,8 @@ class TinyRun:
         return {name: float(value) for name, value in report.metrics.items()}
 
     def loop_step(self, state: RunState, inputs: Any, flags: jax.Array) -> tuple[RunState, StepReport]:
-        """The step as the loop calls it."""
-        return self._step(state, self.refs, inputs, flags)
+        """The step as the loop calls it. It is compiled, and refuses arrays of other shapes or shardings."""
+        return self._program(inputs)(state, self.refs, inputs, flags)
 
     def compiled_text(self, columns: dict[str, np.ndarray], num_microbatches: int = 1) -> str:
         """The compiled step, as HLO text."""

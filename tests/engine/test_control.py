@@ -162,12 +162,11 @@ def test_the_history_says_which_controls_are_in_effect():
     assert scales(rates) == {9: 1.0}
 
 
-def test_the_step_is_compiled_once():
-    *_, run, _ = trained(TRAINING, where=layout())
-    run._step.clear_cache()
-    trained(TRAINING, where=layout())
-    assert run._step._cache_size() == 1
-    assert "controls" not in TinyRun(layout(), phase()).state.slots
+def test_new_controls_are_placed_as_the_compiled_step_reads_them():
+    """On all devices. It refuses arrays of other shapes or shardings."""
+    rates, *_ = trained(TRAINING, where=layout())
+    assert scales(rates) == EFFECT
+    assert "controls" not in TinyRun(one_device(), phase()).state.slots
 
 
 def test_a_phase_that_a_training_step_ends_ends_at_the_same_step():

@@ -32,8 +32,8 @@ def through_the_loop(run: TinyRun, train_step: Any, batches: list[Any], guard: s
 
 def test_all_transfers_between_host_and_devices_are_explicit():
     """`jax.transfer_guard`: every transfer in the loop is explicit, none is implicit."""
-    run = TinyRun(layout(), phase(end=12))
-    batches = [batch(arrays(seed), run.where) for seed in range(12)]
+    run = TinyRun(layout())
+    batches = [batch(arrays(seed), run.where) for seed in range(run.phase.end)]
     with jax.transfer_guard("disallow"), pytest.raises(jax.errors.JaxRuntimeError, match="host-to-device"):
         jnp.sin(np.ones(3))  # the guard is active here
     seen = through_the_loop(run, run.loop_step, batches, guard="disallow")
@@ -62,7 +62,7 @@ class Pending:
 
 
 def test_the_loop_waits_only_for_the_oldest_step_in_flight():
-    run = TinyRun(layout(), phase(end=12))
+    run = TinyRun(layout())
     dispatched, waited, behind = 0, [], []
 
     def dispatch(state: Any, batch: Any, flags: jax.Array) -> tuple[Any, StepReport]:
@@ -72,7 +72,7 @@ def test_the_loop_waits_only_for_the_oldest_step_in_flight():
         dispatched += 1
         return state, report(lambda value: Pending(value, dispatched, waited))
 
-    through_the_loop(run, dispatch, [None] * 12)
+    through_the_loop(run, dispatch, [None] * run.phase.end)
     assert behind
     assert set(behind) == {MAX_IN_FLIGHT - 1}
 
