@@ -5,18 +5,22 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import location_of
+from jaxlm.core.types import Sum
 from jaxlm.data.data import Data, ValidationData
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.hooks import Hooks
 from jaxlm.engine.phases import Phase
+from jaxlm.engine.state import RunState
 from jaxlm.evals.base import EvalContext, ValidationSet
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.models.base import LanguageModel
+from jaxlm.objectives.base import Metrics, ObjectiveConfig
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.observe.hooks import EvalHook, Generated, ScheduledEval
 from jaxlm.observe.profiler import ProfileHook
@@ -24,7 +28,6 @@ from jaxlm.plan.plan import upload_repository
 from jaxlm.session.annotate import Log
 from jaxlm.session.compilation.step import StepPrograms
 from jaxlm.session.export import ExportHook
-from jaxlm.session.objective_meter import ObjectiveMeter
 from jaxlm.session.phase_data import PhaseData
 from jaxlm.session.run import Run
 
@@ -136,3 +139,30 @@ def _chat_prompt(
 ) -> tuple[str, list[int]]:
     text = ChatTemplate.load(None, saved_tokenizer, "data.tokenizer").prompt(messages, where)
     return text, tokenizer.encode_like_transformers(text, add_special_tokens=False)
+
+
+class ObjectiveMeter:
+    """Measures an objective with its references on validation batches, as the step does on training batches. Its own state is that of the state which `attach` was last called with."""
+
+    def __init__(self, objective: ObjectiveConfig, refs: Mapping[str, LanguageModel]):
+        self._objective = objective
+        self._refs = dict(refs)
+        self._slot: Any = None
+        self._program = jax.jit(self._measured)
+
+    def attach(self, state: RunState) -> None:
+        """Measures with the objective's state in `state` from now on."""
+        self._slot = state.slots.get("objective")
+
+    def __call__(self, model: LanguageModel, batch: Any) -> tuple[dict[str, Sum], Metrics]:
+        """The loss terms and metrics of a batch {batch, ...}. Args: model: in the dtypes of the computation."""
+        return self._program(model, self._refs, self._slot, batch)
+
+    def _measured(
+        self, model: LanguageModel, refs: dict[str, LanguageModel], slot: Any, batch: Any
+    ) -> tuple[dict[str, Sum], Metrics]:
+        objective = self._objective
+        batch = objective.with_batch_statistics(batch)
+        batch = objective.annotate({**refs, **objective.references_in_slot(slot, model)}, batch)
+        terms, metrics, _ = objective.terms(model, batch, slot, key=None)
+        return terms, metrics
