@@ -142,7 +142,10 @@ def _chat_prompt(
 
 
 class ObjectiveMeter:
-    """Measures an objective with its references on validation batches, as the step does on training batches. Its own state is that of the state which `attach` was last called with."""
+    """Measures an objective with its references on validation batches, as the step does on training batches.
+
+    The objective's own state is that of the state which `attach` was last called with.
+    """
 
     def __init__(self, objective: ObjectiveConfig, refs: Mapping[str, LanguageModel]):
         self._objective = objective
