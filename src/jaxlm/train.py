@@ -7,12 +7,10 @@ enter the next. A run that has a checkpoint continues from it, bit for bit.
 """
 
 import contextlib
-import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only
@@ -21,11 +19,12 @@ from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import Activity, ActivityClock, uncounted_age_s
 from jaxlm.engine.checkpoint.lock import LeaseLostError, StillHeld
+from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.conductor import Conductor
+from jaxlm.engine.control import Control
 from jaxlm.engine.entry import enter_phase
 from jaxlm.engine.loop import OpenPhase, run_phase
-from jaxlm.engine.metrics import AsyncMetrics
 from jaxlm.engine.notices import metadata_host, watch_notices
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
 from jaxlm.engine.peers import connect_if_it_fails, watch_peers
@@ -41,7 +40,6 @@ from jaxlm.plan.load_config import given_distributed, load_config, run_id_of
 from jaxlm.plan.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.plan.run_config import RunConfig
-from jaxlm.session.annotate import with_annotations
 from jaxlm.session.compilation.cache import enable_compilation_cache
 from jaxlm.session.compilation.options import step_options
 from jaxlm.session.compilation.step import compile_steps
@@ -51,8 +49,10 @@ from jaxlm.session.final_report import final_report
 from jaxlm.session.init_from import InitFrom, check_init_from, check_tokenizer, expected_cursor, find_init_from
 from jaxlm.session.leaves_from_tokens import leaves_from_tokens
 from jaxlm.session.past_references import read_again, with_past_references
+from jaxlm.session.phase_data import PhaseData, open_phase_data
+from jaxlm.session.phase_hooks import open_hooks
+from jaxlm.session.phase_metrics import open_metrics
 from jaxlm.session.references import check_references, load_reference, load_references
-from jaxlm.session.resources import Run, open_run
 from jaxlm.session.resume_checks import (
     SavedRun,
     changed_stages,
@@ -62,6 +62,8 @@ from jaxlm.session.resume_checks import (
     check_same_run,
     check_same_tokenizer,
 )
+from jaxlm.session.run import Run, open_run
+from jaxlm.session.saving import settle
 from jaxlm.session.startup import (
     check_accelerator,
     check_exports_are_new,
@@ -125,7 +127,8 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
         if init_from.state is not None:
             with clock.during(Activity.RESTORE):
                 state = _restore(run, init_from)
-        conductor = run.conductor(init_from)
+        history = init_from.history.settled()
+        conductor = Conductor(plan.state_builder, plan.layout, plan.checkpoints, console.log, init_from.state, history)
         while (phase := conductor.phase) is not None and not isinstance(outcome, Interrupted):
             with _open_phase(run, phase, state, conductor, init_from) as (state, opened):
                 with clock.during(Activity.STEP):
@@ -140,8 +143,7 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
         console.log(f"stopped by {outcome.cause}; saved as {newest}. Run the same command again to continue")
     elif is_main_process():
         final_report(plan, console)
-    for ledger in run.ledgers:
-        ledger.write()
+    run.records.write_ledgers()
     console.close()
     if is_main_process():
         logs.upload()
@@ -264,7 +266,7 @@ def _restore(run: Run, init_from: InitFrom) -> RunState:
     run.console.log(f"{progress}, from {checkpoint.location}")
     for line in changed_stages(checkpoint.cursor, checkpoint.position(), phase, plan):
         run.console.log(line)
-    run.beginning.then(lambda: run.settle(state, init_from))
+    run.beginning.then(lambda: settle(plan, run.writer, init_from, state, run.console.log))
     return state
 
 
@@ -277,77 +279,69 @@ def _open_phase(
     Args:
         state: at the end of the phase before, or in the middle of this one; None at the start of a run.
     """
-    plan = run.plan
-    resumed = conductor.resumed
-    weights = init_from.load_weights(plan, run.console.log) if state is None else None
-    data = with_annotations(plan, phase, run.open_data(phase), run.console.log)
-    saver = run.saver(phase, conductor)
-    sizes = plan.batches.train
-    first_step = phase.start if resumed is None else resumed.cursor.step
-    seed = plan.config.order_seed
-    order: Any = {"start": phase.start, "first_step": first_step, "seed": seed}
-    with contextlib.ExitStack() as closing:
-        batches = data.batches(sizes, plan.layout, **order, services=run.services(phase))
-        closing.enter_context(contextlib.closing(batches))
-        enter = None
-        if resumed is None:
-            enter = enter_phase(
-                plan.state_builder,
-                phase,
-                plan.layout,
-                state,
-                weights,
-                refs={name: load_reference(plan, name, run.console.log) for name in phase.surgery_references},
-                open_batches=functools.partial(data.batches, sizes, plan.layout, **order),
-                log=run.console.log,
-            )
+    plan, log = run.plan, run.console.log
+    with open_phase_data(run, phase, conductor.resumed) as data:
+        enter = _entry(run, phase, state, data, init_from) if conductor.resumed is None else None
         # Compiled before the state is made: a step that does not fit into memory ends in a message, not in a killed machine.
         with run.clock.during(Activity.COMPILE):
-            steps = compile_steps(plan, phase, first_step, run.console.log)
+            steps = compile_steps(plan, phase, data.first_step, log)
         steps.check_fits_memory()
-        refs = load_references(plan, phase, run.console.log)
-        if resumed is not None:
-            batches.restore(resumed.position())
-        evaluations = run.eval_hook(phase, data, refs)
-        exports = run.export_hooks(phase, evaluations)
-        run.beginning.happen()
-        if enter is not None:
-            state = enter()
-            enter = None  # frees the references that its surgeries have read
-            with run.clock.during(Activity.SAVE):
-                saver.save_entry(state, batches.state())
-        assert state is not None
-        if resumed is not None and conductor.num_skipped:
-            batches.skip(conductor.num_skipped)
-            saver.save_rewound(state, resumed.cursor, batches.state())
-            run.begin_attempt(saver.history, first_step)
-        run.console.log(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model)))
-        listeners = run.listeners(phase, state, data, batches, saver.history)
-        control = run.control(phase, evaluations, saver, state)
-        watch = plan.config.trainer.watch
-        run.write_programs(phase, steps)
-        # The profiler comes first, so that an evaluation after the last recorded step is not in the profile.
-        profiling = run.profile_hooks(phase, first_step, lambda at: steps.of(sizes.at(at)).call.as_text() or "")
-        for hook in profiling:
-            closing.callback(hook.close)
-        yield (
-            control.begin(state),
-            OpenPhase(
+        refs = load_references(plan, phase, log)
+        with open_hooks(run, phase, data, steps, refs) as hooks:
+            run.beginning.happen()
+            if enter is not None:
+                state, enter = enter(), None  # frees the references that its surgeries have read
+            assert state is not None
+            saver = _begin_phase(run, phase, state, data, conductor)
+            skipped = int(state.guard.skipped)
+            control = Control(phase, saver, plan.layout, hooks.evaluations, skipped=skipped)
+            log(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model)))
+            steps.write(plan.config.trainer, plan.log_folder / "artifacts", phase.name)
+            opened = OpenPhase(
                 phase,
-                steps,
-                refs,
-                batches,
-                metrics=AsyncMetrics(phase.name, run.workload(phase), listeners, watch, control.after_step),
-                hooks=profiling,
-                evaluations=evaluations,
-                control=control,
-                exports=exports,
-                saver=saver,
-                flag_sync=run.flag_sync,
-                stop=run.stop,
-                clock=run.clock,
-            ),
-        )
+                lambda state, batch, flags: steps(state, refs, batch, flags),
+                data.batches,
+                open_metrics(run, phase, data, control, saver.history, skipped),
+                control,
+                saver,
+                run.flag_sync,
+                run.clock,
+                hooks,
+            )
+            yield control.begin(state), opened
+
+
+def _entry(
+    run: Run, phase: Phase, state: RunState | None, data: PhaseData, init_from: InitFrom
+) -> Callable[[], RunState]:
+    """What makes the state at the start of the phase, from the state before it or the weights to start a run with."""
+    plan, log = run.plan, run.console.log
+    return enter_phase(
+        plan.state_builder,
+        phase,
+        plan.layout,
+        state,
+        init_from.load_weights(plan, log) if state is None else None,
+        refs={name: load_reference(plan, name, log) for name in phase.surgery_references},
+        open_batches=data.reopened,
+        log=log,
+    )
+
+
+def _begin_phase(run: Run, phase: Phase, state: RunState, data: PhaseData, conductor: Conductor) -> Saver:
+    """Saves the state with which a phase is entered, or to which the run went back. Returns what saves from here on."""
+    history, resumed = conductor.history, conductor.resumed
+    before_save = [ledger.begin_line for ledger in run.records.ledgers]
+    newest = None if resumed is None else replace(resumed.cursor, history=history).folder_name
+    saver = Saver(run.writer, run.plan.config.trainer.checkpointer, phase, before_save, history, newest)
+    if resumed is None:
+        with run.clock.during(Activity.SAVE):
+            saver.save_entry(state, data.batches.state())
+    elif conductor.num_skipped:
+        data.batches.skip(conductor.num_skipped)
+        saver.save_rewound(state, resumed.cursor, data.batches.state())
+        run.records.begin_attempt(saver.history, data.first_step)
+    return saver
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from jaxlm.observe.console import Console
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import plan_phases
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.session.resources import Run
+from jaxlm.session.phase_data import open_data
 from tests.data.helpers import CHATML, some_text
 
 PAIR = {"prompt": "Q: why?", "chosen": " because so", "rejected": " because not"}
@@ -145,9 +145,8 @@ def test_only_an_objective_that_compares_refuses_equal_halves(tokenizer, tmp_pat
     }
     config = decode_run(ConfigSource(sections), None)
     (phase,), data = plan_phases(config)
-    plan = SimpleNamespace(config=config, data=data, batches=SimpleNamespace(train=BatchSchedule.of([BatchSize(0, 1)])))
-    run: Any = SimpleNamespace(plan=plan, tokenizer=tokenizer, console=Console())
-    for opens in (lambda: prepare(config, Console()), lambda: Run.open_data(run, phase)):
+    plan: Any = SimpleNamespace(data=data, batches=SimpleNamespace(train=BatchSchedule.of([BatchSize(0, 1)])))
+    for opens in (lambda: prepare(config, Console()), lambda: open_data(plan, tokenizer, phase, print)):
         with pytest.raises(ConfigError, match="all 2 pairs have two equal") if is_refused else contextlib.nullcontext():
             opens()
 

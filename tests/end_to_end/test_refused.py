@@ -75,16 +75,16 @@ def test_a_refused_start_changes_no_file_of_the_run(place, in_process, monkeypat
 @pytest.mark.parametrize(
     "step",
     [
-        "with_annotations",
-        "Run.eval_hook",
-        *(pytest.param(s, marks=pytest.mark.slow) for s in ("compile_steps", "load_references")),
+        "train.open_phase_data",
+        "session.phase_hooks.open_evaluations",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("train.compile_steps", "train.load_references")),
     ],
 )
 def test_a_start_that_is_refused_at_its_last_steps_changes_no_file_of_the_run(place, in_process, monkeypatch, step):
     def refuse(*_args, **_named):
         raise ConfigError("does not fit")
 
-    monkeypatch.setattr(f"jaxlm.train.{step}", refuse)
+    monkeypatch.setattr(f"jaxlm.{step}", refuse)
     before = content(place.folder)
     result = in_process(train.main, place, *RUN)
     assert (result.code, "does not fit" in result.err) == (2, True), result.err

@@ -1,6 +1,6 @@
 """A tiny run without files: model, mesh, phase and random batches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -17,11 +17,19 @@ from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.types import TokenBatch
+from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
+from jaxlm.engine.activity import ActivityClock
+from jaxlm.engine.checkpoint.manifest import History
+from jaxlm.engine.control import Control
 from jaxlm.engine.entry import StateBuilder, enter_phase
+from jaxlm.engine.hooks import Hooks
+from jaxlm.engine.loop import OpenPhase
+from jaxlm.engine.metrics import AsyncMetrics, Listener, Workload
 from jaxlm.engine.phases import Phase
+from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.state import RunState, shardings
-from jaxlm.engine.step import make_train_step
-from jaxlm.engine.sync import FlagSync, SyncFlags
+from jaxlm.engine.step import StepReport, make_train_step
+from jaxlm.engine.sync import FlagSync
 from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.next_token import NextToken
@@ -101,7 +109,11 @@ class TinyRun:
     batch: Callable[[dict[str, np.ndarray], Layout, int], Any] = batch
 
     def __post_init__(self):
-        key = (id(self.where), repr((self.phase, self.model, self.vocab)), self.precision)
+        compiled = (
+            replace(self.phase, controllers=()),
+            self.phase.controls,
+        )  # of controllers, only the controls are compiled
+        key = (id(self.where), repr((*compiled, self.model, self.vocab)), self.precision)
         if key not in _PROGRAMS:
             state_builder = StateBuilder(self.model, vocab_axis(self.vocab), 0, self.precision, (self.phase,))
             step = make_train_step(self.phase, self.where, self.precision, state_builder.abstract_state(self.phase))
@@ -111,7 +123,7 @@ class TinyRun:
             _PROGRAMS[key] = (state_builder, step, host, shardings(state, self.where), {})
         self.state_builder, self._step, state, places, self._compiled = _PROGRAMS[key]
         self.state: RunState = jax.tree.map(lambda a, place: jax.device_put(a.copy(), place), state, places)
-        self._blank = FlagSync(self.where).to_devices(SyncFlags())
+        self._blank = FlagSync.unset(self.where)
 
     def step(self, columns: dict[str, np.ndarray], num_microbatches: int = 1) -> dict[str, float]:
         """One step on a batch; returns its metrics."""
@@ -119,6 +131,10 @@ class TinyRun:
         with self.where.use():
             self.state, report = self._program(inputs)(self.state, self.refs, inputs, self._blank)
         return {name: float(value) for name, value in report.metrics.items()}
+
+    def loop_step(self, state: RunState, inputs: Any, flags: jax.Array) -> tuple[RunState, StepReport]:
+        """The step as the loop calls it. It is compiled, and refuses arrays of other shapes or shardings."""
+        return self._program(inputs)(state, self.refs, inputs, flags)
 
     def compiled_text(self, columns: dict[str, np.ndarray], num_microbatches: int = 1) -> str:
         """The compiled step, as HLO text."""
@@ -131,3 +147,81 @@ class TinyRun:
             with self.where.use():
                 self._compiled[shape] = self._step.lower(self.state, self.refs, inputs, self._blank).compile()
         return self._compiled[shape]
+
+
+WORKLOAD = Workload(BatchSchedule.of([BatchSize(0, 16)]), 16, 1e6 / 16, None, 20)
+
+
+class Ready:
+    """Batches that are ready, as the loop sees them."""
+
+    def __init__(self, batches: Iterable[Any]):
+        self._batches = iter(batches)
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def read_ahead(self) -> None:
+        pass
+
+    def due(self, step: int) -> bool:
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+@dataclass
+class Saver:
+    """Requests saves after some steps and at the end, and only tells `on_save` about them."""
+
+    history: History = field(default_factory=History)
+    at: tuple[int, ...] = ()
+    on_save: Callable[[Any, int], object] = lambda state, step: None
+    holds: bool = False
+    kept: list[tuple[str, int]] = field(default_factory=list)
+
+    def due_by_clock(self) -> bool:
+        return False
+
+    def due_by_step(self, step: int) -> bool:
+        return step in self.at
+
+    def settle(self) -> None:
+        pass
+
+    def keep(self, purpose: str, step: int, controller: str) -> None:
+        self.kept.append((purpose, step))
+
+    def save(self, state: Any, step: int, position: Any, *, forced: bool) -> None:
+        self.on_save(state, step)
+
+
+def open_phase(
+    where: Layout,
+    phase: Phase,
+    train_step: Callable[[Any, Any, Any], tuple[Any, Any]],
+    batches: Any,
+    listen: Listener = lambda info: None,
+    saver: Any = None,
+    **hooks: Any,
+) -> OpenPhase:
+    """A phase with what its loop needs; only its saver writes nothing.
+
+    Args:
+        train_step: (state, batch, flags) -> (state, report).
+        hooks: arguments of `Hooks`.
+    """
+    saver = saver or Saver()
+    control = Control(phase, saver, where, hooks.get("evaluations"))
+    metrics = AsyncMetrics(phase.name, WORKLOAD, [listen], decide=control.after_step)
+    sync = FlagSync(where, StopRequest())
+    return OpenPhase(phase, train_step, batches, metrics, control, saver, sync, ActivityClock(), Hooks(**hooks))
+
+
+def report(value: Callable[[float], Any] = jnp.asarray) -> StepReport:
+    """What a step measures that the loop and its listeners need. Args: value: makes the array of each number."""
+    return StepReport({"train/loss": value(1.0), "train/skipped_steps": value(0.0)}, {}, value([0, 0]))  # type: ignore[arg-type]

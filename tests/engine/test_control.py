@@ -13,21 +13,32 @@ import pytest
 from jaxlm.controllers.base import Controller, Decision, DoneStep, Keep, Next, Rewind, SetControls
 from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.sharding import Layout
 from jaxlm.core.types import StepInfo
-from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.activity import Activity
 from jaxlm.engine.checkpoint.manifest import Cursor, History
 from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.control import Control
 from jaxlm.engine.entry import StateBuilder
-from jaxlm.engine.loop import OpenPhase, run_phase
-from jaxlm.engine.metrics import MAX_IN_FLIGHT, AsyncMetrics
+from jaxlm.engine.loop import run_phase
+from jaxlm.engine.metrics import MAX_IN_FLIGHT
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
-from jaxlm.engine.signals import StopRequest
-from jaxlm.engine.sync import FlagSync
 from jaxlm.models.base import vocab_axis
 from jaxlm.optim.adam import AdamConfig
-from tests.engine.helpers import F32, MODEL, VOCAB, TinyRun, arrays, batch, layout, phase
-from tests.engine.test_loop import WORKLOAD, Given
+from tests.engine.helpers import (
+    F32,
+    MODEL,
+    VOCAB,
+    Ready,
+    Saver,
+    TinyRun,
+    arrays,
+    batch,
+    layout,
+    one_device,
+    open_phase,
+    phase,
+)
 
 STEPS = 16
 CONSTANT = AdamConfig(learning_rate=1e-2, warmup=0, lr_schedule="constant")  # learning rates show the control
@@ -75,60 +86,28 @@ class Evaluations:
         self.latest = {"eval/loss": 1.0 + step / 100}
 
 
-@dataclass
-class Saver:
-    """Saves the state and the history, as JSON, after some steps."""
+def saving(history: History | None = None, at: tuple[int, ...] = ()) -> tuple[Saver, dict[int, tuple[Any, str]]]:
+    """A saver, and what it has saved: step -> the state, and the history as JSON."""
+    saved: dict[int, tuple[Any, str]] = {}
 
-    history: History = field(default_factory=History)
-    at: tuple[int, ...] = ()
-    holds: bool = False
-    saved: dict[int, tuple[Any, str]] = field(default_factory=dict)
-    kept: list[tuple[str, int]] = field(default_factory=list)
+    def save(state: Any, step: int) -> None:
+        saved[step] = jax.tree.map(np.asarray, state), json.dumps(saver.history.to_json())
 
-    def due_by_clock(self) -> bool:
-        return False
-
-    def due_by_step(self, step: int) -> bool:
-        return step in self.at
-
-    def settle(self) -> None:
-        pass
-
-    def keep(self, purpose: str, step: int, controller: str) -> None:
-        self.kept.append((purpose, step))
-
-    def save(self, state: Any, step: int, position: Any, *, forced: bool) -> None:
-        self.saved[step] = jax.tree.map(np.asarray, state), json.dumps(self.history.to_json())
+    saver = Saver(history or History(), at, save)
+    return saver, saved
 
 
 def trained(
-    controller: Controller, saver: Saver | None = None, state: Any = None, first: int = 0
+    controller: Controller, saver: Saver | None = None, state: Any = None, first: int = 0, where: Layout | None = None
 ) -> tuple[dict[int, float], Outcome, Saver, TinyRun, Any]:
     """The learning rate of each step, how the phase ended, what was saved, and the state."""
-    run = TinyRun(layout(), phase(end=STEPS, optimizer=CONSTANT, controllers=(controller,)))
-    saver, seen, evaluations = saver or Saver(), list[StepInfo](), Evaluations()
+    run = TinyRun(where or one_device(), phase(end=STEPS, optimizer=CONSTANT, controllers=(controller,)))
+    saver, seen = saver or Saver(), list[StepInfo]()
     state = run.state if state is None else jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), state, run.state)
     with run.where.use():
-        control = Control(run.phase, evaluations, saver, run.where, skipped=0)  # type: ignore[arg-type]
-        batches = [batch(columns, run.where) for columns in BATCHES[first:]]
-        state, outcome = run_phase(
-            control.begin(state),
-            OpenPhase(
-                run.phase,
-                run._step,
-                {},
-                Given(batches),  # type: ignore[arg-type]
-                metrics=AsyncMetrics("train", WORKLOAD, [seen.append], None, control.after_step),
-                hooks=(),
-                evaluations=evaluations,
-                control=control,
-                exports=(),
-                saver=saver,  # type: ignore[arg-type]
-                flag_sync=FlagSync(run.where),
-                stop=StopRequest(),
-                clock=ActivityClock(),
-            ),
-        )
+        batches = Ready([batch(columns, run.where) for columns in BATCHES[first:]])
+        opened = open_phase(run.where, run.phase, run.loop_step, batches, seen.append, saver, evaluations=Evaluations())
+        state, outcome = run_phase(opened.control.begin(state), opened)
     assert not isinstance(outcome, Interrupted)
     assert isinstance(outcome, Rewind) or [info.step for info in seen] == list(range(first + 1, int(state.step) + 1))
     return {info.step: info.metrics["optim/learning_rate"] for info in seen}, outcome, saver, run, state
@@ -160,42 +139,44 @@ def test_what_follows_from_an_evaluation_takes_effect_with_the_next_step():
     assert scales(rates) == {1: 1.0, 5: 0.5, 13: 0.1}
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 5, 6, 8, 12, 13])
-def test_a_restart_between_decision_and_effect_changes_nothing(step):
-    whole, _, saver, _, state = trained(TRAINING, Saver(at=tuple(range(1, STEPS))))
-    then, history = saver.saved[step]
-    again = Saver(History.from_json(json.loads(history)))
-    rest, _, last, _, found = trained(TRAINING, again, then, step)
-    assert rest == {number: rate for number, rate in whole.items() if number > step}
-    assert last.history == saver.history
-    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(state)))
+def test_a_restart_between_decision_and_effect_changes_nothing():
+    saver, saved = saving(at=tuple(range(1, STEPS)))
+    whole, *_, state = trained(TRAINING, saver)
+    for step in (1, 2, 3, 5, 6, 8, 12, 13):
+        then, history = saved[step]
+        again = Saver(History.from_json(json.loads(history)))
+        rest, _, last, _, resumed = trained(TRAINING, again, then, step)
+        assert rest == {number: rate for number, rate in whole.items() if number > step}, step
+        assert last.history == saver.history, step
+        assert all(map(np.array_equal, jax.tree.leaves(resumed), jax.tree.leaves(state))), step
 
 
 def test_the_history_says_which_controls_are_in_effect():
     """A new controller does not start with the arrays of the checkpoint."""
-    _, _, saver, *_ = trained(TRAINING, Saver(at=(8,)))
-    then, history = saver.saved[8]
+    saver, saved = saving(at=(8,))
+    trained(TRAINING, saver)
+    then, history = saved[8]
     assert json.loads(history)["controllers"]["scripted"] == {"state": 8, "controls": {"lr_scale": 0.25}}
     assert float(then.slots["controls"]["lr_scale"]) == 0.25
     rates, *_ = trained(Scripted({}), Saver(), then, 8)
     assert scales(rates) == {9: 1.0}
 
 
-def test_the_step_is_compiled_once():
-    *_, run, _ = trained(TRAINING)
-    run._step.clear_cache()
-    trained(TRAINING)
-    assert run._step._cache_size() == 1
-    assert "controls" not in TinyRun(layout(), phase()).state.slots
+def test_new_controls_are_placed_as_the_compiled_step_reads_them():
+    """On all devices. It refuses arrays of other shapes or shardings."""
+    rates, *_ = trained(TRAINING, where=layout())
+    assert scales(rates) == EFFECT
+    assert "controls" not in TinyRun(one_device(), phase()).state.slots
 
 
 def test_a_phase_that_a_training_step_ends_ends_at_the_same_step():
     ends = Scripted({6: Next("enough")})
     for at in ((), (6, 7, 8)):
-        rates, outcome, saver, _, state = trained(ends, Saver(at=at))
+        saver, saved = saving(at=at)
+        rates, outcome, *_, state = trained(ends, saver)
         assert outcome == Next("enough")
         assert int(state.step) == max(rates) == 6 + MAX_IN_FLIGHT - 1
-    then, history = saver.saved[8]
+    then, history = saved[8]
     assert json.loads(history)["controllers"]["scripted"]["pending"] == [
         {"after": 9, "next": {"reason": "enough", "weights": None}}
     ]
@@ -229,7 +210,7 @@ def test_going_back_restores_what_a_controller_remembered_then_unless_it_survive
     assert trained(Scripted({7: back}))[1] == back
     now, then = (History(controllers={"scripted": {"state": asked}}) for asked in (7, 4))
     for controller, expected in ((Scripted({}), 4), (Surviving({}), 7)):
-        control = Control(phase(controllers=(controller,)), None, Saver(now), layout(), skipped=0)  # type: ignore[arg-type]
+        control = Control(phase(controllers=(controller,)), Saver(now), layout())  # type: ignore[arg-type]
         assert control.after_rewind(then.controllers)["scripted"]["state"] == expected
 
 

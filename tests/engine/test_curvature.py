@@ -16,7 +16,7 @@ from jaxlm.core.precision import parse_precision
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.state import step_key
 from jaxlm.engine.step import make_train_step
-from jaxlm.engine.sync import FlagSync, SyncFlags
+from jaxlm.engine.sync import FlagSync
 from jaxlm.models.base import vocab_axis
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
@@ -111,7 +111,7 @@ def test_frozen_leaves_beside_trained_ones_are_sharded():
     where, own = layout(), phase(optimizer=SOPHIA, trainable=("mlp",))
     abstract = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (own,)).abstract_state(own)
     with where.use():
-        flag_sync = FlagSync(where).to_devices(SyncFlags())
+        flag_sync = FlagSync.unset(where)
         after, _ = jax.eval_shape(
             make_train_step(own, where, F32, abstract), abstract, {}, batch(arrays(0), where), flag_sync
         )
@@ -135,6 +135,6 @@ def test_only_optimizers_that_use_curvature_compile_it(optimizer, times):
     abstract = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (own,)).abstract_state(own)
     Counted.traced.clear()
     with where.use():
-        flag_sync = FlagSync(where).to_devices(SyncFlags())
+        flag_sync = FlagSync.unset(where)
         jax.eval_shape(make_train_step(own, where, F32, abstract), abstract, {}, batch(arrays(0), where), flag_sync)
     assert len(Counted.traced) == times

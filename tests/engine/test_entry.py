@@ -15,7 +15,7 @@ from jaxlm.engine.accumulate import Sums, microbatch_axis
 from jaxlm.engine.entry import StateBuilder, enter_phase
 from jaxlm.engine.metric_names import LEARNING_RATE
 from jaxlm.engine.step import make_train_step
-from jaxlm.engine.sync import FlagSync, SyncFlags
+from jaxlm.engine.sync import FlagSync
 from jaxlm.models.base import LanguageModel, vocab_axis
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.averaging import Ema
@@ -85,7 +85,11 @@ def test_another_section_carries_moments_and_starts_its_schedule():
     assert int(after.guard.updates) == 0
 
 
-@pytest.mark.parametrize("config", [MODEL, replace(MODEL, num_layers=3)], ids=["two layers", "three layers"])
+@pytest.mark.parametrize(
+    "config",
+    [MODEL, pytest.param(replace(MODEL, num_layers=3), marks=pytest.mark.slow)],
+    ids=["two layers", "three layers"],
+)
 def test_moments_of_a_cut_model_are_the_cut_moments(config):
     cut = SplitAtConfig(1)
     before, after = entered(config=config, surgeries=(cut,), schedule_start=0, scheduled_steps=20)
@@ -113,7 +117,7 @@ def test_a_cut_model_with_carried_moments_trains_on_as_before():
     with where.use():
         state = enter_phase(builder, second, where, previous)()
         step = make_train_step(second, where, F32, builder.abstract_state(second))
-        flags = FlagSync(where).to_devices(SyncFlags())
+        flags = FlagSync.unset(where)
         for seed in range(3, 6):
             state, report = step(state, {}, batch(arrays(seed), where), flags)
             metrics = run.step(arrays(seed))
@@ -162,15 +166,15 @@ def test_the_step_sums_with_the_loop_that_it_is_given():
     # A large epsilon, because the direction of a gradient that is nearly zero has no correct digits.
     usual = phase(optimizer=replace(ADAM, warmup=0, epsilon=1e-3))
     run, other = TinyRun(one_device(), usual), TinyRun(one_device(), usual)
-    columns = batch(arrays(0), one_device(), 4)
-    flags = FlagSync(one_device()).to_devices(SyncFlags())
+    columns = batch(arrays(0), one_device(), 2)
+    flags = FlagSync.unset(one_device())
     step = make_train_step(
         other.phase, one_device(), F32, other.state_builder.abstract_state(other.phase), None, backwards
     )
     with one_device().use():
         state, report = step(other.state, {}, columns, flags)
-    expected = run.step(arrays(0), 4)
-    assert calls == [3, 2, 1, 0]
+    expected = run.step(arrays(0), 2)
+    assert calls == [1, 0]
     for name, value in report.metrics.items():
         assert float(value) == pytest.approx(expected[name], rel=1e-5), name
     for (path, a), (_, b) in zip(*(tree.leaves(jax.device_get(s.model)) for s in (state, run.state)), strict=True):
@@ -195,7 +199,7 @@ def initial(config, seed: int):
     return jax.jit(StateBuilder(config, vocab_axis(VOCAB), seed, F32).initial_model)()
 
 
-@pytest.mark.parametrize("where", [one_device, layout], ids=["one device", "eight devices"])
+@pytest.mark.parametrize("where", [pytest.param(one_device, marks=pytest.mark.slow), layout])
 def test_weights_move_towards_a_reference(where):
     where = where()
     first = phase(surgeries=(InterpolateConfig("base", weight=0.25, match="attn|head"),))

@@ -1,6 +1,7 @@
 """The training loop: what it waits for, and transfers between host and devices."""
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,79 +11,20 @@ import numpy as np
 import pytest
 
 from jaxlm.core.types import StepInfo
-from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.prefetch import Prefetch
-from jaxlm.engine.activity import Activity, ActivityClock
-from jaxlm.engine.loop import OpenPhase, run_phase
-from jaxlm.engine.metrics import MAX_IN_FLIGHT, AsyncMetrics, Workload
+from jaxlm.engine.activity import Activity
+from jaxlm.engine.loop import run_phase
+from jaxlm.engine.metrics import MAX_IN_FLIGHT
 from jaxlm.engine.outcome import Done
-from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.step import StepReport
-from jaxlm.engine.sync import FlagSync
-from tests.engine.helpers import TinyRun, arrays, batch, layout, phase
-
-NEVER: Any = SimpleNamespace(due=lambda step: False)
-UNDECIDED: Any = SimpleNamespace(is_due=lambda step: False)
-WORKLOAD = Workload(BatchSchedule.of([BatchSize(0, 16)]), 16, 1e6 / 16, None, 20)
-
-
-class NoSaver:
-    """Requests a save at the phase's end and discards it."""
-
-    def due_by_clock(self) -> bool:
-        return False
-
-    def due_by_step(self, step: int) -> bool:
-        return False
-
-    def save(self, *_: Any, **__: Any) -> None:
-        pass
-
-
-class Given:
-    """Batches that are ready."""
-
-    def __init__(self, batches: list[Any]):
-        self._batches = iter(batches)
-
-    def __next__(self) -> Any:
-        return next(self._batches)
-
-    def read_ahead(self) -> None:
-        pass
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def due(self, step: int) -> bool:
-        return False
-
-    def metrics(self) -> dict[str, float]:
-        return {}
+from tests.engine.helpers import Ready, Saver, TinyRun, arrays, batch, layout, open_phase, phase, report
 
 
 def through_the_loop(run: TinyRun, train_step: Any, batches: list[Any], guard: str = "allow") -> list[StepInfo]:
     seen: list[StepInfo] = []
-    flag_sync = FlagSync(run.where)
+    opened = open_phase(run.where, run.phase, train_step, Ready(batches), seen.append)
     with run.where.use(), jax.transfer_guard(guard):
-        _, outcome = run_phase(
-            run.state,
-            OpenPhase(
-                run.phase,
-                train_step,
-                {},
-                Given(batches),  # type: ignore[arg-type]
-                metrics=AsyncMetrics(run.phase.name, WORKLOAD, [seen.append]),
-                hooks=(),
-                evaluations=NEVER,
-                control=UNDECIDED,
-                exports=(),
-                saver=NoSaver(),  # type: ignore[arg-type]
-                flag_sync=flag_sync,
-                stop=StopRequest(),
-                clock=ActivityClock(),
-            ),
-        )
+        _, outcome = run_phase(run.state, opened)
     assert isinstance(outcome, Done)
     assert [info.step for info in seen] == list(range(1, run.phase.end + 1))
     return seen
@@ -90,11 +32,11 @@ def through_the_loop(run: TinyRun, train_step: Any, batches: list[Any], guard: s
 
 def test_all_transfers_between_host_and_devices_are_explicit():
     """`jax.transfer_guard`: every transfer in the loop is explicit, none is implicit."""
-    run = TinyRun(layout(), phase(end=12))
-    batches = [batch(arrays(seed), run.where) for seed in range(12)]
+    run = TinyRun(layout())
+    batches = [batch(arrays(seed), run.where) for seed in range(run.phase.end)]
     with jax.transfer_guard("disallow"), pytest.raises(jax.errors.JaxRuntimeError, match="host-to-device"):
         jnp.sin(np.ones(3))  # the guard is active here
-    seen = through_the_loop(run, run._step, batches, guard="disallow")
+    seen = through_the_loop(run, run.loop_step, batches, guard="disallow")
     assert all(np.isfinite(info.metrics["train/loss"]) for info in seen)
 
 
@@ -120,81 +62,40 @@ class Pending:
 
 
 def test_the_loop_waits_only_for_the_oldest_step_in_flight():
-    run = TinyRun(layout(), phase(end=12))
+    run = TinyRun(layout())
     dispatched, waited, behind = 0, [], []
 
-    def dispatch(state: Any, refs: Any, batch: Any, flags: jax.Array) -> tuple[Any, StepReport]:
+    def dispatch(state: Any, batch: Any, flags: jax.Array) -> tuple[Any, StepReport]:
         nonlocal dispatched
         behind.extend(dispatched - step for step in waited)
         waited.clear()
         dispatched += 1
-        pending = lambda value: Pending(value, dispatched, waited)  # noqa: E731
-        return state, StepReport({"train/loss": pending(1.0)}, {}, pending(np.zeros_like(flags)))  # type: ignore[arg-type]
+        return state, report(lambda value: Pending(value, dispatched, waited))
 
-    through_the_loop(run, dispatch, [None] * 12)
+    through_the_loop(run, dispatch, [None] * run.phase.end)
     assert behind
     assert set(behind) == {MAX_IN_FLIGHT - 1}
 
 
-class Timed:
+class Timed(Ready):
     """Batches that take time to build, as the loop sees them, and the seconds that it waited for each."""
 
     def __init__(self, making_s: float):
+        super().__init__(iter(self.take, None))
         self.ahead = Prefetch(lambda number: time.sleep(making_s), depth=2)
-        self.read_ahead = self.ahead.refill
         self.waited_s: list[float] = []
 
-    def __next__(self):
+    def take(self) -> str:
         began = time.perf_counter()
-        batch = self.ahead.take()
+        self.ahead.take()
         self.waited_s.append(time.perf_counter() - began)
-        return batch
+        return "batch"
 
-    def state(self):
-        return {}
-
-    def due(self, step):
-        return False
-
-    def metrics(self):
-        return {}
+    def read_ahead(self) -> None:
+        self.ahead.refill()
 
 
-def waits(making_s: float, step_s: float) -> tuple[list[float], list[float], float]:
-    """The logged seconds that each step waited for its batch, those that it did wait, and the seconds of all steps."""
-    logged: list[float] = []
-    began = time.perf_counter()
-    batches = Timed(making_s)
-    run_phase(
-        SimpleNamespace(step=0),
-        OpenPhase(
-            phase(end=20),
-            lambda *_: (None, None),
-            {},
-            batches,
-            metrics=SimpleNamespace(
-                push=lambda step, report, loading_s, of_batch: logged.append(loading_s) or time.sleep(step_s),
-                drain=lambda: None,
-                skip_time=lambda: None,
-                flags=None,
-                rewind=None,
-            ),
-            hooks=[],
-            evaluations=NEVER,
-            control=UNDECIDED,
-            exports=(),
-            saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=lambda *_, **__: None),
-            flag_sync=SimpleNamespace(to_devices=lambda _: None, agreed=lambda *_: SimpleNamespace(save=False, stop=0)),
-            stop=SimpleNamespace(signal=0),
-            clock=ActivityClock(),
-        ),
-    )
-    elapsed_s = time.perf_counter() - began
-    batches.ahead.close()
-    return logged, batches.waited_s, elapsed_s
-
-
-class Sampled(Given):
+class Sampled(Ready):
     """Batches that are made from the weights before every third step, and what the loop asks of them, in order."""
 
     def __init__(self, log: list[Any]):
@@ -220,10 +121,9 @@ class Sampled(Given):
 
 
 def through_sampled_batches(log: list[Any], rewind_after: int | None = None) -> Any:
-    note = lambda text: lambda *_, **__: log.append(text)  # noqa: E731
     metrics = SimpleNamespace(
         push=lambda step, report, loading_s, of_batch: log.append(("push", step, of_batch)),
-        skip_time=note("skip"),
+        skip_time=lambda: log.append("skip"),
         flags=None,
         rewind=None,
     )
@@ -233,33 +133,15 @@ def through_sampled_batches(log: list[Any], rewind_after: int | None = None) -> 
         if rewind_after is not None and ("push", rewind_after, {"train/seen": 3.0}) in log:
             metrics.rewind = "back"
 
+    def step(*_: Any) -> tuple[Any, None]:
+        log.append("step")
+        return SimpleNamespace(model=f"weights after {log.count('step')}"), None
+
     metrics.drain = drain
-    clock = ActivityClock()
-    opened = OpenPhase(
-        phase(end=7),
-        lambda state, *_: (
-            SimpleNamespace(step=0, model=f"weights after {log.append('step') or log.count('step')}"),
-            None,
-        ),
-        {},
-        Sampled(log),  # type: ignore[arg-type]
-        metrics=metrics,  # type: ignore[arg-type]
-        hooks=[],
-        evaluations=NEVER,
-        control=UNDECIDED,
-        exports=(),
-        saver=SimpleNamespace(  # type: ignore[arg-type]
-            due_by_clock=lambda: False,
-            due_by_step=lambda _: False,
-            save=note("save"),
-            history=SimpleNamespace(attempt=0),
-        ),
-        flag_sync=SimpleNamespace(to_devices=lambda _: None, agreed=lambda *_: SimpleNamespace(save=False, stop=0)),  # type: ignore[arg-type]
-        stop=SimpleNamespace(signal=0),  # type: ignore[arg-type]
-        clock=clock,
-    )
+    saver = Saver(on_save=lambda state, step: log.append("save"))
+    opened = replace(open_phase(layout(), phase(end=7), step, Sampled(log), saver=saver), metrics=metrics)
     outcome = run_phase(SimpleNamespace(step=0, model="weights after 0"), opened)[1]  # type: ignore[arg-type]
-    return outcome, clock
+    return outcome, opened.clock
 
 
 def test_batches_are_made_from_the_newest_weights_between_steps():
@@ -285,8 +167,17 @@ def test_a_run_that_goes_back_samples_nothing_first():
 @pytest.mark.parametrize("step_s", [0.0, 0.02])
 def test_the_loading_time_is_the_time_for_which_a_step_waits_for_its_batch(step_s):
     """And not the step's own time, which hides a part of the loading."""
-    making_s = 0.03
-    logged, waited, elapsed_s = waits(making_s, step_s)
+    making_s, logged, began = 0.03, list[float](), time.perf_counter()
+    batches, measured = Timed(making_s), report()
+
+    def step(*_: Any) -> tuple[Any, StepReport]:
+        time.sleep(step_s)
+        return None, measured
+
+    listen = lambda info: logged.append(info.metrics["throughput/loading_time"])  # noqa: E731
+    run_phase(SimpleNamespace(step=0), open_phase(layout(), phase(end=20), step, batches, listen))  # type: ignore[arg-type]
+    elapsed_s, waited = time.perf_counter() - began, batches.waited_s
+    batches.ahead.close()
     assert len(logged) == len(waited) == 20
     assert all(shown >= really for shown, really in zip(logged, waited, strict=True))
     assert sum(logged) + 20 * step_s <= elapsed_s

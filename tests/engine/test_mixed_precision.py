@@ -8,7 +8,7 @@ from jaxlm.core import tree
 from jaxlm.core.precision import PrecisionConfig, PrecisionRuleConfig, parse_precision
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.step import make_train_step
-from jaxlm.engine.sync import FlagSync, SyncFlags
+from jaxlm.engine.sync import FlagSync
 from jaxlm.models.base import vocab_axis
 from jaxlm.optim.averaging import Ema
 from jaxlm.optim.base import OptimizerConfig
@@ -28,7 +28,7 @@ def test_a_step_keeps_the_dtype_of_every_array(name):
     own = phase(optimizer=optimizer, averages={"ema": Ema(0.9)})
     state = StateBuilder(MODEL, vocab_axis(VOCAB), 0, MIXED, (own,)).abstract_state(own)
     with where.use():
-        flags = FlagSync(where).to_devices(SyncFlags())
+        flags = FlagSync.unset(where)
         after, _ = jax.eval_shape(make_train_step(own, where, MIXED, state), state, {}, batch(arrays(0), where), flags)
     dtypes = {path: tree.raw(leaf).dtype.name for path, leaf in tree.leaves(state)}
     assert {path: tree.raw(leaf).dtype.name for path, leaf in tree.leaves(after)} == dtypes

@@ -113,14 +113,14 @@ def _nan_gradient(weight: hax.NamedArray, bad: jax.Array) -> hax.NamedArray:
 
 
 @pytest.mark.parametrize(
-    ("bad_step", "where"),
+    ("bad_step", "where", "devices"),
     [
-        (5, "gradient"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "loss"), (20, "gradient"))),
-        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((1, "gradient"), (5, "loss"), (20, "loss"))),
+        (5, "gradient", one_device),
+        *(pytest.param(*case, layout, marks=pytest.mark.slow) for case in ((1, "loss"), (20, "gradient"))),
+        *(pytest.param(*case, layout, marks=pytest.mark.soak) for case in ((1, "gradient"), (5, "loss"), (20, "loss"))),
     ],
 )
-def test_a_non_finite_step_skips_exactly_one_update(where, bad_step):
+def test_a_non_finite_step_skips_exactly_one_update(where, bad_step, devices):
     clean_batches = [arrays(i) for i in range(20)]
     for columns in clean_batches:
         columns["tokens"][0, 0] %= POISON
@@ -128,7 +128,7 @@ def test_a_non_finite_step_skips_exactly_one_update(where, bad_step):
     poisoned["tokens"][0, 0] = POISON
     with_bad = [*clean_batches[: bad_step - 1], poisoned, *clean_batches[bad_step - 1 :]]
 
-    run, clean = (TinyRun(layout(), phase(objective=Poisoned(where=where), end=21)) for _ in range(2))
+    run, clean = (TinyRun(devices(), phase(objective=Poisoned(where=where), end=21)) for _ in range(2))
     skipped = []
     for columns in with_bad[:20]:
         before = host(run)

@@ -107,7 +107,7 @@ def streak_of(length: int) -> History:
 def asked(controller: Controller, history: History, skipped: int) -> tuple[Control, Any]:
     """The control of a phase with one controller, and its saver, which saves nothing."""
     saver = SimpleNamespace(history=history, holds=False)
-    return Control(phase(controllers=(controller,), end=100), None, saver, layout(), skipped=skipped), saver  # type: ignore[arg-type]
+    return Control(phase(controllers=(controller,), end=100), saver, layout(), skipped=skipped), saver  # type: ignore[arg-type]
 
 
 def after_steps(control: Control, skipped: list[int], first: int) -> list[Rewind | None]:
@@ -223,7 +223,7 @@ def test_an_evaluation_that_is_not_due_is_no_mistake():
     def after_evaluation(**measured: Any) -> Any:
         saver = SimpleNamespace(history=History(), holds=False)
         stopping = phase(controllers=(EarlyStopping(until),))
-        return Control(stopping, Evaluations(**measured), saver, layout(), skipped=0).after_evaluation(1)  # type: ignore[arg-type]
+        return Control(stopping, saver, layout(), Evaluations(**measured)).after_evaluation(1)  # type: ignore[arg-type]
 
     assert after_evaluation(latest={"eval/loss": 3.0}, all_are_due=False) is None
     with pytest.raises(ConfigError, match=r"until.metric: 'eval/core' given for phase '.*measured eval/loss"):

@@ -9,7 +9,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.engine.entry import StateBuilder, enter_phase
 from jaxlm.engine.step import make_train_step
-from jaxlm.engine.sync import FlagSync, SyncFlags
+from jaxlm.engine.sync import FlagSync
 from jaxlm.engine.watch import NUM_BINS, WatchConfig, batch_hash, split_watched
 from tests.engine import helpers
 
@@ -28,7 +28,7 @@ def watched():
         for number in range(2):
             model = {path: np.asarray(tree.raw(leaf)) for path, leaf in tree.leaves(state.model)}
             columns = helpers.arrays(number)
-            state, report = step(state, {}, helpers.batch(columns, where), FlagSync(where).to_devices(SyncFlags()))
+            state, report = step(state, {}, helpers.batch(columns, where), FlagSync.unset(where))
             after = {path: np.asarray(tree.raw(leaf)) for path, leaf in tree.leaves(state.model)}
             seen.append((model, after, jax.device_get(report.watched), float(report.metrics["grad/norm/total"])))
     return seen

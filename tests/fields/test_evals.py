@@ -13,12 +13,18 @@ from jaxlm.data.data import ValidationData
 from jaxlm.data.packing import PackedSequences
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.engine.activity import ActivityClock
+from jaxlm.engine.metrics import Totals
 from jaxlm.evals import harness
 from jaxlm.evals.base import EvalConfig, EvalContext
 from jaxlm.models.base import vocab_axis
 from jaxlm.objectives.next_token import score_batch
+from jaxlm.observe.callbacks import Callbacks
+from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import EvalHook, Generated, ScheduledEval
-from jaxlm.session.resources import Run
+from jaxlm.observe.loop_state import LoopState
+from jaxlm.plan.plan import Plan
+from jaxlm.session.phase_hooks import open_evaluations
+from jaxlm.session.run_records import RunRecords
 from tests.data.helpers import cache_of
 from tests.fields.proofs import Outcome, outcome_of
 from tests.fields.trees import merged, tree
@@ -52,6 +58,14 @@ def test_every_field_of_an_eval_is_listed():
     assert fields == {kind: ["every", *names] for kind, names in own.items()}
 
 
+def run_of(plan: Plan, tokenizer: Any) -> Any:
+    """What evaluations need of an open run."""
+    console = Console()
+    records = RunRecords(plan, console, LoopState(), Totals(), Callbacks({}, print))
+    names = {"tokenizer": tokenizer, "saved_tokenizer": tokenizer, "clock": ActivityClock()}
+    return SimpleNamespace(plan=plan, console=console, records=records, **names)
+
+
 @pytest.fixture
 def eval_hook(monkeypatch):
     """The hook of a run with these `trainer` keys, and the context in which its evaluation was opened."""
@@ -65,10 +79,7 @@ def eval_hook(monkeypatch):
 
     def make(**trainer: Any) -> tuple[Any, EvalContext]:
         plan = Outcome(merged(tree(), {"trainer": trainer})).plan
-        console: Any = SimpleNamespace(log=print)
-        others = dict.fromkeys((field.name for field in dataclasses.fields(Run)[3:]), None)
-        run = Run(plan, tokenizer, console, **others | {"clock": ActivityClock()})  # pyright: ignore
-        hook = run.eval_hook(plan.phases[0], data)
+        hook = open_evaluations(run_of(plan, tokenizer), plan.phases[0], data, {})
         return hook, opened.pop()
 
     return make
@@ -124,9 +135,8 @@ def test_the_eval_hook_runs_the_configured_evals(eval_hook, monkeypatch):
         monkeypatch.setattr(config, "open", lambda self, context: opened.append(type(self).__name__))
     plan = Outcome(tree(evals=[{"type": "samples"}, {"type": "loss"}])).plan
     tokenizer = SimpleNamespace(known_token_bytes=lambda log: np.ones(64, np.int32), dummy_prefix=lambda: None)
-    others = dict.fromkeys((field.name for field in dataclasses.fields(Run)[3:]), None)
-    run = Run(plan, tokenizer, SimpleNamespace(log=print), **others | {"clock": ActivityClock()})  # pyright: ignore
-    run.eval_hook(plan.phases[0], SimpleNamespace(validation=[]))  # pyright: ignore
+    data: Any = SimpleNamespace(validation=[])
+    open_evaluations(run_of(plan, tokenizer), plan.phases[0], data, {})
     assert opened == ["SamplesEvalConfig", "LossEvalConfig"]
 
 

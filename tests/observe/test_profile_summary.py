@@ -2,6 +2,7 @@ import contextlib
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,12 @@ import pytest
 
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.engine import loop
-from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.activity import Activity
 from jaxlm.engine.loop import pause
 from jaxlm.hardware.hlo import ATTENTION, COLLECTIVE, COPY, FUSION, KINDS, MATRIX, Operation
 from jaxlm.observe.profile_summary import ProfileEvent, describe_profile, summarize
 from jaxlm.observe.profiler import ProfileHook, ProfilerConfig
-from tests.engine.helpers import TinyRun, arrays, layout, phase
-from tests.engine.test_loop import UNDECIDED
+from tests.engine.helpers import Ready, Saver, TinyRun, arrays, layout, open_phase, phase
 
 OPERATIONS = {"dot.1": Operation(MATRIX, "a/dot"), "add.1": Operation(FUSION), "copy.1": Operation(COPY)}
 
@@ -81,22 +81,6 @@ def test_the_loop_marks_pauses_for_evaluations_and_saves(monkeypatch):
     """Evaluations and saves run inside a pause; steps do not."""
     order: list[str] = []
 
-    class Numbers:
-        def __next__(self):
-            return 0
-
-        def read_ahead(self):
-            order.append("ahead")
-
-        def state(self):
-            return {}
-
-        def due(self, step):
-            return False
-
-        def metrics(self):
-            return {}
-
     @contextlib.contextmanager
     def marked():
         order.append("(")
@@ -106,27 +90,14 @@ def test_the_loop_marks_pauses_for_evaluations_and_saves(monkeypatch):
     monkeypatch.setattr(loop, "pause", marked)
     note = lambda text, value=None: lambda *_, **__: order.append(text) or value  # noqa: E731
     hook = SimpleNamespace(activity=Activity.EVAL, due=lambda step: step == 2, run=note("hook"))
-    flags = SimpleNamespace(save=False, stop=0)
-    loop.run_phase(
-        SimpleNamespace(step=0),
-        loop.OpenPhase(
-            phase(end=3),
-            lambda *_: order.append("step") or (None, None),
-            {},
-            Numbers(),
-            metrics=SimpleNamespace(
-                push=note("push"), drain=note("drain"), skip_time=note("skip"), flags=None, rewind=None
-            ),
-            hooks=[hook],
-            evaluations=SimpleNamespace(due=lambda step: False),
-            control=UNDECIDED,
-            exports=(),
-            saver=SimpleNamespace(due_by_clock=lambda: False, due_by_step=lambda _: False, save=note("save")),
-            flag_sync=SimpleNamespace(to_devices=lambda _: None, agreed=lambda *_: flags),
-            stop=SimpleNamespace(signal=0),
-            clock=ActivityClock(),
-        ),
+    metrics: Any = SimpleNamespace(
+        push=note("push"), drain=note("drain"), skip_time=note("skip"), flags=None, rewind=None
     )
+    batches, saver = Ready([0, 0, 0]), Saver(on_save=note("save"))
+    batches.read_ahead = note("ahead")
+    step = lambda *_: order.append("step") or (None, None)  # noqa: E731
+    opened = open_phase(layout(), phase(end=3), step, batches, saver=saver, first=[hook])
+    loop.run_phase(SimpleNamespace(step=0), replace(opened, metrics=metrics))  # type: ignore[arg-type]
     assert " ".join(order) == (
         "step ahead push step ahead push drain ( hook ) skip step ahead push drain ( save ) skip"
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -38,8 +39,15 @@ SPECIAL_IDS = {"bos_token_id": 0, "eos_token_id": [0, 7], "pad_token_id": 3}
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(original, tmp_path):
+    """A copy of `original`, which the test may change."""
+    return shutil.copytree(original, tmp_path / "model")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
     """A float16 folder whose first tensors are a mask and float32 frequencies, with an unknown key."""
+    tmp_path = tmp_path_factory.mktemp("hf")
     num_tokens = write_tokenizer(tmp_path / "tokenizer")
     model = jax.jit(lambda: MODEL.build(vocab_axis(num_tokens), key=jax.random.key(0)))()
     files = {path.name: path.read_bytes() for path in (tmp_path / "tokenizer").iterdir()}

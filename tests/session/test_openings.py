@@ -18,6 +18,7 @@ from jaxlm.observe.console import Console
 from jaxlm.plan.plan import make_plan, plan_phases
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.session import dry_run as dry_runs
+from jaxlm.session import phase_data
 from jaxlm.session.init_from import expected_cursor
 from tests.answers import write_tokenizer
 from tests.environments.own import OpensNothingConfig
@@ -204,13 +205,14 @@ def test_evaluations_of_the_same_name_are_refused(config):
 
 def test_batches_are_closed_if_the_step_does_not_compile(monkeypatch):
     closed: list[str] = []
-    run = mock.MagicMock()
-    run.open_data.return_value.batches.return_value = SimpleNamespace(close=lambda: closed.append("batches"))
-    monkeypatch.setattr(train, "with_annotations", lambda plan, phase, data, log: data)
+    data = mock.MagicMock()
+    data.batches.return_value = SimpleNamespace(close=lambda: closed.append("batches"))
+    monkeypatch.setattr(phase_data, "with_annotations", lambda *_: data)
+    monkeypatch.setattr(phase_data, "open_data", lambda *_: data)
     monkeypatch.setattr(train, "enter_phase", lambda *arguments, **named: None)
     monkeypatch.setattr(train, "compile_steps", mock.Mock(side_effect=ConfigError("too large")))
     conductor = mock.MagicMock(resumed=None)
-    opening = train._open_phase(run, mock.MagicMock(), None, conductor, mock.MagicMock())
+    opening = train._open_phase(mock.MagicMock(), mock.MagicMock(), None, conductor, mock.MagicMock())
     with pytest.raises(ConfigError, match="too large"), opening:
         pass
     assert closed == ["batches"]

@@ -26,6 +26,9 @@ STUDY: dict[str, Any] = {
 }
 
 
+STUDY_OF_ONE = ["--config_path", "mine.yaml", "--scaling.depths", "[2]", "--scaling.budgets", "[1.0e+13]"]
+
+
 def profile(budget: float, lowest: float, tokens: float, width: float = 0.5) -> list[TrainedPoint]:
     """Losses that are a parabola over log10 N, with C = 6 N D."""
     sizes = lowest * 10.0 ** np.array([-0.7, -0.3, 0.1, 0.6])
@@ -207,15 +210,14 @@ def test_a_study_trains_every_member_once_and_writes_table_law_and_plot(trained,
 
 def test_a_second_start_of_a_study_at_work_is_refused(trained, monkeypatch, capsys):
     codes = []
-    study_of_one = ["--config_path", "mine.yaml", "--scaling.depths", "[2]", "--scaling.budgets", "[1.0e+13]"]
 
     def second(arguments) -> int:
         if not codes:
-            codes.append(command.main(study_of_one))
+            codes.append(command.main(STUDY_OF_ONE))
         return trained(arguments)
 
     monkeypatch.setattr("jaxlm.session.scaling.start.run_command", second)
-    assert command.main(study_of_one) == 0
+    assert command.main(STUDY_OF_ONE) == 0
     assert codes == [2]
     assert len(trained.started) == 1
     message = capsys.readouterr().err
@@ -273,15 +275,15 @@ def test_budgets_that_share_a_name_are_refused(trained, capsys):
     ],
 )
 def test_a_damaged_result_is_one_message(trained, capsys, changes):
-    assert command.main(["--config_path", "mine.yaml"]) == 0
+    assert command.main(STUDY_OF_ONE) == 0
     path = Path("scaling/members/mine-1e13-d2.json")
     whole = json.loads(path.read_text())
     for change in changes:
         path.write_text(json.dumps(whole | change))
-        assert command.main(["--config_path", "mine.yaml"]) == 2
+        assert command.main(STUDY_OF_ONE) == 2
         assert "mine-1e13-d2.json: cannot be read" in capsys.readouterr().err
     path.write_text("[" * 100_000)
-    assert command.main(["--config_path", "mine.yaml"]) == 2
+    assert command.main(STUDY_OF_ONE) == 2
 
 
 @pytest.mark.slow
@@ -294,7 +296,7 @@ def test_results_of_other_keys_are_not_mixed_with_new_ones(trained, capsys):
 
 
 def test_a_metric_that_was_not_measured_is_named_with_those_that_were(trained, capsys):
-    assert command.main(["--config_path", "mine.yaml", "--scaling.metric", "eval/wiki/loss"]) == 2
+    assert command.main([*STUDY_OF_ONE, "--scaling.metric", "eval/wiki/loss"]) == 2
     assert (
         "'eval/wiki/loss' given, but logs/mine-1e13-d2/metrics.jsonl does not have it. It has eval/bpb, eval/loss"
         in (capsys.readouterr().err)

@@ -31,7 +31,7 @@ from jaxlm.core.tracing import BlockSizes
 from jaxlm.data.loader import leading_axes
 from jaxlm.engine.entry import enter_phase
 from jaxlm.engine.peers import connect_if_it_fails, watch_peers
-from jaxlm.engine.sync import FlagSync, SyncFlags
+from jaxlm.engine.sync import FlagSync
 from jaxlm.hardware.hlo import collectives_by_kind, kernels
 from jaxlm.hardware.topologies import parse_topology
 from jaxlm.observe.console import Console, table
@@ -192,7 +192,7 @@ def _tune(plan: Plan, console: Console, *, rounds: int) -> None:
     state = enter_phase(plan.state_builder, phase, plan.layout, None)()
     refs = load_references(plan, phase, console.log)
     batches = annotated(plan, phase, [random_batch(plan, seed) for seed in range(4)], console.log)
-    flags = FlagSync(plan.layout).to_devices(SyncFlags())
+    flags = FlagSync.unset(plan.layout)
 
     def compile_with(options: StepOptions) -> Any:
         xla: Any = options.xla
@@ -217,7 +217,7 @@ def measure(plan: Plan, console: Console, *, steps: int, warmup: int) -> Result:
     state = enter_phase(plan.state_builder, phase, plan.layout, None)()
     refs = load_references(plan, phase, console.log)
     batches = annotated(plan, phase, [random_batch(plan, seed) for seed in range(4)], console.log)
-    flags = FlagSync(plan.layout).to_devices(SyncFlags())
+    flags = FlagSync.unset(plan.layout)
     dispatch_seconds, step_seconds = [], []
     for number in range(warmup + steps):
         started = time.perf_counter()

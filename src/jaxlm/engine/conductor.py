@@ -108,9 +108,10 @@ class Conductor:
             self._log(f"going on with the weights of {best.location}")
             counts = [on_devices(np.int32(count), self._layout) for count in (step, skipped)]
             state = eqx.tree_at(lambda s: (s.step, s.guard.skipped), state, counts)
-            with ended.clock.during(ended.evaluations.activity):
-                ended.evaluations.run(step, state)
-        for export in ended.exports:
+            if (evaluations := ended.hooks.evaluations) is not None:
+                with ended.clock.during(evaluations.activity):
+                    evaluations.run(step, state)
+        for export in ended.hooks.exports:
             with ended.clock.during(export.activity):
                 export.run(step, state)
         if step != phase.end:

@@ -11,7 +11,7 @@ Until then, it waits in the history, which every checkpoint contains.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 from jaxlm.controllers.base import (
     Controller,
@@ -29,23 +29,10 @@ from jaxlm.core.guards import EVAL_PREFIX, SKIPPED
 from jaxlm.core.runtime import from_main
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.checkpoint.manager import Saver
+from jaxlm.engine.hooks import Evaluations
 from jaxlm.engine.metrics import MAX_IN_FLIGHT
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, with_controls
-
-
-class Evaluations(Protocol):
-    """The hook that runs the evaluations.
-
-    Attributes:
-        latest: metrics of the newest evaluation, by name; only on process 0.
-    """
-
-    latest: dict[str, float]
-
-    def all_due(self, step: int) -> bool:
-        """Whether all evaluations run after this step."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -76,9 +63,11 @@ class _Memory:
 class Control:
     """The controllers of a phase. All processes call it with the same numbers in the same order."""
 
-    def __init__(self, phase: Phase, evaluations: Evaluations | None, saver: Saver, layout: Layout, *, skipped: int):
+    def __init__(
+        self, phase: Phase, saver: Saver, layout: Layout, evaluations: Evaluations | None = None, *, skipped: int = 0
+    ):
         """Args: skipped: number of updates skipped in the run so far."""
-        self._phase, self._evaluations, self._saver, self._layout = phase, evaluations, saver, layout
+        self._phase, self._saver, self._layout, self._evaluations = phase, saver, layout, evaluations
         self._skipped = skipped
         self._holding: set[str] = set()
         names = [name for controller in phase.controllers for name in controller.metrics.values()]

@@ -2,9 +2,9 @@
 
 import gc
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
@@ -12,31 +12,14 @@ from jaxlm.data.base import Batches
 from jaxlm.engine.activity import Activity, ActivityClock
 from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.engine.control import Control
+from jaxlm.engine.hooks import Hooks
 from jaxlm.engine.metrics import AsyncMetrics
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.rescue import Rescue
-from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.state import RunState
-from jaxlm.engine.sync import FlagSync, SyncFlags
-
-
-class Hook(Protocol):
-    """Runs between steps. A hook reads the state and never changes it."""
-
-    @property
-    def activity(self) -> Activity:
-        """What the time that it takes counts as."""
-        ...
-
-    def due(self, step: int) -> bool:
-        """Whether to run after this step. All processes must return the same."""
-        ...
-
-    def run(self, step: int, state: RunState) -> None:
-        """Runs after `step`. All steps up to this one have been logged."""
-        ...
-
+from jaxlm.engine.step import StepReport
+from jaxlm.engine.sync import FlagSync
 
 PAUSE = "jaxlm.pause"
 
@@ -51,33 +34,25 @@ class OpenPhase:
     """A phase with everything that its loop needs.
 
     Attributes:
-        train_step: (state, refs, batch, flags) -> (state, report); the state is donated.
-        refs: the models that the objective queries, by name.
-        hooks: run after a step before the evaluations, in this order.
-        evaluations: run next; then the controllers decide what follows from them.
-        exports: run last. The exports and the evaluations also run on the weights with which a phase ends early.
+        train_step: (state, batch, flags) -> (state, report); the state is donated.
     """
 
     phase: Phase
-    train_step: Callable[[RunState, Any, Any, jax.Array], tuple[RunState, Any]]
-    refs: Any
+    train_step: Callable[[RunState, Any, jax.Array], tuple[RunState, StepReport]]
     batches: Batches
     metrics: AsyncMetrics
-    hooks: Sequence[Hook]
-    evaluations: Hook
     control: Control
-    exports: Sequence[Hook]
     saver: Saver
     flag_sync: FlagSync
-    stop: StopRequest
     clock: ActivityClock
+    hooks: Hooks = field(default_factory=Hooks)
 
 
 def run_phase(state: RunState, at: OpenPhase) -> tuple[RunState, Outcome]:
     """Trains from the state's step to the end of the phase, until the state was saved after a signal, or until a controller
     ends the phase or makes the run go back. Steps that were dispatched after its last one are neither logged nor saved.
     """
-    batches, metrics, saver, stop, clock = at.batches, at.metrics, at.saver, at.stop, at.clock
+    batches, metrics, saver, flag_sync, clock = at.batches, at.metrics, at.saver, at.flag_sync, at.clock
     step = int(state.step)
     rescue = Rescue(batches, metrics, saver, clock, step)
     first = True
@@ -98,16 +73,14 @@ def run_phase(state: RunState, at: OpenPhase) -> tuple[RunState, Outcome]:
         with rescue.between(state, step), clock.during(Activity.DATA):
             batch = next(batches)
         loading_s = time.perf_counter() - started
-        flags = SyncFlags(stop=stop.signal, save=saver.due_by_clock())
-        stop.is_training = True
-        state, report = at.train_step(state, at.refs, batch, at.flag_sync.to_devices(flags))
+        state, report = at.train_step(state, batch, flag_sync.raised(save=saver.due_by_clock()))
         if not batches.due(step + 1):
             batches.read_ahead()  # loads the next batch while this thread waits for the devices
         step += 1
         metrics.push(step, report, loading_s, batches.metrics())
-        agreed = at.flag_sync.agreed(SyncFlags(stop=stop.signal, save=saver.due_by_clock()), metrics.flags)
+        agreed = flag_sync.agreed(metrics.flags, save=saver.due_by_clock())
         ending = step == at.phase.end or bool(agreed.stop)
-        due = [hook for hook in (*at.hooks, at.evaluations, *at.exports) if hook.due(step)]
+        due = at.hooks.due(step)
         saving = ending or agreed.save or saver.due_by_step(step)
         if due or saving:
             metrics.drain()
@@ -118,7 +91,7 @@ def run_phase(state: RunState, at: OpenPhase) -> tuple[RunState, Outcome]:
                 for hook in due:
                     with clock.during(hook.activity):
                         hook.run(step, state)
-                        decided = at.control.after_evaluation(step) if hook is at.evaluations else None
+                        decided = at.control.after_evaluation(step) if hook is at.hooks.evaluations else None
                     if decided is not None:
                         return state, decided
                 if saving or saver.due_by_step(step):  # a controller may have asked for it

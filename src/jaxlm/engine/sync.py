@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlm.core.sharding import Layout
+from jaxlm.engine.signals import StopRequest
 
 
 @dataclass(frozen=True)
@@ -31,28 +32,39 @@ class SyncFlags:
 class FlagSync:
     """Passes a process's flags to the compiled step and reads back the flags that all processes agree on."""
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: Layout, stop: StopRequest):
+        self._stop = stop
         self._single_process = jax.process_count() == 1
         self._abstract = FlagSync.abstract(layout)
         self._unset = self._make_array(SyncFlags())
 
     @staticmethod
+    def unset(layout: Layout) -> jax.Array:
+        """What a step is called with when nothing is requested."""
+        return FlagSync(layout, StopRequest())._unset
+
+    @staticmethod
     def abstract(layout: Layout) -> jax.ShapeDtypeStruct:
-        """Shape, dtype and sharding of what `to_devices` returns."""
+        """Shape, dtype and sharding of what `raised` returns."""
         sharding = NamedSharding(layout.mesh, PartitionSpec(layout.mesh.axis_names))
         return jax.ShapeDtypeStruct((layout.mesh.size, 2), np.int32, sharding=sharding)
 
-    def to_devices(self, flags: SyncFlags) -> jax.Array:
-        """int32 {device, flag}: every local device holds this process's flags."""
+    def raised(self, *, save: bool) -> jax.Array:
+        """int32 {device, flag}, for the next step: every local device holds this process's flags.
+
+        From here on, a signal to stop saves first.
+        """
+        flags = SyncFlags(stop=self._stop.signal, save=save)
+        self._stop.is_training = True
         return self._unset if self._single_process or flags == SyncFlags() else self._make_array(flags)
 
-    def agreed(self, flags: SyncFlags, reduced: np.ndarray | None) -> SyncFlags:
+    def agreed(self, reduced: np.ndarray | None, *, save: bool) -> SyncFlags:
         """The flags that every process acts on after this step.
 
-        A single process acts on its own `flags`, several on the newest fetched result of `reduce_flags`, if there is one.
+        A single process acts on its own, several on the newest fetched result of `reduce_flags`, if there is one.
         """
         if self._single_process:
-            return flags
+            return SyncFlags(stop=self._stop.signal, save=save)
         return SyncFlags() if reduced is None else SyncFlags(stop=int(reduced[0]), save=bool(reduced[1]))
 
     def _make_array(self, flags: SyncFlags) -> jax.Array:

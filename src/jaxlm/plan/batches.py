@@ -1,13 +1,54 @@
-"""Resolves the batch keys of the `trainer` section for the available devices."""
+"""The batch keys of the `trainer` section, resolved for the available devices."""
 
 import itertools
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from jaxlm.core.errors import ConfigError, divisors
+from jaxlm.core.field_types import PositiveInt
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize, BatchStage
-from jaxlm.plan.trainer_config import TrainerConfig
+from jaxlm.reading.effects import Evaluations, Rounding, follows
 
 _KEY = "trainer.train_batch_size"
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """The keys of `trainer` for the batch size, and how devices share a batch.
+
+    Attributes:
+        train_batch_size: global batch size: sequences per step over all devices. -1 uses `per_device_parallelism` times
+            the number of devices that the batch is sharded over. A list changes the size during the run, by global step:
+            `[{start: 0, value: 32}, {start: 1000, value: 64}]`.
+        per_device_parallelism: sequences per device in one microbatch. -1 processes the device's whole share of the
+            batch at once; a smaller value accumulates gradients over several microbatches.
+        per_device_train_parallelism: alias of `per_device_parallelism`.
+        max_per_device_parallelism: divide the device's share of the batch into the fewest equal microbatches of at most this
+            many sequences, whatever the number of devices. Null does not limit it.
+        allow_nondivisible_batch_size: pad a batch that does not divide evenly with empty sequences. They do not count
+            toward the loss. A batch with fewer sequences than there are devices is always padded, with a warning.
+        per_device_eval_parallelism: sequences per device in evaluation; -1 uses the training value.
+    """
+
+    train_batch_size: Annotated[
+        PositiveInt | Literal[-1] | list[BatchSize], follows("a step reads another number of sequences from here")
+    ] = 32
+    per_device_parallelism: Rounding[PositiveInt | Literal[-1]] = -1
+    per_device_train_parallelism: Rounding[PositiveInt | Literal[-1]] = -1
+    max_per_device_parallelism: Rounding[PositiveInt | None] = None
+    allow_nondivisible_batch_size: Rounding[bool] = False
+    per_device_eval_parallelism: Evaluations[PositiveInt | Literal[-1]] = -1
+
+    @property
+    def parallelism(self) -> int:
+        """Sequences per device in one training microbatch, from either of the two keys."""
+        given = {self.per_device_parallelism, self.per_device_train_parallelism} - {-1}
+        if len(given) > 1:
+            raise ConfigError(
+                f"trainer.per_device_parallelism: {self.per_device_parallelism} given, and per_device_train_parallelism:"
+                f" {self.per_device_train_parallelism}. They are aliases; remove one"
+            )
+        return given.pop() if given else -1
 
 
 @dataclass(frozen=True)
@@ -23,7 +64,7 @@ class BatchPlan:
     eval: int
 
 
-def batch_sizes(trainer: TrainerConfig) -> tuple[BatchSize, ...] | None:
+def batch_sizes(trainer: BatchConfig) -> tuple[BatchSize, ...] | None:
     """The stages of `train_batch_size`; None if it depends on the number of devices (-1)."""
     given = trainer.train_batch_size
     if given == -1:
@@ -42,7 +83,7 @@ def batch_sizes(trainer: TrainerConfig) -> tuple[BatchSize, ...] | None:
     return sizes
 
 
-def plan_batches(trainer: TrainerConfig, num_shards: int) -> BatchPlan:
+def plan_batches(trainer: BatchConfig, num_shards: int) -> BatchPlan:
     """Divides batches over the `num_shards` devices that share a batch, and into microbatches (`per_device_parallelism`, or
     `max_per_device_parallelism`).
     """
@@ -69,7 +110,7 @@ def plan_batches(trainer: TrainerConfig, num_shards: int) -> BatchPlan:
     return BatchPlan(train, eval=train.first.microbatch if for_eval == -1 else for_eval * num_shards)
 
 
-def unreached_stages(trainer: TrainerConfig, num_steps: int) -> list[str]:
+def unreached_stages(trainer: BatchConfig, num_steps: int) -> list[str]:
     """A warning for each batch size stage that starts after the end of the run."""
     return [
         f"{_KEY}: the stage of {size.value} from step {size.start} is never reached: the run ends after {num_steps} steps"
@@ -103,7 +144,7 @@ def describe_batches(batches: BatchSchedule, seq_len: int, num_steps: int) -> st
     return "; ".join(parts)
 
 
-def _stage(trainer: TrainerConfig, size: BatchSize, num_shards: int, per_device: int) -> BatchStage:
+def _stage(trainer: BatchConfig, size: BatchSize, num_shards: int, per_device: int) -> BatchStage:
     largest_share = -(-size.value // num_shards)
     if size.value < num_shards:
         per_device = 1  # the batch is padded, and more empty sequences would only cost time
@@ -128,7 +169,7 @@ def _microbatch(share: int, limit: int | None, *, padded: bool, may_pad: bool) -
     return share // even
 
 
-def _check_divides(trainer: TrainerConfig, size: BatchSize, num_shards: int, per_device: int) -> None:
+def _check_divides(trainer: BatchConfig, size: BatchSize, num_shards: int, per_device: int) -> None:
     stage = "" if isinstance(trainer.train_batch_size, int) else f" from step {size.start}"
     if size.value % num_shards:
         below = size.value // num_shards * num_shards

@@ -1,13 +1,15 @@
-"""Resolves the mesh keys of the `trainer` section for the available devices."""
+"""The sharding keys of the `trainer` section, resolved for the available devices."""
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from haliax import Axis
 
 from jaxlm.core.axes import VOCAB, axis_names
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.mesh import (
     AxisMappings,
     MeshAxes,
@@ -21,13 +23,48 @@ from jaxlm.core.mesh import (
     mesh_shape,
 )
 from jaxlm.core.sharding import Layout, spec_of
-from jaxlm.plan.trainer_config import TrainerConfig
+from jaxlm.reading.effects import Rounding
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """The keys of `trainer` for the mesh, and which axes are sharded over it.
+
+    Attributes:
+        batch_axis: logical axis to shard over the replica and data mesh axes; null shards none.
+        fsdp_axis: logical axes along which parameters are sharded over the data mesh axis (FSDP); null shards
+            none, so that every device holds all parameters (DDP).
+        tensor_parallel_axes: logical axes to shard over the model mesh axis. `heads` also shards `kv_heads` if the axis
+            size divides them. Null shards none.
+        model_axis_size: size of the model mesh axis: the devices that share each layer's computation.
+        replica_ici_axis_size: number of full parameter copies within a slice, which is joined by fast links, ICI on TPUs
+            (HSDP).
+        replica_dcn_axis_size: number of full parameter copies across TPU slices, which the data-center network (DCN)
+            joins, or across processes if there are no slices.
+        axis_resources: additional logical-to-mesh axis entries for both the parameter and the compute mapping. Mesh axes
+            are replica, data and model.
+        parameter_axis_resources: additional entries for the parameter mapping only.
+        compute_axis_resources: additional entries for the compute mapping only; they override the other entries.
+        mesh: custom mesh axes and axis mappings, instead of the three axis sizes. The other axis keys still apply.
+    """
+
+    batch_axis: Rounding[str | None] = "batch"
+    fsdp_axis: Rounding[str | list[str] | None] = "embed"
+    tensor_parallel_axes: Rounding[str | list[str] | None] = None
+    model_axis_size: Rounding[PositiveInt] = 1
+    replica_ici_axis_size: Rounding[PositiveInt] = 1
+    replica_dcn_axis_size: Rounding[PositiveInt] = 1
+    axis_resources: Rounding[dict[str, str | list[str]]] = field(default_factory=dict)
+    parameter_axis_resources: Rounding[dict[str, str | list[str]]] = field(default_factory=dict)
+    compute_axis_resources: Rounding[dict[str, str | list[str]]] = field(default_factory=dict)
+    mesh: Rounding[MeshConfig | None] = None
+
 
 _AxisEntries = Mapping[str, str | list[str]]
 
 
 def plan_mesh(
-    trainer: TrainerConfig, axes: Mapping[str, int], arrays: Mapping[str, Sequence[str]], devices: Sequence[Any]
+    trainer: ShardingConfig, axes: Mapping[str, int], arrays: Mapping[str, Sequence[str]], devices: Sequence[Any]
 ) -> tuple[MeshShape, Layout, list[str]]:
     """Builds the mesh and the axis mappings, and warns about settings that waste devices or are overridden.
 
@@ -62,7 +99,7 @@ def check_cut_axes(layout: Layout, arrays: Mapping[str, Sequence[Axis]], phase: 
                     )
 
 
-def _shape(trainer: TrainerConfig, devices: Sequence[Any]) -> MeshShape:
+def _shape(trainer: ShardingConfig, devices: Sequence[Any]) -> MeshShape:
     if trainer.mesh is None:
         groups = count_groups(devices, group_by_process=trainer.replica_dcn_axis_size > 1)
         return mesh_shape(
@@ -78,7 +115,7 @@ def _shape(trainer: TrainerConfig, devices: Sequence[Any]) -> MeshShape:
     return trainer.mesh.shape(len(devices), count_groups(devices, group_by_process=trainer.mesh.spans_groups))
 
 
-def _mappings(trainer: TrainerConfig) -> AxisMappings:
+def _mappings(trainer: ShardingConfig) -> AxisMappings:
     """Merges `trainer.mesh` and the other mapping keys. For each axis, entries of `trainer.mesh` take precedence."""
     free = trainer.mesh or MeshConfig()
     shared = _merged("axis_resources", trainer.axis_resources, "shared_mapping", free.shared_mapping)
@@ -107,7 +144,7 @@ def _merged(old_name: str, old: _AxisEntries, new_name: str, new: _AxisEntries) 
     return {axis: target if isinstance(target, str) else tuple(target) for axis, target in {**old, **new}.items()}
 
 
-def _overridden(trainer: TrainerConfig, layout: Layout) -> list[str]:
+def _overridden(trainer: ShardingConfig, layout: Layout) -> list[str]:
     """Warnings about entries that other keys override with an effect on this mesh."""
     warnings = []
     for key, written, mapping in (

@@ -8,9 +8,7 @@ from jaxlm.controllers.early_stopping import UntilConfig
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt, Seed
-from jaxlm.core.mesh import MeshConfig
 from jaxlm.core.precision import PrecisionConfig
-from jaxlm.data.batch_schedule import BatchSize
 from jaxlm.data.cache.ray_workers import RayConfig
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.watch import WatchConfig
@@ -20,6 +18,8 @@ from jaxlm.observe.completions import CompletionsConfig
 from jaxlm.observe.profiler import ProfilerConfig
 from jaxlm.observe.trackers import TrackerConfig
 from jaxlm.optim.averaging import AveragingConfig
+from jaxlm.plan.batches import BatchConfig
+from jaxlm.plan.mesh import ShardingConfig
 from jaxlm.reading.effects import (
     ANOTHER_ORDER,
     AtTheStart,
@@ -34,8 +34,8 @@ from jaxlm.reading.effects import (
 
 
 @dataclass(frozen=True)
-class TrainerConfig:
-    """Run length, batch size, devices, checkpoints and logging.
+class LengthConfig:
+    """The keys of `trainer` for a run's name and length, and when it is evaluated.
 
     Attributes:
         id: name of the run; logs and checkpoints are saved under it. Null uses the environment variable RUN_ID, then a
@@ -45,42 +45,24 @@ class TrainerConfig:
         until: end each phase earlier, depending on its evaluations, unless the phase sets its own; null does not.
         controllers: decide between steps, from metrics, what happens next, such as a lower learning rate on a plateau. They
             apply to each phase from its start, unless the phase sets its own.
-        train_batch_size: global batch size: sequences per step over all devices. -1 uses `per_device_parallelism` times
-            the number of devices that the batch is sharded over. A list changes the size during the run, by global step:
-            `[{start: 0, value: 32}, {start: 1000, value: 64}]`.
-        per_device_parallelism: sequences per device in one microbatch. -1 processes the device's whole share of the
-            batch at once; a smaller value accumulates gradients over several microbatches.
-        per_device_train_parallelism: alias of `per_device_parallelism`.
-        max_per_device_parallelism: divide the device's share of the batch into the fewest equal microbatches of at most this
-            many sequences, whatever the number of devices. Null does not limit it.
-        allow_nondivisible_batch_size: pad a batch that does not divide evenly with empty sequences. They do not count
-            toward the loss. A batch with fewer sequences than there are devices is always padded, with a warning.
-        per_device_eval_parallelism: sequences per device in evaluation; -1 uses the training value.
         steps_per_eval: steps between evaluations. One more evaluation runs after the last step.
         max_eval_batches: maximum batches per source in each evaluation; null evaluates all of them.
-        mp: mixed-precision policy: `f32`, or dtypes of parameters and compute, as in `p=f32,c=bfloat16` (like PyTorch's
-            autocast to bfloat16). `bf16` alone also stores the parameters in bfloat16. `c=float16` turns on dynamic loss
-            scaling. A section gives some parameters other dtypes:
-            `{default: 'p=f32,c=bfloat16', rules: [{match: '\\.router\\.', compute: float32}]}`.
-        log_dir: logs are written to `<log_dir>/<id>/`. To a URL, they are copied with every checkpoint and at the end.
-        compilation_cache_dir: folder for the persistent compilation cache; null disables it.
-        strict_performance: fail if an operation falls back to a slower implementation than the platform supports.
-            Implementations that you select by name (`model.attn_backend: reference`) are allowed.
-        batch_axis: logical axis to shard over the replica and data mesh axes; null shards none.
-        fsdp_axis: logical axes along which parameters are sharded over the data mesh axis (FSDP); null shards
-            none, so that every device holds all parameters (DDP).
-        tensor_parallel_axes: logical axes to shard over the model mesh axis. `heads` also shards `kv_heads` if the axis
-            size divides them. Null shards none.
-        model_axis_size: size of the model mesh axis: the devices that share each layer's computation.
-        replica_ici_axis_size: number of full parameter copies within a slice, which is joined by fast links, ICI on TPUs
-            (HSDP).
-        replica_dcn_axis_size: number of full parameter copies across TPU slices, which the data-center network (DCN)
-            joins, or across processes if there are no slices.
-        axis_resources: additional logical-to-mesh axis entries for both the parameter and the compute mapping. Mesh axes
-            are replica, data and model.
-        parameter_axis_resources: additional entries for the parameter mapping only.
-        compute_axis_resources: additional entries for the compute mapping only; they override the other entries.
-        mesh: custom mesh axes and axis mappings, instead of the three axis sizes. The other axis keys still apply.
+    """
+
+    id: Harmless[str | None] = None
+    seed: Annotated[Seed, follows(f"dropout is another; unless data_seed is set, {ANOTHER_ORDER}")] = 0
+    num_train_steps: Length[PositiveInt] = 400_000
+    until: Stopping[UntilConfig | None] = None
+    controllers: Controlling[list[ControllerConfig]] = field(default_factory=list)
+    steps_per_eval: Evaluations[PositiveInt] = 1000
+    max_eval_batches: Evaluations[PositiveInt | None] = None
+
+
+@dataclass(frozen=True)
+class StartConfig:
+    """The keys of `trainer` for what a run starts from, and which checkpoints it saves.
+
+    Attributes:
         load_checkpoint: resume from a checkpoint. True requires one, false fails if one exists, null resumes if one
             exists.
         load_checkpoint_path: where to resume from if this run has no checkpoint of its own: another run's checkpoint, a
@@ -94,84 +76,86 @@ class TrainerConfig:
             only the checkpoint has. Both are listed.
         allow_changes: what may differ from the run's last start: `data`, `tokenizer`, `refs`. They are compared by content,
             and a difference is otherwise refused. The model may never differ.
-        require_accelerator: true fails if only CPUs are available.
-        crash_on_nan: stop the run at a NaN loss, gradient or update instead of skipping that update.
-        crash_on_inf: stop the run at an infinite loss, gradient or update instead of skipping that update.
-        crash_after_skipped: stop the run when this many updates in a row were skipped; null never does. Dynamic loss scaling
-            skips up to 15 at the start.
-        shutdown_at_exit: only false is supported. Shut machines down in the command that starts the run.
-        jax_config: jax configuration options, such as `jax_default_matmul_precision: highest`.
-        log_jaxprs: save the jaxpr of each phase's training step to `<log_dir>/<id>/artifacts/`.
-        log_xla_hlo: save the compiled HLO of each phase's training step to `<log_dir>/<id>/artifacts/`.
-        model_averaging: keep an average of the weights and evaluate it as `eval/ema/...`; null keeps none.
         checkpointer: where and when to save checkpoints.
-        tracker: trackers to log metrics to in addition to `metrics.jsonl`: one, or a list. The default `type` is `wandb`.
-        completions: which completions of the policy are logged with their rewards, in `completions.jsonl` and elsewhere.
-        callbacks: classes of your own that follow the run, and `print_metrics`.
-        watch: log norms and histograms of gradients, parameters and updates; null logs none.
-        profiler: record a profile of some steps into the log folder; null records none.
-        distributed: how the processes of a multi-process run connect.
-        watchdog: what to do when the run makes no progress.
-        preemption_notices: on Google Compute Engine, save and stop as soon as the machine says that it will be preempted, or
-            stopped for maintenance. SIGTERM always does.
-        ray: tokenize on a Ray cluster (`{}` starts one). Null tokenizes in process 0, on all cores of its machine.
     """
 
-    id: Harmless[str | None] = None
-    seed: Annotated[Seed, follows(f"dropout is another; unless data_seed is set, {ANOTHER_ORDER}")] = 0
-    num_train_steps: Length[PositiveInt] = 400_000
-    until: Stopping[UntilConfig | None] = None
-    controllers: Controlling[list[ControllerConfig]] = field(default_factory=list)
-    train_batch_size: Annotated[
-        PositiveInt | Literal[-1] | list[BatchSize], follows("a step reads another number of sequences from here")
-    ] = 32
-    per_device_parallelism: Rounding[PositiveInt | Literal[-1]] = -1
-    per_device_train_parallelism: Rounding[PositiveInt | Literal[-1]] = -1
-    max_per_device_parallelism: Rounding[PositiveInt | None] = None
-    allow_nondivisible_batch_size: Rounding[bool] = False
-    per_device_eval_parallelism: Evaluations[PositiveInt | Literal[-1]] = -1
-    steps_per_eval: Evaluations[PositiveInt] = 1000
-    max_eval_batches: Evaluations[PositiveInt | None] = None
-    mp: Annotated[str | PrecisionConfig, follows("numbers have another precision from here")] = "f32"
-    log_dir: Harmless[str] = "logs/"
-    compilation_cache_dir: Harmless[str | None] = "cache/xla"
-    strict_performance: Harmless[bool] = False
-    batch_axis: Rounding[str | None] = "batch"
-    fsdp_axis: Rounding[str | list[str] | None] = "embed"
-    tensor_parallel_axes: Rounding[str | list[str] | None] = None
-    model_axis_size: Rounding[PositiveInt] = 1
-    replica_ici_axis_size: Rounding[PositiveInt] = 1
-    replica_dcn_axis_size: Rounding[PositiveInt] = 1
-    axis_resources: Rounding[dict[str, str | list[str]]] = field(default_factory=dict)
-    parameter_axis_resources: Rounding[dict[str, str | list[str]]] = field(default_factory=dict)
-    compute_axis_resources: Rounding[dict[str, str | list[str]]] = field(default_factory=dict)
-    mesh: Rounding[MeshConfig | None] = None
     load_checkpoint: Harmless[bool | None] = None
     load_checkpoint_path: Harmless[str | None] = None
     initialize_from: AtTheStart[str | None] = None
     initialize_from_state: AtTheStart[str | None] = None
     allow_partial_checkpoint: Harmless[bool] = False
     allow_changes: Harmless[list[Literal["data", "tokenizer", "refs"]]] = field(default_factory=list)
-    require_accelerator: Harmless[bool | None] = None
+    checkpointer: Harmless[CheckpointerConfig] = field(default_factory=CheckpointerConfig)
+
+
+@dataclass(frozen=True)
+class FailureConfig:
+    """The keys of `trainer` for when a run stops, other than at its end.
+
+    Attributes:
+        crash_on_nan: stop the run at a NaN loss, gradient or update instead of skipping that update.
+        crash_on_inf: stop the run at an infinite loss, gradient or update instead of skipping that update.
+        crash_after_skipped: stop the run when this many updates in a row were skipped; null never does. Dynamic loss scaling
+            skips up to 15 at the start.
+        watchdog: what to do when the run makes no progress.
+        preemption_notices: on Google Compute Engine, save and stop as soon as the machine says that it will be preempted, or
+            stopped for maintenance. SIGTERM always does.
+        shutdown_at_exit: only false is supported. Shut machines down in the command that starts the run.
+    """
+
     crash_on_nan: Stopping[bool] = False
     crash_on_inf: Stopping[bool] = False
     crash_after_skipped: Stopping[PositiveInt | None] = 25
+    watchdog: Harmless[WatchdogConfig] = field(default_factory=WatchdogConfig)
+    preemption_notices: Harmless[bool] = True
     shutdown_at_exit: Harmless[bool | float] = False
+
+
+# The last base comes first: --help and the guide list the keys from the length of a run to its logs.
+@dataclass(frozen=True)
+class TrainerConfig(FailureConfig, StartConfig, ShardingConfig, BatchConfig, LengthConfig):
+    """Run length, batch size, devices, checkpoints and logging. The keys of all bases are in one section.
+
+    Attributes:
+        mp: mixed-precision policy: `f32`, or dtypes of parameters and compute, as in `p=f32,c=bfloat16` (like PyTorch's
+            autocast to bfloat16). `bf16` alone also stores the parameters in bfloat16. `c=float16` turns on dynamic loss
+            scaling. A section gives some parameters other dtypes:
+            `{default: 'p=f32,c=bfloat16', rules: [{match: '\\.router\\.', compute: float32}]}`.
+        log_dir: logs are written to `<log_dir>/<id>/`. To a URL, they are copied with every checkpoint and at the end.
+        compilation_cache_dir: folder for the persistent compilation cache; null disables it.
+        strict_performance: fail if an operation falls back to a slower implementation than the platform supports.
+            Implementations that you select by name (`model.attn_backend: reference`) are allowed.
+        require_accelerator: true fails if only CPUs are available.
+        jax_config: jax configuration options, such as `jax_default_matmul_precision: highest`.
+        log_jaxprs: save the jaxpr of each phase's training step to `<log_dir>/<id>/artifacts/`.
+        log_xla_hlo: save the compiled HLO of each phase's training step to `<log_dir>/<id>/artifacts/`.
+        model_averaging: keep an average of the weights and evaluate it as `eval/ema/...`; null keeps none.
+        tracker: trackers to log metrics to in addition to `metrics.jsonl`: one, or a list. The default `type` is `wandb`.
+        completions: which completions of the policy are logged with their rewards, in `completions.jsonl` and elsewhere.
+        callbacks: classes of your own that follow the run, and `print_metrics`.
+        watch: log norms and histograms of gradients, parameters and updates; null logs none.
+        profiler: record a profile of some steps into the log folder; null records none.
+        distributed: how the processes of a multi-process run connect.
+        ray: tokenize on a Ray cluster (`{}` starts one). Null tokenizes in process 0, on all cores of its machine.
+    """
+
+    mp: Annotated[str | PrecisionConfig, follows("numbers have another precision from here")] = "f32"
+    log_dir: Harmless[str] = "logs/"
+    compilation_cache_dir: Harmless[str | None] = "cache/xla"
+    strict_performance: Harmless[bool] = False
+    require_accelerator: Harmless[bool | None] = None
     jax_config: Rounding[dict[str, bool | int | float | str | None]] = field(default_factory=dict)
     log_jaxprs: Harmless[bool] = False
     log_xla_hlo: Harmless[bool] = False
     model_averaging: Annotated[AveragingConfig | None, follows("the average of the weights is another from here")] = (
         None
     )
-    checkpointer: Harmless[CheckpointerConfig] = field(default_factory=CheckpointerConfig)
     tracker: Harmless[TrackerConfig | list[TrackerConfig]] = field(default_factory=list)
     completions: Harmless[CompletionsConfig] = field(default_factory=CompletionsConfig)
     callbacks: Harmless[list[CallbackConfig]] = field(default_factory=list)
     watch: Rounding[WatchConfig | None] = None
     profiler: Harmless[ProfilerConfig | None] = None
     distributed: Harmless[DistributedConfig] = field(default_factory=DistributedConfig)
-    watchdog: Harmless[WatchdogConfig] = field(default_factory=WatchdogConfig)
-    preemption_notices: Harmless[bool] = True
     ray: Harmless[RayConfig | None] = None
 
     def check(self) -> None:
@@ -186,17 +170,6 @@ class TrainerConfig:
                 "trainer.shutdown_at_exit: a run does not shut machines down. Do it in the command that starts the run:"
                 " jaxlm train ...; sudo shutdown"
             )
-
-    @property
-    def parallelism(self) -> int:
-        """Sequences per device in one training microbatch, from either of the two keys."""
-        given = {self.per_device_parallelism, self.per_device_train_parallelism} - {-1}
-        if len(given) > 1:
-            raise ConfigError(
-                f"trainer.per_device_parallelism: {self.per_device_parallelism} given, and per_device_train_parallelism:"
-                f" {self.per_device_train_parallelism}. They are aliases; remove one"
-            )
-        return given.pop() if given else -1
 
     @property
     def trackers(self) -> list[TrackerConfig]:

@@ -35,7 +35,7 @@ from jaxlm.models.base import LanguageModel
 from jaxlm.observe.records import METRICS, read_jsonl
 from jaxlm.plan.plan import Plan
 from jaxlm.plan.run_config import RunConfig
-from jaxlm.plan.trainer_config import TrainerConfig
+from jaxlm.plan.trainer_config import StartConfig
 
 Log = Callable[[str], None]
 
@@ -321,11 +321,11 @@ def check_tokenizer(init_from: InitFrom, fingerprint: str, log: Log) -> None:
         )
 
 
-def _newest(path: str, trainer: TrainerConfig, log: Log) -> VerifiedCheckpoint:
+def _newest(path: str, trainer: StartConfig, log: Log) -> VerifiedCheckpoint:
     return latest_complete(_checkpoints_at(path, trainer), path, log)
 
 
-def _checkpoints_at(path: str, trainer: TrainerConfig) -> Sequence[Checkpoint]:
+def _checkpoints_at(path: str, trainer: StartConfig) -> Sequence[Checkpoint]:
     """Checkpoints at a path or URL, newest last."""
     find = functools.partial(resolve_checkpoints, path, Path(trainer.checkpointer.staging_dir))
     return main_first(find) if is_url(path) else find()

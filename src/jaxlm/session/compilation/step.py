@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from jaxlm.core.imports import gc_paused
@@ -12,7 +13,7 @@ import jax
 from jaxlm.core.axes import BATCH
 from jaxlm.core.devices import memory_limit
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import all_processes
+from jaxlm.core.runtime import all_processes, is_main_process
 from jaxlm.core.tracing import BlockSizes, tracing
 from jaxlm.data.batch_schedule import BatchStage
 from jaxlm.data.loader import leading_axes
@@ -23,6 +24,7 @@ from jaxlm.engine.sync import FlagSync
 from jaxlm.hardware.hlo import has_compiler_remat
 from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_remat, remat_name
 from jaxlm.plan.plan import Plan
+from jaxlm.plan.trainer_config import TrainerConfig
 from jaxlm.session.compilation.options import step_options
 from jaxlm.session.references import abstract_annotations, abstract_references
 
@@ -93,6 +95,16 @@ class StepPrograms:
 
     def of(self, stage: BatchStage) -> CompiledStep:
         return self.by_shape[stage.shape]
+
+    def write(self, config: TrainerConfig, folder: Path, name: str) -> None:
+        """Writes the jaxprs and the HLO of the programs of phase `name` into a folder, if configured."""
+        enabled = {"jaxpr": config.log_jaxprs, "hlo": config.log_xla_hlo}
+        texts = {"jaxpr": lambda step: str(step.traced.jaxpr), "hlo": lambda step: step.call.as_text() or ""}
+        for form in (form for form in texts if enabled[form] and is_main_process()):
+            folder.mkdir(parents=True, exist_ok=True)
+            for (num_microbatches, microbatch), step in self.by_shape.items():
+                shape = f".{num_microbatches}x{microbatch}" if len(self.by_shape) > 1 else ""
+                (folder / f"{name}{shape}.{form}.txt").write_text(texts[form](step))
 
 
 def trace_step(

@@ -1,0 +1,59 @@
+"""What runs between the steps of a phase."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxlm.engine.activity import Activity
+from jaxlm.engine.state import RunState
+
+
+class Hook(Protocol):
+    """Runs between steps. A hook reads the state and never changes it."""
+
+    @property
+    def activity(self) -> Activity:
+        """What the time that it takes counts as."""
+        ...
+
+    def due(self, step: int) -> bool:
+        """Whether to run after this step. All processes must return the same."""
+        ...
+
+    def run(self, step: int, state: RunState) -> None:
+        """Runs after `step`. All steps up to this one have been logged."""
+        ...
+
+
+class Evaluations(Hook, Protocol):
+    """The hook that runs the evaluations.
+
+    Attributes:
+        latest: metrics of the newest evaluation, by name; only on process 0.
+    """
+
+    latest: dict[str, float]
+
+    def all_due(self, step: int) -> bool:
+        """Whether all evaluations run after this step."""
+        ...
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What runs between the steps of a phase, in this order.
+
+    Attributes:
+        first: run before the evaluations.
+        evaluations: after them, the controllers decide what follows; None measures nothing.
+        exports: run last. The exports and the evaluations also run on the weights with which a phase ends early.
+    """
+
+    first: Sequence[Hook] = ()
+    evaluations: Evaluations | None = None
+    exports: Sequence[Hook] = ()
+
+    def due(self, step: int) -> list[Hook]:
+        """The hooks to run after this step."""
+        evaluations = () if self.evaluations is None else (self.evaluations,)
+        return [hook for hook in (*self.first, *evaluations, *self.exports) if hook.due(step)]

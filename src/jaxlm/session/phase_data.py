@@ -1,0 +1,82 @@
+"""The data of a phase: its token caches, and the batches that its steps train on."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jaxlm.core.runtime import main_first
+from jaxlm.data.base import Batches
+from jaxlm.data.data import Data
+from jaxlm.data.examples import check_signals
+from jaxlm.data.loader import RunServices
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint
+from jaxlm.engine.phases import Phase
+from jaxlm.plan.num_steps import small_sources
+from jaxlm.plan.plan import Plan
+from jaxlm.session.annotate import Log, with_annotations
+from jaxlm.session.export import weights_exporter
+from jaxlm.session.run import Run
+
+
+@dataclass(frozen=True)
+class PhaseData:
+    """The open data of a phase.
+
+    Attributes:
+        first_step: the step from which the phase is entered or goes on.
+        batches: those that the steps train on.
+        order: arguments of `Data.batches` that open the same batches once more.
+    """
+
+    data: Data
+    first_step: int
+    batches: Batches
+    order: dict[str, Any]
+
+    def reopened(self) -> Batches:
+        """The same batches once more, which cannot ask the model."""
+        return self.data.batches(**self.order)
+
+
+@contextlib.contextmanager
+def open_phase_data(run: Run, phase: Phase, resumed: VerifiedCheckpoint | None) -> Iterator[PhaseData]:
+    """Opens the phase's data, with annotations if its objective reads some, and closes its batches at the end.
+
+    Args:
+        resumed: the checkpoint that the phase goes on from; None if it is entered.
+    """
+    plan, log = run.plan, run.console.log
+    data = with_annotations(plan, phase, open_data(plan, run.tokenizer, phase, log), log)
+    first_step = phase.start if resumed is None else resumed.cursor.step
+    order: dict[str, Any] = {
+        "schedule": plan.batches.train,
+        "layout": plan.layout,
+        "start": phase.start,
+        "first_step": first_step,
+        "seed": plan.config.order_seed,
+    }
+    with contextlib.closing(data.batches(**order, services=_services(run, phase))) as batches:
+        if resumed is not None:
+            batches.restore(resumed.position())
+        yield PhaseData(data, first_step, batches, order)
+
+
+def open_data(plan: Plan, tokenizer: Tokenizer, phase: Phase, log: Log) -> Data:
+    """Opens the phase's token caches, and builds them first if they do not exist."""
+    section = plan.data[phase.index]
+    opened = main_first(lambda: section.open(tokenizer, phase.model.seq_len, log=log))
+    if phase.objective.sequences_axis is not None:
+        check_signals(opened.train)
+    for line in (*small_sources(opened, plan.batches.train.first.size), *opened.slow_sources()):
+        log(f"warning: {line}")
+    return opened
+
+
+def _services(run: Run, phase: Phase) -> RunServices:
+    """What batches that ask the model may use."""
+    plan, tokenizer = run.plan, run.saved_tokenizer
+    export = weights_exporter(plan, phase, tokenizer)
+    shared = (plan.precision, run.console.log, tokenizer.stop_ids, run.clock.progress)
+    return RunServices(*shared, run.records.completions().log, export)

@@ -1,0 +1,171 @@
+"""What runs between the steps of a phase: its evaluations, its exports and the profiler."""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.publish import location_of
+from jaxlm.core.types import Sum
+from jaxlm.data.data import Data, ValidationData
+from jaxlm.data.tokenizer.chat_template import ChatTemplate
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.engine.hooks import Hooks
+from jaxlm.engine.phases import Phase
+from jaxlm.engine.state import RunState
+from jaxlm.evals.base import EvalContext, ValidationSet
+from jaxlm.interop.hf.folder import parse_dtype
+from jaxlm.models.base import LanguageModel
+from jaxlm.objectives.base import Metrics, ObjectiveConfig
+from jaxlm.objectives.next_token import score_batch
+from jaxlm.observe.hooks import EvalHook, Generated, ScheduledEval
+from jaxlm.observe.profiler import ProfileHook
+from jaxlm.plan.plan import upload_repository
+from jaxlm.session.annotate import Log
+from jaxlm.session.compilation.step import StepPrograms
+from jaxlm.session.export import ExportHook
+from jaxlm.session.phase_data import PhaseData
+from jaxlm.session.run import Run
+
+
+@contextlib.contextmanager
+def open_hooks(
+    run: Run, phase: Phase, data: PhaseData, steps: StepPrograms, refs: Mapping[str, LanguageModel]
+) -> Iterator[Hooks]:
+    """Opens the hooks of a phase. Args: refs: the references of the phase's step."""
+    evaluations = open_evaluations(run, phase, data.data, refs)
+    exports = _open_exports(run, phase, evaluations)
+    with contextlib.ExitStack() as closing:
+        profiling = [
+            closing.enter_context(contextlib.closing(hook)) for hook in _open_profiler(run, phase, data, steps)
+        ]
+        # The profiler comes first, so that an evaluation after the last recorded step is not in the profile.
+        yield Hooks(profiling, evaluations, exports)
+
+
+def open_evaluations(run: Run, phase: Phase, data: Data, refs: Mapping[str, LanguageModel]) -> EvalHook:
+    """The run's evaluations on the phase's validation data. Args: refs: the references of the phase's step."""
+    plan, trainer, saved_tokenizer = run.plan, run.plan.config.trainer, run.saved_tokenizer
+
+    def validation_set(data_set: ValidationData) -> ValidationSet:
+        def batches() -> Iterator[Any]:
+            size, most = plan.batches.eval, trainer.max_eval_batches
+            for batch in data_set.batches(batch_size=size, max_batches=most, layout=plan.layout):
+                run.clock.progress()
+                yield batch
+
+        return ValidationSet(data_set.source.name, tuple(data_set.source.config.tags), batches)
+
+    generated = Generated()
+    meter = ObjectiveMeter(phase.objective, refs)
+    context = EvalContext(
+        layout=plan.layout,
+        precision=plan.precision,
+        tokenizer=saved_tokenizer,
+        token_bytes=_token_bytes(run.tokenizer, phase, run.console.log),
+        validation=tuple(map(validation_set, data.validation)),
+        log=run.console.log,
+        seq_len=phase.model.seq_len,
+        score=score_batch,
+        dummy_prefix=run.tokenizer.dummy_prefix(),
+        log_sample=generated.add_sample,
+        log_completions=generated.add_completions,
+        chat_prompt=functools.partial(_chat_prompt, saved_tokenizer, run.tokenizer),
+        enforce_bos=plan.data[phase.index].prompt_bos,
+        progress=run.clock.progress,
+        measure=meter,
+    )
+    return EvalHook(
+        [ScheduledEval(config.open(context), config.every) for config in plan.config.evals],
+        trainer.steps_per_eval,
+        phase,
+        run.records.trackers,
+        run.console,
+        generated,
+        run.records.loop_state.evaluated,
+        meter.attach,
+        run.records.completions(),
+    )
+
+
+def _open_exports(run: Run, phase: Phase, evaluations: EvalHook) -> list[ExportHook]:
+    """The hook that exports models for transformers, if configured."""
+    config, dtype = run.plan.config, run.plan.precision.params
+    if config.hf_save_path is None:
+        return []
+    if config.hf_save_dtype is not None:
+        dtype = parse_dtype(config.hf_save_dtype, "hf_save_dtype")
+    folder = location_of(config.hf_save_path)
+    target = (folder, config.hf_save_steps, phase, run.plan, run.saved_tokenizer, dtype, run.console.log)
+    return [ExportHook(*target, latest=lambda: evaluations.latest, upload=upload_repository(config))]
+
+
+def _open_profiler(run: Run, phase: Phase, data: PhaseData, steps: StepPrograms) -> list[ProfileHook]:
+    """The profiler hook, if configured."""
+    config, sizes = run.plan.config.trainer.profiler, run.plan.batches.train
+    if config is None:
+        return []
+    begin = min(data.first_step + config.start_step, phase.end - 1)
+    return [
+        ProfileHook(
+            config,
+            run.plan.log_folder / "profile" / phase.name,
+            phase,
+            first_step=data.first_step,
+            until=sizes.next_shape_change(begin, phase.end),
+            program=lambda: steps.of(sizes.at(begin)).call.as_text() or "",
+            log=run.console.log,
+        )
+    ]
+
+
+def _token_bytes(tokenizer: Tokenizer, phase: Phase, log: Log) -> np.ndarray | None:
+    known = tokenizer.known_token_bytes(log)
+    for key, metric in [item for controller in phase.controllers for item in controller.metrics.items()]:
+        if known is None and metric.endswith(("/bpb", "/macro_bpb", "/best_bpb")):
+            raise ConfigError(
+                f"{key}: '{metric}' given for phase '{phase.name}', but the number of bytes of the tokens is unknown, so"
+                " no bits per byte are measured. Set it to eval/loss, or use another tokenizer"
+            )
+    return known
+
+
+def _chat_prompt(
+    saved_tokenizer: Tokenizer, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where: str
+) -> tuple[str, list[int]]:
+    text = ChatTemplate.load(None, saved_tokenizer, "data.tokenizer").prompt(messages, where)
+    return text, tokenizer.encode_like_transformers(text, add_special_tokens=False)
+
+
+class ObjectiveMeter:
+    """Measures an objective with its references on validation batches, as the step does on training batches.
+
+    The objective's own state is that of the state which `attach` was last called with.
+    """
+
+    def __init__(self, objective: ObjectiveConfig, refs: Mapping[str, LanguageModel]):
+        self._objective = objective
+        self._refs = dict(refs)
+        self._slot: Any = None
+        self._program = jax.jit(self._measured)
+
+    def attach(self, state: RunState) -> None:
+        """Measures with the objective's state in `state` from now on."""
+        self._slot = state.slots.get("objective")
+
+    def __call__(self, model: LanguageModel, batch: Any) -> tuple[dict[str, Sum], Metrics]:
+        """The loss terms and metrics of a batch {batch, ...}. Args: model: in the dtypes of the computation."""
+        return self._program(model, self._refs, self._slot, batch)
+
+    def _measured(
+        self, model: LanguageModel, refs: dict[str, LanguageModel], slot: Any, batch: Any
+    ) -> tuple[dict[str, Sum], Metrics]:
+        objective = self._objective
+        batch = objective.with_batch_statistics(batch)
+        batch = objective.annotate({**refs, **objective.references_in_slot(slot, model)}, batch)
+        terms, metrics, _ = objective.terms(model, batch, slot, key=None)
+        return terms, metrics

@@ -1,0 +1,102 @@
+"""The checkpoints that a run saves: the files that each contains, when they are saved, and which replaces which."""
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from jaxlm.core.runtime import main_only
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.checkpoint.health import SaveHealth
+from jaxlm.engine.checkpoint.lock import StillHeld
+from jaxlm.engine.checkpoint.writer import CheckpointWriter
+from jaxlm.engine.peers import is_lost_peer
+from jaxlm.engine.state import RunState
+from jaxlm.plan.load_config import as_run_config
+from jaxlm.plan.plan import Plan
+from jaxlm.reading.decode import dump
+from jaxlm.session.compilation.options import step_options
+from jaxlm.session.init_from import InitFrom, Log
+from jaxlm.session.references import references_identity
+from jaxlm.session.resume_checks import (
+    DATA_IDENTITY,
+    ENVIRONMENT,
+    REFERENCES_IDENTITY,
+    computing_facts,
+    data_identity,
+)
+
+
+@contextlib.contextmanager
+def open_writer(
+    plan: Plan,
+    tokenizer: Tokenizer,
+    init_from: InitFrom,
+    log: Log,
+    clock: ActivityClock,
+    still_held: StillHeld,
+    flush: Sequence[Callable[[], None]],
+) -> Iterator[CheckpointWriter]:
+    """Opens what writes the run's checkpoints, and waits for it when the context exits.
+
+    After an error, it only waits for the save in progress, which needs the trackers and the lease that are closed next. If
+    another process is gone, that save cannot end.
+
+    Args:
+        tokenizer: is saved with the model.
+        flush: called before a checkpoint becomes visible.
+    """
+    checkpoint = init_from.state
+    newest = checkpoint.checkpoint.name if checkpoint is not None and init_from.is_newest else None
+    health = SaveHealth(plan.config.trainer.checkpointer, newest, log)
+    files = _run_files(plan, tokenizer)
+    writer = CheckpointWriter(plan.checkpoints, files, health, log, still_held, flush, clock.progress)
+    try:
+        yield writer
+    except Exception as error:
+        if not is_lost_peer(error):
+            with clock.during(Activity.SAVE):
+                writer.join()
+        raise
+    with clock.during(Activity.SAVE):
+        writer.close()
+
+
+def settle(plan: Plan, writer: CheckpointWriter, init_from: InitFrom, state: RunState, log: Log) -> None:
+    """Makes the checkpoint from which the run goes on its newest one, and blocks until that is written.
+
+    A checkpoint of another run, or one that this run goes back to, is saved once more. Checkpoints that it abandons are
+    set aside afterwards, or by the next start.
+    """
+    checkpoint, history = init_from.state, init_from.history
+    assert checkpoint is not None
+    if not init_from.is_newest:
+        complete = checkpoint.cursor.step == plan.num_steps
+        cursor = replace(checkpoint.cursor, temporary=not complete, history=history)
+        writer.save(state, cursor, checkpoint.position())
+
+    def abandon() -> None:
+        folder = plan.checkpoints
+        for name in sorted(set(history.abandoned) & set(folder.names())):
+            log(f"checkpoint {name} was set aside as {folder.abandon(name)}")
+
+    if history.abandoned:
+        main_only(abandon)
+
+
+def _run_files(plan: Plan, tokenizer: Tokenizer) -> dict[str, bytes]:
+    """The files in the folder `run/` of every checkpoint."""
+    texts = {
+        "config.yaml": dump(as_run_config(plan.config)),
+        DATA_IDENTITY: json.dumps(data_identity(plan)),
+        ENVIRONMENT: json.dumps(computing_facts(plan.config, step_options(plan)), indent=1),
+    }
+    if plan.refs:
+        texts[REFERENCES_IDENTITY] = json.dumps(references_identity(plan))
+    files = {name: text.encode() for name, text in texts.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        return files | {f"tokenizer/{path.name}": path.read_bytes() for path in Path(folder).iterdir()}
