@@ -71,6 +71,19 @@ class Workplace:
         path.write_text(text + textwrap.dedent(extra))
         return path
 
+    def write_averaged(self) -> None:
+        """The small configuration with an average and a guard, which have their own state, and with two sources that are
+        evaluated as a whole."""
+        text, held_out = self.write().read_text(), self.corpus / "validation"
+        for old, new in {
+            f"[{held_out}]": f"[{held_out}/bisect.py, {held_out}/heapq.py]",
+            "max_eval_batches: 2": "max_eval_batches: null",
+            "trainer:\n": "trainer:\n  model_averaging: {type: ema, beta: 0.7}\n",
+            "optimizer: {": "optimizer: {skip_bad_steps: 24, ",
+        }.items():
+            text = text.replace(old, new)
+        (self.folder / "run.yaml").write_text(text)
+
     def start(self, *arguments: str, module: str = "jaxlm.train", **environment: str) -> Any:
         """Starts a command. Returns a `subprocess.Popen`, or a process with the same methods."""
         env = os.environ | {

@@ -15,12 +15,6 @@ from tests.end_to_end.test_storage_faults import faulty
 RUN = ("--config_path", "run.yaml")
 
 
-def copied(uninterrupted, workplace) -> Workplace:
-    place = workplace()
-    shutil.copytree(uninterrupted.place.folder, place.folder, dirs_exist_ok=True)
-    return place
-
-
 def files_of(checkpoint: Path) -> list[Path]:
     return sorted(path for path in checkpoint.rglob("*") if path.is_file())
 
@@ -41,9 +35,8 @@ DAMAGES = {"truncated": truncate, "flipped": flip, "deleted": Path.unlink}
 @pytest.mark.parametrize(
     "damage", [pytest.param(name, marks=pytest.mark.slow if name == "truncated" else ()) for name in DAMAGES]
 )
-def test_any_damage_to_any_file_is_detected(uninterrupted, workplace, damage):
-    place = copied(uninterrupted, workplace)
-    newest = place.folder / "checkpoints/run/step-24"
+def test_any_damage_to_any_file_is_detected(again, damage):
+    newest = again.folder / "checkpoints/run/step-24"
     verify(newest)
     for path in files_of(newest):
         content = path.read_bytes()
@@ -56,7 +49,8 @@ def test_any_damage_to_any_file_is_detected(uninterrupted, workplace, damage):
 
 
 def check_falls_back(uninterrupted, workplace, number: int, damage: str) -> None:
-    place = copied(uninterrupted, workplace)
+    place = workplace()
+    shutil.copytree(uninterrupted.place.folder, place.folder, dirs_exist_ok=True)
     path = files_of(place.folder / "checkpoints/run/step-24")[number]
     if not path.stat().st_size:
         damage = "deleted"
@@ -84,18 +78,17 @@ def test_each_file_of_the_newest_checkpoint_in_turn(uninterrupted, workplace, da
         check_falls_back(uninterrupted, workplace, number, damage)
 
 
-def test_if_all_checkpoints_are_damaged_the_run_does_not_start_over(uninterrupted, workplace):
-    place = copied(uninterrupted, workplace)
-    for checkpoint in (place.folder / "checkpoints/run").iterdir():
+def test_if_all_checkpoints_are_damaged_the_run_does_not_start_over(again):
+    for checkpoint in (again.folder / "checkpoints/run").iterdir():
         truncate(checkpoint / "run" / "manifest.json")
-    before = place.checkpoints()
+    before = again.checkpoints()
     for _ in range(2):  # a scheduler starts the run again
-        result = place.run(*RUN)
+        result = again.run(*RUN)
         assert result.code == 1
         assert "checkpoints in" in result.err
         assert "are damaged" in result.err
         assert "Traceback" not in result.err
-        assert place.checkpoints() == before
+        assert again.checkpoints() == before
 
 
 EVERY_STEP = ("--trainer.checkpointer.keep", "[{every: 1}]")

@@ -36,7 +36,7 @@ def test_the_total_is_what_training_logged_and_the_mean_of_the_sources(finished)
     found = numbers(result)
     lines = (finished.folder / "logs" / "run" / "metrics.jsonl").read_text().splitlines()
     logged = next(r for r in map(json.loads, reversed(lines)) if "eval/loss" in r)
-    assert found["step"] == logged["step"] == 12
+    assert found["step"] == logged["step"] == 24
     np.testing.assert_allclose(found["loss"], logged["eval/loss"], rtol=1e-6)
     np.testing.assert_allclose(found["bpb"], logged["eval/bpb"], rtol=1e-6)
     sources = list(found["sources"].values())
@@ -196,7 +196,7 @@ def test_samples_use_the_average_on_request(finished, monkeypatch, capsys):
     for weights in ((), ("--weights", "trained"), ("--weights", "ema")):
         assert sample(["--checkpoint", "checkpoints/run", *weights]) == 0
     trained, named, averaged = seen
-    saved = finished.digest("step-12")
+    saved = finished.digest("step-24")
     for path, array in averaged.items():
         assert hashlib.sha256(array.tobytes()).hexdigest() == saved[f"slots.ema.weights.{path}"]
         np.testing.assert_array_equal(named[path], trained[path])

@@ -20,7 +20,6 @@ MESHES = {
     "fsdp 8": (8, ()),
     "tp 2 x fsdp 4": (8, TENSOR_PARALLEL),
 }
-# Two microbatches on every mesh.
 FLOAT32_ROUTER = (
     *("--model.type", "mixtral", "--model.num_experts", "4"),
     *("--trainer.mp", r"{default: 'p=f32,c=bfloat16', rules: [{match: '\.router\.', compute: f32}]}"),
@@ -53,28 +52,27 @@ OTHERS = {
     "muon with its options, fsdp 8": (8, MUON),
 }
 SETTINGS = MESHES | OTHERS | FOUR_GROUPS
+# Two microbatches.
 PARALLELISM = {name: str(16 // n if "tp 2" in name else 8 // n) for name, (n, _) in SETTINGS.items()}
 
 
-# Guards and averages have their own state, which must be saved and restored like weights and optimizer.
-MEMORIES = ("--trainer.model_averaging", "{type: ema, beta: 0.9}", "--optimizer.skip_bad_steps", "24")
-
-
 def arguments(mesh: str) -> list[str]:
-    parallelism = ("--trainer.per_device_parallelism", PARALLELISM[mesh])
-    return ["--config_path", "run.yaml", *parallelism, *MEMORIES, *SETTINGS[mesh][1]]
+    parallelism = () if mesh == "one device" else ("--trainer.per_device_parallelism", PARALLELISM[mesh])
+    return ["--config_path", "run.yaml", *parallelism, *SETTINGS[mesh][1]]
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(workplace):
+def uninterrupted(workplace, finished):
     """The uninterrupted run, once per mesh: (losses, hashes of its last checkpoint)."""
 
     @cache
     def run(mesh: str):
+        if mesh == "one device":
+            return finished.losses(), finished.digest("step-24")
         place = workplace(SETTINGS[mesh][0])
-        place.write()
-        finished = place.run(*arguments(mesh))
-        assert finished.code == 0, finished.err
+        place.write_averaged()
+        ended = place.run(*arguments(mesh))
+        assert ended.code == 0, ended.err
         return place.losses(), place.digest("step-24")
 
     return run
@@ -110,7 +108,7 @@ def check(workplace, uninterrupted, mesh: str, seed: int, kills: int) -> Workpla
 def check_killed(workplace, uninterrupted, mesh: str, killed: Callable[[Workplace], None]) -> Workplace:
     losses, digest = uninterrupted(mesh)
     place = workplace(SETTINGS[mesh][0])
-    place.write()
+    place.write_averaged()
     killed(place)
     finished = place.run(*arguments(mesh))
     assert finished.code == 0, finished.err
@@ -122,9 +120,10 @@ def check_killed(workplace, uninterrupted, mesh: str, killed: Callable[[Workplac
     return place
 
 
-def test_killed_once(workplace, uninterrupted):
+@pytest.mark.parametrize("mesh", ["one device", pytest.param("fsdp 8", marks=pytest.mark.slow)])
+def test_killed_once(workplace, uninterrupted, mesh):
     before = time.time()
-    place = check_killed(workplace, uninterrupted, "fsdp 8", lambda place: kill(place, "fsdp 8", 0.0))
+    place = check_killed(workplace, uninterrupted, mesh, lambda place: kill(place, mesh, 0.0))
     lines = read_lines(place.folder / "logs" / "run")
     goodput = account(lines)
     assert goodput is not None
@@ -169,8 +168,8 @@ def test_four_groups_train_the_same_on_one_and_on_eight_devices(uninterrupted):
         assert float.fromhex(sharded[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [pytest.param(m, marks=() if m == "one device" else pytest.mark.soak) for m in MESHES])
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", MESHES)
 def test_killed_twice(workplace, uninterrupted, mesh):
     check(workplace, uninterrupted, mesh, seed=10, kills=2)
 
@@ -218,7 +217,7 @@ def test_resumes_on_another_mesh(workplace, uninterrupted, mesh):
     """Started on one device and killed, finished on eight: the same batches, and the same losses within rounding."""
     losses, _ = uninterrupted("one device")
     place = workplace(1)
-    place.write()
+    place.write_averaged()
     process = place.start(*arguments("one device"), module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase")
     process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL

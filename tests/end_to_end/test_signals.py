@@ -15,8 +15,11 @@ def whole(request):
     """Number of processes -> losses and last hashes: one device, or two processes with two devices each."""
 
     def run(processes: int):
-        made = request.getfixturevalue("uninterrupted" if processes == 1 else "two_processes")
-        return made.losses, made.digest
+        if processes == 1:
+            finished = request.getfixturevalue("finished")
+            return finished.losses(), finished.digest("step-24")
+        together = request.getfixturevalue("two_processes")
+        return together.losses, together.digest
 
     return run
 
@@ -37,7 +40,7 @@ def process_end(process: subprocess.Popen) -> tuple[int, str, str]:
 )
 def test_a_signal_saves_and_the_run_resumes(workplace, whole, processes, number, to):
     place = workplace(processes)
-    place.write()
+    place.write_averaged() if processes == 1 else place.write()
     running = place.start_all(
         processes, *RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:{to}:7"
     )
@@ -78,12 +81,10 @@ def test_a_signal_during_the_first_compilation_ends_at_once(workplace, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2])
-def test_two_processes_have_the_losses_of_one(whole, processes):
-    alone, together = whole(1)[0], whole(processes)[0]
-    assert alone.keys() == together.keys()
-    for step, loss in alone.items():
-        assert float.fromhex(together[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)
+def test_two_processes_have_the_losses_of_one(uninterrupted, two_processes):
+    assert uninterrupted.losses.keys() == two_processes.losses.keys()
+    for step, loss in uninterrupted.losses.items():
+        assert float.fromhex(two_processes.losses[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)
 
 
 @pytest.mark.slow
