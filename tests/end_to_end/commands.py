@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -10,7 +11,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,8 +47,7 @@ optimizer: {{learning_rate: 1.0e-2, warmup: 2}}
 """
 
 
-@dataclass(frozen=True)
-class Finished:
+class Finished(NamedTuple):
     """The result of a finished command."""
 
     code: int
@@ -127,15 +127,39 @@ class Workplace:
 
     def run(self, *arguments: str, module: str = "jaxlm.train", **environment: str) -> Finished:
         """Runs a command to its end."""
-        process = self.start(*arguments, module=module, **environment)
-        out, err = process.communicate(timeout=500)
-        return Finished(process.returncode, out, err)
+        return end(self.start(*arguments, module=module, **environment))
+
+    def finish(self, *arguments: str, **environment: str) -> Finished:
+        """Runs a command that succeeds."""
+        result = self.run(*arguments, **environment)
+        assert result.code == 0, result.err
+        return result
+
+    def die(self, *arguments: str, at: str, module: str = "tests.end_to_end.dies", **environment: str) -> Finished:
+        """Runs the training until it kills itself. Args: at: a key of `PLACES` in the module, or the number of a step."""
+        result = self.run(*arguments, module=module, JAXLM_TEST_DIES_AT=at, **environment)
+        assert result.code == -signal.SIGKILL, (at, result.err)
+        return result
+
+    def run_all(
+        self, processes: int, *arguments: str, module: str = "jaxlm.train", **environment: str
+    ) -> list[Finished]:
+        """Runs the command to its end as one run of several processes."""
+        return [end(process) for process in self.start_all(processes, *arguments, module=module, **environment)]
+
+    def records(self, run_id: str = "run") -> list[dict[str, Any]]:
+        """All records of metrics, also those that a later attempt supersedes."""
+        lines = (self.folder / "logs" / run_id / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def numbers(self) -> list[dict[str, Any]]:
+        """All records of the run without times and rates."""
+        return [{k: v for k, v in record.items() if not k.startswith("throughput/")} for record in self.records()]
 
     def losses(self, run_id: str = "run") -> dict[int, str]:
         """Step -> training loss, in hexadecimal, "nan" if it is not finite; fails on a step that is logged twice."""
         losses: dict[int, str] = {}
-        for line in (self.folder / "logs" / run_id / "metrics.jsonl").read_text().splitlines():
-            record = json.loads(line)
+        for record in self.records(run_id):
             if "train/loss" in record:
                 assert record["step"] not in losses
                 losses[record["step"]] = "nan" if record["train/loss"] is None else float(record["train/loss"]).hex()
@@ -149,6 +173,12 @@ class Workplace:
     def digest(self, checkpoint: str, run_id: str = "run") -> dict[str, str]:
         """Path of each array in a checkpoint -> hash of its bytes."""
         return digest_of_arrays(str(self.folder / "checkpoints" / run_id / checkpoint))
+
+
+def end(process: Any) -> Finished:
+    """Waits for the end of a process that `Workplace.start` has started."""
+    out, err = process.communicate(timeout=500)
+    return Finished(process.returncode, out, err)
 
 
 def digest_of_arrays(checkpoint: str) -> dict[str, str]:

@@ -10,7 +10,6 @@ from jaxlm import train
 from jaxlm.commands import sample
 from jaxlm.observe.logged_run import read_run
 from jaxlm.observe.page.page import render
-from tests.end_to_end.commands import Workplace
 from tests.observe.page_reader import Page, check_numbers
 
 RUN = ("--config_path", "run.yaml")
@@ -59,8 +58,7 @@ def test_every_number_of_its_page_is_that_of_its_files(finished):
 
 def test_running_again_reports_that_the_run_is_complete(again):
     losses = again.losses()
-    result = again.run(*RUN)
-    assert result.code == 0, result.err
+    result = again.finish(*RUN)
     assert "the run is complete: all 24 steps are done" in result.out
     assert re.search(r"starts from +checkpoints/run/step-24 \(step 24\)\n", result.out)
     assert re.search(r"starts from +step 0, with random weights\n", (again.folder / "logs/run/train.log").read_text())
@@ -70,13 +68,12 @@ def test_running_again_reports_that_the_run_is_complete(again):
 @pytest.mark.slow
 def test_more_steps_continue_from_the_checkpoint(again):
     before = again.losses()
-    result = again.run(*RUN, "--trainer.num_train_steps", "27")
-    assert result.code == 0, result.err
+    result = again.finish(*RUN, "--trainer.num_train_steps", "27")
     assert "trainer.num_train_steps: 24 -> 27" in result.out
     assert "spans steps 0 to 27 instead of 0 to 24" in result.out
     assert {step: loss for step, loss in again.losses().items() if step <= 24} == before
     assert sorted(again.losses()) == list(range(1, 28))
-    records = [json.loads(line) for line in (again.folder / "logs" / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = again.records()
     assert records[-1]["step"] == 27
     assert next(r for r in records if r["step"] == 27)["throughput/total_tokens"] == 27 * 16 * 32
 
@@ -171,15 +168,13 @@ def test_a_full_disk_stops_the_run_and_loses_no_finished_checkpoint(again, place
     assert re.search(message, result.err)
     assert "Traceback" not in result.err
     assert "step-24" in again.checkpoints()
-    result = again.run(*RUN, "--trainer.num_train_steps", "36")
-    assert result.code == 0, result.err
+    again.finish(*RUN, "--trainer.num_train_steps", "36")
     assert all("unfinished" not in name for name in again.checkpoints())
 
 
 def test_sample_needs_only_the_checkpoint(finished, in_process):
     arguments = ("--checkpoint", "checkpoints/run", "--prompt", "def ", "--prompt", "import ", "--max_new_tokens", "8")
-    result = finished.run(*arguments, module="jaxlm.commands.sample")
-    assert result.code == 0, result.err
+    result = finished.finish(*arguments, module="jaxlm.commands.sample")
     assert result.out.count("---") == 2
     missing = in_process(sample.main, finished, "--checkpoint", "checkpoints/rum")
     assert missing.code == 2
@@ -215,9 +210,8 @@ def test_a_dry_run_of_two_processes_checks_what_a_start_checks(workplace):
     place = workplace()
     place.write()
     arguments = (*RUN, "--dry_run", "true", "--trainer.initialize_from", "no-run")
-    for process in place.start_all(2, *arguments):
-        out, err = process.communicate(timeout=500)
-        assert process.returncode == 2, err
+    for code, out, err in place.run_all(2, *arguments):
+        assert code == 2, err
         assert "a start would end with: trainer.initialize_from: no checkpoint at no-run" in err
         if "plan (dry run" in out:  # process 0 speaks for all
             assert "a start would end with: trainer.initialize_from: no checkpoint at no-run" in out
@@ -281,14 +275,12 @@ def test_a_start_compiles_no_step_that_its_dry_run_compiled(workplace):
 def test_a_broken_cache_is_only_a_warning(workplace):
     place = workplace()
     place.write("evals: []")
-    first = place.run(*FRESH, "--trainer.id", "one", XLA_FLAGS="")
-    assert first.code == 0, first.err
+    place.finish(*FRESH, "--trainer.id", "one", XLA_FLAGS="")
     entries = list((place.folder / "xla").glob("*-cache"))
     assert entries
     for entry in entries:
         entry.write_text("not a program")
-    second = place.run(*FRESH, "--trainer.id", "two", XLA_FLAGS="")
-    assert second.code == 0, second.err
+    second = place.finish(*FRESH, "--trainer.id", "two", XLA_FLAGS="")
     assert "cannot read jit_train_step" in second.err
     assert "The cached program was deleted and is compiled again" in second.err
     assert place.losses("two") == place.losses("one")

@@ -6,8 +6,7 @@ import signal
 
 import pytest
 
-from tests.end_to_end.commands import Workplace
-from tests.end_to_end.test_signals import process_end
+from tests.end_to_end.commands import Workplace, end
 
 STEPS = 10
 LOOKUP = (
@@ -31,8 +30,7 @@ def losses(place: Workplace) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def uninterrupted(workplace) -> Workplace:
     place = with_nano(workplace())
-    finished = place.run(*LOOKUP)
-    assert finished.code == 0, finished.err
+    place.finish(*LOOKUP)
     return place
 
 
@@ -49,8 +47,7 @@ def test_a_checkpoint_has_the_layout_on_one_and_on_eight_devices(workplace, unin
     for name in ("checkpoints", "logs"):
         shutil.copytree(place.folder / name, eight.folder / name)
     for each in (place, eight):
-        finished = each.run(*LOOKUP)
-        assert finished.code == 0, finished.err
+        finished = each.finish(*LOOKUP)
         assert re.search(r"resuming, from .*step-\d+$", finished.out, re.MULTILINE)
         assert "computing body.lookups" not in finished.out
     assert not (place.cache / "derived").exists()
@@ -69,7 +66,7 @@ def test_two_processes_have_the_same_layout(workplace, uninterrupted):
     two = with_nano(workplace())
     where = [(), ("--data.cache_dir", str(two.folder / "own"))]
     shutil.copytree(two.cache, two.folder / "own", ignore=shutil.ignore_patterns("derived", "xla"))
-    for code, _, err in map(process_end, two.start_each([(*LOOKUP, *own) for own in where])):
+    for code, _, err in map(end, two.start_each([(*LOOKUP, *own) for own in where])):
         assert code == 0, err
     assert not (two.folder / "own" / "derived").exists()
     expected = losses(uninterrupted)

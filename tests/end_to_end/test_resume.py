@@ -71,8 +71,7 @@ def uninterrupted(workplace, finished):
             return finished.losses(), finished.digest("step-24")
         place = workplace(SETTINGS[mesh][0])
         place.write_averaged()
-        ended = place.run(*arguments(mesh))
-        assert ended.code == 0, ended.err
+        place.finish(*arguments(mesh))
         return place.losses(), place.digest("step-24")
 
     return run
@@ -110,8 +109,7 @@ def check_killed(workplace, uninterrupted, mesh: str, killed: Callable[[Workplac
     place = workplace(SETTINGS[mesh][0])
     place.write_averaged()
     killed(place)
-    finished = place.run(*arguments(mesh))
-    assert finished.code == 0, finished.err
+    place.finish(*arguments(mesh))
     assert place.losses() == losses
     assert place.digest("step-24") == digest
     assert any(path.startswith("slots.ema.") for path in digest)
@@ -180,8 +178,7 @@ def test_killed_with_tuned_options(workplace):
     place = workplace()
     path = place.write()
     path.write_text(path.read_text().replace(f"{place.cache}/xla", "xla"))
-    tuned = place.run(*arguments("one device"), "--tune", "--steps", "6", module="tests.end_to_end.tunes_little")
-    assert tuned.code == 0, tuned.err
+    place.finish(*arguments("one device"), "--tune", "--steps", "6", module="tests.end_to_end.tunes_little")
     kept = place.folder / "xla" / "tuned_options.json"
     (entry,) = json.loads(kept.read_text())
     options = {"xla_cpu_prefer_vector_width": 512, "loss_chunk_tokens": 32}
@@ -189,11 +186,8 @@ def test_killed_with_tuned_options(workplace):
     for run_id in ("whole", "killed"):
         words = (*arguments("one device"), "--trainer.id", run_id)
         if run_id == "killed":
-            process = place.start(*words, module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase")
-            process.communicate(timeout=500)
-            assert process.returncode == -signal.SIGKILL
-        finished = place.run(*words)
-        assert finished.code == 0, finished.err
+            place.die(*words, at="second phase")
+        finished = place.finish(*words)
         tuned = "xla_cpu_prefer_vector_width=512, loss_chunk_tokens=32: 1.20 times as fast as without (1.10 to 1.30)"
         assert tuned in finished.out
     assert place.losses("killed") == place.losses("whole")
@@ -218,12 +212,9 @@ def test_resumes_on_another_mesh(workplace, uninterrupted, mesh):
     losses, _ = uninterrupted("one device")
     place = workplace(1)
     place.write_averaged()
-    process = place.start(*arguments("one device"), module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase")
-    process.communicate(timeout=500)
-    assert process.returncode == -signal.SIGKILL
+    place.die(*arguments("one device"), at="second phase")
     elsewhere = replace(place, devices=8)
-    finished = elsewhere.run(*arguments(mesh))
-    assert finished.code == 0, finished.err
+    finished = elsewhere.finish(*arguments(mesh))
     assert re.search(r"resuming, from .*step-(5|10)$", finished.out, re.MULTILINE)
     found = place.losses()
     assert found.keys() == losses.keys()

@@ -1,11 +1,10 @@
 """SIGTERM and SIGINT: the step is finished and saved, the exit code shows it, and the run resumes bit for bit."""
 
 import signal
-import subprocess
 
 import pytest
 
-from tests.end_to_end.commands import Workplace
+from tests.end_to_end.commands import Workplace, end
 
 RUN = ("--config_path", "run.yaml")
 
@@ -24,11 +23,6 @@ def whole(request):
     return run
 
 
-def process_end(process: subprocess.Popen) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
-
-
 @pytest.mark.parametrize(
     ("processes", "number", "to"),
     [
@@ -44,12 +38,12 @@ def test_a_signal_saves_and_the_run_resumes(workplace, whole, processes, number,
     running = place.start_all(
         processes, *RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:{to}:7"
     )
-    results = [process_end(process) for process in running]
+    results = [end(process) for process in running]
     assert [code for code, _, _ in results] == [128 + number] * processes, results
     assert f"stopped by {signal.Signals(number).name}; saved as checkpoints/run/step-" in results[0][1]
     saved = max(int(name.removeprefix("step-")) for name in place.checkpoints())
     assert saved == 7 if processes == 1 else 7 <= saved <= 11
-    results = [process_end(process) for process in place.start_all(processes, *RUN)]
+    results = place.run_all(processes, *RUN)
     assert [code for code, _, _ in results] == [0] * processes, results
     assert (place.losses(), place.digest("step-24")) == whole(processes)
 
@@ -58,9 +52,7 @@ def test_a_signal_saves_and_the_run_resumes(workplace, whole, processes, number,
 def test_a_second_signal_ends_at_once(workplace):
     place = workplace()
     place.write()
-    (code, _, err) = process_end(
-        place.start(*RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL="15:0:7:twice")
-    )
+    (code, _, err) = end(place.start(*RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL="15:0:7:twice"))
     assert code == 143
     assert "step-7" not in place.checkpoints()
     assert "Traceback" not in err
@@ -71,9 +63,7 @@ def test_a_second_signal_ends_at_once(workplace):
 def test_a_signal_during_the_first_compilation_ends_at_once(workplace, number):
     place = workplace()
     place.write()
-    code, _, err = process_end(
-        place.start(*RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:0:0")
-    )
+    code, _, err = end(place.start(*RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:0:0"))
     assert code == 128 + number
     assert f"stopped by {signal.Signals(number).name} before training started; nothing was lost" in err
     assert "Traceback" not in err
@@ -97,6 +87,6 @@ def test_processes_with_different_run_ids_are_refused(workplace):
     start = Workplace.start
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Workplace, "start", lambda *a, **k: start(*a, **k, RUN_ID=next(names)))
-        results = [process_end(process) for process in place.start_all(2, *RUN)]
+        results = place.run_all(2, *RUN)
     assert [code for code, _, _ in results] == [2, 2], results
     assert "trainer.id: one on process 0; two on process 1" in results[1][2]
