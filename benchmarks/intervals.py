@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from scipy import stats
+from scipy.special import stdtrit  # the quantiles of t
 
 
 def ratio_interval(ratios: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
@@ -17,5 +17,5 @@ def ratio_interval(ratios: Sequence[float], confidence: float = 0.95) -> tuple[f
     mean = statistics.fmean(logs)
     if len(logs) < 2:
         return 0.0, math.exp(mean), math.inf
-    low, high = stats.t.interval(confidence, len(logs) - 1, mean, stats.sem(logs))
-    return math.exp(low), math.exp(mean), math.exp(high)
+    half = stdtrit(len(logs) - 1, 0.5 + confidence / 2) * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean - half), math.exp(mean), math.exp(mean + half)
