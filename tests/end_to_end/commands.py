@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 from tests.end_to_end.fork_server import READ_AT_START, fork_server
 from tests.ports import reserved_port
@@ -141,6 +142,13 @@ class Workplace:
         assert result.code == -signal.SIGKILL, (at, result.err)
         return result
 
+    def stop(self, *arguments: str, at: int) -> Finished:
+        """Runs the training until SIGTERM comes at a step, after which it saves."""
+        signaled = {"module": "tests.end_to_end.signaled", "JAXLM_TEST_SIGNAL": f"{int(signal.SIGTERM)}:0:{at}"}
+        result = self.run(*arguments, **signaled)
+        assert result.code == 128 + signal.SIGTERM, result.err
+        return result
+
     def run_all(
         self, processes: int, *arguments: str, module: str = "jaxlm.train", **environment: str
     ) -> list[Finished]:
@@ -179,6 +187,12 @@ def end(process: Any) -> Finished:
     """Waits for the end of a process that `Workplace.start` has started."""
     out, err = process.communicate(timeout=500)
     return Finished(process.returncode, out, err)
+
+
+def check_close(found: Mapping[int, str], expected: Mapping[int, str], rel: float = 1e-5) -> None:
+    """Fails unless two runs have the same losses within rounding. Args: found, expected: as of `Workplace.losses`."""
+    ours, theirs = ({step: float.fromhex(loss) for step, loss in losses.items()} for losses in (found, expected))
+    assert ours == pytest.approx(theirs, rel=rel)
 
 
 def digest_of_arrays(checkpoint: str) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 from dataclasses import replace
 
 import pytest
@@ -90,9 +89,7 @@ def test_another_packing_is_refused_on_resume(uninterrupted):
 @pytest.mark.soak  # the batches of other data in tests/end_to_end/test_elastic.py
 def test_the_batches_are_the_same_on_eight_and_on_two_devices(workplace, uninterrupted):
     place = with_paragraphs(workplace(8))
-    stop = {"JAXLM_TEST_SIGNAL": f"{int(signal.SIGTERM)}:0:13"}
-    stopped = place.run(*PACKING, *WATCH, module="tests.end_to_end.signaled", **stop)
-    assert stopped.code == 128 + signal.SIGTERM, stopped.err
+    place.stop(*PACKING, *WATCH, at=13)
     finished = replace(place, devices=2).run(*PACKING, *WATCH)
     assert finished.code == 0, finished.err
     found, expected = logged(place), logged(uninterrupted)

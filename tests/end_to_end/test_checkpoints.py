@@ -157,7 +157,7 @@ def test_killed_while_saving_thirty_times(uninterrupted, workplace, seed):
 
 @pytest.mark.slow
 def test_every_process_reports_the_checkpoint_that_process_0_commits(workplace):
-    place = workplace(2)
+    place = workplace()
     place.write()
     ends = place.run_all(2, *RUN, module="tests.end_to_end.slow_to_commit")
     assert ["ends with checkpoints/run/step-24\n" in end.out for end in ends] == [True, True], ends

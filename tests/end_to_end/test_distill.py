@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.end_to_end.commands import Workplace
+from tests.end_to_end.commands import Workplace, check_close
 
 pytestmark = pytest.mark.slow
 BIG = ("--model.hidden_dim", "64", "--model.num_layers", "3", "--trainer.id", "big", "--trainer.num_train_steps", "30")
@@ -66,12 +66,6 @@ def whole(workplace, teacher):
     return run
 
 
-def close(found: dict[int, str], expected: dict[int, str], tolerance: float) -> None:
-    assert found.keys() == expected.keys()
-    for step, loss in expected.items():
-        assert float.fromhex(found[step]) == pytest.approx(float.fromhex(loss), rel=tolerance), step
-
-
 @pytest.mark.soak  # the cached teacher's run is killed in the same place
 @pytest.mark.parametrize("devices", [8, 1])
 def test_killed(whole, workplace, teacher, devices):
@@ -107,7 +101,7 @@ def finish(place: Workplace, devices: int, whole: tuple) -> None:
 
 def test_a_cached_teacher_gives_the_losses_of_a_live_one_and_is_loaded_once(whole):
     losses, _, place, first = whole("cached")
-    close(losses, whole("top k")[0], 1e-6)
+    check_close(losses, whole("top k")[0], 1e-6)
     again = place.finish(*arguments(1), "--trainer.id", "again")
     assert place.losses("again") == losses
     for text in ("annotating", "refs.teacher: "):
@@ -135,11 +129,11 @@ def test_a_checkpoint_is_the_same_teacher_as_its_export(whole):
 @pytest.mark.parametrize("form", ["live", "cached"])
 def test_eight_devices_and_two_processes_agree_with_one_device(whole, workplace, teacher, form):
     losses, *_ = whole(form)
-    close(whole(form, 8)[0], losses, 1e-5)
+    check_close(whole(form, 8)[0], losses, 1e-5)
     place = prepared(workplace, teacher, form)
     ends = place.run_all(2, *arguments(1))
     assert [end.code for end in ends] == [0, 0], ends
-    close(place.losses(), losses, 1e-5)
+    check_close(place.losses(), losses, 1e-5)
 
 
 def test_another_teacher_is_refused_on_resume(whole, workplace, teacher, tmp_path):

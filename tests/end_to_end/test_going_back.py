@@ -80,7 +80,7 @@ def test_killed(workplace, whole, case, devices):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["rewind", pytest.param("until", marks=pytest.mark.soak)])
 def test_two_processes_agree(workplace, whole, case):
-    place = workplace(2)
+    place = workplace()
     place.write()
     ends = finish(place, case, processes=2)
     assert [code for code, _, _ in ends] == [0, 0], ends

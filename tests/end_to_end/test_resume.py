@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 
 from jaxlm.observe.ledger import account, read_lines
-from tests.end_to_end.commands import Workplace
+from tests.end_to_end.commands import Workplace, check_close
 
 TENSOR_PARALLEL = ("--trainer.model_axis_size", "2", "--trainer.tensor_parallel_axes", "[mlp, heads]")
 MESHES = {
@@ -161,9 +161,7 @@ def test_killed_once_with_four_groups(workplace, uninterrupted, mesh):
 @pytest.mark.soak
 def test_four_groups_train_the_same_on_one_and_on_eight_devices(uninterrupted):
     alone, sharded = (uninterrupted(f"four groups, {mesh}")[0] for mesh in ("one device", "fsdp 8"))
-    assert alone.keys() == sharded.keys()
-    for step, loss in alone.items():
-        assert float.fromhex(sharded[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)
+    check_close(sharded, alone)
 
 
 @pytest.mark.soak
@@ -216,7 +214,4 @@ def test_resumes_on_another_mesh(workplace, uninterrupted, mesh):
     elsewhere = replace(place, devices=8)
     finished = elsewhere.finish(*arguments(mesh))
     assert re.search(r"resuming, from .*step-(5|10)$", finished.out, re.MULTILINE)
-    found = place.losses()
-    assert found.keys() == losses.keys()
-    for step, loss in losses.items():
-        assert float.fromhex(found[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)
+    check_close(place.losses(), losses)

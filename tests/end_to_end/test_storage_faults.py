@@ -181,7 +181,7 @@ def test_a_folder_that_is_deleted_is_made_again(uninterrupted, place):
 @pytest.mark.parametrize("process", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_a_failure_on_one_of_two_processes_is_known_to_both(two_processes, workplace, process):
     """Neither waits for the other, and both try again at the same step."""
-    place = workplace(2)
+    place = workplace()
     place.write()
     ends = place.run_all(2, *RUN, *OFTEN, **faulty(f"process:{process}"))
     assert [one.code for one in ends] == [0, 0], ends
