@@ -132,6 +132,7 @@ def test_a_preempted_slice_of_two(cloud):
     assert cloud.machines == []
 
 
+@pytest.mark.slow
 def test_a_refused_creation_is_tried_again(cloud):
     cloud.plan(train="true", create="There is no more capacity in the zone\n" * 2)
     code, out = cloud.run("babysit")
@@ -233,6 +234,7 @@ def test_a_machine_that_cannot_be_connected_to_is_given_up(cloud):
     assert "retry: mine:0 ended with 255" in out
 
 
+@pytest.mark.slow
 def test_what_is_left_is_said_after_an_error_of_this_machine(cloud):
     """The disk becomes full."""
     replaced = f'ln -sf /dev/full "$FAKE"/logs/infra/mine/*/mine-0.log; {DROP}; echo more'
