@@ -93,9 +93,9 @@ def pages() -> dict[str, str]:
         parts = [f"# {title}", _NOTE]
         for path, group in by_path.items():
             if _page_of(path) == page:
-                own = list(_entries(group))
-                entries += [(page, entry) for entry in own]
-                parts += _section(path, group, own)
+                group_entries = list(_entries(group))
+                entries += [(page, entry) for entry in group_entries]
+                parts += _section(path, group, group_entries)
         written[f"{page}.md"] = "\n\n".join(parts) + "\n"
     written["keys.md"] = _index(entries)
     return written

@@ -20,10 +20,10 @@ def with_line_numbers(text: str) -> str:
     """Updates the line numbers in a page's links. Raises `KeyError` for a name that its file does not define."""
 
     def link(match: re.Match[str]) -> str:
-        found = definitions(match["file"])
-        if match["name"] not in found:
-            raise KeyError(f"a page links to {match['name']}, but {match['file']} defines only {', '.join(found)}")
-        line = found[match["name"]][0]
+        places = definitions(match["file"])
+        if match["name"] not in places:
+            raise KeyError(f"a page links to {match['name']}, but {match['file']} defines only {', '.join(places)}")
+        line = places[match["name"]][0]
         return f"[`{match['name']}{match['rest']}`]({match['up']}{match['file']}#L{line})"
 
     return LINK.sub(link, text)

@@ -182,8 +182,8 @@ class Pod:
 
     def workers(self) -> list[tuple[str, int]]:
         """Node and number of each worker."""
-        found = {node: self.describe("tpu-vm", node).get("networkEndpoints", ()) for node in self.nodes}
-        return [(node, number) for node, endpoints in found.items() for number in range(len(endpoints))]
+        addresses = {node: self.describe("tpu-vm", node).get("networkEndpoints", ()) for node in self.nodes}
+        return [(node, number) for node, endpoints in addresses.items() for number in range(len(endpoints))]
 
     def wait_while(self, transient: set[str]) -> str:
         """Waits until the state is none of `transient`, and returns it."""

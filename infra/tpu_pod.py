@@ -254,7 +254,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of_options()
     options = parser.parse_args(words)
     check_options(parser, options, train)
-    options.given = train
+    options.train_arguments = train
     constraints = Path(options.install) / "constraints.txt"
     options.constraints = constraints if constraints.is_file() else None
     path = config_path(train)
@@ -329,9 +329,9 @@ def carry_out(pod: Pod) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     pod = Pod(options)
-    if options.given and not options.no_check:
+    if options.train_arguments and not options.no_check:
         devices = num_devices(options.type) * options.slices
-        code = check_configuration(options.given, devices=devices, slices=options.slices, platform="tpu")
+        code = check_configuration(options.train_arguments, devices=devices, slices=options.slices, platform="tpu")
         if code:
             return code
     if options.dry_run:

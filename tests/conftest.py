@@ -32,7 +32,7 @@ settings.load_profile("repeatable")
 FIELDS = "tests/test_fields.py"
 # One worker runs all tests of a file, and all files of a group, so shared fixtures are built once.
 ONE_DEVICE = ("command", "evaluate", "checkpoints", "signals", "resume", "closed_output", "going_back")
-ONE_DEVICE += ("storage_faults", "notices")
+ONE_DEVICE += ("storage_faults", "notices", "refused", "entry")
 GROUPS = {
     **dict.fromkeys(
         (f"tests/end_to_end/test_{name}.py" for name in ONE_DEVICE),

@@ -242,7 +242,8 @@ def marked_traps() -> dict[tuple[str, str], list[str]]:
     """(file, test) -> the rows in its `pytest.mark.trap(...)`, for all test files."""
     marked: dict[tuple[str, str], list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "mark.trap" in text else ():
             for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
                 if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.trap":
                     rows = [ast.literal_eval(argument) for argument in decorator.args]

@@ -16,7 +16,7 @@ import pytest
 
 from jaxlm.__main__ import COMMANDS
 from jaxlm.plan.load_config import read_config
-from jaxlm.plan.plan import make_plan
+from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.session.compilation.step import trace_step
 from jaxlm.session.dry_run import assumed_vocabulary
 from tests.answers import LLAMA
@@ -41,44 +41,45 @@ def test_import_contracts():
     assert result.returncode == 0, result.stdout
 
 
-LARGE = (
-    "post_training/end_to_end.yaml",
-    *(f"nanochat/{name}.yaml" for name in ("chat_cpu", "base", "speedrun_d12", "d20")),
-)
-# Of each kind of state one recipe is lowered by default: optimizers, surgeries, phases, and what objectives keep.
-LOWERED = (
-    *("quickstart.yaml", "nano.yaml", "groups.yaml", "lora.yaml", "fp8.yaml", "two_phases.yaml", "upper_layers.yaml"),
-    *("distill.yaml", *(f"post_training/{name}.yaml" for name in ("dpo", "grpo", "kto", "reward"))),
-)
-
-
-def traced_recipes() -> list:
-    """(path, whether its steps are lowered too)."""
-    cases = []
-    for path in RECIPES:
-        name = recipe_name(path)
-        if name in LOWERED:
-            cases.append(pytest.param(path, True, id=name))
-        elif name in LARGE:
-            cases.append(pytest.param(path, True, id=name, marks=pytest.mark.slow))
-        else:
-            cases.append(pytest.param(path, False, id=name))
-            cases.append(pytest.param(path, True, id=f"{name}, lowered", marks=pytest.mark.soak))
-    return cases
-
-
-@pytest.mark.parametrize(("path", "lowers"), traced_recipes())
-def test_every_recipe_has_a_step_that_keeps_and_donates_its_state(path, lowers, tmp_path, monkeypatch):
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """The plan of a recipe on the tests' eight devices."""
     # The recipes that start from a Hugging Face model use this folder name, and cut it above layer 12.
     (tmp_path / "model-folder").mkdir()
     (tmp_path / "model-folder" / "config.json").write_text(
         json.dumps({"model_type": "llama", "vocab_size": 60_000, **LLAMA, "num_hidden_layers": 14})
     )
     monkeypatch.chdir(tmp_path)
-    config = read_config(path)
-    # The recipes suit any number of devices. The tests have eight, so the batch must be divisible by eight.
-    config = replace(config, trainer=replace(config.trainer, train_batch_size=8, per_device_parallelism=-1))
-    plan = make_plan(config, "recipe", assumed_vocabulary(config)[0])
+
+    def plan(path: Path) -> Plan:
+        config = read_config(path)
+        # The recipes suit any number of devices, so the batch must be divisible by eight.
+        config = replace(config, trainer=replace(config.trainer, train_batch_size=8, per_device_parallelism=-1))
+        return make_plan(config, "recipe", assumed_vocabulary(config)[0])
+
+    return plan
+
+
+def test_every_recipe_has_a_plan(planned):
+    assert [recipe_name(path) for path in RECIPES if not planned(path).phases] == []
+
+
+# Of each kind of state one recipe is lowered by default: optimizers, surgeries, phases, and what objectives keep.
+QUICK = (
+    *("quickstart.yaml", "nano.yaml", "fp8.yaml", "two_phases.yaml", "upper_layers.yaml"),
+    *(f"post_training/{name}.yaml" for name in ("dpo", "reward")),
+)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=recipe_name(path), marks=() if recipe_name(path) in QUICK else pytest.mark.slow)
+        for path in RECIPES
+    ],
+)
+def test_every_recipe_has_a_step_that_keeps_and_donates_its_state(path, planned):
+    plan = planned(path)
     with plan.layout.use():
         for phase in plan.phases:
             step = trace_step(plan, phase)
@@ -86,9 +87,9 @@ def test_every_recipe_has_a_step_that_keeps_and_donates_its_state(path, lowers, 
             after, report = step.out_info
             assert jax.tree.map(shape_and_dtype, after) == jax.tree.map(shape_and_dtype, state)
             assert {"train/objective", "train/loss", "grad/norm/total"} <= report.metrics.keys()
-            if lowers:  # XLA writes the whole new state into the buffers of the old one
-                donated = re.findall(r"tf\.aliasing_output|jax\.buffer_donor", step.lower().as_text())
-                assert len(donated) == len(jax.tree.leaves(state))
+            # XLA writes the whole new state into the buffers of the old one.
+            donated = re.findall(r"tf\.aliasing_output|jax\.buffer_donor", step.lower().as_text())
+            assert len(donated) == len(jax.tree.leaves(state))
 
 
 def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], str]:
@@ -114,7 +115,7 @@ def undocumented(path: Path, module: ast.Module) -> list[str]:
     for node in module.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
             missing += [] if ast.get_docstring(node) else [f"{path}: {node.name}"]
-            methods = [n for n in ast.walk(node) if isinstance(n, ast.FunctionDef) and n.name[0] != "_"]
+            methods = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name[0] != "_"]
             contracts = [n for n in methods if decorated(n, "abstractmethod")]
             missing += [f"{path}: {node.name}.{method.name}" for method in contracts if not ast.get_docstring(method)]
     return missing

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -10,9 +11,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 from tests.end_to_end.fork_server import READ_AT_START, fork_server
 from tests.ports import reserved_port
@@ -46,8 +48,7 @@ optimizer: {{learning_rate: 1.0e-2, warmup: 2}}
 """
 
 
-@dataclass(frozen=True)
-class Finished:
+class Finished(NamedTuple):
     """The result of a finished command."""
 
     code: int
@@ -70,6 +71,19 @@ class Workplace:
         path = self.folder / f"{name}.yaml"
         path.write_text(text + textwrap.dedent(extra))
         return path
+
+    def write_averaged(self) -> None:
+        """The small configuration with an average and a guard, which have their own state, and with two sources that are
+        evaluated as a whole."""
+        text, held_out = self.write().read_text(), self.corpus / "validation"
+        for old, new in {
+            f"[{held_out}]": f"[{held_out}/bisect.py, {held_out}/heapq.py]",
+            "max_eval_batches: 2": "max_eval_batches: null",
+            "trainer:\n": "trainer:\n  model_averaging: {type: ema, beta: 0.7}\n",
+            "optimizer: {": "optimizer: {skip_bad_steps: 24, ",
+        }.items():
+            text = text.replace(old, new)
+        (self.folder / "run.yaml").write_text(text)
 
     def start(self, *arguments: str, module: str = "jaxlm.train", **environment: str) -> Any:
         """Starts a command. Returns a `subprocess.Popen`, or a process with the same methods."""
@@ -114,15 +128,46 @@ class Workplace:
 
     def run(self, *arguments: str, module: str = "jaxlm.train", **environment: str) -> Finished:
         """Runs a command to its end."""
-        process = self.start(*arguments, module=module, **environment)
-        out, err = process.communicate(timeout=500)
-        return Finished(process.returncode, out, err)
+        return end(self.start(*arguments, module=module, **environment))
+
+    def finish(self, *arguments: str, **environment: str) -> Finished:
+        """Runs a command that succeeds."""
+        result = self.run(*arguments, **environment)
+        assert result.code == 0, result.err
+        return result
+
+    def die(self, *arguments: str, at: str, module: str = "tests.end_to_end.dies", **environment: str) -> Finished:
+        """Runs the training until it kills itself. Args: at: a key of `PLACES` in the module, or the number of a step."""
+        result = self.run(*arguments, module=module, JAXLM_TEST_DIES_AT=at, **environment)
+        assert result.code == -signal.SIGKILL, (at, result.err)
+        return result
+
+    def stop(self, *arguments: str, at: int) -> Finished:
+        """Runs the training until SIGTERM comes at a step, after which it saves."""
+        signaled = {"module": "tests.end_to_end.signaled", "JAXLM_TEST_SIGNAL": f"{int(signal.SIGTERM)}:0:{at}"}
+        result = self.run(*arguments, **signaled)
+        assert result.code == 128 + signal.SIGTERM, result.err
+        return result
+
+    def run_all(
+        self, processes: int, *arguments: str, module: str = "jaxlm.train", **environment: str
+    ) -> list[Finished]:
+        """Runs the command to its end as one run of several processes."""
+        return [end(process) for process in self.start_all(processes, *arguments, module=module, **environment)]
+
+    def records(self, run_id: str = "run") -> list[dict[str, Any]]:
+        """All records of metrics, also those that a later attempt supersedes."""
+        lines = (self.folder / "logs" / run_id / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def numbers(self) -> list[dict[str, Any]]:
+        """All records of the run without times and rates."""
+        return [{k: v for k, v in record.items() if not k.startswith("throughput/")} for record in self.records()]
 
     def losses(self, run_id: str = "run") -> dict[int, str]:
         """Step -> training loss, in hexadecimal, "nan" if it is not finite; fails on a step that is logged twice."""
         losses: dict[int, str] = {}
-        for line in (self.folder / "logs" / run_id / "metrics.jsonl").read_text().splitlines():
-            record = json.loads(line)
+        for record in self.records(run_id):
             if "train/loss" in record:
                 assert record["step"] not in losses
                 losses[record["step"]] = "nan" if record["train/loss"] is None else float(record["train/loss"]).hex()
@@ -136,6 +181,18 @@ class Workplace:
     def digest(self, checkpoint: str, run_id: str = "run") -> dict[str, str]:
         """Path of each array in a checkpoint -> hash of its bytes."""
         return digest_of_arrays(str(self.folder / "checkpoints" / run_id / checkpoint))
+
+
+def end(process: Any) -> Finished:
+    """Waits for the end of a process that `Workplace.start` has started."""
+    out, err = process.communicate(timeout=500)
+    return Finished(process.returncode, out, err)
+
+
+def check_close(found: Mapping[int, str], expected: Mapping[int, str], rel: float = 1e-5) -> None:
+    """Fails unless two runs have the same losses within rounding. Args: found, expected: as of `Workplace.losses`."""
+    ours, theirs = ({step: float.fromhex(loss) for step, loss in losses.items()} for losses in (found, expected))
+    assert ours == pytest.approx(theirs, rel=rel)
 
 
 def digest_of_arrays(checkpoint: str) -> dict[str, str]:

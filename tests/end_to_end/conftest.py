@@ -1,3 +1,4 @@
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -27,36 +28,37 @@ def workplace(shared, tmp_path_factory) -> Callable[..., Workplace]:
 
 @pytest.fixture(scope="session")
 def finished(workplace) -> Workplace:
-    """A run of 12 steps with an average of the weights and two evaluated sources. Do not change it; use a copy."""
+    """A run of 24 steps on one device with an average of the weights. Do not change it; use a copy."""
     place = workplace()
-    path = place.write()
-    held_out = place.corpus / "validation"
-    text = path.read_text().replace(f"[{held_out}]", f"[{held_out}/bisect.py, {held_out}/heapq.py]")
-    text = text.replace("max_eval_batches: 2", "max_eval_batches: null")
-    path.write_text(text.replace("trainer:\n", "trainer:\n  model_averaging: {type: ema, beta: 0.7}\n"))
-    result = place.run("--config_path", "run.yaml", "--trainer.num_train_steps", "12")
-    assert result.code == 0, result.err
+    place.write_averaged()
+    place.finish("--config_path", "run.yaml")
+    return place
+
+
+@pytest.fixture
+def again(finished, workplace) -> Workplace:
+    """A copy of the finished run's folder."""
+    place = workplace()
+    shutil.copytree(finished.folder, place.folder, dirs_exist_ok=True)
     return place
 
 
 @pytest.fixture(scope="session")
 def uninterrupted(workplace) -> Uninterrupted:
-    """An uninterrupted run of 24 steps on one device."""
+    """An uninterrupted run of 24 steps on one device, without an average."""
     place = workplace()
     place.write()
-    result = place.run("--config_path", "run.yaml")
-    assert result.code == 0, result.err
+    place.finish("--config_path", "run.yaml")
     return Uninterrupted(place, place.losses(), place.digest("step-24"))
 
 
 @pytest.fixture(scope="session")
 def two_processes(workplace) -> Uninterrupted:
-    """An uninterrupted run of 24 steps of two processes with two devices each."""
-    place = workplace(2)
+    """An uninterrupted run of 24 steps of two processes with one device each."""
+    place = workplace()
     place.write()
-    processes = place.start_all(2, "--config_path", "run.yaml")
-    ends = [(*process.communicate(timeout=300), process.returncode) for process in processes]
-    assert [code for _, _, code in ends] == [0, 0], ends
+    ends = place.run_all(2, "--config_path", "run.yaml")
+    assert [end.code for end in ends] == [0, 0], ends
     return Uninterrupted(place, place.losses(), place.digest("step-24"))
 
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import IO, Any
 
 REPOSITORY = Path(__file__).parents[2]
-# jax and Python read these when they are imported or started.
-READ_AT_START = ("JAX_", "PYTHON", "MPL", "OMP_", "LD_")
+# jax and Python read these when they are imported or started. (A fork adds the folders of PYTHONPATH itself.)
+READ_AT_START = ("JAX_", "PYTHONUNBUFFERED", "MPL", "OMP_", "LD_")
 _LAZY = ("jaxlm.train", "orbax.checkpoint", "tokenizers", "matplotlib.backends.backend_agg", "matplotlib.figure")
 
 
@@ -188,6 +188,7 @@ def _run(request: dict[str, Any], descriptors: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[0] = request["folder"]
+    sys.path[1:1] = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
     sys.argv = [request["module"], *request["arguments"]]
     sys.modules.pop("__main__", None)
     with warnings.catch_warnings():

@@ -1,8 +1,5 @@
 """Batch sizes that grow during a run, on a mixture: killed in a stage of both, it ends like an uninterrupted run."""
 
-import json
-import signal
-
 import pytest
 
 from tests.end_to_end.test_mixture import write
@@ -16,19 +13,15 @@ def test_a_run_killed_at_a_step_with_larger_batches_ends_the_same(workplace):
     whole, killed = workplace(), workplace()
     for place in (whole, killed):
         write(place)
-    result = whole.run(*RUN)
-    assert result.code == 0, result.err
+    result = whole.finish(*RUN)
     for size, micro in ((8, 1), (16, 2), (24, 3)):
         assert f"compiling the step of phase 'train' for batches of {size} ..." in result.out
         assert f"{size} x 32 = {size * 32:,} tokens per step, {micro} microbatches of 8" in result.out
-    process = killed.start(*RUN, module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="first phase")
-    process.communicate(timeout=500)
-    assert process.returncode == -signal.SIGKILL
-    result = killed.run(*RUN)
-    assert result.code == 0, result.err
+    killed.die(*RUN, at="first phase")
+    killed.finish(*RUN)
     assert killed.losses() == whole.losses()
     assert killed.digest("step-24") == whole.digest("step-24")
-    records = [json.loads(line) for line in (killed.folder / "logs/run/metrics.jsonl").read_text().splitlines()]
+    records = killed.records()
     totals = {r["step"]: r["throughput/total_tokens"] for r in records if "train/loss" in r}
     assert totals[24] == 32 * (7 * 8 + 5 * 16 + 12 * 24)
     rates = {r["step"]: r["optim/learning_rate"] for r in records if "train/loss" in r}

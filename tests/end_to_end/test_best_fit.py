@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 from dataclasses import replace
 
 import pytest
@@ -36,16 +35,14 @@ def with_paragraphs(place: Workplace, train: str = "train") -> Workplace:
 
 def logged(place: Workplace) -> dict[int, tuple[float, float]]:
     """Step -> (loss, hash of the batch)."""
-    lines = (place.folder / "logs" / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [record for record in map(json.loads, lines) if "train/loss" in record]
+    records = [record for record in place.records() if "train/loss" in record]
     return {record["step"]: (record["train/loss"], record["data/batch_hash"]) for record in records}
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(workplace) -> Workplace:
     place = with_paragraphs(workplace())
-    finished = place.run(*PACKING, *WATCH)
-    assert finished.code == 0, finished.err
+    finished = place.finish(*PACKING, *WATCH)
     assert re.search(
         r"train: [\d,]+ rows of 32 tokens, packed by best fit, .* losing .* tokens \(\d+\.\d%\)", finished.out
     )
@@ -55,11 +52,8 @@ def uninterrupted(workplace) -> Workplace:
 @pytest.mark.slow
 def test_killed_in_the_middle_of_an_epoch(workplace, uninterrupted):
     place = with_paragraphs(workplace())
-    process = place.start(*PACKING, *WATCH, module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase")
-    process.communicate(timeout=500)
-    assert process.returncode == -signal.SIGKILL
-    finished = place.run(*PACKING, *WATCH)
-    assert finished.code == 0, finished.err
+    place.die(*PACKING, *WATCH, at="second phase")
+    finished = place.finish(*PACKING, *WATCH)
     assert re.search(r"resuming, from .*step-(5|10)$", finished.out, re.MULTILINE)
     assert place.losses() == uninterrupted.losses()
     assert place.digest(f"step-{STEPS}") == uninterrupted.digest(f"step-{STEPS}")
@@ -73,16 +67,12 @@ def test_killed_where_documents_of_two_passes_wait_together(workplace):
     options = [word.replace("20,", "3000,") for word in PACKING]
     options += [*WATCH, "--data.shuffle", "false"]
     places = [with_paragraphs(workplace(), train="validation") for _ in range(2)]
-    uninterrupted = places[0].run(*options)
-    assert uninterrupted.code == 0, uninterrupted.err
+    uninterrupted = places[0].finish(*options)
     found = re.search(r"train: ([\d,]+) rows of 32 tokens, .* without a break", uninterrupted.out)
     assert found is not None
     assert int(found[1].replace(",", "")) < STEPS * 8
-    killed = places[1].start(*options, module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase")
-    killed.communicate(timeout=500)
-    assert killed.returncode == -signal.SIGKILL
-    finished = places[1].run(*options)
-    assert finished.code == 0, finished.err
+    places[1].die(*options, at="second phase")
+    places[1].finish(*options)
     assert places[1].losses() == places[0].losses()
     assert places[1].digest(f"step-{STEPS}") == places[0].digest(f"step-{STEPS}")
     assert logged(places[1]) == logged(places[0])
@@ -99,9 +89,7 @@ def test_another_packing_is_refused_on_resume(uninterrupted):
 @pytest.mark.soak  # the batches of other data in tests/end_to_end/test_elastic.py
 def test_the_batches_are_the_same_on_eight_and_on_two_devices(workplace, uninterrupted):
     place = with_paragraphs(workplace(8))
-    stop = {"JAXLM_TEST_SIGNAL": f"{int(signal.SIGTERM)}:0:13"}
-    stopped = place.run(*PACKING, *WATCH, module="tests.end_to_end.signaled", **stop)
-    assert stopped.code == 128 + signal.SIGTERM, stopped.err
+    place.stop(*PACKING, *WATCH, at=13)
     finished = replace(place, devices=2).run(*PACKING, *WATCH)
     assert finished.code == 0, finished.err
     found, expected = logged(place), logged(uninterrupted)

@@ -2,7 +2,6 @@
 
 import io
 import json
-import signal
 
 import pytest
 
@@ -61,21 +60,15 @@ def start(workplace, special_tokens=NANOCHAT_TOKENS) -> Workplace:
 @pytest.fixture(scope="module")
 def whole(workplace) -> Workplace:
     place = start(workplace)
-    finished = place.run("--config_path", "run.yaml")
-    assert finished.code == 0, finished.err
+    place.finish("--config_path", "run.yaml")
     return place
 
 
 @pytest.mark.soak
 def test_a_run_that_is_killed_while_it_is_fine_tuned_ends_like_the_others(whole, workplace):
     place = start(workplace)
-    process = place.start(
-        "--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase"
-    )
-    process.communicate(timeout=500)
-    assert process.returncode == -signal.SIGKILL
-    finished = place.run("--config_path", "run.yaml")
-    assert finished.code == 0, finished.err
+    place.die("--config_path", "run.yaml", at="second phase")
+    place.finish("--config_path", "run.yaml")
     assert place.losses() == whole.losses()
     assert place.digest("step-20") == whole.digest("step-20")
 

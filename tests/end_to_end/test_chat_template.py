@@ -37,11 +37,10 @@ def moved(workplace, tmp_path_factory):
     (place.folder / "given.jinja").write_text(TEMPLATE)
     (place.folder / "chats.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in CHATS * 8))
     (place.folder / "run.yaml").write_text(CONFIG)
-    done = place.run("--config_path", "run.yaml")
-    assert done.code == 0, done.err
+    place.finish("--config_path", "run.yaml")
     shutil.copytree(place.folder / "checkpoints" / "run", elsewhere.folder / "run")
     shutil.copy(place.folder / "chats.jsonl", elsewhere.folder)
-    logged = [json.loads(line) for line in (place.folder / "logs/run/metrics.jsonl").read_text().splitlines()]
+    logged = place.records()
     return elsewhere, next(r["eval/loss"] for r in reversed(logged) if "eval/loss" in r)
 
 
@@ -64,8 +63,7 @@ def test_the_checkpoint_chats_and_evaluates_where_the_file_is_not(moved, monkeyp
     monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of Italy?\n"))
     assert chat.main(["--checkpoint", "run", "--max_new_tokens", "4"]) == 0
     assert "tokens/s]" in capsys.readouterr().err
-    done = place.run("--checkpoint", "run", module="jaxlm.commands.evaluate")
-    assert done.code == 0, done.err
+    done = place.finish("--checkpoint", "run", module="jaxlm.commands.evaluate")
     assert json.loads(done.out.splitlines()[-1])["loss"] == pytest.approx(logged, rel=1e-6)
 
 

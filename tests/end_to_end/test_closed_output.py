@@ -28,7 +28,10 @@ def run_without_reader(*words: str, folder, **environment: str) -> tuple[int, st
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("recipes",), ("train", "--help")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--help",), ("--version",), ("recipes",), pytest.param(("train", "--help"), marks=pytest.mark.slow)],
+)
 def test_texts_end_quietly(tmp_path, arguments):
     assert run_without_reader("jaxlm", *arguments, folder=tmp_path) == (CLOSED, "")
 

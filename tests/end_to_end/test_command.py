@@ -10,18 +10,9 @@ from jaxlm import train
 from jaxlm.commands import sample
 from jaxlm.observe.logged_run import read_run
 from jaxlm.observe.page.page import render
-from tests.end_to_end.commands import Workplace
 from tests.observe.page_reader import Page, check_numbers
 
 RUN = ("--config_path", "run.yaml")
-
-
-@pytest.fixture
-def again(finished, workplace) -> Workplace:
-    """A copy of the finished run's folder."""
-    place = workplace()
-    shutil.copytree(finished.folder, place.folder, dirs_exist_ok=True)
-    return place
 
 
 def test_files_of_a_finished_run(finished):
@@ -36,10 +27,10 @@ def test_files_of_a_finished_run(finished):
     step = next(r for r in records if r["step"] == 5)
     assert {"train/loss", "optim/learning_rate", "throughput/tokens_per_second", "grad/norm/total"} <= step.keys()
     assert step["global_step"] == 5
-    assert step["run_progress"] == 5 / 12
+    assert step["run_progress"] == 5 / 24
     assert step["throughput/total_tokens"] == 5 * 16 * 32
     evals = [r for r in records if "eval/loss" in r]
-    assert [r["step"] for r in evals] == [9, 12]
+    assert [r["step"] for r in evals] == [9, 18, 24]
     assert all({"eval/loss", "eval/bpb"} <= r.keys() for r in evals)
     text = (logs / "train.log").read_text()
     for part in (
@@ -48,14 +39,14 @@ def test_files_of_a_finished_run(finished):
         "FLOPs per token",
         "attention",
         "compiling",
-        "step 12/12",
+        "step 24/24",
         "gzip -9",
         "xz -9",
         "to sample",
         "step time",
     ):
         assert part in text
-    saved = finished.folder / "checkpoints" / "run" / "step-12"
+    saved = finished.folder / "checkpoints" / "run" / "step-24"
     assert {path.name for path in saved.iterdir()} == {"state", "run", "data", "checksums.json"}
     assert (saved / "run" / "tokenizer" / "tokenizer.json").is_file()
 
@@ -67,10 +58,9 @@ def test_every_number_of_its_page_is_that_of_its_files(finished):
 
 def test_running_again_reports_that_the_run_is_complete(again):
     losses = again.losses()
-    result = again.run(*RUN, "--trainer.num_train_steps", "12")
-    assert result.code == 0, result.err
-    assert "the run is complete: all 12 steps are done" in result.out
-    assert re.search(r"starts from +checkpoints/run/step-12 \(step 12\)\n", result.out)
+    result = again.finish(*RUN)
+    assert "the run is complete: all 24 steps are done" in result.out
+    assert re.search(r"starts from +checkpoints/run/step-24 \(step 24\)\n", result.out)
     assert re.search(r"starts from +step 0, with random weights\n", (again.folder / "logs/run/train.log").read_text())
     assert again.losses() == losses
 
@@ -78,22 +68,21 @@ def test_running_again_reports_that_the_run_is_complete(again):
 @pytest.mark.slow
 def test_more_steps_continue_from_the_checkpoint(again):
     before = again.losses()
-    result = again.run(*RUN, "--trainer.num_train_steps", "15")
-    assert result.code == 0, result.err
-    assert "trainer.num_train_steps: 12 -> 15" in result.out
-    assert "spans steps 0 to 15 instead of 0 to 12" in result.out
-    assert {step: loss for step, loss in again.losses().items() if step <= 12} == before
-    assert sorted(again.losses()) == list(range(1, 16))
-    records = [json.loads(line) for line in (again.folder / "logs" / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert records[-1]["step"] == 15
-    assert next(r for r in records if r["step"] == 15)["throughput/total_tokens"] == 15 * 16 * 32
+    result = again.finish(*RUN, "--trainer.num_train_steps", "27")
+    assert "trainer.num_train_steps: 24 -> 27" in result.out
+    assert "spans steps 0 to 27 instead of 0 to 24" in result.out
+    assert {step: loss for step, loss in again.losses().items() if step <= 24} == before
+    assert sorted(again.losses()) == list(range(1, 28))
+    records = again.records()
+    assert records[-1]["step"] == 27
+    assert next(r for r in records if r["step"] == 27)["throughput/total_tokens"] == 27 * 16 * 32
 
 
 @pytest.mark.slow
 def test_fewer_steps_than_done_is_refused(again):
     result = again.run(*RUN, "--trainer.num_train_steps", "7")
     assert result.code == 2
-    assert "step 12" in result.err
+    assert "step 24" in result.err
 
 
 @pytest.mark.parametrize(
@@ -125,14 +114,14 @@ def test_a_checkpoint_of_another_shape_names_the_parameter_and_both_shapes(again
     shutil.rmtree(again.folder / "logs")
     run = again.folder / "checkpoints" / "run"
     for name in again.checkpoints():
-        if name != "step-12":
+        if name != "step-24":
             shutil.rmtree(run / name)
-    config = run / "step-12" / "run" / "config.yaml"
+    config = run / "step-24" / "run" / "config.yaml"
     config.write_text(config.read_text().replace("intermediate_dim: 64", "intermediate_dim: 96"))
     from jaxlm.engine.checkpoint.integrity import seal
 
-    seal(run / "step-12")
-    result = again.run(*RUN, "--model.intermediate_dim", "96", "--trainer.num_train_steps", "12")
+    seal(run / "step-24")
+    result = again.run(*RUN, "--model.intermediate_dim", "96")
     assert result.code == 2
     assert "gate_proj.weight: checkpoint float32[2, 64, 32], this model float32[2, 96, 32]" in result.err
     assert "Traceback" not in result.err
@@ -174,20 +163,18 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_an_error_before_compiling
 )
 def test_a_full_disk_stops_the_run_and_loses_no_finished_checkpoint(again, place, message):
     full = {"module": "tests.end_to_end.full_disk", "JAXLM_TEST_DISK_FULL": place}
-    result = again.run(*RUN, "--trainer.num_train_steps", "24", "--trainer.checkpointer.retry_for", "0", **full)
+    result = again.run(*RUN, "--trainer.num_train_steps", "36", "--trainer.checkpointer.retry_for", "0", **full)
     assert result.code == 1
     assert re.search(message, result.err)
     assert "Traceback" not in result.err
-    assert "step-12" in again.checkpoints()
-    result = again.run(*RUN, "--trainer.num_train_steps", "24")
-    assert result.code == 0, result.err
+    assert "step-24" in again.checkpoints()
+    again.finish(*RUN, "--trainer.num_train_steps", "36")
     assert all("unfinished" not in name for name in again.checkpoints())
 
 
 def test_sample_needs_only_the_checkpoint(finished, in_process):
     arguments = ("--checkpoint", "checkpoints/run", "--prompt", "def ", "--prompt", "import ", "--max_new_tokens", "8")
-    result = finished.run(*arguments, module="jaxlm.commands.sample")
-    assert result.code == 0, result.err
+    result = finished.finish(*arguments, module="jaxlm.commands.sample")
     assert result.out.count("---") == 2
     missing = in_process(sample.main, finished, "--checkpoint", "checkpoints/rum")
     assert missing.code == 2
@@ -223,9 +210,8 @@ def test_a_dry_run_of_two_processes_checks_what_a_start_checks(workplace):
     place = workplace()
     place.write()
     arguments = (*RUN, "--dry_run", "true", "--trainer.initialize_from", "no-run")
-    for process in place.start_all(2, *arguments):
-        out, err = process.communicate(timeout=500)
-        assert process.returncode == 2, err
+    for code, out, err in place.run_all(2, *arguments):
+        assert code == 2, err
         assert "a start would end with: trainer.initialize_from: no checkpoint at no-run" in err
         if "plan (dry run" in out:  # process 0 speaks for all
             assert "a start would end with: trainer.initialize_from: no checkpoint at no-run" in out
@@ -289,14 +275,12 @@ def test_a_start_compiles_no_step_that_its_dry_run_compiled(workplace):
 def test_a_broken_cache_is_only_a_warning(workplace):
     place = workplace()
     place.write("evals: []")
-    first = place.run(*FRESH, "--trainer.id", "one", XLA_FLAGS="")
-    assert first.code == 0, first.err
+    place.finish(*FRESH, "--trainer.id", "one", XLA_FLAGS="")
     entries = list((place.folder / "xla").glob("*-cache"))
     assert entries
     for entry in entries:
         entry.write_text("not a program")
-    second = place.run(*FRESH, "--trainer.id", "two", XLA_FLAGS="")
-    assert second.code == 0, second.err
+    second = place.finish(*FRESH, "--trainer.id", "two", XLA_FLAGS="")
     assert "cannot read jit_train_step" in second.err
     assert "The cached program was deleted and is compiled again" in second.err
     assert place.losses("two") == place.losses("one")

@@ -1,7 +1,6 @@
 """CORE and the metrics of a whole run, in the real command: through a kill, and as `jaxlm evaluate` measures them."""
 
 import json
-import signal
 
 import pytest
 
@@ -27,28 +26,19 @@ def place_with_core(workplace, devices: int) -> Workplace:
     return place
 
 
-def records(place: Workplace) -> list[dict]:
-    """All records without times and rates."""
-    lines = (place.folder / "logs" / "run" / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith("throughput/")} for line in lines]
-
-
 ARGUMENTS = ("--config_path", "run.yaml", "--trainer.steps_per_eval", "4")
 
 
 @pytest.mark.slow
 def test_a_killed_run_measures_the_same_as_a_whole_one(workplace):
-    whole, killed = (place_with_core(workplace, 8) for _ in range(2))
-    result = whole.run(*ARGUMENTS)
-    assert result.code == 0, result.err
-    died = killed.run(*ARGUMENTS, module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase")
-    assert died.code == -signal.SIGKILL, died.err
-    result = killed.run(*ARGUMENTS)
-    assert result.code == 0, result.err
+    whole, killed = (place_with_core(workplace, 2) for _ in range(2))
+    whole.finish(*ARGUMENTS)
+    killed.die(*ARGUMENTS, at="second phase")
+    result = killed.finish(*ARGUMENTS)
     assert "resuming" in result.out
-    assert records(killed) == records(whole)
+    assert killed.numbers() == whole.numbers()
 
-    found = records(whole)
+    found = whole.numbers()
     measured = {r["step"]: r for r in found if "eval/loss" in r}
     assert [step for step, r in measured.items() if "eval/core/copa" in r] == [8, 16, 24]
     assert "eval/core" not in measured[24]
@@ -60,8 +50,9 @@ def test_a_killed_run_measures_the_same_as_a_whole_one(workplace):
     options = ("--core_bundle", "bundle", "--limit", "9")
     place = Workplace(whole.folder, whole.cache, whole.corpus, devices=1)
     names = ",".join(f"core/{task}" for task in TASKS)
-    result = place.run("--checkpoint", "checkpoints/run", "--tasks", names, *options, module="jaxlm.commands.evaluate")
-    assert result.code == 0, result.err
+    result = place.finish(
+        "--checkpoint", "checkpoints/run", "--tasks", names, *options, module="jaxlm.commands.evaluate"
+    )
     tasks = json.loads(result.out.splitlines()[-1])["tasks"]
     for name in TASKS:
         assert tasks[name]["accuracy"] == measured[24][f"eval/core/{name}/accuracy"]

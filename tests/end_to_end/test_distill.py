@@ -1,11 +1,10 @@
 """A small student of a bigger teacher: killed and resumed, cached and live, on one device, eight, and two processes."""
 
 import shutil
-import signal
 
 import pytest
 
-from tests.end_to_end.commands import Workplace
+from tests.end_to_end.commands import Workplace, check_close
 
 pytestmark = pytest.mark.slow
 BIG = ("--model.hidden_dim", "64", "--model.num_layers", "3", "--trainer.id", "big", "--trainer.num_train_steps", "30")
@@ -32,11 +31,9 @@ def teacher(workplace):
     """The folder of a teacher: its checkpoints, and `hf`, its last one in Hugging Face format."""
     place = workplace()
     place.write()
-    finished = place.run("--config_path", "run.yaml", *BIG, *AVERAGED)
-    assert finished.code == 0, finished.err
+    place.finish("--config_path", "run.yaml", *BIG, *AVERAGED)
     arguments = ("to-hf", "--checkpoint", "checkpoints/big", "--output_dir", "hf")
-    exported = place.run(*arguments, module="jaxlm.commands.convert")
-    assert exported.code == 0, exported.err
+    place.finish(*arguments, module="jaxlm.commands.convert")
     return place.folder
 
 
@@ -62,18 +59,11 @@ def whole(workplace, teacher):
     def run(form: str, devices: int = 1):
         if (form, devices) not in runs:
             place = prepared(workplace, teacher, form, devices)
-            finished = place.run(*arguments(devices))
-            assert finished.code == 0, finished.err
+            finished = place.finish(*arguments(devices))
             runs[form, devices] = place.losses(), place.digest("step-24"), place, finished.out
         return runs[form, devices]
 
     return run
-
-
-def close(found: dict[int, str], expected: dict[int, str], tolerance: float) -> None:
-    assert found.keys() == expected.keys()
-    for step, loss in expected.items():
-        assert float.fromhex(found[step]) == pytest.approx(float.fromhex(loss), rel=tolerance), step
 
 
 @pytest.mark.soak  # the cached teacher's run is killed in the same place
@@ -96,16 +86,13 @@ def test_killed_while_the_cache_is_written_and_in_training(whole, workplace, tea
 
 
 def kill(place: Workplace, devices: int, where: str) -> None:
-    process = place.start(*arguments(devices), module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT=where)
-    process.communicate(timeout=500)
-    assert process.returncode == -signal.SIGKILL
+    place.die(*arguments(devices), at=where)
 
 
 def finish(place: Workplace, devices: int, whole: tuple) -> None:
     """The run ends as if it had never been killed, and its checkpoint has nothing of the teacher."""
     losses, digest, *_ = whole
-    finished = place.run(*arguments(devices))
-    assert finished.code == 0, finished.err
+    finished = place.finish(*arguments(devices))
     assert "resuming, from" in finished.out
     assert place.losses() == losses
     assert place.digest("step-24") == digest
@@ -114,9 +101,8 @@ def finish(place: Workplace, devices: int, whole: tuple) -> None:
 
 def test_a_cached_teacher_gives_the_losses_of_a_live_one_and_is_loaded_once(whole):
     losses, _, place, first = whole("cached")
-    close(losses, whole("top k")[0], 1e-6)
-    again = place.run(*arguments(1), "--trainer.id", "again")
-    assert again.code == 0, again.err
+    check_close(losses, whole("top k")[0], 1e-6)
+    again = place.finish(*arguments(1), "--trainer.id", "again")
     assert place.losses("again") == losses
     for text in ("annotating", "refs.teacher: "):
         assert text in first
@@ -127,8 +113,7 @@ def test_a_cached_teacher_gives_the_losses_of_a_live_one_and_is_loaded_once(whol
 def test_the_average_of_a_checkpoint_is_another_teacher(whole, workplace, teacher):
     place = prepared(workplace, teacher, "of a checkpoint")
     average = ("--refs.teacher.weights", "ema")
-    finished = place.run(*arguments(1), *average)
-    assert finished.code == 0, finished.err
+    place.finish(*arguments(1), *average)
     assert place.losses() != whole("of a checkpoint")[0]
     unknown = place.run(*arguments(1), "--refs.teacher.weights", "swa", "--trainer.id", "other")
     assert unknown.code == 2
@@ -144,20 +129,18 @@ def test_a_checkpoint_is_the_same_teacher_as_its_export(whole):
 @pytest.mark.parametrize("form", ["live", "cached"])
 def test_eight_devices_and_two_processes_agree_with_one_device(whole, workplace, teacher, form):
     losses, *_ = whole(form)
-    close(whole(form, 8)[0], losses, 1e-5)
+    check_close(whole(form, 8)[0], losses, 1e-5)
     place = prepared(workplace, teacher, form)
-    processes = place.start_all(2, *arguments(1))
-    outputs = [process.communicate(timeout=500) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    close(place.losses(), losses, 1e-5)
+    ends = place.run_all(2, *arguments(1))
+    assert [end.code for end in ends] == [0, 0], ends
+    check_close(place.losses(), losses, 1e-5)
 
 
 def test_another_teacher_is_refused_on_resume(whole, workplace, teacher, tmp_path):
     *_, place, _ = whole("top k")
     shutil.copytree(teacher / "hf", tmp_path / "hf")
     path = "--refs.teacher.path"
-    same = place.run(*arguments(1), path, str(tmp_path / "hf"))
-    assert same.code == 0, same.err
+    place.finish(*arguments(1), path, str(tmp_path / "hf"))
     weights = tmp_path / "hf" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     other = place.run(*arguments(1), path, str(tmp_path / "hf"))

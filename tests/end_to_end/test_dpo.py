@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import random
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -61,8 +60,7 @@ def start(place: Workplace, sections: dict[str, Any], records: list[dict[str, An
 
 
 def finish(place: Workplace, *options: str) -> str:
-    finished = place.run("--config_path", "run.yaml", *options)
-    assert finished.code == 0, finished.err
+    finished = place.finish("--config_path", "run.yaml", *options)
     return finished.out
 
 
@@ -107,9 +105,7 @@ def test_copies_beat_random_letters(whole):
 @pytest.mark.slow
 def test_a_resumed_run_has_the_reference_of_its_start(whole, workplace):
     place = start(workplace(), DPO, pairs())
-    process = place.start("--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="first phase")
-    process.communicate(timeout=500)
-    assert process.returncode == -signal.SIGKILL
+    place.die("--config_path", "run.yaml", at="first phase")
     assert "resuming" in finish(place)
     assert place.losses() == whole()[0].losses()
     digest = place.digest("step-60")

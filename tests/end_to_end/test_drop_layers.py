@@ -1,7 +1,6 @@
 """A run that drops two of its four layers after a phase: killed on the way, evaluated, sampled, exported."""
 
 import json
-import signal
 
 import pytest
 
@@ -34,8 +33,7 @@ def dropped(out: str) -> list[str]:
 def whole(workplace):
     """The uninterrupted run, and what it logged."""
     place = start(workplace)
-    finished = place.run("--config_path", "run.yaml")
-    assert finished.code == 0, finished.err
+    finished = place.finish("--config_path", "run.yaml")
     return place, finished.out
 
 
@@ -43,13 +41,9 @@ def whole(workplace):
 def test_killed_runs_drop_the_same_layers(whole, workplace):
     uninterrupted, said = whole
     place, lines = start(workplace), []
-    for fault in ("boundary", "after surgery", "second phase"):
-        process = place.start("--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT=fault)
-        out, _ = process.communicate(timeout=500)
-        assert process.returncode == -signal.SIGKILL, fault
-        lines += dropped(out)
-    finished = place.run("--config_path", "run.yaml")
-    assert finished.code == 0, finished.err
+    for fault in ("after surgery", "second phase"):
+        lines += dropped(place.die("--config_path", "run.yaml", at=fault).out)
+    finished = place.finish("--config_path", "run.yaml")
     assert set(lines) == set(dropped(said)), "measured again until the checkpoint of the entry is there"
     assert not dropped(finished.out), "the checkpoint has the layers"
     assert place.losses() == uninterrupted.losses()

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 
 import numpy as np
 import pytest
@@ -32,14 +31,11 @@ phases:
 
 
 def killed(place: Workplace, fault: str) -> None:
-    process = place.start("--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT=fault)
-    process.communicate(timeout=500)
-    assert process.returncode == -signal.SIGKILL
+    place.die("--config_path", "run.yaml", at=fault)
 
 
 def finished(place: Workplace) -> str:
-    result = place.run("--config_path", "run.yaml")
-    assert result.code == 0, result.err
+    result = place.finish("--config_path", "run.yaml")
     return result.out
 
 

@@ -1,7 +1,6 @@
 """The Flax examples with the real command: trained on text, killed and resumed, sampled, evaluated."""
 
 import json
-import signal
 
 import pytest
 
@@ -27,23 +26,17 @@ def test_a_killed_and_resumed_run_is_identical(workplace, kind, devices):
         (place.folder / "run.yaml").write_text(before + model + "trainer:\n" + behind.partition("trainer:\n")[2])
     whole, killed = places
     arguments = ("--config_path", "run.yaml")
-    finished = whole.run(*arguments)
-    assert finished.code == 0, finished.err
-    process = killed.start(*arguments, module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase")
-    process.communicate(timeout=500)
-    assert process.returncode == -signal.SIGKILL
-    finished = killed.run(*arguments)
-    assert finished.code == 0, finished.err
+    whole.finish(*arguments)
+    killed.die(*arguments, at="second phase")
+    finished = killed.finish(*arguments)
     assert "resuming, from" in finished.out
     assert killed.losses() == whole.losses()
     assert killed.digest("step-24") == whole.digest("step-24")
     losses = [float.fromhex(loss) for loss in whole.losses().values()]
     assert losses[-1] < losses[0] - 0.5
-    sampled = killed.run("--checkpoint", "checkpoints/run", "--max_new_tokens", "4", module="jaxlm.commands.sample")
-    assert sampled.code == 0, sampled.err
+    sampled = killed.finish("--checkpoint", "checkpoints/run", "--max_new_tokens", "4", module="jaxlm.commands.sample")
     assert "the module has no KV cache" in sampled.err
-    evaluated = killed.run("--checkpoint", "checkpoints/run", module="jaxlm.commands.evaluate")
-    assert evaluated.code == 0, evaluated.err
+    evaluated = killed.finish("--checkpoint", "checkpoints/run", module="jaxlm.commands.evaluate")
     assert 0 < json.loads(evaluated.out.splitlines()[-1])["loss"] < losses[0]
 
 
@@ -85,13 +78,10 @@ def test_training_on_the_quickstart_data(workplace, kind):
     assert difference < 1e-5
     assert one[-1] < one[0] - 1.5
     flags = "--xla_force_host_platform_device_count=8"
-    process = places["killed"].start(
+    places["killed"].die(
         *("--config_path", "run.yaml"),
-        module="tests.end_to_end.dies",
-        JAXLM_TEST_DIES_AT="second phase",
+        at="second phase",
         XLA_FLAGS=flags,
     )
-    process.communicate(timeout=500)
-    assert process.returncode == -signal.SIGKILL
     assert finished("killed") == eight
     assert places["killed"].digest("step-48") == places["eight"].digest("step-48")

@@ -5,16 +5,14 @@ import signal
 
 import pytest
 
-from tests.end_to_end.commands import Workplace
-from tests.end_to_end.test_signals import process_end
+from tests.end_to_end.commands import Workplace, end
 
 STEPS, ROWS = 8, 16
 RUN = ("--config_path", "run.yaml", "--trainer.num_train_steps", str(STEPS), "--optimizer.learning_rate", "1.0e-3")
 
 
 def numbers(place: Workplace) -> dict[tuple[int, str], float]:
-    lines = (place.folder / "logs/run/metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = place.records()
     names = ("train/loss", "eval/loss", "grad/norm/total")
     return {(record["step"], name): record[name] for record in records for name in names if name in record}
 
@@ -33,10 +31,9 @@ def test_each_row_is_read_by_one_process_and_losses_equal_those_of_a_single_proc
     alone, four = workplace(1), workplace(1)
     for place in (alone, four):
         place.write()
-    result = alone.run(*RUN)
-    assert result.code == 0, result.err
+    alone.finish(*RUN)
     processes = four.start_all(4, *RUN, module="tests.end_to_end.reading", JAXLM_TEST_READS="reads")
-    for code, _, err in [process_end(process) for process in processes]:
+    for code, _, err in [end(process) for process in processes]:
         assert code == 0, err
 
     expected, found = numbers(alone), numbers(four)
@@ -66,7 +63,7 @@ def test_a_signal_to_one_of_four_processes_saves_all_at_the_same_step(workplace)
     place.write()
     number = f"{int(signal.SIGTERM)}:2:7"  # process 2, at step 7
     ends = [
-        process_end(process)
+        end(process)
         for process in place.start_all(
             4, "--config_path", "run.yaml", module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=number
         )
@@ -78,6 +75,6 @@ def test_a_signal_to_one_of_four_processes_saves_all_at_the_same_step(workplace)
     assert f"stopped by SIGTERM; saved as checkpoints/run/{saved}." in ends[0][1]  # process 0 speaks for all
     assert [err for _, _, err in ends if "Traceback" in err] == []
     more = ("--trainer.num_train_steps", str(step + 2))
-    ends = [process_end(process) for process in place.start_all(4, "--config_path", "run.yaml", *more)]
+    ends = place.run_all(4, "--config_path", "run.yaml", *more)
     assert [code for code, _, _ in ends] == [0] * 4, ends
     assert f"resuming, from checkpoints/run/{saved}" in ends[0][1]

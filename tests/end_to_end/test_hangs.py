@@ -32,8 +32,7 @@ def test_a_run_that_hangs_says_where_and_ends(workplace, place, activity, frame,
         assert f"s ({activity}) on process 0. Stacks of all threads:" in text
         assert frame in text
         assert "in train" in text
-    again = work.run(*RUN)
-    assert again.code == 0, again.err
+    again = work.finish(*RUN)
     assert resumed in again.out
 
 
@@ -41,9 +40,8 @@ def test_a_run_that_hangs_says_where_and_ends(workplace, place, activity, frame,
 def test_a_process_that_waits_for_one_that_hangs_ends_too(workplace):
     work = workplace()
     work.write()
-    processes = work.start_all(2, *WATCHED, module="tests.end_to_end.hangs", JAXLM_TEST_HANGS_IN="process 1")
-    ends = [(*process.communicate(timeout=300), process.returncode) for process in processes]
-    assert [code for _, _, code in ends] == [EXIT_HUNG, EXIT_HUNG], ends
+    ends = work.run_all(2, *WATCHED, module="tests.end_to_end.hangs", JAXLM_TEST_HANGS_IN="process 1")
+    assert [end.code for end in ends] == [EXIT_HUNG, EXIT_HUNG], ends
     stacks = [(work.folder / "logs" / "run" / f"stacks-{n}.txt").read_text() for n in (0, 1)]
     assert "in hang" in stacks[1]
     assert "in run_phase" in stacks[0]
@@ -56,6 +54,5 @@ def test_a_pause_and_a_compilation_are_not_taken_for_a_hang(workplace):
     work.write()
     # Long enough for a step or a save on a machine that is busy.
     watched = ("--trainer.watchdog", "{report_after: 10s, end_after: 10s}")
-    done = work.run(*RUN, *watched, module="tests.end_to_end.hangs", JAXLM_TEST_HANGS_IN="nothing")
-    assert done.code == 0, done.err
+    done = work.finish(*RUN, *watched, module="tests.end_to_end.hangs", JAXLM_TEST_HANGS_IN="nothing")
     assert "no progress" not in done.err

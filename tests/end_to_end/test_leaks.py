@@ -123,8 +123,7 @@ def sft(place: Workplace) -> dict[str, Any]:
 def counted(place: Workplace, config: dict[str, Any]) -> list[dict[str, Any]]:
     config["trainer"]["callbacks"] = [{"type": "tests.end_to_end.census:CensusConfig", "every": EVERY}]
     (place.folder / "run.yaml").write_text(yaml.safe_dump(config))
-    finished = place.run("--config_path", "run.yaml", WANDB_SILENT="true")
-    assert finished.code == 0, finished.err
+    place.finish("--config_path", "run.yaml", WANDB_SILENT="true")
     return [json.loads(line) for line in (place.folder / FILE).read_text().splitlines()]
 
 

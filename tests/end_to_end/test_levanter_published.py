@@ -56,8 +56,5 @@ def test_starts_and_trains(workplace, tmp_path_factory, name):
     options |= {f"trainer.{key}": value for key, value in SHORTER.items()}
     options["trainer.compilation_cache_dir"] = tmp_path_factory.getbasetemp() / "xla"
     options |= {"hf_save_path": "exports"} if config.get("hf_save_path") else {}
-    result = place.run(
-        "--config_path", "run.yaml", *(str(x) for key, value in options.items() for x in (f"--{key}", value))
-    )
-    assert result.code == 0, result.err
+    place.finish("--config_path", "run.yaml", *(str(x) for key, value in options.items() for x in (f"--{key}", value)))
     assert sorted(place.losses(config["trainer"].get("id", "run"))) == [1, 2]

@@ -2,12 +2,10 @@
 
 import re
 import shutil
-import signal
 
 import pytest
 
-from tests.end_to_end.commands import Workplace
-from tests.end_to_end.test_signals import process_end
+from tests.end_to_end.commands import Workplace, check_close, end
 
 STEPS = 10
 LOOKUP = (
@@ -24,15 +22,10 @@ def with_nano(place: Workplace) -> Workplace:
     return place
 
 
-def losses(place: Workplace) -> dict[int, float]:
-    return {step: float.fromhex(loss) for step, loss in place.losses().items()}
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(workplace) -> Workplace:
     place = with_nano(workplace())
-    finished = place.run(*LOOKUP)
-    assert finished.code == 0, finished.err
+    place.finish(*LOOKUP)
     return place
 
 
@@ -40,17 +33,14 @@ def uninterrupted(workplace) -> Workplace:
 def test_a_checkpoint_has_the_layout_on_one_and_on_eight_devices(workplace, uninterrupted):
     """Bit for bit the uninterrupted run on one device; the same layout and losses on eight. Nothing is computed again."""
     place = with_nano(workplace())
-    stop = {"JAXLM_TEST_SIGNAL": f"{int(signal.SIGTERM)}:0:6"}
-    stopped = place.run(*LOOKUP, module="tests.end_to_end.signaled", **stop)
-    assert stopped.code == 128 + signal.SIGTERM, stopped.err
+    stopped = place.stop(*LOOKUP, at=6)
     assert "computing body.lookups" not in stopped.out  # the uninterrupted run did
     shutil.rmtree(place.cache / "derived")
     eight = with_nano(workplace(8))
     for name in ("checkpoints", "logs"):
         shutil.copytree(place.folder / name, eight.folder / name)
     for each in (place, eight):
-        finished = each.run(*LOOKUP)
-        assert finished.code == 0, finished.err
+        finished = each.finish(*LOOKUP)
         assert re.search(r"resuming, from .*step-\d+$", finished.out, re.MULTILINE)
         assert "computing body.lookups" not in finished.out
     assert not (place.cache / "derived").exists()
@@ -58,9 +48,7 @@ def test_a_checkpoint_has_the_layout_on_one_and_on_eight_devices(workplace, unin
     assert place.losses() == uninterrupted.losses()
     assert place.digest(last) == uninterrupted.digest(last)
     assert eight.digest(last)[bounds] == uninterrupted.digest(last)[bounds]
-    expected = losses(uninterrupted)
-    for step, loss in losses(eight).items():
-        assert loss == pytest.approx(expected[step], rel=1e-5), step
+    check_close(eight.losses(), uninterrupted.losses())
 
 
 @pytest.mark.soak
@@ -69,11 +57,9 @@ def test_two_processes_have_the_same_layout(workplace, uninterrupted):
     two = with_nano(workplace())
     where = [(), ("--data.cache_dir", str(two.folder / "own"))]
     shutil.copytree(two.cache, two.folder / "own", ignore=shutil.ignore_patterns("derived", "xla"))
-    for code, _, err in map(process_end, two.start_each([(*LOOKUP, *own) for own in where])):
+    for code, _, err in map(end, two.start_each([(*LOOKUP, *own) for own in where])):
         assert code == 0, err
     assert not (two.folder / "own" / "derived").exists()
-    expected = losses(uninterrupted)
-    for step, loss in losses(two).items():
-        assert loss == pytest.approx(expected[step], rel=1e-5), step
+    check_close(two.losses(), uninterrupted.losses())
     bounds = "model.body.lookups.0.bounds"
     assert two.digest(f"step-{STEPS}")[bounds] == uninterrupted.digest(f"step-{STEPS}")[bounds]

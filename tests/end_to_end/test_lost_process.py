@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_signals import RUN, process_end
+from tests.end_to_end.commands import end
+from tests.end_to_end.test_signals import RUN
 
 HEARTBEAT_S = 6
 SOON_S = 150  # the others would wait for 300 s (trainer.distributed.shutdown_timeout)
@@ -54,7 +55,7 @@ def test_losing_a_process_ends_the_others(workplace, processes, number, lost, st
     try:
         wait_until_lost(running[lost].pid)
         began = time.monotonic()
-        ends = [process_end(process) for index, process in enumerate(running) if index != lost]
+        ends = [end(process) for index, process in enumerate(running) if index != lost]
         seconds = time.monotonic() - began
     finally:
         running[lost].kill()

@@ -30,12 +30,10 @@ def write(place: Workplace) -> None:
 def test_a_mixture_is_evaluated_by_source_and_tag(workplace):
     whole = workplace()
     write(whole)
-    result = whole.run("--config_path", "run.yaml")
-    assert result.code == 0, result.err
-    records = [json.loads(line) for line in (whole.folder / "logs/run/metrics.jsonl").read_text().splitlines()]
+    whole.finish("--config_path", "run.yaml")
+    records = whole.records()
     logged = next(record for record in reversed(records) if "eval/loss" in record)
-    found = whole.run("--checkpoint", "checkpoints/run", module="jaxlm.commands.evaluate")
-    assert found.code == 0, found.err
+    found = whole.finish("--checkpoint", "checkpoints/run", module="jaxlm.commands.evaluate")
     numbers = json.loads(found.out.splitlines()[-1])
     assert numbers["loss"] == pytest.approx(logged["eval/loss"], rel=1e-6)
     assert numbers["macro_bpb"] == pytest.approx(logged["eval/macro_bpb"], rel=1e-6)

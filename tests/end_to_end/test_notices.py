@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from tests.end_to_end.commands import Workplace
-from tests.end_to_end.test_signals import RUN, process_end
+from tests.end_to_end.test_signals import RUN
 from tests.metadata_server import metadata_server
 
 NOTICED = "tests.end_to_end.noticed"
@@ -35,7 +35,7 @@ def test_a_notice_to_one_process_stops_all_at_the_same_step(workplace):
         hosts = iter([server.host for server in servers])
         start = Workplace.start
         patch.setattr(Workplace, "start", lambda *a, **k: start(*a, **k, GCE_METADATA_HOST=next(hosts)))
-        ends = [process_end(p) for p in place.start_all(2, *RUN, module=NOTICED, JAXLM_TEST_NOTICE="1:7")]
+        ends = place.run_all(2, *RUN, module=NOTICED, JAXLM_TEST_NOTICE="1:7")
     assert [code for code, _, _ in ends] == [143, 143], ends
     assert ["preempts this machine" in err for _, _, err in ends] == [False, True]
     assert "stopped by a preemption notice; saved as checkpoints/run/step-" in ends[0][1]

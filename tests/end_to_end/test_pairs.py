@@ -3,14 +3,13 @@
 import functools
 import json
 import random
-import signal
 from collections.abc import Callable
 
 import pytest
 import yaml
 
 from jaxlm.observe.trackers import read_jsonl
-from tests.end_to_end.commands import Workplace
+from tests.end_to_end.commands import Workplace, check_close
 
 
 def start(place: Workplace) -> Workplace:
@@ -44,8 +43,7 @@ def whole(workplace) -> Callable[..., Workplace]:
     @functools.cache
     def run(devices: int = 1) -> Workplace:
         place = start(workplace(devices))
-        finished = place.run("--config_path", "run.yaml")
-        assert finished.code == 0, finished.err
+        place.finish("--config_path", "run.yaml")
         return place
 
     return run
@@ -55,11 +53,8 @@ def whole(workplace) -> Callable[..., Workplace]:
 @pytest.mark.parametrize("devices", [8, pytest.param(1, marks=pytest.mark.soak)])
 def test_killed_and_resumed(whole, workplace, devices):
     place = start(workplace(devices))
-    process = place.start("--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="first phase")
-    process.communicate(timeout=500)
-    assert process.returncode == -signal.SIGKILL
-    finished = place.run("--config_path", "run.yaml")
-    assert finished.code == 0, finished.err
+    place.die("--config_path", "run.yaml", at="first phase")
+    place.finish("--config_path", "run.yaml")
     assert place.losses() == whole(devices).losses()
     assert place.digest("step-24") == whole(devices).digest("step-24")
 
@@ -76,18 +71,15 @@ def test_loss_and_preference_are_evaluated(whole):
 
 @pytest.mark.soak  # one step on pairs is the same on eight devices in tests/engine/test_preferences.py
 def test_eight_devices_train_like_one(whole):
-    losses = [[float.fromhex(loss) for loss in whole(devices).losses().values()] for devices in (1, 8)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    check_close(whole(8).losses(), whole(1).losses())
 
 
 @pytest.mark.slow
 def test_prepare_shows_both_halves_and_evaluate_reads_the_checkpoint(whole):
     whole = whole()
-    shown = whole.run("--config_path", "run.yaml", "--show_batch", "0", module="jaxlm.commands.prepare")
-    assert shown.code == 0, shown.err
+    shown = whole.finish("--config_path", "run.yaml", "--show_batch", "0", module="jaxlm.commands.prepare")
     assert shown.out.count(", chosen ---") == shown.out.count(", rejected ---") == 16
-    measured = whole.run("--checkpoint", "checkpoints/run", module="jaxlm.commands.evaluate")
-    assert measured.code == 0, measured.err
+    measured = whole.finish("--checkpoint", "checkpoints/run", module="jaxlm.commands.evaluate")
     records = read_jsonl(whole.folder / "logs" / "run" / "metrics.jsonl")
     logged = [record["eval/loss"] for record in records if "eval/loss" in record]
     assert json.loads(measured.out.splitlines()[-1])["loss"] == pytest.approx(logged[-1], rel=1e-6)
@@ -115,12 +107,10 @@ def test_without_configuration_with_lora_and_a_tokenizer_of_words(workplace):
     lora = [{"type": "lora", "target": "attn|mlp", "rank": 4}]
     config["phases"] = [{"name": "a", "surgery": lora, "trainable": [r"\.[ab]$"], "objective": {"type": "dpo"}}]
     (place.folder / "run.yaml").write_text(yaml.safe_dump(config))
-    shown = place.run("--config_path", "run.yaml", "--show_batch", "0", module="jaxlm.commands.prepare")
-    assert shown.code == 0, shown.err
+    shown = place.finish("--config_path", "run.yaml", "--show_batch", "0", module="jaxlm.commands.prepare")
     assert "the prompt is what both begin with, because there is no 'prompt'" in shown.out
     assert "⟧" in shown.out
-    finished = place.run("--config_path", "run.yaml", "--trainer.num_train_steps", "4")
-    assert finished.code == 0, finished.err
+    finished = place.finish("--config_path", "run.yaml", "--trainer.num_train_steps", "4")
     assert (
         "note: no bits per byte: data.tokenizer: bits per byte needs the number of bytes of each token" in finished.out
     )

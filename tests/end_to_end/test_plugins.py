@@ -1,6 +1,5 @@
 """A third-party package (tests/plugins/acme_lm): its classes in YAML, by name and by import path, and its program."""
 
-import json
 import os
 
 import pytest
@@ -61,8 +60,7 @@ def test_plugin_classes_train_and_their_checkpoint_is_read(installed):
         "--data.source",
         "{type: acme_sums, num_records: 4000}",
     )
-    result = installed.run(*RUN, *options, module="acme_lm.program", **environment(installed))
-    assert result.code == 0, result.err
+    result = installed.finish(*RUN, *options, module="acme_lm.program", **environment(installed))
     assert result.out.startswith("good day\n")
     losses = [float.fromhex(loss) for loss in installed.losses().values()]
     assert losses[-1] < losses[0] - 0.3
@@ -70,11 +68,10 @@ def test_plugin_classes_train_and_their_checkpoint_is_read(installed):
     assert {row[0]: row[2] for row in rows if row[1] == "train/loss"}["24"] == repr(losses[-1])
     assert (installed.folder / "slowest.txt").read_text().endswith(" of 24")
     # The program's own keys are not saved; all other keys are read by every command, through the same import paths.
-    evaluated = installed.run(
+    evaluated = installed.finish(
         "--checkpoint", "checkpoints/run", module="jaxlm.commands.evaluate", **environment(installed)
     )
-    assert evaluated.code == 0, evaluated.err
-    records = [json.loads(line) for line in (installed.folder / "logs/run/metrics.jsonl").read_text().splitlines()]
+    records = installed.records()
     logged = next(r["eval/loss"] for r in reversed(records) if "eval/loss" in r)
     assert f"{logged:.4f}" in evaluated.out
 
@@ -112,12 +109,10 @@ def test_a_kind_of_data_with_columns_of_its_own_trains_and_is_evaluated(installe
     path = installed.write('objective: {type: "acme_lm.graded:GradedLoss"}\n', name="graded")
     path.write_text(path.read_text().replace("data:\n", 'data:\n  type: "acme_lm.graded:GradedData"\n'))
     arguments = ("--config_path", "graded.yaml", "--trainer.id", "graded")
-    result = installed.run(*arguments, **environment(installed))
-    assert result.code == 0, result.err
+    installed.finish(*arguments, **environment(installed))
     losses = [float.fromhex(loss) for loss in installed.losses("graded").values()]
     assert losses[-1] < losses[0] - 0.3
-    shown = installed.run(*arguments, "--show_batch", "3", module="jaxlm.commands.prepare", **environment(installed))
-    assert shown.code == 0, shown.err
+    installed.finish(*arguments, "--show_batch", "3", module="jaxlm.commands.prepare", **environment(installed))
     refused = installed.run(*arguments, "--objective.type", "next_token", **environment(installed))
     assert refused.code == 2
     assert "objective.type: next_token cannot train on data.type: acme_lm.graded:GradedData" in refused.err

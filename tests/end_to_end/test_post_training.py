@@ -34,8 +34,7 @@ def place(workplace) -> Workplace:
             phase["data"]["source"] |= {"num_train": 64, "num_validation": 0 if is_sampled else 16}
             phase["data"] |= {"max_new_tokens": 16, "group_size": 4, "long_prompts": "leave_out"} if is_sampled else {}
     (place.folder / "run.yaml").write_text(yaml.safe_dump(recipe))
-    finished = place.run("--config_path", "run.yaml")
-    assert finished.code == 0, finished.err
+    place.finish("--config_path", "run.yaml")
     return place
 
 

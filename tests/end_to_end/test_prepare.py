@@ -172,13 +172,11 @@ def test_training_uses_the_prepared_caches(workplace, tmp_path):
     place.write()
     arguments = ("--config_path", "run.yaml", "--data.cache_dir", f"{tmp_path}/cache")
     # A platform that does not exist, and a log line for every compilation.
-    first = place.run(*arguments, module="jaxlm.commands.prepare", JAX_PLATFORMS="cuda", JAX_LOG_COMPILES="1")
-    assert first.code == 0, first.err
+    first = place.finish(*arguments, module="jaxlm.commands.prepare", JAX_PLATFORMS="cuda", JAX_LOG_COMPILES="1")
     assert "Compiling" not in first.err
     assert "train: 4 documents, " in first.out
     made = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*") if file.is_file()}
-    second = place.run(*arguments, "--trainer.num_train_steps", "2")
-    assert second.code == 0, second.err
+    second = place.finish(*arguments, "--trainer.num_train_steps", "2")
     assert "documents, " not in second.out
     assert "training a BPE" not in second.out
     assert {file: file.stat().st_mtime_ns for file in made} == made

@@ -1,15 +1,15 @@
 """A start that is refused leaves a run as it is: every file but the log has the bytes that it had."""
 
 import fcntl
-import shutil
 from pathlib import Path
 
 import pytest
 
 from jaxlm import train
 from jaxlm.core.errors import ConfigError
+from tests.end_to_end.commands import end
 
-RUN = ("--config_path", "run.yaml", "--trainer.num_train_steps", "16")
+RUN = ("--config_path", "run.yaml", "--trainer.num_train_steps", "28")
 CALLBACK = """
 from dataclasses import dataclass
 from jaxlm.observe.callbacks.base import Callback, CallbackConfig
@@ -29,11 +29,9 @@ class Never(CallbackConfig):
 
 
 @pytest.fixture
-def place(finished, workplace):
-    copied = workplace()
-    shutil.copytree(finished.folder, copied.folder, dirs_exist_ok=True)
-    (copied.folder / "callbacks_of_mine.py").write_text(CALLBACK)
-    return copied
+def place(again):
+    (again.folder / "callbacks_of_mine.py").write_text(CALLBACK)
+    return again
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -76,8 +74,10 @@ def test_a_refused_start_changes_no_file_of_the_run(place, in_process, monkeypat
     "step",
     [
         "train.open_phase_data",
-        "session.phase_hooks.open_evaluations",
-        *(pytest.param(s, marks=pytest.mark.slow) for s in ("train.compile_steps", "train.load_references")),
+        *(
+            pytest.param(s, marks=pytest.mark.slow)
+            for s in ("train.compile_steps", "train.load_references", "session.phase_hooks.open_evaluations")
+        ),
     ],
 )
 def test_a_start_that_is_refused_at_its_last_steps_changes_no_file_of_the_run(place, in_process, monkeypatch, step):
@@ -103,7 +103,6 @@ def test_a_start_while_the_run_is_trained_changes_no_file(place, in_process):
 @pytest.mark.slow
 def test_processes_that_differ_change_no_file(place):
     before = content(place.folder)
-    for process in place.start_each([RUN, (*RUN, "--optimizer.learning_rate", "0.5")]):
-        _, err = process.communicate(timeout=300)
-        assert process.returncode == 2, err
+    for code, _, err in map(end, place.start_each([RUN, (*RUN, "--optimizer.learning_rate", "0.5")])):
+        assert code == 2, err
     assert content(place.folder) == before

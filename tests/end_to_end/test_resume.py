@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 
 from jaxlm.observe.ledger import account, read_lines
-from tests.end_to_end.commands import Workplace
+from tests.end_to_end.commands import Workplace, check_close
 
 TENSOR_PARALLEL = ("--trainer.model_axis_size", "2", "--trainer.tensor_parallel_axes", "[mlp, heads]")
 MESHES = {
@@ -20,7 +20,6 @@ MESHES = {
     "fsdp 8": (8, ()),
     "tp 2 x fsdp 4": (8, TENSOR_PARALLEL),
 }
-# Two microbatches on every mesh.
 FLOAT32_ROUTER = (
     *("--model.type", "mixtral", "--model.num_experts", "4"),
     *("--trainer.mp", r"{default: 'p=f32,c=bfloat16', rules: [{match: '\.router\.', compute: f32}]}"),
@@ -53,28 +52,26 @@ OTHERS = {
     "muon with its options, fsdp 8": (8, MUON),
 }
 SETTINGS = MESHES | OTHERS | FOUR_GROUPS
+# Two microbatches.
 PARALLELISM = {name: str(16 // n if "tp 2" in name else 8 // n) for name, (n, _) in SETTINGS.items()}
 
 
-# Guards and averages have their own state, which must be saved and restored like weights and optimizer.
-MEMORIES = ("--trainer.model_averaging", "{type: ema, beta: 0.9}", "--optimizer.skip_bad_steps", "24")
-
-
 def arguments(mesh: str) -> list[str]:
-    parallelism = ("--trainer.per_device_parallelism", PARALLELISM[mesh])
-    return ["--config_path", "run.yaml", *parallelism, *MEMORIES, *SETTINGS[mesh][1]]
+    parallelism = () if mesh == "one device" else ("--trainer.per_device_parallelism", PARALLELISM[mesh])
+    return ["--config_path", "run.yaml", *parallelism, *SETTINGS[mesh][1]]
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(workplace):
+def uninterrupted(workplace, finished):
     """The uninterrupted run, once per mesh: (losses, hashes of its last checkpoint)."""
 
     @cache
     def run(mesh: str):
+        if mesh == "one device":
+            return finished.losses(), finished.digest("step-24")
         place = workplace(SETTINGS[mesh][0])
-        place.write()
-        finished = place.run(*arguments(mesh))
-        assert finished.code == 0, finished.err
+        place.write_averaged()
+        place.finish(*arguments(mesh))
         return place.losses(), place.digest("step-24")
 
     return run
@@ -110,10 +107,9 @@ def check(workplace, uninterrupted, mesh: str, seed: int, kills: int) -> Workpla
 def check_killed(workplace, uninterrupted, mesh: str, killed: Callable[[Workplace], None]) -> Workplace:
     losses, digest = uninterrupted(mesh)
     place = workplace(SETTINGS[mesh][0])
-    place.write()
+    place.write_averaged()
     killed(place)
-    finished = place.run(*arguments(mesh))
-    assert finished.code == 0, finished.err
+    place.finish(*arguments(mesh))
     assert place.losses() == losses
     assert place.digest("step-24") == digest
     assert any(path.startswith("slots.ema.") for path in digest)
@@ -122,9 +118,10 @@ def check_killed(workplace, uninterrupted, mesh: str, killed: Callable[[Workplac
     return place
 
 
-def test_killed_once(workplace, uninterrupted):
+@pytest.mark.parametrize("mesh", ["one device", pytest.param("fsdp 8", marks=pytest.mark.slow)])
+def test_killed_once(workplace, uninterrupted, mesh):
     before = time.time()
-    place = check_killed(workplace, uninterrupted, "fsdp 8", lambda place: kill(place, "fsdp 8", 0.0))
+    place = check_killed(workplace, uninterrupted, mesh, lambda place: kill(place, mesh, 0.0))
     lines = read_lines(place.folder / "logs" / "run")
     goodput = account(lines)
     assert goodput is not None
@@ -164,13 +161,11 @@ def test_killed_once_with_four_groups(workplace, uninterrupted, mesh):
 @pytest.mark.soak
 def test_four_groups_train_the_same_on_one_and_on_eight_devices(uninterrupted):
     alone, sharded = (uninterrupted(f"four groups, {mesh}")[0] for mesh in ("one device", "fsdp 8"))
-    assert alone.keys() == sharded.keys()
-    for step, loss in alone.items():
-        assert float.fromhex(sharded[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)
+    check_close(sharded, alone)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [pytest.param(m, marks=() if m == "one device" else pytest.mark.soak) for m in MESHES])
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", MESHES)
 def test_killed_twice(workplace, uninterrupted, mesh):
     check(workplace, uninterrupted, mesh, seed=10, kills=2)
 
@@ -181,8 +176,7 @@ def test_killed_with_tuned_options(workplace):
     place = workplace()
     path = place.write()
     path.write_text(path.read_text().replace(f"{place.cache}/xla", "xla"))
-    tuned = place.run(*arguments("one device"), "--tune", "--steps", "6", module="tests.end_to_end.tunes_little")
-    assert tuned.code == 0, tuned.err
+    place.finish(*arguments("one device"), "--tune", "--steps", "6", module="tests.end_to_end.tunes_little")
     kept = place.folder / "xla" / "tuned_options.json"
     (entry,) = json.loads(kept.read_text())
     options = {"xla_cpu_prefer_vector_width": 512, "loss_chunk_tokens": 32}
@@ -190,11 +184,8 @@ def test_killed_with_tuned_options(workplace):
     for run_id in ("whole", "killed"):
         words = (*arguments("one device"), "--trainer.id", run_id)
         if run_id == "killed":
-            process = place.start(*words, module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase")
-            process.communicate(timeout=500)
-            assert process.returncode == -signal.SIGKILL
-        finished = place.run(*words)
-        assert finished.code == 0, finished.err
+            place.die(*words, at="second phase")
+        finished = place.finish(*words)
         tuned = "xla_cpu_prefer_vector_width=512, loss_chunk_tokens=32: 1.20 times as fast as without (1.10 to 1.30)"
         assert tuned in finished.out
     assert place.losses("killed") == place.losses("whole")
@@ -218,15 +209,9 @@ def test_resumes_on_another_mesh(workplace, uninterrupted, mesh):
     """Started on one device and killed, finished on eight: the same batches, and the same losses within rounding."""
     losses, _ = uninterrupted("one device")
     place = workplace(1)
-    place.write()
-    process = place.start(*arguments("one device"), module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase")
-    process.communicate(timeout=500)
-    assert process.returncode == -signal.SIGKILL
+    place.write_averaged()
+    place.die(*arguments("one device"), at="second phase")
     elsewhere = replace(place, devices=8)
-    finished = elsewhere.run(*arguments(mesh))
-    assert finished.code == 0, finished.err
+    finished = elsewhere.finish(*arguments(mesh))
     assert re.search(r"resuming, from .*step-(5|10)$", finished.out, re.MULTILINE)
-    found = place.losses()
-    assert found.keys() == losses.keys()
-    for step, loss in losses.items():
-        assert float.fromhex(found[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)
+    check_close(place.losses(), losses)

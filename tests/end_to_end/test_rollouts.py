@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ import jaxlm
 from jaxlm.observe.trackers import read_jsonl
 from tests.end_to_end.commands import Workplace
 from tests.end_to_end.successor import DIGITS, FIRST, prompt_ids, write_task
-from tests.end_to_end.test_signals import process_end
 
 GRPO = {"type": "grpo", "old_policy": "rollout", "kl": None}
 ROLLOUTS = {
@@ -49,8 +47,7 @@ def start(place: Workplace, steps: int, **sections: dict[str, Any]) -> Workplace
 
 
 def finish(place: Workplace, *options: str) -> str:
-    finished = place.run("--config_path", "run.yaml", *options)
-    assert finished.code == 0, finished.err
+    finished = place.finish("--config_path", "run.yaml", *options)
     return finished.out
 
 
@@ -172,11 +169,7 @@ def whole(workplace) -> Callable[[], Workplace]:
 @pytest.mark.slow
 def test_a_run_that_is_killed_within_a_rollout_goes_on_bit_for_bit(whole, workplace):
     place = start(workplace(), 12, data=SEVERAL, objective=KEPT)
-    dies = {"module": "tests.end_to_end.dies", "JAXLM_TEST_DIES_AT": "first phase"}
-    every_step = ("--trainer.checkpointer.save_interval", "0s")
-    process = place.start("--config_path", "run.yaml", *every_step, **dies)
-    process.communicate(timeout=500)
-    assert process.returncode == -signal.SIGKILL
+    place.die("--config_path", "run.yaml", "--trainer.checkpointer.save_interval", "0s", at="first phase")
     newest = max((int(name[5:]) for name in place.checkpoints() if name[5:].isdecimal()), default=0)
     assert 4 < newest < 8
     position = json.loads((place.folder / f"checkpoints/run/step-{newest}/data/position.json").read_text())
@@ -194,10 +187,7 @@ def test_a_run_that_is_killed_within_a_rollout_goes_on_bit_for_bit(whole, workpl
 @pytest.mark.soak
 def test_a_run_that_is_killed_while_it_samples_goes_on_bit_for_bit(whole, workplace):
     place = start(workplace(), 12, data=SEVERAL, objective=KEPT)
-    dies = {"module": "tests.end_to_end.dies", "JAXLM_TEST_DIES_AT": "scoring"}
-    process = place.start("--config_path", "run.yaml", **dies)
-    process.communicate(timeout=500)
-    assert process.returncode == -signal.SIGKILL
+    place.die("--config_path", "run.yaml", at="scoring")
     assert "resuming" in finish(place)
     assert same_everywhere(place) == same_everywhere(whole())
     assert place.digest("step-12") == whole().digest("step-12")
@@ -209,7 +199,7 @@ def test_two_processes_whose_reward_fails_save_the_last_step(workplace):
     rewards = [{"type": "function", "function": "tests.end_to_end.successor:fails_in_the_third_call", "name": "right"}]
     place = start(workplace(2), 3, data={"rewards": rewards, "group_size": 2}, trainer={"train_batch_size": 4})
     (place.folder / "fails").touch()
-    for code, _, err in map(process_end, place.start_all(2, "--config_path", "run.yaml")):
+    for code, _, err in place.run_all(2, "--config_path", "run.yaml"):
         assert code == 2, err
         assert "Correct the reward. The run is saved at step 2: the same command continues from there" in err
     position = json.loads((place.folder / "checkpoints/run/step-2/data/position.json").read_text())
@@ -225,14 +215,14 @@ def test_a_run_whose_reward_fails_is_saved_and_goes_on_bit_for_bit(workplace, pr
     keys = {"rewards": rewards, "updates_per_rollout": 2}
     place, whole = (start(workplace(processes), 6, data=keys) for _ in range(2))
     (place.folder / "fails").touch()
-    for code, _, err in map(process_end, place.start_all(processes, "--config_path", "run.yaml")):
+    for code, _, err in place.run_all(processes, "--config_path", "run.yaml"):
         assert code == 2, err
         assert "reward 'right' (type: function): it raised ValueError: cannot go on in " in err
         assert "Correct the reward. The run is saved at step 4: the same command continues from there" in err
     assert "step-4" in place.checkpoints()
     (place.folder / "fails").unlink()
     for each in (place, whole):
-        for code, _, err in map(process_end, each.start_all(processes, "--config_path", "run.yaml")):
+        for code, _, err in each.run_all(processes, "--config_path", "run.yaml"):
             assert code == 0, err
     assert same_everywhere(place) == same_everywhere(whole)
     assert place.digest("step-6") == whole.digest("step-6")
@@ -250,7 +240,7 @@ def assert_close(ours: Workplace, theirs: Workplace) -> None:
 @pytest.mark.soak
 def test_two_processes_sample_and_train_like_one(whole, workplace):
     place = start(workplace(2), 12, data=SEVERAL)
-    for code, _, err in [process_end(process) for process in place.start_all(2, "--config_path", "run.yaml")]:
+    for code, _, err in place.run_all(2, "--config_path", "run.yaml"):
         assert code == 0, err
     assert_close(place, whole())
 
@@ -260,7 +250,7 @@ def test_two_processes_train_in_a_random_environment(workplace):
     """If each process had its own, they would have other numbers of turns, and wait for each other."""
     keys = {"environment": {"type": "tests.environments.own:DiceConfig"}, "max_turns": 3, "max_new_tokens": 12}
     place = start(workplace(2), 4, data={**keys, "rewards": []})
-    for code, _, err in [process_end(process) for process in place.start_all(2, "--config_path", "run.yaml")]:
+    for code, _, err in place.run_all(2, "--config_path", "run.yaml"):
         assert code == 0, err
     for record in steps_of(place):
         assert record["train/rewards/environment"] == pytest.approx(record["train/reward"], rel=1e-5)

@@ -45,8 +45,7 @@ def test_a_killed_study_continues_and_gives_what_it_would_have_given(workplace):
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=300)
     assert not (place.folder / "scaling" / "members" / f"{KILLED}.json").exists()
-    again = place.run("--config_path", "study.yaml", module="jaxlm.commands.scaling")
-    assert again.code == 0, again.err
+    again = place.finish("--config_path", "study.yaml", module="jaxlm.commands.scaling")
     finished = [line for line in again.out.splitlines() if line.endswith("| finished |")]
     assert [line.split()[1] for line in finished] == ["study-1.5e10-d1"]
     log = (place.folder / "logs" / KILLED / "train.log").read_text()
@@ -60,8 +59,7 @@ def test_a_killed_study_continues_and_gives_what_it_would_have_given(workplace):
     (undisturbed.folder / "alone.yaml").write_bytes(
         (place.folder / "scaling" / "members" / f"{KILLED}.yaml").read_bytes()
     )
-    alone = undisturbed.run("--config_path", "alone.yaml")
-    assert alone.code == 0, alone.err
+    undisturbed.finish("--config_path", "alone.yaml")
     records = [
         json.loads(line) for line in (undisturbed.folder / "logs" / KILLED / "metrics.jsonl").read_text().splitlines()
     ]
@@ -87,8 +85,7 @@ def test_members_train_on_a_ray_cluster(workplace):
     place = workplace()
     write(place)
     command = ("--config_path", "study.yaml", "--scaling.depths", "[2, 3]", "--scaling.ray", "{cpus: 1}")
-    result = place.run(*command, module="jaxlm.commands.scaling", RAY_AUTH_MODE="disabled")
-    assert result.code == 0, result.err
+    place.finish(*command, module="jaxlm.commands.scaling", RAY_AUTH_MODE="disabled")
     saved = json.loads((place.folder / "scaling" / "scaling.json").read_text())
     assert sorted(member["depth"] for member in saved["members"]) == [2, 3]
     assert (place.folder / "checkpoints" / KILLED).is_dir()

@@ -111,10 +111,8 @@ def test_a_run_with_all_trackers_an_export_and_a_page_writes_no_secret(workplace
         "--trainer.callbacks": f"[{{type: 'asking:Ask', server: '{address}', api_key: {IN_KEYS[0]}}}]",
     }
     words = [word for pair in options.items() for word in pair]
-    dry = place.run(*words, "--dry_run", "true", **VARIABLES)
-    assert dry.code == 0, dry.err
-    finished = place.run(*words, **VARIABLES)
-    assert finished.code == 0, finished.err
+    dry = place.finish(*words, "--dry_run", "true", **VARIABLES)
+    finished = place.finish(*words, **VARIABLES)
     assert "asking http://ada:<redacted>@127.0.0.1" in finished.out
     resumed = place.run(*words, "--trainer.num_train_steps", "14", **VARIABLES)
     refused = place.run(*words, "--model.hidden_dim", "48", **VARIABLES)

@@ -87,8 +87,7 @@ def spoken(workplace):
     write_model(place.folder / "model", **sizes, initializer_range=0.05)
     (place.folder / "chats.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in CHATS))
     (place.folder / "run.yaml").write_text(SFT.format(cache=place.cache))
-    done = place.run("--config_path", "run.yaml")
-    assert done.code == 0, done.err
+    done = place.finish("--config_path", "run.yaml")
     return place, done.out
 
 
@@ -139,8 +138,7 @@ def test_smoothed_labels_are_learned_to_their_entropy_and_evaluated_without(work
     made.save(str(place.folder / "letters.json"))
     (place.folder / "letters.txt").write_text(letters * 64)
     (place.folder / "run.yaml").write_text(SEQ.format(cache=place.cache, smoothing=SMOOTHING))
-    done = place.run("--config_path", "run.yaml")
-    assert done.code == 0, done.err
+    place.finish("--config_path", "run.yaml")
     other = SMOOTHING / NUM_LETTERS
     target = 1 - SMOOTHING + other
     floor = -target * math.log(target) - (NUM_LETTERS - 1) * other * math.log(other)

@@ -1,29 +1,26 @@
 """SIGTERM and SIGINT: the step is finished and saved, the exit code shows it, and the run resumes bit for bit."""
 
 import signal
-import subprocess
 
 import pytest
 
-from tests.end_to_end.commands import Workplace
+from tests.end_to_end.commands import Workplace, check_close, end
 
 RUN = ("--config_path", "run.yaml")
 
 
 @pytest.fixture
 def whole(request):
-    """Number of processes -> losses and last hashes: one device, or two processes with two devices each."""
+    """Number of processes -> losses and last hashes: one device, or two processes with one device each."""
 
     def run(processes: int):
-        made = request.getfixturevalue("uninterrupted" if processes == 1 else "two_processes")
-        return made.losses, made.digest
+        if processes == 1:
+            finished = request.getfixturevalue("finished")
+            return finished.losses(), finished.digest("step-24")
+        together = request.getfixturevalue("two_processes")
+        return together.losses, together.digest
 
     return run
-
-
-def process_end(process: subprocess.Popen) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
 
 
 @pytest.mark.parametrize(
@@ -36,17 +33,17 @@ def process_end(process: subprocess.Popen) -> tuple[int, str, str]:
     ],
 )
 def test_a_signal_saves_and_the_run_resumes(workplace, whole, processes, number, to):
-    place = workplace(processes)
-    place.write()
+    place = workplace()
+    place.write_averaged() if processes == 1 else place.write()
     running = place.start_all(
         processes, *RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:{to}:7"
     )
-    results = [process_end(process) for process in running]
+    results = [end(process) for process in running]
     assert [code for code, _, _ in results] == [128 + number] * processes, results
     assert f"stopped by {signal.Signals(number).name}; saved as checkpoints/run/step-" in results[0][1]
     saved = max(int(name.removeprefix("step-")) for name in place.checkpoints())
     assert saved == 7 if processes == 1 else 7 <= saved <= 11
-    results = [process_end(process) for process in place.start_all(processes, *RUN)]
+    results = place.run_all(processes, *RUN)
     assert [code for code, _, _ in results] == [0] * processes, results
     assert (place.losses(), place.digest("step-24")) == whole(processes)
 
@@ -55,9 +52,7 @@ def test_a_signal_saves_and_the_run_resumes(workplace, whole, processes, number,
 def test_a_second_signal_ends_at_once(workplace):
     place = workplace()
     place.write()
-    (code, _, err) = process_end(
-        place.start(*RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL="15:0:7:twice")
-    )
+    (code, _, err) = end(place.start(*RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL="15:0:7:twice"))
     assert code == 143
     assert "step-7" not in place.checkpoints()
     assert "Traceback" not in err
@@ -68,9 +63,7 @@ def test_a_second_signal_ends_at_once(workplace):
 def test_a_signal_during_the_first_compilation_ends_at_once(workplace, number):
     place = workplace()
     place.write()
-    code, _, err = process_end(
-        place.start(*RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:0:0")
-    )
+    code, _, err = end(place.start(*RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:0:0"))
     assert code == 128 + number
     assert f"stopped by {signal.Signals(number).name} before training started; nothing was lost" in err
     assert "Traceback" not in err
@@ -78,12 +71,8 @@ def test_a_signal_during_the_first_compilation_ends_at_once(workplace, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2])
-def test_two_processes_have_the_losses_of_one(whole, processes):
-    alone, together = whole(1)[0], whole(processes)[0]
-    assert alone.keys() == together.keys()
-    for step, loss in alone.items():
-        assert float.fromhex(together[step]) == pytest.approx(float.fromhex(loss), rel=1e-5)
+def test_two_processes_have_the_losses_of_one(uninterrupted, two_processes):
+    check_close(two_processes.losses, uninterrupted.losses)
 
 
 @pytest.mark.slow
@@ -96,6 +85,6 @@ def test_processes_with_different_run_ids_are_refused(workplace):
     start = Workplace.start
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Workplace, "start", lambda *a, **k: start(*a, **k, RUN_ID=next(names)))
-        results = [process_end(process) for process in place.start_all(2, *RUN)]
+        results = place.run_all(2, *RUN)
     assert [code for code, _, _ in results] == [2, 2], results
     assert "trainer.id: one on process 0; two on process 1" in results[1][2]

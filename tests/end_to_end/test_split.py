@@ -1,7 +1,5 @@
 """A second phase that trains only the upper of two stacks: frozen bit for bit, killed, resumed, exported and sampled."""
 
-import signal
-
 import pytest
 
 from tests.end_to_end.commands import Workplace
@@ -31,8 +29,7 @@ def start(workplace, devices: int) -> Workplace:
 def whole(request, workplace):
     """The uninterrupted run: (its place, losses, hashes before and after the second phase)."""
     place = start(workplace, request.param)
-    finished = place.run("--config_path", "run.yaml")
-    assert finished.code == 0, finished.err
+    place.finish("--config_path", "run.yaml")
     return place, place.losses(), place.digest("step-12"), place.digest("step-24")
 
 
@@ -56,11 +53,8 @@ def test_killed(whole, workplace):
     """One run that is killed at each place in turn."""
     place = start(workplace, whole[0].devices)
     for fault in ("after surgery", "second phase"):
-        process = place.start("--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT=fault)
-        process.communicate(timeout=500)
-        assert process.returncode == -signal.SIGKILL, fault
-    finished = place.run("--config_path", "run.yaml")
-    assert finished.code == 0, finished.err
+        place.die("--config_path", "run.yaml", at=fault)
+    place.finish("--config_path", "run.yaml")
     assert place.losses() == whole[1]
     assert place.digest("step-24") == whole[3]
 
@@ -69,11 +63,10 @@ def test_killed(whole, workplace):
 def test_its_checkpoint_is_exported_and_sampled_as_the_whole_model(whole):
     """`--verify` reads the exported folder with transformers if it is installed; sampling it gives the same text."""
     place = whole[0]
-    exported = place.run(
+    exported = place.finish(
         *("to-hf", "--checkpoint", "checkpoints/run", "--output_dir", "exported", "--verify", "true"),
         module="jaxlm.commands.convert",
     )
-    assert exported.code == 0, exported.err
     assert "logits within" in exported.out
     texts = [
         place.run(

@@ -1,7 +1,6 @@
 """Storage that misbehaves while the real command trains: nothing is lost, and training goes on."""
 
 import ctypes
-import json
 import os
 import signal
 import time
@@ -14,7 +13,7 @@ import pytest
 from jaxlm.engine.checkpoint.bucket import BucketFolder
 from jaxlm.engine.checkpoint.integrity import verify
 from jaxlm.engine.checkpoint.remote import RemoteFolder
-from tests.end_to_end.commands import Finished, Workplace, digest_of_arrays
+from tests.end_to_end.commands import Finished, Workplace, digest_of_arrays, end
 from tests.end_to_end.flaky_proxy import FlakyProxy, flaky_proxy
 from tests.gcs import BUCKET
 from tests.s3 import S3_BUCKET, s3_server
@@ -51,8 +50,7 @@ def check_folder(place: Workplace) -> None:
 
 
 def metrics(place: Workplace) -> list[dict[str, float]]:
-    lines = (place.folder / "logs/run/metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if "train/loss" in record]
+    return [record for record in place.records() if "train/loss" in record]
 
 
 def failures(result: Finished) -> list[str]:
@@ -164,8 +162,7 @@ def test_an_outage_of_the_disk(uninterrupted, place, end):
     if end == "killed":
         check_like(uninterrupted, place, place.run(*RUN))
         return
-    out, err = process.communicate(timeout=300)
-    result = Finished(process.returncode, out, err)
+    result = end(process)
     check_like(uninterrupted, place, result)
     assert "Not a directory" in failures(result)[0]
 
@@ -176,8 +173,7 @@ def test_a_folder_that_is_deleted_is_made_again(uninterrupted, place):
     wait_until(lambda: "step-5" in place.checkpoints(), process)
     run_folder(place).rename(run_folder(place).with_name("away"))  # at once, also if a save is in progress
     go(place)
-    out, err = process.communicate(timeout=300)
-    check_like(uninterrupted, place, Finished(process.returncode, out, err))
+    check_like(uninterrupted, place, end(process))
     assert "step-5" not in place.checkpoints()
 
 
@@ -185,18 +181,17 @@ def test_a_folder_that_is_deleted_is_made_again(uninterrupted, place):
 @pytest.mark.parametrize("process", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_a_failure_on_one_of_two_processes_is_known_to_both(two_processes, workplace, process):
     """Neither waits for the other, and both try again at the same step."""
-    place = workplace(2)
+    place = workplace()
     place.write()
-    running = place.start_all(2, *RUN, *OFTEN, **faulty(f"process:{process}"))
-    ends = [each.communicate(timeout=300) for each in running]
-    assert [each.returncode for each in running] == [0, 0], ends
+    ends = place.run_all(2, *RUN, *OFTEN, **faulty(f"process:{process}"))
+    assert [one.code for one in ends] == [0, 0], ends
     assert (place.losses(), place.digest("step-24")) == (two_processes.losses, two_processes.digest)
     check_folder(place)
-    lines = failures(Finished(0, *ends[0]))
+    lines = failures(ends[0])
     assert lines
     assert all("File too large" in line for line in lines), lines
     assert all(("process 1: " in line) == (process == 1) for line in lines), lines
-    assert "checkpoints are saved again" in ends[0][0]
+    assert "checkpoints are saved again" in ends[0].out
     assert {"step-5", "step-20", "step-24"} <= set(place.checkpoints())
 
 
@@ -219,8 +214,7 @@ def all_files(folder: RemoteFolder) -> list[str]:
 def test_uploads_that_fail_are_made_up_for(uninterrupted, place):
     """Of a store that checkpoints are staged for. Every permanent one arrives, and nothing else stays in either folder."""
     url = f"file://{place.folder}/store"
-    result = place.run(*in_bucket(place, url), **faulty("unreachable"))
-    assert result.code == 0, result.err
+    result = place.finish(*in_bucket(place, url), **faulty("unreachable"))
     assert place.losses() == uninterrupted.losses
     assert all("the upload failed (OSError: [Errno 5] Input/output error" in line for line in failures(result))
     assert "checkpoints are saved again" in result.out
@@ -270,10 +264,10 @@ def with_outage(
         go(place)
         wait_until(lambda: has_failed_to_save(place) if outage == "forbidden" else proxy.num_faults >= 3, process)
         proxy.recover()
-        out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
+        result = end(process)
+    assert result.code == 0, result.err
     assert proxy.num_faults
-    return out
+    return result.out
 
 
 @pytest.mark.soak

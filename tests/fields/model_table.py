@@ -29,7 +29,7 @@ COMMON: dict[str, Entry] = {
     "model.gradient_checkpointing": Change("full", Program(gains=r"stablehlo.dot_general")),
     "model.scan_layers": Change(False, Program(loses=r"stablehlo.while")),
     "model.attn_backend": Change("reference", Constant(-3.40282347e38)),
-    "model.pad_vocab_to_multiple_of": Change(80, Program(gains=r"stablehlo\.pad.*tensor<80x32xf32>", alone=False)),
+    "model.pad_vocab_to_multiple_of": Change(80, Program(gains=r"stablehlo\.pad.*tensor<80x32x\w+>", alone=False)),
 }
 WINDOW = Change(5, Constant(5))
 SCALED_ROPE = Change({"type": "linear", "theta": 77.0, "factor": 2.0}, frequencies(77.0, 2.0))
@@ -208,8 +208,8 @@ NANO: dict[str, Entry] = {
     "model.num_kv_heads": Change(2, Shapes({r"^model.*k_proj\.weight": (4, 2, 8, 32)})),
     "model.mlp_scale": Change(2, Shapes({r"^model.*up_proj\.weight": (4, 64, 32)})),
     "model.window_pattern": Change("L", Program(loses=r"dense<9>")),
-    "model.short_window_fraction": Change(0.25, Constant(5)),
-    "model.short_window_multiple": Change(3, Constant(10)),
+    "model.short_window_fraction": Change(0.25, Constant(5, alone=True)),
+    "model.short_window_multiple": Change(3, Constant(10, alone=True)),
     "model.rope": SCALED_ROPE,
     "model.rope_dtype": Change("float32", Program(loses=r"xbf16>")),
     "model.qk_scale": Change(1.2, Constant(1.2**2 * 8**-0.5)),
@@ -257,7 +257,7 @@ TABLE: Table = {
         **PATTERN,
         "model.sliding_window_pattern": Change(1, Program(loses="dense<512>")),
         "model.local_rope": SCALED_ROPE,
-        "model.use_bidirectional_attention": Change(True, Constant(-3.40282347e38)),
+        "model.use_bidirectional_attention": Change(True, Constant(-3.40282347e38, alone=True)),
     },
     "gpt_neox": {
         "model.use_parallel_residual": Change(False, Program(gains=r"stablehlo.add")),

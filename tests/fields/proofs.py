@@ -154,13 +154,18 @@ class Program:
 
 @dataclass(frozen=True)
 class Constant:
-    """The program has this number or list of numbers as a constant more often than the base."""
+    """The program has this number or list of numbers as a constant more often than the base.
+
+    Attributes:
+        alone: whether other fields of the base change these numbers too, so that the field needs a program of its own.
+    """
 
     numbers: tuple[float, ...]
-    alone = False
+    alone: bool
 
-    def __init__(self, *numbers: float):
+    def __init__(self, *numbers: float, alone: bool = False):
         object.__setattr__(self, "numbers", numbers)
+        object.__setattr__(self, "alone", alone)
 
     def check(self, before: Outcome, after: Outcome) -> None:
         wanted = tuple(map(_digits, self.numbers))

@@ -5,18 +5,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
 
-from tests.end_to_end.commands import REPOSITORY, Workplace, make_corpus
+from tests.end_to_end.commands import REPOSITORY, Finished, Workplace, make_corpus
 from tests.end_to_end.waiting import EVALS
 from tests.ports import reserved_port
 from tests.xla_flags import flags_for
 
-sys.path.insert(0, str(REPOSITORY / "infra"))  # its modules import each other so
+sys.path[:0] = [str(REPOSITORY / "infra"), str(REPOSITORY / "infra" / "kubernetes")]  # its modules import each other so
 
 NUM_STEPS = 24
 ARGUMENTS = ("--config_path", "run.yaml", "--trainer.num_train_steps", str(NUM_STEPS))
@@ -79,6 +79,20 @@ class Launched(Workplace):
         os.kill(self.training_processes()[-1], signal.SIGKILL)
 
 
+@pytest.fixture
+def in_process(capfd) -> Callable[..., Finished]:
+    """Runs a launcher's `main` in this process, for commands that start nothing."""
+
+    def run(main: Callable[[Sequence[str]], int], *words: str) -> Finished:
+        try:
+            code = main(words)
+        except SystemExit as end:  # raised by argparse
+            code = int(end.code or 0)
+        return Finished(code, *capfd.readouterr())
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def launched(tmp_path_factory):
     """Creates folders with the small configuration, which saves every 8 steps."""
@@ -98,20 +112,9 @@ def launched(tmp_path_factory):
 
 def pod_commands(folder: Path, nodes: int) -> list[str]:
     """The shell command of each pod of a JobSet, as its container would run it."""
-    script = REPOSITORY / "infra" / "kubernetes" / "jobset.py"
-    command = [
-        sys.executable,
-        str(script),
-        "mine",
-        "--image",
-        "x",
-        "--nodes",
-        str(nodes),
-        "--dry_run",
-        "--",
-        *ARGUMENTS,
-    ]
-    manifest = yaml.safe_load(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    import jobset
+
+    manifest = jobset.manifest(jobset.parse(["mine", "--image", "x", "--nodes", str(nodes), "--", *ARGUMENTS]))
     (container,) = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["bash", "-c"]
     # The name in the cluster's DNS; Kubernetes itself resolves "$$".

@@ -1,16 +1,14 @@
 """The manifests of `infra/kubernetes/jobset.py`: their values, and their schema where its package is installed."""
 
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jobset
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "infra" / "kubernetes" / "jobset.py"
 ARGUMENTS = ("--config_path", "my file.yaml", "--trainer.id", "$(HOME): #1 $$")
 LINE = "python -m jaxlm.train --config_path 'my file.yaml' --trainer.id '$(HOME): #1 $$'"
 GPU = ("--nodes", "4", "--gpus", "8", "--env", "A=b: $$c $(D)", "--queue", "jaxlm")
@@ -23,25 +21,19 @@ TPU = {
 }
 
 
-def run(*words: str, arguments: tuple[str, ...] = ARGUMENTS) -> subprocess.CompletedProcess:
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "mine",
-        "--image",
-        "registry/jaxlm:1",
-        "--dry_run",
-        *words,
-        "--",
-        *arguments,
-    ]
-    return subprocess.run(command, capture_output=True, text=True)
+COMMAND = ("mine", "--image", "registry/jaxlm:1", "--dry_run")
 
 
-def jobset(*words: str) -> dict[str, Any]:
-    result = run(*words)
-    assert result.returncode == 0, result.stderr
-    return yaml.safe_load(result.stdout)
+@pytest.fixture
+def rendered(in_process) -> Callable[..., dict[str, Any]]:
+    """The manifest that the command prints."""
+
+    def run(*words: str) -> dict[str, Any]:
+        result = in_process(jobset.main, *COMMAND, *words, "--", *ARGUMENTS)
+        assert result.code == 0, result.err
+        return yaml.safe_load(result.out)
+
+    return run
 
 
 def job_of(manifest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -56,8 +48,8 @@ def expanded(text: str) -> str:
     return re.sub(r"\$\$|\$\((\w+)\)", lambda found: "REPLACED" if found[1] else "$", text)
 
 
-def test_four_nodes_of_eight_gpus():
-    manifest = jobset(*GPU)
+def test_four_nodes_of_eight_gpus(rendered):
+    manifest = rendered(*GPU)
     replicated, job, pod = job_of(manifest)
     (container,) = pod["containers"]
     distributed = "--trainer.distributed."
@@ -78,9 +70,9 @@ def test_four_nodes_of_eight_gpus():
 
 
 @pytest.mark.parametrize("name", TPU)
-def test_tpu_slices(name):
+def test_tpu_slices(rendered, name):
     words, accelerator, slices, machines = TPU[name]
-    replicated, job, pod = job_of(jobset(*words))
+    replicated, job, pod = job_of(rendered(*words))
     assert (replicated["replicas"], job["parallelism"], job["completions"]) == (slices, machines, machines)
     assert pod["nodeSelector"]["cloud.google.com/gke-tpu-accelerator"] == accelerator
     dimensions = 2 if "lite" in accelerator or "v6e" in accelerator else 3
@@ -96,8 +88,8 @@ EVERYTHING = (
 )
 
 
-def test_what_pods_need_of_the_cluster():
-    _, _, pod = job_of(jobset(*EVERYTHING))
+def test_what_pods_need_of_the_cluster(rendered):
+    _, _, pod = job_of(rendered(*EVERYTHING))
     (container,) = pod["containers"]
     secret = {"secretKeyRef": {"name": "hf", "key": "token"}}
     assert container["env"] == [{"name": "HF_TOKEN", "valueFrom": secret}]
@@ -126,16 +118,16 @@ def kept(given: Any, read: Any) -> bool:
 @pytest.mark.parametrize(
     "words", [GPU, EVERYTHING, *(words for words, *_ in TPU.values())], ids=["gpu", "everything", *TPU]
 )
-def test_manifests_have_the_fields_of_the_api(words):
+def test_manifests_have_the_fields_of_the_api(rendered, words):
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install -e '.[infra-test]'")
-    manifest = jobset(*words)
+    manifest = rendered(*words)
     assert kept(manifest, models.JobsetV1alpha2JobSet.from_dict(manifest).to_dict())
     misspelled = manifest | {"spec": manifest["spec"] | {"failurPolicy": {}}}
     assert not kept(misspelled, models.JobsetV1alpha2JobSet.from_dict(misspelled).to_dict())
 
 
 def test_the_queue_is_valid_yaml():
-    kinds = [part["kind"] for part in yaml.safe_load_all((SCRIPT.parent / "queue.yaml").read_text())]
+    kinds = [part["kind"] for part in yaml.safe_load_all(Path(jobset.__file__).with_name("queue.yaml").read_text())]
     assert kinds == ["ResourceFlavor", "ClusterQueue", "LocalQueue"]
 
 
@@ -171,6 +163,6 @@ def test_the_queue_is_valid_yaml():
         ((), ("--x", "a\nb"), "a line break cannot be passed on"),
     ],
 )
-def test_mistakes(words, arguments, message):
-    result = run(*words, arguments=arguments)
-    assert (result.returncode, message in result.stderr) == (2, True), result.stderr
+def test_mistakes(in_process, words, arguments, message):
+    result = in_process(jobset.main, *COMMAND, *words, "--", *arguments)
+    assert (result.code, message in result.err) == (2, True), result.err

@@ -3,8 +3,8 @@
 import json
 import shlex
 import socket
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,13 +20,20 @@ ARGUMENTS = ("--config_path", "my file.yaml")
 DISTRIBUTED = "--trainer.distributed."
 
 
-def run(*words: str, arguments: tuple[str, ...] = ARGUMENTS) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "infra" / "ray_job.py"), "--dry_run", *words, "--", *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+@pytest.fixture
+def shown(in_process) -> Callable[..., list[str]]:
+    """The lines that the command prints."""
+
+    def run(*words: str) -> list[str]:
+        result = in_process(ray_job.main, "--dry_run", *words, "--", *ARGUMENTS)
+        assert result.code == 0, result.err
+        return result.out.splitlines()
+
+    return run
 
 
-def test_four_nodes_of_eight_gpus():
-    out = run("--nodes", "4", "--gpus", "8", "--env", "A=b c").stdout.splitlines()
+def test_four_nodes_of_eight_gpus(shown):
+    out = shown("--nodes", "4", "--gpus", "8", "--env", "A=b c")
     assert out[0] == 'infra: 4 nodes, each with {"CPU": 1, "GPU": 8}'
     for number, line in enumerate(out[1:]):
         words = [
@@ -43,9 +50,8 @@ def test_four_nodes_of_eight_gpus():
         assert shlex.split(line) == words
 
 
-def test_a_v4_32_slice_finds_its_machines_itself():
-    out = run("--nodes", "4", "--tpu", "4").stdout.splitlines()
-    assert out == [
+def test_a_v4_32_slice_finds_its_machines_itself(shown):
+    assert shown("--nodes", "4", "--tpu", "4") == [
         'infra: 4 nodes, each with {"CPU": 1, "TPU": 4}',
         *["python -m jaxlm.train --config_path 'my file.yaml'"] * 4,
     ]
@@ -60,9 +66,9 @@ def test_a_v4_32_slice_finds_its_machines_itself():
         ((), (), "give the arguments of jaxlm train after --"),
     ],
 )
-def test_mistakes(words, arguments, message):
-    result = run(*words, arguments=arguments)
-    assert (result.returncode, message in result.stderr) == (2, True), result.stderr
+def test_mistakes(in_process, words, arguments, message):
+    result = in_process(ray_job.main, "--dry_run", *words, "--", *arguments)
+    assert (result.code, message in result.err) == (2, True), result.err
 
 
 def test_the_port_of_the_coordinator_is_free_and_not_one_of_outgoing_connections(monkeypatch):
@@ -115,7 +121,7 @@ def test_nodes_that_never_come_use_up_the_retries(monkeypatch, nodes_come, capsy
 
 
 @pytest.mark.parametrize("name", ["gcp-gpu", "gcp-tpu"])
-def test_ray_accepts_the_files_of_clusters(name):
+def test_ray_accepts_the_files_of_clusters(shown, name):
     ray = pytest.importorskip("ray")
     jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
@@ -123,7 +129,6 @@ def test_ray_accepts_the_files_of_clusters(name):
     cluster = yaml.safe_load(text)
     jsonschema.validate(cluster, schema)
     assert cluster["head_node_type"] in cluster["available_node_types"]
-    (shown,) = [line for line in text.splitlines() if "infra/ray_job.py" in line]
-    words = shlex.split(shlex.split(shown.lstrip("# "))[-1])
-    result = run(*words[2 : words.index("--")])
-    assert result.returncode == 0, result.stderr
+    (command,) = [line for line in text.splitlines() if "infra/ray_job.py" in line]
+    words = shlex.split(shlex.split(command.lstrip("# "))[-1])
+    assert shown(*words[2 : words.index("--")])

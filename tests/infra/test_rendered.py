@@ -3,10 +3,13 @@
 import re
 import shlex
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import jobset
 import pytest
+import ray_job
+import tpu_pod
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs/howto/clusters").glob("*.md"))
@@ -16,21 +19,21 @@ LINE = "python -m jaxlm.train --config_path mine.yaml --trainer.id 'it'\"'\"'s m
 BEGUN = "echo $$ > run/pid; echo ATTEMPT > run/attempt"
 
 
-def output_of(*command: str, code: int = 0) -> str:
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == code, result.stdout + result.stderr
-    return result.stdout
+@pytest.fixture
+def gcloud(in_process) -> Callable[..., list[list[str]]]:
+    """The words of each gcloud command that `tpu_pod.py` prints."""
+
+    def run(command: str, *words: str) -> list[list[str]]:
+        train = ("--", *TRAIN) if command == "babysit" else ()
+        result = in_process(tpu_pod.main, command, "mine", "--dry_run", "--install", "jaxlm==1", *words, *train)
+        assert result.code == 0, result.err
+        return [shlex.split(part) for part in re.split(r"\n(?=gcloud )", result.out)]
+
+    return run
 
 
-def tpu_pod(command: str, *words: str) -> list[list[str]]:
-    """The words of each gcloud command."""
-    program = [sys.executable, "infra/tpu_pod.py", command, "mine", "--dry_run", "--install", "jaxlm==1", *words]
-    out = output_of(*program, *(("--", *TRAIN) if command == "babysit" else ()))
-    return [shlex.split(part) for part in re.split(r"\n(?=gcloud )", out)]
-
-
-def test_tpu_v4_32():
-    create, _, _, run, delete = tpu_pod(
+def test_tpu_v4_32(gcloud):
+    create, _, _, run, delete = gcloud(
         "babysit", "--zone", "us-central2-b", "--type", "v4-32", "--spot", "--env", "A=b c"
     )
     where = ["--zone=us-central2-b"]
@@ -44,9 +47,9 @@ def test_tpu_v4_32():
     assert script[script.index("-c") + 1] == f"{BEGUN}; env 'A=b c' {LINE}; echo $? > run/code"
 
 
-def test_tpu_two_v5p_slices():
+def test_tpu_two_v5p_slices(gcloud):
     words = ("--zone", "us-east5-a", "--type", "v5p-128", "--slices", "2", "--reserved", "--project", "p")
-    commands = tpu_pod("babysit", *words)
+    commands = gcloud("babysit", *words)
     where = ["--zone=us-east5-a", "--project=p"]
     group = ["gcloud", "compute", "tpus", "queued-resources"]
     slices = [
@@ -59,7 +62,7 @@ def test_tpu_two_v5p_slices():
     assert commands[-1] == [*group, "delete", "mine", "--force", "--quiet", *where]
     runs = [command for command in commands if any("setsid" in word for word in command)]
     assert [command[5] for command in runs] == ["mine-0", "mine-1"]
-    one = tpu_pod("create", "--zone", "z", "--queued", "--internal_ips", "--gcloud_flag=--network=mine")[0]
+    one = gcloud("create", "--zone", "z", "--queued", "--internal_ips", "--gcloud_flag=--network=mine")[0]
     assert one[-5:] == [
         "--runtime-version=tpu-ubuntu2204-base",
         "--node-id=mine",
@@ -69,12 +72,12 @@ def test_tpu_two_v5p_slices():
     ]
 
 
-def test_jaxlm_is_installed_again_only_if_its_wheel_has_changed(tmp_path):
+def test_jaxlm_is_installed_again_only_if_its_wheel_has_changed(gcloud, tmp_path):
     wheel = tmp_path / "jaxlm-1-py3-none-any.whl"
 
     def install_script(content: bytes) -> str:
         wheel.write_bytes(content)
-        _, make, copy, install = tpu_pod("create", "--zone", "z", "--install", str(wheel))
+        _, make, copy, install = gcloud("create", "--zone", "z", "--install", str(wheel))
         assert "mkdir -p jaxlm" in make[-2]
         assert copy[4:8] == ["scp", "--recurse", str(wheel), "mine:jaxlm/"]
         return shlex.split(install[-2].partition("=")[2])[2]
@@ -91,8 +94,8 @@ def test_jaxlm_is_installed_again_only_if_its_wheel_has_changed(tmp_path):
     assert [subprocess.run(["bash", "-c", script], env=variables).returncode for script in (first, second)] == [0, 9]
 
 
-def test_this_checkout_is_installed_by_default_with_the_versions_it_was_tested_with():
-    out = output_of(sys.executable, "infra/tpu_pod.py", "create", "mine", "--dry_run", "--zone", "z")
+def test_this_checkout_is_installed_by_default_with_the_versions_it_was_tested_with(in_process):
+    out = in_process(tpu_pod.main, "create", "mine", "--dry_run", "--zone", "z").out
     build, *_, install = out.split("gcloud ")[0], *out.split("gcloud ")[1:]
     assert build.split()[-1] == str(ROOT)
     assert f"{ROOT / 'constraints.txt'} mine:jaxlm/" in out
@@ -119,12 +122,24 @@ def shown_commands() -> list[list[str]]:
     return found
 
 
+LAUNCHERS = {
+    f"infra/{path}.py": module
+    for path, module in {"tpu_pod": tpu_pod, "ray_job": ray_job, "kubernetes/jobset": jobset}.items()
+}
+
+
 @pytest.mark.parametrize("words", shown_commands(), ids=lambda words: " ".join(words)[:70])
-def test_commands_of_the_documents_are_accepted(words, tmp_path):
+def test_commands_of_the_documents_are_accepted(words, in_process, monkeypatch):
+    monkeypatch.chdir(ROOT)
     if "--help" not in words:
         at = words.index("--") if "--" in words else len(words)
         words = [*words[:at], *({"--dry_run"} - {*words}), *words[at:]]
-    assert output_of(*[sys.executable if word == "python" else word for word in words]) != ""
+    if words[0] == "python":
+        result = in_process(LAUNCHERS[words[1]].main, *words[2:])
+        assert (result.code, bool(result.out)) == (0, True), result.err
+    else:
+        result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        assert (result.returncode, bool(result.stdout)) == (0, True), result.stderr
 
 
 def test_there_are_commands_in_the_documents():

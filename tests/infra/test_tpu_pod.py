@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import tpu_nodes
+import tpu_pod
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "infra" / "tpu_pod.py"
@@ -131,6 +132,7 @@ def test_a_preempted_slice_of_two(cloud):
     assert cloud.machines == []
 
 
+@pytest.mark.slow
 def test_a_refused_creation_is_tried_again(cloud):
     cloud.plan(train="true", create="There is no more capacity in the zone\n" * 2)
     code, out = cloud.run("babysit")
@@ -156,7 +158,7 @@ def test_what_gcloud_would_refuse_again_is_not_repeated(cloud):
     assert "PERMISSION_DENIED" in out
 
 
-@pytest.mark.parametrize("code", [1, 2])
+@pytest.mark.parametrize("code", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_that_must_stop_is_not_repeated(cloud, code):
     cloud.plan(train=f'echo "error: as the message says"; exit {code}')
     ended, out = cloud.run("babysit")
@@ -232,6 +234,7 @@ def test_a_machine_that_cannot_be_connected_to_is_given_up(cloud):
     assert "retry: mine:0 ended with 255" in out
 
 
+@pytest.mark.slow
 def test_what_is_left_is_said_after_an_error_of_this_machine(cloud):
     """The disk becomes full."""
     replaced = f'ln -sf /dev/full "$FAKE"/logs/infra/mine/*/mine-0.log; {DROP}; echo more'
@@ -334,38 +337,38 @@ def test_machines_are_kept_on_request_and_named(cloud):
         (("--install", "absent.whl"), "--install: absent.whl does not exist"),
     ],
 )
-def test_mistakes_are_found_before_anything_costs_money(cloud, words, message):
-    code, out = cloud.run("babysit", *words)
-    assert (code, message in out) == (2, True), out
+def test_mistakes_are_found_before_anything_costs_money(cloud, in_process, words, message):
+    start = ("babysit", "mine", "--zone", "z", "--install", "jaxlm==1", *FAST)
+    result = in_process(tpu_pod.main, *start, *words, "--", "--config_path", "mine.yaml")
+    assert (result.code, message in result.err) == (2, True), result.err
     assert not (cloud.folder / "calls").exists()
 
 
 @pytest.mark.parametrize("name", ["Mine", "1st", "mine_1", "-x", "mine-", "m" * 60])
-def test_names_that_no_tpu_can_have(cloud, name):
-    result = subprocess.run(
-        [sys.executable, str(SCRIPT), "status", name, "--zone", "z"], capture_output=True, text=True
-    )
-    assert (result.returncode, "name: " in result.stderr or "required" in result.stderr) == (2, True), result.stderr
+def test_names_that_no_tpu_can_have(in_process, name):
+    result = in_process(tpu_pod.main, "status", name, "--zone", "z")
+    assert (result.code, "name: " in result.err or "required" in result.err) == (2, True), result.err
 
 
-@pytest.mark.parametrize("given", [("--config_path", "{}"), ("--config_path={}",)], ids=["two words", "one word"])
-def test_the_configuration_is_checked_before_a_machine_is_created(cloud, given):
-    """And copied, in both forms."""
+def test_the_configuration_is_checked_before_a_machine_is_created(cloud):
     (cloud.folder / "mine.yaml").write_text("trainer: {train_batch_size: 17}\nmodel: {hidden_dim: 64, num_heads: 4}\n")
-    path = str(cloud.folder / "mine.yaml")
-    words = [sys.executable, str(SCRIPT), "babysit", "mine", "--zone", "z", "--type", "v4-32", "--install", "jaxlm==1"]
-    train = [word.format(path) for word in given]
+    words = ("babysit", "mine", "--zone", "z", "--type", "v4-32", "--install", "jaxlm==1")
     environment = os.environ | {"FAKE": str(cloud.folder), "PATH": f"{cloud.folder / 'bin'}:{os.environ['PATH']}"}
-    result = subprocess.run([*words, "--", *train], env=environment, cwd=cloud.folder, capture_output=True, text=True)
+    command = [sys.executable, str(SCRIPT), *words, "--", "--config_path", "mine.yaml"]
+    result = subprocess.run(command, env=environment, cwd=cloud.folder, capture_output=True, text=True)
     assert result.returncode == 2
     assert "17 sequences do not divide evenly over the 16 devices" in result.stderr
     assert "nothing was started" in result.stderr
     assert not (cloud.folder / "calls").exists()
-    shown = subprocess.run(
-        [*words, "--no_check", "--dry_run", "--", *train], env=environment, capture_output=True, text=True
-    ).stdout
-    assert f"scp --recurse {path} mine:jaxlm/" in shown
-    assert re.search(r"jaxlm\.train --config_path[ =]mine\.yaml;", shown)
+
+
+@pytest.mark.parametrize("train", [("--config_path", "{}"), ("--config_path={}",)], ids=["two words", "one word"])
+def test_the_configuration_is_copied_to_the_machines(cloud, in_process, train):
+    path = str(cloud.folder / "mine.yaml")
+    words = ("babysit", "mine", "--zone", "z", "--install", "jaxlm==1", "--no_check", "--dry_run")
+    result = in_process(tpu_pod.main, *words, "--", *(word.format(path) for word in train))
+    assert f"scp --recurse {path} mine:jaxlm/" in result.out
+    assert re.search(r"jaxlm\.train --config_path[ =]mine\.yaml;", result.out)
 
 
 @pytest.mark.slow

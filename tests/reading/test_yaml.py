@@ -97,7 +97,7 @@ HOSTILE = {
         "a: !!python/object/apply:os.system [ls]\n",
         r"run\.yaml:1: the tag '.*os.system' is not supported",
     ),
-    "deep": ("a: " + "[" * 3000, r"run\.yaml: nested too deeply"),
+    "deep": ("a: " + "[" * 1000, r"run\.yaml: nested too deeply"),
     "contains itself": ("a: &x [*x]\n", r"run\.yaml: nested too deeply, or contains itself"),
     "a path with NUL": ('a: !include "x\\0y"\n', r"a path cannot contain a NUL character"),
 }
@@ -121,9 +121,9 @@ def test_aliases_that_multiply_are_counted_and_not_expanded(tmp_path):
 
 
 def test_a_long_chain_of_includes_is_one_message(tmp_path):
-    for number in range(1200):
+    for number in range(400):
         (tmp_path / f"{number}.yaml").write_text(f"a: !include {number + 1}.yaml\n")
-    (tmp_path / "1200.yaml").write_text("a: 1\n")
+    (tmp_path / "400.yaml").write_text("a: 1\n")
     with pytest.raises(ConfigError, match="nested too deeply"):
         load_yaml(tmp_path / "0.yaml")
 

@@ -62,14 +62,15 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _load_template(given: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+def _load_template(template: str | None, tokenizer: Tokenizer) -> ChatTemplate:
     """The given template, else the tokenizer's, else the one for its special tokens, else ChatML."""
-    if given is None and tokenizer.chat_template is None:
-        given = template_of_tokens(tokenizer.vocabulary())
+    if template is None and tokenizer.chat_template is None:
+        template = template_of_tokens(tokenizer.vocabulary())
         print(
-            f"note: the tokenizer has no chat template; {given} is used. --chat_template sets another", file=sys.stderr
+            f"note: the tokenizer has no chat template; {template} is used. --chat_template sets another",
+            file=sys.stderr,
         )
-    return ChatTemplate.load(given, tokenizer, "--chat_template")
+    return ChatTemplate.load(template, tokenizer, "--chat_template")
 
 
 def _tool_calls(options: argparse.Namespace, tokenizer: Tokenizer, template: ChatTemplate) -> ToolCalls | None:

@@ -147,7 +147,7 @@ def _resident_bytes(plan: Plan, phase: Phase, model: LanguageModel) -> int:
     """
     state = sharded_shapes(plan.state_builder.abstract_state(phase), plan.layout)
     pairs = zip(*map(jax.tree.leaves, (state.model, model)), strict=True)
-    shared = [own for own, sampling in pairs if own.dtype == sampling.dtype]
+    shared = [stored for stored, sampling in pairs if stored.dtype == sampling.dtype]
     total = sum(map(_bytes_per_device, jax.tree.leaves((state, abstract_references(plan, phase)))))
     return total - sum(map(_bytes_per_device, shared))
 

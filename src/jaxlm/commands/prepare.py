@@ -147,8 +147,11 @@ def show_examples(config: RunConfig, tokenizer: Tokenizer, page: str, console: C
         ConfigError: there is no such source, or the file cannot be written.
     """
     sources = all_sources(*plan_phases(config))
-    found = [(source.key, source.preview(tokenizer, seq_len, copies=console.log)) for source, seq_len in sources]
-    previews = [(key, preview) for key, preview in found if preview is not None]
+    previews = [
+        (source.key, preview)
+        for source, seq_len in sources
+        if (preview := source.preview(tokenizer, seq_len, copies=console.log)) is not None
+    ]
     if not previews:
         raise ConfigError(
             "--show_example: no source has chats or prompts with completions (data.format: chat or supervised). To see what"
@@ -199,9 +202,9 @@ def batch_as_text(config: RunConfig, prepared: Sequence[Prepared], tokenizer: To
     examples = batches.examples_between(phase.start, number) + np.arange(size)
     yield f"batch {number}: step {number + 1}, phase '{phase.name}', {size} rows of {phase.model.seq_len} tokens"
     for row, (source, place) in enumerate(zip(*map(np.ndarray.tolist, mixture.find(examples)), strict=True)):
-        found, name = mixture.examples_of(source), mixture.names[source]
-        summary, *documents = found.show(place, tokenizer)
-        where = f"sequence {place} of {len(found)}{f' of {name}' if name else ''}"
+        sequences, name = mixture.examples_of(source), mixture.names[source]
+        summary, *documents = sequences.show(place, tokenizer)
+        where = f"sequence {place} of {len(sequences)}{f' of {name}' if name else ''}"
         yield f"=== row {row}: {where}, {summary} ==="
         yield from documents
 

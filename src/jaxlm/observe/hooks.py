@@ -33,14 +33,14 @@ _CLIPPED = "train/completions/clipped_ratio"  # only of responses that are sampl
 class TrackerListener:
     """Passes every step's metrics, and those of the whole run, to the trackers."""
 
-    def __init__(self, trackers: Sequence[Tracker], of_run: Sequence[Callable[[], dict[str, float]]] = ()):
-        """Args: of_run: called at each step; each returns metrics of the whole run."""
+    def __init__(self, trackers: Sequence[Tracker], run_metrics: Sequence[Callable[[], dict[str, float]]] = ()):
+        """Args: run_metrics: called at each step; each returns metrics of the whole run."""
         self._trackers = trackers
-        self._of_run = of_run
+        self._run_metrics = run_metrics
 
     def __call__(self, info: StepInfo) -> None:
         metrics = dict(info.metrics)
-        for measure in self._of_run:
+        for measure in self._run_metrics:
             metrics |= measure()
         for tracker in self._trackers:
             tracker.log(info.step, metrics)
@@ -177,13 +177,13 @@ class EvalHook:
         trackers: Sequence[Tracker],
         console: Console,
         generated: Generated,
-        of_run: Callable[[int, Mapping[str, float]], dict[str, float]] = lambda step, metrics: {},
+        run_metrics: Callable[[int, Mapping[str, float]], dict[str, float]] = lambda step, metrics: {},
         before: Callable[[RunState], None] = lambda state: None,
         completions: CompletionLog | None = None,
     ):
         """Args:
         generated: where the evaluations put what the model has written.
-        of_run: returns metrics of the whole run, given a step and the metrics of its evaluations.
+        run_metrics: returns metrics of the whole run, given a step and the metrics of its evaluations.
         before: called with the state that is evaluated next.
         completions: logs completions with their rewards; None logs none.
         """
@@ -193,7 +193,7 @@ class EvalHook:
         self._phase = phase
         self._trackers = trackers
         self._console = console
-        self._of_run = of_run
+        self._run_metrics = run_metrics
         self._before = before
         self._completions = completions
         self.latest: dict[str, float] = {}
@@ -212,7 +212,7 @@ class EvalHook:
     def run(self, step: int, state: RunState) -> None:
         self._before(state)
         metrics, samples = self._measure(step, state)
-        self.latest = metrics | self._of_run(step, metrics)
+        self.latest = metrics | self._run_metrics(step, metrics)
         if samples:
             for tracker in self._trackers:
                 tracker.log_samples(step, samples)

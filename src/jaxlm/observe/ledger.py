@@ -185,18 +185,18 @@ def account(lines: Sequence[Mapping[str, Any]]) -> Goodput | None:
 
 def _repeated(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
     """(activity, seconds) of steps that were trained again later."""
-    found = []
+    repeated = []
     kept: list[tuple[int, dict[str, float]]] = []  # (step, seconds of each activity since the entry before)
     newest: dict[float, Mapping[str, Any]] = {}  # when a process started -> its previous line
     for line in lines:
         before = newest.get(line["started_unix_s"])
         if before is None or line["stretch"] != before["stretch"]:
             while kept and kept[-1][0] > line["stretch"]["from_step"]:
-                found += kept.pop()[1].items()
+                repeated += kept.pop()[1].items()
         earlier = dict.fromkeys(_REPEATED, 0.0) if before is None else before["seconds"]
         kept.append((line["step"], {name: line["seconds"][name] - earlier[name] for name in _REPEATED}))
         newest[line["started_unix_s"]] = line
-    return found
+    return repeated
 
 
 def _parsed(line: bytes) -> Mapping[str, Any] | None:

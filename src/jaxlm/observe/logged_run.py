@@ -210,11 +210,11 @@ def _left_out(file: str, num_read: int, num_damaged: int) -> list[str]:
 
 
 def _no_run(given: str) -> str:
-    found = sorted(path.parent.name for path in LOGS.glob(f"*/{METRICS}"))
-    listed = ", ".join(found if len(found) <= _MAX_SHOWN else [*found[:_MAX_SHOWN], "..."])
+    names = sorted(path.parent.name for path in LOGS.glob(f"*/{METRICS}"))
+    listed = ", ".join(names if len(names) <= _MAX_SHOWN else [*names[:_MAX_SHOWN], "..."])
     return (
         f"report: '{given}' given, which is not a run: it has no {METRICS}. Give the log folder of a run, its URL, or a run's"
-        f" id below ./{LOGS} ({f'runs there: {listed}' if found else 'no runs are there'})"
+        f" id below ./{LOGS} ({f'runs there: {listed}' if names else 'no runs are there'})"
     )
 
 
@@ -237,7 +237,7 @@ def series_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
 def _texts(content: str) -> dict[str, str]:
     """A JSON object with its values as text; empty for anything else."""
     try:
-        found = json.loads(content or "{}")
+        parsed = json.loads(content or "{}")
     except (ValueError, RecursionError):
         return {}
-    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
+    return {str(name): str(value) for name, value in parsed.items()} if isinstance(parsed, dict) else {}

@@ -55,8 +55,8 @@ def schedule_curve(phases: Sequence[Phase], run: LoggedRun, path: Path, title: s
         _plot_rates(axes, phase, schedule, applied, phase.name, main_style, has_begun=has_begun)
         for number, (name, other) in enumerate(groups.items()):
             style = {"color": f"C{(phase.index + number + 1) % 10}", "linestyle": "--", "linewidth": 0.8}
-            own, label = _applied(run, phase, f"{LEARNING_RATE}/{name}"), f"{phase.name}: {name}"
-            _plot_rates(axes, phase, other, own, label, style, has_begun=has_begun)
+            rates, label = _applied(run, phase, f"{LEARNING_RATE}/{name}"), f"{phase.name}: {name}"
+            _plot_rates(axes, phase, other, rates, label, style, has_begun=has_begun)
         _mark_corners(axes, phase, schedule, applied, phases[-1].end)
     _mark_events(axes, run, "bottom")
     axes.set(title=title, xlabel="step", ylabel="learning rate")

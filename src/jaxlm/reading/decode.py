@@ -300,10 +300,10 @@ class _Decoder:
             raise self._error((*path, CHOICE_TYPE_KEY), str(error)) from error
         if chosen is None:
             known = sorted(kind.get_known_choices())
-            given = tree.get(CHOICE_TYPE_KEY)
-            near = _nearest(str(given), known)
+            name = tree.get(CHOICE_TYPE_KEY)
+            near = _nearest(str(name), known)
             hint = f". Did you mean '{near}'?" if near else ""
-            problem = "no type given" if given is None else f"{_format_value(given)} given"
+            problem = "no type given" if name is None else f"{_format_value(name)} given"
             raise self._error((*path, CHOICE_TYPE_KEY), f"{problem}. Allowed: {', '.join(known) or 'none'}{hint}")
         return chosen
 

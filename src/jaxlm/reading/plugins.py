@@ -85,8 +85,8 @@ def own_modules(section: Any) -> set[str]:
             inner = [getattr(section, field.name) for field in dataclasses.fields(section)]
         case _:
             return set()
-    own = {type(section).__module__} if dataclasses.is_dataclass(section) and not _is_ours(type(section)) else set()
-    return own.union(*map(own_modules, inner))
+    modules = {type(section).__module__} if dataclasses.is_dataclass(section) and not _is_ours(type(section)) else set()
+    return modules.union(*map(own_modules, inner))
 
 
 def signature_problems(kind: type) -> Iterator[str]:
@@ -95,15 +95,15 @@ def signature_problems(kind: type) -> Iterator[str]:
     if kind in bases:
         return
     for name in dir(kind):
-        own = inspect.getattr_static(kind, name)
+        method = inspect.getattr_static(kind, name)
         base = next((vars(base)[name] for base in bases if name in vars(base)), None)
-        if name.startswith("_") or own is base or not inspect.isfunction(own):
+        if name.startswith("_") or method is base or not inspect.isfunction(method):
             continue
         if isinstance(base, property):
             yield f"the class {kind.__qualname__} defines {name} as a method, but it is a property. Add @property"
-        elif inspect.isfunction(base) and not _accepts(own, base):
+        elif inspect.isfunction(base) and not _accepts(method, base):
             yield (
-                f"the class {kind.__qualname__} defines {_call_of(own)}, but it is called as {_call_of(base)}. Change its"
+                f"the class {kind.__qualname__} defines {_call_of(method)}, but it is called as {_call_of(base)}. Change its"
                 " parameters"
             )
 

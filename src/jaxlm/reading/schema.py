@@ -71,8 +71,8 @@ def _walk(
     default = place.default if type(place.default) is kind else None
     keys = tuple(_keys(kind, default))
     is_default = place.default is not None if choice is None else default is not None
-    own = tuple(key for key in keys if key not in shared)
-    yield ConfigSection(place.path, choice, is_default, place.meaning, own, tuple(key.name for key in keys))
+    added = tuple(key for key in keys if key not in shared)
+    yield ConfigSection(place.path, choice, is_default, place.meaning, added, tuple(key.name for key in keys))
     docs, hints = attribute_docs(kind), hints_of(kind)
     for item in dataclasses.fields(kind):
         for inner, suffix in _dataclasses_in(hints[item.name]):
@@ -92,8 +92,8 @@ def _enter(kind: Any, place: _Place, seen: set[Any]) -> Iterator[ConfigSection]:
     # Classes that a configuration has named by an import path are registered too, but not choices for everyone.
     registered = {name: member for name, member in kind.get_known_choices().items() if not is_import_path(name)}
     for choice, member in sorted(registered.items()):
-        own, *below = _walk(member, place, choice, shared, seen)
-        yield own
+        section, *below = _walk(member, place, choice, shared, seen)
+        yield section
         inner += below  # after the last type, so that they do not stand between a type and the section's path
     yield from inner
 

@@ -188,8 +188,8 @@ class _Reader:
         try:
             return loader.construct_object(node)
         except (ValueError, ArithmeticError, TypeError, LookupError, AttributeError) as error:  # `!!int x`, 5000 digits
-            given = str(node.value)[:_SHOWN]
-            raise ConfigError(f"{self._mark(node)}: '{given}' is not a valid {node.tag.rpartition(':')[2]}") from error
+            text = str(node.value)[:_SHOWN]
+            raise ConfigError(f"{self._mark(node)}: '{text}' is not a valid {node.tag.rpartition(':')[2]}") from error
 
     def mapping(self, loader: _Loader, node: yaml.MappingNode, at: KeyPath, chain: tuple[Path, ...]) -> dict[str, Any]:
         below: dict[str, Any] = {}

@@ -70,27 +70,27 @@ class CallbackListener:
     def __init__(
         self,
         callbacks: Callbacks,
-        of_run: Sequence[Callable[[], dict[str, float]]],
+        run_metrics: Sequence[Callable[[], dict[str, float]]],
         *,
         epoch_of: Callable[[int], int | None],
         last_step: int,
         skipped: int,
     ):
         """Args:
-        of_run: called at each step; each returns metrics of the whole run.
+        run_metrics: called at each step; each returns metrics of the whole run.
         epoch_of: returns the epoch of a step (counted from 0), if the phase has epochs.
         last_step: the step with which the phase ends.
         skipped: number of steps skipped before this process started or resumed the phase.
         """
         self._callbacks = callbacks
-        self._of_run = of_run
+        self._run_metrics = run_metrics
         self._epoch_of = epoch_of
         self._last_step = last_step
         self._skipped = skipped
 
     def __call__(self, info: StepInfo) -> None:
         metrics = dict(info.metrics)
-        for measure in self._of_run:
+        for measure in self._run_metrics:
             metrics |= measure()
         shown = replace(info, metrics=MappingProxyType(metrics), histograms=MappingProxyType(dict(info.histograms)))
         callbacks, when = self._callbacks, f" at step {info.step}"

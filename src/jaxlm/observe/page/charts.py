@@ -113,16 +113,16 @@ def charts(runs: Sequence[LoggedRun]) -> Charts:
     evals = [name for name in rest if name.startswith(EVAL_PREFIX)]
     single = [_Kind(name, "", re.escape(name)) for name in (*evals, *(n for n in rest if n not in evals))]
     end = len(evals) + _MAX_FURTHER
-    named = [(run.name, kind, found) for run in runs for kind, found in events(run)]
-    marks = [mark for _, _, found in named for mark in found[-MAX_MARKS:]]
+    lines = [(run.name, kind, marks) for run in runs for kind, marks in events(run)]
+    shown = [mark for _, _, marks in lines for mark in marks[-MAX_MARKS:]]
     return Charts(
-        list(_drawn([*_KINDS, *single[: len(evals)]], runs, metrics, marks)),
-        list(_drawn(single[len(evals) : end], runs, metrics, marks)),
+        list(_drawn([*_KINDS, *single[: len(evals)]], runs, metrics, shown)),
+        list(_drawn(single[len(evals) : end], runs, metrics, shown)),
         [kind.title for kind in single[end:]],
         [
-            (run, f"{len(found) - MAX_MARKS:,} earlier {kind} have no line in the charts")
-            for run, kind, found in named
-            if len(found) > MAX_MARKS
+            (run, f"{len(marks) - MAX_MARKS:,} earlier {kind} have no line in the charts")
+            for run, kind, marks in lines
+            if len(marks) > MAX_MARKS
         ],
     )
 
@@ -131,11 +131,11 @@ def _drawn(
     kinds: Sequence[_Kind], runs: Sequence[LoggedRun], metrics: _Metrics, marks: Sequence[Mark]
 ) -> Iterator[Chart]:
     for kind in kinds:
-        found = sorted({name for one in metrics for name in one if re.fullmatch(kind.metrics, name)}, reverse=True)
+        names = sorted({name for one in metrics for name in one if re.fullmatch(kind.metrics, name)}, reverse=True)
         curves = {
-            _key(runs, run, name, number, len(found)): one[name]
+            _key(runs, run, name, number, len(names)): one[name]
             for run, one in enumerate(metrics)
-            for number, name in enumerate(found)
+            for number, name in enumerate(names)
             if name in one
         }
         if curves:

@@ -113,15 +113,15 @@ def report_card(runs: Sequence[LoggedRun], price_per_hour: float | None = None) 
     Args:
         price_per_hour: of the machines of each run together; None shows no cost.
     """
-    found = [dict((*_results(run), *_cost(run, price_per_hour))) for run in runs]
-    names = list(dict.fromkeys(name for one in found for name in one))
-    return Table([run.name for run in runs], [[name, *(one.get(name, ABSENT) for one in found)] for name in names])
+    columns = [dict((*_results(run), *_cost(run, price_per_hour))) for run in runs]
+    names = list(dict.fromkeys(name for one in columns for name in one))
+    return Table([run.name for run in runs], [[name, *(one.get(name, ABSENT) for one in columns)] for name in names])
 
 
 def core_table(runs: Sequence[LoggedRun]) -> Table | None:
     """The newest accuracy on each task of CORE, as it is and centered, and CORE itself; None if no run has measured it."""
-    found = (_CORE_TASK.fullmatch(name) for run in runs for name in run.series)
-    tasks = list(dict.fromkeys(match[1] for match in found if match))
+    matches = (_CORE_TASK.fullmatch(name) for run in runs for name in run.series)
+    tasks = list(dict.fromkeys(match[1] for match in matches if match))
     if not tasks:
         return None
     columns = [(run, ending, label) for run in runs for ending, label in (("/accuracy", "accuracy"), ("", "centered"))]
@@ -235,36 +235,36 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def skipped(runs: Sequence[LoggedRun]) -> list[Skipped]:
     """The newest skipped steps of each run that has some."""
-    found = [(run.name, skipped_steps(run)) for run in runs]
-    return [Skipped(name, steps[-_MAX_SKIPPED:], max(0, len(steps) - _MAX_SKIPPED)) for name, steps in found if steps]
+    by_run = [(run.name, skipped_steps(run)) for run in runs]
+    return [Skipped(name, steps[-_MAX_SKIPPED:], max(0, len(steps) - _MAX_SKIPPED)) for name, steps in by_run if steps]
 
 
 def samples(runs: Sequence[LoggedRun]) -> tuple[list[Samples], int]:
     """The samples of each run by prompt, and the number of prompts that are left out."""
-    found: dict[tuple[str, str, str], dict[int, str]] = {}
+    by_prompt: dict[tuple[str, str, str], dict[int, str]] = {}
     for run in runs:
         for one in run.samples:
-            found.setdefault((run.name, one["name"], one["prompt"]), {})[one["step"]] = one["text"]
+            by_prompt.setdefault((run.name, one["name"], one["prompt"]), {})[one["step"]] = one["text"]
     shown: dict[str, int] = {}
     groups = []
-    for (run, weights, prompt), texts in found.items():
+    for (run, weights, prompt), texts in by_prompt.items():
         shown[run] = shown.get(run, 0) + 1
         if shown[run] <= _MAX_PROMPTS:
             steps = sorted(texts, reverse=True)
             kept = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, _MAX_STEPS).round().astype(int))]
             entries = [(step, _shortened(texts[step])) for step in kept]
             groups.append(Samples(run, weights, _shortened(prompt), entries, len(steps) - len(kept)))
-    return groups, len(found) - len(groups)
+    return groups, len(by_prompt) - len(groups)
 
 
 def completions(runs: Sequence[LoggedRun]) -> list[Completions]:
     """The first completions of some steps of each run, from its first to its last."""
-    found: dict[tuple[str, str], dict[int, list[Mapping[str, Any]]]] = {}
+    by_name: dict[tuple[str, str], dict[int, list[Mapping[str, Any]]]] = {}
     for run in runs:
         for one in run.completions:
-            found.setdefault((run.name, one["name"]), {}).setdefault(one["step"], []).append(one)
+            by_name.setdefault((run.name, one["name"]), {}).setdefault(one["step"], []).append(one)
     groups = []
-    for (run_name, name), by_step in found.items():
+    for (run_name, name), by_step in by_name.items():
         steps = sorted(by_step, reverse=True)
         kept = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, _MAX_COMPLETION_STEPS).round().astype(int))]
         shown = [one for step in kept for one in by_step[step][:_MAX_COMPLETIONS]]
@@ -279,11 +279,9 @@ def completions(runs: Sequence[LoggedRun]) -> list[Completions]:
 
 
 def _values(completion: Mapping[str, Any], rewards: Sequence[str]) -> list[str]:
-    of_rewards = [completion["rewards"].get(name) for name in rewards]
-    return [
-        ABSENT if value is None else f"{value:.3f}"
-        for value in (completion["reward"], *of_rewards, completion["advantage"])
-    ]
+    parts = [completion["rewards"].get(name) for name in rewards]
+    values = (completion["reward"], *parts, completion["advantage"])
+    return [ABSENT if value is None else f"{value:.3f}" for value in values]
 
 
 def _shortened(text: str) -> str:

@@ -65,9 +65,9 @@ def code_files(folder: Path) -> tuple[list[Path], int]:
     virtual environment has more files than there is time to look at.
     """
     tracked = (_git(folder, "ls-files", "-z") or "").split("\0")
-    found = [folder / name for name in tracked if name] or list(_python_files(folder))
+    files = [folder / name for name in tracked if name] or list(_python_files(folder))
     chosen, num_bytes, num_left_out = [], 0, 0
-    for path in filter(Path.is_file, found):
+    for path in filter(Path.is_file, files):
         size = path.stat().st_size
         fits = len(chosen) < MAX_CODE_FILES and size <= min(MAX_CODE_BYTES // 16, MAX_CODE_BYTES - num_bytes)
         if fits:

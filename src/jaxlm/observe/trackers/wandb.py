@@ -230,11 +230,11 @@ class WandbTracker:
         import wandb
 
         for name in dict.fromkeys(one.name for one in completions):
-            own = [one for one in completions if one.name == name]
-            names = list(own[0].rewards)
+            group = [one for one in completions if one.name == name]
+            names = list(group[0].rewards)
             rows: list[Any] = [
                 [step, one.prompt, one.text, one.reward, *map(one.rewards.get, names), one.advantage, one.is_finished]
-                for one in own
+                for one in group
             ]
             columns: list[Any] = ["step", "prompt", "completion", "reward", *names, "advantage", "finished"]
             self._forward.log(step, {f"{name}/completions": wandb.Table(columns, rows)})
