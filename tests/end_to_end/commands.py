@@ -128,7 +128,7 @@ class Workplace:
 
     def run(self, *arguments: str, module: str = "jaxlm.train", **environment: str) -> Finished:
         """Runs a command to its end."""
-        return end(self.start(*arguments, module=module, **environment))
+        return end_of(self.start(*arguments, module=module, **environment))
 
     def finish(self, *arguments: str, **environment: str) -> Finished:
         """Runs a command that succeeds."""
@@ -153,7 +153,7 @@ class Workplace:
         self, processes: int, *arguments: str, module: str = "jaxlm.train", **environment: str
     ) -> list[Finished]:
         """Runs the command to its end as one run of several processes."""
-        return [end(process) for process in self.start_all(processes, *arguments, module=module, **environment)]
+        return [end_of(process) for process in self.start_all(processes, *arguments, module=module, **environment)]
 
     def records(self, run_id: str = "run") -> list[dict[str, Any]]:
         """All records of metrics, also those that a later attempt supersedes."""
@@ -183,7 +183,7 @@ class Workplace:
         return digest_of_arrays(str(self.folder / "checkpoints" / run_id / checkpoint))
 
 
-def end(process: Any) -> Finished:
+def end_of(process: Any) -> Finished:
     """Waits for the end of a process that `Workplace.start` has started."""
     out, err = process.communicate(timeout=500)
     return Finished(process.returncode, out, err)

@@ -18,7 +18,7 @@ import pytest
 
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS
 from jaxlm.engine.checkpoint.remote import RemoteFolder
-from tests.end_to_end.commands import Workplace, end
+from tests.end_to_end.commands import Workplace, end_of
 from tests.gcs import BUCKET
 from tests.ports import reserved_port
 
@@ -54,7 +54,7 @@ def start(
 
 def finish(where: Sequence[Workplace], url: str, run_id: str, environment: dict[str, str]) -> str:
     """Trains to the end; returns the output of process 0."""
-    ends = [end(process) for process in start(where, url, run_id, environment)]
+    ends = [end_of(process) for process in start(where, url, run_id, environment)]
     assert [code for code, _, _ in ends] == [0, 0], ends
     return ends[0][1]
 
@@ -125,7 +125,7 @@ def test_machines_with_different_text_do_not_train(shared, tmp_path):
     next((tmp_path / "older" / "train").iterdir()).write_text("some other text\n" * 9999)
     there = replace(there, corpus=tmp_path / "older")
     there.write()
-    ends = [end(process) for process in start((here, there), str(tmp_path / "checkpoints"), "x", {})]
+    ends = [end_of(process) for process in start((here, there), str(tmp_path / "checkpoints"), "x", {})]
     assert [code for code, _, _ in ends] == [2, 2], ends
     assert all("the data or the tokenizer is not the same on all processes" in err for _, _, err in ends)
 
@@ -219,7 +219,7 @@ def test_a_second_start_in_a_bucket_is_refused_and_a_crash_or_a_pause_hands_the_
 
     training = start(first, 100_000)
     until(saved(3))
-    code, out, err = end(start(second, STEPS))
+    code, out, err = end_of(start(second, STEPS))
     assert code == 2, err
     assert f"already being trained (process {training.pid} on " in err
     training.kill()
@@ -230,7 +230,7 @@ def test_a_second_start_in_a_bucket_is_refused_and_a_crash_or_a_pause_hands_the_
     until(saved(2 + max(int(name.removeprefix("step-")) for name in RemoteFolder(f"{url}/x").names())))
     os.kill(paused.pid, signal.SIGSTOP)
     try:
-        code, out, err = end(start(first, 60))
+        code, out, err = end_of(start(first, 60))
         assert code == 0, err
         assert f"was held by process {paused.pid} on " in out
         assert "has sent no heartbeat for 5 s: taken over" in out
@@ -238,7 +238,7 @@ def test_a_second_start_in_a_bucket_is_refused_and_a_crash_or_a_pause_hands_the_
         assert before[-1] == "step-60"
     finally:
         os.kill(paused.pid, signal.SIGCONT)
-    code, out, err = end(paused)
+    code, out, err = end_of(paused)
     assert code == 1, err
     assert "error: another start of this run has taken" in err
     assert "Traceback" not in err

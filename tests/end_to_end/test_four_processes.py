@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.end_to_end.commands import Workplace, end
+from tests.end_to_end.commands import Workplace, end_of
 
 STEPS, ROWS = 8, 16
 RUN = ("--config_path", "run.yaml", "--trainer.num_train_steps", str(STEPS), "--optimizer.learning_rate", "1.0e-3")
@@ -33,7 +33,7 @@ def test_each_row_is_read_by_one_process_and_losses_equal_those_of_a_single_proc
         place.write()
     alone.finish(*RUN)
     processes = four.start_all(4, *RUN, module="tests.end_to_end.reading", JAXLM_TEST_READS="reads")
-    for code, _, err in [end(process) for process in processes]:
+    for code, _, err in [end_of(process) for process in processes]:
         assert code == 0, err
 
     expected, found = numbers(alone), numbers(four)
@@ -63,7 +63,7 @@ def test_a_signal_to_one_of_four_processes_saves_all_at_the_same_step(workplace)
     place.write()
     number = f"{int(signal.SIGTERM)}:2:7"  # process 2, at step 7
     ends = [
-        end(process)
+        end_of(process)
         for process in place.start_all(
             4, "--config_path", "run.yaml", module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=number
         )

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.end_to_end.commands import Workplace, check_close, end
+from tests.end_to_end.commands import Workplace, check_close, end_of
 
 STEPS = 10
 LOOKUP = (
@@ -57,7 +57,7 @@ def test_two_processes_have_the_same_layout(workplace, uninterrupted):
     two = with_nano(workplace())
     where = [(), ("--data.cache_dir", str(two.folder / "own"))]
     shutil.copytree(two.cache, two.folder / "own", ignore=shutil.ignore_patterns("derived", "xla"))
-    for code, _, err in map(end, two.start_each([(*LOOKUP, *own) for own in where])):
+    for code, _, err in map(end_of, two.start_each([(*LOOKUP, *own) for own in where])):
         assert code == 0, err
     assert not (two.folder / "own" / "derived").exists()
     check_close(two.losses(), uninterrupted.losses())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import end
+from tests.end_to_end.commands import end_of
 from tests.end_to_end.test_signals import RUN
 
 HEARTBEAT_S = 6
@@ -55,7 +55,7 @@ def test_losing_a_process_ends_the_others(workplace, processes, number, lost, st
     try:
         wait_until_lost(running[lost].pid)
         began = time.monotonic()
-        ends = [end(process) for index, process in enumerate(running) if index != lost]
+        ends = [end_of(process) for index, process in enumerate(running) if index != lost]
         seconds = time.monotonic() - began
     finally:
         running[lost].kill()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.commands import REPOSITORY, end
+from tests.end_to_end.commands import REPOSITORY, end_of
 from tests.ports import reserved_port
 from tests.xla_flags import flags_for
 
@@ -20,7 +20,7 @@ SOON_S = 200  # the coordination service would take 300 s
 def errors(processes: Sequence[Any]) -> list[str]:
     """What the processes of a run print, all of which end soon with a message about the configuration."""
     began = time.monotonic()
-    ends = [end(process) for process in processes]
+    ends = [end_of(process) for process in processes]
     assert time.monotonic() - began < SOON_S
     assert [one.code for one in ends] == [2] * len(ends), ends
     assert all("Traceback" not in one.err for one in ends)
@@ -188,8 +188,8 @@ def test_a_process_that_never_connects_is_not_awaited_for_ever(workplace):
     place.write()
     limited = (*RUN, "--trainer.distributed.initialization_timeout", "3s")
     alone, gone = place.start_each([limited, (*limited, "--help")])
-    end(gone)
-    code, _, err = end(alone)
+    end_of(gone)
+    code, _, err = end_of(alone)
     assert code == 1, err
     assert err.startswith("error: not all processes of the run connected within 3 s")
     assert "check failure" not in err.lower()

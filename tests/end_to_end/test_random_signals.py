@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import Workplace, end
+from tests.end_to_end.commands import Workplace, end_of
 from tests.end_to_end.test_rollouts import start as rollouts
 
 MOMENTS = 10  # of each of the four tests
@@ -61,7 +61,7 @@ def interrupted(place: Workplace, at: str, rng: random.Random, twice: bool) -> t
             JAXLM_TEST_SIGNALS=":".join(map(str, parts)),
             **IMPORTED_HERE,
         )
-    code, _, err = end(process)
+    code, _, err = end_of(process)
     assert no_process_is_left(place.folder)
     return f"{at} {number.name} {gap}", code, err
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxlm import train
 from jaxlm.core.errors import ConfigError
-from tests.end_to_end.commands import end
+from tests.end_to_end.commands import end_of
 
 RUN = ("--config_path", "run.yaml", "--trainer.num_train_steps", "28")
 CALLBACK = """
@@ -103,6 +103,6 @@ def test_a_start_while_the_run_is_trained_changes_no_file(place, in_process):
 @pytest.mark.slow
 def test_processes_that_differ_change_no_file(place):
     before = content(place.folder)
-    for code, _, err in map(end, place.start_each([RUN, (*RUN, "--optimizer.learning_rate", "0.5")])):
+    for code, _, err in map(end_of, place.start_each([RUN, (*RUN, "--optimizer.learning_rate", "0.5")])):
         assert code == 2, err
     assert content(place.folder) == before

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests.end_to_end.commands import Workplace, check_close, end
+from tests.end_to_end.commands import Workplace, check_close, end_of
 
 RUN = ("--config_path", "run.yaml")
 
@@ -38,7 +38,7 @@ def test_a_signal_saves_and_the_run_resumes(workplace, whole, processes, number,
     running = place.start_all(
         processes, *RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:{to}:7"
     )
-    results = [end(process) for process in running]
+    results = [end_of(process) for process in running]
     assert [code for code, _, _ in results] == [128 + number] * processes, results
     assert f"stopped by {signal.Signals(number).name}; saved as checkpoints/run/step-" in results[0][1]
     saved = max(int(name.removeprefix("step-")) for name in place.checkpoints())
@@ -52,7 +52,7 @@ def test_a_signal_saves_and_the_run_resumes(workplace, whole, processes, number,
 def test_a_second_signal_ends_at_once(workplace):
     place = workplace()
     place.write()
-    (code, _, err) = end(place.start(*RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL="15:0:7:twice"))
+    code, _, err = place.run(*RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL="15:0:7:twice")
     assert code == 143
     assert "step-7" not in place.checkpoints()
     assert "Traceback" not in err
@@ -63,7 +63,7 @@ def test_a_second_signal_ends_at_once(workplace):
 def test_a_signal_during_the_first_compilation_ends_at_once(workplace, number):
     place = workplace()
     place.write()
-    code, _, err = end(place.start(*RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:0:0"))
+    code, _, err = place.run(*RUN, module="tests.end_to_end.signaled", JAXLM_TEST_SIGNAL=f"{int(number)}:0:0")
     assert code == 128 + number
     assert f"stopped by {signal.Signals(number).name} before training started; nothing was lost" in err
     assert "Traceback" not in err

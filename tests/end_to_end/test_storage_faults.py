@@ -13,7 +13,7 @@ import pytest
 from jaxlm.engine.checkpoint.bucket import BucketFolder
 from jaxlm.engine.checkpoint.integrity import verify
 from jaxlm.engine.checkpoint.remote import RemoteFolder
-from tests.end_to_end.commands import Finished, Workplace, digest_of_arrays, end
+from tests.end_to_end.commands import Finished, Workplace, digest_of_arrays, end_of
 from tests.end_to_end.flaky_proxy import FlakyProxy, flaky_proxy
 from tests.gcs import BUCKET
 from tests.s3 import S3_BUCKET, s3_server
@@ -162,7 +162,7 @@ def test_an_outage_of_the_disk(uninterrupted, place, end):
     if end == "killed":
         check_like(uninterrupted, place, place.run(*RUN))
         return
-    result = end(process)
+    result = end_of(process)
     check_like(uninterrupted, place, result)
     assert "Not a directory" in failures(result)[0]
 
@@ -173,7 +173,7 @@ def test_a_folder_that_is_deleted_is_made_again(uninterrupted, place):
     wait_until(lambda: "step-5" in place.checkpoints(), process)
     run_folder(place).rename(run_folder(place).with_name("away"))  # at once, also if a save is in progress
     go(place)
-    check_like(uninterrupted, place, end(process))
+    check_like(uninterrupted, place, end_of(process))
     assert "step-5" not in place.checkpoints()
 
 
@@ -264,7 +264,7 @@ def with_outage(
         go(place)
         wait_until(lambda: has_failed_to_save(place) if outage == "forbidden" else proxy.num_faults >= 3, process)
         proxy.recover()
-        result = end(process)
+        result = end_of(process)
     assert result.code == 0, result.err
     assert proxy.num_faults
     return result.out
