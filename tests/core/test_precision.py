@@ -132,4 +132,4 @@ def test_a_changed_rule_is_told_when_a_run_resumes():
     before, now = plan_of(ROUTER, model="mixtral").config, plan_of(model="mixtral").config
     (line,) = config_changes(SavedRun("", before), now, 0)
     assert line.startswith("trainer.mp.rules: [{'match': '\\\\.router\\\\.'")
-    assert line.endswith(" -> [] (changes what follows: numbers have another precision from here)")
+    assert line.endswith(" -> [] (changes what follows: numbers have a different precision from here)")

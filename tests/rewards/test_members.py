@@ -194,7 +194,7 @@ def test_a_sequence_classifier_gives_what_transformers_gives(tmp_path):
         ({"type": "model", "server": {"url": "localhost:80"}}, "server.url: 'localhost:80' given, an address"),
         ({"type": "model", "server": {"url": "http://x", "api_key_variable": "NO_SUCH"}}, "'NO_SUCH' given, but"),
         ({"type": "model", "server": {"url": "http://x"}, "text": "{prompt}"}, "does not contain {completion}"),
-        ({"type": "model", "server": {"url": "http://x"}, "text": "{completion}}"}, "is no template"),
+        ({"type": "model", "server": {"url": "http://x"}, "text": "{completion}}"}, "is not a template"),
         (
             {"type": "model", "server": {"url": "http://x"}, "text": "{completion}{0}"},
             "'{0}' given, the name of a column",

@@ -91,7 +91,7 @@ def test_every_fact_has_an_effect_and_the_same_start_has_no_changes():
     [
         ("jax", "changes what follows: float rounding differs from here"),
         ("devices", "changes what follows: float rounding differs from here"),
-        ("jaxlm", "changes what follows: the code may compute other numbers from here"),
+        ("jaxlm", "changes what follows: the code may compute different numbers from here"),
         ("Python", "harmless"),
     ],
 )
@@ -196,7 +196,7 @@ def test_a_users_own_module_is_told_by_its_content(tmp_path, monkeypatch):
     finally:
         del sys.modules["my_loss"]
     assert line.startswith("module my_loss: ")
-    assert line.endswith("(changes what follows: the code may compute other numbers from here)")
+    assert line.endswith("(changes what follows: the code may compute different numbers from here)")
 
 
 @pytest.mark.slow
@@ -206,7 +206,7 @@ def test_each_change_is_told_once_and_stands_in_the_log(tmp_path):
     trainings.run("x", 4)
     (length,) = [line for line in told(trainings) if line.startswith("trainer.num_train_steps")]
     assert length.endswith(
-        "2 -> 4 (changes what follows: the run ends at another step, and the learning rate follows the new length)"
+        "2 -> 4 (changes what follows: the run ends at a different step, and the learning rate follows the new length)"
     )
     optimizer = {"learning_rate": 2e-2, "warmup": 0, "lr_schedule": "constant"}
     trainings.run("x", 6, optimizer=optimizer, trainer={"compilation_cache_dir": None})

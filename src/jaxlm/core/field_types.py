@@ -183,7 +183,7 @@ def _items(members: tuple[Any, ...], container: type) -> Any:
 
 
 def _accepts(member: Any, value: Any) -> bool:
-    """Whether a type that is no union accepts a value that is neither a section nor a container."""
+    """Whether a type that is not a union accepts a value that is neither a section nor a container."""
     if (bounds := bounds_of(member)) is not None:
         return _accepts(typing.get_args(member)[0], value) and in_range(value, bounds)
     if typing.get_origin(member) is Literal:

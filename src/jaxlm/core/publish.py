@@ -101,7 +101,7 @@ def _is_of_another(number: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # it is another user's
+        pass  # it belongs to another user
     return number != os.getpid()
 
 

@@ -63,7 +63,7 @@ def pack_documents(
     targets_before = np.concatenate([[0], np.cumsum(is_target)])
     if truncation == "keep_end":
         starts = np.maximum(starts, ends - (seq_len + 1))  # an overlong document is alone in its sequence
-    # Nothing precedes the first token of a sequence, so it is no target.
+    # Nothing precedes the first token of a sequence, so it is not a target.
     first = np.minimum(starts + 1, ends)
     has_targets = targets_before[np.minimum(ends, starts + seq_len + 1)] > targets_before[first]
     lost = np.maximum(lengths - (seq_len + 1), 0)

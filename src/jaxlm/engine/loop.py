@@ -63,7 +63,7 @@ def run_phase(state: RunState, at: OpenPhase) -> tuple[RunState, Outcome]:
                 metrics.drain()
                 return state, metrics.rewind or ended
         if batches.due(step):
-            metrics.drain()  # the run may go back, and the time that follows is no step's
+            metrics.drain()  # the run may go back, and the time that follows belongs to no step
             if metrics.rewind is not None:
                 return state, metrics.rewind
             with rescue.between(state, step), pause(), clock.during(Activity.ROLLOUT):

@@ -6,7 +6,7 @@ so one thread with one open request notices both at once. The shutdown itself co
 little time.
 
 A live migration (`MIGRATE_ON_HOST_MAINTENANCE`) does not stop a machine. Neither does a notice that was there before this
-process stop it again: after an hour's notice, a run that saved and began again on the same machine would else never train.
+process stop it again: after an hour's notice, a run that saved and restarted on the same machine would otherwise never train.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ def _ask(host: str, etag: str | None) -> tuple[str, str | None]:
     """The pending notice, "" for none, and the version of the answer.
 
     Args:
-        etag: version of the last answer; the server waits until there is another one. None does not wait.
+        etag: version of the last answer; the server waits until it changes. None does not wait.
     """
     wait = "" if etag is None else f"&wait_for_change=true&timeout_sec={_WAIT_S}&last_etag={etag}"
     # Not urllib, which would ask a proxy.

@@ -25,7 +25,7 @@ class Interrupted:
 
     @property
     def exit_code(self) -> int:
-        """That of the signal; for a notice, that of SIGTERM, so that every launcher begins again."""
+        """That of the signal; for a notice, that of SIGTERM, so that every launcher restarts the run."""
         return 128 + (signal.SIGTERM if self.signal == PREEMPTED else self.signal)
 
     @property

@@ -87,7 +87,7 @@ class TaskEntry:
 
 
 def check_bundle(folder: str, names: Sequence[str] = CORE_TASKS) -> None:
-    """Raises `ConfigError` if the folder is no bundle, or lacks one of the tasks. Reads no questions."""
+    """Raises `ConfigError` if the folder is not a bundle, or lacks one of the tasks. Reads no questions."""
     _entries(folder, names)
 
 
@@ -95,7 +95,7 @@ def read_bundle(folder: str, names: Sequence[str] = CORE_TASKS, max_per_task: in
     """Reads tasks of a bundle, in the order of `names`.
 
     Raises:
-        ConfigError: the folder is no bundle, one of the tasks is missing or has too few questions, or a file is damaged.
+        ConfigError: the folder is not a bundle, one of the tasks is missing or has too few questions, or a file is damaged.
     """
     entries = _entries(folder, names)
     with _readable():

@@ -59,7 +59,7 @@ def _is_address(url: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets, or a port that is no number
+    except ValueError:  # brackets, or a port that is not a number
         return False
 
 

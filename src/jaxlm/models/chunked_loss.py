@@ -217,7 +217,7 @@ def online_maximum(logits_CV: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arra
     return jax.lax.reduce((logits_CV, jnp.ones_like(logits_CV), index_CV), start, combined, dimensions=(1,))
 
 
-@online_maximum.defjvp  # type: ignore[arg-type]  # float0, the tangent of integers, is no jax.Array
+@online_maximum.defjvp  # type: ignore[arg-type]  # float0, the tangent of integers, is not a jax.Array
 def _online_maximum_jvp(primals, tangents):
     (logits_CV,), (tangent_CV,) = primals, tangents
     top_C, sum_C, index_C = online_maximum(logits_CV)

@@ -31,7 +31,7 @@ class BatchConfig:
     """
 
     train_batch_size: Annotated[
-        PositiveInt | Literal[-1] | list[BatchSize], follows("a step reads another number of sequences from here")
+        PositiveInt | Literal[-1] | list[BatchSize], follows("a step reads a different number of sequences from here")
     ] = 32
     per_device_parallelism: Rounding[PositiveInt | Literal[-1]] = -1
     per_device_train_parallelism: Rounding[PositiveInt | Literal[-1]] = -1

@@ -50,7 +50,7 @@ class LengthConfig:
     """
 
     id: Harmless[str | None] = None
-    seed: Annotated[Seed, follows(f"dropout is another; unless data_seed is set, {ANOTHER_ORDER}")] = 0
+    seed: Annotated[Seed, follows(f"dropout differs; unless data_seed is set, {ANOTHER_ORDER}")] = 0
     num_train_steps: Length[PositiveInt] = 400_000
     until: Stopping[UntilConfig | None] = None
     controllers: Controlling[list[ControllerConfig]] = field(default_factory=list)
@@ -139,7 +139,7 @@ class TrainerConfig(FailureConfig, StartConfig, ShardingConfig, BatchConfig, Len
         ray: tokenize on a Ray cluster (`{}` starts one). Null tokenizes in process 0, on all cores of its machine.
     """
 
-    mp: Annotated[str | PrecisionConfig, follows("numbers have another precision from here")] = "f32"
+    mp: Annotated[str | PrecisionConfig, follows("numbers have a different precision from here")] = "f32"
     log_dir: Harmless[str] = "logs/"
     compilation_cache_dir: Harmless[str | None] = "cache/xla"
     strict_performance: Harmless[bool] = False
@@ -147,9 +147,7 @@ class TrainerConfig(FailureConfig, StartConfig, ShardingConfig, BatchConfig, Len
     jax_config: Rounding[dict[str, bool | int | float | str | None]] = field(default_factory=dict)
     log_jaxprs: Harmless[bool] = False
     log_xla_hlo: Harmless[bool] = False
-    model_averaging: Annotated[AveragingConfig | None, follows("the average of the weights is another from here")] = (
-        None
-    )
+    model_averaging: Annotated[AveragingConfig | None, follows("the average of the weights differs from here")] = None
     tracker: Harmless[TrackerConfig | list[TrackerConfig]] = field(default_factory=list)
     completions: Harmless[CompletionsConfig] = field(default_factory=CompletionsConfig)
     callbacks: Harmless[list[CallbackConfig]] = field(default_factory=list)

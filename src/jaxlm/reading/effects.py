@@ -42,7 +42,7 @@ ROUNDING = follows("float rounding differs from here")
 CONTENT = Effect("harmless", "the content is the same")
 """Of keys that name what is compared by content, and refused if that differs."""
 OWN = follows("a key of your own")
-ANOTHER_ORDER = "the data has another order from here: some is read again, and some is left out"
+ANOTHER_ORDER = "the order of the data changes from here: some is read again, and some is left out"
 
 T = TypeVar("T")
 Harmless = Annotated[T, HARMLESS]
@@ -52,12 +52,12 @@ Refused = Annotated[T, Effect("refused")]
 AtTheStart = Annotated[T, Effect("harmless", "only a new run reads it")]
 Evaluations = Annotated[T, follows("evaluations, and what depends on them, are not comparable with earlier ones")]
 Order = Annotated[T, follows(ANOTHER_ORDER)]
-Mixture = Annotated[T, follows("the sources are mixed in another way from here")]
+Mixture = Annotated[T, follows("the sources are mixed differently from here")]
 Updates = Annotated[T, follows("the next updates differ")]
-Loss = Annotated[T, follows("another loss is minimized from here")]
-Length = Annotated[T, follows("the run ends at another step, and the learning rate follows the new length")]
+Loss = Annotated[T, follows("a different loss is minimized from here")]
+Length = Annotated[T, follows("the run ends at a different step, and the learning rate follows the new length")]
 Controlling = Annotated[
-    T, follows("a controller that is new begins here, and the learning rate loses the factor of one that is gone")
+    T, follows("a new controller starts here, and the learning rate loses the factor of one that is removed")
 ]
 Stopping = Annotated[T, follows("the run may end or go back where it would not have before")]
 

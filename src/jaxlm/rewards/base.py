@@ -139,7 +139,7 @@ def reward_names(configs: Sequence[RewardConfig]) -> list[str]:
 
 
 def _answers(workers: Mapping[str, RewardWorker], ask: Callable[[RewardWorker], _T]) -> dict[str, _T]:
-    """What processes answer. A thread listens to each: one that nobody listens to would stop working. The first error is
+    """What processes answer. A thread listens to each: one without a listener would stop working. The first error is
     raised at once, and the processes that have not answered are ended: no answer must be left for the next call.
     """
     with ThreadPoolExecutor(max(len(workers), 1)) as pool:

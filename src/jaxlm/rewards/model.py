@@ -53,7 +53,9 @@ class ModelRewardConfig(RewardConfig):
         try:
             names = [name for _, name, _, _ in Formatter().parse(self.text) if name is not None]
         except ValueError as error:
-            raise ConfigError(f"{_KEY}: text: '{self.text}' is no template: {error}. Write {{{{ for a brace") from error
+            raise ConfigError(
+                f"{_KEY}: text: '{self.text}' is not a template: {error}. Write {{{{ for a brace"
+            ) from error
         if bad := [name for name in names if not name.isidentifier()]:
             raise ConfigError(f"{_KEY}: text: '{{{bad[0]}}}' given, the name of a column expected")
         if "completion" not in names:

@@ -54,7 +54,7 @@ def serve(descriptor: int) -> None:
 
 
 def _private(descriptor: int) -> int:
-    """The same connection under a number that nobody writes to by mistake, and that programs do not inherit."""
+    """The same connection under a number that no code writes to by mistake, and that programs do not inherit."""
     try:
         moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _PRIVATE)
     except OSError:  # the system allows fewer

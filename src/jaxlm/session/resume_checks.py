@@ -236,7 +236,7 @@ def _content_changes(saved: SavedRun, now: RunConfig, num_sequences: int) -> Ite
 
 
 _XLA_OPTIONS, _BLOCK_SIZES = "XLA options", "block sizes"
-_CODE = follows("the code may compute other numbers from here")
+_CODE = follows("the code may compute different numbers from here")
 FACTS: dict[str, Effect] = {
     "jaxlm": _CODE,
     "commit of jaxlm": Effect("harmless", "a change of the source is listed under jaxlm"),

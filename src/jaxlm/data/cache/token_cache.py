@@ -79,7 +79,7 @@ class TokenCache:
     def trained_share(self) -> float:
         """The fraction of tokens that the loss is computed on, before documents are packed."""
         is_target = self.read_target_mask(np.zeros(1, np.int64), self.num_tokens)[0]
-        is_target[self.offsets[:-1][np.diff(self.offsets) > 0]] = False  # the first token of a document is no target
+        is_target[self.offsets[:-1][np.diff(self.offsets) > 0]] = False  # the first token of a document is not a target
         return float(is_target.mean())
 
     def read(self, starts: np.ndarray, length: int) -> np.ndarray:

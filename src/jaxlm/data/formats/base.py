@@ -48,7 +48,7 @@ class RawContent(NamedTuple):
         size: approximate number of characters.
         num_bytes: bytes of its text.
         position: how many bytes of the file have been read after this document.
-        where: the file and the line, record or row, for messages; empty if nobody asks.
+        where: the file and the line, record or row, for messages; empty if they are not needed.
         group: the number of its row group in a Parquet file of texts; 0 in other files.
     """
 

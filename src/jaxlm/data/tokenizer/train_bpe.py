@@ -68,7 +68,7 @@ class BpeConfig:
             )
         if surrogates := [token for token in tokens if any("\ud800" <= letter <= "\udfff" for letter in token)]:
             raise ConfigError(
-                f"data.tokenizer.special_tokens: {surrogates[0]!r} given, which has half of a surrogate pair and is no text."
+                f"data.tokenizer.special_tokens: {surrogates[0]!r} given, which has half of a surrogate pair and is not text."
                 " Write the character itself, or \\U and its eight hexadecimal digits"
             )
         if vocab_size is not None and vocab_size < smallest:

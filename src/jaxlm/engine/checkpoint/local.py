@@ -164,7 +164,7 @@ class LocalFolder(CheckpointFolder):
             shutil.rmtree(renamed)
 
     def _check_place(self) -> None:
-        """Raises `OSError` if the folder is gone with its disk: what is below the mount point then is another disk.
+        """Raises `OSError` if the folder is gone with its disk: what is below the mount point is then on a different disk.
 
         If only the folder is gone, it is made again.
         """

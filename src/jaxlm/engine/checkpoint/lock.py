@@ -77,7 +77,7 @@ def check_unlocked(path: Path, what: str) -> None:
     """Raises `ConfigError` if another process has locked a file. Args: what: as of `held_by`."""
     import fcntl
 
-    with contextlib.suppress(OSError), open_regular(path) as file:  # no file, or no locks: nobody is known
+    with contextlib.suppress(OSError), open_regular(path) as file:  # no file, or no locks: the holder is unknown
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -90,7 +90,7 @@ def restore_state(
 
     Controls have their values from the start of the phase: the history says which are in effect (`Control.begin`).
     The objective's arrays are cast, dropped, or made anew. An initial reference is never made anew, except at the start of
-    the phase: later, the model is another one.
+    the phase: later, the model has changed.
 
     Args:
         allow_partial: whether other arrays may be missing (`trainer.allow_partial_checkpoint`).

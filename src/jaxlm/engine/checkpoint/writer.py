@@ -61,7 +61,7 @@ class CheckpointWriter:
         run_files: relative path -> content of the files in `run/` of every checkpoint (config, tokenizer).
         still_held: called in the thread before the folder is changed. It may ask a store.
         before_commit: called in the thread, so that what they flush is on disk before the checkpoint is visible.
-        progress: called when a save that blocks begins again: the watchdog must not take its pauses for a hang.
+        progress: called when a save that blocks is retried: the watchdog must not take its pauses for a hang.
         """
         import orbax.checkpoint as ocp
 
@@ -355,7 +355,7 @@ def silence_repeated_errors() -> None:
 def _is_not_repeated(record: logging.LogRecord) -> bool:
     if not record.exc_info:
         return True
-    # What asyncio reports of a task that nobody awaits any more names the task's code, or has been raised in it.
+    # What asyncio reports of a task that is no longer awaited names the task's code, or has been raised in it.
     raised_in = [frame.filename for frame in traceback.extract_tb(record.exc_info[2])]
     return not any("orbax" in text for text in (record.pathname, record.getMessage(), *raised_in))
 

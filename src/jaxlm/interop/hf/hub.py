@@ -32,7 +32,7 @@ def check_upload_name(repository: str, key: str) -> None:
 
 
 def check_upload(key: str) -> None:
-    """Raises `ConfigError` if huggingface_hub is not installed, or nobody is logged in. Args: key: as above."""
+    """Raises `ConfigError` if huggingface_hub is not installed, or you are not logged in. Args: key: as above."""
     try:
         from huggingface_hub import get_token
     except ImportError as error:

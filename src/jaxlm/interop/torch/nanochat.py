@@ -201,7 +201,7 @@ def save_nanochat(folder: Path, model: LanguageModel, config: ModelConfig, layou
         step: number of steps that the model was trained for.
 
     Raises:
-        ConfigError: it is no model of nanochat, its code cannot represent it, or torch is not installed.
+        ConfigError: it is not a model of nanochat, its code cannot represent it, or torch is not installed.
     """
     if type(config) is not NanoConfig:
         raise ConfigError(f"model.type: {type(config).__name__} given, but nanochat has only models of type nano")
