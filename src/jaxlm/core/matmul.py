@@ -107,7 +107,7 @@ def dot(x: NamedArray, weight: Weight, axis: AxisSelection, fp8: "Fp8 | None" = 
     if fp8 is None or not multiplies_in_fp8():
         return hax.dot(x, weight, axis=axis)
     summed = (axis,) if isinstance(axis, str | Axis) else tuple(axis)
-    inputs = tuple(each if isinstance(each, str) else each.name for each in summed)
+    inputs = tuple(axis if isinstance(axis, str) else axis.name for axis in summed)
     rows, outputs = (tuple(a for a in array.axes if a.name not in inputs) for array in (x, weight))
     x_RI, w_OI = (array.rearrange((*axes, *inputs)).array for array, axes in ((x, rows), (weight, outputs)))
     return NamedArray(fp8_product(x_RI, w_OI, len(inputs), fp8), (*rows, *outputs))

@@ -46,7 +46,7 @@ class GroupsConfig(DataConfig):
 
     def _group_size(self) -> int:
         formats = [source.config.format for source in self.sources()]
-        sizes = {each.num_completions for each in formats if isinstance(each, CompletionsFormat)}
+        sizes = {config.num_completions for config in formats if isinstance(config, CompletionsFormat)}
         if not sizes:
             self.check_mixture()  # raises for other formats
         if len(sizes) != 1:

@@ -87,7 +87,7 @@ class Control:
         """Whether decisions take effect after `step`."""
         memories = self._saver.history.controllers
         pending = (memories.get(controller.name, {}).get("pending", ()) for controller in self._phase.controllers)
-        return any(each["after"] <= step for decisions in pending for each in decisions)
+        return any(decision["after"] <= step for decisions in pending for decision in decisions)
 
     def take_effect(self, state: RunState, step: int) -> tuple[RunState, Next | None]:
         """Puts the controls that are due after `step` into the state. Returns how the phase ends, if it ends here."""
@@ -95,10 +95,10 @@ class Control:
         for controller in self._phase.controllers:
             memory = self._memory(controller)
             controls = dict(memory.controls)
-            for each in (pending for pending in memory.pending if pending["after"] <= step):
-                controls |= each.get("controls", {})
-                ended = ended or (Next(**each["next"]) if "next" in each else None)
-            later = tuple(each for each in memory.pending if each["after"] > step)
+            for decision in (pending for pending in memory.pending if pending["after"] <= step):
+                controls |= decision.get("controls", {})
+                ended = ended or (Next(**decision["next"]) if "next" in decision else None)
+            later = tuple(decision for decision in memory.pending if decision["after"] > step)
             self._remember(controller, replace(memory, controls=controls, pending=later))
         return (self._with_controls(state) if self._phase.controls else state), ended
 
@@ -136,7 +136,7 @@ class Control:
     def after_rewind(self, then: Mapping[str, Any]) -> dict[str, Any]:
         """What the controllers remember when the run has gone back. Args: then: what they remembered in that checkpoint."""
         now = self._saver.history.controllers
-        survivors = {each.name for each in self._phase.controllers if each.survives_rewind}
+        survivors = {controller.name for controller in self._phase.controllers if controller.survives_rewind}
         staying = {name: now[name] for name in survivors & now.keys()}
         decided = {
             name: {key: it for key, it in memory.items() if key != "pending"} for name, memory in staying.items()

@@ -91,7 +91,7 @@ class Kto(ReferencedObjective):
     def reference_logps(self, model: LanguageModel, batch: UnpairedBatch) -> hax.NamedArray:
         """{batch, kind}: of the completions, and of those of other records."""
         sequences = (batch.completions, batch.mismatched) if self.estimate_kl else (batch.completions,)
-        logps = [completion_logps(model, each)[0] for each in sequences]
+        logps = [completion_logps(model, tokens)[0] for tokens in sequences]
         return hax.stack(hax.Axis(_KIND, len(sequences)), logps).rearrange((BATCH, _KIND))
 
     def weights(self, batch: UnpairedBatch) -> dict[str, jax.Array]:

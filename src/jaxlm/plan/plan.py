@@ -212,13 +212,14 @@ def _schedule_notes(phases: Sequence[Phase]) -> list[str]:
     for phase in phases:
         schedule, groups = phase.optimizer.schedule(phase.num_steps), group_schedules(phase.optimizer, phase.num_steps)
         of_phase = f"phase '{phase.name}': " if len(phases) > 1 else ""
-        notes |= {f"{of_phase}{note}": None for each in (schedule, *groups.values()) for note in each.notes}
+        lines = [line for part in (schedule, *groups.values()) for line in part.notes]
+        notes |= {f"{of_phase}{line}": None for line in lines}
     return list(notes)
 
 
 def _check_evaluations(config: RunConfig) -> None:
     """Raises `ConfigError` if completions of two evaluations would have the same name."""
-    names = [name for each in config.evals if (name := each.completions_name) is not None]
+    names = [name for evaluation in config.evals if (name := evaluation.completions_name) is not None]
     if equal := [name for name in names if names.count(name) > 1]:
         raise ConfigError(
             f"evals: {len(equal)} evaluations given with the name '{equal[0]}', under which their metrics and completions are"
@@ -230,7 +231,7 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
     """Raises `ConfigError` if the phase's objective, or an evaluation, does not read the batches of its data."""
     spec = data.batch_spec(phase.model.seq_len)
     batch = spec.make(**dict.fromkeys(spec.columns))
-    scoring = [choice_name(type(each)) for each in config.evals if each.reads_supervised]
+    scoring = [choice_name(type(evaluation)) for evaluation in config.evals if evaluation.reads_supervised]
     if scoring and not hasattr(batch, "supervised") and data.has_validation:
         raise ConfigError(
             f"phase '{phase.name}': data.type: {choice_name(type(data))}: the evaluation '{scoring[0]}' reads"
@@ -243,7 +244,7 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
             f" {choice_name(type(data))} makes {type(batch).__name__}, which does not say what the model reads"
             " (`supervised()`). Calibrate in an earlier phase with data.type: tokens, or remove what measures (init: eva)"
         )
-    if phase.objective.annotation_key is not None and any(each.reads_objective for each in config.evals):
+    if phase.objective.annotation_key is not None and any(evaluation.reads_objective for evaluation in config.evals):
         raise ConfigError(
             f"phase '{phase.name}': evals: type objective asks the references about the validation data, but objective.cache:"
             " true stores their answers for the training data alone and does not load them. Remove the evaluation, or cache"
@@ -464,7 +465,7 @@ def check_metric(metric: str, key: str, config: RunConfig, data: Sequence[DataCo
         return
     if not config.evals:
         raise ConfigError(f"{key}: '{metric}' given, but evals is empty. Add an evaluation")
-    names = {id(each): each.metric_names for each in config.evals}
+    names = {id(evaluation): evaluation.metric_names for evaluation in config.evals}
     ends = lambda name: f"/{metric}".endswith(f"/{name}")  # noqa: E731
     measuring = [e for e in config.evals if (own := names[id(e)]) is None or any(map(ends, own))]
     if not measuring:
@@ -473,7 +474,9 @@ def check_metric(metric: str, key: str, config: RunConfig, data: Sequence[DataCo
         raise ConfigError(
             f"{key}: '{metric}' given, but no evaluation measures it. The section evals measures {shown or 'nothing'}"
         )
-    if all(each.reads_validation for each in measuring) and not any(section.has_validation for section in data):
+    if all(evaluation.reads_validation for evaluation in measuring) and not any(
+        section.has_validation for section in data
+    ):
         raise ConfigError(
             f"{key}: '{metric}' given, but there is no validation data to measure it on. Set data.validation_urls, or"
             " data.num_validation_sequences to hold some of the training data out"

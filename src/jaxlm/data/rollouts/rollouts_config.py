@@ -216,8 +216,8 @@ class RolloutsConfig(DataConfig):
         return Rewards(self.rewards, context, timeout_s=self.reward_timeout_s)
 
     def batch_maker(self, tokenizer: Tokenizer) -> BatchMaker:
-        def make(reader: BatchReader, of_run: BatchContext) -> Batches:
-            run, environment = of_run.services, self.environment
+        def make(reader: BatchReader, context: BatchContext) -> Batches:
+            run, environment = context.services, self.environment
             stop_ids = run.stop_ids or tokenizer.stop_ids
             functions = (run.log, run.progress, run.export)
             services = SamplerContext(reader.layout, run.precision, *functions, tokenizer.vocab_size)
@@ -229,7 +229,7 @@ class RolloutsConfig(DataConfig):
 
             # Before the processes of the rewards start, because it may refuse the records.
             curriculum = self.curriculum and self.curriculum.open(
-                CurriculumContext(of_run.seed, of_run.start, reader.mixture.names, values)
+                CurriculumContext(context.seed, context.start, reader.mixture.names, values)
             )
             with contextlib.ExitStack() as on_error:
                 sampler = on_error.enter_context(contextlib.closing(self.sampler.open(services)))
@@ -238,7 +238,7 @@ class RolloutsConfig(DataConfig):
                 )
                 maker = RolloutMaker(
                     reader.mixture,
-                    self._options(of_run.seed, stop_ids),
+                    self._options(context.seed, stop_ids),
                     sampler,
                     rewards,
                     records,
@@ -248,7 +248,7 @@ class RolloutsConfig(DataConfig):
                     curriculum,
                 )
                 on_error.pop_all()  # from here on, the batches close them
-            return RolloutBatches(reader, of_run, maker)
+            return RolloutBatches(reader, context, maker)
 
         return make
 

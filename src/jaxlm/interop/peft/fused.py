@@ -56,7 +56,7 @@ class FusedMatrix:
         """
         adapted = [path for path in map(module_path, self.tensor.parts) if path in pairs]
         magnitudes = [pairs[path].magnitude for path in adapted]
-        if any(each is not None for each in magnitudes) and len(adapted) < len(self.tensor.parts):
+        if any(magnitude is not None for magnitude in magnitudes) and len(adapted) < len(self.tensor.parts):
             raise ConfigError(
                 f"{self.tensor.name}: with DoRA, all parameters of this matrix must have adapters so that PEFT can read them,"
                 f" but only {', '.join(adapted)} have. Export the merged model: --adapters merge"
@@ -75,7 +75,7 @@ class FusedMatrix:
         magnitude = None
         if magnitudes[0] is not None:
             shapes = [[self.sizes[axis] for axis in self._outputs(part)] for part in self.tensor.parts]
-            present = [each for each in magnitudes if each is not None]
+            present = [magnitude for magnitude in magnitudes if magnitude is not None]
             columns = [np.reshape(each, (*shape, 1)) for each, shape in zip(present, shapes, strict=True)]
             magnitude = self._joined(columns, _ONE, 1).reshape(-1)
         return Arrays(np.concatenate([pairs[path].a for path in adapted]), b, magnitude)
@@ -122,9 +122,9 @@ class FusedMatrix:
         """[layers, out, size] of one parameter, from [layers, all outputs, size]."""
         sizes = {**self.sizes, name: whole.shape[-1]}
         axes = (*self._outputs(self.tensor.parts[number]), name)
-        layers = (each.T if self._has_inputs_first else each for each in whole)
-        read = [self._with_inputs(name).read(each, number, sizes, axes) for each in layers]
-        return np.stack([each.reshape(-1, whole.shape[-1]) for each in read])
+        layers = (layer.T if self._has_inputs_first else layer for layer in whole)
+        rows = [self._with_inputs(name).read(layer, number, sizes, axes) for layer in layers]
+        return np.stack([layer.reshape(-1, whole.shape[-1]) for layer in rows])
 
     @property
     def _has_inputs_first(self) -> bool:

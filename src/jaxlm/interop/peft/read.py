@@ -214,8 +214,9 @@ def _open(folder: Path, config: ModelConfig) -> _Folder:
             adapters = _adapters_of(tensor, names, settings, num_layers, file)
             found += [adapters] if adapters is not None else []
         saved += _saved(tensor, names, num_layers, file)
-    if settings.get("ensure_weight_tying") and is_tied(config) and any(_is_table(each) for each in found):
-        found = [each for each in found if module_path(each.tensor.parts[0]) != HEAD]  # the same as the table's
+    if settings.get("ensure_weight_tying") and is_tied(config) and any(map(_is_table, found)):
+        # Those of the head are the same as the table's.
+        found = [adapters for adapters in found if module_path(adapters.tensor.parts[0]) != HEAD]
     if not found:
         raise _wrong_model(folder, "no adapters")
     tied = is_tied(config)
@@ -291,7 +292,7 @@ def _tied_as_one(
                 " the two have other values (modules_to_save without ensure_weight_tying). Merge the adapter in PEFT, save"
                 " the merged model with tie_word_embeddings: false, and import that"
             )
-    others = [each for each in saved if module_path(each[0].parts[0]) not in both]
+    others = [copy for copy in saved if module_path(copy[0].parts[0]) not in both]
     if not both:
         return others
     name = both.get(_TOKENS, both.get(HEAD, ""))
@@ -335,7 +336,7 @@ def read_adapters(folder: Path, config: ModelConfig, sizes: Sizes) -> ReadAdapte
         unread -= {name for name in unread if name.startswith(head) and (shared or name.endswith(".weight"))}
     if unread:
         raise _wrong_model(folder, f"{', '.join(sorted(unread)[:_MAX_LISTED])} belong to no layer of this model")
-    a, b, magnitudes = ({path: each[n] for path, each in arrays.items() if each[n] is not None} for n in range(3))
+    a, b, magnitudes = ({path: parts[n] for path, parts in arrays.items() if parts[n] is not None} for n in range(3))
     keys = _lora_keys(opened, modules)
     return ReadAdapters(folder, keys, a=a, b=b, magnitudes=magnitudes, saved=saved, sizes=sizes)
 
@@ -385,7 +386,7 @@ def _by_module(
     else:
         arrays = FusedMatrix(tensor, sizes).split(a, b, magnitude, int(opened.settings["r"]))
     for path, rank, found in arrays:
-        layered = found if tensor.is_stacked else tuple(None if each is None else each[0] for each in found)
+        layered = found if tensor.is_stacked else tuple(None if array is None else array[0] for array in found)
         yield path, _Module.of(adapters, opened.num_layers, rank), (layered[0], layered[1], layered[2])
 
 

@@ -187,7 +187,7 @@ def _modules(model: Adapted, table: Sequence[Tensor], layout: Layout, dtype: Any
     modules = []
     for (tensor, layer), own in found.items():
         arrays, scale = _joined(tensor, own, model.sizes)
-        cast = (None if each is None else np.ascontiguousarray(each.astype(dtype)) for each in arrays)
+        cast = (None if array is None else np.ascontiguousarray(array.astype(dtype)) for array in arrays)
         modules.append(_Module(tensor, layer, Arrays(*cast), scale))  # pyright: ignore[reportArgumentType]
     return modules
 

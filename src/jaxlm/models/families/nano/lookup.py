@@ -192,7 +192,7 @@ def _on_each_device(read: Callable[..., jax.Array], q: NamedArray) -> Callable[.
     if layout is None or layout.mesh.size == 1:
         return read
     names = [mesh_axes(axis, layout.compute) for axis in q.axes[:2]]
-    sizes = [math.prod(layout.mesh.shape[name] for name in each) for each in names]
+    sizes = [math.prod(layout.mesh.shape[name] for name in names_of_axis) for names_of_axis in names]
     # Generation may have fewer rows than there are devices.
     divides = [axis.size % size == 0 for axis, size in zip(q.axes, sizes, strict=False)]
     entries = [each if fits and each else None for each, fits in zip(names, divides, strict=True)]
