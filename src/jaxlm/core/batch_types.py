@@ -1,9 +1,7 @@
-"""Values passed between packages: weighted sums, batches, metrics of a step."""
+"""The batches that models and objectives read."""
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from jaxlm.core.imports import haliax as hax
@@ -11,58 +9,9 @@ from jaxlm.core.imports import haliax as hax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxlm.core.axes import BATCH, GROUP, KEY_WORD, PAIR, POSITION
-
-
-class Sum(eqx.Module):
-    """A weighted sum and its total weight.
-
-    Losses and metrics stay sums as long as possible: sums over microbatches, masked rows and devices can be added, means
-    cannot.
-
-    Attributes:
-        total: scalar float32, the weighted sum.
-        weight: scalar float32, the denominator of the mean.
-    """
-
-    total: jax.Array
-    weight: jax.Array
-
-    def __add__(self, other: "Sum") -> "Sum":
-        return Sum(self.total + other.total, self.weight + other.weight)
-
-    def mean(self) -> jax.Array:
-        """total / weight; 0 if the weight is 0."""
-        return self.total / jnp.where(self.weight == 0, 1.0, self.weight)
-
-    def over_microbatches(self) -> "Sum":
-        """The sum over the leading axis."""
-        return Sum(jnp.sum(self.total, axis=0), jnp.sum(self.weight, axis=0))
-
-    def logged(self) -> jax.Array:
-        """The number that is logged."""
-        return self.mean()
-
-
-class Largest(eqx.Module):
-    """The largest of some numbers, for a metric that is no mean.
-
-    Attributes:
-        value: scalar float32.
-    """
-
-    value: jax.Array
-
-    def over_microbatches(self) -> "Largest":
-        """The largest over the leading axis."""
-        return Largest(jnp.max(self.value, axis=0))
-
-    def logged(self) -> jax.Array:
-        """The number that is logged."""
-        return self.value
-
+from jaxlm.core.tree import is_named
 
 _ROWS = 2**31 - 1  # folded into a step's key, into which the numbers of microbatches are folded too
 _KEY_WORDS = 2
@@ -127,11 +76,11 @@ class PairBatch(eqx.Module):
 
     def half(self, number: int) -> TokenBatch:
         """The chosen (0) or rejected (1) sequences."""
-        return jax.tree.map(lambda column: column[PAIR, number], self.pairs, is_leaf=_is_named)
+        return jax.tree.map(lambda column: column[PAIR, number], self.pairs, is_leaf=is_named)
 
     def sequences(self) -> TokenBatch:
         """All sequences, chosen and rejected in turn, so that both halves of a pair stay on one device."""
-        return jax.tree.map(lambda column: column.flatten_axes((BATCH, PAIR), BATCH), self.pairs, is_leaf=_is_named)
+        return jax.tree.map(lambda column: column.flatten_axes((BATCH, PAIR), BATCH), self.pairs, is_leaf=is_named)
 
     def supervised(self) -> TokenBatch:
         """The chosen sequences."""
@@ -199,7 +148,7 @@ class GroupBatch(eqx.Module):
     def sequences(self) -> TokenBatch:
         """All sequences, group by group, so that a group stays on one device."""
         flat = lambda column: column.flatten_axes((BATCH, GROUP), BATCH)  # noqa: E731
-        return jax.tree.map(flat, self.responses, is_leaf=_is_named)
+        return jax.tree.map(flat, self.responses, is_leaf=is_named)
 
 
 class UnpairedBatch(eqx.Module):
@@ -219,124 +168,10 @@ class UnpairedBatch(eqx.Module):
 
     @staticmethod
     def of(labels: hax.NamedArray, **columns: hax.NamedArray) -> "UnpairedBatch":
-        own = {name: column for name, column in columns.items() if not name.startswith(MISMATCHED)}
-        others = {name.removeprefix(MISMATCHED): column for name, column in columns.items() if name not in own}
-        return UnpairedBatch(TokenBatch(**own), TokenBatch(**others), labels)
+        completions = {name: column for name, column in columns.items() if not name.startswith(MISMATCHED)}
+        mismatched = {name.removeprefix(MISMATCHED): columns[name] for name in columns.keys() - completions.keys()}
+        return UnpairedBatch(TokenBatch(**completions), TokenBatch(**mismatched), labels)
 
 
 MISMATCHED = "mismatched_"
 """Prefix of the columns of `UnpairedBatch.mismatched`."""
-
-
-def _is_named(leaf: Any) -> bool:
-    return isinstance(leaf, hax.NamedArray)
-
-
-@dataclass(frozen=True)
-class DummyPrefix:
-    """The space that some tokenizers put in front of every text. It is no byte of the text.
-
-    Attributes:
-        bos_id: the token before a text.
-        tokens: bool [vocab], the tokens that begin with a space.
-    """
-
-    bos_id: int
-    tokens: np.ndarray
-
-
-class TokenScores(eqx.Module):
-    """How well a model predicts each target of a batch. Every field has the axes {batch, position}.
-
-    Attributes:
-        nats: float32, negative log-likelihood of the target.
-        mask: float32, 1 if the target counts.
-        targets: int32, the target's token id.
-        inputs: int32, the id of the token before the target.
-    """
-
-    nats: hax.NamedArray
-    mask: hax.NamedArray
-    targets: hax.NamedArray
-    inputs: hax.NamedArray
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Counts of an array's values in bins of equal width.
-
-    Attributes:
-        low, high: smallest and largest value: the outer edges of the first and last bin.
-        counts: number of values per bin, from low to high.
-    """
-
-    low: float
-    high: float
-    counts: tuple[int, ...]
-
-    @property
-    def edges(self) -> tuple[float, ...]:
-        """Bin edges, one more than there are bins. If all values are equal, the histogram is 1 wide."""
-        width = (self.high - self.low if self.high > self.low else 1.0) / len(self.counts)
-        return tuple(self.low + width * number for number in range(len(self.counts) + 1))
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no value was finite. `low` and `high` have no meaning then."""
-        return not any(self.counts)
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What the policy wrote to a prompt, and its rewards.
-
-    Attributes:
-        name: `train` for a rollout, `eval` for an evaluation, or `eval/<name>` for one of an average of the weights.
-        place: where the prompt's record is.
-        text: the completion.
-        rewards: by name; None where a reward does not apply.
-        reward: their weighted sum.
-        advantage: None if nothing is trained on it.
-        is_finished: whether the policy ended it, and not the limit of tokens.
-    """
-
-    name: str
-    place: str
-    prompt: str
-    text: str
-    rewards: Mapping[str, float | None]
-    reward: float
-    advantage: float | None
-    is_finished: bool
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Text that an evaluation has generated.
-
-    Attributes:
-        name: `eval` for the weights, or `eval/<name>` for an average of them.
-        prompt: the text before it.
-        text: the model's continuation.
-    """
-
-    name: str
-    prompt: str
-    text: str
-
-
-@dataclass(frozen=True)
-class StepInfo:
-    """The numbers of a finished step, fetched to the host and passed to the listeners.
-
-    Attributes:
-        step: number of steps in the whole run, including this one (`step-N` = N).
-        phase: name of the phase.
-        metrics: Python numbers by metric name.
-        histograms: histograms of the watched arrays, by name.
-    """
-
-    step: int
-    phase: str
-    metrics: Mapping[str, float]
-    histograms: Mapping[str, Histogram] = field(default_factory=dict)
