@@ -8,9 +8,8 @@ import pytest
 from haliax import Axis
 from jax.sharding import PartitionSpec
 
-from jaxlm.core import stored_weights
 from jaxlm.core.matmul import arranged, array_specs, dot, einsum
-from jaxlm.core.stored_weights import Int8Weight
+from jaxlm.core.stored_weights import Int8Weight, StoredArray
 
 Batch, Heads, Size, Embed = Axis("batch", 5), Axis("heads", 3), Axis("head_size", 4), Axis("embed", 16)
 
@@ -73,7 +72,7 @@ def test_int8_weights_of_experts_are_multiplied_without_names():
     Experts = Axis("experts", 6)
     weight, x = named(1, Experts, Embed, Heads), named(2, Batch, Embed).array
     raw = arranged(Int8Weight.of(weight, Embed), ("experts", "embed", "heads"))
-    assert isinstance(raw, stored_weights.StoredArray)
+    assert isinstance(raw, StoredArray)
     assert raw.shape == (6, 16, 3)
     fourth = jax.tree.map(lambda a: a[3], raw)
     expected = by_definition(np.asarray(weight.array, np.float64), (1,))
