@@ -111,8 +111,9 @@ data:
    rewards: [{type: function, function: "task:score"}]}
 objective: {type: grpo, old_policy: rollout}
 """
+# Both trees have one teacher: a resumed run refuses other files, and those of Orbax are not byte-deterministic.
 DISTILL = """
-refs: {teacher: {type: checkpoint, path: ../llama/checkpoints/run/step-50, dtype: float32}}
+refs: {teacher: {type: checkpoint, path: ../../before/llama/checkpoints/run/step-50, dtype: float32}}
 objective: {type: distill, temperature: 2.0, weight: 0.5}
 """
 REWARD = """
