@@ -101,6 +101,11 @@ def test_neighbors_are_separated():
     assert (steps == 1).mean() < 0.002
 
 
+def test_no_two_eras_of_any_epochs_have_the_same_order():
+    eras = shuffle_in_eras(np.arange(4 * 256), 256, 64, seed=5).reshape(16, 64) % 64
+    assert len({tuple(order) for order in eras.tolist()}) == 16
+
+
 @settings(max_examples=60)
 @given(size=st.integers(1, 70), era_length=st.integers(1, 80), seed=st.integers(0, 2**32))
 def test_each_era_is_shuffled_separately_and_differently_in_each_epoch(size, era_length, seed):
