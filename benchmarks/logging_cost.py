@@ -31,7 +31,7 @@ import jax
 import numpy as np
 
 from jaxlm.commands.bench import random_batch
-from jaxlm.core.logged import StepInfo
+from jaxlm.core.values.logged import StepInfo
 from jaxlm.engine.entry import enter_phase
 from jaxlm.engine.metrics import AsyncMetrics, Listener, Workload
 from jaxlm.engine.sync import FlagSync, SyncFlags

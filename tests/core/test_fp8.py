@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.core.fp8 import E4M3, E5M2, Fp8, fp8_product, has_fp8_products, to_fp8
-from jaxlm.core.matmul import dot
+from jaxlm.core.products.fp8 import E4M3, E5M2, Fp8, fp8_product, has_fp8_products, to_fp8
+from jaxlm.core.products.matmul import dot
 from jaxlm.core.tracing import tracing
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "vectors" / "fp8.json").read_text())

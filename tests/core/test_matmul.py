@@ -8,8 +8,8 @@ import pytest
 from haliax import Axis
 from jax.sharding import PartitionSpec
 
-from jaxlm.core.matmul import arranged, array_specs, dot, einsum
-from jaxlm.core.stored_weights import Int8Weight, StoredArray
+from jaxlm.core.products.matmul import arranged, array_specs, dot, einsum
+from jaxlm.core.products.stored_weights import Int8Weight, StoredArray
 
 Batch, Heads, Size, Embed = Axis("batch", 5), Axis("heads", 3), Axis("head_size", 4), Axis("embed", 16)
 

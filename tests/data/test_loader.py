@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 
 from jaxlm.core.axes import BATCH, DATA, MESH_AXES, MICROBATCH, POSITION, REPLICA
-from jaxlm.core.batch_types import TokenBatch
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import Layout
+from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, pack_best_fit
 from jaxlm.data.cache.token_cache import DamagedCacheError

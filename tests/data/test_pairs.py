@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxlm.core.axes import BATCH, DATA, PAIR
-from jaxlm.core.batch_types import PairBatch
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.batch_types import PairBatch
 from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.pairs_format import PairsFormat

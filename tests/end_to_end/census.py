@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxlm.core.logged import StepInfo
+from jaxlm.core.values.logged import StepInfo
 from jaxlm.observe.callbacks import Callback, CallbackConfig, CallbackContext
 
 COMPILED = "/jax/core/compile/backend_compile_duration"

@@ -13,10 +13,10 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from jaxlm.core.axes import MESH_AXES
-from jaxlm.core.batch_types import TokenBatch
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
+from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.checkpoint.manifest import History

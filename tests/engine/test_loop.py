@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core.logged import StepInfo
+from jaxlm.core.values.logged import StepInfo
 from jaxlm.data.prefetch import Prefetch
 from jaxlm.engine.activity import Activity
 from jaxlm.engine.loop import run_phase

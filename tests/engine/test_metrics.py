@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core.guards import UPDATE_NORM
-from jaxlm.core.logged import StepInfo
+from jaxlm.core.values.logged import StepInfo
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.engine.metrics import AsyncMetrics, Totals, Workload
 from jaxlm.engine.step import StepReport

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.core.batch_types import GroupBatch, PairBatch
+from jaxlm.core.values.batch_types import GroupBatch, PairBatch
 from jaxlm.objectives.dpo import Dpo
 from jaxlm.objectives.grpo import Grpo
 from jaxlm.objectives.other_policies import KlInLoss

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.core.batch_types import GroupBatch, TokenBatch
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.batch_types import GroupBatch, TokenBatch
 from jaxlm.environments.base import Environment, EnvironmentConfig, Observation
 from jaxlm.environments.converse import ConversationLimits, Dialect, Prompt, converse
 from jaxlm.models.inference.tools.calls import TOOL_TOKENS

@@ -14,9 +14,9 @@ import pytest
 from haliax import Axis
 
 from jaxlm.core import tree
-from jaxlm.core.batch_types import TokenBatch
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tracing import tracing
+from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.interop.hf.family import all_families
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.load import load_weights

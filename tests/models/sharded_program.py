@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 
-from jaxlm.core.batch_types import TokenBatch
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
+from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig

@@ -12,7 +12,7 @@ from haliax import Axis
 
 from jaxlm.core.axes import HEAD_SIZE
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.stored_weights import quantize
+from jaxlm.core.products.stored_weights import quantize
 from jaxlm.models.base import Inputs
 from jaxlm.models.inference import generate as decode
 from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig, generate, generate_tokens, stream_tokens

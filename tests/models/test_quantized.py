@@ -12,7 +12,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import parse_precision
-from jaxlm.core.stored_weights import StoredWeight
+from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.flax import FlaxConfig

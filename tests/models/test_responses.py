@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core.batch_types import TokenBatch
 from jaxlm.core.precision import FLOAT32, PrecisionConfig, PrecisionRuleConfig, parse_precision
+from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.data.rollouts.local import LocalSamplerConfig
 from jaxlm.data.rollouts.sampler import SamplerContext, SamplingRequest
 from jaxlm.models.inference import responses

@@ -13,8 +13,8 @@ from haliax import Axis
 from jax.sharding import PartitionSpec
 
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
+from jaxlm.core.products.stored_weights import Int8Weight
 from jaxlm.core.sharding import Layout
-from jaxlm.core.stored_weights import Int8Weight
 from jaxlm.core.tracing import tracing
 from jaxlm.interop.hf.folder import load_model, save_folder
 from jaxlm.models.base import vocab_axis

@@ -12,9 +12,9 @@ import pytest
 from haliax import Axis
 
 from jaxlm.core import tree
-from jaxlm.core.batch_types import PairBatch
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tree import is_named
+from jaxlm.core.values.batch_types import PairBatch
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig

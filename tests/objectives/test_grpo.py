@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.core.batch_types import GroupBatch
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
-from jaxlm.core.sums import Largest, Sum
+from jaxlm.core.values.batch_types import GroupBatch
+from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.objectives.advantages import OfGroup, Overlong, Unscaled
 from jaxlm.objectives.completions import ReferenceLogps
 from jaxlm.objectives.grpo import Grpo

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.core.batch_types import UnpairedBatch
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tree import is_named
+from jaxlm.core.values.batch_types import UnpairedBatch
 from jaxlm.objectives.kto import Kto
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan

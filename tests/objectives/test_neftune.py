@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.core.batch_types import PairBatch, TokenBatch
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.batch_types import PairBatch, TokenBatch
 from jaxlm.models.base import EmbeddingNoise, Inputs, vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig

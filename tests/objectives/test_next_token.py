@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.core.batch_types import TokenBatch
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
+from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.loss import next_token_sums

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from jaxlm.core.batch_types import GroupBatch, PairBatch
 from jaxlm.core.tree import is_named
+from jaxlm.core.values.batch_types import GroupBatch, PairBatch
 from jaxlm.objectives import dpo, grpo
 from jaxlm.objectives.completions import ReferenceLogps
 from jaxlm.objectives.dpo import Dpo

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.logged import StepInfo
+from jaxlm.core.values.logged import StepInfo
 from jaxlm.observe.callbacks import (
     Callback,
     CallbackConfig,

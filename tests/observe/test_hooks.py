@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxlm.core.guards import UPDATE_NORM, StepGuard
-from jaxlm.core.logged import Sample, StepInfo
+from jaxlm.core.values.logged import Sample, StepInfo
 from jaxlm.engine.metrics import CrashListener, NonFiniteError
 from jaxlm.evals.base import Eval
 from jaxlm.observe.console import Console

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jaxlm.core.logged import StepInfo
+from jaxlm.core.values.logged import StepInfo
 from jaxlm.engine.activity import Activity, ActivityClock, process_age_s
 from jaxlm.observe.ledger import IDLE, LOST, Ledger, account, parse_lines, read_lines
 from jaxlm.observe.records import LEDGER

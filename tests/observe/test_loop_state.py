@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxlm.core.logged import StepInfo
+from jaxlm.core.values.logged import StepInfo
 from jaxlm.observe.loop_state import LoopState
 
 LOSSES = np.random.default_rng(0).uniform(2.0, 9.0, 40).tolist()

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.logged import Histogram, Sample
+from jaxlm.core.values.logged import Histogram, Sample
 from jaxlm.observe.logged_run import LoggedRun, series_of
 from jaxlm.observe.plots import loss_curve
 from jaxlm.observe.records import parse_jsonl, read_metrics
@@ -465,7 +465,7 @@ def test_xla_dumps_need_their_flag(monkeypatch, tmp_path):
 
 WANDB_RUN = """
 import sys
-from jaxlm.core.logged import Histogram
+from jaxlm.core.values.logged import Histogram
 from jaxlm.observe.trackers import RunInfo
 from jaxlm.observe.trackers.background import BackgroundTracker
 from jaxlm.observe.trackers.wandb import WandbConfig

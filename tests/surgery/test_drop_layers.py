@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxlm.core import tree
-from jaxlm.core.batch_types import TokenBatch
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.engine.entry import enter_phase
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.verify import verify_folder

@@ -12,9 +12,9 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS, LORA, axes_of
-from jaxlm.core.batch_types import TokenBatch
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import Precision
+from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.engine.entry import StateBuilder, enter_phase
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.mixtral import MixtralConfig

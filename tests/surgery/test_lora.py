@@ -13,7 +13,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
-from jaxlm.core.stored_weights import Int8Weight
+from jaxlm.core.products.stored_weights import Int8Weight
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.nano import NanoConfig

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import StepGuard, StepStats, Verdict, is_finite
-from jaxlm.core.stored_weights import StoredWeight
+from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.core.tree import closest_paths, compile_pattern, dotted, is_inexact, is_named, leaves
 
 T = TypeVar("T")

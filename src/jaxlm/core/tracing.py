@@ -37,7 +37,7 @@ class TraceOptions:
         twice_differentiable: kernels with a custom backward pass are replaced by their plain definitions, which can be
             differentiated more than once. Values and first derivatives are the same up to floating-point rounding; run
             time and memory use differ.
-        quantized_products: layers whose products are quantized in training (`jaxlm.core.fp8.Fp8`) quantize them. The
+        quantized_products: layers whose products are quantized in training (`jaxlm.core.products.fp8.Fp8`) quantize them. The
             training step sets this; evaluations and generation multiply in the dtype of the weight.
         assume_kernels: fused attention kernels are assumed to be correct, because the GPU that the program is compiled
             for is not attached and cannot self-test them.

@@ -7,8 +7,8 @@ import numpy as np
 from haliax import Axis
 
 from jaxlm.core.axes import GROUP, POSITION
-from jaxlm.core.batch_types import GroupBatch
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.batch_types import GroupBatch
 from jaxlm.data.batch import BatchSpec, Column, Columns, random_tokens, token_columns
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.config import DataConfig

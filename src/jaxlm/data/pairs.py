@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from haliax import Axis
 
 from jaxlm.core.axes import PAIR, POSITION
-from jaxlm.core.batch_types import PairBatch
+from jaxlm.core.values.batch_types import PairBatch
 from jaxlm.data.batch import BatchSpec, Columns, random_tokens, token_columns
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.config import DataConfig

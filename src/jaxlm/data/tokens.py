@@ -6,9 +6,9 @@ from typing import Any
 from haliax import Axis
 
 from jaxlm.core.axes import POSITION
-from jaxlm.core.batch_types import TokenBatch
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.data.base import given
 from jaxlm.data.batch import BatchSpec, Columns, random_tokens, token_columns
 from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, open_rows

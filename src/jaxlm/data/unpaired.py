@@ -8,7 +8,7 @@ import numpy as np
 from haliax import Axis
 
 from jaxlm.core.axes import POSITION
-from jaxlm.core.batch_types import MISMATCHED, UnpairedBatch
+from jaxlm.core.values.batch_types import MISMATCHED, UnpairedBatch
 from jaxlm.data.batch import BatchSpec, Column, Columns, random_tokens, shifted_columns, token_columns
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.config import DataConfig

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, UPDATE_NORM
-from jaxlm.core.logged import Histogram, StepInfo
+from jaxlm.core.values.logged import Histogram, StepInfo
 from jaxlm.data.batch_schedule import BatchSchedule
 from jaxlm.engine.metric_names import (
     DURATION,

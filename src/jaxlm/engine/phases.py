@@ -14,7 +14,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import StepGuard
 from jaxlm.core.precision import Precision
-from jaxlm.core.stored_weights import StoredWeight
+from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.engine.state import RunState
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.objectives.base import ObjectiveConfig

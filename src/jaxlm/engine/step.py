@@ -22,9 +22,9 @@ from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, SKIPPED, UPDATE_NORM, StepGuard, StepStats
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout, at_rest
-from jaxlm.core.sums import Sum
 from jaxlm.core.tracing import tracing
 from jaxlm.core.tree import is_named
+from jaxlm.core.values.sums import Sum
 from jaxlm.engine.accumulate import Accumulate, MicrobatchLoss, Sums, accumulate
 from jaxlm.engine.metric_names import LEARNING_RATE
 from jaxlm.engine.phases import Phase

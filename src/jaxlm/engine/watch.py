@@ -15,7 +15,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import STACKED_LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.core.logged import Histogram
+from jaxlm.core.values.logged import Histogram
 
 NUM_BINS = 64
 Numbers = dict[str, Any]

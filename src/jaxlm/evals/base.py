@@ -13,8 +13,8 @@ import numpy as np
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
-from jaxlm.core.sums import Largest, Sum
-from jaxlm.core.token_scores import DummyPrefix, TokenScores
+from jaxlm.core.values.sums import Largest, Sum
+from jaxlm.core.values.token_scores import DummyPrefix, TokenScores
 from jaxlm.models.base import LanguageModel
 from jaxlm.rewards.base import ScoredRows
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.precision import Precision
-from jaxlm.core.token_scores import DummyPrefix
+from jaxlm.core.values.token_scores import DummyPrefix
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, Score, read_results
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import choice

@@ -7,7 +7,7 @@ from typing import ClassVar
 import jax
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.sums import Largest
+from jaxlm.core.values.sums import Largest
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, read_results
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import choice

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.axes import POSITION
-from jaxlm.core.batch_types import PairBatch
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.batch_types import PairBatch
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, read_results
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import choice

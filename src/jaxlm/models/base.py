@@ -14,10 +14,10 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import EMBED, POSITION, VOCAB
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.core.fp8 import Fp8
-from jaxlm.core.matmul import dot
-from jaxlm.core.stored_weights import Weight
-from jaxlm.core.sums import Sum
+from jaxlm.core.products.fp8 import Fp8
+from jaxlm.core.products.matmul import dot
+from jaxlm.core.products.stored_weights import Weight
+from jaxlm.core.values.sums import Sum
 from jaxlm.models.chunked_loss import soft_capped
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.remat import AUTO, RematModules, parse_remat

@@ -28,9 +28,9 @@ from jax.sharding import PartitionSpec
 
 from jaxlm.core.axes import BATCH, EMBED, POSITION, VOCAB
 from jaxlm.core.devices import caches, rows_in_half
-from jaxlm.core.matmul import arranged
+from jaxlm.core.products.matmul import arranged
+from jaxlm.core.products.stored_weights import StoredArray, Weight
 from jaxlm.core.sharding import current_platform
-from jaxlm.core.stored_weights import StoredArray, Weight
 from jaxlm.core.tracing import CustomVjp, trace_options
 from jaxlm.models.head import HeadKind, HeadProducts, PlainHead, plain_head
 from jaxlm.models.token_sharding import TokenSharding

@@ -18,8 +18,8 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP
 from jaxlm.core.errors import check_choice, check_divides
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt, check_fields
+from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
-from jaxlm.core.stored_weights import Weight
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
 from jaxlm.models.flops import FlopsPerToken

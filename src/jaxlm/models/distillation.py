@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, POSITION, TEACHER_TOP
-from jaxlm.core.stored_weights import StoredWeight, Weight
+from jaxlm.core.products.stored_weights import StoredWeight, Weight
 from jaxlm.models.chunked_loss import (
     ChunkedLoss,
     LogitSummary,

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxlm.core.fp8 import Fp8, Scaled, scaled_product, to_fp8
-from jaxlm.core.matmul import einsum
-from jaxlm.core.stored_weights import StoredArray
+from jaxlm.core.products.fp8 import Fp8, Scaled, scaled_product, to_fp8
+from jaxlm.core.products.matmul import einsum
+from jaxlm.core.products.stored_weights import StoredArray
 from jaxlm.models.token_sharding import TokenSharding
 
 

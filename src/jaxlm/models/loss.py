@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, POSITION
-from jaxlm.core.fp8 import Fp8, multiplies_in_fp8
-from jaxlm.core.stored_weights import StoredWeight, Weight
+from jaxlm.core.products.fp8 import Fp8, multiplies_in_fp8
+from jaxlm.core.products.stored_weights import StoredWeight, Weight
 from jaxlm.models.chunked_loss import (
     ChunkedLoss,
     LogitSummary,

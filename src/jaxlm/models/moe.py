@@ -34,11 +34,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, EXPERTS, LAYERS, MLP, POSITION, ROUTES, VOCAB, axes_of
-from jaxlm.core.matmul import arranged, array_specs, einsum, operand
+from jaxlm.core.products.matmul import arranged, array_specs, einsum, operand
+from jaxlm.core.products.stored_weights import StoredArray, Weight
 from jaxlm.core.sharding import current_layout, current_platform
-from jaxlm.core.stored_weights import StoredArray, Weight
-from jaxlm.core.sums import Sum
 from jaxlm.core.tracing import CustomVjp
+from jaxlm.core.values.sums import Sum
 from jaxlm.models.activations import gated
 from jaxlm.models.base import AuxLoss
 from jaxlm.models.linear import ExpertLinear, Linear

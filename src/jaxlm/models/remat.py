@@ -25,7 +25,7 @@ from haliax import NamedArray
 from jax import ad_checkpoint
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.fp8 import FP8_SCALE
+from jaxlm.core.products.fp8 import FP8_SCALE
 from jaxlm.core.sharding import for_compute
 from jaxlm.core.tracing import trace_options
 from jaxlm.core.tree import compile_pattern

@@ -13,8 +13,8 @@ from haliax.partitioning import pspec_for_axis
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlm.core.axes import BATCH, EMBED, HEADS, KV_HEADS, POSITION, VOCAB
+from jaxlm.core.products.stored_weights import StoredArray, Weight
 from jaxlm.core.sharding import Layout, current_layout
-from jaxlm.core.stored_weights import StoredArray, Weight
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import draccus
 import jax
 import jax.numpy as jnp
 
-from jaxlm.core.batch_types import TokenBatch
-from jaxlm.core.sums import Largest, Sum
+from jaxlm.core.values.batch_types import TokenBatch
+from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.models.base import AuxLoss, LanguageModel
 
 Metrics = dict[str, Sum | Largest]

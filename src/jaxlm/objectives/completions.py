@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, PAIR, POSITION
-from jaxlm.core.batch_types import PairBatch, TokenBatch
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveFraction
 from jaxlm.core.tree import is_named
+from jaxlm.core.values.batch_types import PairBatch, TokenBatch
 from jaxlm.models.base import AuxLoss, Inputs, LanguageModel
 from jaxlm.models.loss import ChunkLogits, token_numbers
 from jaxlm.objectives.base import ObjectiveConfig

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal
 import haliax as hax
 import jax
 
-from jaxlm.core.batch_types import TokenBatch
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveFraction, PositiveInt, ProperFraction
-from jaxlm.core.sums import Sum
+from jaxlm.core.values.batch_types import TokenBatch
+from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.distillation import TeacherStates, distillation_sums, top_k_of
 from jaxlm.models.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL

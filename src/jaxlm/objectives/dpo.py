@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from annotated_types import Interval
 
 from jaxlm.core.axes import PAIR, POSITION
-from jaxlm.core.batch_types import PairBatch
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction, NonNegativeFloat, PositiveFloat, ProperFraction
-from jaxlm.core.sums import Sum
+from jaxlm.core.values.batch_types import PairBatch
+from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.loss import ChunkLogits
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight

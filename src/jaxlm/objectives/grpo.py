@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, GROUP, POSITION, REWARD
-from jaxlm.core.batch_types import GroupBatch
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveFraction
-from jaxlm.core.sums import Sum
+from jaxlm.core.values.batch_types import GroupBatch
+from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import AuxLoss, LanguageModel
 from jaxlm.models.loss import ChunkLogits
 from jaxlm.objectives.advantages import Advantage, NormalizeThenSum, OfBatch, OfGroup, OfSum, Overlong

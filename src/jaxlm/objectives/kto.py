@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.axes import BATCH, POSITION
-from jaxlm.core.batch_types import UnpairedBatch
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat
-from jaxlm.core.sums import Sum
+from jaxlm.core.values.batch_types import UnpairedBatch
+from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
 from jaxlm.objectives.completions import HeldReference, ReferencedObjective, completion_logps

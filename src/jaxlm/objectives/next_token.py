@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import haliax as hax
 import jax
 
-from jaxlm.core.batch_types import PairBatch, TokenBatch
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat
-from jaxlm.core.sums import Sum
-from jaxlm.core.token_scores import TokenScores
+from jaxlm.core.values.batch_types import PairBatch, TokenBatch
+from jaxlm.core.values.sums import Sum
+from jaxlm.core.values.token_scores import TokenScores
 from jaxlm.models.base import EmbeddingNoise, Inputs, LanguageModel
 from jaxlm.models.loss import next_token_sums, token_losses
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight

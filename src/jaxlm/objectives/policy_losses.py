@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import AboveOne, BelowOne, NonNegativeFloat, PositiveFloat, PositiveInt, is_float32
-from jaxlm.core.sums import Sum
+from jaxlm.core.values.sums import Sum
 from jaxlm.objectives.base import Metrics
 from jaxlm.objectives.response_tokens import ResponseTokens
 from jaxlm.reading.choices import NamedChoice, choice

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, GROUP, POSITION
-from jaxlm.core.batch_types import GroupBatch
-from jaxlm.core.sums import Largest, Sum
+from jaxlm.core.values.batch_types import GroupBatch
+from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.objectives.advantages import group_std
 from jaxlm.objectives.base import Metrics
 

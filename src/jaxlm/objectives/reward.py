@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.axes import BATCH, EMBED, PAIR, POSITION
-from jaxlm.core.batch_types import PairBatch, TokenBatch
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat
-from jaxlm.core.sums import Sum
+from jaxlm.core.values.batch_types import PairBatch, TokenBatch
+from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import AuxLoss, Inputs, LanguageModel
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
 from jaxlm.objectives.completions import by_pair, is_pair

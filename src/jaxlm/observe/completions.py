@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxlm.core.field_types import NonNegativeInt, PositiveFloat, PositiveInt
-from jaxlm.core.logged import Completion
+from jaxlm.core.values.logged import Completion
 from jaxlm.observe.console import Console
 from jaxlm.observe.trackers import Tracker
 from jaxlm.rewards.base import TOTAL, ScoredRows

@@ -19,7 +19,7 @@ from jaxlm.engine.metric_names import GOODPUT
 from jaxlm.observe.records import LEDGER
 
 if TYPE_CHECKING:
-    from jaxlm.core.logged import StepInfo
+    from jaxlm.core.values.logged import StepInfo
 
 IDLE, LOST = "idle between starts", "lost work"
 _REPEATED = (Activity.DATA, Activity.ROLLOUT, Activity.STEP, Activity.EVAL)  # what is lost when steps are trained again

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlm.engine.metric_names import BEST_BPB, DURATION, EVAL_BPB, SMOOTHED_LOSS, TRAIN_LOSS, TRAINING_TIME
 
 if TYPE_CHECKING:
-    from jaxlm.core.logged import StepInfo
+    from jaxlm.core.values.logged import StepInfo
 
 _DECAY = 0.9
 

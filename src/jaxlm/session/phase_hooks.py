@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import location_of
-from jaxlm.core.sums import Sum
+from jaxlm.core.values.sums import Sum
 from jaxlm.data.data import Data, ValidationData
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer

@@ -16,8 +16,8 @@ from jaxlm.core import tree
 from jaxlm.core.devices import cuda_capability, peak_flops
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.exchange import exchange
-from jaxlm.core.fp8 import has_fp8_products
 from jaxlm.core.precision import Precision
+from jaxlm.core.products.fp8 import has_fp8_products
 from jaxlm.core.publish import child_of, is_complete, location_of, names_in
 from jaxlm.core.redaction import without_secrets
 from jaxlm.core.runtime import differences_between_processes

@@ -9,7 +9,7 @@ import draccus
 import jax
 import numpy as np
 
-from jaxlm.core.batch_types import TokenBatch
+from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.models.base import LanguageModel, ModelConfig
 
 

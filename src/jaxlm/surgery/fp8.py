@@ -1,7 +1,7 @@
 """FP8: the matrix products of linear layers in 8-bit floating point, in training.
 
-Source: Micikevicius et al. 2022, FP8 Formats for Deep Learning (arXiv:2209.05433), section 3. `jaxlm.core.fp8.Fp8` says
-how numbers are quantized. Which layers: as `nanochat` selects them; the limits are those of NVIDIA's matrix units.
+Source: Micikevicius et al. 2022, FP8 Formats for Deep Learning (arXiv:2209.05433), section 3.
+`jaxlm.core.products.fp8.Fp8` says how numbers are quantized. Which layers: as `nanochat` selects them; the limits are those of NVIDIA's matrix units.
 
     x  --- e4m3 ---+                      d_out --- e5m2 ---+--- times w: gradient of x
                    +--- product --- out                     +--- times x: gradient of w
@@ -23,7 +23,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import ROUTES, VOCAB, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.core.fp8 import Fp8
+from jaxlm.core.products.fp8 import Fp8
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.linear import Linear
 from jaxlm.reading.choices import choice

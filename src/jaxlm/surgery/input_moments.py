@@ -19,7 +19,7 @@ from haliax import AxisSpec, NamedArray
 from jaxlm.core import tree
 from jaxlm.core.axes import VOCAB, axes_of
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.stored_weights import Weight
+from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.tracing import CustomVjp
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.linear import Linear

@@ -23,13 +23,13 @@ from haliax import AxisSpec, NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS, LORA, VOCAB, axes_of
-from jaxlm.core.batch_types import TokenBatch
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt
+from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.publish import Location
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
-from jaxlm.core.stored_weights import Weight
+from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.weights import axis_sizes
 from jaxlm.interop.peft.read import ReadAdapters, lora_keys, peft_folder, read_adapters

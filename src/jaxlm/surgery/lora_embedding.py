@@ -11,7 +11,7 @@ import haliax.nn as hnn
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import LORA
-from jaxlm.core.matmul import dot
+from jaxlm.core.products.matmul import dot
 from jaxlm.surgery.low_rank import LowRank
 
 

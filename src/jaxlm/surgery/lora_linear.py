@@ -15,8 +15,8 @@ from haliax import AxisSpec, NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import LORA
-from jaxlm.core.matmul import dot
-from jaxlm.core.stored_weights import Weight
+from jaxlm.core.products.matmul import dot
+from jaxlm.core.products.stored_weights import Weight
 from jaxlm.models.layers import DropoutLayer, dropout
 from jaxlm.models.linear import Linear
 from jaxlm.models.remat import ADAPTED, checkpoint_name

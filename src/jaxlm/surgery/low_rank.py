@@ -22,7 +22,7 @@ from haliax import Axis, AxisSpec, NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS, LORA, axes_of
-from jaxlm.core.stored_weights import Weight
+from jaxlm.core.products.stored_weights import Weight
 
 
 @dataclass(frozen=True)

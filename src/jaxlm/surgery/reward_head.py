@@ -16,8 +16,8 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.sharding import for_compute
-from jaxlm.core.stored_weights import Weight
 from jaxlm.interop.hf.classifier import read_score
 from jaxlm.models.base import Hidden, Inputs, LanguageModel, ModelConfig
 from jaxlm.reading.choices import choice

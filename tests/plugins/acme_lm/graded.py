@@ -7,7 +7,7 @@ import haliax as hax
 import numpy as np
 
 from jaxlm.core.axes import POSITION
-from jaxlm.core.batch_types import TokenBatch
+from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.data.batch import BatchSpec, Column, token_columns
 from jaxlm.data.config import DataConfig
 from jaxlm.data.packing import PackedSequences

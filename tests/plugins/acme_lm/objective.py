@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import haliax as hax
 
-from jaxlm.core.batch_types import TokenBatch
+from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.next_token import NextToken
 

@@ -11,7 +11,6 @@ from annotated_types import Interval
 from haliax import Axis
 
 from jaxlm.core.axes import GROUP, POSITION, REWARD
-from jaxlm.core.batch_types import GroupBatch
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import (
     LARGEST_INT,
@@ -23,6 +22,7 @@ from jaxlm.core.field_types import (
     Seconds,
 )
 from jaxlm.core.runtime import main_only
+from jaxlm.core.values.batch_types import GroupBatch
 from jaxlm.data.base import TRAIN, Batches
 from jaxlm.data.batch import BatchSpec, Column, Columns, SampledRows, random_tokens, token_columns
 from jaxlm.data.cache.token_cache import TokenCache

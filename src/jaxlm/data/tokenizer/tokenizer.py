@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxlm.core.bounded_read import SMALL, read_bytes
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.token_scores import DummyPrefix
+from jaxlm.core.values.token_scores import DummyPrefix
 from jaxlm.data.tokenizer.pattern_errors import pattern_errors
 from jaxlm.interop.json_object import read_json_object
 

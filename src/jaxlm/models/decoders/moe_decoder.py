@@ -13,7 +13,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import EMBED, EXPERTS, MLP, ROUTES, SHARED_MLP
 from jaxlm.core.errors import ConfigError, check_at_least
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt
-from jaxlm.core.matmul import dot
+from jaxlm.core.products.matmul import dot
 from jaxlm.models.decoder import DecoderBlock, gated_mlp, pre_norm_block, renumbered, rms_norm
 from jaxlm.models.decoders.local_layers import check_layer_numbers, check_local_layers, local_kinds
 from jaxlm.models.decoders.pre_norm import PreNormConfig, check_pre_norm

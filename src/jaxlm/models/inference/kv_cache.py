@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, CACHE_ROW, HEAD_SIZE, KEY_POSITION, KV_HEADS, POSITION
-from jaxlm.core.stored_weights import quantize
+from jaxlm.core.products.stored_weights import quantize
 from jaxlm.models.attention.api import AttentionMask, as_keys
 from jaxlm.models.base import Inputs, KVArray, KVCache
 

@@ -8,7 +8,7 @@ import jax
 from jaxlm.core import tree
 from jaxlm.core.axes import ROUTES, axes_of
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.stored_weights import Int8Weight, StoredWeight
+from jaxlm.core.products.stored_weights import Int8Weight, StoredWeight
 from jaxlm.core.tree import is_named
 from jaxlm.models.linear import ExpertLinear, Linear
 

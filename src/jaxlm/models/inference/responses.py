@@ -16,7 +16,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, EMBED, POSITION, VOCAB
-from jaxlm.core.matmul import arranged, einsum
+from jaxlm.core.products.matmul import arranged, einsum
 from jaxlm.core.sharding import current_layout
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.chunked_loss import soft_capped

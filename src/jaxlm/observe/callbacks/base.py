@@ -7,7 +7,7 @@ from typing import Protocol
 
 import draccus
 
-from jaxlm.core.logged import StepInfo
+from jaxlm.core.values.logged import StepInfo
 from jaxlm.observe.trackers import RunInfo
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import SKIPPED
-from jaxlm.core.logged import StepInfo
+from jaxlm.core.values.logged import StepInfo
 from jaxlm.observe.callbacks.base import HOOKS, Callback, CallbackConfig, CallbackContext
 from jaxlm.reading.decode import choice_name
 

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable
 
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.core.logged import StepInfo
 from jaxlm.core.tree import compile_pattern
+from jaxlm.core.values.logged import StepInfo
 from jaxlm.observe.callbacks.base import Callback, CallbackConfig, CallbackContext
 from jaxlm.reading.choices import choice
 

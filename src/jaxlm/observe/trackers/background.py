@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxlm.core.logged import Completion, Histogram, Sample
+from jaxlm.core.values.logged import Completion, Histogram, Sample
 from jaxlm.observe.trackers.base import Tracker
 
 _Job = Callable[[Tracker], None]

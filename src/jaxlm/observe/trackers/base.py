@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import draccus
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.logged import Completion, Histogram, Sample
+from jaxlm.core.values.logged import Completion, Histogram, Sample
 from jaxlm.reading.decode import choice_name
 
 

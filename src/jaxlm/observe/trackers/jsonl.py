@@ -10,7 +10,7 @@ from typing import Any
 from jaxlm.core.atomic_io import free_path
 from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.logged import Completion, Histogram, Sample
+from jaxlm.core.values.logged import Completion, Histogram, Sample
 from jaxlm.engine.metric_names import DURATION, RESUMED_FROM
 from jaxlm.observe.log_file import LogFile
 from jaxlm.observe.records import COMPLETIONS, EARLIER_COMPLETIONS, HISTOGRAMS, SAMPLES, parse_jsonl

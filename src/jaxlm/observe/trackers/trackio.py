@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.install import install_command
-from jaxlm.core.logged import Completion, Histogram, Sample
+from jaxlm.core.values.logged import Completion, Histogram, Sample
 from jaxlm.observe.trackers import environment
 from jaxlm.observe.trackers.base import ForwardLog, RunInfo, Tracker, TrackerConfig
 from jaxlm.reading.choices import choice

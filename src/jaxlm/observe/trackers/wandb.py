@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.logged import Completion, Histogram, Sample
 from jaxlm.core.redaction import redacted
+from jaxlm.core.values.logged import Completion, Histogram, Sample
 from jaxlm.observe.trackers import environment
 from jaxlm.observe.trackers.base import ForwardLog, RunInfo, Tracker, TrackerConfig
 from jaxlm.reading.choices import choice

@@ -63,8 +63,8 @@ from jaxlm.core.field_types import (
     PositiveInt,
     check_fields,
 )
+from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
-from jaxlm.core.stored_weights import Weight
 from jaxlm.models.base import FINAL, Hidden, Inputs, KVCache, LanguageModel, LeavesFromTokens, ModelConfig
 from jaxlm.models.families.nano.body import NanoBody
 from jaxlm.models.families.nano.counts import num_lookup_entries, parameter_counts

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from haliax import Axis, AxisSelection, NamedArray
 from jax.sharding import PartitionSpec
 
-from jaxlm.core.fp8 import Fp8, fp8_product, multiplies_in_fp8
-from jaxlm.core.stored_weights import StoredArray, StoredWeight, Weight
+from jaxlm.core.products.fp8 import Fp8, fp8_product, multiplies_in_fp8
+from jaxlm.core.products.stored_weights import StoredArray, StoredWeight, Weight
 
 
 def operand(x, weight):
