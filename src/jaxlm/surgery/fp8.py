@@ -1,8 +1,8 @@
 """FP8: the matrix products of linear layers in 8-bit floating point, in training.
 
 Source: Micikevicius et al. 2022, FP8 Formats for Deep Learning (arXiv:2209.05433), section 3.
-`jaxlm.core.products.fp8.Fp8` says how numbers are quantized. Which layers: as `nanochat` selects them; the limits are those of
-NVIDIA's matrix units.
+`jaxlm.core.products.fp8.Fp8` says how numbers are quantized. Which layers: as `nanochat` selects them; the limits are
+those of NVIDIA's matrix units.
 
     x  --- e4m3 ---+                      d_out --- e5m2 ---+--- times w: gradient of x
                    +--- product --- out                     +--- times x: gradient of w
