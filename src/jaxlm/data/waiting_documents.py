@@ -76,7 +76,7 @@ def pack_rows(
     *,
     num_pieces: float = math.inf,
 ) -> RowIndex:
-    """The next rows, until no document waits, or they have at least so many pieces.
+    """Packs rows until no document is waiting, or until the rows have `num_pieces` pieces or more.
 
     Args:
         batches: the documents that are added together, of start and length, whenever fewer than `buffer_size` wait.

@@ -66,7 +66,7 @@ class TokenizedText(NamedTuple):
     Attributes:
         ids: int32 [tokens].
         target_mask: bool [tokens], true where the loss is computed on a token; None means all tokens.
-        numbers: float32 [N], numbers that belong to the document, equally many for all documents; None means none.
+        numbers: float32 [N], numbers that belong to the document, N for every document; None means none.
     """
 
     ids: np.ndarray

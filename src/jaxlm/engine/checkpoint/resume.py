@@ -89,8 +89,8 @@ def restore_state(
     """Restores the whole state of a checkpoint in a phase. Call it inside `layout.use()`.
 
     Controls have their values from the start of the phase: the history says which are in effect (`Control.begin`).
-    The objective's arrays are cast, dropped, or made anew. An initial reference is never made anew, except at the start of
-    the phase: later, the model has changed.
+    The objective's arrays are cast, dropped, or built again. An initial reference is built again only at the start of the
+    phase: later, the model has changed.
 
     Args:
         allow_partial: whether other arrays may be missing (`trainer.allow_partial_checkpoint`).

@@ -33,9 +33,8 @@ from jaxlm.session.compilation.options import (
 MIN_ROUNDS = 6
 """Fewer pairs have no 95 % interval."""
 
-_GAIN = (
-    1.01  # the low end of the interval must be above this: a tuned step is a different program and rounds differently
-)
+# The low end of the interval must be above this, because a tuned step is a different program and rounds differently.
+_GAIN = 1.01
 _TOLERANCE = (
     1e-3  # relative difference of the losses of two steps; reordered sums stay far below, wrong products do not
 )
