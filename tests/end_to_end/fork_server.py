@@ -188,7 +188,8 @@ def _run(request: dict[str, Any], descriptors: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[0] = request["folder"]
-    sys.path[1:1] = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in paths if path and path not in sys.path]
     sys.argv = [request["module"], *request["arguments"]]
     sys.modules.pop("__main__", None)
     with warnings.catch_warnings():
