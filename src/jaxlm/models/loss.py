@@ -109,9 +109,25 @@ def next_token_sums(
     return CrossEntropySums(*chunked_loss(loss, x_BSD, w_VD, (y_BS, m_BS)))
 
 
-def token_losses(hidden: NamedArray, head: Weight | None, targets: NamedArray, **options: Any) -> NamedArray:
-    """Negative log-likelihood of each token in nats, float32 {batch, position}. Args: options: of `token_numbers`."""
-    return token_numbers(ChunkLogits.nats, hidden, head, targets, **options)
+def token_losses(
+    hidden: NamedArray,
+    head: Weight | None,
+    targets: NamedArray,
+    *,
+    soft_cap: float | None = None,
+    vocab_multiple: int = 1,
+    chunk_tokens: int | None = None,
+) -> NamedArray:
+    """Negative log-likelihood of each token in nats, float32 {batch, position}. Arguments as in `token_numbers`."""
+    return token_numbers(
+        ChunkLogits.nats,
+        hidden,
+        head,
+        targets,
+        soft_cap=soft_cap,
+        vocab_multiple=vocab_multiple,
+        chunk_tokens=chunk_tokens,
+    )
 
 
 class ChunkLogits(NamedTuple):

@@ -108,6 +108,11 @@ def score_batch(model: LanguageModel, batch: TokenBatch | PairBatch) -> TokenSco
     """The negative log-likelihood of each target of a batch {batch, ...}, for evaluations."""
     batch = batch.supervised()
     hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids))
-    options = {"soft_cap": model.logit_soft_cap, "vocab_multiple": model.vocab_multiple}
-    losses = token_losses(hidden.final, model.lm_head(), batch.targets, **options)
+    losses = token_losses(
+        hidden.final,
+        model.lm_head(),
+        batch.targets,
+        soft_cap=model.logit_soft_cap,
+        vocab_multiple=model.vocab_multiple,
+    )
     return TokenScores(losses, batch.loss_mask, batch.targets, batch.tokens)
