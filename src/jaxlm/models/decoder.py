@@ -25,12 +25,12 @@ from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfi
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import (
+    Attention,
     ForCache,
     GatedMlp,
     LayerCache,
     LayerContext,
     Mlp,
-    SelfAttention,
     embedding,
     token_embeddings,
 )
@@ -56,7 +56,7 @@ class DecoderBlock(eqx.Module):
     """
 
     attn_norm: Norm | None
-    attn: SelfAttention
+    attn: Attention
     mlp_norm: Norm | None
     mlp: Mlp | GatedMlp
     attn_post_norm: Norm | None = None
@@ -152,6 +152,21 @@ class TransformerConfig(ModelConfig):
         return Axis(HEAD_SIZE, self.hidden_dim // self.num_heads if self.head_dim is None else self.head_dim)
 
     @property
+    def KeySize(self) -> Axis:
+        """Features of a key, which may differ from those of a value (`HeadSize`)."""
+        return self.HeadSize
+
+    @property
+    def RotarySize(self) -> Axis:
+        """The features that the frequencies of the rotary embedding are those of."""
+        return self.HeadSize
+
+    @property
+    def attention_weights(self) -> int:
+        """Number of weights in the matrix products of one layer's attention."""
+        return 2 * self.hidden_dim * (self.num_heads + self.KVHeads.size) * self.HeadSize.size
+
+    @property
     @abc.abstractmethod
     def Mlp(self) -> Axis:
         """Hidden features of the MLP, or of each expert."""
@@ -203,7 +218,7 @@ class TransformerConfig(ModelConfig):
                 blocks(self, key=keys if len(layers) == self.num_layers else keys[np.asarray(layers)]),
                 final_norm,
                 kinds=shortest_period([kinds[layer] for layer in layers]),
-                HeadSize=self.HeadSize,
+                HeadSize=self.RotarySize,
                 scan=self.scan_layers,
                 remat_policy=parse_remat(self.gradient_checkpointing),
                 attn_backend=self.attn_backend,
@@ -214,8 +229,6 @@ class TransformerConfig(ModelConfig):
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
         """FLOPs per training token. Of the experts, only those that the token is routed to and the shared one count."""
-        head_size = self.HeadSize.size
-        attention = 2 * self.hidden_dim * (self.num_heads + self.KVHeads.size) * head_size
         mlp_width = self.num_experts_per_token * self.Mlp.size + self.shared_expert_intermediate_dim
         mlp = self.mlp_matrices * self.hidden_dim * mlp_width
         router = self.hidden_dim * (self.num_experts + bool(self.shared_expert_intermediate_dim))
@@ -223,8 +236,8 @@ class TransformerConfig(ModelConfig):
         dense_mlp = self.mlp_matrices * self.hidden_dim * (self.dense_intermediate_dim or 0)
         mlps = (self.num_layers - num_dense) * (mlp + router) + num_dense * dense_mlp
         return FlopsPerToken.of(
-            weights=self.num_layers * attention + mlps + vocab_size * self.hidden_dim,
-            attention_dim=self.num_heads * head_size,
+            weights=self.num_layers * self.attention_weights + mlps + vocab_size * self.hidden_dim,
+            attention_dim=self.num_heads * (self.KeySize.size + self.HeadSize.size) // 2,
             seq_len=self.seq_len,
             windows=[kind.window for kind in self.kinds],
             causal=not self.use_bidirectional_attention,
@@ -333,8 +346,9 @@ class Decoder(LanguageModel):
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
         layers = [stack.Layers for stack in self.body.stacks]
-        sizes = (self.config.KVHeads, self.config.HeadSize)
-        return empty_cache(layers, Batch, capacity, *sizes, dtype, with_tokens=bool(self.switch_lengths))
+        config, with_tokens = self.config, bool(self.switch_lengths)
+        sizes = (config.KVHeads, config.HeadSize)
+        return empty_cache(layers, Batch, capacity, *sizes, dtype, KeySize=config.KeySize, with_tokens=with_tokens)
 
 
 def renumbered(layers: Collection[int], kept: Sequence[int]) -> tuple[int, ...]:
@@ -378,7 +392,7 @@ def plain_mlp(config: DecoderConfig, keys: jax.Array, *, use_bias: bool) -> Mlp:
 
 
 def pre_norm_block(
-    config: DecoderConfig, attn: SelfAttention, mlp: Mlp | GatedMlp, *, residual_scale: float = 1.0
+    config: DecoderConfig, attn: Attention, mlp: Mlp | GatedMlp, *, residual_scale: float = 1.0
 ) -> DecoderBlock:
     """x + attention(norm(x)), then x + mlp(norm(x)); with `hybrid_norm`, another norm follows attention and MLP."""
     attn_post, mlp_post = (rms_norm(config), rms_norm(config)) if config.hybrid_norm else (None, None)

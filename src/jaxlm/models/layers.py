@@ -140,8 +140,29 @@ class LayerContext(eqx.Module):
     attn_backend: str = eqx.field(static=True, default=AUTO)
 
 
-class SelfAttention(eqx.Module):
-    """Multi-head self-attention, with an optional KV cache.
+class Attention(eqx.Module):
+    """Attention of the tokens of a row to each other, with an optional KV cache."""
+
+    @abc.abstractmethod
+    def task(
+        self, platform: str, capability: tuple[int, int] | None, dtype: jnp.dtype, seq_len: int, window: int | None
+    ) -> AttentionTask:
+        """What the backend must support in training, with inputs of `dtype`."""
+
+    @abc.abstractmethod
+    def __call__(
+        self,
+        x: NamedArray,
+        context: LayerContext,
+        layer_cache: LayerCache | None,
+        *,
+        key: jax.Array | None = None,
+    ) -> tuple[NamedArray, ForCache]:
+        """Maps {batch, position, embed} to the same shape; also returns the new keys and values, or the updated cache."""
+
+
+class SelfAttention(Attention):
+    """Multi-head self-attention.
 
     Attributes:
         q_proj: {heads, head_size, embed}.
@@ -174,7 +195,6 @@ class SelfAttention(eqx.Module):
     def task(
         self, platform: str, capability: tuple[int, int] | None, dtype: jnp.dtype, seq_len: int, window: int | None
     ) -> AttentionTask:
-        """What the backend must support in training, with inputs of `dtype`."""
         # Of the axes, not of the weights: an adapted layer computes its weight.
         query, key = ({axis.name: axis.size for axis in axes_of(layer.Out)} for layer in (self.q_proj, self.k_proj))
         return AttentionTask(
@@ -200,7 +220,7 @@ class SelfAttention(eqx.Module):
         value: NamedArray | None = None,
         key: jax.Array | None = None,
     ) -> tuple[NamedArray, ForCache]:
-        """Maps {batch, position, embed} to the same shape; also returns the new keys and values, or the updated cache.
+        """As `Attention`.
 
         Args:
             scale: overrides the field, for layers with different scales.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
-from jaxlm.core.axes import BATCH, HEAD_SIZE, POSITION
+from jaxlm.core.axes import BATCH, HEAD_SIZE, POSITION, ROTARY_PAIRS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveFraction, PositiveInt
 from jaxlm.reading.choices import choice
@@ -54,6 +54,16 @@ class Rotation(eqx.Module):
             pairs = hax.stack(_PAIR, rotated).rearrange((*x.axes[:-1], HEAD_SIZE, _PAIR))
             rotated = [pairs.flatten_axes((HEAD_SIZE, _PAIR), HEAD_SIZE)]
         return hax.concatenate(HEAD_SIZE, [*rotated, *rest]).astype(x.dtype)
+
+
+    def of_pairs(self, pairs: NamedArray) -> "Rotation":
+        """The rotation of features of which each pair has its own frequency.
+
+        Args:
+            pairs: int {..., rotary_pairs}, the number of each pair's frequency here. Vectors to rotate have its other axes.
+        """
+        taken = (a.take(_HALF, pairs).rename({ROTARY_PAIRS: _HALF}) for a in (self.cos, self.sin))
+        return Rotation(*taken)
 
 
 class Places(eqx.Module):

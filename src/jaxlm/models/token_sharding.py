@@ -183,7 +183,7 @@ def _with_repeated_keys(kernel: Callable[..., jax.Array], q_BTKGH, k_BTKH, v_BTK
     group = q_BTKGH.shape[3]
     q_ungrouped = q_BTKGH.reshape(*q_BTKGH.shape[:2], -1, 1, q_BTKGH.shape[4])
     out = kernel(q_ungrouped, *(jnp.repeat(t, group, axis=2) for t in (k_BTKH, v_BTKH)), *rest)
-    return out.reshape(q_BTKGH.shape)
+    return out.reshape(*q_BTKGH.shape[:-1], -1)
 
 
 def _rounded_up(size: int, multiple: int) -> int:

@@ -28,7 +28,7 @@ from jaxlm.engine.phases import Phase
 from jaxlm.models.attention.choose import AttentionChoice, choose_attention
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.chunked_loss import default_chunk_tokens
-from jaxlm.models.layers import SelfAttention
+from jaxlm.models.layers import Attention
 from jaxlm.models.moe import num_active
 from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, RematModules, parse_remat
 from jaxlm.models.scan import runs_as_scan
@@ -205,7 +205,7 @@ def attention_choices(plan: Plan) -> list[AttentionChoice]:
         tasks |= {
             (layer.task(*shared, kind.window), phase.model.attn_backend): None
             for stack in _stacks(model)
-            for layer in tree.modules(stack, SelfAttention)
+            for layer in tree.modules(stack, Attention)
             for kind in stack.kinds
         }
     return [choose_attention(*task) for task in tasks]

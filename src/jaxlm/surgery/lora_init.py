@@ -13,8 +13,7 @@ the adapter's scale, OLoRA does not, and EVA centers the inputs.
 Signs follow PEFT's EVA: the entry of each row of A with the largest absolute value is positive.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import haliax as hax
 import jax
@@ -22,8 +21,8 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from jaxlm.core.axes import LORA, axes_of
-from jaxlm.core.sharding import current_layout
 from jaxlm.surgery.input_moments import InputMoments
+from jaxlm.surgery.layer_matrices import by_layer, flat, named
 from jaxlm.surgery.low_rank import LowRank
 
 Init = Literal["default", "pissa", "olora", "eva"]
@@ -34,7 +33,7 @@ def split_weight(weight: NamedArray, change: LowRank, init: str) -> tuple[NamedA
     """The weight without a part of low rank, and the change that is this part. They add up to the weight."""
     inputs, outputs, rank = axes_of(change.In), axes_of(change.Out), change.a.axis_size(LORA)
     stacked = tuple(axis for axis in weight.axes if axis not in (*inputs, *outputs))
-    matrices = _flat(weight, stacked, outputs, inputs)
+    matrices = flat(weight, stacked, outputs, inputs)
     # A layer without an adapter has the scale 0. What becomes of it is cut off.
     scales = jnp.broadcast_to(jnp.asarray(getattr(change.scales, "array", change.scales)), matrices.shape[:1])
 
@@ -46,8 +45,8 @@ def split_weight(weight: NamedArray, change: LowRank, init: str) -> tuple[NamedA
         q, r = jnp.linalg.qr(matrix)
         return _signed(r[:rank], q[:, :rank])
 
-    a, b = _by_layer(factors, matrices, scales)
-    change = change.with_values(*(_named(new, old) for new, old in ((a, change.a), (b, change.b))))
+    a, b = by_layer(factors, matrices, scales)
+    change = change.with_values(*(named(new, old) for new, old in ((a, change.a), (b, change.b))))
     delta = (hax.dot(change.b, change.a, axis=LORA) * change.scales).rearrange(weight.axes)
     return (weight.astype(jnp.float32) - delta).astype(weight.dtype), change
 
@@ -61,7 +60,7 @@ def principal_components(moments: InputMoments, rank: int) -> tuple[jax.Array, j
     inputs = tuple(axis for axis in moments.total.axes if axis not in stacked)
     others = tuple(axis for axis in moments.products.axes if axis not in moments.total.axes)
     count = moments.count.array.reshape(-1)
-    total, products = _flat(moments.total, stacked, inputs), _flat(moments.products, stacked, inputs, others)
+    total, products = flat(moments.total, stacked, inputs), flat(moments.products, stacked, inputs, others)
 
     def components(count: jax.Array, total: jax.Array, products: jax.Array) -> tuple[jax.Array, jax.Array]:
         mean = total / count
@@ -70,13 +69,13 @@ def principal_components(moments: InputMoments, rank: int) -> tuple[jax.Array, j
         rows, _ = _signed(rows[:rank], rows[:rank].T)
         return rows, values[:rank] / jnp.sum(values)
 
-    return _by_layer(components, count, total, products)
+    return by_layer(components, count, total, products)
 
 
 def eva(change: LowRank, moments: InputMoments) -> LowRank:
     """The change, still zero, with the principal components of the inputs as A."""
     rows, _ = principal_components(moments, change.a.axis_size(LORA))
-    return change.with_values(_named(rows, change.a), change.b)
+    return change.with_values(named(rows, change.a), change.b)
 
 
 def as_bits(array: NamedArray) -> NamedArray:
@@ -89,33 +88,7 @@ def from_bits(bits: NamedArray) -> NamedArray:
     return NamedArray(jax.lax.bitcast_convert_type(bits.array, jnp.float32), bits.axes)
 
 
-def _by_layer(compute: Callable[..., Any], *arrays: jax.Array) -> Any:
-    """Runs on one layer after the other, whole on every device: decompositions are not sharded."""
-    layout = current_layout()
-
-    def one(layer: tuple[jax.Array, ...]) -> Any:
-        if layout is not None:
-            layer = jax.lax.with_sharding_constraint(layer, layout.replicated())
-        return compute(*layer)
-
-    return jax.lax.map(one, arrays)
-
-
 def _signed(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     largest = jnp.take_along_axis(a, jnp.argmax(jnp.abs(a), axis=1, keepdims=True), axis=1)
     signs = jnp.where(largest[:, 0] < 0, -1.0, 1.0)
     return a * signs[:, None], b * signs
-
-
-def _flat(array: NamedArray, *groups: tuple[hax.Axis, ...]) -> jax.Array:
-    """The float32 array with one dimension for each group of axes."""
-    ordered = array.rearrange(tuple(axis for group in groups for axis in group)).array.astype(jnp.float32)
-    sizes = [1] * len(groups)
-    for number, group in enumerate(groups):
-        for axis in group:
-            sizes[number] *= axis.size
-    return ordered.reshape(sizes)
-
-
-def _named(array: jax.Array, like: NamedArray) -> NamedArray:
-    return NamedArray(array.reshape(like.array.shape), like.axes)

@@ -6,6 +6,7 @@ Every family is one file in `jaxlm.interop.hf.families`. Its tables define both 
 import dataclasses
 import functools
 import importlib
+import importlib.resources
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_field
-from jaxlm.interop.hf import families
+from jaxlm.interop.hf import families, modeling
 from jaxlm.interop.hf.unread_keys import sort_unread
 from jaxlm.interop.hf.weights import Tensor
 from jaxlm.models.base import ModelConfig
@@ -81,6 +82,8 @@ class Family:
         tensors: the table of weights for a model config.
         prefix: prefix of tensor names; files of a model without its head omit it.
         unused: regular expressions for tensors that are not parameters (masks, rotary frequencies).
+        modeling: module with the code of the model, which exports bring, if transformers has none. Its classes are called
+            like `architecture` and like `config`.
         respelled: fields of the model config that describe the same model in several ways, of which an imported config
             has only one.
     """
@@ -92,7 +95,22 @@ class Family:
     tensors: Callable[[Any], Sequence[Tensor]]
     prefix: str = "model."
     unused: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
+    modeling: str | None = None
     respelled: tuple[str, ...] = ()
+
+    def modeling_files(self) -> dict[str, bytes]:
+        """Name -> content of the files with the code of the model; none if transformers has it."""
+        if self.modeling is None:
+            return {}
+        name = f"{self.modeling}.py"
+        return {name: (importlib.resources.files(modeling) / name).read_bytes()}
+
+    def code_keys(self) -> Json:
+        """The keys of config.json by which transformers finds the code of the model."""
+        if self.modeling is None:
+            return {}
+        classes = {"AutoConfig": self.config.__name__, "AutoModelForCausalLM": self.architecture}
+        return {"auto_map": {auto: f"{self.modeling}.{name}" for auto, name in classes.items()}}
 
 
 _LATENT = "its attention is multi-head latent attention (MLA), with compressed keys and values"
@@ -222,7 +240,8 @@ def config_to_json(family: Family, config: ModelConfig) -> Json:
             f"config.json of {family.model_types[0]} cannot represent this model:\n"
             + "\n".join(f"  model.{x}" for x in lost)
         )
-    return {"architectures": [family.architecture], "model_type": family.model_types[0], **written}
+    kind = {"architectures": [family.architecture], "model_type": family.model_types[0]}
+    return {**kind, **family.code_keys(), **written}
 
 
 # Fields that only affect how the model is computed, and fields that may be null here but are numbers in config.json.

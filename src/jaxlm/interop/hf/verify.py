@@ -143,7 +143,8 @@ def _transformers(folder: Path) -> tuple[str, Callable[..., Any], Callable[..., 
     import torch  # pyright: ignore[reportMissingImports] - extras
     import transformers  # pyright: ignore[reportMissingImports]
 
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    classes: Any = transformers.AutoModelForCausalLM  # code in the folder is ours
+    model = classes.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
 
     def logits(ids: np.ndarray) -> np.ndarray:
         with torch.no_grad():

@@ -6,6 +6,7 @@ Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1; grouped-query attent
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -20,7 +21,7 @@ from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES, blockwi
 from jaxlm.models.attention.backends.cudnn import cudnn_attention
 from jaxlm.models.attention.backends.reference import reference_attention
 from jaxlm.models.attention.backends.splash import splash_attention
-from jaxlm.models.attention.choose import AUTO, AttentionTask, choose_attention
+from jaxlm.models.attention.choose import AUTO, AttentionTask, choose_attention, kernel_head_size
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.base import Inputs
 from jaxlm.models.token_sharding import AttentionSharding
@@ -55,6 +56,26 @@ class AttentionMask(eqx.Module):
         return AttentionMask(inputs.positions, inputs.segment_ids, *keys, same_tokens=True)
 
 
+class NullSlot(eqx.Module):
+    """One more key and value that every token attends to, whatever the mask says.
+
+    Attributes:
+        keys: {kv_heads, head_size}.
+        values: {kv_heads, head_size}, with the head size of the values.
+    """
+
+    keys: NamedArray
+    values: NamedArray
+
+    def after(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [B, S, K, H] with one more, which is the last."""
+        slots = (a.rearrange((KV_HEADS, HEAD_SIZE)).array for a in (self.keys, self.values))
+        return tuple(  # pyright: ignore[reportReturnType]
+            jnp.concatenate([x, jnp.broadcast_to(slot.astype(x.dtype), (x.shape[0], 1, *slot.shape))], axis=1)
+            for x, slot in zip((k, v), slots, strict=True)
+        )
+
+
 class AttentionSpec(eqx.Module):
     """How queries attend to keys and values, apart from these three.
 
@@ -68,10 +89,12 @@ class AttentionSpec(eqx.Module):
         backend: a backend of `jaxlm.models.attention.choose`. Ignored (treated as `auto`) if queries and keys are not
             the same tokens, and for second derivatives.
         sharding: of queries, keys and values on the mesh. The default is a single device.
+        null_slot: one more key and value; None for none.
     """
 
     mask: AttentionMask
     scale: float | jax.Array | None = None
+    null_slot: NullSlot | None = None
     window: int | None = eqx.field(static=True, default=None)
     causal: bool = eqx.field(static=True, default=True)
     rule: ScoreRule = eqx.field(static=True, default=UNMODIFIED_SCORES)
@@ -83,13 +106,14 @@ class AttentionSpec(eqx.Module):
         """The factor of the scores."""
         return head_size**-0.5 if self.scale is None else self.scale
 
-    def task(self, q: NamedArray, num_kv_heads: int) -> AttentionTask:
+    def task(self, q: NamedArray, num_kv_heads: int, value_size: int) -> AttentionTask:
         """What a backend must support for these queries, on the devices of the current layout."""
         return AttentionTask(
             current_platform(),
             q.dtype,
             q.axis_size(POSITION),
             head_size=q.axis_size(HEAD_SIZE),
+            value_size=value_size,
             group=q.axis_size(HEADS) // num_kv_heads,
             window=self.window,
             capability=cuda_capability(current_device()),
@@ -97,6 +121,7 @@ class AttentionSpec(eqx.Module):
             causal=self.causal,
             dropout=self.dropout,
             rule=self.rule,
+            null_slot=self.null_slot is not None,
             twice_differentiable=trace_options().twice_differentiable,
         )
 
@@ -111,11 +136,11 @@ def attention(
 
     Args:
         q: {batch, position, heads, head_size}. Query head h reads key/value head h // (heads / kv_heads).
-        k, v: {batch, key_position, kv_heads, head_size}.
+        k, v: {batch, key_position, kv_heads, head_size}. The values may have another head size than queries and keys.
         key: for dropout; None means no dropout.
 
     Returns:
-        {batch, position, heads, head_size} in the dtype of `v`.
+        {batch, position, heads, head_size} with the head size and in the dtype of `v`.
     """
     q = q.rearrange((BATCH, POSITION, HEADS, HEAD_SIZE))
     k, v = (a.rearrange((BATCH, KEY_POSITION, KV_HEADS, HEAD_SIZE)) for a in (k, v))
@@ -124,25 +149,38 @@ def attention(
     spec = spec if key is not None else dataclasses.replace(spec, dropout=0.0)
     factor = spec.factor(q.axis_size(HEAD_SIZE))
     q_BTKGH = q.array.reshape(*q.array.shape[:2], num_kv_heads, -1, q.axis_size(HEAD_SIZE))
-    task = spec.task(q, num_kv_heads)
+    task = spec.task(q, num_kv_heads, v.axis_size(HEAD_SIZE))
     ignores_backend = task.twice_differentiable or not task.same_tokens
     choice = choose_attention(task, AUTO if ignores_backend else spec.backend)
     segments = spec.mask.segment_ids.rearrange((BATCH, POSITION)).array
     if choice.name == "blockwise":
         out = blockwise_attention(q_BTKGH, k.array, v.array, segments, factor, spec.window, spec.rule)
     elif choice.name == "splash":
-        kernel = spec.sharding.shard_map(functools.partial(splash_attention, window=spec.window))
-        out = kernel(q_BTKGH, k.array, v.array, segments, jnp.asarray(factor, jnp.float32))
+        kernel = _with_equal_sizes(functools.partial(splash_attention, window=spec.window))
+        out = spec.sharding.shard_map(kernel)(q_BTKGH, k.array, v.array, segments, jnp.asarray(factor, jnp.float32))
     elif choice.name in ("cudnn", "cudnn_rows"):
         q_BTKGH, constant = _with_constant_scale(q_BTKGH, factor)
         packed = choice.name == "cudnn"
         kernel = functools.partial(cudnn_attention, scale=constant, window=spec.window, packed=packed)
-        out = spec.sharding.shard_map(kernel)(q_BTKGH, k.array, v.array, segments)
+        out = spec.sharding.shard_map(_with_equal_sizes(kernel))(q_BTKGH, k.array, v.array, segments)
     else:
         mask_BTS, distance_BTS = mask_and_distance(spec)
         score_fn = functools.partial(spec.rule, distance_BTS=distance_BTS)
-        out = reference_attention(q_BTKGH, k.array, v.array, mask_BTS, factor, spec.dropout, key, score_fn)
-    return NamedArray(out.reshape(q.array.shape), q.axes)
+        keys_and_values = (k.array, v.array) if spec.null_slot is None else spec.null_slot.after(k.array, v.array)
+        out = reference_attention(q_BTKGH, *keys_and_values, mask_BTS, factor, spec.dropout, key, score_fn)
+    return NamedArray(out.reshape(*q.array.shape[:-1], -1), (*q.axes[:-1], v.axes[-1]))
+
+
+def _with_equal_sizes(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A kernel that needs values as wide as queries and keys, for others: zeros are added to the narrower ones."""
+
+    def padded(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, *rest: jax.Array) -> jax.Array:
+        value_size = v_BTKH.shape[-1]
+        size = kernel_head_size(q_BTKGH.shape[-1], value_size)
+        pad = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])  # noqa: E731
+        return kernel(pad(q_BTKGH), pad(k_BTKH), pad(v_BTKH), *rest)[..., :value_size]
+
+    return padded
 
 
 def _with_constant_scale(q_BTKGH: jax.Array, factor: float | jax.Array) -> tuple[jax.Array, float]:
@@ -153,7 +191,10 @@ def _with_constant_scale(q_BTKGH: jax.Array, factor: float | jax.Array) -> tuple
 
 
 def mask_and_distance(spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
-    """Boolean and int32 [B, T, S]: whether each query attends to each key, and how many positions back the key is."""
+    """Boolean and int32 [B, T, S]: whether each query attends to each key, and how many positions back the key is.
+
+    The last key is the null slot, if there is one. It is at the position of each query.
+    """
     mask, window = spec.mask, spec.window
     queries, keys = (BATCH, POSITION), (BATCH, KEY_POSITION)
     t_BT, t_segment_BT = (a.rearrange(queries).array for a in (mask.positions, mask.segment_ids))
@@ -164,4 +205,7 @@ def mask_and_distance(spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
         same &= distance_BTS >= 0
     if window is not None:
         same &= (distance_BTS if spec.causal else jnp.abs(distance_BTS)) < window
+    if spec.null_slot is not None:
+        same = jnp.concatenate([same, (t_segment_BT != 0)[:, :, None]], axis=2)
+        distance_BTS = jnp.pad(distance_BTS, ((0, 0), (0, 0), (0, 1)))
     return same, distance_BTS

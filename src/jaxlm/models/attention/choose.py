@@ -11,6 +11,7 @@ from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.attention.selftest import AttentionShape, selftest_cudnn
 
 AUTO = "auto"
+_CUDNN_TILE = 8
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class AttentionTask:
         platform: `cpu`, `gpu` or `tpu`.
         dtype: of queries, keys and values.
         seq_len: queries per row.
-        head_size: features per head.
+        head_size: features of queries and keys per head.
+        value_size: features of values per head; None means `head_size`.
         group: query heads per key/value head.
         window: number of tokens that a query attends to, including itself; None means all.
         capability: compute capability of an NVIDIA device, (9, 0) for Hopper.
@@ -29,6 +31,7 @@ class AttentionTask:
         causal: a query attends to no later key.
         dropout: dropout probability of the attention weights.
         rule: modifies the scores before the softmax.
+        null_slot: every token attends to one more key and value.
         twice_differentiable: second derivatives are needed.
     """
 
@@ -36,6 +39,7 @@ class AttentionTask:
     dtype: jnp.dtype
     seq_len: int
     head_size: int
+    value_size: int | None = None
     group: int = 1
     window: int | None = None
     capability: tuple[int, int] | None = None
@@ -43,7 +47,18 @@ class AttentionTask:
     causal: bool = True
     dropout: float = 0.0
     rule: ScoreRule = field(default_factory=ScoreRule)
+    null_slot: bool = False
     twice_differentiable: bool = False
+
+    @property
+    def kernel_size(self) -> int:
+        """Features per head as fused kernels see them."""
+        return kernel_head_size(self.head_size, self.head_size if self.value_size is None else self.value_size)
+
+
+def kernel_head_size(head_size: int, value_size: int) -> int:
+    """Features per head of fused kernels, which need values as wide as queries and keys: zeros are added to the others."""
+    return head_size if head_size == value_size else -(-max(head_size, value_size) // _CUDNN_TILE) * _CUDNN_TILE
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,8 @@ def _blockwise_problem(task: AttentionTask) -> str | None:
         return "tokens attend to later ones"
     if task.dropout:
         return f"attention dropout ({task.dropout:g}) needs all weights at once"
+    if task.null_slot:
+        return "it has no null slot"
     return None
 
 
@@ -88,11 +105,10 @@ def _splash_problem(task: AttentionTask) -> str | None:
 
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
-_CUDNN_TILE = 8
 
 
 def _shape(task: AttentionTask) -> AttentionShape:
-    return AttentionShape(jnp.dtype(task.dtype), task.head_size, task.group, task.window is not None)
+    return AttentionShape(jnp.dtype(task.dtype), task.kernel_size, task.group, task.window is not None)
 
 
 def _cudnn_rows_problem(task: AttentionTask) -> str | None:
@@ -103,8 +119,8 @@ def _cudnn_rows_problem(task: AttentionTask) -> str | None:
     if task.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it does not support {jnp.dtype(task.dtype).name}, only bfloat16 and float16"
     largest = 256 if task.capability >= _HOPPER else 128
-    if task.head_size > largest or task.head_size % _CUDNN_TILE:
-        return f"head size {task.head_size} is not a multiple of {_CUDNN_TILE} up to {largest}"
+    if task.kernel_size > largest or task.kernel_size % _CUDNN_TILE:
+        return f"head size {task.kernel_size} is not a multiple of {_CUDNN_TILE} up to {largest}"
     if task.seq_len % _CUDNN_TILE:
         return f"seq_len {task.seq_len} is not a multiple of {_CUDNN_TILE}"
     return selftest_cudnn(_shape(task), packed=False)

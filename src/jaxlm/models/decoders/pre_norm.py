@@ -22,7 +22,7 @@ from jaxlm.models.decoder import (
     rms_norm,
 )
 from jaxlm.models.decoders.local_layers import check_local_layers, local_kinds
-from jaxlm.models.layers import SelfAttention
+from jaxlm.models.layers import Attention, SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind
 
@@ -40,7 +40,7 @@ class PreNormConfig(DecoderConfig):
     rope: RotaryConfig = field(default_factory=DefaultRotary)
 
     @abc.abstractmethod
-    def attention(self, keys: jax.Array) -> SelfAttention:
+    def attention(self, keys: jax.Array) -> Attention:
         """Initializes the attention of one layer. Takes four keys."""
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:

@@ -25,7 +25,8 @@ def cached_attention(
     cached_values: KVArray,
     spec: AttentionSpec,
 ) -> NamedArray:
-    """`attention` over the cached slots followed by the new tokens; returns {batch, position, heads, head_size}.
+    """`attention` over the cached slots followed by the new tokens; returns {batch, position, heads, head_size}, with the
+    head size of the values.
 
     Args:
         q: {batch, position, heads, head_size}.
@@ -37,6 +38,8 @@ def cached_attention(
     q = q.rearrange((BATCH, POSITION, HEADS, HEAD_SIZE))
     k_BTKH, v_BTKH = (a.rearrange((BATCH, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, v))
     batch, length, num_kv_heads, head_size = k_BTKH.shape
+    if spec.null_slot is not None:
+        k_BTKH, v_BTKH = spec.null_slot.after(k_BTKH, v_BTKH)
     q_BKGTH = q.array.reshape(batch, length, num_kv_heads, -1, head_size).transpose(0, 2, 3, 1, 4)
     rows, num_slots = cached_keys.values.array.shape[:-2], cached_keys.values.axis_size(KEY_POSITION)
     q_RQH = q_BKGTH.reshape(*rows, -1, head_size)
@@ -49,9 +52,9 @@ def cached_attention(
     # Padding attends to nothing. Its softmax is uniform, so the weights are zeroed.
     weights = jnp.where(mask_BTS.any(axis=-1)[:, None, None, :, None], weights, 0.0)
     out_RQH = _weighted_values(weights[..., :num_slots].reshape(*rows, -1, num_slots), cached_values, v_BTKH.dtype)
-    out_BTKGH = out_RQH.reshape(q_BKGTH.shape).transpose(0, 3, 1, 2, 4)
+    out_BTKGH = out_RQH.reshape(*q_BKGTH.shape[:-1], -1).transpose(0, 3, 1, 2, 4)
     out_BTKGH += jnp.einsum("bkgts,bskh->btkgh", weights[..., num_slots:].astype(v_BTKH.dtype), v_BTKH)
-    return NamedArray(out_BTKGH.reshape(q.array.shape), q.axes)
+    return NamedArray(out_BTKGH.reshape(*q.array.shape[:-1], -1), (*q.axes[:-1], v.resolve_axis(HEAD_SIZE)))
 
 
 def _scores(q_RQH: jax.Array, keys: KVArray) -> jax.Array:

@@ -39,27 +39,30 @@ def empty_cache(
     HeadSize: Axis,
     dtype,
     *,
+    KeySize: Axis | None = None,
     with_tokens: bool = False,
 ) -> KVCache:
     """Creates an empty cache with `capacity` slots per row.
 
     Args:
         layers: the axis of each stack.
+        HeadSize: features of a value.
+        KeySize: features of a key; None means `HeadSize`.
         with_tokens: the cache holds the tokens too, for a model that reads earlier ones.
     """
     KeyPos = Axis(KEY_POSITION, capacity)
 
-    def empty(Layers: Axis) -> KVArray:
-        values = hax.auto_sharded(hax.zeros((Layers, Batch, KVHeads, KeyPos, HeadSize), dtype=dtype))
+    def empty(Layers: Axis, Size: Axis) -> KVArray:
+        values = hax.auto_sharded(hax.zeros((Layers, Batch, KVHeads, KeyPos, Size), dtype=dtype))
         scale = None
         if jnp.dtype(dtype) == jnp.int8:
             scale = hax.auto_sharded(hax.zeros((Layers, Batch, KVHeads, KeyPos), dtype=jnp.float32))
         return KVArray(values, scale)
 
-    kv_arrays = tuple(map(empty, layers))
+    keys, values = (tuple(empty(Layers, Size) for Layers in layers) for Size in (KeySize or HeadSize, HeadSize))
     slots = hax.auto_sharded(hax.zeros((Batch, KeyPos), dtype=jnp.int32))
     tokens = slots if with_tokens else None
-    return KVCache(kv_arrays, kv_arrays, slots, slots, jnp.zeros((), jnp.int32), fresh=True, tokens=tokens)
+    return KVCache(keys, values, slots, slots, jnp.zeros((), jnp.int32), fresh=True, tokens=tokens)
 
 
 def mask_over_cache(cache: KVCache | UnstackedCache, inputs: Inputs) -> AttentionMask:

@@ -1,0 +1,174 @@
+"""Decoupled bottleneck attention (DBA): scores of what tokens mean and of where they are, in one softmax.
+
+Source: caramba's `layer/attention/decoupled.py`, with keys and values per key/value head (Ainslie et al. 2023,
+arXiv:2305.13245), so that the cache of a grouped model becomes smaller and not larger. With d_s semantic and d_g geometric
+features in a head,
+
+    score = 2 g <q_s, k_s> / sqrt(d_s) + (2 - 2 g) <R q_g, R k_g> / sqrt(d_g)
+
+R is a rotary embedding, and g a gate for each query head, 1/2 without one. Both terms are one product of concatenated
+queries and keys.
+"""
+
+import math
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+
+from jaxlm.core.axes import HEAD_SIZE, HEADS, KV_HEADS, QUERY_GROUP, ROTARY_PAIRS, axes_of
+from jaxlm.models.attention.api import AttentionSpec, NullSlot, as_keys, attention
+from jaxlm.models.attention.choose import AttentionTask
+from jaxlm.models.inference.cached_attention import cached_attention
+from jaxlm.models.layers import Attention, ForCache, KeyValue, LayerCache, LayerContext
+from jaxlm.models.linear import Linear
+from jaxlm.models.remat import KEY, QUERY, VALUE, checkpoint_name
+from jaxlm.models.rope import Places, RotaryConfig, Rotation
+from jaxlm.models.token_sharding import AttentionSharding
+
+
+class Gate(eqx.Module):
+    """How much of a query head's score is semantic: sigmoid of a logit, and of a product with the input if it is dynamic.
+
+    Attributes:
+        logits: {heads}.
+        proj: {heads, embed}; None for a gate that does not depend on the input.
+    """
+
+    logits: NamedArray
+    proj: Linear | None
+
+    @staticmethod
+    def init(Heads: Axis, Embed: Axis, *, dynamic: bool) -> "Gate":
+        """A gate of 1/2."""
+        proj = Linear(hax.zeros((Heads, Embed)), None, Embed, Heads) if dynamic else None
+        return Gate(hax.zeros(Heads), proj)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """{heads}, or {batch, position, heads}; float32."""
+        logits = self.logits.astype(jnp.float32)
+        return hax.nn.sigmoid(logits if self.proj is None else logits + self.proj(x).astype(jnp.float32))
+
+
+class DecoupledAttention(Attention):
+    """Decoupled bottleneck attention. A head without semantic, or without geometric features has no layers for them.
+
+    Attributes:
+        q_sem, q_geo: {heads, head_size, embed}, with d_s and d_g features.
+        k_sem, k_geo: {kv_heads, head_size, embed}, likewise. With `tie_qk`, `k_sem` is None and keys are queries.
+        v_proj: {kv_heads, head_size, embed}, with a head size of its own.
+        o_proj: {embed, heads, head_size}.
+        pairs: int32 {kv_heads, rotary_pairs}, the number of the rotary frequency of each pair of geometric features. They are
+            frequencies of `TransformerConfig.RotarySize` features, such as a teacher's. None without geometric features.
+        gate: None for g = 1/2.
+        null_slot: a key and a value that every token attends to; None for none.
+        semantic_rope: rotates semantic features too, by frequencies of d_s features; None does not.
+    """
+
+    q_sem: Linear | None
+    k_sem: Linear | None
+    q_geo: Linear | None
+    k_geo: Linear | None
+    v_proj: Linear
+    o_proj: Linear
+    pairs: NamedArray | None
+    gate: Gate | None = None
+    null_slot: NullSlot | None = None
+    semantic_rope: RotaryConfig | None = eqx.field(static=True, default=None)
+
+    def task(
+        self, platform: str, capability: tuple[int, int] | None, dtype: jnp.dtype, seq_len: int, window: int | None
+    ) -> AttentionTask:
+        sizes = {axis.name: axis.size for axis in axes_of(self.v_proj.Out)}
+        heads = {axis.name: axis.size for axis in axes_of(self.o_proj.In)}
+        return AttentionTask(
+            platform,
+            dtype,
+            seq_len,
+            head_size=_size(self.q_sem) + _size(self.q_geo),
+            value_size=sizes[HEAD_SIZE],
+            group=heads[HEADS] // sizes[KV_HEADS],
+            window=window,
+            capability=capability,
+            null_slot=self.null_slot is not None,
+        )
+
+    def __call__(
+        self,
+        x: NamedArray,
+        context: LayerContext,
+        layer_cache: LayerCache | None,
+        *,
+        key: jax.Array | None = None,
+    ) -> tuple[NamedArray, ForCache]:
+        q, k = self._queries_and_keys(x, context)
+        v = self.v_proj(x)
+        q, k, v = checkpoint_name(q, QUERY), checkpoint_name(k, KEY), checkpoint_name(v, VALUE)
+        new: ForCache = KeyValue(k, v)
+        if layer_cache is not None and layer_cache.start is not None:
+            new = layer_cache = layer_cache.write(new)
+        spec = AttentionSpec(
+            context.attention_mask,
+            scale=1.0,
+            null_slot=self.null_slot,
+            window=context.window,
+            backend=context.attn_backend,
+            sharding=AttentionSharding.of(q, k),
+        )
+        if layer_cache is None:
+            out = attention(q, as_keys(k), as_keys(v), spec)
+        else:
+            out = cached_attention(q, k, v, layer_cache.keys, layer_cache.values, spec)
+        return self.o_proj(hax.auto_sharded(out.astype(x.dtype))), new
+
+    def _queries_and_keys(self, x: NamedArray, context: LayerContext) -> tuple[NamedArray, NamedArray]:
+        """{.., heads, head_size} and {.., kv_heads, head_size}: first the semantic features, then the geometric ones.
+
+        The factors of both scores are in the queries.
+        """
+        gate = None if self.gate is None else self.gate(x)
+        queries, keys = [], []
+        if self.q_sem is not None:
+            q = self.q_sem(x)
+            k = q.rename({HEADS: KV_HEADS}) if self.k_sem is None else self.k_sem(x)
+            if self.semantic_rope is not None:
+                mask = context.attention_mask
+                rotation = self.semantic_rope.rotation(Places(mask.positions, mask.segment_ids), _size(self.q_sem))
+                q, k = rotation(q), rotation(k)
+            queries.append(_scaled(q, None if gate is None else 2 * gate))
+            keys.append(k)
+        if self.q_geo is not None:
+            assert self.k_geo is not None
+            q, k = self.q_geo(x), self.k_geo(x)
+            if context.rotation is not None:
+                q, k = self._rotated(q, k, context.rotation)
+            queries.append(_scaled(q, None if gate is None else 2 - 2 * gate))
+            keys.append(k)
+        return hax.concatenate(HEAD_SIZE, queries), hax.concatenate(HEAD_SIZE, keys)
+
+    def _rotated(self, q: NamedArray, k: NamedArray, rotation: Rotation) -> tuple[NamedArray, NamedArray]:
+        """Rotates each pair of features by the frequency that `pairs` says."""
+        assert self.pairs is not None
+        by_head = rotation.of_pairs(self.pairs)
+        KVHeads, Heads = k.resolve_axis(KV_HEADS), q.resolve_axis(HEADS)
+        grouped = q.unflatten_axis(HEADS, (KVHeads, Axis(QUERY_GROUP, Heads.size // KVHeads.size)))
+        return by_head(grouped).flatten_axes((KV_HEADS, QUERY_GROUP), HEADS), by_head(k)
+
+
+def first_pairs(KVHeads: Axis, num_pairs: int) -> NamedArray:
+    """`DecoupledAttention.pairs` for features that have all frequencies, in their order."""
+    Pairs = Axis(ROTARY_PAIRS, num_pairs)
+    return NamedArray(jnp.asarray(np.tile(np.arange(num_pairs, dtype=np.int32), (KVHeads.size, 1))), (KVHeads, Pairs))
+
+
+def _size(layer: Linear | None) -> int:
+    return 0 if layer is None else next(axis.size for axis in axes_of(layer.Out) if axis.name == HEAD_SIZE)
+
+
+def _scaled(q: NamedArray, factor: NamedArray | None) -> NamedArray:
+    """Queries times factor / sqrt(features), computed in float32."""
+    scaled = q.astype(jnp.float32) / math.sqrt(q.axis_size(HEAD_SIZE))
+    return (scaled if factor is None else scaled * factor).rearrange(q.axes).astype(q.dtype)

@@ -1,0 +1,151 @@
+"""Decoupled bottleneck attention (DBA) in Llama's blocks (`jaxlm.models.decoupled_attention`)."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import haliax as hax
+import jax
+from haliax import Axis
+
+from jaxlm.core.axes import HEAD_SIZE
+from jaxlm.core.errors import ConfigError, check_divides
+from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.models.attention.api import NullSlot
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoder import DecoderBlock, check_sizes, gated_mlp, pre_norm_block
+from jaxlm.models.decoders.pre_norm import PreNormConfig
+from jaxlm.models.decoupled_attention import DecoupledAttention, Gate, first_pairs
+from jaxlm.models.linear import Linear
+from jaxlm.models.rope import check_rope
+from jaxlm.models.stacks import LayerKind
+from jaxlm.reading.choices import choice
+
+
+@choice(ModelConfig, "dba")
+class DbaConfig(PreNormConfig):
+    """Llama with decoupled bottleneck attention: a head's score is the sum of a semantic one, which does not depend on
+    positions, and a geometric one, which rotary embeddings make depend on them. The surgery `decouple` makes such a model of
+    another one.
+
+    Attributes:
+        sem_dim: semantic features of all query heads together; must divide by `num_heads`. 0 for none.
+        geo_dim: geometric features of all query heads together, an even number for each head. 0 for none.
+        head_dim: features of a value, per head. Null means `hidden_dim / num_heads`.
+        rotary_dim: the frequencies of the rotary embedding are those of this many features, of which each pair of geometric
+            features has one. Null means the geometric features of a head. After surgery, it is the head size of the model
+            before.
+        rope_semantic: rotate semantic features too.
+        tie_qk: semantic keys are the semantic queries. Needs as many key/value heads as query heads.
+        gate: a gate for each query head that divides its score between the two: `static`, or `dynamic`, which depends on the
+            token. Null divides it equally.
+        null_slot: give each layer a key and a value of its own that all tokens attend to.
+        attention_bias: add biases to the query, key and value projections.
+        output_bias: add a bias to the output projection of attention. Null means `attention_bias`.
+        mlp_bias: add biases to the MLP projections.
+        hybrid_norm: also apply a norm to the output of attention and of the MLP, before it is added.
+        use_layer_norm_weight: norms multiply by a weight.
+    """
+
+    sem_dim: NonNegativeInt = 1024
+    geo_dim: NonNegativeInt = 2048
+    rotary_dim: PositiveInt | None = None
+    rope_semantic: bool = False
+    tie_qk: bool = False
+    gate: Literal["static", "dynamic"] | None = None
+    null_slot: bool = False
+    attention_bias: bool = False
+    output_bias: bool | None = None
+    mlp_bias: bool = False
+    hybrid_norm: bool = False
+    use_layer_norm_weight: bool = True
+
+    @property
+    def SemSize(self) -> Axis:
+        """Semantic features of a head."""
+        return Axis(HEAD_SIZE, self.sem_dim // self.num_heads)
+
+    @property
+    def GeoSize(self) -> Axis:
+        """Geometric features of a head."""
+        return Axis(HEAD_SIZE, self.geo_dim // self.num_heads)
+
+    @property
+    def KeySize(self) -> Axis:
+        return Axis(HEAD_SIZE, self.SemSize.size + self.GeoSize.size)
+
+    @property
+    def RotarySize(self) -> Axis:
+        return Axis(HEAD_SIZE, self.GeoSize.size if self.rotary_dim is None else self.rotary_dim)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        return (LayerKind(self.rope if self.geo_dim else None, self.sliding_window),) * self.num_layers
+
+    @property
+    def has_output_bias(self) -> bool:
+        """Whether the output projection of attention has a bias."""
+        return self.attention_bias if self.output_bias is None else self.output_bias
+
+    @property
+    def attention_weights(self) -> int:
+        key_heads = self.num_heads + self.KVHeads.size
+        semantic = (self.num_heads if self.tie_qk else key_heads) * self.SemSize.size
+        gates = self.num_heads if self.gate == "dynamic" else 0
+        features = semantic + key_heads * (self.GeoSize.size + self.HeadSize.size) + gates
+        return self.hidden_dim * features
+
+    def check(self) -> None:
+        check_sizes(self)
+        for key, value in (("sem_dim", self.sem_dim), ("geo_dim", self.geo_dim)):
+            if value:
+                check_divides("model.num_heads", self.num_heads, f"model.{key}", value)
+        if not self.sem_dim and not self.geo_dim:
+            raise ConfigError("model.sem_dim: 0 given, and geo_dim too. Attention needs at least one of them above 0")
+        if self.GeoSize.size % 2 or (self.rope_semantic and self.SemSize.size % 2):
+            key, size = ("geo_dim", self.GeoSize.size) if self.GeoSize.size % 2 else ("sem_dim", self.SemSize.size)
+            raise ConfigError(
+                f"model.{key}: {size * self.num_heads} given, {size} features for each of {self.num_heads} heads. Rotary"
+                f" embeddings need an even number: set it to {(size + 1) * self.num_heads}"
+            )
+        if self.GeoSize.size:
+            check_rope(self.rope, self.num_heads, self.RotarySize.size)
+            if self.GeoSize.size > (rotated := self.rope.num_rotated(self.RotarySize.size)):
+                raise ConfigError(
+                    f"model.geo_dim: {self.geo_dim} given, {self.GeoSize.size} features for each of {self.num_heads} heads,"
+                    f" but the rotary embedding has frequencies for {rotated} (rotary_dim). Give fewer"
+                )
+        if self.tie_qk and (self.KVHeads.size != self.num_heads or not self.sem_dim):
+            raise ConfigError(
+                f"model.tie_qk: true given, which needs semantic features (sem_dim is {self.sem_dim}) and as many key/value"
+                f" heads ({self.KVHeads.size}) as query heads ({self.num_heads})"
+            )
+
+    def attention(self, keys: jax.Array) -> DecoupledAttention:
+        k_semantic, k_geometric, k_value, k_out = keys
+        semantic, geometric = self._queries_and_keys(self.SemSize, k_semantic), self._queries_and_keys(self.GeoSize, k_geometric)
+        Values, bias = (self.KVHeads, self.HeadSize), self.attention_bias
+        std, Inputs = self.initializer_range, (self.Heads, self.HeadSize)
+        return DecoupledAttention(
+            semantic[0],
+            None if self.tie_qk else semantic[1],
+            *geometric,
+            Linear.init(self.Embed, Values, std=std, key=k_value, use_bias=bias),
+            Linear.init(Inputs, self.Embed, std=std, key=k_out, use_bias=self.has_output_bias),
+            first_pairs(self.KVHeads, self.GeoSize.size // 2) if self.GeoSize.size else None,
+            None if self.gate is None else Gate.init(self.Heads, self.Embed, dynamic=self.gate == "dynamic"),
+            NullSlot(hax.zeros((self.KVHeads, self.KeySize)), hax.zeros(Values)) if self.null_slot else None,
+            self.rope if self.rope_semantic else None,
+        )
+
+    def _queries_and_keys(self, Size: Axis, key: jax.Array) -> tuple[Linear | None, Linear | None]:
+        """Projections to `Size` features of each query head and each key head; none for no features."""
+        if not Size.size:
+            return None, None
+        std, bias = self.initializer_range, self.attention_bias
+        heads: Iterator[tuple[Axis, jax.Array]] = zip((self.Heads, self.KVHeads), jax.random.split(key), strict=True)
+        q, k = (Linear.init(self.Embed, (axis, Size), std=std, key=key, use_bias=bias) for axis, key in heads)
+        return q, k
+
+    def block(self, *, key: jax.Array) -> DecoderBlock:
+        keys = jax.random.split(key, 7)
+        return pre_norm_block(self, self.attention(keys[:4]), gated_mlp(self, keys[4:], use_bias=self.mlp_bias))

@@ -1,0 +1,324 @@
+"""Gives a model decoupled bottleneck attention that computes what its attention computes, as well as few features can.
+
+Source: `jaxlm.surgery.bottleneck`. Values and outputs stay as they are: a head's values are those of its key/value head.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+
+from jaxlm.core import tree
+from jaxlm.core.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NonNegativeInt
+from jaxlm.core.values.batch_types import TokenBatch
+from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, vocab_axis
+from jaxlm.models.decoder import Decoder, DecoderBlock
+from jaxlm.models.decoupled_attention import DecoupledAttention
+from jaxlm.models.families.dba import DbaConfig
+from jaxlm.models.layers import GatedMlp, SelfAttention
+from jaxlm.models.linear import Linear
+from jaxlm.models.norms import RMSNorm, UnweightedRMSNorm
+from jaxlm.models.rope import RotaryConfig
+from jaxlm.models.stacks import LayerKind
+from jaxlm.reading.choices import choice
+from jaxlm.surgery.base import SurgeryConfig
+from jaxlm.surgery.bottleneck import (
+    Bottleneck,
+    HeadFeatures,
+    Scores,
+    independent,
+    kept_rotation,
+    largest_pairs,
+    lost_rotation,
+    low_rank,
+    scaled,
+    score_errors,
+    second_root,
+    zero_padded,
+)
+from jaxlm.surgery.input_moments import InputMoments, input_moments
+from jaxlm.surgery.layer_matrices import by_layer, flat
+
+Init = Literal["svd_joint", "whitened", "exact", "svd_independent", "random", "fresh"]
+_QUERIES = "body.layers.stacked.attn.q_proj"
+_FRESH_OUTPUT = 0.02
+
+
+@choice(SurgeryConfig, "decouple")
+class DecoupleConfig(SurgeryConfig):
+    """Replaces the attention of a model with Llama's blocks by decoupled bottleneck attention (`model.type: dba`), for good.
+    All other weights stay as they are.
+
+    Attributes:
+        sem_dim, geo_dim: semantic and geometric features of all query heads together, as in `model.type: dba`.
+        init: where queries and keys come from. `svd_joint`: the rotary pairs that contribute most to a head's scores stay as
+            they are, and the product of all other features, which lose their rotation, is replaced by its best approximation.
+            `whitened`: the best for the data, not for all inputs alike. `exact`: the same scores; needs as many features as
+            the model has. `svd_independent` decomposes queries and keys separately, which preserves nothing, for comparison.
+            `random`: new ones. `fresh`: new ones, and outputs that start small.
+        calibration_batches: training batches on which the inputs of each layer are measured; they choose the pairs, and
+            `whitened` the approximation. The log has the errors of the scores by layer. 0 measures nothing.
+        gate: as in `model.type: dba`.
+        null_slot: as in `model.type: dba`.
+    """
+
+    sem_dim: NonNegativeInt
+    geo_dim: NonNegativeInt
+    init: Init = "svd_joint"
+    calibration_batches: NonNegativeInt | None = None
+    gate: Literal["static", "dynamic"] | None = None
+    null_slot: bool = False
+
+    def changed(self, config: ModelConfig) -> ModelConfig:
+        teacher = _teacher(config)
+        changed = DbaConfig(
+            **{name: getattr(config, name) for name in _shared_fields(config)},
+            rope=replace(teacher.rope, partial_rotary_factor=1.0),
+            sliding_window=teacher.kind.window,
+            sem_dim=self.sem_dim,
+            geo_dim=self.geo_dim,
+            rotary_dim=teacher.rope.num_rotated(teacher.head_size),
+            gate=self.gate,
+            null_slot=self.null_slot,
+            attention_bias=teacher.attention.q_proj.bias is not None,
+            output_bias=teacher.attention.o_proj.bias is not None,
+            mlp_bias=teacher.block.mlp.up_proj.bias is not None,
+        )
+        try:
+            changed.check()
+            self._check_sizes(changed, teacher)
+        except ConfigError as error:
+            raise ConfigError(f"surgery decouple: {str(error).removeprefix('model.')}") from error
+        return changed
+
+    def _check_sizes(self, changed: DbaConfig, teacher: "_Teacher") -> None:
+        """Raises `ConfigError` if the scores cannot be made, or be exact, with these sizes."""
+        num_rotated, num_unrotated = 2 * teacher.features.num_pairs, len(teacher.features.unrotated)
+        heads = changed.num_heads
+        if self.init == "exact" and (changed.GeoSize.size < num_rotated or changed.SemSize.size < num_unrotated):
+            raise ConfigError(
+                f"init: exact given, but the model has {num_rotated} rotated and {num_unrotated} other features in each of"
+                f" {heads} heads. Set geo_dim: {num_rotated * heads} and sem_dim: {num_unrotated * heads}, or another init"
+            )
+        if self.init == "whitened" and not self.num_calibration_batches:
+            raise ConfigError("init: whitened given with calibration_batches: 0. Set at least 1")
+
+    @property
+    def num_calibration_batches(self) -> int:
+        if self.init not in ("svd_joint", "whitened"):
+            return 0
+        return 8 if self.calibration_batches is None else self.calibration_batches
+
+    def measure(self, model: LanguageModel, batch: TokenBatch) -> InputMoments:
+        inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids)
+        return input_moments(model, [_QUERIES], inputs)[_QUERIES]
+
+    def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
+        config, teacher = _config_of(model), _attention_of(model)
+        new = self.changed(config).build(model.Vocab, key=key)
+        whole = _with_old_leaves(new, model)
+        attention = _attention_of(whole)
+        factor = _FRESH_OUTPUT if self.init == "fresh" else 1.0
+        out = tree.map_leaves(lambda path, leaf: leaf * factor if path == "weight" else leaf, attention.o_proj)
+        if self.init in ("random", "fresh"):
+            return _with_attention(whole, o_proj=out)
+        return self._filled(whole, teacher, _teacher(config), None)
+
+    def fill(
+        self,
+        model: LanguageModel,
+        before: LanguageModel,
+        *,
+        refs: Mapping[str, LanguageModel],
+        sums: Any,
+        key: jax.Array,
+    ) -> LanguageModel:
+        return self._filled(model, _attention_of(before), _teacher(_config_of(before)), sums)
+
+    def describe(self, sums: Any) -> str | None:
+        return None
+
+    def merge(self, model: LanguageModel) -> LanguageModel:
+        return model
+
+    def _filled(
+        self, model: LanguageModel, attention: SelfAttention, teacher: "_Teacher", moments: InputMoments | None
+    ) -> LanguageModel:
+        """The model with queries and keys from the teacher's. Args: moments: of the layers' inputs, if measured."""
+        made = by_layer(lambda *of_layer: self._bottleneck(teacher, *of_layer), *_of_layers(attention, moments))
+        return _with_attention(model, **_parameters(_attention_of(model), made))
+
+    def _bottleneck(self, teacher: "_Teacher", q_HDI: jax.Array, k_GDI: jax.Array, moment_II: jax.Array) -> Bottleneck:
+        """The bottleneck of one layer. Args: moment_II: second moment of the inputs."""
+        scores, heads = Scores(q_HDI, k_GDI), q_HDI.shape[0]
+        sem_size, geo_size = self.sem_dim // heads, self.geo_dim // heads
+        if self.init == "svd_independent":
+            return independent(scores, sem_size, geo_size, teacher.features.num_pairs)
+        pairs_GP = largest_pairs(scores, teacher.features, moment_II, geo_size // 2)
+        lost, _ = lost_rotation(scores, teacher.features, pairs_GP)
+        if self.init == "exact" or lost.k_GDI.shape[1] <= sem_size:
+            sem = zero_padded(lost, sem_size)
+        else:
+            sem = low_rank(lost, sem_size, second_root(moment_II) if self.init == "whitened" else None)
+        geo = kept_rotation(scores, teacher.features, pairs_GP)
+        return Bottleneck(*(scaled(part, teacher.scale) for part in (sem, geo)), pairs_GP)
+
+
+class _Teacher(NamedTuple):
+    """What a surgery must know of a model that it changes."""
+
+    block: DecoderBlock
+    attention: SelfAttention
+    kind: LayerKind
+    rope: RotaryConfig
+    head_size: int
+    features: HeadFeatures
+    scale: float
+
+
+def _teacher(config: ModelConfig) -> _Teacher:
+    """Raises `ConfigError` if no `DbaConfig` describes the model with other attention."""
+    model = jax.eval_shape(lambda: config.build(vocab_axis(16), key=jax.random.key(0)))
+    problem = _problem(model)
+    if problem is not None:
+        name = type(config).__name__.removesuffix("Config").lower()
+        raise ConfigError(
+            f"surgery decouple: a model of type {name} given, but {problem}. Expected Llama's blocks: RMSNorms before attention"
+            " and MLP, rotary embeddings, a gated MLP"
+        )
+    block, (kind, *_) = _block_of(model), model.body.kinds_by_layer
+    attention, head_size = block.attn, config.HeadSize.size  # pyright: ignore[reportAttributeAccessIssue]
+    rope = kind.rope
+    assert rope is not None, "_problem"
+    features = HeadFeatures.of(head_size, rope.num_rotated(head_size), interleaved=kind.interleaved)
+    scale = head_size**-0.5 if attention.scale is None else attention.scale
+    return _Teacher(block, attention, kind, rope, head_size, features, scale)
+
+
+def _problem(model: LanguageModel) -> str | None:
+    """Why a model with other attention is no `DbaConfig`'s."""
+    if not isinstance(model, Decoder):
+        return "its layers are not known"
+    if len(model.body.stacks) > 1 or not isinstance(_block_of(model).mlp, GatedMlp):
+        return "its MLPs are not all of the same kind, with a gate and without experts"
+    block, attention, kinds = _block_of(model), _block_of(model).attn, set(model.body.kinds_by_layer)
+    if not isinstance(attention, SelfAttention):
+        return f"its attention is {type(attention).__name__}"
+    problems = {
+        "its layers have different windows or rotary embeddings": len(kinds) > 1,
+        "it has no rotary embeddings": any(kind.rope is None for kind in kinds),
+        "its queries and keys have norms, after which scores are no products of two linear maps": attention.q_norm is not None,
+        "its queries, keys and values are clipped": attention.clip_qkv is not None,
+        f"its scores have {attention.rule}": not attention.rule.is_identity,
+        "its tokens attend to later ones": not attention.causal,
+        "its attention has dropout": attention.dropout > 0,
+        "its attention and MLP read the same input": block.parallel,
+        "the outputs of its layers are scaled": block.residual_scale != 1.0,
+        "its embeddings are scaled or have a norm": model.embed_scale is not None or model.embed_norm is not None,
+        "its logits are scaled or capped": model.final_scale is not None or model.logit_soft_cap is not None,
+        "its norms are no RMSNorms": not _is_rms(block.attn_norm) or not _is_rms(block.mlp_norm),
+        "it has norms after attention and MLP": (block.attn_post_norm is not None) != model.config.hybrid_norm,
+    }
+    return next((problem for problem, applies in problems.items() if applies), None)
+
+
+def _is_rms(norm: Any) -> bool:
+    return isinstance(norm, UnweightedRMSNorm) or (isinstance(norm, RMSNorm) and not norm.offset)
+
+
+def _shared_fields(config: ModelConfig) -> Sequence[str]:
+    """Keys that mean the same in both configs. What follows from the modules is left out."""
+    from_modules = ("rope", "sliding_window", "attention_bias", "output_bias", "mlp_bias")
+    known = {field.name for field in fields(DbaConfig)} - set(from_modules)
+    return [field.name for field in fields(config) if field.name in known]  # pyright: ignore[reportArgumentType]
+
+
+def _block_of(model: LanguageModel) -> DecoderBlock:
+    """The blocks of a model with one stack; their arrays have the axis `layers`."""
+    return model.body.stacks[0].layers.stacked  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _config_of(model: LanguageModel) -> ModelConfig:
+    if not isinstance(model, Decoder) or model.body.cuts:
+        raise ConfigError("surgery decouple: the layers of this model are cut or not known. Put it before split_at")
+    return model.config
+
+
+def _attention_of(model: LanguageModel) -> Any:
+    attention = _block_of(model).attn
+    for layer in (getattr(attention, name, None) for name in ("q_proj", "k_proj")):
+        if layer is not None and not (isinstance(layer, Linear) and isinstance(layer.weight, NamedArray)):
+            raise ConfigError(
+                "surgery decouple: the queries and keys of this model have adapters or stored weights. Merge them before"
+            )
+    return attention
+
+
+def _with_old_leaves(new: LanguageModel, old: LanguageModel) -> LanguageModel:
+    """A new model with the leaves of an old one that have the same path and axes."""
+    leaves = dict(tree.leaves(old))
+    form = lambda leaf: getattr(leaf, "axes", leaf.shape)  # noqa: E731
+    kept = lambda path, leaf: leaves[path] if path in leaves and form(leaves[path]) == form(leaf) else leaf  # noqa: E731
+    return tree.map_leaves(kept, new)
+
+
+def _with_attention(model: LanguageModel, **changes: Any) -> LanguageModel:
+    prefix = "body.layers.stacked.attn."
+    leaves = {f"{prefix}{name}.{path}".rstrip("."): leaf for name, part in changes.items() for path, leaf in tree.leaves(part)}
+    return tree.map_leaves(lambda path, leaf: leaves.get(path, leaf), model)
+
+
+def _of_layers(attention: SelfAttention, moments: InputMoments | None) -> list[jax.Array]:
+    """Queries [L, H, D, I], keys [L, G, D, I], and the moments of inputs [L, I, I]; I has the constant 1 if there are biases."""
+    arrays = []
+    for layer, head in ((attention.q_proj, HEADS), (attention.k_proj, KV_HEADS)):
+        groups = [(layer.weight.resolve_axis(name),) for name in (LAYERS, head, HEAD_SIZE, EMBED)]
+        weight = flat(layer.weight, *groups)
+        if layer.bias is not None:
+            weight = jnp.concatenate([weight, flat(layer.bias, *groups[:3])[..., None]], axis=-1)
+        arrays.append(weight)
+    num_layers, num_inputs = arrays[0].shape[0], arrays[0].shape[-1]
+    if moments is None:
+        return [*arrays, jnp.broadcast_to(jnp.eye(num_inputs), (num_layers, num_inputs, num_inputs))]
+    Layers, Inputs_, Others = ([axis] for axis in moments.products.axes)
+    count = moments.count.array[:, None, None]
+    second = flat(moments.products, tuple(Layers), tuple(Inputs_), tuple(Others)) / count
+    if attention.q_proj.bias is not None:
+        mean = flat(moments.total, tuple(Layers), tuple(Inputs_))[:, :, None] / count
+        right = jnp.concatenate([mean, jnp.ones_like(count)], axis=1)
+        second = jnp.concatenate([jnp.concatenate([second, mean.swapaxes(1, 2)], axis=1), right], axis=2)
+    return [*arrays, second]
+
+
+def _parameters(attention: DecoupledAttention, made: Bottleneck) -> dict[str, Any]:
+    """The projections of stacked layers with these values, by field name."""
+    layers = {
+        "q_sem": (attention.q_sem, made.sem.q_HDI),
+        "k_sem": (attention.k_sem, made.sem.k_GDI),
+        "q_geo": (attention.q_geo, made.geo.q_HDI),
+        "k_geo": (attention.k_geo, made.geo.k_GDI),
+    }
+    changes: dict[str, Any] = {
+        name: _projection(layer, array) for name, (layer, array) in layers.items() if layer is not None
+    }
+    if attention.pairs is not None:
+        changes["pairs"] = {"": NamedArray(made.pairs_GP, attention.pairs.axes)}
+    return changes
+
+
+def _projection(layer: Linear, array: jax.Array) -> dict[str, NamedArray]:
+    """Weight and bias of a projection. Args: array: [layers, heads, features, inputs]."""
+    Layers, Heads, Size, Embed = (layer.weight.resolve_axis(name) for name in (LAYERS, _heads(layer), HEAD_SIZE, EMBED))
+    weight = NamedArray(array[..., : Embed.size], (Layers, Heads, Size, Embed)).rearrange(layer.weight.axes)
+    if layer.bias is None:
+        return {"weight": weight}
+    return {"weight": weight, "bias": NamedArray(array[..., -1], (Layers, Heads, Size)).rearrange(layer.bias.axes)}
+
+
+def _heads(layer: Linear) -> str:
+    return HEADS if HEADS in (axis.name for axis in layer.weight.axes) else KV_HEADS
