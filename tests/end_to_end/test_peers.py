@@ -132,7 +132,7 @@ def test_processes_with_different_configurations_end_before_they_train(workplace
 def test_processes_whose_environment_differs_end_before_they_train(workplace, variables, facts):
     place = workplace(2)
     place.write()
-    for err in errors(place.start_each([RUN, RUN], own={1: variables})):
+    for err in errors(place.start_each([RUN, RUN], variables={1: variables})):
         assert all(re.search(fact, err) for fact in facts), err
         assert err.count("the same files, versions and environment variables, on machines with the same devices") == 1
     assert place.checkpoints() == []
