@@ -183,7 +183,7 @@ def test_a_process_whose_file_cannot_be_read_tells_the_others(workplace):
 
 
 @pytest.mark.slow
-def test_a_process_that_never_connects_is_not_awaited_for_ever(workplace):
+def test_waiting_for_a_process_that_never_connects_times_out(workplace):
     place = workplace(1)
     place.write()
     limited = (*RUN, "--trainer.distributed.initialization_timeout", "3s")
