@@ -104,9 +104,9 @@ def pytest_collection_modifyitems(config, items):
     if (examples := config.getoption("--examples")) is not None:
         for test in filter(is_hypothesis_test, (getattr(item, "obj", None) for item in items)):
             function = getattr(test, "__func__", test)
-            own = function._hypothesis_internal_use_settings
+            profile = function._hypothesis_internal_use_settings
             # There is no public way to change a test's existing settings.
-            function._hypothesis_internal_use_settings = settings(own, max_examples=examples, derandomize=False)
+            function._hypothesis_internal_use_settings = settings(profile, max_examples=examples, derandomize=False)
     first = ("tests/end_to_end/", FIELDS, "tests/test_")
     last = ("tests/data/", "tests/core/", "tests/reading/")
     place = {start: n - len(first) for n, start in enumerate(first)} | {start: n + 1 for n, start in enumerate(last)}

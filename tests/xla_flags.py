@@ -9,7 +9,9 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     _FLAGS["xla_cpu_use_fusion_emitters"] = "false"
 
 
-def flags_for(num_devices: int, given: str = "") -> str:
-    """`given` with the suite's flags added, except those that it sets itself."""
+def flags_for(num_devices: int, xla_flags: str = "") -> str:
+    """`xla_flags` with the suite's flags added, except those that it sets itself."""
     flags = {"xla_force_host_platform_device_count": str(num_devices), **_FLAGS}
-    return " ".join([given, *(f"--{flag}={value}" for flag, value in flags.items() if flag not in given)]).strip()
+    return " ".join(
+        [xla_flags, *(f"--{flag}={value}" for flag, value in flags.items() if flag not in xla_flags)]
+    ).strip()

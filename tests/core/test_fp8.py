@@ -115,7 +115,7 @@ def test_a_rows_size_does_not_change_other_rows_of_the_recipe_rowwise():
 
 @every_recipe
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_not_finite_stays_so(fp8, value):
+def test_non_finite_values_stay_non_finite(fp8, value):
     x, w, d = problem(jnp.bfloat16)
     out, back = jax.vjp(lambda x, w: fp8_product(x, w, 2, fp8), x.at[1, 1, 1, 1].set(value), w)
     assert not np.isfinite(np.asarray(out, np.float32)).all()

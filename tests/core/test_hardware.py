@@ -45,7 +45,7 @@ def test_the_first_core_that_the_process_may_use_counts(tmp_path):
     assert read_caches(tmp_path, {4, 5}) == Caches(MIB // 2, None)
 
 
-def test_without_the_files_the_c_library_is_asked_for_level_2_alone(tmp_path, monkeypatch):
+def test_without_the_files_only_the_level_2_size_comes_from_sysconf(tmp_path, monkeypatch):
     known = {"SC_LEVEL2_CACHE_SIZE": 2 * MIB, "SC_LEVEL3_CACHE_SIZE": 384 * MIB}
     monkeypatch.setattr(os, "sysconf", known.__getitem__)
     assert read_caches(tmp_path, {0}) == Caches(2 * MIB, None)

@@ -37,7 +37,7 @@ def test_a_source_tree_that_is_not_installed_is_installed_from_its_folder(monkey
     assert shlex.split(install_command("hf", "torch")) == ["pip", "install", "-e", f"{ROOT}[hf,torch]"]
 
 
-def test_nothing_installs_from_an_index_what_no_index_has():
+def test_no_command_installs_jaxlm_from_an_index():
     """An index may have another project of this name. `--no-index` looks only at the wheels that somebody copied."""
     texts = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     texts = [path for path in texts if path.name != "log.md"]

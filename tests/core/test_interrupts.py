@@ -42,6 +42,6 @@ os.kill(os.getpid(), signal.SIGINT)
         ),
     ],
 )
-def test_it_ends_a_command_without_a_traceback(code, number, said):
+def test_an_interrupt_ends_a_command_without_a_traceback(code, number, said):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (-number, said)

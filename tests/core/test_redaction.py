@@ -81,7 +81,7 @@ def test_a_url_that_is_a_key_has_no_password():
     assert without_secrets({"https://u:pw@h/x": 0.5}) == {f"https://u:{MASK}@h/x": 0.5}
 
 
-def test_variables_that_may_be_names_change_no_path_of_a_configuration(monkeypatch):
+def test_environment_variables_that_may_be_names_do_not_mask_paths(monkeypatch):
     monkeypatch.setenv("PROJECT_KEY", "acme-research")
     assert without_secrets({"cache_dir": "/mnt/acme-research/cache"}) == {"cache_dir": "/mnt/acme-research/cache"}
 

@@ -87,7 +87,7 @@ def test_facts_that_differ_are_named_with_their_values_and_processes():
     assert compare(seed="1")() == []  # one process
 
 
-def test_what_holds_and_what_is_the_same_on_all():
+def test_processes_agree_on_a_condition_and_compare_texts():
     for values in ((True, True), (False, True), (True, False)):
         acts = [lambda value=value: (all_processes(value), same_on_all_processes(str(value))) for value in values]
         assert together(*acts) == [(all(values), values[0] == values[1])] * 2

@@ -66,7 +66,7 @@ def test_tokens_that_are_not_new_are_refused(folder, added, message):
         open_tokenizer(folder, added, None)
 
 
-def test_they_are_part_of_the_data_section(folder, tmp_path):
+def test_added_tokens_are_part_of_the_data_section(folder, tmp_path):
     (tmp_path / "a.txt").write_text("text")
     section = {"train_urls": [f"{tmp_path}/a.txt"], "cache_dir": f"{tmp_path}/cache"}
     plain, grown = (

@@ -59,7 +59,7 @@ def test_another_block_size_starts_over(folder):
     assert build(replace(folder, block_size=4)) == [0, 1]
 
 
-def test_what_it_was_made_from_decides_where_it_is(folder):
+def test_the_folder_depends_on_what_the_annotations_were_made_from(folder):
     build(folder)
     other = replace(folder, made_from={**KEY, "objective": {"top_k": 3}})
     assert other.path != folder.path

@@ -104,7 +104,7 @@ def test_prompts_begin_as_in_transformers_and_trl(named, folder, section):
         )
 
 
-def test_what_is_written_and_plain_text_and_tokenizers_trained_here_keep_bos(folder, section, tmp_path):
+def test_plain_text_explicit_keys_and_our_own_tokenizers_keep_bos(folder, section, tmp_path):
     path = folder("config.json")
     text = section(TokensConfig, TextFormat(), path)
     assert cached(text)[0] == 0

@@ -257,7 +257,7 @@ def test_empty_documents_have_no_effect():
         np.testing.assert_array_equal(with_empty[name], column, err_msg=name)
 
 
-def test_a_token_that_is_no_target_is_only_an_input():
+def test_an_ignored_token_is_an_input_but_not_a_target():
     documents = documents_of([9, 4, 7, 12, 3])
     usual, ignoring = (sequences_of(documents, 7, BestFitConfig(fill="split"), ignored_id=i) for i in (None, 5))
     before, after = columns_of(usual), columns_of(ignoring)
@@ -352,7 +352,7 @@ class TestRowsThatNeverEnd:
     """With `wrap: true`, as nanochat's loader makes them."""
 
     @pytest.mark.parametrize("name", WRAPPED["cases"])
-    def test_they_are_those_of_nanochats_loader(self, name, tmp_path):
+    def test_rows_equal_those_of_nanochats_loader(self, name, tmp_path):
         case = WRAPPED["cases"][name]
         sizes = 2 + np.arange(sum(case["files"])) * 7919 % 997 % 397
         groups = [
@@ -448,7 +448,7 @@ class TestRowsThatNeverEnd:
             ({"packing": BestFitConfig(fill="split")}, False),
         ],
     )
-    def test_are_the_default_only_for_all_documents_in_their_order(self, config, changes, wraps):
+    def test_endless_rows_are_the_default_only_for_all_documents_in_order(self, config, changes, wraps):
         config = dataclasses.replace(config, **{"packing": BestFitConfig(), **changes})
         assert opened(config, 32)[0].train[""].is_endless == wraps
         explicit = dataclasses.replace(config, packing=dataclasses.replace(config.packing, wrap=wraps))

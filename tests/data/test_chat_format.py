@@ -409,7 +409,7 @@ def little_time(monkeypatch):
 
 
 @pytest.mark.parametrize("template", FAILING)
-def test_whatever_a_template_does_is_one_message(template, little_time):
+def test_a_template_that_fails_raises_one_message(template, little_time):
     with pytest.raises(ConfigError, match=rf"^(here: )?the chat template \(x\).*{FAILING[template]}"):
         ChatTemplate(template, "x", {}).render(CONVERSATIONS[0], "here", mark=True)
     ordinary = ChatTemplate("{{ messages|length }}", "x", {})
@@ -448,7 +448,7 @@ def test_a_template_that_leaves_out_the_assistant_has_no_end_of_a_turn(tokenizer
     assert (turn_ends(template, tokenizer), turn_end_texts(template, tokenizer)) == ((), ())
 
 
-def test_a_process_that_somebody_else_kills_is_started_again():
+def test_a_killed_renderer_is_started_again():
     job = Job("{{ messages[0] }}", {"messages": ["a"]}, ((1, False),))
     assert renderer.RENDERER.render(job) == ["a"]
     os.kill(renderer.RENDERER._process.pid, signal.SIGKILL)

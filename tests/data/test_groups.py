@@ -107,7 +107,7 @@ def test_shown_with_every_response(opened, tokenizer):
         ({"prompt": 3}, r"no text and no list of messages under 'prompt': it is 3"),
     ],
 )
-def test_records_that_are_no_groups(opened, change, message):
+def test_invalid_groups_are_refused(opened, change, message):
     with pytest.raises(ConfigError, match=message):
         opened([{**RECORDS[0], **change}])
 

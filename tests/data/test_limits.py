@@ -140,7 +140,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_apply_is_refused(request, case):
+def test_limits_that_cannot_apply_are_refused(request, case):
     which, changes, message = REFUSED[case]
     config = request.getfixturevalue(which)
     if "validation_urls" in changes:
@@ -158,7 +158,7 @@ def test_the_keys_are_read_from_yaml():
         decode(DataConfig, ConfigSource({"type": "pairs", "ignore_token_id": 0}))
 
 
-def test_a_token_that_cannot_be_is_refused_before_the_tokenizer_is_trained(tmp_path):
+def test_an_ignored_token_outside_the_vocabulary_is_refused_before_the_tokenizer_is_trained(tmp_path):
     (tmp_path / "text.txt").write_text("some text")
     section = {"train_urls": [str(tmp_path / "text.txt")], "cache_dir": str(tmp_path / "cache"), "vocab_size": 300}
     decode(DataConfig, ConfigSource({**section, "ignore_token_id": 299})).check()

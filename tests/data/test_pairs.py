@@ -283,7 +283,7 @@ def test_shown_with_both_halves(opened, tokenizer):
         ),
     ],
 )
-def test_records_that_are_no_pairs(opened, record, keys, message):
+def test_invalid_pairs_are_refused(opened, record, keys, message):
     with pytest.raises(ConfigError, match=message):
         opened([record], **keys)
 

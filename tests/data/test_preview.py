@@ -111,7 +111,7 @@ def test_what_is_cut_off_at_the_beginning_is_struck_out(config, tmp_path):
 
 
 @pytest.mark.parametrize(("num_before", "num_after"), [(4, 1), (7, 1), (5, 0)])
-def test_records_without_a_target_at_the_beginning_are_no_error(config, tmp_path, monkeypatch, num_before, num_after):
+def test_first_records_without_a_target_are_passed_over(config, tmp_path, monkeypatch, num_before, num_after):
     """The preview searches six records, two at a time."""
     monkeypatch.setattr(preview_module, "MAX_RECORDS", 2)
     monkeypatch.setattr(preview_module, "_MAX_BLOCKS", 3)

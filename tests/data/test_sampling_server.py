@@ -395,7 +395,7 @@ def test_raw_log_probabilities_need_temperature_1(sampler):
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "http://[::1", "http://host:port"])
-def test_an_address_that_cannot_be_one_is_refused(url):
+def test_an_invalid_address_is_refused(url):
     with pytest.raises(ConfigError, match=r"^here\.url: .* given, an address such as http://localhost:8000 expected$"):
         ServerConfig(url).check("here")
 
@@ -403,7 +403,7 @@ def test_an_address_that_cannot_be_one_is_refused(url):
 FILTERED = Sampling(0.7, top_k=50, top_p=0.9, min_p=0.05, repetition_penalty=1.1)
 
 
-def test_filters_reach_the_server_whose_log_probabilities_must_be_those_of_what_they_leave(sampler, server):
+def test_filters_are_sent_and_require_filtered_log_probabilities(sampler, server):
     request = dataclasses.replace(REQUEST, sampling=FILTERED)
     sampler(logprobs="processed").sample("weights", PROMPTS, request)
     sent = bodies(server)[0]

@@ -110,20 +110,20 @@ class Workplace:
         arguments: Sequence[Sequence[str]],
         *,
         module: str = "jaxlm.train",
-        own: Mapping[int, Mapping[str, str]] | None = None,
+        variables: Mapping[int, Mapping[str, str]] | None = None,
         **environment: str,
     ) -> list[Any]:
-        """Starts one run of several processes, each with its own arguments. Args: own: process -> its own variables."""
+        """Starts one run of several processes, each with its own arguments. Args: variables: process -> its own."""
         where = "--trainer.distributed."
         address = f"127.0.0.1:{reserved_port()}"
         common = (f"{where}coordinator_address", address, f"{where}num_processes", str(len(arguments)))
         return [
             self.start(
-                *(*given, *common, f"{where}process_id", str(number)),
+                *(*process_arguments, *common, f"{where}process_id", str(number)),
                 module=module,
-                **(environment | dict((own or {}).get(number, {}))),
+                **(environment | dict((variables or {}).get(number, {}))),
             )
-            for number, given in enumerate(arguments)
+            for number, process_arguments in enumerate(arguments)
         ]
 
     def run(self, *arguments: str, module: str = "jaxlm.train", **environment: str) -> Finished:
@@ -189,9 +189,9 @@ def end_of(process: Any) -> Finished:
     return Finished(process.returncode, out, err)
 
 
-def check_close(found: Mapping[int, str], expected: Mapping[int, str], rel: float = 1e-5) -> None:
-    """Fails unless two runs have the same losses within rounding. Args: found, expected: as of `Workplace.losses`."""
-    ours, theirs = ({step: float.fromhex(loss) for step, loss in losses.items()} for losses in (found, expected))
+def check_close(actual: Mapping[int, str], expected: Mapping[int, str], rel: float = 1e-5) -> None:
+    """Fails unless two runs have the same losses within rounding. Args: actual, expected: as of `Workplace.losses`."""
+    ours, theirs = ({step: float.fromhex(loss) for step, loss in losses.items()} for losses in (actual, expected))
     assert ours == pytest.approx(theirs, rel=rel)
 
 

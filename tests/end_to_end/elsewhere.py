@@ -34,10 +34,10 @@ def on_this_host(path, read=holder._read):
 
 
 def with_clock() -> None:
-    clock, calendar, own = time.time, time.gmtime, time.localtime
+    clock, calendar, localtime = time.time, time.gmtime, time.localtime
     time.time = lambda: clock() + AHEAD_S
     time.gmtime = lambda seconds=None: calendar(time.time() if seconds is None else seconds)
-    time.localtime = lambda seconds=None: own(time.time() if seconds is None else seconds)
+    time.localtime = lambda seconds=None: localtime(time.time() if seconds is None else seconds)
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ def test_forecast_of_rollouts_with_the_nvidia_compiler(workplace):
         (("--dry_run", "true"), "dry_run: true has no effect here: jaxlm bench measures steps"),
     ],
 )
-def test_mistakes(workplace, in_process, arguments, message):
+def test_invalid_arguments_are_refused(workplace, in_process, arguments, message):
     place = workplace()
     place.write()
     done = in_process(main, place, "--config_path", "run.yaml", *arguments)

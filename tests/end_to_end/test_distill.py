@@ -68,7 +68,7 @@ def whole(workplace, teacher):
 
 @pytest.mark.soak  # the cached teacher's run is killed in the same place
 @pytest.mark.parametrize("devices", [8, 1])
-def test_killed(whole, workplace, teacher, devices):
+def test_a_run_killed_in_the_second_phase_ends_the_same(whole, workplace, teacher, devices):
     place = prepared(workplace, teacher, "live", devices)
     kill(place, devices, "second phase")
     finish(place, devices, whole("live", devices))

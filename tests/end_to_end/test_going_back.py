@@ -65,7 +65,7 @@ PLACES = {
         pytest.param("until", 8, marks=pytest.mark.soak),
     ],
 )
-def test_killed(workplace, whole, case, devices):
+def test_a_run_killed_around_each_decision_ends_the_same(workplace, whole, case, devices):
     """One run that is killed at each place in turn; on one device, where something is decided and where it is saved."""
     work = workplace(devices)
     work.write()

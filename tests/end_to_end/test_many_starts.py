@@ -147,7 +147,7 @@ def ends(process: Any, code: int) -> str:
 
 
 @pytest.mark.soak
-def test_of_many_starts_one_trains_whatever_happens_to_it(study):
+def test_only_one_of_many_starts_trains_under_any_fault(study):
     study.go_on("whole")
     ends(study.start("whole", 0), 0)
     expected, arrays = study.losses("whole"), study.digest("whole")

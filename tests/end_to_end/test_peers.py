@@ -132,7 +132,7 @@ def test_processes_with_different_configurations_end_before_they_train(workplace
 def test_processes_whose_environment_differs_end_before_they_train(workplace, variables, facts):
     place = workplace(2)
     place.write()
-    for err in errors(place.start_each([RUN, RUN], own={1: variables})):
+    for err in errors(place.start_each([RUN, RUN], variables={1: variables})):
         assert all(re.search(fact, err) for fact in facts), err
         assert err.count("the same files, versions and environment variables, on machines with the same devices") == 1
     assert place.checkpoints() == []
@@ -183,7 +183,7 @@ def test_a_process_whose_file_cannot_be_read_tells_the_others(workplace):
 
 
 @pytest.mark.slow
-def test_a_process_that_never_connects_is_not_awaited_for_ever(workplace):
+def test_waiting_for_a_process_that_never_connects_times_out(workplace):
     place = workplace(1)
     place.write()
     limited = (*RUN, "--trainer.distributed.initialization_timeout", "3s")

@@ -63,7 +63,7 @@ AROUND = ("boundary", "saving the entry")  # the other two: tests/end_to_end/tes
     indirect=["whole"],
     ids=["one device", "four devices"],
 )
-def test_killed(whole, workplace, faults):
+def test_a_run_killed_at_each_place_ends_the_same(whole, workplace, faults):
     """One run that is killed at each place in turn."""
     devices, losses, _, last = whole
     place = start(workplace, devices)

@@ -36,7 +36,7 @@ def wait_for(path: Path, process: Any) -> None:
 
 
 @pytest.mark.soak
-def test_a_killed_study_continues_and_gives_what_it_would_have_given(workplace):
+def test_a_killed_study_continues_with_the_same_results(workplace):
     place, undisturbed = workplace(), workplace()
     for each in (place, undisturbed):
         write(each)

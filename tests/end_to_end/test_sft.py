@@ -92,7 +92,7 @@ def spoken(workplace):
 
 
 @pytest.mark.slow
-def test_answers_are_memorized_said_and_ended(spoken):
+def test_the_model_memorizes_the_answers_and_ends_them(spoken):
     place, out = spoken
     assert "the 2 rows for data.added_tokens are the mean of the 320 others" in out
     assert re.search(r"accuracy [\d.]+  trained \d\d%", out)

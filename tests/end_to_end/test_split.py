@@ -49,7 +49,7 @@ def test_the_lower_stack_and_the_embedding_do_not_change(whole):
 
 
 @pytest.mark.soak
-def test_killed(whole, workplace):
+def test_a_run_killed_at_each_place_ends_the_same(whole, workplace):
     """One run that is killed at each place in turn."""
     place = start(workplace, whole[0].devices)
     for fault in ("after surgery", "second phase"):

@@ -184,7 +184,7 @@ def test_a_phase_that_a_training_step_ends_ends_at_the_same_step():
     assert (outcome, int(state.step)) == (Next("enough"), 9)
 
 
-def test_a_phase_that_an_evaluation_ends_ends_there_and_its_last_step_is_no_early_end():
+def test_an_evaluation_ends_a_phase_early_unless_it_was_the_last_step():
     _, outcome, *_, state = trained(Scripted({8: Next("enough")}, "eval/loss"))
     assert (outcome, int(state.step)) == (Next("enough"), 8)
     _, outcome, *_ = trained(Scripted({STEPS: Next("enough")}, "eval/loss"))

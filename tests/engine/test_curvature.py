@@ -94,7 +94,7 @@ def test_the_estimate_uses_the_first_microbatch_at_its_interval_and_resumes():
 
 
 @pytest.mark.slow
-def test_in_float16_with_frozen_leaves_and_unrolled_layers():
+def test_the_estimate_works_in_float16_with_frozen_leaves_and_unrolled_layers():
     model = dataclasses.replace(MODEL, scan_layers=False, gradient_checkpointing="none", initializer_range=0.1)
     own = phase(optimizer=SOPHIA, trainable=("mlp", "norm"))
     run = TinyRun(one_device(), own, parse_precision("p=f32,c=float16"), model)

@@ -145,7 +145,7 @@ def test_an_optimizer_that_cannot_be_carried_is_refused(phases, message):
         make_plan(decode_run(ConfigSource(config), None), "x", 61)
 
 
-def test_the_step_sums_with_the_loop_that_it_is_given():
+def test_the_step_uses_the_accumulation_loop_passed_to_it():
     """A loop over microbatches in Python, from the last to the first."""
     calls = []
 

@@ -110,7 +110,7 @@ def test_the_window_cannot_freeze():
     assert judge(9.1)
 
 
-def test_after_equal_values_a_small_change_is_no_outlier():
+def test_a_small_change_after_equal_values_is_not_an_outlier():
     judge = Judging(SkipBadSteps(8))
     for _ in range(20):
         judge(3.0)

@@ -27,7 +27,7 @@ class Service:
         return [(key, value) for key, value in self.values.items() if key.startswith(prefix)]
 
 
-def test_the_first_cause_counts_not_what_fails_because_of_it(monkeypatch):
+def test_only_the_first_failure_is_announced(monkeypatch):
     """One thread tells why the run ends. Then a collective of the main thread fails, because others have ended."""
     monkeypatch.setattr(peers, "_NOTICE_S", 0.0)
     monkeypatch.setattr(PeerWatch, "_watch", lambda self: None)

@@ -97,7 +97,7 @@ def test_the_error_says_what_a_start_continues_from():
 
 
 @pytest.mark.parametrize("failed", [NonFiniteError("step 4: loss is nan"), LeaseLostError("another start has taken x")])
-def test_what_happened_first_is_said_first(failed):
+def test_the_message_begins_with_the_original_error(failed):
     """The last steps are only fetched now, and they or the save may fail as well."""
     saved, error = failing(ConfigError("wrong"), cannot_save=failed)
     assert saved == []

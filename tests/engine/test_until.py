@@ -216,7 +216,7 @@ class Evaluations:
         return self.all_are_due
 
 
-def test_an_evaluation_that_is_not_due_is_no_mistake():
+def test_an_unmeasured_metric_is_an_error_only_if_its_evaluation_was_due():
     """`evals: [{type: loss}, {type: core, every: 8}]` with `until: {metric: eval/core}`."""
     until = UntilConfig("eval/core", above=0.2, mode="max")
 

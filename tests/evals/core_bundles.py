@@ -63,12 +63,12 @@ def write_bundle(folder: Path, num: int = 12, questions: dict[str, list] | None 
     entries = []
     for number, name in enumerate(CORE_TASKS):
         uri = f"some/{name}.jsonl"
-        given = (questions or {}).get(name)
-        lines = random_questions(name, num) if given is None else given
+        task_questions = (questions or {}).get(name)
+        lines = random_questions(name, num) if task_questions is None else task_questions
         (folder / "eval_data" / uri).write_text("".join(json.dumps(one) + "\n" for one in lines))
-        fewshot = 0 if given is not None else min(num - 1, FEWSHOTS[number % 4])
+        fewshot = 0 if task_questions is not None else min(num - 1, FEWSHOTS[number % 4])
         entry = {"label": name, "dataset_uri": uri, "num_fewshot": [fewshot], "icl_task_type": kind_of(name)}
-        delimiter = "" if given is not None else DELIMITERS[number // 4 % 4]
+        delimiter = "" if task_questions is not None else DELIMITERS[number // 4 % 4]
         entries.append(entry if delimiter is None else {**entry, "continuation_delimiter": delimiter})
     (folder / "core.yaml").write_text(yaml.safe_dump({"icl_tasks": entries}))
     with (folder / "eval_meta_data.csv").open("w", newline="") as file:
@@ -103,16 +103,19 @@ def reference_answers(
     for index, item in enumerate(data):
         others = [other for other in range(len(data)) if other != index]
         chosen = random.Random(1234 + index).sample(others, entry["num_fewshot"][0])
-        given = {
+        variables = {
             "shots": [data[i] for i in chosen],
             "item": item,
             "d": entry.get("continuation_delimiter", " "),
         }
         if kind == "language_modeling":
-            texts = [template.render(choice="", **given).strip(), template.render(choice=item["continuation"], **given)]
+            texts = [
+                template.render(choice="", **variables).strip(),
+                template.render(choice=item["continuation"], **variables),
+            ]
         else:
             choices = item["choices"] if kind == "multiple_choice" else item["context_options"]
-            texts = [template.render(choice=choice, **given) for choice in choices]
+            texts = [template.render(choice=choice, **variables) for choice in choices]
         rows = [[bos, *encode(text)] for text in texts]
         spans = _spans(kind, rows)
         if kind == "language_modeling":

@@ -87,7 +87,7 @@ def test_without_tokens_there_is_no_mean():
     assert by_group({"a": some, "b": some}, {"a": ["b"]}) == {"a": some, "b": EvalLoss(12, 6, 8, 4)}
 
 
-def test_a_dummy_prefix_is_no_byte_of_the_text():
+def test_a_dummy_prefix_does_not_count_as_a_byte():
     """SentencePiece puts a space in front of every text: the bytes of all texts are counted exactly."""
     import tokenizers
     from tokenizers import models, normalizers

@@ -68,7 +68,7 @@ def test_mistakes_are_refused_at_the_start(tmp_path, fields, message):
         config_of(tmp_path / "p.jsonl", **fields).check_opens(lambda: tokenizer, 64, dry=False)
 
 
-def test_prompts_that_are_no_utf_8_are_refused_with_their_place(tmp_path):
+def test_prompts_that_are_not_utf8_are_refused_with_their_place(tmp_path):
     config = config_of(tmp_path / "p.jsonl")
     (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "a"}\n\n' + '{"prompt": "größe"}\n'.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"p.jsonl, line 3: not UTF-8 text: .*Save the file as UTF-8"):

@@ -61,8 +61,8 @@ class Outcome:
     @functools.cached_property
     def constants(self) -> Counter[tuple[str, ...]]:
         """How often each number or list of numbers, rounded to five digits, is a constant of the program."""
-        found = re.findall(r"dense<([-+.\deE, \[\]]+)>", self.program)
-        return Counter(tuple(_digits(float(number)) for number in re.findall(r"[^\[\], ]+", one)) for one in found)
+        constants = re.findall(r"dense<([-+.\deE, \[\]]+)>", self.program)
+        return Counter(tuple(_digits(float(number)) for number in re.findall(r"[^\[\], ]+", one)) for one in constants)
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -292,6 +292,6 @@ def assert_test_exists(test: str) -> None:
     assert names[-1].startswith("test_")
     body = _parsed(path).body
     for name in names:
-        found = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name]
-        assert found, f"{path} has no {name}"
-        body = found[0].body
+        definitions = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name]
+        assert definitions, f"{path} has no {name}"
+        body = definitions[0].body

@@ -173,41 +173,41 @@ def all_fields() -> list[tuple[str, str]]:
     optimizers other than Adam are in tests/optim.
     """
     decoder = {field.name for field in dataclasses.fields(DecoderConfig)}
-    found = [*_fields("llama", "", RunConfig), *_fields("llama", "model", DecoderConfig)]
+    rows = [*_fields("llama", "", RunConfig), *_fields("llama", "model", DecoderConfig)]
     for name, kind in ModelConfig.get_known_choices().items():
         # Llama's relatives share the code of these fields with Llama.
         shared = decoder if issubclass(kind, DecoderConfig) else set()
-        found += [(name, path) for name, path in _fields(name, "model", kind) if path.split(".")[-1] not in shared]
-    found += _fields("lookup", "model.lookup", LookupConfig)
-    found += _fields("remat", "model.gradient_checkpointing", RematModules)
+        rows += [(name, path) for name, path in _fields(name, "model", kind) if path.split(".")[-1] not in shared]
+    rows += _fields("lookup", "model.lookup", LookupConfig)
+    rows += _fields("remat", "model.gradient_checkpointing", RematModules)
     for name, kind in RotaryConfig.get_known_choices().items():
-        found += _fields(f"rope {name}", "model.rope", kind)
-    found += _fields("llama", "trainer", TrainerConfig)
-    found += _fields("llama", "trainer.checkpointer", CheckpointerConfig)
-    found += _fields("keep", "trainer.checkpointer.keep.0", KeepRule)
-    found += _fields("precision", "trainer.mp", PrecisionConfig)
-    found += _fields("precision", "trainer.mp.rules.0", PrecisionRuleConfig)
-    found += _fields("llama", "trainer.mesh", MeshConfig)
-    found += _fields("until", "trainer.until", UntilConfig)
-    found += _fields("plateau", "trainer.controllers.0", ReduceOnPlateauConfig)
-    found += _fields("llama", "trainer.completions", CompletionsConfig)
-    found += _fields("watch", "trainer.watch", WatchConfig)
-    found += _fields("stages", "trainer.train_batch_size.1", BatchSize)
-    found += _fields("llama", "optimizer", OptimizerConfig.get_known_choices()["adam"])
+        rows += _fields(f"rope {name}", "model.rope", kind)
+    rows += _fields("llama", "trainer", TrainerConfig)
+    rows += _fields("llama", "trainer.checkpointer", CheckpointerConfig)
+    rows += _fields("keep", "trainer.checkpointer.keep.0", KeepRule)
+    rows += _fields("precision", "trainer.mp", PrecisionConfig)
+    rows += _fields("precision", "trainer.mp.rules.0", PrecisionRuleConfig)
+    rows += _fields("llama", "trainer.mesh", MeshConfig)
+    rows += _fields("until", "trainer.until", UntilConfig)
+    rows += _fields("plateau", "trainer.controllers.0", ReduceOnPlateauConfig)
+    rows += _fields("llama", "trainer.completions", CompletionsConfig)
+    rows += _fields("watch", "trainer.watch", WatchConfig)
+    rows += _fields("stages", "trainer.train_batch_size.1", BatchSize)
+    rows += _fields("llama", "optimizer", OptimizerConfig.get_known_choices()["adam"])
     for name, kind in ObjectiveConfig.get_known_choices().items():
-        found += _fields(OBJECTIVES[name], "objective", kind)
+        rows += _fields(OBJECTIVES[name], "objective", kind)
     for name, registry in {"loss": PolicyLoss, "loss_agg": LossAgg, "advantage": Advantage, "kl": Kl}.items():
         for kind in registry.get_known_choices().values():
-            found += _fields("grpo", f"objective.{name}", kind)
-    found += _fields("grpo", "objective.old_policy", OfModel)
-    found += _fields("grpo", "objective.old_policy.importance_sampling", ImportanceSampling)
-    found += _fields("grpo", "objective.overlong", Overlong)
-    found += _fields("grpo", "objective.entropy", Entropy)
-    found += _fields("grpo", "objective.entropy.adaptive", AdaptiveEntropy)
+            rows += _fields("grpo", f"objective.{name}", kind)
+    rows += _fields("grpo", "objective.old_policy", OfModel)
+    rows += _fields("grpo", "objective.old_policy.importance_sampling", ImportanceSampling)
+    rows += _fields("grpo", "objective.overlong", Overlong)
+    rows += _fields("grpo", "objective.entropy", Entropy)
+    rows += _fields("grpo", "objective.entropy.adaptive", AdaptiveEntropy)
     for name, kind in RefConfig.get_known_choices().items():
-        found += _fields(REFS[name], "refs.teacher", kind)
+        rows += _fields(REFS[name], "refs.teacher", kind)
     for name, kind in PresetConfig.get_known_choices().items():
-        found += _fields(PRESETS[name], "preset", kind)
+        rows += _fields(PRESETS[name], "preset", kind)
     for name, kind in SurgeryConfig.get_known_choices().items():
-        found += _fields(name, "surgery", kind)
-    return found + _fields("phases", "phases.0", PhaseConfig)
+        rows += _fields(name, "surgery", kind)
+    return rows + _fields("phases", "phases.0", PhaseConfig)

@@ -44,7 +44,7 @@ class Launched(Workplace):
 
     def training_processes(self) -> list[int]:
         """Process ids of the runs in this folder."""
-        found = []
+        pids = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 words = (path / "cmdline").read_bytes().split(b"\0")
@@ -53,10 +53,10 @@ class Launched(Workplace):
                     and words[0].endswith(b"python")
                     and (path / "cwd").readlink() == self.folder
                 ):
-                    found.append(int(path.name))
+                    pids.append(int(path.name))
             except OSError:
                 continue  # it has ended
-        return sorted(found)
+        return sorted(pids)
 
     def wait_at(self, step: int) -> None:
         """From now on, the run waits at this step until `go` is called."""

@@ -163,6 +163,6 @@ def test_the_queue_is_valid_yaml():
         ((), ("--x", "a\nb"), "a line break cannot be passed on"),
     ],
 )
-def test_mistakes(in_process, words, arguments, message):
+def test_invalid_arguments_are_refused(in_process, words, arguments, message):
     result = in_process(jobset.main, *COMMAND, *words, "--", *arguments)
     assert (result.code, message in result.err) == (2, True), result.err

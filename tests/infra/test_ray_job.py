@@ -66,7 +66,7 @@ def test_a_v4_32_slice_finds_its_machines_itself(shown):
         ((), (), "give the arguments of jaxlm train after --"),
     ],
 )
-def test_mistakes(in_process, words, arguments, message):
+def test_invalid_arguments_are_refused(in_process, words, arguments, message):
     result = in_process(ray_job.main, "--dry_run", *words, "--", *arguments)
     assert (result.code, message in result.err) == (2, True), result.err
 

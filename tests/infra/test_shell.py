@@ -88,7 +88,7 @@ def test_dockerfiles(kind):
         ("wheelhouse.sh", ("--python", "python9"), "--python: 'python9' is not on PATH"),
     ],
 )
-def test_mistakes(script, words, message):
+def test_invalid_arguments_are_refused(script, words, message):
     result = subprocess.run([str(INFRA / script), *words], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (2, "")
     assert message in result.stderr

@@ -142,7 +142,7 @@ def test_a_refused_creation_is_tried_again(cloud):
     assert len(cloud.calls("create")) == 3
 
 
-def test_there_is_a_limit(cloud):
+def test_babysit_gives_up_after_its_retries(cloud):
     cloud.plan(train="true", create="There is no more capacity in the zone\n" * 9)
     code, out = cloud.run("babysit", "--retries", "2")
     assert code == 1
@@ -259,7 +259,7 @@ def test_a_run_that_was_killed_before_it_wrote_its_exit_code(tmp_path):
     assert result.stderr.splitlines()[-1] == "now ended with 137"
 
 
-def test_an_answer_that_is_no_json_is_not_permanent(monkeypatch):
+def test_an_answer_that_is_not_json_is_a_temporary_error(monkeypatch):
     monkeypatch.setattr(tpu_nodes, "call", lambda _: "<html>")
     pod = tpu_nodes.Pod(argparse.Namespace(name="mine", zone="z", project=None))
     with pytest.raises(tpu_nodes.GcloudError, match="not JSON") as found:
@@ -345,7 +345,7 @@ def test_mistakes_are_found_before_anything_costs_money(cloud, in_process, words
 
 
 @pytest.mark.parametrize("name", ["Mine", "1st", "mine_1", "-x", "mine-", "m" * 60])
-def test_names_that_no_tpu_can_have(in_process, name):
+def test_invalid_tpu_names_are_refused(in_process, name):
     result = in_process(tpu_pod.main, "status", name, "--zone", "z")
     assert (result.code, "name: " in result.err or "required" in result.err) == (2, True), result.err
 

@@ -133,8 +133,8 @@ class Reference:
     def looked_up(self, w, layer: str, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         bounds, read = np.cumsum([0, *self.entries]), []
         for token, h in zip(tokens.flatten().tolist(), norm(x).flatten(0, 1), strict=True):
-            own = slice(int(bounds[token]), int(bounds[token + 1]))
-            keys, values = (w[f"{layer}{name}_weight"][own] for name in (["kv", "kv"] if self.tied else ["k", "v"]))
+            rows = slice(int(bounds[token]), int(bounds[token + 1]))
+            keys, values = (w[f"{layer}{name}_weight"][rows] for name in (["kv", "kv"] if self.tied else ["k", "v"]))
             scores = self.lookup_scale * (norm(keys) if self.key_norm else keys) @ h
             read.append(scores.softmax(0) @ values)
         up = norm(torch.stack(read).view(x.shape) @ w[f"{layer}w_up.weight"].T)

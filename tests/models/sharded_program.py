@@ -103,10 +103,10 @@ def difference(got, expected):
 def collectives(hlo):
     """(name, number of elements of each result) of every collective of a compiled program."""
     for line in hlo.splitlines():
-        found = re.search(r"= (.*?) (all-gather|all-reduce|reduce-scatter)(?:-start)?\(", line)
-        if found:
-            shapes = re.findall(r"f32\[([\d,]*)\]", found[1])
-            yield found[2], [int(np.prod([int(n) for n in s.split(",") if n] or [1])) for s in shapes]
+        match = re.search(r"= (.*?) (all-gather|all-reduce|reduce-scatter)(?:-start)?\(", line)
+        if match:
+            shapes = re.findall(r"f32\[([\d,]*)\]", match[1])
+            yield match[2], [int(np.prod([int(n) for n in s.split(",") if n] or [1])) for s in shapes]
 
 
 def look(model, batch, single, layout):
@@ -119,7 +119,7 @@ def look(model, batch, single, layout):
         gradient = jax.tree.leaves(results[3])
         text = decoded(model)
     hlo = compiled.as_text()
-    found = list(collectives(hlo))
+    operations = list(collectives(hlo))
     spread = [leaf for leaf in jax.tree.leaves(model.body.layers, is_leaf=is_named) if leaf.has_axis("embed")]
     whole = [leaf.array.shape for leaf in spread if f"f32[{','.join(map(str, leaf.array.shape))}]" in hlo]
     return {
@@ -128,8 +128,8 @@ def look(model, batch, single, layout):
             g.sharding.is_equivalent_to(p.sharding, p.ndim)
             for g, p in zip(gradient, jax.tree.leaves(model), strict=True)
         ),
-        "largest_gather": max(n for name, sizes in found if name == "all-gather" for n in sizes),
-        "scatters": [n for name, sizes in found if name == "reduce-scatter" for n in sizes],
+        "largest_gather": max(n for name, sizes in operations if name == "all-gather" for n in sizes),
+        "scatters": [n for name, sizes in operations if name == "reduce-scatter" for n in sizes],
         "whole_stacks": whole,
         "text": text,
     }

@@ -27,13 +27,13 @@ from jaxlm.models.remat import CANDIDATES, RematModules, parse_remat
         (RematModules("mlp"), RematModules("mlp")),
     ],
 )
-def test_reads(value, remat_policy):
+def test_settings_are_parsed(value, remat_policy):
     assert parse_remat(value) == remat_policy
     hash(Gpt2Config(gradient_checkpointing=value))
 
 
 @pytest.mark.parametrize(("value", "message"), [("some", "'some' given"), (["mpl"], "'mpl' given"), ([], "empty list")])
-def test_refuses(value, message):
+def test_invalid_settings_are_refused(value, message):
     with pytest.raises(ConfigError, match=message):
         Gpt2Config(gradient_checkpointing=value)
 

@@ -98,7 +98,7 @@ def test_a_model_that_is_its_own_reference_has_a_loss_of_one_half(case):
     assert float(metrics["rewards/chosen"].mean()) == 0
 
 
-def test_it_needs_a_reference():
+def test_kto_needs_a_reference():
     with pytest.raises(ConfigError, match=r"objective\.reference: none given, but the loss needs a reference"):
         Kto(reference="none")
     held = Kto(reference="base", cache=True).init_slot(None)

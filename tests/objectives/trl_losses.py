@@ -110,10 +110,10 @@ def trainer(**attributes: Any) -> SimpleNamespace:
 
 
 def loss_of_pairs(
-    given: dict[str, Any], *names: str, weights: Any = None, dtype: Any = torch.float64, **keys: Any
+    arrays: dict[str, Any], *names: str, weights: Any = None, dtype: Any = torch.float64, **keys: Any
 ) -> torch.Tensor:
     """DPOTrainer's. Args: names: its loss types; keys: its attributes."""
-    flat = {name: torch.cat(tensor(values).unbind(1)) for name, values in given.items()}
+    flat = {name: torch.cat(tensor(values).unbind(1)) for name, values in arrays.items()}
     mask = np.pad(flat["mask"].numpy(), ((0, 0), (1, 0)))
     integers = {"input_ids": np.zeros_like(mask), "completion_mask": mask, "attention_mask": np.ones_like(mask)}
     nothing = torch.zeros(flat["mask"].shape)
@@ -140,29 +140,29 @@ def loss_of_pairs(
     return DPOTrainer._compute_loss(stub, model("policy"), ids, False)
 
 
-def loss_without_reference(given: dict[str, Any], *, averages: bool, nll: float = 0.0, **keys: Any) -> torch.Tensor:
+def loss_without_reference(arrays: dict[str, Any], *, averages: bool, nll: float = 0.0, **keys: Any) -> torch.Tensor:
     """CPOTrainer's. Args: nll: weight of the chosen completions' next-token loss."""
-    mask = tensor(given["mask"])
-    sums, lengths = (tensor(given["policy"]) * mask).sum(-1), mask.sum(-1)
+    mask = tensor(arrays["mask"])
+    sums, lengths = (tensor(arrays["policy"]) * mask).sum(-1), mask.sum(-1)
     chosen, rejected = (sums / lengths if averages else sums).unbind(1)
     stub = trainer(**{"alpha": 0.0, "label_smoothing": 0.0, "simpo_gamma": 0.3} | keys)
     losses, _, _ = CPOTrainer.cpo_loss(stub, chosen, rejected)
     return losses.mean() - nll * sums[:, 0].sum() / lengths[:, 0].sum()
 
 
-def odds_ratio_loss(given: dict[str, Any]) -> torch.Tensor:
-    mask = tensor(given["mask"])
-    means = (tensor(given["policy"]) * mask).sum(-1) / mask.sum(-1)
+def odds_ratio_loss(arrays: dict[str, Any]) -> torch.Tensor:
+    mask = tensor(arrays["mask"])
+    means = (tensor(arrays["policy"]) * mask).sum(-1) / mask.sum(-1)
     return -ORPOTrainer.odds_ratio_loss(trainer(), *means.unbind(1))[0].mean()
 
 
-def losses_of_pairs(given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    of, alpha = functools.partial(loss_of_pairs, given), "alpha_divergence"
+def losses_of_pairs(arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
+    of, alpha = functools.partial(loss_of_pairs, arrays), "alpha_divergence"
     plain = ("sigmoid", "hinge", "apo_zero", "apo_down", "nca_pair", "bco_pair", "sigmoid_norm", "ipo", "sppo_hard")
     smoothed = {"robust": 0.2, "exo_pair": 0.1, "aot": 0.1, "aot_unpaired": 0.1}
     # TRL has no float64 of the alpha divergence.
     in_alpha = {"f_divergence_type": alpha, "dtype": torch.float32}
-    without = functools.partial(loss_without_reference, given)
+    without = functools.partial(loss_without_reference, arrays)
     return {
         **{name: of(name) for name in (*plain, "discopop")},
         **{name: of(name, label_smoothing=epsilon) for name, epsilon in smoothed.items()},
@@ -183,7 +183,7 @@ def losses_of_pairs(given: dict[str, Any]) -> dict[str, torch.Tensor]:
         "cpo ipo": without(averages=True, nll=1.0, loss_type="ipo"),
         "cpo simpo": without(averages=True, loss_type="simpo", label_smoothing=0.1),
         "cpo alphapo": without(averages=True, loss_type="simpo", label_smoothing=0.1, alpha=0.2),
-        "orpo": odds_ratio_loss(given),
+        "orpo": odds_ratio_loss(arrays),
     }
 
 
@@ -208,10 +208,10 @@ def advantages_of_parts(parts: np.ndarray, weights: tuple[float, ...]) -> np.nda
     return torch.nan_to_num((sums - sums.nanmean()) / (nanstd(sums) + 1e-4)).numpy()
 
 
-def sampler_ratios(given: dict[str, Any], mode: str, low: float | None, high: float | None) -> torch.Tensor:
+def sampler_ratios(arrays: dict[str, Any], mode: str, low: float | None, high: float | None) -> torch.Tensor:
     """As GRPOTrainer computes vLLM's importance sampling ratios, in a method that also samples. `old` is the sampler."""
-    mask = tensor(given["mask"])
-    differences = ((tensor(given["policy"]).detach() - tensor(given["old"])) * mask).reshape(NUM_GROUPS * SIZE, -1)
+    mask = tensor(arrays["mask"])
+    differences = ((tensor(arrays["policy"]).detach() - tensor(arrays["old"])) * mask).reshape(NUM_GROUPS * SIZE, -1)
     ratios = torch.exp(differences.sum(-1, keepdim=True) if mode.startswith("sequence") else differences)
     if mode.endswith("truncate"):
         return ratios.clamp(low, high)
@@ -219,7 +219,7 @@ def sampler_ratios(given: dict[str, Any], mode: str, low: float | None, high: fl
 
 
 def loss_of_groups(
-    given: dict[str, Any],
+    arrays: dict[str, Any],
     loss_type: str,
     *,
     scale: str = "group",
@@ -240,9 +240,9 @@ def loss_of_groups(
         keep: called with the trainer.
         keys: its attributes, or those of its `args`.
     """
-    flat = {name: tensor(values).reshape(NUM_GROUPS * SIZE, -1) for name, values in given.items()}
+    flat = {name: tensor(values).reshape(NUM_GROUPS * SIZE, -1) for name, values in arrays.items()}
     mask = flat["mask"] * flat["finished"] if mask_truncated_completions else flat["mask"]
-    kl = ((given["old"] - given["reference"]) * given["mask"]).sum(-1)
+    kl = ((arrays["old"] - arrays["reference"]) * arrays["mask"]).sum(-1)
     stub = trainer(
         **{
             "beta": 0.0,
@@ -288,9 +288,9 @@ def loss_of_groups(
         "completion_ids": torch.zeros_like(mask, dtype=torch.long),
         "completion_mask": mask.long(),
         "advantages": tensor(
-            advantages_of_parts(given["parts"], weights)
+            advantages_of_parts(arrays["parts"], weights)
             if weights
-            else advantages_of(given["rewards"] - kl_in_reward * kl, scale)
+            else advantages_of(arrays["rewards"] - kl_in_reward * kl, scale)
         ),
         "old_per_token_logps": flat["old"],
         "old_logps": (flat["old"] * mask).sum(1),
@@ -298,13 +298,13 @@ def loss_of_groups(
         "num_items_in_batch": mask.sum(),
     }
     if ratios is not None:  # the policy is the old one
-        batch |= {"sampling_per_token_logps": flat["old"], "importance_sampling_ratio": sampler_ratios(given, *ratios)}
+        batch |= {"sampling_per_token_logps": flat["old"], "importance_sampling_ratio": sampler_ratios(arrays, *ratios)}
         del batch["old_per_token_logps"]
     return kind._compute_loss(stub, None, batch)
 
 
-def losses_of_groups(given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    of, sequence = functools.partial(loss_of_groups, given), {"importance_sampling_level": "sequence"}
+def losses_of_groups(arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
+    of, sequence = functools.partial(loss_of_groups, arrays), {"importance_sampling_level": "sequence"}
     rloo = functools.partial(of, "rloo", kind=RLOOTrainer)
     powers = {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 0.5, "vespo_lambda_neg": 0.75}
     return {
@@ -346,13 +346,13 @@ def losses_of_groups(given: dict[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def expected(kind: str, given: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Each case's loss, and its gradient by the likelihoods of the policy, in their shape. Args: given: of this kind."""
-    policy = tensor(given["policy"]).requires_grad_()
+def expected(kind: str, arrays: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Each case's loss, and its gradient by the likelihoods of the policy, in their shape. Args: arrays: of `kind`."""
+    policy = tensor(arrays["policy"]).requires_grad_()
     losses_of = {"pairs": losses_of_pairs, "groups": losses_of_groups}[kind]
     # TRL multiplies the hinge loss by WPO's weights in place, which autograd refuses without this.
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
-        losses = losses_of({**given, "policy": policy})
+        losses = losses_of({**arrays, "policy": policy})
         gradients = {case: torch.autograd.grad(loss, policy)[0].numpy().round(10) for case, loss in losses.items()}
     return {
         "expected": {case: loss.item() for case, loss in losses.items()},
@@ -360,11 +360,11 @@ def expected(kind: str, given: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def adaptive_entropy(given: dict[str, Any]) -> list[dict[str, float]]:
+def adaptive_entropy(arrays: dict[str, Any]) -> list[dict[str, float]]:
     """The loss of each of some updates with adaptive entropy control, and the coefficient after it, for the entropies of
-    `given` times a factor."""
+    `arrays` times a factor."""
     held: dict[str, Any] = {"entropy_coef": 0.01, "use_adaptive_entropy": True, "_last_world_entropy": float("inf")}
-    target = float((given["entropy"] * given["mask"]).sum() / given["mask"].sum())
+    target = float((arrays["entropy"] * arrays["mask"]).sum() / arrays["mask"].sum())
     limits = {
         "entropy_coef_min": 0.004,
         "entropy_coef_max": 0.012,
@@ -374,7 +374,7 @@ def adaptive_entropy(given: dict[str, Any]) -> list[dict[str, float]]:
     steps = []
     for factor in ENTROPY_FACTORS:
         stub: list[SimpleNamespace] = []
-        scaled = {**given, "entropy": given["entropy"] * factor}
+        scaled = {**arrays, "entropy": arrays["entropy"] * factor}
         loss = loss_of_groups(scaled, "dapo", training=True, keep=stub.append, **limits, **held)
         held = {name: getattr(stub[0], name) for name in held}
         steps.append({"loss": loss.item(), "entropy_coef": held["entropy_coef"]})
@@ -388,8 +388,8 @@ def without_nan(values: np.ndarray) -> list[Any]:
 
 if __name__ == "__main__":
     written = {
-        kind: {"inputs": {name: without_nan(values) for name, values in given.items()}, **expected(kind, given)}
-        for kind, given in inputs().items()
+        kind: {"inputs": {name: without_nan(values) for name, values in arrays.items()}, **expected(kind, arrays)}
+        for kind, arrays in inputs().items()
     }
     written["adaptive_entropy"] = adaptive_entropy(inputs()["groups"])
     print(json.dumps(written))

@@ -70,8 +70,8 @@ def expected_card(folder):
         return f"{newest(name)} (lowest {value:.4f} at step {step})"
 
     def median(name):
-        found = sorted(value for _, value in values(name) if value is not None)
-        middle = (found[(len(found) - 1) // 2] + found[len(found) // 2]) / 2
+        numbers = sorted(value for _, value in values(name) if value is not None)
+        middle = (numbers[(len(numbers) - 1) // 2] + numbers[len(numbers) // 2]) / 2
         return f"{middle:,.0f}" if middle >= 10 else f"{middle:.3g}"
 
     ledger = [json.loads(line) for line in (folder / "goodput.jsonl").read_text().splitlines()]

@@ -191,7 +191,7 @@ class Misnamed(Callback):
         raise AssertionError("never called")
 
 
-def test_what_cannot_be_opened(monkeypatch):
+def test_a_callback_that_cannot_be_opened_is_reported(monkeypatch):
     monkeypatch.setitem(CallbackConfig.get_known_choices(), "opened_with", OpenedWith)
     said: list[str] = []
     context = CallbackContext(RUN, said.append)

@@ -114,7 +114,7 @@ def test_a_folder_in_the_place_of_the_metrics_is_a_message(tmp_path):
         JsonlTracker(tmp_path / "metrics.jsonl", resume_step=0)
 
 
-def test_nobody_waits_for_a_thread_that_flushes_to_a_disk_that_stalls(tmp_path, monkeypatch):
+def test_a_flush_to_a_stalled_disk_blocks_no_other_thread(tmp_path, monkeypatch):
     file = LogFile(tmp_path / "lines.txt", print)
     stalls, goes_on, fsync = threading.Event(), threading.Event(), os.fsync
 

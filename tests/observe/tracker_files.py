@@ -8,14 +8,14 @@ def tensorboard_events(path: Path) -> list[Any]:
     """Every complete event of an event file."""
     from tensorboardX.proto.event_pb2 import Event
 
-    raw, place, found = path.read_bytes(), 0, []
+    raw, place, events = path.read_bytes(), 0, []
     while place + 12 <= len(raw):
         length = int.from_bytes(raw[place : place + 8], "little")
         if place + length + 16 > len(raw):  # truncated by a kill
             break
-        found.append(Event.FromString(raw[place + 12 : place + 12 + length]))
+        events.append(Event.FromString(raw[place + 12 : place + 12 + length]))
         place += length + 16  # length, its checksum, the event, its checksum
-    return found
+    return events
 
 
 def wandb_records(path: Path) -> list[Any]:

@@ -88,7 +88,7 @@ if os.fork() == 0:
 """
 
 
-def _started(file, *own):
+def _started(file, *pids):
     """Starts a program, one in a session of its own, and one whose parent has ended. Writes their numbers to a file."""
     others = [subprocess.Popen(["sleep", "600"], start_new_session=is_new) for is_new in (False, True)]
     ended = subprocess.Popen([sys.executable, "-S", "-c", DAEMON], stdout=subprocess.PIPE, text=True)
@@ -96,7 +96,7 @@ def _started(file, *own):
     orphan = ended.stdout.readline()
     ended.wait()
     unfinished = Path(f"{file}.unfinished")
-    unfinished.write_text(" ".join(map(str, [*own, *(one.pid for one in others), orphan])))
+    unfinished.write_text(" ".join(map(str, [*pids, *(one.pid for one in others), orphan])))
     unfinished.rename(file)  # from now on, a test may end this process
 
 

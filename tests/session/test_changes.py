@@ -153,7 +153,7 @@ def test_variables_that_choose_how_to_compute_are_facts(name):
         "OMP_NUM_THREADS",
     ],
 )
-def test_variables_of_one_process_are_no_facts(name):
+def test_variables_of_one_process_are_not_facts(name):
     assert environment.variables({name: "x"}) == {}
 
 

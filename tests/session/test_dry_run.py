@@ -65,7 +65,7 @@ def refused(**sections: Any) -> dict[str, str]:
     return {name: answer.removeprefix("a start would end with: ") for name, answer in rows.items()}
 
 
-def test_what_a_start_would_end_with_is_listed(folder, tmp_path, monkeypatch):
+def test_a_dry_run_lists_errors_that_would_end_a_start(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("text")
     data = {"train_urls": ["text.txt"], "tokenizer": folder}

@@ -37,7 +37,7 @@ def place(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [pytest.param("step-3", marks=pytest.mark.slow), "step-6"])
-def test_it_continues(place, name):
+def test_a_run_of_an_earlier_version_continues(place, name):
     """From the middle of the first phase (the whole model's optimizer state), and of the second (that of adapters)."""
     shutil.copytree(EARLIER / name, place / "checkpoints" / "run" / name)
     console = io.StringIO()

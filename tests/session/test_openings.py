@@ -108,7 +108,7 @@ def test_columns_are_looked_for_in_the_records(config, tmp_path):
     assert openings(config(rewards=[match | {"column": "anser"}], curriculum=levels, train_urls=nowhere)) == {}
 
 
-def test_no_source_is_read_to_its_end_for_a_column_of_another_one(config, tmp_path):
+def test_a_column_of_another_source_does_not_cause_a_full_read(config, tmp_path):
     """Line 1,100 of the first source says whether it was read."""
     lines = [json.dumps({"prompt": "a", "early": 1})] * 1099 + ["no JSON"]
     (tmp_path / "long.jsonl").write_text("\n".join(lines))

@@ -39,7 +39,7 @@ def test_absent_devices_have_the_plan_of_present_ones(trainer):
         ),
     ],
 )
-def test_what_is_right(path, capsys, words, train, printed):
+def test_valid_configurations_pass(path, capsys, words, train, printed):
     assert main([*words, "--", "--config_path", path, *train]) == 0
     assert printed in capsys.readouterr().out
 
@@ -62,6 +62,6 @@ def test_what_is_right(path, capsys, words, train, printed):
         (("--devices", "-8"), (), "--devices: -8"),
     ],
 )
-def test_what_is_wrong(path, capsys, words, train, message):
+def test_invalid_configurations_are_reported(path, capsys, words, train, message):
     assert main([*words, "--", "--config_path", path, *train]) == 2
     assert message in capsys.readouterr().err

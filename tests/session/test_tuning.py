@@ -198,7 +198,7 @@ def test_sizes_are_kept_with_the_options(cached, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("difference", [{"processor": "Intel Xeon 6/85/7, 2 cores"}, {"jaxlib": "0.0.1"}])
-def test_another_machine_does_not_use_them_and_says_so(tmp_path, difference):
+def test_tuned_options_of_another_machine_are_reported_but_not_used(tmp_path, difference):
     plan = plan_of(tmp_path)
     keep(plan, of_this_machine(plan, **difference))
     assert step_options(plan) == by_cache()
@@ -221,7 +221,7 @@ def test_another_machine_does_not_use_them_and_says_so(tmp_path, difference):
         b'[{"processor": "x", "jaxlib": "y", "step": "z", "options": [], "ratio": "abc", "measured_unix_s": 0}]',
     ],
 )
-def test_a_damaged_file_is_no_reason_to_fail(tmp_path, content):
+def test_a_damaged_file_is_ignored(tmp_path, content):
     plan = plan_of(tmp_path)
     (tmp_path / "tuned_options.json").write_bytes(content)
     assert tuned_options(plan) is None
@@ -265,7 +265,7 @@ def test_a_damaged_entry_of_this_machine_is_not_used(tmp_path, damage):
         (["--trainer.distributed", "{coordinator_address: 'a:1', num_processes: 2, process_id: 0}"], "one process"),
     ],
 )
-def test_what_does_not_go_together_is_refused(arguments, message, capsys):
+def test_conflicting_arguments_are_refused(arguments, message, capsys):
     assert bench.main(["--tune", "--trainer.seed", "1", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert bench.main(["--tune", "true", "--trainer.seed", "1", *arguments]) == 2  # as other switches are written
@@ -273,7 +273,7 @@ def test_what_does_not_go_together_is_refused(arguments, message, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_keeps_what_it_finds(tmp_path, capsys, monkeypatch):
+def test_the_command_saves_the_options_it_finds(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few = {"cpu": (WIDE, {"xla_cpu_enable_wishful_thinking": True})}
     monkeypatch.setattr("jaxlm.session.compilation.tuning.CANDIDATES", few)

@@ -80,9 +80,9 @@ class Gains(SurgeryConfig):
         assert dict(tree.leaves(model))[f"{path}.gain"].array.shape == (config.num_layers, config.hidden_dim)
         return {f"{path}.gain": np.load(file)}
 
-    def keys_from_files(self, given, config):
+    def keys_from_files(self, keys, config):
         file = Path(self.folder) / "gains.json"
-        return {} if "target" in given else {"target": json.loads(file.read_text())["target"]}
+        return {} if "target" in keys else {"target": json.loads(file.read_text())["target"]}
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def test_goes_with_other_surgeries_in_any_order():
         ),
     ],
 )
-def test_mistakes(config, keys, message):
+def test_invalid_keys_and_unsuitable_models_are_refused(config, keys, message):
     with pytest.raises(ConfigError, match=message):
         in_fp8(config, 1024, **keys)
 

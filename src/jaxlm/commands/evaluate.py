@@ -124,9 +124,9 @@ def data_with(opened: LoadedModel, options: Mapping[str, Any]) -> DataConfig:
             if option == name or option.startswith(f"{name}."):
                 raise ConfigError(f"command line: --{option} has no effect here: {reason}. Remove it")
     if not data.has_validation:
-        whose = "the run has" if opened.step is not None else f"{opened.location} is a Hugging Face model, which has"
+        subject = "the run has" if opened.step is not None else f"{opened.location} is a Hugging Face model, which has"
         raise ConfigError(
-            f"data.validation_urls: {whose} no validation data. Set it: --data.validation_urls '[folder/*.txt]'"
+            f"data.validation_urls: {subject} no validation data. Set it: --data.validation_urls '[folder/*.txt]'"
         )
     return data
 

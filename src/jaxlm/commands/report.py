@@ -32,14 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _write(given: Sequence[str], output_path: Path | None, price_per_hour: float | None) -> Path:
+def _write(locations: Sequence[str], output_path: Path | None, price_per_hour: float | None) -> Path:
     if price_per_hour is not None and not 0 <= price_per_hour < math.inf:
         raise ConfigError(f"--price_per_hour: {price_per_hour} given, a finite number of 0 or more expected")
-    runs = read_runs(given)
+    runs = read_runs(locations)
     for run in runs:
         for sentence in run.unread:
             print(f"warning: {run.name}: {sentence}", file=sys.stderr)
-    path = output_path or _default_path(given)
+    path = output_path or _default_path(locations)
     try:
         write_page(runs, path, price_per_hour)
     except OSError as error:
@@ -49,9 +49,9 @@ def _write(given: Sequence[str], output_path: Path | None, price_per_hour: float
     return path
 
 
-def _default_path(given: Sequence[str]) -> Path:
-    is_one_folder = len(given) == 1 and not is_url(given[0])
-    return local_folder(given[0]) / REPORT_PAGE if is_one_folder else Path(REPORT_PAGE)
+def _default_path(locations: Sequence[str]) -> Path:
+    is_one_folder = len(locations) == 1 and not is_url(locations[0])
+    return local_folder(locations[0]) / REPORT_PAGE if is_one_folder else Path(REPORT_PAGE)
 
 
 def _parser() -> argparse.ArgumentParser:

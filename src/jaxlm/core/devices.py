@@ -104,19 +104,19 @@ def _own_caches() -> Caches:
 
 def read_caches(root: Path, cores: Collection[int]) -> Caches:
     """The caches that Linux lists below `root`, for the first of the cores that a process may use."""
-    found: dict[int, tuple[int, int]] = {}  # level -> bytes, how many of the cores share it
+    by_level: dict[int, tuple[int, int]] = {}  # level -> bytes, how many of the cores share it
     for folder in root.glob(f"cpu{min(cores)}/cache/index*"):
         try:
             level, kind, size, shared = (
                 (folder / name).read_text().strip() for name in ("level", "type", "size", "shared_cpu_list")
             )
             if kind != "Instruction":
-                found[int(level)] = _parse_size(size), len(_parse_cores(shared).intersection(cores))
+                by_level[int(level)] = _parse_size(size), len(_parse_cores(shared).intersection(cores))
         except (OSError, ValueError):  # a container may hide files
             continue
-    size, sharing = found.get(2, (0, 1))
-    last = max(found, default=0)
-    return Caches(size // max(1, sharing) or _level2_of_sysconf(), (found[last][0] or None) if last > 2 else None)
+    size, sharing = by_level.get(2, (0, 1))
+    last = max(by_level, default=0)
+    return Caches(size // max(1, sharing) or _level2_of_sysconf(), (by_level[last][0] or None) if last > 2 else None)
 
 
 def _level2_of_sysconf() -> int | None:

@@ -92,16 +92,16 @@ def is_output_closed() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def check_at_least(path: str, given: float, least: float) -> None:
-    """Raises `ConfigError` unless `given` is at least `least`."""
-    if not given >= least:
-        raise ConfigError(f"{path}: {given} given, {least} or more expected")
+def check_at_least(path: str, value: float, least: float) -> None:
+    """Raises `ConfigError` unless `value` is at least `least`."""
+    if not value >= least:
+        raise ConfigError(f"{path}: {value} given, {least} or more expected")
 
 
-def check_choice(path: str, given: str, allowed: Iterable[str]) -> None:
-    """Raises `ConfigError` unless `given` is one of `allowed`."""
-    if given not in (names := sorted(allowed)):
-        raise ConfigError(f"{path}: '{given}' given. Allowed: {', '.join(names)}")
+def check_choice(path: str, value: str, allowed: Iterable[str]) -> None:
+    """Raises `ConfigError` unless `value` is one of `allowed`."""
+    if value not in (names := sorted(allowed)):
+        raise ConfigError(f"{path}: '{value}' given. Allowed: {', '.join(names)}")
 
 
 def divisors(number: int) -> list[str]:
@@ -109,13 +109,13 @@ def divisors(number: int) -> list[str]:
     return [str(d) for d in range(1, number + 1) if number % d == 0]
 
 
-def check_divides(path: str, given: int, whole_path: str, whole: int) -> None:
-    """Raises `ConfigError` unless `given` divides `whole`."""
-    if whole % given:
+def check_divides(path: str, value: int, whole_path: str, whole: int) -> None:
+    """Raises `ConfigError` unless `value` divides `whole`."""
+    if whole % value:
         allowed = divisors(whole)
         shown = ", ".join(allowed if len(allowed) <= 24 else [*allowed[:24], "..."])
         raise ConfigError(
-            f"{path}: {given} given, which does not divide {whole_path} = {whole}. Allowed: {shown}; or change {whole_path}"
+            f"{path}: {value} given, which does not divide {whole_path} = {whole}. Allowed: {shown}; or change {whole_path}"
         )
 
 

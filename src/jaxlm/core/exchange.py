@@ -30,23 +30,23 @@ class Exchange:
         self._number = 0
         self._kept = 0  # the first exchange whose keys are still there
 
-    def conclude(self, own: bytes, conclusion: Callable[[Sequence[bytes]], bytes]) -> bytes:
+    def conclude(self, message: bytes, conclusion: Callable[[Sequence[bytes]], bytes]) -> bytes:
         """What process 0 concludes from the bytes of all processes, on every process.
 
         Args:
-            own: what this process has to say.
+            message: what this process has to say.
             conclusion: of what all processes said, in their order. Process 0 calls it.
         """
         number = self._next()
-        said, concluded = f"{_ROOT}{number}/said/", f"{_ROOT}{number}/concluded"
+        prefix, concluded = f"{_ROOT}{number}/said/", f"{_ROOT}{number}/concluded"
         if self.index:
-            self._client.key_value_set_bytes(f"{said}{self.index}", own)
+            self._client.key_value_set_bytes(f"{prefix}{self.index}", message)
             return self._wait_for(concluded)
-        others = self._wait_for_others(said)
+        others = self._wait_for_others(prefix)
         for read in range(self._kept, number):  # whoever takes part in this exchange has read those before
             self._client.key_value_delete(f"{_ROOT}{read}/")
         self._kept = number
-        result = conclusion([own, *others])
+        result = conclusion([message, *others])
         self._client.key_value_set_bytes(concluded, result)
         return result
 
@@ -58,14 +58,14 @@ class Exchange:
         number, self._number = self._number, self._number + 1
         return number
 
-    def _wait_for_others(self, said: str) -> list[bytes]:
+    def _wait_for_others(self, prefix: str) -> list[bytes]:
         numbers = range(1, self._count)
         while True:
-            found = {int(key.rpartition("/")[2]): text for key, text in self._client.key_value_dir_get_bytes(said)}
-            missing = next((number for number in numbers if number not in found), None)
+            messages = {int(key.rpartition("/")[2]): text for key, text in self._client.key_value_dir_get_bytes(prefix)}
+            missing = next((number for number in numbers if number not in messages), None)
             if missing is None:
-                return [found[number] for number in numbers]
-            self._wait_for(f"{said}{missing}")
+                return [messages[number] for number in numbers]
+            self._wait_for(f"{prefix}{missing}")
 
     def _wait_for(self, key: str) -> bytes:
         while True:

@@ -104,13 +104,13 @@ _FLOAT32 = Interval(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)
 _LIMITS = {"gt": "above {}", "ge": "{} or more", "lt": "below {}", "le": "at most {}"}
 
 
-def describe_limits(bounds: Interval, given: Any = None) -> str:
+def describe_limits(bounds: Interval, value: Any = None) -> str:
     """Bounds in words, as in "0 or more and below 1".
 
     Args:
-        given: the value that is not within them. The limits of int32 and float32 are only named if this is beyond them.
+        value: the value that is not within them. The limits of int32 and float32 are only named if this is beyond them.
     """
-    number = given if isinstance(given, (int, float)) else 0
+    number = value if isinstance(value, (int, float)) else 0
     is_tiny = 0 < number < SMALLEST_FLOAT and bounds.ge == SMALLEST_FLOAT
     hidden = [None, 0 if is_tiny else SMALLEST_FLOAT]
     # "finite" and "an integer" say enough of infinity and NaN.
@@ -121,27 +121,27 @@ def describe_limits(bounds: Interval, given: Any = None) -> str:
     return " and ".join(_LIMITS[name].format(rounded.get(limit, limit)) for name, limit in limits.items())
 
 
-def describe_type(hint: Any, given: Any = None) -> str:
+def describe_type(hint: Any, value: Any = None) -> str:
     """What a field's type accepts, as in "an integer of 1 or more or null".
 
     Args:
-        given: the value that it does not accept.
+        value: the value that it does not accept.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe_type(argument, given) for argument in arguments)
+        return " or ".join(describe_type(argument, value) for argument in arguments)
     if origin is Literal:
         return " or ".join(map(repr, arguments))
     if origin is list:
-        return f"a list (each entry {describe_type(arguments[0], given)})"
+        return f"a list (each entry {describe_type(arguments[0], value)})"
     if origin is dict:
-        return f"a mapping (each value {describe_type(arguments[1], given)})"
+        return f"a mapping (each value {describe_type(arguments[1], value)})"
     if hint is type(None):
         return "null"
     bounds = _FLOAT32 if hint is float else bounds_of(hint)
     if bounds is None:
         return _SIMPLE.get(hint, "a section with keys")
-    kind, limits = _SIMPLE[arguments[0] if arguments else hint], describe_limits(bounds, given)
+    kind, limits = _SIMPLE[arguments[0] if arguments else hint], describe_limits(bounds, value)
     return f"{kind} {'' if limits.startswith(('above', 'below')) else 'of '}{limits}" if limits else kind
 
 
@@ -173,8 +173,8 @@ def _check(hint: Any, value: Any, path: str) -> None:
         for number, item in enumerate(value):
             _check(_items(members, list), item, f"{path}.{number}")
     elif not any(_accepts(member, value) for member in members):
-        given = "null" if value is None else repr(value)
-        raise ConfigError(f"{path}: {given} given, {describe_type(hint, value)} expected")
+        text = "null" if value is None else repr(value)
+        raise ConfigError(f"{path}: {text} given, {describe_type(hint, value)} expected")
 
 
 def _items(members: tuple[Any, ...], container: type) -> Any:

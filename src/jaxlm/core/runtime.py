@@ -42,8 +42,8 @@ def broadcast_from_main(values: np.ndarray) -> np.ndarray:
     if values.nbytes > _LARGE_BYTES:
         from jax.experimental import multihost_utils
 
-        own = np.frombuffer(values.tobytes(), np.uint8)  # jax would round float64
-        raw = np.asarray(multihost_utils.broadcast_one_to_all(own)).tobytes()
+        array = np.frombuffer(values.tobytes(), np.uint8)  # jax would round float64
+        raw = np.asarray(multihost_utils.broadcast_one_to_all(array)).tobytes()
     else:
         raw = others.conclude(b"", lambda _: values.tobytes())
     return np.frombuffer(raw, values.dtype).reshape(values.shape).copy()
@@ -53,7 +53,7 @@ def all_processes(holds: bool) -> bool:
     """Whether `holds` is true on every process. Every process must call this."""
     if (others := exchange()) is None:
         return holds
-    return bool(others.conclude(_flag(holds), lambda said: _flag(all(said))))
+    return bool(others.conclude(_flag(holds), lambda flags: _flag(all(flags))))
 
 
 def same_on_all_processes(text: str) -> bool:
@@ -61,7 +61,7 @@ def same_on_all_processes(text: str) -> bool:
     if (others := exchange()) is None:
         return True
     digest = hashlib.sha256(text.encode()).digest()
-    return bool(others.conclude(digest, lambda said: _flag(len(set(said)) == 1)))
+    return bool(others.conclude(digest, lambda digests: _flag(len(set(digests)) == 1)))
 
 
 def _flag(holds: bool) -> bytes:
@@ -73,11 +73,11 @@ def differences_between_processes(facts: Mapping[str, str]) -> list[str]:
     others, text = exchange(), json.dumps(facts, sort_keys=True)
     if others is None or same_on_all_processes(text):
         return []
-    return json.loads(others.conclude(text.encode(), lambda said: json.dumps(_differences(said)).encode()))
+    return json.loads(others.conclude(text.encode(), lambda messages: json.dumps(_differences(messages)).encode()))
 
 
-def _differences(said: Sequence[bytes]) -> list[str]:
-    of_process = [json.loads(text) for text in said]
+def _differences(messages: Sequence[bytes]) -> list[str]:
+    of_process = [json.loads(text) for text in messages]
     lines = []
     for name in sorted(set().union(*of_process)):
         owners: dict[str, list[int]] = {}
@@ -119,17 +119,17 @@ def from_main(make: Callable[[], Any]) -> Any:
 
 def _of_main(others: Exchange, act: Callable[[], T], encode: Callable[[T], bytes]) -> tuple[T | None, bytes]:
     """The result of `act`, on process 0, and its bytes, on every process."""
-    result, own = None, b""
+    result, encoded = None, b""
     if not others.index:
         try:
             result = act()
-            own = encode(result)
+            encoded = encode(result)
         except BaseException as failure:  # raised again, once the others know
             others.announce(_encode_failure(0, failure))
             raise
-    heard = others.conclude(b"", lambda _: _WORKED + own)
-    _raise_failure(heard)
-    return result, heard.removeprefix(_WORKED)
+    reply = others.conclude(b"", lambda _: _WORKED + encoded)
+    _raise_failure(reply)
+    return result, reply.removeprefix(_WORKED)
 
 
 def main_first(make: Callable[[], T]) -> T:
@@ -148,11 +148,13 @@ def main_first(make: Callable[[], T]) -> T:
             result = make()
         except BaseException as failure:  # raised again below, once the others know
             failed = failure
-    own = _WORKED if failed is None else _encode_failure(others.index, failed)
-    heard = others.conclude(own, lambda said: next((status for status in said if status != _WORKED), _WORKED))
+    own_status = _WORKED if failed is None else _encode_failure(others.index, failed)
+    first_failure = others.conclude(
+        own_status, lambda statuses: next((status for status in statuses if status != _WORKED), _WORKED)
+    )
     if failed is not None:
         raise failed
-    _raise_failure(heard)
+    _raise_failure(first_failure)
     return cast(T, result)
 
 
@@ -168,5 +170,5 @@ def _encode_failure(process: int, failure: BaseException) -> bytes:
 def _raise_failure(status: bytes) -> None:
     if status.startswith(_WORKED):
         return
-    said = json.loads(status)
-    raise ConfigError(said["text"]) if said["is_config"] else PeerError(said["text"])
+    failure = json.loads(status)
+    raise ConfigError(failure["text"]) if failure["is_config"] else PeerError(failure["text"])

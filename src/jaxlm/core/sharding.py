@@ -195,8 +195,10 @@ def _gather(arrays, layout: Layout, sum_first: bool):
 
     if trace_options().twice_differentiable:
         # One call per leaf: jax cannot differentiate a call if only some of its arguments have tangents.
-        each = functools.partial(linear_call, lambda _, leaf: gathered(leaf), lambda _, leaf: scattered(leaf), ())
-        return jax.tree.map(each, arrays, is_leaf=lambda x: isinstance(x, hax.NamedArray))
+        gather_leaf = functools.partial(
+            linear_call, lambda _, leaf: gathered(leaf), lambda _, leaf: scattered(leaf), ()
+        )
+        return jax.tree.map(gather_leaf, arrays, is_leaf=lambda x: isinstance(x, hax.NamedArray))
     gather = jax.custom_vjp(gathered)
     gather.defvjp(lambda tree: (gathered(tree), None), lambda _, cotangent: (scattered(cotangent),))
     return gather(arrays)

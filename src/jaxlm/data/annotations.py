@@ -180,9 +180,9 @@ def with_annotations(data: Data, folders: Mapping[str, AnnotationFolder], templa
         for name, leaf in leaves.items()
     }
 
-    def make(**given: hax.NamedArray) -> Any:
-        annotations = tree.map_leaves(lambda path, _: given[_PREFIX + path], template)
-        batch = data.spec.make(**{name: column for name, column in given.items() if name not in columns})
+    def make(**arrays: hax.NamedArray) -> Any:
+        annotations = tree.map_leaves(lambda path, _: arrays[_PREFIX + path], template)
+        batch = data.spec.make(**{name: column for name, column in arrays.items() if name not in columns})
         return replace(batch, annotations=annotations)
 
     train = {name: AnnotatedExamples(data.train[name], folder.open()) for name, folder in folders.items()}

@@ -101,8 +101,8 @@ class BatchSpec(Generic[B]):
             def shard_data(index: tuple[slice, ...] | None) -> np.ndarray:
                 assert index is not None, "every addressable shard has an index"
                 rows = numbers[index[: len(sizes)]]
-                found = values[name][np.searchsorted(local_rows, rows.ravel())]
-                return found.reshape(*rows.shape, *found.shape[1:])[(..., *index[len(sizes) :])]
+                shard = values[name][np.searchsorted(local_rows, rows.ravel())]
+                return shard.reshape(*rows.shape, *shard.shape[1:])[(..., *index[len(sizes) :])]
 
             return hax.NamedArray(jax.make_array_from_callback(shape, sharding, shard_data), axes)
 

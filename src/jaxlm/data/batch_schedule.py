@@ -76,8 +76,8 @@ class BatchSchedule:
 
     def next_shape_change(self, step: int, end: int) -> int:
         """The first step after `step` with another batch shape, or `end` if there is none before it."""
-        here, *later = self.between(step, end)
-        return next((stage.start for stage in later if stage.shape != here.shape), end)
+        current, *later = self.between(step, end)
+        return next((stage.start for stage in later if stage.shape != current.shape), end)
 
     def examples_before(self, step: int) -> int:
         """Total number of sequences in all steps before `step`, without padding."""

@@ -145,8 +145,8 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
 
     def chat_templates(self) -> list[str]:
         """The chat templates given for the training sources, as in the configuration; that of the first source last."""
-        given = (source.config.format.given_template() for source in self.sources() if source.has(TRAIN))
-        return [template for template in given if template is not None][::-1]
+        templates = (source.config.format.given_template() for source in self.sources() if source.has(TRAIN))
+        return [template for template in templates if template is not None][::-1]
 
     @property
     def has_validation(self) -> bool:
@@ -307,15 +307,15 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
                 the run.
         """
         options = {"separate_cache": separate_cache, "workers": workers, "summarize": summarize}
-        spec, found = self.batch_spec(seq_len), []
+        spec, validation_sets = self.batch_spec(seq_len), []
         for source in self.sources():
             if source.has(VALIDATION):
                 examples = self._examples(source, VALIDATION, tokenizer, seq_len, log, options)
-                found.append(ValidationData(source, examples, spec))
+                validation_sets.append(ValidationData(source, examples, spec))
             elif source.name in self._held_out:
                 examples = self._examples(source, TRAIN, tokenizer, seq_len, log, options | {"summarize": False})
-                found.append(ValidationData(source, self._split(source, examples)[1], spec, TRAIN))
-        return tuple(found)
+                validation_sets.append(ValidationData(source, self._split(source, examples)[1], spec, TRAIN))
+        return tuple(validation_sets)
 
     @property
     def _held_out(self) -> dict[str, int]:

@@ -66,7 +66,7 @@ class RewardedGroups(ComparedCompletions):
         super().__init__(
             groups,
             np.flatnonzero(np.ptp(self._rewards, axis=1) == 0),
-            said=("groups have equal rewards", "none of their responses is better than the others"),
+            wording=("groups have equal rewards", "none of their responses is better than the others"),
             if_all="so no response is better than another. Check rewards_field of the format, and the function that"
             " computed the rewards",
         )

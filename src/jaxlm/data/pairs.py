@@ -35,7 +35,7 @@ class PairsConfig(DataConfig):
         return ComparedCompletions(
             pairs,
             pairs.with_equal_completions(),
-            said=("pairs have two equal completions", "they show no preference"),
+            wording=("pairs have two equal completions", "they show no preference"),
             if_all="so nothing is preferred to anything. Check chosen_field and rejected_field of the format, and"
             " model.seq_len: what it cuts off is not compared",
         )

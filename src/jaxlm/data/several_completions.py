@@ -137,20 +137,20 @@ class SeveralCompletions(ContiguousExamples):
 class ComparedCompletions(WrappedExamples):
     """Examples whose completions are compared. Those that are equal stay, because other losses can read them."""
 
-    def __init__(self, examples: SeveralCompletions, equal: np.ndarray, said: tuple[str, str], if_all: str):
+    def __init__(self, examples: SeveralCompletions, equal: np.ndarray, wording: tuple[str, str], if_all: str):
         """Args:
         equal: the indices of the examples whose completions are equal in what is compared.
-        said: what they are, after their number, and what follows from that.
+        wording: what they are, after their number, and what follows from that.
         if_all: what follows if that is true of all examples, with advice.
         """
         super().__init__(examples)
-        self._equal = f"{len(equal):,} {said[0]} {first_of(examples, equal)}" if len(equal) else None
-        self._said, self._if_all = said[1], if_all
+        self._equal = f"{len(equal):,} {wording[0]} {first_of(examples, equal)}" if len(equal) else None
+        self._consequence, self._if_all = wording[1], if_all
         self._are_all_equal = 0 < len(equal) == len(examples)
 
     @property
     def summary(self) -> str | None:
-        return "; ".join(filter(None, (super().summary, self._equal and f"{self._equal}: {self._said}")))
+        return "; ".join(filter(None, (super().summary, self._equal and f"{self._equal}: {self._consequence}")))
 
     def no_signal(self) -> str | None:
         return f"all {self._equal}, {self._if_all}" if self._are_all_equal else None

@@ -114,9 +114,9 @@ class TokensConfig(DataConfig):
                 "data.shuffle": self.shuffle or None,
                 "data.num_validation_sequences": self.num_validation_sequences,
             }
-            key, given_too = next((key, value) for key, value in unsuitable.items() if value is not None)
+            key, setting = next((key, value) for key, value in unsuitable.items() if value is not None)
             raise ConfigError(
-                f"data.packing.wrap: true given together with {key}: {encode(given_too)}. Rows that never end have whole"
+                f"data.packing.wrap: true given together with {key}: {encode(setting)}. Rows that never end have whole"
                 " documents or their beginnings, in the order of the documents, and none can be held out. Remove one of them"
             )
         if self.enforce_bos is False:

@@ -24,7 +24,7 @@ class WeightStage:
     weights: Weights
 
 
-def weight_stages(given: Any, names: Sequence[str]) -> list[WeightStage]:
+def weight_stages(weights: Any, names: Sequence[str]) -> list[WeightStage]:
     """Parses `train_weights`: a mapping, or a list of [step, mapping].
 
     Args:
@@ -34,7 +34,7 @@ def weight_stages(given: Any, names: Sequence[str]) -> list[WeightStage]:
         ConfigError: the steps do not start at 0 or do not increase, a weight is negative, all weights of a stage are 0, a
             source is unknown, or a source has no weight in any stage.
     """
-    entries = [[0, given]] if isinstance(given, Mapping) else given
+    entries = [[0, weights]] if isinstance(weights, Mapping) else weights
     stages = [_stage(entry, number, names) for number, entry in enumerate(entries)]
     steps = [stage.step for stage in stages]
     if not steps or steps[0] != 0 or any(a >= b for a, b in itertools.pairwise(steps)):

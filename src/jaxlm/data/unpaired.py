@@ -32,18 +32,18 @@ class UnpairedConfig(DataConfig):
     format: FormatConfig = field(default_factory=UnpairedFormat)
 
     def batch_spec(self, seq_len: int) -> BatchSpec[UnpairedBatch]:
-        own = token_columns(Axis(POSITION, seq_len))
-        others = {MISMATCHED + name: column for name, column in own.items()}
-        return BatchSpec(UnpairedBatch.of, {**own, **others, "labels": Column(np.float32, ())})
+        matched = token_columns(Axis(POSITION, seq_len))
+        others = {MISMATCHED + name: column for name, column in matched.items()}
+        return BatchSpec(UnpairedBatch.of, {**matched, **others, "labels": Column(np.float32, ())})
 
     def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> "LabeledCompletions":
         del record_format
         return LabeledCompletions(SeveralCompletions(cache, seq_len, ("completion",), "completions"))
 
     def random_columns(self, num_examples: int, seq_len: int, vocab_size: int, seed: int) -> Columns:
-        own, others = (random_tokens((num_examples, seq_len), vocab_size, seed + n) for n in (0, 1))
+        matched, others = (random_tokens((num_examples, seq_len), vocab_size, seed + n) for n in (0, 1))
         labels = np.random.default_rng(seed).integers(0, 2, num_examples).astype(np.float32)
-        return {**own, **{MISMATCHED + name: column for name, column in others.items()}, "labels": labels}
+        return {**matched, **{MISMATCHED + name: column for name, column in others.items()}, "labels": labels}
 
 
 class LabeledCompletions(WrappedExamples):
@@ -71,9 +71,9 @@ class LabeledCompletions(WrappedExamples):
         return "; ".join(filter(None, (super().summary, self._note)))
 
     def read(self, indices: np.ndarray) -> Columns:
-        own = {name: column[:, 0] for name, column in self._examples.read(indices).items()}
+        matched = {name: column[:, 0] for name, column in self._examples.read(indices).items()}
         others = {MISMATCHED + name: column for name, column in self._mismatched(indices).items()}
-        return {**own, **others, "labels": self._labels[indices]}
+        return {**matched, **others, "labels": self._labels[indices]}
 
     def _prompt_digests(self) -> np.ndarray:
         """uint64 [examples]: equal for equal prompts."""

@@ -100,8 +100,8 @@ class WrappedRows:
         parts = np.searchsorted(self._row_ends, rows, side="right")
         if (parts == parts[0]).all():
             return self._pieces_in(int(parts[0]), rows)
-        found = [self._pieces_in(int(part), rows[number : number + 1]) for number, part in enumerate(parts)]
-        starts, lengths, counts = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        pieces = [self._pieces_in(int(part), rows[number : number + 1]) for number, part in enumerate(parts)]
+        starts, lengths, counts = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
         return starts, lengths, counts
 
     def _pieces_in(self, part: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

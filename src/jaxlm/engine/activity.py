@@ -68,9 +68,9 @@ class ActivityClock:
 
     def seconds(self) -> dict[Activity, float]:
         """Seconds spent on each activity until now; together, `elapsed_s`."""
-        found = dict(self._seconds)
-        found[self.activity] += self._now() - self._since
-        return found
+        seconds = dict(self._seconds)
+        seconds[self.activity] += self._now() - self._since
+        return seconds
 
     def _switch(self, activity: Activity) -> None:
         now = self._now()

@@ -147,15 +147,15 @@ class Conductor:
 
     def _load(self, names: Sequence[str], state: RunState, phase: Phase) -> tuple[VerifiedCheckpoint, RunState]:
         """The newest undamaged one of the checkpoints `names`, and its state, which replaces `state` on the devices."""
-        found = newest_undamaged(self._folder, names, self._log)
-        if found is None:
+        checkpoint = newest_undamaged(self._folder, names, self._log)
+        if checkpoint is None:
             raise RewindError(
                 f"phase '{phase.name}' has no undamaged checkpoint in {self._folder} to go back to, of"
                 f" {', '.join(names) or 'none'}. Start the same command again to continue from the newest checkpoint"
             )
         for array in jax.tree.leaves(state):
             array.delete()
-        return found, restore_state(found, self.state_builder, phase, self._layout, self._log)
+        return checkpoint, restore_state(checkpoint, self.state_builder, phase, self._layout, self._log)
 
 
 def _in_phase(phase: Phase | None, history: History) -> History:

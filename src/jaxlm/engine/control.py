@@ -219,6 +219,6 @@ class Control:
         """Puts it into the history, unless it is what a controller begins with."""
         history = self._saver.history
         others = {name: other for name, other in history.controllers.items() if name != controller.name}
-        own = {} if memory == _Memory(controller.init()) else {controller.name: memory.to_json()}
-        if others | own != history.controllers:
-            self._saver.history = replace(history, controllers=others | own)
+        entry = {} if memory == _Memory(controller.init()) else {controller.name: memory.to_json()}
+        if others | entry != history.controllers:
+            self._saver.history = replace(history, controllers=others | entry)

@@ -50,7 +50,7 @@ class PeerWatch:
         self._num_answers = 0
         self._ended = threading.Event()
         self._exiting = threading.Lock()
-        self._said = ""  # what this process has said about its own failure
+        self._message = ""  # what this process has said about its own failure
         for target in (self._watch, self._watch_service):
             threading.Thread(target=target, name="jaxlm-peers", daemon=True).start()
 
@@ -62,8 +62,8 @@ class PeerWatch:
 
     def fail(self, code: int, message: str) -> None:
         """Ends all processes with a message, this one included. Does not return."""
-        self._said = message[:_MAX_MESSAGE]
-        failure = json.dumps({"code": code, "message": self._said})
+        self._message = message[:_MAX_MESSAGE]
+        failure = json.dumps({"code": code, "message": self._message})
         # The service may be gone. Or another thread has said why already: what fails after that is a consequence.
         with contextlib.suppress(Exception):
             self._client.key_value_set(f"{_FAILED}{self._index}", failure)
@@ -89,7 +89,7 @@ class PeerWatch:
                 return
             if failures and not self._ended.is_set():
                 process, failure = failures[0][0].rpartition("/")[2], json.loads(failures[0][1])
-                if failure["message"] != self._said:  # all may have found the same
+                if failure["message"] != self._message:  # all may have found the same
                     self._report(f"process {process}: {failure['message']}")
                 self._exit(failure["code"])
             if lost:
@@ -207,7 +207,7 @@ def _awaited() -> DistributedConfig | None:
     """How to connect to processes that wait for this one; None if it has connected, or if there are none."""
     for distributed in _unconnected:
         with contextlib.suppress(Exception):  # the configuration may be what is wrong
-            return found if (found := distributed()).has_several_processes else None
+            return config if (config := distributed()).has_several_processes else None
     return None
 
 

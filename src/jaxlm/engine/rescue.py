@@ -47,17 +47,17 @@ class Rescue:
             if is_lost_peer(error):
                 raise
             try:
-                told = self._save(state, step)
+                note = self._save(state, step)
             except SaveError as failed:
                 raise SaveError(
                     f"{str(error).removesuffix('.')}. {_UNSAVED}: {failed.reason}", failed.advice
                 ) from error
             except (LeaseLostError, NonFiniteError, StopRunError) as failed:  # the cause of all must still be told
-                told = f"{_UNSAVED}: {failed}"
+                note = f"{_UNSAVED}: {failed}"
             for kind in (ConfigError, PeerError):
                 if isinstance(error, kind):
-                    raise kind(f"{str(error).removesuffix('.')}. {told}") from error
-            error.add_note(told)
+                    raise kind(f"{str(error).removesuffix('.')}. {note}") from error
+            error.add_note(note)
             raise
 
     def _save(self, state: RunState, step: int) -> str:

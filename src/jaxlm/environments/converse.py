@@ -206,22 +206,22 @@ class _Speaker:
     def answer(self, turn: str, number: int) -> tuple[str | None, float, bool]:
         """The text, the reward, and whether the conversation is over. Args: number: of the turn, for messages."""
         name, where = type(self._environment).__name__, f"turn {number} of the conversation of {self._place}"
-        given = _guarded(name, where, lambda: self._environment.step(turn))
-        if not isinstance(given, Observation) or not isinstance(given.text, str | None):
+        reply = _guarded(name, where, lambda: self._environment.step(turn))
+        if not isinstance(reply, Observation) or not isinstance(reply.text, str | None):
             raise ConfigError(
-                f"the environment {name} answered {given!r:.80}, an Observation with a text or None expected, in {where}."
+                f"the environment {name} answered {reply!r:.80}, an Observation with a text or None expected, in {where}."
                 " Correct it"
             )
-        if not isinstance(given.reward, numbers.Real) or not is_float32(given.reward):
+        if not isinstance(reply.reward, numbers.Real) or not is_float32(reply.reward):
             raise ConfigError(
-                f"the environment {name} gave the reward {shown(given.reward)}, {what_float32_needs(given.reward)}"
+                f"the environment {name} gave the reward {shown(reply.reward)}, {what_float32_needs(reply.reward)}"
                 f" expected, in {where}. Correct it"
             )
-        if given.text is not None and given.text.encode(errors="replace").decode() != given.text:
+        if reply.text is not None and reply.text.encode(errors="replace").decode() != reply.text:
             raise ConfigError(
-                f"the environment {name} answered {given.text!a:.80}, not valid Unicode, in {where}. Correct it"
+                f"the environment {name} answered {reply.text!a:.80}, not valid Unicode, in {where}. Correct it"
             )
-        return given.text, float(given.reward), bool(given.is_done)
+        return reply.text, float(reply.reward), bool(reply.is_done)
 
 
 def _opened(config: EnvironmentConfig) -> Environment:

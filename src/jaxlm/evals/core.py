@@ -238,8 +238,8 @@ class OpenCore:
             scores = score(model, pairs, self._batch_size, progress, max_tokens)
             scored = iter([(one, len(continuation)) for one, (_, continuation) in zip(scores, pairs, strict=True)])
             for number, question in enumerate(questions, first):
-                own = list(itertools.islice(scored, len(question)))
-                correct.append(is_correct(task.kind, task.questions[number].get("gold", 0), own))
+                question_scores = list(itertools.islice(scored, len(question)))
+                correct.append(is_correct(task.kind, task.questions[number].get("gold", 0), question_scores))
         return np.array(correct)
 
     def _encode(self, task: CoreTask, progress: Callable[[], None]) -> Iterator[list[_Pair]]:

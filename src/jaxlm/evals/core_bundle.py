@@ -170,10 +170,10 @@ def _settings(file: Path, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """The settings of tasks in `core.yaml`."""
     try:
         entries = yaml.safe_load(read_text(file))["icl_tasks"]
-        found = {entry["label"]: entry for entry in entries if entry["label"] in names}
+        settings = {entry["label"]: entry for entry in entries if entry["label"] in names}
     except (yaml.YAMLError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"{_WHERE}: {file} is damaged: a list `icl_tasks` of tasks with `label` expected") from error
-    for name, entry in found.items():
+    for name, entry in settings.items():
         shots = entry.get("num_fewshot")
         is_sound = (
             entry.get("icl_task_type") in tuple(_KEYS)
@@ -189,7 +189,7 @@ def _settings(file: Path, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
                 f"{_WHERE}: {file}: the task '{name}' needs icl_task_type ({', '.join(_KEYS)}), dataset_uri and num_fewshot"
                 " (a list with one number)"
             )
-    return found
+    return settings
 
 
 def _baselines(file: Path, names: Sequence[str]) -> dict[str, float]:
@@ -197,17 +197,17 @@ def _baselines(file: Path, names: Sequence[str]) -> dict[str, float]:
     try:
         lines = io.StringIO(read_text(file).removeprefix("\ufeff"))  # spreadsheets put a mark in front
         rows = [row for row in csv.DictReader(lines) if row["Eval Task"] in names]
-        found = {row["Eval Task"]: 0.01 * float(row["Random baseline"]) for row in rows}
+        baselines = {row["Eval Task"]: 0.01 * float(row["Random baseline"]) for row in rows}
     except (KeyError, ValueError, TypeError, csv.Error) as error:
         raise ConfigError(
             f"{_WHERE}: {file} is damaged: the columns `Eval Task` and `Random baseline` (in percent) expected"
         ) from error
-    for name, baseline in found.items():
+    for name, baseline in baselines.items():
         if not 0 <= baseline < 1:
             raise ConfigError(
                 f"{_WHERE}: {file}: Random baseline of '{name}': {100 * baseline:g} given, 0 or more and below 100 expected"
             )
-    return found
+    return baselines
 
 
 def _questions(file: Path, kind: str, max_per_task: int | None, key: str) -> Iterator[Mapping[str, Any]]:
@@ -247,13 +247,13 @@ def _local(folder: str, key: str) -> Path:
     return Path(folder).expanduser()
 
 
-def fetch_bundle(given: str, log: Callable[[str], None], url: str = CORE_URL) -> None:
+def fetch_bundle(path: str, log: Callable[[str], None], url: str = CORE_URL) -> None:
     """Downloads and unpacks the bundle of all tasks (about 160 MB) into a new folder, which is complete once it exists.
 
     Raises:
         ConfigError: the folder has files already, or the bundle cannot be downloaded or written.
     """
-    folder = new_folder(given)
+    folder = new_folder(path)
     log(f"downloading {url}")
     try:
         with complete_or_absent(folder) as scratch:
@@ -275,9 +275,9 @@ def fetch_bundle(given: str, log: Callable[[str], None], url: str = CORE_URL) ->
     log(f"CORE is in {folder}: {len(CORE_TASKS)} tasks")
 
 
-def new_folder(given: str) -> Path:
+def new_folder(path: str) -> Path:
     """The path of a bundle to make. Raises `ConfigError` if it has files already."""
-    folder = _local(given, FETCH_OPTION)
+    folder = _local(path, FETCH_OPTION)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{FETCH_OPTION}: {folder} exists already. Give a new folder, or remove it first")
     return folder

@@ -111,7 +111,7 @@ _BLOBS = {
 }
 
 
-def build_bundle(given: str, files: str, log: Callable[[str], None]) -> None:
+def build_bundle(path: str, files: str, log: Callable[[str], None]) -> None:
     """Writes a bundle of all tasks into a new folder, which is complete once it exists.
 
     Args:
@@ -121,7 +121,7 @@ def build_bundle(given: str, files: str, log: Callable[[str], None]) -> None:
     Raises:
         ConfigError: files are missing or damaged, or the folder has files already or cannot be written.
     """
-    folder, source = new_folder(given), _files(files)
+    folder, source = new_folder(path), _files(files)
     try:
         for task in _TASKS:  # not of the copies: messages name your files
             read_task(task.name, TaskEntry(_entry(task), source / task.file, 0.01 * task.guessing), key=FILES_OPTION)
@@ -140,18 +140,18 @@ def build_bundle(given: str, files: str, log: Callable[[str], None]) -> None:
     log(f"CORE is in {folder}: {len(_TASKS)} tasks")
 
 
-def _files(given: str) -> Path:
+def _files(path: str) -> Path:
     """The folder with the tasks' files. Raises `ConfigError` if some of them are missing."""
-    if is_url(given):
-        raise ConfigError(f"{FILES_OPTION}: '{given}' given, a local folder expected. Run git clone {FILES_URL} first")
-    root = Path(given).expanduser()
-    if not given or not root.is_dir():
-        raise ConfigError(f"{FILES_OPTION}: '{given}' given, a folder expected. Run git clone {FILES_URL} first")
+    if is_url(path):
+        raise ConfigError(f"{FILES_OPTION}: '{path}' given, a local folder expected. Run git clone {FILES_URL} first")
+    root = Path(path).expanduser()
+    if not path or not root.is_dir():
+        raise ConfigError(f"{FILES_OPTION}: '{path}' given, a folder expected. Run git clone {FILES_URL} first")
     source = root / _IN_CLONE if (root / _IN_CLONE).is_dir() else root
     if missing := [name for name in _BLOBS if not (source / name).is_file()]:
         shown = ", ".join([*missing[:3], *["..."] * (len(missing) > 3)])
         raise ConfigError(
-            f"{FILES_OPTION}: '{given}' given, but it lacks {len(missing)} of {len(_BLOBS)} files: {shown}. Give a clone of"
+            f"{FILES_OPTION}: '{path}' given, but it lacks {len(missing)} of {len(_BLOBS)} files: {shown}. Give a clone of"
             f" {FILES_URL}, or its folder {_IN_CLONE}"
         )
     return source

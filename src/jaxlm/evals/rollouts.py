@@ -234,7 +234,7 @@ class RolloutsEval(Eval):
 
     def _generate(self, generator: Generator) -> list[list[int]]:
         """The tokens of each answer, with the one that ended it."""
-        config, found = self._config, []
+        config, answers = self._config, []
         sampling = (config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
         filters: Any = {"min_p": config.min_p, "repetition_penalty": config.repetition_penalty}
         generation = GenerationConfig(*sampling, stop_ids=self._stop_ids, with_stop=True, **filters)
@@ -244,19 +244,19 @@ class RolloutsEval(Eval):
         for start in range(0, len(self._prompts), size):
             batch = [prompt.ids for prompt in self._prompts[start : start + size]]
             padding = [batch[-1]] * (size - len(batch))  # the same shape for all batches: one program
-            found += generate_tokens(generator, batch + padding, generation, self._go_on)[: len(batch)]
-        return found
+            answers += generate_tokens(generator, batch + padding, generation, self._go_on)[: len(batch)]
+        return answers
 
     def _score(self, rows: ScoredRows) -> dict[str, np.ndarray]:
         def score() -> dict[str, np.ndarray]:
             with self._config.open_rewards(self._ctx.tokenizer) as rewards:
-                found = rewards.score(rows)
-            self._ctx.log_completions(self._config.name, rows, found)
-            return found
+                scores = rewards.score(rows)
+            self._ctx.log_completions(self._config.name, rows, scores)
+            return scores
 
-        found = main_only(score)
+        result = main_only(score)
         names = [*reward_names(self._config.rewards), TOTAL]
-        table = np.zeros((len(names), len(rows))) if found is None else np.stack([found[name] for name in names])
+        table = np.zeros((len(names), len(rows))) if result is None else np.stack([result[name] for name in names])
         return dict(zip(names, broadcast_from_main(table), strict=True))
 
     def _go_on(self, _tokens: Sequence[int]) -> bool:

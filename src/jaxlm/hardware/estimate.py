@@ -70,7 +70,7 @@ def speed_of(topology: Topology, dtype: Any) -> Speed:
 
 def communication_seconds(hlo: str, topology: Topology, mesh: MeshShape) -> float:
     """Time of all collectives of a program, one after another."""
-    return sum(n * collective_seconds(each, topology, mesh) for each, n in collectives_per_run(hlo).items())
+    return sum(n * collective_seconds(collective, topology, mesh) for collective, n in collectives_per_run(hlo).items())
 
 
 def collective_seconds(collective: Collective, topology: Topology, mesh: MeshShape) -> float:

@@ -27,23 +27,23 @@ def grow_vocabulary(model: LanguageModel, abstract: LanguageModel, layout: Layou
     leaves = dict(tree.leaves(model))
 
     def grown(path: str, target: Any) -> Any:
-        given = leaves[path]
-        if tree.raw(given).shape == tree.raw(target).shape:
-            return given
-        others = [axis for axis in given.axes if axis.name != VOCAB]
+        leaf = leaves[path]
+        if tree.raw(leaf).shape == tree.raw(target).shape:
+            return leaf
+        others = [axis for axis in leaf.axes if axis.name != VOCAB]
         if others != [axis for axis in target.axes if axis.name != VOCAB]:
             raise ConfigError(
-                f"data.added_tokens: this model's {path} has the axes {dict(given.shape)} for its vocabulary and would need"
+                f"data.added_tokens: this model's {path} has the axes {dict(leaf.shape)} for its vocabulary and would need"
                 f" {dict(target.shape)}, which cannot be told from the rows of the other tokens. Remove added_tokens"
             )
-        index = [axis.name for axis in given.axes].index(VOCAB)
-        num_new = target.axes[index].size - given.axes[index].size
+        index = [axis.name for axis in leaf.axes].index(VOCAB)
+        num_new = target.axes[index].size - leaf.axes[index].size
 
         def extend(array: jax.Array) -> jax.Array:
             mean = jnp.mean(array, axis=index, keepdims=True, dtype=jnp.float32).astype(array.dtype)
             return jnp.concatenate([array, jnp.repeat(mean, num_new, axis=index)], axis=index)
 
         sharding = layout.parameter_sharding(target.axes)
-        return NamedArray(jax.jit(extend, out_shardings=sharding)(given.array), target.axes)
+        return NamedArray(jax.jit(extend, out_shardings=sharding)(leaf.array), target.axes)
 
     return tree.map_leaves(grown, abstract)

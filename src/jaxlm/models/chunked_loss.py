@@ -347,7 +347,7 @@ def _run(loss: ChunkedLoss, x_BSD, w_VD, columns, heads) -> Any:
 def _run_forward(loss: ChunkedLoss, x, w, columns, heads):
     head = None if w is None else w.value
     needed = _Needed(x.perturbed, w is not None and w.perturbed)
-    columns, heads = (tuple(given.value for given in group) for group in (columns, heads))
+    columns, heads = (tuple(entry.value for entry in group) for group in (columns, heads))
     out, gradients = _sums_and_gradients(loss, needed, x.value, head, columns, heads)
     # The gradient of the head is float32. An empty array passes the head's dtype to the backward pass.
     return out, (gradients, None if head is None else jnp.empty(0, head.dtype))

@@ -155,8 +155,8 @@ def top_k_of(
             rest_C = _rest(soft_CV, _is_top(soft_CV, ids_Ck, sharding), sharding)
             return None, (ids_Ck, top_Ck - lse_C[:, None], rest_C - lse_C)
 
-        _, found = jax.lax.scan(one_chunk, None, (t_NCD,))
-        return tuple(a.reshape(-1, *a.shape[2:])[:num_tokens].reshape(*t_BSD.shape[:2], *a.shape[2:]) for a in found)
+        _, outputs = jax.lax.scan(one_chunk, None, (t_NCD,))
+        return tuple(a.reshape(-1, *a.shape[2:])[:num_tokens].reshape(*t_BSD.shape[:2], *a.shape[2:]) for a in outputs)
 
     in_specs = (sharding.tokens(1), sharding.head)
     run = sharding.shard_map(local, in_specs, (sharding.tokens(1), sharding.tokens(1), sharding.tokens()))
@@ -202,10 +202,10 @@ class _DistillationLoss(ChunkedLoss):
 
     def sums(self, logits_CV, columns, heads):
         """The five sums of `DistillationSums`."""
-        y_C, m_C, *said = columns
+        y_C, m_C, *teacher_columns = columns
         lse_C, first_C = LogitSummary.of(logits_CV, self.sharding)
         nll_C = lse_C - target_logit(logits_CV, y_C, self.sharding)
-        outcomes = self.outcomes(logits_CV / self.temperature, said, heads)
+        outcomes = self.outcomes(logits_CV / self.temperature, teacher_columns, heads)
         divergence_C = self.total(self.divergence.summands(outcomes.log_p, outcomes.log_q))
         loss_C = self.weight * self.temperature**2 * divergence_C
         if self.weight < 1:
@@ -218,11 +218,11 @@ class _DistillationLoss(ChunkedLoss):
         return sums, (lse_C, outcomes, divergence_C)
 
     def logit_gradient(self, logits_CV, saved, columns):
-        y_C, m_C, *said = columns
+        y_C, m_C, *teacher_columns = columns
         lse_C, outcomes, divergence_C = saved
         by_outcome = self.divergence.gradient(outcomes.log_p, outcomes.log_q, divergence_C, self.total)
         # T**2 from the loss, 1 / T from the softened logits.
-        gradient_CV = self.weight * self.temperature * self.by_token(by_outcome, logits_CV, said, outcomes)
+        gradient_CV = self.weight * self.temperature * self.by_token(by_outcome, logits_CV, teacher_columns, outcomes)
         if self.weight < 1:
             num_local = logits_CV.shape[1]
             ids_C = self.sharding.local_ids(y_C, num_local)
@@ -231,7 +231,7 @@ class _DistillationLoss(ChunkedLoss):
         return jnp.where(m_C[:, None] == 0, 0.0, m_C[:, None] * gradient_CV)
 
     @abc.abstractmethod
-    def outcomes(self, soft_CV, said, heads) -> _Outcomes:
+    def outcomes(self, soft_CV, teacher_columns, heads) -> _Outcomes:
         """The two distributions over the outcomes. Args: soft_CV: the student's logits, divided by the temperature."""
 
     @abc.abstractmethod
@@ -239,7 +239,9 @@ class _DistillationLoss(ChunkedLoss):
         """The sum over all outcomes, [C]."""
 
     @abc.abstractmethod
-    def by_token(self, gradient_CO: jax.Array, logits_CV: jax.Array, said: Any, outcomes: _Outcomes) -> jax.Array:
+    def by_token(
+        self, gradient_CO: jax.Array, logits_CV: jax.Array, teacher_columns: Any, outcomes: _Outcomes
+    ) -> jax.Array:
         """The gradient with respect to the softened logits, from that with respect to the outcomes' logits."""
 
 
@@ -249,8 +251,8 @@ class _VocabularyLoss(_DistillationLoss):
 
     teacher_cap: float | None
 
-    def outcomes(self, soft_CV, said, heads):
-        (t_CD,), sharding = said, self.sharding
+    def outcomes(self, soft_CV, teacher_columns, heads):
+        (t_CD,), sharding = teacher_columns, self.sharding
         teacher_CV = logits_of(t_CD, heads[0] if heads else None, self.teacher_cap, sharding)
         if not heads:
             teacher_CV = local_logits(teacher_CV, soft_CV.shape[1], sharding)
@@ -262,7 +264,7 @@ class _VocabularyLoss(_DistillationLoss):
     def total(self, x_CO):
         return self.sharding.sum_vocab(jnp.sum(x_CO, axis=1))
 
-    def by_token(self, gradient_CO, logits_CV, said, outcomes: _Outcomes):
+    def by_token(self, gradient_CO, logits_CV, teacher_columns, outcomes: _Outcomes):
         return gradient_CO
 
 
@@ -270,12 +272,12 @@ class _VocabularyLoss(_DistillationLoss):
 class _TopKLoss(_DistillationLoss):
     """The teacher's top k tokens are outcomes, and all other tokens together are the last one."""
 
-    def outcomes(self, soft_CV, said, heads):
-        (ids_Ck, log_p_Ck, log_rest_C), sharding = said, self.sharding
+    def outcomes(self, soft_CV, teacher_columns, heads):
+        (ids_Ck, log_p_Ck, log_rest_C), sharding = teacher_columns, self.sharding
         num_local = soft_CV.shape[1]
         ids = sharding.local_ids(ids_Ck, num_local)
-        here = jnp.take_along_axis(soft_CV, jnp.clip(ids, 0, num_local - 1), axis=1)
-        top_Ck = sharding.sum_vocab(jnp.where((ids >= 0) & (ids < num_local), here, 0.0))
+        local_Ck = jnp.take_along_axis(soft_CV, jnp.clip(ids, 0, num_local - 1), axis=1)
+        top_Ck = sharding.sum_vocab(jnp.where((ids >= 0) & (ids < num_local), local_Ck, 0.0))
         is_top = _is_top(soft_CV, ids_Ck, sharding)
         lse_rest = _rest(soft_CV, is_top, sharding)
         log_q = jnp.concatenate([top_Ck, lse_rest[:, None]], axis=1) - logsumexp(soft_CV, sharding)[:, None]
@@ -285,13 +287,13 @@ class _TopKLoss(_DistillationLoss):
     def total(self, x_CO):
         return jnp.sum(x_CO, axis=1)
 
-    def by_token(self, gradient_CO, logits_CV, said, outcomes: _Outcomes):
+    def by_token(self, gradient_CO, logits_CV, teacher_columns, outcomes: _Outcomes):
         assert outcomes.lse_rest is not None
         assert outcomes.is_top is not None
         # The gradient of the last outcome spreads over its tokens in proportion to their probabilities.
         share_CV = jnp.exp(logits_CV / self.temperature - outcomes.lse_rest[:, None])
         rest_CV = jnp.where(outcomes.is_top, 0.0, share_CV * gradient_CO[:, -1:])
-        rows, ids = _rows_and_ids(logits_CV, said[0], self.sharding)
+        rows, ids = _rows_and_ids(logits_CV, teacher_columns[0], self.sharding)
         return rest_CV.at[rows, ids].set(gradient_CO[:, :-1], mode="drop")
 
 

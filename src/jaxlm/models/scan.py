@@ -74,8 +74,10 @@ def scan_turns(
         outs: list[list] = [[] for _ in groups]
         for turn, number in enumerate(turns):
             group, index = groups[number], len(outs[number])
-            own = arrays[number] if counts[number] == 1 else jax.tree.map(lambda x, i=index: x[i], arrays[number])
-            carry, out = body(turn, carry, *group.slices(own))
+            layer_arrays = (
+                arrays[number] if counts[number] == 1 else jax.tree.map(lambda x, i=index: x[i], arrays[number])
+            )
+            carry, out = body(turn, carry, *group.slices(layer_arrays))
             outs[number].append(group.arrays_of(out))
         return carry, [parts[0] if len(parts) == 1 else _stacked(parts) for parts in outs]
 
@@ -85,8 +87,8 @@ def scan_turns(
     ]
     carry, arrays = jax.lax.scan(one_period, carry, xs, length=num_periods, unroll=unroll or 1)
     return carry, [
-        group.named(own if count == 1 else [x.reshape(-1, *x.shape[2:]) for x in own])
-        for group, count, own in zip(groups, counts, arrays, strict=True)
+        group.named(group_arrays if count == 1 else [x.reshape(-1, *x.shape[2:]) for x in group_arrays])
+        for group, count, group_arrays in zip(groups, counts, arrays, strict=True)
     ]
 
 
@@ -134,7 +136,7 @@ class _Group:
     def named(self, arrays: Sequence[jax.Array]) -> Any:
         """What all layers returned, stacked."""
         axes, structure = self.outputs
-        named = [NamedArray(array, (self.Layers, *own)) for array, own in zip(arrays, axes, strict=True)]
+        named = [NamedArray(array, (self.Layers, *array_axes)) for array, array_axes in zip(arrays, axes, strict=True)]
         return jax.tree.unflatten(structure, named)
 
 

@@ -85,8 +85,8 @@ class Distill(ObjectiveConfig):
             )
         hidden = teacher.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids)).final
         states = TeacherStates(hidden, teacher.lm_head(), teacher.logit_soft_cap)
-        said = states if self.top_k is None else top_k_of(states, self.top_k, self.temperature)
-        return replace(batch, annotations=said)
+        annotations = states if self.top_k is None else top_k_of(states, self.top_k, self.temperature)
+        return replace(batch, annotations=annotations)
 
     def weights(self, batch: TokenBatch) -> dict[str, jax.Array]:
         """The number of tokens in the loss mask, and of those that are not padding."""

@@ -111,8 +111,8 @@ class Dpo(ReferencedObjective):
         names = self._losses
         unknown = [name for name in names if name not in _NAMES]
         if unknown or not names:
-            given = f"'{unknown[0]}'" if unknown else "an empty mapping"
-            raise ConfigError(f"objective.loss_type: {given} given, expected some of: {', '.join(_NAMES)}")
+            value = f"'{unknown[0]}'" if unknown else "an empty mapping"
+            raise ConfigError(f"objective.loss_type: {value} given, expected some of: {', '.join(_NAMES)}")
         self._check_effective("label_smoothing", self.label_smoothing, 0.0, _SMOOTHED)
         if "exo_pair" in names and not self.label_smoothing:
             raise ConfigError(

@@ -83,30 +83,32 @@ class LoggedRun:
         return [(name, value) for name, value in rows]
 
 
-def read_runs(given: Sequence[str]) -> list[LoggedRun]:
+def read_runs(locations: Sequence[str]) -> list[LoggedRun]:
     """Reads runs, each given as the path or URL of its log folder, or as its id below `./logs`.
 
     Raises:
         ConfigError: one of them is not a run, or is given twice.
     """
-    if repeated := {one for one in given if given.count(one) > 1}:
+    if repeated := {one for one in locations if locations.count(one) > 1}:
         raise ConfigError(f"report: {', '.join(sorted(repeated))} given twice. Give each run once")
-    runs = [read_run(one) for one in given]
+    runs = [read_run(one) for one in locations]
     names = [run.name for run in runs]
-    return [replace(run, name=one) if names.count(run.name) > 1 else run for run, one in zip(runs, given, strict=True)]
+    return [
+        replace(run, name=one) if names.count(run.name) > 1 else run for run, one in zip(runs, locations, strict=True)
+    ]
 
 
-def read_run(given: str) -> LoggedRun:
+def read_run(location: str) -> LoggedRun:
     """Reads one run, as `read_runs` does."""
-    if is_url(given):
-        fs, root = open_store(given, "report")
+    if is_url(location):
+        fs, root = open_store(location, "report")
 
         def read(name: str) -> bytes:
-            with storage_errors(_unreadable(given), passthrough=(FileNotFoundError,)):
+            with storage_errors(_unreadable(location), passthrough=(FileNotFoundError,)):
                 return read_stored(fs, f"{root}/{name}")
 
-        return _read(given.rstrip("/").rsplit("/", 1)[-1], given, read)
-    folder = local_folder(given)
+        return _read(location.rstrip("/").rsplit("/", 1)[-1], location, read)
+    folder = local_folder(location)
 
     def read_local(name: str) -> bytes:
         try:
@@ -116,12 +118,12 @@ def read_run(given: str) -> LoggedRun:
         except OSError as error:
             raise _unreadable(str(folder / name))(error.strerror or str(error)) from error
 
-    return _read(folder.resolve().name, given, read_local)
+    return _read(folder.resolve().name, location, read_local)
 
 
-def local_folder(given: str) -> Path:
+def local_folder(location: str) -> Path:
     """The log folder of a run, given as a path or as an id below `./logs`. A folder is one if it has metrics."""
-    folders = (Path(given), LOGS / given)
+    folders = (Path(location), LOGS / location)
     runs = [folder for folder in folders if os.path.exists(folder / METRICS)]  # false for a name that is too long
     return next(iter(runs or filter(os.path.isdir, folders)), folders[0])
 
@@ -130,7 +132,7 @@ def _unreadable(what: str) -> Callable[[str], ConfigError]:
     return lambda reason: ConfigError(f"report: {what} cannot be read ({reason}). Check its address and permissions")
 
 
-def _read(name: str, given: str, read: Callable[[str], bytes]) -> LoggedRun:
+def _read(name: str, location: str, read: Callable[[str], bytes]) -> LoggedRun:
     def optional(file: str) -> bytes:
         try:
             return read(file)
@@ -144,7 +146,7 @@ def _read(name: str, given: str, read: Callable[[str], bytes]) -> LoggedRun:
     try:
         records, num_damaged = parse_jsonl(read(METRICS))
     except FileNotFoundError:
-        raise ConfigError(_no_run(given)) from None
+        raise ConfigError(_no_run(location)) from None
     ends = attempt_ends(records)
     samples, num_damaged_samples = _samples(optional(SAMPLES))
     completions, num_damaged_completions = _completions(optional(COMPLETIONS))
@@ -209,12 +211,12 @@ def _left_out(file: str, num_read: int, num_damaged: int) -> list[str]:
     return [f"{num_damaged:,} of {num_read + num_damaged:,} lines of {file} could not be read and {verb} left out"]
 
 
-def _no_run(given: str) -> str:
+def _no_run(location: str) -> str:
     names = sorted(path.parent.name for path in LOGS.glob(f"*/{METRICS}"))
     listed = ", ".join(names if len(names) <= _MAX_SHOWN else [*names[:_MAX_SHOWN], "..."])
     return (
-        f"report: '{given}' given, which is not a run: it has no {METRICS}. Give the log folder of a run, its URL, or a run's"
-        f" id below ./{LOGS} ({f'runs there: {listed}' if names else 'no runs are there'})"
+        f"report: '{location}' given, which is not a run: it has no {METRICS}. Give the log folder of a run, its URL, or"
+        f" a run's id below ./{LOGS} ({f'runs there: {listed}' if names else 'no runs are there'})"
     )
 
 

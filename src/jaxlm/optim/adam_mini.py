@@ -92,14 +92,14 @@ class AdamMiniConfig(OptimizerConfig):
 
 def _blocks_by_path(params: Any) -> dict[str, tuple[NamedArray, tuple[Axis, ...]]]:
     """Path -> the parameter with named axes, and those of its axes that tell its blocks apart."""
-    views, found = matrices(params), {}
+    views, by_path = matrices(params), {}
     for path, leaf in tree.leaves(params):
         if (view := views.get(path)) is not None:
             whole = HEAD_SIZE if _QUERY_OR_KEY.search(path) else None
             blocks = (*view.stacked, *(axis for axis in view.outputs if axis.name != whole))
-            found[path] = view.weight, blocks
+            by_path[path] = view.weight, blocks
         elif tree.is_named(leaf):
-            found[path] = leaf, tuple(axis for axis in leaf.axes if axis.name in _SEPARATE)
+            by_path[path] = leaf, tuple(axis for axis in leaf.axes if axis.name in _SEPARATE)
         else:
-            found[path] = hax.named(leaf, tuple(Axis(f"dim{n}", size) for n, size in enumerate(leaf.shape))), ()
-    return found
+            by_path[path] = hax.named(leaf, tuple(Axis(f"dim{n}", size) for n, size in enumerate(leaf.shape))), ()
+    return by_path

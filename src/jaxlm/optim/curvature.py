@@ -38,9 +38,9 @@ class Curvature:
         """
 
         def gradient(part: Any) -> Any:
-            own = {path for path, _ in tree.leaves(part)}
+            paths = {path for path, _ in tree.leaves(part)}
             whole = self.gradient(eqx.combine(part, others, is_leaf=tree.is_named))
-            return tree.map_leaves(lambda path, leaf: leaf if path in own else None, whole)
+            return tree.map_leaves(lambda path, leaf: leaf if path in paths else None, whole)
 
         return Curvature(gradient, self.key)
 

@@ -86,7 +86,7 @@ def _map_each(change: Callable[..., Any], *matrices: jax.Array) -> Any:
     layout = current_layout()
     if layout is not None:
         matrices = jax.lax.with_sharding_constraint(matrices, layout.replicated())
-    return jax.lax.map(lambda each: change(*each), matrices)
+    return jax.lax.map(lambda slices: change(*slices), matrices)
 
 
 def _eigenvectors(covariance: jax.Array) -> jax.Array:

@@ -45,15 +45,15 @@ def parameter_groups(trainable: Any, config: OptimizerConfig) -> list[ParameterG
     matrices = matrix_paths(trainable) if separates else frozenset()
     groups = []
     for owner, optimizer in _optimizers(config):
-        own = {path: leaf for path, leaf in leaves.items() if owners[path] == owner}
+        owned_leaves = {path: leaf for path, leaf in leaves.items() if owners[path] == owner}
         # Patterns that an entry takes from the outer optimizer need not match its own parameters.
         has_patterns = optimizer.weight_decay_modules != config.weight_decay_modules
         with _errors_of(owner):
-            decays = _decay_rule(optimizer, list(own if has_patterns else leaves))
+            decays = _decay_rule(optimizer, list(owned_leaves if has_patterns else leaves))
             if owner is not None:
-                _check_decay(optimizer, config, [path for path in own if decays(path)])
+                _check_decay(optimizer, config, [path for path in owned_leaves if decays(path)])
         members: dict[tuple[bool, bool], list[str]] = {}
-        for path in own:
+        for path in owned_leaves:
             as_matrix = optimizer.separates_matrices and path in matrices
             members.setdefault((as_matrix, decays(path)), []).append(path)
         groups += [
@@ -82,12 +82,12 @@ def build_optimizer(
         return _with_controls(config.build(groups, num_steps), config, "optimizer")
     members = {}
     for owner, optimizer in _optimizers(config):
-        own = [group for group in groups if group.owner == owner]
-        if own:
+        owned_groups = [group for group in groups if group.owner == owner]
+        if owned_groups:
             with _errors_of(owner):
-                transformation = _without_clipping(optimizer).build(own, num_steps)
+                transformation = _without_clipping(optimizer).build(owned_groups, num_steps)
             path = "optimizer" if owner is None else f"optimizer.groups.{owner}"
-            paths = frozenset(leaf for group in own for leaf in group.paths)
+            paths = frozenset(leaf for group in owned_groups for leaf in group.paths)
             members["rest" if owner is None else f"group_{owner}"] = _Member(
                 paths, _with_controls(transformation, optimizer, path)
             )
@@ -230,8 +230,8 @@ def _owners(config: OptimizerConfig, paths: Sequence[str]) -> dict[str, int | No
 def _group_name(config: OptimizerConfig, owner: int | None, as_matrices: bool, decaying: bool) -> str:
     optimizer = config if owner is None else config.groups[owner]
     kind = ("matrices, " if as_matrices else "others, ") if optimizer.separates_matrices else ""
-    whose = "" if not config.groups else "rest: " if owner is None else f"{group_names(config)[owner]}: "
-    return f"{whose}{kind}{'decay' if decaying else 'no decay'}"
+    prefix = "" if not config.groups else "rest: " if owner is None else f"{group_names(config)[owner]}: "
+    return f"{prefix}{kind}{'decay' if decaying else 'no decay'}"
 
 
 def _decay_rule(config: OptimizerConfig, paths: Sequence[str]) -> Callable[[str], bool]:
@@ -239,8 +239,8 @@ def _decay_rule(config: OptimizerConfig, paths: Sequence[str]) -> Callable[[str]
     modules, use_default = config.weight_decay_modules, config.default_weight_decay_mask
     if modules is None:
         return (lambda path: True) if use_default is False else _decays_by_default
-    given = [modules] if isinstance(modules, str) else modules
-    patterns = [tree.compile_pattern(pattern, "optimizer.weight_decay_modules") for pattern in given]
+    expressions = [modules] if isinstance(modules, str) else modules
+    patterns = [tree.compile_pattern(pattern, "optimizer.weight_decay_modules") for pattern in expressions]
     for pattern in patterns:
         if not any(pattern.search(path) for path in paths):
             raise ConfigError(f"optimizer.weight_decay_modules: '{pattern.pattern}' matches no trainable parameter")
@@ -272,11 +272,12 @@ def _check(config: OptimizerConfig) -> None:
             raise ConfigError(f"{path}.groups: given, but groups cannot contain groups. Move its entries one level up")
         for key, why in _GLOBAL_KEYS.items():
             outer = getattr(config, key, None)
-            own = getattr(group, key, outer)  # an entry's class need not have the key
-            if own != outer:
+            value = getattr(group, key, outer)  # an entry's class need not have the key
+            if value != outer:
                 expected = "null" if outer is None else outer
                 raise ConfigError(
-                    f"{path}.{key}: {own} given, but {why}. Remove it and set optimizer.{key}, or set it to {expected} here"
+                    f"{path}.{key}: {value} given, but {why}. Remove it and set optimizer.{key}, or set it to"
+                    f" {expected} here"
                 )
 
 

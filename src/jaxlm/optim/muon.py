@@ -156,9 +156,9 @@ class MuonConfig(OptimizerConfig):
         def orthogonalized(updates: Any, _: Any) -> Any:
             views = matrices(map_matrices(equal_rows, updates) if self.row_equilibration else updates)
             # Cast before the matrices move between devices.
-            given = {path: view if dtype is None else _cast(view, dtype) for path, view in views.items()}
-            found = map_sharded_matrices(iterate, given)
-            updates = replace_matrices(updates, {p: found[p].astype(v.weight.dtype) for p, v in views.items()})
+            inputs = {path: view if dtype is None else _cast(view, dtype) for path, view in views.items()}
+            outputs = map_sharded_matrices(iterate, inputs)
+            updates = replace_matrices(updates, {p: outputs[p].astype(v.weight.dtype) for p, v in views.items()})
             return map_matrices(orthogonal_norm, updates) if self.renormalize else updates
 
         return optax.stateless(orthogonalized)

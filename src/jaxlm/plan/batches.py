@@ -42,13 +42,13 @@ class BatchConfig:
     @property
     def parallelism(self) -> int:
         """Sequences per device in one training microbatch, from either of the two keys."""
-        given = {self.per_device_parallelism, self.per_device_train_parallelism} - {-1}
-        if len(given) > 1:
+        values = {self.per_device_parallelism, self.per_device_train_parallelism} - {-1}
+        if len(values) > 1:
             raise ConfigError(
                 f"trainer.per_device_parallelism: {self.per_device_parallelism} given, and per_device_train_parallelism:"
                 f" {self.per_device_train_parallelism}. They are aliases; remove one"
             )
-        return given.pop() if given else -1
+        return values.pop() if values else -1
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class BatchPlan:
 
 def batch_sizes(trainer: BatchConfig) -> tuple[BatchSize, ...] | None:
     """The stages of `train_batch_size`; None if it depends on the number of devices (-1)."""
-    given = trainer.train_batch_size
-    if given == -1:
+    batch_size = trainer.train_batch_size
+    if batch_size == -1:
         return None
-    sizes = (BatchSize(0, given),) if isinstance(given, int) else tuple(given)
+    sizes = (BatchSize(0, batch_size),) if isinstance(batch_size, int) else tuple(batch_size)
     for number, size in enumerate(sizes):
         if size.value < 1:
-            where, allowed = (_KEY, "-1 or 1") if isinstance(given, int) else (f"{_KEY}.{number}.value", "1")
+            where, allowed = (_KEY, "-1 or 1") if isinstance(batch_size, int) else (f"{_KEY}.{number}.value", "1")
             raise ConfigError(f"{where}: {size.value} given, must be {allowed} or more")
     starts = [size.start for size in sizes]
     if not starts or starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)):

@@ -83,15 +83,15 @@ def help_of(command: str, topic: str, kind: type[RunConfig] = RunConfig) -> str:
 
 def given_distributed(arguments: Sequence[str]) -> DistributedConfig:
     """How the processes of the run connect, as far as it can be told although the command line or the file is wrong."""
-    given: dict[str, str] = {}
+    options: dict[str, str] = {}
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, text = argument.partition("=")
-        given[name.removeprefix("--")] = text if equals else following
+        options[name.removeprefix("--")] = text if equals else following
     prefix, tree = "trainer.distributed.", {}
     with contextlib.suppress(ConfigError):
-        section = load_yaml(given.get("config_path", given.get("config", ""))).tree.get("trainer")
+        section = load_yaml(options.get("config_path", options.get("config", ""))).tree.get("trainer")
         tree = dict(section.get("distributed") or {}) if isinstance(section, dict) else {}
-    tree |= {name.removeprefix(prefix): parse_value(text) for name, text in given.items() if name.startswith(prefix)}
+    tree |= {name.removeprefix(prefix): parse_value(text) for name, text in options.items() if name.startswith(prefix)}
     return decode(DistributedConfig, ConfigSource(tree))
 
 
@@ -148,8 +148,8 @@ def _with_surgery_keys(config: R, tree: Mapping[str, Any]) -> R:
     model, phases = config.model, []
     for phase, written in zip(config.phases, tree["phases"], strict=True):
         surgeries = []
-        for surgery, given in zip(phase.surgery, written.get("surgery", []), strict=True):
-            surgeries.append(replace(surgery, **surgery.keys_from_files(given.keys(), model)))
+        for surgery, section in zip(phase.surgery, written.get("surgery", []), strict=True):
+            surgeries.append(replace(surgery, **surgery.keys_from_files(section.keys(), model)))
             model = surgeries[-1].changed(model)
         phases.append(replace(phase, surgery=surgeries))
     return replace(config, phases=phases)
@@ -166,25 +166,25 @@ def _inherit_sections(tree: Mapping[str, Any]) -> dict[str, Any]:
 def _inherit_into_phase(tree: Mapping[str, Any], phase: Mapping[str, Any]) -> dict[str, Any]:
     full = dict(phase)
     for section in ("data", "objective", "optimizer"):
-        own, shared = phase.get(section), tree.get(section, {})
-        if isinstance(own, dict) and isinstance(shared, dict):
-            full[section] = _inherit_keys(shared, own)
+        phase_section, shared = phase.get(section), tree.get(section, {})
+        if isinstance(phase_section, dict) and isinstance(shared, dict):
+            full[section] = _inherit_keys(shared, phase_section)
             if section == "data":  # also for another kind of data: no other values are valid there
                 full[section] = {**{key: shared[key] for key in _OF_ALL_PHASES if key in shared}, **full[section]}
     return full
 
 
-def _inherit_keys(shared: Mapping[str, Any], own: Mapping[str, Any], *, inside: bool = False) -> dict[str, Any]:
+def _inherit_keys(shared: Mapping[str, Any], section: Mapping[str, Any], *, inside: bool = False) -> dict[str, Any]:
     """A section over one that it inherits from. Keys of one type mean nothing to another type.
 
     Args:
         inside: the section is inside of another. Only two types that are both named then differ for certain.
     """
-    before, after = shared.get("type"), own.get("type", shared.get("type"))
+    before, after = shared.get("type"), section.get("type", shared.get("type"))
     if before != after and not (inside and before is None):
-        return dict(own)
-    both = {key for key, value in own.items() if isinstance(value, dict) and isinstance(shared.get(key), dict)}
-    return {**shared, **own, **{key: _inherit_keys(shared[key], own[key], inside=True) for key in both}}
+        return dict(section)
+    both = {key for key, value in section.items() if isinstance(value, dict) and isinstance(shared.get(key), dict)}
+    return {**shared, **section, **{key: _inherit_keys(shared[key], section[key], inside=True) for key in both}}
 
 
 def run_id_of(config: RunConfig) -> str:

@@ -152,8 +152,8 @@ def _overridden(trainer: ShardingConfig, layout: Layout) -> list[str]:
         ("parameter_axis_resources", trainer.parameter_axis_resources, layout.parameter),
     ):
         for axis, target in written.items():
-            given, actual = (_sharded_axes(names, layout) for names in (target, mapping[axis]))
-            if given != actual and axis not in trainer.compute_axis_resources:
+            requested, actual = (_sharded_axes(names, layout) for names in (target, mapping[axis]))
+            if requested != actual and axis not in trainer.compute_axis_resources:
                 by = "batch_axis" if axis == trainer.batch_axis else "tensor_parallel_axes, fsdp_axis or trainer.mesh"
                 warnings.append(
                     f"trainer.{key}.{axis}: {target} is overridden by {by}: '{axis}' is mapped to {mapping[axis]}"

@@ -47,8 +47,8 @@ def with_num_steps_of_data(
     phases, sections = plan_phases(config)
     steps, start = {}, 0
     for phase, section in zip(phases, sections, strict=True):
-        own = config.phases[phase.index].num_train_steps if config.phases else None
-        by_epoch = bool(config.epoch) and own is None
+        num_train_steps = config.phases[phase.index].num_train_steps if config.phases else None
+        by_epoch = bool(config.epoch) and num_train_steps is None
         if by_epoch and not section.has_examples_per_step:
             raise ConfigError(
                 f"epoch: {config.epoch} given, but phase '{phase.name}' does not train on new examples in every step"
@@ -57,9 +57,9 @@ def with_num_steps_of_data(
         if by_epoch or section.stop_strategy != "restart":
             seq_len = phase.model.seq_len
             data = main_first(functools.partial(section.open, tokenizer, seq_len, log, summarize=False))
-            own_batches = batches.starting_at(start)
-            num_steps = _of_epochs(config, data, own_batches) if by_epoch else phase.num_steps
-            steps[phase.index] = _until_exhausted(phase, num_steps, data, own_batches, config.order_seed, log)
+            phase_batches = batches.starting_at(start)
+            num_steps = _of_epochs(config, data, phase_batches) if by_epoch else phase.num_steps
+            steps[phase.index] = _until_exhausted(phase, num_steps, data, phase_batches, config.order_seed, log)
         start += steps.get(phase.index, phase.num_steps)
     if not same_on_all_processes(str(steps)):
         raise ConfigError(
@@ -73,11 +73,12 @@ def _of_epochs(config: RunConfig, data: Data, batches: BatchSchedule) -> int:
     """The number of steps for `epoch` passes over the data. The next epoch fills up the last batch."""
     (sequences,) = data.trained_on(batches).values()
     num_steps = batches.steps_for(config.epoch * len(sequences))
-    given = config.trainer.num_train_steps
-    if given not in (TrainerConfig.num_train_steps, num_steps):
+    num_train_steps = config.trainer.num_train_steps
+    if num_train_steps not in (TrainerConfig.num_train_steps, num_steps):
         raise ConfigError(
             f"epoch: {config.epoch} means {num_steps} steps ({len(sequences)} sequences of {sequences.seq_len} tokens,"
-            f" {_sizes(batches)} per batch), but trainer.num_train_steps: {given} is given. Remove one of them"
+            f" {_sizes(batches)} per batch), but trainer.num_train_steps: {num_train_steps} is given. Remove"
+            " one of them"
         )
     return num_steps
 
@@ -89,11 +90,11 @@ def epoch_of(phase: Phase, data: Data, batches: BatchSchedule) -> Callable[[int]
     Args:
         batches: of the whole run.
     """
-    own = batches.starting_at(phase.start)
-    sequences = list(data.trained_on(own).values())
+    phase_batches = batches.starting_at(phase.start)
+    sequences = list(data.trained_on(phase_batches).values())
     if len(sequences) > 1 or not data.has_examples_per_step:
         return lambda step: None
-    return lambda step: own.examples_before(step - phase.start) // len(sequences[0])
+    return lambda step: phase_batches.examples_before(step - phase.start) // len(sequences[0])
 
 
 def _until_exhausted(

@@ -277,17 +277,17 @@ def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref
     needed |= {name: ("surgery", phase) for phase in phases for name in phase.surgery_references}
     for name, (section, phase) in needed.items():
         if name not in config.refs:
-            given = f"only has: {', '.join(config.refs)}" if config.refs else "is empty"
+            problem = f"only has: {', '.join(config.refs)}" if config.refs else "is empty"
             raise ConfigError(
-                f"refs: the {section} of phase '{phase.name}' uses the model '{name}', but the section {given}. Add it:"
-                f" refs: {{{name}: {{type: hf, path: ...}}}}"
+                f"refs: the {section} of phase '{phase.name}' uses the model '{name}', but the section {problem}. Add"
+                f" it: refs: {{{name}: {{type: hf, path: ...}}}}"
             )
     for name in config.refs:
         if name not in needed:
-            asked = (
+            reason = (
                 f"objectives and surgeries use {', '.join(needed)}" if needed else "no objective or surgery uses one"
             )
-            raise ConfigError(f"refs.{name}: not used, because {asked}. Remove or rename it, or set objective.type")
+            raise ConfigError(f"refs.{name}: not used, because {reason}. Remove or rename it, or set objective.type")
     return {name: ref.open(f"refs.{name}") for name, ref in config.refs.items()}
 
 
@@ -380,9 +380,9 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
     data = tuple(phase.data or config.data for phase in written)
     for index, section in enumerate(data):
         for key in ("tokenizer", "vocab_size", "added_tokens"):
-            if (given := getattr(section, key)) != (first := getattr(data[0], key)):
+            if (value := getattr(section, key)) != (first := getattr(data[0], key)):
                 raise ConfigError(
-                    f"phases.{index}.data.{key}: {encode(given)} given, but all phases must use the same tokenizer, and the"
+                    f"phases.{index}.data.{key}: {encode(value)} given, but all phases must use the same tokenizer, and the"
                     f" first phase has {encode(first)}"
                 )
     return tuple(phases), data
@@ -467,9 +467,9 @@ def check_metric(metric: str, key: str, config: RunConfig, data: Sequence[DataCo
         raise ConfigError(f"{key}: '{metric}' given, but evals is empty. Add an evaluation")
     names = {id(evaluation): evaluation.metric_names for evaluation in config.evals}
     ends = lambda name: f"/{metric}".endswith(f"/{name}")  # noqa: E731
-    measuring = [e for e in config.evals if (own := names[id(e)]) is None or any(map(ends, own))]
+    measuring = [e for e in config.evals if (metric_names := names[id(e)]) is None or any(map(ends, metric_names))]
     if not measuring:
-        known = [f"{EVAL_PREFIX}{name}" for own in names.values() for name in own or ()]
+        known = [f"{EVAL_PREFIX}{name}" for metric_names in names.values() for name in metric_names or ()]
         shown = ", ".join([*known[:_MAX_LISTED], *(["..."] if len(known) > _MAX_LISTED else [])])
         raise ConfigError(
             f"{key}: '{metric}' given, but no evaluation measures it. The section evals measures {shown or 'nothing'}"

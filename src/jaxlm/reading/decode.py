@@ -328,11 +328,11 @@ def unknown_key(source: ConfigSource, path: KeyPath, choice: str | None, allowed
     return config_error(source, path, f"no such key in {section}{typed}.{hint} Allowed: {', '.join(allowed)}")
 
 
-def _nearest(given: str, known: Collection[str]) -> str | None:
+def _nearest(key: str, known: Collection[str]) -> str | None:
     """The most similar known name: the same words in another order, or a similar spelling."""
-    words = sorted(given.split("_"))
+    words = sorted(key.split("_"))
     reordered = (name for name in known if sorted(name.split("_")) == words)
-    return next(reordered, None) or next(iter(difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)), None)
+    return next(reordered, None) or next(iter(difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)), None)
 
 
 def _located(problem: str, kind: Any, path: KeyPath) -> tuple[KeyPath, str]:

@@ -39,12 +39,12 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
         if argument in ("--help", "-h"):
             topic = arguments[number + 1] if number + 1 < len(arguments) else ""
             return Arguments(help="" if topic.startswith("-") else topic)
-    given: dict[str, str] = {}
+    options: dict[str, str] = {}
     rest = list(arguments)
     while rest:
         option = rest.pop(0)
         if not option.startswith("--") or option == "--":
-            raise _not_an_option(option, given)
+            raise _not_an_option(option, options)
         name, equals, text = option[2:].partition("=")
         if name not in _CONFIG_OPTIONS and difflib.get_close_matches(name, _CONFIG_OPTIONS, cutoff=0.8):
             raise ConfigError(f"command line: --{name} is not an option. Did you mean --config_path?")
@@ -52,13 +52,13 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
             if not rest or re.match(r"--[A-Za-z_]", rest[0]):
                 raise ConfigError(f"command line: --{name} needs a value (--{name} true, for a switch)")
             text = rest.pop(0)
-        if name in given:
+        if name in options:
             raise ConfigError(f"command line: --{name} is given twice. Keep one of them")
-        given[name] = text
-    paths = [given.pop(name) for name in _CONFIG_OPTIONS if name in given]
+        options[name] = text
+    paths = [options.pop(name) for name in _CONFIG_OPTIONS if name in options]
     if len(paths) > 1:
         raise ConfigError("command line: --config_path and --config are aliases. Remove one of them")
-    return Arguments(next(iter(paths), None), {name: _parse(name, text) for name, text in given.items()})
+    return Arguments(next(iter(paths), None), {name: _parse(name, text) for name, text in options.items()})
 
 
 def _parse(name: str, text: str) -> Any:
@@ -74,9 +74,9 @@ def _parse(name: str, text: str) -> Any:
     return text if isinstance(value, (dict, list)) else value
 
 
-def _not_an_option(argument: str, given: dict[str, str]) -> ConfigError:
-    """The error for an argument without dashes. Args: given: names of the options before it."""
-    last = next(reversed(given), None)
+def _not_an_option(argument: str, options: dict[str, str]) -> ConfigError:
+    """The error for an argument without dashes. Args: options: those before it."""
+    last = next(reversed(options), None)
     if last in _CONFIG_OPTIONS:
         hint = f"--{last} takes one file. To combine files, write `<<: !include {argument}` in it"
     elif argument.endswith((".yaml", ".yml")) and last is None:

@@ -70,13 +70,13 @@ class ExactMatch(Reward):
     def _references(self, reference: Any) -> Iterator[str]:
         for one in reference if isinstance(reference, list) else [reference]:
             text = str(one)
-            found = text if self._of_reference is None else last_match(self._of_reference, text)
-            if found is None:
+            match = text if self._of_reference is None else last_match(self._of_reference, text)
+            if match is None:
                 raise ConfigError(
                     f"reference_pattern: '{self._config.reference_pattern}' does not match the reference"
                     f" '{text[-80:]}' in the column '{self._config.column}'"
                 )
-            yield found
+            yield match
 
     def _plain(self, text: str) -> str:
         return text.strip().casefold() if self._config.ignore_case else text.strip()

@@ -63,12 +63,12 @@ class FunctionReward(Reward):
         self._function, self._per = function, per
         parameters = inspect.signature(function).parameters.values()
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        given = _OF_BATCH if per == "batch" else _OF_ROW
+        arguments = _OF_BATCH if per == "batch" else _OF_ROW
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         if by_position := [p.name for p in named if p.kind is p.POSITIONAL_ONLY]:
             raise ConfigError(f"the parameter '{by_position[0]}' is positional-only, but arguments are passed by name")
         self._parameters = {p.name for p in named}
-        self._columns = tuple(p.name for p in named if p.default is p.empty and p.name not in given)
+        self._columns = tuple(p.name for p in named if p.default is p.empty and p.name not in arguments)
         # Rows of an async function are scored at the same time: it may wait for a server.
         self.scores_alone = per == "row" and not inspect.iscoroutinefunction(function)
 

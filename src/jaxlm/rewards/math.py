@@ -71,8 +71,8 @@ class MathReward(Reward):
 def marked_number(text: str) -> Decimal | None:
     """The number after the last `####` of a text; None if there is none."""
     _, mark, answer = text.rpartition(_MARK)
-    found = _NUMBER.match(answer.strip().replace("$", "", 1)) if mark else None
-    return None if found is None else Decimal(found[0].replace(",", ""))
+    match = _NUMBER.match(answer.strip().replace("$", "", 1)) if mark else None
+    return None if match is None else Decimal(match[0].replace(",", ""))
 
 
 def _is_equal_number(completion: str, reference: str) -> bool:

@@ -37,8 +37,8 @@ class ModelRewardConfig(RewardConfig):
 
     def check(self) -> None:
         if (self.path is None) == (self.server is None):
-            given = "both" if self.server is not None else "neither"
-            raise ConfigError(f"{_KEY}: {given} of path and server given, one expected")
+            keys = "both" if self.server is not None else "neither"
+            raise ConfigError(f"{_KEY}: {keys} of path and server given, one expected")
         if self.server is not None:
             self.server.check(f"{_KEY}: server")
         elif missing := [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]:

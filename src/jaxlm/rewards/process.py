@@ -30,25 +30,25 @@ _PRIVATE = 512  # descriptors from here on
 def serve(descriptor: int) -> None:
     """Opens the reward, and scores rows until the run closes the connection. Args: descriptor: of the connection."""
     connection = socket.socket(fileno=_private(descriptor))
-    given = connection.makefile("rb")
+    requests = connection.makefile("rb")
 
     def send(kind: str, value: Any) -> None:
         connection.sendall(json.dumps([kind, value]).encode() + b"\n")
 
     with contextlib.suppress(EOFError, OSError):  # the run has closed the connection, or has ended
         try:
-            config, context = pickle.load(given)
+            config, context = pickle.load(requests)
             reward: Reward = config.open(context)
             columns = list(reward.columns)
         except BaseException as error:  # a reward's own module can raise anything, SystemExit too
             send(FAILED, (_description(error), None))
             return
         send(OPENED, columns)
-        own = os.getpid()
+        pid = os.getpid()
         while True:
-            rows = pickle.load(given)
+            rows = pickle.load(requests)
             answer = _answer(reward, rows, lambda number: send(AT, number))
-            if os.getpid() != own:
+            if os.getpid() != pid:
                 os._exit(0)  # a fork of the reward, whose answer would be taken for that of the next rows
             send(*answer)
 
@@ -88,13 +88,15 @@ class _WrongScoreError(Exception):
         self.place = place
 
 
-def _scores(given: Any, expected: int, first: int) -> list[float]:
+def _scores(result: Any, expected: int, first: int) -> list[float]:
     """The scores of rows. Args: expected: number of rows; first: number of the first one."""
-    if isinstance(given, (str, bytes, Mapping, Set)) or not hasattr(given, "__len__") or len(given) != expected:
-        what = f"{len(given)} values" if isinstance(given, (list, tuple)) else f"{type(given).__name__} {given!r:.60}"
+    if isinstance(result, (str, bytes, Mapping, Set)) or not hasattr(result, "__len__") or len(result) != expected:
+        what = (
+            f"{len(result)} values" if isinstance(result, (list, tuple)) else f"{type(result).__name__} {result!r:.60}"
+        )
         raise _WrongScoreError(f"it returned {what}, but a list of {expected} numbers was expected", None)
     scores: list[float] = []
-    for place, value in enumerate(given, start=first):
+    for place, value in enumerate(result, start=first):
         item = _item(value)
         try:
             scores.append(_number(item))
@@ -125,8 +127,8 @@ def _description(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     known = (*libraries, os.path.dirname(__file__), "<")
-    own = [frame for frame in frames if not frame.filename.startswith(known)]
-    place = f" in {own[-1].filename}, line {own[-1].lineno}" if own else ""
+    user_frames = [frame for frame in frames if not frame.filename.startswith(known)]
+    place = f" in {user_frames[-1].filename}, line {user_frames[-1].lineno}" if user_frames else ""
     try:
         what = " ".join(str(error).split())[:500]
     except BaseException:

@@ -95,12 +95,12 @@ def _end_all(worker: int) -> None:
 
 
 def _children() -> list[int]:
-    own, found = str(os.getpid()), []
+    parent, children = str(os.getpid()), []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError):  # it has ended
-            if path.read_text(errors="replace").rpartition(")")[2].split()[1] == own:
-                found.append(int(path.parent.name))
-    return found
+            if path.read_text(errors="replace").rpartition(")")[2].split()[1] == parent:
+                children.append(int(path.parent.name))
+    return children
 
 
 def _end_as(status: int | None) -> None:

@@ -63,8 +63,8 @@ def assumed_vocabulary(config: RunConfig) -> tuple[int, str]:
         return DEFAULT_VOCAB_SIZE, f"{DEFAULT_VOCAB_SIZE:,} (of a tokenizer that is trained without data.vocab_size)"
     for find in (_of_tokenizer, _of_weights, _of_checkpoint):
         with contextlib.suppress(ConfigError, OSError):  # what is wrong is listed below the plan, or ends the start
-            if (found := find(config, str(data.tokenizer))) is not None:
-                return found[0], f"{found[0]:,} ({found[1]})"
+            if (vocabulary := find(config, str(data.tokenizer))) is not None:
+                return vocabulary[0], f"{vocabulary[0]:,} ({vocabulary[1]})"
     return _DEFAULT_VOCAB_SIZE, f"{_DEFAULT_VOCAB_SIZE:,} (GPT-2's, assumed because data.vocab_size is not set)"
 
 
@@ -168,7 +168,7 @@ class _Question(NamedTuple):
 def _caches(plan: Plan) -> Iterator[tuple[str, str]]:
     """What a start will do about each token cache."""
     sources = {source.folder: source for data in plan.data for source in data.sources()}.values()
-    asked = [(source, split) for source in sources for split in (TRAIN, VALIDATION) if source.has(split)]
+    splits = [(source, split) for source in sources for split in (TRAIN, VALIDATION) if source.has(split)]
     return _answers(
         [
             _Question(
@@ -176,7 +176,7 @@ def _caches(plan: Plan) -> Iterator[tuple[str, str]]:
                 functools.partial(source.describe_cache, split),
                 str(source.store.url),
             )
-            for source, split in asked
+            for source, split in splits
         ]
     )
 

@@ -193,8 +193,8 @@ def logged_evaluation(config: RunConfig, step: int) -> dict[str, float]:
     log_dir = config.trainer.log_dir
     records = [] if is_url(log_dir) else read_metrics(Path(log_dir) / run_id_of(config) / METRICS)
     for record in reversed([record for record in records if record["step"] <= step]):
-        if found := {k: v for k, v in record.items() if k.startswith(EVAL_PREFIX) and v is not None}:
-            return found
+        if metrics := {k: v for k, v in record.items() if k.startswith(EVAL_PREFIX) and v is not None}:
+            return metrics
     return {}
 
 
@@ -222,8 +222,8 @@ def _sources(data: DataConfig) -> Iterator[str]:
 def _datasets(sections: tuple[DataConfig, ...]) -> Iterator[str]:
     """The Hub names of the training data."""
     for config in (source.config for section in sections for source in section.sources()):
-        given = [config.id] if config.id else [url for url in config.train_urls if url.startswith(_HUB_URL)]
-        names = (repository_of(url.removeprefix(_HUB_URL).partition("?")[0]) for url in given)
+        locations = [config.id] if config.id else [url for url in config.train_urls if url.startswith(_HUB_URL)]
+        names = (repository_of(url.removeprefix(_HUB_URL).partition("?")[0]) for url in locations)
         yield from (name for name in names if name is not None)
 
 

@@ -123,12 +123,12 @@ class _ToolOption:
 
 def _tool(text: str) -> Tool:
     """The tool of a name, or of a mapping with `type` and keys."""
-    given = parse_value(text) if text.lstrip().startswith("{") else {"type": text}
-    name, known = given.get("type"), Tool.get_known_choices()
+    section = parse_value(text) if text.lstrip().startswith("{") else {"type": text}
+    name, known = section.get("type"), Tool.get_known_choices()
     if name not in known and not is_import_path(name):
         allowed = ", ".join(sorted((*known, _NO_TOOL)))
         raise ConfigError(f"--tool: '{name or text}' given. Allowed: {allowed}, or package.module:Class")
     try:
-        return decode(_ToolOption, ConfigSource({"tool": given})).tool
+        return decode(_ToolOption, ConfigSource({"tool": section})).tool
     except ConfigError as error:
         raise ConfigError(f"--{error}") from error

@@ -64,15 +64,15 @@ def check_task_options(options: argparse.Namespace) -> None:
         raise ConfigError(f"--batch_size: {options.batch_size} given, must be at least 1")
 
 
-def _core_tasks(given: str | None) -> list[str] | None:
+def _core_tasks(tasks: str | None) -> list[str] | None:
     """The tasks of CORE that `--tasks` names, none of them for all; None if it names others."""
-    names = [] if given is None else given.split(",")
+    names = [] if tasks is None else tasks.split(",")
     of_core = [name for name in names if name == CORE or name.startswith(f"{CORE}/")]
     if not of_core:
         return None
     if len(of_core) < len(names) or (CORE in names and len(names) > 1):
         raise ConfigError(
-            f"--tasks: '{given}' given, expected either {CORE}, or {CORE}/TASK,{CORE}/TASK,..., or tasks of"
+            f"--tasks: '{tasks}' given, expected either {CORE}, or {CORE}/TASK,{CORE}/TASK,..., or tasks of"
             " lm-evaluation-harness. Run the command once for each"
         )
     return [name.removeprefix(f"{CORE}/") for name in names if name != CORE]

@@ -86,13 +86,13 @@ class InferenceModel:
 
     def logits(self, texts: Sequence[Text], *, batch_size: int = 8) -> list[np.ndarray]:
         """The logits after each token of each text: one float32 array [tokens, vocab] per text. See `hidden`."""
-        return [arrays["logits"] for arrays in self._each("logits", texts, batch_size, _logits)]
+        return [arrays["logits"] for arrays in self._run("logits", texts, batch_size, _logits)]
 
     def log_probs(self, texts: Sequence[Text], *, batch_size: int = 8) -> list[np.ndarray]:
         """The log-probability of each token given those before it, in nats: one float32 array [tokens - 1] per text, because
         nothing is before the first token. See `hidden`.
         """
-        return [arrays["log_probs"][:-1] for arrays in self._each("log_probs", texts, batch_size, _log_probs)]
+        return [arrays["log_probs"][:-1] for arrays in self._run("log_probs", texts, batch_size, _log_probs)]
 
     def hidden(
         self, texts: Sequence[Text], taps: Sequence[str] = (FINAL,), *, batch_size: int = 8
@@ -114,17 +114,17 @@ class InferenceModel:
         """
         _check_list("hidden", taps)
         read = functools.partial(_taps, taps=tuple(taps))
-        found: dict[str, list[np.ndarray]] = {tap: [] for tap in taps}
-        for arrays in self._each("hidden", texts, batch_size, read):
+        states: dict[str, list[np.ndarray]] = {tap: [] for tap in taps}
+        for arrays in self._run("hidden", texts, batch_size, read):
             for tap, array in arrays.items():
-                found[tap].append(array)
-        return found
+                states[tap].append(array)
+        return states
 
     @functools.cached_property
     def _generator(self) -> Generator:
         return Generator.of(self.model)
 
-    def _each(
+    def _run(
         self, name: str, texts: Sequence[Text], batch_size: int, compute: Callable[..., dict[str, jax.Array]]
     ) -> Iterator[dict[str, np.ndarray]]:
         """For each text, what `compute` returns for its tokens. Args: name: of the caller, for messages."""
@@ -154,9 +154,9 @@ class InferenceModel:
         return ids
 
 
-def _check_list(name: str, given: Sequence[Any]) -> None:
-    if isinstance(given, str):
-        raise ConfigError(f"{name}: the string {given!r:.40} given, but a list expected, such as ['...']")
+def _check_list(name: str, value: Sequence[Any]) -> None:
+    if isinstance(value, str):
+        raise ConfigError(f"{name}: the string {value!r:.40} given, but a list expected, such as ['...']")
 
 
 def load(

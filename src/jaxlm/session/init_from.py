@@ -85,8 +85,8 @@ class InitFrom:
     def describe(self, plan: Plan) -> str:
         """What the run starts from, for the table at the start."""
         if self.state is not None:
-            whose = "" if self.is_own else "the state of another run, "
-            return f"{whose}{self.state.location} (step {self.state.cursor.step})"
+            prefix = "" if self.is_own else "the state of another run, "
+            return f"{prefix}{self.state.location} (step {self.state.cursor.step})"
         if self.weights is not None:
             return f"step 0, with the model of {self.weights.location}"
         name = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
@@ -120,8 +120,8 @@ def starts_at_random(config: RunConfig, tokenizer: Any) -> bool:
     trainer = config.trainer
     if hf_name(config.initialize_from_hf, tokenizer) is not None:
         return False
-    given = trainer.initialize_from or trainer.initialize_from_state
-    return given is None or trainer.allow_partial_checkpoint
+    checkpoint = trainer.initialize_from or trainer.initialize_from_state
+    return checkpoint is None or trainer.allow_partial_checkpoint
 
 
 def _load_hf_weights(plan: Plan, log: Log) -> LanguageModel | None:
@@ -168,23 +168,24 @@ def check_init_from(plan: Plan) -> None:
         raise ConfigError(
             "trainer.load_checkpoint: false given, but load_checkpoint_path is also set. Remove one of them"
         )
-    own = main_first(plan.checkpoints.checkpoints)
-    if trainer.load_checkpoint is False and own:
+    own_checkpoints = main_first(plan.checkpoints.checkpoints)
+    if trainer.load_checkpoint is False and own_checkpoints:
         raise ConfigError(
-            f"trainer.load_checkpoint: false given, but the run '{plan.run_id}' already has checkpoints ({own[-1].location})."
-            " Starting from scratch would mix new checkpoints with them. Set another trainer.id, or move them away"
+            f"trainer.load_checkpoint: false given, but the run '{plan.run_id}' already has checkpoints"
+            f" ({own_checkpoints[-1].location}). Starting from scratch would mix new checkpoints with them. Set another"
+            " trainer.id, or move them away"
         )
-    if not own:
+    if not own_checkpoints:
         for phase in plan.phases:
             plan.state_builder.initial_leaves(phase)  # raises for files that a surgery cannot use
     other = trainer.load_checkpoint_path
-    if trainer.load_checkpoint and not own and (other is None or not _checkpoints_at(other, trainer)):
+    if trainer.load_checkpoint and not own_checkpoints and (other is None or not _checkpoints_at(other, trainer)):
         raise ConfigError(
             f"trainer.load_checkpoint: true given, but there is no checkpoint at {other or plan.checkpoints.location}"
         )
     for name in ("initialize_from", "initialize_from_state"):
         path = getattr(trainer, name)
-        if path is not None and not own and not _checkpoints_at(path, trainer):
+        if path is not None and not own_checkpoints and not _checkpoints_at(path, trainer):
             raise ConfigError(
                 f"trainer.{name}: no checkpoint at {path}. Set it to a checkpoint, a run's checkpoint folder, or a folder of"
                 " runs"
@@ -199,9 +200,9 @@ def find_init_from(plan: Plan, log: Log) -> InitFrom:
         NoUsableCheckpointError: checkpoints exist, but all of them are damaged.
     """
     trainer = plan.config.trainer
-    own = latest_valid(plan.checkpoints, log)
-    if own is not None:
-        return _going_back(plan, own, log) or InitFrom(own)
+    own_checkpoint = latest_valid(plan.checkpoints, log)
+    if own_checkpoint is not None:
+        return _going_back(plan, own_checkpoint, log) or InitFrom(own_checkpoint)
     other = trainer.load_checkpoint_path
     if other is not None and (checkpoints := _checkpoints_at(other, trainer)):
         return InitFrom(latest_complete(checkpoints, other, log), is_own=False)
@@ -274,8 +275,8 @@ def _own_checkpoint_named(plan: Plan) -> tuple[str, str | None]:
     """The key that names one of the run's own checkpoints, and the checkpoint's name; None if no key does."""
     for key in ("load_checkpoint_path", "initialize_from_state"):
         folder, _, name = (getattr(plan.config.trainer, key) or "").rstrip("/").rpartition("/")
-        own = str(plan.checkpoints.location).rstrip("/")
-        is_own = folder == own or (not is_url(own) and Path(folder).resolve() == Path(own).resolve())
+        location = str(plan.checkpoints.location).rstrip("/")
+        is_own = folder == location or (not is_url(location) and Path(folder).resolve() == Path(location).resolve())
         if is_own and CheckpointName.parse(name) is not None:
             return f"trainer.{key}", name
     return "", None
@@ -284,20 +285,20 @@ def _own_checkpoint_named(plan: Plan) -> tuple[str, str | None]:
 def expected_cursor(plan: Plan) -> Cursor | None:
     """Where the run will probably go on: the checkpoints are not verified yet. None if it starts at step 0, or if no
     checkpoint says it. All processes must call this, and only process 0 gets the answer."""
-    own, trainer = main_first(plan.checkpoints.checkpoints), plan.config.trainer
-    if own:
-        return main_only(lambda: _own_cursor(plan, own))
+    own_checkpoints, trainer = main_first(plan.checkpoints.checkpoints), plan.config.trainer
+    if own_checkpoints:
+        return main_only(lambda: _own_cursor(plan, own_checkpoints))
     for path in (trainer.load_checkpoint_path, trainer.initialize_from_state):
         if path is not None and (others := _checkpoints_at(path, trainer)):
             return main_only(functools.partial(_newest_cursor, others))
     return None
 
 
-def _own_cursor(plan: Plan, own: Sequence[Checkpoint]) -> Cursor | None:
-    newest, (_, name) = _newest_cursor(own), _own_checkpoint_named(plan)
+def _own_cursor(plan: Plan, own_checkpoints: Sequence[Checkpoint]) -> Cursor | None:
+    newest, (_, name) = _newest_cursor(own_checkpoints), _own_checkpoint_named(plan)
     if newest is None or name in (None, newest.history.went_back_to):
         return newest
-    return _newest_cursor([checkpoint for checkpoint in own if checkpoint.name == name])
+    return _newest_cursor([checkpoint for checkpoint in own_checkpoints if checkpoint.name == name])
 
 
 def _newest_cursor(checkpoints: Sequence[Checkpoint]) -> Cursor | None:

@@ -50,7 +50,11 @@ def compute_leaves(
         batches: batch sizes by step of the run, on which it depends what `max_train_batches` leaves.
     """
     samples = list(_samples(data, data.trained_on(batches), wanted.num_tokens))
-    made_from = {"leaves": dict(wanted.key), "vocabulary": vocab_size, "tokens": [each.identity for each in samples]}
+    made_from = {
+        "leaves": dict(wanted.key),
+        "vocabulary": vocab_size,
+        "tokens": [sample.identity for sample in samples],
+    }
 
     def compute() -> dict[str, np.ndarray]:
         started, num_tokens = time.perf_counter(), sum(int(sample.lengths.sum()) for sample in samples)

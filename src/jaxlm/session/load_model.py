@@ -144,14 +144,14 @@ def parse_with_keys(
             "command line: --config_path: not allowed, because a checkpoint has its own configuration. Override individual"
             " keys instead"
         )
-    own = sorted(vars(options))
+    names = sorted(vars(options))
     for name in parsed.options:
         if "." not in name and name not in _TOP_LEVEL:
-            near = difflib.get_close_matches(name, own, n=1)
+            near = difflib.get_close_matches(name, names, n=1)
             meant = f"Did you mean --{near[0]}? " if near else ""
             raise ConfigError(
                 f"command line: --{name} is not an option of {parser.prog}. {meant}Its options are"
-                f" {', '.join(f'--{o}' for o in own)}; keys that override the saved configuration contain a dot"
+                f" {', '.join(f'--{o}' for o in names)}; keys that override the saved configuration contain a dot"
             )
     return options, parsed.options
 
@@ -201,26 +201,26 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 def find_checkpoint(location: Path | str, spelling: Spelling = OPTIONS) -> VerifiedCheckpoint:
     """Finds and verifies the checkpoint at a path or URL, or the newest in a run's folder. Args: spelling: of messages."""
-    given = f"{spelling.name}{spelling.equals}"
+    prefix = f"{spelling.name}{spelling.equals}"
     candidates = resolve_checkpoints(str(location), Path(CheckpointerConfig.staging_dir), of_runs=False)
     if not candidates:
         path = Path(location)
         if (path / "adapter_config.json").is_file():
             raise ConfigError(
-                f"{given}{location}: it has only adapters. Set {spelling.name} to the model that they were trained on, and"
-                f" add {spelling.adapter}{spelling.equals}{location}"
+                f"{prefix}{location}: it has only adapters. Set {spelling.name} to the model that they were trained on,"
+                f" and add {spelling.adapter}{spelling.equals}{location}"
             )
         near = sorted(str(p.parent) for p in path.parent.glob("*/step-*")) if path.parent.is_dir() else []
         existing = f" Existing folders: {', '.join(dict.fromkeys(near))}." if near else ""
         raise ConfigError(
-            f"{given}{location}: no checkpoint found (expected step-N, or a folder of checkpoints).{existing}"
+            f"{prefix}{location}: no checkpoint found (expected step-N, or a folder of checkpoints).{existing}"
         )
     newest = candidates[-1]
     try:
         newest.verify()
     except DamagedError as damage:
         raise ConfigError(
-            f"{given}{newest.location}: the checkpoint is damaged: {damage}. Choose another checkpoint"
+            f"{prefix}{newest.location}: the checkpoint is damaged: {damage}. Choose another checkpoint"
         ) from damage
     return VerifiedCheckpoint.of(newest)
 
@@ -318,11 +318,11 @@ def open_model(
     if adapter is None:
         return opened
     config, layout, folder = opened.model, opened.plan.layout, Path(adapter)
-    lora, own, given = lora_for_inference(folder, config), MergedAdapter.of_folder(folder), spelling.adapter
+    lora, merged_adapter, option = lora_for_inference(folder, config), MergedAdapter.of_folder(folder), spelling.adapter
     twice = ConfigError(
-        f"{given}{spelling.equals}{adapter}: {opened.location} contains these adapters already. Remove {given}"
+        f"{option}{spelling.equals}{adapter}: {opened.location} contains these adapters already. Remove {option}"
     )
-    if any(one.sha256 == own.sha256 for one in opened.merged):
+    if any(one.sha256 == merged_adapter.sha256 for one in opened.merged):
         raise twice
     if opened.merged:
         sources = ", ".join(one.source for one in opened.merged)
@@ -335,7 +335,7 @@ def open_model(
         merged = jax.jit(functools.partial(merge_surgeries, surgeries=opened.surgeries))(trained)
         return add_adapters(merged, folder, config, layout)
 
-    return replace(opened, surgeries=(lora,), load=load, merged=(*opened.merged, own))
+    return replace(opened, surgeries=(lora,), load=load, merged=(*opened.merged, merged_adapter))
 
 
 def _is_hugging_face(name: str) -> bool:

@@ -30,7 +30,7 @@ def check_references(plan: Plan, tokenizer: Tokenizer, log: Log) -> None:
     Raises:
         ConfigError: a reference does not, or there is no model at its path.
     """
-    Vocab, asked = plan.state_builder.Vocab, {name for phase in plan.phases for name in phase.objective.references}
+    Vocab, names = plan.state_builder.Vocab, {name for phase in plan.phases for name in phase.objective.references}
     for name, ref in plan.read_refs.items():
         key, model = f"refs.{name}", ref.abstract(Vocab)
         theirs = ref.tokenizer()
@@ -39,7 +39,7 @@ def check_references(plan: Plan, tokenizer: Tokenizer, log: Log) -> None:
         else:
             _check_same_tokens(key, theirs, tokenizer)
         seq_len = max(phase.model.seq_len for phase in plan.phases)
-        if name in asked and model.Pos.size < seq_len:
+        if name in names and model.Pos.size < seq_len:
             raise ConfigError(
                 f"{key}.path: {ref.location} reads at most {model.Pos.size} tokens at once, but model.seq_len is {seq_len}."
                 f" Set model.seq_len to {model.Pos.size} or less"
@@ -95,14 +95,14 @@ def flops_per_token(plan: Plan, phase: Phase) -> FlopsPerToken:
     A frozen matrix has no gradient of its own, which saves 2 of its 6 FLOPs. Its inputs are counted as if they had one.
     """
     vocab_size = plan.state_builder.Vocab.size
-    own = phase.model.flops_per_token(vocab_size)
+    base = phase.model.flops_per_token(vocab_size)
     names = asked_in(plan, phase)
     configs = [replace(plan.refs[name].model_config(), seq_len=phase.model.seq_len) for name in names]
-    references = [config.flops_per_token(vocab_size) for config in configs] + [own] * phase.objective.holds_reference
+    references = [config.flops_per_token(vocab_size) for config in configs] + [base] * phase.objective.holds_reference
     num_forward = phase.objective.num_forward_sequences
     model = plan.state_builder.abstract_state(phase).model
-    flops = own.plus(-2.0 * num_multiplied(phase.split(model)[1], model))
-    for other in [own] * num_forward + references * (1 + num_forward):
+    flops = base.plus(-2.0 * num_multiplied(phase.split(model)[1], model))
+    for other in [base] * num_forward + references * (1 + num_forward):
         flops = flops.with_forward(other)
     return flops
 
@@ -125,13 +125,13 @@ def load_reference(plan: Plan, name: str, log: Log) -> LanguageModel:
 def abstract_annotations(plan: Plan, phase: Phase, batch: Any) -> Any:
     """Shapes, dtypes and shardings of what the references say about a batch {microbatch, batch, ...} of shapes."""
     refs = {name: _abstract(plan, name) for name in phase.objective.references}
-    found = jax.eval_shape(lambda refs, batch: annotations_of(phase, refs, batch), refs, batch)
+    annotations = jax.eval_shape(lambda refs, batch: annotations_of(phase, refs, batch), refs, batch)
 
     def placed(leaf: hax.NamedArray) -> hax.NamedArray:
         sharding = plan.layout.compute_sharding(leaf.axes)
         return hax.NamedArray(jax.ShapeDtypeStruct(leaf.array.shape, leaf.dtype, sharding=sharding), leaf.axes)  # type: ignore[arg-type]
 
-    return jax.tree.map(placed, found, is_leaf=tree.is_named)
+    return jax.tree.map(placed, annotations, is_leaf=tree.is_named)
 
 
 def annotated(plan: Plan, phase: Phase, batches: Sequence[T], log: Log) -> Sequence[T]:

@@ -99,16 +99,16 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
 
 
 def _counted(plan: Plan) -> str:
-    asked = asked_in(plan, plan.phases[0])
-    return "forward and backward" + (f", and the forward pass of {' and '.join(asked)}" if asked else "")
+    references = asked_in(plan, plan.phases[0])
+    return "forward and backward" + (f", and the forward pass of {' and '.join(references)}" if references else "")
 
 
 def repeatability(platform: str, xla_flags: str) -> list[tuple[str, str]]:
     """Whether a resumed run is the same bit for bit, as rows of name and value. Only on GPUs is that a choice."""
     if platform != "gpu":
         return []
-    given = [flag.lstrip("-").partition("=")[2] for flag in xla_flags.split() if _DETERMINISTIC in flag]
-    if given and given[-1].lower() in ("true", "1", ""):
+    values = [flag.lstrip("-").partition("=")[2] for flag in xla_flags.split() if _DETERMINISTIC in flag]
+    if values and values[-1].lower() in ("true", "1", ""):
         return [("repeatable", f"bit for bit (--{_DETERMINISTIC})")]
     hint = f"for bitwise resumption, start with XLA_FLAGS=--{_DETERMINISTIC}=true, which is slower"
     return [("repeatable", f"within rounding, because some GPU kernels add in no fixed order; {hint}")]
@@ -262,12 +262,15 @@ def describe_phase(phase: Phase) -> str:
 
 def _configured_start(plan: Plan) -> str:
     trainer = plan.config.trainer
-    own = {True: "a checkpoint (required)", False: "no checkpoint", None: "its own checkpoint, if it has one"}
+    descriptions = {True: "a checkpoint (required)", False: "no checkpoint", None: "its own checkpoint, if it has one"}
     others = {
         "else the state at": trainer.load_checkpoint_path or trainer.initialize_from_state,
         "else the model at": trainer.initialize_from,
     }
-    parts = [own[trainer.load_checkpoint], *(f"{what} {path}" for what, path in others.items() if path is not None)]
+    parts = [
+        descriptions[trainer.load_checkpoint],
+        *(f"{what} {path}" for what, path in others.items() if path is not None),
+    ]
     return "; ".join(parts) + (" (missing arrays are newly initialized)" if trainer.allow_partial_checkpoint else "")
 
 
@@ -363,8 +366,8 @@ def check_exports_are_new(plan: Plan, first_step: int) -> None:
     if config.hf_save_path is None or plan.checkpoints.checkpoints():
         return
     folder, ends = location_of(config.hf_save_path), {phase.end for phase in plan.phases}
-    found = (re.fullmatch(r"step-(\d{1,18})", name) for name in names_in(folder))
-    for step in sorted(int(match[1]) for match in found if match):
+    matches = (re.fullmatch(r"step-(\d{1,18})", name) for name in names_in(folder))
+    for step in sorted(int(match[1]) for match in matches if match):
         is_due = first_step < step <= plan.num_steps and (step % config.hf_save_steps == 0 or step in ends)
         if is_due and is_complete(taken := child_of(folder, f"step-{step}"), LAST_EXPORTED):
             raise ConfigError(

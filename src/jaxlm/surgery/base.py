@@ -130,14 +130,14 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         """
         return {}
 
-    def keys_from_files(self, given: Collection[str], config: ModelConfig) -> Mapping[str, Any]:
+    def keys_from_files(self, keys: Collection[str], config: ModelConfig) -> Mapping[str, Any]:
         """Values for keys that the configuration leaves out, read from the files that other keys name.
 
         The saved configuration contains them, so that it does not depend on other files. If every such key is given, no
         file may be needed.
 
         Args:
-            given: the keys that are set.
+            keys: the keys that are set.
             config: config of the model.
         """
         return {}

@@ -126,8 +126,8 @@ class DropLayersConfig(SurgeryConfig):
     def _check(self, num_layers: int) -> None:
         """Raises `ConfigError` if the keys do not suit a model with this many layers."""
         if (self.layers is None) == (self.num_layers is None):
-            given = "both are" if self.layers is not None else "none is"
-            raise ConfigError(f"layers and num_layers: {given} given. Set one of them")
+            problem = "both are" if self.layers is not None else "none is"
+            raise ConfigError(f"layers and num_layers: {problem} given. Set one of them")
         if self.layers is not None:
             known = len(set(self.layers)) == len(self.layers) and all(layer < num_layers for layer in self.layers)
             if not known or not 0 < len(self.layers) < num_layers:

@@ -55,7 +55,7 @@ class InputMoments(eqx.Module):
         others = inputs.rename({axis.name: _other(axis).name for axis in features})
         products = hax.dot(inputs, others, axis=mask.axes, precision=jax.lax.Precision.HIGHEST)
         sums = (hax.sum(mask.astype(jnp.float32)), hax.sum(inputs, axis=mask.axes), products)
-        return InputMoments(*(each if isinstance(each, NamedArray) else hax.named(each, ()) for each in sums))
+        return InputMoments(*(total if isinstance(total, NamedArray) else hax.named(total, ()) for total in sums))
 
 
 def input_moments(model: LanguageModel, paths: Collection[str], inputs: Inputs) -> dict[str, InputMoments]:
@@ -155,8 +155,8 @@ _observed.defvjp(_forward, _backward)
 
 
 def _stacked(layer: Linear) -> tuple[hax.Axis, ...]:
-    own = (*axes_of(layer.In), *axes_of(layer.Out))
-    return tuple(axis for axis in layer.weight.axes if axis not in own)
+    matrix_axes = (*axes_of(layer.In), *axes_of(layer.Out))
+    return tuple(axis for axis in layer.weight.axes if axis not in matrix_axes)
 
 
 def _other(axis: hax.Axis) -> hax.Axis:

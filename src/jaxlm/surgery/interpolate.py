@@ -67,7 +67,7 @@ class InterpolateConfig(SurgeryConfig):
                     " Use a model of the same architecture, set match to parameters that both have, or put the surgery before"
                     " those that change the architecture"
                 )
-            sizes, their_sizes = ({axis.name: axis.size for axis in each.axes} for each in (leaf, other))
+            sizes, their_sizes = ({axis.name: axis.size for axis in array.axes} for array in (leaf, other))
             if sizes != their_sizes:
                 raise ConfigError(
                     f"surgery interpolate: ref: {path} has the axes {their_sizes} in the model '{self.ref}', but {sizes}"

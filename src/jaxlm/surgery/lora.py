@@ -186,8 +186,8 @@ class LoraConfig(SurgeryConfig):
         self._check_agreement(read, _adapter_paths(model, self))
         return read.leaves(model)
 
-    def keys_from_files(self, given: Collection[str], config: ModelConfig) -> Mapping[str, Any]:
-        missing = {field.name for field in dataclasses.fields(self)}.difference(given)
+    def keys_from_files(self, keys: Collection[str], config: ModelConfig) -> Mapping[str, Any]:
+        missing = {field.name for field in dataclasses.fields(self)}.difference(keys)
         if self.from_peft is None or not missing:
             return {}
         return {key: value for key, value in lora_keys(peft_folder(self.from_peft), config).items() if key in missing}
@@ -214,18 +214,19 @@ class LoraConfig(SurgeryConfig):
         """Raises `ConfigError` if the adapter of a layer cannot start as `init` says."""
         inputs, outputs = (math.prod(axis.size for axis in axes_of(spec)) for spec in (layer.In, layer.Out))
         rank, largest = max(size.rank for size in sizes), inputs if self.init == "eva" else min(inputs, outputs)
-        given = f"surgery lora: init: {self.init} given, but"
+        prefix = f"surgery lora: init: {self.init} given, but"
         if self.init != "default" and rank > largest:
             raise ConfigError(
-                f"{given} the adapter of {path} has rank {rank}, and its matrix {outputs} x {inputs} gives at most {largest}."
-                " Lower rank, or rank_pattern"
+                f"{prefix} the adapter of {path} has rank {rank}, and its matrix {outputs} x {inputs} gives at most"
+                f" {largest}. Lower rank, or rank_pattern"
             )
         if self.init in SPLITS_WEIGHT and not isinstance(layer.weight, NamedArray):
             raise ConfigError(
-                f"{given} it changes the weight of {path}, which is stored as {type(layer.weight).__name__}. Remove init"
+                f"{prefix} it changes the weight of {path}, which is stored as {type(layer.weight).__name__}. Remove"
+                " init"
             )
         if self.init == "pissa" and any(size.rank and not size.scale for size in sizes):
-            raise ConfigError(f"{given} it divides by alpha, which is 0 for {path}. Set a positive alpha")
+            raise ConfigError(f"{prefix} it divides by alpha, which is 0 for {path}. Set a positive alpha")
 
     def _sizes(self, numbered: Sequence[tuple[str, int | None]]) -> list[AdapterSize]:
         """The sizes of the adapters at these numbered paths."""
@@ -280,13 +281,13 @@ class LoraConfig(SurgeryConfig):
         numbers = {number for number in names.numbers.values() if number is not None}
         beyond = [str(layer) for layer in self.layers_to_transform or () if layer not in numbers]
         if beyond or self.layers_to_transform == []:
-            given = f"{', '.join(beyond)} given" if beyond else "an empty list given"
+            problem = f"{', '.join(beyond)} given" if beyond else "an empty list given"
             is_whole = numbers == set(range(len(numbers)))
             listed = f"0 to {len(numbers) - 1}" if is_whole else ", ".join(map(str, sorted(numbers)))
             matching = (
                 f"the matching layers are numbered {listed}" if numbers else "target matches no layer of the body"
             )
-            raise ConfigError(f"surgery lora: layers_to_transform: {given}, but {matching}")
+            raise ConfigError(f"surgery lora: layers_to_transform: {problem}, but {matching}")
         paths = [name for path in _adapter_paths(model, self) for name in names.known.get(path, [path])]
         paths += [name for name in names.all if name not in paths]
         paths += tables
@@ -407,14 +408,14 @@ class _Names:
         """(path with a number, the number) of every layer that a path stands for."""
         body = next(iter(tree.modules(self._model, Body)), None)
         whole, numbers = (path, (0,)) if body is None else path_before_splits(path, body)
-        found: list[tuple[str, int | None]] = [(whole, None)]
+        paths: list[tuple[str, int | None]] = [(whole, None)]
         count = next((axis.size for axis in weight.axes if axis.name == LAYERS), None)
         if count is not None:  # layers that are not those of a `Body` count from 0
-            own = numbers if len(numbers) == count else range(count)
-            found = [(whole.replace(".stacked.", f".{n}."), n) for n in own]
-        self.known[path] = [name for name, _ in found]
-        self.numbers.update(found)
-        return found
+            layer_numbers = numbers if len(numbers) == count else range(count)
+            paths = [(whole.replace(".stacked.", f".{n}."), n) for n in layer_numbers]
+        self.known[path] = [name for name, _ in paths]
+        self.numbers.update(paths)
+        return paths
 
 
 def _first_match(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
@@ -448,18 +449,20 @@ def _head_of(tokens: str) -> str:
 
 def _changes(model: LanguageModel) -> dict[str, LowRank]:
     """Path of the adapted layer, table or tied head -> its change. A head that shares the table's has none of its own."""
-    found = {path: layer.change for path, layer in tree.modules_by_path(model, LoraLinear)}
+    changes = {path: layer.change for path, layer in tree.modules_by_path(model, LoraLinear)}
     for path, table in tree.modules_by_path(model, LoraEmbedding):
-        own = {path: table.lookup, _head_of(path): table.head}
-        found |= {name: change for name, change in own.items() if change is not None}
-    return found
+        table_changes = {path: table.lookup, _head_of(path): table.head}
+        changes |= {name: change for name, change in table_changes.items() if change is not None}
+    return changes
 
 
 def _adapter_paths(model: LanguageModel, lora: LoraConfig) -> list[str]:
     """The paths in `_changes` that a surgery has adapted."""
     linear = {path for path, _ in tree.modules_by_path(model, LoraLinear)}
     pattern = lambda path: lora.target if path in linear else lora.embeddings  # noqa: E731
-    return [path for path in _changes(model) if (found := pattern(path)) is not None and re.search(found, path)]
+    return [
+        path for path in _changes(model) if (expression := pattern(path)) is not None and re.search(expression, path)
+    ]
 
 
 def _other_paths(model: LanguageModel) -> list[str]:
@@ -513,7 +516,7 @@ def add_adapters(model: LanguageModel, folder: Path, config: ModelConfig, layout
 
 def adds_adapters(surgeries: Sequence[SurgeryConfig]) -> bool:
     """Whether a model that has been through these surgeries has adapters."""
-    return any(isinstance(each, LoraConfig) for each in surgeries)
+    return any(isinstance(surgery, LoraConfig) for surgery in surgeries)
 
 
 def round_adapters(model: LanguageModel, dtype: Any, saved: Sequence[str] = ()) -> LanguageModel:
@@ -529,7 +532,7 @@ def round_adapters(model: LanguageModel, dtype: Any, saved: Sequence[str] = ()) 
 
 def saved_modules(surgeries: Sequence[SurgeryConfig]) -> list[str]:
     """The patterns of the parameters that belong to these surgeries' adapters."""
-    return [pattern for each in surgeries if isinstance(each, LoraConfig) for pattern in each.modules_to_save]
+    return [pattern for surgery in surgeries if isinstance(surgery, LoraConfig) for pattern in surgery.modules_to_save]
 
 
 def save_peft(
@@ -562,7 +565,7 @@ def save_peft(
     also = {
         path.replace(".base.", "."): leaf
         for path, leaf in others.items()
-        if any(re.search(each, path) for each in saved)
+        if any(re.search(pattern, path) for pattern in saved)
     }
     (body,) = tree.modules(model, Body)
     adapters = []

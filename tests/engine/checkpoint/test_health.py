@@ -40,7 +40,7 @@ def test_pauses_double_up_to_the_interval():
     assert clock.pause() == 5
 
 
-def test_the_run_ends_after_retry_for_and_counts_anew_after_a_success():
+def test_the_run_ends_after_retry_for_and_a_success_restarts_the_count():
     clock = Clock(60, 30)
     clock.health.failed("step-1", ERROR, permanent=False)
     clock.now += 29

@@ -76,7 +76,7 @@ def test_a_second_start_is_refused_until_the_first_has_ended(url, patient):
         pass
 
 
-def test_of_starts_at_the_same_time_one_wins(url, patient):
+def test_only_one_of_simultaneous_starts_gets_the_lease(url, patient):
     entered, refused, leave_now = [], [], threading.Event()
 
     def start() -> None:

@@ -114,7 +114,7 @@ def test_a_save_that_blocks_is_repeated_no_longer_than_retry_for(tmp_path, monke
 
 
 @pytest.mark.parametrize("text", ["/a/b", "gs://a/b"])
-def test_what_one_thread_of_orbax_has_awaited_another_may_await_again(text):
+def test_a_path_can_be_awaited_more_than_once(text):
     """They share what they await. Without this, one save in 60 failed at a short switch interval."""
     path = writing._orbax_path(text)
     assert asyncio.run((path / "c").await_creation()).as_posix() == f"{text}/c"
@@ -135,7 +135,7 @@ def test_a_checkpoint_whose_parts_were_not_merged_is_not_finished(tmp_path, monk
 @pytest.mark.parametrize(
     ("file", "is_shown"), [("/site-packages/orbax/checkpoint/handlers.py", False), ("/mine.py", True)]
 )
-def test_only_the_save_says_what_orbaxs_tasks_failed_with(tmp_path, caplog, file, is_shown):
+def test_failed_orbax_tasks_are_reported_only_by_the_save(tmp_path, caplog, file, is_shown):
     """On a full disk many writes fail, and the first of them ends the save: nobody awaits the others."""
     opened(tmp_path)
     code = compile("async def write():\n    raise OSError(28, 'No space left on device')\n", file, "exec")

@@ -58,8 +58,8 @@ class GradedData(DataConfig):
     def batch_spec(self, seq_len):
         """Two columns beside the tokens."""
         Position = hax.Axis(POSITION, seq_len)
-        own = {"grade": Column(np.float32, ()), "age": Column(np.float32, (Position,))}
-        return BatchSpec(GradedBatch.of, token_columns(Position) | own)
+        columns = {"grade": Column(np.float32, ()), "age": Column(np.float32, (Position,))}
+        return BatchSpec(GradedBatch.of, token_columns(Position) | columns)
 
     def arrange(self, cache, record_format, seq_len):
         """One source's examples."""

@@ -39,14 +39,14 @@ def open_or_compute(
     """
     key = json.dumps(made_from, sort_keys=True)
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
-    if (found := _read(path, key)) is not None:
-        return found
+    if (cached_arrays := _read(path, key)) is not None:
+        return cached_arrays
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not os.access(nearest, os.W_OK | os.X_OK):
         return dict(compute())
     with folder_lock(writable_folder(folder), log), disk_full_errors(path):
-        if (found := _read(path, key)) is not None:  # another process was faster
-            return found
+        if (cached_arrays := _read(path, key)) is not None:  # another process was faster
+            return cached_arrays
         computed = dict(compute())
         remove_leftovers(path)
         stored: dict[str, Any] = {_KEY: np.array(key), **computed}

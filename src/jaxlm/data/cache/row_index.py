@@ -84,14 +84,14 @@ def open_or_index(folder: Path, made_from: Mapping[str, Any], build: Callable[[]
     """
     key = json.dumps(made_from, sort_keys=True)
     path = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
-    if (found := _open(path, key)) is not None:
-        return found
+    if (cached_index := _open(path, key)) is not None:
+        return cached_index
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not os.access(nearest, os.W_OK | os.X_OK):
         return build()
     with folder_lock(writable_folder(folder), lambda _: None), disk_full_errors(path):
-        if (found := _open(path, key)) is not None:  # another process was faster
-            return found
+        if (cached_index := _open(path, key)) is not None:  # another process was faster
+            return cached_index
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

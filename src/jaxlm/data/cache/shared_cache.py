@@ -67,10 +67,10 @@ def open_in_store(
     Raises:
         ConfigError: the cache was built from something else.
     """
-    found = find_blocks(store, folder, mirror)
-    if found is None:
+    cached_blocks = find_blocks(store, folder, mirror)
+    if cached_blocks is None:
         return None
-    blocks, metadata = found
+    blocks, metadata = cached_blocks
     parts = parts_of(folder)
     with folder_lock(writable_folder(folder.parent), log):
         # The cache in the store may have been deleted and built again.
@@ -86,8 +86,8 @@ def describe_cache(store: CacheStore, folder: Path, mirror: BlockMirror) -> str:
     """What a start will do about a cache. Writes nothing, and raises like `find_blocks`."""
     if folder.exists():
         return f"{sum(path.stat().st_size for path in folder.iterdir()) / 1e9:,.3g} GB in {folder}"
-    if found := find_blocks(store, folder, mirror):
-        return found[0].describe()
+    if cached_blocks := find_blocks(store, folder, mirror):
+        return cached_blocks[0].describe()
     if store.url is None:
         return f"not built yet: the text is tokenized to {folder}"
     fs, root = open_store(url := store.url_of(folder), store.key)

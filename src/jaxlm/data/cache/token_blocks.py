@@ -62,8 +62,8 @@ class BlockSums:
         """None if these are not the checksums of a cache. Args: cache: the content of its `cache.json`."""
         header, _, raw_sums = raw.partition(b"\n")
         try:
-            found = json.loads(header)
-            sums = BlockSums(**{name: found[name] for name in _HEADER}, crc32=np.frombuffer(raw_sums, "<u4"))
+            fields = json.loads(header)
+            sums = BlockSums(**{name: fields[name] for name in _HEADER}, crc32=np.frombuffer(raw_sums, "<u4"))
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
         is_complete = len(sums.crc32) == -(-sums.num_bytes // sums.block_bytes) and sums.header == header
@@ -120,10 +120,11 @@ class TokenBlocks:
 
     def describe(self) -> str:
         """Its size, and how much of it is on this machine."""
-        here = self.mirror.num_bytes(self.identity)
+        num_local_bytes = self.mirror.num_bytes(self.identity)
         return (
             f"{self.num_bytes / 1e9:,.3g} GB at {self.url}, read in blocks of {self._sums.block_bytes / 1e6:.3g} MB;"
-            f" {here / 1e9:,.3g} GB of it in {self.mirror.folder} (at most {self.mirror.max_bytes / 1e9:,.3g} GB)"
+            f" {num_local_bytes / 1e9:,.3g} GB of it in {self.mirror.folder} (at most"
+            f" {self.mirror.max_bytes / 1e9:,.3g} GB)"
         )
 
     def fetch(self, starts: np.ndarray, length: int | np.ndarray) -> None:
@@ -174,12 +175,12 @@ class TokenBlocks:
 
     def _read(self, number: int, begin: int, end: int, *, in_advance: bool = False) -> bytes:
         """Some bytes of a block, which is downloaded first if the mirror does not have it; in advance, only tried once."""
-        if (found := self._from_mirror(number, begin, end)) is not None:
-            return found
+        if (cached_bytes := self._from_mirror(number, begin, end)) is not None:
+            return cached_bytes
         with self.mirror.downloading(self._name(number)):
-            found = self._from_mirror(number, begin, end)  # another thread or process may have been faster
-            if found is not None:
-                return found
+            cached_bytes = self._from_mirror(number, begin, end)  # another thread or process may have been faster
+            if cached_bytes is not None:
+                return cached_bytes
             content = self._download(number, () if in_advance else WHILE_TRAINING_S)
             self.mirror.put(self._name(number), content)
             self._verified.add(number)

@@ -112,9 +112,9 @@ class TokenCache:
             self._refuse(int(starts[number] + at - before[number]), int(ids[at]))
         return ids
 
-    def _refuse(self, position: int, found: int) -> NoReturn:
+    def _refuse(self, position: int, token: int) -> NoReturn:
         raise DamagedCacheError(
-            f"{self.location}/{TOKENS}: token {position} ({self.source_of(position)}) is {found}, but the vocabulary has"
+            f"{self.location}/{TOKENS}: token {position} ({self.source_of(position)}) is {token}, but the vocabulary has"
             f" {self.vocab_size}. The cache is damaged: delete {self.location} and start again"
         )
 

@@ -136,8 +136,8 @@ class ChatEncoder(Encoder):
     key: str
 
     def read(self, file: TextFile) -> Iterator[RawContent]:
-        for where, messages, given, position in self.config.conversations(file):
-            tools = self._tools(given, where)
+        for where, messages, raw_tools, position in self.config.conversations(file):
+            tools = self._tools(raw_tools, where)
             rendered = self.template.render(messages, where, mark=self.config.mask_user_turns, tools=tools)
             yield RawContent(rendered, len(rendered.text), len(rendered.text.encode()), position, where)
 
@@ -155,15 +155,15 @@ class ChatEncoder(Encoder):
     def cache_key(self) -> dict[str, Any]:
         return self.template.cache_key()
 
-    def _tools(self, given: Any, where: str) -> list[Any] | None:
-        tools = given
-        if isinstance(given, str):
+    def _tools(self, value: Any, where: str) -> list[Any] | None:
+        tools = value
+        if isinstance(value, str):
             with contextlib.suppress(ValueError):
-                tools = json.loads(given) if given.strip() else None
+                tools = json.loads(value) if value.strip() else None
         if tools is not None and not isinstance(tools, list):
             raise ConfigError(
                 f"{where}: expected a list of tools under '{self.config.tools_field}', or a text with one in JSON, got"
-                f" {given!r:.80}. Set {self.key}.tools_field to the key of the tools"
+                f" {value!r:.80}. Set {self.key}.tools_field to the key of the tools"
             )
         return tools or None
 

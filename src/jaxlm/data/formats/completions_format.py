@@ -86,8 +86,8 @@ def text_or_messages(record: Record, key: str) -> str | Messages:
         return value
     if are_messages(value):
         return [{k: v for k, v in m.items() if v is not None} for m in value]
-    given = f"it is {value!r:.80}" if key in record.values else f"the record has the keys {listed(record.values)}"
-    raise ConfigError(f"{record.where}: no text and no list of messages under '{key}': {given}")
+    problem = f"it is {value!r:.80}" if key in record.values else f"the record has the keys {listed(record.values)}"
+    raise ConfigError(f"{record.where}: no text and no list of messages under '{key}': {problem}")
 
 
 def checked_template(template: ChatTemplate | None, where: str, key: str) -> ChatTemplate:
@@ -147,15 +147,18 @@ class CompletionsEncoder(Encoder):
 
     def read(self, file: TextFile) -> Iterator[RawContent]:
         for record in self.config.records(file):
-            found = self.config.completions(record, self.template)
-            texts = (found.prompt, *found.completions)
+            content = self.config.completions(record, self.template)
+            texts = (content.prompt, *content.completions)
             num_bytes = sum(len(text.encode()) for text in texts)
-            yield RawContent(found, sum(map(len, texts)), num_bytes, record.position, record.where)
+            yield RawContent(content, sum(map(len, texts)), num_bytes, record.position, record.where)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
-        plain, rendered = ([found for found in contents if found.is_rendered is kind] for kind in (False, True))
+        plain, rendered = ([content for content in contents if content.is_rendered is kind] for kind in (False, True))
         sequences = {False: iter(self._plain(plain)), True: iter(self._rendered(rendered))}
-        return [_document(found, [next(sequences[found.is_rendered]) for _ in found.completions]) for found in contents]
+        return [
+            _document(content, [next(sequences[content.is_rendered]) for _ in content.completions])
+            for content in contents
+        ]
 
     def cache_key(self) -> dict[str, Any]:
         return {} if self.template is None else self.template.cache_key()
@@ -166,9 +169,9 @@ class CompletionsEncoder(Encoder):
 
     def _plain(self, contents: Sequence[Completions]) -> Iterator[_Sequence]:
         ids = iter(self.tokenizer.encode_arrays([t for c in contents for t in (c.prompt, *c.completions)]))
-        for found in contents:
+        for content in contents:
             prompt = next(ids)
-            for completion in itertools.islice(ids, len(found.completions)):
+            for completion in itertools.islice(ids, len(content.completions)):
                 yield _sequence(np.concatenate([self.before, prompt]), np.concatenate([completion, self.after]))
 
     def _rendered(self, contents: Sequence[Completions]) -> Iterator[_Sequence]:
@@ -184,10 +187,10 @@ def _sequence(prompt: np.ndarray, completion: np.ndarray) -> _Sequence:
     return np.concatenate([prompt, completion]), is_target
 
 
-def _document(found: Completions, sequences: Sequence[_Sequence]) -> TokenizedText | None:
+def _document(content: Completions, sequences: Sequence[_Sequence]) -> TokenizedText | None:
     """All sequences as one document; None if one of them has no prompt or no completion."""
     ids, masks = zip(*sequences, strict=True)
     if not all(mask.any() and not mask.all() for mask in masks):
         return None
-    numbers = np.array(found.numbers, np.float32) if found.numbers else None
+    numbers = np.array(content.numbers, np.float32) if content.numbers else None
     return TokenizedText(np.concatenate(ids), np.concatenate(masks), numbers)

@@ -72,20 +72,20 @@ class GroupsFormat(CompletionsFormat):
             return Completions(prompt, tuple(responses), False, tuple(map(float, rewards)))
         conversations = [[*prompt, {"role": "assistant", "content": response}] for response in responses]
         template = checked_template(template, record.where, self.prompt_field)
-        found = rendered(record.where, prompt, conversations, template)
-        return found._replace(numbers=tuple(map(float, rewards)))
+        content = rendered(record.where, prompt, conversations, template)
+        return content._replace(numbers=tuple(map(float, rewards)))
 
     def _responses(self, record: Record) -> list[str]:
         return self._list(record, self.responses_field, "texts", lambda item: isinstance(item, str))
 
     def _list(self, record: Record, key: str, what: str, accepts: Any) -> list[Any]:
-        found = record.values.get(key)
-        if not isinstance(found, list) or len(found) != self.group_size or not all(map(accepts, found)):
+        entries = record.values.get(key)
+        if not isinstance(entries, list) or len(entries) != self.group_size or not all(map(accepts, entries)):
             raise ConfigError(
                 f"{record.where}: expected a list of {self.group_size} {what} under '{key}' (data.format.group_size), got"
-                f" {found!r:.80}. Keys of the record: {listed(record.values)}"
+                f" {entries!r:.80}. Keys of the record: {listed(record.values)}"
             )
-        return found
+        return entries
 
 
 def _is_number(item: Any) -> bool:

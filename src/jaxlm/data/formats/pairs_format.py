@@ -145,5 +145,5 @@ class PairsFormat(CompletionsFormat):
             return 0 if end < 0 else end + len(self.prompt_ends_with)
         # TRL ends the prompt at the first character that differs, which may be inside of a token. What both completions
         # share after the white space has the same likelihood in both. A space belongs to the word that follows.
-        spaces = [found.start() for found in _WHITE_SPACE.finditer(common)]
+        spaces = [match.start() for match in _WHITE_SPACE.finditer(common)]
         return len(common) if not spaces else spaces[-1] + (common[spaces[-1]] != " ")

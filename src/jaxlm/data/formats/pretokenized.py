@@ -86,9 +86,9 @@ class PretokenizedEncoder(Encoder):
             for record in file.records((self.input_ids_key,)):
                 ids = record.values.get(self.input_ids_key)
                 if ids is None:
-                    given = "null" if self.input_ids_key in record.values else "missing"
+                    problem = "null" if self.input_ids_key in record.values else "missing"
                     raise ConfigError(
-                        f"{record.where}: the token ids under '{self.input_ids_key}' are {given}. Keys of the record:"
+                        f"{record.where}: the token ids under '{self.input_ids_key}' are {problem}. Keys of the record:"
                         f" {listed(record.values)}. Set format.input_ids_key, or remove such records"
                     )
                 yield record.where, ids, record.position

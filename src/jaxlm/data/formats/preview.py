@@ -135,20 +135,20 @@ def preview_masks(
         ConfigError: a record cannot be read, or the loss would be computed on no token of all files.
     """
     records = itertools.chain.from_iterable(map(encoder.read, files))
-    found: list[_Tokenized] = []
+    tokenized_records: list[_Tokenized] = []
     example, first, num_records = None, "", 0
     for _ in range(_MAX_BLOCKS):
         block = list(itertools.islice(records, MAX_RECORDS))
         first, num_records = first or (block[0].where if block else ""), num_records + len(block)
         texts = zip(block, encoder.encode([record.content for record in block]), strict=True)
         new = [_Tokenized(r.where, t, _within(t, seq_len, truncation)) for r, t in texts if t is not None]
-        found += new
+        tokenized_records += new
         example = next((record for record in new if record.within.any()), None)
         if example is not None or len(block) < MAX_RECORDS:
             break
-    advice = "raise model.seq_len" if found else encoder.no_targets_message()
+    advice = "raise model.seq_len" if tokenized_records else encoder.no_targets_message()
     if example is None and next(records, None) is None:
-        if not found:
+        if not tokenized_records:
             raise ConfigError(advice + (f". The first record is {first}" if first else ""))
         raise ConfigError(
             f"{key}: of all {num_records:,} records, none has a token to compute the loss on within model.seq_len"
@@ -156,10 +156,10 @@ def preview_masks(
         )
     return MaskPreview(
         num_records=num_records,
-        num_empty=num_records - len(found),
-        num_overlong=sum(len(record.text.ids) > seq_len + 1 for record in found),
-        num_tokens=sum(len(record.text.ids) for record in found),
-        num_trained=sum(int(record.within.sum()) for record in found),
+        num_empty=num_records - len(tokenized_records),
+        num_overlong=sum(len(record.text.ids) > seq_len + 1 for record in tokenized_records),
+        num_tokens=sum(len(record.text.ids) for record in tokenized_records),
+        num_trained=sum(int(record.within.sum()) for record in tokenized_records),
         truncation=truncation,
         where=example.where if example is not None else first,
         example=_pieces(example, tokenizer, seq_len, truncation) if example is not None else (),

@@ -76,12 +76,12 @@ class PromptsEncoder(Encoder):
     def read(self, file: TextFile) -> Iterator[RawContent]:
         field = self.config.prompt_field
         for record in file.records((field,)):
-            found = text_or_messages(record, field)
-            if isinstance(found, str):
-                prompt = _Prompt(found, False, record.where)
+            content = text_or_messages(record, field)
+            if isinstance(content, str):
+                prompt = _Prompt(content, False, record.where)
             else:
                 template = checked_template(self.template, record.where, field)
-                prompt = _Prompt(template.prompt(found, record.where), True, record.where)
+                prompt = _Prompt(template.prompt(content, record.where), True, record.where)
             yield RawContent(prompt, len(prompt.text), len(prompt.text.encode()), record.position)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:

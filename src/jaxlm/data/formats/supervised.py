@@ -50,8 +50,8 @@ class SupervisedFormat(MaskedFormat):
 def _text(record: Record, key: str) -> str:
     value = record.values.get(key)
     if not isinstance(value, str):
-        given = f"it is {value!r:.80}" if key in record.values else f"the record has the keys {listed(record.values)}"
-        raise ConfigError(f"{record.where}: no text under '{key}': {given}")
+        problem = f"it is {value!r:.80}" if key in record.values else f"the record has the keys {listed(record.values)}"
+        raise ConfigError(f"{record.where}: no text under '{key}': {problem}")
     return value
 
 

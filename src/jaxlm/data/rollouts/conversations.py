@@ -37,8 +37,8 @@ class Conversations:
         def turns(so_far: list[list[int]], rows: list[int], turn: int, most: int) -> Sequence[Sample]:
             stops = tuple(dict.fromkeys((*request.stop_ids, *self._turn_ends)))
             numbers = [request.rows[row] for row in rows]
-            asked = replace(request, rows=numbers, turn=turn, stop_ids=stops, num_rows=len(prompts), room=most)
-            return self._sampler.sample(model, so_far, asked)
+            turn_request = replace(request, rows=numbers, turn=turn, stop_ids=stops, num_rows=len(prompts), room=most)
+            return self._sampler.sample(model, so_far, turn_request)
 
         limits = ConversationLimits(self._max_turns, request.max_new_tokens)
         held = converse(turns, self._config, prompts, self._dialect, limits)

@@ -102,22 +102,22 @@ class PromptOrder:
         """The next prompts from number `first` on, int64 [count], and the number of the one after them."""
         if self.curriculum is None:
             return first + np.arange(count), first + count
-        found: list[int] = []
+        numbers: list[int] = []
         at = first
-        while len(found) < count:
+        while len(numbers) < count:
             looked_at = at + np.arange(max(count, _LOOKED_AT))
             accepted = looked_at[self.curriculum.accepts(self._numbers(looked_at), step)].tolist()
             at = int(looked_at[-1]) + 1
-            if len(accepted) >= count - len(found):
-                accepted = accepted[: count - len(found)]
+            if len(accepted) >= count - len(numbers):
+                accepted = accepted[: count - len(numbers)]
                 at = accepted[-1] + 1
-            found += accepted
-            if at - (found[-1] if found else first) > self._most_passed_over:
+            numbers += accepted
+            if at - (numbers[-1] if numbers else first) > self._most_passed_over:
                 raise ConfigError(
                     f"data.curriculum: at step {step}, it accepts none of {self._most_passed_over:,} prompts in turn. With"
                     " data.train_weights, the sources of the accepted prompts may have a weight of 0. Change one of them"
                 )
-        return np.array(found, np.int64), at
+        return np.array(numbers, np.int64), at
 
     def learn(self, examples: np.ndarray, rewards: np.ndarray) -> None:
         """Tells the curriculum what the responses to some prompts were worth. Args: rewards: float64 [prompts, group]."""
@@ -128,8 +128,8 @@ class PromptOrder:
         """What is logged. Args: num_passed_over: prompts for which the rollout of a step has not sampled."""
         if self.curriculum is None:
             return {}
-        found = {"passed_over": float(num_passed_over), **self.curriculum.metrics(step)}
-        return {f"curriculum/{name}": value for name, value in found.items()}
+        metrics = {"passed_over": float(num_passed_over), **self.curriculum.metrics(step)}
+        return {f"curriculum/{name}": value for name, value in metrics.items()}
 
     def _numbers(self, examples: np.ndarray) -> PromptNumbers:
         return PromptNumbers(examples, *self._mixture.find(examples))

@@ -61,11 +61,11 @@ class Difficulty(Curriculum):
 
     def accepts(self, prompts: PromptNumbers, step: int) -> np.ndarray:
         hardest = self._hardest(step)
-        found = np.zeros(len(prompts.examples), bool)
+        mask = np.zeros(len(prompts.examples), bool)
         for source in np.unique(prompts.sources).tolist():
             of_source = prompts.sources == source
-            found[of_source] = self._values[source][prompts.indices[of_source]] <= hardest
-        return found
+            mask[of_source] = self._values[source][prompts.indices[of_source]] <= hardest
+        return mask
 
     def learn(self, prompts: PromptNumbers, rewards: np.ndarray) -> None:
         return

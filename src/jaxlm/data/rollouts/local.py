@@ -54,7 +54,7 @@ class LocalSampler(Sampler):
         most = self._config.rows_at_once(num_rows)
         samples: dict[int, Sample] = {}
         for places in _calls(prompts, most):
-            found = sample_responses(
+            responses = sample_responses(
                 generator,
                 [prompts[place] for place in places],
                 [request.rows[place] for place in places],
@@ -65,7 +65,7 @@ class LocalSampler(Sampler):
                 num_rows=most,
             )
             self._progress()
-            for place, tokens, logps in zip(places, found.tokens, found.logps, strict=True):
+            for place, tokens, logps in zip(places, responses.tokens, responses.logps, strict=True):
                 samples[place] = _sample(tokens, logps, request.stop_ids)
         return [samples[place] for place in range(len(prompts))]
 

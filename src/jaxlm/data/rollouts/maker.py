@@ -142,20 +142,20 @@ class RolloutMaker:
         """
         seconds = {"sample": 0.0, "score": 0.0}
         examples, after = self.order.take(first, num_groups, step)
-        found = self._round(model, step, examples, 0, seconds)
+        groups = self._round(model, step, examples, 0, seconds)
         for number in range(1, self.options.dynamic_sampling + 1):
-            if (~found.have_equal_rewards).sum() >= num_groups:
+            if (~groups.have_equal_rewards).sum() >= num_groups:
                 break
             examples, after = self.order.take(after, num_groups, step)
-            found = found.joined(self._round(model, step, examples, number, seconds))
-        are_equal = found.have_equal_rewards
-        chosen = found.pick(np.sort(np.argsort(are_equal, kind="stable")[:num_groups]))
+            groups = groups.joined(self._round(model, step, examples, number, seconds))
+        are_equal = groups.have_equal_rewards
+        chosen = groups.pick(np.sort(np.argsort(are_equal, kind="stable")[:num_groups]))
         metrics = self._metrics(chosen) | {f"rollout/{name}_seconds": spent for name, spent in seconds.items()}
         if self.options.dynamic_sampling:
             metrics["dynamic_sampling/num_prompts"] = float(len(are_equal))
             metrics["dynamic_sampling/frac_equal"] = float(are_equal.mean())
         main_only(lambda: self._log(step, chosen))
-        self.order.learn(found.examples, found.rewards)  # last: if something fails before, no state has changed
+        self.order.learn(groups.examples, groups.rewards)  # last: if something fails before, no state has changed
         metrics |= self.order.metrics(step, after - first - len(are_equal))
         return Made(chosen, after, {f"train/{name}": value for name, value in metrics.items()})
 
@@ -214,14 +214,14 @@ class RolloutMaker:
 
         def score() -> np.ndarray:
             assert self._rewards is not None, "this is process 0"
-            found = self._rewards.score(self._rows(examples, prompts, samples))
+            scores = self._rewards.score(self._rows(examples, prompts, samples))
             if earned:
-                found = {**found, EARNED: np.array(earned), TOTAL: found[TOTAL] + np.array(earned)}
-            if not is_float32(largest := float(np.abs(found[TOTAL]).max())):
+                scores = {**scores, EARNED: np.array(earned), TOTAL: scores[TOTAL] + np.array(earned)}
+            if not is_float32(largest := float(np.abs(scores[TOTAL]).max())):
                 raise ConfigError(
                     f"data.rewards: a weighted sum of {largest:g}, at most 3.4e+38 expected. Use smaller weights"
                 )
-            return np.stack([found[name] for name in names])
+            return np.stack([scores[name] for name in names])
 
         values = main_only(score)
         if values is None:
@@ -265,25 +265,25 @@ class RolloutMaker:
     def _of_sources(self, examples: np.ndarray, read: Callable[[str, Examples, np.ndarray], Sequence[T]]) -> list[T]:
         """What `read` returns for the examples of each source, in the order of the examples."""
         sources, indices = self._mixture.find(examples)
-        found: dict[int, T] = {}
+        results: dict[int, T] = {}
         for source in np.unique(sources).tolist():
             (rows,) = np.nonzero(sources == source)
             parts = read(self._mixture.names[source], self._mixture.examples_of(source), indices[rows])
-            found |= zip(rows.tolist(), parts, strict=True)
-        return [found[row] for row in range(len(examples))]
+            results |= zip(rows.tolist(), parts, strict=True)
+        return [results[row] for row in range(len(examples))]
 
     def _metrics(self, groups: Groups) -> dict[str, float]:
         """What is logged of the groups, with TRL's names where it has them."""
         lengths = np.array([sum(sample.mask) for sample in groups.samples])
         is_finished = np.array([sample.is_finished for sample in groups.samples])
-        found = {
+        metrics = {
             "completions/min_length": float(lengths.min()),
             "completions/max_length": float(lengths.max()),
             "completions/clipped_ratio": float(1 - is_finished.mean()),
         }
         if is_finished.any():
-            found["completions/mean_terminated_length"] = float(lengths[is_finished].mean())
+            metrics["completions/mean_terminated_length"] = float(lengths[is_finished].mean())
         for name, scores in zip(self.options.reward_names, groups.scores[:-1], strict=True):
             if (applies := ~np.isnan(scores)).any():
-                found[f"rewards/{name}"] = float(scores[applies].mean())
-        return found
+                metrics[f"rewards/{name}"] = float(scores[applies].mean())
+        return metrics

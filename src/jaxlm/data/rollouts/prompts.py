@@ -85,10 +85,10 @@ def document_numbers(prompts: Examples, indices: np.ndarray) -> np.ndarray:
 def prompt_values(prompts: Examples, records: "PromptRecords", column: str) -> np.ndarray:
     """float64 [prompts]: the number that each prompt's record has under a key."""
     documents = document_numbers(prompts, np.arange(len(prompts))).tolist()
-    found = np.zeros(len(documents))
+    values = np.zeros(len(documents))
     for row, record in enumerate(records.of(documents, len(prompts.cache.offsets) - 1)):
-        found[row] = _number(record, column)
-    return found
+        values[row] = _number(record, column)
+    return values
 
 
 def _number(record: Record, column: str) -> float:
@@ -121,22 +121,22 @@ def check_first_records(sources: Sequence[NamedSource], rewards: Rewards, number
     if not (rewards.columns or numbers):
         return
     opened = [_local_records(source) for source in sources]
-    here = [records for records in opened if records is not None]
-    found: set[str] = set()
-    for records in here:
+    local_records = [records for records in opened if records is not None]
+    keys: set[str] = set()
+    for records in local_records:
         for record in itertools.islice(records, _FIRST):
-            if found >= rewards.columns and not numbers:
+            if keys >= rewards.columns and not numbers:
                 break
-            found |= record.values.keys()
+            keys |= record.values.keys()
             for column in numbers:
                 _number(record, column)
-    if len(here) < len(opened):
+    if len(local_records) < len(opened):
         return
-    for record in itertools.chain(*here):
-        if found >= rewards.columns:
+    for record in itertools.chain(*local_records):
+        if keys >= rewards.columns:
             break
-        found |= record.values.keys()
-    rewards.check_columns(found)
+        keys |= record.values.keys()
+    rewards.check_columns(keys)
 
 
 def _local_records(source: NamedSource) -> Iterator[Record] | None:

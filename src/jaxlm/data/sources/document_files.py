@@ -241,9 +241,9 @@ def _text_of(path: Path, where: str, record: Any, text_key: str) -> str:
     text = record.get(text_key) if isinstance(record, dict) else None
     if not isinstance(text, str):
         keys = listed(record) if isinstance(record, dict) else "none"
-        given = f" (it is {json.dumps(text):.60})" if isinstance(record, dict) and text_key in record else ""
+        value = f" (it is {json.dumps(text):.60})" if isinstance(record, dict) and text_key in record else ""
         raise ConfigError(
-            f"{path}: {where}: no text under data.text_key '{text_key}'{given}. Keys of the record: {keys}. Remove such"
+            f"{path}: {where}: no text under data.text_key '{text_key}'{value}. Keys of the record: {keys}. Remove such"
             " records, or set data.text_key to the key of the text"
         )
     check_unicode(f"{path}: {where}", text)

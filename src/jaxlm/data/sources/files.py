@@ -73,8 +73,8 @@ def open_files(
     names: set[str] = set()
     _copy([source for _, sources in listed for source in sources if source.identity not in known], mirror, log)
     for where, sources in listed:
-        found = ((source.identity or "", *file) for source in sources for file in source.paths(mirror))
-        for identity, name, path in found:
+        entries = ((source.identity or "", *file) for source in sources for file in source.paths(mirror))
+        for identity, name, path in entries:
             resolved = path.resolve()
             if resolved in files:
                 continue

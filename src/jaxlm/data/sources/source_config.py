@@ -117,10 +117,10 @@ class SourceConfig:
         return [ListedUrl(f"{key}.id", f"{self.id}/{dataset_split}", sources)]
 
     def _check_keys(self, key: str) -> None:
-        given = [name for name in ("train_urls", "id", "source") if getattr(self, name)]
-        if len(given) > 1:
+        keys = [name for name in ("train_urls", "id", "source") if getattr(self, name)]
+        if len(keys) > 1:
             raise ConfigError(
-                f"{key}.{given[1]}: given together with {key}.{given[0]}. A source has exactly one of them; remove the other"
+                f"{key}.{keys[1]}: given together with {key}.{keys[0]}. A source has exactly one of them; remove the other"
             )
         if self.num_validation_files is not None and not self.train_urls:
             raise ConfigError(

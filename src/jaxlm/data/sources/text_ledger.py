@@ -32,10 +32,10 @@ class TextLedger:
 
     def known(self, identities: Collection[str]) -> dict[str, str]:
         """The SHA-256 of known contents, by identity. Raises `ConfigError` if the store cannot be read."""
-        found = self._here()
-        if self.store.url is not None and not found.keys() >= set(identities):
-            found = self._in_store() | found
-        return {identity: found[identity] for identity in identities if identity in found}
+        digests = self._here()
+        if self.store.url is not None and not digests.keys() >= set(identities):
+            digests = self._in_store() | digests
+        return {identity: digests[identity] for identity in identities if identity in digests}
 
     def add(self, digests: Mapping[str, str], log: Log) -> None:
         """Records contents: here, and on process 0 in the store, unless it cannot be written."""
@@ -80,7 +80,7 @@ def _json(digests: Mapping[str, str]) -> bytes:
 def _parse(raw: bytes) -> dict[str, str]:
     """Empty if the content is damaged: the text is then read again."""
     try:
-        found = json.loads(raw)
+        digests = json.loads(raw)
     except (ValueError, RecursionError):
         return {}
-    return {str(identity): str(digest) for identity, digest in found.items()} if isinstance(found, dict) else {}
+    return {str(identity): str(digest) for identity, digest in digests.items()} if isinstance(digests, dict) else {}

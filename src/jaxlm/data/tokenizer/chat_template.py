@@ -53,7 +53,7 @@ class ChatTemplate:
         return {"chat_template": hashlib.sha256(content.encode()).hexdigest()}
 
     @classmethod
-    def load(cls, given: str | None, tokenizer: Tokenizer, key: str) -> "ChatTemplate":
+    def load(cls, source: str | None, tokenizer: Tokenizer, key: str) -> "ChatTemplate":
         """Loads the given template (one of `templates.NAMED`, text, or the path of a .jinja file); None loads the
         tokenizer's.
 
@@ -63,12 +63,12 @@ class ChatTemplate:
         Raises:
             ConfigError: there is no template, it is invalid, or the tokenizer lacks its special tokens.
         """
-        text, origin = given, key
-        if given is not None and given in NAMED:
-            text, origin = _named(given, tokenizer, key), given
-        elif given is not None and given.endswith(".jinja"):
-            text, origin = _read(given, tokenizer, key), given
-        elif given is None:
+        text, origin = source, key
+        if source is not None and source in NAMED:
+            text, origin = _named(source, tokenizer, key), source
+        elif source is not None and source.endswith(".jinja"):
+            text, origin = _read(source, tokenizer, key), source
+        elif source is None:
             text, origin = tokenizer.chat_template, "the tokenizer's"
         if text is None:
             raise ConfigError(
@@ -205,20 +205,20 @@ def _example(template: ChatTemplate) -> tuple[str, int]:
     return texts[0], len(texts[0]) - (0 if texts[0] == texts[1] else len(alike))
 
 
-def with_templates(tokenizer: Tokenizer, given: Sequence[str], key: str) -> Tokenizer:
+def with_templates(tokenizer: Tokenizer, names: Sequence[str], key: str) -> Tokenizer:
     """The tokenizer to save with a model that was trained with these templates (texts or paths of .jinja files).
 
     The last one becomes the tokenizer's own, and the token that it writes after an assistant's turn ends generated text,
     here and in transformers. Without any, the tokenizer stays as it is.
     """
-    if not given:
+    if not names:
         return tokenizer
-    templates = {name: ChatTemplate.load(name, tokenizer, key) for name in given}
-    own, ends = templates[given[-1]], ()
+    templates = {name: ChatTemplate.load(name, tokenizer, key) for name in names}
+    default_template, ends = templates[names[-1]], ()
     with contextlib.suppress(ConfigError):  # a template need not render a conversation of two turns
-        ends = turn_ends(own, tokenizer)
+        ends = turn_ends(default_template, tokenizer)
     files = {name: template.text for name, template in templates.items() if name != template.text}
-    return tokenizer.with_chat_template(own.text, files, ends)
+    return tokenizer.with_chat_template(default_template.text, files, ends)
 
 
 def _split_marked(marked: str) -> Rendered:

@@ -46,43 +46,43 @@ class Renderer:
             UnsuitableTextError: the conversation has characters that mark what the template generates.
         """
         try:
-            asked = pickle.dumps((LIMITS, job))
+            request = pickle.dumps((LIMITS, job))
         except RecursionError:
             raise RenderingError(" cannot render this conversation, because it is nested too deeply") from None
         with self._lock:
             try:
-                texts, (kind, said) = self._ask_again_if_killed(asked, max(1, len(job.until)))
+                texts, (kind, content) = self._ask_again_if_killed(request, max(1, len(job.until)))
             except BaseException:
                 self.end()  # what it still sends must not answer the next job
                 raise
         if kind == TEXT:
             return texts
         if kind == INVALID:
-            raise UnsuitableTextError(said)
+            raise UnsuitableTextError(content)
         does = " rejects this conversation: " if job.until else " cannot be compiled: "
-        raise RenderingError({SYNTAX: ", ", TOO_LARGE: " needs "}.get(kind, does) + said)
+        raise RenderingError({SYNTAX: ", ", TOO_LARGE: " needs "}.get(kind, does) + content)
 
-    def _ask_again_if_killed(self, asked: bytes, number: int) -> tuple[list[str], tuple[bytes, str]]:
+    def _ask_again_if_killed(self, request: bytes, number: int) -> tuple[list[str], tuple[bytes, str]]:
         """Like `_ask`. A template cannot send itself SIGKILL: somebody else did, such as the system when memory ran out."""
         for is_last in (False, True):
             try:
-                return self._ask(asked, number)
+                return self._ask(request, number)
             except (EOFError, OSError):
                 code = self.end()
                 if is_last or code != -signal.SIGKILL:
                     raise RenderingError(_how_it_died(code)) from None
         raise AssertionError("unreachable")
 
-    def _ask(self, asked: bytes, number: int) -> tuple[list[str], tuple[bytes, str]]:
+    def _ask(self, request: bytes, number: int) -> tuple[list[str], tuple[bytes, str]]:
         """The texts, and the kind and the content of the last message."""
         connection, texts = self._connection or self._start(), []
-        connection.send_bytes(asked)
+        connection.send_bytes(request)
         for _ in range(number):
             message = connection.recv_bytes()
-            kind, said = message[:1], message[1:].decode("utf-8")
-            texts.append(said)
+            kind, content = message[:1], message[1:].decode("utf-8")
+            texts.append(content)
             if kind != TEXT:  # the last one of the job
-                return texts, (kind, said)
+                return texts, (kind, content)
         return texts, (TEXT, "")
 
     def _start(self) -> Connection:

@@ -87,8 +87,8 @@ def _answers(job: Job, limits: Limits) -> Iterator[bytes]:
 
     try:
         template = _compiled(job.template)
-        said = [job.variables.get(name) for name in ("messages", "tools")]
-        if MARKS.search(json.dumps(said, ensure_ascii=False, default=str)):
+        inputs = [job.variables.get(name) for name in ("messages", "tools")]
+        if MARKS.search(json.dumps(inputs, ensure_ascii=False, default=str)):
             yield INVALID + b"the text contains U+FDD0 or U+FDD1, which are Unicode noncharacters. Remove them"
             return
         for number, is_prompt in job.until:
@@ -108,8 +108,8 @@ def _answers(job: Job, limits: Limits) -> Iterator[bytes]:
     except MemoryError:
         yield TOO_LARGE + f"more than {limits.memory / 2**30:g} GiB of memory".encode()
     except Exception as error:  # a template may raise whatever Python's operators and methods raise
-        said = f"{type(error).__name__}: {error}".removesuffix(": ")
-        yield FAILED + said[:_MAX_MESSAGE].encode("utf-8", "replace")
+        message = f"{type(error).__name__}: {error}".removesuffix(": ")
+        yield FAILED + message[:_MAX_MESSAGE].encode("utf-8", "replace")
 
 
 @functools.lru_cache(maxsize=64)

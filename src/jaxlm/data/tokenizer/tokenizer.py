@@ -173,10 +173,15 @@ class Tokenizer:
         """Path of a .jinja file -> its text, for the chat templates that a run was configured with."""
         return json.loads(self._extra_files.get(_GIVEN_TEMPLATES, b"{}"))
 
-    def with_chat_template(self, text: str, given: Mapping[str, str], turn_ends: Sequence[int] = ()) -> "Tokenizer":
-        """A copy with this chat template. Args: given: see `given_templates`; turn_ends: more ids that end generated text."""
+    def with_chat_template(self, text: str, templates: Mapping[str, str], turn_ends: Sequence[int] = ()) -> "Tokenizer":
+        """A copy with this chat template.
+
+        Args:
+            templates: see `given_templates`.
+            turn_ends: more ids that end generated text.
+        """
         settings = {name: value for name, value in self._settings.items() if name != "chat_template"}
-        files = {_CHAT_TEMPLATE: text, _SETTINGS: json.dumps(settings), _GIVEN_TEMPLATES: json.dumps(dict(given))}
+        files = {_CHAT_TEMPLATE: text, _SETTINGS: json.dumps(settings), _GIVEN_TEMPLATES: json.dumps(dict(templates))}
         if not set(turn_ends) <= set(self.stop_ids):
             generation = json.loads(self._extra_files.get(_GENERATION) or json.dumps(self.special_ids))
             generation.pop("_from_model_config", None)  # transformers would read config.json instead

@@ -38,15 +38,15 @@ class Agreement:
         if self._client is None:
             return ""
         folder, began = f"{self._folder}{stage}/", time.monotonic()
-        while len(said := self._said(folder, processes)) < processes:
+        while len(outcomes := self._outcomes(folder, processes)) < processes:
             # A long save is not asked about often: all processes ask the same service.
             time.sleep(min(max(_SHORTEST_POLL_S, 0.1 * (time.monotonic() - began)), _LONGEST_POLL_S))
-        failures = [f"process {number}: {text}" for number, text in sorted(said.items()) if text != _WORKED]
+        failures = [f"process {number}: {text}" for number, text in sorted(outcomes.items()) if text != _WORKED]
         return failures[0] if failures else ""
 
-    def _said(self, folder: str, processes: int) -> dict[int, str]:
-        said = {int(key.rpartition("/")[2]): text for key, text in self._client.key_value_dir_get(folder)}
-        return {number: text for number, text in said.items() if number < processes}
+    def _outcomes(self, folder: str, processes: int) -> dict[int, str]:
+        outcomes = {int(key.rpartition("/")[2]): text for key, text in self._client.key_value_dir_get(folder)}
+        return {number: text for number, text in outcomes.items() if number < processes}
 
 
 def _folder(number: int) -> str:

@@ -59,12 +59,12 @@ class Holder:
 
     def has_ended(self) -> bool:
         """Whether it is certain that the process has ended: it ran on this machine, and is gone."""
-        here = Holder.this_process()
-        if _NOWHERE in (self.boot, here.boot) or self.host != here.host:
+        this_process = Holder.this_process()
+        if _NOWHERE in (self.boot, this_process.boot) or self.host != this_process.host:
             return False
-        if self.boot != here.boot:
-            return self.machine == here.machine != _NOWHERE
-        return self.pids == here.pids and self.started != _started(self.pid)
+        if self.boot != this_process.boot:
+            return self.machine == this_process.machine != _NOWHERE
+        return self.pids == this_process.pids and self.started != _started(self.pid)
 
 
 def _started(pid: int) -> str:

@@ -147,8 +147,8 @@ class Lease:
             paths = self._fs.ls(self._root, detail=False)
         except FileNotFoundError:
             return set()
-        found = (_NAME.fullmatch(posixpath.basename(str(path))) for path in paths)
-        return {int(match[1]) for match in found if match}
+        matches = (_NAME.fullmatch(posixpath.basename(str(path))) for path in paths)
+        return {int(match[1]) for match in matches if match}
 
     def _read(self, number: int) -> bytes | None:
         try:

@@ -200,8 +200,8 @@ def _compare(location: Path | str, saved: Mapping[str, Any], expected: Mapping[s
     differing.sort(key=lambda leaf: (not leaf.startswith("model."), leaf))
     if not differing:
         return
-    found = {_key_of(leaf, saved.get(leaf), expected.get(leaf)) for leaf in differing}
-    keys = sorted(found - _OF_THE_MODEL if "model" in found else found)
+    differing_keys = {_key_of(leaf, saved.get(leaf), expected.get(leaf)) for leaf in differing}
+    keys = sorted(differing_keys - _OF_THE_MODEL if "model" in differing_keys else differing_keys)
     what, where = ("this model", "") if keys == ["model"] else ("this configuration", f" in {', '.join(keys)}")
     lines = [
         f"  {leaf}: checkpoint {_describe(saved.get(leaf))}, {what} {_describe(expected.get(leaf))}"

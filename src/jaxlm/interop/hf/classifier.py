@@ -96,11 +96,11 @@ def read_score(folder: Path, key: str) -> np.ndarray:
     config = folder / "config.json"
     if not config.is_file():
         raise ConfigError(f"{key}: {folder} has no config.json. Give a folder of a model for sequence classification")
-    given = read_json_object(config).get("architectures")
+    architectures = read_json_object(config).get("architectures")
     source = open_tensors(folder)
     if SCORE not in source.tensors:
         raise ConfigError(
-            f"{key}: {folder} ({_listed(given)}) has no {SCORE}. Give a model for sequence classification"
+            f"{key}: {folder} ({_listed(architectures)}) has no {SCORE}. Give a model for sequence classification"
         )
     shape = tuple(source.tensors[SCORE].shape)
     if len(shape) != 2 or shape[0] != 1:

@@ -145,14 +145,16 @@ def family_of_config(config: ModelConfig) -> Family:
 
 def family_of_json(content: Mapping[str, Any], where: str) -> Family:
     """The family of a config.json. Raises `ConfigError` if it is unknown."""
-    given = content.get("model_type")
+    model_type = content.get("model_type")
     for family in all_families():
-        if given in family.model_types:
+        if model_type in family.model_types:
             return family
     known = ", ".join(kind for family in all_families() for kind in family.model_types)
-    if isinstance(given, str) and given in _UNSUPPORTED:
-        raise ConfigError(f"{where}: model_type '{given}' is not supported: {_UNSUPPORTED[given]}. Supported: {known}")
-    raise ConfigError(f"{where}: unknown model_type '{given}'. Known: {known}")
+    if isinstance(model_type, str) and model_type in _UNSUPPORTED:
+        raise ConfigError(
+            f"{where}: model_type '{model_type}' is not supported: {_UNSUPPORTED[model_type]}. Supported: {known}"
+        )
+    raise ConfigError(f"{where}: unknown model_type '{model_type}'. Known: {known}")
 
 
 def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -209,9 +211,9 @@ def _fields_of(family: Family, content: Mapping[str, Any]) -> tuple[Json, list[s
 
 
 def _check_fixed(key: FixedKey, content: Mapping[str, Any]) -> None:
-    given = content.get(key.theirs, key.value)
-    if given != key.value and given not in key.others:
-        raise ConfigError(f"{key.theirs}: {given} given, which is not supported; {key.value} expected")
+    value = content.get(key.theirs, key.value)
+    if value != key.value and value not in key.others:
+        raise ConfigError(f"{key.theirs}: {value} given, which is not supported; {key.value} expected")
 
 
 def config_to_json(family: Family, config: ModelConfig) -> Json:

@@ -177,8 +177,8 @@ def parameter_dtype(path: Path) -> tuple[str, str | None]:
     The folder asks with `dtype` or `torch_dtype` in config.json, or with the dtype of most of its weights.
     """
     content = read_json_object(path / "config.json")
-    given = str(content.get("dtype") or content.get("torch_dtype")).removeprefix("torch.")
-    name = given if given in DTYPES else most_common_dtype(open_tensors(path)).name
+    dtype = str(content.get("dtype") or content.get("torch_dtype")).removeprefix("torch.")
+    name = dtype if dtype in DTYPES else most_common_dtype(open_tensors(path)).name
     if name in _PARAMETER_DTYPES:
         return name, None
     return (

@@ -58,12 +58,12 @@ class ModelCard:
 
 def _split(card: str) -> tuple[Mapping[str, Any], str]:
     """The header and the text below it. A header that is not a mapping in YAML stays part of the text."""
-    found = _HEADER.match(card)
+    match = _HEADER.match(card)
     try:
-        header = yaml.safe_load(found[1]) if found else None
+        header = yaml.safe_load(match[1]) if match else None
     except yaml.YAMLError:
         header = None
-    return (header, card[found.end() :]) if found and isinstance(header, dict) else ({}, card)
+    return (header, card[match.end() :]) if match and isinstance(header, dict) else ({}, card)
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:

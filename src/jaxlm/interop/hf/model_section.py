@@ -52,10 +52,10 @@ def with_hf_model(tree: Mapping[str, Any]) -> dict[str, Any]:
     skipped = tree.get("hf_skip_keys")
     skip_keys = skipped if isinstance(skipped, list) else []  # decoding reports what is not a list
     base = encode(open_pretrained(local_folder(name, _KEY, weights=False), ReadOptions(skip_keys=skip_keys)).config)
-    own = tree.get("model", {})
-    if isinstance(own, Mapping) and own.get("type", base["type"]) != base["type"]:
+    section = tree.get("model", {})
+    if isinstance(section, Mapping) and section.get("type", base["type"]) != base["type"]:
         raise ConfigError(
-            f"model.type: {own['type']} given, but {name} contains a {base['type']} model. Remove the type"
+            f"model.type: {section['type']} given, but {name} contains a {base['type']} model. Remove the type"
         )
-    model = merge(base, own) if isinstance(own, dict) else own
+    model = merge(base, section) if isinstance(section, dict) else section
     return {**tree, "model": model, "use_hf_model_config": False}

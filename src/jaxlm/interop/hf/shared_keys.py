@@ -83,8 +83,8 @@ def kv_heads() -> KeyGroup:
     """The number of KV heads; by default the number of query heads."""
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
-        given = theirs.get("num_key_value_heads")
-        return {"num_kv_heads": theirs.get("num_attention_heads") if given is None else given}
+        num_kv_heads = theirs.get("num_key_value_heads")
+        return {"num_kv_heads": theirs.get("num_attention_heads") if num_kv_heads is None else num_kv_heads}
 
     return KeyGroup(("num_key_value_heads",), to_ours, lambda config: {"num_key_value_heads": config.KVHeads.size})
 
@@ -97,8 +97,8 @@ def router(theirs: str, *others: str, num_experts: int, chosen: int) -> tuple[Js
         num_experts, chosen: defaults for keys that are missing.
     """
 
-    def to_ours(given: Mapping[str, Any]) -> Json:
-        return {"num_experts": next((given[name] for name in (theirs, *others) if name in given), num_experts)}
+    def to_ours(content: Mapping[str, Any]) -> Json:
+        return {"num_experts": next((content[name] for name in (theirs, *others) if name in content), num_experts)}
 
     return (
         KeyGroup((theirs, *others), to_ours, lambda config: {theirs: config.num_experts}),
@@ -116,9 +116,9 @@ def head_dim(default: int | None = None) -> KeyGroup:
     """
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
-        given = theirs.get("head_dim", default)
+        head_size = theirs.get("head_dim", default)
         equal_split = theirs["hidden_size"] // theirs["num_attention_heads"]
-        return {"head_dim": None if given == equal_split else given}
+        return {"head_dim": None if head_size == equal_split else head_size}
 
     return KeyGroup(("head_dim",), to_ours, lambda config: {"head_dim": config.HeadSize.size})
 
@@ -147,32 +147,37 @@ def rope(
     keys = ("rope_parameters", "rope_scaling", theta_key, partial_key)
 
     def parameters(theirs: Mapping[str, Any]) -> Json:
-        given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
-        kind = _rope_type(given)
-        given["rope_type"] = (renamed or {}).get(kind, kind)
-        given.setdefault("rope_theta", theirs.get(theta_key, theta))
+        settings = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
+        kind = _rope_type(settings)
+        settings["rope_type"] = (renamed or {}).get(kind, kind)
+        settings.setdefault("rope_theta", theirs.get(theta_key, theta))
         factor = theirs.get(partial_key)
-        given.setdefault("partial_rotary_factor", partial if factor is None else factor)
-        return given
+        settings.setdefault("partial_rotary_factor", partial if factor is None else factor)
+        return settings
 
-    def ignored(given: Mapping[str, Any]) -> bool:
-        return not rotates_part and _rope_type(given) == "default" and given["partial_rotary_factor"] != 1.0
+    def ignored(settings: Mapping[str, Any]) -> bool:
+        return not rotates_part and _rope_type(settings) == "default" and settings["partial_rotary_factor"] != 1.0
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
-        given = parameters(theirs)
+        settings = parameters(theirs)
         lengths = theirs if original is None else {"original_max_position_embeddings": original, **theirs}
-        return {"rope": rope_from_json(given | {"partial_rotary_factor": 1.0} if ignored(given) else given, lengths)}
+        return {
+            "rope": rope_from_json(
+                settings | {"partial_rotary_factor": 1.0} if ignored(settings) else settings, lengths
+            )
+        }
 
     def notes(theirs: Mapping[str, Any]) -> list[str]:
-        given = parameters(theirs)
+        settings = parameters(theirs)
         text = (
-            f"{partial_key}: {given['partial_rotary_factor']}: transformers rotates all features of this family's heads"
+            f"{partial_key}: {settings['partial_rotary_factor']}: transformers rotates all features of this"
+            " family's heads"
         )
         alone = [
-            f"rope_scaling.{key}: {given[key]}: transformers reads it only with the other of {_MSCALES}"
-            for key in _unused_mscales(given)
+            f"rope_scaling.{key}: {settings[key]}: transformers reads it only with the other of {_MSCALES}"
+            for key in _unused_mscales(settings)
         ]
-        return [text, *alone] if ignored(given) else alone
+        return [text, *alone] if ignored(settings) else alone
 
     def to_theirs(config: Any) -> Json:
         written = rope_to_json(config.rope)
@@ -212,9 +217,9 @@ def layer_ropes(*, theta: float, local_theta: float, local_key: str) -> KeyGroup
     """
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
-        given = theirs.get("rope_parameters") or {}
-        full = dict(given.get("full_attention") or theirs.get("rope_scaling") or {})
-        sliding = dict(given.get("sliding_attention") or {})
+        rope_parameters = theirs.get("rope_parameters") or {}
+        full = dict(rope_parameters.get("full_attention") or theirs.get("rope_scaling") or {})
+        sliding = dict(rope_parameters.get("sliding_attention") or {})
         full.setdefault("rope_theta", theirs.get("rope_theta", theta))
         sliding.setdefault("rope_theta", theirs.get(local_key, local_theta))
         for rope in (full, sliding):
@@ -229,19 +234,19 @@ def layer_ropes(*, theta: float, local_theta: float, local_key: str) -> KeyGroup
     return KeyGroup(tuple(keys), to_ours, to_theirs)
 
 
-def _unused_mscales(given: Mapping[str, Any]) -> list[str]:
+def _unused_mscales(settings: Mapping[str, Any]) -> list[str]:
     """The keys of `_MSCALES` that are present although transformers does not read them, because one is missing or 0."""
-    return [key for key in _MSCALES if given.get(key) is not None and not all(map(given.get, _MSCALES))]
+    return [key for key in _MSCALES if settings.get(key) is not None and not all(map(settings.get, _MSCALES))]
 
 
-def _rope_type(given: Mapping[str, Any]) -> str:
-    return given.get("rope_type") or given.get("type") or "default"
+def _rope_type(settings: Mapping[str, Any]) -> str:
+    return settings.get("rope_type") or settings.get("type") or "default"
 
 
-def rope_from_json(given: Mapping[str, Any], config: Mapping[str, Any]) -> RotaryConfig:
+def rope_from_json(settings: Mapping[str, Any], config: Mapping[str, Any]) -> RotaryConfig:
     """Converts `rope_parameters` to a rotary embedding config."""
-    name = _rope_type(given)
-    rest = {key: value for key, value in given.items() if key not in ("rope_type", "type")}
+    name = _rope_type(settings)
+    rest = {key: value for key, value in settings.items() if key not in ("rope_type", "type")}
     if name not in _TYPES:
         raise ConfigError(f"rope_scaling: unknown type '{name}'. Known: {', '.join(_TYPES)}")
     fields: Json = {"theta": rest.pop("rope_theta"), "partial_rotary_factor": rest.pop("partial_rotary_factor")}
@@ -250,7 +255,7 @@ def rope_from_json(given: Mapping[str, Any], config: Mapping[str, Any]) -> Rotar
     original = original if outside is None else outside
     if name == "yarn" and "factor" in rest and rest["factor"] is None and original is not None:
         rest["factor"] = config["max_position_embeddings"] / original
-    for key in _unused_mscales(given):
+    for key in _unused_mscales(settings):
         rest.pop(key)
     for key in _REQUIRED.get(name, ()):
         if rest.get(key) is None:

@@ -100,9 +100,9 @@ class Tensor:
     def write(self, parts: Sequence[np.ndarray], axes: Sequence[Sequence[str]], sizes: Sizes) -> np.ndarray:
         """Combines parameters to a tensor. `axes` has the axis names of each parameter (without stacked ones)."""
         arranged = []
-        for part, array, own in zip(self.parts, parts, axes, strict=True):
+        for part, array, names in zip(self.parts, parts, axes, strict=True):
             order = [axis for dim in part.dims for axis in dim]
-            arranged.append(array.transpose([list(own).index(axis) for axis in order]).reshape(part.shape(sizes)))
+            arranged.append(array.transpose([list(names).index(axis) for axis in order]).reshape(part.shape(sizes)))
         return np.concatenate(arranged, axis=self.along).reshape(self.shape(sizes))
 
     def longer_dims(self) -> set[int]:
@@ -125,7 +125,7 @@ def single(name: str, path: str, layout: str) -> Tensor:
 def fused(name: str, parts: dict[str, str], *, along: int = 0, merged: int = 1) -> Tensor:
     """A tensor with several parameters, given as path -> layout."""
     dims = {path: tuple(tuple(dim.split()) for dim in layout.split("|")) for path, layout in parts.items()}
-    return Tensor(name, tuple(Part(path, each) for path, each in dims.items()), along, merged)
+    return Tensor(name, tuple(Part(path, part_dims) for path, part_dims in dims.items()), along, merged)
 
 
 def expanded(
@@ -140,10 +140,10 @@ def expanded(
         if not tensor.stacked:
             yield tensor.name, tensor, ()
     for axis in _LAYERS:
-        own = [tensor for tensor in tensors if tensor.stacked[:1] == (axis,)]
+        stacked_tensors = [tensor for tensor in tensors if tensor.stacked[:1] == (axis,)]
         layers = [
             (number, tensor, index)
-            for tensor in own
+            for tensor in stacked_tensors
             for index, number in enumerate(tensor.numbers or range(sizes(tensor).get(axis, 0)))
         ]
         for _, tensor, index in sorted(layers, key=lambda layer: layer[0]):

@@ -32,7 +32,7 @@ def data_section(section: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 
 def supervised_sources(
-    given: Mapping[str, Any], refuse: Callable[[str, str], ConfigError]
+    section: Mapping[str, Any], refuse: Callable[[str, str], ConfigError]
 ) -> dict[str, dict[str, Any]]:
     """Translates `supervised_data`, prompts with completions to evaluate on, to data sources.
 
@@ -40,7 +40,7 @@ def supervised_sources(
         refuse: (path, problem) -> the error to raise.
     """
     sources = {}
-    for name, source in given.items():
+    for name, source in section.items():
         if not isinstance(source, Mapping) or not source.get("validation_urls"):
             raise refuse(f"supervised_data.{name}", f"{source!r} given; a section with validation_urls expected")
         for key, value in source.items():
@@ -83,10 +83,10 @@ def _name_sources(data: dict[str, Any], note: Callable[[str], None]) -> None:
         names[name] for name, source in configs.items() if not isinstance(source, Mapping) or _is_trained(source)
     }
 
-    def weights(given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        renamed = {names.get(name, name): weight for name, weight in given.items()}
+    def weights(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        renamed = {names.get(name, name): weight for name, weight in value.items()}
         only_evaluated = data["configs"].keys() - trained
         return {name: weight for name, weight in renamed.items() if weight != 0 or name not in only_evaluated}
 

@@ -25,17 +25,17 @@ _IGNORED = {
 _GENERATION = {"max_gen_toks": 256, "temperature": 0.0, "n": 1, "seed": None}
 
 
-def harness_evals(given: Any, refuse: Refuse) -> tuple[list[dict[str, Any]], list[str]]:
+def harness_evals(section: Any, refuse: Refuse) -> tuple[list[dict[str, Any]], list[str]]:
     """Translates `eval_harness` to one evaluation per number of few-shot examples, with one note per ignored key.
 
     Raises:
         ConfigError: a key is not supported by evaluations of type `harness`.
     """
-    if not isinstance(given, Mapping) or not isinstance(given.get("task_spec"), list):
-        raise refuse("eval_harness", f"{given!r} given; tasks expected, such as {{task_spec: [arc_easy]}}")
-    rest = {key: value for key, value in given.items() if key not in ("task_spec", "max_examples")}
+    if not isinstance(section, Mapping) or not isinstance(section.get("task_spec"), list):
+        raise refuse("eval_harness", f"{section!r} given; tasks expected, such as {{task_spec: [arc_easy]}}")
+    rest = {key: value for key, value in section.items() if key not in ("task_spec", "max_examples")}
     notes = [f"eval_harness.{key} is ignored: {_IGNORED[key]}" for key in rest if key in _IGNORED and rest[key]]
-    if any(isinstance(entry, Mapping) and entry.get("task_alias") for entry in given["task_spec"]):
+    if any(isinstance(entry, Mapping) and entry.get("task_alias") for entry in section["task_spec"]):
         notes.append("eval_harness.task_spec: task_alias is ignored: metrics use the task names")
     for key, value in rest.items():
         if key == "generation_kwargs":
@@ -44,8 +44,8 @@ def harness_evals(given: Any, refuse: Refuse) -> tuple[list[dict[str, Any]], lis
             raise refuse(
                 f"eval_harness.{key}", f"{value!r} given; evals of type harness do not support this Levanter key"
             )
-    limit = {} if given.get("max_examples") is None else {"limit": given["max_examples"]}
-    by_fewshot = _tasks(given["task_spec"], refuse)
+    limit = {} if section.get("max_examples") is None else {"limit": section["max_examples"]}
+    by_fewshot = _tasks(section["task_spec"], refuse)
     return [
         {"type": "harness", "tasks": tasks} | ({} if count is None else {"num_fewshot": count}) | limit
         for count, tasks in by_fewshot.items()
@@ -76,12 +76,12 @@ def _tasks(task_spec: list[Any], refuse: Refuse) -> dict[int | None, list[str]]:
     return by_fewshot
 
 
-def _refuse_generation(given: Any, refuse: Refuse) -> None:
-    if not isinstance(given or {}, Mapping):
+def _refuse_generation(value: Any, refuse: Refuse) -> None:
+    if not isinstance(value or {}, Mapping):
         raise refuse(
-            "eval_harness.generation_kwargs", f"{given!r} given; a section expected, such as {{temperature: 0.0}}"
+            "eval_harness.generation_kwargs", f"{value!r} given; a section expected, such as {{temperature: 0.0}}"
         )
-    other = {k: v for k, v in (given or {}).items() if k not in _GENERATION or v != _GENERATION[k]}
+    other = {k: v for k, v in (value or {}).items() if k not in _GENERATION or v != _GENERATION[k]}
     if other:
         raise refuse(
             "eval_harness.generation_kwargs", f"{other!r} given; each task defines its own generation settings"

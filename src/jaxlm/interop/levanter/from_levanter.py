@@ -136,8 +136,8 @@ class _Translation:
         old_tracker = self.take("trainer.wandb")
         if old_tracker is not None:
             self._wandb(old_tracker, trainer)
-        given = trainer.get("tracker", [])
-        trackers = given if isinstance(given, list) else [given]
+        section = trainer.get("tracker", [])
+        trackers = section if isinstance(section, list) else [section]
         supported = [t for t in trackers if not (isinstance(t, dict) and t.get("type") in ("json_logger", "noop"))]
         if len(supported) < len(trackers):
             trainer["tracker"] = supported
@@ -154,8 +154,8 @@ class _Translation:
         if not isinstance(old, Mapping):
             raise self.error("trainer.wandb", f"{old!r} given; a section expected, such as {{project: p}}")
         self.notes.append("trainer.wandb is read as trainer.tracker")
-        given = trainer.get("tracker") or []
-        trackers = given if isinstance(given, list) else [given]
+        section = trainer.get("tracker") or []
+        trackers = section if isinstance(section, list) else [section]
         is_wandb = [isinstance(tracker, Mapping) and tracker.get("type", "wandb") == "wandb" for tracker in trackers]
         if not any(is_wandb):
             new = {"type": "wandb", **old}
@@ -179,10 +179,10 @@ class _Translation:
     def finetuning(self) -> None:
         """Translates the keys of the programs for LoRA and for supervised fine-tuning."""
         for key in ("lora", "adapter"):
-            given = self.take(key)
-            if given in _NOTHING or (isinstance(given, Mapping) and given.get("type") == "none"):
+            section = self.take(key)
+            if section in _NOTHING or (isinstance(section, Mapping) and section.get("type") == "none"):
                 continue
-            self.put("phases", lora_phases(given, key, self.error), key)
+            self.put("phases", lora_phases(section, key, self.error), key)
             self.notes.append(f"{key} is read as phases with a surgery of type lora")
             if isinstance(self.tree.get("initialize_from_hf"), str) and "model" not in self.tree:
                 self.put("use_hf_model_config", True, key)
@@ -204,19 +204,21 @@ class _Translation:
 
     def quantization(self) -> None:
         """Translates fp8 to the only phase of a run, with a surgery."""
-        given = self.take("trainer.quantization")
-        if not isinstance(given, Mapping):
-            if given not in _NOTHING:
-                raise self.error("trainer.quantization", f"{given!r} given; a section expected, such as {{fp8: true}}")
+        section = self.take("trainer.quantization")
+        if not isinstance(section, Mapping):
+            if section not in _NOTHING:
+                raise self.error(
+                    "trainer.quantization", f"{section!r} given; a section expected, such as {{fp8: true}}"
+                )
             return
-        for key, value in given.items():
+        for key, value in section.items():
             if key != "fp8" and value not in _NOTHING:
                 raise self.error(
                     f"trainer.quantization.{key}",
                     f"{value!r} given; jaxlm does not support this Levanter key: surgeries of type fp8 choose layers by"
                     " size and by `exclude`, and there is no int8 in training",
                 )
-        if given.get("fp8") in _NOTHING:
+        if section.get("fp8") in _NOTHING:
             return
         if self.tree.get("phases"):
             raise self.error(
@@ -274,24 +276,25 @@ class _Translation:
                 self.put(f"model.{key}", True, "model.use_bias")
             self.notes.append(f"model.use_bias is read as {' and '.join(_BIASES)}; RMSNorms have no biases")
         for key in sorted(model.keys() & (_ALWAYS.keys() - known)):
-            given = model.pop(key)
-            if given != _ALWAYS[key]:
-                given, always = (str(value).lower() for value in (given, _ALWAYS[key]))
+            setting = model.pop(key)
+            if setting != _ALWAYS[key]:
+                setting, always = (str(value).lower() for value in (setting, _ALWAYS[key]))
                 raise self.error(
-                    f"model.{key}", f"{given} given; this model family always has {always}. Remove the key"
+                    f"model.{key}", f"{setting} given; this model family always has {always}. Remove the key"
                 )
 
     def supervised(self) -> None:
-        given, section = self.take("supervised_data"), self.tree.get("data")
-        if given in _NOTHING:
+        supervised_data, section = self.take("supervised_data"), self.tree.get("data")
+        if supervised_data in _NOTHING:
             return
         candidates = [section.get(key) for key in ("configs", "components")] if isinstance(section, dict) else []
         sources = next((candidate for candidate in candidates if isinstance(candidate, dict)), None)
-        if sources is None or not isinstance(given, Mapping):
+        if sources is None or not isinstance(supervised_data, Mapping):
             raise self.error(
-                "supervised_data", f"{given!r} given; sources by name expected, in addition to those of data.configs"
+                "supervised_data",
+                f"{supervised_data!r} given; sources by name expected, in addition to those of data.configs",
             )
-        for name, source in supervised_sources(given, self.error).items():
+        for name, source in supervised_sources(supervised_data, self.error).items():
             if name in sources:
                 raise self.error(f"supervised_data.{name}", "data.configs has a source of the same name. Rename one")
             sources[name] = source
@@ -309,10 +312,10 @@ class _Translation:
         if self.take("log_entropy") not in _NOTHING:
             self._add_evals([{"type": "entropy"}], "log_entropy")
             self.notes.append("log_entropy is read as evals of type entropy")
-        given = self.take("eval_harness")
-        if given in _NOTHING:
+        harness = self.take("eval_harness")
+        if harness in _NOTHING:
             return self.ignore("eval_harness_steps", "eval_harness is not set")
-        translated, notes = harness_evals(given, self.error)
+        translated, notes = harness_evals(harness, self.error)
         self._add_evals(translated, "eval_harness")
         self.notes.append("eval_harness is read as evals of type harness")
         self.notes.extend(notes)

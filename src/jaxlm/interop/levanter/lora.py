@@ -27,19 +27,19 @@ _MODULES = {
 }
 
 
-def lora_phases(given: Any, path: str, refuse: Refuse) -> list[dict[str, Any]]:
+def lora_phases(section: Any, path: str, refuse: Refuse) -> list[dict[str, Any]]:
     """The only phase of a run that trains adapters, as a list of sections.
 
     Raises:
         ConfigError: the section has a key that surgeries of type `lora` do not support.
     """
-    if not isinstance(given, Mapping):
-        raise refuse(path, f"{given!r} given; a section expected, such as {{r: 8, alpha: 8.0}}")
-    for key, value in given.items():
+    if not isinstance(section, Mapping):
+        raise refuse(path, f"{section!r} given; a section expected, such as {{r: 8, alpha: 8.0}}")
+    for key, value in section.items():
         if key not in (*_KEYS, _TARGETS) and value not in _SUPPORTED.get(key, (None,)):
             raise refuse(f"{path}.{key}", f"{value!r} given; surgeries of type lora do not support this Levanter key")
-    keys = {new: given.get(old, default) for old, (new, default) in _KEYS.items()}
-    surgery = {"type": "lora", "target": _target(given.get(_TARGETS), path, refuse), **keys}
+    keys = {new: section.get(old, default) for old, (new, default) in _KEYS.items()}
+    surgery = {"type": "lora", "target": _target(section.get(_TARGETS), path, refuse), **keys}
     return [{"name": "lora", "surgery": [surgery], "trainable": [r"\.[ab]$"]}]
 
 

@@ -76,7 +76,7 @@ class FusedMatrix:
         if magnitudes[0] is not None:
             shapes = [[self.sizes[axis] for axis in self._outputs(part)] for part in self.tensor.parts]
             present = [magnitude for magnitude in magnitudes if magnitude is not None]
-            columns = [np.reshape(each, (*shape, 1)) for each, shape in zip(present, shapes, strict=True)]
+            columns = [np.reshape(values, (*shape, 1)) for values, shape in zip(present, shapes, strict=True)]
             magnitude = self._joined(columns, _ONE, 1).reshape(-1)
         return Arrays(np.concatenate([pairs[path].a for path in adapted]), b, magnitude)
 
@@ -111,12 +111,16 @@ class FusedMatrix:
             )
         rows = [self._rows(b, number, LORA) for number in range(len(self.tensor.parts))]
         blocks = [slice(start, start + rank) for start in range(0, num_ranks, rank)]
-        used = [[block for block in blocks if own[..., block].any()] or blocks[:1] for own in rows]
-        whole = num_ranks % rank > 0 or num_ranks == rank or any(len(own) > 1 for own in used)
+        used = [[block for block in blocks if part_rows[..., block].any()] or blocks[:1] for part_rows in rows]
+        whole = num_ranks % rank > 0 or num_ranks == rank or any(len(part_blocks) > 1 for part_blocks in used)
         for number, part in enumerate(self.tensor.parts):
             ranks = slice(None) if whole else used[number][0]
-            own = None if magnitude is None else self._rows(magnitude[..., None], number, _ONE)[..., 0]
-            yield module_path(part), None if whole else rank, Arrays(a[:, ranks], rows[number][..., ranks], own)
+            part_magnitude = None if magnitude is None else self._rows(magnitude[..., None], number, _ONE)[..., 0]
+            yield (
+                module_path(part),
+                None if whole else rank,
+                Arrays(a[:, ranks], rows[number][..., ranks], part_magnitude),
+            )
 
     def _rows(self, whole: np.ndarray, number: int, name: str) -> np.ndarray:
         """[layers, out, size] of one parameter, from [layers, all outputs, size]."""

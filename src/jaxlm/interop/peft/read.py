@@ -62,8 +62,8 @@ class Saved:
 
     def read(self, leaf: Any, sizes: Sizes) -> np.ndarray:
         """The value for a leaf."""
-        own = self.tensor.own_axes(leaf)
-        layers = [self.tensor.read(array, self.number, sizes, own) for array in self.arrays]
+        axes = self.tensor.own_axes(leaf)
+        layers = [self.tensor.read(array, self.number, sizes, axes) for array in self.arrays]
         return np.stack(layers) if self.tensor.stacked else layers[0]
 
 
@@ -208,19 +208,21 @@ def _open(folder: Path, config: ModelConfig) -> _Folder:
     file = folder / WEIGHTS
     names = SafetensorsFile(file).tensors
     num_layers: int = getattr(config, "num_layers")  # noqa: B009, all configs of families have it
-    found, saved = [], []
+    all_adapters, saved = [], []
     for tensor in peft_tensors(config):
         if tensor.name.endswith(".weight"):
             adapters = _adapters_of(tensor, names, settings, num_layers, file)
-            found += [adapters] if adapters is not None else []
+            all_adapters += [adapters] if adapters is not None else []
         saved += _saved(tensor, names, num_layers, file)
-    if settings.get("ensure_weight_tying") and is_tied(config) and any(map(_is_table, found)):
+    if settings.get("ensure_weight_tying") and is_tied(config) and any(map(_is_table, all_adapters)):
         # Those of the head are the same as the table's.
-        found = [adapters for adapters in found if module_path(adapters.tensor.parts[0]) != HEAD]
-    if not found:
+        all_adapters = [adapters for adapters in all_adapters if module_path(adapters.tensor.parts[0]) != HEAD]
+    if not all_adapters:
         raise _wrong_model(folder, "no adapters")
     tied = is_tied(config)
-    return _Folder(folder, settings, num_layers, found, _tied_as_one(saved, settings, file) if tied else saved, tied)
+    return _Folder(
+        folder, settings, num_layers, all_adapters, _tied_as_one(saved, settings, file) if tied else saved, tied
+    )
 
 
 def _adapters_of(
@@ -256,17 +258,17 @@ def _is_table(adapters: _Adapters) -> bool:
 
 def _saved(tensor: Tensor, names: Mapping[str, Any], num_layers: int, file: Path) -> list[tuple[Tensor, list[str]]]:
     """The names of a parameter that the file has, which PEFT also finds inside of adapted modules."""
-    found = []
+    layer_names = []
     for layer in layers_of(tensor, num_layers):
-        module, own = module_name(tensor, layer), tensor.name.rpartition(".")[2]
-        options = (f"{PREFIX}{module}.{own}", f"{PREFIX}{module}.base_layer.{own}")
-        found.append(next((name for name in options if name in names), None))
-    present = [name for name in found if name is not None]
-    if present and len(present) < len(found):
+        module, parameter = module_name(tensor, layer), tensor.name.rpartition(".")[2]
+        options = (f"{PREFIX}{module}.{parameter}", f"{PREFIX}{module}.base_layer.{parameter}")
+        layer_names.append(next((name for name in options if name in names), None))
+    present = [name for name in layer_names if name is not None]
+    if present and len(present) < len(layer_names):
         raise ConfigError(
-            f"{file}: {', '.join(present[:_MAX_LISTED])}: {len(present)} of {len(found)} layers. jaxlm reads a saved module"
-            " or bias (modules_to_save, bias) only if the file has it for all layers. Merge the adapter in PEFT and import"
-            " the merged model"
+            f"{file}: {', '.join(present[:_MAX_LISTED])}: {len(present)} of {len(layer_names)} layers. jaxlm reads a"
+            " saved module or bias (modules_to_save, bias) only if the file has it for all layers. Merge the adapter in PEFT"
+            " and import the merged model"
         )
     return [(tensor, present)] if present else []
 
@@ -320,8 +322,8 @@ def read_adapters(folder: Path, config: ModelConfig, sizes: Sizes) -> ReadAdapte
     unread = set(file.tensors)
     modules, arrays = {}, {}
     for adapters in opened.adapters:
-        for path, one, found in _by_module(opened, adapters, file, sizes, unread):
-            modules[path], arrays[path] = one, found
+        for path, one, factors in _by_module(opened, adapters, file, sizes, unread):
+            modules[path], arrays[path] = one, factors
     saved = {}
     for tensor, names in opened.saved:
         unread -= set(names)
@@ -385,8 +387,8 @@ def _by_module(
         arrays = [(module_path(tensor.parts[0]), None, (a, b, magnitude))]
     else:
         arrays = FusedMatrix(tensor, sizes).split(a, b, magnitude, int(opened.settings["r"]))
-    for path, rank, found in arrays:
-        layered = found if tensor.is_stacked else tuple(None if array is None else array[0] for array in found)
+    for path, rank, factors in arrays:
+        layered = factors if tensor.is_stacked else tuple(None if array is None else array[0] for array in factors)
         yield path, _Module.of(adapters, opened.num_layers, rank), (layered[0], layered[1], layered[2])
 
 
@@ -405,11 +407,15 @@ def _lora_keys(opened: _Folder, modules: Mapping[str, _Module]) -> dict[str, Any
     alphas: dict[str, float] = {}
     for path, module in modules.items():
         expected = [layer for layer in module.layers if layers is None or layer is None or layer in layers]
-        own = {layer: module.ranks.get(layer, 0) for layer in expected}
-        ranks |= _patterns(path, {layer: value for layer, value in own.items() if value != rank}, len(own))
-        theirs = {layer: module.scales[layer] * own[layer] ** power for layer in own if own[layer]}
+        module_ranks = {layer: module.ranks.get(layer, 0) for layer in expected}
+        ranks |= _patterns(
+            path, {layer: value for layer, value in module_ranks.items() if value != rank}, len(module_ranks)
+        )
+        theirs = {
+            layer: module.scales[layer] * module_ranks[layer] ** power for layer in module_ranks if module_ranks[layer]
+        }
         others = {layer: value for layer, value in theirs.items() if not math.isclose(value, alpha, rel_tol=1e-6)}
-        alphas |= _patterns(path, others, len(own))
+        alphas |= _patterns(path, others, len(module_ranks))
     return {
         "target": _any_of(linear),
         "rank": rank,
@@ -445,7 +451,7 @@ def _patterns(path: str, values: Mapping[int | None, Any], num_all: int) -> dict
     """Regular expression for the numbered paths of some layers -> their value. Args: num_all: number of all layers."""
     patterns = {}
     for value in dict.fromkeys(values.values()):
-        layers = [layer for layer, own in values.items() if own == value]
+        layers = [layer for layer, other in values.items() if other == value]
         number = r"\d+" if len(layers) == num_all else f"({'|'.join(map(str, layers))})"
         patterns[f"^{re.escape(path)}$".replace(r"\.stacked\.", rf"\.{number}\.")] = value
     return patterns
@@ -494,11 +500,11 @@ def _settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _pattern_problems(key: str, given: Any) -> list[str]:
-    if not isinstance(given, dict):
-        return [f"{key}: {given!r} given, an object expected"]
+def _pattern_problems(key: str, patterns: Any) -> list[str]:
+    if not isinstance(patterns, dict):
+        return [f"{key}: {patterns!r} given, an object expected"]
     problems = []
-    for pattern, value in given.items():
+    for pattern, value in patterns.items():
         if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
             problems.append(f"{key}.{pattern}: {value!r} given, a positive number expected")
         try:

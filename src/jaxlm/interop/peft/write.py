@@ -174,7 +174,7 @@ def _adapter_tensors(modules: Sequence[_Module], tables: Collection[str]) -> dic
 def _modules(model: Adapted, table: Sequence[Tensor], layout: Layout, dtype: Any) -> list[_Module]:
     """The adapters of all modules in the files. Those of the parameters of one matrix become one."""
     owners = {part.path: tensor for tensor in table for part in tensor.parts}
-    found: dict[tuple[Tensor, int | None], dict[str, tuple[Arrays, float]]] = {}
+    groups: dict[tuple[Tensor, int | None], dict[str, tuple[Arrays, float]]] = {}
     for adapter in model.adapters:
         owner = owners.get(f"{adapter.path}.weight")
         if owner is None:
@@ -183,24 +183,24 @@ def _modules(model: Adapted, table: Sequence[Tensor], layout: Layout, dtype: Any
                 " merge"
             )
         for layer, arrays, scale in _by_layer(adapter, owner, layout):
-            found.setdefault((owner, layer), {})[adapter.path] = (arrays, scale)
+            groups.setdefault((owner, layer), {})[adapter.path] = (arrays, scale)
     modules = []
-    for (tensor, layer), own in found.items():
-        arrays, scale = _joined(tensor, own, model.sizes)
+    for (tensor, layer), group in groups.items():
+        arrays, scale = _joined(tensor, group, model.sizes)
         cast = (None if array is None else np.ascontiguousarray(array.astype(dtype)) for array in arrays)
         modules.append(_Module(tensor, layer, Arrays(*cast), scale))  # pyright: ignore[reportArgumentType]
     return modules
 
 
-def _joined(tensor: Tensor, own: Mapping[str, tuple[Arrays, float]], sizes: Sizes) -> tuple[Arrays, float]:
+def _joined(tensor: Tensor, group: Mapping[str, tuple[Arrays, float]], sizes: Sizes) -> tuple[Arrays, float]:
     """The adapter of a matrix and its scale, from those of its parameters."""
-    scale = next(iter(own.values()))[1]
+    scale = next(iter(group.values()))[1]
     if len(tensor.parts) == 1:
-        return next(iter(own.values()))[0], scale
+        return next(iter(group.values()))[0], scale
     # One scale for all. If the scales are equal, this multiplies by 1.
     pairs = {
-        path: arrays._replace(b=arrays.b * arrays.b.dtype.type(each / scale)) if each != scale else arrays
-        for path, (arrays, each) in own.items()
+        path: arrays._replace(b=arrays.b * arrays.b.dtype.type(part_scale / scale)) if part_scale != scale else arrays
+        for path, (arrays, part_scale) in group.items()
     }
     return FusedMatrix(tensor, sizes).fuse(pairs), scale
 
@@ -223,11 +223,11 @@ def _by_layer(adapter: Adapter, owner: Tensor, layout: Layout) -> list[tuple[int
     return [
         (
             adapter.layers[n] if layers else None,
-            Arrays(a[n, :own], b[n, :, :own], None if magnitude is None else magnitude[n]),
+            Arrays(a[n, :layer_rank], b[n, :, :layer_rank], None if magnitude is None else magnitude[n]),
             scale,
         )
-        for n, (own, scale) in enumerate(sizes)
-        if own
+        for n, (layer_rank, scale) in enumerate(sizes)
+        if layer_rank
     ]
 
 
@@ -245,10 +245,14 @@ def _settings(modules: Sequence[_Module], adapters: Sequence[Adapter]) -> dict[s
     alphas = {module.name: module.scale * module.rank for module in modules}
     ranks = _patterns(modules, {module.name: module.rank for module in modules}, rank)
     other = {name: value for name, value in alphas.items() if not math.isclose(value, alpha, rel_tol=1e-9)}
-    found = _patterns(modules, {name: other.get(name, alpha) for name in alphas}, alpha)
+    alpha_patterns = _patterns(modules, {name: other.get(name, alpha) for name in alphas}, alpha)
     use_dora = any(module.arrays.magnitude is not None for module in modules)
     settings = {"r": rank, "lora_alpha": alpha, "lora_dropout": max(dropouts, default=0.0), "use_dora": use_dora}
-    return {**settings, **({"rank_pattern": ranks} if ranks else {}), **({"alpha_pattern": found} if found else {})}
+    return {
+        **settings,
+        **({"rank_pattern": ranks} if ranks else {}),
+        **({"alpha_pattern": alpha_patterns} if alpha_patterns else {}),
+    }
 
 
 def _patterns(modules: Sequence[_Module], values: Mapping[str, Any], usual: Any) -> dict[str, Any]:
@@ -256,13 +260,13 @@ def _patterns(modules: Sequence[_Module], values: Mapping[str, Any], usual: Any)
     groups: dict[str, list[str]] = {}
     for module in modules:
         groups.setdefault(module.name.rpartition(".")[2], []).append(module.name)
-    found = {}
+    patterns = {}
     for last, names in sorted(groups.items()):
         if len({values[name] for name in names}) == 1:
-            found[last] = values[names[0]]
+            patterns[last] = values[names[0]]
         else:
-            found |= {name: values[name] for name in names}
-    return {name: value for name, value in found.items() if value != usual}
+            patterns |= {name: values[name] for name in names}
+    return {name: value for name, value in patterns.items() if value != usual}
 
 
 def _targets(modules: Sequence[_Module], table: Sequence[Tensor], num_layers: int) -> dict[str, Any]:
@@ -286,10 +290,14 @@ def _targets(modules: Sequence[_Module], table: Sequence[Tensor], num_layers: in
     mine = {name.rpartition(".")[0] for name in layers if layers[name] in ([], common)}
     targets = set()
     for name, numbers in layers.items():
-        own = name.rpartition(".")[0]
+        module_path = name.rpartition(".")[0]
         # PEFT searches ends of names only in the layers of `layers_to_transform`, if there are any.
-        found_in = common if numbers else everywhere
-        end = shortest_suffix(own, list(mine), list(names), whole=True) if found_in == common and own in mine else None
+        searched_layers = common if numbers else everywhere
+        end = (
+            shortest_suffix(module_path, list(mine), list(names), whole=True)
+            if searched_layers == common and module_path in mine
+            else None
+        )
         targets |= {end} if end is not None else {m.name for m in modules if m.tensor.name == name}
     return {
         "target_modules": sorted(targets),
@@ -299,11 +307,11 @@ def _targets(modules: Sequence[_Module], table: Sequence[Tensor], num_layers: in
 
 def _layers_by_name(table: Sequence[Tensor], num_layers: int) -> dict[str, list[int]]:
     """Name of a weight -> the numbers of the layers that have it, of which layers of several kinds have some each."""
-    found: dict[str, list[int]] = {}
+    layers: dict[str, list[int]] = {}
     for tensor in table:
         numbers = [layer for layer in layers_of(tensor, num_layers) if layer is not None]
-        found[tensor.name] = sorted([*found.get(tensor.name, []), *numbers])
-    return found
+        layers[tensor.name] = sorted([*layers.get(tensor.name, []), *numbers])
+    return layers
 
 
 def _stores_inputs_first(config: ModelConfig) -> bool:
@@ -315,26 +323,26 @@ def _saved_tensors(model: Adapted, table: Sequence[Tensor], layout: Layout, dtyp
     """Name of a parameter in the files of transformers -> its value, for those outside the adapters."""
     whole = jax.jit(lambda x: x, out_shardings=layout.replicated())
     saved = model.saved
-    found, unwritten = {}, set(saved)
+    tensors, unwritten = {}, set(saved)
     for tensor in table:
         paths = [part.path for part in tensor.parts]
-        given = [path for path in paths if path in saved]
-        if not given or (len(given) < len(paths)):
+        saved_paths = [path for path in paths if path in saved]
+        if not saved_paths or (len(saved_paths) < len(paths)):
             continue
-        unwritten -= set(given)
+        unwritten -= set(saved_paths)
         leaves = [saved[path] for path in paths]
         hosted = [np.asarray(whole(leaf.array)).astype(dtype) for leaf in leaves]
         for number, layer in enumerate(layers_of(tensor, model.num_layers)):
-            own = [array if layer is None else array[number] for array in hosted]
-            found[weight_name(tensor, layer)] = np.ascontiguousarray(
-                tensor.write(own, [tensor.own_axes(leaf) for leaf in leaves], model.sizes)
+            layer_arrays = [array if layer is None else array[number] for array in hosted]
+            tensors[weight_name(tensor, layer)] = np.ascontiguousarray(
+                tensor.write(layer_arrays, [tensor.own_axes(leaf) for leaf in leaves], model.sizes)
             )
     if unwritten:
         raise ConfigError(
             f"modules_to_save: {', '.join(sorted(unwritten))} cannot be written: the model in transformers has no such"
             " tensor, or one with other parameters too. Add those, or export the merged model: --adapters merge"
         )
-    return found
+    return tensors
 
 
 def _tied_tensors(
@@ -355,8 +363,8 @@ def _tied_tensors(
 
 def _saved_name(name: str, adapted: Collection[str]) -> str:
     """The name in the file. PEFT keeps the parameters of an adapted module in its `base_layer`."""
-    module, _, own = name.rpartition(".")
-    return f"{PREFIX}{module}.base_layer.{own}" if module in adapted else f"{PREFIX}{name}"
+    module, _, parameter = name.rpartition(".")
+    return f"{PREFIX}{module}.base_layer.{parameter}" if module in adapted else f"{PREFIX}{name}"
 
 
 def _bias(others: Collection[str], adapted: Collection[str]) -> str:

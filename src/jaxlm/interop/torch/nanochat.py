@@ -75,11 +75,13 @@ def read_config(file: Path) -> tuple[NanoConfig, int]:
         ConfigError: the model is of another revision, or the files are damaged.
     """
     meta = _meta(file)
-    given = read_json_object(meta).get("model_config")
+    model_config = read_json_object(meta).get("model_config")
     required = ("vocab_size", *_SIZES)
-    if not isinstance(given, dict) or any(type(given.get(key)) is not int for key in required):
-        raise ConfigError(f"{meta}: model_config with the integers {', '.join(required)} expected, {given!r} found")
-    lookup = _lookup_of(given, meta)
+    if not isinstance(model_config, dict) or any(type(model_config.get(key)) is not int for key in required):
+        raise ConfigError(
+            f"{meta}: model_config with the integers {', '.join(required)} expected, {model_config!r} found"
+        )
+    lookup = _lookup_of(model_config, meta)
     source = _tensors_of(file)
     gates = [info.shape for name, info in source.tensors.items() if name.endswith("attn.ve_gate.weight")]
     channels = {shape[-1] for shape in gates if shape}
@@ -91,19 +93,19 @@ def read_config(file: Path) -> tuple[NanoConfig, int]:
             f" {'a' if 'smear_gate.weight' in source.tensors else 'no'} smear gate. Supported: nanochat of February 2026 (32"
             " inputs, no smear gate) and of July 2026 (12 inputs, a smear gate)"
         )
-    sizes = {ours: given[theirs] for theirs, ours in _SIZES.items()}
-    pattern = str(given.get("window_pattern", "L")).upper()
+    sizes = {ours: model_config[theirs] for theirs, ours in _SIZES.items()}
+    pattern = str(model_config.get("window_pattern", "L")).upper()
     config = NanoConfig(**sizes, **fields, window_pattern=pattern, lookup=lookup)
     config.check()
-    return config, given["vocab_size"]
+    return config, model_config["vocab_size"]
 
 
-def _lookup_of(given: Mapping[str, Any], meta: Path) -> LookupConfig | None:
+def _lookup_of(model_config: Mapping[str, Any], meta: Path) -> LookupConfig | None:
     """The lookup layers of a `model_config`; None if it has none."""
-    text = str(given.get("l3_after_layers") or "")
+    text = str(model_config.get("l3_after_layers") or "")
     if not text:
         return None
-    after, numbers = text.split(","), {name: given.get(f"l3_{name}") for name in ("n_emb", "d_up", "k_max")}
+    after, numbers = text.split(","), {name: model_config.get(f"l3_{name}") for name in ("n_emb", "d_up", "k_max")}
     sizes = {name: value for name, value in numbers.items() if type(value) is int and value >= 0}
     if not all(part.strip().isdecimal() for part in after) or len(sizes) < len(numbers) or not sizes["n_emb"]:
         raise ConfigError(
@@ -115,7 +117,7 @@ def _lookup_of(given: Mapping[str, Any], meta: Path) -> LookupConfig | None:
         num_entries=sizes["n_emb"],
         mlp_dim=sizes["d_up"] or None,
         max_entries=max(1, sizes["k_max"]),
-        tied=bool(given.get("l3_tie_kv", True)),
+        tied=bool(model_config.get("l3_tie_kv", True)),
         **_LOOKUP,
     )
 
@@ -251,9 +253,9 @@ def _model_config(config: NanoConfig, vocab_size: int) -> Mapping[str, Any]:
         wrong.append(f"model.backout: {config.backout} given, {theirs.backout} expected")
     if config.lookup is not None:
         wrong += [
-            f"model.lookup.{name}: {given} given, {value} expected"
+            f"model.lookup.{name}: {actual} given, {value} expected"
             for name, value in _COMPUTED.items()
-            if (given := getattr(config.lookup, name)) != value
+            if (actual := getattr(config.lookup, name)) != value
         ]
         if config.smear_channels:
             wrong.append("model.lookup: given with smear, but nanochat had no lookup layers any more when it got smear")

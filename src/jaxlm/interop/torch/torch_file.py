@@ -68,9 +68,9 @@ class TorchFile:
 def _numpy_dtype(path: Path, name: str, tensor: Any) -> np.dtype:
     dtype, layout = (str(of).removeprefix("torch.") for of in (tensor.dtype, tensor.layout))
     if dtype not in _DTYPES or layout != "strided":
-        given = f"the dtype {dtype}" if layout == "strided" else f"the layout {layout}"
+        problem = f"the dtype {dtype}" if layout == "strided" else f"the layout {layout}"
         raise ConfigError(
-            f"{path}: '{name}' has {given}. Known: dense tensors of {', '.join(_DTYPES)}. Convert it with torch and save"
-            " the file again"
+            f"{path}: '{name}' has {problem}. Known: dense tensors of {', '.join(_DTYPES)}. Convert it with torch and"
+            " save the file again"
         )
     return np.dtype(dtype)  # jax has registered the names of bfloat16 and float8 with numpy

@@ -113,9 +113,12 @@ def _factory_arguments(factory: Callable[..., Any], definition: FlaxDefinition) 
 
 
 def named_axes(
-    shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, AxisNames], table: Mapping[str, Sequence[str | None]]
+    shapes: Mapping[str, tuple[int, ...]],
+    names_by_path: Mapping[str, AxisNames],
+    table: Mapping[str, Sequence[str | None]],
 ) -> dict[str, tuple[Axis, ...]]:
-    """The axes of each parameter by path: named by the table, else by `own`. Unnamed axes are called `size_N`.
+    """The axes of each parameter by path: named by the table, else by `names_by_path`. Unnamed axes are called
+    `size_N`.
 
     Raises:
         ConfigError: names do not fit the dimensions, a name has two sizes, or a pattern matches no path.
@@ -125,7 +128,7 @@ def named_axes(
     axes: dict[str, tuple[Axis, ...]] = {}
     for path, shape in shapes.items():
         pattern = next((pattern for pattern in table if re.search(pattern, path)), None)
-        names = own.get(path, (None,) * len(shape)) if pattern is None else tuple(table[pattern])
+        names = names_by_path.get(path, (None,) * len(shape)) if pattern is None else tuple(table[pattern])
         unused -= {pattern}
         parameter = f"{path} {list(shape)}"
         if len(names) != len(shape) or not all(name is None or isinstance(name, str) for name in names):

@@ -122,7 +122,7 @@ def compile_sampling(
     distribution = jax.tree.map(lambda number: shape((), number.dtype), sampling.numbers)
     lowered = _begin.lower(model, Inputs(column, column, column), numbers, words, stops, distribution, max_new_tokens)
     prompts = lowered.compile()
-    place = lambda found, sharding: shape(found.shape, found.dtype, sharding=sharding)  # noqa: E731
+    place = lambda info, sharding: shape(info.shape, info.dtype, sharding=sharding)  # noqa: E731
     state, keys = jax.tree.map(place, lowered.out_info, prompts.output_shardings)
     others = _finish.lower(model, state, keys, stops, distribution).compile()
     return SamplingPrograms(prompts, others, (state.cache.keys, state.cache.values))
@@ -216,8 +216,8 @@ def _finish(
     layout = current_layout()
     if layout is None:
         return state
-    found = jax.lax.with_sharding_constraint((state.tokens, state.logps), layout.replicated())
-    return eqx.tree_at(lambda s: (s.tokens, s.logps), state, found)
+    replicated = jax.lax.with_sharding_constraint((state.tokens, state.logps), layout.replicated())
+    return eqx.tree_at(lambda s: (s.tokens, s.logps), state, replicated)
 
 
 @jax.jit

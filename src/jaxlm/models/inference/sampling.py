@@ -61,9 +61,9 @@ class Sampling:
     def changed(self) -> dict[str, float]:
         """The options besides the temperature that have an effect: with them, tokens come from a distribution other than
         the model's."""
-        given = {name: getattr(self, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")}
+        options = {name: getattr(self, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")}
         without = {"top_k": (None,), "top_p": (None, 1), "min_p": (None, 0), "repetition_penalty": (1,)}
-        return {name: value for name, value in given.items() if value not in without[name]}
+        return {name: value for name, value in options.items() if value not in without[name]}
 
     @property
     def numbers(self) -> "TokenDistribution":

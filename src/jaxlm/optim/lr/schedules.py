@@ -147,10 +147,10 @@ def make_schedule(spec: ScheduleSpec, num_steps: int) -> Schedule:
     return Schedule(segments, decay, spec, list(only_rises.values()))
 
 
-def _whole_cycle_note(name: str, given: int | float, cycle: int) -> str:
-    meaning = "means the whole cycle" if given == 1.0 else "is cut to the length of the cycle"
+def _whole_cycle_note(name: str, value: int | float, cycle: int) -> str:
+    meaning = "means the whole cycle" if value == 1.0 else "is cut to the length of the cycle"
     return (
-        f"optimizer.{name}: {given} {meaning}: the learning rate rises over all its {cycle} steps and reaches the peak only"
+        f"optimizer.{name}: {value} {meaning}: the learning rate rises over all its {cycle} steps and reaches the peak only"
         " at the end"
     )
 

@@ -185,20 +185,20 @@ class Power(LrShape):
         return at.xp.minimum(at.peak, self.batch_size * self.a * tokens**self.b)
 
 
-def lr_shape_of(given: str | LrShape) -> LrShape:
+def lr_shape_of(shape: str | LrShape) -> LrShape:
     """Resolves a shape name to the shape with its default options. Shapes with required keys have no short form."""
-    if isinstance(given, LrShape):
-        return given
+    if isinstance(shape, LrShape):
+        return shape
     known: dict[str, Any] = LrShape.get_known_choices()
-    if given not in known:
-        raise ConfigError(f"optimizer.lr_schedule: '{given}' given. Allowed: {', '.join(known)}")
-    required = [f.name for f in dataclasses.fields(known[given]) if f.default is dataclasses.MISSING]
+    if shape not in known:
+        raise ConfigError(f"optimizer.lr_schedule: '{shape}' given. Allowed: {', '.join(known)}")
+    required = [f.name for f in dataclasses.fields(known[shape]) if f.default is dataclasses.MISSING]
     if required:
         keys = ", ".join(f"{name}: ..." for name in required)
-        raise ConfigError(f"optimizer.lr_schedule: '{given}' needs keys. Set {{type: {given}, {keys}}}")
-    return known[given]()
+        raise ConfigError(f"optimizer.lr_schedule: '{shape}' needs keys. Set {{type: {shape}, {keys}}}")
+    return known[shape]()
 
 
-def lr_shape_name(given: str | LrShape) -> str:
+def lr_shape_name(shape: str | LrShape) -> str:
     """The name of a shape, for messages."""
-    return given if isinstance(given, str) else given.get_choice_name(type(given))
+    return shape if isinstance(shape, str) else shape.get_choice_name(type(shape))

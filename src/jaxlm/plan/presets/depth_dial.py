@@ -103,14 +103,14 @@ class _Dial:
     def __init__(self, dial: DepthDialConfig, recipe: Recipe, source: ConfigSource):
         self._dial, self._recipe, self._source = dial, recipe, source
         self._numbers: list[DerivedNumber] = []
-        self._seq_len = _integer(self._given("model.seq_len"), _SEQ_LEN)
+        self._seq_len = _integer(self._value("model.seq_len"), _SEQ_LEN)
 
     def derive(self) -> Derivation:
         self._check()
         self._add("recipe", f"{self._dial.recipe}, depth {self._dial.depth}", self._recipe.revision, "")
         vocab_size = self._vocab_size()
         keys = self._model_keys()
-        model = self._with_lookup(keys, self._model(keys, self._given("model")), vocab_size)
+        model = self._with_lookup(keys, self._model(keys, self._value("model")), vocab_size)
         num_parameters = self._count(model, vocab_size)
         flops = nanochat_flops_per_token(model, vocab_size)
         keys_seen = sum(min(back, model.seq_len) for back in model.window_distances)
@@ -149,15 +149,15 @@ class _Dial:
 
     def _check(self) -> None:
         """Raises `ConfigError` for keys elsewhere that leave nothing to derive."""
-        if self._given("model.type") not in (None, "nano"):
+        if self._value("model.type") not in (None, "nano"):
             raise self._error(
                 "model.type",
-                f"'{self._given('model.type')}' given, but the preset depth_dial is for type nano. Remove one of them",
+                f"'{self._value('model.type')}' given, but the preset depth_dial is for type nano. Remove one of them",
             )
         for key in ("use_hf_model_config", "epoch"):
-            if self._given(key):
+            if self._value(key):
                 raise self._error(key, "given with the preset depth_dial, which sets the same. Remove one of them")
-        if self._dial.lookup_lr is not None and not isinstance(self._given("model.lookup"), Mapping):
+        if self._dial.lookup_lr is not None and not isinstance(self._value("model.lookup"), Mapping):
             raise self._error(
                 "preset.lookup_lr", "given, but the model has no lookup layers. Remove it, or set model.lookup"
             )
@@ -167,7 +167,7 @@ class _Dial:
                 f"{self._dial.head_dim} given, an even number expected: features are rotated in pairs",
             )
 
-    def _given(self, path: str) -> Any:
+    def _value(self, path: str) -> Any:
         return given_at(self._source.tree, path.split("."))
 
     def _error(self, path: str, problem: str) -> ConfigError:
@@ -186,10 +186,10 @@ class _Dial:
         return value
 
     def _vocab_size(self) -> int:
-        tokenizer, given = self._given("data.tokenizer"), self._given("data.vocab_size")
-        added = self._given("data.added_tokens") or ()
-        if isinstance(given, int):
-            return self._add("vocabulary", given, "data.vocab_size", "")
+        tokenizer, vocab_size = self._value("data.tokenizer"), self._value("data.vocab_size")
+        added = self._value("data.added_tokens") or ()
+        if isinstance(vocab_size, int):
+            return self._add("vocabulary", vocab_size, "data.vocab_size", "")
         if isinstance(tokenizer, str) and tokenizer != TRAIN_BPE:
             size, why = open_tokenizer(tokenizer, added, None).vocab_size, f"tokens of {tokenizer}"
         else:
@@ -207,16 +207,16 @@ class _Dial:
     def _model_keys(self) -> dict[str, Any]:
         dial, keys = self._dial, self._sizes_at(self._dial.depth)
         rule = f"{dial.depth} x {dial.aspect_ratio}, rounded up to a multiple of {dial.head_dim}"
-        width = _integer(self._given("model.hidden_dim"), keys["hidden_dim"])
-        if width % dial.head_dim and self._given("model.num_heads") is None:
+        width = _integer(self._value("model.hidden_dim"), keys["hidden_dim"])
+        if width % dial.head_dim and self._value("model.num_heads") is None:
             raise self._error(
                 "model.hidden_dim",
                 f"{width} given, but preset.head_dim ({dial.head_dim}) does not divide it. Set one of them, such as"
                 f" model.hidden_dim: {-(-width // dial.head_dim) * dial.head_dim}",
             )
         keys["num_heads"] = width // dial.head_dim
-        if isinstance(given := self._given("model.lookup"), Mapping):
-            unused = ("sample_tokens",) if given.get("allocation") == "uniform" else ()
+        if isinstance(lookup := self._value("model.lookup"), Mapping):
+            unused = ("sample_tokens",) if lookup.get("allocation") == "uniform" else ()
             keys["lookup"] = {key: value for key, value in self._recipe.lookup.items() if key not in unused}
         self._add("layers", keys["num_layers"], "depth", key="model.num_layers")
         self._add("width", keys["hidden_dim"], rule, key="model.hidden_dim")
@@ -224,9 +224,9 @@ class _Dial:
         return keys
 
     def _without_sizes(self) -> Any:
-        given = self._given("model")
-        own = (*_SIZES, "lookup")  # nanochat's reference has no lookup layers
-        return {k: v for k, v in given.items() if k not in own} if isinstance(given, Mapping) else given
+        section = self._value("model")
+        omitted_keys = (*_SIZES, "lookup")  # nanochat's reference has no lookup layers
+        return {k: v for k, v in section.items() if k not in omitted_keys} if isinstance(section, Mapping) else section
 
     def _with_lookup(self, keys: dict[str, Any], model: NanoConfig, vocab_size: int) -> NanoConfig:
         """The model with the number of entries of its lookup layers, if it has any; the same number in `keys`."""
@@ -241,9 +241,9 @@ class _Dial:
         keys["lookup"]["num_entries"] = derived
         return replace(model, lookup=replace(model.lookup, num_entries=_or(model.lookup.num_entries, derived)))
 
-    def _model(self, keys: dict[str, Any], given: Any) -> NanoConfig:
+    def _model(self, keys: dict[str, Any], overrides: Any) -> NanoConfig:
         """The model of these keys, under those that you write."""
-        section = merge(keys, given) if isinstance(given, Mapping) else keys
+        section = merge(keys, overrides) if isinstance(overrides, Mapping) else keys
         model = decode(_ModelSection, ConfigSource({"model": section}, self._source.marks)).model
         model.check()
         return model
@@ -274,16 +274,20 @@ class _Dial:
     def _batch(self, target: int, reference: float) -> _Batch:
         predicted = REFERENCE_BATCH * (target / reference) ** _BATCH_EXPONENT
         self._add("predicted batch", predicted, f"{REFERENCE_BATCH:,} x (D / D_ref)^{_BATCH_EXPONENT}", _POWER_LINES)
-        own = self._dial.total_batch_size
-        if own is not None and own % self._seq_len:
+        total_batch_size = self._dial.total_batch_size
+        if total_batch_size is not None and total_batch_size % self._seq_len:
             raise self._error(
                 "preset.total_batch_size",
-                f"{own} tokens given, a multiple of model.seq_len ({self._seq_len}) expected. Set it to"
-                f" {max(1, own // self._seq_len) * self._seq_len}",
+                f"{total_batch_size} tokens given, a multiple of model.seq_len ({self._seq_len}) expected. Set it to"
+                f" {max(1, total_batch_size // self._seq_len) * self._seq_len}",
             )
         power = round(math.log2(predicted))
-        what = f"2^{power} tokens, nearest to the predicted batch," if own is None else "preset.total_batch_size"
-        size = self._sequences(own or 2**power, what)
+        what = (
+            f"2^{power} tokens, nearest to the predicted batch,"
+            if total_batch_size is None
+            else "preset.total_batch_size"
+        )
+        size = self._sequences(total_batch_size or 2**power, what)
         tokens = self._add("batch in tokens B", size * self._seq_len, f"{size:,} x {self._seq_len:,}")
         scale = 1.0 if tokens == REFERENCE_BATCH else (tokens / REFERENCE_BATCH) ** 0.5
         self._add("scale of learning rates", scale, f"sqrt(B / {REFERENCE_BATCH:,})")
@@ -293,15 +297,16 @@ class _Dial:
         """The sequences per step, which `trainer.train_batch_size` may say."""
         derived = max(1, round(tokens / self._seq_len))
         self._add("batch in sequences", derived, f"{what} / {self._seq_len:,}", key="trainer.train_batch_size")
-        given = self._given("trainer.train_batch_size")
-        if given is None:
+        batch_size = self._value("trainer.train_batch_size")
+        if batch_size is None:
             return derived
-        if type(given) is not int or given < 1:
+        if type(batch_size) is not int or batch_size < 1:
             raise self._error(
                 "trainer.train_batch_size",
-                f"{given!r} given, but the preset scales learning rates by one batch size. Give a number, or remove it",
+                f"{batch_size!r} given, but the preset scales learning rates by one batch size. Give a number,"
+                " or remove it",
             )
-        return given
+        return batch_size
 
     def _num_steps(self, flops: int, target: int, batch: _Batch) -> int:
         dial = self._dial
@@ -312,8 +317,8 @@ class _Dial:
             formula = f"{dial.target_flops:g} FLOPs / (FLOPs per token x B)"
         else:
             steps, formula = target // batch.tokens, "D / B, rounded down"
-        given = self._given("trainer.num_train_steps")
-        if not steps and type(given) is not int:
+        num_train_steps = self._value("trainer.num_train_steps")
+        if not steps and type(num_train_steps) is not int:
             raise self._error(
                 "preset.target_flops" if dial.target_flops else "preset",
                 f"the run has no steps: one step is {batch.tokens:,} tokens and {flops * batch.tokens:.3g} FLOPs, but"
@@ -321,39 +326,39 @@ class _Dial:
                 " num_iterations",
             )
         self._add("steps N", steps, formula, key="trainer.num_train_steps")
-        return given if type(given) is int else steps
+        return num_train_steps if type(num_train_steps) is int else steps
 
     def _optimizer_keys(
         self, model: NanoConfig, batch: _Batch, target: int, reference: float, num_steps: int
     ) -> dict[str, Any]:
         names = ("embedding_lr", "unembedding_lr", "matrix_lr", "lookup_lr", "scalar_lr", "weight_decay")
-        own = {name: getattr(self._dial, name) for name in names if getattr(self._dial, name) is not None}
-        given = self._given("optimizer.type")
-        if given not in (None, "muon"):
-            unused = f"; {', '.join(f'preset.{name}' for name in own)}: not used" if own else ""
-            self._add("optimizer", given, f"your choice: nothing of its section is filled in{unused}", "")
+        overrides = {name: getattr(self._dial, name) for name in names if getattr(self._dial, name) is not None}
+        optimizer_type = self._value("optimizer.type")
+        if optimizer_type not in (None, "muon"):
+            unused = f"; {', '.join(f'preset.{name}' for name in overrides)}: not used" if overrides else ""
+            self._add("optimizer", optimizer_type, f"your choice: nothing of its section is filled in{unused}", "")
             return {}
-        if "embedding_lr" in own:
-            own.setdefault("lookup_lr", own["embedding_lr"])
-        section, recipe = self._given("optimizer"), replace(self._recipe, **own)
-        given = section if isinstance(section, Mapping) else {}
-        derived = OptimizerKeys(self._add, recipe, model, batch.rate_scale, num_steps, given)
+        if "embedding_lr" in overrides:
+            overrides.setdefault("lookup_lr", overrides["embedding_lr"])
+        section, recipe = self._value("optimizer"), replace(self._recipe, **overrides)
+        optimizer_keys = section if isinstance(section, Mapping) else {}
+        derived = OptimizerKeys(self._add, recipe, model, batch.rate_scale, num_steps, optimizer_keys)
         return derived.keys(math.sqrt(batch.tokens / REFERENCE_BATCH), reference / target)
 
     def _trainer_keys(self, size: int) -> dict[str, Any]:
         keys = {"train_batch_size": size, "allow_nondivisible_batch_size": True}
-        per_device = [self._given(f"trainer.per_device_{name}parallelism") for name in ("", "train_")]
-        if all(given in (None, -1) for given in per_device):
+        per_device = [self._value(f"trainer.per_device_{name}parallelism") for name in ("", "train_")]
+        if all(value in (None, -1) for value in per_device):
             limit = self._dial.device_batch_size
             key = "trainer.max_per_device_parallelism"
             keys["max_per_device_parallelism"] = self._add("microbatch", limit, "preset.device_batch_size", key=key)
         return keys
 
 
-def _or(given: Any, default: Any) -> Any:
-    return default if given is None else given
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
 
 
-def _integer(given: Any, default: int) -> int:
+def _integer(value: Any, default: int) -> int:
     """A number above 0 as it is given. What is none is refused where its section is decoded."""
-    return given if type(given) is int and given > 0 else default
+    return value if type(value) is int and value > 0 else default

@@ -38,7 +38,7 @@ class OptimizerKeys:
     Args:
         recipe: with the rates that you set in the preset in place of its own.
         rate_scale: what the batch multiplies learning rates by.
-        given: the section of the configuration, whose keys win.
+        section: the section of the configuration, whose keys win.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class OptimizerKeys:
         model: NanoConfig,
         rate_scale: float,
         num_steps: int,
-        given: Mapping[str, Any],
+        section: Mapping[str, Any],
     ):
         self._add, self._recipe, self._model = add, recipe, model
-        self._rate_scale, self._num_steps, self._given = rate_scale, num_steps, given
+        self._rate_scale, self._num_steps, self._section = rate_scale, num_steps, section
 
     def keys(self, root_of_batch: float, token_ratio: float) -> dict[str, Any]:
         """All keys.
@@ -67,8 +67,8 @@ class OptimizerKeys:
             f"{recipe.matrix_lr:g} x scale",
             key="optimizer.learning_rate",
         )
-        own = self._given.get("learning_rate")
-        by_shape = rates_by_shape(self._model, own if isinstance(own, int | float) else rate)
+        learning_rate = self._section.get("learning_rate")
+        by_shape = rates_by_shape(self._model, learning_rate if isinstance(learning_rate, int | float) else rate)
         self._add("  by matrix", by_shape, "learning rate of Muon x sqrt(max(1, outputs / inputs))")
         decay = self._add(
             "weight decay of Muon",
@@ -118,25 +118,25 @@ class OptimizerKeys:
 
     def _instead(self, match: str, rate: float) -> str:
         """What a list of your own has in place of an entry with this learning rate; empty if it has the same."""
-        entries = self._given.get("groups")
+        entries = self._section.get("groups")
         if not isinstance(entries, list):
             return ""
-        own = next((entry for entry in entries if isinstance(entry, Mapping) and entry.get("match") == match), None)
-        if own is None:
+        group = next((entry for entry in entries if isinstance(entry, Mapping) and entry.get("match") == match), None)
+        if group is None:
             return f"not used: you wrote optimizer.groups without an entry that matches {match}"
-        given = own.get("learning_rate", self._given.get("learning_rate", rate))
-        return "" if given == rate else f"{given}: you wrote optimizer.groups"
+        learning_rate = group.get("learning_rate", self._section.get("learning_rate", rate))
+        return "" if learning_rate == rate else f"{learning_rate}: you wrote optimizer.groups"
 
     def _schedules(self) -> dict[str, Any]:
         """Keys of the schedules that depend on the number of steps."""
-        recipe, own, num_steps = self._recipe, "the recipe's", self._num_steps
+        recipe, origin, num_steps = self._recipe, "the recipe's", self._num_steps
         warmdown = round(recipe.warmdown_ratio * num_steps)
         # nanochat lets a long warmup jump into the warmdown, or end the run.
         warmup = min(recipe.warmup_steps, num_steps - warmdown)
         formula = f"{recipe.warmdown_ratio:g} x N, half a step rounded to the even number"
         self._add("warmdown", warmdown, formula, key="optimizer.decay")
-        self._add("warmup", warmup, f"{own} {recipe.warmup_steps}, at most N - warmdown", key="optimizer.warmup")
-        self._add("last learning rate", recipe.final_lr_frac, f"{own}, x the peak", key="optimizer.min_lr_ratio")
+        self._add("warmup", warmup, f"{origin} {recipe.warmup_steps}, at most N - warmdown", key="optimizer.warmup")
+        self._add("last learning rate", recipe.final_lr_frac, f"{origin}, x the peak", key="optimizer.min_lr_ratio")
         self._add("momentum of Muon", recipe.optimizer["momentum"], self._momentum(), key="optimizer.momentum")
         decay = "optimizer.weight_decay_schedule"
         self._add("schedule of weight decay", recipe.optimizer["weight_decay_schedule"], "to 0 over N", key=decay)
@@ -145,14 +145,14 @@ class OptimizerKeys:
     def _momentum(self) -> str:
         """How the momentum changes."""
         recipe = self._recipe.optimizer["momentum_schedule"]
-        given = self._given.get("momentum_schedule", recipe)
-        used = recipe | given if isinstance(given, Mapping) else None
-        own = "" if used == recipe else ", as you wrote in optimizer.momentum_schedule"
+        schedule = self._section.get("momentum_schedule", recipe)
+        used = recipe | schedule if isinstance(schedule, Mapping) else None
+        note = "" if used == recipe else ", as you wrote in optimizer.momentum_schedule"
         if used is None:
-            return f"constant{own}"
+            return f"constant{note}"
         rises = f"from {used['initial']} over {used['warmup']} steps"
         falls = "" if used["final"] is None else f", to {used['final']} in the warmdown"
-        return f"{rises}{falls}{own}"
+        return f"{rises}{falls}{note}"
 
 
 def rates_by_shape(model: NanoConfig, rate: float) -> dict[str, float]:

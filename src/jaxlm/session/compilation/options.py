@@ -77,9 +77,9 @@ class StepOptions:
     def of(platform: str, options: Options) -> "StepOptions":
         """Separates options by name. Block sizes that are not among them are those by cache."""
         sizes = _sizes_by_cache(platform)
-        given = {name: value for name, value in options.items() if name in asdict(sizes)}
-        xla = {name: value for name, value in options.items() if name not in given}
-        return StepOptions(xla, replace(sizes, **given))
+        block_sizes = {name: value for name, value in options.items() if name in asdict(sizes)}
+        xla = {name: value for name, value in options.items() if name not in block_sizes}
+        return StepOptions(xla, replace(sizes, **block_sizes))
 
     @property
     def texts(self) -> tuple[str, str]:
@@ -166,8 +166,8 @@ def tuned_options(plan: Plan) -> TunedOptions | None:
     if plan.layout.platform not in CANDIDATES:
         return None
     machine = (processor(), jaxlib.version.__version__, step_key(plan))
-    found = [t for t in _read(_path(plan)) if (t.processor, t.jaxlib, t.step) == machine]
-    return found[-1] if found else None
+    matches = [t for t in _read(_path(plan)) if (t.processor, t.jaxlib, t.step) == machine]
+    return matches[-1] if matches else None
 
 
 def describe_options(plan: Plan) -> str | None:
@@ -177,7 +177,7 @@ def describe_options(plan: Plan) -> str | None:
     used = step_options(plan)
     if plan.layout.platform not in CANDIDATES:
         return as_text(used.xla) or None
-    tuned, here, key = tuned_options(plan), processor(), step_key(plan)
+    tuned, this_processor, key = tuned_options(plan), processor(), step_key(plan)
     if tuned is not None and tuned.options.items() <= (used.xla | asdict(used.sizes)).items():
         return str(tuned)
     if tuned is not None:
@@ -188,7 +188,7 @@ def describe_options(plan: Plan) -> str | None:
     if others:
         old = others[-1]
         was = f"{old.processor}, jaxlib {old.jaxlib}"
-        now = f"{here}, jaxlib {jaxlib.version.__version__}"
+        now = f"{this_processor}, jaxlib {jaxlib.version.__version__}"
         return (
             f"{_DEFAULT}; those tuned on another machine ({was}) are not used on {now}. Tune again: jaxlm bench --tune"
         )
@@ -232,7 +232,7 @@ def keep(plan: Plan, tuned: TunedOptions) -> Path | None:
     others = [old for old in _read(path) if (old.processor, old.jaxlib, old.step) != same]
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as unfinished:
-        unfinished.write_text(json.dumps([asdict(each) for each in (*others, tuned)], indent=1))
+        unfinished.write_text(json.dumps([asdict(entry) for entry in (*others, tuned)], indent=1))
     return path
 
 

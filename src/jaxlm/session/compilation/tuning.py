@@ -75,14 +75,14 @@ def candidates_for(platform: str, program: Callable[[StepOptions], str]) -> list
     if platform not in CANDIDATES:
         raise ConfigError(f"--tune: nothing to choose from on {platform}; only on {', '.join(CANDIDATES)}")
     fixed = compiler_options(platform)
-    found = [options for options in CANDIDATES[platform] if not options.keys() & fixed.keys()]
+    candidates = [options for options in CANDIDATES[platform] if not options.keys() & fixed.keys()]
     seen = {program(StepOptions.of(platform, {}))}
     for options in size_candidates(platform):
         text = program(StepOptions.of(platform, options))
         if text not in seen:  # short sequences and small batches are a single block either way
-            found.append(options)
+            candidates.append(options)
         seen.add(text)
-    return found
+    return candidates
 
 
 def tune(

@@ -86,12 +86,14 @@ class ScalingLaw:
 def fit_law(points: Sequence[TrainedPoint]) -> ScalingLaw:
     """Fits a parabola to each budget, and power laws to their minima."""
     in_order = sorted(points, key=lambda point: (point.budget, point.num_parameters))
-    parabolas = tuple(_fit_budget(budget, list(own)) for budget, own in groupby(in_order, lambda point: point.budget))
-    found = [(p.budget, p.num_parameters, p.num_tokens) for p in parabolas if p.num_parameters and p.num_tokens]
-    if len(found) < 2:
-        problem = f"{len(found)} of {len(parabolas)} budgets have a minimum; a power law needs two"
+    parabolas = tuple(
+        _fit_budget(budget, list(group)) for budget, group in groupby(in_order, lambda point: point.budget)
+    )
+    minima = [(p.budget, p.num_parameters, p.num_tokens) for p in parabolas if p.num_parameters and p.num_tokens]
+    if len(minima) < 2:
+        problem = f"{len(minima)} of {len(parabolas)} budgets have a minimum; a power law needs two"
         return ScalingLaw(parabolas, None, None, problem)
-    budgets, sizes, tokens = (np.array(column) for column in zip(*found, strict=True))
+    budgets, sizes, tokens = (np.array(column) for column in zip(*minima, strict=True))
     return ScalingLaw(parabolas, _power_law(budgets, sizes), _power_law(budgets, tokens))
 
 

@@ -227,25 +227,25 @@ def plan_study(source: ConfigSource, stem: str | None) -> tuple[ScalingConfig, l
         if given_at(tree, path) is not None:
             raise config_error(source, path, "given beside scaling, which sets depths and budgets. Remove it")
     for key in ("depths", "budgets"):
-        given = getattr(scaling, key)
-        if not given or len(set(given)) < len(given):
-            raise config_error(source, ("scaling", key), f"{given} given, a list of different numbers expected")
+        values = getattr(scaling, key)
+        if not values or len(set(values)) < len(values):
+            raise config_error(source, ("scaling", key), f"{values} given, a list of different numbers expected")
     members = [
         _member(ConfigSource(tree, source.marks), scaling, depth, budget, stem)
         for budget in sorted(scaling.budgets)
         for depth in sorted(scaling.depths)
     ]
     if len({member.name for member in members}) < len(members):
-        given = scaling.budgets
-        raise config_error(source, ("scaling", "budgets"), f"{given} given, numbers that differ in 12 digits expected")
+        values = scaling.budgets
+        raise config_error(source, ("scaling", "budgets"), f"{values} given, numbers that differ in 12 digits expected")
     return scaling, members
 
 
 def _member(source: ConfigSource, scaling: ScalingConfig, depth: int, budget: float, stem: str | None) -> Member:
     named = decode_run(ConfigSource({k: v for k, v in source.tree.items() if k == "trainer"}, source.marks), stem)
     name = f"{run_id_of(named)}-{_short(budget)}-d{depth}"
-    own = {"preset": {"depth": depth, "target_flops": budget}, "trainer": {"id": name}}
-    tree: dict[str, Any] = merge(source.tree, own)
+    overrides = {"preset": {"depth": depth, "target_flops": budget}, "trainer": {"id": name}}
+    tree: dict[str, Any] = merge(source.tree, overrides)
     try:
         config = decode_run(ConfigSource(tree, source.marks), None)
     except ConfigError as error:

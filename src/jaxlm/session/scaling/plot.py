@@ -29,9 +29,9 @@ def scaling_plot(points: Sequence[TrainedPoint], law: ScalingLaw, path: Path, me
 
 def _draw_profiles(axes: Any, points: Sequence[TrainedPoint], law: ScalingLaw, metric: str) -> None:
     for number, parabola in enumerate(law.parabolas):
-        color, own = f"C{number % 10}", [point for point in points if point.budget == parabola.budget]
-        sizes = np.array([point.num_parameters for point in own], float)
-        axes.plot(sizes, [point.loss for point in own], "o", color=color, label=f"{parabola.budget:g} FLOPs")
+        color, budget_points = f"C{number % 10}", [point for point in points if point.budget == parabola.budget]
+        sizes = np.array([point.num_parameters for point in budget_points], float)
+        axes.plot(sizes, [point.loss for point in budget_points], "o", color=color, label=f"{parabola.budget:g} FLOPs")
         if parabola.coefficients is not None:
             between = np.geomspace(sizes.min(), sizes.max(), _NUM_POINTS)
             axes.plot(between, parabola.at(between), color=color, linewidth=0.8)
@@ -43,11 +43,11 @@ def _draw_profiles(axes: Any, points: Sequence[TrainedPoint], law: ScalingLaw, m
 def _draw_optima(axes: Any, law: ScalingLaw) -> None:
     fits = {"N": (law.parameters, "num_parameters"), "D": (law.tokens, "num_tokens")}
     for number, (name, (power, field)) in enumerate(fits.items()):
-        found = [(p.budget, getattr(p, field)) for p in law.parabolas if getattr(p, field) is not None]
+        optima = [(p.budget, getattr(p, field)) for p in law.parabolas if getattr(p, field) is not None]
         label = f"best {name}" if power is None else f"best {name} ~ C^{power.exponent:.3f}"
-        axes.plot([at for at, _ in found], [value for _, value in found], "o", color=f"C{number}", label=label)
+        axes.plot([at for at, _ in optima], [value for _, value in optima], "o", color=f"C{number}", label=label)
         if power is not None:
-            budgets = np.array([at for at, _ in found])
+            budgets = np.array([at for at, _ in optima])
             axes.plot(budgets, power.at(budgets), color=f"C{number}", linewidth=0.8)
     scale = (
         "log" if any(p.num_parameters for p in law.parabolas) else "linear"

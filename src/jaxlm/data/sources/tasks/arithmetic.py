@@ -101,11 +101,11 @@ def _story(chooser: random.Random, split: str) -> Problem | None:
 
 def _boxes(chooser: random.Random) -> Sequence[str]:
     name, things = chooser.choice(_NAMES), chooser.choice(_THINGS)
-    boxes, each = chooser.randrange(2, 30), chooser.randrange(5, 50)
-    given = chooser.randrange(1, boxes * each)
-    question = f"{name} has {boxes} boxes with {each} {things} each, and gives away {given} {things}."
+    boxes, per_box = chooser.randrange(2, 30), chooser.randrange(5, 50)
+    num_given = chooser.randrange(1, boxes * per_box)
+    question = f"{name} has {boxes} boxes with {per_box} {things} each, and gives away {num_given} {things}."
     asked, closing = f"How many {things} are left?", f"{name} has {{}} {things} left."
-    return f"{question} {asked}", f"{boxes} * {each}", f"{{}} - {given}", closing
+    return f"{question} {asked}", f"{boxes} * {per_box}", f"{{}} - {num_given}", closing
 
 
 def _change(chooser: random.Random) -> Sequence[str]:

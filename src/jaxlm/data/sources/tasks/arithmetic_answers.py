@@ -105,11 +105,11 @@ def _mistaken(chooser: random.Random, problem: Problem) -> Problem:
 def _changed(chooser: random.Random, expression: str) -> str:
     """The expression with another digit or another operator."""
     is_digit = chooser.random() < 0.5
-    found = chooser.choice(list((_DIGIT if is_digit else _OPERATOR).finditer(expression)) or [None])
-    if found is None:  # `{} - {}` has no digits
+    match = chooser.choice(list((_DIGIT if is_digit else _OPERATOR).finditer(expression)) or [None])
+    if match is None:  # `{} - {}` has no digits
         return expression
-    others = ("0123456789" if is_digit else "+-*").replace(found.group(), "")
-    return f"{expression[: found.start()]}{chooser.choice(others)}{expression[found.end() :]}"
+    others = ("0123456789" if is_digit else "+-*").replace(match.group(), "")
+    return f"{expression[: match.start()]}{chooser.choice(others)}{expression[match.end() :]}"
 
 
 def _outputs(steps: list[str]) -> list[str]:

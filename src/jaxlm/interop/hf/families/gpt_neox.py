@@ -44,13 +44,13 @@ def _tensors(config: GptNeoxConfig) -> Iterator[Tensor]:
 
 def _check_other_names(theirs: Mapping[str, Any]) -> Json:
     """Some versions of transformers wrote the rotary keys twice. The family's own names count."""
-    for own, other, default in (
+    for name, other, default in (
         ("rotary_emb_base", "rope_theta", 10000.0),
         ("rotary_pct", "partial_rotary_factor", 0.25),
     ):
-        counts = theirs.get(own, default)
+        counts = theirs.get(name, default)
         if theirs.get(other, counts) != counts:
-            raise ConfigError(f"{other}: {theirs[other]} given, but {own} is {counts}. Remove one of them")
+            raise ConfigError(f"{other}: {theirs[other]} given, but {name} is {counts}. Remove one of them")
     return {}
 
 

@@ -42,14 +42,14 @@ def _tensors(config: MptConfig) -> Iterator[Tensor]:
 
 
 def _attention_to_ours(theirs: Mapping[str, Any]) -> Json:
-    given = theirs.get("attn_config") or {}
+    attn = theirs.get("attn_config") or {}
     for key, allowed in _SUPPORTED.items():
-        if given.get(key, allowed[0]) not in allowed:
-            raise ConfigError(f"attn_config.{key}: {given[key]} given, which is not supported; {allowed[0]} expected")
-    changing, _ = sort_unread(given, set(given).difference(_SUPPORTED, _READ))
+        if attn.get(key, allowed[0]) not in allowed:
+            raise ConfigError(f"attn_config.{key}: {attn[key]} given, which is not supported; {allowed[0]} expected")
+    changing, _ = sort_unread(attn, set(attn).difference(_SUPPORTED, _READ))
     if changing:
         raise ConfigError(f"attn_config.{changing[0]}")
-    scale, clip = given.get("softmax_scale"), given.get("clip_qkv") or None  # transformers clips nothing with 0
+    scale, clip = attn.get("softmax_scale"), attn.get("clip_qkv") or None  # transformers clips nothing with 0
     # As numbers of the type that transformers requires: published files have whole numbers.
     read = {"softmax_scale": scale, "clip_qkv": clip}
     return {"alibi_bias_max": 8.0, **{key: None if value is None else float(value) for key, value in read.items()}}
@@ -61,8 +61,8 @@ def _attention_to_theirs(config: MptConfig) -> Json:
 
 
 def _attention_notes(theirs: Mapping[str, Any]) -> list[str]:
-    given = theirs.get("attn_config") or {}
-    _, harmless = sort_unread(given, set(given).difference(_SUPPORTED, _READ, _SILENT))
+    attn = theirs.get("attn_config") or {}
+    _, harmless = sort_unread(attn, set(attn).difference(_SUPPORTED, _READ, _SILENT))
     return [f"attn_config.{text}" for text in harmless]
 
 

@@ -19,8 +19,8 @@ def _rotated(num_layers: int, every: int) -> list[int]:
 
 def _layers_to_ours(theirs: Mapping[str, Any]) -> Json:
     num_layers, every = theirs["num_hidden_layers"], theirs.get("no_rope_layer_interval", _EVERY)
-    given = theirs.get("no_rope_layers")
-    rotated = _rotated(num_layers, every) if given is None else given
+    no_rope_layers = theirs.get("no_rope_layers")
+    rotated = _rotated(num_layers, every) if no_rope_layers is None else no_rope_layers
     if len(rotated) != num_layers or not set(rotated) <= {0, 1}:
         raise ConfigError(f"no_rope_layers: {rotated} given; 0 or 1 expected for each of {num_layers} layers")
     window = theirs.get("sliding_window") if theirs.get("use_sliding_window", False) else None

@@ -40,8 +40,8 @@ def _by_frequency(sequences: Sequence[np.ndarray], vocab_size: int, num_entries:
     for sequence in sequences:
         # Every token counts once, and once more as the second of a pair.
         counts += np.bincount(sequence, minlength=vocab_size) + np.bincount(sequence[1:], minlength=vocab_size)
-    each, rest = divmod(num_entries, vocab_size)
-    entries = np.full(vocab_size, each)
+    per_token, rest = divmod(num_entries, vocab_size)
+    entries = np.full(vocab_size, per_token)
     entries[np.argsort(-counts, kind="stable")[:rest]] += 1
     return entries
 

@@ -86,10 +86,10 @@ class LookupConfig:
                 f"model.lookup.layers: {list(self.layers)} given, 0 to {num_layers - 1} expected (num_layers - 1)"
             )
         for key in ("max_entries", "sample_tokens"):
-            given = getattr(self, key)
-            if self.allocation == "uniform" and given != getattr(LookupConfig, key):
+            value = getattr(self, key)
+            if self.allocation == "uniform" and value != getattr(LookupConfig, key):
                 raise ConfigError(
-                    f"model.lookup.{key}: {given:,} given, which has no effect with allocation: uniform. Remove it, or set"
+                    f"model.lookup.{key}: {value:,} given, which has no effect with allocation: uniform. Remove it, or set"
                     " allocation to lzw or nanochat"
                 )
 
@@ -195,7 +195,7 @@ def _on_each_device(read: Callable[..., jax.Array], q: NamedArray) -> Callable[.
     sizes = [math.prod(layout.mesh.shape[name] for name in names_of_axis) for names_of_axis in names]
     # Generation may have fewer rows than there are devices.
     divides = [axis.size % size == 0 for axis, size in zip(q.axes, sizes, strict=False)]
-    entries = [each if fits and each else None for each, fits in zip(names, divides, strict=True)]
+    entries = [axes if fits and axes else None for axes, fits in zip(names, divides, strict=True)]
     tokens, whole = PartitionSpec(*entries), PartitionSpec()
     # The check would require annotations on every loop carry.
     return jax.shard_map(
