@@ -1,5 +1,6 @@
 """Verifies an exported folder: compares its logits and greedy tokens with those of the original model."""
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.classifier import is_reward_model, read_score
 from jaxlm.interop.hf.folder import load_model, open_folder
-from jaxlm.interop.hf.tensor_files import open_tensors
+from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors
 from jaxlm.interop.json_object import read_json_object
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
 from jaxlm.models.inference.generate import generate
@@ -37,8 +38,8 @@ def verify_folder(folder: Path, model: LanguageModel, config: ModelConfig, layou
     Raises:
         ConfigError: the logits or greedy tokens differ; of a reward model, the rewards.
     """
-    dtype = next(iter(open_tensors(folder).tensors.values())).dtype
-    rounded = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(dtype).astype(jnp.float32), tree))(model)
+    dtype = most_common_dtype(open_tensors(folder))
+    rounded = jax.jit(functools.partial(_rounded, dtype=dtype))(model)
     if is_reward_model(model):
         return _verify_scores(folder, rounded, config.seq_len, layout)
     length = min(config.seq_len, _PROMPT_LENGTH + _NUM_NEW_TOKENS)
@@ -58,6 +59,12 @@ def verify_folder(folder: Path, model: LanguageModel, config: ModelConfig, layou
     if reader_tokens != greedy:
         raise ConfigError(f"{folder}: {reader} generates {reader_tokens}, the checkpoint generates {greedy}")
     return f"verified with {reader}: logits within {difference:.1e}, the same {new} greedy tokens"
+
+
+def _rounded(model: LanguageModel, dtype: Any) -> LanguageModel:
+    """In float32, with the precision of `dtype`. Integers stay as they are."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda x: x.astype(dtype).astype(jnp.float32) if is_float(x) else x, model)
 
 
 def _verify_scores(folder: Path, model: LanguageModel, seq_len: int, layout: Layout) -> str:
