@@ -207,7 +207,8 @@ def loss_and_gradient(model, inputs):
 
 
 def test_every_family_has_a_case():
-    assert {kind for family in all_families() for kind in family.model_types[:1]} == set(FIRST)
+    of_transformers = (family for family in all_families() if family.modeling is None)  # others: test_dba.py
+    assert {kind for family in of_transformers for kind in family.model_types[:1]} == set(FIRST)
 
 
 def as_ours(name, opened, arrays):

@@ -11,6 +11,7 @@ queries and keys.
 """
 
 import math
+from collections.abc import Iterator
 
 import equinox as eqx
 import haliax as hax
@@ -53,6 +54,25 @@ class Gate(eqx.Module):
         return hax.nn.sigmoid(logits if self.proj is None else logits + self.proj(x).astype(jnp.float32))
 
 
+class LearnedSlot(eqx.Module):
+    """A key and a value that do not come from a token. The key has no position: queries meet it without their rotation.
+
+    Attributes:
+        keys: {kv_heads, head_size}, semantic features before geometric ones.
+        values: {kv_heads, head_size}.
+    """
+
+    keys: NamedArray
+    values: NamedArray
+
+    def for_queries(self, q: NamedArray) -> NullSlot:
+        """Args: q: {batch, position, heads, head_size}, without rotation, with the factors of the scores."""
+        KVHeads, Heads = self.keys.resolve_axis(KV_HEADS), q.resolve_axis(HEADS)
+        grouped = q.unflatten_axis(HEADS, (KVHeads, Axis(QUERY_GROUP, Heads.size // KVHeads.size)))
+        scores = hax.dot(grouped, self.keys.astype(q.dtype), axis=HEAD_SIZE, preferred_element_type=jnp.float32)
+        return NullSlot(scores.flatten_axes((KV_HEADS, QUERY_GROUP), HEADS), self.values)
+
+
 class DecoupledAttention(Attention):
     """Decoupled bottleneck attention. A head without semantic, or without geometric features has no layers for them.
 
@@ -64,7 +84,7 @@ class DecoupledAttention(Attention):
         pairs: int32 {kv_heads, rotary_pairs}, the number of the rotary frequency of each pair of geometric features. They are
             frequencies of `TransformerConfig.RotarySize` features, such as a teacher's. None without geometric features.
         gate: None for g = 1/2.
-        null_slot: a key and a value that every token attends to; None for none.
+        null_slot: one more key and value that every token attends to; None for none.
         semantic_rope: rotates semantic features too, by frequencies of d_s features; None does not.
     """
 
@@ -76,7 +96,7 @@ class DecoupledAttention(Attention):
     o_proj: Linear
     pairs: NamedArray | None
     gate: Gate | None = None
-    null_slot: NullSlot | None = None
+    null_slot: LearnedSlot | None = None
     semantic_rope: RotaryConfig | None = eqx.field(static=True, default=None)
 
     def task(
@@ -104,7 +124,8 @@ class DecoupledAttention(Attention):
         *,
         key: jax.Array | None = None,
     ) -> tuple[NamedArray, ForCache]:
-        q, k = self._queries_and_keys(x, context)
+        parts = zip(*self._parts(x, context), strict=True)
+        unrotated, q, k = (hax.concatenate(HEAD_SIZE, part) for part in parts)
         v = self.v_proj(x)
         q, k, v = checkpoint_name(q, QUERY), checkpoint_name(k, KEY), checkpoint_name(v, VALUE)
         new: ForCache = KeyValue(k, v)
@@ -113,7 +134,7 @@ class DecoupledAttention(Attention):
         spec = AttentionSpec(
             context.attention_mask,
             scale=1.0,
-            null_slot=self.null_slot,
+            null_slot=None if self.null_slot is None else self.null_slot.for_queries(unrotated),
             window=context.window,
             backend=context.attn_backend,
             sharding=AttentionSharding.of(q, k),
@@ -124,30 +145,26 @@ class DecoupledAttention(Attention):
             out = cached_attention(q, k, v, layer_cache.keys, layer_cache.values, spec)
         return self.o_proj(hax.auto_sharded(out.astype(x.dtype))), new
 
-    def _queries_and_keys(self, x: NamedArray, context: LayerContext) -> tuple[NamedArray, NamedArray]:
-        """{.., heads, head_size} and {.., kv_heads, head_size}: first the semantic features, then the geometric ones.
+    def _parts(self, x: NamedArray, context: LayerContext) -> Iterator[tuple[NamedArray, NamedArray, NamedArray]]:
+        """The semantic and the geometric part of queries without and with rotation, and of keys, {.., head_size}.
 
         The factors of both scores are in the queries.
         """
         gate = None if self.gate is None else self.gate(x)
-        queries, keys = [], []
         if self.q_sem is not None:
             q = self.q_sem(x)
             k = q.rename({HEADS: KV_HEADS}) if self.k_sem is None else self.k_sem(x)
-            if self.semantic_rope is not None:
+            q = _scaled(q, None if gate is None else 2 * gate)
+            if self.semantic_rope is None:
+                yield q, q, k
+            else:
                 mask = context.attention_mask
                 rotation = self.semantic_rope.rotation(Places(mask.positions, mask.segment_ids), _size(self.q_sem))
-                q, k = rotation(q), rotation(k)
-            queries.append(_scaled(q, None if gate is None else 2 * gate))
-            keys.append(k)
+                yield q, rotation(q), rotation(k)
         if self.q_geo is not None:
             assert self.k_geo is not None
-            q, k = self.q_geo(x), self.k_geo(x)
-            if context.rotation is not None:
-                q, k = self._rotated(q, k, context.rotation)
-            queries.append(_scaled(q, None if gate is None else 2 - 2 * gate))
-            keys.append(k)
-        return hax.concatenate(HEAD_SIZE, queries), hax.concatenate(HEAD_SIZE, keys)
+            q, k = _scaled(self.q_geo(x), None if gate is None else 2 - 2 * gate), self.k_geo(x)
+            yield q, *(self._rotated(q, k, context.rotation) if context.rotation is not None else (q, k))
 
     def _rotated(self, q: NamedArray, k: NamedArray, rotation: Rotation) -> tuple[NamedArray, NamedArray]:
         """Rotates each pair of features by the frequency that `pairs` says."""

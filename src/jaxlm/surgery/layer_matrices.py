@@ -31,4 +31,5 @@ def flat(array: NamedArray, *groups: tuple[hax.Axis, ...]) -> jax.Array:
 
 
 def named(array: jax.Array, like: NamedArray) -> NamedArray:
+    """The array with the axes of another one. Args: array: in any shape of as many elements."""
     return NamedArray(array.reshape(like.array.shape), like.axes)

@@ -57,23 +57,22 @@ class AttentionMask(eqx.Module):
 
 
 class NullSlot(eqx.Module):
-    """One more key and value that every token attends to, whatever the mask says.
+    """A value beside those of the keys that every token attends to, whatever the mask says.
 
     Attributes:
-        keys: {kv_heads, head_size}.
-        values: {kv_heads, head_size}, with the head size of the values.
+        scores: float32 {batch, position, heads}, not scaled further.
+        values: {kv_heads, head_size}.
     """
 
-    keys: NamedArray
+    scores: NamedArray
     values: NamedArray
 
-    def after(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [B, S, K, H] with one more, which is the last."""
-        slots = (a.rearrange((KV_HEADS, HEAD_SIZE)).array for a in (self.keys, self.values))
-        return tuple(  # pyright: ignore[reportReturnType]
-            jnp.concatenate([x, jnp.broadcast_to(slot.astype(x.dtype), (x.shape[0], 1, *slot.shape))], axis=1)
-            for x, slot in zip((k, v), slots, strict=True)
-        )
+    def scores_and_values(self, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Scores [B, K, G, T, 1] and values [B, 1, K, H] to put after those of the keys. Args: v: the keys' values."""
+        values_KH = self.values.rearrange((KV_HEADS, HEAD_SIZE)).array.astype(v.dtype)
+        scores_BTN = self.scores.rearrange((BATCH, POSITION, HEADS)).array
+        scores_BTKG = scores_BTN.reshape(*scores_BTN.shape[:2], values_KH.shape[0], -1)
+        return scores_BTKG.transpose(0, 2, 3, 1)[..., None], jnp.broadcast_to(values_KH, (v.shape[0], 1, *values_KH.shape))
 
 
 class AttentionSpec(eqx.Module):
@@ -89,7 +88,7 @@ class AttentionSpec(eqx.Module):
         backend: a backend of `jaxlm.models.attention.choose`. Ignored (treated as `auto`) if queries and keys are not
             the same tokens, and for second derivatives.
         sharding: of queries, keys and values on the mesh. The default is a single device.
-        null_slot: one more key and value; None for none.
+        null_slot: one more value to attend to; None for none.
     """
 
     mask: AttentionMask
@@ -166,8 +165,8 @@ def attention(
     else:
         mask_BTS, distance_BTS = mask_and_distance(spec)
         score_fn = functools.partial(spec.rule, distance_BTS=distance_BTS)
-        keys_and_values = (k.array, v.array) if spec.null_slot is None else spec.null_slot.after(k.array, v.array)
-        out = reference_attention(q_BTKGH, *keys_and_values, mask_BTS, factor, spec.dropout, key, score_fn)
+        null = None if spec.null_slot is None else spec.null_slot.scores_and_values(v.array)
+        out = reference_attention(q_BTKGH, k.array, v.array, mask_BTS, factor, spec.dropout, key, score_fn, null)
     return NamedArray(out.reshape(*q.array.shape[:-1], -1), (*q.axes[:-1], v.axes[-1]))
 
 
@@ -191,10 +190,7 @@ def _with_constant_scale(q_BTKGH: jax.Array, factor: float | jax.Array) -> tuple
 
 
 def mask_and_distance(spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
-    """Boolean and int32 [B, T, S]: whether each query attends to each key, and how many positions back the key is.
-
-    The last key is the null slot, if there is one. It is at the position of each query.
-    """
+    """Boolean and int32 [B, T, S]: whether each query attends to each key, and how many positions back the key is."""
     mask, window = spec.mask, spec.window
     queries, keys = (BATCH, POSITION), (BATCH, KEY_POSITION)
     t_BT, t_segment_BT = (a.rearrange(queries).array for a in (mask.positions, mask.segment_ids))
@@ -205,7 +201,4 @@ def mask_and_distance(spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
         same &= distance_BTS >= 0
     if window is not None:
         same &= (distance_BTS if spec.causal else jnp.abs(distance_BTS)) < window
-    if spec.null_slot is not None:
-        same = jnp.concatenate([same, (t_segment_BT != 0)[:, :, None]], axis=2)
-        distance_BTS = jnp.pad(distance_BTS, ((0, 0), (0, 0), (0, 1)))
     return same, distance_BTS

@@ -31,7 +31,7 @@ class AttentionTask:
         causal: a query attends to no later key.
         dropout: dropout probability of the attention weights.
         rule: modifies the scores before the softmax.
-        null_slot: every token attends to one more key and value.
+        null_slot: every token attends to one more value.
         twice_differentiable: second derivatives are needed.
     """
 

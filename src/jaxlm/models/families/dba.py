@@ -10,11 +10,10 @@ from haliax import Axis
 from jaxlm.core.axes import HEAD_SIZE
 from jaxlm.core.errors import ConfigError, check_divides
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
-from jaxlm.models.attention.api import NullSlot
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderBlock, check_sizes, gated_mlp, pre_norm_block
 from jaxlm.models.decoders.pre_norm import PreNormConfig
-from jaxlm.models.decoupled_attention import DecoupledAttention, Gate, first_pairs
+from jaxlm.models.decoupled_attention import DecoupledAttention, Gate, LearnedSlot, first_pairs
 from jaxlm.models.linear import Linear
 from jaxlm.models.rope import check_rope
 from jaxlm.models.stacks import LayerKind
@@ -133,7 +132,7 @@ class DbaConfig(PreNormConfig):
             Linear.init(Inputs, self.Embed, std=std, key=k_out, use_bias=self.has_output_bias),
             first_pairs(self.KVHeads, self.GeoSize.size // 2) if self.GeoSize.size else None,
             None if self.gate is None else Gate.init(self.Heads, self.Embed, dynamic=self.gate == "dynamic"),
-            NullSlot(hax.zeros((self.KVHeads, self.KeySize)), hax.zeros(Values)) if self.null_slot else None,
+            LearnedSlot(hax.zeros((self.KVHeads, self.KeySize)), hax.zeros(Values)) if self.null_slot else None,
             self.rope if self.rope_semantic else None,
         )
 

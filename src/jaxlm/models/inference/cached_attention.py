@@ -38,8 +38,6 @@ def cached_attention(
     q = q.rearrange((BATCH, POSITION, HEADS, HEAD_SIZE))
     k_BTKH, v_BTKH = (a.rearrange((BATCH, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, v))
     batch, length, num_kv_heads, head_size = k_BTKH.shape
-    if spec.null_slot is not None:
-        k_BTKH, v_BTKH = spec.null_slot.after(k_BTKH, v_BTKH)
     q_BKGTH = q.array.reshape(batch, length, num_kv_heads, -1, head_size).transpose(0, 2, 3, 1, 4)
     rows, num_slots = cached_keys.values.array.shape[:-2], cached_keys.values.axis_size(KEY_POSITION)
     q_RQH = q_BKGTH.reshape(*rows, -1, head_size)
@@ -48,7 +46,11 @@ def cached_attention(
     mask_BTS, distance_BTS = mask_and_distance(spec)
     factor = spec.factor(head_size)
     scores = spec.rule(jnp.concatenate([cached_BKGTS, new_BKGTS], axis=-1) * factor, distance_BTS)
-    weights = jax.nn.softmax(jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
+    scores = jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    if spec.null_slot is not None:  # after the new keys
+        null_scores, null_values = spec.null_slot.scores_and_values(v_BTKH)
+        scores, v_BTKH = (jnp.concatenate(p, axis) for p, axis in (((scores, null_scores), -1), ((v_BTKH, null_values), 1)))
+    weights = jax.nn.softmax(scores, axis=-1)
     # Padding attends to nothing. Its softmax is uniform, so the weights are zeroed.
     weights = jnp.where(mask_BTS.any(axis=-1)[:, None, None, :, None], weights, 0.0)
     out_RQH = _weighted_values(weights[..., :num_slots].reshape(*rows, -1, num_slots), cached_values, v_BTKH.dtype)

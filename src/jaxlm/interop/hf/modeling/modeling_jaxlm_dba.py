@@ -24,6 +24,7 @@ class DbaConfig(LlamaConfig):
         gate: `static`, `dynamic` or None.
         null_slot: whether each layer has a key and a value that all tokens attend to.
         output_bias: whether the output projection has a bias.
+        sliding_window: number of tokens that each token attends to, including itself; None means all before it.
     """
 
     model_type = "jaxlm_dba"
@@ -38,11 +39,12 @@ class DbaConfig(LlamaConfig):
         gate=None,
         null_slot=False,
         output_bias=False,
+        sliding_window=None,
         **kwargs,
     ):
         self.sem_dim, self.geo_dim, self.rotary_dim = sem_dim, geo_dim, rotary_dim
         self.rope_semantic, self.tie_qk, self.gate, self.null_slot = rope_semantic, tie_qk, gate, null_slot
-        self.output_bias = output_bias
+        self.output_bias, self.sliding_window = output_bias, sliding_window
         super().__init__(**kwargs)
 
 
@@ -59,6 +61,8 @@ def _rotated(x, cos, sin):
 
 
 class DbaAttention(nn.Module):
+    """Attention with the weights' names of jaxlm, over a cache of keys with d_s + d_g features and of values."""
+
     def __init__(self, config, layer_idx):
         super().__init__()
         self.config, self.layer_idx, self.is_causal = config, layer_idx, True
@@ -90,8 +94,9 @@ class DbaAttention(nn.Module):
             self.null_value = nn.Parameter(torch.zeros(kv_heads, config.head_dim))
 
     def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
-        queries, keys = zip(*self._parts(hidden_states, position_embeddings), strict=True)
-        q, k, v = torch.cat(queries, dim=-1), torch.cat(keys, dim=-1), _split(self.v_proj(hidden_states), self.config.head_dim)
+        parts = zip(*self._parts(hidden_states, position_embeddings), strict=True)
+        unrotated, q, k = (torch.cat(part, dim=-1) for part in parts)
+        v = _split(self.v_proj(hidden_states), self.config.head_dim)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         k, v = k.repeat_interleave(self.group, dim=1), v.repeat_interleave(self.group, dim=1)
@@ -102,10 +107,13 @@ class DbaAttention(nn.Module):
             allowed = attention_mask
         else:
             allowed = attention_mask >= 0
+        if self.config.sliding_window is not None:
+            near = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+            allowed = allowed & near.triu(k.shape[2] - q.shape[2] - self.config.sliding_window + 1)
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
         if self.config.null_slot:
             null_key = self.null_key.repeat_interleave(self.group, dim=0)[None, :, :, None]
-            scores = torch.cat([scores, (q @ null_key).float()], dim=-1)
+            scores = torch.cat([scores, (unrotated @ null_key).float()], dim=-1)
             null_value = self.null_value.repeat_interleave(self.group, dim=0)[None, :, None]
             v = torch.cat([v, null_value.expand(v.shape[0], -1, -1, -1)], dim=2)
         weights = torch.softmax(scores, dim=-1).to(v.dtype)
@@ -113,21 +121,23 @@ class DbaAttention(nn.Module):
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
 
     def _parts(self, x, position_embeddings):
-        """The semantic and the geometric queries and keys. The factors of both scores are in the queries."""
+        """The semantic and the geometric queries, without and with rotation, and keys. Factors are in the queries."""
         cos, sin, semantic_cos, semantic_sin = position_embeddings
         gate = self._gate(x)
         if self.sem_size:
             q = _split(self.q_sem(x), self.sem_size)
             k = q if self.config.tie_qk else _split(self.k_sem(x), self.sem_size)
+            q = q * (2 * gate / self.sem_size**0.5)
             if self.config.rope_semantic:
-                q, k = (_rotated(a, semantic_cos[:, None], semantic_sin[:, None]) for a in (q, k))
-            yield q * (2 * gate / self.sem_size**0.5), k
+                yield q, *(_rotated(a, semantic_cos[:, None], semantic_sin[:, None]) for a in (q, k))
+            else:
+                yield q, q, k
         if self.geo_size:
             pairs = torch.cat([self.rotary_pairs, self.rotary_pairs], dim=1).long()
             cos, sin = (a[:, :, pairs].transpose(1, 2) for a in (cos, sin))  # [batch, key head, position, features]
             q, k = _split(self.q_geo(x), self.geo_size), _split(self.k_geo(x), self.geo_size)
-            q = _rotated(q, *(a.repeat_interleave(self.group, dim=1) for a in (cos, sin)))
-            yield q * ((2 - 2 * gate) / self.geo_size**0.5), _rotated(k, cos, sin)
+            q = q * ((2 - 2 * gate) / self.geo_size**0.5)
+            yield q, _rotated(q, *(a.repeat_interleave(self.group, dim=1) for a in (cos, sin))), _rotated(k, cos, sin)
 
     def _gate(self, x):
         if self.config.gate is None:
@@ -159,6 +169,8 @@ class _Rotaries(nn.Module):
 
 
 class DbaForCausalLM(LlamaForCausalLM):
+    """Llama with `DbaAttention`."""
+
     config_class = DbaConfig
 
     def __init__(self, config):

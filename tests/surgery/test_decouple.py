@@ -1,0 +1,258 @@
+"""Decoupled attention made of a teacher's, against the teacher, closed forms in float64, and a short training."""
+
+import dataclasses
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
+from jaxlm.models.base import Inputs, vocab_axis
+from jaxlm.models.families.dba import DbaConfig
+from jaxlm.models.families.gemma2 import Gemma2Config
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.families.mistral import MistralConfig
+from jaxlm.models.families.mixtral import MixtralConfig
+from jaxlm.models.families.qwen2 import Qwen2Config
+from jaxlm.models.families.qwen3 import Qwen3Config
+from jaxlm.models.rope import DefaultRotary, Llama3Rotary
+from jaxlm.surgery.bottleneck import (
+    HeadFeatures,
+    Scores,
+    kept_rotation,
+    largest_pairs,
+    lost_rotation,
+    low_rank,
+    score_errors,
+    second_root,
+)
+from jaxlm.surgery.decouple import DecoupleConfig
+
+SEQ_LEN, VOCAB = 24, vocab_axis(50)
+SIZES = {
+    "seq_len": SEQ_LEN,
+    "hidden_dim": 32,
+    "intermediate_dim": 48,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "initializer_range": 0.2,
+}
+TEACHER = LlamaConfig(**SIZES, rope=DefaultRotary(theta=100.0))
+HEAD, HEADS, KV_HEADS, INPUTS = 8, 4, 2, 20
+
+
+def inputs(positions=None, seed=0):
+    axes = (hax.Axis("batch", 2), hax.Axis("position", SEQ_LEN))
+    ids = np.random.default_rng(seed).integers(0, VOCAB.size, (2, SEQ_LEN))
+    positions = np.tile(np.arange(SEQ_LEN), (2, 1)) if positions is None else positions
+    return Inputs(*(hax.named(jnp.asarray(a, jnp.int32), axes) for a in (ids, positions, np.ones_like(ids))))
+
+
+def with_random_biases(model, seed=0):
+    rng = np.random.default_rng(seed)
+    draw = lambda path, leaf: hax.named(jnp.asarray(rng.normal(0, 0.5, leaf.array.shape), jnp.float32), leaf.axes)  # noqa: E731
+    return tree.map_leaves(lambda path, leaf: draw(path, leaf) if path.endswith("bias") else leaf, model)
+
+
+def built(config, seed=0):
+    return with_random_biases(jax.jit(lambda key: config.build(VOCAB, key=key))(jax.random.key(seed)))
+
+
+@jax.jit
+def logits(model, read):
+    return model.logits(model.hidden(read).final).rearrange(("batch", "position", "vocab")).array
+
+
+def student(surgery, model, sums=None):
+    made = jax.jit(lambda model: surgery.apply(model, key=jax.random.key(1)))(model)
+    if sums is None:
+        return made
+    fill = jax.jit(lambda new, old, sums: surgery.fill(new, old, refs={}, sums=sums, key=jax.random.key(2)))
+    return fill(made, model, sums)
+
+
+def random_scores(seed=0):
+    """Queries and keys of a layer whose inputs do not all matter alike."""
+    rng = np.random.default_rng(seed)
+    spectrum = np.geomspace(1.0, 0.01, INPUTS)
+    q, k = (rng.normal(size=(heads, HEAD, INPUTS)) * spectrum for heads in (HEADS, KV_HEADS))
+    return Scores(jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32))
+
+
+def random_moment(seed=1):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(200, INPUTS)) @ rng.normal(size=(INPUTS, INPUTS)) + rng.normal(size=INPUTS)
+    return x, jnp.asarray(x.T @ x / len(x), jnp.float32)
+
+
+def products(scores):
+    """The matrices W_q^T W_k of every query head, float64 [H, I, I]."""
+    q, k = (np.asarray(a, np.float64) for a in scores)
+    return np.einsum("hdi,hdj->hij", q, np.repeat(k, len(q) // len(k), axis=0))
+
+
+EXACT = {
+    "grouped": TEACHER,
+    "biased": dataclasses.replace(TEACHER, attention_bias=True, mlp_bias=True),
+    "part of the head rotates": dataclasses.replace(TEACHER, rope=DefaultRotary(100.0, partial_rotary_factor=0.5)),
+    "scaled frequencies": dataclasses.replace(
+        TEACHER, rope=Llama3Rotary(theta=100.0, factor=4.0, original_max_position_embeddings=16)
+    ),
+    "qwen2": Qwen2Config(**SIZES, rope=DefaultRotary(theta=100.0)),
+    "window": MistralConfig(**SIZES, sliding_window=5),
+}
+
+
+@pytest.mark.parametrize("config", EXACT.values(), ids=EXACT.keys())
+def test_as_many_features_as_the_teacher_has_change_nothing(config):
+    model = built(config)
+    rotated = config.rope.num_rotated(HEAD)
+    surgery = DecoupleConfig(sem_dim=HEADS * (HEAD - rotated), geo_dim=HEADS * rotated, init="exact")
+    changed = surgery.changed(config)
+    new = student(surgery, model)
+    assert changed == new.config
+    shape = jax.eval_shape(lambda: changed.build(VOCAB, key=jax.random.key(0)))
+    assert jax.tree.structure(new) == jax.tree.structure(shape)
+    np.testing.assert_allclose(logits(new, inputs()), logits(model, inputs()), atol=1e-4)
+
+
+def test_everything_but_queries_and_keys_is_the_teachers_to_the_bit():
+    model = built(dataclasses.replace(TEACHER, attention_bias=True))
+    new = student(DecoupleConfig(sem_dim=16, geo_dim=16, calibration_batches=0), model)
+    old, made = dict(tree.leaves(model)), dict(tree.leaves(new))
+    replaced = {path for path in made if any(part in path for part in ("q_sem", "k_sem", "q_geo", "k_geo", "pairs"))}
+    assert {path for path in old if ".q_proj" not in path and ".k_proj" not in path} == made.keys() - replaced
+    for path in made.keys() - replaced:
+        np.testing.assert_array_equal(made[path].array, old[path].array, err_msg=path)
+
+
+def test_with_enough_semantic_features_scores_are_those_of_a_teacher_that_rotates_fewer_pairs():
+    """Rotation is lost, but nothing else: the closed form rotates only the pairs that the student kept."""
+    scores, features = random_scores(), HeadFeatures.of(HEAD, HEAD, interleaved=False)
+    pairs = largest_pairs(scores, features, jnp.eye(INPUTS), 2)
+    lost, _ = lost_rotation(scores, features, pairs)
+    made = low_rank(lost, 4, None)
+    q, k = (np.asarray(a, np.float64) for a in scores)
+    for head in range(HEADS):
+        group = head // (HEADS // KV_HEADS)
+        rest = [f for f in range(HEAD) if f % (HEAD // 2) not in np.asarray(pairs[group])]
+        expected = q[head, rest].T @ k[group, rest]
+        np.testing.assert_allclose(products(made)[head], expected, atol=1e-5 * np.abs(expected).max())
+    kept = kept_rotation(scores, features, pairs)
+    whole = products(kept) + products(lost)
+    np.testing.assert_allclose(whole, products(scores), atol=1e-5 * np.abs(whole).max())
+
+
+def test_the_cut_leaves_the_smallest_singular_values():
+    """Eckart and Young, in float64: the squared error of a group is the sum of the squared singular values beyond the rank."""
+    scores = random_scores()
+    q, k = (np.asarray(a, np.float64) for a in scores)
+    errors = []
+    for rank in range(1, HEAD + 1):
+        change = products(low_rank(scores, rank, None)) - products(scores)
+        for group in range(KV_HEADS):
+            members = slice(group * HEADS // KV_HEADS, (group + 1) * HEADS // KV_HEADS)
+            stacked = np.concatenate([head.T @ k[group] for head in q[members]])
+            beyond = np.linalg.svd(stacked, compute_uv=False)[rank:]
+            total = np.sum(np.linalg.svd(stacked, compute_uv=False) ** 2)
+            np.testing.assert_allclose(np.sum(change[members] ** 2), np.sum(beyond**2), atol=1e-4 * total, rtol=1e-4)
+        errors.append(np.sum(change**2))
+    assert np.all(np.diff(errors) <= 1e-9)
+
+
+def test_whitened_scores_have_the_smallest_error_on_the_data():
+    scores, (x, moment) = random_scores(), random_moment()
+    root, inverse = second_root(moment)
+    np.testing.assert_allclose(root @ root.T, moment, atol=1e-4 * float(jnp.abs(moment).max()))
+    q, k = (np.asarray(a, np.float64) for a in scores)
+    for rank in (1, 3, 6):
+        on_data = [
+            np.sum((x @ (products(low_rank(scores, rank, by)) - products(scores)) @ x.T) ** 2)
+            for by in ((root, inverse), None)
+        ]
+        optimum = 0.0
+        for group in range(KV_HEADS):
+            members = q[group * HEADS // KV_HEADS : (group + 1) * HEADS // KV_HEADS]
+            stacked = np.concatenate([x @ head.T @ k[group] @ x.T for head in members])
+            optimum += np.sum(np.linalg.svd(stacked, compute_uv=False)[rank:] ** 2)
+        assert on_data[0] == pytest.approx(optimum, rel=1e-3)
+        assert on_data[0] < on_data[1]
+
+
+def test_the_pairs_that_contribute_most_are_kept():
+    scores, features = random_scores(), HeadFeatures.of(HEAD, HEAD, interleaved=False)
+    louder = scores.k_GDI.at[0, jnp.array([1, 5])].mul(30.0).at[1, jnp.array([3, 7])].mul(30.0)
+    pairs = largest_pairs(Scores(scores.q_HDI, louder), features, jnp.eye(INPUTS), 1)
+    assert pairs.tolist() == [[1], [3]]
+    # Only inputs in one direction occur: the features that read it are those that matter.
+    read = jnp.zeros((HEAD, INPUTS)).at[jnp.array([2, 6]), 0].set(1.0)
+    reading = Scores(scores.q_HDI.at[:, :, 0].set(read[:, 0]), scores.k_GDI.at[:, :, 0].set(read[:, 0]))
+    moment = jnp.zeros((INPUTS, INPUTS)).at[0, 0].set(1.0)
+    assert largest_pairs(reading, features, moment, 1).tolist() == [[2], [2]]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_both_errors_are_those_of_sampled_scores(interleaved):
+    """Against scores of sampled tokens that numpy rotates, at every distance of a causal row."""
+    num_tokens, rotated = 64, 6
+    scores, (x, moment) = random_scores(), random_moment()
+    features = HeadFeatures.of(HEAD, rotated, interleaved=interleaved)
+    angles = 0.5 ** np.arange(features.num_pairs)
+    pairs = largest_pairs(scores, features, moment, 1)
+    lost, _ = lost_rotation(scores, features, pairs)
+    sem = low_rank(lost, 3, None)
+    measured = score_errors(scores, features, pairs, sem, moment, jnp.asarray(angles, jnp.float32), num_tokens)
+
+    def rotation(distance, chosen):
+        matrix = np.eye(HEAD)
+        for pair in chosen:
+            f, s, angle = features.first[pair], features.second[pair], -angles[pair] * distance
+            matrix[np.ix_((f, s), (f, s))] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+        return matrix
+
+    q, k = (np.asarray(a, np.float64) for a in scores)
+    signal, unrotated, weights = [], [], []
+    for distance in range(num_tokens):
+        whole, change = [], []
+        for head in range(HEADS):
+            group = head // (HEADS // KV_HEADS)
+            full, partial = rotation(distance, range(features.num_pairs)), rotation(distance, np.asarray(pairs[group]))
+            whole.append(x @ q[head].T @ full @ k[group] @ x.T)
+            change.append(x @ q[head].T @ (full - partial) @ k[group] @ x.T)
+        signal.append(np.mean(np.square(whole)))
+        unrotated.append(np.mean(np.square(change)))
+        weights.append(num_tokens - distance)
+    cut = x @ (products(sem) - products(lost)) @ x.T
+    assert measured.signal == pytest.approx(np.sqrt(np.average(signal, weights=weights)), rel=0.03)
+    assert measured.unrotated == pytest.approx(np.sqrt(np.average(unrotated, weights=weights)), rel=0.03)
+    assert measured.low_rank == pytest.approx(np.sqrt(np.mean(np.square(cut))), rel=1e-3)
+
+
+REFUSED = {
+    "its queries and keys have norms": Qwen3Config(**SIZES),
+    "not all of the same kind, with a gate and without experts": MixtralConfig(**SIZES),
+    "a model of type gemma2 given": Gemma2Config(**{**SIZES, "num_layers": 2}),
+    "a model of type dba given, but its attention is DecoupledAttention": DbaConfig(**SIZES, sem_dim=16, geo_dim=16),
+    "geo_dim: 12 given, 3 features for each of 4 heads": TEACHER,
+    "init: exact given, but the model has 8 rotated and 0 other features": TEACHER,
+    "init: whitened given with calibration_batches: 0": TEACHER,
+    "num_heads: 4 given, which does not divide model.sem_dim": TEACHER,
+}
+KEYS = {
+    "geo_dim: 12": {"geo_dim": 12},
+    "init: exact": {"init": "exact"},
+    "init: whitened": {"init": "whitened", "calibration_batches": 0},
+    "num_heads": {"sem_dim": 10},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_decoupled_is_refused_with_the_reason(message):
+    keys = next((keys for start, keys in KEYS.items() if message.startswith(start)), {})
+    with pytest.raises(ConfigError, match="surgery decouple: ") as error:
+        DecoupleConfig(**({"sem_dim": 16, "geo_dim": 16} | keys)).changed(REFUSED[message])
+    assert message in str(error.value)
