@@ -278,6 +278,15 @@ DROP_LAYERS: dict[str, Entry] = {
     "surgery.num_layers": ShownIn(DROPPED + "test_the_layers_with_the_least_influence_are_dropped_with_their_moments"),
     "surgery.calibration_batches": ShownIn(DROPPED + "test_one_and_eight_devices_choose_the_same_layers"),
 }
+DECOUPLED = "tests/surgery/test_decouple.py::"
+DECOUPLE: dict[str, Entry] = {
+    "surgery.sem_dim": Change(8, Shapes({r"^model.*q_sem\.weight": (2, 4, 2, 32)})),
+    "surgery.geo_dim": Change(8, Shapes({r"^model.*q_geo\.weight": (2, 4, 2, 32)})),
+    "surgery.init": ShownIn(DECOUPLED + "test_the_loss_right_after_depends_on_where_queries_and_keys_come_from"),
+    "surgery.calibration_batches": ShownIn(DECOUPLED + "test_measured_inputs_choose_pairs_and_approximation"),
+    "surgery.gate": Change("static", Shapes({r"^model.*gate\.logits": (2, 4)})),
+    "surgery.null_slot": Change(True, Shapes({r"^model.*null_slot\.values": (2, 4, 8)})),
+}
 FP8: dict[str, Entry] = {
     "surgery.recipe": Change("rowwise", Program(gains=r"stablehlo\.bitcast_convert", loses=r"f8E5M2")),
     "surgery.exclude": Change("mlp", Program(loses=r"f8E4M3FN")),
@@ -439,6 +448,7 @@ TABLE: Table = {
     "lora": LORA,
     "split_at": SPLIT_AT,
     "drop_layers": DROP_LAYERS,
+    "decouple": DECOUPLE,
     "interpolate": INTERPOLATE,
     "fp8": FP8,
     "distill": DISTILL,

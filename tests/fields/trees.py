@@ -38,6 +38,7 @@ MODELS: dict[str, Tree] = {
     "gpt2": {"type": "gpt2", **SIZES},
     "llama": {"type": "llama", **LLAMA},
     "mistral": {"type": "mistral", **LLAMA},
+    "dba": {"type": "dba", **LLAMA, "sem_dim": 16, "geo_dim": 32},
     "qwen2": {"type": "qwen2", **LLAMA, "sliding_window": 4},
     "gemma": {"type": "gemma", **LLAMA, "head_dim": 8},
     "gemma2": {"type": "gemma2", **LLAMA, "head_dim": 8},
@@ -121,6 +122,7 @@ BASES: dict[str, Tree] = {
     "drop_layers": merged(
         tree(phases=[{"name": "p", "surgery": [{"type": "drop_layers", "layers": [1]}]}]), {"model": {"num_layers": 3}}
     ),
+    "decouple": tree(phases=[{"name": "p", "surgery": [{"type": "decouple", "sem_dim": 16, "geo_dim": 16}]}]),
     "interpolate": tree(
         phases=[{"name": "p", "surgery": [{"type": "interpolate", "ref": "teacher"}]}],
         refs={"teacher": {"type": "hf", "path": TEACHER}},

@@ -1,15 +1,21 @@
 """Decoupled attention made of a teacher's, against the teacher, closed forms in float64, and a short training."""
 
+import argparse
 import dataclasses
+import inspect
+import re
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.batch_types import TokenBatch
+from jaxlm.engine.state import shardings
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.dba import DbaConfig
 from jaxlm.models.families.gemma2 import Gemma2Config
@@ -18,6 +24,7 @@ from jaxlm.models.families.mistral import MistralConfig
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.families.qwen2 import Qwen2Config
 from jaxlm.models.families.qwen3 import Qwen3Config
+from jaxlm.models.loss import token_losses
 from jaxlm.models.rope import DefaultRotary, Llama3Rotary
 from jaxlm.surgery.bottleneck import (
     HeadFeatures,
@@ -30,6 +37,7 @@ from jaxlm.surgery.bottleneck import (
     second_root,
 )
 from jaxlm.surgery.decouple import DecoupleConfig
+from tests.engine.helpers import layout
 
 SEQ_LEN, VOCAB = 24, vocab_axis(50)
 SIZES = {
@@ -256,3 +264,100 @@ def test_what_cannot_be_decoupled_is_refused_with_the_reason(message):
     with pytest.raises(ConfigError, match="surgery decouple: ") as error:
         DecoupleConfig(**({"sem_dim": 16, "geo_dim": 16} | keys)).changed(REFUSED[message])
     assert message in str(error.value)
+
+
+def calibration(surgery, model, seed=0):
+    """What `measure` gives for tokens of which a few are frequent, as in text."""
+    rng = np.random.default_rng(seed)
+    axes = (hax.Axis("batch", 8), hax.Axis("position", SEQ_LEN))
+    ids = np.minimum(rng.geometric(0.15, (8, SEQ_LEN)) - 1, VOCAB.size - 1)
+    columns = (ids, np.tile(np.arange(SEQ_LEN), (8, 1)), np.ones_like(ids))
+    tokens, positions, segments = (hax.named(jnp.asarray(a, jnp.int32), axes) for a in columns)
+    mask = hax.ones(axes)
+    batch = TokenBatch(tokens=tokens, targets=tokens, loss_mask=mask, positions=positions, segment_ids=segments)
+    return jax.jit(surgery.measure)(model, batch), Inputs(tokens, positions, segments)
+
+
+def test_measured_inputs_choose_pairs_and_approximation():
+    """The pairs of the first layer are those with the largest queries and keys of the tokens, in numpy; an approximation for
+    the data has a smaller error on it in every layer."""
+    model = built(dataclasses.replace(TEACHER, attention_bias=True))
+    joint, whitened = (
+        DecoupleConfig(sem_dim=8, geo_dim=8, init=init, calibration_batches=1) for init in ("svd_joint", "whitened")
+    )
+    sums, read = calibration(joint, model)
+    attention = model.body.layers.stacked.attn
+    x = np.asarray(model.tokens.weight.array, np.float64)[np.asarray(read.tokens.array)].reshape(-1, SIZES["hidden_dim"])
+    x /= np.sqrt(np.mean(x**2, axis=1, keepdims=True) + TEACHER.layer_norm_epsilon)
+    sizes = []
+    for layer in (attention.q_proj, attention.k_proj):
+        features = np.einsum("nhde,te->tnhd", layer.weight.array, x)[:, 0] + layer.bias.array[0]
+        sizes.append(np.sqrt(np.mean(features[..., :4] ** 2 + features[..., 4:] ** 2, axis=0)))
+    expected = np.argmax(sizes[0].reshape(KV_HEADS, -1, 4).sum(axis=1) * sizes[1], axis=1)
+    made = student(joint, model, sums).body.layers.stacked.attn.pairs
+    assert made.array[0, :, 0].tolist() == expected.tolist()
+    errors = [jax.jit(surgery.errors)(model, sums) for surgery in (whitened, joint)]
+    assert np.all(np.asarray(errors[0].low_rank) < np.asarray(errors[1].low_rank))
+    np.testing.assert_array_equal(errors[0].unrotated, errors[1].unrotated)  # the same pairs
+    text = whitened.describe(model, sums)
+    assert text.startswith("decouple: errors of the scores by un-rotation and by rank") and "over 192 tokens" in text
+    shares = np.array(re.findall(r"(\d\.\d{4}) \+ (\d\.\d{4})", text), float)
+    np.testing.assert_allclose(shares, np.stack([errors[0].unrotated, errors[0].low_rank], 1) / errors[0].signal[:, None], atol=1e-4)
+
+
+def test_eight_devices_and_one_make_the_same_student():
+    surgery = DecoupleConfig(sem_dim=8, geo_dim=16, init="whitened", calibration_batches=1)
+    model = built(TEACHER)
+    whole = student(surgery, model, calibration(surgery, model)[0])
+    meshes = layout()
+    with meshes.use():
+        sharded = jax.device_put(model, shardings(model, meshes))
+        made = student(surgery, sharded, calibration(surgery, sharded)[0])
+    expected = logits(whole, inputs())
+    np.testing.assert_allclose(logits(jax.device_get(made), inputs()), expected, atol=1e-3 * float(jnp.abs(expected).max()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_loss_right_after_depends_on_where_queries_and_keys_come_from(seed):
+    """On a teacher that has learned Python's source: joint decompositions keep most of it, separate ones nothing."""
+    length, config = 64, dataclasses.replace(TEACHER, **SIZES | {"seq_len": 64, "hidden_dim": 64, "initializer_range": 0.1})
+    vocab = vocab_axis(128)
+    text = np.frombuffer(inspect.getsource(argparse).encode("ascii", "replace"), np.uint8).astype(np.int32)
+    rng = np.random.default_rng(seed)
+    axes = (hax.Axis("batch", 16), hax.Axis("position", length))
+
+    def batch(low, high):
+        rows = text[rng.integers(low, high, 16)[:, None] + np.arange(length + 1)]
+        columns = (rows[:, :-1], rows[:, 1:], np.tile(np.arange(length), (16, 1)), np.ones((16, length), np.int32))
+        tokens, targets, positions, segments = (hax.named(jnp.asarray(a), axes) for a in columns)
+        return TokenBatch(tokens, targets, hax.ones(axes), segments, positions)
+
+    @jax.jit
+    def nll(model, read):
+        hidden = model.hidden(Inputs(read.tokens, read.positions, read.segment_ids)).final
+        return jnp.mean(token_losses(hidden, model.lm_head(), read.targets).array)
+
+    optimizer = optax.adam(3e-3)
+
+    @jax.jit
+    def step(model, state, read):
+        loss, gradient = jax.value_and_grad(nll)(model, read)
+        updates, state = optimizer.update(gradient, state)
+        return optax.apply_updates(model, updates), state, loss
+
+    teacher = jax.jit(lambda key: config.build(vocab, key=key))(jax.random.key(seed))
+    state, end = optimizer.init(teacher), len(text) - 20_000
+    for _ in range(300):
+        teacher, state, loss = step(teacher, state, batch(0, end - length))
+    held_out = batch(end, len(text) - length - 1)
+    losses = {"teacher": float(nll(teacher, held_out))}
+    assert losses["teacher"] < 2.6  # 4.85 before
+    for init in ("exact", "whitened", "svd_joint", "svd_independent", "random", "fresh"):
+        sizes = {"sem_dim": 0, "geo_dim": 64} if init == "exact" else {"sem_dim": 16, "geo_dim": 16}
+        surgery = DecoupleConfig(**sizes, init=init, calibration_batches=1)
+        sums = jax.jit(surgery.measure)(teacher, batch(0, end - length)) if surgery.num_calibration_batches else None
+        losses[init] = float(nll(student(surgery, teacher, sums), held_out))
+    assert losses["exact"] == pytest.approx(losses["teacher"], abs=1e-5)
+    assert losses["whitened"] < min(losses[init] for init in ("svd_independent", "random", "fresh"))
+    assert losses["svd_joint"] < min(losses[init] for init in ("svd_independent", "random", "fresh"))

@@ -169,7 +169,7 @@ def test_the_layers_with_the_least_influence_are_dropped_with_their_moments(buil
     structure = NUM_LAYERS.apply(whole, key=jax.random.key(0))
     fill = lambda model, before: NUM_LAYERS.fill(model, before, refs={}, sums=SUMS, key=jax.random.key(0))  # noqa: E731
     assert eqx.tree_equal(jax.jit(fill)(structure, whole), expected)
-    assert NUM_LAYERS.describe(SUMS) == (
+    assert NUM_LAYERS.describe(whole, SUMS) == (
         "drop_layers: layers 1, 3 of 5 are dropped, by Block Influence over 10 tokens: 0: 0.5000, 1: 0.1000, 2: 0.9000,"
         " 3: 0.0500, 4: 0.8000"
     )

@@ -352,11 +352,9 @@ def enter_phase(
     else:
         make = lambda leaves, refs: state_builder.initial_state(phase, Given(leaves, refs))  # noqa: E731
         return build_state(make, abstract, layout, leaves, kept=(refs,))
-    sums = () if open_batches is None else _calibrated(entry, before.model, layout, Given(leaves, refs), open_batches)
-    for surgery, measured in zip(phase.surgeries, sums, strict=False):
-        decided = None if measured is None else surgery.describe(measured)
-        if decided is not None and log is not None:
-            log(decided)
+    sums: Sequence[Any] = ()
+    if open_batches is not None:
+        sums = _calibrated(entry, before.model, layout, Given(leaves, refs), open_batches, log)
     make_state = lambda before, leaves, refs, sums: entry.state(before, Given(leaves, refs, sums))  # noqa: E731
     build = build_state(make_state, abstract, layout, before, leaves, kept=(refs, sums))
 
@@ -378,7 +376,12 @@ def _delete(arrays: Any) -> None:
 
 
 def _calibrated(
-    entry: PhaseEntry, model: LanguageModel, layout: Layout, given: Given, open_batches: OpenBatches
+    entry: PhaseEntry,
+    model: LanguageModel,
+    layout: Layout,
+    given: Given,
+    open_batches: OpenBatches,
+    log: Callable[[str], None] | None,
 ) -> tuple[Any, ...]:
     """`Given.sums`: each surgery is calibrated on the model that those in front of it have made."""
     sums: list[Any] = []
@@ -386,4 +389,7 @@ def _calibrated(
         so_far = functools.partial(entry.model, until=number)
         changed = jax.jit(so_far)(model, replace(given, sums=tuple(sums))) if number else model
         sums.append(calibrate(surgery, changed, entry.precision, layout, open_batches))
+        decided = None if sums[-1] is None else surgery.describe(changed, sums[-1])
+        if decided is not None and log is not None:
+            log(decided)
     return tuple(sums)

@@ -71,8 +71,13 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         """
         raise AssertionError("the surgery is not calibrated")
 
-    def describe(self, sums: Any) -> str | None:
-        """What `fill` will decide from the sums, for the log. Args: sums: as in `fill`, maybe sharded over processes."""
+    def describe(self, model: LanguageModel, sums: Any) -> str | None:
+        """What `fill` will decide from the sums, for the log. All processes call it.
+
+        Args:
+            model: before the surgery, in the dtype of storage.
+            sums: as in `fill`, maybe sharded over processes.
+        """
         return None
 
     def fill(

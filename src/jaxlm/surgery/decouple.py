@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal, NamedTuple
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS
+from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt
+from jaxlm.core.sharding import current_layout
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.decoder import Decoder, DecoderBlock
@@ -23,13 +26,14 @@ from jaxlm.models.families.dba import DbaConfig
 from jaxlm.models.layers import GatedMlp, SelfAttention
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import RMSNorm, UnweightedRMSNorm
-from jaxlm.models.rope import RotaryConfig
+from jaxlm.models.rope import Places, RotaryConfig
 from jaxlm.models.stacks import LayerKind
 from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import SurgeryConfig
 from jaxlm.surgery.bottleneck import (
     Bottleneck,
     HeadFeatures,
+    ScoreErrors,
     Scores,
     independent,
     kept_rotation,
@@ -140,8 +144,34 @@ class DecoupleConfig(SurgeryConfig):
     ) -> LanguageModel:
         return self._filled(model, _attention_of(before), _teacher(_config_of(before)), sums)
 
-    def describe(self, sums: Any) -> str | None:
-        return None
+    def describe(self, model: LanguageModel, sums: InputMoments) -> str:
+        """The errors of the scores by layer, of un-rotation and of rank."""
+        config, layout = _config_of(model), current_layout()
+        replicated = None if layout is None else layout.replicated()
+        errors = jax.jit(lambda model, sums: self.errors(model, sums), out_shardings=replicated)(model, sums)
+        signal, unrotated, low_rank = (np.asarray(error) for error in errors)
+        by_layer = (
+            f"{layer}: {turned:.4f} + {cut:.4f}"
+            for layer, (turned, cut) in enumerate(zip(unrotated / signal, low_rank / signal, strict=True))
+        )
+        num_tokens = int(np.asarray(sums.count.array).ravel()[0])
+        return (
+            f"decouple: errors of the scores by un-rotation and by rank, relative to the scores, over {num_tokens:,} tokens"
+            f" at distances up to {config.seq_len:,}: {', '.join(by_layer)}"
+        )
+
+    def errors(self, model: LanguageModel, sums: InputMoments) -> ScoreErrors:
+        """The errors of the bottleneck of every layer [layers]. Traced. Args: model: before the surgery."""
+        config = _config_of(model)
+        teacher = _teacher(config)
+        angles_P, seq_len = _angles(teacher, config.seq_len), config.seq_len
+
+        def of_layer(q_HDI: jax.Array, k_GDI: jax.Array, moment_II: jax.Array) -> ScoreErrors:
+            scores = Scores(q_HDI, k_GDI)
+            pairs_GP, sem = self._semantic(teacher, scores, moment_II)
+            return score_errors(scores, teacher.features, pairs_GP, sem, moment_II, angles_P, seq_len)
+
+        return by_layer(of_layer, *_of_layers(_attention_of(model), sums))
 
     def merge(self, model: LanguageModel) -> LanguageModel:
         return model
@@ -159,14 +189,19 @@ class DecoupleConfig(SurgeryConfig):
         sem_size, geo_size = self.sem_dim // heads, self.geo_dim // heads
         if self.init == "svd_independent":
             return independent(scores, sem_size, geo_size, teacher.features.num_pairs)
-        pairs_GP = largest_pairs(scores, teacher.features, moment_II, geo_size // 2)
-        lost, _ = lost_rotation(scores, teacher.features, pairs_GP)
-        if self.init == "exact" or lost.k_GDI.shape[1] <= sem_size:
-            sem = zero_padded(lost, sem_size)
-        else:
-            sem = low_rank(lost, sem_size, second_root(moment_II) if self.init == "whitened" else None)
+        pairs_GP, sem = self._semantic(teacher, scores, moment_II)
         geo = kept_rotation(scores, teacher.features, pairs_GP)
         return Bottleneck(*(scaled(part, teacher.scale) for part in (sem, geo)), pairs_GP)
+
+    def _semantic(self, teacher: "_Teacher", scores: Scores, moment_II: jax.Array) -> tuple[jax.Array, Scores]:
+        """The pairs that keep their rotation [G, P], and the semantic features without a scale."""
+        heads = scores.q_HDI.shape[0]
+        sem_size, geo_size = self.sem_dim // heads, self.geo_dim // heads
+        pairs_GP = largest_pairs(scores, teacher.features, moment_II, geo_size // 2)
+        lost, _ = lost_rotation(scores, teacher.features, pairs_GP)
+        if lost.k_GDI.shape[1] <= sem_size:
+            return pairs_GP, zero_padded(lost, sem_size)
+        return pairs_GP, low_rank(lost, sem_size, second_root(moment_II) if self.init == "whitened" else None)
 
 
 class _Teacher(NamedTuple):
@@ -198,6 +233,15 @@ def _teacher(config: ModelConfig) -> _Teacher:
     features = HeadFeatures.of(head_size, rope.num_rotated(head_size), interleaved=kind.interleaved)
     scale = head_size**-0.5 if attention.scale is None else attention.scale
     return _Teacher(block, attention, kind, rope, head_size, features, scale)
+
+
+def _angles(teacher: _Teacher, seq_len: int) -> jax.Array:
+    """Radians per position of each pair of features, for a text of the full length."""
+    positions = hax.arange(hax.Axis(POSITION, seq_len)).broadcast_axis(hax.Axis(BATCH, 1))
+    places = Places(positions, positions * 0 + 1)
+    exact, _ = teacher.rope.frequencies(teacher.rope.num_rotated(teacher.head_size), places)
+    frequencies = jnp.asarray(exact, jnp.float32)
+    return frequencies[0, -1] if frequencies.ndim == 3 else frequencies
 
 
 def _problem(model: LanguageModel) -> str | None:

@@ -75,7 +75,7 @@ class DropLayersConfig(SurgeryConfig):
         cosines = [jnp.sum(counts * _cosine(*pair)) for pair in itertools.pairwise(streams)]
         return {"cosines": jnp.stack(cosines), "tokens": jnp.sum(counts)}
 
-    def describe(self, sums: Mapping[str, Any]) -> str:
+    def describe(self, model: LanguageModel, sums: Mapping[str, Any]) -> str:
         sums = jax.tree.map(np.asarray, sums)
         influence = 1 - sums["cosines"] / sums["tokens"]
         kept = np.asarray(self._chosen(sums)).tolist()
