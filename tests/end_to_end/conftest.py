@@ -1,3 +1,4 @@
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,9 +11,14 @@ from tests.end_to_end.commands import Finished, Uninterrupted, Workplace, make_c
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory) -> Path:
-    """A corpus, and the caches of tokens and compiled programs that all runs share."""
+    """A corpus, and the cache of tokens that all runs share. Compiled programs are shared with other test processes too."""
     folder = tmp_path_factory.mktemp("shared")
     make_corpus(folder / "corpus")
+    base = tmp_path_factory.getbasetemp()
+    programs = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "xla"
+    programs.mkdir(exist_ok=True)
+    (folder / "cache").mkdir()
+    (folder / "cache" / "xla").symlink_to(programs)
     return folder
 
 
