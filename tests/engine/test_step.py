@@ -142,6 +142,27 @@ def test_a_non_finite_step_skips_exactly_one_update(where, bad_step, devices):
     assert all(np.isfinite(array).all() for array in host(run).values())
 
 
+@dataclass(frozen=True)
+class Counting(Poisoned):
+    """Keeps the number of updates that the step told it last."""
+
+    def init_slot(self, trainable):
+        return jnp.int32(0)
+
+    def update_slot(self, slot, trainable, updates):
+        return updates
+
+
+def test_the_objective_learns_how_many_updates_the_phase_has_with_this_one():
+    poisoned, told = arrays(99), []
+    poisoned["tokens"][0, 0] = POISON
+    run = TinyRun(one_device(), phase(objective=Counting(where="loss")))
+    for columns in (arrays(0), poisoned, arrays(1)):
+        run.step(columns)
+        told.append(int(host(run)["slots.objective"]))
+    assert told == [1, 1, 2]
+
+
 @pytest.fixture(scope="module")
 def single_device_losses():
     """The losses on one device, where nothing is sharded."""

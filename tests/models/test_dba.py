@@ -52,8 +52,13 @@ def built(config: DbaConfig, seed: int = 0) -> Decoder:
 
     def drawn(path, leaf):
         if path.endswith("pairs"):
-            rows = [np.sort(rng.choice(num_frequencies, leaf.array.shape[-1], replace=False)) for _ in range(leaf.array.size)]
-            return hax.named(jnp.asarray(rows[: leaf.array[..., 0].size], jnp.int32).reshape(leaf.array.shape), leaf.axes)
+            rows = [
+                np.sort(rng.choice(num_frequencies, leaf.array.shape[-1], replace=False))
+                for _ in range(leaf.array.size)
+            ]
+            return hax.named(
+                jnp.asarray(rows[: leaf.array[..., 0].size], jnp.int32).reshape(leaf.array.shape), leaf.axes
+            )
         if any(part in path for part in ("gate", "null_slot", "bias")):
             return hax.named(jnp.asarray(rng.normal(size=leaf.array.shape), jnp.float32), leaf.axes)
         return leaf
@@ -97,7 +102,9 @@ def test_semantic_scores_do_not_depend_on_positions():
     model, read = built(config), inputs()
     last = logits(model, read)[:, -1]
     order = np.r_[np.random.default_rng(2).permutation(LENGTH - 1), LENGTH - 1]
-    shuffled = Inputs(read.tokens.take("position", hax.named(jnp.asarray(order), "position")), read.positions, read.segment_ids)
+    shuffled = Inputs(
+        read.tokens.take("position", hax.named(jnp.asarray(order), "position")), read.positions, read.segment_ids
+    )
     np.testing.assert_allclose(logits(model, shuffled)[:, -1], last, atol=1e-5)
     turned = dataclasses.replace(config, rope_semantic=True)
     moved = tree.map_leaves(lambda p, x: dict(tree.leaves(model))[p], built(turned))
@@ -133,7 +140,9 @@ def test_generation_continues_as_the_whole_text_says():
     new = generate(model, prompt, max_new_tokens=8, temperature=0.0)[0]
     text = np.array([prompt[0] + new] * BATCH)
     axes = (hax.Axis("batch", BATCH), hax.Axis("position", text.shape[1]))
-    read = Inputs(*(hax.named(jnp.asarray(a), axes) for a in (text, np.tile(np.arange(16), (BATCH, 1)), np.ones_like(text))))
+    read = Inputs(
+        *(hax.named(jnp.asarray(a), axes) for a in (text, np.tile(np.arange(16), (BATCH, 1)), np.ones_like(text)))
+    )
     assert np.argmax(logits(model, read)[0, 7:15], axis=-1).tolist() == new
 
 
@@ -164,7 +173,10 @@ def test_kernels_pad_what_is_narrower(kernel, key_size, value_size, monkeypatch)
     row = (hax.Axis("batch", 2), hax.Axis("position", length))
     heads, sizes = {"q": ("heads", 4), "k": ("kv_heads", 2), "v": ("kv_heads", 2)}, (key_size, key_size, value_size)
     named = [
-        hax.named(jnp.asarray(rng.normal(size=(2, length, n, size)), jnp.float32), (*row, hax.Axis(name, n), hax.Axis("head_size", size)))
+        hax.named(
+            jnp.asarray(rng.normal(size=(2, length, n, size)), jnp.float32),
+            (*row, hax.Axis(name, n), hax.Axis("head_size", size)),
+        )
         for (name, n), size in zip(heads.values(), sizes, strict=True)
     ]
     segments = np.repeat([[1] * 50 + [2] * 70 + [0] * 8], 2, axis=0)
@@ -202,7 +214,7 @@ def test_fused_kernels_take_padded_heads_but_no_null_slot():
 
 
 def test_a_null_slot_takes_weight_from_every_token():
-    """A first token without a slot attends to itself alone; with one, half of its output is the slot's, if scores are equal."""
+    """Where each token is alone in its document and all scores are equal, half of its output is the slot's."""
     config = dataclasses.replace(BASE, null_slot=True, num_layers=1)
     zero = lambda p, x: x * 0 if any(n in p for n in ("q_sem", "q_geo")) else x  # noqa: E731
     with_slot = tree.map_leaves(zero, built(config))

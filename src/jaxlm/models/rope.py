@@ -55,15 +55,14 @@ class Rotation(eqx.Module):
             rotated = [pairs.flatten_axes((HEAD_SIZE, _PAIR), HEAD_SIZE)]
         return hax.concatenate(HEAD_SIZE, [*rotated, *rest]).astype(x.dtype)
 
-
     def of_pairs(self, pairs: NamedArray) -> "Rotation":
         """The rotation of features of which each pair has its own frequency.
 
         Args:
             pairs: int {..., rotary_pairs}, the number of each pair's frequency here. Vectors to rotate have its other axes.
         """
-        taken = (a.take(_HALF, pairs).rename({ROTARY_PAIRS: _HALF}) for a in (self.cos, self.sin))
-        return Rotation(*taken)
+        cos, sin = (a.take(_HALF, pairs).rename({ROTARY_PAIRS: _HALF}) for a in (self.cos, self.sin))
+        return Rotation(cos, sin)
 
 
 class Places(eqx.Module):

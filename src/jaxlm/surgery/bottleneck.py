@@ -95,14 +95,14 @@ class HeadFeatures:
 
 
 def second_root(moment_II: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """L and its inverse, for a second moment C = L L^T. Directions in which inputs hardly move count as if they moved little."""
+    """L and its inverse, for a second moment C = L L^T. Directions with almost no variance count as if they had little."""
     values, vectors = jnp.linalg.eigh(moment_II)
     root = jnp.sqrt(jnp.maximum(values, _SMALLEST_VARIANCE * values[-1]))
     return vectors * root, (vectors / root).T
 
 
 def largest_pairs(teacher: Scores, features: HeadFeatures, moment_II: jax.Array, num_pairs: int) -> jax.Array:
-    """The pairs of each key/value head with the largest E|q_pair| E|k_pair|, summed over its query heads; ascending [G, P]."""
+    """The pairs of each key/value head with the largest E|q_pair| E|k_pair|, over its query heads; ascending [G, P]."""
 
     def norms(w_XDI: jax.Array) -> jax.Array:
         squares_XD = jnp.einsum("xdi,ij,xdj->xd", w_XDI, moment_II, w_XDI)
@@ -230,7 +230,9 @@ def score_errors(
         return whole, mean_square(lost, turned - jnp.eye(turned.shape[-1]))
 
     whole, unrotated = jax.lax.map(at_distance, _distances(num_tokens))
-    difference = Scores(*(jnp.concatenate(pair, axis=1) for pair in ((lost.q_HDI, -sem.q_HDI), (lost.k_GDI, sem.k_GDI))))
+    difference = Scores(
+        *(jnp.concatenate(pair, axis=1) for pair in ((lost.q_HDI, -sem.q_HDI), (lost.k_GDI, sem.k_GDI)))
+    )
     cut = mean_square(difference, jnp.eye(difference.k_GDI.shape[1])[None])
     return ScoreErrors(*(jnp.sqrt(jnp.maximum(x, 0.0)) for x in (whole.mean(), unrotated.mean(), cut)))
 

@@ -191,7 +191,7 @@ class DecoupleConfig(SurgeryConfig):
             return independent(scores, sem_size, geo_size, teacher.features.num_pairs)
         pairs_GP, sem = self._semantic(teacher, scores, moment_II)
         geo = kept_rotation(scores, teacher.features, pairs_GP)
-        return Bottleneck(*(scaled(part, teacher.scale) for part in (sem, geo)), pairs_GP)
+        return Bottleneck(scaled(sem, teacher.scale), scaled(geo, teacher.scale), pairs_GP)
 
     def _semantic(self, teacher: "_Teacher", scores: Scores, moment_II: jax.Array) -> tuple[jax.Array, Scores]:
         """The pairs that keep their rotation [G, P], and the semantic features without a scale."""
@@ -223,11 +223,12 @@ def _teacher(config: ModelConfig) -> _Teacher:
     if problem is not None:
         name = type(config).__name__.removesuffix("Config").lower()
         raise ConfigError(
-            f"surgery decouple: a model of type {name} given, but {problem}. Expected Llama's blocks: RMSNorms before attention"
-            " and MLP, rotary embeddings, a gated MLP"
+            f"surgery decouple: a model of type {name} given, but {problem}. Expected Llama's blocks: RMSNorms before"
+            " attention and MLP, rotary embeddings, a gated MLP"
         )
     block, (kind, *_) = _block_of(model), model.body.kinds_by_layer
-    attention, head_size = block.attn, config.HeadSize.size  # pyright: ignore[reportAttributeAccessIssue]
+    attention: Any = block.attn
+    head_size = config.HeadSize.size  # pyright: ignore[reportAttributeAccessIssue]
     rope = kind.rope
     assert rope is not None, "_problem"
     features = HeadFeatures.of(head_size, rope.num_rotated(head_size), interleaved=kind.interleaved)
@@ -256,7 +257,8 @@ def _problem(model: LanguageModel) -> str | None:
     problems = {
         "its layers have different windows or rotary embeddings": len(kinds) > 1,
         "it has no rotary embeddings": any(kind.rope is None for kind in kinds),
-        "its queries and keys have norms, after which scores are no products of two linear maps": attention.q_norm is not None,
+        "its queries and keys have norms, after which scores are no products of two linear maps": attention.q_norm
+        is not None,
         "its queries, keys and values are clipped": attention.clip_qkv is not None,
         f"its scores have {attention.rule}": not attention.rule.is_identity,
         "its tokens attend to later ones": not attention.causal,
@@ -313,12 +315,14 @@ def _with_old_leaves(new: LanguageModel, old: LanguageModel) -> LanguageModel:
 
 def _with_attention(model: LanguageModel, **changes: Any) -> LanguageModel:
     prefix = "body.layers.stacked.attn."
-    leaves = {f"{prefix}{name}.{path}".rstrip("."): leaf for name, part in changes.items() for path, leaf in tree.leaves(part)}
+    leaves = {
+        f"{prefix}{name}.{path}".rstrip("."): leaf for name, part in changes.items() for path, leaf in tree.leaves(part)
+    }
     return tree.map_leaves(lambda path, leaf: leaves.get(path, leaf), model)
 
 
-def _of_layers(attention: SelfAttention, moments: InputMoments | None) -> list[jax.Array]:
-    """Queries [L, H, D, I], keys [L, G, D, I], and the moments of inputs [L, I, I]; I has the constant 1 if there are biases."""
+def _of_layers(attention: Any, moments: InputMoments | None) -> list[jax.Array]:
+    """Queries [L, H, D, I], keys [L, G, D, I], and moments of inputs [L, I, I]. With biases, the last input is 1."""
     arrays = []
     for layer, head in ((attention.q_proj, HEADS), (attention.k_proj, KV_HEADS)):
         groups = [(layer.weight.resolve_axis(name),) for name in (LAYERS, head, HEAD_SIZE, EMBED)]

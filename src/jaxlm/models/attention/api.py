@@ -72,7 +72,9 @@ class NullSlot(eqx.Module):
         values_KH = self.values.rearrange((KV_HEADS, HEAD_SIZE)).array.astype(v.dtype)
         scores_BTN = self.scores.rearrange((BATCH, POSITION, HEADS)).array
         scores_BTKG = scores_BTN.reshape(*scores_BTN.shape[:2], values_KH.shape[0], -1)
-        return scores_BTKG.transpose(0, 2, 3, 1)[..., None], jnp.broadcast_to(values_KH, (v.shape[0], 1, *values_KH.shape))
+        return scores_BTKG.transpose(0, 2, 3, 1)[..., None], jnp.broadcast_to(
+            values_KH, (v.shape[0], 1, *values_KH.shape)
+        )
 
 
 class AttentionSpec(eqx.Module):

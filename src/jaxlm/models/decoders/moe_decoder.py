@@ -17,7 +17,7 @@ from jaxlm.core.products.matmul import dot
 from jaxlm.models.decoder import DecoderBlock, gated_mlp, pre_norm_block, renumbered, rms_norm
 from jaxlm.models.decoders.local_layers import check_layer_numbers, check_local_layers, local_kinds
 from jaxlm.models.decoders.pre_norm import PreNormConfig, check_pre_norm
-from jaxlm.models.layers import ForCache, GatedMlp, LayerCache, LayerContext, SelfAttention
+from jaxlm.models.layers import Attention, ForCache, GatedMlp, LayerCache, LayerContext
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.moe import Experts, RouterStats
 from jaxlm.models.norms import Norm
@@ -43,7 +43,7 @@ class MoeBlock(eqx.Module):
     """x + attention(norm(x)), then x + experts(norm(x)), of which one may be shared by all tokens."""
 
     attn_norm: Norm
-    attn: SelfAttention
+    attn: Attention
     mlp_norm: Norm
     mlp: Experts
     shared_expert: SharedExpert | None = None

@@ -121,7 +121,10 @@ class DbaConfig(PreNormConfig):
 
     def attention(self, keys: jax.Array) -> DecoupledAttention:
         k_semantic, k_geometric, k_value, k_out = keys
-        semantic, geometric = self._queries_and_keys(self.SemSize, k_semantic), self._queries_and_keys(self.GeoSize, k_geometric)
+        semantic, geometric = (
+            self._queries_and_keys(self.SemSize, k_semantic),
+            self._queries_and_keys(self.GeoSize, k_geometric),
+        )
         Values, bias = (self.KVHeads, self.HeadSize), self.attention_bias
         std, Inputs = self.initializer_range, (self.Heads, self.HeadSize)
         return DecoupledAttention(

@@ -49,7 +49,9 @@ def cached_attention(
     scores = jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
     if spec.null_slot is not None:  # after the new keys
         null_scores, null_values = spec.null_slot.scores_and_values(v_BTKH)
-        scores, v_BTKH = (jnp.concatenate(p, axis) for p, axis in (((scores, null_scores), -1), ((v_BTKH, null_values), 1)))
+        scores, v_BTKH = (
+            jnp.concatenate(p, axis) for p, axis in (((scores, null_scores), -1), ((v_BTKH, null_values), 1))
+        )
     weights = jax.nn.softmax(scores, axis=-1)
     # Padding attends to nothing. Its softmax is uniform, so the weights are zeroed.
     weights = jnp.where(mask_BTS.any(axis=-1)[:, None, None, :, None], weights, 0.0)

@@ -1,4 +1,4 @@
-"""Decoupled bottleneck attention: config.json keys and weight names. transformers has no such model: exports bring its code."""
+"""Decoupled bottleneck attention: config.json keys and weight names. Exports bring the code, which transformers lacks."""
 
 from collections.abc import Iterator
 
@@ -47,7 +47,10 @@ FAMILY = Family(
         *(JsonKey(name, name, 0) for name in ("sem_dim", "geo_dim")),
         JsonKey("rotary_dim", "rotary_dim", None),
         JsonKey("gate", "gate", None),
-        *(JsonKey(name, name, False) for name in ("rope_semantic", "tie_qk", "null_slot", "attention_bias", "mlp_bias")),
+        *(
+            JsonKey(name, name, False)
+            for name in ("rope_semantic", "tie_qk", "null_slot", "attention_bias", "mlp_bias")
+        ),
         KeyGroup(
             ("output_bias",),
             lambda theirs: {"output_bias": theirs.get("output_bias", False)},

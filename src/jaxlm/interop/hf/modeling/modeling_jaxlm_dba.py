@@ -4,7 +4,7 @@ A head's score is the sum of a semantic one and of a geometric one, whose pairs 
 own: those that `rotary_pairs` numbers.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalSubscript=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalSubscript=false, reportArgumentType=false
 import copy
 
 import torch
