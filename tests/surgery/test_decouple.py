@@ -33,6 +33,7 @@ from jaxlm.surgery.bottleneck import (
     largest_pairs,
     lost_rotation,
     low_rank,
+    most_turned_pairs,
     score_errors,
     second_root,
 )
@@ -240,6 +241,29 @@ def test_both_errors_are_those_of_sampled_scores(interleaved):
     assert measured.low_rank == pytest.approx(np.sqrt(np.mean(np.square(cut))), rel=1e-3)
 
 
+def test_both_rules_choose_the_pairs_that_they_promise():
+    """A pair that does not turn within the row is loud, another turns and is quiet; angles are exact in float64."""
+    features, num_tokens = HeadFeatures.of(HEAD, HEAD, interleaved=False), 64
+    (x, moment), scores = random_moment(), random_scores()
+    louder = Scores(*(w.at[:, jnp.array([3, 7])].mul(3.0) for w in scores))
+    angles = np.array([1.0, 0.3, 0.1, 1e-5])
+    assert largest_pairs(louder, features, moment, 1).tolist() == [[3], [3]]
+    chosen = most_turned_pairs(louder, features, moment, jnp.asarray(angles, jnp.float32), num_tokens, 1)
+    q, k = (np.asarray(a, np.float64) for a in louder)
+    changes = np.zeros((KV_HEADS, 4))
+    for pair in range(4):
+        rows = [pair, pair + 4]
+        for distance in range(num_tokens):
+            cos, sin = np.cos(angles[pair] * distance), np.sin(angles[pair] * distance)
+            change = np.array([[cos - 1, sin], [-sin, cos - 1]])
+            for head in range(HEADS):
+                group = head // (HEADS // KV_HEADS)
+                score = x @ q[head, rows].T @ change @ k[group, rows] @ x.T
+                changes[group, pair] += (num_tokens - distance) * np.mean(score**2)
+    assert chosen[:, 0].tolist() == np.argmax(changes, axis=1).tolist()
+    assert 3 not in chosen.ravel().tolist()
+
+
 REFUSED = {
     "its queries and keys have norms": Qwen3Config(**SIZES),
     "not all of the same kind, with a gate and without experts": MixtralConfig(**SIZES),
@@ -283,7 +307,8 @@ def test_measured_inputs_choose_pairs_and_approximation():
     the data has a smaller error on it in every layer."""
     model = built(dataclasses.replace(TEACHER, attention_bias=True))
     joint, whitened = (
-        DecoupleConfig(sem_dim=8, geo_dim=8, init=init, calibration_batches=1) for init in ("svd_joint", "whitened")
+        DecoupleConfig(sem_dim=8, geo_dim=8, init=init, pairs="contribution", calibration_batches=1)
+        for init in ("svd_joint", "whitened")
     )
     sums, read = calibration(joint, model)
     attention = model.body.layers.stacked.attn

@@ -1,15 +1,17 @@
 """Attention scores of a teacher as semantic and geometric ones of fewer features (`jaxlm.models.decoupled_attention`).
 
-Rotary embeddings rotate pairs of features by angles that grow with the position. Of each key/value head, the pairs that
-contribute most to its scores stay as they are: geometric features, which keep their frequencies. All other features lose
-their rotation, and their product, over all query heads of the group,
+Rotary embeddings rotate pairs of features by angles that grow with the position. Of each key/value head, some pairs stay as
+they are: geometric features, which keep their frequencies. All other features lose their rotation, and their product, over
+all query heads of the group,
 
     A = stack_h (W_q^h)^T W_k,
 
 is replaced by its best approximation of rank d_s: the semantic features. So two errors arise, of un-rotation and of rank.
 
-Source: which pairs stay: the 2-norm rule of MHA2MLA (Ji et al. 2025, arXiv:2502.14837, section 3.1), with root mean squares
-over tokens. The joint decomposition: its section 3.2, for each key/value head. Weighted by the second moment C of the inputs
+Which pairs stay: those whose scores change most without their rotation, or, by the 2-norm rule of MHA2MLA (Ji et al. 2025,
+arXiv:2502.14837, section 3.1), those with the largest queries and keys, as root mean squares over tokens.
+
+Source: the joint decomposition: MHA2MLA, section 3.2, for each key/value head. Weighted by the second moment C of the inputs
 it is the approximation with the smallest E(error^2) for two independent tokens (Wang et al. 2024, SVD-LLM,
 arXiv:2403.07378, section 3.1: C = L L^T, decompose A between L^T and L). `independent`: what caramba's
 `initializers/dba/svd.py` does, for comparison: it decomposes W_q and W_k separately and drops their left factors, which
@@ -112,6 +114,31 @@ def largest_pairs(teacher: Scores, features: HeadFeatures, moment_II: jax.Array,
     q_GMP = norms(teacher.q_HDI).reshape(teacher.k_GDI.shape[0], -1, features.num_pairs)
     contribution_GP = q_GMP.sum(axis=1) * norms(teacher.k_GDI)
     order = jnp.argsort(-contribution_GP, axis=1, stable=True)
+    return jnp.sort(order[:, :num_pairs], axis=1).astype(jnp.int32)
+
+
+def most_turned_pairs(
+    teacher: Scores, features: HeadFeatures, moment_II: jax.Array, angles_P: jax.Array, num_tokens: int, num_pairs: int
+) -> jax.Array:
+    """The pairs of each key/value head whose scores change most when they lose their rotation; ascending [G, P].
+
+    Args: as in `score_errors`.
+    """
+
+    def moments(w_XDI: jax.Array) -> jax.Array:
+        both = jnp.stack([w_XDI[:, jnp.asarray(part)] for part in (features.first, features.second)], axis=2)
+        return jnp.einsum("xpai,ij,xpbj->xpab", both, moment_II, both)
+
+    q_GPAB = moments(teacher.q_HDI).reshape(teacher.k_GDI.shape[0], -1, features.num_pairs, 2, 2).sum(axis=1)
+    k_GPAB = moments(teacher.k_GDI)
+
+    def at_distance(distance: jax.Array) -> jax.Array:
+        cos, sin = jnp.cos(angles_P * distance), jnp.sin(angles_P * distance)
+        change_PAB = jnp.stack([jnp.stack([cos - 1, sin], -1), jnp.stack([-sin, cos - 1], -1)], axis=1)
+        return jnp.einsum("gpab,pac,gpcd,pbd->gp", q_GPAB, change_PAB, k_GPAB, change_PAB)
+
+    errors_GP = jax.lax.map(at_distance, _distances(num_tokens)).mean(axis=0)
+    order = jnp.argsort(-errors_GP, axis=1, stable=True)
     return jnp.sort(order[:, :num_pairs], axis=1).astype(jnp.int32)
 
 

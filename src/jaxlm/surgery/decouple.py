@@ -38,6 +38,7 @@ from jaxlm.surgery.bottleneck import (
     independent,
     kept_rotation,
     largest_pairs,
+    most_turned_pairs,
     lost_rotation,
     low_rank,
     scaled,
@@ -49,6 +50,7 @@ from jaxlm.surgery.input_moments import InputMoments, input_moments
 from jaxlm.surgery.layer_matrices import by_layer, flat
 
 Init = Literal["svd_joint", "whitened", "exact", "svd_independent", "random", "fresh"]
+PairRule = Literal["rotation", "contribution"]
 _QUERIES = "body.layers.stacked.attn.q_proj"
 _FRESH_OUTPUT = 0.02
 
@@ -60,13 +62,15 @@ class DecoupleConfig(SurgeryConfig):
 
     Attributes:
         sem_dim, geo_dim: semantic and geometric features of all query heads together, as in `model.type: dba`.
-        init: where queries and keys come from. `svd_joint`: the rotary pairs that contribute most to a head's scores stay as
-            they are, and the product of all other features, which lose their rotation, is replaced by its best approximation.
+        init: where queries and keys come from. `svd_joint`: some rotary pairs of each head stay as they are (`pairs`), and the
+            product of all other features, which lose their rotation, is replaced by its best approximation.
             `whitened`: the best for the data, not for all inputs alike. `exact`: the same scores; needs as many features as
             the model has. `svd_independent` decomposes queries and keys separately, which preserves nothing, for comparison.
             `random`: new ones. `fresh`: new ones, and outputs that start small.
         calibration_batches: training batches on which the inputs of each layer are measured; they choose the pairs, and
             `whitened` the approximation. The log has the errors of the scores by layer. 0 measures nothing.
+        pairs: which rotary pairs stay. `rotation`: those whose scores change most without their rotation. `contribution`:
+            those with the largest scores, the rule of MHA2MLA.
         gate: as in `model.type: dba`.
         null_slot: as in `model.type: dba`.
     """
@@ -75,6 +79,7 @@ class DecoupleConfig(SurgeryConfig):
     geo_dim: NonNegativeInt
     init: Init = "svd_joint"
     calibration_batches: NonNegativeInt | None = None
+    pairs: PairRule = "rotation"
     gate: Literal["static", "dynamic"] | None = None
     null_slot: bool = False
 
@@ -164,7 +169,7 @@ class DecoupleConfig(SurgeryConfig):
         """The errors of the bottleneck of every layer [layers]. Traced. Args: model: before the surgery."""
         config = _config_of(model)
         teacher = _teacher(config)
-        angles_P, seq_len = _angles(teacher, config.seq_len), config.seq_len
+        angles_P, seq_len = _angles(teacher), teacher.seq_len
 
         def of_layer(q_HDI: jax.Array, k_GDI: jax.Array, moment_II: jax.Array) -> ScoreErrors:
             scores = Scores(q_HDI, k_GDI)
@@ -197,7 +202,12 @@ class DecoupleConfig(SurgeryConfig):
         """The pairs that keep their rotation [G, P], and the semantic features without a scale."""
         heads = scores.q_HDI.shape[0]
         sem_size, geo_size = self.sem_dim // heads, self.geo_dim // heads
-        pairs_GP = largest_pairs(scores, teacher.features, moment_II, geo_size // 2)
+        num_pairs = geo_size // 2
+        if self.pairs == "contribution":
+            pairs_GP = largest_pairs(scores, teacher.features, moment_II, num_pairs)
+        else:
+            angles_P, seq_len = _angles(teacher), teacher.seq_len
+            pairs_GP = most_turned_pairs(scores, teacher.features, moment_II, angles_P, seq_len, num_pairs)
         lost, _ = lost_rotation(scores, teacher.features, pairs_GP)
         if lost.k_GDI.shape[1] <= sem_size:
             return pairs_GP, zero_padded(lost, sem_size)
@@ -214,6 +224,7 @@ class _Teacher(NamedTuple):
     head_size: int
     features: HeadFeatures
     scale: float
+    seq_len: int
 
 
 def _teacher(config: ModelConfig) -> _Teacher:
@@ -233,12 +244,12 @@ def _teacher(config: ModelConfig) -> _Teacher:
     assert rope is not None, "_problem"
     features = HeadFeatures.of(head_size, rope.num_rotated(head_size), interleaved=kind.interleaved)
     scale = head_size**-0.5 if attention.scale is None else attention.scale
-    return _Teacher(block, attention, kind, rope, head_size, features, scale)
+    return _Teacher(block, attention, kind, rope, head_size, features, scale, config.seq_len)
 
 
-def _angles(teacher: _Teacher, seq_len: int) -> jax.Array:
+def _angles(teacher: _Teacher) -> jax.Array:
     """Radians per position of each pair of features, for a text of the full length."""
-    positions = hax.arange(hax.Axis(POSITION, seq_len)).broadcast_axis(hax.Axis(BATCH, 1))
+    positions = hax.arange(hax.Axis(POSITION, teacher.seq_len)).broadcast_axis(hax.Axis(BATCH, 1))
     places = Places(positions, positions * 0 + 1)
     exact, _ = teacher.rope.frequencies(teacher.rope.num_rotated(teacher.head_size), places)
     frequencies = jnp.asarray(exact, jnp.float32)
