@@ -22,6 +22,7 @@ from jaxlm.models.families.gemma2 import Gemma2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mistral import MistralConfig
 from jaxlm.models.families.mixtral import MixtralConfig
+from jaxlm.models.families.phi3 import Phi3Config
 from jaxlm.models.families.qwen2 import Qwen2Config
 from jaxlm.models.families.qwen3 import Qwen3Config
 from jaxlm.models.loss import token_losses
@@ -112,6 +113,7 @@ EXACT = {
         TEACHER, rope=Llama3Rotary(theta=100.0, factor=4.0, original_max_position_embeddings=16)
     ),
     "qwen2": Qwen2Config(**SIZES, rope=DefaultRotary(theta=100.0)),
+    "phi3": Phi3Config(**SIZES, rope=DefaultRotary(theta=100.0)),
     "window": MistralConfig(**SIZES, sliding_window=5),
 }
 
