@@ -14,6 +14,7 @@ import pytest
 
 from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
+from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.qwen3 import Qwen3Config
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.run_config import RunConfig
@@ -164,7 +165,8 @@ def test_every_example_belongs_to_a_key():
 
 
 def a_model_of_hugging_face(folder: Path) -> None:
-    described = config_to_json(family_of_config(Qwen3Config()), Qwen3Config())
+    config = LlamaConfig() if folder.name.startswith("llama") else Qwen3Config()
+    described = config_to_json(family_of_config(config), config)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(described | {"vocab_size": 99}))
 
@@ -182,7 +184,8 @@ def an_adapter_of_peft(folder: Path) -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_yaml_in_the_documents_is_valid(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    a_model_of_hugging_face(Path("qwen-small"))  # folders that the documents mention
+    for name in ("qwen-small", "llama-small"):  # folders that the documents mention
+        a_model_of_hugging_face(Path(name))
     an_adapter_of_peft(Path("adapter-folder"))
     for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", path.read_text(), re.DOTALL)):
         (tmp_path / f"{number}.yaml").write_text(block)

@@ -121,7 +121,7 @@ class Parsed(BaseException):
 def folder(tmp_path, monkeypatch):
     """A reader's current folder: the models and adapters that the documents mention, and folders of the repository."""
     monkeypatch.chdir(tmp_path)
-    for name in ("qwen-small", "model-folder"):
+    for name in ("qwen-small", "llama-small", "model-folder"):
         a_model_of_hugging_face(tmp_path / name)
     an_adapter_of_peft(tmp_path / "adapter-folder")
     for name in ("config", "benchmarks"):

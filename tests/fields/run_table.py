@@ -282,7 +282,7 @@ DECOUPLED = "tests/surgery/test_decouple.py::"
 DECOUPLE: dict[str, Entry] = {
     "surgery.sem_dim": Change(8, Shapes({r"^model.*q_sem\.weight": (2, 4, 2, 32)})),
     "surgery.geo_dim": Change(8, Shapes({r"^model.*q_geo\.weight": (2, 4, 2, 32)})),
-    "surgery.init": ShownIn(DECOUPLED + "test_the_loss_right_after_depends_on_where_queries_and_keys_come_from"),
+    "surgery.method": ShownIn(DECOUPLED + "test_the_loss_right_after_depends_on_where_queries_and_keys_come_from"),
     "surgery.calibration_batches": ShownIn(DECOUPLED + "test_measured_inputs_choose_pairs_and_approximation"),
     "surgery.pairs": ShownIn(DECOUPLED + "test_both_rules_choose_the_pairs_that_they_promise"),
     "surgery.gate": Change("static", Shapes({r"^model.*gate\.logits": (2, 4)})),

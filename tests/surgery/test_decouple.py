@@ -122,7 +122,7 @@ EXACT = {
 def test_as_many_features_as_the_teacher_has_change_nothing(config):
     model = built(config)
     rotated = config.rope.num_rotated(HEAD)
-    surgery = DecoupleConfig(sem_dim=HEADS * (HEAD - rotated), geo_dim=HEADS * rotated, init="exact")
+    surgery = DecoupleConfig(sem_dim=HEADS * (HEAD - rotated), geo_dim=HEADS * rotated, method="exact")
     changed = surgery.changed(config)
     new = student(surgery, model)
     assert changed == new.config
@@ -272,14 +272,14 @@ REFUSED = {
     "a model of type gemma2 given": Gemma2Config(**{**SIZES, "num_layers": 2}),
     "a model of type dba given, but its attention is DecoupledAttention": DbaConfig(**SIZES, sem_dim=16, geo_dim=16),
     "geo_dim: 12 given, 3 features for each of 4 heads": TEACHER,
-    "init: exact given, but the model has 8 rotated and 0 other features": TEACHER,
-    "init: whitened given with calibration_batches: 0": TEACHER,
+    "method: exact given, but the model has 8 rotated and 0 other features": TEACHER,
+    "method: whitened given with calibration_batches: 0": TEACHER,
     "num_heads: 4 given, which does not divide model.sem_dim": TEACHER,
 }
 KEYS = {
     "geo_dim: 12": {"geo_dim": 12},
-    "init: exact": {"init": "exact"},
-    "init: whitened": {"init": "whitened", "calibration_batches": 0},
+    "method: exact": {"method": "exact"},
+    "method: whitened": {"method": "whitened", "calibration_batches": 0},
     "num_heads": {"sem_dim": 10},
 }
 
@@ -309,8 +309,8 @@ def test_measured_inputs_choose_pairs_and_approximation():
     the data has a smaller error on it in every layer."""
     model = built(dataclasses.replace(TEACHER, attention_bias=True))
     joint, whitened = (
-        DecoupleConfig(sem_dim=8, geo_dim=8, init=init, pairs="contribution", calibration_batches=1)
-        for init in ("svd_joint", "whitened")
+        DecoupleConfig(sem_dim=8, geo_dim=8, method=method, pairs="contribution", calibration_batches=1)
+        for method in ("svd_joint", "whitened")
     )
     sums, read = calibration(joint, model)
     attention = model.body.layers.stacked.attn
@@ -337,7 +337,7 @@ def test_measured_inputs_choose_pairs_and_approximation():
 
 
 def test_eight_devices_and_one_make_the_same_student():
-    surgery = DecoupleConfig(sem_dim=8, geo_dim=16, init="whitened", calibration_batches=1)
+    surgery = DecoupleConfig(sem_dim=8, geo_dim=16, method="whitened", calibration_batches=1)
     model = built(TEACHER)
     whole = student(surgery, model, calibration(surgery, model)[0])
     meshes = layout()
@@ -389,11 +389,11 @@ def test_the_loss_right_after_depends_on_where_queries_and_keys_come_from(seed):
     held_out = batch(end, len(text) - length - 1)
     losses = {"teacher": float(nll(teacher, held_out))}
     assert losses["teacher"] < 2.6  # 4.85 before
-    for init in ("exact", "whitened", "svd_joint", "svd_independent", "random", "fresh"):
-        sizes = {"sem_dim": 0, "geo_dim": 64} if init == "exact" else {"sem_dim": 16, "geo_dim": 16}
-        surgery = DecoupleConfig(**sizes, init=init, calibration_batches=1)
+    for method in ("exact", "whitened", "svd_joint", "svd_independent", "random", "fresh"):
+        sizes = {"sem_dim": 0, "geo_dim": 64} if method == "exact" else {"sem_dim": 16, "geo_dim": 16}
+        surgery = DecoupleConfig(**sizes, method=method, calibration_batches=1)
         sums = jax.jit(surgery.measure)(teacher, batch(0, end - length)) if surgery.num_calibration_batches else None
-        losses[init] = float(nll(student(surgery, teacher, sums), held_out))
+        losses[method] = float(nll(student(surgery, teacher, sums), held_out))
     assert losses["exact"] == pytest.approx(losses["teacher"], abs=1e-5)
-    assert losses["whitened"] < min(losses[init] for init in ("svd_independent", "random", "fresh"))
-    assert losses["svd_joint"] < min(losses[init] for init in ("svd_independent", "random", "fresh"))
+    assert losses["whitened"] < min(losses[m] for m in ("svd_independent", "random", "fresh"))
+    assert losses["svd_joint"] < min(losses[m] for m in ("svd_independent", "random", "fresh"))

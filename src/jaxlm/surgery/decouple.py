@@ -49,7 +49,7 @@ from jaxlm.surgery.bottleneck import (
 from jaxlm.surgery.input_moments import InputMoments, input_moments
 from jaxlm.surgery.layer_matrices import by_layer, flat
 
-Init = Literal["svd_joint", "whitened", "exact", "svd_independent", "random", "fresh"]
+Method = Literal["svd_joint", "whitened", "exact", "svd_independent", "random", "fresh"]
 PairRule = Literal["rotation", "contribution"]
 _QUERIES = "body.layers.stacked.attn.q_proj"
 _FRESH_OUTPUT = 0.02
@@ -62,8 +62,8 @@ class DecoupleConfig(SurgeryConfig):
 
     Attributes:
         sem_dim, geo_dim: semantic and geometric features of all query heads together, as in `model.type: dba`.
-        init: where queries and keys come from. `svd_joint`: some rotary pairs of each head stay as they are (`pairs`), and the
-            product of all other features, which lose their rotation, is replaced by its best approximation.
+        method: where queries and keys come from. `svd_joint`: some rotary pairs of each head stay as they are (`pairs`), and
+            the product of all other features, which lose their rotation, is replaced by its best approximation.
             `whitened`: the best for the data, not for all inputs alike. `exact`: the same scores; needs as many features as
             the model has. `svd_independent` decomposes queries and keys separately, which preserves nothing, for comparison.
             `random`: new ones. `fresh`: new ones, and outputs that start small.
@@ -77,7 +77,7 @@ class DecoupleConfig(SurgeryConfig):
 
     sem_dim: NonNegativeInt
     geo_dim: NonNegativeInt
-    init: Init = "svd_joint"
+    method: Method = "svd_joint"
     calibration_batches: NonNegativeInt | None = None
     pairs: PairRule = "rotation"
     gate: Literal["static", "dynamic"] | None = None
@@ -109,17 +109,17 @@ class DecoupleConfig(SurgeryConfig):
         """Raises `ConfigError` if the scores cannot be made, or be exact, with these sizes."""
         num_rotated, num_unrotated = 2 * teacher.features.num_pairs, len(teacher.features.unrotated)
         heads = changed.num_heads
-        if self.init == "exact" and (changed.GeoSize.size < num_rotated or changed.SemSize.size < num_unrotated):
+        if self.method == "exact" and (changed.GeoSize.size < num_rotated or changed.SemSize.size < num_unrotated):
             raise ConfigError(
-                f"init: exact given, but the model has {num_rotated} rotated and {num_unrotated} other features in each of"
-                f" {heads} heads. Set geo_dim: {num_rotated * heads} and sem_dim: {num_unrotated * heads}, or another init"
+                f"method: exact given, but the model has {num_rotated} rotated and {num_unrotated} other features in each of"
+                f" {heads} heads. Set geo_dim: {num_rotated * heads} and sem_dim: {num_unrotated * heads}, or another method"
             )
-        if self.init == "whitened" and not self.num_calibration_batches:
-            raise ConfigError("init: whitened given with calibration_batches: 0. Set at least 1")
+        if self.method == "whitened" and not self.num_calibration_batches:
+            raise ConfigError("method: whitened given with calibration_batches: 0. Set at least 1")
 
     @property
     def num_calibration_batches(self) -> int:
-        if self.init not in ("svd_joint", "whitened"):
+        if self.method not in ("svd_joint", "whitened"):
             return 0
         return 8 if self.calibration_batches is None else self.calibration_batches
 
@@ -132,9 +132,9 @@ class DecoupleConfig(SurgeryConfig):
         new = self.changed(config).build(model.Vocab, key=key)
         whole = _with_old_leaves(new, model)
         attention = _attention_of(whole)
-        factor = _FRESH_OUTPUT if self.init == "fresh" else 1.0
+        factor = _FRESH_OUTPUT if self.method == "fresh" else 1.0
         out = tree.map_leaves(lambda path, leaf: leaf * factor if path == "weight" else leaf, attention.o_proj)
-        if self.init in ("random", "fresh"):
+        if self.method in ("random", "fresh"):
             return _with_attention(whole, o_proj=out)
         return self._filled(whole, teacher, _teacher(config), None)
 
@@ -192,7 +192,7 @@ class DecoupleConfig(SurgeryConfig):
         """The bottleneck of one layer. Args: moment_II: second moment of the inputs."""
         scores, heads = Scores(q_HDI, k_GDI), q_HDI.shape[0]
         sem_size, geo_size = self.sem_dim // heads, self.geo_dim // heads
-        if self.init == "svd_independent":
+        if self.method == "svd_independent":
             return independent(scores, sem_size, geo_size, teacher.features.num_pairs)
         pairs_GP, sem = self._semantic(teacher, scores, moment_II)
         geo = kept_rotation(scores, teacher.features, pairs_GP)
@@ -211,7 +211,7 @@ class DecoupleConfig(SurgeryConfig):
         lost, _ = lost_rotation(scores, teacher.features, pairs_GP)
         if lost.k_GDI.shape[1] <= sem_size:
             return pairs_GP, zero_padded(lost, sem_size)
-        return pairs_GP, low_rank(lost, sem_size, second_root(moment_II) if self.init == "whitened" else None)
+        return pairs_GP, low_rank(lost, sem_size, second_root(moment_II) if self.method == "whitened" else None)
 
 
 class _Teacher(NamedTuple):
