@@ -232,7 +232,7 @@ def save_folder(
         return
     try:
         with publish_folder(folder, "config.json") as unfinished:
-            for name, content in {**files, **family.modeling_files()}.items():
+            for name, content in (*files.items(), *family.modeling_files().items()):
                 (unfinished / name).write_bytes(content)
             _write_json(unfinished / "config.json", described)
             if _GENERATION not in files:
