@@ -1,5 +1,6 @@
 """The section `refs`: which models are opened, and which are refused, before anything is compiled."""
 
+import dataclasses
 import json
 import shutil
 
@@ -80,6 +81,12 @@ def test_flops_count_the_forward_pass_of_a_teacher_in_the_step(folder, tokenizer
     assert flops_per_token(plan, plan.phases[0]).causal == pytest.approx(alone + forward)
     cached = plan_of(folder, tokenizer, objective={"type": "distill", "top_k": 4, "cache": True})
     assert flops_per_token(cached, cached.phases[0]).causal == alone
+
+
+def test_flops_do_not_count_a_teacher_that_is_read_no_more_and_may_be_gone(folder, tokenizer, tmp_path):
+    plan = plan_of(folder, tokenizer, refs={"teacher": {"type": "hf", "path": str(tmp_path / "gone")}})
+    left = dataclasses.replace(plan, past_refs={"teacher": {}})
+    assert flops_per_token(left, left.phases[0]) == plan.config.model.flops_per_token(tokenizer.vocab_size)
 
 
 def test_flops_do_not_count_the_gradients_of_frozen_matrices(folder, tokenizer):

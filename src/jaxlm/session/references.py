@@ -93,10 +93,11 @@ def flops_per_token(plan: Plan, phase: Phase) -> FlopsPerToken:
     """FLOPs per training token: the model's, forward and backward, and the forward passes of the references in the step.
 
     A frozen matrix has no gradient of its own, which saves 2 of its 6 FLOPs. Its inputs are counted as if they had one.
+    References that the run no longer reads do not count: their files may be gone.
     """
     vocab_size = plan.state_builder.Vocab.size
     base = phase.model.flops_per_token(vocab_size)
-    names = asked_in(plan, phase)
+    names = [name for name in asked_in(plan, phase) if name in plan.read_refs]
     configs = [replace(plan.refs[name].model_config(), seq_len=phase.model.seq_len) for name in names]
     references = [config.flops_per_token(vocab_size) for config in configs] + [base] * phase.objective.holds_reference
     num_forward = phase.objective.num_forward_sequences
