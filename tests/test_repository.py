@@ -44,10 +44,11 @@ def test_import_contracts():
 @pytest.fixture
 def planned(tmp_path, monkeypatch):
     """The plan of a recipe on the tests' eight devices."""
-    # The recipes that start from a Hugging Face model use this folder name, and cut it above layer 12.
+    # The recipes that start from a Hugging Face model use this folder name, cut it above layer 12, and give 32 heads, or
+    # fewer that are larger, decoupled attention.
     (tmp_path / "model-folder").mkdir()
     (tmp_path / "model-folder" / "config.json").write_text(
-        json.dumps({"model_type": "llama", "vocab_size": 60_000, **LLAMA, "num_hidden_layers": 14})
+        json.dumps({"model_type": "llama", "vocab_size": 60_000, **LLAMA, "num_hidden_layers": 14, "head_dim": 64})
     )
     monkeypatch.chdir(tmp_path)
 

@@ -171,7 +171,7 @@ def _known_axes(params: Any) -> Iterator[tuple[str, MatrixAxes]]:
         prefix = tree.dotted(path)
         if isinstance(node, DeclaresMatrices):
             yield from ((f"{prefix}.{name}".lstrip("."), axes) for name, axes in node.matrix_axes().items())
-        elif not NORM_BIAS_OR_EMBEDDING.search(prefix.lower()):
+        elif tree.is_inexact(node) and not NORM_BIAS_OR_EMBEDDING.search(prefix.lower()):
             sides = matrix_sides(node.axes if tree.is_named(node) else _plain_axes(node))
             if len(sides) == 2:
                 yield prefix, MatrixAxes(*sides)

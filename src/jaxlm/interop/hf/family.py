@@ -6,12 +6,13 @@ Every family is one file in `jaxlm.interop.hf.families`. Its tables define both 
 import dataclasses
 import functools
 import importlib
-import importlib.resources
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_field
 from jaxlm.interop.hf import families, modeling
@@ -103,7 +104,7 @@ class Family:
         if self.modeling is None:
             return {}
         name = f"{self.modeling}.py"
-        return {name: (importlib.resources.files(modeling) / name).read_bytes()}
+        return {name: read_bytes(Path(str(modeling.__file__)).with_name(name))}
 
     def code_keys(self) -> Json:
         """The keys of config.json by which transformers finds the code of the model."""
