@@ -268,10 +268,11 @@ TABLE: Table = {
     "dba": {
         **{f"model.{name}": LLAMA[f"model.{name}"] for name in ("mlp_bias", "hybrid_norm", "use_layer_norm_weight")},
         "model.sliding_window": WINDOW,
-        "model.rope": SCALED_ROPE,
+        # Both tables depend on geo_dim too.
+        "model.rope": Change(SCALED_ROPE.value, Constant(*frequencies(77.0, 2.0).numbers, alone=True)),
         "model.sem_dim": Change(8, Shapes({r"^model.*q_sem\.weight": (2, 4, 2, 32)})),
         "model.geo_dim": Change(16, Shapes({r"^model.*q_geo\.weight": (2, 4, 4, 32)})),
-        "model.rotary_dim": Change(16, frequencies(1e4, size=16)),
+        "model.rotary_dim": Change(16, Constant(*frequencies(1e4, size=16).numbers, alone=True)),
         "model.rope_semantic": Change(True, Program(gains=r"stablehlo\.sine")),
         "model.tie_qk": Change(True, Shapes({r"^model.*k_sem": None})),
         "model.gate": Change("dynamic", Shapes({r"^model.*gate\.proj\.weight": (2, 4, 32)})),
