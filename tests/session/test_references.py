@@ -83,7 +83,7 @@ def test_flops_count_the_forward_pass_of_a_teacher_in_the_step(folder, tokenizer
     assert flops_per_token(cached, cached.phases[0]).causal == alone
 
 
-def test_flops_do_not_count_a_teacher_that_is_read_no_more_and_may_be_gone(folder, tokenizer, tmp_path):
+def test_flops_do_not_count_a_teacher_that_is_no_longer_read(folder, tokenizer, tmp_path):
     plan = plan_of(folder, tokenizer, refs={"teacher": {"type": "hf", "path": str(tmp_path / "gone")}})
     left = dataclasses.replace(plan, past_refs={"teacher": {}})
     assert flops_per_token(left, left.phases[0]) == plan.config.model.flops_per_token(tokenizer.vocab_size)

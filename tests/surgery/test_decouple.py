@@ -26,7 +26,7 @@ from jaxlm.models.families.phi3 import Phi3Config
 from jaxlm.models.families.qwen2 import Qwen2Config
 from jaxlm.models.families.qwen3 import Qwen3Config
 from jaxlm.models.loss import token_losses
-from jaxlm.models.rope import DefaultRotary, Llama3Rotary
+from jaxlm.models.rope import DefaultRotary, Llama3Rotary, YarnRotary
 from jaxlm.surgery.bottleneck import (
     HeadFeatures,
     Scores,
@@ -156,6 +156,15 @@ def test_with_enough_semantic_features_scores_are_those_of_a_teacher_that_rotate
     kept = kept_rotation(scores, features, pairs)
     whole = products(kept) + products(lost)
     np.testing.assert_allclose(whole, products(scores), atol=1e-5 * np.abs(whole).max())
+
+
+def test_features_that_lose_their_rotation_keep_its_amplitude():
+    """All but the first pair hardly turn, so with full rank the student computes what the teacher does."""
+    rope = YarnRotary(theta=1e16, factor=4.0, original_max_position_embeddings=16, attention_factor=1.5)
+    model = built(dataclasses.replace(TEACHER, rope=rope))
+    new = student(DecoupleConfig(sem_dim=24, geo_dim=8, calibration_batches=0), model)
+    expected = logits(model, inputs())
+    np.testing.assert_allclose(logits(new, inputs()), expected, atol=0.02 * float(jnp.abs(expected).max()))
 
 
 def test_the_cut_leaves_the_smallest_singular_values():

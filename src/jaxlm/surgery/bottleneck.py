@@ -77,19 +77,21 @@ class HeadFeatures:
     Attributes:
         first, second: the two features of each pair [P].
         unrotated: the features without rotation [U].
+        amplitude: factor that the rotary embedding gives rotated features (YaRN).
     """
 
     first: tuple[int, ...]
     second: tuple[int, ...]
     unrotated: tuple[int, ...]
+    amplitude: float = 1.0
 
     @staticmethod
-    def of(head_size: int, num_rotated: int, *, interleaved: bool) -> "HeadFeatures":
+    def of(head_size: int, num_rotated: int, *, interleaved: bool, amplitude: float = 1.0) -> "HeadFeatures":
         """Args: interleaved: neighbors are a pair, instead of features of the two halves."""
         num_pairs = -(-num_rotated // 2)
         rotated = range(2 * num_pairs)
         first, second = (rotated[::2], rotated[1::2]) if interleaved else (rotated[:num_pairs], rotated[num_pairs:])
-        return HeadFeatures(tuple(first), tuple(second), tuple(range(2 * num_pairs, head_size)))
+        return HeadFeatures(tuple(first), tuple(second), tuple(range(2 * num_pairs, head_size)), amplitude)
 
     @property
     def num_pairs(self) -> int:
@@ -113,8 +115,7 @@ def largest_pairs(teacher: Scores, features: HeadFeatures, moment_II: jax.Array,
 
     q_GMP = norms(teacher.q_HDI).reshape(teacher.k_GDI.shape[0], -1, features.num_pairs)
     contribution_GP = q_GMP.sum(axis=1) * norms(teacher.k_GDI)
-    order = jnp.argsort(-contribution_GP, axis=1, stable=True)
-    return jnp.sort(order[:, :num_pairs], axis=1).astype(jnp.int32)
+    return _largest(contribution_GP, num_pairs)
 
 
 def most_turned_pairs(
@@ -138,7 +139,11 @@ def most_turned_pairs(
         return jnp.einsum("gpab,pac,gpcd,pbd->gp", q_GPAB, change_PAB, k_GPAB, change_PAB)
 
     errors_GP = jax.lax.map(at_distance, _distances(num_tokens)).mean(axis=0)
-    order = jnp.argsort(-errors_GP, axis=1, stable=True)
+    return _largest(errors_GP, num_pairs)
+
+
+def _largest(numbers_GP: jax.Array, num_pairs: int) -> jax.Array:
+    order = jnp.argsort(-numbers_GP, axis=1, stable=True)
     return jnp.sort(order[:, :num_pairs], axis=1).astype(jnp.int32)
 
 
@@ -161,7 +166,9 @@ def lost_rotation(teacher: Scores, features: HeadFeatures, pairs_GP: jax.Array) 
     )
     first, second = (jnp.asarray(part, jnp.int32)[others] for part in (features.first, features.second))
     pair_GR = jnp.concatenate([jnp.full_like(unrotated, -1), others, others], axis=1)
-    return _taken(teacher, jnp.concatenate([unrotated, first, second], axis=1)), pair_GR
+    lost = _taken(teacher, jnp.concatenate([unrotated, first, second], axis=1))
+    factor_GR = jnp.where(pair_GR < 0, 1.0, features.amplitude**2)
+    return Scores(lost.q_HDI, lost.k_GDI * factor_GR[:, :, None]), pair_GR
 
 
 def low_rank(scores: Scores, rank: int, root: tuple[jax.Array, jax.Array] | None) -> Scores:

@@ -21,7 +21,6 @@ from jaxlm.core.sharding import current_layout
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.decoder import Decoder, DecoderBlock
-from jaxlm.models.decoupled_attention import DecoupledAttention
 from jaxlm.models.families.dba import DbaConfig
 from jaxlm.models.layers import GatedMlp, SelfAttention
 from jaxlm.models.linear import Linear
@@ -128,15 +127,13 @@ class DecoupleConfig(SurgeryConfig):
         return input_moments(model, [_QUERIES], inputs)[_QUERIES]
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
-        config, teacher = _config_of(model), _attention_of(model)
-        new = self.changed(config).build(model.Vocab, key=key)
-        whole = _with_old_leaves(new, model)
-        attention = _attention_of(whole)
-        factor = _FRESH_OUTPUT if self.method == "fresh" else 1.0
-        out = tree.map_leaves(lambda path, leaf: leaf * factor if path == "weight" else leaf, attention.o_proj)
-        if self.method in ("random", "fresh"):
-            return _with_attention(whole, o_proj=out)
-        return self._filled(whole, teacher, _teacher(config), None)
+        config, before = _config_of(model), _attention_before(model)
+        new = _with_old_leaves(self.changed(config).build(model.Vocab, key=key), model)
+        if self.method == "random":
+            return new
+        if self.method == "fresh":
+            return _with_attention(new, o_proj={"weight": before.o_proj.weight * _FRESH_OUTPUT})
+        return self._filled(new, before, _teacher(config), None)
 
     def fill(
         self,
@@ -147,22 +144,20 @@ class DecoupleConfig(SurgeryConfig):
         sums: Any,
         key: jax.Array,
     ) -> LanguageModel:
-        return self._filled(model, _attention_of(before), _teacher(_config_of(before)), sums)
+        return self._filled(model, _attention_before(before), _teacher(_config_of(before)), sums)
 
     def describe(self, model: LanguageModel, sums: InputMoments) -> str:
         """The errors of the scores by layer, of un-rotation and of rank."""
         config, layout = _config_of(model), current_layout()
         replicated = None if layout is None else layout.replicated()
-        errors = jax.jit(lambda model, sums: self.errors(model, sums), out_shardings=replicated)(model, sums)
-        signal, unrotated, low_rank = (np.asarray(error) for error in errors)
-        by_layer = (
-            f"{layer}: {turned:.4f} + {cut:.4f}"
-            for layer, (turned, cut) in enumerate(zip(unrotated / signal, low_rank / signal, strict=True))
-        )
+        errors = jax.jit(self.errors, out_shardings=replicated)(model, sums)
+        signal, unrotated, cut = (np.asarray(error) for error in errors)
+        shares = enumerate(zip(unrotated / signal, cut / signal, strict=True))
+        listed = ", ".join(f"{layer}: {by_rotation:.4f} + {by_rank:.4f}" for layer, (by_rotation, by_rank) in shares)
         num_tokens = int(np.asarray(sums.count.array).ravel()[0])
         return (
             f"decouple: errors of the scores by un-rotation and by rank, relative to the scores, over {num_tokens:,} tokens"
-            f" at distances up to {config.seq_len:,}: {', '.join(by_layer)}"
+            f" at distances up to {config.seq_len:,}: {listed}"
         )
 
     def errors(self, model: LanguageModel, sums: InputMoments) -> ScoreErrors:
@@ -176,7 +171,7 @@ class DecoupleConfig(SurgeryConfig):
             pairs_GP, sem = self._semantic(teacher, scores, moment_II)
             return score_errors(scores, teacher.features, pairs_GP, sem, moment_II, angles_P, seq_len)
 
-        return by_layer(of_layer, *_of_layers(_attention_of(model), sums))
+        return by_layer(of_layer, *_of_layers(_attention_before(model), sums))
 
     def merge(self, model: LanguageModel) -> LanguageModel:
         return model
@@ -186,7 +181,7 @@ class DecoupleConfig(SurgeryConfig):
     ) -> LanguageModel:
         """The model with queries and keys from the teacher's. Args: moments: of the layers' inputs, if measured."""
         made = by_layer(lambda *of_layer: self._bottleneck(teacher, *of_layer), *_of_layers(attention, moments))
-        return _with_attention(model, **_parameters(_attention_of(model), made))
+        return _with_attention(model, **_parameters(_block_of(model).attn, made))
 
     def _bottleneck(self, teacher: "_Teacher", q_HDI: jax.Array, k_GDI: jax.Array, moment_II: jax.Array) -> Bottleneck:
         """The bottleneck of one layer. Args: moment_II: second moment of the inputs."""
@@ -242,22 +237,28 @@ def _teacher(config: ModelConfig) -> _Teacher:
     head_size = config.HeadSize.size  # pyright: ignore[reportAttributeAccessIssue]
     rope = kind.rope
     assert rope is not None, "_problem"
-    features = HeadFeatures.of(head_size, rope.num_rotated(head_size), interleaved=kind.interleaved)
+    _, amplitude = _frequencies(rope, head_size, config.seq_len)
+    num_rotated = rope.num_rotated(head_size)
+    features = HeadFeatures.of(head_size, num_rotated, interleaved=kind.interleaved, amplitude=amplitude)
     scale = head_size**-0.5 if attention.scale is None else attention.scale
     return _Teacher(block, attention, kind, rope, head_size, features, scale, config.seq_len)
 
 
 def _angles(teacher: _Teacher) -> jax.Array:
     """Radians per position of each pair of features, for a text of the full length."""
-    positions = hax.arange(hax.Axis(POSITION, teacher.seq_len)).broadcast_axis(hax.Axis(BATCH, 1))
-    places = Places(positions, positions * 0 + 1)
-    exact, _ = teacher.rope.frequencies(teacher.rope.num_rotated(teacher.head_size), places)
-    frequencies = jnp.asarray(exact, jnp.float32)
+    frequencies, _ = _frequencies(teacher.rope, teacher.head_size, teacher.seq_len)
     return frequencies[0, -1] if frequencies.ndim == 3 else frequencies
 
 
+def _frequencies(rope: RotaryConfig, head_size: int, seq_len: int) -> tuple[jax.Array, float]:
+    """`RotaryConfig.frequencies` of a text of this length."""
+    positions = hax.arange(hax.Axis(POSITION, seq_len)).broadcast_axis(hax.Axis(BATCH, 1))
+    exact, amplitude = rope.frequencies(rope.num_rotated(head_size), Places(positions, positions * 0 + 1))
+    return jnp.asarray(exact, jnp.float32), amplitude
+
+
 def _problem(model: LanguageModel) -> str | None:
-    """Why a model with other attention is no `DbaConfig`'s."""
+    """Why no `DbaConfig` describes the model with other attention."""
     if not isinstance(model, Decoder):
         return "its layers are not known"
     if len(model.body.stacks) > 1 or not isinstance(_block_of(model).mlp, GatedMlp):
@@ -268,8 +269,7 @@ def _problem(model: LanguageModel) -> str | None:
     problems = {
         "its layers have different windows or rotary embeddings": len(kinds) > 1,
         "it has no rotary embeddings": any(kind.rope is None for kind in kinds),
-        "its queries and keys have norms, after which scores are no products of two linear maps": attention.q_norm
-        is not None,
+        "its queries and keys have norms, so scores are not products of linear maps": attention.q_norm is not None,
         "its queries, keys and values are clipped": attention.clip_qkv is not None,
         f"its scores have {attention.rule}": not attention.rule.is_identity,
         "its tokens attend to later ones": not attention.causal,
@@ -278,7 +278,7 @@ def _problem(model: LanguageModel) -> str | None:
         "the outputs of its layers are scaled": block.residual_scale != 1.0,
         "its embeddings are scaled or have a norm": model.embed_scale is not None or model.embed_norm is not None,
         "its logits are scaled or capped": model.final_scale is not None or model.logit_soft_cap is not None,
-        "its norms are no RMSNorms": not _is_rms(block.attn_norm) or not _is_rms(block.mlp_norm),
+        "its norms are not RMSNorms": not _is_rms(block.attn_norm) or not _is_rms(block.mlp_norm),
         "it has norms after attention and MLP": (block.attn_post_norm is not None) != model.config.hybrid_norm,
     }
     return next((problem for problem, applies in problems.items() if applies), None)
@@ -306,10 +306,11 @@ def _config_of(model: LanguageModel) -> ModelConfig:
     return model.config
 
 
-def _attention_of(model: LanguageModel) -> Any:
-    attention = _block_of(model).attn
-    for layer in (getattr(attention, name, None) for name in ("q_proj", "k_proj")):
-        if layer is not None and not (isinstance(layer, Linear) and isinstance(layer.weight, NamedArray)):
+def _attention_before(model: LanguageModel) -> Any:
+    """The attention that the surgery replaces. Raises `ConfigError` if its weights are not plain arrays."""
+    attention: Any = _block_of(model).attn
+    for layer in (attention.q_proj, attention.k_proj):
+        if not (isinstance(layer, Linear) and isinstance(layer.weight, NamedArray)):
             raise ConfigError(
                 "surgery decouple: the queries and keys of this model have adapters or stored weights. Merge them before"
             )
@@ -354,7 +355,7 @@ def _of_layers(attention: Any, moments: InputMoments | None) -> list[jax.Array]:
     return [*arrays, second]
 
 
-def _parameters(attention: DecoupledAttention, made: Bottleneck) -> dict[str, Any]:
+def _parameters(attention: Any, made: Bottleneck) -> dict[str, Any]:
     """The projections of stacked layers with these values, by field name."""
     layers = {
         "q_sem": (attention.q_sem, made.sem.q_HDI),
