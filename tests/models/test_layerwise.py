@@ -1,5 +1,6 @@
 """What layers compute one by one, against blocks that are called by hand, and gradients against those of single layers."""
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,10 @@ from jaxlm.models.base import EMBEDDING, Inputs, layer_tap, vocab_axis
 from jaxlm.models.families.dba import DbaConfig
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
-from jaxlm.models.layerwise import layer_errors, layer_streams
+from jaxlm.models.layerwise import layer_errors as eager_errors
+from jaxlm.models.layerwise import layer_streams as eager_streams
 from jaxlm.models.stacks import layer_contexts
 from tests.objectives.test_next_token import a_batch
 
@@ -23,6 +26,7 @@ SIZES = {"seq_len": 12, "hidden_dim": 16, "num_layers": 3, "num_heads": 4}
 LLAMA = LlamaConfig(**SIZES, intermediate_dim=24, num_kv_heads=2)
 DBA = DbaConfig(**SIZES, intermediate_dim=24, num_kv_heads=2, head_dim=4, sem_dim=8, geo_dim=8)
 GPT2 = Gpt2Config(**SIZES)
+NANO = NanoConfig(**SIZES)
 # Layers with and without experts take turns, so that there are two stacks.
 TURNS = Qwen2MoeConfig(
     **SIZES,
@@ -34,6 +38,10 @@ TURNS = Qwen2MoeConfig(
     num_experts_per_token=1,
     shared_expert_intermediate_dim=8,
 )
+
+
+layer_streams = jax.jit(eager_streams, static_argnames="target")
+layer_errors = jax.jit(eager_errors, static_argnames=("target", "own_inputs"))
 
 
 def filled(config, seed):
@@ -140,8 +148,6 @@ def test_the_gradient_of_all_layers_together_is_that_of_each_layer_alone(config,
     floats, rest = tree.partition(student, jax.tree.map(tree.is_inexact, student, is_leaf=tree.is_named))
 
     def total(floats, current):
-        import equinox as eqx
-
         model = eqx.combine(floats, rest, is_leaf=tree.is_named)
         return jnp.sum(layer_errors(model, x, streams, target, current=current).absolute.array)
 
@@ -159,7 +165,8 @@ def test_the_gradient_of_all_layers_together_is_that_of_each_layer_alone(config,
                 assert not np.asarray(tree.raw(one[path]))[others].any(), (path, layer)
 
 
-def test_a_layer_that_reads_its_own_models_streams_is_compared_with_the_teachers(target="residual"):
+def test_a_layer_that_reads_its_own_models_streams_is_compared_with_the_teachers():
+    target = "residual"
     teacher, student, x = filled(LLAMA, 0), filled(LLAMA, 1), inputs()
     streams, ours = layer_streams(teacher, x, target), layer_streams(student, x, target)
     errors = layer_errors(student, x, streams, target, own_inputs=True)
@@ -172,8 +179,21 @@ def test_a_layer_that_reads_its_own_models_streams_is_compared_with_the_teachers
         assert not np.delete(np.asarray(single.absolute.array), layer).any()
 
 
-def test_other_numbers_of_layers_are_refused():
-    streams = layer_streams(filled(LLAMA, 0), inputs(), "residual")
-    fewer = LlamaConfig(**SIZES | {"num_layers": 2}, intermediate_dim=24, num_kv_heads=2)
-    with pytest.raises(ConfigError, match="the teacher has 3 layers and the model 2"):
-        layer_errors(filled(fewer, 0), inputs(), streams, "residual")
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_layers": 2}, "the teacher has 3 layers and the model 2"),
+        ({"hidden_dim": 24}, "the teacher's residual stream is 16 wide, and the model's 24"),
+    ],
+)
+def test_other_sizes_than_the_teachers_are_refused(sizes, message):
+    x = inputs()
+    streams = jax.eval_shape(lambda: layer_streams(filled(LLAMA, 0), x, "residual"))
+    student = filled(LlamaConfig(**SIZES | sizes, intermediate_dim=24, num_kv_heads=2), 0)
+    with pytest.raises(ConfigError, match=message):
+        jax.eval_shape(lambda streams: layer_errors(student, x, streams, "residual"), streams)
+
+
+def test_layers_that_do_not_follow_one_another_are_refused():
+    with pytest.raises(ConfigError, match="a model of type Nano has no layers that jaxlm can run one by one"):
+        layer_streams(filled(NANO, 0), inputs(), "residual")

@@ -98,7 +98,13 @@ def layer_errors(
             f"the teacher has {num_layers} layers and the model {body.num_layers}. Layers are compared one by one: give a"
             " teacher with as many layers"
         )
-    first = _embedded(model, inputs) if own_inputs else teacher.inputs[LAYERS, 0]
+    own = _embedded(model, inputs)
+    if own.axis_size(EMBED) != (width := teacher.inputs.axis_size(EMBED)):
+        raise ConfigError(
+            f"the teacher's residual stream is {width} wide, and the model's {own.axis_size(EMBED)}. Give a teacher of the"
+            " same width"
+        )
+    first = own if own_inputs else teacher.inputs[LAYERS, 0]
     mask = (inputs.segment_ids != 0).astype(jnp.float32)
 
     def measure(block: Block, x: NamedArray, targets: NamedArray, run: Callable[..., tuple[NamedArray, NamedArray]]):
