@@ -1,5 +1,7 @@
 """What layers compute one by one, against blocks that are called by hand, and gradients against those of single layers."""
 
+from typing import Any
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -22,7 +24,7 @@ from jaxlm.models.layerwise import layer_streams as eager_streams
 from jaxlm.models.stacks import layer_contexts
 from tests.objectives.test_next_token import a_batch
 
-SIZES = {"seq_len": 12, "hidden_dim": 16, "num_layers": 3, "num_heads": 4}
+SIZES: dict[str, Any] = {"seq_len": 12, "hidden_dim": 16, "num_layers": 3, "num_heads": 4}
 LLAMA = LlamaConfig(**SIZES, intermediate_dim=24, num_kv_heads=2)
 DBA = DbaConfig(**SIZES, intermediate_dim=24, num_kv_heads=2, head_dim=4, sem_dim=8, geo_dim=8)
 GPT2 = Gpt2Config(**SIZES)
