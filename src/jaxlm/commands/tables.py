@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.publish import location_of
 from jaxlm.core.runtime import configure_jax, is_main_process
+from jaxlm.core.stores import AT_START_S, retried
 from jaxlm.engine.peers import connect_if_it_fails, watch_peers
 from jaxlm.optim.averaging import AS_TRAINED
 from jaxlm.plan.load_config import given_distributed, load_config, refuse_dry_run, run_id_of
-from jaxlm.plan.plan import make_plan
+from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.reading.overrides import parse_arguments
 from jaxlm.session.compilation.cache import enable_compilation_cache
 from jaxlm.session.dry_run import assumed_vocabulary
@@ -44,11 +45,27 @@ def main(arguments: Sequence[str]) -> int:
     plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0])
     check_run_tables(plan)
     enable_compilation_cache(config.trainer.compilation_cache_dir)
-    location = str(plan.checkpoints.location if options.checkpoint is None else options.checkpoint)
-    trained = open_model(location, placing_keys(parse_arguments(rest).options), weights=options.weights)
+    keys = placing_keys(parse_arguments(rest).options)
+    trained = open_model(options.checkpoint or _checkpoints(plan), keys, weights=options.weights)
+    if trained.step is None:
+        raise ConfigError(
+            f"--checkpoint: {trained.location} is a Hugging Face model, but a checkpoint of the run expected. To compare the"
+            f" model with the run's, name it in the configuration: refs: {{name: {{type: hf, path: {trained.location}}}}}"
+        )
     folder = default_folder(plan) if options.output_dir is None else location_of(options.output_dir)
     write_tables(TableModels(plan.run_id, trained, plan.refs), config.tables, folder, _log)
     return 0
+
+
+def _checkpoints(plan: Plan) -> str:
+    """The location of the run's checkpoints, of which there are some."""
+    folder = plan.checkpoints
+    if not retried(folder.checkpoints, AT_START_S):
+        raise ConfigError(
+            f"{folder.location} has no checkpoint of this run. Train it first (jaxlm train), set trainer.id to the name of"
+            " another run, or give --checkpoint"
+        )
+    return str(folder.location)
 
 
 def _parser() -> argparse.ArgumentParser:
