@@ -82,6 +82,17 @@ def rows(config: TableConfig, of: Subject) -> list[Row]:
     return measured
 
 
+def test_every_field_of_a_table_is_listed():
+    """Each is used in a test below."""
+    choices = TableConfig.get_known_choices()
+    fields = {kind: {field.name for field in dataclasses.fields(choices[kind])} for kind in choices}
+    assert fields == {
+        "perplexity": {"name", "seq_lens", "batches", "repeats"},
+        "latency": {"name", "prompt_tokens", "new_tokens", "cache_dtypes", "batch_size", "warmup", "runs", "repeats"},
+        "memory": {"name", "contexts", "cache_dtypes", "batch_size"},
+    }
+
+
 # Perplexity
 
 
