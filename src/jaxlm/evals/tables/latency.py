@@ -78,8 +78,8 @@ class LatencyTableConfig(TableConfig):
     @property
     def caption(self) -> str:
         return (
-            f"Median of {self.runs * self.repeats} runs after {self.warmup} runs that are not counted, with {self.batch_size}"
-            " texts at once. IQR is the distance of the quartiles."
+            f"Median of {self.runs * self.repeats} runs with batches of {self.batch_size}, after {self.warmup} runs that are"
+            " not counted. IQR is the distance of the quartiles."
         )
 
     def check(self, key: str, max_tokens: int) -> None:

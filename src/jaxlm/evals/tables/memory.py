@@ -11,6 +11,7 @@ from jaxlm.core.axes import BATCH
 from jaxlm.core.devices import peak_bytes_in_use
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.runtime import from_main
 from jaxlm.evals.tables.base import (
     BATCH_SIZE,
     CACHE,
@@ -139,8 +140,8 @@ class MemoryTableConfig(TableConfig):
         before = peak_bytes_in_use()
         if before is not None:
             generate_tokens(generator, [[0] * prompt_tokens] * self.batch_size, config)
-            after = peak_bytes_in_use()
-            if after is not None and after > before:
+            after = peak_bytes_in_use() or 0
+            if from_main(lambda: after > before):  # all processes compile, or none
                 return after, _DEVICE
         needed = [
             num_bytes
