@@ -31,6 +31,7 @@ _PAGES = {
     "objective": ("Objective", "objective"),
     "refs": ("References", "refs"),
     "evals": ("Evaluations", "evals"),
+    "tables": ("Tables", "tables"),
     "phases": ("Phases and surgery", "phases"),
 }
 _NOTE = (

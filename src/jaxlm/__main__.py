@@ -20,6 +20,7 @@ COMMANDS = {
     "sample": "continues prompts with the model of a checkpoint or a Hugging Face folder",
     "chat": "chats with such a model through its chat template",
     "evaluate": "measures loss and bits per byte on any text, by source, or runs tasks of lm-evaluation-harness",
+    "tables": "writes tables and pictures of a run's model beside its references, for a paper",
     "convert": "writes a checkpoint as a folder for transformers, vLLM or PEFT",
     "prepare": "tokenizes data ahead of training, and describes the token caches",
     "report": "writes an HTML page with the curves, samples and settings of one or several runs",

@@ -73,6 +73,7 @@ from jaxlm.session.startup import (
     describe,
     group_rows,
 )
+from jaxlm.session.tables import check_run_tables, tables_after_training
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,8 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
         console.log(f"stopped by {outcome.cause}; saved as {newest}. Run the same command again to continue")
     elif is_main_process():
         final_report(plan, console)
+    if state is not None and not isinstance(outcome, Interrupted):
+        tables_after_training(plan, state, tokenizer, newest, console.log)
     run.records.write_ledgers()
     console.close()
     if is_main_process():
@@ -200,6 +203,7 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     config = with_num_steps_of_data(config, plan.batches.train, tokenizer, console.log)
     plan = plan.updated(config, tokenizer.vocab_size)
     check_references(plan, tokenizer, console.log)
+    check_run_tables(plan)
     main_only(lambda: check_exports_are_new(plan, 0 if cursor is None else cursor.step))
     with contextlib.ExitStack() as closing:
         # First what the kernel answers at once. A start that took the lease, and was then refused, would end a paused run.

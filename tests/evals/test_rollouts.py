@@ -11,6 +11,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokens import TokensConfig
+from jaxlm.evals import rollouts
 from jaxlm.evals.base import EvalConfig, EvalContext
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.models.base import vocab_axis
@@ -171,6 +172,16 @@ def test_metrics_are_means_over_the_answers(case, tmp_path, capsys):
     texts = [tokenizer.decode(ids) for ids in sampled]
     assert len(set(texts)) > 3
     assert list(run(case, tmp_path, **SAMPLED, batch_size=4)[1].completions) == texts
+
+
+@pytest.mark.slow
+def test_the_cache_has_the_dtype(case, tmp_path, monkeypatch):
+    configs = []
+    generate = rollouts.generate_tokens
+    monkeypatch.setattr(rollouts, "generate_tokens", lambda *given: configs.append(given[2]) or generate(*given))
+    run(case, tmp_path)
+    run(case, tmp_path, cache_dtype="bfloat16")
+    assert [config.cache_dtype for config in configs] == [None, "bfloat16"]
 
 
 @pytest.mark.soak

@@ -66,6 +66,7 @@ TOP_LEVEL: dict[str, Entry] = {
     "refs": Section(),
     "preset": Section(),
     "evals": ShownIn(FIELDS + "test_evals.py::test_the_eval_hook_runs_the_configured_evals"),
+    "tables": ShownIn("tests/end_to_end/test_tables.py::test_training_writes_the_tables_of_both_models"),
     "phases": Section(),
     "initialize_from_hf": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
     "hf_weight_names": ShownIn(HUGGING_FACE + "test_hf_weight_names_rename_a_files_tensors"),

@@ -14,7 +14,7 @@ from jaxlm.data.packing import PackedSequences
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.metrics import Totals
-from jaxlm.evals import harness
+from jaxlm.evals import harness, samples
 from jaxlm.evals.base import EvalConfig, EvalContext
 from jaxlm.models.base import vocab_axis
 from jaxlm.objectives.next_token import score_batch
@@ -31,6 +31,7 @@ from tests.fields.trees import merged, tree
 
 SAMPLES = [  # tool: tests/session/test_chat.py
     *("prompts", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "tool"),
+    "cache_dtype",
 ]
 HARNESS = ["tasks", "task_folder", "num_fewshot", "limit", "batch_size"]
 CORE = ["bundle", "tasks", "max_per_task", "batch_size"]  # tests/evals/test_core.py
@@ -38,7 +39,7 @@ CORE = ["bundle", "tasks", "max_per_task", "batch_size"]  # tests/evals/test_cor
 ROLLOUTS = [  # tests/evals/test_rollouts.py
     *("prompts_file", "rewards", "prompt_key", "messages_key", "max_prompts", "num_samples", "max_new_tokens"),
     *("stop_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
-    *("batch_size", "reward_timeout_s", "name"),
+    *("batch_size", "reward_timeout_s", "name", "cache_dtype"),
 ]
 
 
@@ -205,3 +206,14 @@ def test_sample_fields(sampled):
     assert sampled(top_k=1) == sampled(top_p=1e-6) == sampled(min_p=1.0) == greedy
     assert sampled(temperature=0.0, repetition_penalty=1e-6) != greedy
     assert sampled(seed=7) not in (usual, greedy)
+
+
+def test_the_cache_of_samples_has_the_dtype(sampled, monkeypatch):
+    dtypes = []
+    generate = samples.generate_tokens
+    monkeypatch.setattr(
+        samples, "generate_tokens", lambda *given: dtypes.append(given[2].cache_dtype) or generate(*given)
+    )
+    sampled()
+    assert sampled(cache_dtype="int8").startswith("  | ab")
+    assert dtypes == [None, "int8"]

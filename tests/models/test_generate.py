@@ -144,6 +144,9 @@ def test_streaming_gives_the_generated_tokens(llama):
     assert [len(piece[0]) for piece in pieces] == [4, 4, 2]
     whole = generate_tokens(Generator.of(llama), PROMPTS, decoding)
     assert [list(chain(*rows)) for rows in zip(*pieces, strict=True)] == whole
+    pieces = list(stream_tokens(Generator.of(llama), PROMPTS, decoding, every=4, first=1))
+    assert [len(piece[0]) for piece in pieces] == [1, 4, 4, 1]
+    assert [list(chain(*rows)) for rows in zip(*pieces, strict=True)] == whole
 
 
 @pytest.mark.slow

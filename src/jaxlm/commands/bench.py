@@ -33,6 +33,7 @@ from jaxlm.engine.entry import enter_phase
 from jaxlm.engine.peers import connect_if_it_fails, watch_peers
 from jaxlm.engine.sync import FlagSync
 from jaxlm.hardware.hlo import collectives_by_kind, kernels
+from jaxlm.hardware.program_memory import planned_bytes
 from jaxlm.hardware.topologies import parse_topology
 from jaxlm.observe.console import Console, table
 from jaxlm.plan.load_config import given_distributed, load_config, refuse_dry_run, run_id_of
@@ -40,7 +41,7 @@ from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.session.compilation.cache import enable_compilation_cache
 from jaxlm.session.compilation.options import StepOptions, keep
-from jaxlm.session.compilation.step import USABLE, CompiledStep, compile_step, gib, planned_bytes, trace_step
+from jaxlm.session.compilation.step import USABLE, CompiledStep, compile_step, gib, trace_step
 from jaxlm.session.compilation.tuning import MIN_ROUNDS, UnusableError, candidates_for, tune
 from jaxlm.session.dry_run import assumed_vocabulary
 from jaxlm.session.exit_codes import command

@@ -10,12 +10,13 @@ from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import sharded_shapes
 from jaxlm.hardware.estimate import Estimate, estimate_kernels
 from jaxlm.hardware.hlo import with_trip_count
+from jaxlm.hardware.program_memory import planned_bytes
 from jaxlm.hardware.topologies import Topology
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.responses import compile_sampling
 from jaxlm.observe.console import exact_duration
 from jaxlm.plan.plan import Plan
-from jaxlm.session.compilation.step import gib, planned_bytes
+from jaxlm.session.compilation.step import gib
 from jaxlm.session.references import abstract_references
 
 

@@ -57,6 +57,11 @@ def memory_limit() -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
+def peak_bytes_in_use() -> int | None:
+    """Most bytes of memory that this process has had on a device so far; None if the device does not count (CPUs)."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
 def processor() -> str:
     """This machine's processor and the number of its cores that this process may use, as `AMD EPYC 25/17/1, 2 cores`.
 

@@ -25,7 +25,7 @@ from jaxlm.core.runtime import broadcast_from_main, from_main, main_only
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
+from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.reading.choices import choice
 from jaxlm.rewards.base import TOTAL, RewardConfig, RewardContext, Rewards, ScoredRows, reward_names
@@ -60,6 +60,8 @@ class RolloutsEvalConfig(EvalConfig):
         reward_timeout_s: maximum seconds for a reward to score all answers.
         name: first part of the names of its metrics, and in those of its completions. Several evaluations of this type need
             different names.
+        cache_dtype: dtype of keys and values in the cache: float32, bfloat16 or int8, which needs the least memory. Null uses
+            that of the parameters.
     """
 
     prompts_file: str = ""
@@ -79,6 +81,7 @@ class RolloutsEvalConfig(EvalConfig):
     batch_size: PositiveInt = 32
     reward_timeout_s: Seconds = 300.0
     name: str = "rollouts"
+    cache_dtype: CacheDtype | None = None
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -236,8 +239,9 @@ class RolloutsEval(Eval):
         """The tokens of each answer, with the one that ended it."""
         config, answers = self._config, []
         sampling = (config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
-        filters: Any = {"min_p": config.min_p, "repetition_penalty": config.repetition_penalty}
-        generation = GenerationConfig(*sampling, stop_ids=self._stop_ids, with_stop=True, **filters)
+        others: Any = {"min_p": config.min_p, "repetition_penalty": config.repetition_penalty}
+        others |= {"cache_dtype": config.cache_dtype}
+        generation = GenerationConfig(*sampling, stop_ids=self._stop_ids, with_stop=True, **others)
         # All answers to a prompt are in one batch, which gives each of them a key of its own.
         size = config.batch_size // config.num_samples * config.num_samples
         size = min(size, len(self._prompts))

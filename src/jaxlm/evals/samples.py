@@ -19,7 +19,7 @@ from jaxlm.core.field_types import (
 )
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
+from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens
 from jaxlm.models.inference.tools.base import Tool
 from jaxlm.models.inference.tools.calls import ToolCalls
 from jaxlm.models.inference.unstacked import Generator
@@ -43,6 +43,8 @@ class SamplesEvalConfig(EvalConfig):
         seed: random seed; the same model and seed generate the same text.
         tool: answers the model's calls, as in `jaxlm chat`, such as `{type: calculator}`; null answers none. The tokenizer
             must have the tokens of calls. Outputs count as new tokens.
+        cache_dtype: dtype of keys and values in the cache: float32, bfloat16 or int8, which needs the least memory. Null uses
+            that of the parameters.
     """
 
     prompts: list[str] = field(default_factory=lambda: [""])
@@ -54,6 +56,7 @@ class SamplesEvalConfig(EvalConfig):
     repetition_penalty: PositiveFloat = 1.0
     seed: Seed = 0
     tool: Tool | None = None
+    cache_dtype: CacheDtype | None = None
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -101,8 +104,9 @@ class SamplesEval(Eval):
         config, tokenizer = self._config, self._ctx.tokenizer
         prompts = [prompt_ids(tokenizer, prompt, bos=self._ctx.enforce_bos) for prompt in config.prompts]
         sampling = (config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
-        filters: Any = {"min_p": config.min_p, "repetition_penalty": config.repetition_penalty}
-        generation = GenerationConfig(*sampling, stop_ids=tokenizer.stop_ids, **filters)
+        others: Any = {"min_p": config.min_p, "repetition_penalty": config.repetition_penalty}
+        others |= {"cache_dtype": config.cache_dtype}
+        generation = GenerationConfig(*sampling, stop_ids=tokenizer.stop_ids, **others)
         continuations = generate_tokens(Generator.of(self._cast(model)), prompts, generation, self._go_on, self._calls)
         for prompt, ids in zip(config.prompts, continuations, strict=True):
             text = tokenizer.decode(ids) if self._calls is None else self._calls.show(ids)

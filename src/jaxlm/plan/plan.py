@@ -273,7 +273,8 @@ def _check_microbatches(phase: Phase, batches: BatchSchedule) -> None:
 
 
 def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref]:
-    """The references, unread. Raises `ConfigError` if an objective needs one that is not there, or none needs one that is."""
+    """The references, unread. Raises `ConfigError` if an objective needs one that is not there, or none needs one that is.
+    Tables need all."""
     needed = {name: ("objective", phase) for phase in phases for name in phase.objective.references}
     needed |= {name: ("surgery", phase) for phase in phases for name in phase.surgery_references}
     for name, (section, phase) in needed.items():
@@ -284,11 +285,13 @@ def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref
                 f" it: refs: {{{name}: {{type: hf, path: ...}}}}"
             )
     for name in config.refs:
-        if name not in needed:
+        if name not in needed and not config.tables:
             reason = (
                 f"objectives and surgeries use {', '.join(needed)}" if needed else "no objective or surgery uses one"
             )
-            raise ConfigError(f"refs.{name}: not used, because {reason}. Remove or rename it, or set objective.type")
+            raise ConfigError(
+                f"refs.{name}: not used, because {reason}. Remove or rename it, set objective.type, or compare it in tables"
+            )
     return {name: ref.open(f"refs.{name}") for name, ref in config.refs.items()}
 
 

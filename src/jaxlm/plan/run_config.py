@@ -10,6 +10,7 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.evals.base import EvalConfig
 from jaxlm.evals.loss import LossEvalConfig
+from jaxlm.evals.tables.base import TableConfig
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig
@@ -82,6 +83,8 @@ class RunConfig:
         refs: models beside the one that trains, by name, such as the teacher of the objective `distill`: `{teacher: {type:
             hf, path: ...}}`.
         evals: evaluations to run every `trainer.steps_per_eval` steps.
+        tables: tables and pictures of the trained model beside the models in `refs`: `type:` selects what to measure. They
+            are written to the folder `tables` of the run's log folder after the last phase, and by `jaxlm tables`.
         phases: training phases, run in order, each with its own surgery, trainable parameters, data, objective or
             optimizer. If empty, the top level is the only phase.
         preset: fill in keys of other sections, such as all sizes and rates from a depth; `type:` selects the preset. Keys
@@ -117,6 +120,7 @@ class RunConfig:
     objective: Loss[ObjectiveConfig] = field(default_factory=NextToken)
     refs: Content[dict[str, RefConfig]] = field(default_factory=dict)
     evals: Evaluations[list[EvalConfig]] = field(default_factory=lambda: [LossEvalConfig()])
+    tables: Harmless[list[TableConfig]] = field(default_factory=list)
     phases: Annotated[list[PhaseConfig], follows("the phases from the current one on differ")] = field(
         default_factory=list
     )

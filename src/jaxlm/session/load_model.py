@@ -191,6 +191,13 @@ def check_effective(options: Mapping[str, Any], *, also: Collection[str] = (), s
             )
 
 
+def placing_keys(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that say how any model is sharded and computed, for `open_model`."""
+    return {
+        key: value for key, value in options.items() if any(f"{key}.".startswith(f"{name}.") for name in _EFFECTIVE)
+    }
+
+
 def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
     for key, value in tree.items():
         if isinstance(value, Mapping) and f"{path}{key}" not in _EFFECTIVE:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import haliax as hax
 import jax
+from haliax import Axis
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
@@ -18,6 +19,7 @@ from jaxlm.models.base import LanguageModel
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.moe import num_multiplied
 from jaxlm.plan.plan import Plan
+from jaxlm.plan.refs.base import Ref
 
 Log = Callable[[str], None]
 T = TypeVar("T", bound=Any)
@@ -32,23 +34,33 @@ def check_references(plan: Plan, tokenizer: Tokenizer, log: Log) -> None:
     """
     Vocab, names = plan.state_builder.Vocab, {name for phase in plan.phases for name in phase.objective.references}
     for name, ref in plan.read_refs.items():
-        key, model = f"refs.{name}", ref.abstract(Vocab)
-        theirs = ref.tokenizer()
-        if theirs is None:
-            log(f"{key}: {ref.location} has no tokenizer, so only the size of its vocabulary was checked")
-        else:
-            _check_same_tokens(key, theirs, tokenizer)
+        key = f"refs.{name}"
+        model = check_reference(key, ref, Vocab, plan.layout, tokenizer, log)
         seq_len = max(phase.model.seq_len for phase in plan.phases)
         if name in names and model.Pos.size < seq_len:
             raise ConfigError(
                 f"{key}.path: {ref.location} reads at most {model.Pos.size} tokens at once, but model.seq_len is {seq_len}."
                 f" Set model.seq_len to {model.Pos.size} or less"
             )
-        _check_divides(key, model, plan.layout)
     for phase in plan.phases:
         if phase.surgery_references and not plan.past_refs.keys() & set(phase.surgery_references):
             refs = {name: plan.refs[name].abstract(Vocab) for name in phase.surgery_references}
             plan.state_builder.check_references(phase, refs)
+
+
+def check_reference(key: str, ref: Ref, Vocab: Axis, layout: Layout, tokenizer: Tokenizer, log: Log) -> LanguageModel:
+    """Checks that a reference has this tokenizer and vocabulary, and divides over the mesh. Returns its shapes.
+
+    Raises:
+        ConfigError: it does not, or there is no model at its path.
+    """
+    model, theirs = ref.abstract(Vocab), ref.tokenizer()
+    if theirs is None:
+        log(f"{key}: {ref.location} has no tokenizer, so only the size of its vocabulary was checked")
+    else:
+        _check_same_tokens(key, theirs, tokenizer)
+    _check_divides(key, model, layout)
+    return model
 
 
 def _check_same_tokens(key: str, theirs: Tokenizer, ours: Tokenizer) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import equinox as eqx
 import haliax as hax
@@ -27,9 +27,10 @@ from jaxlm.models.inference.row_keys import row_keys
 from jaxlm.models.inference.sampling import Sampling, TokenDistribution, with_token
 from jaxlm.models.inference.stop_strings import StopFunction
 from jaxlm.models.inference.tools.calls import ToolCalls
-from jaxlm.models.inference.unstacked import Generator
+from jaxlm.models.inference.unstacked import Generator, unstack
 
-CACHE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.int8}
+CacheDtype = Literal["float32", "bfloat16", "int8"]
+CACHE_DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.int8}
 """Allowed dtypes of keys and values in the cache."""
 _STOP_IDS_MULTIPLE = 4
 _NO_TOKEN = -1
@@ -150,6 +151,7 @@ def stream_tokens(
     config: GenerationConfig,
     *,
     every: int,
+    first: int | None = None,
     until: StopFunction | None = None,
     prefix_cache: PrefixCache | None = None,
     tools: ToolCalls | None = None,
@@ -157,6 +159,7 @@ def stream_tokens(
     """Yields the new tokens of each prompt, at most `every` at a time, until all rows have ended.
 
     Args:
+        first: most tokens of the first piece; None means `every`. With 1, the first piece comes right after the prefill.
         until: called after each piece with all new tokens of a row; true ends the row. The row may contain more tokens
             than the one that met the condition, up to the end of the piece.
         prefix_cache: for a single prompt. The part of the prompt in this cache is not prefilled again, and the cache
@@ -176,7 +179,7 @@ def stream_tokens(
     rows: list[list[int]] = [[] for _ in prompts]
     num_yielded = 0
     while num_yielded < num_new:
-        end = min(num_new, num_yielded + every)
+        end = min(num_new, num_yielded + (first if first is not None and not num_yielded else every))
         if prefix_cache is not None:
             prefix_cache.clear()
         state = _decode_until(generator, state, keys, stop_ids, jnp.int32(end), distribution)
@@ -201,6 +204,30 @@ def stream_tokens(
             state = _with_outputs(state, [row if alive[number] else [] for number, row in enumerate(rows)], tools)
 
 
+def num_programs() -> int:
+    """How many programs for generation this process has compiled so far."""
+    programs: Any = (_prefill, _decode, _cross)
+    return sum(program._cache_size() for program in programs)
+
+
+def compile_generation(
+    generator: Generator, rows: int, prompt_tokens: int, config: GenerationConfig
+) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
+    """Compiles the programs of `generate_tokens`, and runs none: that of the prompts, and that of the other new tokens.
+
+    Call it inside `layout.use()`, if there is one. Args: rows: number of prompts, which have `prompt_tokens` tokens each.
+    """
+    arguments = _prefill_arguments(generator, [[0] * prompt_tokens] * rows, config, config.sampling.numbers, None, None)
+    lowered = _prefill.lower(generator.model, *arguments)
+    prefill = lowered.compile()
+    place = lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)  # noqa: E731
+    state = jax.tree.map(place, lowered.out_info, prefill.output_shardings)
+    if generator.step_model is not generator.model:
+        state = jax.eval_shape(unstack, state)
+    others = (arguments.keys, arguments.stop_ids, jnp.int32(config.max_new_tokens), config.sampling.numbers)
+    return prefill, _decode.lower(generator.step_model, state, *others).compile()
+
+
 def _begin(
     generator: Generator,
     prompts: Sequence[Sequence[int]],
@@ -210,22 +237,50 @@ def _begin(
     tools: ToolCalls | None,
 ) -> tuple[jax.Array, jax.Array, "_State"]:
     """Prefills the prompts. Returns the keys of the rows, the stop ids, and the state after the first new token."""
+    arguments = _prefill_arguments(generator, prompts, config, distribution, prefix_cache, tools)
+    state = _prefill(generator.model, *arguments)
+    return arguments.keys, arguments.stop_ids, generator.in_step_layout(state)
+
+
+class _PrefillArguments(NamedTuple):
+    """Arguments of `_prefill` after the model."""
+
+    prompt: Inputs
+    cache: KVCache | None
+    keys: jax.Array
+    stop_ids: jax.Array
+    distribution: TokenDistribution
+    capacity: int
+    dtype: Any
+    call_end: jax.Array | None
+    seen: np.ndarray | None
+
+
+def _prefill_arguments(
+    generator: Generator,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    distribution: TokenDistribution,
+    prefix_cache: PrefixCache | None,
+    tools: ToolCalls | None,
+) -> _PrefillArguments:
     layout = current_layout()
     num_rows = round_up(len(prompts), 1 if layout is None else layout.num_shards(BATCH))
     capacity = padded_length(config.max_new_tokens)
     cache, num_cached = (
         (None, 0) if prefix_cache is None else prefix_cache.lookup(generator.model, prompts[0], num_rows, capacity)
     )
-    inputs = left_padded([prompt[num_cached:] for prompt in prompts], num_rows, num_cached)
-    keys = row_keys(prompts, num_rows, config.seed)
-    stop_ids = jnp.asarray(_pad_stop_ids(config.stop_ids), jnp.int32)
-    dtype = None if config.cache_dtype is None else CACHE_DTYPES[config.cache_dtype]
-    call_end = None if tools is None else jnp.int32(tools.tokens.call_end)
-    seen = _seen(prompts, num_rows, generator.model.Vocab.size) if distribution.reads_text else None
-    state = _prefill(
-        generator.model, inputs, cache, keys, stop_ids, distribution, capacity, dtype, call_end=call_end, seen=seen
+    return _PrefillArguments(
+        left_padded([prompt[num_cached:] for prompt in prompts], num_rows, num_cached),
+        cache,
+        row_keys(prompts, num_rows, config.seed),
+        jnp.asarray(_pad_stop_ids(config.stop_ids), jnp.int32),
+        distribution,
+        capacity,
+        None if config.cache_dtype is None else CACHE_DTYPES[config.cache_dtype],
+        None if tools is None else jnp.int32(tools.tokens.call_end),
+        _seen(prompts, num_rows, generator.model.Vocab.size) if distribution.reads_text else None,
     )
-    return keys, stop_ids, generator.in_step_layout(state)
 
 
 def _with_outputs(state: "_State", rows: Sequence[Sequence[int]], tools: ToolCalls) -> "_State":

@@ -1,5 +1,6 @@
 """Creates and updates KV caches."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import BATCH, CACHE_ROW, HEAD_SIZE, KEY_POSITION, KV_HEADS, POSITION
 from jaxlm.core.products.stored_weights import quantize
 from jaxlm.models.attention.api import AttentionMask, as_keys
-from jaxlm.models.base import Inputs, KVArray, KVCache
+from jaxlm.models.base import Inputs, KVArray, KVCache, LanguageModel
 
 
 class UnstackedCache(eqx.Module):
@@ -63,6 +64,13 @@ def empty_cache(
     slots = hax.auto_sharded(hax.zeros((Batch, KeyPos), dtype=jnp.int32))
     tokens = slots if with_tokens else None
     return KVCache(keys, values, slots, slots, jnp.zeros((), jnp.int32), fresh=True, tokens=tokens)
+
+
+def kv_bytes_per_token(model: LanguageModel, dtype: Any) -> int:
+    """Bytes of the keys and values of one token in all layers, with the scales of int8 entries; 0 without a `KVCache`."""
+    cache = jax.eval_shape(lambda model: model.init_cache(Axis(BATCH, 1), 1, dtype), model)
+    arrays = jax.tree.leaves((cache.keys, cache.values)) if isinstance(cache, KVCache) else []
+    return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
 
 def mask_over_cache(cache: KVCache | UnstackedCache, inputs: Inputs) -> AttentionMask:

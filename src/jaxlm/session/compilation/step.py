@@ -22,6 +22,7 @@ from jaxlm.engine.state import RunState, sharded_shapes
 from jaxlm.engine.step import StepReport, make_train_step
 from jaxlm.engine.sync import FlagSync
 from jaxlm.hardware.hlo import has_compiler_remat
+from jaxlm.hardware.program_memory import planned_bytes
 from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_remat, remat_name
 from jaxlm.plan.plan import Plan
 from jaxlm.plan.trainer_config import TrainerConfig
@@ -213,17 +214,6 @@ def _compile(plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, lim
     seconds = time.perf_counter() - started
     return CompiledStep(
         call, traced, remat_policy, seconds, num_bytes, limit, compiler_remat, advice=_advice(plan, phase, stage)
-    )
-
-
-def planned_bytes(call: jax.stages.Compiled) -> int | None:
-    """Memory per device that a program needs; None if the compiler does not report it."""
-    memory = call.memory_analysis()
-    return memory and (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes
     )
 
 

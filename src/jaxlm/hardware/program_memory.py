@@ -1,0 +1,14 @@
+"""The memory that a compiled program needs."""
+
+import jax
+
+
+def planned_bytes(call: jax.stages.Compiled) -> int | None:
+    """Memory per device that a program needs; None if the compiler does not report it."""
+    memory = call.memory_analysis()
+    return memory and (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )

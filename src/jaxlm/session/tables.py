@@ -1,0 +1,236 @@
+"""Measures the tables of a run, its model beside its references, and writes them."""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxlm.core.atomic_io import atomic_file
+from jaxlm.core.errors import ConfigError, PeerError
+from jaxlm.core.precision import Precision
+from jaxlm.core.publish import Location, PublishError, child_of, location_of
+from jaxlm.core.runtime import from_main, main_first, main_only
+from jaxlm.core.stores import open_store, put_folder, storage_errors
+from jaxlm.data.data import ValidationData
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.engine.state import RunState
+from jaxlm.evals.base import ValidationSet
+from jaxlm.evals.tables.base import Row, Subject, Table, TableConfig, check_tables, file_name
+from jaxlm.models.base import LanguageModel
+from jaxlm.objectives.next_token import score_batch
+from jaxlm.observe.table_files import write_table
+from jaxlm.plan.plan import Plan
+from jaxlm.plan.refs.base import Ref
+from jaxlm.reading.decode import encode
+from jaxlm.session.load_model import LoadedModel
+from jaxlm.session.references import check_reference
+
+Log = Callable[[str], None]
+
+FOLDER = "tables"
+"""The folder of the tables, in the run's log folder."""
+ABOUT = "tables.json"
+"""Says what the tables show. It is written last."""
+
+
+@dataclass(frozen=True)
+class TableModels:
+    """The models of the tables.
+
+    Attributes:
+        name: of the run's model.
+        trained: the run's model.
+        refs: the others, by name.
+    """
+
+    name: str
+    trained: LoadedModel
+    refs: Mapping[str, Ref]
+
+    def check(self, tables: Sequence[TableConfig], log: Log) -> None:
+        """Raises `ConfigError` if the models do not go together, or the tables do not suit them. Reads no weights."""
+        trained, plan = self.trained, self.trained.plan
+        check_names(self.name, self.refs)
+        for name, ref in self.refs.items():
+            check_reference(f"refs.{name}", ref, plan.state_builder.Vocab, plan.layout, trained.tokenizer, log)
+        check_tables(tables, self.seq_lens, has_validation=trained.data.has_validation)
+
+    @property
+    def seq_lens(self) -> dict[str, int]:
+        """Name of each model -> tokens that it can read."""
+        return {self.name: self.trained.model.seq_len} | {n: r.model_config().seq_len for n, r in self.refs.items()}
+
+    def opened(self, log: Log) -> Iterator[tuple[str, Precision, LanguageModel]]:
+        """Name, dtypes and weights of each model, one after another: two need not be in memory together."""
+        yield self.name, self.trained.plan.precision, self.trained.for_inference()
+        plan = self.trained.plan
+        for name, ref in self.refs.items():
+            yield name, ref.precision, ref.load(plan.state_builder.Vocab, plan.layout, log)
+
+    def about(self, tables: Sequence[TableConfig]) -> dict[str, Any]:
+        """What the tables show. Plain JSON."""
+        trained = self.trained
+        return {
+            "models": {
+                self.name: {"path": str(trained.location), "step": trained.step},
+                **{name: {"path": ref.location, "dtype": ref.config.dtype} for name, ref in self.refs.items()},
+            },
+            "tables": [encode(table) for table in tables],
+            "devices": [jax.devices()[0].device_kind, jax.device_count()],
+            "columns": {file_name(t): {column.name: column.meaning for column in t.columns} for t in tables},
+        }
+
+
+def check_names(name: str, refs: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` if a reference is called like the run. Args: name: of the run."""
+    if name in refs:
+        raise ConfigError(
+            f"refs.{name}: the run is called '{name}' too, so their rows in the tables could not be told apart. Rename one:"
+            " trainer.id is the name of the run"
+        )
+
+
+def check_run_tables(plan: Plan) -> None:
+    """Raises `ConfigError` if the tables of a run could not be measured after its last phase. Reads no weights."""
+    tables = plan.config.tables
+    if not tables:
+        return
+    check_names(plan.run_id, plan.refs)
+    seq_lens = {name: ref.model_config().seq_len for name, ref in plan.read_refs.items()}
+    seq_lens[plan.run_id] = plan.phases[-1].model.seq_len
+    data = plan.data[-1]
+    check_tables(tables, seq_lens, has_validation=data.has_validation)
+    spec = data.batch_spec(seq_lens[plan.run_id])
+    batch = spec.make(**dict.fromkeys(spec.columns))
+    if any(table.reads_validation for table in tables) and not hasattr(batch, "supervised"):
+        raise ConfigError(
+            f"tables: type perplexity reads `supervised()` of a batch, which {type(batch).__name__} does not define. Remove"
+            " the table, or end the run with a phase whose data.type is tokens"
+        )
+
+
+def measure_tables(models: TableModels, tables: Sequence[TableConfig], log: Log) -> list[Table]:
+    """Measures all models. All processes must call it."""
+    plan = models.trained.plan
+    rows: list[list[Row]] = [[] for _ in tables]
+    max_tokens = min(models.seq_lens.values())
+    with plan.layout.use():
+        for name, precision, model in models.opened(log):
+            subject = Subject(
+                name, model, precision, plan.layout, max_tokens, _validation(models.trained, log), score_batch, log
+            )
+            for table, measured in zip(tables, rows, strict=True):
+                log(f"tables: measuring {file_name(table)} of {name} ...")
+                measured += table.rows(subject)
+            del model, subject  # the next one may need the memory
+    return [
+        Table(file_name(table), table.caption, table.columns, tuple(measured), table.picture)
+        for table, measured in zip(tables, rows, strict=True)
+    ]
+
+
+def write_tables(models: TableModels, tables: Sequence[TableConfig], folder: Location, log: Log) -> None:
+    """Measures and writes. All processes must call it; process 0 writes.
+
+    Raises:
+        ConfigError: the tables do not suit the models or the data, or a model cannot be read.
+        PublishError: the files cannot be written.
+    """
+    models.check(tables, log)
+    measured = measure_tables(models, tables, log)
+    about = models.about(tables)
+    main_only(lambda: _write(measured, about, folder))
+    log(f"tables: {folder}")
+
+
+def tables_after_training(plan: Plan, state: RunState, tokenizer: Tokenizer, checkpoint: Location, log: Log) -> None:
+    """Writes the tables of a run that has trained to its end, unless they are there. All processes must call it.
+
+    The run is complete, so a failure is logged, and ends nothing. With several processes, an unexpected one ends all: it may
+    be that of one process, which the others would wait for.
+    """
+    config, phase, data = plan.config, plan.phases[-1], plan.data[-1]
+    if not config.tables:
+        return
+    trained = LoadedModel(
+        checkpoint,
+        lambda: tokenizer,
+        plan,
+        phase.model,
+        plan.state_builder.surgeries_until(phase),
+        data,
+        plan.num_steps,
+        load=lambda: state.model,
+        adds_bos=data.prompt_bos,
+    )
+    models, folder = TableModels(plan.run_id, trained, plan.refs), plan.log_folder / FOLDER
+    try:
+        about = models.about(config.tables)
+        if from_main(lambda: _read_about(folder) == about):
+            log(f"tables: {folder}, written before")
+            return
+        write_tables(models, config.tables, folder, log)
+    except Exception as error:
+        if jax.process_count() > 1 and not isinstance(error, ConfigError | PeerError | PublishError):
+            raise
+        log(f"warning: no tables ({type(error).__name__}: {error}). The run is complete. Write them with jaxlm tables")
+
+
+def _validation(trained: LoadedModel, log: Log) -> Callable[[int], list[ValidationSet]]:
+    """Opens the validation data as sequences of a length."""
+    plan, tokenizer = trained.plan, trained.tokenizer
+
+    def as_set(source: ValidationData) -> ValidationSet:
+        options: dict[str, Any] = {"batch_size": plan.batches.eval, "layout": plan.layout, "max_batches": None}
+        return ValidationSet(source.source.name, tuple(source.source.config.tags), lambda: source.batches(**options))
+
+    def opened(seq_len: int) -> list[ValidationSet]:
+        sources = main_first(lambda: trained.data.open_validation(tokenizer, seq_len, log))
+        return list(map(as_set, sources))
+
+    return opened
+
+
+def _write(tables: Sequence[Table], about: Mapping[str, Any], folder: Location) -> None:
+    """Writes the files of all tables. Each is complete or absent, and those of earlier tables are replaced."""
+    with tempfile.TemporaryDirectory(prefix="jaxlm-") as name:
+        unfinished = Path(name)
+        try:
+            for table in tables:
+                write_table(table, unfinished)
+            (unfinished / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
+            if isinstance(folder, Path):
+                _copy(unfinished, folder)
+        except OSError as error:
+            raise PublishError(
+                f"cannot write {folder} ({error}). Free up disk space, or choose a writable folder"
+            ) from error
+        except Exception as error:  # of matplotlib: all processes must hear of it
+            raise PublishError(f"cannot draw the tables for {folder} ({type(error).__name__}: {error})") from error
+        if isinstance(folder, str):
+            fs, root = open_store(folder, folder)
+            with storage_errors(lambda reason: PublishError(f"cannot upload to {folder} ({reason})"), local=unfinished):
+                put_folder(fs, unfinished, root, ABOUT)
+
+
+def _copy(files: Path, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted(files.iterdir(), key=lambda path: path.name == ABOUT):
+        with atomic_file(folder / path.name) as copy:
+            copy.write_bytes(path.read_bytes())
+
+
+def _read_about(folder: Path) -> Any:
+    try:
+        return json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def default_folder(plan: Plan) -> Location:
+    """Where `jaxlm tables` writes those of a run."""
+    return child_of(plan.log_folder if plan.log_url is None else location_of(plan.log_url), FOLDER)
