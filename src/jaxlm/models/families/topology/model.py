@@ -20,7 +20,7 @@ from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
 from jaxlm.models.families.topology.layers import MoeNode
 from jaxlm.models.families.topology.nodes import NestedNode, Node, StackedNode
-from jaxlm.models.families.topology.structure import NormNode, TopologyLayer, check_groups, final_norm, layers_of
+from jaxlm.models.families.topology.structure import TopologyLayer, check_groups, final_norm, layers_of
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import embedding, token_embeddings
@@ -79,7 +79,7 @@ class TopologyConfig(ModelConfig):
             layer.check()
         self._check_experts()
         if (norm := final_norm(self.topology)) is not None:
-            norm.check(self.hidden_dim, "the norm at the end of model.topology")
+            norm.check(self.hidden_dim)
 
     def _check_experts(self) -> None:
         """All experts share one load-balancing loss."""
@@ -108,7 +108,7 @@ class TopologyConfig(ModelConfig):
         layers, order = self.layers, self.order
         keys, kinds = jax.random.split(key, len(layers)), self.kinds
         norm: Any = (
-            NoNorm() if (node := final_norm(self.topology)) is None else node.init(self.hidden_dim, 0.0, key=key)
+            NoNorm() if (item := final_norm(self.topology)) is None else item.init(self.hidden_dim, 0.0, key=key)
         )
         stacks = [
             Stack(
@@ -133,9 +133,8 @@ class TopologyConfig(ModelConfig):
             NestedNode(layers=list(nodes), repeat=len(list(same)))
             for nodes, same in itertools.groupby(layer.nodes for layer in layers)
         ]
-        norm: NormNode | None = final_norm(self.topology)
-        nodes = groups if norm is None else [*groups, norm]
-        return dataclasses.replace(self, topology=StackedNode(layers=nodes))
+        norm = final_norm(self.topology)
+        return dataclasses.replace(self, topology=StackedNode(layers=groups if norm is None else [*groups, norm.node]))
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
         """FLOPs per training token. Of the experts, only those that the token is routed to count."""

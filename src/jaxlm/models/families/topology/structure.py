@@ -26,7 +26,6 @@ from jaxlm.models.norms import LayerNorm, RMSNorm, UnweightedLayerNorm, Unweight
 from jaxlm.models.stacks import Block, LayerKind
 
 PATH = "model.topology"
-NormNode = RmsNormNode | LayerNormNode
 _NORMS = (RMSNorm, UnweightedRMSNorm, LayerNorm, UnweightedLayerNorm)
 _MLPS = (Mlp, GatedMlp, Experts)
 
@@ -198,24 +197,25 @@ def layers_of(topology: Node, hidden_dim: int) -> tuple[TopologyLayer, ...]:
     Raises:
         ConfigError: it cannot be divided into layers.
     """
-    divided = _divided(_without_final_norm(topology)[0], PATH)
+    divided = _divided(_without_final_norm(topology, PATH)[0], PATH)
     if not divided.layers:
         raise ConfigError(f"{PATH}: no attention given. A topology needs at least one layer of type attention")
     return tuple(TopologyLayer(tuple(items), hidden_dim) for items in divided.layers)
 
 
-def final_norm(topology: Node) -> NormNode | None:
+def final_norm(topology: Node) -> Item | None:
     """The norm with which a topology ends; None if it ends in another way, or within a unit that is repeated."""
-    return _without_final_norm(topology)[1]
+    return _without_final_norm(topology, PATH)[1]
 
 
-def _without_final_norm(node: Node) -> tuple[Node, NormNode | None]:
+def _without_final_norm(node: Node, path: str) -> tuple[Node, Item | None]:
     if not isinstance(node, StackedNode) or not node.layers:
         return node, None
     *others, last = node.layers
-    if isinstance(last, NormNode):
-        return StackedNode(layers=others), last
-    last, norm = _without_final_norm(last)
+    at = f"{path}.layers.{len(others)}"
+    if isinstance(last, RmsNormNode | LayerNormNode):
+        return StackedNode(layers=others), Item(last, at)
+    last, norm = _without_final_norm(last, at)
     return StackedNode(layers=[*others, last]), norm
 
 
