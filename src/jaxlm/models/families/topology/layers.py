@@ -257,8 +257,12 @@ class _MlpNode(LayerNode):
 
     def family(self, width: int, std: float) -> LlamaConfig:
         """The config of a model whose MLP has these sizes."""
-        sizes = {"hidden_dim": width, "intermediate_dim": self.intermediate_dim}
-        return LlamaConfig(**sizes, activation_function=self.activation_function, initializer_range=std)
+        return LlamaConfig(
+            hidden_dim=width,
+            intermediate_dim=self.intermediate_dim,
+            activation_function=self.activation_function,
+            initializer_range=std,
+        )
 
 
 class _GatedNode(_MlpNode):

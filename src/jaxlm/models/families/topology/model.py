@@ -18,8 +18,10 @@ from jaxlm.core.field_types import NonNegativeFloat, PositiveInt, check_fields
 from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
+from jaxlm.models.decoder import DecoderConfig
 from jaxlm.models.families.topology.layers import MoeNode
 from jaxlm.models.families.topology.nodes import NestedNode, Node, StackedNode
+from jaxlm.models.families.topology.spelled import spelled_family
 from jaxlm.models.families.topology.structure import TopologyLayer, check_groups, final_norm, layers_of
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.inference.kv_cache import empty_cache
@@ -71,6 +73,9 @@ class TopologyConfig(ModelConfig):
         structures = [layer.structure for layer in self.layers]
         numbers = {structure: number for number, structure in enumerate(dict.fromkeys(structures))}
         return tuple(numbers[structure] for structure in structures)
+
+    def as_family(self) -> DecoderConfig:
+        return spelled_family(self)
 
     def check(self) -> None:
         check_fields(self, "model")
