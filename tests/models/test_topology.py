@@ -218,7 +218,7 @@ FAMILIES = {
     ),
     "tied dba": (
         DbaConfig(**{**DECODER, "num_kv_heads": 4}, sem_dim=16, geo_dim=0, tie_qk=True, output_bias=True),
-        "{type: attention, mode: decoupled, num_heads: 4, sem_dim: 16, geo_dim: 0, tie_qk: true, output_bias: true}",
+        "{type: attention, mode: decoupled, num_heads: 4, num_kv_heads: 4, sem_dim: 16, geo_dim: 0, tie_qk: true, output_bias: true}",
         "swiglu",
     ),
     "mixtral": (
