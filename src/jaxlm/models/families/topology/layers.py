@@ -111,7 +111,7 @@ class AttentionNode(LayerNode):
         self._check_mode(path)
         family = self.family(width)
         try:
-            if self.rope is None and isinstance(family, LlamaConfig):
+            if self.rope is None and self.mode != "decoupled":
                 check_sizes(family)
             else:
                 family.check()

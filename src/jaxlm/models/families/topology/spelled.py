@@ -8,7 +8,6 @@ from haliax import Axis
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderConfig
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.families.topology.layers import AttentionNode, GluNode, MoeNode, RmsNormNode, SwigluNode
 from jaxlm.models.families.topology.nodes import Node
@@ -64,9 +63,18 @@ def spelled_family(config: Spelling) -> DecoderConfig:
         _refuse("its attention has no rotary embedding (rope: null)")
     if attention.dropout:
         _refuse(f"its attention has dropout ({attention.dropout})")
-    if isinstance(family, LlamaConfig) and attention.output_bias not in (None, attention.bias):
+    if attention.mode != "decoupled" and attention.output_bias not in (None, attention.bias):
         _refuse(f"its attention has bias: {attention.bias} and output_bias: {attention.output_bias}")
-    return _mixtral(family, mlp) if isinstance(mlp, MoeNode) else family
+    if not isinstance(mlp, MoeNode):
+        return family
+    if attention.mode == "decoupled" or attention.bias or not norm.weight:
+        _refuse("it has moe with other attention or norms than Mixtral (mode: gqa, no bias, norms with weights)")
+    if not mlp.norm_topk_prob:
+        _refuse("its moe has norm_topk_prob: false")
+    names = {item.name for item in dataclasses.fields(MixtralConfig)} & {
+        item.name for item in dataclasses.fields(family)
+    }
+    return MixtralConfig(**{name: getattr(family, name) for name in names}, **mlp.router_keys)
 
 
 def _mlp_keys(mlp: Any) -> dict[str, Any]:
@@ -80,18 +88,6 @@ def _mlp_keys(mlp: Any) -> dict[str, Any]:
             return {"intermediate_dim": mlp.intermediate_dim, "activation_function": mlp.activation_function}
         case _:
             _refuse("its MLP is not swiglu, glu or moe")
-
-
-def _mixtral(family: DecoderConfig, moe: MoeNode) -> MixtralConfig:
-    """Mixtral with the attention of a Llama."""
-    if not isinstance(family, LlamaConfig) or family.attention_bias or not family.use_layer_norm_weight:
-        _refuse("it has moe with other attention or norms than Mixtral (mode: gqa, no bias, norms with weights)")
-    if not moe.norm_topk_prob:
-        _refuse("its moe has norm_topk_prob: false")
-    names = {item.name for item in dataclasses.fields(MixtralConfig)} & {
-        item.name for item in dataclasses.fields(family)
-    }
-    return MixtralConfig(**{name: getattr(family, name) for name in names}, **moe.router_keys)
 
 
 def _refuse(reason: str) -> NoReturn:
