@@ -15,6 +15,7 @@ from tests.fields.proofs import (
     ShownIn,
     Table,
 )
+from tests.fields.trees import NODES
 
 BFLOAT16 = {"trainer": {"mp": "p=f32,c=bfloat16"}}
 
@@ -242,6 +243,108 @@ LOOKUP: dict[str, Entry] = {
     "model.lookup.score_scale": Change(0.75, Constant(0.75)),
 }
 NO_BIAS = Change(False, Shapes({r"^model.*q_proj\.bias": None}))
+_TOPOLOGY = "tests/models/test_topology.py::"
+_AS_A_FAMILY = ShownIn(f"{_TOPOLOGY}test_a_family_that_is_spelled_out_computes_the_same")
+
+
+def _of(node: str, entries: dict[str, Entry]) -> dict[str, Entry]:
+    """The fields of a node in the topology of the base."""
+    return {f"{NODES[node]}.{name}": entry for name, entry in entries.items()}
+
+
+def _hidden_parts(part: str) -> str:
+    return rf"^model\.body\.1\..*parts\.{part}\.parts"
+
+
+TOPOLOGY: dict[str, Entry] = {
+    **COMMON,
+    "model.hidden_dim": Change(64, Shapes({r"^model\.tokens": (64, 64)})),
+    "model.topology": Section(),
+    "model.initializer_range": Change(0.04, Initial(r"tokens|proj\.weight|head", 2.0)),
+    "model.tie_word_embeddings": Change(True, Shapes({r"^model\.head": None})),
+    **{
+        f"{path}.hidden_dim": Change(64, Refused(r"hidden_dim: 64 given, but 32 features come in"))
+        for name, path in NODES.items()
+        if name not in ("stacked", "nested", "residual")
+    },
+    **{f"{NODES[name]}.layers": Section() for name in ("stacked", "nested", "residual")},
+    **_of("nested", {"repeat": Change(3, Shapes({r"^model\.body\.0\..*q_proj\.weight": (3, 4, 8, 32)}))}),
+    **_of(
+        "rms_norm",
+        {
+            "epsilon": Change(1e-3, Constant(1e-3)),
+            "weight": Change(False, Shapes({r"^model\.body\.0\..*parts\.residual\.parts\.norm": None})),
+        },
+    ),
+    **_of(
+        "layer_norm",
+        {
+            "epsilon": Change(1e-3, Constant(1e-3)),
+            "weight": ShownIn(f"{_TOPOLOGY}test_the_number_of_parameters_is_the_closed_form"),
+            "bias": Change(False, Shapes({r"^model\.body\.0\..*parts\.residual_2\.parts\.norm\.bias": None})),
+        },
+    ),
+    **_of(
+        "attention",
+        {
+            "mode": Change("decoupled", Refused(r"sem_dim: null given, but mode: decoupled needs it")),
+            "num_heads": Change(8, Shapes({r"^model\.body\.0\..*q_proj\.weight": (2, 8, 4, 32)})),
+            "num_kv_heads": Change(2, Shapes({r"^model\.body\.0\..*k_proj\.weight": (2, 2, 8, 32)})),
+            "head_dim": Change(16, Shapes({r"^model\.body\.0\..*q_proj\.weight": (2, 4, 16, 32)})),
+            "rope": SCALED_ROPE,
+            "sliding_window": WINDOW,
+            "bias": Change(True, Shapes({r"^model\.body\.0\..*q_proj\.bias": (2, 4, 8)})),
+            "output_bias": Change(True, Shapes({r"^model\.body\.0\..*o_proj\.bias": (2, 32)})),
+            "dropout": Change(0.5, RANDOM_BITS),
+            **dict.fromkeys(("sem_dim", "geo_dim", "rotary_dim", "rope_semantic"), _AS_A_FAMILY),
+            **dict.fromkeys(("tie_qk", "gate", "null_slot"), _AS_A_FAMILY),
+        },
+    ),
+    **_of("dropout", {"probability": Change(0.5, RANDOM_BITS)}),
+    **_of(
+        "swiglu",
+        {
+            "intermediate_dim": Change(64, Shapes({r"^model\.body\.0\..*up_proj\.weight": (2, 64, 32)})),
+            "bias": Change(True, Shapes({r"^model\.body\.0\..*up_proj\.bias": (2, 48)})),
+        },
+    ),
+    **_of(
+        "glu",
+        {
+            "intermediate_dim": Change(64, Shapes({rf"{_hidden_parts('residual_2')}.*up_proj\.weight": (1, 64, 32)})),
+            "activation_function": Change("relu", Program(gains="call @relu")),
+            "bias": Change(True, Shapes({rf"{_hidden_parts('residual_2')}.*up_proj\.bias": (1, 40)})),
+        },
+    ),
+    **_of(
+        "mlp",
+        {
+            "intermediate_dim": Change(64, Shapes({rf"{_hidden_parts('residual_3')}.*up_proj\.weight": (1, 64, 32)})),
+            "activation_function": Change("relu", Program(gains="call @relu", loses=r"stablehlo\.tanh")),
+            "bias": Change(False, Shapes({rf"{_hidden_parts('residual_3')}.*bias": None})),
+        },
+    ),
+    **_of(
+        "moe",
+        {
+            "intermediate_dim": Change(48, Shapes({rf"{_hidden_parts('residual_4')}.*up_proj": (1, 4, 32, 48)})),
+            "activation_function": Change("relu", Program(gains="call @relu")),
+            "num_experts": Change(8, Shapes({r"^model.*router": (1, 8, 32)})),
+            "num_experts_per_token": Change(2, Program(gains=r"chlo.top_k\(%\w+, k = 2\)")),
+            "norm_topk_prob": Change(False, Program(loses=r"stablehlo.divide")),
+            "router_aux_loss_coef": Change(0.3, Constant(0.3)),
+            "router_z_loss_coef": Change(0.3, Constant(0.3)),
+        },
+    ),
+    **_of(
+        "linear",
+        {
+            "output_dim": Change(48, Refused(r"x has 32 features and f\(x\) has 48")),
+            "bias": Change(True, Shapes({rf"{_hidden_parts('residual_5')}.*bias": (1, 32)})),
+        },
+    ),
+}
+
 TABLE: Table = {
     "remat": {"model.gradient_checkpointing.modules": Change("attn|mlp", Program(gains=r"stablehlo\.dot_general"))},
     "nano": NANO,
@@ -280,6 +383,7 @@ TABLE: Table = {
         "model.attention_bias": Change(True, Shapes({r"^model.*q_sem\.bias": (2, 4, 4)})),
         "model.output_bias": Change(True, Shapes({r"^model.*o_proj\.bias": (2, 32)})),
     },
+    "topology": TOPOLOGY,
     "mixtral": {
         "model.sliding_window": WINDOW,
         "model.rope": SCALED_ROPE,

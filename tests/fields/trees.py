@@ -15,6 +15,7 @@ from jaxlm.engine.watch import WatchConfig
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderConfig
 from jaxlm.models.families.nano.lookup import LookupConfig
+from jaxlm.models.families.topology.nodes import Node
 from jaxlm.models.remat import RematModules
 from jaxlm.models.rope import RotaryConfig
 from jaxlm.objectives.advantages import Advantage, Overlong
@@ -79,6 +80,59 @@ OBJECTIVES = {
 REFS = {"hf": "distill", "checkpoint": "checkpoint"}
 PRESETS = {"depth_dial": "dial"}
 TRAINER = {"id": "x", "train_batch_size": 16, "num_train_steps": 100, "fsdp_axis": "embed"}
+_PRE_NORM = {"type": "rms_norm"}
+MODELS["topology"] = {
+    "type": "topology",
+    "seq_len": 16,
+    "hidden_dim": 32,
+    "topology": {
+        "type": "stacked",
+        "layers": [
+            {
+                "type": "nested",
+                "repeat": 2,
+                "layers": [
+                    {
+                        "type": "residual",
+                        "layers": [
+                            _PRE_NORM,
+                            {"type": "attention", "num_heads": 4},
+                            {"type": "dropout", "probability": 0.0},
+                        ],
+                    },
+                    {
+                        "type": "residual",
+                        "layers": [{"type": "layer_norm"}, {"type": "swiglu", "intermediate_dim": 48}],
+                    },
+                ],
+            },
+            {"type": "residual", "layers": [_PRE_NORM, {"type": "attention", "num_heads": 4, "num_kv_heads": 2}]},
+            {"type": "residual", "layers": [{"type": "glu", "intermediate_dim": 40}]},
+            {"type": "residual", "layers": [{"type": "mlp", "intermediate_dim": 56}]},
+            {
+                "type": "residual",
+                "layers": [{"type": "moe", "intermediate_dim": 24, "num_experts": 4, "num_experts_per_token": 1}],
+            },
+            {"type": "residual", "layers": [{"type": "linear"}]},
+            _PRE_NORM,
+        ],
+    },
+}
+# Where each type of node is in that topology.
+NODES = {
+    "stacked": "model.topology",
+    "nested": "model.topology.layers.0",
+    "residual": "model.topology.layers.0.layers.0",
+    "rms_norm": "model.topology.layers.0.layers.0.layers.0",
+    "attention": "model.topology.layers.0.layers.0.layers.1",
+    "dropout": "model.topology.layers.0.layers.0.layers.2",
+    "layer_norm": "model.topology.layers.0.layers.1.layers.0",
+    "swiglu": "model.topology.layers.0.layers.1.layers.1",
+    "glu": "model.topology.layers.2.layers.0",
+    "mlp": "model.topology.layers.3.layers.0",
+    "moe": "model.topology.layers.4.layers.0",
+    "linear": "model.topology.layers.5.layers.0",
+}
 ROPES: dict[str, Tree] = {
     "default": {},
     "linear": {},
@@ -191,6 +245,8 @@ def all_fields() -> list[tuple[str, str]]:
         shared = decoder if issubclass(kind, DecoderConfig) else set()
         rows += [(name, path) for name, path in _fields(name, "model", kind) if path.split(".")[-1] not in shared]
     rows += _fields("lookup", "model.lookup", LookupConfig)
+    for name, kind in Node.get_known_choices().items():
+        rows += _fields("topology", NODES[name], kind)
     rows += _fields("remat", "model.gradient_checkpointing", RematModules)
     for name, kind in RotaryConfig.get_known_choices().items():
         rows += _fields(f"rope {name}", "model.rope", kind)

@@ -20,6 +20,7 @@ FORMULAS = {
     "gelu_accurate": lambda x: x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
     "relu2": lambda x: np.maximum(x, 0) ** 2,
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
 }
 
 

@@ -34,6 +34,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_accurate": _tanh_gelu,
     "quick_gelu": _quick_gelu,
     "relu2": _squared_relu,
+    "sigmoid": jax.nn.sigmoid,
 }
 """Activation functions by their names in Hugging Face configs. `gelu_fast` and `gelu_accurate` are their authors' names for
 `gelu_new`."""

@@ -300,6 +300,14 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
         """
         raise ConfigError(f"jaxlm does not know the layers of {_family(self)}")
 
+    def as_family(self) -> "ModelConfig":
+        """The config of the same model, with the same parameters, by which other programs know it.
+
+        Raises:
+            ConfigError: they know no such model.
+        """
+        return self
+
     @abc.abstractmethod
     def check(self) -> None:
         """Raises `ConfigError` if no model can be built from these keys (for example, heads that do not divide)."""

@@ -33,7 +33,7 @@ from jaxlm.models.inference.kv_cache import extend_cache, mask_over_cache
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout_keys
 from jaxlm.models.norms import Norm
 from jaxlm.models.remat import RematPolicy, for_whole_layers, remat, with_remat_modules
-from jaxlm.models.rope import Places, RotaryConfig
+from jaxlm.models.rope import Places, RotaryConfig, Rotation
 from jaxlm.models.scan import runs_as_scan, scan_turns
 
 T = TypeVar("T")
@@ -76,11 +76,13 @@ class LayerKind:
         rope: rotary position embedding of queries and keys; None for none.
         window: number of tokens that each token attends to, including itself; None means all previous tokens.
         interleaved: rotate neighboring features, instead of pairs from the two halves of the rotated features.
+        rotary_size: the frequencies are those of this many features; None means the `HeadSize` of the stacks.
     """
 
     rope: RotaryConfig | None = None
     window: int | None = None
     interleaved: bool = False
+    rotary_size: int | None = None
 
 
 def shortest_period(kinds: Sequence[T]) -> tuple[T, ...]:
@@ -107,12 +109,15 @@ def layer_contexts(
 ) -> list[LayerContext]:
     """The context that the layers of each kind share in one forward pass."""
     places = Places(inputs.positions, inputs.segment_ids)
-    rotations = {
-        (rope, interleaved): None if rope is None else rope.rotation(places, HeadSize.size, interleaved=interleaved)
-        for rope, interleaved in dict.fromkeys((kind.rope, kind.interleaved) for kind in kinds)
-    }
+
+    @functools.cache
+    def rotation(rope: RotaryConfig | None, interleaved: bool, size: int | None) -> Rotation | None:
+        size = HeadSize.size if size is None else size
+        return None if rope is None else rope.rotation(places, size, interleaved=interleaved)
+
     return [
-        LayerContext(attention_mask, rotations[kind.rope, kind.interleaved], kind.window, backend) for kind in kinds
+        LayerContext(attention_mask, rotation(kind.rope, kind.interleaved, kind.rotary_size), kind.window, backend)
+        for kind in kinds
     ]
 
 

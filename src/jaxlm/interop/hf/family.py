@@ -135,8 +135,9 @@ def all_families() -> tuple[Family, ...]:
 
 def family_of_config(config: ModelConfig) -> Family:
     """The family of a model config. Raises `ConfigError` if Hugging Face has none."""
+    kind = type(config.as_family())
     for family in all_families():
-        if family.config is type(config):
+        if family.config is kind:
             return family
     known = ", ".join(family.model_types[0] for family in all_families())
     raise ConfigError(
@@ -223,6 +224,7 @@ def config_to_json(family: Family, config: ModelConfig) -> Json:
     Raises:
         ConfigError: lists all fields whose value config.json cannot represent.
     """
+    config = config.as_family()
     written: Json = {}
     for key in family.keys:
         if isinstance(key, FixedKey):

@@ -93,7 +93,7 @@ def load_model(
     Raises:
         ConfigError: the weights do not fit the model; lists all tensors that are missing or do not fit.
     """
-    vocab_size, unused = None, ()
+    config, vocab_size, unused = config.as_family(), None, ()
     if not options.rules:
         opened = open_folder(path, options)
         if not isinstance(config, opened.family.config):
@@ -222,7 +222,7 @@ def save_folder(
     vocabulary = {"vocab_size": model.Vocab.size, **none, **special_ids}
     described = {**config_to_json(family, config), **vocabulary, "torch_dtype": np.dtype(dtype).name}
     described.setdefault("use_cache", True)
-    tensors, left_out = list(family.tensors(config)), set()
+    tensors, left_out = list(family.tensors(config.as_family())), set()
     if is_reward_model(model):
         described |= classifier_keys(family.architecture, special_ids)
         tensors, left_out = classifier_tensors(tensors)

@@ -21,7 +21,7 @@ HEAD = "head"
 
 def peft_tensors(config: ModelConfig) -> list[Tensor]:
     """The table of weights of a model. PEFT adapts the head as a module of its own, also if its weight is tied."""
-    family = family_of_config(config)
+    family, config = family_of_config(config), config.as_family()
     tensors = list(family.tensors(config))
     if is_tied(config):
         untied = family.tensors(dataclasses.replace(config, tie_word_embeddings=False))  # pyright: ignore[reportCallIssue]

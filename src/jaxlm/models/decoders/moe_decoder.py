@@ -108,26 +108,31 @@ class MoeConfig(PreNormConfig):
 
     def block(self, *, key: jax.Array) -> MoeBlock:
         keys = jax.random.split(key, 8)
-        std, Embed, Mlp, Expert = self.initializer_range, self.Embed, self.Mlp, Axis(EXPERTS, self.num_experts)
-        experts = Experts(
-            router=Linear.init(Embed, Axis(ROUTES, self.num_experts), std=std, key=keys[4]),
-            gate_proj=ExpertLinear.init(Expert, Embed, Mlp, std=std, key=keys[5]),
-            up_proj=ExpertLinear.init(Expert, Embed, Mlp, std=std, key=keys[6]),
-            down_proj=ExpertLinear.init(Expert, Mlp, Embed, std=std, key=keys[7]),
-            activation=self.activation_function,
-            num_chosen=self.num_experts_per_token,
-            normalised=self.normalizes_shares,
-            balance_weight=self.router_aux_loss_coef,
-            z_weight=self.router_z_loss_coef,
-        )
+        chosen = experts(self, keys[4:])
         shared = self._shared_expert(jax.random.fold_in(key, 1)) if self.shared_expert_intermediate_dim else None
-        return MoeBlock(rms_norm(self), self.attention(keys[:4]), rms_norm(self), experts, shared)
+        return MoeBlock(rms_norm(self), self.attention(keys[:4]), rms_norm(self), chosen, shared)
 
     def _shared_expert(self, key: jax.Array) -> SharedExpert:
         keys = jax.random.split(key, 4)
         gate = hax.random.normal(keys[3], self.Embed) * self.initializer_range
         Features = Axis(SHARED_MLP, self.shared_expert_intermediate_dim)
         return SharedExpert(gated_mlp(self, keys[:3], Features=Features), gate)
+
+
+def experts(config: MoeConfig, keys: jax.Array) -> Experts:
+    """Initializes the router and the experts of a layer. Takes four keys."""
+    std, Embed, Mlp, Expert = config.initializer_range, config.Embed, config.Mlp, Axis(EXPERTS, config.num_experts)
+    return Experts(
+        router=Linear.init(Embed, Axis(ROUTES, config.num_experts), std=std, key=keys[0]),
+        gate_proj=ExpertLinear.init(Expert, Embed, Mlp, std=std, key=keys[1]),
+        up_proj=ExpertLinear.init(Expert, Embed, Mlp, std=std, key=keys[2]),
+        down_proj=ExpertLinear.init(Expert, Mlp, Embed, std=std, key=keys[3]),
+        activation=config.activation_function,
+        num_chosen=config.num_experts_per_token,
+        normalised=config.normalizes_shares,
+        balance_weight=config.router_aux_loss_coef,
+        z_weight=config.router_z_loss_coef,
+    )
 
 
 def check_moe(config: MoeConfig) -> None:
