@@ -63,6 +63,7 @@ from jaxlm.session.resume_checks import (
     check_same_tokenizer,
 )
 from jaxlm.session.run import Run, open_run
+from jaxlm.session.sanity import check_evaluation_references, check_sanity
 from jaxlm.session.saving import settle
 from jaxlm.session.startup import (
     check_accelerator,
@@ -287,6 +288,9 @@ def _open_phase(
             steps = compile_steps(plan, phase, data.first_step, log)
         steps.check_fits_memory()
         refs = load_references(plan, phase, log)
+        if enter is not None:
+            check_sanity(plan, phase, refs, data.reopened, log)
+            check_evaluation_references(plan, phase, data.reopened, log)
         with open_hooks(run, phase, data, steps, refs) as hooks:
             run.beginning.happen()
             if enter is not None:
@@ -316,13 +320,15 @@ def _entry(
 ) -> Callable[[], RunState]:
     """What makes the state at the start of the phase, from the state before it or the weights to start a run with."""
     plan, log = run.plan, run.console.log
+    refs = {name: load_reference(plan, name, log) for name in phase.surgery_references}
+    check_sanity(plan, phase, refs, data.reopened, log)
     return enter_phase(
         plan.state_builder,
         phase,
         plan.layout,
         state,
         init_from.load_weights(plan, log) if state is None else None,
-        refs={name: load_reference(plan, name, log) for name in phase.surgery_references},
+        refs=refs,
         open_batches=data.reopened,
         log=log,
     )

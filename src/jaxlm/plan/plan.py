@@ -218,8 +218,8 @@ def _schedule_notes(phases: Sequence[Phase]) -> list[str]:
 
 
 def _check_evaluations(config: RunConfig) -> None:
-    """Raises `ConfigError` if completions of two evaluations would have the same name."""
-    names = [name for evaluation in config.evals if (name := evaluation.completions_name) is not None]
+    """Raises `ConfigError` if metrics or completions of two evaluations would have the same name."""
+    names = [name for evaluation in config.evals if (name := evaluation.unique_name) is not None]
     if equal := [name for name in names if names.count(name) > 1]:
         raise ConfigError(
             f"evals: {len(equal)} evaluations given with the name '{equal[0]}', under which their metrics and completions are"
@@ -275,17 +275,22 @@ def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref
     """The references, unread. Raises `ConfigError` if an objective needs one that is not there, or none needs one that is."""
     needed = {name: ("objective", phase) for phase in phases for name in phase.objective.references}
     needed |= {name: ("surgery", phase) for phase in phases for name in phase.surgery_references}
-    for name, (section, phase) in needed.items():
+    users = {name: f"{section} of phase '{phase.name}'" for name, (section, phase) in needed.items()}
+    for evaluation in config.evals:
+        users |= {name: f"evaluation '{choice_name(type(evaluation))}'" for name in evaluation.references}
+    for name, user in users.items():
         if name not in config.refs:
             problem = f"only has: {', '.join(config.refs)}" if config.refs else "is empty"
             raise ConfigError(
-                f"refs: the {section} of phase '{phase.name}' uses the model '{name}', but the section {problem}. Add"
+                f"refs: the {user} uses the model '{name}', but the section {problem}. Add"
                 f" it: refs: {{{name}: {{type: hf, path: ...}}}}"
             )
     for name in config.refs:
-        if name not in needed:
+        if name not in users:
             reason = (
-                f"objectives and surgeries use {', '.join(needed)}" if needed else "no objective or surgery uses one"
+                f"objectives, surgeries and evaluations use {', '.join(users)}"
+                if users
+                else "no objective, surgery or evaluation uses one"
             )
             raise ConfigError(f"refs.{name}: not used, because {reason}. Remove or rename it, or set objective.type")
     return {name: ref.open(f"refs.{name}") for name, ref in config.refs.items()}

@@ -22,13 +22,14 @@ from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
 from jaxlm.objectives.next_token import score_batch
-from jaxlm.observe.hooks import EvalHook, Generated, ScheduledEval
+from jaxlm.observe.hooks import AtEarlyEnd, EvalHook, Generated, ScheduledEval
 from jaxlm.observe.profiler import ProfileHook
 from jaxlm.plan.plan import upload_repository
 from jaxlm.session.annotate import Log
 from jaxlm.session.compilation.step import StepPrograms
 from jaxlm.session.export import ExportHook
 from jaxlm.session.phase_data import PhaseData
+from jaxlm.session.references import load_reference
 from jaxlm.session.run import Run
 
 
@@ -36,7 +37,14 @@ from jaxlm.session.run import Run
 def open_hooks(
     run: Run, phase: Phase, data: PhaseData, steps: StepPrograms, refs: Mapping[str, LanguageModel]
 ) -> Iterator[Hooks]:
-    """Opens the hooks of a phase. Args: refs: the references of the phase's step."""
+    """Opens the hooks of a phase.
+
+    Args:
+        refs: the references of the phase's step.
+
+    Raises:
+        GateError: when the context exits, after the end of the phase is saved: see `EvalHook.check_passed`.
+    """
     evaluations = open_evaluations(run, phase, data.data, refs)
     exports = _open_exports(run, phase, evaluations)
     with contextlib.ExitStack() as closing:
@@ -44,7 +52,8 @@ def open_hooks(
             closing.enter_context(contextlib.closing(hook)) for hook in _open_profiler(run, phase, data, steps)
         ]
         # The profiler comes first, so that an evaluation after the last recorded step is not in the profile.
-        yield Hooks(profiling, evaluations, exports)
+        yield Hooks(profiling, evaluations, [AtEarlyEnd(evaluations), *exports])
+    evaluations.check_passed()
 
 
 def open_evaluations(run: Run, phase: Phase, data: Data, refs: Mapping[str, LanguageModel]) -> EvalHook:
@@ -78,9 +87,10 @@ def open_evaluations(run: Run, phase: Phase, data: Data, refs: Mapping[str, Lang
         enforce_bos=plan.data[phase.index].prompt_bos,
         progress=run.clock.progress,
         measure=meter,
+        reference=lambda name: refs[name] if name in refs else load_reference(plan, name, run.console.log),
     )
     return EvalHook(
-        [ScheduledEval(config.open(context), config.every) for config in plan.config.evals],
+        [ScheduledEval(config.open(context), config.every, config.limits) for config in plan.config.evals],
         trainer.steps_per_eval,
         phase,
         run.records.trackers,

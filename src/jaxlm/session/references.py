@@ -31,6 +31,7 @@ def check_references(plan: Plan, tokenizer: Tokenizer, log: Log) -> None:
         ConfigError: a reference does not, or there is no model at its path.
     """
     Vocab, names = plan.state_builder.Vocab, {name for phase in plan.phases for name in phase.objective.references}
+    names |= {name for evaluation in plan.config.evals for name in evaluation.references}
     for name, ref in plan.read_refs.items():
         key, model = f"refs.{name}", ref.abstract(Vocab)
         theirs = ref.tokenizer()
@@ -49,6 +50,10 @@ def check_references(plan: Plan, tokenizer: Tokenizer, log: Log) -> None:
         if phase.surgery_references and not plan.past_refs.keys() & set(phase.surgery_references):
             refs = {name: plan.refs[name].abstract(Vocab) for name in phase.surgery_references}
             plan.state_builder.check_references(phase, refs)
+    for evaluation in plan.config.evals:
+        refs = {name: plan.refs[name].abstract(Vocab) for name in evaluation.references}
+        for phase in plan.phases if refs else ():
+            evaluation.check_models(plan.state_builder.abstract_state(phase).model, refs)
 
 
 def _check_same_tokens(key: str, theirs: Tokenizer, ours: Tokenizer) -> None:
