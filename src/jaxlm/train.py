@@ -50,7 +50,7 @@ from jaxlm.session.init_from import InitFrom, check_init_from, check_tokenizer, 
 from jaxlm.session.leaves_from_tokens import leaves_from_tokens
 from jaxlm.session.past_references import read_again, with_past_references
 from jaxlm.session.phase_data import PhaseData, open_phase_data
-from jaxlm.session.phase_hooks import open_hooks
+from jaxlm.session.phase_hooks import check_gates_again, open_hooks
 from jaxlm.session.phase_metrics import open_metrics
 from jaxlm.session.references import check_references, load_reference, load_references
 from jaxlm.session.resume_checks import (
@@ -128,6 +128,8 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
         if init_from.state is not None:
             with clock.during(Activity.RESTORE):
                 state = _restore(run, init_from)
+            if init_from.state.cursor.step == (ended := plan.phases[init_from.state.cursor.phase]).end:
+                check_gates_again(run, ended, state)
         history = init_from.history.settled()
         conductor = Conductor(plan.state_builder, plan.layout, plan.checkpoints, console.log, init_from.state, history)
         while (phase := conductor.phase) is not None and not isinstance(outcome, Interrupted):

@@ -120,8 +120,8 @@ class CasesEvalConfig(GateConfig):
             )
         if self.reference is None and self.max_accuracy_drop is not None:
             raise ConfigError(
-                f"{_KEY}: max_accuracy_drop: {self.max_accuracy_drop} given with reference: null, with which there is nothing to"
-                " drop from. Remove it, or set reference"
+                f"{_KEY}: max_accuracy_drop: {self.max_accuracy_drop} given with reference: null, with which there is"
+                " nothing to drop from. Remove it, or set reference"
             )
         for case in self.cases:
             case.check()

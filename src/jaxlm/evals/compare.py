@@ -39,8 +39,8 @@ class L1Limits:
 
 @choice(EvalConfig, "compare")
 class CompareEvalConfig(PairGateConfig):
-    """Mean absolute differences from a reference, over all features of all tokens that are not padding: of the outputs of each
-    layer's attention, and of the logits. Each model computes on its own hidden states.
+    """Mean absolute differences from a reference, over all features of all tokens that are not padding: of the outputs of
+    each layer's attention, and of the logits. Each model computes on its own hidden states.
 
     `mean_l1` is the mean of the differences of batches (and layers), `max_l1` the largest of them, and `relative` the sum of
     all differences divided by the sum of the reference's absolute values. The logits also have `max_abs`, the largest single
@@ -160,8 +160,7 @@ def _logit_sums(models: tuple[LanguageModel, ...], finals: list[NamedArray], cou
 
     def add(total: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
         at = lambda x: x.slice(POSITION, start=start, length=chunk)  # noqa: E731
-        logits = (model.logits(at(final)) for model, final in zip(models, finals, strict=True))
-        own, theirs = (one.rearrange((BATCH, POSITION, ...)) for one in logits)
+        own, theirs = (model.logits(at(final)) for model, final in zip(models, finals, strict=True))
         part = _sums(own, theirs, at(counted))
         return jnp.concatenate([total[:3] + part[:3], jnp.maximum(total[3:], part[3:])]), None
 

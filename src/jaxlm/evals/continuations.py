@@ -30,9 +30,10 @@ class ContinuationsEvalConfig(GateConfig):
     """The beginnings of validation sequences, continued greedily by the model and by a reference. A model may predict a given
     text nearly as well as its reference, and yet write much worse, because it continues its own mistakes.
 
-    `agreement` is the fraction of a reference's continuation that the model writes too, from its beginning to the first other
-    token; `token_agreement` the fraction of its tokens that are the model's in the same place. `delta_nll` is how many nats per
-    token the reference finds the model's continuations less likely than its own (`nll` and `reference_nll`).
+    `agreement` is the fraction of the reference's continuations that the model writes too, from their beginnings to the
+    first other token; `token_agreement` the fraction of their tokens that are the model's in the same place. `delta_nll` is
+    how many nats per token the reference finds the model's continuations less likely than its own (`nll` and
+    `reference_nll`).
 
     Attributes:
         reference: name of the model to compare with in the section `refs`.
@@ -71,8 +72,8 @@ class ContinuationsEvalConfig(GateConfig):
     def check_opens(self, tokenizer: Callable[[], Any], seq_len: int, *, dry: bool) -> None:
         if self.prompt_tokens + self.max_new_tokens > seq_len:
             raise ConfigError(
-                f"{_KEY}: prompt_tokens: {self.prompt_tokens} and max_new_tokens: {self.max_new_tokens} given, but together they"
-                f" must not exceed model.seq_len: {seq_len}. Lower one of them"
+                f"{_KEY}: prompt_tokens: {self.prompt_tokens} and max_new_tokens: {self.max_new_tokens} given, but together"
+                f" they must not exceed model.seq_len: {seq_len}. Lower one of them"
             )
 
     def open(self, ctx: EvalContext) -> Eval:

@@ -32,7 +32,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of an evaluation's metrics, by name. A metric that was not measured violates none.
+    """The limits of an evaluation's metrics, by name. A metric that was not measured violates its limit.
 
     Attributes:
         fail_fast: whether a violation ends the run.
@@ -44,9 +44,9 @@ class Limits:
     def violations(self, prefix: str, metrics: Mapping[str, float]) -> list[str]:
         """A line for each metric that is not allowed. Args: prefix: of the names of the metrics in messages."""
         return [
-            f"{prefix}/{name} is {metrics[name]:.4g}, {limit}"
+            f"{prefix}/{name} {f'is {metrics[name]:.4g}' if name in metrics else 'was not measured'}, {limit}"
             for name, limit in self.by_metric.items()
-            if name in metrics and not limit.allows(metrics[name])
+            if name not in metrics or not limit.allows(metrics[name])
         ]
 
 

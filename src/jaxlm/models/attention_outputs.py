@@ -22,7 +22,11 @@ T = TypeVar("T")
 
 
 def num_attention_layers(model: LanguageModel, key: str) -> int:
-    """The number of layers with attention. Raises `ConfigError` if it is not known what they compute. Args: key: for messages."""
+    """The number of layers. Args: key: for messages.
+
+    Raises:
+        ConfigError: it is not known what their attention computes.
+    """
     if isinstance(model, Decoder):
         body: Body = model.body
         if all(isinstance(stack.layers.stacked, DecoderBlock) for stack in body.stacks):

@@ -13,6 +13,7 @@ import numpy as np
 from jaxlm.controllers.bad_streak import BadStreak
 from jaxlm.controllers.base import Controller
 from jaxlm.controllers.early_stopping import EarlyStopping
+from jaxlm.controllers.handover import Handover
 from jaxlm.core import controls, tree
 from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
@@ -238,6 +239,13 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
             f" `supervised()` of a batch, which {type(batch).__name__} does not define. Set evals: [{{type: objective}}], or,"
             " for a batch of your own, define it (it returns the `TokenBatch` to score)"
         )
+    gates = [evaluation for evaluation in config.evals if evaluation.reads_validation and evaluation.limits.by_metric]
+    limited = [choice_name(type(gate)) for gate in gates]
+    if limited and not data.has_validation:
+        raise ConfigError(
+            f"phase '{phase.name}': the evaluation '{limited[0]}' has limits, but there is no validation data to measure it"
+            " on. Set data.validation_urls, or data.num_validation_sequences to hold some of the training data out"
+        )
     if any(surgery.num_calibration_batches for surgery in phase.surgeries) and not hasattr(batch, "supervised"):
         raise ConfigError(
             f"phase '{phase.name}': surgery: it measures the model on the phase's data, but data.type:"
@@ -428,6 +436,7 @@ def _with_shared_schedules(phases: Sequence[Phase]) -> list[Phase]:
 def _controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tuple[Controller, ...]:
     """The controllers of a phase. Raises `ConfigError` if one is invalid, or they do not go together."""
     trainer, optimizer, data = config.trainer, phase.optimizer or config.optimizer, [phase.data or config.data]
+    objective = phase.objective or config.objective
     until, path = (trainer.until, "trainer.until") if phase.until is None else (phase.until, f"phases.{index}.until")
     made: list[Controller] = [BadStreak(optimizer.rewind_rule, trainer.crash_after_skipped)]
     if until is not None:
@@ -441,6 +450,12 @@ def _controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tuple[Con
     )
     for number, section in enumerate(written):
         controller = section.build(optimizer.learning_rate)
+        if isinstance(controller, Handover) and not objective.reports_teacher_loss:
+            raise ConfigError(
+                f"{path}.{number}: handover compares the losses of model and teacher, but the objective of phase"
+                f" '{phase.name}', {choice_name(type(objective))}, does not measure the teacher's. Set objective: {{type:"
+                " distill, teacher_loss: true}, or give the phase other controllers"
+            )
         for key, metric in controller.metrics.items():
             check_metric(metric, f"{path}.{number}.{key.rpartition('.')[2]}", config, data)
         for earlier in made:
