@@ -77,7 +77,7 @@ class Handover(Controller):
         if broken:
             raise HandoverError(
                 f"step {step.number}: the model begins the phase with a loss of {own:.4f} on a batch on which the teacher's"
-                f" is {theirs:.4f}; {' and '.join(broken)}. Too little of the teacher is left: look at the surgery, at how the"
-                " phase before ended, and at initialize_from_hf, or raise the limit"
+                f" is {theirs:.4f}; {' and '.join(broken)}. Too little of the teacher is left: look at the surgery, at how"
+                " the phase before ended, and at initialize_from_hf, or raise the limit"
             )
         return True, None

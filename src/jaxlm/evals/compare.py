@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
-from jaxlm.core.axes import BATCH, POSITION
+from jaxlm.core.axes import POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
