@@ -71,12 +71,12 @@ def test_the_teachers_loss_is_one_more_metric_and_changes_no_other(student, refs
     np.testing.assert_allclose(teacher_loss.total, (m * nll).sum(), rtol=1e-5)
     np.testing.assert_array_equal(teacher_loss.weight, m.sum())
     jax.tree.map(np.testing.assert_array_equal, *parts)
-    loss = lambda objective: (
-        lambda model: (  # noqa: E731
-            objective.terms(model, objective.annotate(refs, batch), None, key=None)[0]["loss"].total
-        )
-    )
-    jax.tree.map(np.testing.assert_array_equal, *(jax.grad(loss(objective))(student) for objective in (plain, asking)))
+
+    def loss(model, objective):
+        return objective.terms(model, objective.annotate(refs, batch), None, key=None)[0]["loss"].total
+
+    gradients = [jax.grad(loss)(student, objective) for objective in (plain, asking)]
+    jax.tree.map(np.testing.assert_array_equal, *gradients)
 
 
 @pytest.mark.slow
