@@ -137,7 +137,7 @@ class CompareEval(Eval):
             finals.append(hidden.final)
         found = {}
         if self._config.attention is not None:
-            found[_ATTENTION] = jnp.stack([_sums(*pair, counted) for pair in zip(*outputs, strict=True)])
+            found[_ATTENTION] = jnp.stack([_sums(own, theirs, counted) for own, theirs in zip(*outputs, strict=True)])
         if self._config.logits is not None:
             found[_LOGITS] = _logit_sums((model, reference), finals, counted)
         return found

@@ -18,6 +18,7 @@ from jaxlm.models.base import LanguageModel
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.moe import num_multiplied
 from jaxlm.plan.plan import Plan
+from jaxlm.plan.refs.base import Ref
 
 Log = Callable[[str], None]
 T = TypeVar("T", bound=Any)
@@ -33,19 +34,8 @@ def check_references(plan: Plan, tokenizer: Tokenizer, log: Log) -> None:
     Vocab, names = plan.state_builder.Vocab, {name for phase in plan.phases for name in phase.objective.references}
     names |= {name for evaluation in plan.config.evals for name in evaluation.references}
     for name, ref in plan.read_refs.items():
-        key, model = f"refs.{name}", ref.abstract(Vocab)
-        theirs = ref.tokenizer()
-        if theirs is None:
-            log(f"{key}: {ref.location} has no tokenizer, so only the size of its vocabulary was checked")
-        else:
-            _check_same_tokens(key, theirs, tokenizer)
-        seq_len = max(phase.model.seq_len for phase in plan.phases)
-        if name in names and model.Pos.size < seq_len:
-            raise ConfigError(
-                f"{key}.path: {ref.location} reads at most {model.Pos.size} tokens at once, but model.seq_len is {seq_len}."
-                f" Set model.seq_len to {model.Pos.size} or less"
-            )
-        _check_divides(key, model, plan.layout)
+        seq_len = max(phase.model.seq_len for phase in plan.phases) if name in names else 0
+        check_reference(f"refs.{name}", ref, ref.abstract(Vocab), tokenizer, plan.layout, seq_len, log)
     for phase in plan.phases:
         if phase.surgery_references and not plan.past_refs.keys() & set(phase.surgery_references):
             refs = {name: plan.refs[name].abstract(Vocab) for name in phase.surgery_references}
@@ -54,6 +44,31 @@ def check_references(plan: Plan, tokenizer: Tokenizer, log: Log) -> None:
         refs = {name: plan.refs[name].abstract(Vocab) for name in evaluation.references}
         for phase in plan.phases if refs else ():
             evaluation.check_models(plan.state_builder.abstract_state(phase).model, refs)
+
+
+def check_reference(
+    key: str, ref: Ref, model: LanguageModel, tokenizer: Tokenizer, layout: Layout, seq_len: int, log: Log
+) -> None:
+    """Checks that a reference has this tokenizer, reads sequences of this length and fits the mesh.
+
+    Args:
+        key: of its section, for messages.
+        model: its shapes.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    theirs = ref.tokenizer()
+    if theirs is None:
+        log(f"{key}: {ref.location} has no tokenizer, so only the size of its vocabulary was checked")
+    else:
+        _check_same_tokens(key, theirs, tokenizer)
+    if model.Pos.size < seq_len:
+        raise ConfigError(
+            f"{key}.path: {ref.location} reads at most {model.Pos.size} tokens at once, but model.seq_len is {seq_len}. Set"
+            f" model.seq_len to {model.Pos.size} or less"
+        )
+    _check_divides(key, model, layout)
 
 
 def _check_same_tokens(key: str, theirs: Tokenizer, ours: Tokenizer) -> None:
