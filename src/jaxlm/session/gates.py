@@ -114,7 +114,8 @@ def _reference(gates: Gates, name: str) -> Ref:
     if name not in gates.refs:
         known = ", ".join(gates.refs) or "none"
         raise ConfigError(
-            f"{_OPTION}: an evaluation reads the model '{name}', but the section refs only has: {known}. Add it: refs: {{{name}: {{type: hf, path: ...}}}}"
+            f"{_OPTION}: an evaluation reads the model '{name}', but the section refs only has: {known}. Add it: refs:"
+            f" {{{name}: {{type: hf, path: ...}}}}"
         )
     return gates.refs[name].open(f"refs.{name}")
 
