@@ -50,7 +50,7 @@ from jaxlm.session.init_from import InitFrom, check_init_from, check_tokenizer, 
 from jaxlm.session.leaves_from_tokens import leaves_from_tokens
 from jaxlm.session.past_references import read_again, with_past_references
 from jaxlm.session.phase_data import PhaseData, open_phase_data
-from jaxlm.session.phase_hooks import open_hooks
+from jaxlm.session.phase_hooks import check_gates_again, open_hooks
 from jaxlm.session.phase_metrics import open_metrics
 from jaxlm.session.references import check_references, load_reference, load_references
 from jaxlm.session.resume_checks import (
@@ -63,6 +63,7 @@ from jaxlm.session.resume_checks import (
     check_same_tokenizer,
 )
 from jaxlm.session.run import Run, open_run
+from jaxlm.session.sanity import check_evaluation_references, check_sanity
 from jaxlm.session.saving import settle
 from jaxlm.session.startup import (
     check_accelerator,
@@ -128,6 +129,8 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
         if init_from.state is not None:
             with clock.during(Activity.RESTORE):
                 state = _restore(run, init_from)
+            if init_from.state.cursor.step == (ended := plan.phases[init_from.state.cursor.phase]).end:
+                check_gates_again(run, ended, state)
         history = init_from.history.settled()
         conductor = Conductor(plan.state_builder, plan.layout, plan.checkpoints, console.log, init_from.state, history)
         while (phase := conductor.phase) is not None and not isinstance(outcome, Interrupted):
@@ -291,6 +294,9 @@ def _open_phase(
             steps = compile_steps(plan, phase, data.first_step, log)
         steps.check_fits_memory()
         refs = load_references(plan, phase, log)
+        if enter is not None:
+            check_sanity(plan, phase, refs, data.reopened, log)
+            check_evaluation_references(plan, phase, data.reopened, log)
         with open_hooks(run, phase, data, steps, refs) as hooks:
             run.beginning.happen()
             if enter is not None:
@@ -320,13 +326,15 @@ def _entry(
 ) -> Callable[[], RunState]:
     """What makes the state at the start of the phase, from the state before it or the weights to start a run with."""
     plan, log = run.plan, run.console.log
+    refs = {name: load_reference(plan, name, log) for name in phase.surgery_references}
+    check_sanity(plan, phase, refs, data.reopened, log)
     return enter_phase(
         plan.state_builder,
         phase,
         plan.layout,
         state,
         init_from.load_weights(plan, log) if state is None else None,
-        refs={name: load_reference(plan, name, log) for name in phase.surgery_references},
+        refs=refs,
         open_batches=data.reopened,
         log=log,
     )

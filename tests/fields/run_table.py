@@ -29,6 +29,7 @@ INIT_FROM = "tests/session/test_init_from.py::"
 GOING_BACK = "tests/session/test_going_back.py::"
 HUGGING_FACE = "tests/end_to_end/test_hugging_face.py::"
 REFERENCES = "tests/session/test_references.py::"
+GATES = "tests/session/test_gates.py::"
 DISTILLED = "tests/end_to_end/test_distill.py::"
 FIELDS = "tests/fields/"
 
@@ -304,6 +305,10 @@ PLATEAU: dict[str, Entry] = {
         for name in ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps")
     },
 }
+HANDOVER: dict[str, Entry] = {
+    f"trainer.controllers.0.{name}": ShownIn(f"tests/controllers/test_handover.py::test_the_loss_may_be_some_{what}")
+    for name, what in {"max_loss_increase": "times_the_teachers", "max_loss_delta": "nats_above_the_teachers"}.items()
+}
 PHASES: dict[str, Entry] = {
     "phases.0.name": ShownIn(
         "tests/end_to_end/test_phases.py::test_the_cursor_separates_entry_from_end_and_a_damaged_entry_is_rebuilt"
@@ -333,9 +338,14 @@ DISTILL: dict[str, Entry] = {
     "objective.weight": Change(0.3, Constant(0.3, alone=True)),
     "objective.top_k": Change(5, Program(gains=r"tensor<\d+x\d+x5xi32>")),
     "objective.cache": Change(True, Program(gains=r"%arg\d+: tensor<1x16x16x5xi32>"), also=TOP_K),
+    "objective.teacher_loss": Change(True, Program(gains=r"metrics\['train/teacher_loss'\]")),
     "refs.teacher.path": ShownIn(REFERENCES + "test_a_teacher_is_loaded_in_its_own_dtype_sharded_like_parameters"),
     "refs.teacher.dtype": Change("float32", Program(loses=r"xbf16>")),
     "refs.teacher.weight_names": ShownIn(REFERENCES + "test_weights_of_other_programs_are_renamed"),
+    "refs.teacher.sanity": ShownIn(GATES + "test_a_scrambled_teacher_is_refused_before_anything_is_saved"),
+    "refs.teacher.sanity.max_loss": ShownIn(GATES + "test_limits_of_loss_and_perplexity"),
+    "refs.teacher.sanity.max_perplexity": ShownIn(GATES + "test_limits_of_loss_and_perplexity"),
+    "refs.teacher.sanity.batches": ShownIn(GATES + "test_the_loss_of_a_good_teacher_is_logged_once"),
     "refs.teacher.skip_keys": ShownIn(REFERENCES + "test_a_key_of_a_teachers_config_is_skipped_on_request"),
 }
 BLOCKS = "tests/objectives/test_blockwise.py::"
@@ -457,6 +467,7 @@ REWARD: dict[str, Entry] = {
 CHECKPOINT: dict[str, Entry] = {
     "refs.teacher.path": ShownIn(DISTILLED + "test_a_checkpoint_is_the_same_teacher_as_its_export"),
     "refs.teacher.dtype": Change("int8", Refused(r"refs\.teacher\.dtype: 'int8' given")),
+    "refs.teacher.sanity": ShownIn(GATES + "test_a_scrambled_teacher_is_refused_before_anything_is_saved"),
     "refs.teacher.weights": ShownIn(DISTILLED + "test_the_average_of_a_checkpoint_is_another_teacher"),
 }
 
@@ -472,6 +483,7 @@ TABLE: Table = {
     "keep": KEEP,
     "until": UNTIL,
     "plateau": PLATEAU,
+    "handover": HANDOVER,
     "watch": WATCH,
     "stages": {
         "trainer.train_batch_size.1.start": Change(30, Value(lambda plan: plan.batches.train.at(25).size, 16)),

@@ -34,6 +34,12 @@ SAMPLES = [  # tool: tests/session/test_chat.py
     "cache_dtype",
 ]
 HARNESS = ["tasks", "task_folder", "num_fewshot", "limit", "batch_size"]
+GATES = {  # tests/evals/test_gates.py, tests/evals/test_written.py, tests/session/test_gates.py
+    "compare": ["reference", "batches", "attention", "logits"],
+    "fidelity": ["reference", "batches", "max_delta_nll", "max_ppl_ratio"],
+    "cases": ["cases", "file", "reference", "max_new_tokens", "min_student_accuracy", "max_accuracy_drop"],
+    "continuations": ["reference", "prompts", "prompt_tokens", "max_new_tokens", "min_agreement", "max_delta_nll"],
+}
 CORE = ["bundle", "tasks", "max_per_task", "batch_size"]  # tests/evals/test_core.py
 
 ROLLOUTS = [  # tests/evals/test_rollouts.py
@@ -55,6 +61,7 @@ def test_every_field_of_an_eval_is_listed():
         "core": CORE,
         "objective": [],
         "rollouts": ROLLOUTS,
+        **{kind: ["name", "fail_fast", *names] for kind, names in GATES.items()},
     }
     assert fields == {kind: ["every", *names] for kind, names in own.items()}
 

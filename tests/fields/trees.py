@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.controllers.early_stopping import UntilConfig
+from jaxlm.controllers.handover import HandoverConfig
 from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
 from jaxlm.core.mesh import MeshConfig
 from jaxlm.core.precision import PrecisionConfig, PrecisionRuleConfig
@@ -28,6 +29,7 @@ from jaxlm.observe.completions import CompletionsConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.plan.presets.base import PresetConfig
 from jaxlm.plan.refs.base import RefConfig
+from jaxlm.plan.refs.sanity import SanityConfig
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from jaxlm.plan.trainer_config import TrainerConfig
 from jaxlm.surgery.base import SurgeryConfig
@@ -171,6 +173,11 @@ BASES: dict[str, Tree] = {
     "keep": _trainer(checkpointer={"keep": [{"every": 10}]}),
     "until": _trainer(until={"metric": "eval/loss", "below": 3.0}) | {"data": {"validation_urls": ["held-out.txt"]}},
     "plateau": _trainer(controllers=[{"type": "reduce_on_plateau", "metric": "train/loss"}]),
+    "handover": _trainer(controllers=[{"type": "handover"}])
+    | {
+        "objective": {"type": "distill", "teacher_loss": True},
+        "refs": {"teacher": {"type": "hf", "path": TEACHER}},
+    },
     "lora": tree(phases=[{"name": "p", "surgery": [{"type": "lora", "rank": 2, "target": "attn|mlp"}]}]),
     "split_at": merged(
         tree(phases=[{"name": "p", "surgery": [{"type": "split_at", "layer": 1}]}]), {"model": {"num_layers": 3}}
@@ -258,6 +265,7 @@ def all_fields() -> list[tuple[str, str]]:
     rows += _fields("llama", "trainer.mesh", MeshConfig)
     rows += _fields("until", "trainer.until", UntilConfig)
     rows += _fields("plateau", "trainer.controllers.0", ReduceOnPlateauConfig)
+    rows += _fields("handover", "trainer.controllers.0", HandoverConfig)
     rows += _fields("llama", "trainer.completions", CompletionsConfig)
     rows += _fields("watch", "trainer.watch", WatchConfig)
     rows += _fields("stages", "trainer.train_batch_size.1", BatchSize)
@@ -276,6 +284,7 @@ def all_fields() -> list[tuple[str, str]]:
     rows += _fields("grpo", "objective.entropy.adaptive", AdaptiveEntropy)
     for name, kind in RefConfig.get_known_choices().items():
         rows += _fields(REFS[name], "refs.teacher", kind)
+    rows += _fields("distill", "refs.teacher.sanity", SanityConfig)
     for name, kind in PresetConfig.get_known_choices().items():
         rows += _fields(PRESETS[name], "preset", kind)
     for name, kind in SurgeryConfig.get_known_choices().items():

@@ -60,6 +60,25 @@ def test_terms_and_metrics_match_the_definition(student, refs):
     np.testing.assert_array_equal(objective.weights(batch)["loss"], m.sum())
 
 
+def test_the_teachers_loss_is_one_more_metric_and_changes_no_other(student, refs):
+    batch, plain, asking = a_batch(), Distill(temperature=2.0), Distill(temperature=2.0, teacher_loss=True)
+    parts = [
+        objective.terms(student, objective.annotate(refs, batch), None, key=None)[:2] for objective in (plain, asking)
+    ]
+    theirs, m = logits_of(refs["teacher"], batch), batch.loss_mask.array
+    nll = -jnp.take_along_axis(jax.nn.log_softmax(theirs), batch.targets.array[..., None], axis=-1)[..., 0]
+    teacher_loss = parts[1][1].pop("teacher_loss")
+    np.testing.assert_allclose(teacher_loss.total, (m * nll).sum(), rtol=1e-5)
+    np.testing.assert_array_equal(teacher_loss.weight, m.sum())
+    jax.tree.map(np.testing.assert_array_equal, *parts)
+
+    def loss(model, objective):
+        return objective.terms(model, objective.annotate(refs, batch), None, key=None)[0]["loss"].total
+
+    gradients = [jax.grad(loss)(student, objective) for objective in (plain, asking)]
+    jax.tree.map(np.testing.assert_array_equal, *gradients)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("top_k", [None, 4])
 def test_microbatches_add_up_to_the_batch(student, refs, top_k):
@@ -101,6 +120,7 @@ def test_a_teacher_in_bfloat16_computes_in_bfloat16(refs):
         ({"divergence": "js", "beta": 1.0}, "objective.beta: 1.0 given"),
         ({"beta": 0.3}, "no effect with divergence: forward_kl"),
         ({"top_k": 0}, "objective.top_k: 0 given"),
+        ({"teacher_loss": True, "top_k": 4}, "objective.teacher_loss: true given with top_k: 4"),
         ({"cache": True}, "objective.cache: true given without top_k"),
     ],
 )

@@ -209,7 +209,9 @@ def test_names_must_match_what_the_objective_asks(folder, tokenizer):
         plan_of(folder, tokenizer, refs=refs)
     with pytest.raises(ConfigError, match=r"uses the model 'teacher', but the section is empty"):
         plan_of(folder, tokenizer, refs={})
-    with pytest.raises(ConfigError, match=r"refs.teacher: not used, because no objective or surgery uses one"):
+    with pytest.raises(
+        ConfigError, match=r"refs.teacher: not used, because no objective, surgery or evaluation uses one"
+    ):
         plan_of(folder, tokenizer, objective={"type": "next_token"})
 
 

@@ -1,10 +1,12 @@
-"""Evaluates a model: validation loss and bits per byte, by source and in total, or CORE, or lm-evaluation-harness tasks.
+"""Evaluates a model: validation loss and bits per byte, by source and in total; CORE, or lm-evaluation-harness tasks; or how
+far it is from a reference.
 
     jaxlm evaluate --checkpoint checkpoints/quickstart
     jaxlm evaluate --checkpoint checkpoints/quickstart --data.validation_urls '[other/*.txt]'
     jaxlm evaluate --checkpoint model-folder --data.validation_urls '[other/*.txt]' --model.seq_len 512
     jaxlm evaluate --checkpoint checkpoints/quickstart --tasks arc_easy,lambada_openai
     jaxlm evaluate --checkpoint checkpoints/quickstart --tasks core --core_bundle eval_bundle --limit 500
+    jaxlm evaluate --checkpoint checkpoints/upcycled --gates
 
 Uses the run's validation data, so the total matches what training logged (with `max_eval_batches`, only on the same number
 of devices). A Hugging Face model has no data of its own. Losses are reported per source, or per URL if there is only one
@@ -37,6 +39,7 @@ from jaxlm.reading.overrides import override
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.compilation.cache import enable_compilation_cache
 from jaxlm.session.exit_codes import command
+from jaxlm.session.gates import add_gate_option, evaluate_gates
 from jaxlm.session.generation_options import add_quantize_option
 from jaxlm.session.harness_tasks import add_task_options, check_task_options, evaluate_tasks
 from jaxlm.session.load_model import LoadedModel, checkpoint_parser, inference_form, open_model, parse_with_keys
@@ -65,6 +68,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     options, keys = parse_with_keys(_parser(), arguments)
     check_task_options(options)
+    if options.tasks is not None and options.gates is not None:
+        raise ConfigError("--gates has no effect with --tasks. Run the command once for each")
     if options.tasks is not None:
         evaluate_tasks(options, keys)
         return 0
@@ -79,6 +84,10 @@ def main(arguments: Sequence[str]) -> int:
         _to_stderr(
             f"note: sequences of {length} tokens, the model's longest. Compare losses with the same --{_SEQ_LEN}"
         )
+    if options.gates is not None:
+        _check_batch_size(opened, options.batch_size)
+        evaluate_gates(opened, data, options, max_batches)
+        return 0
     sums = evaluate(opened, data, options.batch_size, max_batches, options.quantize)
     _print_results(opened, sums, {source.name: source.config.tags for source in data.sources()}, options.quantize)
     return 0
@@ -100,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max_batches", default=None, help="maximum number of batches per source, or `all` (default: as in training)"
     )
+    add_gate_option(parser)
     add_task_options(parser)
     add_quantize_option(parser)
     return parser
@@ -145,14 +155,7 @@ def evaluate(
         max_batches: maximum number of batches per source; None means all.
         quantize: how to store the weights, as in `LoadedModel.for_inference`.
     """
-    plan = opened.plan
-    size = plan.batches.eval if batch_size is None else batch_size
-    num_shards = plan.layout.num_shards(BATCH)
-    if size < 1 or size % num_shards:
-        raise ConfigError(
-            f"--batch_size: {size} given, must be a positive multiple of {num_shards}, the number of devices that share a"
-            " batch"
-        )
+    plan, size = opened.plan, _check_batch_size(opened, batch_size)
     places = {key: getattr(opened.data, key) for key in ("cache_dir", "cache_mirror_gb")}
     differs = dataclasses.replace(data, **places) != opened.data
     sums: dict[str, EvalLoss] = {}
@@ -170,6 +173,18 @@ def evaluate(
             losses = meter.measure(model, data_set.batches_by_group(groups, **options))
             sums |= dict(zip(groups.urls, losses, strict=True))
     return sums
+
+
+def _check_batch_size(opened: LoadedModel, batch_size: int | None) -> int:
+    """The number of sequences per batch. Raises `ConfigError` if they do not divide over the devices."""
+    size = opened.plan.batches.eval if batch_size is None else batch_size
+    num_shards = opened.plan.layout.num_shards(BATCH)
+    if size < 1 or size % num_shards:
+        raise ConfigError(
+            f"--batch_size: {size} given, must be a positive multiple of {num_shards}, the number of devices that share a"
+            " batch"
+        )
+    return size
 
 
 def _to_stderr(line: str) -> None:

@@ -10,11 +10,13 @@ import draccus
 import jax
 import numpy as np
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.core.values.token_scores import DummyPrefix, TokenScores
+from jaxlm.evals.limits import Limits
 from jaxlm.models.base import LanguageModel
 from jaxlm.rewards.base import ScoredRows
 
@@ -26,6 +28,8 @@ ChatPrompt = Callable[[Sequence[Mapping[str, Any]], str], tuple[str, list[int]]]
 """Gets messages, and where they are, for error messages. Returns the text of the prompt and its tokens."""
 LogCompletions = Callable[[str, ScoredRows, Mapping[str, np.ndarray]], None]
 """Gets the `completions_name` of an evaluation, its completions, and what `Rewards.score` returned for them."""
+LoadReference = Callable[[str], LanguageModel]
+"""Returns the model of this name in the section `refs`, in its own dtype."""
 _MAX_IN_FLIGHT = 4  # see engine/metrics.py for why the queue must be short
 
 
@@ -42,6 +46,10 @@ class ValidationSet:
     name: str
     tags: tuple[str, ...]
     batches: Callable[[], Iterable[Any]]
+
+
+def _no_reference(name: str) -> LanguageModel:
+    raise ConfigError(f"refs: the model '{name}' is read by an evaluation, but there are no references here")
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,8 @@ class EvalContext:
         enforce_bos: whether the training data begins every document with BOS; None for what the tokenizer itself does.
         progress: called while an evaluation makes progress, so that a long one is not taken for one that hangs.
         measure: measures the phase's objective, with its references and its state; None if nothing is trained.
+        reference: loads one of the evaluation's `references`, if the phase's step does not have it. Keep it no longer than
+            needed. All processes call it.
     """
 
     layout: Layout
@@ -82,6 +92,7 @@ class EvalContext:
     enforce_bos: bool | None = True
     progress: Callable[[], None] = lambda: None
     measure: Measure | None = None
+    reference: LoadReference = _no_reference
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,8 @@ class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.
     """An evaluation. It runs every `trainer.steps_per_eval` steps and after the last step of each phase.
 
     Attributes:
-        every: runs only at every N-th of these evaluations, and after the last scheduled step of a phase.
+        every: runs only at every N-th of these evaluations, and after the last scheduled step of a phase; null runs only at
+            the end of each phase, also if it ends early.
     """
 
     reads_supervised: ClassVar[bool] = False
@@ -101,7 +113,7 @@ class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.
     reads_objective: ClassVar[bool] = False
     """Whether it calls `EvalContext.measure`."""
 
-    every: PositiveInt = field(default=1, kw_only=True)
+    every: PositiveInt | None = field(default=1, kw_only=True)
 
     @property
     def metric_names(self) -> tuple[str, ...] | None:
@@ -113,6 +125,25 @@ class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.
     def completions_name(self) -> str | None:
         """The name that its completions have in files and tables, as no other evaluation's. None: it logs none."""
         return None
+
+    @property
+    def unique_name(self) -> str | None:
+        """The name that its metrics begin with, as no other evaluation's. None: they may."""
+        return self.completions_name
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """Names of the models in the section `refs` that it reads (`EvalContext.reference`)."""
+        return ()
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of its metrics."""
+        return Limits()
+
+    def check_models(self, model: LanguageModel, references: Mapping[str, LanguageModel]) -> None:
+        """Raises `ConfigError` if it cannot measure a model of a phase beside its references, all of them shapes."""
+        return
 
     def check(self) -> None:
         """Raises `ConfigError` if something is missing that the evaluation needs besides the model, such as a file. Called

@@ -81,6 +81,7 @@ class DistillationSums(eqx.Module):
         divergence: divergence from the teacher in nats, at the temperature and without the factor T**2.
         correct: sum of the loss mask over tokens whose most likely prediction is the target.
         agreement: sum of the loss mask over tokens whose most likely prediction is the teacher's.
+        teacher_cross_entropy: the teacher's negative log-likelihood of the targets in nats; None if it was not asked for.
     """
 
     total: jax.Array
@@ -88,6 +89,7 @@ class DistillationSums(eqx.Module):
     divergence: jax.Array
     correct: jax.Array
     agreement: jax.Array
+    teacher_cross_entropy: jax.Array | None = None
 
 
 def distillation_sums(
@@ -103,6 +105,7 @@ def distillation_sums(
     soft_cap: float | None = None,
     vocab_multiple: int = 1,
     chunk_tokens: int | None = None,
+    teacher_loss: bool = False,
 ) -> DistillationSums:
     """Summed loss `(1 - weight) * cross_entropy + weight * temperature**2 * divergence` of a batch.
 
@@ -114,7 +117,9 @@ def distillation_sums(
         weight: in (0, 1].
         chunk_tokens: maximum number of tokens per chunk on one device; None uses `chunk_or_default`, and half of it
             with `TeacherStates`, because a chunk then has two arrays of logits.
+        teacher_loss: also sum the teacher's cross-entropy, which only `TeacherStates` know.
     """
+    assert not (teacher_loss and isinstance(teacher, TeacherTopK)), "a target may not be among the top k"
     if isinstance(head, StoredWeight):
         head = head.floats(hidden.dtype)  # the backward pass is for arrays
     sharding, cap = TokenSharding.of(hidden, head, vocab_multiple), checked_cap(soft_cap)
@@ -131,7 +136,8 @@ def distillation_sums(
         if chunk_tokens is None:
             chunk = max(1, chunk // 2)
         states, teacher_head = hidden_and_head(teacher.hidden, teacher.head, sharding)
-        loss = _VocabularyLoss(sharding, cap, chunk, **options, teacher_cap=checked_cap(teacher.soft_cap))
+        options |= {"teacher_cap": checked_cap(teacher.soft_cap), "teacher_loss": teacher_loss}
+        loss = _VocabularyLoss(sharding, cap, chunk, **options)
         heads = () if teacher_head is None else (teacher_head,)
         sums = chunked_loss(loss, x_BSD, w_VD, (y_BS, m_BS, states), heads)
     return DistillationSums(*sums)
@@ -181,6 +187,7 @@ class _Outcomes(NamedTuple):
         top_C: the teacher's most likely token.
         is_top: bool [C, V], whether a token is an outcome of its own; None if every token is.
         lse_rest: [C], logsumexp of the student's other logits; None if there are none.
+        teacher_nll_C: the teacher's negative log-likelihood of the targets; None if it was not asked for.
     """
 
     log_p: jax.Array
@@ -188,24 +195,23 @@ class _Outcomes(NamedTuple):
     top_C: jax.Array
     is_top: jax.Array | None = None
     lse_rest: jax.Array | None = None
+    teacher_nll_C: jax.Array | None = None
 
 
 @dataclass(frozen=True)
 class _DistillationLoss(ChunkedLoss):
     """Columns: targets, loss mask, then what `outcomes` reads."""
 
-    num_sums: ClassVar[int] = 5
-
     divergence: Divergence
     temperature: float
     weight: float
 
     def sums(self, logits_CV, columns, heads):
-        """The five sums of `DistillationSums`."""
+        """The sums of `DistillationSums`."""
         y_C, m_C, *teacher_columns = columns
         lse_C, first_C = LogitSummary.of(logits_CV, self.sharding)
         nll_C = lse_C - target_logit(logits_CV, y_C, self.sharding)
-        outcomes = self.outcomes(logits_CV / self.temperature, teacher_columns, heads)
+        outcomes = self.outcomes(logits_CV / self.temperature, y_C, teacher_columns, heads)
         divergence_C = self.total(self.divergence.summands(outcomes.log_p, outcomes.log_q))
         loss_C = self.weight * self.temperature**2 * divergence_C
         if self.weight < 1:
@@ -214,8 +220,9 @@ class _DistillationLoss(ChunkedLoss):
         correct_C, agreement_C = (
             is_first_maximum(first_C, ids, num_local, self.sharding) for ids in (y_C, outcomes.top_C)
         )
-        sums = masked_sums((loss_C, nll_C, divergence_C, correct_C, agreement_C), m_C)
-        return sums, (lse_C, outcomes, divergence_C)
+        teacher_C = () if outcomes.teacher_nll_C is None else (outcomes.teacher_nll_C,)
+        sums = masked_sums((loss_C, nll_C, divergence_C, correct_C, agreement_C, *teacher_C), m_C)
+        return sums, (lse_C, outcomes._replace(teacher_nll_C=None), divergence_C)
 
     def logit_gradient(self, logits_CV, saved, columns):
         y_C, m_C, *teacher_columns = columns
@@ -231,8 +238,13 @@ class _DistillationLoss(ChunkedLoss):
         return jnp.where(m_C[:, None] == 0, 0.0, m_C[:, None] * gradient_CV)
 
     @abc.abstractmethod
-    def outcomes(self, soft_CV, teacher_columns, heads) -> _Outcomes:
-        """The two distributions over the outcomes. Args: soft_CV: the student's logits, divided by the temperature."""
+    def outcomes(self, soft_CV, y_C, teacher_columns, heads) -> _Outcomes:
+        """The two distributions over the outcomes.
+
+        Args:
+            soft_CV: the student's logits, divided by the temperature.
+            y_C: the targets.
+        """
 
     @abc.abstractmethod
     def total(self, x_CO: jax.Array) -> jax.Array:
@@ -250,16 +262,23 @@ class _VocabularyLoss(_DistillationLoss):
     """Every token is an outcome. Reads the teacher's hidden states, and its head if it has one."""
 
     teacher_cap: float | None
+    teacher_loss: bool
 
-    def outcomes(self, soft_CV, teacher_columns, heads):
+    @property
+    def num_sums(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return 6 if self.teacher_loss else 5
+
+    def outcomes(self, soft_CV, y_C, teacher_columns, heads):
         (t_CD,), sharding = teacher_columns, self.sharding
         teacher_CV = logits_of(t_CD, heads[0] if heads else None, self.teacher_cap, sharding)
         if not heads:
             teacher_CV = local_logits(teacher_CV, soft_CV.shape[1], sharding)
-        top_C = _first_maximum(teacher_CV, sharding)
+        top_C, nll_C = _first_maximum(teacher_CV, sharding), None
+        if self.teacher_loss:
+            nll_C = logsumexp(teacher_CV, sharding) - target_logit(teacher_CV, y_C, sharding)
         teacher_CV = teacher_CV / self.temperature
         log_p, log_q = (logits - logsumexp(logits, sharding)[:, None] for logits in (teacher_CV, soft_CV))
-        return _Outcomes(log_p, log_q, top_C)
+        return _Outcomes(log_p, log_q, top_C, teacher_nll_C=nll_C)
 
     def total(self, x_CO):
         return self.sharding.sum_vocab(jnp.sum(x_CO, axis=1))
@@ -272,7 +291,9 @@ class _VocabularyLoss(_DistillationLoss):
 class _TopKLoss(_DistillationLoss):
     """The teacher's top k tokens are outcomes, and all other tokens together are the last one."""
 
-    def outcomes(self, soft_CV, teacher_columns, heads):
+    num_sums: ClassVar[int] = 5
+
+    def outcomes(self, soft_CV, y_C, teacher_columns, heads):
         (ids_Ck, log_p_Ck, log_rest_C), sharding = teacher_columns, self.sharding
         num_local = soft_CV.shape[1]
         ids = sharding.local_ids(ids_Ck, num_local)

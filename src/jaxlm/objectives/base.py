@@ -17,6 +17,8 @@ from jaxlm.models.base import AuxLoss, LanguageModel, ModelConfig
 Metrics = dict[str, Sum | Largest]
 AUXILIARY = "auxiliary"
 """Name of the loss term that layers add, such as router losses."""
+TEACHER_LOSS = "teacher_loss"
+"""Name of the metric of a teacher's next-token loss in nats, on the batch and the tokens of the metric `loss`."""
 
 
 def auxiliary_weight(batch: TokenBatch) -> jax.Array:
@@ -112,6 +114,11 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     @property
     def holds_reference(self) -> bool:
         """Whether `references_in_slot` has a model with the sizes of the one that trains."""
+        return False
+
+    @property
+    def reports_teacher_loss(self) -> bool:
+        """Whether the metrics have `loss` and `TEACHER_LOSS`."""
         return False
 
     @property

@@ -19,7 +19,7 @@ from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.distillation import TeacherStates, distillation_sums, top_k_of
 from jaxlm.models.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL
-from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
+from jaxlm.objectives.base import AUXILIARY, TEACHER_LOSS, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
 from jaxlm.reading.choices import choice
 
 _EVEN = 0.5
@@ -44,6 +44,8 @@ class Distill(ObjectiveConfig):
             compares the whole vocabulary.
         cache: ask the teacher once for every training sequence, and store its top k on disk. Later epochs and runs read
             them instead of loading the teacher. Needs `top_k`.
+        teacher_loss: log the teacher's own next-token loss as `train/teacher_loss`, for the controller `handover`. Without
+            `top_k`, with which the probability of a token is not known.
     """
 
     head_in_fp8: ClassVar[bool] = False
@@ -55,6 +57,7 @@ class Distill(ObjectiveConfig):
     weight: PositiveFraction = 0.5
     top_k: PositiveInt | None = None
     cache: bool = False
+    teacher_loss: bool = False
 
     def __post_init__(self):
         if self.beta != _EVEN and self.divergence != "js":
@@ -64,6 +67,11 @@ class Distill(ObjectiveConfig):
             )
         if self.cache and self.top_k is None:
             raise ConfigError("objective.cache: true given without top_k. Set top_k: a whole distribution is too large")
+        if self.teacher_loss and self.top_k is not None:
+            raise ConfigError(
+                f"objective.teacher_loss: true given with top_k: {self.top_k}, which does not say how likely the teacher"
+                " considers every token. Remove one of them"
+            )
 
     @property
     def references(self) -> tuple[str, ...]:
@@ -72,6 +80,10 @@ class Distill(ObjectiveConfig):
     @property
     def annotation_key(self) -> Mapping[str, Any] | None:
         return {"top_k": self.top_k, "temperature": self.temperature} if self.cache else None
+
+    @property
+    def reports_teacher_loss(self) -> bool:
+        return self.teacher_loss
 
     def annotate(self, refs: Mapping[str, LanguageModel], batch: TokenBatch) -> TokenBatch:
         """Adds the teacher's hidden states and head, or its top k. Without an effect on a batch that has them."""
@@ -99,7 +111,7 @@ class Distill(ObjectiveConfig):
 
         The metrics are `loss` (plain cross-entropy in nats), `divergence` (in nats, at the temperature and without the
         factor `temperature**2`), `mean_token_accuracy`, `agreement` (the fraction of tokens where student and teacher
-        have the same most likely token), and those of the layers.
+        have the same most likely token), `teacher_loss` (the teacher's cross-entropy) if enabled, and those of the layers.
         """
         hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids), key=key)
         sums = distillation_sums(
@@ -113,6 +125,7 @@ class Distill(ObjectiveConfig):
             weight=self.weight,
             soft_cap=model.logit_soft_cap,
             vocab_multiple=model.vocab_multiple,
+            teacher_loss=self.teacher_loss,
         )
         weight = self.weights(batch)["loss"]
         metrics = {
@@ -121,6 +134,8 @@ class Distill(ObjectiveConfig):
             "mean_token_accuracy": Sum(sums.correct, weight),
             "agreement": Sum(sums.agreement, weight),
         }
+        if sums.teacher_cross_entropy is not None:
+            metrics[TEACHER_LOSS] = Sum(sums.teacher_cross_entropy, weight)
         aux_terms, aux_metrics = auxiliary_terms(hidden.aux)
         return {"loss": Sum(sums.total, weight), **aux_terms}, metrics | aux_metrics, slot
 

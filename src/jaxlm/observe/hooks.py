@@ -13,6 +13,7 @@ from jaxlm.engine.metric_names import DURATION, HOOK_TIME, LEARNING_RATE, MFU, T
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.evals.base import Eval
+from jaxlm.evals.limits import Limits, failed
 from jaxlm.models.base import LanguageModel
 from jaxlm.observe.completions import CompletionLog
 from jaxlm.observe.console import Console, duration
@@ -158,10 +159,17 @@ class Generated:
 
 
 class ScheduledEval(NamedTuple):
-    """An open evaluation. Attributes: every: runs only at every N-th time, and at the end of the phase."""
+    """An open evaluation.
+
+    Attributes:
+        every: runs only at every N-th time, and after the last scheduled step of the phase; None runs only at the end of the
+            phase.
+        limits: of its metrics.
+    """
 
     evaluation: Eval
-    every: int = 1
+    every: int | None = 1
+    limits: Limits = Limits()
 
 
 class EvalHook:
@@ -196,6 +204,7 @@ class EvalHook:
         self._run_metrics = run_metrics
         self._before = before
         self._completions = completions
+        self._violations: list[str] = []
         self.latest: dict[str, float] = {}
 
     def due(self, step: int) -> bool:
@@ -204,14 +213,32 @@ class EvalHook:
     def all_due(self, step: int) -> bool:
         return len(self._due(step)) == len(self._evals)
 
-    def _due(self, step: int) -> list[Eval]:
+    def _due(self, step: int) -> list[ScheduledEval]:
         number, between = divmod(step, self._every_steps)
         is_last = step == self._phase.end
-        return [one for one, every in self._evals if is_last or (not between and number % every == 0)]
+        is_due = lambda every: every is not None and not between and number % every == 0  # noqa: E731
+        return [one for one in self._evals if is_last or is_due(one.every)]
 
     def run(self, step: int, state: RunState) -> None:
+        """Raises: GateError: a limit with `fail_fast` is violated in the middle of the phase."""
+        self._run(self._due(step), step, state, is_end=step == self._phase.end)
+
+    def run_rest(self, step: int, state: RunState) -> None:
+        """Runs what runs only at the end of the phase, which ends early."""
+        at_end = [one for one in self._evals if one.every is None]
+        if at_end and step != self._phase.end:
+            before = self.latest
+            self._run(at_end, step, state, is_end=True)
+            self.latest = before | self.latest
+
+    def check_passed(self) -> None:
+        """Called when the end of the phase is saved. Raises `GateError` if a limit with `fail_fast` was violated there."""
+        if self._violations:
+            raise failed(self._violations, f"the end of phase '{self._phase.name}'")
+
+    def _run(self, evals: Sequence[ScheduledEval], step: int, state: RunState, *, is_end: bool) -> None:
         self._before(state)
-        metrics, samples = self._measure(step, state)
+        metrics, samples = self._measure(evals, step, state)
         self.latest = metrics | self._run_metrics(step, metrics)
         if samples:
             for tracker in self._trackers:
@@ -222,14 +249,32 @@ class EvalHook:
             shown = [f"{name} {value:.4f}" for name, value in self.latest.items()]
             more = [f"and {len(shown) - _MAX_SHOWN} more in {METRICS}"] if len(shown) > _MAX_SHOWN else []
             self._console.log(f"step {step}: {'  '.join([*shown[:_MAX_SHOWN], *more])}")
+        self._judge(evals, step, state, is_end=is_end)
 
-    def _measure(self, step: int, state: RunState) -> tuple[dict[str, float], list[Sample]]:
-        """Runs the evaluations that are due, on the weights and on their averages."""
+    def _judge(self, evals: Sequence[ScheduledEval], step: int, state: RunState, *, is_end: bool) -> None:
+        """Warns of metrics beyond their limits. Those that end the run are kept for `check_passed` at the end of a phase."""
+        fatal: list[str] = []
+        for prefix in ("eval", *self._averages(state)):
+            measured = {name.removeprefix(f"{prefix}/"): value for name, value in self.latest.items()}
+            for one in evals:
+                lines = one.limits.violations(prefix, measured)
+                fatal += lines if one.limits.fail_fast else ()
+                for line in lines:
+                    self._console.log(f"warning: step {step}: {line}")
+        if is_end:
+            self._violations = fatal
+        elif fatal:
+            raise failed(fatal, f"step {step}")
+
+    def _measure(
+        self, evals: Sequence[ScheduledEval], step: int, state: RunState
+    ) -> tuple[dict[str, float], list[Sample]]:
+        """Runs evaluations on the weights and on their averages."""
         metrics: dict[str, float] = {}
         samples: list[Sample] = []
         for prefix, model in {"eval": state.model, **self._averages(state)}.items():
             self._generated.clear()
-            metrics |= _evaluate(self._due(step), prefix, model)
+            metrics |= _evaluate([one.evaluation for one in evals], prefix, model)
             samples += [Sample(prefix, prompt, text) for prompt, text in self._generated.samples]
             if self._completions is not None:
                 for name, rows, scores in self._generated.completions:
@@ -238,6 +283,22 @@ class EvalHook:
 
     def _averages(self, state: RunState) -> dict[str, LanguageModel]:
         return {f"eval/{name}": model for name, model in self._phase.averaged(state).items()}
+
+
+class AtEarlyEnd:
+    """Runs evaluations that belong to the end of a phase when it ends before its last step. An export in `Hooks`: those also
+    run on the weights with which a phase ends early."""
+
+    activity = Activity.EVAL
+
+    def __init__(self, evaluations: EvalHook):
+        self._evaluations = evaluations
+
+    def due(self, step: int) -> bool:
+        return False
+
+    def run(self, step: int, state: RunState) -> None:
+        self._evaluations.run_rest(step, state)
 
 
 def _evaluate(evals: Sequence[Eval], prefix: str, model: LanguageModel) -> dict[str, float]:

@@ -14,6 +14,7 @@ from jaxlm.controllers.bad_streak import BadStreak
 from jaxlm.controllers.base import Controller
 from jaxlm.controllers.early_stopping import EarlyStopping
 from jaxlm.controllers.finished import Finished
+from jaxlm.controllers.handover import Handover
 from jaxlm.core import controls, tree
 from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
@@ -219,8 +220,8 @@ def _schedule_notes(phases: Sequence[Phase]) -> list[str]:
 
 
 def _check_evaluations(config: RunConfig) -> None:
-    """Raises `ConfigError` if completions of two evaluations would have the same name."""
-    names = [name for evaluation in config.evals if (name := evaluation.completions_name) is not None]
+    """Raises `ConfigError` if metrics or completions of two evaluations would have the same name."""
+    names = [name for evaluation in config.evals if (name := evaluation.unique_name) is not None]
     if equal := [name for name in names if names.count(name) > 1]:
         raise ConfigError(
             f"evals: {len(equal)} evaluations given with the name '{equal[0]}', under which their metrics and completions are"
@@ -238,6 +239,13 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
             f"phase '{phase.name}': data.type: {choice_name(type(data))}: the evaluation '{scoring[0]}' reads"
             f" `supervised()` of a batch, which {type(batch).__name__} does not define. Set evals: [{{type: objective}}], or,"
             " for a batch of your own, define it (it returns the `TokenBatch` to score)"
+        )
+    gates = [evaluation for evaluation in config.evals if evaluation.reads_validation and evaluation.limits.by_metric]
+    limited = [choice_name(type(gate)) for gate in gates]
+    if limited and not data.has_validation:
+        raise ConfigError(
+            f"phase '{phase.name}': the evaluation '{limited[0]}' has limits, but there is no validation data to measure it"
+            " on. Set data.validation_urls, or data.num_validation_sequences to hold some of the training data out"
         )
     if any(surgery.num_calibration_batches for surgery in phase.surgeries) and not hasattr(batch, "supervised"):
         raise ConfigError(
@@ -277,17 +285,22 @@ def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref
     Tables need all."""
     needed = {name: ("objective", phase) for phase in phases for name in phase.objective.references}
     needed |= {name: ("surgery", phase) for phase in phases for name in phase.surgery_references}
-    for name, (section, phase) in needed.items():
+    users = {name: f"{section} of phase '{phase.name}'" for name, (section, phase) in needed.items()}
+    for evaluation in config.evals:
+        users |= {name: f"evaluation '{choice_name(type(evaluation))}'" for name in evaluation.references}
+    for name, user in users.items():
         if name not in config.refs:
             problem = f"only has: {', '.join(config.refs)}" if config.refs else "is empty"
             raise ConfigError(
-                f"refs: the {section} of phase '{phase.name}' uses the model '{name}', but the section {problem}. Add"
+                f"refs: the {user} uses the model '{name}', but the section {problem}. Add"
                 f" it: refs: {{{name}: {{type: hf, path: ...}}}}"
             )
     for name in config.refs:
-        if name not in needed and not config.tables:
+        if name not in users and not config.tables:
             reason = (
-                f"objectives and surgeries use {', '.join(needed)}" if needed else "no objective or surgery uses one"
+                f"objectives, surgeries and evaluations use {', '.join(users)}"
+                if users
+                else "no objective, surgery or evaluation uses one"
             )
             raise ConfigError(
                 f"refs.{name}: not used, because {reason}. Remove or rename it, set objective.type, or compare it in tables"
@@ -435,6 +448,7 @@ def _with_shared_schedules(phases: Sequence[Phase]) -> list[Phase]:
 def _controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tuple[Controller, ...]:
     """The controllers of a phase. Raises `ConfigError` if one is invalid, or they do not go together."""
     trainer, optimizer, data = config.trainer, phase.optimizer or config.optimizer, [phase.data or config.data]
+    objective = phase.objective or config.objective
     until, path = (trainer.until, "trainer.until") if phase.until is None else (phase.until, f"phases.{index}.until")
     made: list[Controller] = [BadStreak(optimizer.rewind_rule, trainer.crash_after_skipped)]
     if (metric := (phase.objective or config.objective).finished_metric) is not None:
@@ -450,6 +464,12 @@ def _controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tuple[Con
     )
     for number, section in enumerate(written):
         controller = section.build(optimizer.learning_rate)
+        if isinstance(controller, Handover) and not objective.reports_teacher_loss:
+            raise ConfigError(
+                f"{path}.{number}: handover compares the losses of model and teacher, but the objective of phase"
+                f" '{phase.name}', {choice_name(type(objective))}, does not measure the teacher's. Set objective: {{type:"
+                " distill, teacher_loss: true}, or give the phase other controllers"
+            )
         for key, metric in controller.metrics.items():
             check_metric(metric, f"{path}.{number}.{key.rpartition('.')[2]}", config, data)
         for earlier in made:

@@ -19,6 +19,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only
 from jaxlm.data.annotations import AnnotationFolder
 from jaxlm.data.annotations import with_annotations as annotated_data
+from jaxlm.data.base import Batches
 from jaxlm.data.batch import Columns
 from jaxlm.data.data import Data
 from jaxlm.data.examples import Examples
@@ -26,16 +27,20 @@ from jaxlm.engine.phases import Phase
 from jaxlm.plan.plan import Plan
 from jaxlm.session.compilation.step import abstract_batch
 from jaxlm.session.references import abstract_annotations, load_reference, references_identity
+from jaxlm.session.sanity import check_sanity
 
 Log = Callable[[str], None]
 _BLOCK_EXAMPLES = 256  # at most about this much work is lost if the process is killed
 _LOG_INTERVAL_S = 10.0
 
 
-def with_annotations(plan: Plan, phase: Phase, data: Data, log: Log) -> Data:
+def with_annotations(plan: Plan, phase: Phase, data: Data, log: Log, open_batches: Callable[[], Batches]) -> Data:
     """The phase's data with the annotations that its objective reads from disk; `data` if it reads none.
 
     Missing annotations are built first; only then are the references loaded. Call it inside `plan.layout.use()`.
+
+    Args:
+        open_batches: opens the phase's batches, for `check_sanity`.
     """
     if phase.objective.annotation_key is None:
         return data
@@ -50,6 +55,7 @@ def with_annotations(plan: Plan, phase: Phase, data: Data, log: Log) -> Data:
     if missing:
         main_only(lambda: _check_space(missing, _bytes_per_example(template)))
         refs = {name: load_reference(plan, name, log) for name in phase.objective.references}
+        check_sanity(plan, phase, refs, open_batches, log)
         program = jax.jit(
             lambda refs, batch: phase.objective.annotate(refs, batch).annotations,
             out_shardings=plan.layout.replicated(),

@@ -27,6 +27,7 @@ from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.conductor import RewindError
 from jaxlm.engine.metrics import NonFiniteError
 from jaxlm.engine.peers import end_with_peers, has_peers, is_lost_peer, stop_watching_peers
+from jaxlm.evals.limits import GateError
 
 EXIT_INTERRUPTED = 130
 
@@ -38,9 +39,10 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     2: the configuration, the command line or the data is wrong, a reward or an environment has failed, or a dry run found
     that a start would fail. 1: a checkpoint or an exported model could not be saved, no checkpoint could be loaded,
     another process of the run failed, another start has taken over the run, a loss or gradient was not finite and the
-    configuration says to stop, too many updates in a row were skipped, or the run cannot go back to an earlier checkpoint
-    (again). 75: the run made no progress. 130: Ctrl-C before training began or after it ended. 141: the program that reads
-    the output has ended (`| head`). Other exceptions are passed on with their traceback.
+    configuration says to stop, too many updates in a row were skipped, an evaluation with `fail_fast` was not passed, or the
+    run cannot go back to an earlier checkpoint (again). 75: the run made no progress. 130: Ctrl-C before training began or
+    after it ended. 141: the program that reads the output has ended (`| head`). Other exceptions are passed on with their
+    traceback.
     """
 
     def explained(arguments: Sequence[str]) -> int:
@@ -89,7 +91,8 @@ def _explained(error: BaseException) -> tuple[int, str]:
         case KeyboardInterrupt():
             return EXIT_INTERRUPTED, "interrupted; nothing that was saved is lost"
         case (
-            LeaseLostError()
+            GateError()
+            | LeaseLostError()
             | NoUsableCheckpointError()
             | NonFiniteError()
             | PeerError()

@@ -48,7 +48,7 @@ def open_phase_data(run: Run, phase: Phase, resumed: VerifiedCheckpoint | None) 
         resumed: the checkpoint that the phase goes on from; None if it is entered.
     """
     plan, log = run.plan, run.console.log
-    data = with_annotations(plan, phase, open_data(plan, run.tokenizer, phase, log), log)
+    opened = open_data(plan, run.tokenizer, phase, log)
     first_step = phase.start if resumed is None else resumed.cursor.step
     order: dict[str, Any] = {
         "schedule": plan.batches.train,
@@ -57,6 +57,7 @@ def open_phase_data(run: Run, phase: Phase, resumed: VerifiedCheckpoint | None) 
         "first_step": first_step,
         "seed": plan.config.order_seed,
     }
+    data = with_annotations(plan, phase, opened, log, lambda: opened.batches(**order))
     with contextlib.closing(data.batches(**order, services=_services(run, phase))) as batches:
         if resumed is not None:
             batches.restore(resumed.position())

@@ -22,13 +22,14 @@ from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
 from jaxlm.objectives.next_token import score_batch
-from jaxlm.observe.hooks import EvalHook, Generated, ScheduledEval
+from jaxlm.observe.hooks import AtEarlyEnd, EvalHook, Generated, ScheduledEval
 from jaxlm.observe.profiler import ProfileHook
 from jaxlm.plan.plan import upload_repository
 from jaxlm.session.annotate import Log
 from jaxlm.session.compilation.step import StepPrograms
 from jaxlm.session.export import ExportHook
-from jaxlm.session.phase_data import PhaseData
+from jaxlm.session.phase_data import PhaseData, open_data
+from jaxlm.session.references import load_reference
 from jaxlm.session.run import Run
 
 
@@ -36,7 +37,14 @@ from jaxlm.session.run import Run
 def open_hooks(
     run: Run, phase: Phase, data: PhaseData, steps: StepPrograms, refs: Mapping[str, LanguageModel]
 ) -> Iterator[Hooks]:
-    """Opens the hooks of a phase. Args: refs: the references of the phase's step."""
+    """Opens the hooks of a phase.
+
+    Args:
+        refs: the references of the phase's step.
+
+    Raises:
+        GateError: when the context exits, after the end of the phase is saved: see `EvalHook.check_passed`.
+    """
     evaluations = open_evaluations(run, phase, data.data, refs)
     exports = _open_exports(run, phase, evaluations)
     with contextlib.ExitStack() as closing:
@@ -44,11 +52,49 @@ def open_hooks(
             closing.enter_context(contextlib.closing(hook)) for hook in _open_profiler(run, phase, data, steps)
         ]
         # The profiler comes first, so that an evaluation after the last recorded step is not in the profile.
-        yield Hooks(profiling, evaluations, exports)
+        yield Hooks(profiling, evaluations, [AtEarlyEnd(evaluations), *exports])
+    evaluations.check_passed()
+
+
+def check_gates_again(run: Run, phase: Phase, state: RunState) -> None:
+    """Checks the limits with `fail_fast` at the end of a phase that an earlier start has saved: it may have ended there
+    because of them. Args: state: of the saved end.
+
+    Raises:
+        GateError: a limit is violated.
+    """
+    gates = [one for one in run.plan.config.evals if one.limits.fail_fast and one.limits.by_metric]
+    if not gates:
+        return
+    data = open_data(run.plan, run.tokenizer, phase, run.console.log)
+    context, meter, generated = _context(run, phase, data, {})
+    scheduled = [ScheduledEval(gate.open(context), None, gate.limits) for gate in gates]
+    evaluations = EvalHook(scheduled, 1, phase, (), run.console, generated, before=meter.attach)
+    with run.clock.during(evaluations.activity):
+        evaluations.run(phase.end, state)
+    evaluations.check_passed()
 
 
 def open_evaluations(run: Run, phase: Phase, data: Data, refs: Mapping[str, LanguageModel]) -> EvalHook:
     """The run's evaluations on the phase's validation data. Args: refs: the references of the phase's step."""
+    context, meter, generated = _context(run, phase, data, refs)
+    return EvalHook(
+        [ScheduledEval(config.open(context), config.every, config.limits) for config in run.plan.config.evals],
+        run.plan.config.trainer.steps_per_eval,
+        phase,
+        run.records.trackers,
+        run.console,
+        generated,
+        run.records.loop_state.evaluated,
+        meter.attach,
+        run.records.completions(),
+    )
+
+
+def _context(
+    run: Run, phase: Phase, data: Data, refs: Mapping[str, LanguageModel]
+) -> tuple[EvalContext, "ObjectiveMeter", Generated]:
+    """What evaluations may use, what measures the objective in it, and where they put what the model has written."""
     plan, trainer, saved_tokenizer = run.plan, run.plan.config.trainer, run.saved_tokenizer
 
     def validation_set(data_set: ValidationData) -> ValidationSet:
@@ -78,18 +124,9 @@ def open_evaluations(run: Run, phase: Phase, data: Data, refs: Mapping[str, Lang
         enforce_bos=plan.data[phase.index].prompt_bos,
         progress=run.clock.progress,
         measure=meter,
+        reference=lambda name: refs[name] if name in refs else load_reference(plan, name, run.console.log),
     )
-    return EvalHook(
-        [ScheduledEval(config.open(context), config.every) for config in plan.config.evals],
-        trainer.steps_per_eval,
-        phase,
-        run.records.trackers,
-        run.console,
-        generated,
-        run.records.loop_state.evaluated,
-        meter.attach,
-        run.records.completions(),
-    )
+    return context, meter, generated
 
 
 def _open_exports(run: Run, phase: Phase, evaluations: EvalHook) -> list[ExportHook]:

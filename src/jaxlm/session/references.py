@@ -33,34 +33,43 @@ def check_references(plan: Plan, tokenizer: Tokenizer, log: Log) -> None:
         ConfigError: a reference does not, or there is no model at its path.
     """
     Vocab, names = plan.state_builder.Vocab, {name for phase in plan.phases for name in phase.objective.references}
+    names |= {name for evaluation in plan.config.evals for name in evaluation.references}
     for name, ref in plan.read_refs.items():
-        key = f"refs.{name}"
-        model = check_reference(key, ref, Vocab, plan.layout, tokenizer, log)
-        seq_len = max(phase.model.seq_len for phase in plan.phases)
-        if name in names and model.Pos.size < seq_len:
-            raise ConfigError(
-                f"{key}.path: {ref.location} reads at most {model.Pos.size} tokens at once, but model.seq_len is {seq_len}."
-                f" Set model.seq_len to {model.Pos.size} or less"
-            )
+        seq_len = max(phase.model.seq_len for phase in plan.phases) if name in names else 0
+        check_reference(f"refs.{name}", ref, ref.abstract(Vocab), tokenizer, plan.layout, seq_len, log)
     for phase in plan.phases:
         if phase.surgery_references and not plan.past_refs.keys() & set(phase.surgery_references):
             refs = {name: plan.refs[name].abstract(Vocab) for name in phase.surgery_references}
             plan.state_builder.check_references(phase, refs)
+    for evaluation in plan.config.evals:
+        refs = {name: plan.refs[name].abstract(Vocab) for name in evaluation.references}
+        for phase in plan.phases if refs else ():
+            evaluation.check_models(plan.state_builder.abstract_state(phase).model, refs)
 
 
-def check_reference(key: str, ref: Ref, Vocab: Axis, layout: Layout, tokenizer: Tokenizer, log: Log) -> LanguageModel:
-    """Checks that a reference has this tokenizer and vocabulary, and divides over the mesh. Returns its shapes.
+def check_reference(
+    key: str, ref: Ref, model: LanguageModel, tokenizer: Tokenizer, layout: Layout, seq_len: int, log: Log
+) -> None:
+    """Checks that a reference has this tokenizer, reads sequences of this length and fits the mesh.
+
+    Args:
+        key: of its section, for messages.
+        model: its shapes.
 
     Raises:
-        ConfigError: it does not, or there is no model at its path.
+        ConfigError: it does not.
     """
-    model, theirs = ref.abstract(Vocab), ref.tokenizer()
+    theirs = ref.tokenizer()
     if theirs is None:
         log(f"{key}: {ref.location} has no tokenizer, so only the size of its vocabulary was checked")
     else:
         _check_same_tokens(key, theirs, tokenizer)
+    if model.Pos.size < seq_len:
+        raise ConfigError(
+            f"{key}.path: {ref.location} reads at most {model.Pos.size} tokens at once, but model.seq_len is {seq_len}. Set"
+            f" model.seq_len to {model.Pos.size} or less"
+        )
     _check_divides(key, model, layout)
-    return model
 
 
 def _check_same_tokens(key: str, theirs: Tokenizer, ours: Tokenizer) -> None:

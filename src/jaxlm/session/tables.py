@@ -56,7 +56,8 @@ class TableModels:
         trained, plan = self.trained, self.trained.plan
         check_names(self.name, self.refs)
         for name, ref in self.refs.items():
-            check_reference(f"refs.{name}", ref, plan.state_builder.Vocab, plan.layout, trained.tokenizer, log)
+            abstract = ref.abstract(plan.state_builder.Vocab)
+            check_reference(f"refs.{name}", ref, abstract, trained.tokenizer, plan.layout, 0, log)
         check_tables(tables, self.seq_lens, has_validation=trained.data.has_validation)
 
     @property

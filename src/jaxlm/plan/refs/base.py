@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import draccus
@@ -14,6 +14,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.plan.refs.sanity import SanityConfig
 
 Log = Callable[[str], None]
 
@@ -73,10 +74,12 @@ class RefConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.p
     Attributes:
         path: where the model is.
         dtype: dtype of its weights in memory and of its computation: bfloat16, float32 or float16.
+        sanity: the loss on the run's text with which it is refused at the start; null measures nothing.
     """
 
     path: str
     dtype: str = "bfloat16"
+    sanity: SanityConfig | None = field(default_factory=SanityConfig)
 
     @abc.abstractmethod
     def open(self, key: str) -> Ref:

@@ -1,0 +1,245 @@
+"""Asks a model, and a reference, questions with known answers."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+
+from jaxlm.core.bounded_read import open_regular, read_lines
+from jaxlm.core.errors import ConfigError, listed
+from jaxlm.core.field_types import Fraction, PositiveInt
+from jaxlm.core.runtime import from_main
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext
+from jaxlm.evals.gate import GateConfig, at_least, at_most
+from jaxlm.evals.limits import Limit
+from jaxlm.evals.samples import prompt_ids
+from jaxlm.evals.scoring import score
+from jaxlm.models.base import LanguageModel
+from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
+from jaxlm.models.inference.unstacked import Generator
+from jaxlm.reading.choices import choice
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
+
+_KEY = "evals: type cases"
+_INT, _TEXT, _CHOICE = "int_greedy", "text_greedy", "choice_logprob"
+_INTEGER = re.compile(r"-?\d+(?:,\d{3})*")
+_BATCH = 16  # rows that are generated or scored at once
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question.
+
+    Attributes:
+        id: what messages call it.
+        prompt: the text that the model continues.
+        answer: the right answer; for `choice_logprob`, one of `choices`.
+        kind: `int_greedy` generates greedily, and the first integer in the text must be the answer; `text_greedy`, and the
+            text must begin with the answer, apart from spaces; `choice_logprob` takes the choice with the largest
+            log-likelihood, summed over its tokens.
+        choices: texts that may follow the prompt, with the space before them.
+    """
+
+    id: str
+    prompt: str
+    answer: str | int
+    kind: Literal["int_greedy", "text_greedy", "choice_logprob"] = _INT
+    choices: list[str] | None = None
+
+    def check(self) -> None:
+        """Raises `ConfigError` if the keys do not fit together."""
+        key, answer = f"{_KEY}: case '{self.id}'", self.answer
+        if self.kind != _CHOICE and self.choices is not None:
+            raise ConfigError(f"{key}: choices given with kind: {self.kind}. Remove them, or set kind: {_CHOICE}")
+        if self.kind == _CHOICE and (not self.choices or answer not in self.choices or not all(self.choices)):
+            raise ConfigError(
+                f"{key}: answer: {answer!r} and choices: {self.choices} given with kind: {_CHOICE}, choices that are not"
+                " empty expected, and the answer among them"
+            )
+        if self.kind == _INT and _first_integer(str(answer)) != str(answer):
+            raise ConfigError(f"{key}: answer: {answer!r} given with kind: {_INT}, an integer such as 42 expected")
+        if self.kind == _TEXT and not str(answer).strip():
+            raise ConfigError(f"{key}: answer: {answer!r} given, a text expected")
+
+    def is_right(self, text: str) -> bool:
+        """Whether a generated text is the answer."""
+        if self.kind == _INT:
+            return _first_integer(text) == str(self.answer)
+        return text.strip().startswith(str(self.answer).strip())
+
+
+def _first_integer(text: str) -> str | None:
+    found = _INTEGER.search(text)
+    return None if found is None else str(int(found[0].replace(",", "")))
+
+
+@choice(EvalConfig, "cases")
+class CasesEvalConfig(GateConfig):
+    """Questions with known answers: `accuracy` is the fraction that the model answers, `reference_accuracy` that of a
+    reference, and `accuracy_drop` what the model lacks. Generated answers show what log-likelihoods hide.
+
+    Attributes:
+        cases: the questions, as `{id: sum, prompt: "2+2=", answer: 4}`.
+        file: a file of JSON lines with more of them; null reads none.
+        reference: name of the model in the section `refs` that is asked too; null asks none.
+        max_new_tokens: largest number of tokens that are generated for an answer.
+        min_student_accuracy: smallest `accuracy`; null allows any.
+        max_accuracy_drop: largest `accuracy_drop`; null allows any.
+    """
+
+    cases: list[Case] = field(default_factory=list)
+    file: str | None = None
+    reference: str | None = "teacher"
+    max_new_tokens: PositiveInt = 32
+    min_student_accuracy: Fraction | None = None
+    max_accuracy_drop: Fraction | None = None
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        return () if self.reference is None else (self.reference,)
+
+    @property
+    def own_metrics(self) -> tuple[str, ...]:
+        return ("accuracy", *(() if self.reference is None else ("reference_accuracy", "accuracy_drop")))
+
+    @property
+    def own_limits(self) -> Mapping[str, Limit | None]:
+        return {
+            "accuracy": at_least(self.min_student_accuracy, "min_student_accuracy"),
+            "accuracy_drop": at_most(self.max_accuracy_drop, "max_accuracy_drop"),
+        }
+
+    def check(self) -> None:
+        if not self.cases and self.file is None:
+            raise ConfigError(
+                f"{_KEY}: neither cases nor file given. Give at least one case, as {{id: ..., prompt: ..., answer: ...}}"
+            )
+        if self.reference is None and self.max_accuracy_drop is not None:
+            raise ConfigError(
+                f"{_KEY}: max_accuracy_drop: {self.max_accuracy_drop} given with reference: null, with which there is"
+                " nothing to drop from. Remove it, or set reference"
+            )
+        for case in self.cases:
+            case.check()
+
+    def check_opens(self, tokenizer: Callable[[], Any], seq_len: int, *, dry: bool) -> None:
+        self._check_lengths(tokenizer(), self._all_cases(self._records()), None, seq_len)
+
+    def open(self, ctx: EvalContext) -> Eval:
+        self.check()
+        cases = self._all_cases(from_main(self._records))  # the file of another process may differ
+        self._check_lengths(ctx.tokenizer, cases, ctx.enforce_bos, ctx.seq_len)
+        return CasesEval(self, cases, ctx)
+
+    def _records(self) -> list[tuple[str, dict[str, Any]]]:
+        """The records of the file, each with its place."""
+        return [] if self.file is None else list(_records(self.file))
+
+    def _all_cases(self, records: Sequence[tuple[str, dict[str, Any]]]) -> list[Case]:
+        """Those in the configuration, then those of the records. Raises `ConfigError` if two have the same id."""
+        cases = [*self.cases, *(_decoded(*one) for one in records)]
+        if not cases:
+            raise ConfigError(f"{_KEY}: {self.file} has no case")
+        ids = [case.id for case in cases]
+        if equal := [one for one in ids if ids.count(one) > 1]:
+            raise ConfigError(f"{_KEY}: {ids.count(equal[0])} cases have the id '{equal[0]}'. Give each its own")
+        return cases
+
+    def _check_lengths(self, tokenizer: Any, cases: Sequence[Case], bos: bool | None, seq_len: int) -> None:
+        for case in cases:
+            texts = [case.prompt] if case.choices is None else [f"{case.prompt}{text}" for text in case.choices]
+            longest = max(len(prompt_ids(tokenizer, text, bos=bos)) for text in texts)
+            new = self.max_new_tokens if case.choices is None else 0
+            if longest + new > seq_len:
+                raise ConfigError(
+                    f"{_KEY}: case '{case.id}' has {longest} tokens"
+                    f"{f' and max_new_tokens is {new}' if new else ''}, but model.seq_len is {seq_len}. Shorten the prompt"
+                    f"{', or lower max_new_tokens' if new else ''}"
+                )
+
+
+class CasesEval(Eval):
+    """The metrics of `CasesEvalConfig`."""
+
+    def __init__(self, config: CasesEvalConfig, cases: Sequence[Case], ctx: EvalContext):
+        self._config, self._cases, self._ctx = config, cases, ctx
+        self._cast = jax.jit(ctx.precision.cast_to_compute)
+
+    def run(self, model: LanguageModel) -> dict[str, float]:
+        own = self._answered(self._cast(model))
+        metrics = {"accuracy": sum(own.values()) / len(own)}
+        if self._config.reference is not None:
+            theirs = self._answered(self._ctx.reference(self._config.reference))
+            metrics["reference_accuracy"] = sum(theirs.values()) / len(theirs)
+            metrics["accuracy_drop"] = metrics["reference_accuracy"] - metrics["accuracy"]
+            if lost := [name for name, right in theirs.items() if right and not own[name]]:
+                self._ctx.log(f"{self._config.title}: only the reference answers {listed(lost)}")
+        return {f"{self._config.title}/{name}": value for name, value in metrics.items()}
+
+    def _answered(self, model: LanguageModel) -> dict[str, bool]:
+        """Whether each case is answered, by id."""
+        asked = [case for case in self._cases if case.choices is None]
+        right = {case.id: case.is_right(text) for case, text in zip(asked, self._generated(model, asked), strict=True)}
+        chosen = [case for case in self._cases if case.choices is not None]
+        return right | {
+            case.id: case.answer == answer for case, answer in zip(chosen, self._chosen(model, chosen), strict=True)
+        }
+
+    def _generated(self, model: LanguageModel, cases: Sequence[Case]) -> Iterator[str]:
+        tokenizer = self._ctx.tokenizer
+        if not cases:
+            return
+        config = GenerationConfig(self._config.max_new_tokens, temperature=0.0, stop_ids=tokenizer.stop_ids)
+        generator = Generator.of(model)
+        for start in range(0, len(cases), _BATCH):
+            prompts = [self._ids(case.prompt) for case in cases[start : start + _BATCH]]
+            for tokens in generate_tokens(generator, prompts, config):
+                yield tokenizer.decode(tokens)
+            self._ctx.progress()
+
+    def _chosen(self, model: LanguageModel, cases: Sequence[Case]) -> Iterator[str]:
+        """The most likely choice of each case."""
+        pairs = [self._pair(case.prompt, text) for case in cases for text in case.choices or ()]
+        scored = iter(score(model, pairs, _BATCH, self._ctx.progress)) if pairs else iter(())
+        for case in cases:
+            likely = [(next(scored).log_likelihood, -number, text) for number, text in enumerate(case.choices or ())]
+            yield max(likely)[2]
+
+    def _pair(self, prompt: str, text: str) -> tuple[list[int], list[int]]:
+        """The tokens of a prompt and of what follows, which may change the last tokens of the prompt."""
+        before, whole = self._ids(prompt), self._ids(f"{prompt}{text}")
+        same = next((at for at, pair in enumerate(zip(before, whole, strict=False)) if pair[0] != pair[1]), len(before))
+        same = max(1, min(same, len(whole) - 1))
+        return whole[:same], whole[same:]
+
+    def _ids(self, text: str) -> list[int]:
+        return prompt_ids(self._ctx.tokenizer, text, bos=self._ctx.enforce_bos)
+
+
+def _records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The records of a file of JSON lines, each with its place."""
+    with open_regular(path) as file:
+        for number, line in enumerate(read_lines(file, path), start=1):
+            if not line.strip():
+                continue
+            place = f"{path}, line {number}"
+            try:
+                record = json.loads(line)
+            except ValueError as error:  # also text that is not UTF-8
+                raise ConfigError(f"{_KEY}: {place}: not a JSON object: {error}") from error
+            if not isinstance(record, dict):
+                raise ConfigError(f"{_KEY}: {place}: a JSON object expected, but it is {str(record)[:60]}")
+            yield place, record
+
+
+def _decoded(place: str, record: Mapping[str, Any]) -> Case:
+    try:
+        case = decode(Case, ConfigSource(dict(record)))
+        case.check()
+    except ConfigError as error:
+        raise ConfigError(f"{_KEY}: {place}: {error}") from error
+    return case

@@ -1,0 +1,91 @@
+"""Evaluations with limits, which compare a model with a reference."""
+
+import abc
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from jaxlm.core.field_types import PositiveInt
+from jaxlm.evals.base import EvalConfig, EvalContext
+from jaxlm.evals.limits import Limit, Limits
+from jaxlm.reading.decode import choice_name
+
+
+@dataclass(frozen=True)
+class GateConfig(EvalConfig, abc.ABC):
+    """An evaluation whose metrics may be limited. By default, it runs only at the end of each phase.
+
+    Attributes:
+        every: runs only at every N-th evaluation, and at the end of the phase; null runs only at the end.
+        name: under which its metrics are logged; null means its type. No two of them may have the same.
+        fail_fast: a metric beyond its limit ends the run with an error that names it. What was saved stays. False only warns.
+    """
+
+    every: PositiveInt | None = field(default=None, kw_only=True)
+    name: str | None = field(default=None, kw_only=True)
+    fail_fast: bool = field(default=False, kw_only=True)
+
+    @property
+    def title(self) -> str:
+        """What the names of its metrics begin with."""
+        return choice_name(type(self)) if self.name is None else self.name
+
+    @property
+    def unique_name(self) -> str:
+        return self.title
+
+    @property
+    def metric_names(self) -> tuple[str, ...] | None:
+        return None if self.own_metrics is None else tuple(f"{self.title}/{name}" for name in self.own_metrics)
+
+    @property
+    def limits(self) -> Limits:
+        given = {f"{self.title}/{name}": limit for name, limit in self.own_limits.items() if limit is not None}
+        return Limits(given, self.fail_fast)
+
+    @property
+    @abc.abstractmethod
+    def own_metrics(self) -> tuple[str, ...] | None:
+        """The names of its metrics without `title`. None: they are not known before it has run."""
+
+    @property
+    @abc.abstractmethod
+    def own_limits(self) -> Mapping[str, Limit | None]:
+        """The limit of each metric that may have one, by its name without `title`."""
+
+
+@dataclass(frozen=True)
+class PairGateConfig(GateConfig, abc.ABC):
+    """Compares the model with a reference on the validation data.
+
+    Attributes:
+        reference: name of the model to compare with in the section `refs`.
+        batches: the first batches of each source of validation data to compare on, also limited by
+            `trainer.max_eval_batches`.
+    """
+
+    reads_supervised: ClassVar[bool] = True
+    reads_validation: ClassVar[bool] = True
+
+    reference: str = "teacher"
+    batches: PositiveInt = 5
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        return (self.reference,)
+
+    def first_batches(self, ctx: EvalContext) -> Iterator[Any]:
+        """The batches to compare on."""
+        for source in ctx.validation:
+            for _, batch in zip(range(self.batches), source.batches(), strict=False):
+                yield batch
+
+
+def at_most(bound: float | None, key: str) -> Limit | None:
+    """The limit of a key that says the largest value; None for null."""
+    return None if bound is None else Limit(bound, f"{key}: {bound:g}")
+
+
+def at_least(bound: float | None, key: str) -> Limit | None:
+    """The limit of a key that says the smallest value; None for null."""
+    return None if bound is None else Limit(bound, f"{key}: {bound:g}", least=True)
