@@ -1,4 +1,4 @@
-"""PNGs of a run: loss, learning rate and step times."""
+"""PNGs of a run: loss, learning rate, step times, and numbers of layers."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlm.core.values.layer_table import LayerTable
 from jaxlm.engine.metric_names import DURATION, EVAL_LOSS, LEARNING_RATE, TRAIN_LOSS
 from jaxlm.engine.phases import Phase
 from jaxlm.observe.curves import COLORS, half_window, smoothed
@@ -172,6 +173,18 @@ def step_time_histogram(times: StepTimes, path: Path, title: str) -> None:
         beyond, longest = int((~shown).sum()), times.durations_ms.max()
         axes.plot([], [], " ", label=f"{beyond} above {end:.1f} ms, maximum {longest:.1f} ms")
     axes.set(title=title, xlabel="step duration (ms)", ylabel="steps")
+    _save(figure, axes, path)
+
+
+def layer_bars(table: LayerTable, path: Path, title: str) -> None:
+    """Plots the numbers of each layer as neighboring bars, as a PNG."""
+    figure, axes = _figure("xaxis")
+    layers, width = np.arange(len(table.rows)), 0.8 / len(table.columns)
+    for number, (name, values) in enumerate(zip(table.columns, zip(*table.rows, strict=True), strict=True)):
+        offset = (number - (len(table.columns) - 1) / 2) * width
+        axes.bar(layers + offset, values, width, color=COLORS[number % len(COLORS)], label=name)
+    axes.set_title(f"{title}\n{table.source}: {table.title}", fontsize=9, wrap=True)
+    axes.set(xlabel="layer")
     _save(figure, axes, path)
 
 
