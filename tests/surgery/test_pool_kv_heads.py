@@ -292,6 +292,15 @@ def test_transformers_reads_the_export(name, built, as_inputs, logits_of, tmp_pa
     np.testing.assert_allclose(logits_of(new, as_inputs(ids())), expected, atol=1e-4 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("name", ["gpt_neox, a part rotates", "mpt, alibi"])
+def test_an_export_that_has_no_place_for_fewer_heads_is_refused(name, built, tmp_path):
+    config, surgery = POOLED[name], PoolKvHeadsConfig(num_kv_heads=2)
+    new, changed = pooled(surgery, built(config)), surgery.changed(config)
+    with pytest.raises(ConfigError, match="cannot represent this model") as error:
+        save_folder(tmp_path / "out", new, changed, one_device(), dtype=np.float32, files={}, special_ids={})
+    assert "model.num_kv_heads: 2 would become 8" in str(error.value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_aligned_heads_lose_less_than_means_of_a_trained_model(seed):
@@ -308,7 +317,6 @@ def test_aligned_heads_lose_less_than_means_of_a_trained_model(seed):
         surgery = PoolKvHeadsConfig(num_kv_heads=2, **keys)
         sums = jax.jit(surgery.measure)(teacher, calibration) if surgery.num_calibration_batches else None
         losses[name] = float(nll(pooled(surgery, teacher, sums), held_out))
-    print(losses)
     assert losses["aligned"] <= losses["mean"]
     assert losses["aligned without data"] <= losses["mean"]
     assert losses["mean"] < losses["random"]
