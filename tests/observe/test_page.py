@@ -268,7 +268,9 @@ def test_a_run_that_went_back_shows_the_line_that_survives(tmp_path):
 
 def test_numbers_of_layers_are_tables_with_bars(tmp_path):
     """A run that was killed in between has measured twice; a line that was cut off is no table."""
-    table = LayerTable("decouple", "errors of the scores: <b>", ("un-rotation", "rank"), [(0.8, 0.2), (0.4, float("nan"))])
+    table = LayerTable(
+        "decouple", "errors of the scores: <b>", ("un-rotation", "rank"), [(0.8, 0.2), (0.4, float("nan"))]
+    )
     one = LayerTable("drop_layers", "layers 1 of 2 are dropped", ("Block Influence",), [(0.5,), (0.25,)])
     log = f"{START}{table.line()}\n{table.line()}\nother: by layer\n{one.line()}\n{one.line()[:-8]}, 0.1\n"
     page = page_of(write_run(tmp_path / "mine", [record(1)], log=log))

@@ -74,7 +74,9 @@ class PoolKvHeadsConfig(SurgeryConfig):
         before = config.KVHeads.size
         if self.num_kv_heads >= before or before % self.num_kv_heads:
             fitting = [number for number in range(1, before) if before % number == 0]
-            expected = f"{', '.join(map(str, fitting))} expected" if fitting else "so none can be pooled. Remove the surgery"
+            expected = (
+                f"{', '.join(map(str, fitting))} expected" if fitting else "so none can be pooled. Remove the surgery"
+            )
             raise ConfigError(
                 f"surgery pool_kv_heads: num_kv_heads: {self.num_kv_heads} given, but the model has {before} key/value"
                 f" heads: {expected}"
