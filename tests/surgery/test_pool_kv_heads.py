@@ -267,11 +267,14 @@ def test_moments_of_turned_weights_start_anew(built):
 
 def test_eight_devices_and_one_make_the_same_heads(built, as_inputs, logits_of):
     surgery, model = PoolKvHeadsConfig(num_kv_heads=2, align=True), built(LLAMA)
-    whole = pooled(surgery, model, jax.jit(surgery.measure)(model, batch()))
+    sums = jax.jit(surgery.measure)(model, batch())
+    whole, (table,) = pooled(surgery, model, sums), tables_in(surgery.describe(model, sums))
     meshes = layout()
     with meshes.use():
         sharded = jax.device_put(model, shardings(model, meshes))
-        made = pooled(surgery, sharded, jax.jit(surgery.measure)(sharded, batch()))
+        sums = jax.jit(surgery.measure)(sharded, batch())
+        made, (other,) = pooled(surgery, sharded, sums), tables_in(surgery.describe(sharded, sums))
+    np.testing.assert_allclose(other.rows, table.rows, atol=2e-4)
     expected = logits_of(whole, as_inputs(ids()))
     found = logits_of(jax.device_get(made), as_inputs(ids()))
     np.testing.assert_allclose(found, expected, atol=1e-3 * np.abs(expected).max())
