@@ -21,7 +21,7 @@ _MAX_POINTS = 2000  # points of a computed curve
 _NUM_BINS = 60
 _LEGEND_COLUMNS = 4
 _MAX_LABELS = 24  # labels of points; more would overlap
-_MAX_TITLE = 110  # characters of a line
+_MAX_TITLE = 100  # characters that fit on a line
 _RIGHT = 0.8  # points after this fraction of the steps have their label below
 _LABEL_WIDTH = 0.02  # of a mark, as a fraction of the steps
 
@@ -185,7 +185,8 @@ def layer_bars(table: LayerTable, path: Path, title: str) -> None:
     for number, (name, values) in enumerate(zip(table.columns, zip(*table.rows, strict=True), strict=True)):
         offset = (number - (len(table.columns) - 1) / 2) * width
         axes.bar(layers + offset, values, width, color=COLORS[number % len(COLORS)], label=name)
-    axes.set(title=f"{title}, {table.source}", xlabel=f"layer\n{shorten(table.title, _MAX_TITLE, placeholder=' ...')}")
+    axes.set_title(f"{title}, {table.source}")
+    axes.set_xlabel(f"by layer: {shorten(table.title, _MAX_TITLE, placeholder=' ...')}", fontsize=8)
     _save(figure, axes, path)
 
 
