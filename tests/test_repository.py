@@ -44,12 +44,12 @@ def test_import_contracts():
 @pytest.fixture
 def planned(tmp_path, monkeypatch):
     """The plan of a recipe on the tests' eight devices."""
-    # The recipes that start from a Hugging Face model use this folder name, cut it above layer 12, and give 32 heads, or
-    # fewer that are larger, decoupled attention.
+    # The recipes that start from a Hugging Face model use this folder name, cut it above layer 12, give 32 heads, or fewer
+    # that are larger, decoupled attention, and leave 4 key/value heads of more.
     (tmp_path / "model-folder").mkdir()
-    (tmp_path / "model-folder" / "config.json").write_text(
-        json.dumps({"model_type": "llama", "vocab_size": 60_000, **LLAMA, "num_hidden_layers": 14, "head_dim": 64})
-    )
+    sizes = {"num_hidden_layers": 14, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 8}
+    content = {"model_type": "llama", "vocab_size": 60_000, **LLAMA, **sizes}
+    (tmp_path / "model-folder" / "config.json").write_text(json.dumps(content))
     monkeypatch.chdir(tmp_path)
 
     def plan(path: Path) -> Plan:

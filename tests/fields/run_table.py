@@ -290,6 +290,13 @@ DECOUPLE: dict[str, Entry] = {
     "surgery.gate": Change("static", Shapes({r"^model.*gate\.logits": (2, 4)})),
     "surgery.null_slot": Change(True, Shapes({r"^model.*null_slot\.values": (2, 4, 8)})),
 }
+POOLED = "tests/surgery/test_pool_kv_heads.py::"
+POOL_KV_HEADS: dict[str, Entry] = {
+    "surgery.num_kv_heads": Change(2, Shapes({r"^model.*k_proj\.weight": (2, 2, 8, 32)})),
+    "surgery.method": ShownIn(POOLED + "test_heads_are_means_and_everything_else_keeps_its_bits"),
+    "surgery.align": ShownIn(POOLED + "test_turned_heads_compute_the_same"),
+    "surgery.calibration_batches": ShownIn(POOLED + "test_alignment_loses_less_in_every_layer"),
+}
 FP8: dict[str, Entry] = {
     "surgery.recipe": Change("rowwise", Program(gains=r"stablehlo\.bitcast_convert", loses=r"f8E5M2")),
     "surgery.exclude": Change("mlp", Program(loses=r"f8E4M3FN")),
@@ -493,6 +500,7 @@ TABLE: Table = {
     "split_at": SPLIT_AT,
     "drop_layers": DROP_LAYERS,
     "decouple": DECOUPLE,
+    "pool_kv_heads": POOL_KV_HEADS,
     "interpolate": INTERPOLATE,
     "fp8": FP8,
     "distill": DISTILL,

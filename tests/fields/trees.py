@@ -186,6 +186,10 @@ BASES: dict[str, Tree] = {
         tree(phases=[{"name": "p", "surgery": [{"type": "drop_layers", "layers": [1]}]}]), {"model": {"num_layers": 3}}
     ),
     "decouple": tree(phases=[{"name": "p", "surgery": [{"type": "decouple", "sem_dim": 16, "geo_dim": 16}]}]),
+    "pool_kv_heads": merged(
+        tree(phases=[{"name": "p", "surgery": [{"type": "pool_kv_heads", "num_kv_heads": 1}]}]),
+        {"model": {"num_kv_heads": 4}},
+    ),
     "interpolate": tree(
         phases=[{"name": "p", "surgery": [{"type": "interpolate", "ref": "teacher"}]}],
         refs={"teacher": {"type": "hf", "path": TEACHER}},

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxlm.__main__ import main
+from jaxlm.core.values.layer_table import LayerTable
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.observe.curves import extremes, half_window, smoothed
 from jaxlm.observe.ledger import Ledger
@@ -263,6 +264,22 @@ def test_a_run_that_went_back_shows_the_line_that_survives(tmp_path):
     assert marks(page) >= {(5, "resumed")}
     assert "old 5" in page.text
     assert "old 10" not in page.text
+
+
+def test_numbers_of_layers_are_tables_with_bars(tmp_path):
+    """A run that was killed in between has measured twice; a line that was cut off is no table."""
+    table = LayerTable(
+        "decouple", "errors of the scores: <b>", ("un-rotation", "rank"), [(0.8, 0.2), (0.4, float("nan"))]
+    )
+    one = LayerTable("drop_layers", "layers 1 of 2 are dropped", ("Block Influence",), [(0.5,), (0.25,)])
+    log = f"{START}{table.line()}\n{table.line()}\nother: by layer\n{one.line()}\n{one.line()[:-8]}, 0.1\n"
+    page = page_of(write_run(tmp_path / "mine", [record(1)], log=log))
+    decoupled, dropped = (each for each in page.tables if each[0][0] == "layer")
+    assert decoupled == [["layer", "un-rotation", "rank"], ["0", "0.8000", "0.2000"], ["1", "0.4000", "nan"]]
+    assert dropped == [["layer", "Block Influence"], ["0", "0.5000"], ["1", "0.2500"]]
+    assert table.title in page.text
+    bars = [attributes["style"] for tag, attributes in page.tags if attributes.get("class") == "meter"]
+    assert bars == [f"width: {percent}%" for percent in ("70.00", "17.50", "35.00", "0.00", "70.00", "35.00")]
 
 
 def test_skipped_steps_have_the_text_of_the_log(tmp_path):

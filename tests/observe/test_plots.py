@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 
+from jaxlm.core.values.layer_table import LayerTable
 from jaxlm.observe import plots as plots
 from jaxlm.observe.logged_run import LoggedRun, series_of
-from jaxlm.observe.plots import loss_curve, schedule_curve, step_time_histogram, step_times
+from jaxlm.observe.plots import layer_bars, loss_curve, schedule_curve, step_time_histogram, step_times
 from jaxlm.optim.adam import AdamConfig
 from tests.engine.helpers import phase
 
@@ -139,3 +140,15 @@ def test_a_plot_of_few_steps_has_integer_ticks_and_one_curve(drawn, tmp_path):
     (axes,) = drawn
     assert all(tick == round(tick) for tick in axes.get_xticks())
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["training"]
+
+
+def test_the_numbers_of_layers_are_neighboring_bars(drawn, tmp_path):
+    rows = [(0.8, 0.2), (0.4, 0.1), (0.6, 0.3)]
+    layer_bars(LayerTable("decouple", "errors of the scores", ("un-rotation", "rank"), rows), tmp_path / "a.png", "run")
+    (axes,) = drawn
+    heights = [[bar.get_height() for bar in bars] for bars in axes.containers]
+    assert heights == [[0.8, 0.4, 0.6], [0.2, 0.1, 0.3]]
+    centers = np.array([[bar.get_x() + bar.get_width() / 2 for bar in bars] for bars in axes.containers])
+    np.testing.assert_allclose(centers.mean(axis=0), [0, 1, 2], atol=1e-9)
+    np.testing.assert_allclose(centers[1] - centers[0], axes.containers[0][0].get_width())
+    assert is_png(tmp_path / "a.png")

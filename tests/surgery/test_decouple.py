@@ -1,20 +1,17 @@
 """Decoupled attention made of a teacher's, against the teacher, closed forms in float64, and a short training."""
 
-import argparse
 import dataclasses
-import inspect
-import re
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import TokenBatch
+from jaxlm.core.values.layer_table import tables_in
 from jaxlm.engine.state import shardings
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.dba import DbaConfig
@@ -25,7 +22,6 @@ from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.families.phi3 import Phi3Config
 from jaxlm.models.families.qwen2 import Qwen2Config
 from jaxlm.models.families.qwen3 import Qwen3Config
-from jaxlm.models.loss import token_losses
 from jaxlm.models.rope import DefaultRotary, Llama3Rotary, YarnRotary
 from jaxlm.surgery.bottleneck import (
     HeadFeatures,
@@ -40,6 +36,7 @@ from jaxlm.surgery.bottleneck import (
 )
 from jaxlm.surgery.decouple import DecoupleConfig
 from tests.engine.helpers import layout
+from tests.surgery.trained import nll, trained
 
 SEQ_LEN, VOCAB = 24, vocab_axis(50)
 SIZES = {
@@ -337,11 +334,11 @@ def test_measured_inputs_choose_pairs_and_approximation():
     errors = [jax.jit(surgery.errors)(model, sums) for surgery in (whitened, joint)]
     assert np.all(np.asarray(errors[0].low_rank) < np.asarray(errors[1].low_rank))
     np.testing.assert_array_equal(errors[0].unrotated, errors[1].unrotated)  # the same pairs
-    text = whitened.describe(model, sums)
-    assert re.match("decouple: errors of the scores by un-rotation and by rank, .* over 192 tokens", text)
-    shares = np.array(re.findall(r"(\d\.\d{4}) \+ (\d\.\d{4})", text), float)
+    (table,) = tables_in(whitened.describe(model, sums))
+    assert (table.source, table.columns) == ("decouple", ["un-rotation", "rank"])
+    assert "over 192 tokens" in table.title
     np.testing.assert_allclose(
-        shares, np.stack([errors[0].unrotated, errors[0].low_rank], 1) / errors[0].signal[:, None], atol=1e-4
+        table.rows, np.stack([errors[0].unrotated, errors[0].low_rank], 1) / errors[0].signal[:, None], atol=1e-4
     )
 
 
@@ -363,45 +360,14 @@ def test_eight_devices_and_one_make_the_same_student():
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_loss_right_after_depends_on_where_queries_and_keys_come_from(seed):
     """On a teacher that has learned Python's source: joint decompositions keep most of it, separate ones nothing."""
-    length, config = (
-        64,
-        dataclasses.replace(TEACHER, **SIZES | {"seq_len": 64, "hidden_dim": 64, "initializer_range": 0.1}),
-    )
-    vocab = vocab_axis(128)
-    text = np.frombuffer(inspect.getsource(argparse).encode("ascii", "replace"), np.uint8).astype(np.int32)
-    rng = np.random.default_rng(seed)
-    axes = (hax.Axis("batch", 16), hax.Axis("position", length))
-
-    def batch(low, high):
-        rows = text[rng.integers(low, high, 16)[:, None] + np.arange(length + 1)]
-        columns = (rows[:, :-1], rows[:, 1:], np.tile(np.arange(length), (16, 1)), np.ones((16, length), np.int32))
-        tokens, targets, positions, segments = (hax.named(jnp.asarray(a), axes) for a in columns)
-        return TokenBatch(tokens, targets, hax.ones(axes), segments, positions)
-
-    @jax.jit
-    def nll(model, read):
-        hidden = model.hidden(Inputs(read.tokens, read.positions, read.segment_ids)).final
-        return jnp.mean(token_losses(hidden, model.lm_head(), read.targets).array)
-
-    optimizer = optax.adam(3e-3)
-
-    @jax.jit
-    def step(model, state, read):
-        _, gradient = jax.value_and_grad(nll)(model, read)
-        updates, state = optimizer.update(gradient, state)
-        return optax.apply_updates(model, updates), state
-
-    teacher = jax.jit(lambda key: config.build(vocab, key=key))(jax.random.key(seed))
-    state, end = optimizer.init(teacher), len(text) - 20_000
-    for _ in range(300):
-        teacher, state = step(teacher, state, batch(0, end - length))
-    held_out = batch(end, len(text) - length - 1)
+    config = dataclasses.replace(TEACHER, **SIZES | {"seq_len": 64, "hidden_dim": 64, "initializer_range": 0.1})
+    teacher, batch, held_out = trained(config, seed)
     losses = {"teacher": float(nll(teacher, held_out))}
     assert losses["teacher"] < 2.6  # 4.85 before
     for method in ("exact", "whitened", "svd_joint", "svd_independent", "random", "fresh"):
         sizes = {"sem_dim": 0, "geo_dim": 64} if method == "exact" else {"sem_dim": 16, "geo_dim": 16}
         surgery = DecoupleConfig(**sizes, method=method, calibration_batches=1)
-        sums = jax.jit(surgery.measure)(teacher, batch(0, end - length)) if surgery.num_calibration_batches else None
+        sums = jax.jit(surgery.measure)(teacher, batch()) if surgery.num_calibration_batches else None
         losses[method] = float(nll(student(surgery, teacher, sums), held_out))
     assert losses["exact"] == pytest.approx(losses["teacher"], abs=1e-5)
     assert losses["whitened"] < min(losses[m] for m in ("svd_independent", "random", "fresh"))

@@ -170,8 +170,8 @@ def test_the_layers_with_the_least_influence_are_dropped_with_their_moments(buil
     fill = lambda model, before: NUM_LAYERS.fill(model, before, refs={}, sums=SUMS, key=jax.random.key(0))  # noqa: E731
     assert eqx.tree_equal(jax.jit(fill)(structure, whole), expected)
     assert NUM_LAYERS.describe(whole, SUMS) == (
-        "drop_layers: layers 1, 3 of 5 are dropped, by Block Influence over 10 tokens: 0: 0.5000, 1: 0.1000, 2: 0.9000,"
-        " 3: 0.0500, 4: 0.8000"
+        "drop_layers: layers 1, 3 of 5 are dropped, which matter least over 10 tokens, by layer (Block Influence):"
+        " 0: 0.5000; 1: 0.1000; 2: 0.9000; 3: 0.0500; 4: 0.8000"
     )
     some, _ = tree.partition(whole, tree.select(whole, ["mlp"]))
     assert eqx.tree_equal(NUM_LAYERS.moved(some, SUMS), tree.partition(expected, tree.select(expected, ["mlp"]))[0]), (

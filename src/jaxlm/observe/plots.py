@@ -1,12 +1,14 @@
-"""PNGs of a run: loss, learning rate and step times."""
+"""PNGs of a run: loss, learning rate, step times, and numbers of layers."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
 
+from jaxlm.core.values.layer_table import LayerTable
 from jaxlm.engine.metric_names import DURATION, EVAL_LOSS, LEARNING_RATE, TRAIN_LOSS
 from jaxlm.engine.phases import Phase
 from jaxlm.observe.curves import COLORS, half_window, smoothed
@@ -19,6 +21,7 @@ _MAX_POINTS = 2000  # points of a computed curve
 _NUM_BINS = 60
 _LEGEND_COLUMNS = 4
 _MAX_LABELS = 24  # labels of points; more would overlap
+_MAX_TITLE = 100  # characters that fit on a line
 _RIGHT = 0.8  # points after this fraction of the steps have their label below
 _LABEL_WIDTH = 0.02  # of a mark, as a fraction of the steps
 
@@ -172,6 +175,18 @@ def step_time_histogram(times: StepTimes, path: Path, title: str) -> None:
         beyond, longest = int((~shown).sum()), times.durations_ms.max()
         axes.plot([], [], " ", label=f"{beyond} above {end:.1f} ms, maximum {longest:.1f} ms")
     axes.set(title=title, xlabel="step duration (ms)", ylabel="steps")
+    _save(figure, axes, path)
+
+
+def layer_bars(table: LayerTable, path: Path, title: str) -> None:
+    """Plots the numbers of each layer as neighboring bars, as a PNG."""
+    figure, axes = _figure("xaxis")
+    layers, width = np.arange(len(table.rows)), 0.8 / len(table.columns)
+    for number, (name, values) in enumerate(zip(table.columns, zip(*table.rows, strict=True), strict=True)):
+        offset = (number - (len(table.columns) - 1) / 2) * width
+        axes.bar(layers + offset, values, width, color=COLORS[number % len(COLORS)], label=name)
+    axes.set_title(f"{title}, {table.source}")
+    axes.set_xlabel(f"by layer: {shorten(table.title, _MAX_TITLE, placeholder=' ...')}", fontsize=8)
     _save(figure, axes, path)
 
 

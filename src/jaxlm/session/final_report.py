@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxlm.core.guards import SKIPPED
 from jaxlm.core.stores import AT_START_S, retried
+from jaxlm.core.values.layer_table import tables_in
 from jaxlm.engine.metric_names import BEST_BPB, EVAL_BPB, EVAL_CORE, EVAL_LOSS, TRAIN_LOSS
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.events import skipped_steps
@@ -14,7 +15,7 @@ from jaxlm.observe.ledger import account, read_lines
 from jaxlm.observe.logged_run import LoggedRun, read_run
 from jaxlm.observe.page.page import write_page
 from jaxlm.observe.page.sections import newest
-from jaxlm.observe.plots import loss_curve, schedule_curve, step_time_histogram, step_times
+from jaxlm.observe.plots import layer_bars, loss_curve, schedule_curve, step_time_histogram, step_times
 from jaxlm.observe.records import METRICS, REPORT_PAGE, SAMPLES
 from jaxlm.plan.plan import Plan
 from jaxlm.reading.decode import choice_name
@@ -82,7 +83,10 @@ def outputs(plan: Plan) -> list[tuple[str, str]]:
 
 
 def write_plots(plan: Plan, run: LoggedRun) -> list[tuple[str, str]]:
-    """Writes `loss.png`, `schedule.png` and `step_time.png` to the log folder, and returns report rows for them."""
+    """Writes `loss.png`, `schedule.png`, `step_time.png` and what surgeries say of layers (`layers_0.png`) to the log folder.
+
+    Returns report rows for them.
+    """
     try:
         return _write_plots(plan, run)
     except OSError as error:
@@ -100,6 +104,10 @@ def _write_plots(plan: Plan, run: LoggedRun) -> list[tuple[str, str]]:
         step_time_histogram(measured, times, title)
         durations = f"median {measured.median_ms:.1f} ms, 99th percentile {measured.p99_ms:.1f} ms"
         rows.append(("step time", f"{durations}: {times}"))
+    for number, numbers in enumerate(tables_in(run.log)):
+        path = plan.log_folder / f"layers_{number}.png"
+        layer_bars(numbers, path, title)
+        rows.append((numbers.source, str(path)))
     return rows
 
 

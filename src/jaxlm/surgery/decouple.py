@@ -19,6 +19,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt
 from jaxlm.core.sharding import current_layout
 from jaxlm.core.values.batch_types import TokenBatch
+from jaxlm.core.values.layer_table import LayerTable
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.decoder import Decoder, DecoderBlock
 from jaxlm.models.families.dba import DbaConfig
@@ -45,7 +46,7 @@ from jaxlm.surgery.bottleneck import (
     second_root,
     zero_padded,
 )
-from jaxlm.surgery.input_moments import InputMoments, input_moments
+from jaxlm.surgery.input_moments import InputMoments, input_moments, moment_of_layers
 from jaxlm.surgery.layer_matrices import by_layer, flat
 
 Method = Literal["svd_joint", "whitened", "exact", "svd_independent", "random", "fresh"]
@@ -152,13 +153,13 @@ class DecoupleConfig(SurgeryConfig):
         replicated = None if layout is None else layout.replicated()
         errors = jax.jit(self.errors, out_shardings=replicated)(model, sums)
         signal, unrotated, cut = (np.asarray(error) for error in errors)
-        shares = enumerate(zip(unrotated / signal, cut / signal, strict=True))
-        listed = ", ".join(f"{layer}: {by_rotation:.4f} + {by_rank:.4f}" for layer, (by_rotation, by_rank) in shares)
         num_tokens = int(np.asarray(sums.count.array).ravel()[0])
-        return (
-            f"decouple: errors of the scores by un-rotation and by rank, relative to the scores, over {num_tokens:,} tokens"
-            f" at distances up to {config.seq_len:,}: {listed}"
+        title = (
+            f"errors of the scores, relative to the scores, over {num_tokens:,} tokens at distances up to"
+            f" {config.seq_len:,}"
         )
+        rows = np.stack([unrotated / signal, cut / signal], axis=1).tolist()
+        return LayerTable("decouple", title, ("un-rotation", "rank"), rows).line()
 
     def errors(self, model: LanguageModel, sums: InputMoments) -> ScoreErrors:
         """The errors of the bottleneck of every layer [layers]. Traced. Args: model: before the surgery."""
@@ -345,14 +346,7 @@ def _of_layers(attention: Any, moments: InputMoments | None) -> list[jax.Array]:
     num_layers, num_inputs = arrays[0].shape[0], arrays[0].shape[-1]
     if moments is None:
         return [*arrays, jnp.broadcast_to(jnp.eye(num_inputs), (num_layers, num_inputs, num_inputs))]
-    Layers, Inputs_, Others = ([axis] for axis in moments.products.axes)
-    count = moments.count.array[:, None, None]
-    second = flat(moments.products, tuple(Layers), tuple(Inputs_), tuple(Others)) / count
-    if attention.q_proj.bias is not None:
-        mean = flat(moments.total, tuple(Layers), tuple(Inputs_))[:, :, None] / count
-        right = jnp.concatenate([mean, jnp.ones_like(count)], axis=1)
-        second = jnp.concatenate([jnp.concatenate([second, mean.swapaxes(1, 2)], axis=1), right], axis=2)
-    return [*arrays, second]
+    return [*arrays, moment_of_layers(moments, with_constant=attention.q_proj.bias is not None)]
 
 
 def _parameters(attention: Any, made: Bottleneck) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from jaxlm.core.axes import EMBED
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.values.batch_types import TokenBatch
+from jaxlm.core.values.layer_table import LayerTable
 from jaxlm.models.base import EMBEDDING, Inputs, LanguageModel, ModelConfig, layer_tap
 from jaxlm.models.stacks import Body, taken_layers
 from jaxlm.reading.choices import choice
@@ -80,11 +81,12 @@ class DropLayersConfig(SurgeryConfig):
         influence = 1 - sums["cosines"] / sums["tokens"]
         kept = np.asarray(self._chosen(sums)).tolist()
         dropped = [layer for layer in range(len(influence)) if layer not in kept]
-        by_layer = ", ".join(f"{layer}: {number:.4f}" for layer, number in enumerate(influence.tolist()))
-        return (
-            f"drop_layers: layers {', '.join(map(str, dropped))} of {len(influence)} are dropped, by Block Influence over"
-            f" {int(sums['tokens']):,} tokens: {by_layer}"
+        title = (
+            f"layers {', '.join(map(str, dropped))} of {len(influence)} are dropped, which matter least over"
+            f" {int(sums['tokens']):,} tokens"
         )
+        rows = [[number] for number in influence.tolist()]
+        return LayerTable("drop_layers", title, ("Block Influence",), rows).line()
 
     def fill(
         self,

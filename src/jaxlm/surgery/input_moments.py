@@ -23,6 +23,7 @@ from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.tracing import CustomVjp
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.linear import Linear
+from jaxlm.surgery.layer_matrices import flat
 
 _OTHER = "other_"  # the second of two input axes
 
@@ -56,6 +57,18 @@ class InputMoments(eqx.Module):
         products = hax.dot(inputs, others, axis=mask.axes, precision=jax.lax.Precision.HIGHEST)
         sums = (hax.sum(mask.astype(jnp.float32)), hax.sum(inputs, axis=mask.axes), products)
         return InputMoments(*(total if isinstance(total, NamedArray) else hax.named(total, ()) for total in sums))
+
+
+def moment_of_layers(moments: InputMoments, *, with_constant: bool) -> jax.Array:
+    """Second moments of the inputs of stacked layers [layers, I, I]. Args: with_constant: the last input is 1, for a bias."""
+    Layers, Inputs_, Others = ([axis] for axis in moments.products.axes)
+    count = moments.count.array[:, None, None]
+    second = flat(moments.products, tuple(Layers), tuple(Inputs_), tuple(Others)) / count
+    if not with_constant:
+        return second
+    mean = flat(moments.total, tuple(Layers), tuple(Inputs_))[:, :, None] / count
+    right = jnp.concatenate([mean, jnp.ones_like(count)], axis=1)
+    return jnp.concatenate([jnp.concatenate([second, mean.swapaxes(1, 2)], axis=1), right], axis=2)
 
 
 def input_moments(model: LanguageModel, paths: Collection[str], inputs: Inputs) -> dict[str, InputMoments]:

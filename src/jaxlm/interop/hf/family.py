@@ -240,6 +240,9 @@ def config_to_json(family: Family, config: ModelConfig) -> Json:
         for f in dataclasses.fields(config)
         if f.name not in (*_NOT_COMPARED, *family.respelled) and getattr(config, f.name) != getattr(restored, f.name)
     ]
+    ours, theirs = (getattr(one, "KVHeads", None) for one in (config, restored))  # null means as many as query heads
+    if ours is not None and theirs is not None and ours != theirs:
+        lost.append(f"num_kv_heads: {ours.size} would become {theirs.size}")
     if lost:
         raise ConfigError(
             f"config.json of {family.model_types[0]} cannot represent this model:\n"

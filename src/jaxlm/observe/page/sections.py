@@ -1,4 +1,4 @@
-"""The tables and texts of a page: report card, CORE, where runs differ, skipped steps, samples and completions."""
+"""The tables and texts of a page: report card, CORE, layers, where runs differ, skipped steps, samples and completions."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
+from jaxlm.core.values.layer_table import tables_in
 from jaxlm.engine.activity import Activity
 from jaxlm.engine.metric_names import (
     BEST_BPB,
@@ -96,6 +97,20 @@ class Completions(NamedTuple):
     head: Sequence[str]
     rows: Sequence[tuple[int, str, str, Sequence[str]]]
     left_out: int
+
+
+class Layers(NamedTuple):
+    """Numbers of every layer that a surgery has measured.
+
+    Attributes:
+        rows: of each layer, (number as text, length of its bar in percent of the longest).
+    """
+
+    run: str
+    source: str
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[tuple[str, float]]]
 
 
 class Share(NamedTuple):
@@ -237,6 +252,21 @@ def skipped(runs: Sequence[LoggedRun]) -> list[Skipped]:
     """The newest skipped steps of each run that has some."""
     by_run = [(run.name, skipped_steps(run)) for run in runs]
     return [Skipped(name, steps[-_MAX_SKIPPED:], max(0, len(steps) - _MAX_SKIPPED)) for name, steps in by_run if steps]
+
+
+def layers(runs: Sequence[LoggedRun]) -> list[Layers]:
+    """The tables of numbers by layer in the console output of each run."""
+    return [
+        Layers(run.name, table.source, table.title, table.columns, _with_bars(table.rows))
+        for run in runs
+        for table in tables_in(run.log)
+    ]
+
+
+def _with_bars(rows: Sequence[Sequence[float]]) -> list[list[tuple[str, float]]]:
+    longest = max((x for row in rows for x in row if np.isfinite(x)), default=0.0)
+    length = lambda x: 100 * max(x, 0.0) / longest if np.isfinite(x) and longest > 0 else 0.0  # noqa: E731
+    return [[(f"{x:.4f}", length(x)) for x in row] for row in rows]
 
 
 def samples(runs: Sequence[LoggedRun]) -> tuple[list[Samples], int]:
