@@ -105,16 +105,28 @@ ERRORS = {
     "list in a text": ("vars: {a: [1]}\ntrainer: {id: 'x${a}'}\n", [], ["run.yaml:2", "trainer.id", "a list cannot"]),
     "no variables": ("vars: [1]\n", [], ["run.yaml:1", "vars", "a mapping from names"]),
     "unknown target": (MANIFEST, ["--target", "quik"], ["--target", "'quick'", "fast, lion, main, paper, quick"]),
-    "unknown alias": ("targets: {a: {}}\nentrypoints: {b: c}\n", [], ["run.yaml:2", "entrypoints.b", "'c'", "Known: a, b"]),
+    "unknown alias": (
+        "targets: {a: {}}\nentrypoints: {b: c}\n",
+        [],
+        ["run.yaml:2", "entrypoints.b", "'c'", "Known: a, b"],
+    ),
     "circular alias": ("targets: {a: {}}\nentrypoints: {b: c, c: b}\n", [], ["entrypoints.b", "b -> c -> b"]),
     "shadowed target": ("targets: {a: {}, b: {}}\nentrypoints: {a: b}\n", [], ["entrypoints.a", "is a target already"]),
     "no targets": ("trainer: {seed: 1}\n", ["--target", "x"], ["--target", "has no targets"]),
     "targets as a list": ("targets: [a]\n", [], ["run.yaml:1", "targets", "a mapping from names"]),
     "a target as text": ("targets: {a: b}\n", [], ["run.yaml:1", "targets.a", "a mapping of sections"]),
-    "unknown key": ("targets:\n  a: {}\n  b:\n    trainer:\n      sed: 1\n", ["--target", "b"], ["run.yaml:5", "trainer.sed"]),
+    "unknown key": (
+        "targets:\n  a: {}\n  b:\n    trainer:\n      sed: 1\n",
+        ["--target", "b"],
+        ["run.yaml:5", "trainer.sed"],
+    ),
     "unknown variable": (MANIFEST, ["--vars.stepz", "1"], ["--vars.stepz", "'steps'"]),
     "no vars at all": ("trainer: {seed: 1}\n", ["--vars.a", "1"], ["--vars.a", "has no vars"]),
-    "no such index": ("targets: {a: {phases.3.name: x}}\nphases: []\n", ["--target", "a"], ["targets.a.phases.3.name", "'3'"]),
+    "no such index": (
+        "targets: {a: {phases.3.name: x}}\nphases: []\n",
+        ["--target", "a"],
+        ["targets.a.phases.3.name", "'3'"],
+    ),
 }
 
 

@@ -69,7 +69,10 @@ def load_source(arguments: Sequence[str], command: str, kind: type[RunConfig]) -
             " chat or evaluate"
         )
     file = read_file(parsed, kind)
-    source, options = file.source, {key: value for key, value in parsed.options.items() if not is_option_of_variables(key)}
+    source, options = (
+        file.source,
+        {key: value for key, value in parsed.options.items() if not is_option_of_variables(key)},
+    )
     dropped = drop_stale_keys(kind, source.tree, option_tree(options))
     if dropped:
         print(f"note: the command line changes a type; these keys of the file are ignored: {', '.join(dropped)}")
@@ -114,7 +117,9 @@ def given_distributed(arguments: Sequence[str]) -> DistributedConfig:
     prefix, tree = "trainer.distributed.", {}
     with contextlib.suppress(ConfigError):
         path, root = options.get("config_path", options.get("config", "")), options.get("config_root")
-        given = Arguments(path, options.get("target"), root, {n: t for n, t in options.items() if is_option_of_variables(n)})
+        given = Arguments(
+            path, options.get("target"), root, {n: t for n, t in options.items() if is_option_of_variables(n)}
+        )
         section = read_file(given, RunConfig).source.tree.get("trainer")
         tree = dict(section.get("distributed") or {}) if isinstance(section, dict) else {}
     tree |= {name.removeprefix(prefix): parse_value(text) for name, text in options.items() if name.startswith(prefix)}

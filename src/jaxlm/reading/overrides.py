@@ -51,7 +51,9 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
         if not option.startswith("--") or option == "--":
             raise _not_an_option(option, options)
         name, equals, text = option[2:].partition("=")
-        if name not in (*_CONFIG_OPTIONS, *_FILE_OPTIONS) and difflib.get_close_matches(name, _CONFIG_OPTIONS, cutoff=0.8):
+        if name not in (*_CONFIG_OPTIONS, *_FILE_OPTIONS) and difflib.get_close_matches(
+            name, _CONFIG_OPTIONS, cutoff=0.8
+        ):
             raise ConfigError(f"command line: --{name} is not an option. Did you mean --config_path?")
         if not equals:
             if not rest or re.match(r"--[A-Za-z_]", rest[0]):

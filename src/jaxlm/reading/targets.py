@@ -112,7 +112,9 @@ def entrypoint(source: ConfigSource, targets: Collection[str], wanted: str | Non
     for name, meaning in aliases.items():
         if name in targets and meaning != name:
             raise config_error(
-                source, (ENTRYPOINTS, name), f"'{name}' is a target already. Rename one of the two, or remove the entrypoint"
+                source,
+                (ENTRYPOINTS, name),
+                f"'{name}' is a target already. Rename one of the two, or remove the entrypoint",
             )
         _follow(source, name, aliases, targets)  # also those that nobody asks for: a mistake should not wait
     if wanted is None:

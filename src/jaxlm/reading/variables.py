@@ -101,4 +101,6 @@ class _Substitution:
 def _undefined(name: str, variables: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(name, list(variables), n=1)
     hint = f" Did you mean '{near[0]}'?" if near else ""
-    return f"no such variable in {VARS}.{hint} Known: {listed(sorted(variables))}. For the text itself, write $${{{name}}}"
+    return (
+        f"no such variable in {VARS}.{hint} Known: {listed(sorted(variables))}. For the text itself, write $${{{name}}}"
+    )
