@@ -12,7 +12,6 @@ import yaml
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.caramba.from_caramba import from_caramba
 from jaxlm.plan.load_config import load_config
-from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.targets import Selection
 from jaxlm.reading.yaml import load_yaml
 
@@ -32,7 +31,7 @@ def model(
     attention: Mapping[str, Any] = ATTENTION, mlp: Mapping[str, Any] = MLP, head: Mapping[str, Any] = HEAD, **keys: Any
 ) -> dict[str, Any]:
     unit = {"type": "NestedTopology", "repeat": 3, "layers": [residual(NORM, attention), residual(NORM, mlp)]}
-    topology = {"type": "StackedTopology", "layers": [unit, NORM, head]}
+    topology = {"type": "StackedTopology", "layers": [unit, NORM, *([head] if head else [])]}
     embedder = {"type": "token", "vocab_size": 300, "d_model": 64}
     return {"type": "TransformerModel", "embedder": embedder, "topology": topology, **keys}
 
@@ -68,11 +67,11 @@ def upcycle(
 
 
 def translate(
-    folder: Path, *targets: Mapping[str, Any], name: str | None = None, **top: Any
+    folder: Path, *targets: Mapping[str, Any], name: str | None = None, top: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], str]:
     """The translation of a manifest, and its notes."""
     (folder / "manifest.yml").write_text(
-        yaml.safe_dump({"version": 2, "targets": list(targets), **top}, sort_keys=False)
+        yaml.safe_dump({"version": 2, "targets": list(targets), **(top or {})}, sort_keys=False)
     )
     resolved = from_caramba(load_yaml(folder / "manifest.yml"), Selection(name, {}))
     return resolved.source.tree, "\n".join(resolved.notes)
@@ -283,7 +282,7 @@ LLAMA = {
 }
 MODELS = {
     "llama": (model(), {"type": "llama", **LLAMA}),
-    "tied": (model(tied_embeddings=True), {"type": "llama", **LLAMA, "tie_word_embeddings": True}),
+    "tied": (model(head={}, tied_embeddings=True), {"type": "llama", **LLAMA, "tie_word_embeddings": True}),
     "gqa": (model({**ATTENTION, "n_kv_heads": 2, "mode": "gqa"}), {"type": "llama", **LLAMA, "num_kv_heads": 2}),
     "window": (model({**ATTENTION, "local_window": 8}), {"type": "llama", **LLAMA, "sliding_window": 8}),
     "base": (model({**ATTENTION, "rope_base": 5e5}), {"type": "llama", **LLAMA, "rope": {"theta": 5e5}}),
@@ -486,7 +485,7 @@ def test_defaults(tmp_path: Path):
         "runtime": {"save_every": 500},
     }
     data = {"config": {"path": str(tmp_path / "tokens.npy"), "block_size": 64}}
-    tree, _ = translate(tmp_path, {**standard(), "data": data}, defaults=defaults, name=None)
+    tree, _ = translate(tmp_path, {**standard(), "data": data}, top={"defaults": defaults})
     assert tree["data"]["num_validation_sequences"] == 5  # of 100 sequences
     assert (tree["data"]["tokenizer"], tree["data"]["format"]) == ("gpt2", {"type": "pretokenized"})
     assert tree["trainer"]["tracker"] == {"type": "wandb", "project": "p"}
@@ -513,8 +512,8 @@ def named(name: str, **train: Any) -> dict[str, Any]:
 
 def test_the_target_is_the_default_entrypoint_or_the_one_named(tmp_path: Path):
     targets, top = (named("quick", lr=1.0), named("paper", lr=2.0)), {"entrypoints": {"default": "paper", "q": "quick"}}
-    assert translate(tmp_path, *targets, **top)[0]["optimizer"]["learning_rate"] == 2.0
-    assert translate(tmp_path, *targets, name="q", **top)[0]["optimizer"]["learning_rate"] == 1.0
+    assert translate(tmp_path, *targets, top=top)[0]["optimizer"]["learning_rate"] == 2.0
+    assert translate(tmp_path, *targets, name="q", top=top)[0]["optimizer"]["learning_rate"] == 1.0
 
 
 def test_variables_keep_their_types_and_may_be_overridden(tmp_path: Path):
@@ -672,7 +671,7 @@ def test_a_manifest_without_a_default_needs_a_target(tmp_path: Path):
 
 def test_another_version_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"manifest\.yml:\d+: version: 3 given, 2 expected"):
-        translate(tmp_path, standard(), **{"version": 3})
+        translate(tmp_path, standard(), top={"version": 3})
 
 
 def keys_with_rows() -> set[str]:

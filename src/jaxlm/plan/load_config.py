@@ -7,11 +7,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
+
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.redaction import remember_secrets
-from jaxlm.interop.hf.model_section import with_hf_model
+from jaxlm.core.redaction import redacted, remember_secrets, without_secrets
 from jaxlm.interop.caramba.from_caramba import from_caramba, is_caramba
+from jaxlm.interop.hf.model_section import with_hf_model
 from jaxlm.interop.levanter.from_levanter import from_levanter
 from jaxlm.plan.presets.base import with_preset
 from jaxlm.plan.run_config import RunConfig
@@ -89,6 +91,22 @@ def read_file(arguments: Arguments, kind: type[RunConfig]) -> Resolved:
         return resolve(ConfigSource({}), selection, kind)
     root = None if arguments.config_root is None else Path(arguments.config_root)
     return _resolved(load_yaml(arguments.config_path, root), selection, kind)
+
+
+def manifest_as_yaml(arguments: Arguments) -> str:
+    """A manifest of another program as a configuration of jaxlm, without secrets. Comments say what has no effect.
+
+    Raises:
+        ConfigError: the file is a configuration of jaxlm already.
+    """
+    file = read_file(arguments, RunConfig)
+    if file.manifest is None:
+        raise ConfigError(f"{arguments.config_path}: this is no manifest of caramba, which begin with `version: 2`")
+    notes = [
+        f"# {redacted(note)}\n"
+        for note in (f"target {file.target} of {arguments.config_path}, a manifest of {file.manifest}", *file.notes)
+    ]
+    return "".join(notes) + yaml.safe_dump(without_secrets(file.source.tree), sort_keys=False, width=100)
 
 
 def _resolved(source: ConfigSource, selection: Selection, kind: type[RunConfig]) -> Resolved:

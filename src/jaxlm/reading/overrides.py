@@ -65,8 +65,10 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
     paths = [options.pop(name) for name in _CONFIG_OPTIONS if name in options]
     if len(paths) > 1:
         raise ConfigError("command line: --config_path and --config are aliases. Remove one of them")
-    named = [options.pop(name, None) for name in _FILE_OPTIONS]
-    return Arguments(next(iter(paths), None), *named, {name: _parse(name, text) for name, text in options.items()})
+    target, root = (options.pop(name, None) for name in _FILE_OPTIONS)
+    return Arguments(
+        next(iter(paths), None), target, root, {name: _parse(name, text) for name, text in options.items()}
+    )
 
 
 def _parse(name: str, text: str) -> Any:

@@ -160,8 +160,8 @@ class _Reader:
             self._root = resolved.parent
         elif chain and not resolved.is_relative_to(self._root):
             raise ConfigError(
-                f"{self.marks.get(at, path)}: !include {path}: {resolved} is outside of the project {self._root}, the folder of"
-                " the first file. Move the file there, or name a folder that has all files: --config_root FOLDER"
+                f"{self.marks.get(at, path)}: !include {path}: {resolved} is outside of the project {self._root}, the"
+                " folder of the first file. Move the file there, or name a folder that has all files: --config_root FOLDER"
             )
         if resolved in chain:
             circle = " -> ".join(p.name for p in (*chain, resolved))
@@ -244,10 +244,13 @@ class _Reader:
     def _include_names(self, loader: _Loader, key: yaml.Node, value: yaml.Node) -> list[tuple[str, str]]:
         """The files of the key `include` at the top of a file, each with its place."""
         nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
-        names = [self._scalar(loader, node) if isinstance(node, yaml.ScalarNode) else None for node in nodes]
-        if not all(isinstance(name, str) for name in names):
-            raise ConfigError(f"{self._mark(key)}: include: the name of a YAML file, or a list of names, expected")
-        return [(name, self._mark(node)) for name, node in zip(names, nodes, strict=True)]
+        names = []
+        for node in nodes:
+            name = self._scalar(loader, node) if isinstance(node, yaml.ScalarNode) else None
+            if not isinstance(name, str):
+                raise ConfigError(f"{self._mark(key)}: include: the name of a YAML file, or a list of names, expected")
+            names.append((name, self._mark(node)))
+        return names
 
     @staticmethod
     def _mark(node: yaml.Node) -> str:

@@ -1,8 +1,8 @@
 """`distributed_strategy` of a run, and the keys of `DistributedConfig`, as keys of jaxlm's mesh.
 
-Every strategy computes the same numbers. They differ in what a device holds: DDP all parameters, FULL_SHARD its share of them,
-of the gradients and of the optimizer's state. SHARD_GRAD_OP keeps gathered parameters from the forward to the backward pass;
-XLA decides that anew for each program, so it is FULL_SHARD here.
+Every strategy computes the same numbers. They differ in what a device holds: DDP all parameters, FULL_SHARD its share of
+them, of the gradients and of the optimizer's state. SHARD_GRAD_OP keeps gathered parameters from the forward to the
+backward pass; XLA decides that anew for each program, so it is FULL_SHARD here.
 """
 
 from jaxlm.interop.caramba.section import Section

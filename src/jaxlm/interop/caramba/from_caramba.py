@@ -51,7 +51,7 @@ def from_caramba(source: ConfigSource, selection: Selection) -> Resolved:
     out = Translated()
     _experiment(Section(source, (TARGETS, index), keys, notes), top, target, out)
     top.done()
-    return Resolved(out.source(), target, tuple(notes))
+    return Resolved(out.source(), target, tuple(notes), "caramba")
 
 
 def _target(source: ConfigSource, selection: Selection) -> tuple[int, str]:

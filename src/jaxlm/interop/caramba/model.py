@@ -1,7 +1,7 @@
 """The `system` section of a target: a tree of layers, as a model of jaxlm.
 
-A stack of pre-norm blocks of attention and SwiGLU is `llama`, or `dba` with decoupled attention. Any other tree is `topology`.
-A target that upcycles has the model of its teacher: only the sizes are read, and the attention becomes a surgery.
+A stack of pre-norm blocks of attention and SwiGLU is `llama`, or `dba` with decoupled attention. Any other tree is
+`topology`. A target that upcycles has the model of its teacher: only the sizes are read, and the attention becomes a surgery.
 """
 
 from collections.abc import Mapping, Sequence
@@ -127,7 +127,7 @@ def _embedder(model: Section) -> tuple[Any, Any]:
 
 
 def _vocabulary(head: Node, embedded: Any) -> Any:
-    """The size of the vocabulary, of which the last layer computes the logits. Args: embedded: that of the embedder, if given."""
+    """The size of the vocabulary. Args: head: the last layer; embedded: the size that the embedder has, if given."""
     if head.keys["bias"]:
         raise head.section.error("bias", "true given for the head, which has no bias in jaxlm. Set bias: false")
     size = head.keys["output_dim"]

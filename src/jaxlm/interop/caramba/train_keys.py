@@ -125,8 +125,8 @@ def _batches(train: Section, data_block_size: Any, out: Translated) -> None:
     out.put("trainer.max_per_device_parallelism", size, train, "batch_size")
     train.note(
         "gradient_accumulation_steps",
-        f"a step reads {size * parts} sequences on all devices together, at most {size} at once on each; their loss is the mean"
-        " over all tokens",
+        f"a step reads {size * parts} sequences on all devices together, at most {size} at once on each; their loss is the"
+        " mean over all tokens",
     )
 
 

@@ -26,8 +26,8 @@ class Translated:
         if node.get(last, value) != value:
             raise section.error(
                 key,
-                f"{value!r} follows from it, but {node[last]!r} from another run of the target, and jaxlm has one {path} for all"
-                " phases. Give all runs the same",
+                f"{value!r} follows from it, but {node[last]!r} from another run of the target, and jaxlm has one {path} for"
+                " all phases. Give all runs the same",
             )
         node[last] = value
         self._marks[(*parents, last)] = section.where(key)
