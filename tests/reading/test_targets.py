@@ -98,6 +98,8 @@ def test_a_secret_in_a_variable_is_masked(tmp_path: Path):
     assert "sesame" not in redacted(config.trainer.log_dir)
 
 
+DOUBLED = "vars:\n  v0: x\n" + "".join(f"  v{n + 1}: '${{v{n}}}${{v{n}}}'\n" for n in range(40))
+CHAINED = "vars:\n  v0: x\n" + "".join(f"  v{n + 1}: '${{v{n}}}'\n" for n in range(200))
 ERRORS = {
     "undefined": ("vars: {stops: 1}\ntrainer:\n  seed: ${steps}\n", [], ["run.yaml:3", "trainer.seed", "'stops'"]),
     "undefined in a list": ("vars: {}\ndata: {train_urls: [a, '${b}']}\n", [], ["run.yaml:2", "train_urls.1", "none"]),
@@ -122,6 +124,8 @@ ERRORS = {
     ),
     "unknown variable": (MANIFEST, ["--vars.stepz", "1"], ["--vars.stepz", "'steps'"]),
     "no vars at all": ("trainer: {seed: 1}\n", ["--vars.a", "1"], ["--vars.a", "has no vars"]),
+    "many values": (DOUBLED + "trainer: {id: '${v40}'}\n", [], ["trainer.id", "more than 100000 values"]),
+    "deep": (CHAINED + "trainer: {id: '${v200}'}\n", [], ["trainer.id", "more than 100 variables use one another"]),
     "no such index": (
         "targets: {a: {phases.3.name: x}}\nphases: []\n",
         ["--target", "a"],

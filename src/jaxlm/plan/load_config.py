@@ -136,7 +136,10 @@ def given_distributed(arguments: Sequence[str]) -> DistributedConfig:
     with contextlib.suppress(ConfigError):
         path, root = options.get("config_path", options.get("config", "")), options.get("config_root")
         given = Arguments(
-            path, options.get("target"), root, {n: t for n, t in options.items() if is_option_of_variables(n)}
+            path,
+            options.get("target"),
+            root,
+            {n: parse_value(t) for n, t in options.items() if is_option_of_variables(n)},
         )
         section = read_file(given, RunConfig).source.tree.get("trainer")
         tree = dict(section.get("distributed") or {}) if isinstance(section, dict) else {}

@@ -15,6 +15,8 @@ from jaxlm.reading.decode import config_error
 from jaxlm.reading.yaml import ConfigSource, KeyPath, merge
 
 VARS = "vars"
+_MAX_DEPTH = 100  # variables that use one another
+_MAX_VALUES = 100_000
 _USE = re.compile(r"\$(\$?)\{([^{}]*)\}")
 
 
@@ -64,9 +66,15 @@ class _Substitution:
     def __init__(self, source: ConfigSource, variables: Mapping[str, Any]):
         self._source = source
         self._variables = variables
+        self._num_values = 0
 
     def of(self, value: Any, path: KeyPath, using: Sequence[str] = ()) -> Any:
         """Args: path: where the value is, for messages; using: the variables whose values these are, outermost first."""
+        self._num_values += 1
+        if self._num_values > _MAX_VALUES:
+            raise config_error(
+                self._source, path, f"more than {_MAX_VALUES} values, variables counted where they are used"
+            )
         if isinstance(value, dict):
             return {key: self.of(item, (*path, key), using) for key, item in value.items()}
         if isinstance(value, list):
@@ -84,6 +92,10 @@ class _Substitution:
         if name in using:
             circle = " -> ".join((*using[using.index(name) :], name))
             raise config_error(self._source, path, f"${{{name}}}: the variable uses itself: {circle}. Give one a value")
+        if len(using) == _MAX_DEPTH:
+            raise config_error(
+                self._source, path, f"${{{using[0]}}}: more than {_MAX_DEPTH} variables use one another. Use fewer"
+            )
         return self.of(self._variables[name], path, (*using, name))
 
     def _text(self, use: re.Match[str], path: KeyPath, using: Sequence[str]) -> str:
