@@ -337,6 +337,36 @@ DISTILL: dict[str, Entry] = {
     "refs.teacher.weight_names": ShownIn(REFERENCES + "test_weights_of_other_programs_are_renamed"),
     "refs.teacher.skip_keys": ShownIn(REFERENCES + "test_a_key_of_a_teachers_config_is_skipped_on_request"),
 }
+BLOCKS = "tests/objectives/test_blockwise.py::"
+LAYERWISE = "tests/models/test_layerwise.py::"
+BLOCKWISE: dict[str, Entry] = {
+    "objective.teacher": Change("other", Refused(r"uses the model 'other', but the section only has: teacher")),
+    "objective.target": ShownIn(LAYERWISE + "test_streams_are_those_of_a_pass_through_all_layers"),
+    "objective.order": ShownIn(BLOCKS + "test_sequential_blocks_train_alone_each_with_a_new_optimizer_and_one_program"),
+    "objective.inputs": ShownIn(
+        LAYERWISE + "test_a_layer_that_reads_its_own_models_streams_is_compared_with_the_teachers"
+    ),
+    "objective.cache": Change(True, Program(gains=r"%arg\d+: tensor<1x16x2x16x64xbf16>")),
+    "objective.cache_dtype": Change(
+        "int8", Program(gains=r"%arg\d+: tensor<1x16x2x16x64xi8>"), also={"objective": {"cache": True}}
+    ),
+    "objective.convergence": Section(),
+    "objective.convergence.target": ShownIn(BLOCKS + "test_limits_of_steps_and_the_target"),
+    "objective.convergence.max_steps": ShownIn(BLOCKS + "test_limits_of_steps_and_the_target"),
+    "objective.convergence.min_steps": ShownIn(BLOCKS + "test_limits_of_steps_and_the_target"),
+    "objective.convergence.patience": ShownIn(
+        BLOCKS + "test_a_constant_error_ends_a_block_after_exactly_patience_steps_without_improvement"
+    ),
+    "objective.convergence.min_delta": ShownIn(BLOCKS + "test_averages_and_counts_match_the_definition"),
+    "objective.convergence.decay": ShownIn(BLOCKS + "test_averages_and_counts_match_the_definition"),
+    "objective.autotune": Section(),
+    "objective.autotune.mode": ShownIn(BLOCKS + "test_off_and_monitor_move_the_model_alike_and_active_less"),
+    **{
+        f"objective.autotune.{name}": ShownIn(BLOCKS + "test_autotune_lowers_the_rate_on_plateaus_down_to_its_limit")
+        for name in ("patience", "decay", "min_scale")
+    },
+    "objective.autotune.spike_std": ShownIn(BLOCKS + "test_autotune_sees_a_spike_on_a_falling_error_and_few_in_noise"),
+}
 PREFERENCES = "tests/objectives/test_dpo.py::"
 DPO: dict[str, Entry] = {
     "objective.loss_type": ShownIn(PREFERENCES + "test_terms_and_metrics_match_the_logits"),
@@ -453,6 +483,7 @@ TABLE: Table = {
     "interpolate": INTERPOLATE,
     "fp8": FP8,
     "distill": DISTILL,
+    "blockwise": BLOCKWISE,
     "checkpoint": CHECKPOINT,
     "dpo": DPO,
     "grpo": GRPO,

@@ -19,6 +19,7 @@ from jaxlm.models.remat import RematModules
 from jaxlm.models.rope import RotaryConfig
 from jaxlm.objectives.advantages import Advantage, Overlong
 from jaxlm.objectives.base import ObjectiveConfig
+from jaxlm.objectives.block_progress import Autotune, Convergence
 from jaxlm.objectives.entropy_control import AdaptiveEntropy, Entropy
 from jaxlm.objectives.other_policies import ImportanceSampling, Kl, OfModel
 from jaxlm.objectives.policy_losses import LossAgg, PolicyLoss
@@ -68,6 +69,7 @@ MODELS: dict[str, Tree] = {
 TEACHER = str(Path(__file__).parent / "teacher")  # only its config.json
 OBJECTIVES = {
     "next_token": "llama",
+    "blockwise": "blockwise",
     "distill": "distill",
     "dpo": "dpo",
     "grpo": "grpo",
@@ -129,6 +131,14 @@ BASES: dict[str, Tree] = {
     ),
     "fp8": tree(phases=[{"name": "p", "surgery": [{"type": "fp8", "min_features": 16}]}]),
     "distill": tree(objective={"type": "distill"}, refs={"teacher": {"type": "hf", "path": TEACHER}}),
+    "blockwise": merged(
+        tree(
+            objective={"type": "blockwise"},
+            phases=[{"name": "p", "trainable": ["attn"]}],
+            refs={"teacher": {"type": "hf", "path": TEACHER}},
+        ),
+        {"model": {"hidden_dim": 64}},
+    ),
     "checkpoint": tree(
         objective={"type": "distill"}, refs={"teacher": {"type": "checkpoint", "path": "checkpoints/x"}}
     ),
@@ -201,6 +211,8 @@ def all_fields() -> list[tuple[str, str]]:
     for name, registry in {"loss": PolicyLoss, "loss_agg": LossAgg, "advantage": Advantage, "kl": Kl}.items():
         for kind in registry.get_known_choices().values():
             rows += _fields("grpo", f"objective.{name}", kind)
+    rows += _fields("blockwise", "objective.convergence", Convergence)
+    rows += _fields("blockwise", "objective.autotune", Autotune)
     rows += _fields("grpo", "objective.old_policy", OfModel)
     rows += _fields("grpo", "objective.old_policy.importance_sampling", ImportanceSampling)
     rows += _fields("grpo", "objective.overlong", Overlong)

@@ -156,15 +156,22 @@ class AnnotationCache:
 
 
 class AnnotatedExamples(WrappedExamples):
-    """Examples with their annotations. Args: cache: annotations by index of the example."""
+    """Examples with their annotations.
 
-    def __init__(self, examples: Examples, cache: "AnnotationCache"):
+    Args:
+        cache: annotations by index of the example.
+        dtypes: of the columns, by name.
+    """
+
+    def __init__(self, examples: Examples, cache: "AnnotationCache", dtypes: Mapping[str, np.dtype]):
         super().__init__(examples)
-        self._annotations = cache
+        self._annotations, self._dtypes = cache, dtypes
 
     def read(self, indices: np.ndarray) -> Columns:
         records = self._annotations.read(indices)
-        return self._examples.read(indices) | {_PREFIX + name: records[name] for name in records.dtype.names or ()}
+        # numpy reads back bytes where it does not know the dtype, such as bfloat16.
+        annotations = {name: records[name].view(self._dtypes[name]) for name in records.dtype.names or ()}
+        return self._examples.read(indices) | {_PREFIX + name: values for name, values in annotations.items()}
 
 
 def with_annotations(data: Data, folders: Mapping[str, AnnotationFolder], template: Any) -> Data:
@@ -174,6 +181,7 @@ def with_annotations(data: Data, folders: Mapping[str, AnnotationFolder], templa
         folders: source name -> the complete cache of its training examples.
         template: the annotations of a batch {microbatch, batch, ...}, for their structure, dtypes and axes.
     """
+    dtypes = {path: leaf.dtype for path, leaf in tree.leaves(template)}
     leaves = {_PREFIX + path: leaf for path, leaf in tree.leaves(template)}
     columns = {
         name: Column(leaf.dtype, tuple(axis for axis in leaf.axes if axis.name not in (MICROBATCH, BATCH)))
@@ -185,7 +193,7 @@ def with_annotations(data: Data, folders: Mapping[str, AnnotationFolder], templa
         batch = data.spec.make(**{name: column for name, column in arrays.items() if name not in columns})
         return replace(batch, annotations=annotations)
 
-    train = {name: AnnotatedExamples(data.train[name], folder.open()) for name, folder in folders.items()}
+    train = {name: AnnotatedExamples(data.train[name], folder.open(), dtypes) for name, folder in folders.items()}
     return replace(data, train=train, spec=BatchSpec(make, {**data.spec.columns, **columns}))
 
 

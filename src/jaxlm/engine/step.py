@@ -20,6 +20,7 @@ import optax
 from jaxlm.core import controls
 from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, SKIPPED, UPDATE_NORM, StepGuard, StepStats
+from jaxlm.core.pace import Pace
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout, at_rest
 from jaxlm.core.tracing import tracing
@@ -136,7 +137,9 @@ class _GuardedUpdate:
     ) -> tuple[RunState, dict[str, jax.Array], Numbers]:
         """The state after the step, its metrics, and what `watch` measured."""
         norm = optax.global_norm(sums.gradient)
-        updated, updates = _apply_update(self.phase, self.optimizer, self.precision, state, sums, curvature)
+        trainable, _ = self.phase.split(state.model)
+        pace = self.phase.objective.pace(state.slots.get(OBJECTIVE_SLOT), trainable)
+        updated, updates = _apply_update(self.phase, self.optimizer, self.precision, state, sums, curvature, pace)
         update_norm = optax.global_norm(updates)
         finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm) & jnp.isfinite(update_norm)
         stats = StepStats(sums.objective, norm, finite)
@@ -147,9 +150,8 @@ class _GuardedUpdate:
         always = (state.step + 1, skipped, after.slots | {name: verdict.slot for name, verdict in verdicts.items()})
         after = eqx.tree_at(lambda s: (s.step, s.guard.skipped, s.slots), after, always)
         others = group_schedules(self.phase.optimizer, self.phase.num_steps)
-        rate = lambda schedule: controls.scaled(  # noqa: E731
-            schedule(state.guard.updates), state.slots.get(controls.SLOT, {})
-        )
+        position = state.guard.updates if pace is None or pace.position is None else pace.position
+        rate = lambda schedule: controls.scaled(schedule(position), state.slots.get(controls.SLOT, {}))  # noqa: E731
         metrics = {f"train/{name}": metric.logged() for name, metric in sums.metrics.items()} | {
             OBJECTIVE: sums.objective,
             SKIPPED: skipped,
@@ -174,12 +176,15 @@ def _apply_update(
     state: RunState,
     sums: Sums,
     curvature: Curvature,
+    pace: Pace | None,
 ) -> tuple[RunState, Any]:
     """The state with the batch's update applied unconditionally, and the update."""
     trainable, frozen = phase.split(state.model)
     extra: dict[str, Any] = {"curvature": curvature}
     if controls.SLOT in state.slots:
         extra["controls"] = state.slots[controls.SLOT]
+    if pace is not None:
+        extra["pace"] = pace
     updates, opt_state = optimizer.update(sums.gradient, state.opt_state, trainable, **extra)
     trainable = optax.apply_updates(trainable, updates)
     count = state.guard.updates

@@ -156,6 +156,11 @@ def with_remat_modules(remat_policy: RematPolicy, block: T, *, scan: bool) -> T:
     return change(for_compute(change(block, **dict.fromkeys(modules))), **wrapped)
 
 
+def for_whole_layers(remat_policy: RematPolicy) -> RematPolicy:
+    """The policy, or `full` in the place of policies for single modules."""
+    return FULL if isinstance(remat_policy, RematModules) else remat_policy
+
+
 def _policy(remat_policy: RematPolicy) -> Callable[..., bool] | None:
     assert not isinstance(remat_policy, RematModules), "modules have policies of their own"
     policies = jax.checkpoint_policies

@@ -32,7 +32,7 @@ from jaxlm.models.base import EMBEDDING, FINAL, AuxLoss, Hidden, Inputs, KVCache
 from jaxlm.models.inference.kv_cache import extend_cache, mask_over_cache
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout_keys
 from jaxlm.models.norms import Norm
-from jaxlm.models.remat import RematPolicy, remat, with_remat_modules
+from jaxlm.models.remat import RematPolicy, for_whole_layers, remat, with_remat_modules
 from jaxlm.models.rope import Places, RotaryConfig
 from jaxlm.models.scan import runs_as_scan, scan_turns
 
@@ -114,6 +114,29 @@ def layer_contexts(
     return [
         LayerContext(attention_mask, rotations[kind.rope, kind.interleaved], kind.window, backend) for kind in kinds
     ]
+
+
+class Visit(Protocol):
+    """What a pass over the layers does at each of them (`Body.over_layers`)."""
+
+    def __call__(
+        self,
+        block: Block,
+        x: NamedArray,
+        context: LayerContext,
+        layer_cache: LayerCache | None,
+        *,
+        index: NamedArray,
+        key: jax.Array | None,
+        given: Any,
+    ) -> tuple[NamedArray, Any]:
+        """Maps {batch, position, embed} to the same shape for the next layer; also returns named arrays to stack.
+
+        Args:
+            index, key: as for the block.
+            given: the layer's slice of what the pass was given; None if it was given nothing.
+        """
+        ...
 
 
 Cut = tuple[tuple[int, ...], ...]
@@ -232,12 +255,53 @@ class Body(abc.ABC):
         tapped = {name: (residuals | {FINAL: final})[name] for name in taps}
         return Hidden(final, extended, _concatenated(reported).aux_losses() if reported else {}, tapped)
 
-    def _run(self, segment: "Segment", x: NamedArray, shared: "ForwardPass") -> tuple[NamedArray, dict[int, Any]]:
+    def over_layers(
+        self, visit: Visit, x: NamedArray, inputs: Inputs, given: Any = None, key: jax.Array | None = None
+    ) -> Any:
+        """What `visit` returns at each layer, named arrays {layers, ...} from the first layer to the last. No norm follows.
+
+        Args:
+            x: {batch, position, embed}, what the first layer is visited with.
+            given: named arrays {layers, ...}, of which each layer gets its slice.
+            key: for dropout; None means no dropout.
+        """
+        shared = ForwardPass(inputs, AttentionMask.of(inputs), key, None, stores=False)
+        outputs: list[list[Any]] = [[] for _ in self.stacks]
+        for segment in segments(tuple(zip(self.order, self.kinds_by_layer, strict=True))):
+            x, out = self._run(segment, x, shared, visit, given)
+            for number, of_stack in out.items():
+                outputs[number].append(of_stack)
+        stacked = [_concatenated(parts) for parts in outputs]
+        if len(stacked) == 1:
+            return stacked[0]
+        places = np.argsort([layer for layers in self.layer_numbers for layer in layers])
+        return jax.tree.map(lambda leaf: taken_layers(leaf, places), _concatenated(stacked), is_leaf=is_named)
+
+    def _run(
+        self,
+        segment: "Segment",
+        x: NamedArray,
+        shared: "ForwardPass",
+        visit: Visit | None = None,
+        given: Any = None,
+    ) -> tuple[NamedArray, dict[int, Any]]:
         """Runs the layers of a segment on {batch, position, embed}.
 
+        Args:
+            visit: None runs each layer on the output of the one before.
+            given: {layers, ...}, for `visit`.
+
         Returns:
-            The residual stream after the last of them, and for each of their stacks (keys and values, auxiliary outputs).
+            The residual stream after the last of them, and for each of their stacks what `visit` returned: (keys and values,
+            auxiliary outputs) if it is None.
         """
+
+        def run_block(
+            block: Block, x: NamedArray, context: LayerContext, layer_cache: LayerCache | None, *, index, key, given
+        ):
+            x, new, aux = block(x, context, layer_cache, index=index, key=key)
+            return x, (new if shared.stores else None, aux)
+
         numbers = list(dict.fromkeys(number for number, _ in segment.turns))
         parts, per_layer = [], []
         for number in numbers:
@@ -251,6 +315,7 @@ class Body(abc.ABC):
                     NamedArray(jnp.asarray(layers[start:stop], jnp.int32), (part.Layers,)),
                     shared.cached(number, start, stop),
                     shared.layer_keys(layers[start:stop], self.num_layers),
+                    _layers_of(given, layers[start:stop], self.num_layers),
                 )
             )
         first = parts[0]
@@ -262,12 +327,17 @@ class Body(abc.ABC):
         num_devices = 1 if layout is None else layout.mesh.size
         scan, _ = runs_as_scan(first.scan, self.num_layers, platform=current_platform(), num_devices=num_devices)
 
-        def layer(turn: int, x: NamedArray, block: Block, index: NamedArray, layer_cache: LayerCache | None, key):
-            block = with_remat_modules(first.remat_policy, with_dropout_keys(block, key), scan=scan)
-            x, new, aux = block(x, contexts[turn], layer_cache, index=index, key=key)
-            return hax.auto_sharded(x), (new if shared.stores else None, aux)
+        # A visit looks into a layer's modules, so that they cannot be checkpointed one by one.
+        policy = first.remat_policy if visit is None else for_whole_layers(first.remat_policy)
 
-        layer = remat(first.remat_policy, layer, scan=scan)
+        def layer(
+            turn: int, x: NamedArray, block: Block, index: NamedArray, layer_cache: LayerCache | None, key, given
+        ):
+            block = with_remat_modules(policy, with_dropout_keys(block, key), scan=scan)
+            x, out = (visit or run_block)(block, x, contexts[turn], layer_cache, index=index, key=key, given=given)
+            return hax.auto_sharded(x), out
+
+        layer = remat(policy, layer, scan=scan)
         turns = [numbers.index(number) for number, _ in segment.turns]
         Layers = [part.Layers for part in parts]
         x, out = scan_turns(layer, hax.auto_sharded(x), per_layer, Layers, turns, unroll=not scan)
@@ -476,6 +546,13 @@ class Stack(Body, eqx.Module):
 def _layers_between(tree: T, start: int, stop: int) -> T:
     """Layers `start` to `stop` of every array."""
     return jax.tree.map(lambda leaf: leaf[LAYERS, start:stop], tree, is_leaf=is_named)
+
+
+def _layers_of(tree: T, layers: Sequence[int], num_layers: int) -> T:
+    """These layers of every array, of which the tree has `num_layers`."""
+    if len(layers) == num_layers:
+        return tree
+    return jax.tree.map(lambda leaf: taken_layers(leaf, np.asarray(layers)), tree, is_leaf=is_named)
 
 
 def taken_layers(leaf: Any, places: np.ndarray | jax.Array) -> Any:

@@ -9,9 +9,10 @@ import draccus
 import jax
 import jax.numpy as jnp
 
+from jaxlm.core.pace import Pace
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.sums import Largest, Sum
-from jaxlm.models.base import AuxLoss, LanguageModel
+from jaxlm.models.base import AuxLoss, LanguageModel, ModelConfig
 
 Metrics = dict[str, Sum | Largest]
 AUXILIARY = "auxiliary"
@@ -77,6 +78,31 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
             updates: int32, number of updates in the phase, with this one. Skipped steps have none.
         """
         return slot
+
+    def pace(self, slot: Any, trainable: Any) -> Pace | None:
+        """How the update differs from the optimizer's, by layer; None if it does not. Traceable.
+
+        Args:
+            slot: before the step.
+            trainable: the trainable leaves, with None for frozen ones.
+        """
+        return None
+
+    def scheduled_steps(self, num_steps: int, model: ModelConfig) -> int | None:
+        """The number of steps that a learning-rate schedule spans, if `pace` starts it anew; None for the whole phase.
+
+        Args:
+            num_steps: of the phase.
+
+        Raises:
+            ConfigError: the phase is too short.
+        """
+        return None
+
+    @property
+    def finished_metric(self) -> str | None:
+        """A metric of training steps that is 0 once there is nothing left to train, which ends the phase; None for none."""
+        return None
 
     @property
     def references(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from jaxlm.optim.curvature import Curvature
 from jaxlm.optim.lr.momentum import ScheduledMomentum
 from jaxlm.optim.lr.schedules import Schedule
 from jaxlm.optim.matrices import NORM_BIAS_OR_EMBEDDING, matrix_paths
+from jaxlm.optim.paced import paced
 
 # Their counts are read by schedules only; the counts of other states correct biases.
 SCHEDULE_STATES = (optax.ScaleByScheduleState, ScheduledMomentum)
@@ -79,7 +80,7 @@ def build_optimizer(
     With `OptimizerConfig.groups`, it clips the norm of the whole gradient, and each optimizer then updates its own groups.
     """
     if not config.groups:
-        return _with_controls(config.build(groups, num_steps), config, "optimizer")
+        return paced(_with_controls(config.build(groups, num_steps), config, "optimizer"))
     members = {}
     for owner, optimizer in _optimizers(config):
         owned_groups = [group for group in groups if group.owner == owner]
@@ -92,7 +93,7 @@ def build_optimizer(
                 paths, _with_controls(transformation, optimizer, path)
             )
     clip = clip_by_norm(getattr(config, "max_grad_norm", None))
-    return optax.with_extra_args_support(optax.chain(clip, _update_each(members)))
+    return paced(optax.with_extra_args_support(optax.chain(clip, _update_each(members))))
 
 
 def with_schedules_restarted(opt_state: Any) -> Any:

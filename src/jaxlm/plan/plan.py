@@ -13,6 +13,7 @@ import numpy as np
 from jaxlm.controllers.bad_streak import BadStreak
 from jaxlm.controllers.base import Controller
 from jaxlm.controllers.early_stopping import EarlyStopping
+from jaxlm.controllers.finished import Finished
 from jaxlm.core import controls, tree
 from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
@@ -359,6 +360,13 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
             if (changed := surgery.changed(model)) != model:
                 changed.check()
             model = changed
+        objective = phase.objective or config.objective
+        scheduled = objective.scheduled_steps(steps, model)
+        if scheduled is not None and phase.carry_optimizer:
+            raise ConfigError(
+                f"phases.{index}.carry_optimizer: true given, but objective {choice_name(type(objective))} starts the"
+                " optimizer anew. Remove the key"
+            )
         phases.append(
             Phase(
                 index=index,
@@ -366,7 +374,7 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
                 model=model,
                 surgeries=tuple(phase.surgery),
                 trainable=tuple(phase.trainable),
-                objective=phase.objective or config.objective,
+                objective=objective,
                 optimizer=optimizer,
                 start=start,
                 end=start + steps,
@@ -374,6 +382,7 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
                 controllers=_controllers(config, phase, index),
                 carries_optimizer=phase.carry_optimizer,
                 schedule_start=phases[-1].first_scheduled if goes_on else None,
+                scheduled_steps=scheduled,
             )
         )
     phases = _with_shared_schedules(phases)
@@ -425,6 +434,8 @@ def _controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tuple[Con
     trainer, optimizer, data = config.trainer, phase.optimizer or config.optimizer, [phase.data or config.data]
     until, path = (trainer.until, "trainer.until") if phase.until is None else (phase.until, f"phases.{index}.until")
     made: list[Controller] = [BadStreak(optimizer.rewind_rule, trainer.crash_after_skipped)]
+    if (metric := (phase.objective or config.objective).finished_metric) is not None:
+        made.append(Finished(metric))
     if until is not None:
         until.check(path)
         check_metric(until.metric, f"{path}.metric", config, data)

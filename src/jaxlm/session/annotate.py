@@ -2,8 +2,10 @@
 
 import functools
 import hashlib
+import math
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxlm.core import tree
-from jaxlm.core.axes import BATCH
+from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only
 from jaxlm.data.annotations import AnnotationFolder
@@ -43,8 +45,10 @@ def with_annotations(plan: Plan, phase: Phase, data: Data, log: Log) -> Data:
         name: AnnotationFolder(examples, _made_from(plan, phase, examples), block_size)
         for name, examples in data.train.items()
     }
+    template = abstract_annotations(plan, phase, abstract_batch(plan, phase))
     missing = [folder for folder in folders.values() if not all_processes(folder.path.exists())]
     if missing:
+        main_only(lambda: _check_space(missing, _bytes_per_example(template)))
         refs = {name: load_reference(plan, name, log) for name in phase.objective.references}
         program = jax.jit(
             lambda refs, batch: phase.objective.annotate(refs, batch).annotations,
@@ -60,7 +64,31 @@ def with_annotations(plan: Plan, phase: Phase, data: Data, log: Log) -> Data:
 
         for folder in missing:
             _build(folder, annotate, batch_size, log)
-    return annotated_data(data, folders, abstract_annotations(plan, phase, abstract_batch(plan, phase)))
+    return annotated_data(data, folders, template)
+
+
+def _bytes_per_example(template: Any) -> int:
+    """Args: template: annotations of a batch {microbatch, batch, ...} of shapes."""
+
+    def size(leaf: hax.NamedArray) -> int:
+        sizes = [axis.size for axis in leaf.axes if axis.name not in (MICROBATCH, BATCH)]
+        return math.prod(sizes) * leaf.dtype.itemsize
+
+    return sum(size(leaf) for _, leaf in tree.leaves(template))
+
+
+def _check_space(folders: Sequence[AnnotationFolder], example_bytes: int) -> None:
+    """Raises `ConfigError` if the missing annotations do not fit on the disk."""
+    needed = sum(len(folder.examples) for folder in folders) * example_bytes
+    where = folders[0].path
+    existing = next(parent for parent in where.parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise ConfigError(
+            f"objective.cache: true given, but the annotations in {where.parent} need {needed / 1e9:,.1f} GB, and"
+            f" {free / 1e9:,.1f} GB are free. Set objective.cache: false, train on fewer or shorter sequences, or move"
+            " data.cache_dir"
+        )
 
 
 def _made_from(plan: Plan, phase: Phase, examples: Examples) -> dict[str, Any]:

@@ -1,0 +1,224 @@
+"""What each layer of a model computes by itself, and how far each layer of another model is from it.
+
+Source: Bick et al. 2024, "Transformers to SSMs" (MOHAWK, arXiv:2408.10189), section 3: layers are matched one by one, given
+the same inputs, first in how attention mixes tokens, then in what they return. No gradient passes from one layer to another.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+from jaxlm.core import tree
+from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, KV_HEADS, LAYERS, POSITION, axes_of
+from jaxlm.core.errors import ConfigError
+from jaxlm.models.base import EMBEDDING, Inputs, LanguageModel
+from jaxlm.models.layers import Attention, ForCache, LayerCache, LayerContext
+from jaxlm.models.stacks import Block, Body
+
+Target = Literal["attention", "residual", "mixing"]
+"""What of a layer is compared: the output of its attention, the residual stream after it, or its softmax of the scores."""
+_TOKENS = (BATCH, POSITION)
+
+
+class LayerStreams(eqx.Module):
+    """What every layer of a model reads and computes on a batch.
+
+    Attributes:
+        inputs: {layers, batch, position, embed}, the residual stream before the layer.
+        targets: {layers, batch, position, embed}; for `mixing` {layers, batch, position, heads, head_size}, where the last
+            axis are the tokens that are read.
+    """
+
+    inputs: NamedArray
+    targets: NamedArray
+
+
+class LayerErrors(eqx.Module):
+    """Distances of layers from their targets, summed over the tokens that are not padding. float32 {layers}.
+
+    Attributes:
+        absolute: of each token the mean absolute difference; for `mixing` twice the total variation, averaged over heads.
+        squared: squared differences.
+        size: squares of the targets.
+    """
+
+    absolute: NamedArray
+    squared: NamedArray
+    size: NamedArray
+
+
+def layer_body(model: Any, what: str) -> Body:
+    """The layers of a model. Raises `ConfigError` if they cannot be run one by one. Args: what: names the model."""
+    body = getattr(model, "body", None)
+    if not isinstance(body, Body):
+        raise ConfigError(f"{what}: a model of type {type(model).__name__} has no layers that jaxlm can run one by one")
+    return body
+
+
+def layer_streams(model: LanguageModel, inputs: Inputs, target: Target) -> LayerStreams:
+    """What the layers of a model read and compute, without dropout."""
+    body = layer_body(model, "the teacher")
+
+    def visit(block: Block, x: NamedArray, context: LayerContext, layer_cache: Any, *, index, key, given):
+        after, compared = _run(block, x, context, target, index=index, key=None)
+        return after, LayerStreams(x, compared)
+
+    return body.over_layers(visit, _embedded(model, inputs), inputs)
+
+
+def layer_errors(
+    model: LanguageModel,
+    inputs: Inputs,
+    teacher: LayerStreams,
+    target: Target,
+    *,
+    current: jax.Array | None = None,
+    own_inputs: bool = False,
+    key: jax.Array | None = None,
+) -> LayerErrors:
+    """How far each layer is from the teacher's layer with the same number. Layers have gradients of their own error alone.
+
+    Args:
+        teacher: has as many layers.
+        current: int32, the only layer that is measured and has a gradient; the others return zeros. None measures all.
+        own_inputs: the layers read what the layers of this model before them return, instead of the teacher's streams.
+        key: for dropout; None means no dropout.
+    """
+    body = layer_body(model, "the model")
+    num_layers = teacher.inputs.axis_size(LAYERS)
+    if body.num_layers != num_layers:
+        raise ConfigError(
+            f"the teacher has {num_layers} layers and the model {body.num_layers}. Layers are compared one by one: give a"
+            " teacher with as many layers"
+        )
+    own = _embedded(model, inputs)
+    if own.axis_size(EMBED) != (width := teacher.inputs.axis_size(EMBED)):
+        raise ConfigError(
+            f"the teacher's residual stream is {width} wide, and the model's {own.axis_size(EMBED)}. Give a teacher of the"
+            " same width"
+        )
+    first = own if own_inputs else teacher.inputs[LAYERS, 0]
+    mask = (inputs.segment_ids != 0).astype(jnp.float32)
+
+    def measure(block: Block, x: NamedArray, targets: NamedArray, run: Callable[..., tuple[NamedArray, NamedArray]]):
+        after, compared = run(block, x)
+        return jax.lax.stop_gradient(after), _errors(compared, targets, mask, target)
+
+    def visit(block: Block, x: NamedArray, context: LayerContext, layer_cache: Any, *, index, key, given: LayerStreams):
+        x = x if own_inputs else given.inputs.rearrange(x.axes)
+        x = jax.lax.stop_gradient(x)
+        run = functools.partial(_run, context=context, target=target, index=index, key=key)
+        if current is None:
+            return measure(block, x, given.targets, run)
+        zeros = LayerErrors(*(hax.named(jnp.zeros((), jnp.float32), ()) for _ in range(3)))
+        done = lambda: (_forward(run, block, x) if own_inputs else x, zeros)  # noqa: E731
+        after, errors = jax.lax.switch(
+            jnp.clip(jnp.sign(index.array - current) + 1, 0, 2),
+            [done, lambda: measure(block, x, given.targets, run), lambda: (x, zeros)],
+        )
+        return after, errors
+
+    return body.over_layers(visit, first, inputs, teacher, key)
+
+
+def _forward(run: Callable[..., tuple[NamedArray, NamedArray]], block: Block, x: NamedArray) -> NamedArray:
+    """The stream after a layer that does not train now, of which nothing is kept for a backward pass."""
+    frozen = jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if eqx.is_array(leaf) else leaf, block)
+    return jax.lax.stop_gradient(run(frozen, x)[0])
+
+
+def _embedded(model: LanguageModel, inputs: Inputs) -> NamedArray:
+    """The input of the first layer. The compiler leaves out the rest of the pass."""
+    return model.hidden(inputs, taps=(EMBEDDING,)).taps[EMBEDDING]
+
+
+def _errors(compared: NamedArray, targets: NamedArray, mask: NamedArray, target: Target) -> LayerErrors:
+    targets = jax.lax.stop_gradient(targets).astype(jnp.float32)
+    difference = compared.astype(jnp.float32) - targets
+    features = [axis for axis in difference.axes if axis.name not in _TOKENS]
+    averaged = [axis for axis in features if target != "mixing" or axis.name != HEAD_SIZE]
+    summed = [axis for axis in features if axis not in averaged]
+    absolute = hax.mean(hax.sum(hax.abs(difference), summed) if summed else hax.abs(difference), averaged)
+    over_tokens = lambda token: hax.sum(hax.where(mask != 0, token, 0.0), _TOKENS)  # noqa: E731
+    squares = [hax.sum(array * array, features) for array in (difference, targets)]
+    return LayerErrors(*(over_tokens(token) for token in (absolute, *squares)))
+
+
+def _run(
+    block: Block, x: NamedArray, context: LayerContext, target: Target, *, index: NamedArray, key: jax.Array | None
+) -> tuple[NamedArray, NamedArray]:
+    """The stream after a layer, and what of the layer is compared; both in the order of the axes of tokens, then features."""
+    recorded: list[NamedArray] = []
+    if target != "residual":
+        block = _with_recorder(block, recorded, target)
+    after = block(x, context, None, index=index, key=key)[0].rearrange(x.axes)
+    compared = after if target == "residual" else recorded[0]
+    return after, compared.rearrange((*(axis for axis in x.axes if axis.name != EMBED), ...))
+
+
+def _with_recorder(block: Block, recorded: list[NamedArray], target: Target) -> Block:
+    attentions = tree.modules_by_path(block, Attention)
+    if len(attentions) != 1:
+        raise ConfigError(
+            f"target: '{target}' given, but a layer of type {type(block).__name__} has {len(attentions)} attention modules,"
+            " not one. Set target: residual"
+        )
+    return tree.map_modules(block, Attention, ".*", lambda attention: _Recorder(attention, recorded, target))
+
+
+class _Recorder(Attention):
+    """Attention that also puts what is compared of it into a list. Its model is gone once the layer has been traced."""
+
+    base: Attention
+    recorded: list = eqx.field(static=True)
+    target: Target = eqx.field(static=True)
+
+    def task(self, *args: Any) -> Any:
+        return self.base.task(*args)
+
+    def __call__(
+        self,
+        x: NamedArray,
+        context: LayerContext,
+        layer_cache: LayerCache | None,
+        *,
+        key: jax.Array | None = None,
+        **options: Any,
+    ) -> tuple[NamedArray, ForCache]:
+        out, new = self.base(x, context, layer_cache, key=key, **options)
+        self.recorded.append(out if self.target == "attention" else self._mixing(x, context, **options))
+        return out, new
+
+    def _mixing(self, x: NamedArray, context: LayerContext, **options: Any) -> NamedArray:
+        """{batch, position, heads, head_size}: the softmax. It is the attention whose values say which token they are of."""
+        replaced = lambda attention: (attention.v_proj, attention.o_proj)  # noqa: E731
+        KVHeads = next(axis for axis in axes_of(self.base.v_proj.Out) if axis.name == KV_HEADS)
+        probe = eqx.tree_at(replaced, self.base, (_WhichToken(KVHeads), _Unprojected()))
+        return probe(x, dataclasses.replace(context, attn_backend="reference"), None, **options)[0]
+
+
+class _WhichToken(eqx.Module):
+    """Values that are 1 at the place of their token, and 0 elsewhere."""
+
+    KVHeads: Axis = eqx.field(static=True)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        Pos = x.resolve_axis(POSITION)
+        places = hax.named(jnp.eye(Pos.size, dtype=x.dtype), (Pos, Axis(HEAD_SIZE, Pos.size)))
+        return places.broadcast_axis((x.resolve_axis(BATCH), self.KVHeads)).rearrange(
+            (BATCH, POSITION, KV_HEADS, HEAD_SIZE)
+        )
+
+
+class _Unprojected(eqx.Module):
+    """Returns its input."""
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        return x

@@ -1,0 +1,196 @@
+"""Blockwise distillation: every layer learns to compute what the teacher's layer with the same number computes.
+
+Source: Bick et al. 2024, "Transformers to SSMs" (MOHAWK, arXiv:2408.10189), section 3.2. Given the teacher's streams as
+inputs, the loss of a layer depends on its own parameters alone, so that the gradient of the sum over all layers is that of
+each of them: one step trains all of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import field, replace
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxlm.core import tree
+from jaxlm.core.axes import BATCH, LAYERS
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.pace import Pace
+from jaxlm.core.values.batch_types import TokenBatch
+from jaxlm.core.values.sums import Largest, Sum
+from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
+from jaxlm.models.layerwise import Target, layer_body, layer_errors, layer_streams
+from jaxlm.models.stacks import path_before_splits
+from jaxlm.models.stored_streams import Int8Streams
+from jaxlm.objectives.base import Metrics, ObjectiveConfig
+from jaxlm.objectives.block_progress import Autotune, BlockProgress, Convergence
+from jaxlm.reading.choices import choice
+
+BLOCKS_LEFT = "train/blocks_left"
+
+
+@choice(ObjectiveConfig, "blockwise")
+class Blockwise(ObjectiveConfig):
+    """The sum over all blocks of the mean absolute difference from the teacher's block. Only layers can be trained.
+
+    Metrics with the number of a block at their end: `block_error` (its loss), `block_nmse` (the mean squared error divided by
+    the mean square of the target), `block_average` (the average that convergence is judged by), `block_steps`, and
+    `block_lr_scale` (what autotuning has made, or would have made, of 1). `loss` and `block_nmse` are over all blocks that
+    are measured, `block_events` counts what autotuning reacted to. The phase ends when `blocks_left` is 0.
+
+    Attributes:
+        teacher: name of the teacher in the section `refs`. It has as many layers as the model, of the same width.
+        target: what is compared: `attention` (its output, after its last projection), `residual` (the residual stream after
+            the layer) or `mixing` (the softmax of the scores; needs memory for the square of the sequence length).
+        order: `parallel` trains all blocks in every step. `sequential` trains one after the other, the first one first, each
+            with a new optimizer state and a learning-rate schedule of its own.
+        inputs: what a block reads: the `teacher`'s residual stream, or that of the `student`, whose earlier blocks computed
+            it.
+        convergence: when a block is done.
+        autotune: when the learning rate of a block is lowered.
+        cache: ask the teacher once for every training sequence, and keep on disk what its layers read and computed. Later
+            epochs and runs read them instead of loading the teacher.
+        cache_dtype: `compute` stores them as they are. `int8` stores a scale for each token of each layer, and takes a half
+            or a quarter of the space.
+    """
+
+    head_in_fp8: ClassVar[bool] = False
+    trains_writing: ClassVar[bool] = False
+
+    teacher: str = "teacher"
+    target: Target = "attention"
+    order: Literal["parallel", "sequential"] = "parallel"
+    inputs: Literal["teacher", "student"] = "teacher"
+    convergence: Convergence = field(default_factory=Convergence)
+    autotune: Autotune = field(default_factory=Autotune)
+    cache: bool = False
+    cache_dtype: Literal["compute", "int8"] = "compute"
+
+    def __post_init__(self):
+        if self.cache_dtype != "compute" and not self.cache:
+            raise ConfigError(
+                f"objective.cache_dtype: {self.cache_dtype} given without cache: true, so that nothing is stored. Set both,"
+                " or none"
+            )
+        if self.cache_dtype == "int8" and self.target == "mixing":
+            raise ConfigError(
+                "objective.cache_dtype: int8 given with target: mixing, whose numbers are between 0 and 1. Use cache_dtype:"
+                " compute"
+            )
+        if self.order == "sequential" and self.convergence.max_steps is None:
+            raise ConfigError(
+                "objective.order: sequential given without convergence.max_steps. Set it to the number of steps of each"
+                " block, which its learning-rate schedule spans"
+            )
+        limits = (self.convergence.max_steps, self.convergence.min_steps)
+        if limits[0] is not None and limits[0] < limits[1]:
+            raise ConfigError(
+                f"objective.convergence.max_steps: {limits[0]} given, which is less than min_steps ({limits[1]})"
+            )
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        return (self.teacher,)
+
+    @property
+    def annotation_key(self) -> Mapping[str, Any] | None:
+        return {"target": self.target, "dtype": self.cache_dtype} if self.cache else None
+
+    @property
+    def finished_metric(self) -> str:
+        return BLOCKS_LEFT
+
+    def scheduled_steps(self, num_steps: int, model: ModelConfig) -> int | None:
+        if self.order == "parallel":
+            return None
+        num_blocks, max_steps = model.Layers.size, self.convergence.max_steps
+        assert max_steps is not None
+        if num_steps < num_blocks * max_steps:
+            raise ConfigError(
+                f"num_train_steps: {num_steps} given, but {num_blocks} blocks train one after the other, each for up to"
+                f" {max_steps} steps (objective.convergence.max_steps). Give {num_blocks * max_steps} or more; the phase ends"
+                " when all blocks are done"
+            )
+        return max_steps
+
+    def init_slot(self, trainable: Any) -> BlockProgress:
+        body = layer_body(trainable, "objective blockwise")
+        for path, leaf in tree.leaves(trainable):
+            if LAYERS not in {axis.name for axis in leaf.axes}:
+                raise ConfigError(
+                    f"trainable: {path} is given, which belongs to no layer, so that blockwise distillation has no gradient"
+                    " for it. Set phases[i].trainable to patterns for parameters of layers, such as ['body.*attn']"
+                )
+        return BlockProgress.init(body.num_layers)
+
+    def update_slot(self, slot: BlockProgress, trainable: Any, updates: jax.Array) -> BlockProgress:
+        return slot.after_update(self._trains(slot), self.convergence, self.autotune)
+
+    def pace(self, slot: BlockProgress, trainable: Any) -> Pace:
+        scale = slot.scale if self.autotune.mode == "active" else jnp.ones_like(slot.scale)
+        factors, body = jnp.where(self._trains(slot), scale, 0.0), layer_body(trainable, "objective blockwise")
+        by_path = {path: factors[jnp.asarray(path_before_splits(path, body)[1])] for path, _ in tree.leaves(trainable)}
+        if self.order == "parallel":
+            return Pace(by_path)
+        return Pace(by_path, slot.steps[jnp.minimum(slot.current, body.num_layers - 1)])
+
+    def annotate(self, refs: Mapping[str, LanguageModel], batch: TokenBatch) -> TokenBatch:
+        """Adds the streams of the teacher's layers. Without an effect on a batch that has them."""
+        if batch.annotations is not None:
+            return batch
+        streams: Any = layer_streams(refs[self.teacher], _inputs(batch), self.target)
+        if self.cache_dtype == "int8":
+            streams = Int8Streams.of(streams)
+        if self.cache:  # columns of examples
+            streams = jax.tree.map(lambda leaf: leaf.rearrange((BATCH, ...)), streams, is_leaf=tree.is_named)
+        return replace(batch, annotations=streams)
+
+    def weights(self, batch: TokenBatch) -> dict[str, jax.Array]:
+        """The number of tokens that are not padding."""
+        return {"loss": _num_tokens(batch)}
+
+    def terms(
+        self, model: LanguageModel, batch: TokenBatch, slot: BlockProgress, *, key: jax.Array | None
+    ) -> tuple[dict[str, Sum], Metrics, BlockProgress]:
+        """The loss term is the sum of the errors of all blocks that train."""
+        streams = batch.annotations.floats() if self.cache_dtype == "int8" else batch.annotations
+        is_sequential = self.order == "sequential"
+        errors = layer_errors(
+            model,
+            _inputs(batch),
+            streams,
+            self.target,
+            current=slot.current if is_sequential else None,
+            own_inputs=self.inputs == "student",
+            key=key,
+        )
+        absolute, weight, trains = errors.absolute.array, _num_tokens(batch), self._trains(slot)
+        measured = trains if is_sequential else jnp.ones_like(trains)
+        metrics: Metrics = {"loss": Sum(jnp.sum(absolute), weight * jnp.sum(measured))}
+        metrics["block_nmse"] = Sum(jnp.sum(errors.squared.array), jnp.sum(errors.size.array))
+        numbers = {"block_average": slot.average, "block_lr_scale": slot.scale, "block_steps": slot.steps}
+        for block in range(absolute.shape[0]):
+            if not is_sequential:
+                metrics[f"block_error/{block}"] = Sum(absolute[block], weight)
+                metrics[f"block_nmse/{block}"] = Sum(errors.squared.array[block], errors.size.array[block])
+            metrics |= {
+                f"{name}/{block}": Largest(values[block].astype(jnp.float32)) for name, values in numbers.items()
+            }
+        metrics["blocks_left"] = Largest(jnp.sum(1 - slot.done).astype(jnp.float32))
+        metrics["block_events"] = Largest(jnp.sum(slot.events).astype(jnp.float32))
+        total = jnp.sum(jnp.where(trains, absolute, 0.0))
+        return {"loss": Sum(total, weight)}, metrics, slot.with_errors(absolute, weight)
+
+    def _trains(self, slot: BlockProgress) -> jax.Array:
+        """bool {blocks}: which blocks the next update changes."""
+        if self.order == "sequential":
+            return jnp.arange(slot.done.shape[0]) == slot.current
+        return slot.done == 0
+
+
+def _inputs(batch: TokenBatch) -> Inputs:
+    return Inputs(batch.tokens, batch.positions, batch.segment_ids)
+
+
+def _num_tokens(batch: TokenBatch) -> jax.Array:
+    return jnp.sum(batch.segment_ids.array != 0, dtype=jnp.float32)
