@@ -12,8 +12,10 @@ import yaml
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.caramba.from_caramba import from_caramba
 from jaxlm.plan.load_config import load_config
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.decode import decode
 from jaxlm.reading.targets import Selection
-from jaxlm.reading.yaml import load_yaml
+from jaxlm.reading.yaml import ConfigSource, load_yaml
 
 PAGE = Path(__file__).parents[2] / "docs/howto/caramba.md"
 NORM = {"type": "RMSNormLayer", "d_model": 64}
@@ -170,11 +172,12 @@ BLOCKWISE = [
         {"convergence_target": 0.02, "convergence_patience": 7, "convergence_max_steps": 2000},
         {f"{OBJECTIVE}.convergence": {"target": 0.02, "patience": 7, "max_steps": 2000}},
     ),
+    ({"cache_teacher_outputs": True}, {f"{OBJECTIVE}.cache": True}),
     ({"blockwise_autotune_enabled": False, "blockwise_autotune_mode": "active"}, {AUTOTUNE: "missing"}),
     ({"blockwise_autotune_enabled": True, "blockwise_autotune_mode": "off"}, {AUTOTUNE: "missing"}),
     (
         {"blockwise_autotune_enabled": True},
-        {AUTOTUNE: {"mode": "monitor", "patience": 100, "decay": 0.5, "min_lr": 1e-6, "log_every": 50}},
+        {AUTOTUNE: {"mode": "monitor", "patience": 100, "decay": 0.5, "spike_std": 3.0, "min_scale": 1e-6 / 3e-4}},
     ),
     (
         {
@@ -184,9 +187,12 @@ BLOCKWISE = [
             "blockwise_autotune_lr_decay": 0.25,
             "blockwise_autotune_min_lr": 1e-7,
             "blockwise_autotune_log_every": 3,
-            "blockwise_autotune_spike_std": 3.0,
+            "blockwise_autotune_spike_std": 4.0,
+            "blockwise_autotune_ema_decay": 0.99,
+            "blockwise_autotune_window_size": 50,
+            "lr": 1e-3,
         },
-        {AUTOTUNE: {"mode": "active", "patience": 9, "decay": 0.25, "min_lr": 1e-7, "log_every": 3}},
+        {AUTOTUNE: {"mode": "active", "patience": 9, "decay": 0.25, "spike_std": 4.0, "min_scale": 1e-7 / 1e-3}},
     ),
     ({"blockwise_grad_clip_norm": 2.0}, {"phases.0.optimizer.max_grad_norm": 2.0}),
     ({}, {"refs.teacher.sanity": {"max_loss": 20.0, "max_perplexity": 200.0, "batches": 2}}),
@@ -216,6 +222,7 @@ BLOCKWISE = [
 def test_a_key_of_upcycling(train: dict[str, Any], expected: dict[str, Any], tmp_path: Path):
     tree, _ = translate(tmp_path, blockwise(**train))
     assert {path: at(tree, path) for path in expected} == expected
+    decode(RunConfig, ConfigSource({"phases": tree["phases"]}))  # every key exists
 
 
 def test_the_phase_global_trains_all_weights_on_the_next_token(tmp_path: Path):
@@ -580,8 +587,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "reference": (blockwise(teacher_sanity_reference="hf"), r"teacher_sanity_reference: 'hf' given"),
     "detector": (
-        blockwise(blockwise_autotune_enabled=True, blockwise_autotune_spike_std=4.0),
-        r"blockwise_autotune_spike_std: 4\.0 given.*set it to 3\.0",
+        blockwise(blockwise_autotune_enabled=True, blockwise_autotune_window_size=9),
+        r"blockwise_autotune_window_size: 9 given.*set it to 50",
+    ),
+    "lowest rate": (
+        blockwise(blockwise_autotune_enabled=True, blockwise_autotune_min_lr=1.0),
+        r"blockwise_autotune_min_lr: 1\.0 given, .* at most lr",
     ),
     "offload params": (
         standard(distributed={"strategy": "fsdp", "fsdp_cpu_offload": True}),

@@ -16,7 +16,8 @@ _ORCHESTRATION = (
 )
 _ATTENTION = "attn\\."
 """Regular expression on the paths of the parameters that learn in the phase `blockwise`."""
-_TUNED_BY_CODE = {"ema_decay": 0.99, "spike_std": 3.0, "window_size": 50}
+_FIXED = {"ema_decay": 0.99, "window_size": 50}
+"""Keys of caramba's detector of spikes that jaxlm's does not have -> their defaults."""
 _OF_SANITY_REFERENCE = ("ref_batches", "max_ppl_ratio_vs_ref", "max_nll_delta_vs_ref", "reference_fail_fast")
 _SANITY = {"max_loss": ("max_nll", 20.0), "max_perplexity": ("max_ppl", 200.0), "batches": ("batches", 2)}
 
@@ -28,11 +29,11 @@ def put_train(train: Section, place: str, phase: Phase, block_size: Any, out: Tr
         place: what the paths of its own sections begin with: `phases.0.`, or nothing for the top level.
         block_size: of the target's data.
     """
-    _optimizer(train, f"{place}optimizer", phase, out)
+    rate = _optimizer(train, f"{place}optimizer", phase, out)
     _precision(train, strategy_keys(train, out), out)
     _batches(train, block_size, out)
     _devices(train, out)
-    _objective(train, f"{place}objective", phase, out)
+    _objective(train, f"{place}objective", phase, rate, out)
     if phase == "blockwise":
         out.put(f"{place}trainable", [_ATTENTION], train, "phase")
     _orchestrator(train)
@@ -40,7 +41,8 @@ def put_train(train: Section, place: str, phase: Phase, block_size: Any, out: Tr
     train.done()
 
 
-def _optimizer(train: Section, path: str, phase: Phase, out: Translated) -> None:
+def _optimizer(train: Section, path: str, phase: Phase, out: Translated) -> float:
+    """Returns: the learning rate."""
     name = train.choice("optimizer", ("adamw", "adam", "lion", "sgd"), "adamw")
     if name == "sgd":
         raise train.error("optimizer", "'sgd' given, which jaxlm cannot do: it has no plain SGD. Set adamw or lion")
@@ -58,6 +60,7 @@ def _optimizer(train: Section, path: str, phase: Phase, out: Translated) -> None
     _schedule(train, path, rate, out)
     train.ignore("fused_optimizer", "XLA fuses the update of every optimizer")
     train.refuse("offload_optimizer", "the optimizer's state is on the devices. Use more of them: it is sharded (FSDP)")
+    return rate
 
 
 def _clip(train: Section, path: str, phase: Phase, out: Translated) -> None:
@@ -157,23 +160,23 @@ def _devices(train: Section, out: Translated) -> None:
         train.ignore(key, "no effect without activation_checkpointing")
 
 
-def _objective(train: Section, path: str, phase: Phase, out: Translated) -> None:
+def _objective(train: Section, path: str, phase: Phase, rate: float, out: Translated) -> None:
     if phase == "blockwise":
-        _blockwise(train, path, out)
+        _blockwise(train, path, rate, out)
     else:
         out.put(f"{path}.type", "next_token", train, "phase")
         for key in ("target", "patience", "max_steps"):
             train.ignore(f"convergence_{key}", f"no effect in the phase {phase}")
-        for key in ("enabled", "mode", "plateau_patience", "lr_decay", "min_lr", "log_every", *_TUNED_BY_CODE):
+        for key in ("enabled", "mode", "plateau_patience", "lr_decay", "min_lr", "log_every", "spike_std", *_FIXED):
             train.ignore(f"blockwise_autotune_{key}", f"no effect in the phase {phase}")
         train.ignore("blockwise_distill_target", f"no effect in the phase {phase}")
         train.ignore("cache_teacher_outputs", f"no teacher is asked in the phase {phase}")
     train.ignore("blockwise_truncated_forward", "all blocks train at once, on the teacher's inputs")
-    train.ignore("blockwise_teacher_cache_max_size", "there is no cache of teacher outputs in memory")
+    train.ignore("blockwise_teacher_cache_max_size", "what a teacher computed is cached on disk")
     train.ignore("blockwise_reset_lr_each_block", "all blocks train at once, each over the whole schedule")
 
 
-def _blockwise(train: Section, path: str, out: Translated) -> None:
+def _blockwise(train: Section, path: str, rate: float, out: Translated) -> None:
     out.put(f"{path}.type", "blockwise", train, "phase")
     out.put(f"{path}.teacher", "teacher", train, "teacher_ckpt")
     target = train.choice("blockwise_distill_target", ("attention", "residual"), "attention")
@@ -190,25 +193,30 @@ def _blockwise(train: Section, path: str, out: Translated) -> None:
         train.ignore("convergence_patience", "no effect without convergence_target or convergence_max_steps")
         train.take("convergence_target")
         train.take("convergence_max_steps")
-    train.ignore(
-        "cache_teacher_outputs", "the teacher computes each batch once for all blocks; nothing else would be read again"
-    )
-    _autotune(train, f"{path}.autotune", out)
+    if train.choice("cache_teacher_outputs", (True, False), False):
+        out.put(f"{path}.cache", True, train, "cache_teacher_outputs")
+    _autotune(train, f"{path}.autotune", rate, out)
 
 
-def _autotune(train: Section, path: str, out: Translated) -> None:
+def _autotune(train: Section, path: str, rate: float, out: Translated) -> None:
+    """Args: rate: the learning rate, of which caramba's lowest one is a part."""
     prefix = "blockwise_autotune_"
     enabled = train.choice(f"{prefix}enabled", (True, False), False)
     mode = train.choice(f"{prefix}mode", ("off", "monitor", "active"), "monitor")
-    names = {"patience": "plateau_patience", "decay": "lr_decay", "min_lr": "min_lr", "log_every": "log_every"}
+    train.ignore(f"{prefix}log_every", "metrics of every block are logged in every step")
     if not enabled or mode == "off":
-        for name in (*names.values(), *_TUNED_BY_CODE):
+        for name in ("plateau_patience", "lr_decay", "min_lr", "spike_std", *_FIXED):
             train.ignore(f"{prefix}{name}", f"no effect without {prefix}enabled: true")
         return
     out.put(f"{path}.mode", mode, train, f"{prefix}mode")
-    for (new, old), default in zip(names.items(), (100, 0.5, 1e-6, 50), strict=True):
+    defaults = {"patience": ("plateau_patience", 100), "decay": ("lr_decay", 0.5), "spike_std": ("spike_std", 3.0)}
+    for new, (old, default) in defaults.items():
         out.put(f"{path}.{new}", train.take(f"{prefix}{old}", default), train, f"{prefix}{old}")
-    for name, fixed in _TUNED_BY_CODE.items():
+    lowest = train.number(f"{prefix}min_lr", 1e-6)
+    if not 0 < lowest <= rate:
+        raise train.error(f"{prefix}min_lr", f"{lowest!r} given, above 0 and at most lr ({rate!r}) expected")
+    out.put(f"{path}.min_scale", lowest / rate, train, f"{prefix}min_lr")
+    for name, fixed in _FIXED.items():
         train.refuse(
             f"{prefix}{name}", f"the detector of spikes has no such key. Remove it, or set it to {fixed}", fixed
         )
