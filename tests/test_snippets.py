@@ -157,7 +157,7 @@ def check_jaxlm(name: str, arguments: list[str], monkeypatch) -> None:
         def opened(first, *rest, **named):
             if real is not None:
                 real(first, *rest, **named)
-            dotted = [word for word in arguments if re.match(r"--\w+\.", word)]
+            dotted = [word for word in arguments if re.match(r"--(?!vars\.)\w+\.", word)]
             keys = parse_arguments([word for at in dotted for word in (at, arguments[arguments.index(at) + 1])]).options
             decode_run(override(ConfigSource({}), keys), "document")
             check_effective(next((keys for keys in rest if isinstance(keys, Mapping)), {}), also=named.get("also", ()))

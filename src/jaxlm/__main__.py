@@ -21,7 +21,7 @@ COMMANDS = {
     "chat": "chats with such a model through its chat template",
     "evaluate": "measures loss and bits per byte on any text, by source, or runs tasks of lm-evaluation-harness",
     "tables": "writes tables and pictures of a run's model beside its references, for a paper",
-    "convert": "writes a checkpoint as a folder for transformers, vLLM or PEFT",
+    "convert": "writes a checkpoint as a folder for transformers, vLLM or PEFT, or a manifest as a configuration",
     "prepare": "tokenizes data ahead of training, and describes the token caches",
     "report": "writes an HTML page with the curves, samples and settings of one or several runs",
     "scaling": "trains several depths with several budgets, and fits a scaling law",

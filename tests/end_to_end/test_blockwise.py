@@ -107,8 +107,7 @@ def test_a_phase_ends_once_all_blocks_are_done(whole):
     assert "train/blocks_left is 0" in out
     records = [json.loads(line) for line in (place.folder / "logs/run/metrics.jsonl").read_text().splitlines()]
     steps = [
-        max((r[f"train/block_steps/{block}"] for r in records if f"train/block_steps/{block}" in r))
-        for block in range(2)
+        max(r[f"train/block_steps/{block}"] for r in records if f"train/block_steps/{block}" in r) for block in range(2)
     ]
     assert steps == [3, 3]
     assert len(losses) < 18

@@ -64,7 +64,8 @@ NAMES = [path.relative_to(FOLDER).as_posix() for path in all_recipes()]
 def test_recipes_are_valid_and_named_after_their_files(name):
     assert recipe(name.removesuffix(".yaml")) == recipe(name) == FOLDER / name
     config = load_config(["--config_path", f"jaxlm:{name}", "--use_hf_model_config", "false"], "jaxlm.train")
-    assert config.trainer.id == Path(name).stem
+    default = load_yaml(FOLDER / name).tree.get("entrypoints", {}).get("default")
+    assert config.trainer.id == (Path(name).stem if default is None else f"{Path(name).stem}-{default}")
 
 
 def test_recipes_are_listed_and_copied_but_never_overwrite_a_file(tmp_path, monkeypatch, capsys):

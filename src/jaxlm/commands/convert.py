@@ -1,8 +1,10 @@
 """Converts a checkpoint to a folder for transformers, vLLM, PEFT or nanochat, or merges a PEFT folder into its base model.
+Writes a manifest of caramba as a configuration of jaxlm.
 
 jaxlm convert to-hf --checkpoint checkpoints/mine --output_dir mine-hf --dtype bfloat16 --verify true
 jaxlm convert to-hf --checkpoint model-folder --adapter adapter-folder --output_dir merged
 jaxlm convert to-nanochat --checkpoint checkpoints/d12 --output_dir base_checkpoints/d12
+jaxlm convert caramba manifest.yml --target quick --output quick.yaml
 """
 
 import argparse
@@ -26,7 +28,9 @@ from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.interop.hf.verify import verify_folder
 from jaxlm.interop.torch.nanochat import save_nanochat
 from jaxlm.models.base import LanguageModel
+from jaxlm.plan.load_config import manifest_as_yaml
 from jaxlm.reading.decode import choice_name
+from jaxlm.reading.overrides import Arguments
 from jaxlm.session.exit_codes import command
 from jaxlm.session.export import export_model, logged_evaluation, model_card
 from jaxlm.session.generation_options import add_adapter_option
@@ -36,6 +40,7 @@ from jaxlm.surgery.base import export_form, merge_surgeries
 from jaxlm.surgery.lora import round_adapters, save_peft, saved_modules
 
 _TO_NANOCHAT = "to-nanochat"
+_CARAMBA = "caramba"
 _NUM_COMPARED = 32  # tokens
 _RELATIVE_TOLERANCE = 1e-3  # of the largest logit; both sides compute in float32, in different orders
 
@@ -46,6 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     if options.direction == _TO_NANOCHAT:
         return _convert_to_nanochat(options)
+    if options.direction == _CARAMBA:
+        return _convert_manifest(options)
     if options.adapter is not None and options.adapters == "only":
         raise ConfigError(
             f"--adapter {options.adapter}: merged into the model, but --adapters only writes no model. Remove one of them"
@@ -91,6 +98,26 @@ def _convert_to_nanochat(options: argparse.Namespace) -> int:
         model = merge_surgeries(opened.load(), opened.surgeries)
         save_nanochat(folder, model, opened.model, plan.layout, step=step)
     print(f"wrote {opened.location} to {folder}")
+    return 0
+
+
+def _convert_manifest(options: argparse.Namespace) -> int:
+    arguments = Arguments(options.manifest, options.target, options.config_root)
+    written = manifest_as_yaml(arguments)
+    if options.output is None:
+        print(written, end="")
+        return 0
+    path = Path(options.output)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(written)
+    except FileExistsError:
+        raise ConfigError(f"--output: {path} exists already. Name another file, or delete it") from None
+    except OSError as error:
+        raise ConfigError(
+            f"--output: {path} cannot be written ({error.strerror}). Name a file in another folder"
+        ) from error
+    print(f"wrote {path}. Train it with: jaxlm train --config_path {path}")
     return 0
 
 
@@ -163,7 +190,14 @@ def _verify_adapters(folder: Path, base: str, opened: LoadedModel, model: Langua
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="jaxlm convert", description="Exports a trained model to another format.")
-    directions = parser.add_subparsers(dest="direction", metavar=f"to-hf or {_TO_NANOCHAT}", required=True)
+    directions = parser.add_subparsers(dest="direction", metavar=f"to-hf, {_TO_NANOCHAT} or {_CARAMBA}", required=True)
+    manifest = directions.add_parser(
+        _CARAMBA, help="write a target of a manifest of caramba as a configuration of jaxlm"
+    )
+    manifest.add_argument("manifest", help="the manifest, a YAML file with `version: 2`")
+    manifest.add_argument("--target", help="a target or entrypoint (default: entrypoints.default, or the only target)")
+    manifest.add_argument("--config_root", help="folder that has all included files (default: the manifest's)")
+    manifest.add_argument("--output", help="YAML file to create; it must not exist (default: print it)")
     to_nanochat = directions.add_parser(_TO_NANOCHAT, help="write model_STEP.pt and meta_STEP.json for nanochat")
     add_checkpoint_options(to_nanochat)
     to_nanochat.add_argument("--output_dir", required=True, help="folder to create; it must not exist")

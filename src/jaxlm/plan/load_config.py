@@ -7,18 +7,23 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
+
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.redaction import remember_secrets
+from jaxlm.core.redaction import redacted, remember_secrets, without_secrets
+from jaxlm.interop.caramba.from_caramba import from_caramba, is_caramba
 from jaxlm.interop.hf.model_section import with_hf_model
 from jaxlm.interop.levanter.from_levanter import from_levanter
 from jaxlm.plan.presets.base import with_preset
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.decode import decode, drop_stale_keys
-from jaxlm.reading.overrides import OPTION, help_text, option_tree, override, parse_arguments
+from jaxlm.reading.overrides import OPTION, Arguments, help_text, option_tree, override, parse_arguments
 from jaxlm.reading.plugins import load_installed_plugins
 from jaxlm.reading.recipes import config_file
 from jaxlm.reading.schema import sections
+from jaxlm.reading.targets import Resolved, Selection, resolve
+from jaxlm.reading.variables import is_option_of_variables
 from jaxlm.reading.yaml import ConfigSource, load_yaml, parse_value
 
 R = TypeVar("R", bound=RunConfig)
@@ -65,14 +70,54 @@ def load_source(arguments: Sequence[str], command: str, kind: type[RunConfig]) -
             "command line: --quantize: quantized weights cannot be trained. Remove it here, and use it with jaxlm sample,"
             " chat or evaluate"
         )
-    source = ConfigSource({}) if parsed.config_path is None else load_yaml(parsed.config_path)
-    dropped = drop_stale_keys(kind, source.tree, option_tree(parsed.options))
+    file = read_file(parsed, kind)
+    source, options = (
+        file.source,
+        {key: value for key, value in parsed.options.items() if not is_option_of_variables(key)},
+    )
+    dropped = drop_stale_keys(kind, source.tree, option_tree(options))
     if dropped:
         print(f"note: the command line changes a type; these keys of the file are ignored: {', '.join(dropped)}")
-    source, notes = from_levanter(override(source, parsed.options))
-    for note in notes:
+    source, notes = from_levanter(override(source, options))
+    for note in (*file.notes, *notes):
         print(f"note: {note}")
-    return source, None if parsed.config_path is None else config_file(parsed.config_path).stem
+    return source, None if parsed.config_path is None else _name_of(parsed.config_path, file.target)
+
+
+def read_file(arguments: Arguments, kind: type[RunConfig]) -> Resolved:
+    """The configuration file of a command line as jaxlm's sections, before the overrides, with the target that it names."""
+    selection = Selection.of(arguments.target, arguments.options)
+    if arguments.config_path is None:
+        return resolve(ConfigSource({}), selection, kind)
+    root = None if arguments.config_root is None else Path(arguments.config_root)
+    return _resolved(load_yaml(arguments.config_path, root), selection, kind)
+
+
+def manifest_as_yaml(arguments: Arguments) -> str:
+    """A manifest of another program as a configuration of jaxlm, without secrets. Comments say what has no effect.
+
+    Raises:
+        ConfigError: the file is a configuration of jaxlm already.
+    """
+    file = read_file(arguments, RunConfig)
+    if file.manifest is None:
+        raise ConfigError(f"{arguments.config_path}: this is no manifest of caramba, which begin with `version: 2`")
+    notes = [
+        f"# {redacted(note)}\n"
+        for note in (f"target {file.target} of {arguments.config_path}, a manifest of {file.manifest}", *file.notes)
+    ]
+    return "".join(notes) + yaml.safe_dump(without_secrets(file.source.tree), sort_keys=False, width=100)
+
+
+def _resolved(source: ConfigSource, selection: Selection, kind: type[RunConfig]) -> Resolved:
+    remember_secrets(source.tree)
+    return from_caramba(source, selection) if is_caramba(source.tree) else resolve(source, selection, kind)
+
+
+def _name_of(path: Path | str, target: str | None) -> str:
+    """What a run is called: each target of a file has its own logs and checkpoints."""
+    stem = config_file(path).stem
+    return stem if target is None else f"{stem}-{target}"
 
 
 def help_of(command: str, topic: str, kind: type[RunConfig] = RunConfig) -> str:
@@ -89,7 +134,14 @@ def given_distributed(arguments: Sequence[str]) -> DistributedConfig:
         options[name.removeprefix("--")] = text if equals else following
     prefix, tree = "trainer.distributed.", {}
     with contextlib.suppress(ConfigError):
-        section = load_yaml(options.get("config_path", options.get("config", ""))).tree.get("trainer")
+        path, root = options.get("config_path", options.get("config", "")), options.get("config_root")
+        given = Arguments(
+            path,
+            options.get("target"),
+            root,
+            {n: parse_value(t) for n, t in options.items() if is_option_of_variables(n)},
+        )
+        section = read_file(given, RunConfig).source.tree.get("trainer")
         tree = dict(section.get("distributed") or {}) if isinstance(section, dict) else {}
     tree |= {name.removeprefix(prefix): parse_value(text) for name, text in options.items() if name.startswith(prefix)}
     return decode(DistributedConfig, ConfigSource(tree))
@@ -106,7 +158,8 @@ def refuse_dry_run(config: RunConfig, reason: str) -> None:
 
 def read_config(path: Path | str) -> RunConfig:
     """Loads a configuration from a file alone, or a recipe (`jaxlm:quickstart.yaml`), without command-line overrides."""
-    return decode_run(from_levanter(load_yaml(path))[0], config_file(path).stem)
+    file = _resolved(load_yaml(path), Selection(None, {}), RunConfig)
+    return decode_run(from_levanter(file.source)[0], _name_of(path, file.target))
 
 
 def read_saved(path: Path, overrides: Mapping[str, Any] | None = None, origin: str = OPTION) -> RunConfig:

@@ -13,6 +13,7 @@ from jaxlm.reading.yaml import ConfigSource, KeyPath, merge, parse_value
 
 _WIDTH = 118
 _CONFIG_OPTIONS = ("config_path", "config")
+_FILE_OPTIONS = ("target", "config_root")  # what to read of the file; their values are text
 OPTION = "command line --"
 _TEMPLATE = "chat_template"  # keys that end so hold a Jinja template
 _JINJA = re.compile(r"\{[{%#]")
@@ -24,11 +25,15 @@ class Arguments:
 
     Attributes:
         config_path: path of the configuration file, if given.
+        target: name of the target in the file to use, if given.
+        config_root: folder that has all included files, if given.
         options: dotted path -> value, in the order given.
         help: TOPIC of `--help TOPIC`, "" without a topic; None without `--help`.
     """
 
     config_path: str | None = None
+    target: str | None = None
+    config_root: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     help: str | None = None
 
@@ -46,7 +51,9 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
         if not option.startswith("--") or option == "--":
             raise _not_an_option(option, options)
         name, equals, text = option[2:].partition("=")
-        if name not in _CONFIG_OPTIONS and difflib.get_close_matches(name, _CONFIG_OPTIONS, cutoff=0.8):
+        if name not in (*_CONFIG_OPTIONS, *_FILE_OPTIONS) and difflib.get_close_matches(
+            name, _CONFIG_OPTIONS, cutoff=0.8
+        ):
             raise ConfigError(f"command line: --{name} is not an option. Did you mean --config_path?")
         if not equals:
             if not rest or re.match(r"--[A-Za-z_]", rest[0]):
@@ -58,7 +65,10 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
     paths = [options.pop(name) for name in _CONFIG_OPTIONS if name in options]
     if len(paths) > 1:
         raise ConfigError("command line: --config_path and --config are aliases. Remove one of them")
-    return Arguments(next(iter(paths), None), {name: _parse(name, text) for name, text in options.items()})
+    target, root = (options.pop(name, None) for name in _FILE_OPTIONS)
+    return Arguments(
+        next(iter(paths), None), target, root, {name: _parse(name, text) for name, text in options.items()}
+    )
 
 
 def _parse(name: str, text: str) -> Any:
@@ -141,7 +151,7 @@ def help_text(sections: Iterable[ConfigSection], command: str, topic: str = "") 
             " trainer.seed, or omit it to see all"
         )
     lines = [
-        f"usage: {command} [--config_path FILE] [--section.key VALUE ...] [--help [SECTION]]",
+        f"usage: {command} [--config_path FILE] [--target NAME] [--section.key VALUE ...] [--help [SECTION]]",
         "",
         "Keys of the YAML file, which are also command-line options (values are YAML):",
         *(line for section in selected for line in _describe(section)),

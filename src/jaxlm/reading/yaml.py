@@ -2,6 +2,9 @@
 
     key: !include other.yaml      uses the other file's content as the value; paths are relative to the including file
     <<: !include base.yaml        inherits the other file's keys; this file overrides them, and sections are merged
+    include: base.yaml            at the top of a file, the same as `<<: !include base.yaml`; also a list
+
+Included files are in the project: the folder of the first file, or one that the caller names. `..` and links do not lead out.
 
 `6E-4` is a number, only `true` and `false` are booleans, and `1:30`, `0x10` and `2026-01-01` are strings. A duplicate key is
 an error, because YAML would silently drop the first one.
@@ -23,6 +26,7 @@ from jaxlm.reading.recipes import config_file
 KeyPath = tuple[str | int, ...]
 _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 _MAX_VALUES = 100_000
+_INCLUDE = "include"
 _SHOWN = 60  # characters of an invalid value in a message
 
 
@@ -45,10 +49,14 @@ class ConfigSource:
         return self.marks.get(path, "")
 
 
-def load_yaml(path: Path | str) -> ConfigSource:
-    """Loads a file and all files that it includes. Errors name the file and line."""
+def load_yaml(path: Path | str, root: Path | None = None) -> ConfigSource:
+    """Loads a file and all files that it includes. Errors name the file and line.
+
+    Args:
+        root: the folder that has all included files; None for the folder of the file.
+    """
     path = config_file(path)
-    reader = _Reader()
+    reader = _Reader(root)
     with _limited_depth(str(path)):
         tree = reader.file(path, at=(), chain=())
     if tree is None:
@@ -139,14 +147,22 @@ _Loader.add_implicit_resolver(
 class _Reader:
     """Walks YAML nodes and collects values and marks."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path | None = None) -> None:
         self.marks: dict[KeyPath, str] = {}
         self._num_values = 0
+        self._root = None if root is None else root.resolve()
 
     def file(self, path: Path, at: KeyPath, chain: tuple[Path, ...]) -> Any:
         if "\0" in str(path):
             raise ConfigError(f"{str(path)!r}: a path cannot contain a NUL character")
         resolved = path.resolve()
+        if self._root is None:
+            self._root = resolved.parent
+        elif chain and not resolved.is_relative_to(self._root):
+            raise ConfigError(
+                f"{self.marks.get(at, path)}: !include {path}: {resolved} is outside of the project {self._root}, the"
+                " folder of the first file. Move the file there, or name a folder that has all files: --config_root FOLDER"
+            )
         if resolved in chain:
             circle = " -> ".join(p.name for p in (*chain, resolved))
             raise ConfigError(f"{self.marks.get(at, path)}: circular !include: {circle}. Remove one of the includes")
@@ -194,6 +210,14 @@ class _Reader:
     def mapping(self, loader: _Loader, node: yaml.MappingNode, at: KeyPath, chain: tuple[Path, ...]) -> dict[str, Any]:
         below: dict[str, Any] = {}
         written: dict[str, yaml.Node] = {}
+        includes = [] if at else [pair for pair in node.value if pair[0].value == _INCLUDE]
+        for key_node, value_node in includes:
+            for name, place in self._include_names(loader, key_node, value_node):
+                self.marks[at] = place
+                base = self.file(chain[-1].parent / name, at, chain)
+                if not isinstance(base, dict):
+                    raise ConfigError(f"{place}: include: {name} has {_kind(base)}, a mapping of sections expected")
+                below = merge(below, base)
         for key_node, value_node in node.value:
             if key_node.tag != "tag:yaml.org,2002:merge":
                 key = str(self._scalar(loader, key_node))
@@ -211,11 +235,22 @@ class _Reader:
                 below = merge(below, base)
         above = {}
         for key_node, value_node in node.value:
-            if key_node.tag != "tag:yaml.org,2002:merge":
+            if key_node.tag != "tag:yaml.org,2002:merge" and (key_node, value_node) not in includes:
                 key = str(self._scalar(loader, key_node))
                 above[key] = self.value(loader, value_node, (*at, key), chain)
                 self.marks[(*at, key)] = self._mark(key_node)
         return merge(below, above)
+
+    def _include_names(self, loader: _Loader, key: yaml.Node, value: yaml.Node) -> list[tuple[str, str]]:
+        """The files of the key `include` at the top of a file, each with its place."""
+        nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        names = []
+        for node in nodes:
+            name = self._scalar(loader, node) if isinstance(node, yaml.ScalarNode) else None
+            if not isinstance(name, str):
+                raise ConfigError(f"{self._mark(key)}: include: the name of a YAML file, or a list of names, expected")
+            names.append((name, self._mark(node)))
+        return names
 
     @staticmethod
     def _mark(node: yaml.Node) -> str:

@@ -139,10 +139,11 @@ def parse_with_keys(
     """The command's own options, and the dotted keys that override the saved configuration."""
     options, rest = parser.parse_known_args(arguments)
     parsed = parse_arguments(rest)
-    if parsed.config_path is not None:
+    of_files = {"config_path": parsed.config_path, "target": parsed.target, "config_root": parsed.config_root}
+    if given := next((name for name, value in of_files.items() if value is not None), None):
         raise ConfigError(
-            "command line: --config_path: not allowed, because a checkpoint has its own configuration. Override individual"
-            " keys instead"
+            f"command line: --{given}: not allowed, because a checkpoint has its own configuration. Override individual keys"
+            " instead"
         )
     names = sorted(vars(options))
     for name in parsed.options:

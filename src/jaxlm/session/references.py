@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import haliax as hax
 import jax
-from haliax import Axis
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError

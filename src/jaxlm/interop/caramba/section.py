@@ -1,0 +1,101 @@
+"""A mapping of a manifest whose keys are taken one by one. A key that nobody takes is an error."""
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxlm.core.errors import ConfigError, listed
+from jaxlm.reading.decode import config_error
+from jaxlm.reading.yaml import ConfigSource, KeyPath
+
+NOTHING = (None, False, {}, [], "")
+
+
+class Section:
+    """The keys of one mapping that have not been taken yet.
+
+    Attributes:
+        path: where it is in the manifest.
+    """
+
+    def __init__(self, source: ConfigSource, path: KeyPath, keys: Any, notes: list[str]):
+        self._source = source
+        self.path = path
+        self._notes = notes
+        if not isinstance(keys, Mapping):
+            raise config_error(source, path, f"{keys!r} given, a section with keys expected")
+        self._keys = dict(keys)
+        self._known: list[str] = []
+
+    def __contains__(self, key: str) -> bool:
+        return self._keys.get(key) is not None
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Removes a key and returns its value; the default if it is missing or null."""
+        self._known.append(key)
+        value = self._keys.pop(key, None)
+        return default if value is None else value
+
+    def peek(self, key: str) -> Any:
+        """The value of a key, which stays; None if it is missing."""
+        return self._keys.get(key)
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        """Like `take`, for a number that the translation computes with."""
+        value = self.take(key, default)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise self.error(key, f"{value!r} given, a number expected")
+        return value
+
+    def choice(self, key: str, allowed: Collection[Any], default: Any = None) -> Any:
+        """Like `take`, for one of a few values."""
+        value = self.take(key, default)
+        if value is not None and value not in allowed:
+            raise self.error(key, f"{value!r} given. Allowed: {listed([str(one) for one in allowed])}")
+        return value
+
+    def section(self, key: str) -> "Section":
+        """A section inside of this one; empty if it is missing."""
+        return self.inside(key, self.take(key, {}))
+
+    def inside(self, key: str, keys: Any) -> "Section":
+        """A section with the value of a key that has been taken."""
+        return Section(self._source, (*self.path, key), keys, self._notes)
+
+    def sections(self, key: str) -> list["Section"]:
+        """A list of sections inside of this one."""
+        value = self.take(key, [])
+        if not isinstance(value, list):
+            raise self.error(key, f"{value!r} given, a list of sections expected")
+        return [Section(self._source, (*self.path, key, index), item, self._notes) for index, item in enumerate(value)]
+
+    def ignore(self, key: str, reason: str) -> None:
+        """Takes a key without an effect, and says so if it asks for something."""
+        if self.take(key) not in NOTHING:
+            self.note(key, reason)
+
+    def refuse(self, key: str, instead: str, *without_effect: Any) -> None:
+        """Raises `ConfigError` if the key is set, except to nothing or to a value without an effect."""
+        value = self.take(key)
+        if not any(value is one or (value == one and type(value) is type(one)) for one in (*NOTHING, *without_effect)):
+            raise self.error(key, f"{value!r} given, which jaxlm cannot do: {instead}")
+
+    def note(self, key: str, text: str) -> None:
+        self._notes.append(f"{self._dotted(key)}: {text}")
+
+    def error(self, key: str, problem: str) -> ConfigError:
+        return config_error(self._source, (*self.path, key), problem)
+
+    def where(self, key: str) -> str:
+        """The file and line of a key."""
+        return self._source.where((*self.path, key))
+
+    def done(self) -> None:
+        """Raises `ConfigError` if a key is left."""
+        for key in self._keys:
+            near = difflib.get_close_matches(key, self._known, n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            raise self.error(key, f"no such key.{hint} Known here: {', '.join(dict.fromkeys(self._known))}")
+
+    def _dotted(self, key: str) -> str:
+        return ".".join(map(str, (*self.path, key)))

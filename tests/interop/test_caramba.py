@@ -1,0 +1,705 @@
+"""Caramba's manifests become jaxlm's configuration: every key is translated, or noted, or refused."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.interop.caramba.from_caramba import from_caramba
+from jaxlm.plan.load_config import load_config
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.decode import decode
+from jaxlm.reading.targets import Selection
+from jaxlm.reading.yaml import ConfigSource, load_yaml
+
+PAGE = Path(__file__).parents[2] / "docs/howto/caramba.md"
+NORM = {"type": "RMSNormLayer", "d_model": 64}
+ATTENTION = {"type": "AttentionLayer", "d_model": 64, "n_heads": 4}
+MLP = {"type": "SwiGLULayer", "d_model": 64, "d_ff": 128, "bias": False}
+HEAD = {"type": "LinearLayer", "d_in": 64, "d_out": 300, "bias": False}
+STUDENT = {**ATTENTION, "n_kv_heads": 2, "mode": "decoupled", "sem_dim": 16, "geo_dim": 32}
+
+
+def residual(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "ResidualTopology", "layers": list(layers)}
+
+
+def model(
+    attention: Mapping[str, Any] = ATTENTION, mlp: Mapping[str, Any] = MLP, head: Mapping[str, Any] = HEAD, **keys: Any
+) -> dict[str, Any]:
+    unit = {"type": "NestedTopology", "repeat": 3, "layers": [residual(NORM, attention), residual(NORM, mlp)]}
+    topology = {"type": "StackedTopology", "layers": [unit, NORM, *([head] if head else [])]}
+    embedder = {"type": "token", "vocab_size": 300, "d_model": 64}
+    return {"type": "TransformerModel", "embedder": embedder, "topology": topology, **keys}
+
+
+def target(*runs: Mapping[str, Any], **keys: Any) -> dict[str, Any]:
+    """A target with these runs, whose model is small."""
+    system = {"ref": "system.language_model", "config": {"model": model()}}
+    data = {"ref": "dataset.tokens", "config": {"path": "tokens.npy"}}
+    return {"type": "experiment", "name": "one", "system": system, "data": data, "runs": list(runs), **keys}
+
+
+def standard(**train: Any) -> dict[str, Any]:
+    return target({"id": "train", "steps": 10, "train": {"phase": "standard", **train}}, trainer="trainer.standard")
+
+
+def blockwise(**train: Any) -> dict[str, Any]:
+    first = {"id": "blocks", "steps": 5, "train": {"phase": "blockwise", "teacher_ckpt": "hf://org/name", **train}}
+    system = {"config": {"model": model(STUDENT)}}
+    return target(first, trainer="trainer.upcycle", system=system)
+
+
+def upcycle(
+    *, first: Mapping[str, Any] | None = None, second: Mapping[str, Any] | None = None, **keys: Any
+) -> dict[str, Any]:
+    """Both phases."""
+    one = blockwise()
+    one["runs"][0] |= first or {}
+    return {
+        **one,
+        "runs": [*one["runs"], {"id": "all", "steps": 9, "train": {"phase": "global"}, **(second or {})}],
+        **keys,
+    }
+
+
+def translate(
+    folder: Path, *targets: Mapping[str, Any], name: str | None = None, top: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], str]:
+    """The translation of a manifest, and its notes."""
+    (folder / "manifest.yml").write_text(
+        yaml.safe_dump({"version": 2, "targets": list(targets), **(top or {})}, sort_keys=False)
+    )
+    resolved = from_caramba(load_yaml(folder / "manifest.yml"), Selection(name, {}))
+    return resolved.source.tree, "\n".join(resolved.notes)
+
+
+def at(tree: Any, path: str) -> Any:
+    for name in path.split("."):
+        tree = tree[int(name)] if isinstance(tree, list) else tree.get(name, "missing")
+    return tree
+
+
+STANDARD = [
+    ({"phase": "standard"}, {"objective.type": "next_token", "trainer.num_train_steps": 10}),
+    ({"batch_size": 4}, {"trainer.train_batch_size": 4}),
+    ({}, {"trainer.train_batch_size": 32, "model.seq_len": 512, "optimizer.learning_rate": 3e-4}),
+    ({"block_size": 64}, {"model.seq_len": 64}),
+    ({"lr": 0.01}, {"optimizer.learning_rate": 0.01}),
+    ({"device": "cuda"}, {"trainer.require_accelerator": True}),
+    ({"device": "cpu"}, {"trainer.jax_config.jax_platforms": "cpu"}),
+    ({"dtype": "float32"}, {"trainer.mp": "f32"}),
+    ({"dtype": "bfloat16"}, {"trainer.mp": "p=f32,c=bfloat16"}),
+    ({"dtype": "float16"}, {"trainer.mp": "p=f32,c=float16"}),
+    ({"dtype": "auto"}, {"trainer.mp": "p=f32,c=bfloat16"}),
+    ({}, {"optimizer.weight_decay": 0.01, "optimizer.default_weight_decay_mask": False}),
+    ({"weight_decay": 0}, {"optimizer.weight_decay": 0, "optimizer.default_weight_decay_mask": "missing"}),
+    ({"beta1": 0.8, "beta2": 0.99}, {"optimizer.beta1": 0.8, "optimizer.beta2": 0.99}),
+    ({}, {"optimizer.beta1": 0.9, "optimizer.beta2": 0.95}),
+    ({"grad_clip": 0.5}, {"optimizer.max_grad_norm": 0.5}),
+    ({"grad_clip": 0.0}, {"optimizer.max_grad_norm": None}),
+    ({}, {"optimizer.max_grad_norm": 1.0, "optimizer.warmup": 0, "optimizer.lr_schedule": "cosine"}),
+    ({"warmup_steps": 7}, {"optimizer.warmup": 7}),
+    ({"lr_schedule": "linear"}, {"optimizer.lr_schedule": "linear"}),
+    ({"lr_schedule": "constant"}, {"optimizer.lr_schedule": "constant"}),
+    ({"lr_schedule": "none"}, {"optimizer.lr_schedule": "constant"}),
+    ({"scheduler": "linear"}, {"optimizer.lr_schedule": "linear"}),
+    ({"lr": 1e-3, "min_lr": 1e-5}, {"optimizer.min_lr_ratio": pytest.approx(0.01)}),
+    ({"min_lr_ratio": 0.2}, {"optimizer.min_lr_ratio": 0.2}),
+    ({}, {"optimizer.min_lr_ratio": 0.0}),
+    ({"use_amp": True}, {"trainer.mp": "p=f32,c=float16"}),
+    ({"use_amp": True, "amp_dtype": "bfloat16"}, {"trainer.mp": "p=f32,c=bfloat16"}),
+    ({"use_amp": True, "amp_dtype": "auto"}, {"trainer.mp": "p=f32,c=bfloat16"}),
+    ({"use_amp": False, "amp_dtype": "bfloat16"}, {"trainer.mp": "f32"}),
+    (
+        {"batch_size": 4, "gradient_accumulation_steps": 8},
+        {"trainer.train_batch_size": 32, "trainer.max_per_device_parallelism": 4},
+    ),
+    ({"activation_checkpointing": True}, {"model.gradient_checkpointing": "full"}),
+    ({"activation_checkpointing": False}, {"model.gradient_checkpointing": "none"}),
+    ({}, {"model.gradient_checkpointing": "missing"}),
+    ({"optimizer": "lion"}, {"optimizer.type": "lion"}),
+    ({"optimizer": "adamw"}, {"optimizer.type": "adam"}),
+    ({"auto_resume": False}, {"trainer.load_checkpoint": False}),
+    ({"distributed_strategy": "none"}, {"trainer.fsdp_axis": "missing"}),
+    ({"distributed_strategy": "ddp"}, {"trainer.fsdp_axis": None}),
+    ({"distributed_strategy": "fsdp"}, {"trainer.fsdp_axis": "embed"}),
+    ({"distributed": {"strategy": "DDP", "ddp_find_unused_parameters": False}}, {"trainer.fsdp_axis": None}),
+    ({"distributed": {"strategy": "FSDP", "fsdp_sharding_strategy": "NO_SHARD"}}, {"trainer.fsdp_axis": None}),
+    ({"distributed": {"strategy": "FSDP", "fsdp_sharding_strategy": "FULL_SHARD"}}, {"trainer.fsdp_axis": "embed"}),
+    ({"distributed": {"strategy": "FSDP", "fsdp_sharding_strategy": "SHARD_GRAD_OP"}}, {"trainer.fsdp_axis": "embed"}),
+    (
+        {"distributed": {"strategy": "fsdp", "fsdp_sharding_strategy": "HYBRID_SHARD"}},
+        {"trainer.fsdp_axis": "embed", "trainer.mesh": {"axes": {"data": -1}, "dcn_axes": {"replica": -1}}},
+    ),
+    ({"distributed": {"strategy": "fsdp", "fsdp_mixed_precision": True}}, {"trainer.mp": "p=f32,c=bfloat16"}),
+    ({"distributed": {"strategy": "ddp", "fsdp_mixed_precision": True}}, {"trainer.mp": "f32"}),
+    (
+        {"distributed": {"strategy": "fsdp", "fsdp_activation_checkpointing": True}},
+        {"model.gradient_checkpointing": "full"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("train", "expected"), STANDARD, ids=[str(row[0]) for row in STANDARD])
+def test_a_key_of_standard_training(train: dict[str, Any], expected: dict[str, Any], tmp_path: Path):
+    tree, _ = translate(tmp_path, standard(**train))
+    assert {path: at(tree, path) for path in expected} == expected
+
+
+@pytest.mark.parametrize("train", [row[0] for row in STANDARD], ids=[str(row[0]) for row in STANDARD])
+def test_the_translation_is_a_configuration(train: dict[str, Any], tmp_path: Path):
+    translate(tmp_path, standard(**train))
+    config = load_config(["--config_path", str(tmp_path / "manifest.yml")], "jaxlm.train")
+    assert config.model.seq_len == train.get("block_size", 512)
+
+
+OBJECTIVE, AUTOTUNE = "phases.0.objective", "phases.0.objective.autotune"
+BLOCKWISE = [
+    ({}, {OBJECTIVE: {"type": "blockwise", "teacher": "teacher", "target": "attention", "order": "parallel"}}),
+    ({}, {"phases.0.trainable": ["attn\\."], "phases.0.num_train_steps": 5}),
+    ({}, {"initialize_from_hf": "org/name", "use_hf_model_config": True, "data.tokenizer": "org/name"}),
+    ({"teacher_ckpt": "hf://org/name@v1"}, {"refs.teacher.path": "org/name@v1", "refs.teacher.type": "hf"}),
+    ({"teacher_ckpt": "some/folder"}, {"refs.teacher.path": "some/folder", "initialize_from_hf": "some/folder"}),
+    ({"blockwise_distill_target": "residual"}, {f"{OBJECTIVE}.target": "residual"}),
+    ({"convergence_target": 0.02}, {f"{OBJECTIVE}.convergence": {"target": 0.02, "patience": 100}}),
+    (
+        {"convergence_target": 0.02, "convergence_patience": 7, "convergence_max_steps": 2000},
+        {f"{OBJECTIVE}.convergence": {"target": 0.02, "patience": 7, "max_steps": 2000}},
+    ),
+    ({"cache_teacher_outputs": True}, {f"{OBJECTIVE}.cache": True}),
+    ({"blockwise_autotune_enabled": False, "blockwise_autotune_mode": "active"}, {AUTOTUNE: "missing"}),
+    ({"blockwise_autotune_enabled": True, "blockwise_autotune_mode": "off"}, {AUTOTUNE: "missing"}),
+    (
+        {"blockwise_autotune_enabled": True},
+        {AUTOTUNE: {"mode": "monitor", "patience": 100, "decay": 0.5, "spike_std": 3.0, "min_scale": 1e-6 / 3e-4}},
+    ),
+    (
+        {
+            "blockwise_autotune_enabled": True,
+            "blockwise_autotune_mode": "active",
+            "blockwise_autotune_plateau_patience": 9,
+            "blockwise_autotune_lr_decay": 0.25,
+            "blockwise_autotune_min_lr": 1e-7,
+            "blockwise_autotune_log_every": 3,
+            "blockwise_autotune_spike_std": 4.0,
+            "blockwise_autotune_ema_decay": 0.99,
+            "blockwise_autotune_window_size": 50,
+            "lr": 1e-3,
+        },
+        {AUTOTUNE: {"mode": "active", "patience": 9, "decay": 0.25, "spike_std": 4.0, "min_scale": 1e-7 / 1e-3}},
+    ),
+    ({"blockwise_grad_clip_norm": 2.0}, {"phases.0.optimizer.max_grad_norm": 2.0}),
+    ({}, {"refs.teacher.sanity": {"max_loss": 20.0, "max_perplexity": 200.0, "batches": 2}}),
+    (
+        {"teacher_sanity_max_nll": 5.0, "teacher_sanity_max_ppl": 50.0, "teacher_sanity_batches": 4},
+        {"refs.teacher.sanity": {"max_loss": 5.0, "max_perplexity": 50.0, "batches": 4}},
+    ),
+    ({"teacher_sanity_check": False}, {"refs.teacher.sanity": "missing"}),
+    ({}, {"phases.0.surgery": [{"type": "decouple", "method": "svd_joint", "sem_dim": 16, "geo_dim": 32}]}),
+    ({"dba_init": "random"}, {"phases.0.surgery.0.method": "random"}),
+    ({"dba_init": "fresh"}, {"phases.0.surgery.0.method": "fresh"}),
+    (
+        {},
+        {
+            "model.hidden_dim": 64,
+            "model.num_layers": 3,
+            "model.num_heads": 4,
+            "model.num_kv_heads": 2,
+            "model.intermediate_dim": 128,
+            "model.type": "missing",
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("train", "expected"), BLOCKWISE, ids=[str(row[0]) for row in BLOCKWISE])
+def test_a_key_of_upcycling(train: dict[str, Any], expected: dict[str, Any], tmp_path: Path):
+    tree, _ = translate(tmp_path, blockwise(**train))
+    assert {path: at(tree, path) for path in expected} == expected
+    decode(RunConfig, ConfigSource({"phases": tree["phases"]}))  # every key exists
+
+
+def test_the_phase_global_trains_all_weights_on_the_next_token(tmp_path: Path):
+    tree, _ = translate(tmp_path, upcycle())
+    names = [(phase["name"], phase["num_train_steps"], phase["objective"]["type"]) for phase in tree["phases"]]
+    assert names == [("blocks", 5, "blockwise"), ("all", 9, "next_token")]
+    assert "trainable" not in tree["phases"][1]
+    assert "surgery" not in tree["phases"][1]
+
+
+NO_CHANGE = [
+    {"device": "mps"},
+    {"compile_model": True},
+    {"compile_mode": "max-autotune"},
+    {"num_workers": 4},
+    {"pin_memory": True},
+    {"fused_optimizer": True},
+    {"skip_if_final": True},
+    {"telemetry_interval": 10},
+    {"profile_record_shapes": True},
+    {"distributed_backend": "nccl"},
+    {"blockwise_truncated_forward": True},
+    {"blockwise_teacher_cache_max_size": 100},
+    {"blockwise_reset_lr_each_block": True},
+    {"cache_teacher_outputs": True},
+    {"convergence_patience": 5},
+    {"blockwise_autotune_enabled": True},
+    {"activation_checkpoint_threshold": 3},
+    {"activation_checkpoint_threshold_mb": 3.0},
+    {"teacher_rope_base": 1e4},
+    {"teacher_rope_dim": 64},
+    {"teacher_sanity_batch_size": 2},
+    {"teacher_sanity_ref_batches": 2},
+    {"distributed": {"strategy": "none", "fsdp_transformer_layer_cls": ["TransformerBlock"]}},
+    {"orchestrator_enabled": False, "orchestrator_decision_interval": 500},
+]
+
+
+@pytest.mark.parametrize("train", NO_CHANGE, ids=str)
+def test_a_key_without_an_effect_is_noted(train: dict[str, Any], tmp_path: Path):
+    plain, _ = translate(tmp_path, standard())
+    tree, notes = translate(tmp_path, standard(**train))
+    inner = next(reversed(train.values()))
+    key = list(inner)[-1] if isinstance(inner, dict) else list(train)[-1]
+    assert tree == plain
+    assert f"{key}: " in notes
+
+
+def test_what_asks_for_nothing_is_not_noted(tmp_path: Path):
+    nothing = {"compile_model": False, "pin_memory": False, "num_workers": None, "convergence_target": None}
+    nothing |= {"orchestrator_enabled": False, "cache_teacher_outputs": False, "activation_checkpoint_threshold": None}
+    assert translate(tmp_path, standard(**nothing)) == translate(tmp_path, standard())
+
+
+LLAMA = {
+    "hidden_dim": 64,
+    "num_heads": 4,
+    "rope": {"theta": 10000.0},
+    "num_layers": 3,
+    "intermediate_dim": 128,
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": False,
+    "seq_len": 512,
+}
+MODELS = {
+    "llama": (model(), {"type": "llama", **LLAMA}),
+    "tied": (model(head={}, tied_embeddings=True), {"type": "llama", **LLAMA, "tie_word_embeddings": True}),
+    "gqa": (model({**ATTENTION, "n_kv_heads": 2, "mode": "gqa"}), {"type": "llama", **LLAMA, "num_kv_heads": 2}),
+    "window": (model({**ATTENTION, "local_window": 8}), {"type": "llama", **LLAMA, "sliding_window": 8}),
+    "base": (model({**ATTENTION, "rope_base": 5e5}), {"type": "llama", **LLAMA, "rope": {"theta": 5e5}}),
+    "narrow": (model({**ATTENTION, "attn_dim": 32}), {"type": "llama", **LLAMA, "head_dim": 8}),
+    "biases": (
+        model({**ATTENTION, "bias": True}, {**MLP, "bias": True}),
+        {"type": "llama", **LLAMA, "attention_bias": True, "mlp_bias": True},
+    ),
+    "scaled": (
+        model({**ATTENTION, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+        {"type": "llama", **LLAMA, "rope": {"theta": 10000.0, "type": "linear", "factor": 4.0}},
+    ),
+    "dba": (
+        model({**STUDENT, "decoupled_gate": True, "null_attn": True}),
+        {"type": "dba", **LLAMA, "num_kv_heads": 2, "sem_dim": 16, "geo_dim": 32, "gate": "static", "null_slot": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_stack_of_known_blocks_is_a_family(name: str, tmp_path: Path):
+    system, expected = MODELS[name]
+    tree, _ = translate(tmp_path, {**standard(), "system": {"config": {"model": system}}})
+    assert tree["model"] == expected
+    assert load_config(["--config_path", str(tmp_path / "manifest.yml")], "jaxlm.train").data.vocab_size == 300
+
+
+def test_any_other_tree_is_a_topology(tmp_path: Path):
+    layers = [residual(NORM, ATTENTION), {"type": "DropoutLayer", "p": 0.5}, HEAD]
+    system = {"config": {"model": {"topology": {"type": "StackedTopology", "layers": layers}}}}
+    tree, _ = translate(tmp_path, {**standard(), "system": system})
+    attention = {"type": "attention", "mode": "standard", "num_heads": 4, "rope": {"theta": 10000.0}}
+    inner = [{"type": "rms_norm", "epsilon": 1e-5}, attention]
+    nodes = [{"type": "residual", "layers": inner}, {"type": "dropout", "probability": 0.5}]
+    assert tree["model"]["topology"] == {"type": "stacked", "layers": nodes}
+    assert (tree["model"]["type"], tree["model"]["hidden_dim"]) == ("topology", 64)
+
+
+GUIDE = {
+    "Training a Small Transformer": """
+version: 2
+name: train_from_scratch
+vars:
+  d_model: 256
+  n_heads: 4
+  n_layers: 4
+targets:
+  - type: experiment
+    name: baseline
+    trainer: trainer.standard
+    runs:
+      - id: train
+        mode: train
+        steps: 5000
+        train:
+          phase: standard
+          batch_size: 16
+          block_size: 256
+          lr: 0.001
+          device: mps
+          dtype: float32
+          warmup_steps: 200
+          lr_schedule: cosine
+""",
+    "Llama to DBA": """
+version: 2
+name: llama_to_dba
+vars:
+  d_model: 2048
+  n_heads: 32
+  n_kv_heads: 8
+  sem_dim: 128    # Semantic bottleneck
+  geo_dim: 256    # Geometric bottleneck
+targets:
+  - type: experiment
+    name: upcycle
+    trainer: trainer.upcycle
+    system:
+      ref: system.language_model
+      config:
+        model:
+          type: TransformerModel
+          topology:
+            type: StackedTopology
+            layers:
+              - type: NestedTopology
+                repeat: 16
+                layers:
+                  - type: ResidualTopology
+                    layers:
+                      - type: RMSNormLayer
+                        d_model: ${d_model}
+                      - type: AttentionLayer
+                        d_model: ${d_model}
+                        n_heads: ${n_heads}
+                        n_kv_heads: ${n_kv_heads}
+                        mode: decoupled      # DBA mode
+                        sem_dim: ${sem_dim}
+                        geo_dim: ${geo_dim}
+                        rope_enabled: true
+    runs:
+      - id: blockwise
+        train:
+          phase: blockwise
+          teacher_ckpt: hf://meta-llama/Llama-3.2-1B
+          convergence_target: 0.02
+      - id: finetune
+        train:
+          phase: global
+          lr: 0.00005
+""",
+}
+
+
+def test_the_guide_trains_a_small_transformer(tmp_path: Path):
+    (tmp_path / "my_training.yml").write_text(GUIDE["Training a Small Transformer"])
+    config = load_config(["--config_path", str(tmp_path / "my_training.yml")], "jaxlm.train")
+    assert (config.trainer.id, config.trainer.num_train_steps) == ("train_from_scratch-baseline", 5000)
+    assert (config.trainer.train_batch_size, config.model.seq_len, config.optimizer.warmup) == (16, 256, 200)
+
+
+def test_the_guide_upcycles_llama(tmp_path: Path):
+    (tmp_path / "m.yml").write_text(GUIDE["Llama to DBA"])
+    tree = from_caramba(load_yaml(tmp_path / "m.yml"), Selection(None, {})).source.tree
+    assert tree["refs"]["teacher"]["path"] == tree["initialize_from_hf"] == "meta-llama/Llama-3.2-1B"
+    assert tree["phases"][0]["surgery"] == [{"type": "decouple", "method": "svd_joint", "sem_dim": 128, "geo_dim": 256}]
+    sizes = {"hidden_dim": 2048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "seq_len": 512}
+    assert tree["model"] == sizes
+    assert tree["phases"][0]["objective"]["convergence"] == {"target": 0.02, "patience": 100}
+    assert tree["phases"][1]["optimizer"]["learning_rate"] == 5e-5
+
+
+def test_checks_of_a_run_are_evaluations(tmp_path: Path):
+    limits = {"max_mean_l1": 0.05, "max_max_l1": 0.25}
+    compare = {"type": "compare", "batches": 3, "fail_fast": False, "attention": limits, "logits": limits}
+    case = {"id": "a", "prompt": "2+2=", "answer": 4, "kind": "int_greedy"}
+    thresholds = {"min_student_accuracy": 0.7, "max_accuracy_drop": 0.1}
+    evaluated = {
+        "type": "eval",
+        "tokenizer": {"type": "llama"},
+        "max_new_tokens": 8,
+        "thresholds": thresholds,
+        "cases": [case],
+    }
+    tree, notes = translate(tmp_path, upcycle(first={"verify": compare}, second={"verify": evaluated}))
+    assert tree["evals"] == [
+        {"type": "loss"},
+        {**compare, "name": "compare_blocks"},
+        {"type": "cases", "name": "cases_all", "max_new_tokens": 8, **thresholds, "cases": [case]},
+    ]
+    assert "at the end of every phase" in notes
+
+
+def test_benchmarks_are_tables(tmp_path: Path):
+    benchmarks = [
+        {
+            "id": "ppl",
+            "config": {"type": "perplexity", "dataset": "tokens.npy", "block_size": 64, "num_batches": 9},
+            "repeats": 2,
+        },
+        {
+            "id": "speed",
+            "config": {
+                "type": "latency",
+                "prompt_lengths": [8],
+                "generation_lengths": [4],
+                "batch_sizes": [1, 2],
+                "warmup_runs": 3,
+                "timed_runs": 10,
+                "use_cache": True,
+                "cache_kind": "fp16",
+            },
+            "models": ["teacher", "student"],
+        },
+        {
+            "config": {
+                "type": "memory",
+                "sequence_lengths": [8],
+                "measure_peak": True,
+                "quantization_modes": ["fp16", "q8", "q4"],
+            }
+        },
+    ]
+    tree, notes = translate(tmp_path, upcycle(benchmarks=benchmarks))
+    latency = {"type": "latency", "prompt_tokens": [8], "new_tokens": [4], "warmup": 3, "runs": 10, "repeats": 1}
+    assert tree["tables"] == [
+        {"type": "perplexity", "name": "ppl", "seq_lens": [64], "batches": 9, "repeats": 2},
+        {"name": "speed_0", **latency, "cache_dtypes": ["bfloat16"], "batch_size": 1},
+        {"name": "speed_1", **latency, "cache_dtypes": ["bfloat16"], "batch_size": 2},
+        {"type": "memory", "contexts": [8], "cache_dtypes": ["bfloat16", "int8"], "batch_size": 1},
+    ]
+    assert "q4 is left out" in notes
+
+
+def test_defaults(tmp_path: Path):
+    np.save(tmp_path / "tokens.npy", np.zeros(6400, np.uint16))
+    defaults = {
+        "data": {"tokenizer": "tiktoken", "val_frac": 0.05},
+        "logging": {"instrument": "rich", "wandb": True, "wandb_project": "p", "wandb_entity": "", "eval_iters": 50},
+        "runtime": {"save_every": 500},
+    }
+    data = {"config": {"path": str(tmp_path / "tokens.npy"), "block_size": 64}}
+    tree, _ = translate(tmp_path, {**standard(), "data": data}, top={"defaults": defaults})
+    assert tree["data"]["num_validation_sequences"] == 5  # of 100 sequences
+    assert (tree["data"]["tokenizer"], tree["data"]["format"]) == ("gpt2", {"type": "pretokenized"})
+    assert tree["trainer"]["tracker"] == {"type": "wandb", "project": "p"}
+    assert tree["trainer"]["checkpointer"]["keep"] == [{"every": 500}]
+    assert (tree["trainer"]["max_eval_batches"], tree["model"]["seq_len"]) == (50, 64)
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("hf://org/name", {"id": "org/name"}),
+        ("texts/a.txt", {"train_urls": ["texts/a.txt"]}),
+        ("a.npy", {"train_urls": ["a.npy"], "format": {"type": "pretokenized"}}),
+    ],
+)
+def test_where_text_comes_from(path: str, expected: dict[str, Any], tmp_path: Path):
+    tree, _ = translate(tmp_path, {**standard(), "data": {"config": {"path": path}}, "system": None})
+    assert tree["data"] == expected
+
+
+def named(name: str, **train: Any) -> dict[str, Any]:
+    return {**standard(**train), "name": name}
+
+
+def test_the_target_is_the_default_entrypoint_or_the_one_named(tmp_path: Path):
+    targets, top = (named("quick", lr=1.0), named("paper", lr=2.0)), {"entrypoints": {"default": "paper", "q": "quick"}}
+    assert translate(tmp_path, *targets, top=top)[0]["optimizer"]["learning_rate"] == 2.0
+    assert translate(tmp_path, *targets, name="q", top=top)[0]["optimizer"]["learning_rate"] == 1.0
+
+
+def test_variables_keep_their_types_and_may_be_overridden(tmp_path: Path):
+    text = yaml.safe_dump(
+        {"version": 2, "vars": {"n": 7, "lr": 1e-4}, "targets": [standard(batch_size="${n}", lr="${lr}")]}
+    )
+    (tmp_path / "m.yml").write_text(text)
+    config = load_config(
+        ["--config_path", str(tmp_path / "m.yml"), "--vars.n", "9", "--model.seq_len", "16"], "jaxlm.train"
+    )
+    assert (config.trainer.train_batch_size, config.optimizer.learning_rate, config.model.seq_len) == (9, 1e-4, 16)
+    assert config.trainer.id == "m-one"
+
+
+def run(**keys: Any) -> dict[str, Any]:
+    one = standard()
+    one["runs"][0] |= keys
+    return one
+
+
+def two(**second: Any) -> dict[str, Any]:
+    return {**standard(), "runs": [*standard()["runs"], {"id": "b", "train": {"phase": "standard", **second}}]}
+
+
+ORCHESTRATOR = [
+    "decision_interval",
+    "eval_horizon",
+    "initial_strategy",
+    "use_adagc",
+    "adagc_warmup",
+    "adagc_threshold",
+    "use_nowcasting",
+    "max_loss_increase",
+    "safety_strategy",
+    "max_spikes_before_switch",
+    "fail_fast",
+    "portfolio_base_lr",
+]
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "orchestrator": (
+        standard(orchestrator_enabled=True),
+        r"orchestrator_enabled: orchestration .* is not available yet",
+    ),
+    **{
+        key: (standard(**{f"orchestrator_{key}": 5}), rf"orchestrator_{key}: 5 given.*not available yet")
+        for key in ORCHESTRATOR
+    },
+    "sgd": (standard(optimizer="sgd"), r"train\.optimizer: 'sgd' given"),
+    "offload": (standard(offload_optimizer=True), r"offload_optimizer: True given, which jaxlm cannot do"),
+    "two floors": (standard(min_lr=1e-5, min_lr_ratio=0.1), r"min_lr_ratio: given together with min_lr"),
+    "floor above": (standard(lr=1e-4, min_lr=1e-3), r"min_lr: 0\.001 given, .* at most lr"),
+    "two schedules": (standard(scheduler="none", lr_schedule="none"), r"scheduler: given together with lr_schedule"),
+    "two clips": (blockwise(grad_clip=1.0, blockwise_grad_clip_norm=1.0), r"blockwise_grad_clip_norm: given together"),
+    "schedule": (
+        standard(lr_schedule="cosin"),
+        r"lr_schedule: 'cosin' given\. Allowed: cosine, linear, constant, none",
+    ),
+    "device": (standard(device="tpu"), r"device: 'tpu' given\. Allowed: mps, cuda, cpu"),
+    "auto batch": (standard(auto_batch_size=True), r"auto_batch_size: True given"),
+    "profile": (standard(profile_every=10), r"profile_every: 10 given.*trainer\.profiler"),
+    "threshold": (
+        standard(activation_checkpointing=True, activation_checkpoint_threshold=5),
+        r"activation_checkpoint_threshold: 5 given.*all of them or none",
+    ),
+    "reference": (blockwise(teacher_sanity_reference="hf"), r"teacher_sanity_reference: 'hf' given"),
+    "detector": (
+        blockwise(blockwise_autotune_enabled=True, blockwise_autotune_window_size=9),
+        r"blockwise_autotune_window_size: 9 given.*set it to 50",
+    ),
+    "lowest rate": (
+        blockwise(blockwise_autotune_enabled=True, blockwise_autotune_min_lr=1.0),
+        r"blockwise_autotune_min_lr: 1\.0 given, .* at most lr",
+    ),
+    "offload params": (
+        standard(distributed={"strategy": "fsdp", "fsdp_cpu_offload": True}),
+        r"distributed\.fsdp_cpu_offload: True given",
+    ),
+    "strategy": (
+        standard(distributed={"strategy": "tp"}),
+        r"distributed\.strategy: 'tp' given\. Allowed: none, ddp, fsdp",
+    ),
+    "unknown": (standard(batchsize=1), r"runs\.0\.train\.batchsize: no such key\. Did you mean 'batch_size'\?"),
+    "unknown of a run": (run(stepz=1), r"runs\.0\.stepz: no such key\. Did you mean 'steps'"),
+    "mode": (run(mode="eval"), r"runs\.0\.mode: 'eval' given\. Allowed: train"),
+    "expected": (
+        run(expected={"phase": "global"}),
+        r"expected\.phase: 'global' expected, but train\.phase is 'standard'",
+    ),
+    "lengths": (two(block_size=64), r"runs\.1\.train\.block_size: 64 follows .* 512 from another run"),
+    "two batch sizes": (two(batch_size=64), r"runs\.1\.train\.batch_size: 64 follows .* 32 from another run"),
+    "no teacher": (upcycle(first={"train": {"phase": "blockwise"}}), r"teacher_ckpt: missing"),
+    "two teachers": (
+        upcycle(second={"train": {"phase": "global", "teacher_ckpt": "other"}}),
+        r"runs\.1\.train\.teacher_ckpt: 'other' follows",
+    ),
+    "teacher of nothing": (standard(teacher_ckpt="hf://a/b"), r"teacher_ckpt: .*--initialize_from_hf a/b"),
+    "phase": ({**standard(), "trainer": "trainer.upcycle"}, r"phase: 'standard' given\. Allowed: blockwise, global"),
+    "no system": ({**blockwise(), "system": None}, r"targets\.0\.system: missing"),
+    "process": ({"type": "process", "name": "x"}, r"targets\.0\.type: 'process' given"),
+    "not decoupled": ({**blockwise(), "system": {"config": {"model": model()}}}, r"mode: no decoupled attention given"),
+    "layer": ({**standard(), "system": {"config": {"model": model({"type": "SSMLayer"})}}}, r"type: 'SSMLayer' given"),
+    "causal": (
+        {**standard(), "system": {"config": {"model": model({**ATTENTION, "is_causal": False})}}},
+        r"layers\.0\.layers\.0\.layers\.1\.is_causal: false given",
+    ),
+    "memory": (
+        {**standard(), "system": {"config": {"model": model({**ATTENTION, "mem_block": 4})}}},
+        r"mem_block: 4 given",
+    ),
+    "temperature": (
+        {**standard(), "system": {"config": {"model": model({**ATTENTION, "learned_temp": True})}}},
+        r"learned_temp: True given",
+    ),
+    "head bias": (
+        {**standard(), "system": {"config": {"model": model(head={**HEAD, "bias": True})}}},
+        r"bias: true given for the head",
+    ),
+    "head size": (
+        {**standard(), "system": {"config": {"model": model(head={**HEAD, "d_out": 301})}}},
+        r"d_out: 301 given for the head",
+    ),
+    "data": ({**standard(), "data": {"config": {"path": "a.tokens"}}}, r"data\.config\.path: 'a\.tokens' given"),
+    "data ref": ({**standard(), "data": {"ref": "dataset.images"}}, r"data\.ref: 'dataset\.images' given"),
+    "two block sizes": (
+        {**standard(block_size=8), "data": {"config": {"path": "a.npy", "block_size": 4}}},
+        r"block_size: 8 given, but data\.config\.block_size is 4",
+    ),
+    "objective": ({**standard(), "objective": "objective.mse"}, r"objective: 'objective\.mse' given"),
+    "check without a teacher": (run(verify={"type": "fidelity"}), r"verify\.type: 'fidelity' compares with a teacher"),
+    "training split": (
+        upcycle(first={"verify": {"type": "fidelity", "split": "train"}}),
+        r"verify\.split: 'train' given",
+    ),
+    "dataset of a table": (
+        {**standard(), "benchmarks": [{"config": {"type": "perplexity", "dataset": "b.npy"}}]},
+        r"config\.dataset: 'b\.npy' given",
+    ),
+    "no cache": (
+        {**standard(), "benchmarks": [{"config": {"type": "latency", "use_cache": False}}]},
+        r"use_cache: false given",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_jaxlm_cannot_do_is_refused(name: str, tmp_path: Path):
+    keys, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message) as caught:
+        translate(tmp_path, keys)
+    assert re.match(r"\S+manifest\.yml:\d+: ", str(caught.value))
+
+
+def test_a_manifest_without_a_default_needs_a_target(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"--target: .* one of quick, paper"):
+        translate(tmp_path, named("quick"), named("paper"))
+    with pytest.raises(ConfigError, match=r"'fast' given, which is no target.* Known: paper, quick"):
+        translate(tmp_path, named("quick"), named("paper"), name="fast")
+
+
+def test_another_version_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"manifest\.yml:\d+: version: 3 given, 2 expected"):
+        translate(tmp_path, standard(), top={"version": 3})
+
+
+def keys_with_rows() -> set[str]:
+    """The keys of `train` that this file translates, notes or refuses."""
+    trains = [row[0] for row in (*STANDARD, *BLOCKWISE)] + NO_CHANGE
+    trains += [one["train"] for keys, _ in REFUSED.values() for one in keys.get("runs", [])]
+    return {key for train in trains for key in train}
+
+
+def test_the_errors_of_a_translated_value_name_the_manifest(tmp_path: Path):
+    translate(tmp_path, standard(batch_size=0))
+    with pytest.raises(ConfigError, match=r"manifest\.yml:\d+: trainer\.train_batch_size: 0 given"):
+        load_config(["--config_path", str(tmp_path / "manifest.yml")], "jaxlm.train")
+
+
+def test_the_page_has_every_key_and_every_key_has_a_row():
+    table = PAGE.read_text(encoding="utf-8").partition("## Keys of `train`")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    documented = {key for cell in cells for key in re.findall(r"`(\w+)`", cell)}
+    assert documented == keys_with_rows() - {"batchsize"}
