@@ -42,6 +42,8 @@ VARIANTS = {
     "semantic alone": dataclasses.replace(BASE, geo_dim=0, gate="static"),
     "geometric alone": dataclasses.replace(BASE, sem_dim=0, sliding_window=4),
     "tied": dataclasses.replace(BASE, num_kv_heads=4, tie_qk=True),
+    "one key": dataclasses.replace(BASE, num_key_heads=1),
+    "shared keys": dataclasses.replace(EVERYTHING, num_kv_heads=4, num_key_heads=2, sliding_window=6),
 }
 
 
