@@ -22,6 +22,7 @@ from jaxlm.models.families.dba import DbaConfig
 from jaxlm.models.inference.generate import GenerationConfig, generate, generate_tokens
 from jaxlm.models.inference.kv_cache import kv_bytes_per_token
 from jaxlm.models.inference.unstacked import Generator
+from jaxlm.models.matrix_axes import matrix_sides
 from jaxlm.models.rope import DefaultRotary
 from tests.engine.helpers import layout
 
@@ -234,6 +235,12 @@ def test_texts_continue_from_a_cache_with_shared_keys(cache_dtype):
     config = GenerationConfig(8, temperature=0.0, cache_dtype=cache_dtype)
     together = generate_tokens(generator, prompts, config)
     assert together == [generate_tokens(generator, [prompt], config)[0] for prompt in prompts]
+
+
+def test_optimizers_see_the_projection_to_a_shared_key_as_a_matrix():
+    config = VARIANTS["shared keys"]
+    weight = built(config).body.layers.stacked.attn.k_geo.weight
+    assert matrix_sides(weight.axes) == ((config.KeyHeads, config.GeoSize), (config.Embed,))
 
 
 def test_flops_count_the_weights_that_there_are():

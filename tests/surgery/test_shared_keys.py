@@ -148,6 +148,7 @@ def test_as_many_features_as_all_heads_have_change_nothing(config, num_keys):
     surgery = DecoupleConfig(**sizes, method="transmla", num_key_heads=num_keys)
     new = student(surgery, model, calibration(surgery, model)[0])
     assert surgery.changed(config) == new.config
+    assert new.body.layers.stacked.attn.k_geo.weight.axes[1].size == num_keys
     expected = logits(model, inputs())
     np.testing.assert_allclose(logits(new, inputs()), expected, atol=1e-5 * float(jnp.abs(expected).max()))
 
