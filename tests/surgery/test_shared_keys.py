@@ -154,9 +154,9 @@ def test_as_many_features_as_all_heads_have_change_nothing(config, num_keys):
 
 
 def test_as_many_shared_keys_as_heads_are_whitened_ones():
-    model, sizes = built(dataclasses.replace(TEACHER, attention_bias=True)), {"sem_dim": 8, "geo_dim": 16}
-    own = DecoupleConfig(**sizes, method="whitened", calibration_batches=1)
-    shared = DecoupleConfig(**sizes, method="transmla", num_key_heads=KV_HEADS, calibration_batches=1)
+    model = built(dataclasses.replace(TEACHER, attention_bias=True))
+    own = DecoupleConfig(sem_dim=8, geo_dim=16, method="whitened", calibration_batches=1)
+    shared = dataclasses.replace(own, method="transmla", num_key_heads=KV_HEADS)
     sums, _ = calibration(own, model)
     expected = logits(student(own, model, sums), inputs())
     found = logits(student(shared, model, sums), inputs())

@@ -57,8 +57,8 @@ def of_shared_keys(features: HeadFeatures, head_size: int, shared: int) -> HeadF
     def of_heads(part: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(head * head_size + feature for head in range(shared) for feature in part)
 
-    parts = (features.first, features.second, features.unrotated)
-    return HeadFeatures(*map(of_heads, parts), features.amplitude)
+    first, second, unrotated = map(of_heads, (features.first, features.second, features.unrotated))
+    return HeadFeatures(first, second, unrotated, features.amplitude)
 
 
 def _relative(squares_KNP: jax.Array) -> jax.Array:
