@@ -140,11 +140,8 @@ class DbaAttention(nn.Module):
             cos, sin = (a[:, :, pairs].transpose(1, 2) for a in (cos, sin))  # [batch, key head, position, features]
             q, k = _split(self.q_geo(x), self.geo_size), _split(self.k_geo(x), self.geo_size)
             q = q * ((2 - 2 * gate) / self.geo_size**0.5)
-            yield (
-                q,
-                _rotated(q, *(a.repeat_interleave(self.key_group, dim=1) for a in (cos, sin))),
-                _rotated(k, cos, sin),
-            )
+            of_queries = (a.repeat_interleave(self.key_group, dim=1) for a in (cos, sin))
+            yield q, _rotated(q, *of_queries), _rotated(k, cos, sin)
 
     def _gate(self, x):
         if self.config.gate is None:
