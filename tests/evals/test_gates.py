@@ -19,10 +19,11 @@ from jaxlm.evals.base import EvalConfig, EvalContext, ValidationSet
 from jaxlm.evals.compare import CompareEvalConfig, L1Limits
 from jaxlm.evals.fidelity import FidelityEvalConfig
 from jaxlm.evals.limits import GateError, Limit, Limits
-from jaxlm.models.attention_outputs import num_attention_layers, with_attention_outputs
 from jaxlm.models.base import EMBEDDING, Hidden, Inputs, LanguageModel, layer_tap, vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.families.nano.model import NanoConfig
+from jaxlm.models.layerwise import layer_streams
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.observe.hooks import EvalHook, Generated, ScheduledEval
 from jaxlm.reading.decode import decode
@@ -167,6 +168,12 @@ def test_a_model_equals_itself_in_every_layer(where):
     assert layers < found.keys()
 
 
+def attention_outputs(model: Any, inputs: Inputs) -> list[Any]:
+    """The output of each layer's attention, {batch, position, embed}."""
+    outputs = layer_streams(model, inputs, "attention").targets
+    return [outputs["layers", layer] for layer in range(outputs.axis_size("layers"))]
+
+
 def without_mlps(model: Any) -> Any:
     """The model whose layers add nothing but their attention to the residual stream."""
     return tree.map_leaves(lambda path, leaf: leaf * 0 if "down_proj" in path or "mlp.out" in path else leaf, model)
@@ -187,8 +194,8 @@ def test_attention_outputs_are_what_layers_without_an_mlp_add(config):
         inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids)
         names = (EMBEDDING, *map(layer_tap, range(config.num_layers)))
         streams = [model.hidden(inputs, taps=names).taps[name] for name in names]
-        _, outputs = with_attention_outputs(model, inputs)
-    assert len(outputs) == num_attention_layers(model, "x") == config.num_layers
+        outputs = attention_outputs(model, inputs)
+    assert len(outputs) == config.num_layers
     for before, after, output in zip(streams, streams[1:], outputs, strict=False):
         assert float(abs(output).max().array) > 0.01
         np.testing.assert_allclose(
@@ -207,7 +214,7 @@ def test_differences_of_attention_are_means_over_tokens_by_layer():
                 Inputs(batch.tokens, batch.positions, batch.segment_ids),
                 np.asarray(batch.segment_ids.array) != 0,
             )
-            pairs = zip(*(with_attention_outputs(one, inputs)[1] for one in (model, reference)), strict=True)
+            pairs = zip(*(attention_outputs(one, inputs) for one in (model, reference)), strict=True)
             means.append([np.abs(np.asarray(a.array) - np.asarray(b.array))[kept].mean() for a, b in pairs])
     assert found["after/attention/mean_l1"] == pytest.approx(np.mean(means), rel=1e-5)
     assert found["after/attention/max_l1"] == pytest.approx(np.max(means), rel=1e-5)
@@ -224,9 +231,12 @@ def test_models_whose_layers_do_not_correspond_are_refused():
         CompareEvalConfig().check_models(model, {"teacher": other})
     with pytest.raises(ConfigError, match="the model has 32 features and the reference 64"):
         CompareEvalConfig().check_models(model, {"teacher": shapes(dataclasses.replace(MODEL, hidden_dim=64))})
-    gpt2 = shapes(Gpt2Config(seq_len=16, hidden_dim=32, num_layers=2, num_heads=4))
-    with pytest.raises(ConfigError, match="what the attention of each layer computes in a model of type Gpt2"):
-        CompareEvalConfig().check_models(gpt2, {"teacher": model})
+    CompareEvalConfig().check_models(
+        shapes(Gpt2Config(seq_len=16, hidden_dim=32, num_layers=2, num_heads=4)), {"teacher": model}
+    )
+    nano = shapes(NanoConfig(seq_len=16, hidden_dim=32, num_layers=2, num_heads=4))
+    with pytest.raises(ConfigError, match="a model of type Nano has no layers that jaxlm can run one by one"):
+        CompareEvalConfig().check_models(nano, {"teacher": model})
     with pytest.raises(ConfigError, match="both null"):
         CompareEvalConfig(attention=None, logits=None).check()
 

@@ -114,7 +114,7 @@ class Blockwise(ObjectiveConfig):
         return max_steps
 
     def init_slot(self, trainable: Any) -> BlockProgress:
-        body = layer_body(trainable, "objective blockwise")
+        body = layer_body(trainable, self.target, "objective blockwise")
         for path, leaf in tree.leaves(trainable):
             if LAYERS not in {axis.name for axis in leaf.axes}:
                 raise ConfigError(
@@ -128,7 +128,10 @@ class Blockwise(ObjectiveConfig):
 
     def pace(self, slot: BlockProgress, trainable: Any) -> Pace:
         scale = slot.scale if self.autotune.mode == "active" else jnp.ones_like(slot.scale)
-        factors, body = jnp.where(self._trains(slot), scale, 0.0), layer_body(trainable, "objective blockwise")
+        factors, body = (
+            jnp.where(self._trains(slot), scale, 0.0),
+            layer_body(trainable, self.target, "objective blockwise"),
+        )
         by_path = {path: factors[jnp.asarray(path_before_splits(path, body)[1])] for path, _ in tree.leaves(trainable)}
         if self.order == "parallel":
             return Pace(by_path)
