@@ -75,6 +75,25 @@ def layer_body(model: Any, target: Target, what: str) -> Body:
     return body
 
 
+def unreached(trainable: Any, target: Target) -> list[str]:
+    """The paths of parameters that no layer's target depends on, so that they have no gradient.
+
+    Args:
+        trainable: a model, with None for leaves to leave out.
+    """
+    if target == "residual":
+        reached = [".layers."]
+    else:
+        after_scores = {"v_proj", "o_proj", "null_slot"} if target == "mixing" else set()
+        reached = []
+        for path, attention in tree.modules_by_path(trainable, Attention):
+            reached += [
+                f".{path}.{field.name}." for field in dataclasses.fields(attention) if field.name not in after_scores
+            ]
+            reached.append(f".{path.rpartition('.')[0]}.attn_norm.")
+    return [path for path, _ in tree.leaves(trainable) if not any(part in f".{path}." for part in reached)]
+
+
 def layer_streams(model: LanguageModel, inputs: Inputs, target: Target) -> LayerStreams:
     """What the layers of a model read and compute, without dropout."""
     body = layer_body(model, target, "the teacher")

@@ -39,6 +39,7 @@ from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.interop.hf.hub import check_upload_name
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import ModelConfig, vocab_axis
+from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
 from jaxlm.plan.batches import BatchPlan, plan_batches, small_batches, unreached_stages
@@ -371,17 +372,17 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
         start = phases[-1].end if phases else 0
         steps = config.trainer.num_train_steps if phase.num_train_steps is None else phase.num_train_steps
         optimizer = phase.optimizer or config.optimizer
-        goes_on = phase.carry_optimizer and _check_carries(optimizer, phases, index)
+        objective = phase.objective or config.objective
+        goes_on = phase.carry_optimizer and _check_carries(optimizer, objective, phases, index)
         for surgery in phase.surgery:
             if (changed := surgery.changed(model)) != model:
                 changed.check()
             model = changed
-        objective = phase.objective or config.objective
         scheduled = objective.scheduled_steps(steps, model)
-        if scheduled is not None and phase.carry_optimizer:
+        if objective.restarts_optimizer and optimizer.skip_bad_steps:
             raise ConfigError(
-                f"phases.{index}.carry_optimizer: true given, but objective {choice_name(type(objective))} starts the"
-                " optimizer anew. Remove the key"
+                f"phases.{index}: optimizer.skip_bad_steps given, but the loss jumps where objective"
+                f" {choice_name(type(objective))} goes on to the next block, which is no bad step. Set skip_bad_steps: false"
             )
         phases.append(
             Phase(
@@ -421,7 +422,9 @@ def all_sources(phases: Sequence[Phase], sections: Sequence[DataConfig]) -> list
     )
 
 
-def _check_carries(optimizer: OptimizerConfig, earlier: Sequence[Phase], index: int) -> bool:
+def _check_carries(
+    optimizer: OptimizerConfig, objective: ObjectiveConfig, earlier: Sequence[Phase], index: int
+) -> bool:
     """Whether the schedule of the phase before goes on. Raises `ConfigError` if its optimizer's state cannot."""
     key = f"phases.{index}.carry_optimizer"
     if not earlier:
@@ -432,6 +435,12 @@ def _check_carries(optimizer: OptimizerConfig, earlier: Sequence[Phase], index: 
             f"{key}: true given, but the optimizer is {choice_name(type(optimizer))}, and that of phase"
             f" '{earlier[-1].name}' is {choice_name(type(before))}. Use the same type, or remove the key"
         )
+    for one in (objective, earlier[-1].objective):
+        if one.restarts_optimizer:
+            raise ConfigError(
+                f"{key}: true given, but objective {choice_name(type(one))} starts the optimizer and its schedule anew within"
+                " the phase. Remove the key"
+            )
     return before == optimizer
 
 
