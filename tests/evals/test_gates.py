@@ -313,6 +313,26 @@ def test_a_gate_runs_at_the_end_of_a_phase_alone_also_at_an_early_one():
         hook.check_passed()
 
 
+def test_a_gate_with_an_interval_runs_at_an_early_end_too():
+    hook, _ = hook_of(AT_MOST_ONE, {"x": 2.0}, every=2)
+    hook.run(10, STATE)  # not its turn
+    hook.run_rest(10, STATE)
+    with pytest.raises(GateError, match="the end of phase 'p': eval/x is 2"):
+        hook.check_passed()
+
+
+def test_a_gate_that_has_just_run_does_not_run_again_at_an_early_end():
+    values = {"x": 0.5}
+    hook, _ = hook_of(AT_MOST_ONE, values, every=1)
+    hook.run(10, STATE)
+    values["x"] = 2.0
+    hook.run_rest(10, STATE)
+    hook.check_passed()
+    hook.run_rest(13, STATE)  # three steps later
+    with pytest.raises(GateError, match="the end of phase 'p'"):
+        hook.check_passed()
+
+
 def test_the_weights_with_which_a_phase_ends_are_those_that_count():
     values = {"x": 2.0}
     hook, _ = hook_of(AT_MOST_ONE, values, every=None)
