@@ -437,10 +437,11 @@ def test_checks_of_a_run_are_evaluations(tmp_path: Path):
     tree, notes = translate(tmp_path, upcycle(first={"verify": compare}, second={"verify": evaluated}))
     assert tree["evals"] == [
         {"type": "loss"},
-        {**compare, "name": "compare_blocks"},
-        {"type": "cases", "name": "cases_all", "max_new_tokens": 8, **thresholds, "cases": [case]},
+        {**compare, "name": "compare_blocks", "phases": ["blocks"]},
+        {"type": "cases", "name": "cases_all", "phases": ["all"], "max_new_tokens": 8, **thresholds, "cases": [case]},
     ]
-    assert "at the end of every phase" in notes
+    assert "every phase" not in notes
+    assert set(map(tuple, (gate["phases"] for gate in tree["evals"][1:]))) == {(p["name"],) for p in tree["phases"]}
 
 
 def test_benchmarks_are_tables(tmp_path: Path):

@@ -167,6 +167,46 @@ def test_a_gate_holds_at_the_end_of_every_phase_also_of_one_that_ends_early(trai
     assert "phase 'b': parameters" not in trainings.output
 
 
+def test_a_gate_may_belong_to_a_phase(trainings):
+    phases = [{"name": "a", "num_train_steps": 2}, {"name": "b", "num_train_steps": 2}]
+
+    def run(of, refs):
+        evals = [{"type": "loss"}, {**GATE, "max_delta_nll": 0.01, "phases": [of]}]
+        trainings.run("of_phase", 4, refs=refs, evals=evals, phases=phases)
+
+    for _ in range(2):  # the second one checks the saved end again
+        with pytest.raises(GateError, match="the end of phase 'a'"):
+            run("a", trainings.ref())
+    assert len(trainings.measured("of_phase", "eval/fidelity/delta_nll")) == 1
+    with pytest.raises(GateError, match="the end of phase 'b'"):
+        run("b", trainings.ref())
+    steps = [record["step"] for record in trainings.records("of_phase") if "eval/fidelity/delta_nll" in record]
+    assert steps == [2, 4]
+    assert [record["step"] for record in trainings.records("of_phase") if "eval/loss" in record] == [2, 4]
+    run("a", trainings.ref("gone"))  # no phase that is left reads it
+    assert "the run is complete" in trainings.output
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        (["train", "b"], r"evals\.0\.phases: 'b' given, but there is no such phase\. The phases are: train"),
+        ([], r"evals\.0\.phases: \[\] given, so it would never run\. Name a phase \(train\)"),
+    ],
+)
+def test_the_phases_of_a_gate_exist(trainings, phases, message):
+    evals = [{"type": "fidelity", "phases": phases}]
+    with pytest.raises(ConfigError, match=message):
+        trainings.run("none", 2, evals=evals, refs=trainings.ref())
+
+
+def test_what_only_another_phase_measures_cannot_end_a_phase(trainings):
+    phases = [{"name": "a", "until": {"metric": "eval/fidelity/nll", "below": 1.0}}, {"name": "b"}]
+    evals = [{"type": "loss"}, {"type": "fidelity", "phases": ["b"]}]
+    with pytest.raises(ConfigError, match=r"phases\.0\.until\.metric: .* no evaluation measures it in phase 'a'"):
+        trainings.run("none", 2, evals=evals, refs=trainings.ref(), phases=phases)
+
+
 def test_a_student_equal_to_its_teacher_passes_every_gate(trainings):
     limits = {"max_mean_l1": 1e-4, "max_max_l1": 1e-4}
     evals = [
