@@ -677,7 +677,7 @@ def test_what_jaxlm_cannot_do_is_refused(name: str, tmp_path: Path):
 def test_a_manifest_without_a_default_needs_a_target(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"--target: .* one of quick, paper"):
         translate(tmp_path, named("quick"), named("paper"))
-    with pytest.raises(ConfigError, match=r"'fast' given, which is no target.* Known: paper, quick"):
+    with pytest.raises(ConfigError, match=r"'fast' is not a target.* Known: paper, quick"):
         translate(tmp_path, named("quick"), named("paper"), name="fast")
 
 
