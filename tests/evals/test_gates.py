@@ -15,10 +15,12 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.token_scores import TokenScores
 from jaxlm.evals.base import EvalConfig, EvalContext, ValidationSet
 from jaxlm.evals.compare import CompareEvalConfig, L1Limits
 from jaxlm.evals.fidelity import FidelityEvalConfig
 from jaxlm.evals.limits import GateError, Limit, Limits
+from jaxlm.evals.loss import perplexity
 from jaxlm.models.base import EMBEDDING, Hidden, Inputs, LanguageModel, layer_tap, vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
@@ -95,6 +97,21 @@ def test_fidelity_is_the_difference_of_mean_losses(where):
         },
         rel=1e-4,
     )
+
+
+def test_masked_targets_may_have_any_loss():
+    axes = (hax.Axis("batch", 1), hax.Axis("position", 4))
+    make = lambda *values: hax.named(jnp.asarray([values], jnp.float32), axes)  # noqa: E731
+    none = hax.zeros(axes, jnp.int32)
+    nats = make(1.5, math.inf, math.nan, 2.0).rearrange(("position", "batch"))
+    assert TokenScores(nats, make(1, 0, 0, 0.5), none, none).sums().tolist() == [2.5, 1.5]
+
+
+def test_a_perplexity_beyond_floats_is_infinite():
+    assert perplexity(math.log(7.0)) == pytest.approx(7.0)
+    assert perplexity(709.0) == pytest.approx(8.218407e307)
+    assert perplexity(710.0) == math.inf
+    assert math.isnan(perplexity(math.nan))
 
 
 def test_a_worse_model_has_a_positive_delta():

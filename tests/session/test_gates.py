@@ -6,6 +6,8 @@ Runs the trainer in this process, on eight devices.
 import json
 import math
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +19,14 @@ from jaxlm.controllers.handover import HandoverError
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
+from jaxlm.evals.fidelity import FidelityEvalConfig
 from jaxlm.evals.limits import GateError
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
-from jaxlm.plan.refs.sanity import SanityConfig
+from jaxlm.plan.refs.base import SanityConfig
 from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session import gates
 from tests.session.test_init_from import Trainings
 
 LOGGED = re.compile(r"refs\.teacher: loss (\d+\.\d+) nats on (\d+) batches, at most (\d+\.\d+) allowed")
@@ -94,7 +98,7 @@ def test_a_scrambled_teacher_is_refused_before_anything_is_saved(trainings):
         trainings.run("scrambled", 2, objective=DISTILL, refs=trainings.ref("scrambled"))
     found = re.search(
         r"refs\.teacher: the loss of .*scrambled on this run's text is (\d+\.\d+) nats, and at most (\d+\.\d+) is allowed"
-        r" \(that of a guess among all 280 tokens alike\)",
+        r" \(that of a uniform guess over 280 tokens\)",
         str(refused.value),
     )
     assert found
@@ -251,6 +255,20 @@ def test_a_hand_over_to_a_worse_model_ends_the_run_at_its_first_step(trainings):
     own, theirs = (trainings.measured("equal", f"train/{name}") for name in ("loss", "teacher_loss"))
     assert own == pytest.approx(theirs, rel=1e-5)
     assert trainings.measured("equal", "train/divergence")[0] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_what_the_command_prints_is_json(capsys):
+    """Numbers that JSON does not have are null, as in the files of a run."""
+    metrics = {"fidelity/nll": math.nan, "fidelity/ppl_ratio": math.inf, "fidelity/reference_nll": 2.5}
+    opened: Any = SimpleNamespace(location="here")
+    gates._print(opened, metrics, [FidelityEvalConfig()])
+
+    def refuse(text):
+        raise AssertionError(text)
+
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=refuse)
+    assert printed["metrics"] == {"fidelity/nll": None, "fidelity/ppl_ratio": None, "fidelity/reference_nll": 2.5}
+    assert "eval/fidelity/ppl_ratio is inf, at most 1.05 allowed (max_ppl_ratio: 1.05)" in printed["violations"]
 
 
 def test_an_evaluation_needs_its_reference_and_its_data(trainings):

@@ -26,7 +26,9 @@ def test_tables_lack_a_teacher_that_is_gone(trainings):
             {"name": "a", "num_train_steps": 2, "objective": DISTILL},
             {"name": "b", "num_train_steps": num_steps},
         ]
-        trainings.run("left", 4, refs=trainings.ref("left"), phases=phases, tables=[{"type": "perplexity", "batches": 1}])
+        trainings.run(
+            "left", 4, refs=trainings.ref("left"), phases=phases, tables=[{"type": "perplexity", "batches": 1}]
+        )
         with (tables / "perplexity.csv").open(newline="") as file:
             rows = [row["model"] for row in csv.DictReader(file)]
         assert rows == list(json.loads((tables / "tables.json").read_text())["models"])

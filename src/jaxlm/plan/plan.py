@@ -230,8 +230,8 @@ def _check_evaluations(config: RunConfig, phases: Sequence[Phase]) -> None:
                 )
         if evaluation.phase_names is not None and not evaluation.phase_names:
             raise ConfigError(
-                f"evals.{number}.phases: [] given, so it would never run. Name a phase ({', '.join(known)}), set it to null for"
-                " all, or remove the evaluation"
+                f"evals.{number}.phases: [] given, so it would never run. Name a phase ({', '.join(known)}), set it to null"
+                " for all, or remove the evaluation"
             )
     names = [name for evaluation in config.evals if (name := evaluation.unique_name) is not None]
     if equal := [name for name in names if names.count(name) > 1]:
@@ -519,7 +519,8 @@ def check_metric(
         shown = ", ".join([*known[:_MAX_LISTED], *(["..."] if len(known) > _MAX_LISTED else [])])
         of_phase = f" in phase '{phase}'" if len(evals) < len(config.evals) else ""
         raise ConfigError(
-            f"{key}: '{metric}' given, but no evaluation measures it{of_phase}. The section evals measures {shown or 'nothing'}"
+            f"{key}: '{metric}' given, but no evaluation measures it{of_phase}. The section evals measures"
+            f" {shown or 'nothing'}"
         )
     if all(evaluation.reads_validation for evaluation in measuring) and not any(
         section.has_validation for section in data

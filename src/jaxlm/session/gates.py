@@ -13,6 +13,7 @@ from jaxlm.data.data import ValidationData
 from jaxlm.evals.base import EvalConfig, EvalContext, ValidationSet
 from jaxlm.evals.limits import failed
 from jaxlm.objectives.next_token import score_batch
+from jaxlm.observe.records import finite
 from jaxlm.plan.refs.base import Ref, RefConfig
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import load_yaml
@@ -103,8 +104,8 @@ def _gates(opened: LoadedModel, file: str) -> Gates:
         )
     if not any(map(_compares, gates.evals)):
         raise ConfigError(
-            f"{_OPTION}: {where} has no evaluation that compares with a reference or has limits. Give a file with the sections refs and"
-            " evals, such as evals: [{type: fidelity}]"
+            f"{_OPTION}: {where} has no evaluation that compares with a reference or has limits. Give a file with the"
+            " sections refs and evals, such as evals: [{type: fidelity}]"
         )
     return gates
 
@@ -133,9 +134,9 @@ def _print(opened: LoadedModel, metrics: Mapping[str, float], evals: Sequence[Ev
     violations = [(one, line) for one in evals for line in one.limits.violations("eval", metrics)]
     for _, line in violations:
         _to_stderr(f"warning: {line}")
-    print(
-        json.dumps({"model": str(opened.location), "metrics": metrics, "violations": [line for _, line in violations]})
-    )
+    numbers = {name: finite(value) for name, value in metrics.items()}
+    lines = [line for _, line in violations]
+    print(json.dumps({"model": str(opened.location), "metrics": numbers, "violations": lines}))
     if fatal := [line for one, line in violations if one.limits.fail_fast]:
         raise failed(fatal, str(opened.location))
 

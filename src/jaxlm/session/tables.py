@@ -199,7 +199,9 @@ def tables_after_training(plan: Plan, state: RunState, tokenizer: Tokenizer, che
             return
         refs, missing = _readable(plan.refs)
         for name, reason in missing.items():
-            log(f"warning: the tables lack refs.{name}, which cannot be read: {reason}. Write them again with jaxlm tables")
+            log(
+                f"warning: the tables lack refs.{name}, which cannot be read: {reason}. Write them again with jaxlm tables"
+            )
         models = replace(models, refs=refs)
         if missing and _are_written(models, config.tables, folder, log):
             return
