@@ -15,10 +15,12 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.token_scores import TokenScores
 from jaxlm.evals.base import EvalConfig, EvalContext, ValidationSet
 from jaxlm.evals.compare import CompareEvalConfig, L1Limits
 from jaxlm.evals.fidelity import FidelityEvalConfig
 from jaxlm.evals.limits import GateError, Limit, Limits
+from jaxlm.evals.loss import perplexity
 from jaxlm.models.base import EMBEDDING, Hidden, Inputs, LanguageModel, layer_tap, vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
@@ -95,6 +97,21 @@ def test_fidelity_is_the_difference_of_mean_losses(where):
         },
         rel=1e-4,
     )
+
+
+def test_masked_targets_may_have_any_loss():
+    axes = (hax.Axis("batch", 1), hax.Axis("position", 4))
+    make = lambda *values: hax.named(jnp.asarray([values], jnp.float32), axes)  # noqa: E731
+    none = hax.zeros(axes, jnp.int32)
+    nats = make(1.5, math.inf, math.nan, 2.0).rearrange(("position", "batch"))
+    assert TokenScores(nats, make(1, 0, 0, 0.5), none, none).sums().tolist() == [2.5, 1.5]
+
+
+def test_a_perplexity_beyond_floats_is_infinite():
+    assert perplexity(math.log(7.0)) == pytest.approx(7.0)
+    assert perplexity(709.0) == pytest.approx(8.218407e307)
+    assert perplexity(710.0) == math.inf
+    assert math.isnan(perplexity(math.nan))
 
 
 def test_a_worse_model_has_a_positive_delta():
@@ -309,6 +326,26 @@ def test_a_gate_runs_at_the_end_of_a_phase_alone_also_at_an_early_one():
     hook.run_rest(20, STATE)  # its scheduled end has run already
     hook.check_passed()
     hook.run_rest(15, STATE)
+    with pytest.raises(GateError, match="the end of phase 'p'"):
+        hook.check_passed()
+
+
+def test_a_gate_with_an_interval_runs_at_an_early_end_too():
+    hook, _ = hook_of(AT_MOST_ONE, {"x": 2.0}, every=2)
+    hook.run(10, STATE)  # not its turn
+    hook.run_rest(10, STATE)
+    with pytest.raises(GateError, match="the end of phase 'p': eval/x is 2"):
+        hook.check_passed()
+
+
+def test_a_gate_that_has_just_run_does_not_run_again_at_an_early_end():
+    values = {"x": 0.5}
+    hook, _ = hook_of(AT_MOST_ONE, values, every=1)
+    hook.run(10, STATE)
+    values["x"] = 2.0
+    hook.run_rest(10, STATE)
+    hook.check_passed()
+    hook.run_rest(13, STATE)  # three steps later
     with pytest.raises(GateError, match="the end of phase 'p'"):
         hook.check_passed()
 
