@@ -206,7 +206,7 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     config = with_num_steps_of_data(config, plan.batches.train, tokenizer, console.log)
     plan = plan.updated(config, tokenizer.vocab_size)
     check_references(plan, tokenizer, console.log)
-    check_run_tables(plan)
+    check_run_tables(plan, console.log)
     main_only(lambda: check_exports_are_new(plan, 0 if cursor is None else cursor.step))
     with contextlib.ExitStack() as closing:
         # First what the kernel answers at once. A start that took the lease, and was then refused, would end a paused run.

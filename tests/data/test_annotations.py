@@ -36,7 +36,7 @@ def build(folder, blocks=None, finish=True):
 
 def test_every_example_gets_its_own(folder):
     assert build(folder) == [0, 1, 2]
-    examples = AnnotatedExamples(folder.examples, folder.open())
+    examples = AnnotatedExamples(folder.examples, folder.open(), {"ids": np.dtype(np.int32)})
     indices = np.array([6, 0, 5, 2, 3])
     found = examples.read(indices)
     np.testing.assert_array_equal(found["annotations.ids"], values_of(folder.examples, indices)["ids"])
@@ -54,8 +54,19 @@ def test_an_interrupted_build_continues_and_a_complete_one_is_not_repeated(folde
     assert [path.name for path in folder.path.parent.iterdir() if path.is_dir()] == [folder.path.name]
 
 
+def test_what_is_to_build_are_the_missing_blocks(folder):
+    assert folder.to_build() == (7, 0)
+    build(folder, [0], finish=False)
+    assert folder.to_build() == (4, 0)
+    build(folder, [2], finish=False)
+    assert folder.to_build() == (3, 0)
+
+
 def test_another_block_size_starts_over(folder):
     build(folder, [0], finish=False)
+    building = folder.path.with_name(f"{folder.path.name}.building")
+    left = sum(path.stat().st_size for path in building.iterdir())
+    assert replace(folder, block_size=4).to_build() == (7, left)
     assert build(replace(folder, block_size=4)) == [0, 1]
 
 

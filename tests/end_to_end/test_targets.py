@@ -44,7 +44,7 @@ def test_a_mistake_in_a_target_touches_no_device(workplace, dry):
     write_targets(place)
     result = place.run("--config_path", "run.yaml", "--target", "quik", *dry, JAX_PLATFORMS="no_such_platform")
     assert result.code == 2
-    assert "--target: 'quik' given, which is no target. Did you mean 'quick'?" in result.err
+    assert "--target: 'quik' is not a target. Did you mean 'quick'?" in result.err
 
 
 NORM = {"type": "RMSNormLayer", "d_model": 32}
@@ -111,6 +111,6 @@ def test_a_manifest_is_written_as_a_configuration(workplace):
     assert (again.code, "ddp.yaml exists already" in again.err) == (2, True)
     own = place.write()
     result = place.run("caramba", str(own), module="jaxlm.commands.convert")
-    assert (result.code, "no manifest of caramba" in result.err) == (2, True)
+    assert (result.code, "not a caramba manifest" in result.err) == (2, True)
     plan = place.finish("--config_path", "ddp.yaml", "--dry_run", "true", "--data.cache_dir", "cache")
     assert "small-ddp" in plan.out

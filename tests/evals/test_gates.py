@@ -15,14 +15,17 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.token_scores import TokenScores
 from jaxlm.evals.base import EvalConfig, EvalContext, ValidationSet
 from jaxlm.evals.compare import CompareEvalConfig, L1Limits
 from jaxlm.evals.fidelity import FidelityEvalConfig
 from jaxlm.evals.limits import GateError, Limit, Limits
-from jaxlm.models.attention_outputs import num_attention_layers, with_attention_outputs
+from jaxlm.evals.loss import perplexity
 from jaxlm.models.base import EMBEDDING, Hidden, Inputs, LanguageModel, layer_tap, vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.families.nano.model import NanoConfig
+from jaxlm.models.layerwise import layer_streams
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.observe.hooks import EvalHook, Generated, ScheduledEval
 from jaxlm.reading.decode import decode
@@ -96,6 +99,21 @@ def test_fidelity_is_the_difference_of_mean_losses(where):
     )
 
 
+def test_masked_targets_may_have_any_loss():
+    axes = (hax.Axis("batch", 1), hax.Axis("position", 4))
+    make = lambda *values: hax.named(jnp.asarray([values], jnp.float32), axes)  # noqa: E731
+    none = hax.zeros(axes, jnp.int32)
+    nats = make(1.5, math.inf, math.nan, 2.0).rearrange(("position", "batch"))
+    assert TokenScores(nats, make(1, 0, 0, 0.5), none, none).sums().tolist() == [2.5, 1.5]
+
+
+def test_a_perplexity_beyond_floats_is_infinite():
+    assert perplexity(math.log(7.0)) == pytest.approx(7.0)
+    assert perplexity(709.0) == pytest.approx(8.218407e307)
+    assert perplexity(710.0) == math.inf
+    assert math.isnan(perplexity(math.nan))
+
+
 def test_a_worse_model_has_a_positive_delta():
     where = one_device()
     with where.use():
@@ -167,6 +185,12 @@ def test_a_model_equals_itself_in_every_layer(where):
     assert layers < found.keys()
 
 
+def attention_outputs(model: Any, inputs: Inputs) -> list[Any]:
+    """The output of each layer's attention, {batch, position, embed}."""
+    outputs = layer_streams(model, inputs, "attention").targets
+    return [outputs["layers", layer] for layer in range(outputs.axis_size("layers"))]
+
+
 def without_mlps(model: Any) -> Any:
     """The model whose layers add nothing but their attention to the residual stream."""
     return tree.map_leaves(lambda path, leaf: leaf * 0 if "down_proj" in path or "mlp.out" in path else leaf, model)
@@ -187,8 +211,8 @@ def test_attention_outputs_are_what_layers_without_an_mlp_add(config):
         inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids)
         names = (EMBEDDING, *map(layer_tap, range(config.num_layers)))
         streams = [model.hidden(inputs, taps=names).taps[name] for name in names]
-        _, outputs = with_attention_outputs(model, inputs)
-    assert len(outputs) == num_attention_layers(model, "x") == config.num_layers
+        outputs = attention_outputs(model, inputs)
+    assert len(outputs) == config.num_layers
     for before, after, output in zip(streams, streams[1:], outputs, strict=False):
         assert float(abs(output).max().array) > 0.01
         np.testing.assert_allclose(
@@ -207,7 +231,7 @@ def test_differences_of_attention_are_means_over_tokens_by_layer():
                 Inputs(batch.tokens, batch.positions, batch.segment_ids),
                 np.asarray(batch.segment_ids.array) != 0,
             )
-            pairs = zip(*(with_attention_outputs(one, inputs)[1] for one in (model, reference)), strict=True)
+            pairs = zip(*(attention_outputs(one, inputs) for one in (model, reference)), strict=True)
             means.append([np.abs(np.asarray(a.array) - np.asarray(b.array))[kept].mean() for a, b in pairs])
     assert found["after/attention/mean_l1"] == pytest.approx(np.mean(means), rel=1e-5)
     assert found["after/attention/max_l1"] == pytest.approx(np.max(means), rel=1e-5)
@@ -224,9 +248,12 @@ def test_models_whose_layers_do_not_correspond_are_refused():
         CompareEvalConfig().check_models(model, {"teacher": other})
     with pytest.raises(ConfigError, match="the model has 32 features and the reference 64"):
         CompareEvalConfig().check_models(model, {"teacher": shapes(dataclasses.replace(MODEL, hidden_dim=64))})
-    gpt2 = shapes(Gpt2Config(seq_len=16, hidden_dim=32, num_layers=2, num_heads=4))
-    with pytest.raises(ConfigError, match="what the attention of each layer computes in a model of type Gpt2"):
-        CompareEvalConfig().check_models(gpt2, {"teacher": model})
+    CompareEvalConfig().check_models(
+        shapes(Gpt2Config(seq_len=16, hidden_dim=32, num_layers=2, num_heads=4)), {"teacher": model}
+    )
+    nano = shapes(NanoConfig(seq_len=16, hidden_dim=32, num_layers=2, num_heads=4))
+    with pytest.raises(ConfigError, match="a model of type Nano has no layers that jaxlm can run one by one"):
+        CompareEvalConfig().check_models(nano, {"teacher": model})
     with pytest.raises(ConfigError, match="both null"):
         CompareEvalConfig(attention=None, logits=None).check()
 
@@ -299,6 +326,26 @@ def test_a_gate_runs_at_the_end_of_a_phase_alone_also_at_an_early_one():
     hook.run_rest(20, STATE)  # its scheduled end has run already
     hook.check_passed()
     hook.run_rest(15, STATE)
+    with pytest.raises(GateError, match="the end of phase 'p'"):
+        hook.check_passed()
+
+
+def test_a_gate_with_an_interval_runs_at_an_early_end_too():
+    hook, _ = hook_of(AT_MOST_ONE, {"x": 2.0}, every=2)
+    hook.run(10, STATE)  # not its turn
+    hook.run_rest(10, STATE)
+    with pytest.raises(GateError, match="the end of phase 'p': eval/x is 2"):
+        hook.check_passed()
+
+
+def test_a_gate_that_has_just_run_does_not_run_again_at_an_early_end():
+    values = {"x": 0.5}
+    hook, _ = hook_of(AT_MOST_ONE, values, every=1)
+    hook.run(10, STATE)
+    values["x"] = 2.0
+    hook.run_rest(10, STATE)
+    hook.check_passed()
+    hook.run_rest(13, STATE)  # three steps later
     with pytest.raises(GateError, match="the end of phase 'p'"):
         hook.check_passed()
 

@@ -61,7 +61,7 @@ def test_every_field_of_an_eval_is_listed():
         "core": CORE,
         "objective": [],
         "rollouts": ROLLOUTS,
-        **{kind: ["name", "fail_fast", *names] for kind, names in GATES.items()},
+        **{kind: ["phases", "name", "fail_fast", *names] for kind, names in GATES.items()},
     }
     assert fields == {kind: ["every", *names] for kind, names in own.items()}
 

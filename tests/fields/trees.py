@@ -28,8 +28,7 @@ from jaxlm.objectives.policy_losses import LossAgg, PolicyLoss
 from jaxlm.observe.completions import CompletionsConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.plan.presets.base import PresetConfig
-from jaxlm.plan.refs.base import RefConfig
-from jaxlm.plan.refs.sanity import SanityConfig
+from jaxlm.plan.refs.base import RefConfig, SanityConfig
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from jaxlm.plan.trainer_config import TrainerConfig
 from jaxlm.surgery.base import SurgeryConfig

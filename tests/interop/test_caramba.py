@@ -437,10 +437,11 @@ def test_checks_of_a_run_are_evaluations(tmp_path: Path):
     tree, notes = translate(tmp_path, upcycle(first={"verify": compare}, second={"verify": evaluated}))
     assert tree["evals"] == [
         {"type": "loss"},
-        {**compare, "name": "compare_blocks"},
-        {"type": "cases", "name": "cases_all", "max_new_tokens": 8, **thresholds, "cases": [case]},
+        {**compare, "name": "compare_blocks", "phases": ["blocks"]},
+        {"type": "cases", "name": "cases_all", "phases": ["all"], "max_new_tokens": 8, **thresholds, "cases": [case]},
     ]
-    assert "at the end of every phase" in notes
+    assert "every phase" not in notes
+    assert set(map(tuple, (gate["phases"] for gate in tree["evals"][1:]))) == {(p["name"],) for p in tree["phases"]}
 
 
 def test_benchmarks_are_tables(tmp_path: Path):
@@ -676,7 +677,7 @@ def test_what_jaxlm_cannot_do_is_refused(name: str, tmp_path: Path):
 def test_a_manifest_without_a_default_needs_a_target(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"--target: .* one of quick, paper"):
         translate(tmp_path, named("quick"), named("paper"))
-    with pytest.raises(ConfigError, match=r"'fast' given, which is no target.* Known: paper, quick"):
+    with pytest.raises(ConfigError, match=r"'fast' is not a target.* Known: paper, quick"):
         translate(tmp_path, named("quick"), named("paper"), name="fast")
 
 

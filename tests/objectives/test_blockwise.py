@@ -1,7 +1,9 @@
 """Blockwise distillation: which blocks an update changes, when they are done, and what it remembers of them."""
 
+import contextlib
 import dataclasses
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -11,12 +13,19 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.pace import Pace
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.stored_streams import Int8Array
 from jaxlm.objectives.block_progress import Autotune, BlockProgress, Convergence
 from jaxlm.objectives.blockwise import Blockwise
+from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.base import OptimizerConfig
+from jaxlm.optim.curvature import Curvature
+from jaxlm.plan.plan import plan_phases
+from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from tests.engine.helpers import MODEL, TinyRun, arrays, layout, one_device, phase
+from tests.objectives.test_next_token import a_batch
 
 ATTENTION = ("body.*attn",)
 ADAM = AdamConfig(learning_rate=1e-2, warmup=0, weight_decay=0.1, max_grad_norm=None)
@@ -24,6 +33,12 @@ ADAM = AdamConfig(learning_rate=1e-2, warmup=0, weight_decay=0.1, max_grad_norm=
 
 def teacher(seed=1):
     return MODEL.build(vocab_axis(64), key=jax.random.key(seed))
+
+
+def filled(seed):
+    """A model whose parameters are all large."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda a: jnp.asarray(rng.normal(0, 0.4, a.shape), a.dtype), teacher())
 
 
 def a_run(where, **keys):
@@ -235,9 +250,108 @@ def test_eight_devices_and_one_do_the_same(order):
             np.testing.assert_allclose(eight[name], one[name], rtol=2e-4, atol=1e-6, err_msg=name)
 
 
-def test_parameters_outside_layers_are_refused():
-    with pytest.raises(ConfigError, match=r"tokens\.weight is given, which belongs to no layer"):
-        TinyRun(one_device(), phase=phase(objective=Blockwise(), trainable=(".*",)), refs={"teacher": teacher()})
+@pytest.mark.parametrize(
+    ("target", "trainable", "unreached"),
+    [
+        ("attention", ".*", "tokens"),
+        ("residual", ".*", "tokens"),
+        ("attention", "body.*layers", "mlp"),
+        ("mixing", "attn\\.", "v_proj"),
+        ("residual", "body.*layers", None),
+        ("attention", "attn_norm|attn\\.", None),
+        ("mixing", "attn_norm|attn\\.[qk]_", None),
+    ],
+)
+def test_parameters_without_a_gradient_are_refused_and_others_have_one(target, trainable, unreached):
+    objective = Blockwise(target=target)
+    refused = (
+        pytest.raises(ConfigError, match=rf"{unreached}.* does not depend on it")
+        if unreached
+        else contextlib.nullcontext()
+    )
+    model = filled(0)
+    own = phase(objective=objective, trainable=(trainable,))
+    trained, frozen = own.split(model)
+    with refused:
+        slot = objective.init_slot(trained)
+        annotated = objective.annotate({"teacher": filled(1)}, a_batch(length=16))
+
+        def loss(trained):
+            model = eqx.combine(trained, frozen, is_leaf=tree.is_named)
+            return objective.terms(model, annotated, slot, key=None)[0]["loss"].total
+
+        gradient = jax.jit(jax.grad(loss))(trained)
+        assert all(np.abs(np.asarray(tree.raw(leaf))).max() > 0 for _, leaf in tree.leaves(gradient))
+
+
+@pytest.mark.parametrize("kind", sorted(OptimizerConfig.get_known_choices()))
+def test_the_state_of_a_layer_that_does_not_move_stays_with_every_optimizer(kind):
+    """A layer with the factor 0 keeps parameters and state; the other one moves as without a pace."""
+    config = OptimizerConfig.get_choice_class(kind)(learning_rate=1e-2, warmup=0)
+    own = phase(optimizer=config, trainable=("attn", "mlp"))
+    model = filled(0)
+    trained, _ = own.split(model)
+    optimizer, rng = own.transformation(model), np.random.default_rng(0)
+    gradient = jax.tree.map(lambda a: jnp.asarray(rng.normal(0, 1, a.shape), a.dtype), trained)
+    update = jax.jit(lambda state, pace: optimizer.update(gradient, state, trained, pace=pace, **extra(kind, gradient)))
+    _, state = update(optimizer.init(trained), None)
+    plain, plain_state = update(state, None)
+    factors = {path: jnp.asarray([1.0, 0.0]) for path, _ in tree.leaves(trained)}
+    moved, after = update(state, Pace(factors))
+    for (path, new), (_, expected) in zip(tree.leaves(moved), tree.leaves(plain), strict=True):
+        # Another program, which may fuse otherwise.
+        np.testing.assert_allclose(new[LAYERS, 0].array, expected[LAYERS, 0].array, rtol=2e-6, atol=1e-9, err_msg=path)
+        assert not new[LAYERS, 1].array.any(), path
+    old, full = dict(tree.leaves(state)), dict(tree.leaves(plain_state))
+    by_layer = 0
+    for path, leaf in tree.leaves(after):
+        rows = layer_rows(path, leaf, old[path], full[path])
+        if rows is not None:
+            new, before, expected = rows
+            np.testing.assert_array_equal(new[1], before[1], err_msg=path)
+            np.testing.assert_allclose(new[0], expected[0], rtol=2e-6, atol=1e-9, err_msg=path)
+            by_layer += 1
+    assert by_layer
+
+
+def extra(kind, gradient):
+    """What sophia needs."""
+    return {"curvature": Curvature(lambda _: gradient, lambda: jax.random.key(0))} if kind.startswith("sophia") else {}
+
+
+def layer_rows(path, *leaves):
+    """State leaves with the layers first; None for counts."""
+    if ".layers." not in path:
+        return None
+    if not tree.is_named(leaves[0]):
+        return [np.asarray(leaf) for leaf in leaves]
+    return [np.asarray(leaf.rearrange((LAYERS, ...)).array) for leaf in leaves]
+
+
+def planned(**keys):
+    config = RunConfig(model=MODEL, phases=[PhaseConfig(name="a", num_train_steps=20, trainable=["attn"], **keys)])
+    return plan_phases(config)[0]
+
+
+def test_a_bad_step_guard_does_not_go_with_a_loss_that_jumps():
+    sequential = Blockwise(order="sequential", convergence=Convergence(max_steps=10))
+    guarded = AdamConfig(skip_bad_steps=True)
+    assert planned(objective=sequential)[0].num_steps == 10
+    assert planned(objective=Blockwise(), optimizer=guarded)[0].num_steps == 20
+    with pytest.raises(ConfigError, match="the loss jumps where objective blockwise goes on to the next block"):
+        planned(objective=sequential, optimizer=guarded)
+
+
+def test_an_optimizer_that_starts_anew_for_each_block_is_not_carried():
+    sequential = Blockwise(order="sequential", convergence=Convergence(max_steps=10))
+    phases = [PhaseConfig(name=name, num_train_steps=20, trainable=["attn"]) for name in "ab"]
+    for first, second in ((sequential, NextToken()), (NextToken(), sequential)):
+        own = [
+            dataclasses.replace(phases[0], objective=first),
+            dataclasses.replace(phases[1], objective=second, carry_optimizer=True),
+        ]
+        with pytest.raises(ConfigError, match="objective blockwise starts the optimizer and its schedule anew"):
+            plan_phases(RunConfig(model=MODEL, phases=own))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
-from jaxlm.models.base import Inputs, vocab_axis
+from jaxlm.models.base import Inputs, layer_tap, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.distill import Distill
@@ -136,3 +136,42 @@ def test_as_many_top_tokens_as_the_vocabulary_has_are_refused(refs):
 
 def test_is_registered_by_name():
     assert ObjectiveConfig.get_choice_class("distill") is Distill
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "pairs"), [(1, 1, {1: 1}), (1, 3, {1: 3}), (2, 3, {1: 2, 2: 3}), (3, 3, {1: 1, 2: 2, 3: 3})]
+)
+def test_the_hidden_term_compares_layers_at_the_same_fraction_of_the_depth(own, theirs, pairs):
+    sizes = {"seq_len": 12, "hidden_dim": 16, "intermediate_dim": 24, "num_heads": 2, "num_kv_heads": 1}
+    models = [filled(LlamaConfig(num_layers=n, **sizes), seed) for seed, n in enumerate((own, theirs))]
+    batch, objective = a_batch(), Distill(hidden=0.25)
+    terms, metrics, _ = objective.terms(models[0], objective.annotate({"teacher": models[1]}, batch), None, key=None)
+    plain, *_ = Distill().terms(models[0], Distill().annotate({"teacher": models[1]}, batch), None, key=None)
+    streams = []
+    for model in models:
+        names = [layer_tap(layer) for layer in range(model.config.num_layers)]
+        taps = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids), taps=names[:1]).taps
+        for name in names[1:]:  # one at a time: another program
+            taps |= model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids), taps=[name]).taps
+        streams.append([np.asarray(taps[name].array, np.float64) for name in names])
+    distances = []
+    for layer, teachers in pairs.items():
+        s, t = streams[0][layer - 1], streams[1][teachers - 1]
+        distances.append(((s - t) ** 2).sum(-1) / (t**2).sum(-1))
+    expected = (np.mean(distances, axis=0) * np.asarray(batch.loss_mask.array)).sum()
+    np.testing.assert_allclose(metrics["hidden_distance"].total, expected, rtol=1e-4)
+    np.testing.assert_allclose(terms["loss"].total, plain["loss"].total + 0.25 * expected, rtol=1e-4)
+
+
+def test_the_hidden_term_of_a_model_that_equals_its_teacher_is_zero(student):
+    objective = Distill(hidden=1.0)
+    _, metrics, _ = objective.terms(student, objective.annotate({"teacher": student}, a_batch()), None, key=None)
+    assert float(metrics["hidden_distance"].total) < 1e-9
+
+
+def test_hidden_states_of_another_width_are_refused(student, refs):
+    objective = Distill(hidden=1.0)
+    with pytest.raises(ConfigError, match="the model's residual stream is 16 wide and the teacher's 24"):
+        objective.terms(student, objective.annotate(refs, a_batch()), None, key=None)
+    with pytest.raises(ConfigError, match="cache: true given with hidden: 1"):
+        Distill(hidden=1.0, cache=True, top_k=4)

@@ -52,6 +52,14 @@ def test_a_variable_inside_of_a_text_is_written_out(tmp_path: Path):
     assert config.trainer.log_dir == "${steps}"
 
 
+@pytest.mark.parametrize(
+    ("value", "text"), [("0", "0"), ("1", "1"), ("1.0", "1.0"), ("0.0", "0.0"), ("true", "true"), ("null", "null")]
+)
+def test_a_number_inside_of_a_text_is_not_a_boolean(tmp_path: Path, value: str, text: str):
+    config = load(tmp_path, f"vars: {{x: {value}}}\ntrainer: {{log_dir: 'logs/${{x}}'}}\n")
+    assert config.trainer.log_dir == f"logs/{text}"
+
+
 def test_a_target_overrides_keys_and_variables(tmp_path: Path):
     quick = load(tmp_path, MANIFEST, "--target", "quick")
     assert (quick.model.seq_len, quick.trainer.num_train_steps) == (512, 50)

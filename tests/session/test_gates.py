@@ -6,6 +6,8 @@ Runs the trainer in this process, on eight devices.
 import json
 import math
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +19,14 @@ from jaxlm.controllers.handover import HandoverError
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
+from jaxlm.evals.fidelity import FidelityEvalConfig
 from jaxlm.evals.limits import GateError
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
-from jaxlm.plan.refs.sanity import SanityConfig
+from jaxlm.plan.refs.base import SanityConfig
 from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session import gates
 from tests.session.test_init_from import Trainings
 
 LOGGED = re.compile(r"refs\.teacher: loss (\d+\.\d+) nats on (\d+) batches, at most (\d+\.\d+) allowed")
@@ -94,7 +98,7 @@ def test_a_scrambled_teacher_is_refused_before_anything_is_saved(trainings):
         trainings.run("scrambled", 2, objective=DISTILL, refs=trainings.ref("scrambled"))
     found = re.search(
         r"refs\.teacher: the loss of .*scrambled on this run's text is (\d+\.\d+) nats, and at most (\d+\.\d+) is allowed"
-        r" \(that of a guess among all 280 tokens alike\)",
+        r" \(that of a uniform guess over 280 tokens\)",
         str(refused.value),
     )
     assert found
@@ -167,6 +171,46 @@ def test_a_gate_holds_at_the_end_of_every_phase_also_of_one_that_ends_early(trai
     assert "phase 'b': parameters" not in trainings.output
 
 
+def test_a_gate_may_belong_to_a_phase(trainings):
+    phases = [{"name": "a", "num_train_steps": 2}, {"name": "b", "num_train_steps": 2}]
+
+    def run(of, refs):
+        evals = [{"type": "loss"}, {**GATE, "max_delta_nll": 0.01, "phases": [of]}]
+        trainings.run("of_phase", 4, refs=refs, evals=evals, phases=phases)
+
+    for _ in range(2):  # the second one checks the saved end again
+        with pytest.raises(GateError, match="the end of phase 'a'"):
+            run("a", trainings.ref())
+    assert len(trainings.measured("of_phase", "eval/fidelity/delta_nll")) == 1
+    with pytest.raises(GateError, match="the end of phase 'b'"):
+        run("b", trainings.ref())
+    steps = [record["step"] for record in trainings.records("of_phase") if "eval/fidelity/delta_nll" in record]
+    assert steps == [2, 4]
+    assert [record["step"] for record in trainings.records("of_phase") if "eval/loss" in record] == [2, 4]
+    run("a", trainings.ref("gone"))  # no phase that is left reads it
+    assert "the run is complete" in trainings.output
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        (["train", "b"], r"evals\.0\.phases: 'b' given, but there is no such phase\. The phases are: train"),
+        ([], r"evals\.0\.phases: \[\] given, so it would never run\. Name a phase \(train\)"),
+    ],
+)
+def test_the_phases_of_a_gate_exist(trainings, phases, message):
+    evals = [{"type": "fidelity", "phases": phases}]
+    with pytest.raises(ConfigError, match=message):
+        trainings.run("none", 2, evals=evals, refs=trainings.ref())
+
+
+def test_what_only_another_phase_measures_cannot_end_a_phase(trainings):
+    phases = [{"name": "a", "until": {"metric": "eval/fidelity/nll", "below": 1.0}}, {"name": "b"}]
+    evals = [{"type": "loss"}, {"type": "fidelity", "phases": ["b"]}]
+    with pytest.raises(ConfigError, match=r"phases\.0\.until\.metric: .* no evaluation measures it in phase 'a'"):
+        trainings.run("none", 2, evals=evals, refs=trainings.ref(), phases=phases)
+
+
 def test_a_student_equal_to_its_teacher_passes_every_gate(trainings):
     limits = {"max_mean_l1": 1e-4, "max_max_l1": 1e-4}
     evals = [
@@ -211,6 +255,20 @@ def test_a_hand_over_to_a_worse_model_ends_the_run_at_its_first_step(trainings):
     own, theirs = (trainings.measured("equal", f"train/{name}") for name in ("loss", "teacher_loss"))
     assert own == pytest.approx(theirs, rel=1e-5)
     assert trainings.measured("equal", "train/divergence")[0] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_what_the_command_prints_is_json(capsys):
+    """Numbers that JSON does not have are null, as in the files of a run."""
+    metrics = {"fidelity/nll": math.nan, "fidelity/ppl_ratio": math.inf, "fidelity/reference_nll": 2.5}
+    opened: Any = SimpleNamespace(location="here")
+    gates._print(opened, metrics, [FidelityEvalConfig()])
+
+    def refuse(text):
+        raise AssertionError(text)
+
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=refuse)
+    assert printed["metrics"] == {"fidelity/nll": None, "fidelity/ppl_ratio": None, "fidelity/reference_nll": 2.5}
+    assert "eval/fidelity/ppl_ratio is inf, at most 1.05 allowed (max_ppl_ratio: 1.05)" in printed["violations"]
 
 
 def test_an_evaluation_needs_its_reference_and_its_data(trainings):

@@ -87,14 +87,14 @@ def test_the_folder_follows_the_logs():
 )
 def test_tables_that_a_run_cannot_write(sections, message):
     with pytest.raises(ConfigError) as error:
-        check_run_tables(plan_of(**sections))
+        check_run_tables(plan_of(**sections), print)
     assert message in str(error.value)
 
 
 def test_perplexity_needs_batches_that_it_can_score(monkeypatch):
     data = {"type": "pairs", "train_urls": ["a.jsonl"], "validation_urls": ["b.jsonl"], "format": {"type": "pairs"}}
     others = {"evals": [{"type": "objective"}], "objective": {"type": "dpo", "reference": "initial"}}
-    check_run_tables(plan := plan_of(data=data, tables=[{"type": "perplexity"}], **others))
+    check_run_tables(plan := plan_of(data=data, tables=[{"type": "perplexity"}], **others), print)
     monkeypatch.delattr(PairBatch, "supervised")
     with pytest.raises(ConfigError, match=r"type perplexity reads `supervised\(\)` of a batch, which PairBatch"):
-        check_run_tables(plan)
+        check_run_tables(plan, print)

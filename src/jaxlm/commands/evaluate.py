@@ -17,7 +17,6 @@ phase. The last line of output is JSON.
 import argparse
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,6 +32,7 @@ from jaxlm.data.data import ValidationData
 from jaxlm.evals.harness import HarnessEvalConfig
 from jaxlm.evals.loss import NOTHING, EvalLoss, LossMeter, by_group, macro
 from jaxlm.objectives.next_token import score_batch
+from jaxlm.observe.records import finite
 from jaxlm.plan.plan import Plan
 from jaxlm.reading.decode import decode, encode
 from jaxlm.reading.overrides import override
@@ -214,17 +214,15 @@ def _print_results(
     about |= {} if quantize is None else {"quantize": quantize}
     parts = {"sources": sums, "tags": tagged}
     by_name = {kind: {name: _numbers(part) for name, part in group.items()} for kind, group in parts.items()}
-    print(json.dumps({**about, **_null_for_nan(macro(sums.values())), **by_name}))
+    print(json.dumps({**about, **_as_json(macro(sums.values())), **by_name}))
 
 
 def _numbers(part: EvalLoss) -> dict[str, float | None]:
-    return _null_for_nan(
-        {"loss": part.loss, "bpb": part.bits_per_byte, "tokens": part.tokens, "bytes": part.text_bytes}
-    )
+    return _as_json({"loss": part.loss, "bpb": part.bits_per_byte, "tokens": part.tokens, "bytes": part.text_bytes})
 
 
-def _null_for_nan(numbers: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: None if math.isnan(value) else value for name, value in numbers.items()}
+def _as_json(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: finite(value) for name, value in numbers.items()}
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     config.trainer.distributed.join()
     watch_peers(config.trainer.distributed.heartbeat_timeout.total_seconds())
     plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0])
-    check_run_tables(plan)
+    check_run_tables(plan, _log)
     enable_compilation_cache(config.trainer.compilation_cache_dir)
     keys = placing_keys(parse_arguments(rest).options)
     trained = open_model(options.checkpoint or _checkpoints(plan), keys, weights=options.weights)

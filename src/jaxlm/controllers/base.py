@@ -10,7 +10,7 @@ too, once something can run the branches.
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import draccus
 
@@ -20,6 +20,15 @@ Json = Any
 
 class StopRunError(Exception):
     """A controller ends the run with an error. Its newest checkpoint stays."""
+
+
+class Measured(Protocol):
+    """What a controller may ask the objective of its phase."""
+
+    @property
+    def reports_teacher_loss(self) -> bool:
+        """Whether the metrics of a step have the losses of both model and teacher."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -124,6 +133,11 @@ class Controller(abc.ABC):
 
         Metrics of a training step must be computed on the devices: what a process measures by its own clock differs.
         """
+
+    def check(self, objective: Measured, key: str, phase: str) -> None:
+        """Raises `ConfigError` if the objective of its phase does not measure what it needs. Args: key, phase: where it is
+        written and the name of the phase, for messages."""
+        return
 
     @abc.abstractmethod
     def controls(self) -> Mapping[str, float]:

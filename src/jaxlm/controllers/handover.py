@@ -8,10 +8,11 @@ of 4 one 7.4 times as large.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxlm.controllers.base import Controller, ControllerConfig, Decision, DoneStep, Json, StopRunError
+from jaxlm.controllers.base import Controller, ControllerConfig, Decision, DoneStep, Json, Measured, StopRunError
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import AboveOne, NonNegativeFloat
 from jaxlm.reading.choices import choice
+from jaxlm.reading.decode import choice_name
 
 _LOSS, _TEACHER_LOSS = "train/loss", "train/teacher_loss"
 
@@ -56,6 +57,14 @@ class Handover(Controller):
     @property
     def metrics(self) -> Mapping[str, str]:
         return {"handover.loss": _LOSS, "handover.teacher_loss": _TEACHER_LOSS}
+
+    def check(self, objective: Measured, key: str, phase: str) -> None:
+        if not objective.reports_teacher_loss:
+            raise ConfigError(
+                f"{key}: handover compares the losses of model and teacher, but the objective of phase '{phase}',"
+                f" {choice_name(type(objective))}, does not measure the teacher's. Set objective: {{type: distill,"
+                " teacher_loss: true}, or give the phase other controllers"
+            )
 
     def controls(self) -> Mapping[str, float]:
         return {}

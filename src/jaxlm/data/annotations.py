@@ -76,14 +76,34 @@ class AnnotationFolder:
             if self.path.exists():
                 yield []
                 return
-            plan = _json({"made_from": self.made_from, "block_size": self.block_size})
-            if not (self._building / _PLAN).is_file() or read_bytes(self._building / _PLAN) != plan:
+            if not self._can_go_on():
                 shutil.rmtree(self._building, ignore_errors=True)
                 self._building.mkdir()
                 with atomic_file(self._building / _PLAN) as path:
-                    path.write_bytes(plan)
-            blocks = range(self.num_blocks)
-            yield [number for number in blocks if not _block_path(self._building, number).is_file()]
+                    path.write_bytes(self._plan)
+            yield [number for number in range(self.num_blocks) if not self._is_done(number)]
+
+    def to_build(self) -> tuple[int, int]:
+        """The number of examples in missing blocks, and the bytes on disk that `prepared` frees: those of an interrupted
+        build that cannot go on."""
+        if self._can_go_on():
+            missing = (number for number in range(self.num_blocks) if not self._is_done(number))
+            return sum(len(self.indices(number)) for number in missing), 0
+        return len(self.examples), sum(map(_num_bytes, self._building.glob("*")))
+
+    def _can_go_on(self) -> bool:
+        """Whether an interrupted build was made from the same and had the same block size."""
+        try:
+            return read_bytes(self._building / _PLAN) == self._plan
+        except FileNotFoundError:
+            return False
+
+    def _is_done(self, number: int) -> bool:
+        return _block_path(self._building, number).is_file()
+
+    @property
+    def _plan(self) -> bytes:
+        return _json({"made_from": self.made_from, "block_size": self.block_size})
 
     def write(self, number: int, columns: Mapping[str, np.ndarray]) -> None:
         """Writes a block. Args: columns: path -> values of its examples, [examples, ...]."""
@@ -203,6 +223,14 @@ def _json(content: Any) -> bytes:
 
 def _block_path(folder: Path, number: int) -> Path:
     return folder / f"block-{number}.npy"
+
+
+def _num_bytes(path: Path) -> int:
+    """The size of a file; 0 if another process has just removed it."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _damaged(path: Path, problem: str) -> ConfigError:

@@ -137,6 +137,15 @@ class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.
         return ()
 
     @property
+    def phase_names(self) -> Sequence[str] | None:
+        """Names of the phases in which it runs; None: in all."""
+        return None
+
+    def runs_in(self, phase: str) -> bool:
+        """Whether it runs in the phase of this name."""
+        return self.phase_names is None or phase in self.phase_names
+
+    @property
     def limits(self) -> Limits:
         """Limits of its metrics."""
         return Limits()

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
-from jaxlm.core.axes import POSITION
+from jaxlm.core.axes import LAYERS, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.gate import PairGateConfig, at_most
 from jaxlm.evals.limits import Limit
-from jaxlm.models.attention_outputs import num_attention_layers, with_attention_outputs
 from jaxlm.models.base import Inputs, LanguageModel
+from jaxlm.models.layerwise import layer_body, layer_streams
 from jaxlm.reading.choices import choice
 
 _ATTENTION, _LOGITS = "attention", "logits"
@@ -76,7 +76,7 @@ class CompareEvalConfig(PairGateConfig):
         if self.attention is None:
             return
         key, reference = "evals: type compare: attention", references[self.reference]
-        own, theirs = num_attention_layers(model, key), num_attention_layers(reference, key)
+        own, theirs = (layer_body(one, _ATTENTION, key).num_layers for one in (model, reference))
         if own != theirs:
             raise ConfigError(
                 f"{key}: the model has {own} layers and the reference {theirs}, so it is not known which of them to compare."
@@ -128,18 +128,13 @@ class CompareEval(Eval):
         batch = batch.supervised()
         inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids)
         counted = NamedArray(batch.segment_ids.array != 0, batch.segment_ids.axes)
-        outputs, finals = [], []
-        for one in (model, reference):
-            hidden, of_layers = (
-                (one.hidden(inputs), []) if self._config.attention is None else with_attention_outputs(one, inputs)
-            )
-            outputs.append(of_layers)
-            finals.append(hidden.final)
-        found = {}
+        models, found = (model, reference), {}
         if self._config.attention is not None:
-            found[_ATTENTION] = jnp.stack([_sums(own, theirs, counted) for own, theirs in zip(*outputs, strict=True)])
+            own, theirs = (layer_streams(one, inputs, _ATTENTION).targets for one in models)
+            layers = range(own.axis_size(LAYERS))
+            found[_ATTENTION] = jnp.stack([_sums(own[LAYERS, n], theirs[LAYERS, n], counted) for n in layers])
         if self._config.logits is not None:
-            found[_LOGITS] = _logit_sums((model, reference), finals, counted)
+            found[_LOGITS] = _logit_sums(models, [one.hidden(inputs).final for one in models], counted)
         return found
 
 

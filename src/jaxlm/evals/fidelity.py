@@ -4,13 +4,13 @@ import math
 from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.field_types import AboveOne, NonNegativeFloat
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, read_results
 from jaxlm.evals.gate import PairGateConfig, at_most
 from jaxlm.evals.limits import Limit
+from jaxlm.evals.loss import perplexity
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import choice
 
@@ -49,7 +49,7 @@ class FidelityEval(Eval):
     def __init__(self, config: FidelityEvalConfig, ctx: EvalContext):
         self._config, self._ctx = config, ctx
         self._cast = jax.jit(ctx.precision.cast_to_compute)
-        self._sums = jax.jit(self._batch_sums, out_shardings=ctx.layout.replicated())
+        self._sums = jax.jit(lambda model, batch: ctx.score(model, batch).sums(), out_shardings=ctx.layout.replicated())
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         """The metrics; empty without validation data."""
@@ -58,7 +58,7 @@ class FidelityEval(Eval):
             return {}
         theirs = self._mean_loss(self._ctx.reference(self._config.reference))
         delta = own[0] - theirs[0]
-        metrics = {"nll": own[0], "reference_nll": theirs[0], "delta_nll": delta, "ppl_ratio": _exp(delta)}
+        metrics = {"nll": own[0], "reference_nll": theirs[0], "delta_nll": delta, "ppl_ratio": perplexity(delta)}
         return {f"{self._config.title}/{name}": value for name, value in metrics.items()}
 
     def _mean_loss(self, model: LanguageModel) -> tuple[float, float]:
@@ -67,17 +67,3 @@ class FidelityEval(Eval):
         for part in read_results(self._sums(model, batch) for batch in self._config.first_batches(self._ctx)):
             sums += np.asarray(part, np.float64)
         return (float(sums[0] / sums[1]), float(sums[1])) if sums[1] else (math.nan, math.nan)
-
-    def _batch_sums(self, model: LanguageModel, batch) -> jax.Array:
-        """float32 [2], the loss of all targets and their number."""
-        scores = self._ctx.score(model, batch)
-        nats, mask = (a.rearrange(scores.mask.axes).array for a in (scores.nats, scores.mask))
-        return jnp.stack([jnp.sum(jnp.where(mask == 0, 0.0, mask * nats)), jnp.sum(mask)])
-
-
-def _exp(nats: float) -> float:
-    """exp, infinite where floats end."""
-    try:
-        return math.exp(nats)
-    except OverflowError:
-        return math.inf

@@ -1,7 +1,7 @@
 """Evaluations with limits, which compare a model with a reference."""
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -17,11 +17,13 @@ class GateConfig(EvalConfig, abc.ABC):
 
     Attributes:
         every: runs only at every N-th evaluation, and at the end of the phase; null runs only at the end.
+        phases: names of the phases in which it runs; null means all. `jaxlm evaluate --gates` ignores them.
         name: under which its metrics are logged; null means its type. No two of them may have the same.
         fail_fast: a metric beyond its limit ends the run with an error that names it. What was saved stays. False only warns.
     """
 
     every: PositiveInt | None = field(default=None, kw_only=True)
+    phases: list[str] | None = field(default=None, kw_only=True)
     name: str | None = field(default=None, kw_only=True)
     fail_fast: bool = field(default=False, kw_only=True)
 
@@ -37,6 +39,10 @@ class GateConfig(EvalConfig, abc.ABC):
     @property
     def metric_names(self) -> tuple[str, ...] | None:
         return None if self.own_metrics is None else tuple(f"{self.title}/{name}" for name in self.own_metrics)
+
+    @property
+    def phase_names(self) -> Sequence[str] | None:
+        return self.phases
 
     @property
     def limits(self) -> Limits:

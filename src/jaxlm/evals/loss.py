@@ -71,6 +71,14 @@ class EvalLoss:
 NOTHING = EvalLoss(0.0, 0.0, 0.0, 0.0)
 
 
+def perplexity(nats: float) -> float:
+    """exp, infinite where floats end."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
+
+
 def by_group(sums: Mapping[str, EvalLoss], tags: Mapping[str, Sequence[str]]) -> dict[str, EvalLoss]:
     """The sums of each source, and of each tag over all sources with that tag; every token has the same weight.
 

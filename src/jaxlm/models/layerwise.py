@@ -54,17 +54,49 @@ class LayerErrors(eqx.Module):
     size: NamedArray
 
 
-def layer_body(model: Any, what: str) -> Body:
-    """The layers of a model. Raises `ConfigError` if they cannot be run one by one. Args: what: names the model."""
+def layer_body(model: Any, target: Target, what: str) -> Body:
+    """The layers of a model. Leaves may be missing (None).
+
+    Args:
+        what: names the model, or the key that needs its layers, for messages.
+
+    Raises:
+        ConfigError: they cannot be run one by one, or have no such target.
+    """
     body = getattr(model, "body", None)
     if not isinstance(body, Body):
         raise ConfigError(f"{what}: a model of type {type(model).__name__} has no layers that jaxlm can run one by one")
+    for block in (stack.layers.stacked for stack in body.stacks) if target != "residual" else ():
+        if (found := len(tree.modules_by_path(block, Attention))) != 1:
+            raise ConfigError(
+                f"{what}: a layer of type {type(block).__name__} has {found} attention modules, so that it is not known what"
+                f" its {target} is. Compare the residual stream instead (target: residual)"
+            )
     return body
+
+
+def unreached(trainable: Any, target: Target) -> list[str]:
+    """The paths of parameters that no layer's target depends on, so that they have no gradient.
+
+    Args:
+        trainable: a model, with None for leaves to leave out.
+    """
+    if target == "residual":
+        reached = [".layers."]
+    else:
+        after_scores = {"v_proj", "o_proj", "null_slot"} if target == "mixing" else set()
+        reached = []
+        for path, attention in tree.modules_by_path(trainable, Attention):
+            reached += [
+                f".{path}.{field.name}." for field in dataclasses.fields(attention) if field.name not in after_scores
+            ]
+            reached.append(f".{path.rpartition('.')[0]}.attn_norm.")
+    return [path for path, _ in tree.leaves(trainable) if not any(part in f".{path}." for part in reached)]
 
 
 def layer_streams(model: LanguageModel, inputs: Inputs, target: Target) -> LayerStreams:
     """What the layers of a model read and compute, without dropout."""
-    body = layer_body(model, "the teacher")
+    body = layer_body(model, target, "the teacher")
 
     def visit(block: Block, x: NamedArray, context: LayerContext, layer_cache: Any, *, index, key, given):
         after, compared = _run(block, x, context, target, index=index, key=None)
@@ -91,7 +123,7 @@ def layer_errors(
         own_inputs: the layers read what the layers of this model before them return, instead of the teacher's streams.
         key: for dropout; None means no dropout.
     """
-    body = layer_body(model, "the model")
+    body = layer_body(model, target, "the model")
     num_layers = teacher.inputs.axis_size(LAYERS)
     if body.num_layers != num_layers:
         raise ConfigError(
@@ -105,7 +137,7 @@ def layer_errors(
             " same width"
         )
     first = own if own_inputs else teacher.inputs[LAYERS, 0]
-    mask = (inputs.segment_ids != 0).astype(jnp.float32)
+    mask = NamedArray(inputs.segment_ids.array != 0, inputs.segment_ids.axes)
 
     def measure(block: Block, x: NamedArray, targets: NamedArray, run: Callable[..., tuple[NamedArray, NamedArray]]):
         after, compared = run(block, x)
@@ -146,7 +178,7 @@ def _errors(compared: NamedArray, targets: NamedArray, mask: NamedArray, target:
     averaged = [axis for axis in features if target != "mixing" or axis.name != HEAD_SIZE]
     summed = [axis for axis in features if axis not in averaged]
     absolute = hax.mean(hax.sum(hax.abs(difference), summed) if summed else hax.abs(difference), averaged)
-    over_tokens = lambda token: hax.sum(hax.where(mask != 0, token, 0.0), _TOKENS)  # noqa: E731
+    over_tokens = lambda token: hax.sum(hax.where(mask, token, 0.0), _TOKENS)  # noqa: E731
     squares = [hax.sum(array * array, features) for array in (difference, targets)]
     return LayerErrors(*(over_tokens(token) for token in (absolute, *squares)))
 
@@ -164,12 +196,6 @@ def _run(
 
 
 def _with_recorder(block: Block, recorded: list[NamedArray], target: Target) -> Block:
-    attentions = tree.modules_by_path(block, Attention)
-    if len(attentions) != 1:
-        raise ConfigError(
-            f"target: '{target}' given, but a layer of type {type(block).__name__} has {len(attentions)} attention modules,"
-            " not one. Set target: residual"
-        )
     return tree.map_modules(block, Attention, ".*", lambda attention: _Recorder(attention, recorded, target))
 
 
@@ -198,8 +224,9 @@ class _Recorder(Attention):
 
     def _mixing(self, x: NamedArray, context: LayerContext, **options: Any) -> NamedArray:
         """{batch, position, heads, head_size}: the softmax. It is the attention whose values say which token they are of."""
-        replaced = lambda attention: (attention.v_proj, attention.o_proj)  # noqa: E731
-        KVHeads = next(axis for axis in axes_of(self.base.v_proj.Out) if axis.name == KV_HEADS)
+        replaced: Callable[[Any], tuple[Any, Any]] = lambda attention: (attention.v_proj, attention.o_proj)  # noqa: E731
+        v_proj, _ = replaced(self.base)
+        KVHeads = next(axis for axis in axes_of(v_proj.Out) if axis.name == KV_HEADS)
         probe = eqx.tree_at(replaced, self.base, (_WhichToken(KVHeads), _Unprojected()))
         return probe(x, dataclasses.replace(context, attn_backend="reference"), None, **options)[0]
 

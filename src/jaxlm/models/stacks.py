@@ -8,7 +8,6 @@ import abc
 import dataclasses
 import functools
 import itertools
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from jaxlm.models.norms import Norm
 from jaxlm.models.remat import RematPolicy, for_whole_layers, remat, with_remat_modules
 from jaxlm.models.rope import Places, RotaryConfig, Rotation
 from jaxlm.models.scan import runs_as_scan, scan_turns
+from jaxlm.models.segments import Segment, segments
 
 T = TypeVar("T")
 
@@ -244,13 +244,20 @@ class Body(abc.ABC):
         shared = ForwardPass(inputs, attention_mask, key, filled, stores=cache is not None)
         residuals = {EMBEDDING: x}
         outputs: list[list[Any]] = [[] for _ in self.stacks]
-        stops = [layer + 1 for layer in range(self.num_layers - 1) if layer_tap(layer) in taps]
+        every = [layer_tap(layer) for layer in range(self.num_layers)]
+        # A pass that stops at every layer would compile each of them.
+        keeps_all = self.num_layers > 1 and set(every[:-1]) <= set(taps)
+        stops = [] if keeps_all else [layer + 1 for layer, tap in enumerate(every[:-1]) if tap in taps]
         for start, stop in itertools.pairwise((0, *stops, self.num_layers)):
             for segment in segments(tuple(zip(self.order, self.kinds_by_layer, strict=True))[start:stop], start):
-                x, out = self._run(segment, x, shared)
+                x, out = self._run(segment, x, shared, keeps_streams=keeps_all)
                 for number, of_stack in out.items():
                     outputs[number].append(of_stack)
             residuals[layer_tap(stop - 1)] = x
+        if keeps_all:
+            streams = self._in_order([_concatenated([stream for _, stream in parts]) for parts in outputs])
+            residuals |= {tap: streams[LAYERS, layer] for layer, tap in enumerate(every)}
+            outputs = [[out for out, _ in parts] for parts in outputs]
         final = for_compute(self.last_norm)(x)
         new, aux = zip(*map(_concatenated, outputs), strict=True)
         extended = None
@@ -276,29 +283,35 @@ class Body(abc.ABC):
             x, out = self._run(segment, x, shared, visit, given)
             for number, of_stack in out.items():
                 outputs[number].append(of_stack)
-        stacked = [_concatenated(parts) for parts in outputs]
-        if len(stacked) == 1:
-            return stacked[0]
+        return self._in_order([_concatenated(parts) for parts in outputs])
+
+    def _in_order(self, by_stack: Sequence[T]) -> T:
+        """Named arrays {layers, ...} of each stack in one tree, from the first layer to the last."""
+        if len(by_stack) == 1:
+            return by_stack[0]
         places = np.argsort([layer for layers in self.layer_numbers for layer in layers])
-        return jax.tree.map(lambda leaf: taken_layers(leaf, places), _concatenated(stacked), is_leaf=is_named)
+        return jax.tree.map(lambda leaf: taken_layers(leaf, places), _concatenated(by_stack), is_leaf=is_named)
 
     def _run(
         self,
-        segment: "Segment",
+        segment: Segment,
         x: NamedArray,
         shared: "ForwardPass",
         visit: Visit | None = None,
         given: Any = None,
+        *,
+        keeps_streams: bool = False,
     ) -> tuple[NamedArray, dict[int, Any]]:
         """Runs the layers of a segment on {batch, position, embed}.
 
         Args:
             visit: None runs each layer on the output of the one before.
             given: {layers, ...}, for `visit`.
+            keeps_streams: also return the residual stream after every layer.
 
         Returns:
             The residual stream after the last of them, and for each of their stacks what `visit` returned: (keys and values,
-            auxiliary outputs) if it is None.
+            auxiliary outputs) if it is None. With `keeps_streams`, pairs of that and of streams.
         """
 
         def run_block(
@@ -340,7 +353,8 @@ class Body(abc.ABC):
         ):
             block = with_remat_modules(policy, with_dropout_keys(block, key), scan=scan)
             x, out = (visit or run_block)(block, x, contexts[turn], layer_cache, index=index, key=key, given=given)
-            return hax.auto_sharded(x), out
+            x = hax.auto_sharded(x)
+            return x, (out, x) if keeps_streams else out
 
         layer = remat(policy, layer, scan=scan)
         turns = [numbers.index(number) for number, _ in segment.turns]
@@ -354,66 +368,6 @@ def numbers_by_stack(order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(
         tuple(layer for layer, number in enumerate(order) if number == stack) for stack in range(max(order) + 1)
     )
-
-
-Turn = tuple[int, LayerKind]
-"""The number of a layer's stack, and its kind."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive layers that repeat a pattern, which run as one scan over its repetitions.
-
-    Attributes:
-        start: number of the first layer.
-        turns: the layers of one repetition.
-        repeats: how often they repeat.
-    """
-
-    start: int
-    turns: tuple[Turn, ...]
-    repeats: int
-
-    @property
-    def stop(self) -> int:
-        """One more than the number of the last layer."""
-        return self.start + len(self.turns) * self.repeats
-
-
-def segments(turns: Sequence[Turn], start: int = 0) -> list[Segment]:
-    """Divides layers into segments such that as few layers as possible are compiled, in as few segments as possible, of which
-    the first ones are the longest.
-
-    Layers of several stacks are in one segment only if they repeat: the backward pass can end between two segments, at
-    layers that are frozen.
-
-    Args:
-        turns: of the layers.
-        start: number of the first layer.
-    """
-    kinds = list(dict.fromkeys(kind for _, kind in turns))
-    return [
-        Segment(start + first, tuple(turns[first : first + period]), repeats)
-        for first, period, repeats in _divided(tuple((stack, kinds.index(kind)) for stack, kind in turns))
-    ]
-
-
-@functools.lru_cache
-def _divided(layers: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int, int], ...]:
-    """(first layer, period, repeats) of each segment, by dynamic programming from the last layer to the first."""
-    best: dict[int, tuple[int, int, tuple]] = {len(layers): (0, 0, ())}
-    for first in reversed(range(len(layers))):
-        candidates = []
-        for period in range(1, len(layers) - first + 1):
-            pattern, repeats, stop = layers[first : first + period], 0, first
-            takes_turns = len({stack for stack, _ in pattern}) > 1
-            while layers[stop : stop + period] == pattern:
-                repeats, stop = repeats + 1, stop + period
-                if repeats > 1 or not takes_turns:
-                    compiled, count, rest = best[stop]
-                    candidates.append((compiled + period, count + 1, ((first, period, repeats), *rest)))
-        best[first] = min(candidates, key=lambda candidate: (*candidate[:2], -math.prod(candidate[2][0][1:])))
-    return best[0][2]
 
 
 def _concatenated(parts: Sequence[T]) -> T:

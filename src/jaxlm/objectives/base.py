@@ -90,8 +90,13 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         """
         return None
 
+    @property
+    def restarts_optimizer(self) -> bool:
+        """Whether `pace` starts the optimizer and its schedule anew within a phase."""
+        return False
+
     def scheduled_steps(self, num_steps: int, model: ModelConfig) -> int | None:
-        """The number of steps that a learning-rate schedule spans, if `pace` starts it anew; None for the whole phase.
+        """The number of steps that each learning-rate schedule of `restarts_optimizer` spans; None for the whole phase.
 
         Args:
             num_steps: of the phase.

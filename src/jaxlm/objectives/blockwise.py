@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core import tree
-from jaxlm.core.axes import BATCH, LAYERS
+from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.pace import Pace
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
-from jaxlm.models.layerwise import Target, layer_body, layer_errors, layer_streams
+from jaxlm.models.layerwise import Target, layer_body, layer_errors, layer_streams, unreached
 from jaxlm.models.stacks import path_before_splits
 from jaxlm.models.stored_streams import Int8Streams
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
@@ -31,7 +31,8 @@ BLOCKS_LEFT = "train/blocks_left"
 
 @choice(ObjectiveConfig, "blockwise")
 class Blockwise(ObjectiveConfig):
-    """The sum over all blocks of the mean absolute difference from the teacher's block. Only layers can be trained.
+    """The sum over all blocks of the mean absolute difference from the teacher's block. Only what a block's `target` depends
+    on can be trained. The optimizer's `max_grad_norm` clips the gradient of all blocks together.
 
     Metrics with the number of a block at their end: `block_error` (its loss), `block_nmse` (the mean squared error divided by
     the mean square of the target), `block_average` (the average that convergence is judged by), `block_steps`, and
@@ -50,8 +51,8 @@ class Blockwise(ObjectiveConfig):
         autotune: when the learning rate of a block is lowered.
         cache: ask the teacher once for every training sequence, and keep on disk what its layers read and computed. Later
             epochs and runs read them instead of loading the teacher.
-        cache_dtype: `compute` stores them as they are. `int8` stores a scale for each token of each layer, and takes a half
-            or a quarter of the space.
+        cache_dtype: `compute` stores them as they are. `int8` stores a scale for each token of each layer, and takes half or
+            a quarter of the space.
     """
 
     head_in_fp8: ClassVar[bool] = False
@@ -100,6 +101,10 @@ class Blockwise(ObjectiveConfig):
     def finished_metric(self) -> str:
         return BLOCKS_LEFT
 
+    @property
+    def restarts_optimizer(self) -> bool:
+        return self.order == "sequential"
+
     def scheduled_steps(self, num_steps: int, model: ModelConfig) -> int | None:
         if self.order == "parallel":
             return None
@@ -114,13 +119,12 @@ class Blockwise(ObjectiveConfig):
         return max_steps
 
     def init_slot(self, trainable: Any) -> BlockProgress:
-        body = layer_body(trainable, "objective blockwise")
-        for path, leaf in tree.leaves(trainable):
-            if LAYERS not in {axis.name for axis in leaf.axes}:
-                raise ConfigError(
-                    f"trainable: {path} is given, which belongs to no layer, so that blockwise distillation has no gradient"
-                    " for it. Set phases[i].trainable to patterns for parameters of layers, such as ['body.*attn']"
-                )
+        body = layer_body(trainable, self.target, "objective blockwise")
+        if paths := unreached(trainable, self.target):
+            raise ConfigError(
+                f"trainable: {paths[0]} is given, but target: {self.target} does not depend on it, so that it has no"
+                " gradient. Set phases[i].trainable to patterns for what it depends on, such as ['attn\\.[qk]_']"
+            )
         return BlockProgress.init(body.num_layers)
 
     def update_slot(self, slot: BlockProgress, trainable: Any, updates: jax.Array) -> BlockProgress:
@@ -128,7 +132,10 @@ class Blockwise(ObjectiveConfig):
 
     def pace(self, slot: BlockProgress, trainable: Any) -> Pace:
         scale = slot.scale if self.autotune.mode == "active" else jnp.ones_like(slot.scale)
-        factors, body = jnp.where(self._trains(slot), scale, 0.0), layer_body(trainable, "objective blockwise")
+        factors, body = (
+            jnp.where(self._trains(slot), scale, 0.0),
+            layer_body(trainable, self.target, "objective blockwise"),
+        )
         by_path = {path: factors[jnp.asarray(path_before_splits(path, body)[1])] for path, _ in tree.leaves(trainable)}
         if self.order == "parallel":
             return Pace(by_path)
@@ -152,7 +159,7 @@ class Blockwise(ObjectiveConfig):
     def terms(
         self, model: LanguageModel, batch: TokenBatch, slot: BlockProgress, *, key: jax.Array | None
     ) -> tuple[dict[str, Sum], Metrics, BlockProgress]:
-        """The loss term is the sum of the errors of all blocks that train."""
+        """The loss term is the sum of the errors of all blocks that are measured. Only those that train have a gradient."""
         streams = batch.annotations.floats() if self.cache_dtype == "int8" else batch.annotations
         is_sequential = self.order == "sequential"
         errors = layer_errors(
@@ -178,7 +185,7 @@ class Blockwise(ObjectiveConfig):
             }
         metrics["blocks_left"] = Largest(jnp.sum(1 - slot.done).astype(jnp.float32))
         metrics["block_events"] = Largest(jnp.sum(slot.events).astype(jnp.float32))
-        total = jnp.sum(jnp.where(trains, absolute, 0.0))
+        total = jnp.sum(jnp.where(trains, absolute, jax.lax.stop_gradient(absolute)))
         return {"loss": Sum(total, weight)}, metrics, slot.with_errors(absolute, weight)
 
     def _trains(self, slot: BlockProgress) -> jax.Array:

@@ -9,20 +9,30 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
+import equinox as eqx
 import haliax as hax
 import jax
+from haliax import NamedArray
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import PositiveFloat, PositiveFraction, PositiveInt, ProperFraction
+from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat, PositiveFraction, PositiveInt, ProperFraction
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.sums import Sum
-from jaxlm.models.base import Inputs, LanguageModel
-from jaxlm.models.distillation import TeacherStates, distillation_sums, top_k_of
+from jaxlm.models.base import Hidden, Inputs, LanguageModel
+from jaxlm.models.distillation import TeacherStates, TeacherTopK, distillation_sums, top_k_of
 from jaxlm.models.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL
+from jaxlm.models.hidden_distance import hidden_distance, with_streams
 from jaxlm.objectives.base import AUXILIARY, TEACHER_LOSS, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
 from jaxlm.reading.choices import choice
 
 _EVEN = 0.5
+
+
+class _Answer(eqx.Module):
+    """What a teacher says about a batch, and its residual stream {batch, position, embed} after each layer."""
+
+    answer: TeacherStates | TeacherTopK
+    streams: tuple[NamedArray, ...]
 
 
 @choice(ObjectiveConfig, "distill")
@@ -42,6 +52,9 @@ class Distill(ObjectiveConfig):
         weight: weight of the divergence, above 0 and at most 1. The next-token loss has the rest.
         top_k: compare only the teacher's k most likely tokens, and all other tokens together as one more outcome. Null
             compares the whole vocabulary.
+        hidden: weight of the distance between residual streams, which is added to the loss: of each token |s - t|^2 / |t|^2,
+            averaged over layers. The teacher has the same width; its layers at the same fractions of the depth count. 0
+            compares none.
         cache: ask the teacher once for every training sequence, and store its top k on disk. Later epochs and runs read
             them instead of loading the teacher. Needs `top_k`.
         teacher_loss: log the teacher's own next-token loss as `train/teacher_loss`, for the controller `handover`. Without
@@ -56,6 +69,7 @@ class Distill(ObjectiveConfig):
     temperature: PositiveFloat = 1.0
     weight: PositiveFraction = 0.5
     top_k: PositiveInt | None = None
+    hidden: NonNegativeFloat = 0.0
     cache: bool = False
     teacher_loss: bool = False
 
@@ -64,6 +78,11 @@ class Distill(ObjectiveConfig):
             raise ConfigError(
                 f"objective.beta: {self.beta} given, which has no effect with divergence: {self.divergence}. Remove it, or"
                 " set divergence: js"
+            )
+        if self.cache and self.hidden:
+            raise ConfigError(
+                f"objective.cache: true given with hidden: {self.hidden:g}, but only top k are stored. Set cache: false, or"
+                " hidden: 0"
             )
         if self.cache and self.top_k is None:
             raise ConfigError("objective.cache: true given without top_k. Set top_k: a whole distribution is too large")
@@ -95,10 +114,10 @@ class Distill(ObjectiveConfig):
                 f"objective.top_k: {self.top_k} given, but the vocabulary has {teacher.Vocab.size} tokens. Give fewer, or"
                 " null for all of them"
             )
-        hidden = teacher.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids)).final
-        states = TeacherStates(hidden, teacher.lm_head(), teacher.logit_soft_cap)
-        annotations = states if self.top_k is None else top_k_of(states, self.top_k, self.temperature)
-        return replace(batch, annotations=annotations)
+        hidden, streams = self._run(teacher, batch, "the teacher", key=None)
+        states = TeacherStates(hidden.final, teacher.lm_head(), teacher.logit_soft_cap)
+        answer = states if self.top_k is None else top_k_of(states, self.top_k, self.temperature)
+        return replace(batch, annotations=_Answer(answer, streams) if self.hidden else answer)
 
     def weights(self, batch: TokenBatch) -> dict[str, jax.Array]:
         """The number of tokens in the loss mask, and of those that are not padding."""
@@ -111,15 +130,17 @@ class Distill(ObjectiveConfig):
 
         The metrics are `loss` (plain cross-entropy in nats), `divergence` (in nats, at the temperature and without the
         factor `temperature**2`), `mean_token_accuracy`, `agreement` (the fraction of tokens where student and teacher
-        have the same most likely token), `teacher_loss` (the teacher's cross-entropy) if enabled, and those of the layers.
+        have the same most likely token), and those of the layers; if enabled, also `teacher_loss` (the teacher's
+        cross-entropy) and `hidden_distance` (between residual streams).
         """
-        hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids), key=key)
+        hidden, streams = self._run(model, batch, "the model", key=key)
+        answer = batch.annotations.answer if self.hidden else batch.annotations
         sums = distillation_sums(
             hidden.final,
             model.lm_head(),
             batch.targets,
             batch.loss_mask,
-            batch.annotations,
+            answer,
             divergence=self._divergence(),
             temperature=self.temperature,
             weight=self.weight,
@@ -136,8 +157,22 @@ class Distill(ObjectiveConfig):
         }
         if sums.teacher_cross_entropy is not None:
             metrics[TEACHER_LOSS] = Sum(sums.teacher_cross_entropy, weight)
+        total = sums.total
+        if self.hidden:
+            distance = hidden_distance(streams, batch.annotations.streams, batch.loss_mask)
+            metrics["hidden_distance"] = Sum(distance, weight)
+            total += self.hidden * distance
         aux_terms, aux_metrics = auxiliary_terms(hidden.aux)
-        return {"loss": Sum(sums.total, weight), **aux_terms}, metrics | aux_metrics, slot
+        return {"loss": Sum(total, weight), **aux_terms}, metrics | aux_metrics, slot
+
+    def _run(
+        self, model: LanguageModel, batch: TokenBatch, what: str, *, key: jax.Array | None
+    ) -> tuple[Hidden, tuple[NamedArray, ...]]:
+        """A model's output, and its residual streams if they are compared."""
+        inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids)
+        if not self.hidden:
+            return model.hidden(inputs, key=key), ()
+        return with_streams(model, inputs, f"objective.hidden: {what}", key=key)
 
     def _divergence(self) -> Divergence:
         return {"forward_kl": ForwardKL(), "reverse_kl": ReverseKL(), "js": JensenShannon(self.beta)}[self.divergence]

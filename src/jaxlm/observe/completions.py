@@ -1,6 +1,5 @@
 """Completions with their rewards: all of them in `completions.jsonl`, a few on the console and in the trackers."""
 
-import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import numpy as np
 from jaxlm.core.field_types import NonNegativeInt, PositiveFloat, PositiveInt
 from jaxlm.core.values.logged import Completion
 from jaxlm.observe.console import Console
+from jaxlm.observe.records import finite
 from jaxlm.observe.trackers import Tracker
 from jaxlm.rewards.base import TOTAL, ScoredRows
 
@@ -91,7 +91,7 @@ class CompletionLog:
 def _completion(
     name: str, rows: ScoredRows, scores: Mapping[str, np.ndarray], advantages: np.ndarray | None, number: int
 ) -> Completion:
-    rewards = {one: _number(values[number]) for one, values in scores.items() if one != TOTAL}
+    rewards = {one: finite(float(values[number])) for one, values in scores.items() if one != TOTAL}
     return Completion(
         name,
         rows.places[number],
@@ -99,13 +99,9 @@ def _completion(
         rows.completions[number],
         rewards,
         float(scores[TOTAL][number]),
-        None if advantages is None else _number(advantages[number]),
+        None if advantages is None else finite(float(advantages[number])),
         bool(rows.is_finished[number]),
     )
-
-
-def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def _described(one: Completion) -> str:

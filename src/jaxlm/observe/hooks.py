@@ -163,7 +163,7 @@ class ScheduledEval(NamedTuple):
 
     Attributes:
         every: runs only at every N-th time, and after the last scheduled step of the phase; None runs only at the end of the
-            phase.
+            phase. One with limits also runs at the end if that is early.
         limits: of its metrics.
     """
 
@@ -205,6 +205,7 @@ class EvalHook:
         self._before = before
         self._completions = completions
         self._violations: list[str] = []
+        self._ran_at: int | None = None
         self.latest: dict[str, float] = {}
 
     def due(self, step: int) -> bool:
@@ -221,11 +222,14 @@ class EvalHook:
 
     def run(self, step: int, state: RunState) -> None:
         """Raises: GateError: a limit with `fail_fast` is violated in the middle of the phase."""
+        self._ran_at = step
         self._run(self._due(step), step, state, is_end=step == self._phase.end)
 
     def run_rest(self, step: int, state: RunState) -> None:
-        """Runs what runs only at the end of the phase, which ends early."""
-        at_end = [one for one in self._evals if one.every is None]
+        """Runs what belongs to the end of the phase, which ends early: what runs only there, and what has limits and has not
+        run at this step."""
+        done = self._due(step) if step == self._ran_at else []
+        at_end = [one for one in self._evals if one.every is None or (one.limits.by_metric and one not in done)]
         if at_end and step != self._phase.end:
             before = self.latest
             self._run(at_end, step, state, is_end=True)

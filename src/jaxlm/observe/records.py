@@ -1,4 +1,4 @@
-"""The files in a run's log folder, and reading records from those of JSON lines. They may be damaged or half written."""
+"""The files in a run's log folder, and the records in those of JSON lines. They may be damaged or half written."""
 
 import io
 import json
@@ -22,6 +22,11 @@ REPORT_PAGE = "report.html"
 
 _MAX_STEP = 2**53
 _MAX_METRIC = 1e100  # products of two such numbers are finite
+
+
+def finite(value: float) -> float | None:
+    """A number as JSON knows it: null for NaN and infinity."""
+    return value if math.isfinite(value) else None
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

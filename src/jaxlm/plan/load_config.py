@@ -101,7 +101,7 @@ def manifest_as_yaml(arguments: Arguments) -> str:
     """
     file = read_file(arguments, RunConfig)
     if file.manifest is None:
-        raise ConfigError(f"{arguments.config_path}: this is no manifest of caramba, which begin with `version: 2`")
+        raise ConfigError(f"{arguments.config_path}: this is not a caramba manifest; those begin with `version: 2`")
     notes = [
         f"# {redacted(note)}\n"
         for note in (f"target {file.target} of {arguments.config_path}, a manifest of {file.manifest}", *file.notes)

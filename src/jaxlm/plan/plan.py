@@ -14,7 +14,6 @@ from jaxlm.controllers.bad_streak import BadStreak
 from jaxlm.controllers.base import Controller
 from jaxlm.controllers.early_stopping import EarlyStopping
 from jaxlm.controllers.finished import Finished
-from jaxlm.controllers.handover import Handover
 from jaxlm.core import controls, tree
 from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
@@ -39,6 +38,7 @@ from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.interop.hf.hub import check_upload_name
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import ModelConfig, vocab_axis
+from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
 from jaxlm.plan.batches import BatchPlan, plan_batches, small_batches, unreached_stages
@@ -193,7 +193,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         batches=batches,
         refs=plan_references(config, phases),
     )
-    _check_evaluations(config)
+    _check_evaluations(config, phases)
     for phase, section in zip(phases, data, strict=True):
         _check_batch(phase, section, config)
         _check_microbatches(phase, batches.train)
@@ -219,8 +219,21 @@ def _schedule_notes(phases: Sequence[Phase]) -> list[str]:
     return list(notes)
 
 
-def _check_evaluations(config: RunConfig) -> None:
-    """Raises `ConfigError` if metrics or completions of two evaluations would have the same name."""
+def _check_evaluations(config: RunConfig, phases: Sequence[Phase]) -> None:
+    """Raises `ConfigError` if metrics or completions of two evaluations would have the same name, or if one names a phase
+    that does not exist."""
+    known = [phase.name for phase in phases]
+    for number, evaluation in enumerate(config.evals):
+        for name in evaluation.phase_names or ():
+            if name not in known:
+                raise ConfigError(
+                    f"evals.{number}.phases: '{name}' given, but there is no such phase. The phases are: {', '.join(known)}"
+                )
+        if evaluation.phase_names is not None and not evaluation.phase_names:
+            raise ConfigError(
+                f"evals.{number}.phases: [] given, so it would never run. Name a phase ({', '.join(known)}), set it to null"
+                " for all, or remove the evaluation"
+            )
     names = [name for evaluation in config.evals if (name := evaluation.unique_name) is not None]
     if equal := [name for name in names if names.count(name) > 1]:
         raise ConfigError(
@@ -233,14 +246,15 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
     """Raises `ConfigError` if the phase's objective, or an evaluation, does not read the batches of its data."""
     spec = data.batch_spec(phase.model.seq_len)
     batch = spec.make(**dict.fromkeys(spec.columns))
-    scoring = [choice_name(type(evaluation)) for evaluation in config.evals if evaluation.reads_supervised]
+    evals = [evaluation for evaluation in config.evals if evaluation.runs_in(phase.name)]
+    scoring = [choice_name(type(evaluation)) for evaluation in evals if evaluation.reads_supervised]
     if scoring and not hasattr(batch, "supervised") and data.has_validation:
         raise ConfigError(
             f"phase '{phase.name}': data.type: {choice_name(type(data))}: the evaluation '{scoring[0]}' reads"
             f" `supervised()` of a batch, which {type(batch).__name__} does not define. Set evals: [{{type: objective}}], or,"
             " for a batch of your own, define it (it returns the `TokenBatch` to score)"
         )
-    gates = [evaluation for evaluation in config.evals if evaluation.reads_validation and evaluation.limits.by_metric]
+    gates = [evaluation for evaluation in evals if evaluation.reads_validation and evaluation.limits.by_metric]
     limited = [choice_name(type(gate)) for gate in gates]
     if limited and not data.has_validation:
         raise ConfigError(
@@ -253,7 +267,7 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
             f" {choice_name(type(data))} makes {type(batch).__name__}, which does not say what the model reads"
             " (`supervised()`). Calibrate in an earlier phase with data.type: tokens, or remove what measures (init: eva)"
         )
-    if phase.objective.annotation_key is not None and any(evaluation.reads_objective for evaluation in config.evals):
+    if phase.objective.annotation_key is not None and any(evaluation.reads_objective for evaluation in evals):
         raise ConfigError(
             f"phase '{phase.name}': evals: type objective asks the references about the validation data, but objective.cache:"
             " true stores their answers for the training data alone and does not load them. Remove the evaluation, or cache"
@@ -371,17 +385,17 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
         start = phases[-1].end if phases else 0
         steps = config.trainer.num_train_steps if phase.num_train_steps is None else phase.num_train_steps
         optimizer = phase.optimizer or config.optimizer
-        goes_on = phase.carry_optimizer and _check_carries(optimizer, phases, index)
+        objective = phase.objective or config.objective
+        goes_on = phase.carry_optimizer and _check_carries(optimizer, objective, phases, index)
         for surgery in phase.surgery:
             if (changed := surgery.changed(model)) != model:
                 changed.check()
             model = changed
-        objective = phase.objective or config.objective
         scheduled = objective.scheduled_steps(steps, model)
-        if scheduled is not None and phase.carry_optimizer:
+        if objective.restarts_optimizer and optimizer.skip_bad_steps:
             raise ConfigError(
-                f"phases.{index}.carry_optimizer: true given, but objective {choice_name(type(objective))} starts the"
-                " optimizer anew. Remove the key"
+                f"phases.{index}: optimizer.skip_bad_steps given, but the loss jumps where objective"
+                f" {choice_name(type(objective))} goes on to the next block, which is no bad step. Set skip_bad_steps: false"
             )
         phases.append(
             Phase(
@@ -421,7 +435,9 @@ def all_sources(phases: Sequence[Phase], sections: Sequence[DataConfig]) -> list
     )
 
 
-def _check_carries(optimizer: OptimizerConfig, earlier: Sequence[Phase], index: int) -> bool:
+def _check_carries(
+    optimizer: OptimizerConfig, objective: ObjectiveConfig, earlier: Sequence[Phase], index: int
+) -> bool:
     """Whether the schedule of the phase before goes on. Raises `ConfigError` if its optimizer's state cannot."""
     key = f"phases.{index}.carry_optimizer"
     if not earlier:
@@ -432,6 +448,12 @@ def _check_carries(optimizer: OptimizerConfig, earlier: Sequence[Phase], index: 
             f"{key}: true given, but the optimizer is {choice_name(type(optimizer))}, and that of phase"
             f" '{earlier[-1].name}' is {choice_name(type(before))}. Use the same type, or remove the key"
         )
+    for one in (objective, earlier[-1].objective):
+        if one.restarts_optimizer:
+            raise ConfigError(
+                f"{key}: true given, but objective {choice_name(type(one))} starts the optimizer and its schedule anew within"
+                " the phase. Remove the key"
+            )
     return before == optimizer
 
 
@@ -455,7 +477,7 @@ def _controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tuple[Con
         made.append(Finished(metric))
     if until is not None:
         until.check(path)
-        check_metric(until.metric, f"{path}.metric", config, data)
+        check_metric(until.metric, f"{path}.metric", config, data, phase.name)
         made.append(EarlyStopping(until))
     written, path = (
         (trainer.controllers, "trainer.controllers")
@@ -464,14 +486,9 @@ def _controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tuple[Con
     )
     for number, section in enumerate(written):
         controller = section.build(optimizer.learning_rate)
-        if isinstance(controller, Handover) and not objective.reports_teacher_loss:
-            raise ConfigError(
-                f"{path}.{number}: handover compares the losses of model and teacher, but the objective of phase"
-                f" '{phase.name}', {choice_name(type(objective))}, does not measure the teacher's. Set objective: {{type:"
-                " distill, teacher_loss: true}, or give the phase other controllers"
-            )
+        controller.check(objective, f"{path}.{number}", phase.name)
         for key, metric in controller.metrics.items():
-            check_metric(metric, f"{path}.{number}.{key.rpartition('.')[2]}", config, data)
+            check_metric(metric, f"{path}.{number}.{key.rpartition('.')[2]}", config, data, phase.name)
         for earlier in made:
             if earlier.name == controller.name:
                 raise ConfigError(f"{path}.{number}: another controller is called '{controller.name}' too. Remove one")
@@ -488,25 +505,31 @@ def _controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tuple[Con
     return tuple(made)
 
 
-def check_metric(metric: str, key: str, config: RunConfig, data: Sequence[DataConfig]) -> None:
+def check_metric(
+    metric: str, key: str, config: RunConfig, data: Sequence[DataConfig], phase: str | None = None
+) -> None:
     """Raises `ConfigError` if a metric of evaluations is given that none of them measures. Others are not checked.
 
     Args:
         key: dotted path of the key that names it.
         data: the data that may have validation data.
+        phase: name of the phase in which it is needed; None for any.
     """
     if not metric.startswith(EVAL_PREFIX):
         return
     if not config.evals:
         raise ConfigError(f"{key}: '{metric}' given, but evals is empty. Add an evaluation")
-    names = {id(evaluation): evaluation.metric_names for evaluation in config.evals}
+    evals = [evaluation for evaluation in config.evals if phase is None or evaluation.runs_in(phase)]
+    names = {id(evaluation): evaluation.metric_names for evaluation in evals}
     ends = lambda name: f"/{metric}".endswith(f"/{name}")  # noqa: E731
-    measuring = [e for e in config.evals if (metric_names := names[id(e)]) is None or any(map(ends, metric_names))]
+    measuring = [e for e in evals if (metric_names := names[id(e)]) is None or any(map(ends, metric_names))]
     if not measuring:
         known = [f"{EVAL_PREFIX}{name}" for metric_names in names.values() for name in metric_names or ()]
         shown = ", ".join([*known[:_MAX_LISTED], *(["..."] if len(known) > _MAX_LISTED else [])])
+        of_phase = f" in phase '{phase}'" if len(evals) < len(config.evals) else ""
         raise ConfigError(
-            f"{key}: '{metric}' given, but no evaluation measures it. The section evals measures {shown or 'nothing'}"
+            f"{key}: '{metric}' given, but no evaluation measures it{of_phase}. The section evals measures"
+            f" {shown or 'nothing'}"
         )
     if all(evaluation.reads_validation for evaluation in measuring) and not any(
         section.has_validation for section in data

@@ -154,4 +154,4 @@ def _targets(source: ConfigSource) -> dict[str, Any]:
 def _unknown(name: object, known: Collection[str]) -> str:
     near = difflib.get_close_matches(str(name), list(known), n=1)
     hint = f" Did you mean '{near[0]}'?" if near else ""
-    return f"'{name}' given, which is no target.{hint} Known: {listed(sorted(set(known)))}"
+    return f"'{name}' is not a target.{hint} Known: {listed(sorted(set(known)))}"

@@ -107,7 +107,9 @@ class _Substitution:
             raise config_error(
                 self._source, path, f"${{{use[2]}}}: a {kind} cannot be part of a text. Make it the whole value"
             )
-        return value if isinstance(value, str) else {None: "null", True: "true", False: "false"}.get(value, str(value))
+        if value is None or isinstance(value, bool):
+            return "null" if value is None else str(value).lower()
+        return str(value)
 
 
 def _undefined(name: str, variables: Mapping[str, Any]) -> str:

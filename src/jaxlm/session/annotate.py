@@ -84,11 +84,13 @@ def _bytes_per_example(template: Any) -> int:
 
 
 def _check_space(folders: Sequence[AnnotationFolder], example_bytes: int) -> None:
-    """Raises `ConfigError` if the missing annotations do not fit on the disk."""
-    needed = sum(len(folder.examples) for folder in folders) * example_bytes
+    """Raises `ConfigError` if the missing annotations do not fit on the disk. Blocks that an interrupted build has left are
+    kept, or make room."""
+    counts = [folder.to_build() for folder in folders]
+    needed = sum(num_examples for num_examples, _ in counts) * example_bytes
     where = folders[0].path
     existing = next(parent for parent in where.parents if parent.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(existing).free + sum(num_bytes for _, num_bytes in counts)
     if needed > free:
         raise ConfigError(
             f"objective.cache: true given, but the annotations in {where.parent} need {needed / 1e9:,.1f} GB, and"

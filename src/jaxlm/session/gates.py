@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,9 +11,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.data import ValidationData
 from jaxlm.evals.base import EvalConfig, EvalContext, ValidationSet
-from jaxlm.evals.gate import GateConfig
 from jaxlm.evals.limits import failed
 from jaxlm.objectives.next_token import score_batch
+from jaxlm.observe.records import finite
 from jaxlm.plan.refs.base import Ref, RefConfig
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import load_yaml
@@ -57,7 +57,7 @@ def evaluate_gates(opened: LoadedModel, data: DataConfig, options: argparse.Name
         GateError: a limit with `fail_fast` is violated. The table is printed before.
     """
     gates, plan = _gates(opened, options.gates), opened.plan
-    evals = [evaluation for evaluation in gates.evals if isinstance(evaluation, GateConfig)]
+    evals = [evaluation for evaluation in gates.evals if _compares(evaluation)]
     refs = {name: _reference(gates, name) for one in evals for name in one.references}
     abstract = {name: ref.abstract(plan.state_builder.Vocab) for name, ref in refs.items()}
     for name, ref in refs.items():
@@ -102,12 +102,17 @@ def _gates(opened: LoadedModel, file: str) -> Gates:
             Gates(opened.plan.config.evals, opened.plan.config.refs),
             f"the configuration of {opened.location}",
         )
-    if not any(isinstance(evaluation, GateConfig) for evaluation in gates.evals):
+    if not any(map(_compares, gates.evals)):
         raise ConfigError(
-            f"{_OPTION}: {where} has no evaluation that compares with a reference. Give a file with the sections refs and"
-            " evals, such as evals: [{type: fidelity}]"
+            f"{_OPTION}: {where} has no evaluation that compares with a reference or has limits. Give a file with the"
+            " sections refs and evals, such as evals: [{type: fidelity}]"
         )
     return gates
+
+
+def _compares(evaluation: EvalConfig) -> bool:
+    """Whether an evaluation compares the model with a reference or with limits."""
+    return bool(evaluation.references or evaluation.limits.by_metric)
 
 
 def _reference(gates: Gates, name: str) -> Ref:
@@ -120,7 +125,7 @@ def _reference(gates: Gates, name: str) -> Ref:
     return gates.refs[name].open(f"refs.{name}")
 
 
-def _print(opened: LoadedModel, metrics: Mapping[str, float], evals: list[GateConfig]) -> None:
+def _print(opened: LoadedModel, metrics: Mapping[str, float], evals: Sequence[EvalConfig]) -> None:
     limits = {name: limit for one in evals for name, limit in one.limits.by_metric.items()}
     width = max(map(len, ["metric", *metrics]))
     print(f"{'metric':<{width}}  {'value':>10}  limit")
@@ -129,10 +134,10 @@ def _print(opened: LoadedModel, metrics: Mapping[str, float], evals: list[GateCo
     violations = [(one, line) for one in evals for line in one.limits.violations("eval", metrics)]
     for _, line in violations:
         _to_stderr(f"warning: {line}")
-    print(
-        json.dumps({"model": str(opened.location), "metrics": metrics, "violations": [line for _, line in violations]})
-    )
-    if fatal := [line for one, line in violations if one.fail_fast]:
+    numbers = {name: finite(value) for name, value in metrics.items()}
+    lines = [line for _, line in violations]
+    print(json.dumps({"model": str(opened.location), "metrics": numbers, "violations": lines}))
+    if fatal := [line for one, line in violations if one.limits.fail_fast]:
         raise failed(fatal, str(opened.location))
 
 

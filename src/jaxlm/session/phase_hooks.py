@@ -17,7 +17,7 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.hooks import Hooks
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
-from jaxlm.evals.base import EvalContext, ValidationSet
+from jaxlm.evals.base import EvalConfig, EvalContext, ValidationSet
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
@@ -63,7 +63,7 @@ def check_gates_again(run: Run, phase: Phase, state: RunState) -> None:
     Raises:
         GateError: a limit is violated.
     """
-    gates = [one for one in run.plan.config.evals if one.limits.fail_fast and one.limits.by_metric]
+    gates = [one for one in _evaluations_of(run, phase) if one.limits.fail_fast and one.limits.by_metric]
     if not gates:
         return
     data = open_data(run.plan, run.tokenizer, phase, run.console.log)
@@ -79,7 +79,7 @@ def open_evaluations(run: Run, phase: Phase, data: Data, refs: Mapping[str, Lang
     """The run's evaluations on the phase's validation data. Args: refs: the references of the phase's step."""
     context, meter, generated = _context(run, phase, data, refs)
     return EvalHook(
-        [ScheduledEval(config.open(context), config.every, config.limits) for config in run.plan.config.evals],
+        [ScheduledEval(config.open(context), config.every, config.limits) for config in _evaluations_of(run, phase)],
         run.plan.config.trainer.steps_per_eval,
         phase,
         run.records.trackers,
@@ -89,6 +89,10 @@ def open_evaluations(run: Run, phase: Phase, data: Data, refs: Mapping[str, Lang
         meter.attach,
         run.records.completions(),
     )
+
+
+def _evaluations_of(run: Run, phase: Phase) -> list[EvalConfig]:
+    return [evaluation for evaluation in run.plan.config.evals if evaluation.runs_in(phase.name)]
 
 
 def _context(

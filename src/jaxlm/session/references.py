@@ -41,8 +41,10 @@ def check_references(plan: Plan, tokenizer: Tokenizer, log: Log) -> None:
             refs = {name: plan.refs[name].abstract(Vocab) for name in phase.surgery_references}
             plan.state_builder.check_references(phase, refs)
     for evaluation in plan.config.evals:
+        if not evaluation.references or plan.past_refs.keys() & set(evaluation.references):
+            continue
         refs = {name: plan.refs[name].abstract(Vocab) for name in evaluation.references}
-        for phase in plan.phases if refs else ():
+        for phase in (phase for phase in plan.phases if evaluation.runs_in(phase.name)):
             evaluation.check_models(plan.state_builder.abstract_state(phase).model, refs)
 
 

@@ -102,9 +102,7 @@ def _sums(model: LanguageModel, batch) -> jax.Array:
     """float32 [2], the loss of all targets and their number."""
 
     def add(sums: jax.Array, part) -> jax.Array:
-        scores = score_batch(model, part)
-        nats, mask = (a.rearrange(scores.mask.axes).array for a in (scores.nats, scores.mask))
-        return sums + jnp.stack([jnp.sum(jnp.where(mask == 0, 0.0, mask * nats)), jnp.sum(mask)])
+        return sums + score_batch(model, part).sums()
 
     axes = {axis.name for _, leaf in tree.leaves(batch) if tree.is_named(leaf) for axis in leaf.axes}
     assert MICROBATCH in axes, "a training batch"

@@ -348,10 +348,12 @@ def check_opens(plan: Plan, tokenizer: Tokenizer, cursor: Cursor | None) -> None
     Args:
         cursor: where the run goes on. What only finished phases needed, such as a server, may be gone. None: at the start.
     """
-    ahead = [data for phase, data in zip(plan.phases, plan.data, strict=True) if not _is_over(phase, plan, cursor)]
-    for data in {id(data): data for data in ahead}.values():
+    ahead = [phase for phase in plan.phases if not _is_over(phase, plan, cursor)]
+    for data in {id(data): data for data in (plan.data[phase.index] for phase in ahead)}.values():
         data.check_opens(lambda: tokenizer, dry=False)
-    for evaluation in plan.config.evals if ahead else []:
+    for evaluation in plan.config.evals:
+        if not any(evaluation.runs_in(phase.name) for phase in ahead):
+            continue
         evaluation.check_opens(lambda: tokenizer, plan.phases[0].model.seq_len, dry=False)
 
 

@@ -3,7 +3,7 @@
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from jaxlm.core.atomic_io import atomic_file
 from jaxlm.core.errors import ConfigError, PeerError
 from jaxlm.core.precision import Precision
 from jaxlm.core.publish import Location, PublishError, child_of, location_of
-from jaxlm.core.runtime import from_main, main_first, main_only
+from jaxlm.core.runtime import all_processes, from_main, main_first, main_only
 from jaxlm.core.stores import open_store, put_folder, storage_errors
 from jaxlm.data.data import ValidationData
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -95,13 +95,20 @@ def check_names(name: str, refs: Mapping[str, Any]) -> None:
         )
 
 
-def check_run_tables(plan: Plan) -> None:
-    """Raises `ConfigError` if the tables of a run could not be measured after its last phase. Reads no weights."""
+def check_run_tables(plan: Plan, log: Log) -> None:
+    """Raises `ConfigError` if the tables of a run could not be measured after its last phase. Reads no weights. All processes
+    must call it.
+
+    A run may go on without a reference that only its past phases read. It warns that the tables will lack it.
+    """
     tables = plan.config.tables
     if not tables:
         return
     check_names(plan.run_id, plan.refs)
-    seq_lens = {name: ref.model_config().seq_len for name, ref in plan.read_refs.items()}
+    readable, missing = _readable({name: plan.refs[name] for name in plan.past_refs})
+    for name, reason in missing.items():
+        log(f"warning: the tables will lack refs.{name}, which cannot be read: {reason}")
+    seq_lens = {name: ref.model_config().seq_len for name, ref in {**plan.read_refs, **readable}.items()}
     seq_lens[plan.run_id] = plan.phases[-1].model.seq_len
     data = plan.data[-1]
     check_tables(tables, seq_lens, has_validation=data.has_validation)
@@ -112,6 +119,23 @@ def check_run_tables(plan: Plan) -> None:
             f"tables: type perplexity reads `supervised()` of a batch, which {type(batch).__name__} does not define. Remove"
             " the table, or end the run with a phase whose data.type is tokens"
         )
+
+
+def _readable(refs: Mapping[str, Ref]) -> tuple[dict[str, Ref], dict[str, str]]:
+    """The references that all processes can still find, and why the others cannot be read, by name."""
+    readable: dict[str, Ref] = {}
+    missing: dict[str, str] = {}
+    for name, ref in refs.items():
+        again, reason = ref.config.open(ref.key), ""  # the reference itself remembers what it has read
+        try:
+            again.model_config()
+        except (ConfigError, PeerError, OSError) as error:
+            reason = str(error)
+        if all_processes(not reason):
+            readable[name] = ref
+        else:
+            missing[name] = reason or "another process does not find it"
+    return readable, missing
 
 
 def measure_tables(models: TableModels, tables: Sequence[TableConfig], log: Log) -> list[Table]:
@@ -149,7 +173,8 @@ def write_tables(models: TableModels, tables: Sequence[TableConfig], folder: Loc
 
 
 def tables_after_training(plan: Plan, state: RunState, tokenizer: Tokenizer, checkpoint: Location, log: Log) -> None:
-    """Writes the tables of a run that has trained to its end, unless they are there. All processes must call it.
+    """Writes the tables of a run that has trained to its end, unless they are there. References that are gone are left out.
+    All processes must call it.
 
     The run is complete, so a failure is logged, and ends nothing. With several processes, an unexpected one ends all: it may
     be that of one process, which the others would wait for.
@@ -170,15 +195,30 @@ def tables_after_training(plan: Plan, state: RunState, tokenizer: Tokenizer, che
     )
     models, folder = TableModels(plan.run_id, trained, plan.refs), plan.log_folder / FOLDER
     try:
-        about = models.about(config.tables)
-        if from_main(lambda: _read_about(folder) == about):
-            log(f"tables: {folder}, written before")
+        if _are_written(models, config.tables, folder, log):
+            return
+        refs, missing = _readable(plan.refs)
+        for name, reason in missing.items():
+            log(
+                f"warning: the tables lack refs.{name}, which cannot be read: {reason}. Write them again with jaxlm tables"
+            )
+        models = replace(models, refs=refs)
+        if missing and _are_written(models, config.tables, folder, log):
             return
         write_tables(models, config.tables, folder, log)
     except Exception as error:
         if jax.process_count() > 1 and not isinstance(error, ConfigError | PeerError | PublishError):
             raise
         log(f"warning: no tables ({type(error).__name__}: {error}). The run is complete. Write them with jaxlm tables")
+
+
+def _are_written(models: TableModels, tables: Sequence[TableConfig], folder: Path, log: Log) -> bool:
+    """Whether the tables of exactly these models are there."""
+    about = models.about(tables)
+    are_written = from_main(lambda: _read_about(folder) == about)
+    if are_written:
+        log(f"tables: {folder}, written before")
+    return are_written
 
 
 def _validation(trained: LoadedModel, log: Log) -> Callable[[int], list[ValidationSet]]:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from jaxlm.core.imports import haliax as hax
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -22,6 +24,11 @@ class TokenScores(eqx.Module):
     mask: hax.NamedArray
     targets: hax.NamedArray
     inputs: hax.NamedArray
+
+    def sums(self) -> jax.Array:
+        """float32 [2], the loss of all targets that count, and their number. Losses of the others may be anything."""
+        nats, mask = (scores.rearrange(self.mask.axes).array for scores in (self.nats, self.mask))
+        return jnp.stack([jnp.sum(jnp.where(mask == 0, 0.0, mask * nats)), jnp.sum(mask)])
 
 
 @dataclass(frozen=True)

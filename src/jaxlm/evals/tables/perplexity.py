@@ -1,12 +1,11 @@
 """Loss and perplexity by context length."""
 
-import math
 from itertools import islice
 from typing import ClassVar
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.evals.loss import NOTHING, EvalLoss, LossMeter
+from jaxlm.evals.loss import NOTHING, EvalLoss, LossMeter, perplexity
 from jaxlm.evals.tables.base import DTYPE, MODEL, Column, Picture, Row, Subject, TableConfig, dtype_of, lengths_that_fit
 from jaxlm.reading.choices import choice
 
@@ -63,7 +62,7 @@ class PerplexityTableConfig(TableConfig):
             "seq_len": seq_len,
             "tokens": round(total.tokens),
             "loss": total.loss,
-            "perplexity": math.exp(total.loss) if total.loss < _LARGEST_LOSS else math.inf,
+            "perplexity": perplexity(total.loss),
             "repeats": self.repeats,
             "loss_range": max(losses) - min(losses),
         }
@@ -82,6 +81,3 @@ class PerplexityTableConfig(TableConfig):
                 f" used up after {empty[0]}, with sequences of {seq_len} tokens. Lower repeats or batches, or add data"
             )
         return parts
-
-
-_LARGEST_LOSS = 700.0  # exp of more is beyond float64

@@ -21,11 +21,10 @@ def put_verify(verifies: Sequence[tuple[str, Section]], has_teacher: bool, out: 
         if not has_teacher:
             raise verify.error("type", f"'{kind}' compares with a teacher, but no run of the target has a teacher_ckpt")
         name = {"eval": "cases"}.get(kind, kind)
-        keys: dict[str, Any] = {"type": name, "name": f"{name}_{phase}"}
+        keys: dict[str, Any] = {"type": name, "name": f"{name}_{phase}", "phases": [phase]}
         keys |= {"compare": _compare, "fidelity": _fidelity, "eval": _cases}[kind](verify)
         for key, value in keys.items():
             out.put(f"evals.{number}.{key}", value, verify, "type")
-        verify.note("type", f"'{name}' runs at the end of every phase, not only of {phase}")
         verify.done()
 
 

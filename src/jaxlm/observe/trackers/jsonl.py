@@ -13,7 +13,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.logged import Completion, Histogram, Sample
 from jaxlm.engine.metric_names import DURATION, RESUMED_FROM
 from jaxlm.observe.log_file import LogFile
-from jaxlm.observe.records import COMPLETIONS, EARLIER_COMPLETIONS, HISTOGRAMS, SAMPLES, parse_jsonl
+from jaxlm.observe.records import COMPLETIONS, EARLIER_COMPLETIONS, HISTOGRAMS, SAMPLES, finite, parse_jsonl
 
 
 class JsonlTracker:
@@ -67,7 +67,7 @@ class JsonlTracker:
         self._resumed_from = resume_step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        record = self._key(step) | {k: _finite(v) for k, v in metrics.items()}
+        record = self._key(step) | {k: finite(v) for k, v in metrics.items()}
         if self._resumed_from and DURATION in metrics:  # a training step, not an evaluation
             record[RESUMED_FROM] = self._resumed_from
             self._resumed_from = 0
@@ -75,7 +75,7 @@ class JsonlTracker:
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         for name, h in histograms.items():
-            ends = {"low": _finite(h.low), "high": _finite(h.high)}
+            ends = {"low": finite(h.low), "high": finite(h.high)}
             self._histograms.append(json.dumps(self._key(step) | {"name": name, **ends, "counts": h.counts}) + "\n")
         self._histograms.flush(sync=False)
 
@@ -87,14 +87,14 @@ class JsonlTracker:
 
     def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
         for one in completions:
-            rewards = {name: value if value is None else _finite(value) for name, value in one.rewards.items()}
+            rewards = {name: value if value is None else finite(value) for name, value in one.rewards.items()}
             record = self._key(step) | {
                 "name": one.name,
                 "place": one.place,
                 "prompt": one.prompt,
                 "completion": one.text,
                 "rewards": rewards,
-                "reward": _finite(one.reward),
+                "reward": finite(one.reward),
                 "advantage": one.advantage,
                 "finished": one.is_finished,
             }
@@ -140,10 +140,6 @@ class _RotatedFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _drop_after(path: Path, place: tuple[int, int], warn: Callable[[str], None]) -> Callable[[], None]:

@@ -1,6 +1,7 @@
 """The interface of references: models beside the one that trains, such as a teacher. They never change."""
 
 import abc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -9,12 +10,12 @@ import draccus
 import jax.numpy as jnp
 from haliax import Axis
 
+from jaxlm.core.field_types import AboveOne, PositiveFloat, PositiveInt
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.models.base import LanguageModel, ModelConfig
-from jaxlm.plan.refs.sanity import SanityConfig
 
 Log = Callable[[str], None]
 
@@ -65,6 +66,31 @@ class Ref(abc.ABC, Generic[C]):
     @abc.abstractmethod
     def identity(self) -> dict[str, str]:
         """What identifies its numbers, by content and not by path: digests of its configuration and its weights."""
+
+
+@dataclass(frozen=True)
+class SanityConfig:
+    """Refuses a reference whose loss on the run's own text is too high: another tokenizer, the wrong folder, or weights that
+    were read in the wrong order. It is measured once, before the phase that is the first to read the reference.
+
+    Attributes:
+        max_loss: largest mean next-token loss in nats. If both limits are null, it is that of a uniform guess over the
+            vocabulary: ln(vocabulary).
+        max_perplexity: largest exp(loss). With `max_loss`, the smaller limit counts.
+        batches: training batches of the phase to measure it on.
+    """
+
+    max_loss: PositiveFloat | None = None
+    max_perplexity: AboveOne | None = None
+    batches: PositiveInt = 2
+
+    def limit(self, vocab_size: int) -> tuple[float, str]:
+        """The largest loss in nats, and what says so."""
+        limits = [] if self.max_loss is None else [(self.max_loss, f"max_loss: {self.max_loss:g}")]
+        if self.max_perplexity is not None:
+            limits.append((math.log(self.max_perplexity), f"max_perplexity: {self.max_perplexity:g}"))
+        guess = (math.log(vocab_size), f"that of a uniform guess over {vocab_size:,} tokens")
+        return min(limits, default=guess)
 
 
 @dataclass(frozen=True)
