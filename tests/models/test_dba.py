@@ -21,7 +21,7 @@ from jaxlm.models.decoder import Decoder
 from jaxlm.models.families.dba import DbaConfig
 from jaxlm.models.inference.generate import GenerationConfig, generate, generate_tokens
 from jaxlm.models.inference.kv_cache import kv_bytes_per_token
-from jaxlm.models.inference.unstacked import Generator
+from jaxlm.models.inference.unstacked import Generator, stack, unstack
 from jaxlm.models.matrix_axes import matrix_sides
 from jaxlm.models.rope import DefaultRotary
 from tests.engine.helpers import layout
@@ -235,6 +235,19 @@ def test_texts_continue_from_a_cache_with_shared_keys(cache_dtype):
     config = GenerationConfig(8, temperature=0.0, cache_dtype=cache_dtype)
     together = generate_tokens(generator, prompts, config)
     assert together == [generate_tokens(generator, [prompt], config)[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_cache_with_shared_keys_is_unstacked_and_stacked_again(rows):
+    model = built(VARIANTS["one key"])
+    cache = model.init_cache(hax.Axis("batch", rows), 5, jnp.int8)
+    numbers = lambda path, leaf: jax.tree.map(lambda x: jnp.arange(x.size).astype(x.dtype).reshape(x.shape), leaf)  # noqa: E731
+    cache = tree.map_leaves(numbers, cache)
+    again = jax.jit(lambda cache: stack(unstack(cache)))(cache)
+    for of in (lambda cache: cache.keys, lambda cache: cache.values):
+        assert jax.tree.structure(of(again)) == jax.tree.structure(of(cache))
+        for ours, expected in zip(jax.tree.leaves(of(again)), jax.tree.leaves(of(cache)), strict=True):
+            np.testing.assert_array_equal(ours, expected)
 
 
 def test_optimizers_see_the_projection_to_a_shared_key_as_a_matrix():
