@@ -33,6 +33,7 @@ from tests.engine.helpers import F32, layout, one_device
 SIZES: dict[str, Any] = {"hidden_dim": 64, "intermediate_dim": 48, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
 LLAMA = LlamaConfig(seq_len=256, **SIZES)
 DBA = DbaConfig(seq_len=256, sem_dim=16, geo_dim=32, **SIZES)
+SHARED = DbaConfig(seq_len=256, sem_dim=16, geo_dim=32, num_key_heads=1, **SIZES)
 SLIDING = Gemma3Config(seq_len=256, head_dim=8, sliding_window=32, sliding_window_pattern=2, **SIZES)
 VOCAB = 40
 
@@ -199,15 +200,16 @@ def test_all_texts_of_a_batch_count_and_each_cache_dtype_is_measured(monkeypatch
 def values_per_token(config: Any) -> tuple[int, int]:
     """(cached values, cached vectors) of a token in all layers, from the configuration alone. A window saves none."""
     key, value = config.hidden_dim // config.num_heads, config.hidden_dim // config.num_heads
-    if config is DBA:
+    if config in (DBA, SHARED):
         key = config.sem_dim // config.num_heads + config.geo_dim // config.num_heads
     if config is SLIDING:
         key = value = config.head_dim
-    vectors = config.num_layers * config.num_kv_heads
-    return vectors * (key + value), 2 * vectors
+    key_heads = 1 if config is SHARED else config.num_kv_heads
+    values = key_heads * key + config.num_kv_heads * value
+    return config.num_layers * values, config.num_layers * (key_heads + config.num_kv_heads)
 
 
-@pytest.mark.parametrize("config", [LLAMA, DBA, SLIDING], ids=["llama", "dba", "sliding window"])
+@pytest.mark.parametrize("config", [LLAMA, DBA, SHARED, SLIDING], ids=["llama", "dba", "one key", "sliding window"])
 def test_the_cache_has_as_many_bytes_as_the_formula_says(config, monkeypatch):
     monkeypatch.setattr(memory, "compile_generation", lambda *_: ())  # other tests compile
     table = MemoryTableConfig(contexts=[64, 200], cache_dtypes=["float32", "bfloat16", "int8"], batch_size=2)

@@ -287,6 +287,9 @@ DECOUPLE: dict[str, Entry] = {
     "surgery.method": ShownIn(DECOUPLED + "test_the_loss_right_after_depends_on_where_queries_and_keys_come_from"),
     "surgery.calibration_batches": ShownIn(DECOUPLED + "test_measured_inputs_choose_pairs_and_approximation"),
     "surgery.pairs": ShownIn(DECOUPLED + "test_both_rules_choose_the_pairs_that_they_promise"),
+    "surgery.num_key_heads": ShownIn(
+        "tests/surgery/test_shared_keys.py::test_as_many_features_as_all_heads_have_change_nothing"
+    ),
     "surgery.gate": Change("static", Shapes({r"^model.*gate\.logits": (2, 4)})),
     "surgery.null_slot": Change(True, Shapes({r"^model.*null_slot\.values": (2, 4, 8)})),
 }

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,19 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.engine.state import shardings
 from jaxlm.models.attention.api import AttentionMask, AttentionSpec, as_keys, attention
 from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.attention.choose import AttentionTask, choose_attention
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.decoder import Decoder
 from jaxlm.models.families.dba import DbaConfig
-from jaxlm.models.inference.generate import generate
+from jaxlm.models.inference.generate import GenerationConfig, generate, generate_tokens
+from jaxlm.models.inference.kv_cache import kv_bytes_per_token
+from jaxlm.models.inference.unstacked import Generator
+from jaxlm.models.matrix_axes import matrix_sides
 from jaxlm.models.rope import DefaultRotary
+from tests.engine.helpers import layout
 
 VOCAB, BATCH, LENGTH = vocab_axis(50), 2, 16
 BASE = DbaConfig(
@@ -42,6 +48,8 @@ VARIANTS = {
     "semantic alone": dataclasses.replace(BASE, geo_dim=0, gate="static"),
     "geometric alone": dataclasses.replace(BASE, sem_dim=0, sliding_window=4),
     "tied": dataclasses.replace(BASE, num_kv_heads=4, tie_qk=True),
+    "one key": dataclasses.replace(BASE, num_key_heads=1),
+    "shared keys": dataclasses.replace(EVERYTHING, num_kv_heads=4, num_key_heads=2, sliding_window=6),
 }
 
 
@@ -66,10 +74,10 @@ def built(config: DbaConfig, seed: int = 0) -> Decoder:
     return tree.map_leaves(drawn, jax.jit(lambda key: config.build(VOCAB, key=key))(jax.random.key(seed)))
 
 
-def inputs(positions=None, segments=None, length=LENGTH) -> Inputs:
-    axes = (hax.Axis("batch", BATCH), hax.Axis("position", length))
-    ids = np.random.default_rng(1).integers(0, VOCAB.size, (BATCH, length))
-    positions = np.tile(np.arange(length), (BATCH, 1)) if positions is None else positions
+def inputs(positions=None, segments=None, length=LENGTH, batch=BATCH) -> Inputs:
+    axes = (hax.Axis("batch", batch), hax.Axis("position", length))
+    ids = np.random.default_rng(1).integers(0, VOCAB.size, (batch, length))
+    positions = np.tile(np.arange(length), (batch, 1)) if positions is None else positions
     segments = np.ones_like(ids) if segments is None else segments
     return Inputs(*(hax.named(jnp.asarray(a, jnp.int32), axes) for a in (ids, positions, segments)))
 
@@ -165,6 +173,83 @@ def test_the_cache_has_the_features_of_keys_and_values(sizes, expected):
     assert expected == config.KVHeads.size * (config.KeySize.size + config.HeadSize.size)
 
 
+SHARED = ("one key", "shared keys")
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_shared_key_is_the_same_as_a_copy_of_it_for_each_value(name):
+    """Values of a token in the cache: key_heads (d_s + d_g) + kv_heads d_v."""
+    config = VARIANTS[name]
+    model, copies = built(config), dataclasses.replace(config, num_key_heads=None)
+    values, keys = config.KVHeads, config.KeyHeads
+    leaves = dict(tree.leaves(model))
+
+    def copied(path, leaf):
+        ours = leaves[path]
+        if ours.axes == leaf.axes:
+            return ours
+        ordered = ours.rearrange(("key_heads", ...))
+        repeated = np.repeat(np.asarray(ordered.array), values.size // keys.size, axis=0)
+        return hax.named(jnp.asarray(repeated), (values, *ordered.axes[1:])).rearrange(leaf.axes)
+
+    other = tree.map_leaves(copied, built(copies))
+    assert sum(leaf.axes != leaves[path].axes for path, leaf in tree.leaves(other)) >= 3
+    np.testing.assert_allclose(logits(model, inputs()), logits(other, inputs()), atol=1e-5)
+    of_keys, of_values = keys.size * config.KeySize.size, values.size * config.HeadSize.size
+    assert kv_bytes_per_token(model, jnp.bfloat16) == 2 * config.num_layers * (of_keys + of_values)
+    scales = 4 * (keys.size + values.size)
+    assert kv_bytes_per_token(model, jnp.int8) == config.num_layers * (of_keys + of_values + scales)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_heads_on_several_devices_meet_a_shared_key_on_each(name):
+    """Tensor parallelism over heads and FSDP at once: logits, gradients, and what it writes from a cache."""
+    config = VARIANTS[name]
+    model, read = built(config), inputs(batch=8)
+    prompt = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1]]
+    total = lambda model, read: jnp.sum(jnp.sin(model.logits(model.hidden(read).final).array))  # noqa: E731
+    expected, gradients = logits(model, read), eqx.filter_jit(eqx.filter_grad(total))(model, read)
+    written = generate(model, prompt, max_new_tokens=6, temperature=0.0)
+    meshes = layout(model=2)
+    with meshes.use():
+        sharded = jax.device_put(model, shardings(model, meshes))
+        placed = {path: leaf.array.sharding.spec for path, leaf in tree.leaves(sharded)}
+        assert "model" in placed["body.layers.stacked.attn.q_geo.weight"]
+        assert "model" not in placed["body.layers.stacked.attn.k_geo.weight"]
+        assert "data" in placed["body.layers.stacked.attn.k_geo.weight"]
+        found, of_shards = logits(sharded, read), eqx.filter_jit(eqx.filter_grad(total))(sharded, read)
+        assert generate(sharded, prompt, max_new_tokens=6, temperature=0.0) == written
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    others = dict(tree.leaves(of_shards))
+    for path, leaf in tree.leaves(gradients):
+        if path.endswith("pairs"):  # integers
+            continue
+        size = float(jnp.abs(leaf.array).max())
+        np.testing.assert_allclose(others[path].array, leaf.array, atol=1e-4 * size, err_msg=path)
+
+
+@pytest.mark.parametrize("cache_dtype", ["float32", "int8"])
+def test_texts_continue_from_a_cache_with_shared_keys(cache_dtype):
+    """One row and several, whose caches have different forms."""
+    generator, prompts = Generator.of(built(VARIANTS["one key"])), [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1]]
+    config = GenerationConfig(8, temperature=0.0, cache_dtype=cache_dtype)
+    together = generate_tokens(generator, prompts, config)
+    assert together == [generate_tokens(generator, [prompt], config)[0] for prompt in prompts]
+
+
+def test_optimizers_see_the_projection_to_a_shared_key_as_a_matrix():
+    config = VARIANTS["shared keys"]
+    weight = built(config).body.layers.stacked.attn.k_geo.weight
+    assert matrix_sides(weight.axes) == ((config.KeyHeads, config.GeoSize), (config.Embed,))
+
+
+def test_flops_count_the_weights_that_there_are():
+    for config in VARIANTS.values():
+        config = dataclasses.replace(config, num_layers=1)
+        attention = [leaf for path, leaf in tree.leaves(built(config)) if "attn." in path and path.endswith("weight")]
+        assert config.attention_weights == sum(leaf.array.size for leaf in attention)
+
+
 @pytest.mark.parametrize(("key_size", "value_size"), [(12, 64), (24, 16)], ids=["narrow keys", "narrow values"])
 @pytest.mark.parametrize("kernel", ["blockwise", "splash"])
 def test_kernels_pad_what_is_narrower(kernel, key_size, value_size, monkeypatch):
@@ -243,6 +328,12 @@ def test_a_null_slot_takes_weight_from_every_token():
         ({"rotary_dim": 4}, "model.geo_dim: 24 given, 6 features for each of 4 heads, but.*frequencies for 4"),
         ({"tie_qk": True}, "model.tie_qk: true given.*as many key/value heads .2. as query heads .4."),
         ({"sem_dim": 10}, "model.num_heads: 4 given, which does not divide model.sem_dim = 10"),
+        ({"num_key_heads": 4}, "model.num_key_heads: 4 given, which does not divide model.num_kv_heads = 2"),
+        ({"num_kv_heads": 4, "num_key_heads": 2, "tie_qk": True}, "as many key heads .2. as query heads .4."),
+        (
+            {"num_key_heads": 1, "rotary_dim": 2},
+            "frequencies for 2 .rotary_dim., 2 times because as many heads share a key",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(keys, message):

@@ -76,7 +76,7 @@ layers:
         layers:
           - {type: rms_norm}
           - {type: attention, mode: decoupled, num_heads: 4, num_kv_heads: 2, sem_dim: 16, geo_dim: 24, gate: dynamic,
-             null_slot: true, sliding_window: 6, bias: true, rope: {theta: 100.0}}
+             num_key_heads: 1, null_slot: true, sliding_window: 6, bias: true, rope: {theta: 100.0}}
       - {type: residual, layers: [{type: rms_norm}, {type: moe, intermediate_dim: 24, num_experts: 4}]}
   - type: residual
     layers: [{type: layer_norm}, {type: attention, mode: standard, num_heads: 2, rope: null, output_bias: true}]
@@ -134,8 +134,8 @@ def logits(model, read):
         ),
         (
             MIXED,
-            # Decoupled: 4 + 2 heads of 4 and 6 features, 2 heads of 8 values, output, gates, slots, biases.
-            2 * (32 + 33 * (6 * 10 + 2 * 8) + 33 * 32 + (4 + 4 * 32) + 2 * (10 + 8))
+            # Decoupled: 4 + 1 heads of 4 and 6 features, 2 heads of 8 values, output, gates, slots, biases.
+            2 * (32 + 33 * (5 * 10 + 2 * 8) + 33 * 32 + (4 + 4 * 32) + (10 + 2 * 8))
             + 2 * (32 + 4 * 32 + 4 * 3 * 32 * 24)
             + (2 * 32 + 4 * 32 * 32 + 32 + 2 * 32 * 40 + 40 + 32)
             + 2 * 50 * 32,
@@ -221,6 +221,11 @@ FAMILIES = {
         DbaConfig(**DECODER, sem_dim=16, geo_dim=24, gate="dynamic", null_slot=True, rope_semantic=True, rotary_dim=12),
         """{type: attention, mode: decoupled, num_heads: 4, num_kv_heads: 2, sem_dim: 16, geo_dim: 24, gate: dynamic,
         null_slot: true, rope_semantic: true, rotary_dim: 12}""",
+        "swiglu",
+    ),
+    "dba with shared keys": (
+        DbaConfig(**DECODER, sem_dim=16, geo_dim=24, num_key_heads=1),
+        "{type: attention, mode: decoupled, num_heads: 4, num_kv_heads: 2, sem_dim: 16, geo_dim: 24, num_key_heads: 1}",
         "swiglu",
     ),
     "tied dba": (

@@ -364,11 +364,16 @@ def test_the_loss_right_after_depends_on_where_queries_and_keys_come_from(seed):
     teacher, batch, held_out = trained(config, seed)
     losses = {"teacher": float(nll(teacher, held_out))}
     assert losses["teacher"] < 2.6  # 4.85 before
-    for method in ("exact", "whitened", "svd_joint", "svd_independent", "random", "fresh"):
-        sizes = {"sem_dim": 0, "geo_dim": 64} if method == "exact" else {"sem_dim": 16, "geo_dim": 16}
-        surgery = DecoupleConfig(**sizes, method=method, calibration_batches=1)
+    sizes = {
+        "exact": {"sem_dim": 0, "geo_dim": 64},
+        "transmla": {"sem_dim": 32, "geo_dim": 32},
+    }  # one key instead of two
+    for method in ("exact", "transmla", "whitened", "svd_joint", "svd_independent", "random", "fresh"):
+        of_method = sizes.get(method, {"sem_dim": 16, "geo_dim": 16})
+        surgery = DecoupleConfig(**of_method, method=method, calibration_batches=1)
         sums = jax.jit(surgery.measure)(teacher, batch()) if surgery.num_calibration_batches else None
         losses[method] = float(nll(student(surgery, teacher, sums), held_out))
     assert losses["exact"] == pytest.approx(losses["teacher"], abs=1e-5)
     assert losses["whitened"] < min(losses[m] for m in ("svd_independent", "random", "fresh"))
     assert losses["svd_joint"] < min(losses[m] for m in ("svd_independent", "random", "fresh"))
+    assert losses["transmla"] < losses["whitened"]

@@ -30,6 +30,7 @@ ROUTES = "routes"  # all experts in the router's output; separate from EXPERTS, 
 VOCAB = "vocab"
 TEACHER_TOP = "teacher_top"  # a teacher's most likely tokens, the most likely first
 KV_HEADS = "kv_heads"
+KEY_HEADS = "key_heads"  # keys that value heads share, which no mesh shards
 HEADS = "heads"  # query heads
 HEAD_SIZE = "head_size"
 QUERY_GROUP = "query_group"  # the query heads that read the same key/value head

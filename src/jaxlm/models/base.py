@@ -56,7 +56,7 @@ class KVArray(eqx.Module):
     """The keys (or the values) in a KV cache. Heads come before positions, so that the keys of a head are one matrix.
 
     Attributes:
-        values: {layers, batch, kv_heads, key_position, head_size}; without `layers` for one layer.
+        values: {layers, batch, kv_heads, key_position, head_size}, without `layers` for one layer; keys may have `key_heads`.
         scale: float32 {layers, batch, kv_heads, key_position}, the quantization scale of int8 entries; None if the
             entries are not quantized.
     """

@@ -157,6 +157,11 @@ class TransformerConfig(ModelConfig):
         return self.HeadSize
 
     @property
+    def KeyHeads(self) -> Axis:
+        """The heads of keys: those of values (`KVHeads`), or fewer with the axis `key_heads`."""
+        return self.KVHeads
+
+    @property
     def RotarySize(self) -> Axis:
         """The features that the frequencies of the rotary embedding are those of."""
         return self.HeadSize
@@ -347,8 +352,9 @@ class Decoder(LanguageModel):
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
         layers = [stack.Layers for stack in self.body.stacks]
         config, with_tokens = self.config, bool(self.switch_lengths)
+        keys = {"KeyHeads": config.KeyHeads, "KeySize": config.KeySize}
         sizes = (config.KVHeads, config.HeadSize)
-        return empty_cache(layers, Batch, capacity, *sizes, dtype, KeySize=config.KeySize, with_tokens=with_tokens)
+        return empty_cache(layers, Batch, capacity, *sizes, dtype, **keys, with_tokens=with_tokens)
 
 
 def renumbered(layers: Collection[int], kept: Sequence[int]) -> tuple[int, ...]:

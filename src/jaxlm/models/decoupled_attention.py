@@ -1,8 +1,9 @@
 """Decoupled bottleneck attention (DBA): scores of what tokens mean and of where they are, in one softmax.
 
 Source: caramba's `layer/attention/decoupled.py`, with keys and values per key/value head (Ainslie et al. 2023,
-arXiv:2305.13245), so that the cache of a grouped model becomes smaller and not larger. With d_s semantic and d_g geometric
-features in a head,
+arXiv:2305.13245), so that the cache of a grouped model becomes smaller and not larger. Several value heads may share a key
+(Meng et al. 2025, TransMLA, arXiv:2502.07864), which the cache then has once. With d_s semantic and d_g geometric features
+in a head,
 
     score = 2 g <q_s, k_s> / sqrt(d_s) + (2 - 2 g) <R q_g, R k_g> / sqrt(d_g)
 
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 
-from jaxlm.core.axes import HEAD_SIZE, HEADS, KV_HEADS, QUERY_GROUP, ROTARY_PAIRS, axes_of
+from jaxlm.core.axes import HEAD_SIZE, HEADS, KEY_HEADS, KV_HEADS, QUERY_GROUP, ROTARY_PAIRS, axes_of
 from jaxlm.models.attention.api import AttentionSpec, NullSlot, as_keys, attention
 from jaxlm.models.attention.choose import AttentionTask
 from jaxlm.models.inference.cached_attention import cached_attention
@@ -58,7 +59,7 @@ class LearnedSlot(eqx.Module):
     """A key and a value that do not come from a token. The key has no position: queries meet it without their rotation.
 
     Attributes:
-        keys: {kv_heads, head_size}, semantic features before geometric ones.
+        keys: {kv_heads or key_heads, head_size}, semantic features before geometric ones.
         values: {kv_heads, head_size}.
     """
 
@@ -67,10 +68,10 @@ class LearnedSlot(eqx.Module):
 
     def for_queries(self, q: NamedArray) -> NullSlot:
         """Args: q: {batch, position, heads, head_size}, without rotation, with the factors of the scores."""
-        KVHeads, Heads = self.keys.resolve_axis(KV_HEADS), q.resolve_axis(HEADS)
-        grouped = q.unflatten_axis(HEADS, (KVHeads, Axis(QUERY_GROUP, Heads.size // KVHeads.size)))
+        KeyHeads, _ = self.keys.axes
+        grouped = _grouped(q, KeyHeads)
         scores = hax.dot(grouped, self.keys.astype(q.dtype), axis=HEAD_SIZE, preferred_element_type=jnp.float32)
-        return NullSlot(scores.flatten_axes((KV_HEADS, QUERY_GROUP), HEADS), self.values)
+        return NullSlot(scores.flatten_axes((KeyHeads.name, QUERY_GROUP), HEADS), self.values)
 
 
 class DecoupledAttention(Attention):
@@ -78,11 +79,13 @@ class DecoupledAttention(Attention):
 
     Attributes:
         q_sem, q_geo: {heads, head_size, embed}, with d_s and d_g features.
-        k_sem, k_geo: {kv_heads, head_size, embed}, likewise. With `tie_qk`, `k_sem` is None and keys are queries.
+        k_sem, k_geo: {kv_heads, head_size, embed}, likewise; {key_heads, head_size, embed} if value heads share keys. With
+            `tie_qk`, `k_sem` is None and keys are queries.
         v_proj: {kv_heads, head_size, embed}, with a head size of its own.
         o_proj: {embed, heads, head_size}.
-        pairs: int32 {kv_heads, rotary_pairs}, the number of the rotary frequency of each pair of geometric features. They are
-            frequencies of `TransformerConfig.RotarySize` features, such as a teacher's. None without geometric features.
+        pairs: int32 {kv_heads or key_heads, rotary_pairs}, the number of the rotary frequency of each pair of geometric
+            features. They are frequencies of `TransformerConfig.RotarySize` features, such as a teacher's. None without
+            geometric features.
         gate: None for g = 1/2.
         null_slot: one more key and value that every token attends to; None for none.
         semantic_rope: rotates semantic features too, by frequencies of d_s features; None does not.
@@ -137,10 +140,10 @@ class DecoupledAttention(Attention):
             null_slot=None if self.null_slot is None else self.null_slot.for_queries(unrotated),
             window=context.window,
             backend=context.attn_backend,
-            sharding=AttentionSharding.of(q, k),
+            sharding=AttentionSharding.of(q, v),
         )
         if layer_cache is None:
-            out = attention(q, as_keys(k), as_keys(v), spec)
+            out = attention(q, as_keys(_for_each_value(k, v.resolve_axis(KV_HEADS))), as_keys(v), spec)
         else:
             out = cached_attention(q, k, v, layer_cache.keys, layer_cache.values, spec)
         return self.o_proj(hax.auto_sharded(out.astype(x.dtype))), new
@@ -170,15 +173,29 @@ class DecoupledAttention(Attention):
         """Rotates each pair of features by the frequency that `pairs` says."""
         assert self.pairs is not None
         by_head = rotation.of_pairs(self.pairs)
-        KVHeads, Heads = k.resolve_axis(KV_HEADS), q.resolve_axis(HEADS)
-        grouped = q.unflatten_axis(HEADS, (KVHeads, Axis(QUERY_GROUP, Heads.size // KVHeads.size)))
-        return by_head(grouped).flatten_axes((KV_HEADS, QUERY_GROUP), HEADS), by_head(k)
+        KeyHeads, _ = self.pairs.axes
+        return by_head(_grouped(q, KeyHeads)).flatten_axes((KeyHeads.name, QUERY_GROUP), HEADS), by_head(k)
 
 
-def first_pairs(KVHeads: Axis, num_pairs: int) -> NamedArray:
-    """`DecoupledAttention.pairs` for features that have all frequencies, in their order."""
-    Pairs = Axis(ROTARY_PAIRS, num_pairs)
-    return NamedArray(jnp.asarray(np.tile(np.arange(num_pairs, dtype=np.int32), (KVHeads.size, 1))), (KVHeads, Pairs))
+def first_pairs(KeyHeads: Axis, num_pairs: int, num_frequencies: int) -> NamedArray:
+    """`DecoupledAttention.pairs` for features that have all frequencies, in their order. Further pairs have them again."""
+    Pairs, numbers = Axis(ROTARY_PAIRS, num_pairs), np.arange(num_pairs, dtype=np.int32) % num_frequencies
+    return NamedArray(jnp.asarray(np.tile(numbers, (KeyHeads.size, 1))), (KeyHeads, Pairs))
+
+
+def _grouped(q: NamedArray, KeyHeads: Axis) -> NamedArray:
+    """Queries with the axis of the keys that they meet, and `query_group` for those of a key, instead of `heads`."""
+    return q.unflatten_axis(HEADS, (KeyHeads, Axis(QUERY_GROUP, q.axis_size(HEADS) // KeyHeads.size)))
+
+
+def _for_each_value(k: NamedArray, KVHeads: Axis) -> NamedArray:
+    """Keys with the axis `kv_heads`, as kernels need them: a key that value heads share, for each of them."""
+    if not k.has_axis(KEY_HEADS):
+        return k
+    KeyHeads = k.resolve_axis(KEY_HEADS)
+    k = k.rearrange((..., KEY_HEADS, HEAD_SIZE))
+    repeated = jnp.repeat(k.array, KVHeads.size // KeyHeads.size, axis=-2)
+    return hax.auto_sharded(NamedArray(repeated, (*k.axes[:-2], KVHeads, k.axes[-1])))
 
 
 def _size(layer: Linear | None) -> int:

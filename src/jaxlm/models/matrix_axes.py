@@ -10,7 +10,7 @@ from typing import NamedTuple
 import equinox as eqx
 from haliax import Axis
 
-from jaxlm.core.axes import EXPERTS, HEAD_SIZE, HEADS, KV_HEADS, LAYERS
+from jaxlm.core.axes import EXPERTS, HEAD_SIZE, HEADS, KEY_HEADS, KV_HEADS, LAYERS
 
 _STACKED = (LAYERS, EXPERTS)
 
@@ -39,7 +39,7 @@ def matrix_sides(axes: Sequence[Axis]) -> tuple[tuple[Axis, ...], ...]:
     for axis in axes:
         if axis.name in _STACKED:
             continue
-        if axis.name == HEAD_SIZE and sides and sides[-1][-1].name in (HEADS, KV_HEADS):
+        if axis.name == HEAD_SIZE and sides and sides[-1][-1].name in (HEADS, KV_HEADS, KEY_HEADS):
             sides[-1] += (axis,)
         else:
             sides.append((axis,))

@@ -1,6 +1,7 @@
 """Gives a model decoupled bottleneck attention that computes what its attention computes, as well as few features can.
 
-Source: `jaxlm.surgery.bottleneck`. Values and outputs stay as they are: a head's values are those of its key/value head.
+Source: `jaxlm.surgery.bottleneck`, and for keys that heads share `jaxlm.surgery.shared_keys`. Values and outputs stay as they
+are: a head's values are those of its key/value head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,9 @@ import numpy as np
 from haliax import NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, POSITION
+from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, HEADS, KEY_HEADS, KV_HEADS, LAYERS, POSITION, axes_of
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import NonNegativeInt
+from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.sharding import current_layout
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.layer_table import LayerTable
@@ -48,11 +49,14 @@ from jaxlm.surgery.bottleneck import (
 )
 from jaxlm.surgery.input_moments import InputMoments, input_moments, moment_of_layers
 from jaxlm.surgery.layer_matrices import by_layer, flat
+from jaxlm.surgery.shared_keys import in_shared_keys, of_shared_keys
 
-Method = Literal["svd_joint", "whitened", "exact", "svd_independent", "random", "fresh"]
+Method = Literal["svd_joint", "whitened", "transmla", "exact", "svd_independent", "random", "fresh"]
 PairRule = Literal["rotation", "contribution"]
 _QUERIES = "body.layers.stacked.attn.q_proj"
 _FRESH_OUTPUT = 0.02
+_WHITENED: tuple[Method, ...] = ("whitened", "transmla")
+_SHARE_KEYS: tuple[Method, ...] = ("transmla", "random", "fresh")
 
 
 @choice(SurgeryConfig, "decouple")
@@ -64,13 +68,16 @@ class DecoupleConfig(SurgeryConfig):
         sem_dim, geo_dim: semantic and geometric features of all query heads together, as in `model.type: dba`.
         method: where queries and keys come from. `svd_joint`: some rotary pairs of each head stay as they are (`pairs`), and
             the product of all other features, which lose their rotation, is replaced by its best approximation.
-            `whitened`: the best for the data, not for all inputs alike. `exact`: the same scores; needs as many features as
-            the model has. `svd_independent` decomposes queries and keys separately, which preserves nothing, for comparison.
-            `random`: new ones. `fresh`: new ones, and outputs that start small.
+            `whitened`: the best for the data, not for all inputs alike. `transmla`: likewise, after the features of heads
+            that share a key (`num_key_heads`) are mixed at equal frequencies, so that few of them matter. `exact`: the same
+            scores; needs as many features as the model has. `svd_independent` decomposes queries and keys separately, which
+            preserves nothing, for comparison. `random`: new ones. `fresh`: new ones, and outputs that start small.
         calibration_batches: training batches on which the inputs of each layer are measured; they choose the pairs, and
-            `whitened` the approximation. The log has the errors of the scores by layer. 0 measures nothing.
+            `whitened` and `transmla` the approximation. The log has the errors of the scores by layer. 0 measures nothing.
         pairs: which rotary pairs stay. `rotation`: those whose scores change most without their rotation. `contribution`:
             those with the largest scores, the rule of MHA2MLA.
+        num_key_heads: as in `model.type: dba`; null means 1 for `transmla`. Only for `transmla`, and for new queries and keys
+            (`random`, `fresh`).
         gate: as in `model.type: dba`.
         null_slot: as in `model.type: dba`.
     """
@@ -80,6 +87,7 @@ class DecoupleConfig(SurgeryConfig):
     method: Method = "svd_joint"
     calibration_batches: NonNegativeInt | None = None
     pairs: PairRule = "rotation"
+    num_key_heads: PositiveInt | None = None
     gate: Literal["static", "dynamic"] | None = None
     null_slot: bool = False
 
@@ -91,6 +99,7 @@ class DecoupleConfig(SurgeryConfig):
             sliding_window=teacher.kind.window,
             sem_dim=self.sem_dim,
             geo_dim=self.geo_dim,
+            num_key_heads=1 if self.num_key_heads is None and self.method == "transmla" else self.num_key_heads,
             rotary_dim=teacher.rope.num_rotated(teacher.head_size),
             gate=self.gate,
             null_slot=self.null_slot,
@@ -114,12 +123,17 @@ class DecoupleConfig(SurgeryConfig):
                 f"method: exact given, but the model has {num_rotated} rotated and {num_unrotated} other features in each of"
                 f" {heads} heads. Set geo_dim: {num_rotated * heads} and sem_dim: {num_unrotated * heads}, or another method"
             )
-        if self.method == "whitened" and not self.num_calibration_batches:
-            raise ConfigError("method: whitened given with calibration_batches: 0. Set at least 1")
+        if self.method in _WHITENED and not self.num_calibration_batches:
+            raise ConfigError(f"method: {self.method} given with calibration_batches: 0. Set at least 1")
+        if self.num_key_heads is not None and self.method not in _SHARE_KEYS:
+            raise ConfigError(
+                f"num_key_heads: {self.num_key_heads} given with method: {self.method}, whose keys are those of the"
+                f" {changed.KVHeads.size} key/value heads. Remove it, or set method: transmla"
+            )
 
     @property
     def num_calibration_batches(self) -> int:
-        if self.method not in ("svd_joint", "whitened"):
+        if self.method not in ("svd_joint", *_WHITENED):
             return 0
         return 8 if self.calibration_batches is None else self.calibration_batches
 
@@ -163,14 +177,12 @@ class DecoupleConfig(SurgeryConfig):
 
     def errors(self, model: LanguageModel, sums: InputMoments) -> ScoreErrors:
         """The errors of the bottleneck of every layer [layers]. Traced. Args: model: before the surgery."""
-        config = _config_of(model)
-        teacher = _teacher(config)
-        angles_P, seq_len = _angles(teacher), teacher.seq_len
+        teacher = _teacher(_config_of(model))
 
         def of_layer(q_HDI: jax.Array, k_GDI: jax.Array, moment_II: jax.Array) -> ScoreErrors:
-            scores = Scores(q_HDI, k_GDI)
-            pairs_GP, sem = self._semantic(teacher, scores, moment_II)
-            return score_errors(scores, teacher.features, pairs_GP, sem, moment_II, angles_P, seq_len)
+            known = self._keys(teacher, Scores(q_HDI, k_GDI), moment_II)
+            pairs_GP, sem = self._semantic(known, moment_II)
+            return score_errors(known.scores, known.features, pairs_GP, sem, moment_II, known.angles_P, teacher.seq_len)
 
         return by_layer(of_layer, *_of_layers(_attention_before(model), sums))
 
@@ -186,28 +198,41 @@ class DecoupleConfig(SurgeryConfig):
 
     def _bottleneck(self, teacher: "_Teacher", q_HDI: jax.Array, k_GDI: jax.Array, moment_II: jax.Array) -> Bottleneck:
         """The bottleneck of one layer. Args: moment_II: second moment of the inputs."""
-        scores, heads = Scores(q_HDI, k_GDI), q_HDI.shape[0]
-        sem_size, geo_size = self.sem_dim // heads, self.geo_dim // heads
+        teacher_scores, num_frequencies = Scores(q_HDI, k_GDI), teacher.features.num_pairs
         if self.method == "svd_independent":
-            return independent(scores, sem_size, geo_size, teacher.features.num_pairs)
-        pairs_GP, sem = self._semantic(teacher, scores, moment_II)
-        geo = kept_rotation(scores, teacher.features, pairs_GP)
-        return Bottleneck(scaled(sem, teacher.scale), scaled(geo, teacher.scale), pairs_GP)
+            heads = q_HDI.shape[0]
+            return independent(teacher_scores, self.sem_dim // heads, self.geo_dim // heads, num_frequencies)
+        known = self._keys(teacher, teacher_scores, moment_II)
+        pairs_GP, sem = self._semantic(known, moment_II)
+        geo = kept_rotation(known.scores, known.features, pairs_GP)
+        return Bottleneck(scaled(sem, teacher.scale), scaled(geo, teacher.scale), pairs_GP % num_frequencies)
 
-    def _semantic(self, teacher: "_Teacher", scores: Scores, moment_II: jax.Array) -> tuple[jax.Array, Scores]:
+    def _keys(self, teacher: "_Teacher", scores: Scores, moment_II: jax.Array) -> "_Keys":
+        """The teacher's keys, or what it has instead where heads share them."""
+        angles_P, features = _angles(teacher), teacher.features
+        if self.method != "transmla":
+            return _Keys(scores, features, angles_P, teacher.seq_len)
+        num_keys = self.num_key_heads or 1
+        shared = scores.k_GDI.shape[0] // num_keys
+        return _Keys(
+            in_shared_keys(scores, features, num_keys, moment_II),
+            of_shared_keys(features, teacher.head_size, shared),
+            jnp.tile(angles_P, shared),
+            teacher.seq_len,
+        )
+
+    def _semantic(self, keys: "_Keys", moment_II: jax.Array) -> tuple[jax.Array, Scores]:
         """The pairs that keep their rotation [G, P], and the semantic features without a scale."""
-        heads = scores.q_HDI.shape[0]
-        sem_size, geo_size = self.sem_dim // heads, self.geo_dim // heads
-        num_pairs = geo_size // 2
+        heads = keys.scores.q_HDI.shape[0]
+        sem_size, num_pairs = self.sem_dim // heads, self.geo_dim // heads // 2
         if self.pairs == "contribution":
-            pairs_GP = largest_pairs(scores, teacher.features, moment_II, num_pairs)
+            pairs_GP = largest_pairs(keys.scores, keys.features, moment_II, num_pairs)
         else:
-            angles_P, seq_len = _angles(teacher), teacher.seq_len
-            pairs_GP = most_turned_pairs(scores, teacher.features, moment_II, angles_P, seq_len, num_pairs)
-        lost, _ = lost_rotation(scores, teacher.features, pairs_GP)
+            pairs_GP = most_turned_pairs(keys.scores, keys.features, moment_II, keys.angles_P, keys.seq_len, num_pairs)
+        lost, _ = lost_rotation(keys.scores, keys.features, pairs_GP)
         if lost.k_GDI.shape[1] <= sem_size:
             return pairs_GP, zero_padded(lost, sem_size)
-        return pairs_GP, low_rank(lost, sem_size, second_root(moment_II) if self.method == "whitened" else None)
+        return pairs_GP, low_rank(lost, sem_size, second_root(moment_II) if self.method in _WHITENED else None)
 
 
 class _Teacher(NamedTuple):
@@ -220,6 +245,22 @@ class _Teacher(NamedTuple):
     head_size: int
     features: HeadFeatures
     scale: float
+    seq_len: int
+
+
+class _Keys(NamedTuple):
+    """The keys of one layer that are approximated.
+
+    Attributes:
+        scores: the teacher's, for all distances.
+        features: where a key has its features.
+        angles_P: radians per position of each pair.
+        seq_len: tokens of a row.
+    """
+
+    scores: Scores
+    features: HeadFeatures
+    angles_P: jax.Array
     seq_len: int
 
 
@@ -375,4 +416,5 @@ def _projection(layer: Linear, array: jax.Array) -> dict[str, NamedArray]:
 
 
 def _heads(layer: Linear) -> str:
-    return HEADS if HEADS in (axis.name for axis in layer.weight.axes) else KV_HEADS
+    names = {axis.name for axis in axes_of(layer.Out)}
+    return next(name for name in (HEADS, KV_HEADS, KEY_HEADS) if name in names)

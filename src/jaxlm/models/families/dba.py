@@ -5,9 +5,9 @@ from typing import Literal
 
 import haliax as hax
 import jax
-from haliax import Axis
+from haliax import Axis, NamedArray
 
-from jaxlm.core.axes import HEAD_SIZE
+from jaxlm.core.axes import HEAD_SIZE, KEY_HEADS
 from jaxlm.core.errors import ConfigError, check_divides
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.models.base import ModelConfig
@@ -27,14 +27,18 @@ class DbaConfig(PreNormConfig):
     another one.
 
     Attributes:
-        sem_dim: semantic features of all query heads together; must divide by `num_heads`. 0 for none.
+        sem_dim: semantic features of all query heads together; must divide by `num_heads`. 0 for none. A key has as many as a
+            query head, whether it is shared or not.
         geo_dim: geometric features of all query heads together, an even number for each head. 0 for none.
+        num_key_heads: number of key heads; must divide `num_kv_heads`, whose heads share them. Null means `num_kv_heads`. The
+            cache keeps num_key_heads * (sem_dim + geo_dim) / num_heads + num_kv_heads * head_dim values for each token and
+            layer.
         head_dim: features of a value, per head. Null means `hidden_dim / num_heads`.
         rotary_dim: the frequencies of the rotary embedding are those of this many features, of which each pair of geometric
             features has one. Null means the geometric features of a head. After surgery, it is the head size of the model
             before.
         rope_semantic: rotate semantic features too.
-        tie_qk: semantic keys are the semantic queries. Needs as many key/value heads as query heads.
+        tie_qk: semantic keys are the semantic queries. Needs as many key heads as query heads.
         gate: a gate for each query head that divides its score between the two: `static`, or `dynamic`, which depends on the
             token. Null divides it equally.
         null_slot: give each layer a key and a value of its own that all tokens attend to.
@@ -47,6 +51,7 @@ class DbaConfig(PreNormConfig):
 
     sem_dim: NonNegativeInt = 1024
     geo_dim: NonNegativeInt = 2048
+    num_key_heads: PositiveInt | None = None
     rotary_dim: PositiveInt | None = None
     rope_semantic: bool = False
     tie_qk: bool = False
@@ -73,6 +78,11 @@ class DbaConfig(PreNormConfig):
         return Axis(HEAD_SIZE, self.SemSize.size + self.GeoSize.size)
 
     @property
+    def KeyHeads(self) -> Axis:
+        is_shared = self.num_key_heads is not None and self.num_key_heads != self.KVHeads.size
+        return Axis(KEY_HEADS, self.num_key_heads) if is_shared else self.KVHeads
+
+    @property
     def RotarySize(self) -> Axis:
         return Axis(HEAD_SIZE, self.GeoSize.size if self.rotary_dim is None else self.rotary_dim)
 
@@ -87,14 +97,16 @@ class DbaConfig(PreNormConfig):
 
     @property
     def attention_weights(self) -> int:
-        key_heads = self.num_heads + self.KVHeads.size
+        key_heads = self.num_heads + self.KeyHeads.size
         semantic = (self.num_heads if self.tie_qk else key_heads) * self.SemSize.size
         gates = self.num_heads if self.gate == "dynamic" else 0
-        features = semantic + key_heads * (self.GeoSize.size + self.HeadSize.size) + gates
+        values = (self.num_heads + self.KVHeads.size) * self.HeadSize.size
+        features = semantic + key_heads * self.GeoSize.size + values + gates
         return self.hidden_dim * features
 
     def check(self) -> None:
         check_sizes(self)
+        check_divides("model.num_key_heads", self.KeyHeads.size, "model.num_kv_heads", self.KVHeads.size)
         for key, value in (("sem_dim", self.sem_dim), ("geo_dim", self.geo_dim)):
             if value:
                 check_divides("model.num_heads", self.num_heads, f"model.{key}", value)
@@ -108,15 +120,18 @@ class DbaConfig(PreNormConfig):
             )
         if self.GeoSize.size:
             check_rope(self.rope, self.num_heads, self.RotarySize.size)
-            if self.GeoSize.size > (rotated := self.rope.num_rotated(self.RotarySize.size)):
+            rotated, shares = self.rope.num_rotated(self.RotarySize.size), self.KVHeads.size // self.KeyHeads.size
+            if self.GeoSize.size > rotated * shares:
+                sharing = f", {shares} times because as many heads share a key" if shares > 1 else ""
                 raise ConfigError(
                     f"model.geo_dim: {self.geo_dim} given, {self.GeoSize.size} features for each of {self.num_heads} heads,"
-                    f" but the rotary embedding has frequencies for {rotated} (rotary_dim). Give fewer"
+                    f" but the rotary embedding has frequencies for {rotated} (rotary_dim){sharing}. Give fewer"
                 )
-        if self.tie_qk and (self.KVHeads.size != self.num_heads or not self.sem_dim):
+        if self.tie_qk and (self.KeyHeads.size != self.num_heads or not self.sem_dim):
+            keys = "key/value" if self.KeyHeads == self.KVHeads else "key"
             raise ConfigError(
-                f"model.tie_qk: true given, which needs semantic features (sem_dim is {self.sem_dim}) and as many key/value"
-                f" heads ({self.KVHeads.size}) as query heads ({self.num_heads})"
+                f"model.tie_qk: true given, which needs semantic features (sem_dim is {self.sem_dim}) and as many {keys}"
+                f" heads ({self.KeyHeads.size}) as query heads ({self.num_heads})"
             )
 
     def attention(self, keys: jax.Array) -> DecoupledAttention:
@@ -133,18 +148,22 @@ class DbaConfig(PreNormConfig):
             *geometric,
             Linear.init(self.Embed, Values, std=std, key=k_value, use_bias=bias),
             Linear.init(Inputs, self.Embed, std=std, key=k_out, use_bias=self.has_output_bias),
-            first_pairs(self.KVHeads, self.GeoSize.size // 2) if self.GeoSize.size else None,
+            self._pairs() if self.GeoSize.size else None,
             None if self.gate is None else Gate.init(self.Heads, self.Embed, dynamic=self.gate == "dynamic"),
-            LearnedSlot(hax.zeros((self.KVHeads, self.KeySize)), hax.zeros(Values)) if self.null_slot else None,
+            LearnedSlot(hax.zeros((self.KeyHeads, self.KeySize)), hax.zeros(Values)) if self.null_slot else None,
             self.rope if self.rope_semantic else None,
         )
+
+    def _pairs(self) -> NamedArray:
+        num_frequencies = self.rope.num_rotated(self.RotarySize.size) // 2
+        return first_pairs(self.KeyHeads, self.GeoSize.size // 2, num_frequencies)
 
     def _queries_and_keys(self, Size: Axis, key: jax.Array) -> tuple[Linear | None, Linear | None]:
         """Projections to `Size` features of each query head and each key head; none for no features."""
         if not Size.size:
             return None, None
         std, bias = self.initializer_range, self.attention_bias
-        heads: Iterator[tuple[Axis, jax.Array]] = zip((self.Heads, self.KVHeads), jax.random.split(key), strict=True)
+        heads: Iterator[tuple[Axis, jax.Array]] = zip((self.Heads, self.KeyHeads), jax.random.split(key), strict=True)
         q, k = (Linear.init(self.Embed, (axis, Size), std=std, key=key, use_bias=bias) for axis, key in heads)
         return q, k
 

@@ -4,14 +4,15 @@ Scores of cached and new keys are computed separately and normalized by one soft
 and values of all layers are written at once, after the last layer.
 
 Shapes: B batch, T new tokens, S slots, K key/value heads, G query heads per key/value head, H head size; R the heads of
-all rows as the cache stores them (B and K, or both as one axis); Q the queries of a head (G and T as one axis).
+all rows as the cache stores them (B and K, or both as one axis); Q the queries of a head (G and T as one axis). Keys that
+value heads share: J key heads, each with F query heads.
 """
 
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
-from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, KEY_POSITION, KV_HEADS, POSITION
+from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, KEY_HEADS, KEY_POSITION, KV_HEADS, POSITION
 from jaxlm.models.attention.api import AttentionSpec, mask_and_distance
 from jaxlm.models.base import KVArray
 
@@ -30,19 +31,22 @@ def cached_attention(
 
     Args:
         q: {batch, position, heads, head_size}.
-        k, v: {batch, position, kv_heads, head_size}.
+        k, v: {batch, position, kv_heads, head_size}. Keys may have fewer heads than values, `key_heads`.
         cached_keys, cached_values: of one layer.
         spec: the keys of its mask are the cached slots followed by the new tokens. Dropout, backend and sharding do not
             apply.
     """
     q = q.rearrange((BATCH, POSITION, HEADS, HEAD_SIZE))
-    k_BTKH, v_BTKH = (a.rearrange((BATCH, POSITION, KV_HEADS, HEAD_SIZE)).array for a in (k, v))
-    batch, length, num_kv_heads, head_size = k_BTKH.shape
-    q_BKGTH = q.array.reshape(batch, length, num_kv_heads, -1, head_size).transpose(0, 2, 3, 1, 4)
-    rows, num_slots = cached_keys.values.array.shape[:-2], cached_keys.values.axis_size(KEY_POSITION)
-    q_RQH = q_BKGTH.reshape(*rows, -1, head_size)
-    cached_BKGTS = _scores(q_RQH, cached_keys).reshape(*q_BKGTH.shape[:-1], num_slots)
-    new_BKGTS = jnp.einsum("bkgth,bskh->bkgts", q_BKGTH, k_BTKH, preferred_element_type=jnp.float32)
+    k_BTJH = k.rearrange((BATCH, POSITION, KEY_HEADS if k.has_axis(KEY_HEADS) else KV_HEADS, HEAD_SIZE)).array
+    v_BTKH = v.rearrange((BATCH, POSITION, KV_HEADS, HEAD_SIZE)).array
+    batch, length, num_key_heads, head_size = k_BTJH.shape
+    q_BJFTH = q.array.reshape(batch, length, num_key_heads, -1, head_size).transpose(0, 2, 3, 1, 4)
+    key_rows, num_slots = cached_keys.values.array.shape[:-2], cached_keys.values.axis_size(KEY_POSITION)
+    q_RQH = q_BJFTH.reshape(*key_rows, -1, head_size)
+    by_value_head = (batch, v_BTKH.shape[2], -1, length, num_slots)
+    cached_BKGTS = _scores(q_RQH, cached_keys).reshape(by_value_head)
+    new_BJFTS = jnp.einsum("bkgth,bskh->bkgts", q_BJFTH, k_BTJH, preferred_element_type=jnp.float32)
+    new_BKGTS = new_BJFTS.reshape(*by_value_head[:-1], length)
     mask_BTS, distance_BTS = mask_and_distance(spec)
     factor = spec.factor(head_size)
     scores = spec.rule(jnp.concatenate([cached_BKGTS, new_BKGTS], axis=-1) * factor, distance_BTS)
@@ -55,8 +59,9 @@ def cached_attention(
     weights = jax.nn.softmax(scores, axis=-1)
     # Padding attends to nothing. Its softmax is uniform, so the weights are zeroed.
     weights = jnp.where(mask_BTS.any(axis=-1)[:, None, None, :, None], weights, 0.0)
+    rows = cached_values.values.array.shape[:-2]
     out_RQH = _weighted_values(weights[..., :num_slots].reshape(*rows, -1, num_slots), cached_values, v_BTKH.dtype)
-    out_BTKGH = out_RQH.reshape(*q_BKGTH.shape[:-1], -1).transpose(0, 3, 1, 2, 4)
+    out_BTKGH = out_RQH.reshape(*weights.shape[:-1], -1).transpose(0, 3, 1, 2, 4)
     out_BTKGH += jnp.einsum("bkgts,bskh->btkgh", weights[..., num_slots:].astype(v_BTKH.dtype), v_BTKH)
     return NamedArray(out_BTKGH.reshape(*q.array.shape[:-1], -1), (*q.axes[:-1], v.resolve_axis(HEAD_SIZE)))
 

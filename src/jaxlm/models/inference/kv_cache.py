@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from jaxlm.core.axes import BATCH, CACHE_ROW, HEAD_SIZE, KEY_POSITION, KV_HEADS, POSITION
+from jaxlm.core.axes import BATCH, CACHE_ROW, HEAD_SIZE, KEY_HEADS, KEY_POSITION, KV_HEADS, POSITION
 from jaxlm.core.products.stored_weights import quantize
 from jaxlm.models.attention.api import AttentionMask, as_keys
 from jaxlm.models.base import Inputs, KVArray, KVCache, LanguageModel
@@ -40,6 +40,7 @@ def empty_cache(
     HeadSize: Axis,
     dtype,
     *,
+    KeyHeads: Axis | None = None,
     KeySize: Axis | None = None,
     with_tokens: bool = False,
 ) -> KVCache:
@@ -48,19 +49,21 @@ def empty_cache(
     Args:
         layers: the axis of each stack.
         HeadSize: features of a value.
+        KeyHeads: heads of keys; None means `KVHeads`.
         KeySize: features of a key; None means `HeadSize`.
         with_tokens: the cache holds the tokens too, for a model that reads earlier ones.
     """
     KeyPos = Axis(KEY_POSITION, capacity)
 
-    def empty(Layers: Axis, Size: Axis) -> KVArray:
-        values = hax.auto_sharded(hax.zeros((Layers, Batch, KVHeads, KeyPos, Size), dtype=dtype))
+    def empty(Layers: Axis, Heads: Axis, Size: Axis) -> KVArray:
+        values = hax.auto_sharded(hax.zeros((Layers, Batch, Heads, KeyPos, Size), dtype=dtype))
         scale = None
         if jnp.dtype(dtype) == jnp.int8:
-            scale = hax.auto_sharded(hax.zeros((Layers, Batch, KVHeads, KeyPos), dtype=jnp.float32))
+            scale = hax.auto_sharded(hax.zeros((Layers, Batch, Heads, KeyPos), dtype=jnp.float32))
         return KVArray(values, scale)
 
-    keys, values = (tuple(empty(Layers, Size) for Layers in layers) for Size in (KeySize or HeadSize, HeadSize))
+    shapes = ((KeyHeads or KVHeads, KeySize or HeadSize), (KVHeads, HeadSize))
+    keys, values = (tuple(empty(Layers, *shape) for Layers in layers) for shape in shapes)
     slots = hax.auto_sharded(hax.zeros((Batch, KeyPos), dtype=jnp.int32))
     tokens = slots if with_tokens else None
     return KVCache(keys, values, slots, slots, jnp.zeros((), jnp.int32), fresh=True, tokens=tokens)
@@ -87,7 +90,8 @@ def mask_over_cache(cache: KVCache | UnstackedCache, inputs: Inputs) -> Attentio
 
 
 def extend_cache(cache: KVCache, inputs: Inputs, keys: Sequence[NamedArray], values: Sequence[NamedArray]) -> KVCache:
-    """Writes the inputs' keys and values, {layers, batch, position, kv_heads, head_size} per stack, to the cache."""
+    """Writes the inputs' keys and values, {layers, batch, position, kv_heads, head_size} per stack, to the cache. Keys may
+    have `key_heads` instead."""
 
     def written(kv_arrays: Sequence[KVArray], new: Sequence[NamedArray]) -> tuple[KVArray, ...]:
         return tuple(write_kv_array(kv_array, one, cache.length) for kv_array, one in zip(kv_arrays, new, strict=True))
@@ -107,8 +111,9 @@ def extend_slots(cache: KVCache | UnstackedCache, inputs: Inputs) -> dict[str, A
 
 
 def write_kv_array(kv_array: KVArray, new: NamedArray, start: jax.Array) -> KVArray:
-    """Writes {batch, position, kv_heads, head_size}, optionally with `layers`, to the slots from `start` on."""
-    new = as_keys(new).rearrange((..., BATCH, KV_HEADS, KEY_POSITION, HEAD_SIZE))
+    """Writes {batch, position, kv_heads, head_size}, optionally with `layers`, to the slots from `start` on. Keys may have
+    `key_heads` instead."""
+    new = as_keys(new).rearrange((..., BATCH, _heads(new), KEY_POSITION, HEAD_SIZE))
     new = new if kv_array.values.has_axis(BATCH) else by_cache_row(new)
     if kv_array.scale is None:
         return KVArray(_update_slots(kv_array.values, new, start))
@@ -117,12 +122,16 @@ def write_kv_array(kv_array: KVArray, new: NamedArray, start: jax.Array) -> KVAr
 
 
 def by_cache_row(x: NamedArray) -> NamedArray:
-    """Flattens {.., batch, kv_heads, ..} to {.., cache_row, ..}; drops the axis if its size is 1.
+    """Flattens {.., batch, kv_heads or key_heads, ..} to {.., cache_row, ..}; drops the axis if its size is 1.
 
     With an axis of size 1, XLA would reshape the array before reading it, which copies it.
     """
-    flat = x.flatten_axes((BATCH, KV_HEADS), CACHE_ROW)
+    flat = x.flatten_axes((BATCH, _heads(x)), CACHE_ROW)
     return flat[CACHE_ROW, 0] if flat.axis_size(CACHE_ROW) == 1 else flat
+
+
+def _heads(x: NamedArray) -> str:
+    return KEY_HEADS if x.has_axis(KEY_HEADS) else KV_HEADS
 
 
 def _update_slots(slots: NamedArray, new: NamedArray, start: jax.Array) -> NamedArray:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from jaxlm.core.axes import BATCH, CACHE_ROW, KV_HEADS, LAYERS
+from jaxlm.core.axes import BATCH, CACHE_ROW, KEY_HEADS, KV_HEADS, LAYERS
 from jaxlm.core.sharding import current_layout, current_platform
 from jaxlm.core.tree import is_named
 from jaxlm.models.attention.choose import AUTO
@@ -103,7 +103,15 @@ def stack(cache: UnstackedCache) -> KVCache:
         return tuple(jax.tree.map(joined, *layers, is_leaf=is_named) for layers in stacks)
 
     keys, values = of_stacks(cache.keys), of_stacks(cache.values)
+    keys = tuple(map(_with_key_heads, keys, values))
     return KVCache(keys, values, cache.positions, cache.segment_ids, cache.length, tokens=cache.tokens)
+
+
+def _with_key_heads(keys: KVArray, values: KVArray) -> KVArray:
+    """The keys with the axis `key_heads`, if they have fewer heads than the values."""
+    if keys.values.axis_size(KV_HEADS) == values.values.axis_size(KV_HEADS):
+        return keys
+    return jax.tree.map(lambda x: x.rename({KV_HEADS: KEY_HEADS}), keys, is_leaf=is_named)
 
 
 def _unstack_node(node: Any) -> Any:

@@ -13,14 +13,14 @@ def _tensors(config: DbaConfig) -> Iterator[Tensor]:
     yield from embeddings_and_head(config)
     yield from pre_norms()
     theirs, ours = "model.layers.{layer}.self_attn.", f"{BLOCK}attn."
-    projections = {"v_proj": "kv_heads head_size"}
+    projections, keys = {"v_proj": "kv_heads head_size"}, config.KeyHeads.name
     if config.sem_dim:
         projections["q_sem"] = "heads head_size"
         if not config.tie_qk:
-            projections["k_sem"] = "kv_heads head_size"
+            projections["k_sem"] = f"{keys} head_size"
     if config.geo_dim:
-        projections |= {"q_geo": "heads head_size", "k_geo": "kv_heads head_size"}
-        yield single(f"{theirs}rotary_pairs", f"{ours}pairs", "kv_heads | rotary_pairs")
+        projections |= {"q_geo": "heads head_size", "k_geo": f"{keys} head_size"}
+        yield single(f"{theirs}rotary_pairs", f"{ours}pairs", f"{keys} | rotary_pairs")
     for name, out in projections.items():
         yield single(f"{theirs}{name}.weight", f"{ours}{name}.weight", f"{out} | embed")
         if config.attention_bias:
@@ -33,7 +33,7 @@ def _tensors(config: DbaConfig) -> Iterator[Tensor]:
     if config.gate == "dynamic":
         yield single(f"{theirs}gate_proj.weight", f"{ours}gate.proj.weight", "heads | embed")
     if config.null_slot:
-        yield single(f"{theirs}null_key", f"{ours}null_slot.keys", "kv_heads | head_size")
+        yield single(f"{theirs}null_key", f"{ours}null_slot.keys", f"{keys} | head_size")
         yield single(f"{theirs}null_value", f"{ours}null_slot.values", "kv_heads | head_size")
     yield from gated_mlp(use_bias=config.mlp_bias)
 
@@ -45,6 +45,7 @@ FAMILY = Family(
     keys=(
         *usual_keys(length=2048),
         *(JsonKey(name, name, 0) for name in ("sem_dim", "geo_dim")),
+        JsonKey("num_key_heads", "num_key_heads", None),
         JsonKey("rotary_dim", "rotary_dim", None),
         JsonKey("gate", "gate", None),
         *(

@@ -18,6 +18,7 @@ class DbaConfig(LlamaConfig):
 
     Attributes:
         sem_dim, geo_dim: semantic and geometric features of all query heads together.
+        num_key_heads: number of key heads, which value heads share; None for as many as value heads.
         rotary_dim: the rotary embedding has the frequencies of this many features.
         rope_semantic: rotate semantic features too.
         tie_qk: semantic keys are the semantic queries.
@@ -33,6 +34,7 @@ class DbaConfig(LlamaConfig):
         self,
         sem_dim=0,
         geo_dim=0,
+        num_key_heads=None,
         rotary_dim=None,
         rope_semantic=False,
         tie_qk=False,
@@ -42,7 +44,7 @@ class DbaConfig(LlamaConfig):
         sliding_window=None,
         **kwargs,
     ):
-        self.sem_dim, self.geo_dim, self.rotary_dim = sem_dim, geo_dim, rotary_dim
+        self.sem_dim, self.geo_dim, self.num_key_heads, self.rotary_dim = sem_dim, geo_dim, num_key_heads, rotary_dim
         self.rope_semantic, self.tie_qk, self.gate, self.null_slot = rope_semantic, tie_qk, gate, null_slot
         self.output_bias, self.sliding_window = output_bias, sliding_window
         super().__init__(**kwargs)
@@ -73,16 +75,17 @@ class DbaAttention(nn.Module):
             config.attention_bias,
         )
         self.sem_size, self.geo_size = config.sem_dim // heads, config.geo_dim // heads
-        self.group = heads // kv_heads
+        key_heads = config.num_key_heads or kv_heads
+        self.group, self.key_group = heads // kv_heads, heads // key_heads
         if self.sem_size:
             self.q_sem = nn.Linear(width, heads * self.sem_size, bias=bias)
             if not config.tie_qk:
-                self.k_sem = nn.Linear(width, kv_heads * self.sem_size, bias=bias)
+                self.k_sem = nn.Linear(width, key_heads * self.sem_size, bias=bias)
         if self.geo_size:
             self.q_geo = nn.Linear(width, heads * self.geo_size, bias=bias)
-            self.k_geo = nn.Linear(width, kv_heads * self.geo_size, bias=bias)
-            pairs = torch.arange(self.geo_size // 2, dtype=torch.int32).repeat(kv_heads, 1)
-            self.register_buffer("rotary_pairs", pairs)
+            self.k_geo = nn.Linear(width, key_heads * self.geo_size, bias=bias)
+            pairs = torch.arange(self.geo_size // 2, dtype=torch.int32) % ((config.rotary_dim or self.geo_size) // 2)
+            self.register_buffer("rotary_pairs", pairs.repeat(key_heads, 1))
         self.v_proj = nn.Linear(width, kv_heads * config.head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * config.head_dim, width, bias=config.output_bias)
         if config.gate is not None:
@@ -90,7 +93,7 @@ class DbaAttention(nn.Module):
         if config.gate == "dynamic":
             self.gate_proj = nn.Linear(width, heads, bias=False)
         if config.null_slot:
-            self.null_key = nn.Parameter(torch.zeros(kv_heads, self.sem_size + self.geo_size))
+            self.null_key = nn.Parameter(torch.zeros(key_heads, self.sem_size + self.geo_size))
             self.null_value = nn.Parameter(torch.zeros(kv_heads, config.head_dim))
 
     def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
@@ -99,7 +102,7 @@ class DbaAttention(nn.Module):
         v = _split(self.v_proj(hidden_states), self.config.head_dim)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
-        k, v = k.repeat_interleave(self.group, dim=1), v.repeat_interleave(self.group, dim=1)
+        k, v = k.repeat_interleave(self.key_group, dim=1), v.repeat_interleave(self.group, dim=1)
         scores = (q @ k.transpose(2, 3)).float()
         if attention_mask is None:
             allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
@@ -112,7 +115,7 @@ class DbaAttention(nn.Module):
             allowed = allowed & near.triu(k.shape[2] - q.shape[2] - self.config.sliding_window + 1)
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
         if self.config.null_slot:
-            null_key = self.null_key.repeat_interleave(self.group, dim=0)[None, :, :, None]
+            null_key = self.null_key.repeat_interleave(self.key_group, dim=0)[None, :, :, None]
             scores = torch.cat([scores, (unrotated @ null_key).float()], dim=-1)
             null_value = self.null_value.repeat_interleave(self.group, dim=0)[None, :, None]
             v = torch.cat([v, null_value.expand(v.shape[0], -1, -1, -1)], dim=2)
@@ -137,7 +140,8 @@ class DbaAttention(nn.Module):
             cos, sin = (a[:, :, pairs].transpose(1, 2) for a in (cos, sin))  # [batch, key head, position, features]
             q, k = _split(self.q_geo(x), self.geo_size), _split(self.k_geo(x), self.geo_size)
             q = q * ((2 - 2 * gate) / self.geo_size**0.5)
-            yield q, _rotated(q, *(a.repeat_interleave(self.group, dim=1) for a in (cos, sin))), _rotated(k, cos, sin)
+            of_queries = (a.repeat_interleave(self.key_group, dim=1) for a in (cos, sin))
+            yield q, _rotated(q, *of_queries), _rotated(k, cos, sin)
 
     def _gate(self, x):
         if self.config.gate is None:

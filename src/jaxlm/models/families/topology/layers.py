@@ -51,8 +51,9 @@ class AttentionNode(LayerNode):
             both, and other modes have neither.
         rotary_dim: the frequencies of the rotary embedding are those of this many features. Null means the geometric features
             of a head. Only in mode `decoupled`, like the keys below.
+        num_key_heads: number of key heads; must divide `num_kv_heads`, whose heads share them. Null means `num_kv_heads`.
         rope_semantic: rotate semantic features too.
-        tie_qk: semantic keys are the semantic queries. Needs as many key/value heads as query heads.
+        tie_qk: semantic keys are the semantic queries. Needs as many key heads as query heads.
         gate: a gate for each query head that divides its score between the two: `static`, or `dynamic`, which depends on the
             token. Null divides it equally.
         null_slot: give the layer a key and a value of its own that all tokens attend to.
@@ -70,6 +71,7 @@ class AttentionNode(LayerNode):
     sem_dim: NonNegativeInt | None = None
     geo_dim: NonNegativeInt | None = None
     rotary_dim: PositiveInt | None = None
+    num_key_heads: PositiveInt | None = None
     rope_semantic: bool = False
     tie_qk: bool = False
     gate: Literal["static", "dynamic"] | None = None
@@ -160,7 +162,7 @@ class AttentionNode(LayerNode):
         return self.family(width).attention_weights
 
 
-_DECOUPLED = ("sem_dim", "geo_dim", "rotary_dim", "rope_semantic", "tie_qk", "gate", "null_slot")
+_DECOUPLED = ("sem_dim", "geo_dim", "rotary_dim", "num_key_heads", "rope_semantic", "tie_qk", "gate", "null_slot")
 
 
 @choice(Node, "rms_norm")

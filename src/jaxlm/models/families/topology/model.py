@@ -201,7 +201,8 @@ class TopologyModel(LanguageModel):
         caches = []
         for stack, numbers in zip(self.body.stacks, self.body.layer_numbers, strict=True):
             family, with_tokens = self.config.layers[numbers[0]].family, bool(self.switch_lengths)
-            sizes = {"KVHeads": family.KVHeads, "HeadSize": family.HeadSize, "KeySize": family.KeySize}
+            sizes = {"KVHeads": family.KVHeads, "HeadSize": family.HeadSize}
+            sizes |= {"KeyHeads": family.KeyHeads, "KeySize": family.KeySize}
             caches.append(empty_cache([stack.Layers], Batch, capacity, **sizes, dtype=dtype, with_tokens=with_tokens))
         keys, values = (tuple(getattr(cache, name)[0] for cache in caches) for name in ("keys", "values"))
         return dataclasses.replace(caches[0], keys=keys, values=values)
