@@ -63,7 +63,6 @@ from jaxlm.session.resume_checks import (
     check_same_tokenizer,
 )
 from jaxlm.session.run import Run, open_run
-from jaxlm.session.sanity import check_evaluation_references, check_sanity
 from jaxlm.session.saving import settle
 from jaxlm.session.startup import (
     check_accelerator,
@@ -75,6 +74,7 @@ from jaxlm.session.startup import (
     group_rows,
 )
 from jaxlm.session.tables import check_run_tables, tables_after_training
+from jaxlm.session.verification.sanity import check_evaluation_references, check_sanity
 
 
 @dataclass(frozen=True)

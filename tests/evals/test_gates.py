@@ -22,10 +22,10 @@ from jaxlm.evals.fidelity import FidelityEvalConfig
 from jaxlm.evals.limits import GateError, Limit, Limits
 from jaxlm.evals.loss import perplexity
 from jaxlm.models.base import EMBEDDING, Hidden, Inputs, LanguageModel, layer_tap, vocab_axis
+from jaxlm.models.distillation.layerwise import layer_streams
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.nano.model import NanoConfig
-from jaxlm.models.layerwise import layer_streams
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.observe.hooks import EvalHook, Generated, ScheduledEval
 from jaxlm.reading.decode import decode

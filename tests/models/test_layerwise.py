@@ -14,13 +14,13 @@ from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, LAYERS, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.attention.api import AttentionMask
 from jaxlm.models.base import EMBEDDING, Inputs, layer_tap, vocab_axis
+from jaxlm.models.distillation.layerwise import layer_errors as eager_errors
+from jaxlm.models.distillation.layerwise import layer_streams as eager_streams
 from jaxlm.models.families.dba import DbaConfig
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
-from jaxlm.models.layerwise import layer_errors as eager_errors
-from jaxlm.models.layerwise import layer_streams as eager_streams
 from jaxlm.models.stacks import layer_contexts
 from tests.objectives.test_next_token import a_batch
 

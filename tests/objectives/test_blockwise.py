@@ -15,7 +15,7 @@ from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.pace import Pace
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.stored_streams import Int8Array
+from jaxlm.models.distillation.stored_streams import Int8Array
 from jaxlm.objectives.block_progress import Autotune, BlockProgress, Convergence
 from jaxlm.objectives.blockwise import Blockwise
 from jaxlm.objectives.next_token import NextToken
@@ -357,7 +357,6 @@ def test_an_optimizer_that_starts_anew_for_each_block_is_not_carried():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"order": "sequential"}, "sequential given without convergence.max_steps"),
         ({"cache_dtype": "int8"}, "int8 given without cache: true"),
         ({"cache_dtype": "int8", "cache": True, "target": "mixing"}, "int8 given with target: mixing"),
         ({"convergence": Convergence(max_steps=1, min_steps=2)}, "less than min_steps"),
@@ -368,7 +367,9 @@ def test_keys_that_do_not_go_together_are_refused(keys, message):
         Blockwise(**keys)
 
 
-def test_a_phase_that_is_too_short_for_its_blocks_is_refused():
+def test_a_phase_that_is_too_short_for_its_blocks_or_does_not_say_how_long_they_are_is_refused():
+    with pytest.raises(ConfigError, match=r"sequential given without convergence\.max_steps"):
+        Blockwise(order="sequential").scheduled_steps(20, MODEL)
     objective = Blockwise(order="sequential", convergence=Convergence(max_steps=11))
     with pytest.raises(ConfigError, match="num_train_steps: 20 given, but 2 blocks train one after the other"):
         objective.scheduled_steps(20, MODEL)

@@ -26,7 +26,7 @@ from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.plan.refs.base import SanityConfig
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.session import gates
+from jaxlm.session.verification import gates
 from tests.session.test_init_from import Trainings
 
 LOGGED = re.compile(r"refs\.teacher: loss (\d+\.\d+) nats on (\d+) batches, at most (\d+\.\d+) allowed")

@@ -39,10 +39,10 @@ from jaxlm.reading.overrides import override
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.compilation.cache import enable_compilation_cache
 from jaxlm.session.exit_codes import command
-from jaxlm.session.gates import add_gate_option, evaluate_gates
 from jaxlm.session.generation_options import add_quantize_option
 from jaxlm.session.harness_tasks import add_task_options, check_task_options, evaluate_tasks
 from jaxlm.session.load_model import LoadedModel, checkpoint_parser, inference_form, open_model, parse_with_keys
+from jaxlm.session.verification.gates import add_gate_option, evaluate_gates
 
 _DATA = "data."
 _SEQ_LEN = "model.seq_len"

@@ -17,7 +17,7 @@ from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.gate import PairGateConfig, at_most
 from jaxlm.evals.limits import Limit
 from jaxlm.models.base import Inputs, LanguageModel
-from jaxlm.models.layerwise import layer_body, layer_streams
+from jaxlm.models.distillation.layerwise import layer_body, layer_streams
 from jaxlm.reading.choices import choice
 
 _ATTENTION, _LOGITS = "attention", "logits"

@@ -19,9 +19,9 @@ from jaxlm.core.pace import Pace
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
-from jaxlm.models.layerwise import Target, layer_body, layer_errors, layer_streams, unreached
+from jaxlm.models.distillation.layerwise import Target, layer_body, layer_errors, layer_streams, unreached
+from jaxlm.models.distillation.stored_streams import Int8Streams
 from jaxlm.models.stacks import path_before_splits
-from jaxlm.models.stored_streams import Int8Streams
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
 from jaxlm.objectives.block_progress import Autotune, BlockProgress, Convergence
 from jaxlm.reading.choices import choice
@@ -78,11 +78,6 @@ class Blockwise(ObjectiveConfig):
                 "objective.cache_dtype: int8 given with target: mixing, whose numbers are between 0 and 1. Use cache_dtype:"
                 " compute"
             )
-        if self.order == "sequential" and self.convergence.max_steps is None:
-            raise ConfigError(
-                "objective.order: sequential given without convergence.max_steps. Set it to the number of steps of each"
-                " block, which its learning-rate schedule spans"
-            )
         limits = (self.convergence.max_steps, self.convergence.min_steps)
         if limits[0] is not None and limits[0] < limits[1]:
             raise ConfigError(
@@ -109,7 +104,11 @@ class Blockwise(ObjectiveConfig):
         if self.order == "parallel":
             return None
         num_blocks, max_steps = model.Layers.size, self.convergence.max_steps
-        assert max_steps is not None
+        if max_steps is None:
+            raise ConfigError(
+                "objective.order: sequential given without convergence.max_steps. Set it to the number of steps of each"
+                " block, which its learning-rate schedule spans"
+            )
         if num_steps < num_blocks * max_steps:
             raise ConfigError(
                 f"num_train_steps: {num_steps} given, but {num_blocks} blocks train one after the other, each for up to"

@@ -2,7 +2,7 @@
 
 Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network" (arXiv:1503.02531), section 2: soft targets at
 a temperature, mixed with the loss on the true targets; reverse and generalized Jensen-Shannon divergences as in Agarwal
-et al. 2024 (arXiv:2306.13649), equation 1. Top k: `jaxlm.models.distillation`.
+et al. 2024 (arXiv:2306.13649), equation 1. Top k: `jaxlm.models.distillation.chunked`.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat, PositiveFrac
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import Hidden, Inputs, LanguageModel
-from jaxlm.models.distillation import TeacherStates, TeacherTopK, distillation_sums, top_k_of
-from jaxlm.models.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL
-from jaxlm.models.hidden_distance import hidden_distance, with_streams
+from jaxlm.models.distillation.chunked import TeacherStates, TeacherTopK, distillation_sums, top_k_of
+from jaxlm.models.distillation.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL
+from jaxlm.models.distillation.hidden_distance import hidden_distance, with_streams
 from jaxlm.objectives.base import AUXILIARY, TEACHER_LOSS, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
 from jaxlm.reading.choices import choice
 

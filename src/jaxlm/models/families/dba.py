@@ -79,8 +79,9 @@ class DbaConfig(PreNormConfig):
 
     @property
     def KeyHeads(self) -> Axis:
-        is_shared = self.num_key_heads is not None and self.num_key_heads != self.KVHeads.size
-        return Axis(KEY_HEADS, self.num_key_heads) if is_shared else self.KVHeads
+        if self.num_key_heads is None or self.num_key_heads == self.KVHeads.size:
+            return self.KVHeads
+        return Axis(KEY_HEADS, self.num_key_heads)
 
     @property
     def RotarySize(self) -> Axis:

@@ -14,7 +14,7 @@ from haliax import NamedArray
 from jaxlm.core.axes import EMBED
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.base import Hidden, Inputs, LanguageModel, layer_tap
-from jaxlm.models.layerwise import layer_body
+from jaxlm.models.distillation.layerwise import layer_body
 
 
 def with_streams(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, LAYERS, POSITION
-from jaxlm.models.layerwise import LayerStreams
+from jaxlm.models.distillation.layerwise import LayerStreams
 
 _LARGEST = 127
 _VECTORS = (LAYERS, BATCH, POSITION)

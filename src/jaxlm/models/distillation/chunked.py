@@ -2,7 +2,7 @@
 
 Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network" (arXiv:1503.02531), section 2: both
 distributions are softened by a temperature T, and the divergence is multiplied by T**2, so that the size of its gradient
-hardly depends on T. Divergences: `jaxlm.models.divergences`.
+hardly depends on T. Divergences: `jaxlm.models.distillation.divergences`.
 
 The teacher is known either by its hidden states and head (`TeacherStates`), so that its logits are computed chunk by
 chunk beside the student's, or by its top k tokens (`TeacherTopK`). The top k are compared as k + 1 outcomes: each of the
@@ -40,7 +40,7 @@ from jaxlm.models.chunked_loss import (
     masked_sums,
     target_logit,
 )
-from jaxlm.models.divergences import Divergence
+from jaxlm.models.distillation.divergences import Divergence
 from jaxlm.models.token_sharding import TokenSharding
 
 
