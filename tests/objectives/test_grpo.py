@@ -19,7 +19,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.core.values.batch_types import GroupBatch
 from jaxlm.core.values.sums import Largest, Sum
-from jaxlm.objectives.advantages import OfGroup, Overlong, Unscaled
+from jaxlm.objectives.advantages import NormalizeThenSum, OfGroup, Overlong, Unscaled
 from jaxlm.objectives.completions import ReferenceLogps
 from jaxlm.objectives.grpo import Grpo
 from jaxlm.objectives.other_policies import KL_ESTIMATORS, ImportanceSampling, KlInLoss, OfModel, OfRollout
@@ -79,6 +79,15 @@ def test_equal_rewards_have_no_advantage_although_their_mean_is_rounded():
     rewards = jnp.full((50, 3), 0.1) * jnp.arange(1, 51)[:, None]
     assert np.any(np.asarray(rewards) != np.asarray(jnp.mean(rewards, axis=-1, keepdims=True)))
     np.testing.assert_array_equal(OfGroup().of(rewards), 0)
+
+
+def test_equal_parts_have_no_advantage_although_their_mean_is_rounded():
+    """With a small eps, the rounding of a mean would be an advantage of about 1."""
+    values = jnp.full((50, 3), 0.1) * jnp.arange(1, 51)[:, None]
+    everywhere = jnp.ones(values.shape, bool)
+    normalized = NormalizeThenSum(eps=1e-12)
+    advantages = [normalized.of_batch(v[:, None], jnp.ones(1), e) for v, e in zip(values, everywhere, strict=True)]
+    np.testing.assert_array_equal(jnp.stack(advantages), 0)
 
 
 @pytest.fixture
