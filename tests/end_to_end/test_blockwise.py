@@ -25,7 +25,7 @@ phases:
 FORMS = {
     "live": "target: attention",
     "cached": "target: attention, cache: true",
-    "int8": "target: attention, cache: true, cache_dtype: int8",
+    "int8": "target: attention, cache: int8",
     "converged": "target: attention, convergence: {max_steps: 3}",
     "sequential": "target: residual, order: sequential, inputs: student, convergence: {max_steps: 6}",
 }

@@ -368,10 +368,7 @@ BLOCKWISE: dict[str, Entry] = {
     "objective.inputs": ShownIn(
         LAYERWISE + "test_a_layer_that_reads_its_own_models_streams_is_compared_with_the_teachers"
     ),
-    "objective.cache": Change(True, Program(gains=r"%arg\d+: tensor<1x16x2x16x64xbf16>")),
-    "objective.cache_dtype": Change(
-        "int8", Program(gains=r"%arg\d+: tensor<1x16x2x16x64xi8>"), also={"objective": {"cache": True}}
-    ),
+    "objective.cache": Change("int8", Program(gains=r"%arg\d+: tensor<1x16x2x16x64xi8>")),
     "objective.convergence": Section(),
     "objective.convergence.target": ShownIn(BLOCKS + "test_limits_of_steps_and_the_target"),
     "objective.convergence.max_steps": ShownIn(BLOCKS + "test_limits_of_steps_and_the_target"),

@@ -357,8 +357,7 @@ def test_an_optimizer_that_starts_anew_for_each_block_is_not_carried():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"cache_dtype": "int8"}, "int8 given without cache: true"),
-        ({"cache_dtype": "int8", "cache": True, "target": "mixing"}, "int8 given with target: mixing"),
+        ({"cache": "int8", "target": "mixing"}, "int8 given with target: mixing"),
         ({"convergence": Convergence(max_steps=1, min_steps=2)}, "less than min_steps"),
     ],
 )

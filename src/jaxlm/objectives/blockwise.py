@@ -50,9 +50,8 @@ class Blockwise(ObjectiveConfig):
         convergence: when a block is done.
         autotune: when the learning rate of a block is lowered.
         cache: ask the teacher once for every training sequence, and keep on disk what its layers read and computed. Later
-            epochs and runs read them instead of loading the teacher.
-        cache_dtype: `compute` stores them as they are. `int8` stores a scale for each token of each layer, and takes half or
-            a quarter of the space.
+            epochs and runs read them instead of loading the teacher. True stores them as they are; `int8` with a scale for
+            each token of each layer, in half or a quarter of the space.
     """
 
     head_in_fp8: ClassVar[bool] = False
@@ -64,19 +63,12 @@ class Blockwise(ObjectiveConfig):
     inputs: Literal["teacher", "student"] = "teacher"
     convergence: Convergence = field(default_factory=Convergence)
     autotune: Autotune = field(default_factory=Autotune)
-    cache: bool = False
-    cache_dtype: Literal["compute", "int8"] = "compute"
+    cache: bool | Literal["int8"] = False
 
     def __post_init__(self):
-        if self.cache_dtype != "compute" and not self.cache:
+        if self.cache == "int8" and self.target == "mixing":
             raise ConfigError(
-                f"objective.cache_dtype: {self.cache_dtype} given without cache: true, so that nothing is stored. Set both,"
-                " or none"
-            )
-        if self.cache_dtype == "int8" and self.target == "mixing":
-            raise ConfigError(
-                "objective.cache_dtype: int8 given with target: mixing, whose numbers are between 0 and 1. Use cache_dtype:"
-                " compute"
+                "objective.cache: int8 given with target: mixing, whose numbers are between 0 and 1. Set cache: true"
             )
         limits = (self.convergence.max_steps, self.convergence.min_steps)
         if limits[0] is not None and limits[0] < limits[1]:
@@ -90,7 +82,7 @@ class Blockwise(ObjectiveConfig):
 
     @property
     def annotation_key(self) -> Mapping[str, Any] | None:
-        return {"target": self.target, "dtype": self.cache_dtype} if self.cache else None
+        return {"target": self.target, "cache": self.cache} if self.cache else None
 
     @property
     def finished_metric(self) -> str:
@@ -145,7 +137,7 @@ class Blockwise(ObjectiveConfig):
         if batch.annotations is not None:
             return batch
         streams: Any = layer_streams(refs[self.teacher], _inputs(batch), self.target)
-        if self.cache_dtype == "int8":
+        if self.cache == "int8":
             streams = Int8Streams.of(streams)
         if self.cache:  # columns of examples
             streams = jax.tree.map(lambda leaf: leaf.rearrange((BATCH, ...)), streams, is_leaf=tree.is_named)
@@ -159,7 +151,7 @@ class Blockwise(ObjectiveConfig):
         self, model: LanguageModel, batch: TokenBatch, slot: BlockProgress, *, key: jax.Array | None
     ) -> tuple[dict[str, Sum], Metrics, BlockProgress]:
         """The loss term is the sum of the errors of all blocks that are measured. Only those that train have a gradient."""
-        streams = batch.annotations.floats() if self.cache_dtype == "int8" else batch.annotations
+        streams = batch.annotations.floats() if self.cache == "int8" else batch.annotations
         is_sequential = self.order == "sequential"
         errors = layer_errors(
             model,

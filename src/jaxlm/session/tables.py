@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxlm.core.atomic_io import atomic_file
+from jaxlm.core.bounded_read import read_bytes, read_text
 from jaxlm.core.errors import ConfigError, PeerError
 from jaxlm.core.precision import Precision
 from jaxlm.core.publish import Location, PublishError, child_of, location_of
@@ -262,12 +263,12 @@ def _copy(files: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(files.iterdir(), key=lambda path: path.name == ABOUT):
         with atomic_file(folder / path.name) as copy:
-            copy.write_bytes(path.read_bytes())
+            copy.write_bytes(read_bytes(path))
 
 
 def _read_about(folder: Path) -> Any:
     try:
-        return json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        return json.loads(read_text(folder / ABOUT))
     except (OSError, ValueError):
         return None
 
