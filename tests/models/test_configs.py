@@ -170,8 +170,7 @@ def test_llama_initialization():
         (Gpt2Config(num_layers=0), r"model\.num_layers: 0 given, an integer of 1 or more"),
         (
             Gpt2Config(activation_function="swish"),
-            r"model\.activation_function: 'swish' .* gelu, gelu_accurate, gelu_fast, gelu_new, quick_gelu, relu, relu2,"
-            r" sigmoid, silu",
+            r"model\.activation_function: 'swish' .* gelu, gelu_accurate, .*, relu, relu2, sigmoid, silu",
         ),
         (Gpt2Config(attn_pdrop=1.0), r"model\.attn_pdrop: 1\.0 given"),
         (LlamaConfig(rope=DefaultRotary(theta=0)), r"model\.rope\.theta: 0 given"),
