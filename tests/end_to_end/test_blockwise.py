@@ -114,8 +114,15 @@ def test_a_phase_ends_once_all_blocks_are_done(whole):
     assert len(losses) < 18
 
 
-@pytest.mark.parametrize("form", ["cached", "sequential"])
-@pytest.mark.parametrize("step", [5, 15])
+@pytest.mark.parametrize(
+    ("form", "step"),
+    [
+        ("sequential", 5),
+        ("cached", 15),
+        pytest.param("sequential", 15, marks=pytest.mark.soak),
+        pytest.param("cached", 5, marks=pytest.mark.soak),
+    ],
+)
 def test_a_killed_run_ends_as_if_it_had_not_been(whole, workplace, teacher, form, step):
     """The second phase does not read the cache of the first one."""
     losses, *_ = whole(form)
