@@ -12,8 +12,8 @@ class Pace(eqx.Module):
     Attributes:
         factors: float32 {layers} by the path of the parameter: the factor of the update of each layer. Where it is 0, the
             parameter and its optimizer state stay as they are, to the bit. Other parameters have the factor 1.
-        position: int32, number of updates since the optimizer, with its schedule, began anew; at 0 it begins anew. None: it
-            goes on.
+        position: int32, number of updates since the optimizer and its schedule were last reset; 0 resets them. None never
+            resets them.
     """
 
     factors: Mapping[str, jax.Array]

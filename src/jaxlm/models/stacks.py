@@ -292,6 +292,19 @@ class Body(abc.ABC):
         places = np.argsort([layer for layers in self.layer_numbers for layer in layers])
         return jax.tree.map(lambda leaf: taken_layers(leaf, places), _concatenated(by_stack), is_leaf=is_named)
 
+    def _part(self, number: int, segment: Segment, shared: "ForwardPass", given: Any) -> tuple["Stack", tuple]:
+        """The layers of a stack that are in the segment, and what each of them gets, {layers, ...}."""
+        layers = self.layer_numbers[number]
+        start, stop = (sum(one < end for one in layers) for end in (segment.start, segment.stop))
+        part, layers = self.stacks[number].between(start, stop), layers[start:stop]
+        return part, (
+            part.layers.stacked,
+            NamedArray(jnp.asarray(layers, jnp.int32), (part.Layers,)),
+            shared.cached(number, start, stop),
+            shared.layer_keys(layers, self.num_layers),
+            _layers_of(given, layers, self.num_layers),
+        )
+
     def _run(
         self,
         segment: Segment,
@@ -321,21 +334,7 @@ class Body(abc.ABC):
             return x, (new if shared.stores else None, aux)
 
         numbers = list(dict.fromkeys(number for number, _ in segment.turns))
-        parts, per_layer = [], []
-        for number in numbers:
-            layers = self.layer_numbers[number]
-            start, stop = (sum(one < end for one in layers) for end in (segment.start, segment.stop))
-            part = self.stacks[number].between(start, stop)
-            parts.append(part)
-            per_layer.append(
-                (
-                    part.layers.stacked,
-                    NamedArray(jnp.asarray(layers[start:stop], jnp.int32), (part.Layers,)),
-                    shared.cached(number, start, stop),
-                    shared.layer_keys(layers[start:stop], self.num_layers),
-                    _layers_of(given, layers[start:stop], self.num_layers),
-                )
-            )
+        parts, per_layer = zip(*(self._part(number, segment, shared, given) for number in numbers), strict=True)
         first = parts[0]
         # Prompts have any length, which the configured backend may not allow.
         backend = AUTO if shared.stores else first.attn_backend

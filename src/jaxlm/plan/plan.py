@@ -395,7 +395,8 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
         if objective.restarts_optimizer and optimizer.skip_bad_steps:
             raise ConfigError(
                 f"phases.{index}: optimizer.skip_bad_steps given, but the loss jumps where objective"
-                f" {choice_name(type(objective))} goes on to the next block, which is no bad step. Set skip_bad_steps: false"
+                f" {choice_name(type(objective))} goes on to the next block, and its first"
+                " steps would be skipped. Set skip_bad_steps: false"
             )
         phases.append(
             Phase(

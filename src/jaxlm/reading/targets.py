@@ -118,7 +118,7 @@ def entrypoint(source: ConfigSource, targets: Collection[str], wanted: str | Non
                 (ENTRYPOINTS, name),
                 f"'{name}' is a target already. Rename one of the two, or remove the entrypoint",
             )
-        _follow(source, name, aliases, targets)  # also those that nobody asks for: a mistake should not wait
+        _follow(source, name, aliases, targets)  # checks all of them, not only the selected one
     if wanted is None:
         return _follow(source, DEFAULT, aliases, targets) if DEFAULT in aliases else None
     if wanted in targets:

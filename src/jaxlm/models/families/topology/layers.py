@@ -189,7 +189,7 @@ class LayerNormNode(LayerNode):
 
     Attributes:
         epsilon: added to the variance, for numerical stability.
-        weight: multiply by a weight. Without it, there is no bias either.
+        weight: multiply by a weight. False also leaves out the bias.
         bias: add a bias.
     """
 

@@ -233,7 +233,7 @@ class _Divided:
     """Nodes that run one after the other.
 
     Attributes:
-        leading: the items, as long as there is no attention.
+        leading: the items before the first attention.
         layers: the items by layer of the body, once there is.
     """
 
