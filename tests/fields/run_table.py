@@ -347,7 +347,7 @@ DISTILL: dict[str, Entry] = {
     "objective.temperature": Change(3.0, Constant(3.0)),
     "objective.weight": Change(0.3, Constant(0.3, alone=True)),
     "objective.top_k": Change(5, Program(gains=r"tensor<\d+x\d+x5xi32>")),
-    "objective.hidden": Change(0.3, Constant(0.3)),
+    "objective.hidden": Change(0.3, Constant(0.3), also={"model": {"hidden_dim": 64}}),  # as wide as its teacher
     "objective.cache": Change(True, Program(gains=r"%arg\d+: tensor<1x16x16x5xi32>"), also=TOP_K),
     "objective.teacher_loss": Change(True, Program(gains=r"metrics\['train/teacher_loss'\]")),
     "refs.teacher.path": ShownIn(REFERENCES + "test_a_teacher_is_loaded_in_its_own_dtype_sharded_like_parameters"),
