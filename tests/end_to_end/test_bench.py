@@ -1,6 +1,7 @@
 """`python -m jaxlm bench`: a configuration's speed and memory, as a table and as one JSON line."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from jaxlm.commands.bench import main
 from jaxlm.core.devices import peak_flops
 from jaxlm.hardware.aot_devices import CUDA_PLUGINS, is_installed
 
+TEACHER = Path(__file__).parent.parent / "fields/teacher"
 KEYS = {"tokens_per_second", "mfu", "step_seconds", "compile_seconds", "peak_bytes", "kernels"}
 
 
@@ -61,6 +63,24 @@ def test_forecast_with_simulated_devices(workplace):
         assert one["collectives"]["all-gather"][1] > 0
         assert (one["optimizer_seconds"] is None) == ("simulated" in one["compiled_for"])
         assert one["sampling"] is None
+
+
+@pytest.mark.slow
+def test_both_phases_of_upcycling_are_forecast_without_weights(workplace):
+    """Of the teacher there is a config.json alone, which the student's first model is read from, too."""
+    place = workplace(1)
+    sizes = ["--vars.teacher", str(TEACHER), "--vars.sem_dim", "16", "--vars.geo_dim", "16", "--vars.seq_len", "16"]
+    done = place.finish(
+        "--config_path", "jaxlm:upcycle/dba.yaml", *sizes, "--topology", "h100-1", module="jaxlm.commands.bench"
+    )
+    blocks, whole = map(json.loads, done.out.splitlines()[-2:])
+    assert (blocks["phase"], whole["phase"]) == ("blocks", "all_weights")
+    assert blocks["tokens_per_step"] == whole["tokens_per_step"] == 16 * 16
+    content = json.loads((TEACHER / "config.json").read_text())
+    head = content["vocab_size"] * content["hidden_size"]
+    assert whole["flops_per_token"] - blocks["flops_per_token"] > 8 * head, "of two heads, one of them with gradients"
+    assert 0 < blocks["mfu"] < 0.8
+    assert blocks["argument_bytes"] < whole["argument_bytes"]
 
 
 @pytest.mark.slow
