@@ -26,7 +26,8 @@ def operand(x, weight):
 def dot(x: NamedArray, weight: Weight, axis: AxisSelection, fp8: Fp8 | None = None) -> NamedArray:
     """The product of x and a weight over `axis`, in the dtype of `operand`. Args: fp8: how it is quantized in training."""
     if isinstance(weight, StoredWeight):
-        return weight.dot(x, axis)
+        # The backward pass reads the stored form again. Otherwise the loop over layers would save the floats of all of them.
+        return jax.checkpoint(lambda x, weight: weight.dot(x, axis))(x, weight)
     x = operand(x, weight)
     if fp8 is None or not multiplies_in_fp8():
         return hax.dot(x, weight, axis=axis)
