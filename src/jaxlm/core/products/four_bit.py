@@ -75,7 +75,9 @@ class FourBitWeight(StoredWeight):
         pair = (high, low) if self.first_in_high_bits else (low, high)
         codes = _of_groups(jnp.stack(pair, axis=-1), self.stacked, self.Matrix)
         scales = by_element(self.scales(), self.block_size, self.Matrix)
-        return NamedArray((_looked_up(self.table, codes) * scales).astype(dtype), self.axes)
+        # Not a tree of selections: XLA for CPUs would make arrays of its constants, which live as long as the loop.
+        values = jnp.asarray(self.table).at[codes].get(mode="promise_in_bounds")
+        return NamedArray((values * scales).astype(dtype), self.axes)
 
     def arranged(self, order: tuple[str, ...]) -> StoredArray:
         raise AssertionError("only linear layers have weights in four bits: no kernel slices them")
@@ -166,11 +168,3 @@ def nearest(values: jax.Array, table: np.ndarray) -> jax.Array:
     if len(bounds) < 16:
         return sum((values > bound).astype(jnp.uint8) for bound in bounds)  # pyright: ignore[reportReturnType]
     return jnp.searchsorted(jnp.asarray(bounds), values, side="left").astype(jnp.uint8)
-
-
-def _looked_up(table: np.ndarray, codes: jax.Array) -> jax.Array:
-    """The entry for each code, as a tree of selections: a gather from a table is slow on CPUs and TPUs."""
-    if len(table) == 1:
-        return jnp.asarray(table[0])
-    half = len(table) // 2
-    return jnp.where((codes & half) != 0, _looked_up(table[half:], codes), _looked_up(table[:half], codes))
