@@ -150,10 +150,12 @@ def test_adapters_train_on_a_base_that_keeps_its_bits():
     # With the values that the codes stand for, a run with floats takes the same steps.
     floats = TinyRun(one_device(), phase(model=MODEL, surgeries=QLORA[1:], trainable=ADAPTERS), model=MODEL)
     is_stored = lambda node: isinstance(node, StoredWeight)  # noqa: E731
-    stands_for = lambda model: jax.tree.map(
-        lambda n: n.floats(jnp.float32) if is_stored(n) else n, model, is_leaf=is_stored
-    )  # noqa: E731, E501
-    model = jax.jit(stands_for)(before)
+
+    @jax.jit
+    def stands_for(model):
+        return jax.tree.map(lambda n: n.floats(jnp.float32) if is_stored(n) else n, model, is_leaf=is_stored)
+
+    model = stands_for(before)
     floats.state = jax.tree.map(
         jnp.asarray,
         jax.tree.unflatten(

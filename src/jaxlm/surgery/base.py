@@ -171,6 +171,15 @@ def merge_surgeries(model: LanguageModel, surgeries: Sequence[SurgeryConfig]) ->
     return model
 
 
+def stored_form(model: LanguageModel, surgeries: Sequence[SurgeryConfig]) -> LanguageModel:
+    """A model with the numbers that the first of these surgeries leave of it: those that change single arrays (`on_read`)."""
+    for surgery in surgeries:
+        if surgery.on_read(model) is None:
+            break
+        model = surgery.merge(surgery.apply(model, key=jax.random.key(0)))
+    return model
+
+
 def export_form(model: LanguageModel, surgeries: Sequence[SurgeryConfig]) -> LanguageModel:
     """A trained model as exports write it: with merged surgeries, except for what the files of transformers have of them."""
     if not surgeries:
