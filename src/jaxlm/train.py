@@ -328,12 +328,14 @@ def _entry(
     plan, log = run.plan, run.console.log
     refs = {name: load_reference(plan, name, log) for name in phase.surgery_references}
     check_sanity(plan, phase, refs, data.reopened, log)
+    weights, num_applied = init_from.load_weights(plan, log) if state is None else (None, 0)
     return enter_phase(
         plan.state_builder,
         phase,
         plan.layout,
         state,
-        init_from.load_weights(plan, log) if state is None else None,
+        weights,
+        num_applied=num_applied,
         refs=refs,
         open_batches=data.reopened,
         log=log,

@@ -264,6 +264,11 @@ LORA: dict[str, Entry] = {
     ),
     "surgery.from_peft": ShownIn("tests/surgery/test_peft.py::test_a_run_starts_from_peft_adapters_bit_for_bit"),
 }
+QUANTIZE: dict[str, Entry] = {
+    "surgery.kind": Change("int8", Shapes({r"^model.*q_proj\.weight\.values$": (2, 4, 8, 32)})),
+    "surgery.modules": Change("mlp", Shapes({r"^model.*q_proj\.weight\.codes$": None})),
+    "surgery.double_quant": Change(False, Shapes({r"^model.*q_proj\.weight\.absmax\.values$": (2, 16)})),
+}
 INTERPOLATE: dict[str, Entry] = {
     "surgery.ref": Change("other", Refused(r"uses the model 'other', but the section only has: teacher")),
     "surgery.weight": ShownIn("tests/engine/test_entry.py::test_weights_move_towards_a_reference"),
@@ -498,6 +503,7 @@ TABLE: Table = {
         "trainer.train_batch_size.1.value": Change(48, Value(lambda plan: plan.batches.train.at(25).size, 48)),
     },
     "lora": LORA,
+    "quantize": QUANTIZE,
     "split_at": SPLIT_AT,
     "drop_layers": DROP_LAYERS,
     "decouple": DECOUPLE,

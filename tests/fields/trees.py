@@ -178,6 +178,7 @@ BASES: dict[str, Tree] = {
         "refs": {"teacher": {"type": "hf", "path": TEACHER}},
     },
     "lora": tree(phases=[{"name": "p", "surgery": [{"type": "lora", "rank": 2, "target": "attn|mlp"}]}]),
+    "quantize": tree(phases=[{"name": "p", "surgery": [{"type": "quantize"}], "trainable": ["norm"]}]),
     "split_at": merged(
         tree(phases=[{"name": "p", "surgery": [{"type": "split_at", "layer": 1}]}]), {"model": {"num_layers": 3}}
     ),

@@ -8,8 +8,10 @@ jaxlm convert caramba manifest.yml --target quick --output quick.yaml
 """
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +36,9 @@ from jaxlm.reading.overrides import Arguments
 from jaxlm.session.exit_codes import command
 from jaxlm.session.export import export_model, logged_evaluation, model_card
 from jaxlm.session.generation_options import add_adapter_option
-from jaxlm.session.inference_model import InferenceModel, load
-from jaxlm.session.load_model import LoadedModel, add_checkpoint_options, open_model
-from jaxlm.surgery.base import export_form, merge_surgeries
+from jaxlm.session.inference_model import InferenceModel
+from jaxlm.session.load_model import LoadedModel, add_checkpoint_options, open_model, with_adapter
+from jaxlm.surgery.base import export_form, merge_surgeries, stored_form
 from jaxlm.surgery.lora import round_adapters, save_peft, saved_modules
 
 _TO_NANOCHAT = "to-nanochat"
@@ -173,7 +175,12 @@ def _verify_adapters(folder: Path, base: str, opened: LoadedModel, model: Langua
     """
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if tree.is_inexact(x) else x, model)
     merged = merge_surgeries(exact, opened.surgeries)
-    trained, read = InferenceModel(opened, merged), load(base, adapter=str(folder), keys={"trainer.mp": "f32"})
+    before = open_model(base, {"trainer.mp": "f32"})
+    as_stored = jax.jit(functools.partial(stored_form, surgeries=opened.surgeries))
+    adapted = with_adapter(replace(before, load=lambda: as_stored(before.load())), str(folder))
+    with adapted.plan.layout.use():
+        read = InferenceModel(adapted, adapted.for_inference())
+    trained = InferenceModel(opened, merged)
     size = min(merged.Vocab.size, read.model.Vocab.size)
     length = min(merged.Pos.size, read.model.Pos.size, _NUM_COMPARED)
     ids = np.random.default_rng(0).integers(0, size, length).tolist()

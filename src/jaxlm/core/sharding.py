@@ -21,7 +21,7 @@ from haliax.partitioning import ResourceMapping
 from jax.custom_derivatives import linear_call
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlm.core.axes import VOCAB, axis_names
+from jaxlm.core.axes import BATCH, POSITION, VOCAB, axis_names
 from jaxlm.core.tracing import trace_options
 
 T = TypeVar("T")
@@ -83,11 +83,12 @@ class Layout:
     def compute_sharding(self, axes: tuple[hax.Axis, ...]) -> NamedSharding:
         """Sharding of a parameter in use, an activation or a batch column with these axes.
 
-        A vocabulary that its mesh axes do not divide is replicated. The loss pads it and shards it (`TokenSharding`).
+        A vocabulary that its mesh axes do not divide is replicated. The loss pads it and shards it (`TokenSharding`). So are
+        the scales of a stored weight with fewer blocks than devices. The plan has checked all other axes.
         """
         spec = spec_of(axes, self.compute)
         entries = (
-            None if axis.name == VOCAB and not self._divides(axis, entry) else entry
+            entry if axis.name in (BATCH, POSITION) or self._divides(axis, entry) else None
             for axis, entry in zip(axes, spec, strict=True)
         )
         return NamedSharding(self.mesh, PartitionSpec(*entries))

@@ -94,9 +94,20 @@ class Padded(eqx.Module):
         """Path of a leaf in the module -> how many of its elements are not parameters."""
 
 
+class Packed(eqx.Module):
+    """A module whose arrays stand for one parameter array, in another number of elements."""
+
+    @abc.abstractmethod
+    def num_parameters(self) -> int:
+        """Number of elements of the array that it stands for."""
+
+
 def sizes(tree: Any) -> dict[str, int]:
-    """Path -> number of elements of every floating-point leaf, without padding."""
-    counts = {path: raw(leaf).size for path, leaf in leaves(tree) if is_inexact(leaf)}
+    """Path -> number of elements of every floating-point leaf, without padding, and of every `Packed` module."""
+    whole = {path: module for path, module in modules_by_path(tree, Packed) if jax.tree.leaves(module)}
+    inside = tuple(f"{path}." for path in whole)
+    counts = {path: raw(leaf).size for path, leaf in leaves(tree) if is_inexact(leaf) and not path.startswith(inside)}
+    counts |= {path: module.num_parameters() for path, module in whole.items()}
     for module, padded in modules_by_path(tree, Padded):
         for name, padding in padded.padding().items():
             path = f"{module}.{name}".lstrip(".")

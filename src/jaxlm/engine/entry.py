@@ -72,11 +72,13 @@ class Before(eqx.Module):
         model: at the end of the previous phase; for the first phase, the initial model.
         skipped: int32, updates skipped in the run so far.
         carried: None if the optimizer starts anew.
+        num_applied: number of the phase's surgeries that the model has been through already, when it was read.
     """
 
     model: LanguageModel
     skipped: jax.Array | int = 0
     carried: Carried | None = None
+    num_applied: int = eqx.field(static=True, default=0)
 
     @staticmethod
     def of(state: RunState, phase: Phase) -> "Before":
@@ -101,7 +103,7 @@ class PhaseEntry:
 
     def state(self, before: Before, given: Given | None = None) -> RunState:
         """The state at the start of the phase. Args: given: None leaves out values that need more than the model."""
-        phase, model = self.phase, self.model(before.model, given)
+        phase, model = self.phase, self.model(before.model, given, first=before.num_applied)
         trainable, _ = phase.split(model)
         slot = phase.objective.init_slot(self.precision.cast_to_compute(trainable))
         slots = {} if slot is None else {OBJECTIVE_SLOT: slot}
@@ -119,9 +121,11 @@ class PhaseEntry:
         )
         return state if before.carried is None else self._with_carried(state, before.carried, given)
 
-    def model(self, model: LanguageModel, given: Given | None = None, *, until: int | None = None) -> LanguageModel:
-        """The model after the phase's surgeries, or after the first `until` of them."""
-        for number in range(len(self.phase.surgeries) if until is None else until):
+    def model(
+        self, model: LanguageModel, given: Given | None = None, *, first: int = 0, until: int | None = None
+    ) -> LanguageModel:
+        """The model after the phase's surgeries. Args: first, until: only those with numbers in this range."""
+        for number in range(first, len(self.phase.surgeries) if until is None else until):
             model = self.after_surgery(model, number, given)
         return self.precision.cast_to_params(model)
 
@@ -323,6 +327,7 @@ def enter_phase(
     previous: RunState | None,
     weights: LanguageModel | None = None,
     *,
+    num_applied: int = 0,
     refs: Mapping[str, LanguageModel] | None = None,
     open_batches: OpenBatches | None = None,
     log: Callable[[str], None] | None = None,
@@ -334,6 +339,7 @@ def enter_phase(
     Args:
         previous: the state at the end of the previous phase; None builds the model from the run's seed.
         weights: the model to start the first phase with, instead of one built from the seed.
+        num_applied: number of the phase's surgeries that `weights` have been through.
         refs: the references that the surgeries read, by name.
         open_batches: opens the batches of the phase's data at its first step; without them, surgeries are not calibrated and
             keep the values that they have without.
@@ -348,13 +354,13 @@ def enter_phase(
         before = Before.of(previous, phase)
     elif weights is not None or open_batches is not None:
         initial = lambda: place_state(state_builder.initial_model, state_builder.abstract_initial_model, layout)  # noqa: E731
-        before = Before(initial() if weights is None else weights, jnp.zeros((), jnp.int32))
+        before = Before(initial() if weights is None else weights, jnp.zeros((), jnp.int32), None, num_applied)
     else:
         make = lambda leaves, refs: state_builder.initial_state(phase, Given(leaves, refs))  # noqa: E731
         return build_state(make, abstract, layout, leaves, kept=(refs,))
     sums: Sequence[Any] = ()
     if open_batches is not None:
-        sums = _calibrated(entry, before.model, layout, Given(leaves, refs), open_batches, log)
+        sums = _calibrated(entry, before, layout, Given(leaves, refs), open_batches, log)
     make_state = lambda before, leaves, refs, sums: entry.state(before, Given(leaves, refs, sums))  # noqa: E731
     build = build_state(make_state, abstract, layout, before, leaves, kept=(refs, sums))
 
@@ -377,17 +383,18 @@ def _delete(arrays: Any) -> None:
 
 def _calibrated(
     entry: PhaseEntry,
-    model: LanguageModel,
+    before: Before,
     layout: Layout,
     given: Given,
     open_batches: OpenBatches,
     log: Callable[[str], None] | None,
 ) -> tuple[Any, ...]:
     """`Given.sums`: each surgery is calibrated on the model that those in front of it have made."""
-    sums: list[Any] = []
-    for number, surgery in enumerate(entry.phase.surgeries):
-        so_far = functools.partial(entry.model, until=number)
-        changed = jax.jit(so_far)(model, replace(given, sums=tuple(sums))) if number else model
+    model, first = before.model, before.num_applied
+    sums: list[Any] = [None] * first
+    for number, surgery in enumerate(entry.phase.surgeries[first:], first):
+        so_far = functools.partial(entry.model, first=first, until=number)
+        changed = jax.jit(so_far)(model, replace(given, sums=tuple(sums))) if number > first else model
         sums.append(calibrate(surgery, changed, entry.precision, layout, open_batches))
         decided = None if sums[-1] is None else surgery.describe(changed, sums[-1])
         if decided is not None and log is not None:

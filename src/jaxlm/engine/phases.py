@@ -74,15 +74,18 @@ class Phase:
         return tuple(dict.fromkeys(name for surgery in self.surgeries for name in surgery.references))
 
     def mask(self, model: LanguageModel) -> Any:
-        """A tree that is True at every trainable leaf. Raises `ConfigError` if one of them is part of a stored weight."""
-        mask = tree.select(model, self.trainable)
-        for path, selected in tree.modules_by_path(mask, StoredWeight):
-            if any(jax.tree.leaves(selected)):
-                raise ConfigError(
-                    f"phase '{self.name}': trainable matches {path}, which is stored as {type(selected).__name__} and cannot"
-                    " be trained. Train a model with floating-point weights, or change trainable to leave this one out"
-                )
-        return mask
+        """A tree that is True at every trainable leaf. Raises `ConfigError` for a pattern that matches a stored weight."""
+        for path, weight in tree.modules_by_path(model, StoredWeight):
+            names = [path, *(f"{path}.{name}" for name, _ in tree.leaves(weight))]
+            for pattern in self.trainable:
+                if any(map(tree.compile_pattern(pattern).search, names)):
+                    raise ConfigError(
+                        f"phase '{self.name}': trainable: '{pattern}' matches {path}, which is stored as {weight.form} and"
+                        " cannot be trained: an update is smaller than the distance between two numbers of that form. Train"
+                        " adapters on it (surgery lora, trainable: ['\\\\.[ab]$']), or leave it out of trainable or of the"
+                        " surgery quantize"
+                    )
+        return tree.select(model, self.trainable)
 
     def split(self, model: LanguageModel) -> tuple[Any, Any]:
         """(trainable, frozen): two copies of the tree; each has None where the other has the leaf."""

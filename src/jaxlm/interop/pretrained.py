@@ -50,5 +50,5 @@ def load_pretrained(
 ) -> LanguageModel:
     """Loads the weights of a folder or file. Arguments and errors as of `jaxlm.interop.hf.folder.load_model`."""
     if not options.rules and (file := model_file(path)) is not None:
-        return load_nanochat(file, abstract, config, layout)
+        return load_nanochat(file, abstract, config, layout, options.changes)
     return load_model(path, abstract, config, layout, options)

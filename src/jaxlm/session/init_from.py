@@ -3,14 +3,22 @@
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.imports import haliax as hax
+
+import jax
+from haliax import NamedArray
+
+from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import from_main, main_first, main_only
+from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import is_url
+from jaxlm.core.tree import is_named
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.engine.checkpoint.integrity import DamagedError
 from jaxlm.engine.checkpoint.manifest import CheckpointName, Cursor, History
@@ -25,9 +33,10 @@ from jaxlm.engine.checkpoint.restore import (
 from jaxlm.engine.checkpoint.resume import restore_state
 from jaxlm.engine.checkpoint.store import Checkpoint
 from jaxlm.engine.phases import Phase
-from jaxlm.engine.state import RunState, place_state
+from jaxlm.engine.state import RunState, place_state, shardings
 from jaxlm.interop.hf.folder import ReadOptions
 from jaxlm.interop.hf.hub import local_folder
+from jaxlm.interop.hf.load import Change
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.interop.pretrained import load_pretrained, open_pretrained
 from jaxlm.interop.vocabulary import grow_vocabulary
@@ -98,8 +107,12 @@ class InitFrom:
         partial = plan.config.trainer.allow_partial_checkpoint
         return restore_state(self.state, plan.state_builder, phase, plan.layout, log, allow_partial=partial)
 
-    def load_weights(self, plan: Plan, log: Log) -> LanguageModel | None:
-        """Loads the model to start the first phase with; None for random weights. Call it inside `plan.layout.use()`."""
+    def load_weights(self, plan: Plan, log: Log) -> tuple[LanguageModel | None, int]:
+        """Loads the model to start the first phase with; None for random weights. Call it inside `plan.layout.use()`.
+
+        Returns:
+            The model, and the number of surgeries of the first phase that it has been through.
+        """
         if self.weights is None:
             return _load_hf_weights(plan, log)
         log(
@@ -108,7 +121,7 @@ class InitFrom:
         partial = plan.config.trainer.allow_partial_checkpoint
         abstract = plan.state_builder.abstract_initial_model
         fresh = (lambda: place_state(plan.state_builder.initial_model, abstract, plan.layout)) if partial else None
-        return restore(self.weights, abstract, plan.layout, prefix="model", fresh=fresh, log=log, cast=True)
+        return restore(self.weights, abstract, plan.layout, prefix="model", fresh=fresh, log=log, cast=True), 0
 
 
 def starts_at_random(config: RunConfig, tokenizer: Any) -> bool:
@@ -124,22 +137,58 @@ def starts_at_random(config: RunConfig, tokenizer: Any) -> bool:
     return checkpoint is None or trainer.allow_partial_checkpoint
 
 
-def _load_hf_weights(plan: Plan, log: Log) -> LanguageModel | None:
-    """The configured Hugging Face weights, or None."""
+def _load_hf_weights(plan: Plan, log: Log) -> tuple[LanguageModel | None, int]:
+    """The configured Hugging Face weights, or None, and the number of surgeries that have been done on them."""
     name = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
     if name is None:
-        return None
+        return None, 0
     path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=True))
     log(f"weights: {path}")
     abstract = plan.state_builder.abstract_initial_model
     config, added = plan.config, plan.data[0].added_tokens
     options = ReadOptions(config.hf_weight_names, config.hf_skip_keys, log=log)
     if not added:
-        return load_pretrained(path, abstract, plan.model, plan.layout, options)
+        changes, num_applied = _changes_on_read(plan)
+        options = replace(options, changes=changes)
+        return load_pretrained(path, abstract, plan.model, plan.layout, options), num_applied
     smaller = plan.state_builder.with_vocabulary(abstract.Vocab.size - len(added)).abstract_initial_model
     model = load_pretrained(path, smaller, plan.model, plan.layout, options)
     log(f"the {len(added)} rows for data.added_tokens are the mean of the {smaller.Vocab.size:,} others")
-    return grow_vocabulary(model, abstract, plan.layout)
+    return grow_vocabulary(model, abstract, plan.layout), 0
+
+
+def _changes_on_read(plan: Plan) -> tuple[dict[str, Change], int]:
+    """What the first surgeries of the first phase make of parameters when they are read, and the number of surgeries."""
+    model, changes, number = plan.state_builder.abstract_initial_model, {}, 0
+    for surgery in plan.phases[0].surgeries:
+        if (of_surgery := surgery.on_read(model)) is None:
+            break
+        changes |= {path: _ChangeOnRead(change, plan.layout) for path, change in of_surgery.items()}
+        model = jax.eval_shape(functools.partial(surgery.apply, key=jax.random.key(0)), model)
+        number += 1
+    return changes, number
+
+
+@dataclass(frozen=True)
+class _ChangeOnRead:
+    """Changes the layers of a parameter one by one, and joins them."""
+
+    change: Callable[[NamedArray], Any]
+    layout: Layout
+
+    def __call__(self, layers: Iterator[NamedArray]) -> Any:
+        first = next(layers)
+        placed = jax.jit(self.change, out_shardings=shardings(jax.eval_shape(self.change, first), self.layout))
+        changed = [placed(first)]
+        del first
+        changed += map(placed, layers)
+        if len(changed) == 1:
+            return changed[0]
+
+        def joined(*parts: Any) -> Any:
+            return jax.tree.map(lambda *arrays: hax.concatenate(LAYERS, arrays), *parts, is_leaf=is_named)
+
+        return place_state(joined, jax.eval_shape(joined, *changed), self.layout, *changed)
 
 
 def import_notes(plan: Plan) -> list[str]:

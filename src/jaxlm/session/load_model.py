@@ -323,8 +323,15 @@ def open_model(
     """
     open_named = _open_hf_model if _is_hugging_face(name) else _open_checkpoint
     opened = open_named(name, keys, weights, also, devices, spelling)
-    if adapter is None:
-        return opened
+    return opened if adapter is None else with_adapter(opened, adapter, spelling)
+
+
+def with_adapter(opened: LoadedModel, adapter: str, spelling: Spelling = OPTIONS) -> LoadedModel:
+    """A model with the adapters of a PEFT folder.
+
+    Raises:
+        ConfigError: the model contains this adapter already, which `load` may find.
+    """
     config, layout, folder = opened.model, opened.plan.layout, Path(adapter)
     lora, merged_adapter, option = lora_for_inference(folder, config), MergedAdapter.of_folder(folder), spelling.adapter
     twice = ConfigError(

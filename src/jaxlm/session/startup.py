@@ -52,6 +52,7 @@ from jaxlm.session.init_from import InitFrom
 from jaxlm.session.references import asked_in, flops_per_token
 from jaxlm.session.resume_checks import effect_of_fact
 from jaxlm.surgery.fp8 import describe_products
+from jaxlm.surgery.quantize import describe_stored
 
 LAST_EXPORTED = "config.json"
 """The file that makes an export complete."""
@@ -89,6 +90,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         ("layers", _layers(plan)),
         *[(f"phase {phase.name}", describe_phase(phase)) for phase in plan.phases],
         *[(f"products of {name}", text) for name, text in fp8_products(plan).items()],
+        *[(f"weights of {name}", text) for name, text in _stored_weights(plan).items()],
         *[(f"reference {name}", f"{ref.path} in {ref.dtype}") for name, ref in plan.config.refs.items()],
         ("starts from", _configured_start(plan) if start is None else start),
         *[(f"data of {p.name}", describe_data(plan.config, d)) for p, d in zip(plan.phases, plan.data, strict=True)],
@@ -225,6 +227,12 @@ def fp8_products(plan: Plan) -> dict[str, str]:
     }
     emulated = "" if has_fp8_products(plan.layout.device) else "; emulated, because this device has no fp8 products"
     return {name: f"{text}{emulated}" for name, text in described.items() if text is not None}
+
+
+def _stored_weights(plan: Plan) -> dict[str, str]:
+    """Phase -> what its stored weights need."""
+    texts = {phase.name: describe_stored(plan.state_builder.abstract_state(phase).model) for phase in plan.phases}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def _fp8_products(phase: Phase, model: LanguageModel) -> str | None:

@@ -1,13 +1,14 @@
 """The surgery interface: changes a model at the start of a phase."""
 
 import abc
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import draccus
 import jax
 import numpy as np
+from haliax import NamedArray
 
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.models.base import LanguageModel, ModelConfig
@@ -27,6 +28,17 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         Raises:
             ConfigError: the surgery applies to no part of the model.
         """
+
+    def on_read(self, model: LanguageModel) -> Mapping[str, Callable[[NamedArray], Any]] | None:
+        """What `apply` makes of single arrays, as path -> change, if it changes nothing else; None if it does.
+
+        A run that starts with the weights in a folder then changes each array when it has read it, one layer at a time, and
+        never holds the whole model as it was before.
+
+        Args:
+            model: shapes and dtypes of the model before the surgery.
+        """
+        return None
 
     def changed(self, config: ModelConfig) -> ModelConfig:
         """The config of the model after the surgery. Args: config: of the model before it.
@@ -156,6 +168,15 @@ def merge_surgeries(model: LanguageModel, surgeries: Sequence[SurgeryConfig]) ->
     """Merges surgeries that were applied in this order, the last one first."""
     for surgery in reversed(surgeries):
         model = surgery.merge(model)
+    return model
+
+
+def stored_form(model: LanguageModel, surgeries: Sequence[SurgeryConfig]) -> LanguageModel:
+    """A model with the numbers that the first of these surgeries leave of it: those that change single arrays (`on_read`)."""
+    for surgery in surgeries:
+        if surgery.on_read(model) is None:
+            break
+        model = surgery.merge(surgery.apply(model, key=jax.random.key(0)))
     return model
 
 

@@ -5,6 +5,7 @@ A weight in another form than a floating-point array is a `StoredWeight`, which 
 `Fp8` multiplies in fp8 in training, although its weight is stored as always.
 """
 
+import functools
 from typing import Any
 
 from jaxlm.core.imports import haliax as hax
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxlm.core.products.fp8 import Fp8, fp8_product, multiplies_in_fp8
 from jaxlm.core.products.stored_weights import StoredArray, StoredWeight, Weight
+from jaxlm.core.tracing import CustomVjp
 
 
 def operand(x, weight):
@@ -26,7 +28,7 @@ def operand(x, weight):
 def dot(x: NamedArray, weight: Weight, axis: AxisSelection, fp8: Fp8 | None = None) -> NamedArray:
     """The product of x and a weight over `axis`, in the dtype of `operand`. Args: fp8: how it is quantized in training."""
     if isinstance(weight, StoredWeight):
-        return weight.dot(x, axis)
+        return _stored_product(x, weight, axis if isinstance(axis, str | Axis) else tuple(axis), x.axes, x.dtype)
     x = operand(x, weight)
     if fp8 is None or not multiplies_in_fp8():
         return hax.dot(x, weight, axis=axis)
@@ -35,6 +37,33 @@ def dot(x: NamedArray, weight: Weight, axis: AxisSelection, fp8: Fp8 | None = No
     rows, outputs = (tuple(a for a in array.axes if a.name not in inputs) for array in (x, weight))
     x_RI, w_OI = (array.rearrange((*axes, *inputs)).array for array, axes in ((x, rows), (weight, outputs)))
     return NamedArray(fp8_product(x_RI, w_OI, len(inputs), fp8), (*rows, *outputs))
+
+
+@functools.partial(CustomVjp, nondiff_argnums=(2, 3, 4))
+def _stored_product(x: NamedArray, weight: StoredWeight, axis: AxisSelection, axes: Any, dtype: Any) -> NamedArray:
+    """The product with a stored weight. The backward pass saves the stored form, and makes its floats again.
+
+    Otherwise the loop over layers would save the floats of all of them, whatever a remat policy says.
+
+    Args:
+        axes, dtype: of x.
+    """
+    return weight.dot(x, axis)
+
+
+def _stored_forward(x, weight, axis, axes, dtype):
+    return weight.dot(x, axis), weight
+
+
+def _stored_backward(axis, axes, dtype, weight, d_out):
+    # Without a loop, XLA would merge this with the forward pass, and keep the floats in between.
+    weight, d_out = jax.lax.optimization_barrier((weight, d_out))
+    x = NamedArray(jax.ShapeDtypeStruct([axis.size for axis in axes], dtype), axes)  # pyright: ignore[reportArgumentType]
+    (d_x,) = jax.linear_transpose(lambda x: weight.dot(x, axis), x)(d_out)
+    return d_x, None
+
+
+_stored_product.defvjp(_stored_forward, _stored_backward)
 
 
 def einsum(subscripts: str, x: jax.Array, weight: jax.Array | StoredArray, dtype=None) -> jax.Array:

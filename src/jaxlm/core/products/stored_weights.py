@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, AxisSelection, AxisSpec, NamedArray
 
+from jaxlm.core import tree
 from jaxlm.core.axes import axes_of
 
 _INT8_MAX = 127.0  # symmetric: -128 is not used
@@ -32,8 +33,13 @@ class StoredArray(eqx.Module):
         """`einsum(subscripts, x, self, dtype)`."""
 
 
-class StoredWeight(eqx.Module):
-    """A weight that is not a floating-point array. Precision casts leave it unchanged, and it cannot be trained."""
+class StoredWeight(tree.Packed):
+    """A weight that is not an array of the run's dtypes. Precision casts leave it unchanged, and it cannot be trained."""
+
+    @property
+    @abc.abstractmethod
+    def form(self) -> str:
+        """How it is stored, in a word."""
 
     @property
     @abc.abstractmethod
@@ -73,6 +79,9 @@ class StoredWeight(eqx.Module):
         """Number of elements of the weight."""
         return math.prod(axis.size for axis in self.axes)
 
+    def num_parameters(self) -> int:
+        return self.size
+
 
 Weight = NamedArray | StoredWeight
 
@@ -106,6 +115,10 @@ class Int8Weight(StoredWeight):
     def of(weight: NamedArray, In: AxisSpec) -> "Int8Weight":
         """Quantizes a weight whose products sum over `In`."""
         return Int8Weight(*quantize(weight, In))
+
+    @property
+    def form(self) -> str:
+        return "int8"
 
     @property
     def axes(self) -> tuple[Axis, ...]:

@@ -17,7 +17,7 @@ from jaxlm.core.runtime import is_main_process
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.classifier import SCORE, classifier_keys, classifier_tensors, is_classifier, is_reward_model
 from jaxlm.interop.hf.family import Family, Json, config_from_json, config_to_json, family_of_config, family_of_json
-from jaxlm.interop.hf.load import differing_head, load_weights
+from jaxlm.interop.hf.load import Change, differing_head, load_weights
 from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors
 from jaxlm.interop.hf.tensor_writer import TensorWriter
 from jaxlm.interop.json_object import read_json_object
@@ -52,12 +52,14 @@ class ReadOptions:
         skip_keys: keys of config.json to read as if they were not there.
         skipped_by: the key of the configuration that names them, for messages.
         log: gets the notes about config.json when the weights are loaded.
+        changes: path of a parameter -> what is made of it when it has been read.
     """
 
     rules: Mapping[str, str] = field(default_factory=dict)
     skip_keys: Sequence[str] = ()
     skipped_by: str = "hf_skip_keys"
     log: Callable[[str], None] = _ignore
+    changes: Mapping[str, Change] = field(default_factory=dict)
 
 
 AS_THEY_ARE = ReadOptions()
@@ -115,6 +117,7 @@ def load_model(
         prefix=family.prefix,
         unused=(*family.unused, *unused),
         vocab_size=vocab_size,
+        changes=options.changes,
     )
 
 

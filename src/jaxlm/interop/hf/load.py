@@ -5,7 +5,7 @@ A host reads only the shards of its own devices, one shard of one parameter at a
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import haliax as hax
@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxlm.core import tree
+from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.tensor_files import TensorSource
@@ -25,6 +26,8 @@ _ROWS_AT_ONCE = 4096
 _MAX_LISTED = 40
 View = Callable[[tuple[int, ...]], np.ndarray]
 """Indices of the stacked axes -> the parameter's part of that tensor."""
+Change = Callable[[Iterator[hax.NamedArray]], Any]
+"""What is made of a parameter, given its layers one by one (each with an axis `layers` of size 1), or all of it."""
 
 
 def load_weights(
@@ -37,6 +40,7 @@ def load_weights(
     prefix: str = "",
     unused: Sequence[str] = (),
     vocab_size: int | None = None,
+    changes: Mapping[str, Change] | None = None,
 ) -> LanguageModel:
     """Loads a model with the shapes and dtypes of `abstract`, sharded by the layout's parameter mapping.
 
@@ -47,6 +51,7 @@ def load_weights(
         prefix: prefix of names in the table, which the source may omit from all of its names.
         unused: regular expressions for tensors that are not parameters.
         vocab_size: number of rows of the embedding according to the source's configuration; None if it has none.
+        changes: path of a leaf -> what is made of it.
 
     Raises:
         ConfigError: lists all tensors that are missing, unexpected, or have another shape.
@@ -69,7 +74,20 @@ def load_weights(
             theirs = source.view(tensor.numbered(numbers).removeprefix(omitted))
             return tensor.read(theirs, number, sizes, tensor.own_axes(leaf))
 
-        return hax.NamedArray(_load_sharded(leaf, tensor.stacked, view, layout), leaf.axes)
+        def whole(leaf: Any, view: View = view) -> hax.NamedArray:
+            return hax.NamedArray(_load_sharded(leaf, tensor.stacked, view, layout), leaf.axes)
+
+        if changes is None or path not in changes:
+            return whole(leaf)
+        if LAYERS not in tensor.stacked:
+            return changes[path](iter([whole(leaf)]))
+        at = tensor.stacked.index(LAYERS)
+
+        def layer(first: int) -> hax.NamedArray:
+            return whole(one, lambda numbers: view((*numbers[:at], numbers[at] + first, *numbers[at + 1 :])))
+
+        one = jax.eval_shape(lambda leaf: leaf[LAYERS, 0:1], leaf)
+        return changes[path](map(layer, range(leaf.axis_size(LAYERS))))
 
     return tree.map_leaves(load, abstract)
 

@@ -18,7 +18,7 @@ from jaxlm.core.install import install_command
 from jaxlm.core.publish import check_unused, publish_folder
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.sharding import Layout
-from jaxlm.interop.hf.load import load_weights
+from jaxlm.interop.hf.load import Change, load_weights
 from jaxlm.interop.hf.shared_weights import BLOCK, HEADS
 from jaxlm.interop.hf.tensor_writer import TensorWriter
 from jaxlm.interop.hf.weights import Tensor, single
@@ -122,10 +122,19 @@ def _lookup_of(model_config: Mapping[str, Any], meta: Path) -> LookupConfig | No
     )
 
 
-def load_nanochat(file: Path, abstract: LanguageModel, config: ModelConfig, layout: Layout) -> LanguageModel:
+def load_nanochat(
+    file: Path,
+    abstract: LanguageModel,
+    config: ModelConfig,
+    layout: Layout,
+    changes: Mapping[str, Change] | None = None,
+) -> LanguageModel:
     """Loads the weights of a file into a model with the shapes and dtypes of `abstract`, sharded by `layout`.
 
     The rows that pad the vocabulary in the file are not read: no token stands for them.
+
+    Args:
+        changes: path of a leaf -> what is made of it.
 
     Raises:
         ConfigError: the weights do not fit the model; lists all tensors that are missing or do not fit.
@@ -136,7 +145,7 @@ def load_nanochat(file: Path, abstract: LanguageModel, config: ModelConfig, layo
             " use_hf_model_config: true"
         )
     check_vocabulary(file, abstract.Vocab.size)
-    return load_weights(abstract, weight_table(config), _tensors_of(file), layout, where=str(file))
+    return load_weights(abstract, weight_table(config), _tensors_of(file), layout, where=str(file), changes=changes)
 
 
 def check_vocabulary(file: Path, num_tokens: int) -> None:

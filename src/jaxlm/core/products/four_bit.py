@@ -1,0 +1,170 @@
+"""Weights in four bits: codes in blocks of consecutive elements, each block with a scale.
+
+Blocks follow the flattened order of (outputs, inputs), which is how PyTorch stores the weight of a linear layer. So codes and
+scales can be those of other programs, number by number.
+"""
+
+import abc
+import math
+from collections.abc import Sequence
+
+from jaxlm.core.imports import haliax as hax
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, AxisSelection, AxisSpec, NamedArray
+
+from jaxlm.core.axes import BLOCKS, PACKED, axes_of
+from jaxlm.core.products.stored_weights import StoredArray, StoredWeight
+
+
+class FourBitWeight(StoredWeight):
+    """A weight of codes from 0 to 15, two in a byte. A code stands for an entry of `table` times the scale of its block.
+
+    Where the last axis has a whole number of bytes or blocks, codes and scales keep the axes of the weight, of which the
+    last one is shorter. So they are sharded as the weight is. Otherwise they are flat, and every device has all of them.
+
+    Attributes:
+        codes: uint8 {layers, *Out, *In}, the last axis half as long; or {layers, packed}. `layers` stands for the axes that
+            stack matrices, if there are any.
+        Matrix: the axes of one matrix, (*Out, *In).
+    """
+
+    codes: eqx.AbstractVar[NamedArray]
+    Matrix: eqx.AbstractVar[tuple[Axis, ...]]
+
+    @property
+    @abc.abstractmethod
+    def table(self) -> np.ndarray:
+        """float32 [16], what the codes stand for."""
+
+    @property
+    @abc.abstractmethod
+    def first_in_high_bits(self) -> bool:
+        """Whether the first code of a byte is in its high bits."""
+
+    @property
+    @abc.abstractmethod
+    def block_size(self) -> int:
+        """Number of consecutive elements that share a scale."""
+
+    @abc.abstractmethod
+    def scales(self) -> NamedArray:
+        """float32 {layers, *blocks}, the scale of each block (`blocks_of`)."""
+
+    @abc.abstractmethod
+    def with_matrix(self, Matrix: tuple[Axis, ...]) -> "FourBitWeight":
+        """The same weight with other axes, whose flattened order is the same."""
+
+    @property
+    def stacked(self) -> tuple[Axis, ...]:
+        """The axes that stack matrices."""
+        return self.codes.axes[: len(self.codes.axes) - len(bytes_of(self.Matrix))]
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return (*self.stacked, *self.Matrix)
+
+    def dot(self, x: NamedArray, axis: AxisSelection) -> NamedArray:
+        return hax.dot(x, self.floats(x.dtype), axis=axis)
+
+    def floats(self, dtype) -> NamedArray:
+        high, low = self.codes.array >> 4, self.codes.array & 0xF
+        pair = (high, low) if self.first_in_high_bits else (low, high)
+        codes = _of_groups(jnp.stack(pair, axis=-1), self.stacked, self.Matrix)
+        scales = by_element(self.scales(), self.block_size, self.Matrix)
+        # Not a tree of selections: XLA for CPUs would make arrays of its constants, which live as long as the loop.
+        values = jnp.asarray(self.table).at[codes].get(mode="promise_in_bounds")
+        return NamedArray((values * scales).astype(dtype), self.axes)
+
+    def arranged(self, order: tuple[str, ...]) -> StoredArray:
+        raise AssertionError("only linear layers have weights in four bits: no kernel slices them")
+
+    def flatten_axes(self, old: AxisSpec, new: str) -> "FourBitWeight":
+        axes = axes_of(old)
+        at, size = self.Matrix.index(axes[0]), math.prod(axis.size for axis in axes)
+        assert self.Matrix[at : at + len(axes)] == axes, "only neighboring axes of a matrix are flattened"
+        return self.with_matrix((*self.Matrix[:at], Axis(new, size), *self.Matrix[at + len(axes) :]))
+
+    def unflatten_axis(self, old: str, new: AxisSpec) -> "FourBitWeight":
+        at = self.Matrix.index(self.resolve_axis(old))
+        return self.with_matrix((*self.Matrix[:at], *axes_of(new), *self.Matrix[at + 1 :]))
+
+
+def bytes_of(matrix: Sequence[Axis]) -> tuple[Axis, ...]:
+    """The axes of the bytes of a matrix."""
+    return _groups(matrix, 2, PACKED)
+
+
+def blocks_of(matrix: Sequence[Axis], size: int) -> tuple[Axis, ...]:
+    """The axes of the blocks of a matrix. Args: size: number of elements of a block."""
+    return _groups(matrix, size, BLOCKS)
+
+
+def _groups(matrix: Sequence[Axis], size: int, flat: str) -> tuple[Axis, ...]:
+    *outer, last = matrix
+    if last.size % size == 0:
+        return (*outer, last.resize(last.size // size))
+    return (Axis(flat, -(-math.prod(axis.size for axis in matrix) // size)),)
+
+
+def in_shape_of(array: NamedArray, stacked: Sequence[Axis], axes: Sequence[Axis]) -> NamedArray:
+    """The numbers of a stack of arrays in the same order, with other axes."""
+    axes = (*stacked, *axes)
+    return NamedArray(array.array.reshape([axis.size for axis in axes]), axes)
+
+
+def as_matrices(weight: NamedArray, In: AxisSpec, Out: AxisSpec) -> tuple[NamedArray, int]:
+    """A weight in float32 {layers, *Out, *In}, and the number of axes that stack its matrices."""
+    matrix = (*axes_of(Out), *axes_of(In))
+    stacked = tuple(axis for axis in weight.axes if axis not in matrix)
+    return weight.rearrange((*stacked, *matrix)).astype(jnp.float32), len(stacked)
+
+
+def block_maxima(weight: NamedArray, num_stacked: int, size: int) -> NamedArray:
+    """The largest absolute value of each block, {layers, *blocks}. Args: weight: {layers, *Out, *In}."""
+    stacked, matrix = weight.axes[:num_stacked], weight.axes[num_stacked:]
+    axes = (*stacked, *blocks_of(matrix, size))
+    return NamedArray(jnp.max(jnp.abs(_in_groups(weight, axes, size)), axis=-1), axes)
+
+
+def by_element(scales: NamedArray, size: int, matrix: Sequence[Axis]) -> jax.Array:
+    """The scale of each element, [*layers, *matrix]. Args: scales: {layers, *blocks}. size: number of elements of a block."""
+    stacked = scales.axes[: len(scales.axes) - len(blocks_of(matrix, size))]
+    return _of_groups(jnp.broadcast_to(scales.array[..., None], (*scales.array.shape, size)), stacked, matrix)
+
+
+def packed(codes: NamedArray, num_stacked: int, *, first_in_high_bits: bool) -> NamedArray:
+    """Codes from 0 to 15 {layers, *Out, *In} as `FourBitWeight.codes`."""
+    axes = (*codes.axes[:num_stacked], *bytes_of(codes.axes[num_stacked:]))
+    pairs = _in_groups(codes, axes, 2)
+    first, second = pairs[..., 0], pairs[..., 1]
+    high, low = (first, second) if first_in_high_bits else (second, first)
+    return NamedArray((high << 4) | low, axes)
+
+
+def _in_groups(array: NamedArray, axes: Sequence[Axis], size: int) -> jax.Array:
+    """Elements {layers, *matrix} in groups [*axes, size], the last one filled up with zeros."""
+    shape, values = [*(axis.size for axis in axes), size], array.array
+    if values.size != math.prod(shape):
+        flat = values.reshape(*shape[:-2], -1)
+        values = jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % size)])
+    return values.reshape(shape)
+
+
+def _of_groups(groups: jax.Array, stacked: Sequence[Axis], matrix: Sequence[Axis]) -> jax.Array:
+    """The inverse of `_in_groups`."""
+    shape, num = [axis.size for axis in (*stacked, *matrix)], math.prod(axis.size for axis in matrix)
+    if groups.size != math.prod(shape):
+        groups = groups.reshape(*shape[: len(stacked)], -1)[..., :num]
+    return groups.reshape(shape)
+
+
+def nearest(values: jax.Array, table: np.ndarray) -> jax.Array:
+    """uint8, the index of the entry of an ascending table that is closest to each value; of two, the first one."""
+    bounds = (table[:-1] + table[1:]) / np.float32(2)
+    if len(bounds) < 16:
+        return sum((values > bound).astype(jnp.uint8) for bound in bounds)  # pyright: ignore[reportReturnType]
+    return jnp.searchsorted(jnp.asarray(bounds), values, side="left").astype(jnp.uint8)

@@ -1,0 +1,237 @@
+"""The surgery quantize: which layers it stores, that they never train, memory, meshes, and QLoRA on top of it."""
+
+import re
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.precision import parse_precision
+from jaxlm.core.products.stored_weights import StoredWeight
+from jaxlm.engine.entry import Before, StateBuilder
+from jaxlm.engine.step import make_train_step
+from jaxlm.engine.sync import FlagSync
+from jaxlm.models.base import vocab_axis
+from jaxlm.models.families.flax import FlaxConfig
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.families.mixtral import MixtralConfig
+from jaxlm.surgery.base import merge_surgeries
+from jaxlm.surgery.lora import LoraConfig
+from jaxlm.surgery.lora_linear import LoraLinear
+from jaxlm.surgery.quantize import QuantizeConfig, describe_stored
+from jaxlm.surgery.split_at import SplitAtConfig
+from tests.engine.helpers import F32, VOCAB, TinyRun, arrays, batch, layout, one_device, phase
+
+KEY = jax.random.key(0)
+MODEL = LlamaConfig(seq_len=16, hidden_dim=128, intermediate_dim=256, num_layers=3, num_heads=4, num_kv_heads=2)
+ADAPTERS = (r"\.[ab]$",)
+QLORA = (QuantizeConfig(), LoraConfig(target="attn|mlp", rank=4))
+EXPERTS = MixtralConfig(
+    seq_len=16, hidden_dim=32, intermediate_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, num_experts=4
+)
+
+
+def shapes(config=MODEL):
+    return jax.eval_shape(lambda: config.build(vocab_axis(VOCAB), key=KEY))
+
+
+def applied(*surgeries, config=MODEL):
+    def make(model):
+        for surgery in surgeries:
+            model = surgery.apply(model, key=KEY)
+        return model
+
+    return jax.eval_shape(make, shapes(config))
+
+
+def stored(model):
+    return {path.removesuffix(".weight"): weight for path, weight in tree.modules_by_path(model, StoredWeight)}
+
+
+def short(paths):
+    return {path.removeprefix("body.layers.stacked.") for path in paths}
+
+
+LINEAR = {f"attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+
+
+@pytest.mark.parametrize(
+    ("surgery", "config", "expected"),
+    [
+        (QuantizeConfig(), MODEL, LINEAR),
+        (QuantizeConfig(kind="nvfp4", modules="attn"), MODEL, {name for name in LINEAR if "attn" in name}),
+        (QuantizeConfig(kind="int8", modules="head|q_proj"), MODEL, {"head", "attn.q_proj"}),
+        (QuantizeConfig(kind="bfloat16"), EXPERTS, LINEAR),
+    ],
+    ids=["all", "modules", "head", "experts"],
+)
+def test_the_layers_that_are_stored(surgery, config, expected):
+    model = applied(surgery, config=config)
+    assert {path.replace("experts.", "mlp.") for path in short(stored(model))} == expected
+    assert {weight.form for weight in stored(model).values()} == {surgery.kind}
+    floats = {leaf.dtype.name for path, leaf in tree.leaves(model) if not re.search(r"proj|head", path)}
+    assert floats == {"float32"}
+    assert tree.num_parameters(model) == tree.num_parameters(shapes(config))
+    assert describe_stored(model).startswith(
+        f"{sum(w.size for w in stored(model).values()):,} parameters in {surgery.kind}"
+    )
+
+
+REFUSED = {
+    "nothing matches": (
+        QuantizeConfig(modules="nothing"),
+        MODEL,
+        r"modules: 'nothing' matches no linear layer\. Closest",
+    ),
+    "the head": (QuantizeConfig(modules="head"), MODEL, r"kind: nf4 given, but head is the head.*kind: int8"),
+    "experts": (
+        QuantizeConfig(kind="nvfp4"),
+        EXPERTS,
+        r"kind: nvfp4 given, but .*gate_proj has the weights of experts.*int8",
+    ),
+    "scales": (
+        QuantizeConfig(kind="int8", double_quant=False),
+        MODEL,
+        r"double_quant: false given, but the scales of kind: int8",
+    ),
+    "flax": (
+        QuantizeConfig(),
+        FlaxConfig(seq_len=16, factory="examples.nnx_model:make", kwargs={"width": 32, "depth": 1}),
+        r"the model has no linear layers of jaxlm",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name):
+    surgery, config, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=f"surgery quantize: {message}"):
+        applied(surgery, config=config)
+
+
+def test_layers_that_are_stored_already_are_refused():
+    with pytest.raises(ConfigError, match=r"q_proj is already stored as nf4 by an earlier surgery"):
+        applied(QuantizeConfig(), QuantizeConfig(kind="int8", modules="q_proj"))
+    both = stored(applied(QuantizeConfig(modules="mlp"), QuantizeConfig(kind="int8", modules="attn|head")))
+    assert {weight.form for weight in both.values()} == {"nf4", "int8"}
+    with pytest.raises(ConfigError, match=r"init: pissa given, but it changes the weight of .*q_proj"):
+        applied(QuantizeConfig(), LoraConfig(rank=2, target="q_proj", init="pissa"))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "float16"])
+@pytest.mark.parametrize("pattern", [".*", r"q_proj\.base\.weight$", "mlp"])
+def test_a_pattern_that_would_train_a_stored_weight_is_refused(kind, pattern):
+    own = phase(model=MODEL, surgeries=(QuantizeConfig(kind=kind), QLORA[1]), trainable=(*ADAPTERS, pattern))
+    message = (
+        rf"phase 'train': trainable: '{re.escape(pattern)}' matches .* stored as {kind} and cannot be trained: .*lora"
+    )
+    with pytest.raises(ConfigError, match=message):
+        StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (own,)).abstract_state(own)
+
+
+def qlora(where, **changes):
+    return TinyRun(where, phase(model=MODEL, surgeries=QLORA, trainable=ADAPTERS, **changes), model=MODEL)
+
+
+def test_adapters_train_on_a_base_that_keeps_its_bits():
+    run = qlora(one_device())
+    before = jax.tree.map(np.asarray, run.state.model)
+    losses = [run.step(arrays(step))["train/loss"] for step in range(4)]
+    assert losses[-1] < losses[0]
+    after = dict(tree.leaves(run.state.model))
+    for path, leaf in tree.leaves(before):
+        same = np.array_equal(tree.raw(leaf), tree.raw(after[path]))
+        assert same != bool(re.search(ADAPTERS[0], path)), path
+    assert not [path for path, _ in tree.leaves(run.state.opt_state) if "base" in path or "norm" in path]
+    # With the values that the codes stand for, a run with floats takes the same steps.
+    floats = TinyRun(one_device(), phase(model=MODEL, surgeries=QLORA[1:], trainable=ADAPTERS), model=MODEL)
+    is_stored = lambda node: isinstance(node, StoredWeight)  # noqa: E731
+
+    @jax.jit
+    def stands_for(model):
+        return jax.tree.map(lambda n: n.floats(jnp.float32) if is_stored(n) else n, model, is_leaf=is_stored)
+
+    model = stands_for(before)
+    floats.state = jax.tree.map(
+        jnp.asarray,
+        jax.tree.unflatten(
+            jax.tree.structure(floats.state),
+            [
+                *jax.tree.leaves((floats.state.step, floats.state.key, model, floats.state.opt_state)),
+                *jax.tree.leaves((floats.state.guard, floats.state.slots)),
+            ],
+        ),
+    )
+    np.testing.assert_allclose([floats.step(arrays(step))["train/loss"] for step in range(4)], losses, rtol=1e-5)
+    merged = jax.eval_shape(lambda: merge_surgeries(run.state.model, QLORA))
+    assert tree.leaves(merged)[0][1].dtype == jnp.float32
+    assert jax.tree.structure(merged) == jax.tree.structure(shapes())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "mesh"), [("nf4", {}), ("nvfp4", {"model": 2})], ids=["fsdp 8", "tp 2 x fsdp 4"])
+def test_eight_devices_take_the_steps_of_one(kind, mesh):
+    own = phase(model=MODEL, surgeries=(QuantizeConfig(kind=kind), QLORA[1]), trainable=ADAPTERS)
+    one, eight = (TinyRun(where, own, model=MODEL) for where in (one_device(), layout(**mesh)))
+    losses = [[run.step(arrays(step))["train/loss"] for step in range(3)] for run in (one, eight)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    weights = [stored(run.state.model) for run in (one, eight)]
+    for path, weight in weights[1].items():
+        sharding = weight.codes.array.sharding
+        assert sharding.shard_shape(weight.codes.array.shape) != weight.codes.array.shape, path
+        np.testing.assert_array_equal(weights[0][path].codes.array, weight.codes.array, err_msg=path)
+
+
+def test_only_one_layer_exists_in_floating_point():
+    """The step of eight layers needs less memory than the floats of three of them."""
+    sizes = {"hidden_dim": 256, "intermediate_dim": 1024, "num_layers": 8, "num_heads": 4, "scan_layers": True}
+    sizes["gradient_checkpointing"] = False
+    config, lora = LlamaConfig(seq_len=16, **sizes), LoraConfig(target="attn|mlp", rank=2)
+    own = phase(model=config, surgeries=(QuantizeConfig(), lora), trainable=ADAPTERS)
+    builder = StateBuilder(config, vocab_axis(VOCAB), 0, F32, (own,))
+    abstract, where = builder.abstract_state(own), one_device()
+    step = make_train_step(own, where, F32, abstract)
+    with where.use():
+        lowered = step.lower(abstract, {}, batch(arrays(0, rows=2), where), FlagSync.unset(where))
+        memory = lowered.compile().memory_analysis()
+    one_layer = 4 * (4 * 256 * 256 + 3 * 256 * 1024)
+    assert memory.temp_size_in_bytes < 3 * one_layer
+
+
+def test_dora_eva_and_stacks_on_stored_weights():
+    dora = applied(QuantizeConfig(), LoraConfig(target="q_proj", rank=2, use_dora=True))
+    assert dict(tree.modules_by_path(dora, LoraLinear))["body.layers.stacked.attn.q_proj"].magnitude is not None
+    lower = stored(applied(SplitAtConfig(layer=2), QuantizeConfig(modules=r"body\.0\.")))
+    assert {path.split(".")[1] for path in lower} == {"0"}
+    assert {weight.axis_size("layers") for weight in lower.values()} == {2}
+    split_after = stored(applied(QuantizeConfig(), SplitAtConfig(layer=1)))
+    assert {weight.axis_size("layers") for weight in split_after.values()} == {1, 2}
+
+
+def test_an_entry_continues_after_the_surgeries_that_were_done_when_the_weights_were_read():
+    own = phase(model=MODEL, surgeries=QLORA, trainable=ADAPTERS)
+    builder = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (own,))
+    changes = QLORA[0].on_read(builder.abstract_initial_model)
+
+    @jax.jit
+    def entered():
+        whole = builder.initial_model()
+        read = tree.map_leaves(lambda path, leaf: changes[path](leaf) if path in changes else leaf, whole)
+        entry = builder.entry(own)
+        return entry.state(Before(whole)), entry.state(Before(read, num_applied=1))
+
+    jax.tree.map(np.testing.assert_array_equal, *entered())
+
+
+def test_half_storage_does_not_need_loss_scaling_and_float16_parameters_are_still_refused():
+    with pytest.raises(ConfigError, match="stores parameters in float16"):
+        parse_precision("p=float16,c=float32")
+    quantized = lambda: QuantizeConfig(kind="float16").apply(MODEL.build(vocab_axis(VOCAB), key=KEY), key=KEY)  # noqa: E731
+    model = jax.eval_shape(lambda: parse_precision("p=f32,c=bfloat16").cast_to_compute(quantized()))
+    assert {weight.values.dtype.name for weight in stored(model).values()} == {"float16"}
+    assert isinstance(model.tokens.weight, hax.NamedArray)
+    assert model.tokens.weight.dtype == jnp.bfloat16
