@@ -33,6 +33,8 @@ COMMON: dict[str, Entry] = {
     "model.pad_vocab_to_multiple_of": Change(80, Program(gains=r"stablehlo\.pad.*tensor<80x32x\w+>", alone=False)),
 }
 WINDOW = Change(5, Constant(5))
+BIDIRECTIONAL = Change(True, Refused("next_token predicts each token from those before it, but with"))
+WINDOWED = Change(True, Refused("given together with use_bidirectional_attention"))
 SCALED_ROPE = Change({"type": "linear", "theta": 77.0, "factor": 2.0}, frequencies(77.0, 2.0))
 EXPERTS: dict[str, Entry] = {
     "model.num_experts": Change(8, Shapes({r"^model.*router": (2, 8, 32)})),
@@ -93,6 +95,7 @@ LLAMA: dict[str, Entry] = {
     "model.hybrid_norm": Change(True, Shapes({r"^model.*mlp_post_norm\.weight": (2, 32)})),
     "model.input_embedding_norm": Change(True, Shapes({r"^model\.embed_norm\.weight": (32,)})),
     "model.use_layer_norm_weight": Change(False, Shapes({r"^model.*attn_norm\.weight": None})),
+    "model.use_bidirectional_attention": BIDIRECTIONAL,
 }
 
 FLAX: dict[str, Entry] = {
@@ -360,7 +363,7 @@ TABLE: Table = {
         **PATTERN,
         "model.sliding_window_pattern": Change(1, Program(loses="dense<512>")),
         "model.local_rope": SCALED_ROPE,
-        "model.use_bidirectional_attention": Change(True, Constant(-3.40282347e38, alone=True)),
+        "model.use_bidirectional_attention": BIDIRECTIONAL,
     },
     "gpt_neox": {
         "model.use_parallel_residual": Change(False, Program(gains=r"stablehlo.add")),
@@ -440,8 +443,12 @@ TABLE: Table = {
         "model.attention_bias": NO_BIAS,
     },
     "phi3": {"model.sliding_window": WINDOW, "model.rope": SCALED_ROPE},
-    "qwen2": LATE_WINDOW,
-    "qwen3": {**LATE_WINDOW, "model.attention_bias": LLAMA["model.attention_bias"]},
+    "qwen2": {**LATE_WINDOW, "model.use_bidirectional_attention": WINDOWED},
+    "qwen3": {
+        **LATE_WINDOW,
+        "model.use_bidirectional_attention": WINDOWED,
+        "model.attention_bias": LLAMA["model.attention_bias"],
+    },
     "qwen2_moe": {
         "model.sliding_window": WINDOW,
         "model.rope": SCALED_ROPE,

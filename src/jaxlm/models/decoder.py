@@ -39,12 +39,6 @@ from jaxlm.models.norms import Norm, RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import parse_remat
 from jaxlm.models.stacks import Block, Body, LayerKind, Stack, Stacks, numbers_by_stack, shortest_period, switch_lengths
 
-_BIDIRECTIONAL = (
-    "model.use_bidirectional_attention: the logits of a token depend on the tokens after it, so the loss of next tokens does"
-    " not measure how well they are predicted"
-)
-
-
 class DecoderBlock(eqx.Module):
     """x + attention(x), then x + mlp(x), with optional norms before and after each of the two.
 
@@ -129,6 +123,10 @@ class TransformerConfig(ModelConfig):
     input_embedding_norm: bool = False
     use_layer_norm_weight: bool = True
     use_bidirectional_attention: bool = False
+
+    @property
+    def is_causal(self) -> bool:
+        return not self.use_bidirectional_attention
 
     @property
     def Embed(self) -> Axis:
@@ -245,7 +243,7 @@ class TransformerConfig(ModelConfig):
             attention_dim=self.num_heads * (self.KeySize.size + self.HeadSize.size) // 2,
             seq_len=self.seq_len,
             windows=[kind.window for kind in self.kinds],
-            causal=not self.use_bidirectional_attention,
+            causal=self.is_causal,
         )
 
 
@@ -319,7 +317,7 @@ class Decoder(LanguageModel):
         norm = rms_norm(config) if config.input_embedding_norm else None
         options = {"logit_soft_cap": logit_soft_cap, "vocab_multiple": config.vocab_multiple}
         options |= {"reads_beyond": True, "adds_noise": True, "switch_lengths": switch_lengths(config.kinds)}
-        options |= {"notes": (_BIDIRECTIONAL,) if config.use_bidirectional_attention else ()}
+        options |= {"is_causal": config.is_causal}
         return Decoder(tokens, body, head, config, embed_scale, norm, final_scale, **options)
 
     @property
@@ -363,7 +361,7 @@ def renumbered(layers: Collection[int], kept: Sequence[int]) -> tuple[int, ...]:
 
 
 def projections(config: DecoderConfig, keys: jax.Array, *, qkv_bias: bool, out_bias: bool) -> dict:
-    """Initializes the linear layers of `SelfAttention`, by field name. Takes four keys."""
+    """Initializes the linear layers of `SelfAttention`, by field name, and says whether it is causal. Takes four keys."""
     std, Embed, HeadSize = config.initializer_range, config.Embed, config.HeadSize
     heads = {"q_proj": config.Heads, "k_proj": config.KVHeads, "v_proj": config.KVHeads}
     layers = {
@@ -371,7 +369,7 @@ def projections(config: DecoderConfig, keys: jax.Array, *, qkv_bias: bool, out_b
         for (name, axis), key in zip(heads.items(), keys[:3], strict=True)
     }
     out = Linear.init((config.Heads, HeadSize), Embed, std=std, key=keys[3], use_bias=out_bias)
-    return {**layers, "o_proj": out}
+    return {**layers, "o_proj": out, "causal": config.is_causal}
 
 
 def gated_mlp(

@@ -18,8 +18,12 @@ class LlamaConfig(UniformConfig, BiasedConfig):
         input_embedding_norm: apply a norm to the token embeddings before the first layer. Such a model cannot be exported
             either.
         use_layer_norm_weight: norms multiply by a weight. A model without norm weights cannot be exported either.
+        use_bidirectional_attention: tokens attend to later ones too, for masked and diffusion language models. Such a model
+            does not generate token by token. In config.json it is `is_causal: false`, which transformers reads from version 5
+            on.
     """
 
     hybrid_norm: bool = False
     input_embedding_norm: bool = False
     use_layer_norm_weight: bool = True
+    use_bidirectional_attention: bool = False

@@ -23,6 +23,9 @@ class Qwen3Config(LateWindowConfig):
 
     Attributes:
         attention_bias: add biases to the query, key, value and output projections.
+        use_bidirectional_attention: tokens attend to later ones too, for masked and diffusion language models. Such a model
+            does not generate token by token. In config.json it is `is_causal: false`, which transformers reads from version 5
+            on.
     """
 
     seq_len: PositiveInt = 4096
@@ -36,6 +39,7 @@ class Qwen3Config(LateWindowConfig):
     tie_word_embeddings: bool = True
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
     attention_bias: bool = False
+    use_bidirectional_attention: bool = False
 
     def attention(self, keys: jax.Array) -> SelfAttention:
         return normed_attention(self, keys, use_bias=self.attention_bias)
