@@ -276,8 +276,9 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
         raise ConfigError(
             f"phase '{phase.name}': objective.type: {choice_name(type(phase.objective))} cannot train on data.type:"
             f" {choice_name(type(data))}: it reads {' or '.join(t.__name__ for t in phase.objective.batch_types)}, and the"
-            f" data makes {type(batch).__name__}. Choose another objective or another kind of data"
+            f" data makes {type(batch).__name__}. {phase.objective.other_batches}"
         )
+    phase.objective.check_model(phase.model)
     phase.objective.check_columns(spec.columns)
     phase.objective.check_batch(batch)
 
