@@ -268,7 +268,7 @@ def test_a_tokenizer_without_a_mask_token_is_refused_and_one_is_saved(corpus):
     tokenizer = named.load_tokenizer(lambda _: None)
     with pytest.raises(ConfigError, match="the tokenizer has no token '<|gap|>'".replace("|", r"\|")):
         named.check_opens(lambda: tokenizer, dry=False)
-    with pytest.raises(ConfigError, match="mask_token: '<.endoftext.>' given, which begins or ends documents"):
+    with pytest.raises(ConfigError, match=r"mask_token: '<.endoftext.>' given, which begins or ends documents"):
         section(corpus, masking={"mask_token": END_OF_TEXT}).check_opens(lambda: tokenizer, dry=False)
     other = tokenizer.with_mask_token(7)
     assert (tokenizer.vocabulary()[MASK], other.mask_id) == (tokenizer.mask_id, 7)

@@ -139,7 +139,9 @@ def test_tokens_see_both_sides_of_their_own_document(model):
     read = jax.jit(lambda b: model.hidden(Inputs(b.tokens, b.positions, b.segment_ids)).final.array)
     changed = columns["tokens"].copy()
     changed[0, 5] = (changed[0, 5] + 1) % (VOCAB - 1)
-    differs = (np.asarray(read(batch_of(columns))) != np.asarray(read(batch_of({**columns, "tokens": changed})))).any(-1)
+    differs = (np.asarray(read(batch_of(columns))) != np.asarray(read(batch_of({**columns, "tokens": changed})))).any(
+        -1
+    )
     assert differs[0].tolist() == [True] * 7 + [False] * 9
 
 
@@ -189,7 +191,11 @@ def test_clm_is_next_token_prediction():
     ("objective", "config", "message"),
     [
         (NextToken(), BOTH, "next_token predicts each token from those before it, but with model.use_bidirectional"),
-        (MaskedLanguageModeling(), CAUSAL, "mlm predicts hidden tokens from those on both sides, but tokens of this model"),
+        (
+            MaskedLanguageModeling(),
+            CAUSAL,
+            "mlm predicts hidden tokens from those on both sides, but tokens of this model",
+        ),
         (Diffusion(), CAUSAL, "diffusion predicts hidden tokens from those on both sides.* or objective.type: clm"),
     ],
 )
@@ -201,7 +207,7 @@ def test_objective_and_attention_must_suit_each_other(objective, config, message
 
 def test_scores_refuse_a_model_that_reads_its_targets(model):
     batch = batch_of(columns_of(2))
-    with pytest.raises(ConfigError, match="Remove data.masking"):
+    with pytest.raises(ConfigError, match=r"Remove data\.masking"):
         score_batch(with_random_weights(CAUSAL), batch)
     from tests.objectives.test_next_token import a_batch
 

@@ -45,8 +45,8 @@ class TokensConfig(DataConfig):
             (`num_validation_sequences`) have too are left out of training.
         train_overlap: with a stride, compute the loss on every token of a sequence. `false` computes it only on those that
             the sequence before does not have, so each token counts once, after at least `seq_len - stride` others.
-        masking: which tokens are hidden from the model, for the objectives `mlm` and `diffusion`; `{}` hides a random fraction
-            of each sequence. Null hides none.
+        masking: which tokens are hidden from the model, for the objectives `mlm` and `diffusion`; `{}` hides a random
+            fraction of each sequence. Null hides none.
     """
 
     ignore_token_id: Content[NonNegativeInt | None] = None

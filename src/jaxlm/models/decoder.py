@@ -39,6 +39,7 @@ from jaxlm.models.norms import Norm, RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import parse_remat
 from jaxlm.models.stacks import Block, Body, LayerKind, Stack, Stacks, numbers_by_stack, shortest_period, switch_lengths
 
+
 class DecoderBlock(eqx.Module):
     """x + attention(x), then x + mlp(x), with optional norms before and after each of the two.
 

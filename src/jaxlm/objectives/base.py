@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.pace import Pace
-from jaxlm.core.values.batch_types import TokenBatch
+from jaxlm.core.values.batch_types import MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.models.base import AuxLoss, LanguageModel, ModelConfig
 from jaxlm.reading.decode import choice_name
@@ -23,7 +23,7 @@ TEACHER_LOSS = "teacher_loss"
 """Name of the metric of a teacher's next-token loss in nats, on the batch and the tokens of the metric `loss`."""
 
 
-def auxiliary_weight(batch: TokenBatch) -> jax.Array:
+def auxiliary_weight(batch: TokenBatch | MaskedBatch) -> jax.Array:
     """The denominator of the auxiliary term: the number of tokens that are not padding."""
     return jnp.sum(batch.segment_ids.array != 0, dtype=jnp.float32)
 
@@ -55,7 +55,7 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     trains_writing: ClassVar[bool] = True
     """Whether the model is trained to write text, rather than to score it."""
     reads_later_tokens: ClassVar[bool | None] = False
-    """Whether the tokens of the model have to attend to later ones: false if the loss predicts these; None if either will do."""
+    """Whether tokens of the model have to attend to later ones: false if the loss predicts these; None if either will do."""
     sequences_axis: ClassVar[str | None] = None
     """The axis of the sequences of an example, if the model reads all of them; None if it reads one."""
 
@@ -72,8 +72,8 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         name, key = f"objective.type: {choice_name(type(self))}", "model.use_bidirectional_attention"
         if self.reads_later_tokens is False and not model.is_causal:
             raise ConfigError(
-                f"{name} predicts each token from those before it, but with {key}: true, the model reads the token itself. Set"
-                " it to false, or predict hidden tokens: objective.type: diffusion or mlm, with data.masking"
+                f"{name} predicts each token from those before it, but with {key}: true, the model reads the token itself."
+                " Set it to false, or predict hidden tokens: objective.type: diffusion or mlm, with data.masking"
             )
         if self.reads_later_tokens and model.is_causal:
             raise ConfigError(

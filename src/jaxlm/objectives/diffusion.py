@@ -21,17 +21,17 @@ from jaxlm.reading.choices import choice
 
 @choice(ObjectiveConfig, "diffusion")
 class Diffusion(HiddenTokens):
-    """Negative evidence lower bound of masked diffusion, in nats for each token that may be hidden: the loss of hidden tokens,
+    """Negative evidence lower bound of masked diffusion, in nats for each token that may be hidden: the loss of hidden tokens
     times the derivative of the logarithm of the mask fraction by the time (1/t for the linear schedule), averaged over times.
-    It is above the negative log-likelihood, so that it can be compared with the loss of next tokens. Tokens that are not hidden
-    are known, and the mask token has no probability.
+    It is an upper bound of the negative log-likelihood, so it can be compared with the loss of next tokens. Tokens that are
+    not hidden are known, and the mask token has no probability.
     """
 
     def check_columns(self, columns: Collection[str]) -> None:
         if "rates" not in columns:
             raise ConfigError(
-                "objective.type: diffusion is a bound only for masks that hide each token with the same probability, at any time:"
-                " remove num_time_steps, time_step_mask_fractions, mode, random_fraction and unchanged_fraction from"
+                "objective.type: diffusion is a bound only for masks that hide each token with the same probability, at any"
+                " time: remove num_time_steps, time_step_mask_fractions, mode, random_fraction and unchanged_fraction from"
                 " data.masking, or set objective.type: mlm"
             )
 

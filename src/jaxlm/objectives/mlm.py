@@ -17,8 +17,8 @@ from jaxlm.reading.choices import choice
 
 @choice(ObjectiveConfig, "mlm")
 class MaskedLanguageModeling(HiddenTokens):
-    """Mean cross-entropy of the tokens that `data.masking` hides, which the model predicts from those on both sides. For a model
-    that generates text, take `diffusion`.
+    """Mean cross-entropy of the tokens that `data.masking` hides, which the model predicts from those on both sides. For a
+    model that generates text, take `diffusion`.
     """
 
     def weights(self, batch: MaskedBatch) -> dict[str, jax.Array]:

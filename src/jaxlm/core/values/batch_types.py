@@ -74,8 +74,8 @@ class MaskedBatch(eqx.Module):
         segment_ids, positions: as in `TokenBatch`.
         times: float32 {[microbatch,] batch}, the time of each sequence, from 0 to 1, where most tokens are hidden.
         mask_ids: int32 {[microbatch,] batch}, the id of the mask token.
-        rates: float32 {[microbatch,] batch}, the weight of a hidden token in the bound on the likelihood: the derivative of the
-            logarithm of the mask fraction by the time. None if the times or the masks are such that there is no bound.
+        rates: float32 {[microbatch,] batch}, the weight of a hidden token in the bound on the likelihood: the derivative of
+            the logarithm of the mask fraction by the time. None if the times or the masks are such that there is no bound.
         annotations: as in `TokenBatch`.
     """
 

@@ -1,7 +1,7 @@
 """The section `data.masking`: which tokens of a sequence are hidden from the model that predicts them.
 
-Source: masked language modeling: Devlin et al. 2019 (arXiv:1810.04805), section 3.1; a random fraction of each sequence: Nie et
-al. 2025, "Large Language Diffusion Models" (arXiv:2502.09992), section 2.2.
+Source: masked language modeling: Devlin et al. 2019 (arXiv:1810.04805), section 3.1; a random fraction of each sequence: Nie
+et al. 2025, "Large Language Diffusion Models" (arXiv:2502.09992), section 2.2.
 """
 
 from dataclasses import dataclass, fields
@@ -187,8 +187,8 @@ class Masker:
 
 
 def _maskable(columns: Columns) -> np.ndarray:
-    """bool [rows, seq_len]: which tokens are targets of the next-token loss. The first of a document, which nothing precedes, is
-    if the token after it is."""
+    """bool [rows, seq_len]: which tokens are targets of the next-token loss. The first of a document, which nothing precedes,
+    is one if the token after it is."""
     segments, after = columns["segment_ids"], columns["loss_mask"] > 0
     before = np.concatenate([after[:, :1], after[:, :-1]], axis=1)
     begins = np.ones(segments.shape, bool)

@@ -161,7 +161,7 @@ class Tokenizer:
 
     @property
     def mask_id(self) -> int | None:
-        """The id of the token that hides others: `mask_token` of the settings, else one with a common name; None without any."""
+        """The id of the token that hides others: `mask_token` of the settings, else one with a common name; None without."""
         given = self._settings.get("mask_token")
         name = given.get("content") if isinstance(given, dict) else given
         names = _MASK_NAMES if name is None else (name,)

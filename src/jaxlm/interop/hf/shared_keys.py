@@ -208,7 +208,7 @@ def usual_keys(
 
 
 def causality() -> KeyGroup:
-    """Whether tokens attend to no later ones. Only `is_causal: false` is written: older versions of transformers ignore it."""
+    """Whether tokens attend to no later ones. Only false is written, which transformers reads from version 5 on."""
 
     def to_theirs(config: Any) -> Json:
         return {} if config.is_causal else {_IS_CAUSAL: False}

@@ -155,7 +155,9 @@ def attention(
     choice = choose_attention(task, AUTO if ignores_backend else spec.backend)
     segments = spec.mask.segment_ids.rearrange((BATCH, POSITION)).array
     if choice.name == "blockwise":
-        out = blockwise_attention(q_BTKGH, k.array, v.array, segments, factor, spec.window, spec.rule, causal=spec.causal)
+        out = blockwise_attention(
+            q_BTKGH, k.array, v.array, segments, factor, spec.window, spec.rule, causal=spec.causal
+        )
     elif choice.name == "splash":
         kernel = _with_equal_sizes(functools.partial(splash_attention, window=spec.window, causal=spec.causal))
         out = spec.sharding.shard_map(kernel)(q_BTKGH, k.array, v.array, segments, jnp.asarray(factor, jnp.float32))

@@ -22,6 +22,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.sharding import current_layout
 from jaxlm.models.base import Inputs, LanguageModel
+from jaxlm.models.inference.generate import GenerationConfig
 from jaxlm.models.inference.padding import padded_length, round_up
 from jaxlm.models.inference.row_keys import row_keys
 from jaxlm.models.inference.sampling import Sampling, TokenDistribution
@@ -35,8 +36,8 @@ class DenoisingConfig:
     """How a model whose tokens attend to later ones fills in new tokens.
 
     Attributes:
-        num_steps: passes over the text, among which the new tokens are divided equally. Null fills in one token in each; fewer
-            passes are faster, and the tokens of a pass do not know of each other.
+        num_steps: passes over the text, among which the new tokens are divided equally. Null fills in one token in each;
+            fewer passes are faster, and the tokens of a pass do not know of each other.
         block_length: new tokens are filled in block by block, from left to right, this many in each. Null has one block.
         remasking: which predictions of a pass are kept: `low_confidence` keeps the most likely ones; `random` any.
     """
@@ -67,6 +68,28 @@ class DenoisingConfig:
             counts = np.diff(np.arange(end - first + 1) * size // (end - first))
             passes += [(block, int(count)) for count in counts if count]
         return passes
+
+
+def denoised(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    generation: GenerationConfig,
+    mask_id: int | None,
+    config: DenoisingConfig | None,
+) -> list[list[int]]:
+    """`denoise_tokens` with the options of generation. Raises `ConfigError` also for those that mean nothing to it."""
+    if generation.cache_dtype is not None:
+        raise ConfigError(f"cache_dtype: {generation.cache_dtype} given, but there is no cache in denoising. Remove it")
+    return denoise_tokens(
+        model,
+        prompts,
+        generation.max_new_tokens,
+        mask_id,
+        generation.sampling,
+        config or DenoisingConfig(),
+        seed=generation.seed,
+        stop_ids=generation.stop_ids,
+    )
 
 
 def check_denoising(
@@ -184,7 +207,9 @@ def _denoise(
         of_pass = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
         drawn_BN, confidence_BN = _predict(model, final_BND, mask_id, of_pass, distribution)
         if remasking == "random":
-            confidence_BN = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 0), (block_length,)))(of_pass)
+            confidence_BN = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 0), (block_length,)))(
+                of_pass
+            )
         now_BN = tokens[rows, jnp.minimum(index_BN, axes[1].size - 1)]
         is_open_BN = (now_BN == mask_id) & is_new_N
         order_BN = jnp.argsort(jnp.where(is_open_BN, -confidence_BN, jnp.inf), axis=1)

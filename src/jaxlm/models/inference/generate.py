@@ -69,8 +69,8 @@ class GenerationConfig:
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
     def check(self, prompts: Sequence[Sequence[int]], model: LanguageModel) -> None:
-        """Raises `ConfigError` for an empty prompt, a token id outside the vocabulary, too many tokens, or a model that is not
-        causal."""
+        """Raises `ConfigError` for an empty prompt, a token id outside the vocabulary, too many tokens, or a model whose
+        tokens attend to later ones."""
         if not model.is_causal:
             raise ConfigError(
                 "the tokens of this model attend to later ones (model.use_bidirectional_attention), so it cannot generate token"

@@ -5,10 +5,10 @@ Source: `jax._src.cudnn.fused_attention_stablehlo`, the implementation of `jax.n
 backward pass from a saved float32 logsumexp, so this module calls the functions below it.
 
 Rows of a single document use the kernel for whole rows: with a causal mask also rows with padding after the document, which
-no token of it attends to. Other rows use the packed kernel, which takes the offset and length of each document. The kernel takes a fixed number of documents per row
-and writes a logsumexp of the full row length for each of them, so each call gets few documents, and rows with more take
-several calls. Each call reads only its own documents, so together they cost as much as one call would. The choice
-between the two is made on the device, from the segment ids.
+no token of it attends to. Other rows use the packed kernel, which takes the offset and length of each document. It takes a
+fixed number of documents per row and writes a logsumexp of the full row length for each of them, so each call gets few
+documents, and rows with more take several calls. Each call reads only its own documents, so together they cost as much as
+one call would. The choice between the two is made on the device, from the segment ids.
 
 Shapes: B batch, T position, K key/value heads, G query heads per key/value head, N = K G, H head size, D documents per
 call.
