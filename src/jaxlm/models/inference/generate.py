@@ -73,7 +73,7 @@ class GenerationConfig:
         tokens attend to later ones."""
         if not model.is_causal:
             raise ConfigError(
-                "the tokens of this model attend to later ones (model.use_bidirectional_attention), so it cannot generate token"
+                "tokens of this model attend to later ones (model.use_bidirectional_attention), so it cannot generate token"
                 " by token with a KV cache. `jaxlm sample` and evals: type samples fill in masks instead"
             )
         vocab_size, seq_len = model.Vocab.size, model.Pos.size
