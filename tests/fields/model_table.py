@@ -34,6 +34,8 @@ COMMON: dict[str, Entry] = {
 }
 WINDOW = Change(5, Constant(5))
 BIDIRECTIONAL = Change(True, Refused("next_token predicts each token from those before it, but with"))
+LEARNED = {"type": "learned", "num_time_steps": 4}
+TIMED = Change({"type": "sinusoidal"}, Refused("no tokens are hidden from a causal"))
 WINDOWED = Change(True, Refused("given together with use_bidirectional_attention"))
 SCALED_ROPE = Change({"type": "linear", "theta": 77.0, "factor": 2.0}, frequencies(77.0, 2.0))
 EXPERTS: dict[str, Entry] = {
@@ -96,6 +98,7 @@ LLAMA: dict[str, Entry] = {
     "model.input_embedding_norm": Change(True, Shapes({r"^model\.embed_norm\.weight": (32,)})),
     "model.use_layer_norm_weight": Change(False, Shapes({r"^model.*attn_norm\.weight": None})),
     "model.use_bidirectional_attention": BIDIRECTIONAL,
+    "model.time_embedding": TIMED,
 }
 
 FLAX: dict[str, Entry] = {
@@ -350,6 +353,13 @@ TOPOLOGY: dict[str, Entry] = {
 
 TABLE: Table = {
     "remat": {"model.gradient_checkpointing.modules": Change("attn|mlp", Program(gains=r"stablehlo\.dot_general"))},
+    "timed": {
+        "model.time_embedding.type": Change("learned", Refused("num_time_steps: is needed for type: learned")),
+        "model.time_embedding.dim": Change(6, Shapes({r"^model\.time\.up_proj\.weight": (6, 6)})),
+        "model.time_embedding.num_time_steps": Change(
+            6, Shapes({r"^model\.time\.table": (6, 10)}), also={"model": {"time_embedding": LEARNED}}
+        ),
+    },
     "nano": NANO,
     "lookup": LOOKUP,
     "gpt2": GPT2,
@@ -443,10 +453,11 @@ TABLE: Table = {
         "model.attention_bias": NO_BIAS,
     },
     "phi3": {"model.sliding_window": WINDOW, "model.rope": SCALED_ROPE},
-    "qwen2": {**LATE_WINDOW, "model.use_bidirectional_attention": WINDOWED},
+    "qwen2": {**LATE_WINDOW, "model.use_bidirectional_attention": WINDOWED, "model.time_embedding": TIMED},
     "qwen3": {
         **LATE_WINDOW,
         "model.use_bidirectional_attention": WINDOWED,
+        "model.time_embedding": TIMED,
         "model.attention_bias": LLAMA["model.attention_bias"],
     },
     "qwen2_moe": {

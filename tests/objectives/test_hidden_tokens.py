@@ -16,6 +16,7 @@ from jaxlm.data.masking.masking_config import Masker, MaskingConfig
 from jaxlm.data.masking.uniform_numbers import stratified
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.time_embedding import TimeEmbeddingConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.diffusion import Diffusion
 from jaxlm.objectives.mlm import MaskedLanguageModeling
@@ -77,8 +78,7 @@ def test_diffusion_is_the_bound_of_the_paper(model):
     columns = columns_of(6, min_mask_fraction=1e-3)
     batch = batch_of(columns)
     terms, metrics, _ = Diffusion().terms(model, batch, None, key=None)
-    hidden, times = columns["loss_mask"], columns["times"]
-    fractions = 1e-3 + (1 - 1e-3) * times
+    hidden, fractions = columns["loss_mask"], columns["mask_fractions"]
     nats = -(hidden * log_probabilities(model, batch, without_mask=True)).sum(1)
     expected = ((1 - 1e-3) / fractions * nats).sum() / (6 * 13)
     assert float(terms["loss"].mean()) == pytest.approx(expected, rel=1e-5)
@@ -169,6 +169,47 @@ def test_the_step_is_the_same_on_one_and_on_eight_devices_and_with_microbatches(
     assert one["grad/norm/total"] == pytest.approx(eight["grad/norm/total"], rel=1e-5)
     for a, b in zip(state, sharded, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"dim": 8}, {"type": "learned", "dim": 6, "num_time_steps": 4}], ids=["sines", "learned"]
+)
+def test_the_time_changes_nothing_before_the_first_step(keys):
+    config = dataclasses.replace(BOTH, time_embedding=TimeEmbeddingConfig(**keys))
+    config.check()
+    plain, timed = (c.build(vocab_axis(VOCAB), key=jax.random.key(0)) for c in (BOTH, config))
+    batch = batch_of(columns_of(4))
+
+    @jax.jit
+    def logits(model, fraction):
+        fractions = hax.named(jnp.full(4, fraction), batch.tokens.axes[:1])
+        inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids, mask_fractions=fractions)
+        return model.logits(model.hidden(inputs).final).array
+
+    np.testing.assert_allclose(logits(timed, 0.3), logits(plain, 0.3), atol=1e-6)
+    np.testing.assert_array_equal(logits(timed, 0.3), logits(timed, 0.9))
+
+    def loss(model):
+        return Diffusion().terms(model, batch, None, key=None)[0]["loss"].mean()
+
+    stepped = jax.tree.map(lambda p, g: p - 0.1 * g, timed, jax.jit(jax.grad(loss))(timed))
+    assert np.abs(logits(stepped, 0.3) - logits(stepped, 0.9)).max() > 1e-4
+    np.testing.assert_array_equal(logits(plain, 0.3), logits(plain, 0.9))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"dim": 7}, "7 given, an even number expected"),
+        ({"type": "learned"}, "num_time_steps: is needed for type: learned"),
+        ({"num_time_steps": 4}, "num_time_steps: has no effect with type: sinusoidal"),
+    ],
+)
+def test_time_embeddings_without_a_meaning_are_refused(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(BOTH, time_embedding=TimeEmbeddingConfig(**keys)).check()
+    with pytest.raises(ConfigError, match="no tokens are hidden from a causal model"):
+        dataclasses.replace(CAUSAL, time_embedding=TimeEmbeddingConfig()).check()
 
 
 def test_clm_is_next_token_prediction():

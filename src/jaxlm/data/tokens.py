@@ -65,7 +65,7 @@ class TokensConfig(DataConfig):
         if self.masking is None:
             return BatchSpec(TokenBatch, columns)
         rates = {"rates": Column(np.float32, ())} if self.masking.has_rates else {}
-        of_rows = {"times": Column(np.float32, ()), "mask_ids": Column(np.int32, ()), **rates}
+        of_rows = {"mask_fractions": Column(np.float32, ()), "mask_ids": Column(np.int32, ()), **rates}
         return BatchSpec(MaskedBatch, {**columns, "maskable": columns["loss_mask"], **of_rows})
 
     def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> Examples:

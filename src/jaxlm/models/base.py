@@ -44,12 +44,15 @@ class Inputs(eqx.Module):
         positions: int32 {batch, position}, the position inside the document.
         segment_ids: int32 {batch, position}. Tokens attend only to tokens with the same id; 0 is padding.
         noise: what to add to the token embeddings; None adds nothing. Only a model with `adds_noise` reads it.
+        mask_fractions: float32 {batch}, the fraction of hidden tokens at the time of each row; None if none are hidden. Only
+            a model with a time embedding reads it.
     """
 
     tokens: NamedArray
     positions: NamedArray
     segment_ids: NamedArray
     noise: EmbeddingNoise | None = eqx.field(default=None, kw_only=True)
+    mask_fractions: NamedArray | None = eqx.field(default=None, kw_only=True)
 
 
 class KVArray(eqx.Module):

@@ -38,6 +38,9 @@ from jaxlm.models.linear import Linear
 from jaxlm.models.norms import Norm, RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import parse_remat
 from jaxlm.models.stacks import Block, Body, LayerKind, Stack, Stacks, numbers_by_stack, shortest_period, switch_lengths
+from jaxlm.models.time_embedding import TimeEmbedding, TimeEmbeddingConfig
+
+_TIME = 3  # folded into a model's key, which is split for everything else
 
 
 class DecoderBlock(eqx.Module):
@@ -124,6 +127,7 @@ class TransformerConfig(ModelConfig):
     input_embedding_norm: bool = False
     use_layer_norm_weight: bool = True
     use_bidirectional_attention: bool = False
+    time_embedding: TimeEmbeddingConfig | None = None
 
     @property
     def is_causal(self) -> bool:
@@ -289,6 +293,7 @@ class Decoder(LanguageModel):
         embed_scale: factor that embeddings are multiplied by before the first block.
         final_scale: factor that the output of the final norm is multiplied by before the head.
         embed_norm: applied to the embeddings before the first block. None applies no norm.
+        time: added to the embeddings of a sequence with hidden tokens. None adds nothing.
     """
 
     tokens: hnn.Embedding
@@ -298,6 +303,7 @@ class Decoder(LanguageModel):
     embed_scale: float | None = eqx.field(static=True, default=None)
     embed_norm: Norm | None = None
     final_scale: float | None = eqx.field(static=True, default=None)
+    time: TimeEmbedding | None = None
 
     @staticmethod
     def init(
@@ -319,6 +325,9 @@ class Decoder(LanguageModel):
         options = {"logit_soft_cap": logit_soft_cap, "vocab_multiple": config.vocab_multiple}
         options |= {"reads_beyond": True, "adds_noise": True, "switch_lengths": switch_lengths(config.kinds)}
         options |= {"is_causal": config.is_causal}
+        if config.time_embedding is not None:
+            k_time = jax.random.fold_in(key, _TIME)
+            options |= {"time": TimeEmbedding.init(config.time_embedding, config.Embed, key=k_time)}
         return Decoder(tokens, body, head, config, embed_scale, norm, final_scale, **options)
 
     @property
@@ -335,6 +344,8 @@ class Decoder(LanguageModel):
         x = token_embeddings(for_lookup(self.tokens), inputs)
         if self.embed_scale is not None:
             x = x * jax.numpy.asarray(self.embed_scale, x.dtype)
+        if self.time is not None and inputs.mask_fractions is not None:
+            x = (x + for_compute(self.time)(inputs.mask_fractions)).rearrange(x.axes).astype(x.dtype)
         x = _apply_norm(for_compute(self.embed_norm), x)
         hidden = self.body(x, inputs, cache, key, taps)
         if self.final_scale is None:

@@ -42,7 +42,8 @@ def hidden_token_terms(
         counted: float32, 1 for the tokens that the sum is divided by.
         excluded: a token at each position that has no probability; None for none.
     """
-    hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids), key=key)
+    inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids, mask_fractions=batch.mask_fractions)
+    hidden = model.hidden(inputs, key=key)
     options: dict[str, Any] = {"soft_cap": model.logit_soft_cap, "vocab_multiple": model.vocab_multiple}
     sums = next_token_sums(hidden.final, model.lm_head(), batch.targets, weights, excluded=excluded, **options)
     weight = hidden_token_weights(batch, counted)["loss"]

@@ -124,7 +124,8 @@ def score_batch(model: LanguageModel, batch: TokenBatch | PairBatch | MaskedBatc
             else "the loss of next tokens means nothing for a model whose tokens attend to later ones. Set data.masking to"
             " measure how well it predicts hidden ones"
         )
-    hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids))
+    inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids, mask_fractions=batch.mask_fractions)
+    hidden = model.hidden(inputs)
     losses = token_losses(
         hidden.final,
         model.lm_head(),

@@ -43,6 +43,8 @@ class TokenBatch(eqx.Module):
     row_keys: hax.NamedArray | None = None
     excluded: ClassVar[None] = None
     """The token of each position that has no probability: none."""
+    mask_fractions: ClassVar[None] = None
+    """The fraction of hidden tokens: none are."""
     reads_later_tokens: ClassVar[bool] = False
     """Whether the model that is scored must see the tokens after the one that it predicts."""
 
@@ -72,7 +74,7 @@ class MaskedBatch(eqx.Module):
         loss_mask: float32, 1 where a token is hidden.
         maskable: float32, 1 where one may be: not in padding, nor at special tokens or tokens without loss.
         segment_ids, positions: as in `TokenBatch`.
-        times: float32 {[microbatch,] batch}, the time of each sequence, from 0 to 1, where most tokens are hidden.
+        mask_fractions: float32 {[microbatch,] batch}, the fraction of tokens that the time of the sequence hides.
         mask_ids: int32 {[microbatch,] batch}, the id of the mask token.
         rates: float32 {[microbatch,] batch}, the weight of a hidden token in the bound on the likelihood: the derivative of
             the logarithm of the mask fraction by the time. None if the times or the masks are such that there is no bound.
@@ -85,7 +87,7 @@ class MaskedBatch(eqx.Module):
     maskable: hax.NamedArray
     segment_ids: hax.NamedArray
     positions: hax.NamedArray
-    times: hax.NamedArray
+    mask_fractions: hax.NamedArray
     mask_ids: hax.NamedArray
     rates: hax.NamedArray | None = None
     annotations: Any = None

@@ -176,7 +176,7 @@ class Masker:
             "maskable": maskable.astype(np.float32),
             "segment_ids": columns["segment_ids"],
             "positions": columns["positions"],
-            "times": times.astype(np.float32),
+            "mask_fractions": fractions[:, 0].astype(np.float32),
             "mask_ids": np.full(len(tokens), self.mask_id, np.int32),
         }
         if config.has_rates:

@@ -202,7 +202,11 @@ def _denoise(
         block, count = passes[number, 0], passes[number, 1]
         index_BN = starts[:, None] + block * block_length + place_N
         is_new_N = block * block_length + place_N < num_new
-        final = model.hidden(Inputs(NamedArray(tokens, axes), inputs.positions, inputs.segment_ids)).final
+        is_text_BT = inputs.segment_ids.rearrange((BATCH, POSITION)).array != 0
+        left_B = ((tokens == mask_id) & is_text_BT).sum(axis=1) / jnp.maximum(is_text_BT.sum(axis=1), 1)
+        fractions = NamedArray(left_B.astype(jnp.float32), axes[:1])
+        now = Inputs(NamedArray(tokens, axes), inputs.positions, inputs.segment_ids, mask_fractions=fractions)
+        final = model.hidden(now).final
         final_BND = final.rearrange((BATCH, POSITION, ...)).array[rows, jnp.minimum(index_BN, axes[1].size - 1)]
         of_pass = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
         drawn_BN, confidence_BN = _predict(model, final_BND, mask_id, of_pass, distribution)
