@@ -73,6 +73,7 @@ TEACHER = str(Path(__file__).parent / "teacher")  # only its config.json
 OBJECTIVES = {
     "next_token": "llama",
     "clm": "llama",
+    "custom": "llama",
     "mlm": "llama",
     "diffusion": "llama",
     "blockwise": "blockwise",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.pace import Pace
-from jaxlm.core.values.batch_types import MaskedBatch, TokenBatch
+from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.models.base import AuxLoss, LanguageModel, ModelConfig
 from jaxlm.reading.decode import choice_name
@@ -23,7 +23,7 @@ TEACHER_LOSS = "teacher_loss"
 """Name of the metric of a teacher's next-token loss in nats, on the batch and the tokens of the metric `loss`."""
 
 
-def auxiliary_weight(batch: TokenBatch | MaskedBatch) -> jax.Array:
+def auxiliary_weight(batch: TokenBatch | MaskedBatch | LabeledBatch) -> jax.Array:
     """The denominator of the auxiliary term: the number of tokens that are not padding."""
     return jnp.sum(batch.segment_ids.array != 0, dtype=jnp.float32)
 

@@ -12,7 +12,7 @@ import jax
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat
-from jaxlm.core.values.batch_types import MaskedBatch, PairBatch, TokenBatch
+from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, PairBatch, TokenBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.core.values.token_scores import TokenScores
 from jaxlm.models.base import EmbeddingNoise, Inputs, LanguageModel
@@ -107,7 +107,7 @@ class NextToken(ObjectiveConfig):
 ObjectiveConfig.register_subclass("clm")(NextToken)  # causal language modeling, as others call it
 
 
-def score_batch(model: LanguageModel, batch: TokenBatch | PairBatch | MaskedBatch) -> TokenScores:
+def score_batch(model: LanguageModel, batch: TokenBatch | PairBatch | MaskedBatch | LabeledBatch) -> TokenScores:
     """The negative log-likelihood of each target of a batch {batch, ...}, for evaluations.
 
     Of a batch with hidden tokens, these are weighted such that their mean is a bound: the loss of `diffusion`.

@@ -45,8 +45,8 @@ class TokenBatch(eqx.Module):
     """The token of each position that has no probability: none."""
     mask_fractions: ClassVar[None] = None
     """The fraction of hidden tokens: none are."""
-    reads_later_tokens: ClassVar[bool] = False
-    """Whether the model that is scored must see the tokens after the one that it predicts."""
+    reads_later_tokens: ClassVar[bool | None] = False
+    """Whether the model that is scored must see the tokens after the one that it predicts; None if it may."""
 
     def supervised(self) -> "TokenBatch":
         """The sequences that a supervised objective trains on."""
@@ -91,7 +91,7 @@ class MaskedBatch(eqx.Module):
     mask_ids: hax.NamedArray
     rates: hax.NamedArray | None = None
     annotations: Any = None
-    reads_later_tokens: ClassVar[bool] = True
+    reads_later_tokens: ClassVar[bool | None] = True
 
     def supervised(self) -> "MaskedBatch":
         """The sequences that a supervised objective trains on."""
@@ -116,6 +116,35 @@ class MaskedBatch(eqx.Module):
         """Scores of the targets. Args: nats: their negative log-likelihoods."""
         before = hax.roll(self.targets, 1, POSITION)
         return TokenScores(hax.where(self.loss_mask > 0, nats * self.weights, 0.0), self.counted, self.targets, before)
+
+
+class LabeledBatch(eqx.Module):
+    """Sequences with labels. Every field has the axes {[microbatch,] batch, position}.
+
+    Attributes:
+        tokens: int32, input tokens.
+        targets: int32, the label of each token, at its own position.
+        loss_mask: float32, 1 where there is a label.
+        segment_ids, positions, annotations: as in `TokenBatch`.
+    """
+
+    tokens: hax.NamedArray
+    targets: hax.NamedArray
+    loss_mask: hax.NamedArray
+    segment_ids: hax.NamedArray
+    positions: hax.NamedArray
+    annotations: Any = None
+    excluded: ClassVar[None] = None
+    mask_fractions: ClassVar[None] = None
+    reads_later_tokens: ClassVar[bool | None] = None
+
+    def supervised(self) -> "LabeledBatch":
+        """The sequences that a supervised objective trains on."""
+        return self
+
+    def scores(self, nats: hax.NamedArray) -> TokenScores:
+        """Scores of the labels. Args: nats: their negative log-likelihoods."""
+        return TokenScores(nats, self.loss_mask, self.targets, hax.roll(self.targets, 1, POSITION))
 
 
 class PairBatch(eqx.Module):
