@@ -49,7 +49,7 @@ def with_annotations(plan: Plan, phase: Phase, data: Data, log: Log, open_batche
     if anew := [name for name, examples in data.train.items() if examples.draws_anew]:
         raise ConfigError(
             f"objective.cache: true given, but data.masking hides other tokens of {anew[0] or 'the text'} in every epoch, so"
-            " that nothing that is stored about a sequence fits again. Set data.masking.mask_replicas, or objective.cache: false"
+            " that nothing stored about a sequence fits again. Set data.masking.mask_replicas, or objective.cache: false"
         )
     folders = {
         name: AnnotationFolder(examples, _made_from(plan, phase, examples), block_size)
