@@ -1,6 +1,7 @@
 """`python -m jaxlm bench`: a configuration's speed and memory, as a table and as one JSON line."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from jaxlm.commands.bench import main
 from jaxlm.core.devices import peak_flops
 from jaxlm.hardware.aot_devices import CUDA_PLUGINS, is_installed
 
+TEACHER = Path(__file__).parent.parent / "fields/teacher"
 KEYS = {"tokens_per_second", "mfu", "step_seconds", "compile_seconds", "peak_bytes", "kernels"}
 
 
@@ -37,11 +39,18 @@ def test_bench_shows_a_table_and_a_line_of_json_and_needs_no_data(measured):
 def test_forecast_with_simulated_devices(workplace):
     place = workplace()
     place.write("")
-    changes = ("--trainer.train_batch_size", "-1", "--trainer.per_device_parallelism", "2", "--model.seq_len", "128")
+    changes = ["--trainer.train_batch_size", "-1", "--trainer.per_device_parallelism", "2", "--model.seq_len", "128"]
+    phases = [{"name": "all", "num_train_steps": 2}, {"name": "norms", "num_train_steps": 2, "trainable": ["norm"]}]
+    changes += ["--phases", json.dumps(phases)]
     done = place.finish(
         "--config_path", "run.yaml", *changes, "--topology", "h100-8,h100-16", module="jaxlm.commands.bench"
     )
-    eight, sixteen = map(json.loads, done.out.splitlines()[-2:])
+    eight, norms, sixteen, _ = map(json.loads, done.out.splitlines()[-4:])
+    assert "h100-8: 8 chips, phase 'norms'" in done.out
+    assert (eight["phase"], norms["phase"]) == ("all", "norms")
+    scores = 2 * 12 * 32 * 128 / 2  # have a backward pass in frozen layers too
+    assert norms["flops_per_token"] - scores == pytest.approx((eight["flops_per_token"] - scores) * 2 / 3)
+    assert norms["argument_bytes"] < eight["argument_bytes"] / 2, "without Adam's moments"
     assert " 0.000 s" not in done.out
     assert (eight["chips"], sixteen["chips"]) == (8, 16)
     assert sixteen["tokens_per_step"] == 2 * eight["tokens_per_step"] == 2 * 8 * 2 * 128
@@ -50,10 +59,28 @@ def test_forecast_with_simulated_devices(workplace):
     for one in (eight, sixteen):
         assert one["step_seconds"] <= one["step_seconds_exposed"]
         assert 0 < one["mfu_exposed"] <= one["mfu"] < 0.8
-        assert 0 < one["memory_bytes"] < one["memory_limit"]
+        assert 0 < one["argument_bytes"] < one["memory_bytes"] < one["memory_limit"]
         assert one["collectives"]["all-gather"][1] > 0
         assert (one["optimizer_seconds"] is None) == ("simulated" in one["compiled_for"])
         assert one["sampling"] is None
+
+
+@pytest.mark.slow
+def test_both_phases_of_upcycling_are_forecast_without_weights(workplace):
+    """Of the teacher there is a config.json alone, which the student's first model is read from, too."""
+    place = workplace(1)
+    sizes = ["--vars.teacher", str(TEACHER), "--vars.sem_dim", "16", "--vars.geo_dim", "16", "--vars.seq_len", "16"]
+    done = place.finish(
+        "--config_path", "jaxlm:upcycle/dba.yaml", *sizes, "--topology", "h100-1", module="jaxlm.commands.bench"
+    )
+    blocks, whole = map(json.loads, done.out.splitlines()[-2:])
+    assert (blocks["phase"], whole["phase"]) == ("blocks", "all_weights")
+    assert blocks["tokens_per_step"] == whole["tokens_per_step"] == 16 * 16
+    content = json.loads((TEACHER / "config.json").read_text())
+    head = content["vocab_size"] * content["hidden_size"]
+    assert whole["flops_per_token"] - blocks["flops_per_token"] > 8 * head, "of two heads, one of them with gradients"
+    assert 0 < blocks["mfu"] < 0.8
+    assert blocks["argument_bytes"] < whole["argument_bytes"]
 
 
 @pytest.mark.slow

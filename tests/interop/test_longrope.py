@@ -198,12 +198,12 @@ def test_keys_of_the_rotary_embedding_mean_what_they_mean_in_transformers(kind, 
     theirs, ours = transformers.AutoConfig.from_pretrained(tmp_path), open_folder(tmp_path).config
     for length in (ORIGINAL, ORIGINAL + 1):
         row = inputs_of(np.zeros((1, length), int))
-        found, amplitude = ours.rope.frequencies(8, Places(row.positions, row.segment_ids))
+        found = ours.rope.frequencies(8, Places(row.positions, row.segment_ids))
         # transformers calls it for the original length and for one more.
         is_long = length > theirs.rope_parameters[OUTSIDE]
         frequencies, expected = ROPE_INIT_FUNCTIONS["longrope"](theirs, "cpu", seq_len=10**6 if is_long else None)
         np.testing.assert_allclose(np.broadcast_to(found, (1, length, 4))[0, -1], frequencies.numpy(), rtol=1e-6)
-        assert amplitude == pytest.approx(expected, rel=1e-12)
+        assert ours.rope.amplitude == pytest.approx(expected, rel=1e-12)
     family = family_of_json(content, "")
     for same in (ours, dataclasses.replace(ours, seq_len=32)):  # trained with shorter rows
         assert config_from_json(family, config_to_json(family, same), "")[0] == same

@@ -96,6 +96,9 @@ ANSWERED = """
         ["--help"], ["--help", "optimizer"], ["--help", "nothing"], ["--optimizer.lerning_rate", "1"],
         ["--config_path", "no.yaml"],
     )]
+    from jaxlm.plan.load_config import load_config
+    for name in ("upcycle/dba", "upcycle/gqa", "prune", "lora"):  # surgeries, which say how they change the model
+        load_config(["--config_path", f"jaxlm:{name}.yaml", "--use_hf_model_config", "false"], "jaxlm.train")
     from jax._src import xla_bridge
     print(codes, xla_bridge.backends_are_initialized())
 """

@@ -24,13 +24,16 @@ from jaxlm.commands.forecast_sampling import SamplingForecast, forecast_sampling
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.install import install_command
+from jaxlm.engine.phases import Phase
 from jaxlm.engine.step import OPTIMIZER_SCOPE
 from jaxlm.hardware.aot_devices import aot_devices, has_compiler
 from jaxlm.hardware.estimate import Estimate, communication_seconds, estimate_kernels, speed_of
 from jaxlm.hardware.hlo import collectives_by_kind, kernels
+from jaxlm.hardware.program_memory import argument_bytes
 from jaxlm.hardware.roofline import Seconds, executed_flops, roofline
-from jaxlm.hardware.topologies import Topology
+from jaxlm.hardware.topologies import Cuda, Topology
 from jaxlm.models.attention.aot_cuda import compiling_for_cuda
+from jaxlm.models.base import LanguageModel
 from jaxlm.models.moe import num_active
 from jaxlm.models.remat import FULL
 from jaxlm.observe.console import Console, exact_duration, table
@@ -49,9 +52,10 @@ _STATE_TRAFFIC = 2 * 3 + 2  # parameter and two moments, read and written; gradi
 
 @dataclass(frozen=True)
 class Forecast:
-    """The forecast of a training step.
+    """The forecast of a phase's training step.
 
     Attributes:
+        phase: name of the phase.
         compiled_for: the real chip, or simulated devices.
         parameters, active_parameters: number of parameters in total, and active for one token.
         compute_seconds: time of matrix products and attention.
@@ -65,6 +69,7 @@ class Forecast:
         mfu_exposed, mfu_scheduled: the same for the pessimistic step and for the scheduled one.
         mfu_palm: `mfu` with attention counted over the whole sequence.
         memory_bytes: memory per chip, as compiled.
+        argument_bytes: the part of it that the state, references and the batch take; the rest is temporary.
         recomputation: remat policy that the step was compiled with.
         optimizer_seconds: the part of `compute_seconds` and `memory_seconds` that the update of the parameters takes; None if
             the kernels are not known.
@@ -79,6 +84,7 @@ class Forecast:
     """
 
     topology: str
+    phase: str
     chips: int
     compiled_for: str
     parameters: int
@@ -96,6 +102,7 @@ class Forecast:
     mfu_scheduled: float | None
     mfu_palm: float
     memory_bytes: int | None
+    argument_bytes: int | None
     memory_limit: int
     recomputation: str
     optimizer_seconds: float | None
@@ -116,55 +123,71 @@ def simulate_devices(topologies: Sequence[Topology]) -> None:
 
 
 def forecast_all(config: RunConfig, topologies: Sequence[Topology], console: Console) -> None:
-    """Logs a table for each topology, then one JSON line for each."""
-    forecasts = [forecast(config, topology, console) for topology in topologies]
+    """Logs a table for each topology and phase, then one JSON line for each."""
+    forecasts = [result for topology in topologies for result in forecast(config, topology, console)]
     for result in forecasts:
-        console.log(table(f"{result.topology}: {result.chips} chips", _rows(result)))
+        of_phase = f", phase '{result.phase}'" if len(config.phases or ()) > 1 else ""
+        console.log(table(f"{result.topology}: {result.chips} chips{of_phase}", _rows(result)))
     for result in forecasts:
         console.log(json.dumps(dataclasses.asdict(result)))
 
 
-def forecast(config: RunConfig, topology: Topology, console: Console) -> Forecast:
-    """Compiles the step of the first phase for the topology and estimates its time."""
+def forecast(config: RunConfig, topology: Topology, console: Console) -> list[Forecast]:
+    """Compiles the step of each phase for the topology and estimates its time."""
     has_real_compiler = has_compiler(topology)
-    cuda = topology.chip.cuda if has_real_compiler else None
     devices, compiled_for = aot_devices(topology) if has_real_compiler else _simulated_devices(topology)
     plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0], devices)
+    cuda = topology.chip.cuda if has_real_compiler else None
+    return [_forecast_phase(plan, phase, topology, cuda, compiled_for, console) for phase in plan.phases]
+
+
+def _forecast_phase(
+    plan: Plan, phase: Phase, topology: Topology, cuda: Cuda | None, compiled_for: str, console: Console
+) -> Forecast:
+    """Args: cuda: what the compiler for NVIDIA GPUs compiles for; None for another compiler."""
     sampling = None
     with plan.layout.use(), compiling_for_cuda(cuda.capability) if cuda else nullcontext():
-        step = compile_step(plan, plan.phases[0], console.log, limit=int(topology.chip.memory))
+        step = compile_step(plan, phase, console.log, limit=int(topology.chip.memory))
         if cuda:
-            sampling = forecast_sampling(plan, topology, console.log)
+            sampling = forecast_sampling(plan, phase, topology, console.log)
     hlo = step.call.as_text() or ""
     speed = speed_of(topology, plan.precision.compute)
+    flops, tokens = flops_per_token(plan, phase), plan.batches.train.largest.size * plan.tokens_per_example(phase)
+    model = plan.state_builder.abstract_state(phase).model
     estimate = (
         estimate_kernels(hlo, topology, plan.mesh, plan.precision.compute)
         if cuda
-        else _analytic(plan, topology, step, hlo)
+        else Estimate(  # the kernels are not known
+            kernels=_analytic_seconds(plan, topology, step, model, flops.causal * tokens),
+            communication=communication_seconds(hlo, topology, plan.mesh),
+            hidden=None,
+            flops=None,
+            collectives=collectives_by_kind(hlo),
+        )
     )
     seconds, exposed, scheduled = estimate.overlapped, estimate.exposed, estimate.scheduled
-    model = plan.state_builder.abstract_state(plan.phases[0]).model
-    flops = flops_per_token(plan, plan.phases[0])
-    per_second = plan.tokens_per_step / (topology.num_chips * topology.chip.peak)
+    per_second = tokens / (topology.num_chips * topology.chip.peak)
     return Forecast(
         topology=topology.name,
+        phase=phase.name,
         chips=topology.num_chips,
         compiled_for=compiled_for,
         parameters=tree.num_parameters(model),
         active_parameters=num_active(model),
-        tokens_per_step=plan.tokens_per_step,
+        tokens_per_step=tokens,
         compute_seconds=estimate.kernels.products + estimate.kernels.attention,
         memory_seconds=estimate.kernels.memory,
         communication_seconds=estimate.communication,
         step_seconds=seconds,
         step_seconds_exposed=exposed,
         step_seconds_scheduled=scheduled,
-        tokens_per_second=plan.tokens_per_step / seconds,
+        tokens_per_second=tokens / seconds,
         mfu=flops.causal * per_second / seconds,
         mfu_exposed=flops.causal * per_second / exposed,
         mfu_scheduled=None if scheduled is None else flops.causal * per_second / scheduled,
         mfu_palm=flops.palm * per_second / seconds,
         memory_bytes=step.num_bytes,
+        argument_bytes=argument_bytes(step.call),
         memory_limit=int(topology.chip.memory),
         recomputation=step.remat_policy,
         optimizer_seconds=roofline(hlo, speed, OPTIMIZER_SCOPE).total if cuda else None,
@@ -201,22 +224,11 @@ def _simulated_devices(topology: Topology) -> tuple[Sequence[Any], str]:
     return devices[: topology.num_chips], description
 
 
-def _analytic(plan: Plan, topology: Topology, step: CompiledStep, hlo: str) -> Estimate:
-    """The estimate for chips whose kernels are not known."""
-    return Estimate(
-        kernels=_analytic_seconds(plan, topology, full_remat=step.remat_policy == FULL),
-        communication=communication_seconds(hlo, topology, plan.mesh),
-        hidden=None,
-        flops=None,
-        collectives=collectives_by_kind(hlo),
-    )
-
-
-def _analytic_seconds(plan: Plan, topology: Topology, *, full_remat: bool) -> Seconds:
-    """Time of the model's FLOPs (a third more with full remat) and of reading and writing its state."""
-    flops = flops_per_token(plan, plan.phases[0]).causal * plan.tokens_per_step
-    executed = flops * (4 / 3 if full_remat else 1) / topology.num_chips
-    model = plan.state_builder.abstract_state(plan.phases[0]).model
+def _analytic_seconds(
+    plan: Plan, topology: Topology, step: CompiledStep, model: LanguageModel, flops: float
+) -> Seconds:
+    """Time of the model's FLOPs in a step (a third more with full remat), and of reading and writing its state."""
+    executed = flops * (4 / 3 if step.remat_policy == FULL else 1) / topology.num_chips
     state = _STATE_TRAFFIC * tree.num_parameters(model) * plan.precision.params.itemsize
     num_shards = plan.mesh.data * plan.mesh.model
     return Seconds(
@@ -227,6 +239,7 @@ def _analytic_seconds(plan: Plan, topology: Topology, *, full_remat: bool) -> Se
 
 def _rows(result: Forecast) -> list[tuple[str, str]]:
     memory = "unknown" if result.memory_bytes is None else gib(result.memory_bytes)
+    held = "" if result.argument_bytes is None else f", {gib(result.argument_bytes)} of it state, references and batch"
     seconds = mfu = ""
     if result.step_seconds_scheduled is not None and result.mfu_scheduled is not None:
         seconds = f"{exact_duration(result.step_seconds_scheduled)} as scheduled, "
@@ -256,6 +269,6 @@ def _rows(result: Forecast) -> list[tuple[str, str]]:
         ("tokens/s", f"{result.tokens_per_second:,.0f} ({result.tokens_per_second / result.chips:,.0f} per chip)"),
         ("MFU", f"{result.mfu:.1%} ({mfu}{result.mfu_exposed:.1%} exposed); {full_attention}"),
         ("kernels", ", ".join(f"{name} x {n}" for name, n in result.kernels.items()) or "unknown"),
-        ("memory per chip", f"{memory} of {gib(result.memory_limit)}"),
+        ("memory per chip", f"{memory} of {gib(result.memory_limit)}{held}"),
     ]
     return rows if result.sampling is None else [*rows, *result.sampling.rows_of_table(result.memory_limit)]

@@ -80,12 +80,13 @@ class SamplingForecast:
         ]
 
 
-def forecast_sampling(plan: Plan, topology: Topology, log: Callable[[str], None]) -> SamplingForecast | None:
-    """The forecast for the first phase on NVIDIA GPUs; None if it samples nothing on the chips that train.
+def forecast_sampling(
+    plan: Plan, phase: Phase, topology: Topology, log: Callable[[str], None]
+) -> SamplingForecast | None:
+    """The forecast for a phase on NVIDIA GPUs; None if it samples nothing on the chips that train.
 
     Call it inside `plan.layout.use()`.
     """
-    phase = plan.phases[0]
     sampled = plan.data[phase.index].batch_spec(phase.model.seq_len).sampled
     if sampled is None:
         return None

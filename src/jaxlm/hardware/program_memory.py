@@ -12,3 +12,9 @@ def planned_bytes(call: jax.stages.Compiled) -> int | None:
         - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes
     )
+
+
+def argument_bytes(call: jax.stages.Compiled) -> int | None:
+    """Memory per device of what a program is given; None if the compiler does not report it."""
+    memory = call.memory_analysis()
+    return memory and memory.argument_size_in_bytes

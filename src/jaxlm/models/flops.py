@@ -43,6 +43,10 @@ class FlopsPerToken:
         """With other FLOPs, which do not depend on how attention is counted."""
         return FlopsPerToken(self.causal + flops, self.palm + flops)
 
+    def share(self, share: float) -> "FlopsPerToken":
+        """A share of them."""
+        return FlopsPerToken(self.causal * share, self.palm * share)
+
     def with_forward(self, other: "FlopsPerToken") -> "FlopsPerToken":
         """With the forward pass of another model, a third of its FLOPs."""
         return FlopsPerToken(self.causal + other.causal / 3, self.palm + other.palm / 3)

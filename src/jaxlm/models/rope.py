@@ -105,17 +105,21 @@ class RotaryConfig(draccus.ChoiceRegistry, abc.ABC):
         return "default"
 
     @abc.abstractmethod
-    def frequencies(self, size: int, places: Places) -> tuple[np.ndarray | jax.Array, float]:
-        """Radians per position of each feature pair, and the factor that rotated vectors get.
+    def frequencies(self, size: int, places: Places) -> np.ndarray | jax.Array:
+        """Radians per position of each feature pair.
 
         Args:
             size: number of rotated features.
             places: of the tokens.
 
         Returns:
-            Frequencies as float64 [size / 2], or, if they depend on the length of a token's document, as float32 [batch,
-            position, size / 2].
+            float64 [size / 2], or, if they depend on the length of a token's document, float32 [batch, position, size / 2].
         """
+
+    @property
+    def amplitude(self) -> float:
+        """The factor that rotated vectors get."""
+        return 1.0
 
     def switch_length(self) -> int | None:
         """The length beyond which all tokens of a document are rotated in another way; None if there is none. When a text
@@ -130,14 +134,13 @@ class RotaryConfig(draccus.ChoiceRegistry, abc.ABC):
 
     def rotation(self, places: Places, head_size: int, *, interleaved: bool = False) -> Rotation:
         """The rotation of tokens at these places."""
-        exact, amplitude = self.frequencies(self.num_rotated(head_size), places)
-        frequencies = jnp.asarray(exact, jnp.float32)
+        frequencies = jnp.asarray(self.frequencies(self.num_rotated(head_size), places), jnp.float32)
         positions = places.positions.rearrange((BATCH, POSITION))
         radians = positions.array.astype(jnp.float32)[..., None] * frequencies
         angles = NamedArray(radians, (*positions.axes, hax.Axis(_HALF, frequencies.shape[-1])))
         cos, sin = hax.cos(angles), hax.sin(angles)
-        if amplitude != 1.0:
-            cos, sin = cos * amplitude, sin * amplitude
+        if self.amplitude != 1.0:
+            cos, sin = cos * self.amplitude, sin * self.amplitude
         return Rotation(cos, sin, interleaved)
 
 
@@ -158,8 +161,8 @@ def check_rope(rope: RotaryConfig, num_heads: int, head_size: int) -> None:
 class DefaultRotary(RotaryConfig):
     """No scaling: pair i of `size` rotated features has frequency `theta ** (-2 i / size)`."""
 
-    def frequencies(self, size: int, places: Places) -> tuple[np.ndarray, float]:
-        return _unscaled_frequencies(self.theta, size), 1.0
+    def frequencies(self, size: int, places: Places) -> np.ndarray:
+        return _unscaled_frequencies(self.theta, size)
 
 
 @choice(RotaryConfig, "linear")
@@ -172,8 +175,8 @@ class LinearRotary(RotaryConfig):
 
     factor: PositiveFloat = 8.0
 
-    def frequencies(self, size: int, places: Places) -> tuple[np.ndarray, float]:
-        return _unscaled_frequencies(self.theta, size) / self.factor, 1.0
+    def frequencies(self, size: int, places: Places) -> np.ndarray:
+        return _unscaled_frequencies(self.theta, size) / self.factor
 
 
 @choice(RotaryConfig, "dynamic")
@@ -191,13 +194,13 @@ class DynamicRotary(RotaryConfig):
     factor: PositiveFloat = 2.0
     original_max_position_embeddings: PositiveInt = 2048
 
-    def frequencies(self, size: int, places: Places) -> tuple[jax.Array, float]:
+    def frequencies(self, size: int, places: Places) -> jax.Array:
         extension_BT = jnp.maximum(places.lengths() / self.original_max_position_embeddings, 1.0)
         growth_BT = 1.0 + self.factor * (extension_BT - 1.0)
         # (theta * growth ** (size / (size - 2))) ** (-2 i / size), with theta's part computed in float64.
         powers = -np.arange(0, size, 2, dtype=np.float64) / (size - 2)
         unscaled = jnp.asarray(_unscaled_frequencies(self.theta, size), jnp.float32)
-        return unscaled * growth_BT[..., None] ** jnp.asarray(powers, jnp.float32), 1.0
+        return unscaled * growth_BT[..., None] ** jnp.asarray(powers, jnp.float32)
 
     def check(self, size: int) -> None:
         if size <= 2:
@@ -223,12 +226,12 @@ class Llama3Rotary(RotaryConfig):
     high_freq_factor: PositiveFloat = 4.0
     original_max_position_embeddings: PositiveInt = 8192
 
-    def frequencies(self, size: int, places: Places) -> tuple[np.ndarray, float]:
+    def frequencies(self, size: int, places: Places) -> np.ndarray:
         unscaled = _unscaled_frequencies(self.theta, size)
         num_rotations = self.original_max_position_embeddings * unscaled / (2 * math.pi)
         smooth = (num_rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         smooth = np.clip(smooth, 0.0, 1.0)
-        return unscaled * (smooth + (1 - smooth) / self.factor), 1.0
+        return unscaled * (smooth + (1 - smooth) / self.factor)
 
     def check(self, size: int) -> None:
         if self.high_freq_factor <= self.low_freq_factor:
@@ -264,7 +267,7 @@ class YarnRotary(RotaryConfig):
     truncate: bool = True
     original_max_position_embeddings: PositiveInt = 32768
 
-    def frequencies(self, size: int, places: Places) -> tuple[np.ndarray, float]:
+    def frequencies(self, size: int, places: Places) -> np.ndarray:
         def pair_with_rotations(num_rotations: float) -> float:
             inverse_frequency = self.original_max_position_embeddings / (num_rotations * 2 * math.pi)
             return size * math.log(inverse_frequency) / (2 * math.log(self.theta))
@@ -275,7 +278,7 @@ class YarnRotary(RotaryConfig):
         low, high = max(low, 0), min(high, size - 1)
         ramp = np.clip((np.arange(_num_pairs(size)) - low) / (high - low or 0.001), 0.0, 1.0)
         unscaled = _unscaled_frequencies(self.theta, size)
-        return unscaled * (1 - ramp) + unscaled / self.factor * ramp, self._amplitude()
+        return unscaled * (1 - ramp) + unscaled / self.factor * ramp
 
     def check(self, size: int) -> None:
         if self.theta == 1.0:
@@ -286,7 +289,8 @@ class YarnRotary(RotaryConfig):
                 " expected, or none. Set model.rope.attention_factor to scale rotated vectors by a number"
             )
 
-    def _amplitude(self) -> float:
+    @property
+    def amplitude(self) -> float:
         def scaled(mscale: float) -> float:
             return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
@@ -324,18 +328,19 @@ class LongRotary(RotaryConfig):
         for name in ("short_factor", "long_factor"):  # the config is a static field of the model: it must be hashable
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
-    def frequencies(self, size: int, places: Places) -> tuple[jax.Array, float]:
+    def frequencies(self, size: int, places: Places) -> jax.Array:
         unscaled = _unscaled_frequencies(self.theta, size)
         short, long = (
             jnp.asarray(unscaled / np.asarray(f), jnp.float32) for f in (self.short_factor, self.long_factor)
         )
         is_long_BT = places.lengths() > self.original_max_position_embeddings
-        return jnp.where(is_long_BT[..., None], long, short), self._amplitude()
+        return jnp.where(is_long_BT[..., None], long, short)
 
     def switch_length(self) -> int:
         return self.original_max_position_embeddings
 
-    def _amplitude(self) -> float:
+    @property
+    def amplitude(self) -> float:
         if self.attention_factor is not None:
             return self.attention_factor
         original = self.original_max_position_embeddings

@@ -1,7 +1,7 @@
 """The objective interface: losses to minimize, as weighted sums."""
 
 import abc
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +14,8 @@ from jaxlm.core.pace import Pace
 from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.models.base import AuxLoss, LanguageModel, ModelConfig
+from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.step_flops import ModelInStep
 from jaxlm.reading.decode import choice_name
 
 Metrics = dict[str, Sum | Largest]
@@ -150,6 +152,18 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     def num_forward_sequences(self) -> int:
         """Number of further sequences of an example that the model and the references read, without a backward pass."""
         return 0
+
+    def flops_per_token(self, model: ModelInStep, references: Sequence[ModelInStep]) -> FlopsPerToken:
+        """FLOPs per training token: the model's, forward and backward, and the forward passes of the references.
+
+        Args:
+            model: the model that trains.
+            references: those that the step queries.
+        """
+        flops, num_forward = model.trained(), self.num_forward_sequences
+        for other in [model] * num_forward + list(references) * (1 + num_forward):
+            flops = flops.with_forward(other.flops_per_token())
+        return flops
 
     @property
     def compares_examples(self) -> bool:

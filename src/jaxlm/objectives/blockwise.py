@@ -5,7 +5,7 @@ inputs, the loss of a layer depends on its own parameters alone, so that the gra
 each of them: one step trains all of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any, ClassVar, Literal
 
@@ -21,7 +21,9 @@ from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
 from jaxlm.models.distillation.layerwise import Target, layer_body, layer_errors, layer_streams, unreached
 from jaxlm.models.distillation.stored_streams import Int8Streams
+from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.stacks import path_before_splits
+from jaxlm.models.step_flops import ModelInStep
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
 from jaxlm.objectives.block_progress import Autotune, BlockProgress, Convergence
 from jaxlm.reading.choices import choice
@@ -108,6 +110,22 @@ class Blockwise(ObjectiveConfig):
                 " when all blocks are done"
             )
         return max_steps
+
+    def flops_per_token(self, model: ModelInStep, references: Sequence[ModelInStep]) -> FlopsPerToken:
+        """Of the model what the targets depend on, and the layers that the next one reads; of the teacher all layers. The
+        head is not needed. In sequential order, the mean over blocks."""
+        flops = model.trained(unreached(model.model, self.target))
+        layers = model.flops_per_token(unreached(model.model, "residual"))
+        if self.order == "sequential":
+            num_blocks = layer_body(model.model, self.target, "objective blockwise").num_layers
+            flops, layers = flops.share(1 / num_blocks), layers.share((num_blocks - 1) / 2 / num_blocks)
+        elif self.inputs == "student":
+            flops = flops.share(2 / 3)  # the forward pass is that of the layers
+        if self.inputs == "student":
+            flops = flops.with_forward(layers)
+        for teacher in references:
+            flops = flops.with_forward(teacher.flops_per_token(unreached(teacher.model, "residual")))
+        return flops
 
     def init_slot(self, trainable: Any) -> BlockProgress:
         body = layer_body(trainable, self.target, "objective blockwise")

@@ -1,5 +1,6 @@
 """The references of a run: checks, shapes, loading, and what they say about a batch."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -14,9 +15,10 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.accumulate import microbatch_axis
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import sharded_shapes
-from jaxlm.models.base import LanguageModel
+from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.moe import num_multiplied
+from jaxlm.models.step_flops import ModelInStep
 from jaxlm.plan.plan import Plan
 from jaxlm.plan.refs.base import Ref
 
@@ -114,20 +116,20 @@ def asked_in(plan: Plan, phase: Phase) -> tuple[str, ...]:
 def flops_per_token(plan: Plan, phase: Phase) -> FlopsPerToken:
     """FLOPs per training token: the model's, forward and backward, and the forward passes of the references in the step.
 
-    A frozen matrix has no gradient of its own, which saves 2 of its 6 FLOPs. Its inputs are counted as if they had one.
     References that the run no longer reads do not count: their files may be gone.
     """
-    vocab_size = plan.state_builder.Vocab.size
-    base = phase.model.flops_per_token(vocab_size)
-    names = [name for name in asked_in(plan, phase) if name in plan.read_refs]
-    configs = [replace(plan.refs[name].model_config(), seq_len=phase.model.seq_len) for name in names]
-    references = [config.flops_per_token(vocab_size) for config in configs] + [base] * phase.objective.holds_reference
-    num_forward = phase.objective.num_forward_sequences
-    model = plan.state_builder.abstract_state(phase).model
-    flops = base.plus(-2.0 * num_multiplied(phase.split(model)[1], model))
-    for other in [base] * num_forward + references * (1 + num_forward):
-        flops = flops.with_forward(other)
-    return flops
+    Vocab, model = plan.state_builder.Vocab, plan.state_builder.abstract_state(phase).model
+
+    def in_step(config: ModelConfig, model: LanguageModel, frozen: Any = None) -> ModelInStep:
+        counted = functools.partial(num_multiplied, model=model)
+        return ModelInStep(config.flops_per_token(Vocab.size), model, counted, frozen)
+
+    references = [in_step(phase.model, model)] * phase.objective.holds_reference
+    for name in asked_in(plan, phase):
+        if name in plan.read_refs:
+            config = replace(plan.refs[name].model_config(), seq_len=phase.model.seq_len)
+            references.append(in_step(config, plan.refs[name].abstract(Vocab)))
+    return phase.objective.flops_per_token(in_step(phase.model, model, phase.split(model)[1]), references)
 
 
 def abstract_references(plan: Plan, phase: Phase) -> dict[str, LanguageModel]:

@@ -279,24 +279,19 @@ def _teacher(config: ModelConfig) -> _Teacher:
     head_size = config.HeadSize.size  # pyright: ignore[reportAttributeAccessIssue]
     rope = kind.rope
     assert rope is not None, "_problem"
-    _, amplitude = _frequencies(rope, head_size, config.seq_len)
     num_rotated = rope.num_rotated(head_size)
-    features = HeadFeatures.of(head_size, num_rotated, interleaved=kind.interleaved, amplitude=amplitude)
+    features = HeadFeatures.of(head_size, num_rotated, interleaved=kind.interleaved, amplitude=rope.amplitude)
     scale = head_size**-0.5 if attention.scale is None else attention.scale
     return _Teacher(block, attention, kind, rope, head_size, features, scale, config.seq_len)
 
 
 def _angles(teacher: _Teacher) -> jax.Array:
     """Radians per position of each pair of features, for a text of the full length."""
-    frequencies, _ = _frequencies(teacher.rope, teacher.head_size, teacher.seq_len)
+    rope, Pos = teacher.rope, hax.Axis(POSITION, teacher.seq_len)
+    positions = hax.arange(Pos).broadcast_axis(hax.Axis(BATCH, 1))
+    exact = rope.frequencies(rope.num_rotated(teacher.head_size), Places(positions, positions * 0 + 1))
+    frequencies = jnp.asarray(exact, jnp.float32)
     return frequencies[0, -1] if frequencies.ndim == 3 else frequencies
-
-
-def _frequencies(rope: RotaryConfig, head_size: int, seq_len: int) -> tuple[jax.Array, float]:
-    """`RotaryConfig.frequencies` of a text of this length."""
-    positions = hax.arange(hax.Axis(POSITION, seq_len)).broadcast_axis(hax.Axis(BATCH, 1))
-    exact, amplitude = rope.frequencies(rope.num_rotated(head_size), Places(positions, positions * 0 + 1))
-    return jnp.asarray(exact, jnp.float32), amplitude
 
 
 def _problem(model: LanguageModel) -> str | None:
