@@ -82,6 +82,7 @@ def test_every_format_field_has_a_test():
         "groups": ["group_size", "prompt_field", "responses_field", "rewards_field", "chat_template"],
         # tests/data/test_pairs.py
         "pairs": ["prompt_field", "chosen_field", "rejected_field", "prompt_ends_with", "chat_template", "truncation"],
+        "labeled": ["input_ids_key", "labels_key"],  # tests/data/test_labeled.py
         "pretokenized": ["input_ids_key"],
         "prompts": ["prompt_field", "chat_template"],  # tests/data/test_rollouts.py
         # tests/data/test_chat_format.py

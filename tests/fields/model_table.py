@@ -33,6 +33,10 @@ COMMON: dict[str, Entry] = {
     "model.pad_vocab_to_multiple_of": Change(80, Program(gains=r"stablehlo\.pad.*tensor<80x32x\w+>", alone=False)),
 }
 WINDOW = Change(5, Constant(5))
+BIDIRECTIONAL = Change(True, Refused("next_token predicts each token from those before it, but with"))
+LEARNED = {"type": "learned", "num_time_steps": 4}
+TIMED = Change({"type": "sinusoidal"}, Refused("no tokens are hidden from a causal"))
+WINDOWED = Change(True, Refused("given together with use_bidirectional_attention"))
 SCALED_ROPE = Change({"type": "linear", "theta": 77.0, "factor": 2.0}, frequencies(77.0, 2.0))
 EXPERTS: dict[str, Entry] = {
     "model.num_experts": Change(8, Shapes({r"^model.*router": (2, 8, 32)})),
@@ -93,6 +97,8 @@ LLAMA: dict[str, Entry] = {
     "model.hybrid_norm": Change(True, Shapes({r"^model.*mlp_post_norm\.weight": (2, 32)})),
     "model.input_embedding_norm": Change(True, Shapes({r"^model\.embed_norm\.weight": (32,)})),
     "model.use_layer_norm_weight": Change(False, Shapes({r"^model.*attn_norm\.weight": None})),
+    "model.use_bidirectional_attention": BIDIRECTIONAL,
+    "model.time_embedding": TIMED,
 }
 
 FLAX: dict[str, Entry] = {
@@ -347,6 +353,13 @@ TOPOLOGY: dict[str, Entry] = {
 
 TABLE: Table = {
     "remat": {"model.gradient_checkpointing.modules": Change("attn|mlp", Program(gains=r"stablehlo\.dot_general"))},
+    "timed": {
+        "model.time_embedding.type": Change("learned", Refused("num_time_steps: is needed for type: learned")),
+        "model.time_embedding.dim": Change(6, Shapes({r"^model\.time\.up_proj\.weight": (6, 6)})),
+        "model.time_embedding.num_time_steps": Change(
+            6, Shapes({r"^model\.time\.table": (6, 10)}), also={"model": {"time_embedding": LEARNED}}
+        ),
+    },
     "nano": NANO,
     "lookup": LOOKUP,
     "gpt2": GPT2,
@@ -360,7 +373,7 @@ TABLE: Table = {
         **PATTERN,
         "model.sliding_window_pattern": Change(1, Program(loses="dense<512>")),
         "model.local_rope": SCALED_ROPE,
-        "model.use_bidirectional_attention": Change(True, Constant(-3.40282347e38, alone=True)),
+        "model.use_bidirectional_attention": BIDIRECTIONAL,
     },
     "gpt_neox": {
         "model.use_parallel_residual": Change(False, Program(gains=r"stablehlo.add")),
@@ -440,8 +453,13 @@ TABLE: Table = {
         "model.attention_bias": NO_BIAS,
     },
     "phi3": {"model.sliding_window": WINDOW, "model.rope": SCALED_ROPE},
-    "qwen2": LATE_WINDOW,
-    "qwen3": {**LATE_WINDOW, "model.attention_bias": LLAMA["model.attention_bias"]},
+    "qwen2": {**LATE_WINDOW, "model.use_bidirectional_attention": WINDOWED, "model.time_embedding": TIMED},
+    "qwen3": {
+        **LATE_WINDOW,
+        "model.use_bidirectional_attention": WINDOWED,
+        "model.time_embedding": TIMED,
+        "model.attention_bias": LLAMA["model.attention_bias"],
+    },
     "qwen2_moe": {
         "model.sliding_window": WINDOW,
         "model.rope": SCALED_ROPE,

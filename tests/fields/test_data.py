@@ -25,6 +25,7 @@ SHOWN_ELSEWHERE = {
     "num_validation_files": "tests/data/test_best_fit.py::test_files_held_out_are_neither_trained_on_nor_listed_twice",
     "packing": "tests/data/test_best_fit.py::test_agrees_with_searching_a_list",
     "added_tokens": "tests/data/test_added_tokens.py::test_new_tokens_follow_the_others_and_are_saved",
+    "masking": "tests/data/test_masking.py::test_hidden_tokens_are_the_mask_token_and_nothing_else_changes",
     "stride": "tests/data/test_windows.py::test_each_sequence_begins_a_stride_after_the_one_before",
     "train_overlap": "tests/data/test_windows.py::test_without_the_overlap_every_token_is_a_target_once",
     "format": "tests/data/test_formats.py::test_every_format_field_has_a_test",

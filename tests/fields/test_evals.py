@@ -31,7 +31,7 @@ from tests.fields.trees import merged, tree
 
 SAMPLES = [  # tool: tests/session/test_chat.py
     *("prompts", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "tool"),
-    "cache_dtype",
+    *("cache_dtype", "denoising"),  # tests/models/test_denoise.py
 ]
 HARNESS = ["tasks", "task_folder", "num_fewshot", "limit", "batch_size"]
 GATES = {  # tests/evals/test_gates.py, tests/evals/test_written.py, tests/session/test_gates.py

@@ -19,6 +19,7 @@ from jaxlm.models.families.nano.lookup import LookupConfig
 from jaxlm.models.families.topology.nodes import Node
 from jaxlm.models.remat import RematModules
 from jaxlm.models.rope import RotaryConfig
+from jaxlm.models.time_embedding import TimeEmbeddingConfig
 from jaxlm.objectives.advantages import Advantage, Overlong
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.block_progress import Autotune, Convergence
@@ -71,6 +72,10 @@ MODELS: dict[str, Tree] = {
 TEACHER = str(Path(__file__).parent / "teacher")  # only its config.json
 OBJECTIVES = {
     "next_token": "llama",
+    "clm": "llama",
+    "custom": "llama",
+    "mlm": "llama",
+    "diffusion": "llama",
     "blockwise": "blockwise",
     "distill": "distill",
     "dpo": "dpo",
@@ -223,6 +228,10 @@ BASES: dict[str, Tree] = {
         "model": {"type": "nano", "seq_len": 16},
         "trainer": {"id": "x"},
     },
+    "timed": merged(
+        tree(data={"masking": {}}, objective={"type": "diffusion"}),
+        {"model": {"use_bidirectional_attention": True, "time_embedding": {"dim": 10}}},
+    ),
     "remat": merged(tree(), {"model": {"gradient_checkpointing": {"modules": "mlp"}}}),
     "precision": _trainer(mp={"default": "p=f32,c=bfloat16", "rules": [{"match": "mlp", "compute": "f32"}]}),
 }
@@ -258,6 +267,7 @@ def all_fields() -> list[tuple[str, str]]:
     rows += _fields("lookup", "model.lookup", LookupConfig)
     for name, kind in Node.get_known_choices().items():
         rows += _fields("topology", NODES[name], kind)
+    rows += _fields("timed", "model.time_embedding", TimeEmbeddingConfig)
     rows += _fields("remat", "model.gradient_checkpointing", RematModules)
     for name, kind in RotaryConfig.get_known_choices().items():
         rows += _fields(f"rope {name}", "model.rope", kind)

@@ -77,6 +77,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "llama-own-heads": ("llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
     "llama-one-kv-head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 16}),
+    "llama-bidirectional": ("llama", {"is_causal": False}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}}),
     "llama-dynamic": ("llama", {"rope_parameters": DYNAMIC, "hidden_act": "relu2"}),

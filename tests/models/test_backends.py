@@ -10,7 +10,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tracing import BlockSizes, tracing
-from jaxlm.models.attention.backends.blockwise import blockwise_attention, query_blocks
+from jaxlm.models.attention.backends.blockwise import Reach, blockwise_attention, query_blocks
 from jaxlm.models.attention.backends.reference import reference_attention
 from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.attention.choose import AttentionTask, choose_attention
@@ -30,16 +30,17 @@ def random_case(length, num_segments, seed=0):
     return q, k, v, segments, d_out
 
 
-def allowed(segments, window):
+def allowed(segments, window, causal=True):
     query, key = np.arange(segments.shape[1])[:, None], np.arange(segments.shape[1])[None, :]
-    near = (key <= query) & (key > query - (window or segments.shape[1]))
+    size = window or segments.shape[1]
+    near = (key <= (query if causal else query + size - 1)) & (key > query - size)
     return near & (segments[:, :, None] == segments[:, None, :]) & (segments != 0)[:, :, None]
 
 
-def definition(q, k, v, segments, window, d_out):
+def definition(q, k, v, segments, window, d_out, causal=True):
     """Output and gradients in float64, from the formulas."""
     q, k, v, d_out = (a.astype(np.float64) for a in (q, k, v, d_out))
-    mask = allowed(segments, window)[:, None, None]
+    mask = allowed(segments, window, causal)[:, None, None]
     scores = np.where(mask, np.einsum("btkgh,bskh->bkgts", q, k) * SCALE, -np.inf)
     with np.errstate(invalid="ignore"):
         weights = np.nan_to_num(np.exp(scores - scores.max(-1, keepdims=True)))
@@ -51,16 +52,16 @@ def definition(q, k, v, segments, window, d_out):
     return out, np.einsum("bkgts,bskh->btkgh", d_scores, k), np.einsum("bkgts,btkgh->bskh", d_scores, q), d_v
 
 
-def blocks(q, k, v, segments, window):
-    return blockwise_attention(q, k, v, segments, SCALE, window)
+def blocks(q, k, v, segments, window, causal=True):
+    return blockwise_attention(q, k, v, segments, SCALE, window, causal=causal)
 
 
-def splash(q, k, v, segments, window):
-    return splash_attention(q, k, v, segments, SCALE, window, interpret=True)
+def splash(q, k, v, segments, window, causal=True):
+    return splash_attention(q, k, v, segments, SCALE, window, causal=causal, interpret=True)
 
 
-def plain(q, k, v, segments, window):
-    return reference_attention(q, k, v, jnp.asarray(allowed(np.asarray(segments), window)), SCALE, 0.0, None)
+def plain(q, k, v, segments, window, causal=True):
+    return reference_attention(q, k, v, jnp.asarray(allowed(np.asarray(segments), window, causal)), SCALE, 0.0, None)
 
 
 def value_and_gradients(attend, q, k, v, d_out):
@@ -104,6 +105,23 @@ def test_matches_the_definition(backend, length, num_segments, window):
 )
 def test_splash_matches_the_definition(length, num_segments, window):
     test_matches_the_definition(splash, length, num_segments, window)
+
+
+@pytest.mark.parametrize(
+    ("backend", "length", "num_segments", "window"),
+    [
+        (blocks, 131, 3, None),
+        (blocks, 300, 3, 40),
+        (splash, 256, 3, None),
+        pytest.param(splash, 384, 3, 40, marks=pytest.mark.slow),
+        pytest.param(plain, 131, 3, 7, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_attend_to_later_ones_within_their_document_and_window(backend, length, num_segments, window):
+    q, k, v, segments, d_out = random_case(length, num_segments)
+    found = value_and_gradients(lambda *qkv: backend(*qkv, segments, window, causal=False), q, k, v, d_out)
+    for ours, theirs in zip(found, definition(q, k, v, segments, window, d_out, causal=False), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
 def test_second_derivatives_match_the_definition():
@@ -228,11 +246,15 @@ def test_other_documents_do_not_change_one_bit():
 
 @pytest.mark.parametrize(("length", "window"), [(1, None), (1024, None), (4096, None), (5000, 300), (130, 7)])
 def test_blocks_cover_every_query_with_little_overhead(length, window):
-    found = list(query_blocks(length, window, 128))
-    assert [start for start, _, _ in found] == [0, *(stop for _, stop, _ in found[:-1])]
+    found = list(query_blocks(length, Reach(window), 128))
+    assert [start for start, *_ in found] == [0, *(stop for _, stop, *_ in found[:-1])]
     assert found[-1][1] == length
-    assert all(first <= max(0, start - (window or length) + 1) for start, _, first in found)
-    computed = sum((stop - start) * (stop - first) for start, stop, first in found)
+    assert all(first <= max(0, start - (window or length) + 1) for start, _, first, _ in found)
+    assert all(last == stop for _, stop, _, last in found)
+    both = list(query_blocks(length, Reach(window, causal=False), 128))
+    assert [block[:3] for block in both] == [block[:3] for block in found]
+    assert all(last >= min(length, stop + (window or length) - 1) for _, stop, _, last in both)
+    computed = sum((stop - start) * (last - first) for start, stop, first, last in found)
     if length >= 1024:
         assert computed <= (9 / 16 * length**2 if window is None else length * (2 * window + 1))
 
@@ -240,7 +262,7 @@ def test_blocks_cover_every_query_with_little_overhead(length, window):
 @pytest.mark.parametrize(("block", "window", "first"), [(16, None, 17), (64, 40, 64)])
 def test_any_block_size_matches_the_definition(block, window, first):
     with tracing(block_sizes=BlockSizes(attention_block=block)):
-        assert next(query_blocks(131, window)) == (0, first, 0)
+        assert next(query_blocks(131, Reach(window))) == (0, first, 0, first)
         test_matches_the_definition(blocks, 131, 5, window)
 
 

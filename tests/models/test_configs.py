@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.models.attention.backends.blockwise import query_blocks
+from jaxlm.models.attention.backends.blockwise import Reach, query_blocks
 from jaxlm.models.base import Inputs, ModelConfig, vocab_axis
 from jaxlm.models.families.gemma2 import Gemma2Config
 from jaxlm.models.families.gemma3 import Gemma3Config
@@ -87,7 +87,7 @@ def test_flops_match_xlas_count(config):
     # scores is eliminated as a common subexpression, because there is no remat.
     flops = config.flops_per_token(Vocab.size)
     weights = 2 * flops.causal - flops.palm
-    square = sum((stop - start) * (stop - first) for start, stop, first in query_blocks(config.seq_len, None))
+    square = sum((stop - start) * (last - first) for start, stop, first, last in query_blocks(config.seq_len, Reach()))
     attention = 6 * 2 * config.num_layers * config.hidden_dim * square / config.seq_len
     assert weights + attention == pytest.approx(counted, rel=0.03)
 

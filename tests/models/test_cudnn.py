@@ -68,15 +68,16 @@ def gradients(attend):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("window", [None, 24])
-def test_the_program_calls_the_kernels(for_cuda, packed, window):
+@pytest.mark.parametrize(("window", "causal"), [(None, True), (24, True), (None, False)])
+def test_the_program_calls_the_kernels(for_cuda, packed, window, causal):
     q, k = (jnp.zeros((2, 64, 2, *shape), jnp.bfloat16) for shape in ((3, 64), (64,)))
-    attend = functools.partial(cudnn_attention, scale=0.1, window=window, packed=packed)
+    attend = functools.partial(cudnn_attention, scale=0.1, window=window, packed=packed, causal=causal)
     found = set(calls(for_cuda(gradients(attend), q, k, k, jnp.ones((2, 64), jnp.int32))))
     forward, backward = "fmhaSoftmax", "fmhaSoftmaxBackward"
-    expected = {(kernel, "CAUSAL", 1, window or 0) for kernel in (forward, backward)}
+    whole, padding = ("CAUSAL", "PADDING_CAUSAL") if causal else ("NO_MASK", "PADDING")
+    expected = {(kernel, whole, 1, window or 0) for kernel in (forward, backward)}
     if packed:
-        expected |= {(kernel, "PADDING_CAUSAL", DOCUMENTS_PER_CALL, window or 0) for kernel in (forward, backward)}
+        expected |= {(kernel, padding, DOCUMENTS_PER_CALL, window or 0) for kernel in (forward, backward)}
     assert found == expected
 
 
@@ -130,7 +131,7 @@ def test_the_self_tests_rows_cover_their_cases():
 # --- With a stand-in for the kernel -----------------------------------------------------------------------------------
 
 
-def seen(shape, lengths, offsets, window):
+def seen(shape, lengths, offsets, window, causal):
     """The kernel's inputs as segment ids (0 outside all documents) and as a visibility mask."""
     position = jnp.arange(shape[1])
     document = jnp.ones(shape[:2], int)
@@ -139,7 +140,7 @@ def seen(shape, lengths, offsets, window):
         inside = (lengths[..., None] > 0) & (position >= starts) & (position < stops)
         document = jnp.sum(inside * (1 + jnp.arange(lengths.shape[1]))[:, None], axis=1)
     distance = position[:, None] - position
-    near = (distance >= 0) & (distance < (window or shape[1]))
+    near = ((distance >= 0) | (not causal)) & (distance < (window or shape[1]))
     return document, (near & (document[:, :, None] == document[:, None, :]) & (document != 0)[:, :, None])[:, None]
 
 
@@ -150,10 +151,12 @@ def repeated(q, *keys):
 def stand_in(q, k, v, *, q_seqlen=None, kv_seqlen=None, q_offsets=None, kv_offsets=None, scale, mask_type,
              sliding_window_length, return_residual=False):  # fmt: skip
     packed = q_offsets is not None
-    assert mask_type == (fused.MaskType.PADDING_CAUSAL if packed else fused.MaskType.CAUSAL)
+    kinds = fused.MaskType
+    assert mask_type in ((kinds.PADDING_CAUSAL, kinds.PADDING) if packed else (kinds.CAUSAL, kinds.NO_MASK))
+    causal = mask_type in (kinds.PADDING_CAUSAL, kinds.CAUSAL)
     assert q_seqlen is kv_seqlen
     assert q_offsets is kv_offsets
-    document, visible = seen(q.shape, q_seqlen, q_offsets, sliding_window_length)
+    document, visible = seen(q.shape, q_seqlen, q_offsets, sliding_window_length, causal)
     k, v = repeated(q, k, v)
     scores = jnp.where(visible, jnp.einsum("btnh,bsnh->bnts", q, k) * scale, -1e30)
     out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), v)
@@ -161,10 +164,10 @@ def stand_in(q, k, v, *, q_seqlen=None, kv_seqlen=None, q_offsets=None, kv_offse
     return (out, jax.nn.logsumexp(scores, axis=-1)) if return_residual else out
 
 
-def stand_in_backward(q, k, v, *rest, scale, sliding_window_length, **_):
+def stand_in_backward(q, k, v, *rest, scale, mask_type, sliding_window_length, **_):
     lse, out, d_out = rest[-3:]
     shape = k.shape
-    _, visible = seen(q.shape, None, None, sliding_window_length)
+    _, visible = seen(q.shape, None, None, sliding_window_length, mask_type == fused.MaskType.CAUSAL)
     k, v = repeated(q, k, v)
     weights = jnp.where(visible, jnp.exp(jnp.einsum("btnh,bsnh->bnts", q, k) * scale - lse[..., None]), 0)
     delta = jnp.einsum("btnh,btnh->bnt", out, d_out)[..., None]
@@ -183,26 +186,31 @@ def stood_in(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("packed", "windowed", "rows"),
+    ("packed", "windowed", "causal", "rows"),
     [
-        (True, True, packed_rows),
+        (True, True, True, packed_rows),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
-                (False, True, single_document_rows),
-                (True, False, single_document_rows),
-                (True, False, packed_rows),
-                (True, True, single_document_rows),
-                (False, True, packed_rows),
+                (False, True, True, single_document_rows),
+                (True, False, True, single_document_rows),
+                (True, False, True, packed_rows),
+                (True, True, True, single_document_rows),
+                (False, True, True, packed_rows),
+                (True, False, False, packed_rows),
+                (True, False, False, single_document_rows),
+                (True, False, False, lambda: np.ones((2, 256), np.int32)),
+                (False, False, False, single_document_rows),
             ]
         ),
     ],
 )
 @pytest.mark.usefixtures("stood_in")
-def test_matches_reference_attention(monkeypatch, rows, packed, windowed):
+def test_matches_reference_attention(monkeypatch, rows, packed, windowed, causal):
     monkeypatch.setattr(selftest, "TOLERANCE", 1e-5)
-    shape = AttentionShape(jnp.float32, head_size=8, group=2, windowed=windowed)
-    attend = functools.partial(cudnn_attention, scale=shape.scale, window=shape.window, packed=packed)
+    shape = AttentionShape(jnp.float32, head_size=8, group=2, windowed=windowed, causal=causal)
+    options = {"window": shape.window, "packed": packed, "causal": causal}
+    attend = functools.partial(cudnn_attention, scale=shape.scale, **options)
     assert disagreement(jax.jit(attend), rows(), shape) is None
 
 
@@ -319,6 +327,8 @@ def tested(monkeypatch):
         ({"head_size": 60}, "blockwise", "head size 60"),
         ({"seq_len": 1001}, "blockwise", "seq_len 1001"),
         ({"dropout": 0.1}, "reference", "attention dropout"),
+        ({"causal": False}, "cudnn", ""),
+        ({"causal": False, "window": 64}, "blockwise", "its windows look only back"),
         ({"same_tokens": False}, "reference", "not the same tokens"),
     ],
 )

@@ -1,6 +1,8 @@
 """Generates text with a checkpoint or a Hugging Face model.
 
 jaxlm sample --checkpoint checkpoints/quickstart --prompt "def " --prompt "import "
+
+A masked-diffusion model fills in the new tokens in any order, in --num_steps passes.
 """
 
 import argparse
@@ -9,11 +11,18 @@ import time
 from collections.abc import Sequence
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.models.inference.denoise import denoised
 from jaxlm.models.inference.generate import generate_tokens
 from jaxlm.models.inference.stop_strings import StopStrings
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.session.exit_codes import command
-from jaxlm.session.generation_options import add_generation_options, generation_config_of, tool_calls_of
+from jaxlm.session.generation_options import (
+    add_denoising_options,
+    add_generation_options,
+    denoising_of,
+    generation_config_of,
+    tool_calls_of,
+)
 from jaxlm.session.load_model import checkpoint_parser, open_model, parse_with_keys
 
 
@@ -28,6 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     tokenizer, prompts = loaded.tokenizer, options.prompt or [""]
     calls = tool_calls_of(options, tokenizer)
     of_text = StopStrings.of_text(stop_strings, tokenizer.decode)
+    denoising = denoising_of(options)
     stops = of_text if calls is None else StopStrings(stop_strings, calls.fragments)
 
     with loaded.plan.layout.use():
@@ -35,7 +45,10 @@ def main(arguments: Sequence[str]) -> int:
         started = time.perf_counter()
         config = generation_config_of(options, tokenizer.stop_ids)
         ids = [loaded.prompt_ids(prompt) for prompt in prompts]
-        completions = generate_tokens(Generator.of(model), ids, config, stops.until, calls)
+        if model.is_causal and denoising is None:
+            completions = generate_tokens(Generator.of(model), ids, config, stops.until, calls)
+        else:
+            completions = denoised(model, ids, config, tokenizer.mask_id, denoising)
         seconds = time.perf_counter() - started
     for note in model.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -57,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", action="append", help="prompt to complete; may be repeated")
     parser.add_argument("--stop", action="append", help="string that ends a completion; may be repeated")
     add_generation_options(parser, max_new_tokens=128, temperature=0.8)
+    add_denoising_options(parser)
     return parser
 
 

@@ -121,6 +121,14 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         """What makes batches of the training examples."""
         return example_batches
 
+    def finished(self, examples: Examples, source: str, split: str, tokenizer: Tokenizer) -> Examples:
+        """The examples of a split as batches read them. Args: source: its name."""
+        return examples
+
+    def saved_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
+        """The tokenizer as it is saved with a model that was trained on this data."""
+        return tokenizer
+
     def sources(self) -> tuple[NamedSource, ...]:
         """The sources under `configs`, or the section itself as the only one."""
         store = self.cache_store
@@ -272,7 +280,12 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         spec = self.batch_spec(seq_len)  # refuses some keys, before anything is tokenized
         names, options = self._weighted_names(), {"workers": workers, "summarize": summarize}
         train = {
-            source.name: self._split(source, self._examples(source, TRAIN, tokenizer, seq_len, log, options))[0]
+            source.name: self.finished(
+                self._split(source, self._examples(source, TRAIN, tokenizer, seq_len, log, options))[0],
+                source.name,
+                TRAIN,
+                tokenizer,
+            )
             for source in self.sources()
             if source.name in names
         }
@@ -311,10 +324,12 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         for source in self.sources():
             if source.has(VALIDATION):
                 examples = self._examples(source, VALIDATION, tokenizer, seq_len, log, options)
-                validation_sets.append(ValidationData(source, examples, spec))
+                finished = self.finished(examples, source.name, VALIDATION, tokenizer)
+                validation_sets.append(ValidationData(source, finished, spec))
             elif source.name in self._held_out:
                 examples = self._examples(source, TRAIN, tokenizer, seq_len, log, options | {"summarize": False})
-                validation_sets.append(ValidationData(source, self._split(source, examples)[1], spec, TRAIN))
+                held_out = self.finished(self._split(source, examples)[1], source.name, VALIDATION, tokenizer)
+                validation_sets.append(ValidationData(source, held_out, spec, TRAIN))
         return tuple(validation_sets)
 
     @property

@@ -23,6 +23,7 @@ class Examples(abc.ABC):
         cache: where their tokens are.
         seq_len: tokens per sequence.
         arrangement: what determines their columns besides the tokens, the starts and `seq_len`, as plain JSON.
+        draws_anew: whether `read_drawn` returns other columns each time that an example is drawn.
         is_endless: whether indices go on beyond the last example. Then `len` counts those of the first pass; those after
             it differ.
     """
@@ -30,6 +31,7 @@ class Examples(abc.ABC):
     cache: TokenCache
     seq_len: int
     arrangement: Mapping[str, Any] = MappingProxyType({})
+    draws_anew: bool = False
     is_endless: bool = False
 
     @abc.abstractmethod
@@ -78,6 +80,15 @@ class Examples(abc.ABC):
         Raises:
             DamagedCacheError: a token id is outside the vocabulary.
         """
+
+    def read_drawn(self, indices: np.ndarray, epochs: np.ndarray, ranks: np.ndarray) -> Columns:
+        """The columns of some examples as a training stream draws them.
+
+        Args:
+            epochs: int64 [examples], how often each was drawn before.
+            ranks: int64 [examples], how many examples of the source were drawn before each.
+        """
+        return self.read(indices)
 
     @abc.abstractmethod
     def show(self, index: int, tokenizer: Any) -> Iterator[str]:
@@ -144,6 +155,7 @@ class ExampleRange(WrappedExamples):
     def __init__(self, examples: Examples, start: int, stop: int):
         super().__init__(examples)
         self._range = range(start, stop)
+        self.draws_anew = examples.draws_anew
 
     def __len__(self) -> int:
         return len(self._range)
@@ -159,6 +171,9 @@ class ExampleRange(WrappedExamples):
 
     def read(self, indices: np.ndarray) -> Columns:
         return super().read(indices + self._range.start)
+
+    def read_drawn(self, indices: np.ndarray, epochs: np.ndarray, ranks: np.ndarray) -> Columns:
+        return self._examples.read_drawn(indices + self._range.start, epochs, ranks)
 
     def show(self, index: int, tokenizer: Any) -> Iterator[str]:
         return super().show(index + self._range.start, tokenizer)

@@ -46,13 +46,13 @@ class Mixture:
 
     def read(self, examples: np.ndarray) -> Columns:
         """The columns of some examples (int64, from 0), [len(examples), ...] each."""
-        numbers, indices = self.find(examples)
+        numbers, ranks, indices = self._located(examples)
         if len(self._sources) == 1:
-            return self._sources[0].read(indices)
+            return self._drawn(0, indices, ranks)
         columns: Columns = {}
         for number in np.unique(numbers):
             (rows,) = np.nonzero(numbers == number)
-            for name, part in self._sources[number].read(indices[rows]).items():
+            for name, part in self._drawn(int(number), indices[rows], ranks[rows]).items():
                 if name not in columns:
                     columns[name] = np.empty((len(examples), *part.shape[1:]), part.dtype)
                 columns[name][rows] = part
@@ -68,11 +68,7 @@ class Mixture:
 
     def find(self, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """int64: the number of each example's source, and the index of its sequence in that source."""
-        numbers, ranks = self._source_ranks(examples)
-        indices = np.empty_like(ranks)
-        for number in np.unique(numbers):
-            from_source = numbers == number
-            indices[from_source] = self._sequence_indices(int(number), ranks[from_source])
+        numbers, _, indices = self._located(examples)
         return numbers, indices
 
     def describe(self, examples: np.ndarray) -> str:
@@ -93,6 +89,19 @@ class Mixture:
     def exhausted_after(self) -> list[int | None]:
         """For each source, the number of mixture examples after which it has been read once; None if it never is."""
         return [self._examples_until(number, len(sequences)) for number, sequences in enumerate(self._sources)]
+
+    def _drawn(self, number: int, indices: np.ndarray, ranks: np.ndarray) -> Columns:
+        source = self._sources[number]
+        return source.read_drawn(indices, ranks // len(source), ranks)
+
+    def _located(self, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """int64: the number of each example's source, how many of that source came before, and the index of its sequence."""
+        numbers, ranks = self._source_ranks(examples)
+        indices = np.empty_like(ranks)
+        for number in np.unique(numbers):
+            from_source = numbers == number
+            indices[from_source] = self._sequence_indices(int(number), ranks[from_source])
+        return numbers, ranks, indices
 
     def _sequence_indices(self, number: int, ranks: np.ndarray) -> np.ndarray:
         size = len(self._sources[number])

@@ -56,7 +56,7 @@ def permute(indices: np.ndarray, size: int, *, seed: int, epoch: np.ndarray) -> 
         epoch: int64, same shape: the permutation to use for each index.
     """
     half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
-    keys = _mix(epoch.astype(np.uint64) + np.uint64(seed * 0x9E3779B97F4A7C15 % _WORD))
+    keys = mix(epoch.astype(np.uint64) + np.uint64(seed * 0x9E3779B97F4A7C15 % _WORD))
     values = _feistel(indices.astype(np.uint64), keys, half)
     while (outside := values >= size).any():
         values[outside] = _feistel(values[outside], keys[outside], half)
@@ -67,11 +67,11 @@ def _feistel(values: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarra
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = values >> half, values & mask
     for number in range(_ROUNDS):
-        left, right = right, left ^ (_mix(right + keys + np.uint64(number * 0xD1B54A32D192ED03 % _WORD)) & mask)
+        left, right = right, left ^ (mix(right + keys + np.uint64(number * 0xD1B54A32D192ED03 % _WORD)) & mask)
     return (left << half) | right
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def mix(x: np.ndarray) -> np.ndarray:
     """SplitMix64's finalizer (Steele et al. 2014): every input bit reaches every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

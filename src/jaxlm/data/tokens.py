@@ -1,24 +1,31 @@
 """Packed token sequences: documents for language modeling, with a loss mask for instruction tuning."""
 
+import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from haliax import Axis
 
 from jaxlm.core.axes import POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
-from jaxlm.core.values.batch_types import TokenBatch
-from jaxlm.data.base import given
-from jaxlm.data.batch import BatchSpec, Columns, random_tokens, token_columns
+from jaxlm.core.values.batch_types import MaskedBatch, TokenBatch
+from jaxlm.data.base import TRAIN, given
+from jaxlm.data.batch import BatchSpec, Column, Columns, random_tokens, token_columns
 from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, open_rows
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.config import DataConfig
 from jaxlm.data.examples import Examples
 from jaxlm.data.formats.base import FormatConfig
+from jaxlm.data.masking.masked_examples import MaskedExamples
+from jaxlm.data.masking.masking_config import Masker, MaskingConfig
+from jaxlm.data.masking.uniform_numbers import stratified
 from jaxlm.data.packing import PackedSequences, Windows, pack_documents
 from jaxlm.data.sources.named import truncations
 from jaxlm.data.tokenizer.added_tokens import open_tokenizer
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.data.tokenizer.train_bpe import bpe_config
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import choice_name, encode
@@ -38,20 +45,28 @@ class TokensConfig(DataConfig):
             (`num_validation_sequences`) have too are left out of training.
         train_overlap: with a stride, compute the loss on every token of a sequence. `false` computes it only on those that
             the sequence before does not have, so each token counts once, after at least `seq_len - stride` others.
+        masking: which tokens are hidden from the model, for the objectives `mlm` and `diffusion`; `{}` hides a random
+            fraction of each sequence. Null hides none.
     """
 
     ignore_token_id: Content[NonNegativeInt | None] = None
     packing: Content[BestFitConfig | None] = None
     stride: Content[PositiveInt | None] = None
     train_overlap: Content[bool] = True
+    masking: Content[MaskingConfig | None] = None
 
-    def batch_spec(self, seq_len: int) -> BatchSpec[TokenBatch]:
+    def batch_spec(self, seq_len: int) -> BatchSpec[Any]:
         if self.stride is not None and self.stride > seq_len:
             raise ConfigError(
                 f"data.stride: {self.stride} given, but model.seq_len is {seq_len}, so the tokens between two sequences would"
                 f" be left out. Set it to {seq_len} or less"
             )
-        return BatchSpec(TokenBatch, token_columns(Axis(POSITION, seq_len)))
+        columns = token_columns(Axis(POSITION, seq_len))
+        if self.masking is None:
+            return BatchSpec(TokenBatch, columns)
+        rates = {"rates": Column(np.float32, ())} if self.masking.has_rates else {}
+        of_rows = {"mask_fractions": Column(np.float32, ()), "mask_ids": Column(np.int32, ()), **rates}
+        return BatchSpec(MaskedBatch, {**columns, "maskable": columns["loss_mask"], **of_rows})
 
     def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> Examples:
         max_documents = record_format.documents_per_sequence
@@ -66,6 +81,23 @@ class TokensConfig(DataConfig):
             return PackedSequences(cache, seq_len, packed, ignored_id=ignored)
         windows = None if self.stride is None else Windows(self.stride, self.train_overlap)
         return PackedSequences(cache, seq_len, ignored_id=ignored, windows=windows)
+
+    def finished(self, examples: Examples, source: str, split: str, tokenizer: Tokenizer) -> Examples:
+        if self.masking is None:
+            return examples
+        number = zlib.crc32(f"{split} {source}".encode())
+        masker = Masker(self.masking, self.masking.mask_id(tokenizer), tokenizer.is_special(), number)
+        is_train = split == TRAIN
+        return MaskedExamples(
+            examples, masker, self.masking.mask_replicas if is_train else self.masking.validation_replicas
+        )
+
+    def saved_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
+        return tokenizer if self.masking is None else tokenizer.with_mask_token(self.masking.mask_id(tokenizer))
+
+    def check_opens(self, tokenizer: Callable[[], Tokenizer], *, dry: bool) -> None:
+        if self.masking is not None:
+            self.masking.mask_id(tokenizer())
 
     def _resolved(self, packing: BestFitConfig) -> BestFitConfig:
         """The same with a value for `wrap`."""
@@ -158,7 +190,13 @@ class TokensConfig(DataConfig):
         packing = None if self.packing is None else self._resolved(self.packing).identity()
         windows = {} if self.stride is None else {"stride": self.stride, "train_overlap": self.train_overlap}
         keys = given(ignore_token_id=self.ignore_token_id, packing=packing)
-        return super().identity() | keys | truncations(self.sources()) | windows
+        masking = {} if self.masking is None else {"masking": self.masking.identity()}
+        return super().identity() | keys | truncations(self.sources()) | windows | masking
 
     def random_columns(self, num_examples: int, seq_len: int, vocab_size: int, seed: int) -> Columns:
-        return random_tokens((num_examples, seq_len), vocab_size, seed)
+        columns = random_tokens((num_examples, seq_len), vocab_size, seed)
+        if self.masking is None:
+            return columns
+        numbers = np.arange(num_examples)
+        masker = Masker(self.masking, vocab_size - 1, np.arange(vocab_size) == vocab_size - 1)
+        return masker.mask(columns, numbers, np.zeros_like(numbers), stratified(numbers, (seed,)))

@@ -17,7 +17,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.core.values.token_scores import DummyPrefix, TokenScores
 from jaxlm.evals.limits import Limits
-from jaxlm.models.base import LanguageModel
+from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.rewards.base import ScoredRows
 
 Score = Callable[[LanguageModel, Any], TokenScores]
@@ -113,6 +113,9 @@ class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.
     reads_objective: ClassVar[bool] = False
     """Whether it calls `EvalContext.measure`."""
 
+    predicts_next_tokens: ClassVar[bool] = False
+    """Whether it reads predictions of next tokens, which a model whose tokens attend to later ones does not make."""
+
     every: PositiveInt | None = field(default=1, kw_only=True)
 
     @property
@@ -152,6 +155,10 @@ class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.
 
     def check_models(self, model: LanguageModel, references: Mapping[str, LanguageModel]) -> None:
         """Raises `ConfigError` if it cannot measure a model of a phase beside its references, all of them shapes."""
+        return
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Raises `ConfigError` if it cannot measure this model."""
         return
 
     def check(self) -> None:

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 
@@ -90,6 +90,8 @@ class CasesEvalConfig(GateConfig):
         min_student_accuracy: smallest `accuracy`; null allows any.
         max_accuracy_drop: largest `accuracy_drop`; null allows any.
     """
+
+    predicts_next_tokens: ClassVar[bool] = True
 
     cases: list[Case] = field(default_factory=list)
     file: str | None = None

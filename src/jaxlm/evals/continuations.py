@@ -46,6 +46,7 @@ class ContinuationsEvalConfig(GateConfig):
 
     reads_supervised: ClassVar[bool] = True
     reads_validation: ClassVar[bool] = True
+    predicts_next_tokens: ClassVar[bool] = True
 
     reference: str = "teacher"
     prompts: PositiveInt = 32

@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -51,6 +51,8 @@ class CoreEvalConfig(EvalConfig):
             Few-shot examples are chosen among them too.
         batch_size: number of sequences per batch.
     """
+
+    predicts_next_tokens: ClassVar[bool] = True
 
     bundle: str
     tasks: list[str] = field(default_factory=list)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -42,6 +42,8 @@ class HarnessEvalConfig(EvalConfig):
         limit: maximum number of documents per task; null uses all of them.
         batch_size: number of sequences per batch.
     """
+
+    predicts_next_tokens: ClassVar[bool] = True
 
     tasks: list[str] = field(default_factory=list)
     task_folder: str | None = None

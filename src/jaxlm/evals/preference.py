@@ -29,6 +29,7 @@ class PreferenceEvalConfig(EvalConfig):
     """
 
     reads_validation: ClassVar[bool] = True
+    predicts_next_tokens: ClassVar[bool] = True
 
     @property
     def metric_names(self) -> tuple[str, ...]:

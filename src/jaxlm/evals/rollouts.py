@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -63,6 +63,8 @@ class RolloutsEvalConfig(EvalConfig):
         cache_dtype: dtype of keys and values in the cache: float32, bfloat16 or int8, which needs the least memory. Null uses
             that of the parameters.
     """
+
+    predicts_next_tokens: ClassVar[bool] = True
 
     prompts_file: str = ""
     rewards: list[RewardConfig] = field(default_factory=list)

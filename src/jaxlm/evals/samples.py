@@ -18,7 +18,8 @@ from jaxlm.core.field_types import (
     Seed,
 )
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
-from jaxlm.models.base import LanguageModel
+from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.models.inference.denoise import DenoisingConfig, denoised
 from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens
 from jaxlm.models.inference.tools.base import Tool
 from jaxlm.models.inference.tools.calls import ToolCalls
@@ -45,6 +46,8 @@ class SamplesEvalConfig(EvalConfig):
             must have the tokens of calls. Outputs count as new tokens.
         cache_dtype: dtype of keys and values in the cache: float32, bfloat16 or int8, which needs the least memory. Null uses
             that of the parameters.
+        denoising: how a masked-diffusion model fills in the new tokens, such as `{num_steps: 16, block_length: 32}`; null for
+            one token in each pass.
     """
 
     prompts: list[str] = field(default_factory=lambda: [""])
@@ -57,6 +60,7 @@ class SamplesEvalConfig(EvalConfig):
     seed: Seed = 0
     tool: Tool | None = None
     cache_dtype: CacheDtype | None = None
+    denoising: DenoisingConfig | None = None
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -70,6 +74,21 @@ class SamplesEvalConfig(EvalConfig):
         self._calls(tokenizer())
         # Whether the data puts BOS in front is known when the evaluation opens.
         self._check_length(min(self._longest(tokenizer(), bos) for bos in (True, False, None)), seq_len)
+
+    def check_model(self, model: ModelConfig) -> None:
+        if model.is_causal and self.denoising is not None:
+            raise ConfigError(
+                "evals: type samples: denoising given, but the model generates token by token, because its tokens attend only"
+                " to earlier ones. Remove it"
+            )
+        unused = {"tool": self.tool, "cache_dtype": self.cache_dtype}
+        if not model.is_causal and (name := next((key for key, value in unused.items() if value is not None), None)):
+            raise ConfigError(
+                f"evals: type samples: {name}: {unused[name]} given, but a model whose tokens attend to later ones fills in"
+                " masks, without a cache or calls. Remove it"
+            )
+        if not model.is_causal:
+            (self.denoising or DenoisingConfig()).passes(self.max_new_tokens)
 
     def _longest(self, tokenizer: Any, bos: bool | None) -> int:
         return max(len(prompt_ids(tokenizer, prompt, bos=bos)) for prompt in self.prompts)
@@ -107,7 +126,11 @@ class SamplesEval(Eval):
         others: Any = {"min_p": config.min_p, "repetition_penalty": config.repetition_penalty}
         others |= {"cache_dtype": config.cache_dtype}
         generation = GenerationConfig(*sampling, stop_ids=tokenizer.stop_ids, **others)
-        continuations = generate_tokens(Generator.of(self._cast(model)), prompts, generation, self._go_on, self._calls)
+        model = self._cast(model)
+        if model.is_causal:
+            continuations = generate_tokens(Generator.of(model), prompts, generation, self._go_on, self._calls)
+        else:
+            continuations = denoised(model, prompts, generation, tokenizer.mask_id, config.denoising)
         for prompt, ids in zip(config.prompts, continuations, strict=True):
             text = tokenizer.decode(ids) if self._calls is None else self._calls.show(ids)
             self._ctx.log(textwrap.indent(prompt + text, "  | ", lambda _line: True))

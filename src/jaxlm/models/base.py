@@ -44,12 +44,15 @@ class Inputs(eqx.Module):
         positions: int32 {batch, position}, the position inside the document.
         segment_ids: int32 {batch, position}. Tokens attend only to tokens with the same id; 0 is padding.
         noise: what to add to the token embeddings; None adds nothing. Only a model with `adds_noise` reads it.
+        mask_fractions: float32 {batch}, the fraction of hidden tokens at the time of each row; None if none are hidden. Only
+            a model with a time embedding reads it.
     """
 
     tokens: NamedArray
     positions: NamedArray
     segment_ids: NamedArray
     noise: EmbeddingNoise | None = eqx.field(default=None, kw_only=True)
+    mask_fractions: NamedArray | None = eqx.field(default=None, kw_only=True)
 
 
 class KVArray(eqx.Module):
@@ -145,6 +148,7 @@ class LanguageModel(eqx.Module):
         notes: limitations of the model, logged at startup.
         reads_beyond: whether it can read sequences longer than `Pos`: it has no table with an entry for each position.
         adds_noise: whether it adds `Inputs.noise` to its token embeddings.
+        is_causal: whether the logits after a token depend on no later token, so that text can be generated token by token.
         switch_lengths: the lengths beyond which all tokens of a text are computed in another way, so that a cache has to be
             computed again when its text grows beyond one (`jaxlm.models.inference.length_switch`). The cache then holds
             the tokens too.
@@ -156,6 +160,7 @@ class LanguageModel(eqx.Module):
     notes: tuple[str, ...] = eqx.field(static=True, default=(), kw_only=True)
     reads_beyond: bool = eqx.field(static=True, default=False, kw_only=True)
     adds_noise: bool = eqx.field(static=True, default=False, kw_only=True)
+    is_causal: bool = eqx.field(static=True, default=True, kw_only=True)
     switch_lengths: tuple[int, ...] = eqx.field(static=True, default=(), kw_only=True)
 
     @property
@@ -278,6 +283,11 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
     @property
     def Pos(self) -> Axis:
         return Axis(POSITION, self.seq_len)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens attend to no later tokens."""
+        return True
 
     @property
     def vocab_multiple(self) -> int:

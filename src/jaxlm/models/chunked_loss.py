@@ -17,6 +17,7 @@ Shapes: B batch, S position, C tokens of a chunk, N chunks, D embed, V vocab (th
 
 import abc
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -150,6 +151,15 @@ def logits_of(
     products = head if isinstance(head, HeadProducts) else PlainHead(head)
     logits_CV = soft_capped(products.logits(x_CD), soft_cap)
     return sharding.fill_padding(logits_CV, _NEVER)
+
+
+def without_tokens(logits_CV: jax.Array, excluded: Sequence[jax.Array], sharding: TokenSharding) -> jax.Array:
+    """The logits where some tokens have a probability of 0. Args: excluded: int [C] arrays, a token of each position."""
+    for token_C in excluded:
+        num_local = logits_CV.shape[1]
+        ids_C = sharding.local_ids(token_C, num_local)
+        logits_CV = jnp.where(ids_C[:, None] == jnp.arange(num_local, dtype=ids_C.dtype), _NEVER, logits_CV)
+    return logits_CV
 
 
 def local_logits(logits_CV: jax.Array, num_local: int, sharding: TokenSharding) -> jax.Array:

@@ -38,11 +38,9 @@ from jaxlm.models.linear import Linear
 from jaxlm.models.norms import Norm, RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import parse_remat
 from jaxlm.models.stacks import Block, Body, LayerKind, Stack, Stacks, numbers_by_stack, shortest_period, switch_lengths
+from jaxlm.models.time_embedding import TimeEmbedding, TimeEmbeddingConfig
 
-_BIDIRECTIONAL = (
-    "model.use_bidirectional_attention: the logits of a token depend on the tokens after it, so the loss of next tokens does"
-    " not measure how well they are predicted"
-)
+_TIME = 3  # folded into a model's key, which is split for everything else
 
 
 class DecoderBlock(eqx.Module):
@@ -129,6 +127,11 @@ class TransformerConfig(ModelConfig):
     input_embedding_norm: bool = False
     use_layer_norm_weight: bool = True
     use_bidirectional_attention: bool = False
+    time_embedding: TimeEmbeddingConfig | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        return not self.use_bidirectional_attention
 
     @property
     def Embed(self) -> Axis:
@@ -245,7 +248,7 @@ class TransformerConfig(ModelConfig):
             attention_dim=self.num_heads * (self.KeySize.size + self.HeadSize.size) // 2,
             seq_len=self.seq_len,
             windows=[kind.window for kind in self.kinds],
-            causal=not self.use_bidirectional_attention,
+            causal=self.is_causal,
         )
 
 
@@ -290,6 +293,7 @@ class Decoder(LanguageModel):
         embed_scale: factor that embeddings are multiplied by before the first block.
         final_scale: factor that the output of the final norm is multiplied by before the head.
         embed_norm: applied to the embeddings before the first block. None applies no norm.
+        time: added to the embeddings of a sequence with hidden tokens. None adds nothing.
     """
 
     tokens: hnn.Embedding
@@ -299,6 +303,7 @@ class Decoder(LanguageModel):
     embed_scale: float | None = eqx.field(static=True, default=None)
     embed_norm: Norm | None = None
     final_scale: float | None = eqx.field(static=True, default=None)
+    time: TimeEmbedding | None = None
 
     @staticmethod
     def init(
@@ -319,7 +324,10 @@ class Decoder(LanguageModel):
         norm = rms_norm(config) if config.input_embedding_norm else None
         options = {"logit_soft_cap": logit_soft_cap, "vocab_multiple": config.vocab_multiple}
         options |= {"reads_beyond": True, "adds_noise": True, "switch_lengths": switch_lengths(config.kinds)}
-        options |= {"notes": (_BIDIRECTIONAL,) if config.use_bidirectional_attention else ()}
+        options |= {"is_causal": config.is_causal}
+        if config.time_embedding is not None:
+            k_time = jax.random.fold_in(key, _TIME)
+            options |= {"time": TimeEmbedding.init(config.time_embedding, config.Embed, key=k_time)}
         return Decoder(tokens, body, head, config, embed_scale, norm, final_scale, **options)
 
     @property
@@ -336,6 +344,8 @@ class Decoder(LanguageModel):
         x = token_embeddings(for_lookup(self.tokens), inputs)
         if self.embed_scale is not None:
             x = x * jax.numpy.asarray(self.embed_scale, x.dtype)
+        if self.time is not None and inputs.mask_fractions is not None:
+            x = (x + for_compute(self.time)(inputs.mask_fractions)).rearrange(x.axes).astype(x.dtype)
         x = _apply_norm(for_compute(self.embed_norm), x)
         hidden = self.body(x, inputs, cache, key, taps)
         if self.final_scale is None:
@@ -363,7 +373,7 @@ def renumbered(layers: Collection[int], kept: Sequence[int]) -> tuple[int, ...]:
 
 
 def projections(config: DecoderConfig, keys: jax.Array, *, qkv_bias: bool, out_bias: bool) -> dict:
-    """Initializes the linear layers of `SelfAttention`, by field name. Takes four keys."""
+    """Initializes the linear layers of `SelfAttention`, by field name, and says whether it is causal. Takes four keys."""
     std, Embed, HeadSize = config.initializer_range, config.Embed, config.HeadSize
     heads = {"q_proj": config.Heads, "k_proj": config.KVHeads, "v_proj": config.KVHeads}
     layers = {
@@ -371,7 +381,7 @@ def projections(config: DecoderConfig, keys: jax.Array, *, qkv_bias: bool, out_b
         for (name, axis), key in zip(heads.items(), keys[:3], strict=True)
     }
     out = Linear.init((config.Heads, HeadSize), Embed, std=std, key=keys[3], use_bias=out_bias)
-    return {**layers, "o_proj": out}
+    return {**layers, "o_proj": out, "causal": config.is_causal}
 
 
 def gated_mlp(

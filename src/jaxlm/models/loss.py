@@ -31,6 +31,7 @@ from jaxlm.models.chunked_loss import (
     logsumexp,
     masked_sums,
     target_logit,
+    without_tokens,
 )
 from jaxlm.models.head import NextTokenFp8, plain_head
 from jaxlm.models.token_sharding import TokenSharding
@@ -68,6 +69,7 @@ def next_token_sums(
     vocab_multiple: int = 1,
     chunk_tokens: int | None = None,
     fp8: Fp8 | None = None,
+    excluded: NamedArray | None = None,
 ) -> CrossEntropySums:
     """Summed next-token loss of a batch, without materializing the logits of all tokens.
 
@@ -88,7 +90,9 @@ def next_token_sums(
         vocab_multiple: the logits are computed for a multiple of this, with padding that is not in the loss.
         chunk_tokens: maximum number of tokens per chunk on one device; None uses `chunk_or_default`.
         fp8: how the products with the head are quantized in training; None for not at all.
+        excluded: int {batch, position}, a token that has no probability; None for none. Without label smoothing and fp8.
     """
+    assert excluded is None or not (label_smoothing or fp8), "both read the logits of all tokens"
     assert not (dft and label_smoothing), "the two reweight the same term"
     if isinstance(head, StoredWeight):
         head = head.floats(hidden.dtype)  # the backward pass is for arrays
@@ -106,7 +110,12 @@ def next_token_sums(
     x_BSD, w_VD = hidden_and_head(hidden, head, sharding)
     y_BS, m_BS = (a.rearrange((BATCH, POSITION)).array for a in (targets, loss_mask))
     m_BS = jax.lax.stop_gradient(m_BS.astype(jnp.float32))
-    return CrossEntropySums(*chunked_loss(loss, x_BSD, w_VD, (y_BS, m_BS)))
+    return CrossEntropySums(*chunked_loss(loss, x_BSD, w_VD, (y_BS, m_BS, *_optional(excluded))))
+
+
+def _optional(tokens: NamedArray | None) -> tuple[jax.Array, ...]:
+    """The array [B, S] of tokens, if there are any."""
+    return () if tokens is None else (tokens.rearrange((BATCH, POSITION)).array,)
 
 
 def token_losses(
@@ -117,6 +126,7 @@ def token_losses(
     soft_cap: float | None = None,
     vocab_multiple: int = 1,
     chunk_tokens: int | None = None,
+    excluded: NamedArray | None = None,
 ) -> NamedArray:
     """Negative log-likelihood of each token in nats, float32 {batch, position}. Arguments as in `token_numbers`."""
     return token_numbers(
@@ -127,6 +137,7 @@ def token_losses(
         soft_cap=soft_cap,
         vocab_multiple=vocab_multiple,
         chunk_tokens=chunk_tokens,
+        excluded=excluded,
     )
 
 
@@ -168,6 +179,7 @@ def token_numbers(
     vocab_multiple: int = 1,
     chunk_tokens: int | None = None,
     temperature: float = 1.0,
+    excluded: NamedArray | None = None,
 ) -> Any:
     """A number for each token, float32 {batch, position}, or a tuple of them, from its logits.
 
@@ -177,27 +189,29 @@ def token_numbers(
     Args:
         numbers: of the tokens of a chunk, such as `ChunkLogits.nats`.
         temperature: the logits are divided by it, after the soft cap.
+        excluded: int {batch, position}, a token that has no probability; None for none.
     """
     sharding = TokenSharding.of(hidden, head, vocab_multiple)
     x_BSD, w_VD = hidden_and_head(hidden, head, sharding)
     chunk, cap = chunk_or_default(chunk_tokens), checked_cap(soft_cap)
 
-    def local(x_BSD, w_VD, y_BS):
-        (x_NCD, y_NC), num_tokens = chunked((x_BSD, y_BS), chunk)
+    def local(x_BSD, w_VD, y_BS, *excluded_BS):
+        chunks, num_tokens = chunked((x_BSD, y_BS, *excluded_BS), chunk)
 
         @jax.checkpoint
-        def one_chunk(_, xy):
-            logits_CV = logits_of(xy[0], w_VD, cap, sharding)
+        def one_chunk(_, columns):
+            x_CD, y_C, *excluded_C = columns
+            logits_CV = without_tokens(logits_of(x_CD, w_VD, cap, sharding), excluded_C, sharding)
             logits_CV = logits_CV if temperature == 1 else logits_CV / temperature
-            return None, numbers(ChunkLogits(logits_CV, logsumexp(logits_CV, sharding), xy[1], sharding))
+            return None, numbers(ChunkLogits(logits_CV, logsumexp(logits_CV, sharding), y_C, sharding))
 
-        _, values = jax.lax.scan(one_chunk, None, (x_NCD, y_NC))
+        _, values = jax.lax.scan(one_chunk, None, chunks)
         return jax.tree.map(lambda values_NC: values_NC.reshape(-1)[:num_tokens].reshape(y_BS.shape), values)
 
-    in_specs = (sharding.tokens(1), sharding.head, sharding.tokens())
+    y_BS, others = targets.rearrange((BATCH, POSITION)), _optional(excluded)
+    in_specs = (sharding.tokens(1), sharding.head, sharding.tokens(), *(sharding.tokens() for _ in others))
     run = sharding.shard_map(local, in_specs, sharding.tokens())
-    y_BS = targets.rearrange((BATCH, POSITION))
-    return jax.tree.map(lambda values_BS: NamedArray(values_BS, y_BS.axes), run(x_BSD, w_VD, y_BS.array))
+    return jax.tree.map(lambda values_BS: NamedArray(values_BS, y_BS.axes), run(x_BSD, w_VD, y_BS.array, *others))
 
 
 @dataclass(frozen=True)
@@ -211,8 +225,9 @@ class _NextTokenLoss(ChunkedLoss):
 
     def sums(self, logits_CV, columns, heads):
         """The five sums of `CrossEntropySums`, the logsumexp of the logits, and the weight of each token's likelihood."""
-        y_C, m_C = columns
+        y_C, m_C, *excluded_C = columns
         sharding = self.sharding
+        logits_CV = without_tokens(logits_CV, excluded_C, sharding)
         num_local = logits_CV.shape[1]
         lse_C, first_C = LogitSummary.of(logits_CV, sharding)
         chunk = ChunkLogits(logits_CV, lse_C, y_C, sharding)
@@ -229,8 +244,9 @@ class _NextTokenLoss(ChunkedLoss):
         return masked_sums((loss_C, nll_C, z_C, correct_C, entropy_C), m_C), (lse_C, weight_C)
 
     def logit_gradient(self, logits_CV, saved, columns):
-        y_C, m_C = columns
+        y_C, m_C, *excluded_C = columns
         lse_C, weight_C = saved
+        logits_CV = without_tokens(logits_CV, excluded_C, self.sharding)
         num_local = logits_CV.shape[1]
         ids_C = self.sharding.local_ids(y_C, num_local)
         is_target_CV = ids_C[:, None] == jnp.arange(num_local, dtype=ids_C.dtype)

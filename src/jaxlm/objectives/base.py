@@ -9,12 +9,14 @@ import draccus
 import jax
 import jax.numpy as jnp
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.pace import Pace
-from jaxlm.core.values.batch_types import TokenBatch
+from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.models.base import AuxLoss, LanguageModel, ModelConfig
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.step_flops import ModelInStep
+from jaxlm.reading.decode import choice_name
 
 Metrics = dict[str, Sum | Largest]
 AUXILIARY = "auxiliary"
@@ -23,7 +25,7 @@ TEACHER_LOSS = "teacher_loss"
 """Name of the metric of a teacher's next-token loss in nats, on the batch and the tokens of the metric `loss`."""
 
 
-def auxiliary_weight(batch: TokenBatch) -> jax.Array:
+def auxiliary_weight(batch: TokenBatch | MaskedBatch | LabeledBatch) -> jax.Array:
     """The denominator of the auxiliary term: the number of tokens that are not padding."""
     return jnp.sum(batch.segment_ids.array != 0, dtype=jnp.float32)
 
@@ -48,10 +50,14 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
 
     batch_types: ClassVar[tuple[type, ...]] = (TokenBatch,)
     """The kinds of batches that the objective reads."""
+    other_batches: ClassVar[str] = "Choose another objective or another kind of data"
+    """What to change if the data makes batches of other kinds."""
     head_in_fp8: ClassVar[bool] = True
     """Whether the loss multiplies with the head as `model.head_fp8` says. If it does not, the start-up table says so."""
     trains_writing: ClassVar[bool] = True
     """Whether the model is trained to write text, rather than to score it."""
+    reads_later_tokens: ClassVar[bool | None] = False
+    """Whether tokens of the model have to attend to later ones: false if the loss predicts these; None if either will do."""
     sequences_axis: ClassVar[str | None] = None
     """The axis of the sequences of an example, if the model reads all of them; None if it reads one."""
 
@@ -62,6 +68,20 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raises `ConfigError` if the objective cannot train on batches with columns of these names."""
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Raises `ConfigError` if the loss means nothing for this model."""
+        name, key = f"objective.type: {choice_name(type(self))}", "model.use_bidirectional_attention"
+        if self.reads_later_tokens is False and not model.is_causal:
+            raise ConfigError(
+                f"{name} predicts each token from those before it, but with {key}: true, the model reads the token itself."
+                " Set it to false, or predict hidden tokens: objective.type: diffusion or mlm, with data.masking"
+            )
+        if self.reads_later_tokens and model.is_causal:
+            raise ConfigError(
+                f"{name} predicts hidden tokens from those on both sides, but tokens of this model attend only to earlier"
+                f" ones. Set {key}: true (families that have it: llama, qwen2, qwen3, gemma3), or objective.type: clm"
+            )
 
     def check_batch(self, batch: Any) -> None:
         """Raises `ConfigError` if the objective cannot train on batches like this one, whose columns are None."""

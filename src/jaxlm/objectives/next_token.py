@@ -12,7 +12,7 @@ import jax
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat
-from jaxlm.core.values.batch_types import PairBatch, TokenBatch
+from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, PairBatch, TokenBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.core.values.token_scores import TokenScores
 from jaxlm.models.base import EmbeddingNoise, Inputs, LanguageModel
@@ -104,15 +104,34 @@ class NextToken(ObjectiveConfig):
         return EmbeddingNoise(batch.row_keys, self.neftune_alpha)
 
 
-def score_batch(model: LanguageModel, batch: TokenBatch | PairBatch) -> TokenScores:
-    """The negative log-likelihood of each target of a batch {batch, ...}, for evaluations."""
+ObjectiveConfig.register_subclass("clm")(NextToken)  # causal language modeling, as others call it
+
+
+def score_batch(model: LanguageModel, batch: TokenBatch | PairBatch | MaskedBatch | LabeledBatch) -> TokenScores:
+    """The negative log-likelihood of each target of a batch {batch, ...}, for evaluations.
+
+    Of a batch with hidden tokens, these are weighted such that their mean is a bound: the loss of `diffusion`.
+
+    Raises:
+        ConfigError: the model reads the tokens that it would have to predict, or none of those after them.
+    """
     batch = batch.supervised()
-    hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids))
+    if batch.reads_later_tokens == model.is_causal:
+        raise ConfigError(
+            "the loss of hidden tokens (data.masking) given, but tokens of this model attend only to earlier ones. Remove"
+            " data.masking"
+            if model.is_causal
+            else "the loss of next tokens means nothing for a model whose tokens attend to later ones. Set data.masking to"
+            " measure how well it predicts hidden ones"
+        )
+    inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids, mask_fractions=batch.mask_fractions)
+    hidden = model.hidden(inputs)
     losses = token_losses(
         hidden.final,
         model.lm_head(),
         batch.targets,
         soft_cap=model.logit_soft_cap,
         vocab_multiple=model.vocab_multiple,
+        excluded=batch.excluded,
     )
-    return TokenScores(losses, batch.loss_mask, batch.targets, batch.tokens)
+    return batch.scores(losses)

@@ -234,6 +234,13 @@ def _check_evaluations(config: RunConfig, phases: Sequence[Phase]) -> None:
                 f"evals.{number}.phases: [] given, so it would never run. Name a phase ({', '.join(known)}), set it to null"
                 " for all, or remove the evaluation"
             )
+        for phase in (phase for phase in phases if evaluation.runs_in(phase.name)):
+            if evaluation.predicts_next_tokens and not phase.model.is_causal:
+                raise ConfigError(
+                    f"evals.{number}: type {choice_name(type(evaluation))} reads predictions of next tokens, but with"
+                    " model.use_bidirectional_attention: true the model sees these tokens. Remove it, or name other phases"
+                )
+            evaluation.check_model(phase.model)
     names = [name for evaluation in config.evals if (name := evaluation.unique_name) is not None]
     if equal := [name for name in names if names.count(name) > 1]:
         raise ConfigError(
@@ -276,8 +283,9 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
         raise ConfigError(
             f"phase '{phase.name}': objective.type: {choice_name(type(phase.objective))} cannot train on data.type:"
             f" {choice_name(type(data))}: it reads {' or '.join(t.__name__ for t in phase.objective.batch_types)}, and the"
-            f" data makes {type(batch).__name__}. Choose another objective or another kind of data"
+            f" data makes {type(batch).__name__}. {phase.objective.other_batches}"
         )
+    phase.objective.check_model(phase.model)
     phase.objective.check_columns(spec.columns)
     phase.objective.check_batch(batch)
 

@@ -2,9 +2,12 @@
 
 import argparse
 from dataclasses import dataclass
+from typing import get_args
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.models.inference.denoise import DenoisingConfig, Remasking
 from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig
 from jaxlm.models.inference.quantized import FORMATS
 from jaxlm.models.inference.tools.base import Tool
@@ -84,6 +87,42 @@ def add_quantize_option(parser: argparse.ArgumentParser) -> None:
 def add_adapter_option(parser: argparse.ArgumentParser) -> None:
     """Adds `--adapter`, the value for `open_model`."""
     parser.add_argument("--adapter", default=None, help="PEFT folder with LoRA adapters to merge into the model")
+
+
+def add_denoising_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that `denoising_of` reads."""
+    parser.add_argument(
+        "--num_steps",
+        type=int,
+        default=None,
+        help="passes in which a masked-diffusion model fills in the new tokens (default: as many as new tokens)",
+    )
+    parser.add_argument(
+        "--block_length",
+        type=int,
+        default=None,
+        help="new tokens that it fills in before it goes on to those after them (default: all)",
+    )
+    parser.add_argument(
+        "--remasking",
+        choices=get_args(Remasking),
+        default=None,
+        help="which of its predictions it keeps in each pass (default: low_confidence, the most likely ones)",
+    )
+
+
+def denoising_of(options: argparse.Namespace) -> DenoisingConfig | None:
+    """The options from `add_denoising_options`; None if none is given.
+
+    Raises:
+        ConfigError: one is out of range.
+    """
+    given = {name: getattr(options, name) for name in ("num_steps", "block_length", "remasking")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return None
+    check_fields(config := DenoisingConfig(**given), "--")
+    return config
 
 
 def generation_config_of(options: argparse.Namespace, stop_ids: tuple[int, ...]) -> GenerationConfig:

@@ -81,6 +81,11 @@ def _core_tasks(tasks: str | None) -> list[str] | None:
 def evaluate_tasks(options: argparse.Namespace, keys: Mapping[str, Any]) -> None:
     """Runs the tasks, and prints a table and one JSON line."""
     loaded = open_model(options.checkpoint, keys, options.adapter, options.weights)
+    if not loaded.model.is_causal:
+        raise ConfigError(
+            f"--tasks: {loaded.location} has model.use_bidirectional_attention: true, so it makes no predictions of next"
+            " tokens, which tasks read. Run `jaxlm evaluate` without --tasks for its bound on the likelihood of text"
+        )
     core = _core_tasks(options.tasks)
     if core is None:
         _evaluate_harness(loaded, options)

@@ -17,6 +17,7 @@ from jaxlm.core.errors import ConfigError, check_at_least
 from jaxlm.core.sharding import current_layout
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.base import FINAL, Inputs, LanguageModel
+from jaxlm.models.inference.denoise import DenoisingConfig, denoised
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
 from jaxlm.models.inference.padding import padded_length, round_up
 from jaxlm.models.inference.stop_strings import StopStrings
@@ -57,6 +58,7 @@ class InferenceModel:
         stop: Sequence[str] = (),
         min_p: float | None = None,
         repetition_penalty: float = 1.0,
+        denoising: DenoisingConfig | None = None,
     ) -> list[str]:
         """Continues prompts, as `jaxlm sample` does.
 
@@ -65,6 +67,7 @@ class InferenceModel:
                 folder adds it; or token ids.
             max_new_tokens, temperature, top_k, top_p, seed, min_p, repetition_penalty: see `GenerationConfig`.
             stop: texts that end a continuation. They are not part of it.
+            denoising: how a masked-diffusion model fills in the new tokens; None for the defaults.
 
         Returns:
             The continuation of each prompt, without the prompt.
@@ -82,7 +85,11 @@ class InferenceModel:
         config = GenerationConfig(max_new_tokens, temperature, top_k, top_p, seed, stop_ids, **filters)
         stops = StopStrings.of_text(stop, self.tokenizer.decode)
         with self.loaded.plan.layout.use():
-            return [stops.before(new) for new in generate_tokens(self._generator, ids, config, stops.until)]
+            if self.model.is_causal and denoising is None:
+                rows = generate_tokens(self._generator, ids, config, stops.until)
+            else:
+                rows = denoised(self.model, ids, config, self.tokenizer.mask_id, denoising)
+            return [stops.before(new) for new in rows]
 
     def logits(self, texts: Sequence[Text], *, batch_size: int = 8) -> list[np.ndarray]:
         """The logits after each token of each text: one float32 array [tokens, vocab] per text. See `hidden`."""
@@ -92,6 +99,10 @@ class InferenceModel:
         """The log-probability of each token given those before it, in nats: one float32 array [tokens - 1] per text, because
         nothing is before the first token. See `hidden`.
         """
+        if not self.model.is_causal:
+            raise ConfigError(
+                "log_probs: the tokens of this model attend to later ones, so it does not predict the next one"
+            )
         return [arrays["log_probs"][:-1] for arrays in self._run("log_probs", texts, batch_size, _log_probs)]
 
     def hidden(

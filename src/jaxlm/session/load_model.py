@@ -398,7 +398,7 @@ def _open_hf_model(
     dtype, note = parameter_dtype(folder)
     if note is not None and "trainer.mp" not in keys:
         _to_stderr(f"note: {note}. Set trainer.mp to bf16 to need half of the memory")
-    defaults = {
+    defaults: dict[str, Any] = {
         "initialize_from_hf": str(folder),
         "use_hf_model_config": True,
         "data": {"tokenizer": str(folder)},
@@ -406,6 +406,9 @@ def _open_hf_model(
     }
     check_effective(keys, also=(*_TOP_LEVEL, *also), spelling=spelling)
     config = decode_run(override(ConfigSource(defaults), dict(keys), spelling.key), None)
+    if not config.model.is_causal:  # such a model predicts hidden tokens, and is evaluated on them
+        defaults |= {"objective": {"type": "mlm"}, "data": {**defaults["data"], "masking": {}}}
+        config = decode_run(override(ConfigSource(defaults), dict(keys), spelling.key), None)
     options = ReadOptions(skip_keys=config.hf_skip_keys, log=_to_stderr)
     opened = open_folder(folder, options)
 

@@ -73,6 +73,8 @@ def open_run(
 
 
 def _with_templates(tokenizer: Tokenizer, plan: Plan) -> Tokenizer:
-    """The tokenizer with the chat templates of the phases, so that the saved model does not need their files."""
+    """The tokenizer with the chat templates and the mask token of the phases, so that the saved model does not need more."""
     templates = [template for data in plan.data for template in data.chat_templates()]
+    for data in plan.data:
+        tokenizer = data.saved_tokenizer(tokenizer)
     return with_templates(tokenizer, templates, "data.format.chat_template")

@@ -80,7 +80,10 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         ("model", _sizes(plan)),
         ("batch", describe_batches(batches.train, model.seq_len, plan.num_steps)),
         ("evaluation", f"{_evals(plan)} every {trainer.steps_per_eval} steps"),
-        ("FLOPs per token", f"{flops:.4g} ({_counted(plan)}, causal attention)"),
+        (
+            "FLOPs per token",
+            f"{flops:.4g} ({_counted(plan)}, {'causal' if model.is_causal else 'bidirectional'} attention)",
+        ),
         ("attention", "; ".join(f"{c.name}: {c.reason}" for c in attention_choices(plan)) or "chosen by the model"),
         *[("positions", text) for text in _positions(plan)],
         ("loss", f"chunks of {_chunk_tokens(plan)} tokens, {_logits(plan)}"),

@@ -100,4 +100,13 @@ class RewardHeadConfig(SurgeryConfig):
         return {"reward": read_score(Path(self.from_hf), "surgery reward_head: from_hf")}
 
 
-_STATIC = ("logit_soft_cap", "vocab_multiple", "head_fp8", "notes", "reads_beyond", "adds_noise", "switch_lengths")
+_STATIC = (
+    "logit_soft_cap",
+    "vocab_multiple",
+    "head_fp8",
+    "notes",
+    "reads_beyond",
+    "adds_noise",
+    "is_causal",
+    "switch_lengths",
+)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxlm.core.imports import haliax as hax
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxlm.core.axes import BATCH, GROUP, KEY_WORD, PAIR, POSITION
 from jaxlm.core.tree import is_named
+from jaxlm.core.values.token_scores import TokenScores
 
 _ROWS = 2**31 - 1  # folded into a step's key, into which the numbers of microbatches are folded too
 _KEY_WORDS = 2
@@ -40,10 +41,20 @@ class TokenBatch(eqx.Module):
     positions: hax.NamedArray
     annotations: Any = None
     row_keys: hax.NamedArray | None = None
+    excluded: ClassVar[None] = None
+    """The token of each position that has no probability: none."""
+    mask_fractions: ClassVar[None] = None
+    """The fraction of hidden tokens: none are."""
+    reads_later_tokens: ClassVar[bool | None] = False
+    """Whether the model that is scored must see the tokens after the one that it predicts; None if it may."""
 
     def supervised(self) -> "TokenBatch":
         """The sequences that a supervised objective trains on."""
         return self
+
+    def scores(self, nats: hax.NamedArray) -> TokenScores:
+        """Scores of the targets. Args: nats: their negative log-likelihoods."""
+        return TokenScores(nats, self.loss_mask, self.targets, self.tokens)
 
     def with_row_keys(self, key: jax.Array) -> "TokenBatch":
         """The batch with a random key for each row, numbered over all leading axes."""
@@ -52,6 +63,88 @@ class TokenBatch(eqx.Module):
         words = jax.random.bits(jax.random.fold_in(key, _ROWS), shape, jnp.uint32)
         axes = (*leading, hax.Axis(KEY_WORD, _KEY_WORDS))
         return dataclasses.replace(self, row_keys=hax.named(words.reshape([axis.size for axis in axes]), axes))
+
+
+class MaskedBatch(eqx.Module):
+    """Sequences of which some tokens are hidden. Unless stated, every field has the axes {[microbatch,] batch, position}.
+
+    Attributes:
+        tokens: int32, what the model reads: the original tokens, with the mask token in the place of hidden ones.
+        targets: int32, the original tokens.
+        loss_mask: float32, 1 where a token is hidden.
+        maskable: float32, 1 where one may be: not in padding, nor at special tokens or tokens without loss.
+        segment_ids, positions: as in `TokenBatch`.
+        mask_fractions: float32 {[microbatch,] batch}, the fraction of tokens that the time of the sequence hides.
+        mask_ids: int32 {[microbatch,] batch}, the id of the mask token.
+        rates: float32 {[microbatch,] batch}, the weight of a hidden token in the bound on the likelihood: the derivative of
+            the logarithm of the mask fraction by the time. None if the times or the masks are such that there is no bound.
+        annotations: as in `TokenBatch`.
+    """
+
+    tokens: hax.NamedArray
+    targets: hax.NamedArray
+    loss_mask: hax.NamedArray
+    maskable: hax.NamedArray
+    segment_ids: hax.NamedArray
+    positions: hax.NamedArray
+    mask_fractions: hax.NamedArray
+    mask_ids: hax.NamedArray
+    rates: hax.NamedArray | None = None
+    annotations: Any = None
+    reads_later_tokens: ClassVar[bool | None] = True
+
+    def supervised(self) -> "MaskedBatch":
+        """The sequences that a supervised objective trains on."""
+        return self
+
+    @property
+    def excluded(self) -> hax.NamedArray | None:
+        """int32 {batch, position}: the token that has no probability; None without a bound."""
+        return None if self.rates is None else self.mask_ids.broadcast_axis(self.tokens.resolve_axis(POSITION))
+
+    @property
+    def weights(self) -> hax.NamedArray:
+        """float32: the weight of each token's loss in the bound; in the mean over hidden tokens without a bound."""
+        return self.loss_mask if self.rates is None else self.loss_mask * self.rates
+
+    @property
+    def counted(self) -> hax.NamedArray:
+        """float32, 1 for the tokens that the sum of the weighted losses is divided by."""
+        return self.loss_mask if self.rates is None else self.maskable
+
+    def scores(self, nats: hax.NamedArray) -> TokenScores:
+        """Scores of the targets. Args: nats: their negative log-likelihoods."""
+        before = hax.roll(self.targets, 1, POSITION)
+        return TokenScores(hax.where(self.loss_mask > 0, nats * self.weights, 0.0), self.counted, self.targets, before)
+
+
+class LabeledBatch(eqx.Module):
+    """Sequences with labels. Every field has the axes {[microbatch,] batch, position}.
+
+    Attributes:
+        tokens: int32, input tokens.
+        targets: int32, the label of each token, at its own position.
+        loss_mask: float32, 1 where there is a label.
+        segment_ids, positions, annotations: as in `TokenBatch`.
+    """
+
+    tokens: hax.NamedArray
+    targets: hax.NamedArray
+    loss_mask: hax.NamedArray
+    segment_ids: hax.NamedArray
+    positions: hax.NamedArray
+    annotations: Any = None
+    excluded: ClassVar[None] = None
+    mask_fractions: ClassVar[None] = None
+    reads_later_tokens: ClassVar[bool | None] = None
+
+    def supervised(self) -> "LabeledBatch":
+        """The sequences that a supervised objective trains on."""
+        return self
+
+    def scores(self, nats: hax.NamedArray) -> TokenScores:
+        """Scores of the labels. Args: nats: their negative log-likelihoods."""
+        return TokenScores(nats, self.loss_mask, self.targets, hax.roll(self.targets, 1, POSITION))
 
 
 class PairBatch(eqx.Module):

@@ -27,6 +27,7 @@ _COMMON_NAMES = {
     "bos": (END_OF_TEXT, "<s>", "<|begin_of_text|>", "<bos>", "<|bos|>"),
     "eos": (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>"),
 }
+_MASK_NAMES = ("<|mask|>", "[MASK]", "<mask>", "<|mdm_mask|>")  # the last is LLaDA's
 _SETTINGS = "tokenizer_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
 # In a checkpoint: `chat_template` in the configuration -> the template in that file.
@@ -157,6 +158,29 @@ class Tokenizer:
     def vocabulary(self) -> dict[str, int]:
         """Token -> id, added tokens included."""
         return self._backend.get_vocab(with_added_tokens=True)
+
+    @property
+    def mask_id(self) -> int | None:
+        """The id of the token that hides others: `mask_token` of the settings, else one with a common name; None without."""
+        given = self._settings.get("mask_token")
+        name = given.get("content") if isinstance(given, dict) else given
+        names = _MASK_NAMES if name is None else (name,)
+        return next((n for n in map(self._backend.token_to_id, names) if n is not None), None)
+
+    def with_mask_token(self, number: int) -> "Tokenizer":
+        """A copy whose settings name this token as the one that hides others."""
+        settings = json.dumps({**self._settings, "mask_token": self._backend.id_to_token(number)}).encode()
+        files = self._extra_files | {_SETTINGS: settings}
+        return Tokenizer(self._backend, self.bos_id, self.eos_id, files, self.model_ids)
+
+    def is_special(self) -> np.ndarray:
+        """bool [vocab]: the special tokens, BOS and EOS, and ids without a token."""
+        special = np.ones(self.vocab_size, bool)
+        special[list(self.vocabulary().values())] = False
+        for number, token in self._backend.get_added_tokens_decoder().items():
+            special[number] |= token.special
+        special[[number for number in (self.bos_id, self.eos_id, self.mask_id) if number is not None]] = True
+        return special
 
     @property
     def chat_template(self) -> str | None:

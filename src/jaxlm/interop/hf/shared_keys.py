@@ -207,6 +207,20 @@ def usual_keys(
     )
 
 
+def causality() -> KeyGroup:
+    """Whether tokens attend to no later ones. Only false is written, which transformers reads from version 5 on."""
+
+    def to_theirs(config: Any) -> Json:
+        return {} if config.is_causal else {_IS_CAUSAL: False}
+
+    return KeyGroup(
+        (_IS_CAUSAL,), lambda theirs: {"use_bidirectional_attention": theirs.get(_IS_CAUSAL) is False}, to_theirs
+    )
+
+
+_IS_CAUSAL = "is_causal"
+
+
 def layer_ropes(*, theta: float, local_theta: float, local_key: str) -> KeyGroup:
     """Rotary position embeddings of global and local layers. Reads and writes `rope_parameters` by kind of layer; in older
     files, `rope_scaling` is that of global layers alone.

@@ -155,14 +155,16 @@ def attention(
     choice = choose_attention(task, AUTO if ignores_backend else spec.backend)
     segments = spec.mask.segment_ids.rearrange((BATCH, POSITION)).array
     if choice.name == "blockwise":
-        out = blockwise_attention(q_BTKGH, k.array, v.array, segments, factor, spec.window, spec.rule)
+        out = blockwise_attention(
+            q_BTKGH, k.array, v.array, segments, factor, spec.window, spec.rule, causal=spec.causal
+        )
     elif choice.name == "splash":
-        kernel = _with_equal_sizes(functools.partial(splash_attention, window=spec.window))
+        kernel = _with_equal_sizes(functools.partial(splash_attention, window=spec.window, causal=spec.causal))
         out = spec.sharding.shard_map(kernel)(q_BTKGH, k.array, v.array, segments, jnp.asarray(factor, jnp.float32))
     elif choice.name in ("cudnn", "cudnn_rows"):
         q_BTKGH, constant = _with_constant_scale(q_BTKGH, factor)
-        packed = choice.name == "cudnn"
-        kernel = functools.partial(cudnn_attention, scale=constant, window=spec.window, packed=packed)
+        options = {"window": spec.window, "packed": choice.name == "cudnn", "causal": spec.causal}
+        kernel = functools.partial(cudnn_attention, scale=constant, **options)
         out = spec.sharding.shard_map(_with_equal_sizes(kernel))(q_BTKGH, k.array, v.array, segments)
     else:
         mask_BTS, distance_BTS = mask_and_distance(spec)

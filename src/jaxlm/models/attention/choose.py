@@ -79,8 +79,6 @@ class AttentionChoice:
 def _blockwise_problem(task: AttentionTask) -> str | None:
     if not task.same_tokens:
         return "queries and keys are not the same tokens"
-    if not task.causal:
-        return "tokens attend to later ones"
     if task.dropout:
         return f"attention dropout ({task.dropout:g}) needs all weights at once"
     if task.null_slot:
@@ -108,12 +106,14 @@ _AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
 def _shape(task: AttentionTask) -> AttentionShape:
-    return AttentionShape(jnp.dtype(task.dtype), task.kernel_size, task.group, task.window is not None)
+    return AttentionShape(jnp.dtype(task.dtype), task.kernel_size, task.group, task.window is not None, task.causal)
 
 
 def _cudnn_rows_problem(task: AttentionTask) -> str | None:
     if problem := _fused_kernel_problem(task):
         return problem
+    if task.window is not None and not task.causal:
+        return "its windows look only back, and tokens attend to later ones"
     if task.capability is None or task.capability < _AMPERE:
         return "it needs an NVIDIA device of compute capability 8.0 or higher"
     if task.dtype not in (jnp.bfloat16, jnp.float16):

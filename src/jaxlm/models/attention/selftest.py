@@ -60,6 +60,7 @@ class AttentionShape:
     head_size: int
     group: int
     windowed: bool
+    causal: bool = True
 
     @property
     def window(self) -> int | None:
@@ -91,7 +92,7 @@ def disagreement(attend: Attend, segment_BT: np.ndarray, shape: AttentionShape) 
     Errors are measured per document, because one wrong document would not show in an average over many.
     """
     inputs = _random_inputs(segment_BT.shape, shape)
-    mask, segments = jnp.asarray(_mask(segment_BT, shape.window)), jnp.asarray(segment_BT)
+    mask, segments = jnp.asarray(_mask(segment_BT, shape)), jnp.asarray(segment_BT)
     actual = _value_and_gradients(lambda q, k, v: attend(q, k, v, segments), *inputs)
     _run_two_layers(lambda q, k, v: attend(q, k, v, segments), *inputs)
     exact = (a.astype(jnp.float32) for a in inputs)
@@ -123,9 +124,10 @@ def _random_inputs(rows: tuple[int, int], shape: AttentionShape) -> tuple[jax.Ar
     return tuple(jnp.asarray(rng.normal(size=(*rows, *h, shape.head_size)), shape.dtype) for h in heads)
 
 
-def _mask(segment_BT: np.ndarray, window: int | None) -> np.ndarray:
+def _mask(segment_BT: np.ndarray, shape: AttentionShape) -> np.ndarray:
     distance = np.subtract.outer(np.arange(_LENGTH), np.arange(_LENGTH))
-    near = (distance >= 0) & (distance < (window or _LENGTH))
+    near = (distance >= 0) | (not shape.causal)
+    near &= np.abs(distance) < (shape.window or _LENGTH)
     return near & (segment_BT[:, :, None] == segment_BT[:, None, :]) & (segment_BT != 0)[:, :, None]
 
 
@@ -152,7 +154,8 @@ def _worst_document_error(result: np.ndarray, reference: np.ndarray, segment_BT:
 def _cudnn_problem(segment_BT: np.ndarray, shape: AttentionShape, *, packed: bool) -> str | None:
     if jax.default_backend() != "gpu":
         return "no GPU is attached to self-test it on"
-    attend = functools.partial(cudnn_attention, scale=shape.scale, window=shape.window, packed=packed)
+    options = {"window": shape.window, "packed": packed, "causal": shape.causal}
+    attend = functools.partial(cudnn_attention, scale=shape.scale, **options)
     return selftest_problem(lambda: disagreement(jax.jit(attend), segment_BT, shape))
 
 

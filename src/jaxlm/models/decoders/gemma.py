@@ -60,7 +60,7 @@ class GemmaConfig(DecoderConfig):
     def kinds(self) -> tuple[LayerKind, ...]:
         local_rope, global_rope = self.rotations
         # Bidirectional layers have half of the window on either side.
-        window = self.sliding_window // 2 + 1 if self.use_bidirectional_attention else self.sliding_window
+        window = self.sliding_window if self.is_causal else self.sliding_window // 2 + 1
         local_kind, global_kind = LayerKind(local_rope, window), LayerKind(global_rope)
         return pattern_kinds(self, local_kind, global_kind)
 
@@ -82,7 +82,6 @@ class GemmaConfig(DecoderConfig):
             k_norm=k_norm,
             scale=self.query_pre_attn_scalar**-0.5,
             rule=ScoreRule(soft_cap=self.attn_soft_cap),
-            causal=not self.use_bidirectional_attention,
         )
         norms = [gemma_norm(self, self.Embed) for _ in range(4)]
         return DecoderBlock(norms[0], attn, norms[1], gated_mlp(self, keys[4:]), norms[2], norms[3])

@@ -50,6 +50,19 @@ class PreNormConfig(DecoderConfig):
 def check_pre_norm(config: PreNormConfig) -> None:
     """Raises `ConfigError` if the keys of `PreNormConfig` are invalid."""
     check_sizes(config)
+    if config.time_embedding is not None:
+        config.time_embedding.check()
+        if config.is_causal:
+            raise ConfigError(
+                "model.time_embedding: given without use_bidirectional_attention, but no tokens are hidden from a causal"
+                " model. Remove it"
+            )
+    if not config.is_causal and any(kind.window is not None for kind in config.kinds):
+        raise ConfigError(
+            f"model.sliding_window: {config.sliding_window} given together with use_bidirectional_attention, but a window of"
+            " these families looks only back, and transformers gives it another width if it looks both ways. Remove one of"
+            " them"
+        )
     check_rope(config.rope, config.num_heads, config.HeadSize.size)
 
 

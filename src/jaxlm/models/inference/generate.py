@@ -69,7 +69,13 @@ class GenerationConfig:
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
     def check(self, prompts: Sequence[Sequence[int]], model: LanguageModel) -> None:
-        """Raises `ConfigError` for an empty prompt, a token id outside the vocabulary, or too many tokens."""
+        """Raises `ConfigError` for an empty prompt, a token id outside the vocabulary, too many tokens, or a model whose
+        tokens attend to later ones."""
+        if not model.is_causal:
+            raise ConfigError(
+                "tokens of this model attend to later ones (model.use_bidirectional_attention), so it cannot generate token"
+                " by token with a KV cache. `jaxlm sample` and evals: type samples fill in masks instead"
+            )
         vocab_size, seq_len = model.Vocab.size, model.Pos.size
         check_at_least("max_new_tokens", self.max_new_tokens, 0)
         if self.cache_dtype is not None and self.cache_dtype not in CACHE_DTYPES:

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: config.json keys and weight names."""
 
 from jaxlm.interop.hf.family import Family, FixedKey
-from jaxlm.interop.hf.shared_keys import RESPELLED_WINDOWS, late_window, usual_keys
+from jaxlm.interop.hf.shared_keys import RESPELLED_WINDOWS, causality, late_window, usual_keys
 from jaxlm.interop.hf.shared_weights import attention, embeddings_and_head, gated_mlp, pre_norms
 from jaxlm.models.families.qwen2 import Qwen2Config
 
@@ -11,6 +11,7 @@ FAMILY = Family(
     config=Qwen2Config,
     keys=(
         *usual_keys(length=32768),
+        causality(),
         late_window(28),
         FixedKey("attention_dropout", 0.0),
     ),

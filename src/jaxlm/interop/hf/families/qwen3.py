@@ -1,7 +1,7 @@
 """Qwen3: config.json keys and weight names."""
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
-from jaxlm.interop.hf.shared_keys import RESPELLED_WINDOWS, late_window, usual_keys
+from jaxlm.interop.hf.shared_keys import RESPELLED_WINDOWS, causality, late_window, usual_keys
 from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, gated_mlp, pre_norms, qk_norms
 from jaxlm.models.families.qwen3 import Qwen3Config
 
@@ -11,6 +11,7 @@ FAMILY = Family(
     config=Qwen3Config,
     keys=(
         *usual_keys(length=32768, head=128),
+        causality(),
         late_window(28),
         JsonKey("attention_bias", "attention_bias", False),
         FixedKey("attention_dropout", 0.0),

@@ -1,9 +1,9 @@
-"""Blockwise causal attention: each block of queries against only the keys that it can attend to.
+"""Blockwise attention: each block of queries against only the keys that it can attend to.
 
 Source: FlashAttention, Dao et al. 2022 (arXiv:2205.14135), sections 3.1 and B.4. The forward pass saves each query's
 logsumexp, and the backward pass recomputes the weights from it, so no [T, T] array outlives its block. Each block is a
-pair of XLA matrix products over all keys that it may attend to; keys after the block, or before its window, are
-skipped.
+pair of XLA matrix products over all keys that it may attend to; keys outside its window, and with a causal mask those after
+the block, are skipped.
 
 Shapes: B batch, T position, K key/value heads, G query heads per key/value head, H head size, Q queries of a block, S
 keys of a block.
@@ -11,6 +11,7 @@ keys of a block.
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -39,8 +40,10 @@ def blockwise_attention(
     scale: float | jax.Array,
     window: int | None,
     rule: ScoreRule = UNMODIFIED_SCORES,
+    *,
+    causal: bool = True,
 ) -> jax.Array:
-    """Causal attention within segments; returns [B, T, K, G, H].
+    """Attention within segments; returns [B, T, K, G, H].
 
     Args:
         segment_BT: integer segment ids; 0 is padding, which neither attends nor is attended to. Positions increase
@@ -48,9 +51,10 @@ def blockwise_attention(
         scale: factor of the scores.
         window: number of tokens that a query attends to, including itself; None means all.
         rule: modifies the scaled scores before the softmax.
+        causal: a query attends to no later key. False extends the window to as many later keys.
     """
     heads_first = (t.transpose(0, *range(2, t.ndim - 1), 1, t.ndim - 1) for t in (q_BTKGH, k_BTKH, v_BTKH))
-    out_BKGTH: Any = _attend(window, rule, *heads_first, segment_BT, jnp.asarray(scale, jnp.float32))
+    out_BKGTH: Any = _attend(Reach(window, causal), rule, *heads_first, segment_BT, jnp.asarray(scale, jnp.float32))
     return out_BKGTH.transpose(0, 3, 1, 2, 4)
 
 
@@ -64,10 +68,29 @@ def default_attention_block(platform: str) -> int:
     return 128 if cache is None else min(max(rows_in_half(cache, 4 * 1024), _SMALLEST), _LARGEST)
 
 
-def query_blocks(length: int, window: int | None, block: int | None = None) -> Iterator[tuple[int, int, int]]:
-    """Yields (first query, last query + 1, first key) of each block. The last key is the last query.
+@dataclass(frozen=True)
+class Reach:
+    """Which keys of its own document a query attends to.
 
-    Without a window there are at most 8 blocks. Eight compute 9/16 of the [T, T] scores (an exact causal mask needs 8/16).
+    Attributes:
+        window: number of tokens that it attends to, including itself; None means all.
+        causal: no later ones. Otherwise the window extends to as many later keys.
+    """
+
+    window: int | None = None
+    causal: bool = True
+
+    def includes(self, distance: jax.Array) -> jax.Array:
+        """Whether it attends to a key. Args: distance: query position minus key position."""
+        near = distance >= 0 if self.causal else jnp.ones(distance.shape, bool)
+        return near if self.window is None else near & (jnp.abs(distance) < self.window)
+
+
+def query_blocks(length: int, reach: Reach, block: int | None = None) -> Iterator[tuple[int, int, int, int]]:
+    """Yields (first query, last query + 1, first key, last key + 1) of each block.
+
+    Without a window there are at most 8 blocks. With a causal mask, eight compute 9/16 of the [T, T] scores (an exact mask
+    needs 8/16).
 
     Args:
         block: queries per block, more if there would be too many blocks; None uses that of the trace options, else
@@ -75,41 +98,40 @@ def query_blocks(length: int, window: int | None, block: int | None = None) -> I
     """
     block = block or trace_options().block_sizes.attention_block or default_attention_block(current_platform())
     size = max(block, -(-length // _MAX_BLOCKS))
-    if window is not None:
-        size = min(size, max(block, window))
+    if reach.window is not None:
+        size = min(size, max(block, reach.window))
+    others = length if reach.window is None else reach.window - 1
     for start in range(0, length, size):
-        yield start, min(start + size, length), 0 if window is None else max(0, start - window + 1)
+        stop = min(start + size, length)
+        yield start, stop, max(0, start - others), stop if reach.causal else min(stop + others, length)
 
 
-def _block_mask(segment_BT: jax.Array, start: int, stop: int, first: int, window: int | None) -> jax.Array:
+def _block_mask(segment_BT: jax.Array, queries: slice, keys: slice, reach: Reach) -> jax.Array:
     """Boolean [B, 1, 1, Q, S]: whether each query of the block attends to each key."""
-    query, key = jnp.arange(start, stop)[:, None], jnp.arange(first, stop)[None, :]
-    near = key <= query
-    if window is not None:
-        near &= key > query - window
-    same = segment_BT[:, start:stop, None] == segment_BT[:, None, first:stop]
-    return (near & same & (segment_BT != 0)[:, start:stop, None])[:, None, None]
+    near = reach.includes(_distance(queries, keys))
+    same = segment_BT[:, queries, None] == segment_BT[:, None, keys]
+    return (near & same & (segment_BT != 0)[:, queries, None])[:, None, None]
 
 
 def _scaled_scores(q_BKGQH, k_BKSH, scale):
     return jnp.einsum("bkgqh,bksh->bkgqs", q_BKGQH, k_BKSH, preferred_element_type=jnp.float32) * scale
 
 
-def _distance(start: int, stop: int, first: int) -> jax.Array:
+def _distance(queries: slice, keys: slice) -> jax.Array:
     """Query position minus key position, [1, Q, S]."""
-    return (jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)[None, :])[None]
+    return (jnp.arange(queries.start, queries.stop)[:, None] - jnp.arange(keys.start, keys.stop)[None, :])[None]
 
 
 def blockwise_forward(
-    window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule: ScoreRule = UNMODIFIED_SCORES
+    reach: Reach, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule: ScoreRule = UNMODIFIED_SCORES
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output [B, K, G, T, H] and the logsumexp [B, K, G, T] of each query's scores."""
     outs, lses = [], []
-    for start, stop, first in query_blocks(segment_BT.shape[1], window):
-        mask = _block_mask(segment_BT, start, stop, first, window)
-        scores = rule(
-            _scaled_scores(q_BKGTH[:, :, :, start:stop], k_BKTH[:, :, first:stop], scale), _distance(start, stop, first)
-        )
+    for start, stop, first, last in query_blocks(segment_BT.shape[1], reach):
+        queries, keys = slice(start, stop), slice(first, last)
+        mask = _block_mask(segment_BT, queries, keys, reach)
+        scaled = _scaled_scores(q_BKGTH[:, :, :, queries], k_BKTH[:, :, keys], scale)
+        scores = rule(scaled, _distance(queries, keys))
         scores = jnp.where(mask, scores, _MASKED)
         top = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - top)
@@ -117,33 +139,33 @@ def blockwise_forward(
         out = jnp.einsum(
             "bkgqs,bksh->bkgqh",
             weights.astype(v_BKTH.dtype),
-            v_BKTH[:, :, first:stop],
+            v_BKTH[:, :, keys],
             preferred_element_type=jnp.float32,
         )
-        is_token = (segment_BT[:, None, None, start:stop] != 0)[..., None]
+        is_token = (segment_BT[:, None, None, queries] != 0)[..., None]
         outs.append(jnp.where(is_token, out / total, 0.0).astype(v_BKTH.dtype))
         lses.append((top + jnp.log(total))[..., 0])
     return jnp.concatenate(outs, axis=3), jnp.concatenate(lses, axis=3)
 
 
 @functools.partial(CustomVjp, nondiff_argnums=(0, 1))
-def _attend(window, rule, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale):
-    return blockwise_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule)[0]
+def _attend(reach, rule, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale):
+    return blockwise_forward(reach, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule)[0]
 
 
-def _attend_forward(window, rule, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale):
-    out, lse = blockwise_forward(window, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule)
+def _attend_forward(reach, rule, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale):
+    out, lse = blockwise_forward(reach, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule)
     out, lse = checkpoint_name(out, ATTENTION), checkpoint_name(lse, ATTENTION)
     return out, (q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, out, lse)
 
 
-def _attend_backward(window, rule, residuals, d_out_BKGTH):
+def _attend_backward(reach, rule, residuals, d_out_BKGTH):
     q, k, v, segment, scale, out, lse = residuals
-    return *blockwise_backward(window, q, k, v, segment, scale, out, lse, d_out_BKGTH, rule), None, None
+    return *blockwise_backward(reach, q, k, v, segment, scale, out, lse, d_out_BKGTH, rule), None, None
 
 
 def blockwise_backward(
-    window,
+    reach: Reach,
     q_BKGTH,
     k_BKTH,
     v_BKTH,
@@ -158,20 +180,21 @@ def blockwise_backward(
     delta_BKGT = jnp.sum(d_out_BKGTH.astype(jnp.float32) * out_BKGTH.astype(jnp.float32), axis=-1)
     dk, dv = (jnp.zeros(t.shape, jnp.float32) for t in (k_BKTH, v_BKTH))
     dqs = []
-    for start, stop, first in query_blocks(segment_BT.shape[1], window):
-        q, d_out = (t[:, :, :, start:stop] for t in (q_BKGTH, d_out_BKGTH))
-        lse, delta = (t[:, :, :, start:stop, None] for t in (lse_BKGT, delta_BKGT))
-        k, v = (t[:, :, first:stop] for t in (k_BKTH, v_BKTH))
-        mask = _block_mask(segment_BT, start, stop, first, window)
+    for start, stop, first, last in query_blocks(segment_BT.shape[1], reach):
+        queries, keys = slice(start, stop), slice(first, last)
+        q, d_out = (t[:, :, :, queries] for t in (q_BKGTH, d_out_BKGTH))
+        lse, delta = (t[:, :, :, queries, None] for t in (lse_BKGT, delta_BKGT))
+        k, v = (t[:, :, keys] for t in (k_BKTH, v_BKTH))
+        mask = _block_mask(segment_BT, queries, keys, reach)
         scaled = _scaled_scores(q, k, scale)
-        scores = jnp.where(mask, rule(scaled, _distance(start, stop, first)), _MASKED)
+        scores = jnp.where(mask, rule(scaled, _distance(queries, keys)), _MASKED)
         weights = jnp.where(mask, jnp.exp(scores - lse), 0.0)
         f32 = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-        dv = dv.at[:, :, first:stop].add(f32("bkgqs,bkgqh->bksh", weights.astype(d_out.dtype), d_out))
+        dv = dv.at[:, :, keys].add(f32("bkgqs,bkgqh->bksh", weights.astype(d_out.dtype), d_out))
         d_weights = f32("bkgqh,bksh->bkgqs", d_out, v)
         d_scores = (weights * (d_weights - delta) * rule.derivative(scaled) * scale).astype(q.dtype)
         dqs.append(f32("bkgqs,bksh->bkgqh", d_scores, k).astype(q.dtype))
-        dk = dk.at[:, :, first:stop].add(f32("bkgqs,bkgqh->bksh", d_scores, q))
+        dk = dk.at[:, :, keys].add(f32("bkgqs,bkgqh->bksh", d_scores, q))
     return jnp.concatenate(dqs, axis=3), dk.astype(k_BKTH.dtype), dv.astype(v_BKTH.dtype)
 
 

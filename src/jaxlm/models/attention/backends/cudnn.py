@@ -4,11 +4,11 @@ Source: `jax._src.cudnn.fused_attention_stablehlo`, the implementation of `jax.n
 "cudnn")`; the algorithm is Dao 2023 (arXiv:2307.08691). The public function supports neither packed documents nor a
 backward pass from a saved float32 logsumexp, so this module calls the functions below it.
 
-Rows of a single document, with or without padding after it, use causal attention. Rows of several documents use the
-packed kernel, which takes the offset and length of each document. The kernel takes a fixed number of documents per row
-and writes a logsumexp of the full row length for each of them, so each call gets few documents, and rows with more take
-several calls. Each call reads only its own documents, so together they cost as much as one call would. The choice
-between the two is made on the device, from the segment ids.
+Rows of a single document use the kernel for whole rows: with a causal mask also rows with padding after the document, which
+no token of it attends to. Other rows use the packed kernel, which takes the offset and length of each document. It takes a
+fixed number of documents per row and writes a logsumexp of the full row length for each of them, so each call gets few
+documents, and rows with more take several calls. Each call reads only its own documents, so together they cost as much as
+one call would. The choice between the two is made on the device, from the segment ids.
 
 Shapes: B batch, T position, K key/value heads, G query heads per key/value head, N = K G, H head size, D documents per
 call.
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlm.models.attention.backends.blockwise import ATTENTION, blockwise_backward, blockwise_forward
+from jaxlm.models.attention.backends.blockwise import ATTENTION, Reach, blockwise_backward, blockwise_forward
 
 DOCUMENTS_PER_CALL = 8
 """Documents per row that one call of the packed kernel handles."""
@@ -38,6 +38,11 @@ class _Options:
     scale: float
     window: int | None
     packed: bool
+    causal: bool
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(self.window, self.causal)
 
 
 def cudnn_attention(
@@ -49,15 +54,17 @@ def cudnn_attention(
     scale: float,
     window: int | None,
     packed: bool,
+    causal: bool = True,
 ) -> jax.Array:
-    """Causal attention within segments, in bfloat16 or float16; arguments as in `blockwise_attention`.
+    """Attention within segments, in bfloat16 or float16; arguments as in `blockwise_attention`.
 
     Args:
         segment_BT: the tokens of a document must be contiguous.
         scale: a Python number, because it is a compile-time constant of the kernel.
         packed: use the packed kernel for rows of several documents; false uses blockwise attention for them.
+        causal: a query attends to no later key. The kernel's windows look only back, so false needs `window` None.
     """
-    out: Any = _attend(_Options(scale, window, packed), _merge_heads(q_BTKGH), k_BTKH, v_BTKH, segment_BT)
+    out: Any = _attend(_Options(scale, window, packed, causal), _merge_heads(q_BTKGH), k_BTKH, v_BTKH, segment_BT)
     return out.reshape(q_BTKGH.shape)
 
 
@@ -96,7 +103,8 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def _select_branch(options: _Options, branches, segment_BT, *arrays):
     """Runs one of `branches`, (for rows of several documents, for rows of a single document)."""
     several, single = (functools.partial(branch, options, segment_BT) for branch in branches)
-    return jax.lax.cond(are_single_documents(segment_BT), single, several, *arrays)
+    suits = are_single_documents(segment_BT) if options.causal else jnp.all(segment_BT == segment_BT[:, :1])
+    return jax.lax.cond(suits, single, several, *arrays)
 
 
 def are_single_documents(segment_BT: jax.Array) -> jax.Array:
@@ -121,7 +129,7 @@ def _single_forward(options: _Options, segment_BT, q_BTNH, k_BTKH, v_BTKH):
         k_BTKH,
         v_BTKH,
         scale=options.scale,
-        mask_type=fused.MaskType.CAUSAL,
+        mask_type=fused.MaskType.CAUSAL if options.causal else fused.MaskType.NO_MASK,
         sliding_window_length=options.window,
         return_residual=True,
     )
@@ -137,7 +145,7 @@ def _single_backward(options: _Options, segment_BT, q_BTNH, k_BTKH, v_BTKH, out_
         "seed": 42,
         "dropout_rate": 0.0,
         "variadic_args": (False, False),
-        "mask_type": fused.MaskType.CAUSAL,
+        "mask_type": fused.MaskType.CAUSAL if options.causal else fused.MaskType.NO_MASK,
         "layout": fused.AttentionLayout.BTNH.value,
         "sliding_window_length": options.window,
     }
@@ -188,7 +196,7 @@ def _packed_call(options: _Options, document_BT, first, q_BTNH, k_BTKH, v_BTKH) 
         q_offsets=offset_BD,
         kv_offsets=offset_BD,
         scale=options.scale,
-        mask_type=fused.MaskType.PADDING_CAUSAL,
+        mask_type=fused.MaskType.PADDING_CAUSAL if options.causal else fused.MaskType.PADDING,
         sliding_window_length=options.window,
     )
     return out
@@ -244,7 +252,7 @@ def _heads_last(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def _blockwise_forward(options: _Options, segment_BT, q_BTNH, k_BTKH, v_BTKH):
     q, (k, v) = _heads_first(q_BTNH, k_BTKH.shape[2]), map(_heads_first, (k_BTKH, v_BTKH))
-    out, lse = blockwise_forward(options.window, q, k, v, segment_BT, options.scale)
+    out, lse = blockwise_forward(options.reach, q, k, v, segment_BT, options.scale)
     return _heads_last(out, q_BTNH), lse.reshape(lse.shape[0], -1, lse.shape[-1])
 
 
@@ -253,5 +261,5 @@ def _blockwise_backward(options: _Options, segment_BT, q_BTNH, k_BTKH, v_BTKH, o
     q, out, d_out = (_heads_first(t, kv_heads) for t in (q_BTNH, out_BTNH, d_out_BTNH))
     k, v = map(_heads_first, (k_BTKH, v_BTKH))
     lse = lse_BNT.reshape(lse_BNT.shape[0], kv_heads, -1, lse_BNT.shape[-1])
-    gradients = blockwise_backward(options.window, q, k, v, segment_BT, options.scale, out, lse, d_out)
+    gradients = blockwise_backward(options.reach, q, k, v, segment_BT, options.scale, out, lse, d_out)
     return tuple(_heads_last(g, t) for g, t in zip(gradients, (q_BTNH, k_BTKH, v_BTKH), strict=True))

@@ -27,9 +27,10 @@ def splash_attention(
     scale: float | jax.Array,
     window: int | None,
     *,
+    causal: bool = True,
     interpret: bool = False,
 ) -> jax.Array:
-    """Causal attention within segments; arguments as in `blockwise_attention`.
+    """Attention within segments; arguments as in `blockwise_attention`.
 
     Args:
         interpret: run the kernel in Pallas's interpret mode, on any device, for tests.
@@ -39,7 +40,7 @@ def splash_attention(
     batch, length, kv_heads, group, size = q_BTKGH.shape
     q_BNTH = q_BTKGH.reshape(batch, length, kv_heads * group, size).transpose(0, 2, 1, 3)
     k_BKTH, v_BKTH = (t.transpose(0, 2, 1, 3) for t in (k_BTKH, v_BTKH))
-    kernel = _kernel(length, kv_heads * group, window, interpret)
+    kernel = _kernel(length, kv_heads * group, window, causal, interpret)
     pad = lambda t: jnp.pad(t, ((0, 0), (0, 0), (0, 0), (0, -size % _LANES)))  # noqa: E731
     scaled = (q_BNTH.astype(jnp.float32) * scale).astype(q_BNTH.dtype)
     segments = splash.SegmentIds(q=segment_BT, kv=segment_BT)
@@ -49,12 +50,15 @@ def splash_attention(
     return out_BNTH.transpose(0, 2, 1, 3).reshape(q_BTKGH.shape).astype(v_BTKH.dtype)
 
 
-def _kernel(length: int, num_heads: int, window: int | None, interpret: bool):
+def _kernel(length: int, num_heads: int, window: int | None, causal: bool, interpret: bool):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     shape = (length, length)
-    head_mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
+    if window is not None:
+        head_mask = masks.LocalMask(shape, (window - 1, 0 if causal else window - 1), 0)
+    else:
+        head_mask = masks.CausalMask(shape) if causal else masks.FullMask(shape)
     block = next(size for size in (_LARGEST_BLOCK, 256, BLOCK) if length % size == 0)
     sizes = splash.BlockSizes(
         **dict.fromkeys(("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv"), block),

@@ -1,0 +1,196 @@
+"""The section `data.masking`: which tokens of a sequence are hidden from the model that predicts them.
+
+Source: masked language modeling: Devlin et al. 2019 (arXiv:1810.04805), section 3.1; a random fraction of each sequence: Nie
+et al. 2025, "Large Language Diffusion Models" (arXiv:2502.09992), section 2.2.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import Fraction, PositiveFraction, PositiveInt, Seed
+from jaxlm.data.batch import Columns
+from jaxlm.data.masking.mask_schedule import ContinuousSchedule, MaskSchedule, ScheduleType, SteppedSchedule
+from jaxlm.data.masking.uniform_numbers import uniform_numbers
+from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer
+from jaxlm.reading.decode import encode
+from jaxlm.reading.effects import Evaluations
+
+_SUGGESTED = "<|mask|>"
+_CHOSEN, _REPLACED, _WORDS = range(3)  # what random numbers are for
+_STEPS = ("mask_schedule_type", "min_mask_fraction", "max_mask_fraction", "num_time_steps")
+
+
+@dataclass(frozen=True)
+class MaskingConfig:
+    """Hides tokens, which the objectives `mlm` and `diffusion` predict from the others. Special tokens, padding and tokens
+    without loss are never hidden. Which ones are depends on the sequence, on how often it has been read, and on `seed` alone:
+    neither on the batch nor on the number of devices.
+
+    The times of the sequences are spread evenly over each batch.
+
+    Attributes:
+        mask_token: the token that hides others. Null is the tokenizer's mask token, or one that it calls <|mask|>, [MASK] or
+            <mask>. A tokenizer that has none gets one by `data.added_tokens: ["<|mask|>"]`, and the model one more row.
+        mode: `bernoulli` hides each token with the probability of the mask fraction; `fixed_count` hides
+            int(tokens * fraction) of those that may be hidden.
+        mask_schedule_type: how the fraction grows with the time of the sequence, from `min_mask_fraction` to
+            `max_mask_fraction`: `linear`; `cosine`: by 1 - cos(pi t / 2); `exponential`: by a factor.
+        min_mask_fraction: fraction at time 0.
+        max_mask_fraction: fraction at time 1.
+        num_time_steps: number of times, at equal distances. Null draws any time, which the objective `diffusion` needs.
+        time_step_mask_fractions: the fraction of each time step, instead of a schedule: `[0.15]` for BERT's.
+        mask_replicas: hide tokens of each sequence in only this many ways, each of which counts as a sequence of its own, so
+            that one pass reads the text as many times. Null hides others in every epoch.
+        validation_replicas: ways in which each validation sequence is read.
+        random_fraction: fraction of the hidden tokens that are replaced by a random token instead (BERT: 0.1).
+        unchanged_fraction: fraction of the hidden tokens that are left as they are (BERT: 0.1).
+        seed: random seed of the masks.
+    """
+
+    mask_token: str | None = None
+    mode: Literal["bernoulli", "fixed_count"] = "bernoulli"
+    mask_schedule_type: ScheduleType = "linear"
+    min_mask_fraction: PositiveFraction = 0.001
+    max_mask_fraction: PositiveFraction = 1.0
+    num_time_steps: PositiveInt | None = None
+    time_step_mask_fractions: list[PositiveFraction] | None = None
+    mask_replicas: PositiveInt | None = None
+    validation_replicas: Evaluations[PositiveInt] = 1
+    random_fraction: Fraction = 0.0
+    unchanged_fraction: Fraction = 0.0
+    seed: Seed = 0
+
+    def __post_init__(self):
+        if self.time_step_mask_fractions is not None:
+            if not self.time_step_mask_fractions:
+                raise ConfigError("data.masking.time_step_mask_fractions: [] given, at least one fraction expected")
+            for field in fields(self):
+                if field.name in _STEPS and getattr(self, field.name) != field.default:
+                    raise ConfigError(
+                        f"data.masking.{field.name}: given together with time_step_mask_fractions, which already says the"
+                        " fraction of each time step. Remove one of them"
+                    )
+        elif self.min_mask_fraction > self.max_mask_fraction:
+            raise ConfigError(
+                f"data.masking.min_mask_fraction: {self.min_mask_fraction} given, above max_mask_fraction:"
+                f" {self.max_mask_fraction}. Swap them"
+            )
+        if self.random_fraction + self.unchanged_fraction > 1:
+            raise ConfigError(
+                f"data.masking.random_fraction: {self.random_fraction} given, and unchanged_fraction:"
+                f" {self.unchanged_fraction}. Together they must not be above 1"
+            )
+
+    @property
+    def schedule(self) -> MaskSchedule:
+        """The mask fractions by time."""
+        if self.time_step_mask_fractions is not None:
+            return SteppedSchedule(tuple(self.time_step_mask_fractions))
+        continuous = ContinuousSchedule(self.mask_schedule_type, self.min_mask_fraction, self.max_mask_fraction)
+        return continuous if self.num_time_steps is None else SteppedSchedule.of(continuous, self.num_time_steps)
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether batches have the weights of the bound: any time may occur, and hidden tokens are independent and hidden."""
+        is_stepped = self.time_step_mask_fractions is not None or self.num_time_steps is not None
+        return not is_stepped and self.mode == "bernoulli" and not self.random_fraction + self.unchanged_fraction
+
+    def identity(self) -> dict[str, Any]:
+        """What the training data depends on, as plain JSON."""
+        return {name: value for name, value in encode(self).items() if name != "validation_replicas"}
+
+    def mask_id(self, tokenizer: Tokenizer) -> int:
+        """The id of the mask token. Raises `ConfigError` if the tokenizer has none."""
+        number = tokenizer.mask_id if self.mask_token is None else tokenizer.vocabulary().get(self.mask_token)
+        if number is None:
+            what = "no mask token" if self.mask_token is None else f"no token '{self.mask_token}'"
+            name = _SUGGESTED if self.mask_token is None else self.mask_token
+            raise ConfigError(
+                f"data.masking: the tokenizer has {what}. Add it: data.added_tokens: ['{name}'] (for a tokenizer that is"
+                f" trained, data.tokenizer: {{type: bpe, special_tokens: ['{END_OF_TEXT}', '{name}']}}), or name another one"
+                " in data.masking.mask_token"
+            )
+        if number in (tokenizer.bos_id, tokenizer.eos_id):
+            name = next(token for token, other in tokenizer.vocabulary().items() if other == number)
+            raise ConfigError(
+                f"data.masking.mask_token: '{name}' given, which begins or ends documents. Name a token that no text has"
+            )
+        return number
+
+
+@dataclass(frozen=True)
+class Masker:
+    """Hides tokens of sequences.
+
+    Attributes:
+        config: the section.
+        mask_id: id of the mask token.
+        is_special: bool [vocab], the tokens that are never hidden, nor put in the place of others.
+        source: number that tells the text's source from others.
+    """
+
+    config: MaskingConfig
+    mask_id: int
+    is_special: np.ndarray
+    source: int = 0
+
+    def mask(self, columns: Columns, indices: np.ndarray, draws: np.ndarray, uniform_times: np.ndarray) -> Columns:
+        """The columns of `MaskedBatch`.
+
+        Args:
+            columns: those of `TokenBatch`, [rows, seq_len] each.
+            indices: int64 [rows], the numbers of the sequences in their source.
+            draws: int64 [rows], how many times each was read before.
+            uniform_times: float64 [rows], a number in [0, 1) for the time of each.
+        """
+        config, tokens = self.config, columns["tokens"]
+        times = config.schedule.times(uniform_times)
+        fractions = config.schedule.fractions(times)[:, None]
+        draw = lambda purpose: uniform_numbers(  # noqa: E731
+            (config.seed, self.source, purpose, indices, draws), tokens.shape[1]
+        )
+        maskable = _maskable(columns) & ~self.is_special[tokens]
+        chosen = draw(_CHOSEN)
+        if config.mode == "bernoulli":
+            hidden = maskable & (chosen < fractions)
+        else:
+            order = np.argsort(np.where(maskable, chosen, 2.0), axis=1, kind="stable")
+            ranks = np.empty_like(order)
+            np.put_along_axis(ranks, order, np.arange(tokens.shape[1])[None], axis=1)
+            # A fraction such as 0.15 of 100 must not be 14 because of rounding.
+            counts = np.floor(maskable.sum(axis=1, keepdims=True) * fractions + 1e-9)
+            hidden = maskable & (ranks < counts)
+        replaced = np.where(hidden, self.mask_id, tokens)
+        if config.random_fraction or config.unchanged_fraction:
+            share, words = draw(_REPLACED), np.flatnonzero(~self.is_special)
+            random = words[(draw(_WORDS) * len(words)).astype(int)]
+            replaced = np.where(hidden & (share < config.random_fraction), random, replaced)
+            replaced = np.where(hidden & (share >= 1 - config.unchanged_fraction), tokens, replaced)
+        made = {
+            "tokens": replaced.astype(np.int32),
+            "targets": tokens,
+            "loss_mask": hidden.astype(np.float32),
+            "maskable": maskable.astype(np.float32),
+            "segment_ids": columns["segment_ids"],
+            "positions": columns["positions"],
+            "mask_fractions": fractions[:, 0].astype(np.float32),
+            "mask_ids": np.full(len(tokens), self.mask_id, np.int32),
+        }
+        if config.has_rates:
+            rates = config.schedule.rates(times)
+            assert rates is not None, "the schedule is continuous"
+            made["rates"] = rates.astype(np.float32)
+        return made
+
+
+def _maskable(columns: Columns) -> np.ndarray:
+    """bool [rows, seq_len]: which tokens are targets of the next-token loss. The first of a document, which nothing precedes,
+    is one if the token after it is."""
+    segments, after = columns["segment_ids"], columns["loss_mask"] > 0
+    before = np.concatenate([after[:, :1], after[:, :-1]], axis=1)
+    begins = np.ones(segments.shape, bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return np.where(begins, after, before) & (segments != 0)

@@ -1,0 +1,259 @@
+"""Text generation with a masked-diffusion model: new tokens are masks at first, and each pass over the text fills in some.
+
+Source: Nie et al. 2025, "Large Language Diffusion Models" (arXiv:2502.09992), section 2.4 and appendix A: low-confidence
+remasking, and blocks from left to right (semi-autoregressive), as in Arriola et al. 2025 (arXiv:2503.09573).
+
+Shapes: B rows, N tokens of a block, C tokens whose logits are computed at once, D embed, V vocab.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+
+from jaxlm.core.axes import BATCH, EMBED, POSITION
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.sharding import current_layout
+from jaxlm.models.base import Inputs, LanguageModel
+from jaxlm.models.inference.generate import GenerationConfig
+from jaxlm.models.inference.padding import padded_length, round_up
+from jaxlm.models.inference.row_keys import row_keys
+from jaxlm.models.inference.sampling import Sampling, TokenDistribution
+
+Remasking = Literal["low_confidence", "random"]
+_CHUNK = 64  # tokens of each row whose logits are computed at once
+
+
+@dataclass(frozen=True)
+class DenoisingConfig:
+    """How a model whose tokens attend to later ones fills in new tokens.
+
+    Attributes:
+        num_steps: passes over the text, among which the new tokens are divided equally. Null fills in one token in each;
+            fewer passes are faster, and the tokens of a pass do not know of each other.
+        block_length: new tokens are filled in block by block, from left to right, this many in each. Null has one block.
+        remasking: which predictions of a pass are kept: `low_confidence` keeps the most likely ones; `random` any.
+    """
+
+    num_steps: PositiveInt | None = None
+    block_length: PositiveInt | None = None
+    remasking: Remasking = "low_confidence"
+
+    def passes(self, num_new: int) -> list[tuple[int, int]]:
+        """The block of each pass, and how many of its tokens the pass fills in.
+
+        Raises:
+            ConfigError: there are fewer passes than blocks, or more than new tokens.
+        """
+        length = min(self.block_length or num_new, num_new)
+        sizes = [min(length, num_new - start) for start in range(0, num_new, length)]
+        num_steps = num_new if self.num_steps is None else self.num_steps
+        if not len(sizes) <= num_steps <= num_new:
+            raise ConfigError(
+                f"num_steps: {num_steps} given for {num_new} new tokens in {len(sizes)} blocks. Expected {len(sizes)} to"
+                f" {num_new}: at least one pass for each block, and at least one token in each pass"
+            )
+        ends = np.cumsum([0, *sizes]) * num_steps // num_new  # passes until the end of each block, by its tokens
+        ends = np.maximum(ends, np.arange(len(ends)))
+        ends = np.minimum(ends, num_steps - np.arange(len(sizes), -1, -1))
+        passes = []
+        for block, (size, first, end) in enumerate(zip(sizes, ends, ends[1:], strict=False)):
+            counts = np.diff(np.arange(end - first + 1) * size // (end - first))
+            passes += [(block, int(count)) for count in counts if count]
+        return passes
+
+
+def denoised(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    generation: GenerationConfig,
+    mask_id: int | None,
+    config: DenoisingConfig | None,
+) -> list[list[int]]:
+    """`denoise_tokens` with the options of generation. Raises `ConfigError` also for those that mean nothing to it."""
+    if generation.cache_dtype is not None:
+        raise ConfigError(f"cache_dtype: {generation.cache_dtype} given, but there is no cache in denoising. Remove it")
+    return denoise_tokens(
+        model,
+        prompts,
+        generation.max_new_tokens,
+        mask_id,
+        generation.sampling,
+        config or DenoisingConfig(),
+        seed=generation.seed,
+        stop_ids=generation.stop_ids,
+    )
+
+
+def check_denoising(
+    prompts: Sequence[Sequence[int]], num_new: int, mask_id: int | None, sampling: Sampling, model: LanguageModel
+) -> int:
+    """The id of the mask token. Raises `ConfigError` if the model cannot fill in `num_new` tokens after each prompt."""
+    if model.is_causal:
+        raise ConfigError(
+            "this model predicts next tokens, and no hidden ones: it was not trained with model.use_bidirectional_attention."
+            " Generate text without denoising (num_steps, block_length, remasking)"
+        )
+    if mask_id is None:
+        raise ConfigError(
+            "the model's tokenizer names no mask token, in whose place tokens are filled in. Set `mask_token` in its"
+            " tokenizer_config.json"
+        )
+    if sampling.repetition_penalty != 1:
+        raise ConfigError(
+            f"repetition_penalty: {sampling.repetition_penalty} given, but tokens are filled in in any order. Remove it"
+        )
+    for number, prompt in enumerate(prompts):
+        if any(not 0 <= token < model.Vocab.size or token == mask_id for token in prompt):
+            raise ConfigError(
+                f"prompt {number} has ids outside the vocabulary of {model.Vocab.size} tokens, or the mask token ({mask_id})"
+            )
+        if len(prompt) + num_new > model.Pos.size:
+            raise ConfigError(
+                f"prompt {number} has {len(prompt)} tokens. Together with {num_new} new tokens they exceed the model's"
+                f" seq_len of {model.Pos.size}. Shorten the prompt, or generate fewer tokens"
+            )
+    return mask_id
+
+
+def denoise_tokens(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    num_new: int,
+    mask_id: int | None,
+    sampling: Sampling,
+    config: DenoisingConfig,
+    *,
+    seed: int = 0,
+    stop_ids: Sequence[int] = (),
+) -> list[list[int]]:
+    """`num_new` tokens after each prompt, or those before the first of `stop_ids`. None is the mask token.
+
+    The tokens of a row depend only on the seed and its prompt. If there is a layout, call this inside `layout.use()`.
+
+    Raises:
+        ConfigError: see `check_denoising` and `DenoisingConfig.passes`.
+    """
+    mask_id = check_denoising(prompts, num_new, mask_id, sampling, model)
+    if not prompts or not num_new:
+        return [[] for _ in prompts]
+    passes = np.array(config.passes(num_new), np.int32)
+    layout = current_layout()
+    num_rows = round_up(len(prompts), 1 if layout is None else layout.num_shards(BATCH))
+    width = min(model.Pos.size, padded_length(max(map(len, prompts)) + num_new))
+    tokens, segment_ids = np.zeros((num_rows, width), np.int32), np.zeros((num_rows, width), np.int32)
+    starts = np.zeros(num_rows, np.int32)
+    for row, prompt in enumerate(prompts):
+        starts[row], end = len(prompt), len(prompt) + num_new
+        tokens[row, : starts[row]], tokens[row, starts[row] : end], segment_ids[row, :end] = prompt, mask_id, 1
+    axes = (Axis(BATCH, num_rows), Axis(POSITION, width))
+    positions = np.broadcast_to(np.arange(width, dtype=np.int32), tokens.shape)
+    inputs = Inputs(*(hax.named(jnp.asarray(a), axes) for a in (tokens, positions, segment_ids)))
+    filled = _denoise(
+        model,
+        inputs,
+        jnp.asarray(starts),
+        jnp.int32(num_new),
+        jnp.int32(mask_id),
+        jnp.asarray(passes),
+        row_keys(prompts, num_rows, seed),
+        sampling.numbers,
+        min(config.block_length or num_new, num_new),
+        config.remasking,
+    )
+    rows = [np.asarray(filled)[row, len(prompt) : len(prompt) + num_new] for row, prompt in enumerate(prompts)]
+    stops = [np.flatnonzero(np.isin(row, stop_ids)) for row in rows]
+    return [row[: found[0] if len(found) else None].tolist() for row, found in zip(rows, stops, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnums=(8, 9))
+def _denoise(
+    model: LanguageModel,
+    inputs: Inputs,
+    starts: jax.Array,
+    num_new: jax.Array,
+    mask_id: jax.Array,
+    passes: jax.Array,
+    keys: jax.Array,
+    distribution: TokenDistribution,
+    block_length: int,
+    remasking: Remasking,
+) -> jax.Array:
+    """The tokens after all passes, int32 [B, position], on every device.
+
+    Args:
+        starts: int32 [B], the position of the first new token.
+        passes: int32 [passes, 2], see `DenoisingConfig.passes`.
+        keys: one per row.
+    """
+    inputs = hax.auto_sharded(inputs)
+    axes = inputs.tokens.axes
+    place_N = jnp.arange(block_length)
+    rows = jnp.arange(axes[0].size)[:, None]
+
+    def one_pass(number: jax.Array, tokens: jax.Array) -> jax.Array:
+        block, count = passes[number, 0], passes[number, 1]
+        index_BN = starts[:, None] + block * block_length + place_N
+        is_new_N = block * block_length + place_N < num_new
+        is_text_BT = inputs.segment_ids.rearrange((BATCH, POSITION)).array != 0
+        left_B = ((tokens == mask_id) & is_text_BT).sum(axis=1) / jnp.maximum(is_text_BT.sum(axis=1), 1)
+        fractions = NamedArray(left_B.astype(jnp.float32), axes[:1])
+        now = Inputs(NamedArray(tokens, axes), inputs.positions, inputs.segment_ids, mask_fractions=fractions)
+        final = model.hidden(now).final
+        final_BND = final.rearrange((BATCH, POSITION, ...)).array[rows, jnp.minimum(index_BN, axes[1].size - 1)]
+        of_pass = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+        drawn_BN, confidence_BN = _predict(model, final_BND, mask_id, of_pass, distribution)
+        if remasking == "random":
+            confidence_BN = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 0), (block_length,)))(
+                of_pass
+            )
+        now_BN = tokens[rows, jnp.minimum(index_BN, axes[1].size - 1)]
+        is_open_BN = (now_BN == mask_id) & is_new_N
+        order_BN = jnp.argsort(jnp.where(is_open_BN, -confidence_BN, jnp.inf), axis=1)
+        rank_BN = jnp.argsort(order_BN, axis=1)
+        is_filled_BN = is_open_BN & (rank_BN < count)
+        outside = jnp.where(is_filled_BN, index_BN, axes[1].size)  # writes beyond the end are dropped
+        return tokens.at[rows, outside].set(drawn_BN, mode="drop")
+
+    tokens = jax.lax.fori_loop(0, passes.shape[0], one_pass, inputs.tokens.rearrange((BATCH, POSITION)).array)
+    layout = current_layout()
+    return tokens if layout is None else jax.lax.with_sharding_constraint(tokens, layout.replicated())
+
+
+def _predict(
+    model: LanguageModel,
+    final_BND: jax.Array,
+    mask_id: jax.Array,
+    keys: jax.Array,
+    distribution: TokenDistribution,
+) -> tuple[jax.Array, jax.Array]:
+    """A token for each place of a block, int32 [B, N], and its log-probability in the model's distribution."""
+    batch, length, width = final_BND.shape
+    size = min(_CHUNK, length)
+    num_chunks = -(-length // size)
+    padded = jnp.pad(final_BND, ((0, 0), (0, num_chunks * size - length), (0, 0)))
+    chunks_KBCD = padded.reshape(batch, num_chunks, size, width).swapaxes(0, 1)
+    is_logits = model.lm_head() is None
+    axes = (Axis(BATCH, batch), Axis(POSITION, size), model.Vocab if is_logits else Axis(EMBED, width))
+
+    def one_chunk(item: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        number, x_BCD = item
+        logits_BCV = model.logits(NamedArray(x_BCD, axes)).rearrange((BATCH, POSITION, model.Vocab)).array
+        ids = jnp.arange(logits_BCV.shape[-1])
+        logits = jnp.where(ids == mask_id, -jnp.inf, logits_BCV.astype(jnp.float32)).reshape(batch * size, -1)
+        place_C = 1 + number * size + jnp.arange(size)
+        of_tokens = jax.vmap(lambda key: jax.vmap(lambda place: jax.random.fold_in(key, place))(place_C))(keys)
+        drawn = distribution.draw(distribution.logits(logits, None), of_tokens.reshape(-1))
+        log_p = jnp.take_along_axis(logits, drawn[:, None], axis=1)[:, 0] - jax.nn.logsumexp(logits, axis=1)
+        return drawn.reshape(batch, size), log_p.reshape(batch, size)
+
+    results = jax.lax.map(one_chunk, (jnp.arange(num_chunks), chunks_KBCD))
+    drawn, log_p = (result.swapaxes(0, 1).reshape(batch, -1)[:, :length] for result in results)
+    return drawn, log_p

@@ -1,0 +1,89 @@
+"""Labels for tokens: what is read, and the objective that predicts them."""
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.batch_types import LabeledBatch
+from jaxlm.data.formats.labeled_format import LabeledFormat
+from jaxlm.data.labeled import LabeledConfig
+from jaxlm.models.base import Inputs, vocab_axis
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.objectives.custom import CustomTargets
+from jaxlm.objectives.next_token import score_batch
+
+RECORDS = [
+    {"input_ids": [5, 6, 7], "labels": [-100, 8, 9]},
+    {"input_ids": [1, 2, 3, 4, 5, 6], "labels": [9, 9, -100, -100, 0, 1]},
+    {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, -100, -100, 7]},
+]
+
+
+def test_labels_are_used_verbatim_at_their_own_tokens(open_with):
+    (examples,) = open_with(LabeledConfig, LabeledFormat)(RECORDS, seq_len=4).train.values()
+    rows = examples.read(np.arange(2))
+    assert rows["tokens"].tolist() == [[5, 6, 7, 0], [1, 2, 3, 4]]
+    assert (rows["targets"] * rows["loss_mask"]).tolist() == [[0, 8, 9, 0], [9, 9, 0, 0]]
+    assert rows["loss_mask"].tolist() == [[0, 1, 1, 0], [1, 1, 0, 0]]
+    assert rows["segment_ids"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert rows["positions"].tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
+    assert len(examples) == 2, "the third has no label within four tokens"
+    assert "longer ones that were cut: 2; left out, without labels before the cut: 1" in examples.summary
+
+
+def test_keys_of_the_format(open_with):
+    renamed = [{"a": record["input_ids"], "b": record["labels"]} for record in RECORDS]
+    data = open_with(LabeledConfig, LabeledFormat)(renamed, seq_len=8, input_ids_key="a", labels_key="b")
+    (examples,) = data.train.values()
+    assert examples.read(np.array([0]))["targets"].tolist() == [[0, 8, 9, 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"input_ids": [1, 2], "labels": [3]}, "2 token ids and 1 labels given"),
+        ({"input_ids": [1, 2], "labels": [3, 300]}, "label .* 300 given, but the tokenizer has 300 tokens"),
+        ({"input_ids": [1, 2], "labels": [3, -1]}, "label .* -1 given"),
+        ({"input_ids": [1, 2], "labels": None}, "nothing under 'labels'. Keys of the record: input_ids, labels"),
+        ({"input_ids": [1.5], "labels": [1]}, "a list of integers expected"),
+        ({"input_ids": [1], "labels": [-100]}, "no record has a label other than -100"),
+    ],
+)
+def test_records_without_a_meaning_are_refused(open_with, record, message):
+    with pytest.raises(ConfigError, match=message):
+        open_with(LabeledConfig, LabeledFormat)([record])
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_the_loss_is_the_mean_over_labels(bidirectional):
+    config = LlamaConfig(
+        seq_len=4,
+        hidden_dim=16,
+        intermediate_dim=24,
+        num_layers=1,
+        num_heads=2,
+        use_bidirectional_attention=bidirectional,
+    )
+    CustomTargets().check_model(config)
+    model = config.build(vocab_axis(12), key=jax.random.key(0))
+    columns = {
+        "tokens": [[5, 6, 7, 0], [1, 2, 3, 4]],
+        "targets": [[0, 8, 9, 0], [9, 9, 0, 0]],
+        "loss_mask": [[0.0, 1, 1, 0], [1, 1, 0, 0]],
+        "segment_ids": [[1, 1, 1, 0], [1, 1, 1, 1]],
+        "positions": [[0, 1, 2, 0], [0, 1, 2, 3]],
+    }
+    axes = (Axis("batch", 2), Axis("position", 4))
+    batch = LabeledBatch(**{name: hax.named(jnp.asarray(column), axes) for name, column in columns.items()})
+    terms, metrics, _ = CustomTargets().terms(model, batch, None, key=None)
+    inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids)
+    log_p = jax.nn.log_softmax(model.logits(model.hidden(inputs).final).array)
+    expected = -(log_p[0, 1, 8] + log_p[0, 2, 9] + log_p[1, 0, 9] + log_p[1, 1, 9]) / 4
+    assert float(terms["loss"].mean()) == pytest.approx(float(expected), rel=1e-5)
+    assert float(metrics["loss"].weight) == float(CustomTargets().weights(batch)["loss"]) == 4
+    nats, count = score_batch(model, batch).sums()
+    assert float(nats / count) == pytest.approx(float(expected), rel=1e-5)

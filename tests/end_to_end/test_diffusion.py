@@ -1,0 +1,86 @@
+"""A masked-diffusion run: killed on the way, on two processes, evaluated, exported, and sampled."""
+
+import json
+
+import pytest
+
+from jaxlm.commands import convert, evaluate, sample
+from tests.end_to_end.commands import Workplace, check_close
+
+SECTIONS = """
+objective: {type: diffusion}
+evals: [{type: loss}, {type: samples, prompts: ["def "], max_new_tokens: 6, denoising: {num_steps: 3}}]
+"""
+DATA = """
+  masking: {validation_replicas: 2}
+  tokenizer: {type: bpe, special_tokens: ["<|endoftext|>", "<|mask|>"]}
+"""
+
+
+def start(workplace, devices: int = 1) -> Workplace:
+    place = workplace(devices)
+    path = place.write(SECTIONS)
+    text = path.read_text().replace("  vocab_size: 300\n", f"  vocab_size: 300{DATA}", 1)
+    text = text.replace(f"cache_dir: {place.cache}\n", f"cache_dir: {place.cache}-masked\n", 1)
+    path.write_text(text.replace("  type: llama\n", "  type: llama\n  use_bidirectional_attention: true\n", 1))
+    return place
+
+
+@pytest.fixture(scope="module")
+def whole(workplace):
+    """The uninterrupted run, and what it logged."""
+    place = start(workplace)
+    return place, place.finish("--config_path", "run.yaml").out
+
+
+def evaluated(place: Workplace) -> dict[str, float]:
+    (record,) = [record for record in place.records() if record["step"] == 24 and "eval/loss" in record]
+    return {name: record[name] for name in ("eval/loss", "eval/bpb")}
+
+
+@pytest.mark.slow
+def test_a_killed_run_hides_the_same_tokens(whole, workplace):
+    uninterrupted, _ = whole
+    place = start(workplace)
+    place.die("--config_path", "run.yaml", at="second phase")
+    place.finish("--config_path", "run.yaml")
+    assert place.losses() == uninterrupted.losses()
+    assert place.digest("step-24") == uninterrupted.digest("step-24")
+    assert evaluated(place) == evaluated(uninterrupted)
+
+
+@pytest.mark.slow
+def test_two_processes_hide_the_same_tokens(whole, workplace):
+    uninterrupted, _ = whole
+    place = start(workplace)
+    results = place.run_all(2, "--config_path", "run.yaml")
+    assert [result.code for result in results] == [0, 0], results
+    check_close(place.losses(), uninterrupted.losses(), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_commands_read_a_masked_diffusion_model(whole, in_process):
+    place, said = whole
+    assert "  | def " in said
+    checkpoint = ("--checkpoint", "checkpoints/run")
+    measured = in_process(evaluate.main, place, *checkpoint, "--max_batches", "2")
+    assert measured.code == 0, measured.err
+    loss = json.loads(measured.out.splitlines()[-1])["loss"]
+    assert loss == pytest.approx(evaluated(place)["eval/loss"], rel=1e-5)
+    converted = in_process(convert.main, place, "to-hf", *checkpoint, "--output_dir", "hf", "--verify", "true")
+    assert converted.code == 0, converted.err
+    assert json.loads((place.folder / "hf/config.json").read_text())["is_causal"] is False
+    assert json.loads((place.folder / "hf/tokenizer_config.json").read_text())["mask_token"] == "<|mask|>"
+    data = ("--data.validation_urls", f"[{place.corpus}/validation]", "--model.seq_len", "32", "--batch_size", "16")
+    masking = ("--data.masking", "{validation_replicas: 2}")
+    again = in_process(evaluate.main, place, "--checkpoint", "hf", "--max_batches", "2", *data, *masking)
+    assert again.code == 0, again.err
+    assert json.loads(again.out.splitlines()[-1])["loss"] == pytest.approx(loss, rel=1e-4)
+    refused = in_process(evaluate.main, place, "--checkpoint", "hf", "--tasks", "arc_easy")
+    assert refused.code == 2
+    assert "it makes no predictions of next tokens, which tasks read" in refused.err
+    options = ("--prompt", "def ", "--max_new_tokens", "8", "--num_steps", "4", "--temperature", "0")
+    texts = [in_process(sample.main, place, "--checkpoint", name, *options) for name in ("checkpoints/run", "hf")]
+    assert [text.code for text in texts] == [0, 0], [text.err for text in texts]
+    assert texts[0].out == texts[1].out
+    assert "mask" not in texts[0].out
