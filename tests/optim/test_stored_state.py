@@ -197,6 +197,19 @@ def test_moments_of_matrices_are_stored_in_8_bits_and_nothing_else_is(name):
     assert not any(part in path for path in stored for part in ("tokens", "norm", "left", "right"))
 
 
+def test_a_group_may_keep_its_state_in_full():
+    groups = [AdamConfig(match="attn"), LionConfig(match="gate|up", state=EIGHT_BIT)]
+    one = phase(optimizer=AdamConfig(groups=groups, state=EIGHT_BIT))
+    state = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (one,)).abstract_state(one).opt_state
+    stored = [path.split(".") for path, _ in tree.modules_by_path(state, QuantizedMoment)]
+    assert sorted({(path[1], path[-2]) for path in stored}) == [
+        ("group_1", "gate_proj"),
+        ("group_1", "up_proj"),
+        ("rest", "down_proj"),
+        ("rest", "head"),
+    ]
+
+
 def test_a_layer_that_stands_still_keeps_its_codes_and_a_new_optimizer_starts_at_zero():
     named = lambda seed: {"w": {"weight": hax.named(random(seed), (LAYERS, OUT, IN))}}  # noqa: E731
     step, fresh = stepper(LionConfig(warmup=0, state=EIGHT_BIT), named(0))
