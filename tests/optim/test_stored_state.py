@@ -19,6 +19,7 @@ from jaxlm.core.pace import Pace
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.state import shardings
 from jaxlm.models.base import vocab_axis
+from jaxlm.optim.adagrad import AdagradConfig
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import build_optimizer, parameter_groups
@@ -50,7 +51,7 @@ def moments(name: str) -> np.ndarray:
     return values if SIGNED[name] else values**2
 
 
-def quantized(array: Any, is_signed: bool = True) -> QuantizedMoment:
+def quantized(array: Any, is_signed: bool = True) -> Any:
     return jax.jit(lambda x: QuantizedMoment.of(x, is_signed))(array)
 
 
@@ -126,6 +127,26 @@ def test_blocks_are_within_layers():
         alone = quantized(random()[layer].reshape(-1))
         np.testing.assert_array_equal(stored.codes.array[layer].reshape(-1), alone.codes)
         np.testing.assert_array_equal(stored.absmax.array[layer], alone.absmax)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -2.0, 1e-40])
+def test_a_constant_is_quantized_as_such(value):
+    moment = hax.named(np.full((3, 24, 40), value, np.float32), (LAYERS, OUT, IN))
+    constant = QuantizedMoment.constant(moment, value, is_signed=True)
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, constant, quantized(moment))))
+
+
+@pytest.mark.parametrize("config", [AdamConfig(), AdagradConfig(initial_accumulator_value=0.3), LionConfig()])
+def test_a_new_state_is_not_computed(config):
+    """XLA would fold it: seconds for a small model."""
+    params = {"w": {"weight": hax.named(random(), (LAYERS, OUT, IN))}}
+    whole = dataclasses.replace(config, state=EIGHT_BIT)
+    make = build_optimizer(whole, parameter_groups(params, whole), 20).init
+    assert "reduce_max" in str(jax.make_jaxpr(lambda: QuantizedMoment.of(params["w"]["weight"], True))())
+    assert "reduce_max" not in str(jax.make_jaxpr(make)(params))
+    expected = dict(tree.leaves(build_optimizer(config, parameter_groups(params, config), 20).init(params)))
+    for path, moment in tree.modules_by_path(make(params), QuantizedMoment):
+        np.testing.assert_allclose(moment.floats().array, expected[path].array, rtol=1e-6)
 
 
 def test_blocks_keep_the_axes_that_they_need_not_cross():

@@ -2,12 +2,13 @@
 
 import abc
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Annotated, Any
 
 import jax
 import optax
 from annotated_types import Interval
+from jax.extend.core import Literal
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
@@ -64,8 +65,12 @@ class EightBit(StateFormat):
                 parameter, fields = _moment_of(path, shapes)
                 if parameter is None or not tree.is_inexact(leaf) or tree.raw(leaf).shape != shapes[parameter]:
                     return leaf
-                return QuantizedMoment.of(leaf, is_signed=fields.isdisjoint(_NOT_NEGATIVE))
+                is_signed, value = fields.isdisjoint(_NOT_NEGATIVE), values[path]
+                if value is None:
+                    return QuantizedMoment.of(leaf, is_signed)
+                return QuantizedMoment.constant(leaf, value, is_signed)
 
+            values = _constants(optimizer.init, params)
             return tree.map_leaves(quantized, optimizer.init(params))
 
         def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -110,6 +115,18 @@ def describe_state(state: Any, num_parameters: int) -> str:
 
 def _as_before(before: Any, after: Any) -> Any:
     return QuantizedMoment.of(after, before.is_signed) if is_quantized(before) else after
+
+
+def _constants(make: Callable[[Any], Any], params: Any) -> dict[str, float | None]:
+    """Path -> the value that a leaf of `make(params)` has everywhere; None if the program does not make it of one number."""
+    program, made = jax.make_jaxpr(make, return_shape=True)(params)
+    values = {
+        equation.outvars[0]: float(equation.invars[0].val)
+        for equation in program.eqns
+        if equation.primitive.name == "broadcast_in_dim" and isinstance(equation.invars[0], Literal)
+    }
+    outputs = zip(tree.leaves(made), program.jaxpr.outvars, strict=True)
+    return {path: None if isinstance(out, Literal) else values.get(out) for (path, _), out in outputs}
 
 
 def _moment_of(path: str, parameters: Collection[str]) -> tuple[str | None, set[str]]:

@@ -53,11 +53,23 @@ class QuantizedMoment(eqx.Module):
         absmax = blocks.largest(jnp.abs(exact))
         scale = jnp.where(absmax < _SMALLEST, 0.0, 1 / absmax)
         codes = nearest_codes(exact * blocks.by_element(scale), is_signed)
-        if not tree.is_named(moment):
-            return QuantizedMoment(codes, absmax, is_signed, moment.dtype)
-        return QuantizedMoment(
-            NamedArray(codes, blocks.axes), NamedArray(absmax, blocks.absmax_axes), is_signed, moment.dtype
-        )
+        return QuantizedMoment._made(moment, codes, absmax, is_signed)
+
+    @staticmethod
+    def constant(moment: NamedArray | jax.Array, value: float, is_signed: bool) -> "QuantizedMoment":
+        """As `of`, for a moment with this value everywhere. XLA would take minutes to fold the quantization of a constant."""
+        blocks = _Blocks.of(moment)
+        size = np.float32(abs(value)) if abs(value) >= _SMALLEST else np.float32(0)
+        code = nearest_codes(jnp.float32(np.sign(value) if size else 0), is_signed)
+        codes = jnp.full(_shape(blocks.axes), code, jnp.uint8)
+        return QuantizedMoment._made(moment, codes, jnp.full(_shape(blocks.absmax_axes), size), is_signed)
+
+    @staticmethod
+    def _made(like: NamedArray | jax.Array, codes: jax.Array, absmax: jax.Array, is_signed: bool) -> "QuantizedMoment":
+        if not tree.is_named(like):
+            return QuantizedMoment(codes, absmax, is_signed, like.dtype)
+        absmax_axes = _Blocks.of(like).absmax_axes
+        return QuantizedMoment(NamedArray(codes, like.axes), NamedArray(absmax, absmax_axes), is_signed, like.dtype)
 
     def floats(self) -> NamedArray | jax.Array:
         """The moment in its dtype. Traceable."""
