@@ -305,7 +305,7 @@ def _open_phase(
             saver = _begin_phase(run, phase, state, data, conductor)
             skipped = int(state.guard.skipped)
             control = Control(phase, saver, plan.layout, hooks.evaluations, skipped=skipped)
-            log(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model)))
+            log(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model, state.opt_state)))
             steps.write(plan.config.trainer, plan.log_folder / "artifacts", phase.name)
             opened = OpenPhase(
                 phase,

@@ -50,6 +50,7 @@ OTHERS = {
     "adam-mini, fsdp 8": (8, ("--optimizer.type", "adam-mini")),
     "soap, tp 2 x fsdp 4": (8, (*SOAP, *TENSOR_PARALLEL)),
     "muon with its options, fsdp 8": (8, MUON),
+    "adam in 8 bits, fsdp 8": (8, ("--optimizer.state", "{type: 8bit, min_size: 256}")),
 }
 SETTINGS = MESHES | OTHERS | FOUR_GROUPS
 # Two microbatches.

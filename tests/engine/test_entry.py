@@ -20,6 +20,7 @@ from jaxlm.models.base import LanguageModel, vocab_axis
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.averaging import Ema
 from jaxlm.optim.groups import SCHEDULE_STATES
+from jaxlm.optim.stored_state.formats import EightBit
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
@@ -29,12 +30,13 @@ from jaxlm.surgery.split_at import SplitAtConfig
 from tests.engine.helpers import F32, MODEL, VOCAB, TinyRun, arrays, batch, layout, one_device, phase
 
 ADAM = AdamConfig(learning_rate=1e-2, warmup=3, lr_schedule="cosine")
+IN_8_BITS = replace(ADAM, state=EightBit(min_size=256))
 
 
-def entered(where=None, config=MODEL, **changes):
+def entered(where=None, config=MODEL, before=ADAM, **changes):
     """(state after three steps, as on the host; state at the start of a second phase)."""
     where = where or one_device()
-    first = phase(optimizer=ADAM, model=config)
+    first = phase(optimizer=before, model=config)
     second = replace(first, index=1, name="second", start=3, end=20, carries_optimizer=True, **changes)
     run = TinyRun(where, first, model=config)
     for seed in range(3):
@@ -86,13 +88,13 @@ def test_another_section_carries_moments_and_starts_its_schedule():
 
 
 @pytest.mark.parametrize(
-    "config",
-    [MODEL, pytest.param(replace(MODEL, num_layers=3), marks=pytest.mark.slow)],
-    ids=["two layers", "three layers"],
+    ("config", "optimizer"),
+    [(MODEL, ADAM), (MODEL, IN_8_BITS), pytest.param(replace(MODEL, num_layers=3), ADAM, marks=pytest.mark.slow)],
+    ids=["two layers", "in 8 bits", "three layers"],
 )
-def test_moments_of_a_cut_model_are_the_cut_moments(config):
+def test_moments_of_a_cut_model_are_the_cut_moments(config, optimizer):
     cut = SplitAtConfig(1)
-    before, after = entered(config=config, surgeries=(cut,), schedule_start=0, scheduled_steps=20)
+    before, after = entered(config=config, before=optimizer, surgeries=(cut,), schedule_start=0, scheduled_steps=20)
     for theirs, ours in zip(models(before.opt_state), models(after.opt_state), strict=True):
         expected = dict(tree.leaves(cut.apply(theirs, key=jax.random.key(0))))
         found = dict(tree.leaves(ours))
@@ -135,6 +137,10 @@ def test_a_cut_model_with_carried_moments_trains_on_as_before():
         (
             [{"name": "a"}, {"name": "b", "carry_optimizer": True, "optimizer": {"type": "lion"}}],
             r"phases\.1\.carry_optimizer: .* optimizer is lion, and that of phase 'a' is adam",
+        ),
+        (
+            [{"name": "a"}, {"name": "b", "carry_optimizer": True, "optimizer": {"state": "8bit"}}],
+            r"phases\.1\.carry_optimizer: .* optimizer\.state is {.*8bit.*}, and in phase 'a' it is {.*full.*}",
         ),
     ],
 )

@@ -364,3 +364,17 @@ def test_gates_are_written_as_any_evaluation():
     assert made == CompareEvalConfig(attention=L1Limits(0.05), logits=None)
     assert made.every is None
     assert json.dumps(made.references) == '["teacher"]'
+
+
+def test_a_gate_that_is_due_is_judged_at_the_end_of_a_phase_that_ends_on_other_weights():
+    values = {"x": 0.5}
+    hook, _ = hook_of(AT_MOST_ONE, values, every=1)
+    hook.run(10, STATE)
+    values["x"] = 2.0
+    hook.run_at_early_end(10, STATE)
+    hook.run_rest(10, STATE)
+    with pytest.raises(GateError, match="the end of phase 'p': eval/x is 2"):
+        hook.check_passed()
+    values["x"] = 0.5
+    hook.run_at_early_end(20, STATE)  # after the last step, whose weights are judged no more
+    hook.check_passed()

@@ -220,6 +220,9 @@ OPTIMIZER: dict[str, Entry] = {
     "optimizer.weight_decay_modules": Change(["norm"], Decays({"norm": 0.1, "proj": 0.0}), also=DECAY),
     "optimizer.default_weight_decay_mask": Change(False, Decays({"tokens|norm": 0.1}), also=DECAY),
     "optimizer.skip_bad_steps": Change(True, Shapes({r"^slots\.bad_steps\.losses\.values": (128,)})),
+    "optimizer.state": Change(
+        {"type": "8bit", "min_size": 256}, Shapes({r"mu\..*q_proj\.weight\.codes": (2, 4, 8, 32)})
+    ),
     "optimizer.groups": Change(
         [{"match": "norm", "type": "lion"}], Shapes({r"^opt_state\.1\.group_0\..*final_norm\.weight$": (32,)})
     ),
@@ -519,6 +522,10 @@ TABLE: Table = {
     "reward": REWARD,
     "reward_head": REWARD_HEAD,
     "phases": PHASES,
+    "8bit": {
+        "optimizer.state.min_size": Change(1200, Shapes({r"mu\..*q_proj\.weight\.codes": None})),
+        "optimizer.state.embeddings": Change(True, Shapes({r"mu\.tokens\.weight\.codes": (64, 32)})),
+    },
     "precision": {
         "trainer.mp.default": Change("f32", Program(loses=r"bf16")),
         "trainer.mp.rules": Section(),

@@ -171,6 +171,22 @@ def test_a_gate_holds_at_the_end_of_every_phase_also_of_one_that_ends_early(trai
     assert "phase 'b': parameters" not in trainings.output
 
 
+@pytest.mark.slow
+def test_a_gate_is_judged_on_the_kept_weights_once_they_are_saved_as_the_end(trainings):
+    """The phase keeps the weights of step 2 and ends after step 4, where the gate is due and accepts the current weights."""
+    until = {"metric": "eval/loss", "mode": "max", "patience": 1}
+    gate = {**GATE, "every": 2, "max_delta_nll": 100.0}
+    sections = {"refs": trainings.ref(), "trainer": {"steps_per_eval": 2, "until": until}}
+    trainings.run("kept", 6, evals=[{"type": "loss"}, gate], **sections)
+    first, second, kept = trainings.measured("kept", "eval/loss")
+    assert kept == pytest.approx(first)
+    assert first > second
+    between = (first + second) / 2 - trainings.measured("kept", "eval/fidelity/reference_nll")[0]
+    with pytest.raises(GateError, match="the end of phase 'train'"):
+        trainings.run("kept again", 6, evals=[{"type": "loss"}, {**gate, "max_delta_nll": between}], **sections)
+    assert any("step-4" in path.name for path in trainings.place("kept again").glob("step-*"))
+
+
 def test_a_gate_may_belong_to_a_phase(trainings):
     phases = [{"name": "a", "num_train_steps": 2}, {"name": "b", "num_train_steps": 2}]
 

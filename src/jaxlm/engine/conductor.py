@@ -110,7 +110,7 @@ class Conductor:
             state = eqx.tree_at(lambda s: (s.step, s.guard.skipped), state, counts)
             if (evaluations := ended.hooks.evaluations) is not None:
                 with ended.clock.during(evaluations.activity):
-                    evaluations.run(step, state)
+                    evaluations.run_at_early_end(step, state)
         for export in ended.hooks.exports:
             with ended.clock.during(export.activity):
                 export.run(step, state)

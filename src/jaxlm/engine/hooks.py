@@ -38,6 +38,10 @@ class Evaluations(Hook, Protocol):
         """Whether all evaluations run after this step."""
         ...
 
+    def run_at_early_end(self, step: int, state: RunState) -> None:
+        """As `run`, on the weights with which the phase ends early. Limits are judged as at the end of a phase."""
+        ...
+
 
 @dataclass(frozen=True)
 class Hooks:

@@ -37,6 +37,7 @@ from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.curvature import Curvature
 from jaxlm.optim.groups import group_schedules
 from jaxlm.optim.lr.schedules import Schedule
+from jaxlm.optim.stored_state.formats import in_full
 
 Refs = Mapping[str, LanguageModel]
 OPTIMIZER_SCOPE = "optimizer"  # forecasts and profiles show what the update costs by this name
@@ -164,7 +165,8 @@ class _GuardedUpdate:
             metrics |= verdict.metrics
         watched: Numbers = {}
         if self.watch is not None:
-            trees = {"grads": sums.gradient, "updates": updates, "params": state.model, "opt_state": state.opt_state}
+            trees = {"grads": sums.gradient, "updates": updates, "params": state.model}
+            trees["opt_state"] = in_full(state.opt_state)
             watched = self.watch.measure(state.step + 1, trees, batch)
         return after, {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}, watched
 

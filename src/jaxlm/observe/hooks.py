@@ -222,8 +222,12 @@ class EvalHook:
 
     def run(self, step: int, state: RunState) -> None:
         """Raises: GateError: a limit with `fail_fast` is violated in the middle of the phase."""
-        self._ran_at = step
+        self._ran_at, self._violations = step, []
         self._run(self._due(step), step, state, is_end=step == self._phase.end)
+
+    def run_at_early_end(self, step: int, state: RunState) -> None:
+        self._ran_at, self._violations = step, []
+        self._run(self._due(step), step, state, is_end=True)
 
     def run_rest(self, step: int, state: RunState) -> None:
         """Runs what belongs to the end of the phase, which ends early: what runs only there, and what has limits and has not
@@ -266,7 +270,7 @@ class EvalHook:
                 for line in lines:
                     self._console.log(f"warning: step {step}: {line}")
         if is_end:
-            self._violations = fatal
+            self._violations += fatal
         elif fatal:
             raise failed(fatal, f"step {step}")
 

@@ -24,6 +24,7 @@ from jaxlm.core.guards import RewindRule, StepGuard
 from jaxlm.optim.bad_steps import SkipBadSteps, WindowLength, bad_step_guards
 from jaxlm.optim.lr.schedules import Schedule, ScheduleSpec, make_schedule
 from jaxlm.optim.lr.shapes import LrShape
+from jaxlm.optim.stored_state.formats import Full, StateFormat
 from jaxlm.reading.decode import INHERITS
 
 
@@ -78,6 +79,9 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
             `weight_decay_modules` is null. False without `weight_decay_modules` applies it to all parameters.
         skip_bad_steps: skip the update of a step whose loss or gradient norm is an outlier compared with recent steps:
             true, the number of steps to compare with, or a section. Non-finite steps are always skipped.
+        state: what the optimizer's state is stored as between updates: full, in the dtypes that it has; or 8bit, as
+            8-bit optimizers do, as a name or as a section with `type` and the keys of that format. A run cannot resume with
+            another one.
         groups: optimizers for some of the parameters. Each entry has `match`, and any `type` and keys of an optimizer. Keys
             that are set in the optimizer around the list apply to the entries too, unless they set them themselves; so does
             `type`. The first entry that matches a parameter updates it, and the optimizer around the list updates the rest.
@@ -101,6 +105,7 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     weight_decay_modules: str | list[str] | None = None
     default_weight_decay_mask: bool | None = None
     skip_bad_steps: bool | WindowLength | SkipBadSteps = False
+    state: StateFormat = field(default_factory=Full)
     groups: "list[OptimizerConfig]" = field(default_factory=list, metadata=INHERITS)
     match: str | None = None
 

@@ -23,6 +23,7 @@ from jaxlm.optim.lr.momentum import ScheduledMomentum
 from jaxlm.optim.lr.schedules import Schedule
 from jaxlm.optim.matrices import NORM_BIAS_OR_EMBEDDING, matrix_paths
 from jaxlm.optim.paced import paced
+from jaxlm.optim.stored_state.formats import Full, check_applies
 
 # Their counts are read by schedules only; the counts of other states correct biases.
 SCHEDULE_STATES = (optax.ScaleByScheduleState, ScheduledMomentum)
@@ -80,7 +81,8 @@ def build_optimizer(
     With `OptimizerConfig.groups`, it clips the norm of the whole gradient, and each optimizer then updates its own groups.
     """
     if not config.groups:
-        return paced(_with_controls(config.build(groups, num_steps), config, "optimizer"))
+        stored = config.state.stored(_with_controls(config.build(groups, num_steps), config, "optimizer"))
+        return paced(_checked(stored, config))
     members = {}
     for owner, optimizer in _optimizers(config):
         owned_groups = [group for group in groups if group.owner == owner]
@@ -89,11 +91,10 @@ def build_optimizer(
                 transformation = _without_clipping(optimizer).build(owned_groups, num_steps)
             path = "optimizer" if owner is None else f"optimizer.groups.{owner}"
             paths = frozenset(leaf for group in owned_groups for leaf in group.paths)
-            members["rest" if owner is None else f"group_{owner}"] = _Member(
-                paths, _with_controls(transformation, optimizer, path)
-            )
+            stored = optimizer.state.stored(_with_controls(transformation, optimizer, path))
+            members["rest" if owner is None else f"group_{owner}"] = _Member(paths, stored)
     clip = clip_by_norm(getattr(config, "max_grad_norm", None))
-    return paced(optax.with_extra_args_support(optax.chain(clip, _update_each(members))))
+    return paced(_checked(optax.with_extra_args_support(optax.chain(clip, _update_each(members))), config))
 
 
 def with_schedules_restarted(opt_state: Any) -> Any:
@@ -194,6 +195,21 @@ def _with_controls(
         return result
 
     return optax.GradientTransformationExtraArgs(transformation.init, update_fn)
+
+
+def _checked(
+    optimizer: optax.GradientTransformationExtraArgs, config: OptimizerConfig
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer, which raises `ConfigError` when its state is made if no format of a state applies to any of it."""
+    formats = [one.state for _, one in _optimizers(config) if one.state != Full()]
+
+    def init_fn(params: Any) -> Any:
+        state = optimizer.init(params)
+        if formats:
+            check_applies(formats[0], state, params)
+        return state
+
+    return optax.GradientTransformationExtraArgs(init_fn, optimizer.update)
 
 
 def _optimizers(config: OptimizerConfig) -> Iterator[tuple[int | None, OptimizerConfig]]:

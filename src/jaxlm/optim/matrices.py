@@ -22,8 +22,9 @@ from jaxlm.core import tree
 from jaxlm.core.axes import EMBED, POSITION, VOCAB
 from jaxlm.models.matrix_axes import DeclaresMatrices, MatrixAxes, matrix_sides
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
+from jaxlm.optim.stored_state.formats import EMBEDDING
 
-NORM_BIAS_OR_EMBEDDING = re.compile(r"norm|bias|(^|\.)(tokens|positions)(\.|$)|embedding$")
+NORM_BIAS_OR_EMBEDDING = re.compile(rf"norm|bias|{EMBEDDING}")
 """Matches the paths, in lower case, of parameters that get no weight decay by default and are not matrices."""
 # A matrix with one of these axes embeds tokens or positions, or is the output head.
 _NOT_HIDDEN = {VOCAB, POSITION}

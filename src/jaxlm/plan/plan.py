@@ -457,6 +457,14 @@ def _check_carries(
             f"{key}: true given, but the optimizer is {choice_name(type(optimizer))}, and that of phase"
             f" '{earlier[-1].name}' is {choice_name(type(before))}. Use the same type, or remove the key"
         )
+    formats = [[encode(one.state) for one in (whole, *whole.groups)] for whole in (optimizer, before)]
+    for number, (given, other) in enumerate(zip(*formats, strict=False)):
+        if given != other:
+            path = "optimizer.state" if number == 0 else f"optimizer.groups.{number - 1}.state"
+            raise ConfigError(
+                f"{key}: true given, but {path} is {given}, and in phase '{earlier[-1].name}' it is {other}. Moments are not"
+                " converted: use the same state, or remove the key"
+            )
     for one in (objective, earlier[-1].objective):
         if one.restarts_optimizer:
             raise ConfigError(

@@ -38,6 +38,7 @@ from jaxlm.observe.trackers import RunInfo
 from jaxlm.observe.trackers.environment import JAX_OPTIONS, computing, flags, source_of, source_of_jaxlm, variables
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.lr.shapes import lr_shape_name
+from jaxlm.optim.stored_state.formats import describe_state
 from jaxlm.plan.batches import describe_batches
 from jaxlm.plan.load_config import run_id_of
 from jaxlm.plan.num_steps import describe_data
@@ -412,11 +413,11 @@ def _checkpoints(plan: Plan) -> str:
     return f"{plan.checkpoints}: every {interval} ({retention}), permanent {permanent or 'only at the end'}"
 
 
-def group_rows(phase: Phase, model: LanguageModel) -> list[tuple[str, str]]:
-    """The parameter-group table of a phase; every parameter is in exactly one row."""
-    frozen = tree.num_parameters(phase.split(model)[1])
+def group_rows(phase: Phase, model: LanguageModel, opt_state: Any) -> list[tuple[str, str]]:
+    """The parameter-group table of a phase; every parameter is in exactly one row. The last row is the optimizer state."""
+    trainable, frozen = map(tree.num_parameters, phase.split(model))
     rows = [(group.name, _group_row(phase.optimizer, group)) for group in phase.groups(model)]
-    return [*rows, ("frozen", f"{frozen:,}")]
+    return [*rows, ("frozen", f"{frozen:,}"), ("optimizer state", describe_state(opt_state, trainable))]
 
 
 def _group_row(optimizer: OptimizerConfig, group: ParameterGroup) -> str:
