@@ -406,11 +406,11 @@ def _open_hf_model(
     }
     check_effective(keys, also=(*_TOP_LEVEL, *also), spelling=spelling)
     config = decode_run(override(ConfigSource(defaults), dict(keys), spelling.key), None)
-    if not config.model.is_causal:  # such a model predicts hidden tokens, and is evaluated on them
-        defaults |= {"objective": {"type": "mlm"}, "data": {**defaults["data"], "masking": {}}}
-        config = decode_run(override(ConfigSource(defaults), dict(keys), spelling.key), None)
     options = ReadOptions(skip_keys=config.hf_skip_keys, log=_to_stderr)
     opened = open_folder(folder, options)
+    if not opened.config.is_causal:  # such a model predicts hidden tokens, and is evaluated on them
+        defaults |= {"objective": {"type": "mlm"}, "data": {**defaults["data"], "masking": {}}}
+        config = decode_run(override(ConfigSource(defaults), dict(keys), spelling.key), None)
 
     def tokenizer() -> Tokenizer:
         if not (folder / "tokenizer.json").is_file():
