@@ -2,11 +2,14 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
 from jaxlm.commands import convert
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.tree import leaves
+from jaxlm.interop.hf import load
 from jaxlm.interop.hf.folder import open_folder, save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.models.base import vocab_axis
@@ -34,8 +37,6 @@ use_hf_model_config: true
 
 
 def write_folder(folder, tokenizer, vocab):
-    import jax
-
     model = jax.jit(lambda: MODEL.build(vocab_axis(vocab), key=jax.random.key(7)))()
     files = tokenizer.files(max_length=64) | {"chat_template.jinja": b"{{ messages }}"}
     save_folder(folder, model, MODEL, one_device(), dtype=np.float32, files=files, special_ids={})
@@ -103,9 +104,43 @@ def test_hf_weight_names_rename_a_files_tensors(imported, tmp_path):
     }
     plan = make_plan(decode_run(ConfigSource(tree), None), "x", open_folder(imported).vocab_size)
     with plan.layout.use():
-        model = InitFrom().load_weights(plan, print)
+        model, _ = InitFrom().load_weights(plan, print)
     assert model is not None
     np.testing.assert_array_equal(model.lm_head().array, tensors["model.embed_tokens.weight"])
+
+
+def test_weights_are_stored_layer_by_layer_when_they_are_read(imported, monkeypatch):
+    """The same bits as of the whole model after the surgery, without ever holding two layers of a matrix as floats."""
+    shapes: list[tuple[int, ...]] = []
+    load_sharded = load._load_sharded
+
+    def recorded(leaf, *arguments):
+        shapes.append(leaf.array.shape)
+        return load_sharded(leaf, *arguments)
+
+    monkeypatch.setattr(load, "_load_sharded", recorded)
+    tree = {
+        "initialize_from_hf": str(imported),
+        "data": {"tokenizer": str(imported)},
+        "model": {"type": "qwen3", **SIZES},
+        "trainer": {"train_batch_size": 8},
+    }
+    phases = [{"name": "p", "surgery": [{"type": "quantize"}], "trainable": ["norm"]}]
+    plan, plain = (
+        make_plan(decode_run(ConfigSource({**tree, **more}), None), "x", open_folder(imported).vocab_size)
+        for more in ({"phases": phases}, {})
+    )
+    with plan.layout.use():
+        model, num_applied = InitFrom().load_weights(plan, print)
+        matrices = [shape for shape in shapes if len(shape) > 2]
+        assert len(matrices) == 2 * 7
+        assert {shape[0] for shape in matrices} == {1}
+        whole, none_applied = InitFrom().load_weights(plain, print)
+        expected = jax.jit(lambda model: plan.phases[0].surgeries[0].apply(model, key=jax.random.key(0)))(whole)
+    assert (num_applied, none_applied) == (1, 0)
+    for (path, ours), (_, theirs) in zip(leaves(model), leaves(expected), strict=True):
+        np.testing.assert_allclose(ours.array, theirs.array, rtol=1e-6, err_msg=path)
+        assert ours.array.sharding == plan.layout.parameter_sharding(ours.axes)
 
 
 @pytest.mark.slow

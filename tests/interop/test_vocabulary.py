@@ -34,7 +34,7 @@ def started(folder, num_tokens, **trainer):
     plan = make_plan(decode_run(ConfigSource(tree_), None), "x", num_tokens + len(NEW))
     said: list[str] = []
     with plan.layout.use():
-        model = InitFrom().load_weights(plan, said.append)
+        model, _ = InitFrom().load_weights(plan, said.append)
     return plan, model, said
 
 
