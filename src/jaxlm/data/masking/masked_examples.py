@@ -17,7 +17,7 @@ class MaskedExamples(WrappedExamples):
     """Examples of which some tokens are hidden: in `num_replicas` ways, each an example of its own, or in a new way whenever
     one is drawn.
 
-    Index r n + i is way r of example i of n.
+    Of R ways, index i R + r is way r of example i.
 
     Args:
         num_replicas: None for a new way at every draw. Then `read` alone returns that of the first.
@@ -49,22 +49,20 @@ class MaskedExamples(WrappedExamples):
         self._examples.read_ahead(self._of(indices))
 
     def read(self, indices: np.ndarray) -> Columns:
-        replicas = indices // len(self._examples) if self._num_replicas else np.zeros_like(indices)
-        order = self._of(indices) * (self._num_replicas or 1) + replicas
-        return self._masked(self._of(indices), replicas, order)
+        return self._masked(self._of(indices), indices % (self._num_replicas or 1), indices)
 
     def read_drawn(self, indices: np.ndarray, epochs: np.ndarray, ranks: np.ndarray) -> Columns:
         return self.read(indices) if self._num_replicas is not None else self._masked(indices, epochs, ranks)
 
     def show(self, index: int, tokenizer: Any) -> Iterator[str]:
-        return self._examples.show(index % len(self._examples), tokenizer)
+        return self._examples.show(index // (self._num_replicas or 1), tokenizer)
 
     def num_apart_from(self, first: int) -> int:
         return self._examples.num_apart_from(first)
 
     def _of(self, indices: np.ndarray) -> np.ndarray:
         """The numbers of the examples."""
-        return indices % len(self._examples) if self._num_replicas else indices
+        return indices // (self._num_replicas or 1)
 
     def _masked(self, indices: np.ndarray, draws: np.ndarray, order: np.ndarray) -> Columns:
         """Args: order: numbers over any range of which times are spread evenly."""
