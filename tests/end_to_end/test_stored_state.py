@@ -24,7 +24,7 @@ def test_two_processes_train_like_one_and_a_run_keeps_its_format(workplace):
     for code, _, err in [end_of(process) for process in two.start_all(2, *RUN)]:
         assert code == 0, err
     check_close(two.losses(), one.losses())
-    refused = one.run(*RUN, "--optimizer.state", "full", "--trainer.num_train_steps", "24")
+    refused = one.run(*IN_FULL)
     assert refused.code == 2
     assert "does not match this configuration in optimizer" in refused.err
     assert "q_proj.weight.codes: checkpoint uint8[2, 4, 8, 32], this configuration has no such array" in refused.err
