@@ -280,6 +280,12 @@ DROP_LAYERS: dict[str, Entry] = {
     "surgery.num_layers": ShownIn(DROPPED + "test_the_layers_with_the_least_influence_are_dropped_with_their_moments"),
     "surgery.calibration_batches": ShownIn(DROPPED + "test_one_and_eight_devices_choose_the_same_layers"),
 }
+GROWN = "tests/surgery/test_grow.py::"
+GROW: dict[str, Entry] = {
+    "surgery.num_layers": Change(1, Shapes({r"^model\.body\.1\..*q_proj": (1, 4, 8, 32)})),
+    "surgery.at": Change("prepend", Shapes({r"^model\.body\.0\..*q_proj": (3, 4, 8, 32)})),
+    "surgery.init": ShownIn(GROWN + "test_copied_layers_repeat_the_model"),
+}
 DECOUPLED = "tests/surgery/test_decouple.py::"
 DECOUPLE: dict[str, Entry] = {
     "surgery.sem_dim": Change(8, Shapes({r"^model.*q_sem\.weight": (2, 4, 2, 32)})),
@@ -500,6 +506,7 @@ TABLE: Table = {
     "lora": LORA,
     "split_at": SPLIT_AT,
     "drop_layers": DROP_LAYERS,
+    "grow": GROW,
     "decouple": DECOUPLE,
     "pool_kv_heads": POOL_KV_HEADS,
     "interpolate": INTERPOLATE,

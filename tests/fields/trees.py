@@ -184,6 +184,7 @@ BASES: dict[str, Tree] = {
     "drop_layers": merged(
         tree(phases=[{"name": "p", "surgery": [{"type": "drop_layers", "layers": [1]}]}]), {"model": {"num_layers": 3}}
     ),
+    "grow": tree(phases=[{"name": "p", "surgery": [{"type": "grow", "num_layers": 3}]}]),
     "decouple": tree(phases=[{"name": "p", "surgery": [{"type": "decouple", "sem_dim": 16, "geo_dim": 16}]}]),
     "pool_kv_heads": merged(
         tree(phases=[{"name": "p", "surgery": [{"type": "pool_kv_heads", "num_kv_heads": 1}]}]),

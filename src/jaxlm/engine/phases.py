@@ -17,6 +17,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.engine.state import RunState
 from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.models.growth import with_new_stack
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.averaging import AveragingConfig
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
@@ -33,7 +34,7 @@ class Phase:
         name: used in logs and checkpoint names.
         model: config of its model, which its surgeries may have changed.
         surgeries: applied in order on entry.
-        trainable: regular expressions on leaf paths; a leaf that none of them matches is frozen.
+        trainable: regular expressions on leaf paths, or `new_stack`; a leaf that none of them matches is frozen.
         start, end: steps of the whole run that are done before and after this phase.
         averages: averages of the weights, by the name that they are evaluated under.
         controllers: decide between steps what happens next, in the order in which they are asked.
@@ -75,7 +76,7 @@ class Phase:
 
     def mask(self, model: LanguageModel) -> Any:
         """A tree that is True at every trainable leaf. Raises `ConfigError` if one of them is part of a stored weight."""
-        mask = tree.select(model, self.trainable)
+        mask = tree.select(model, with_new_stack(self.trainable, model, f"phase '{self.name}': trainable"))
         for path, selected in tree.modules_by_path(mask, StoredWeight):
             if any(jax.tree.leaves(selected)):
                 raise ConfigError(

@@ -202,6 +202,19 @@ class LanguageModel(eqx.Module):
         """
         raise ConfigError(f"a model of type {type(self).__name__} has no layers that jaxlm can take out")
 
+    def grown(self, sources: Sequence[int], added: range, *, key: jax.Array | None) -> "LanguageModel":
+        """The same model with more layers, in a stack of their own; its config is `ModelConfig.with_layers(sources)`.
+
+        Args:
+            sources: for each layer of the larger model, the number of a layer of the same kind in this one.
+            added: the numbers of the new layers in the larger model, the first or the last ones.
+            key: initializes them as those of a new model; None leaves their leaves out. Others may be missing too (None).
+
+        Raises:
+            ConfigError: the model cannot have more layers.
+        """
+        raise ConfigError(f"a model of type {type(self).__name__} has no layers that jaxlm can add to")
+
     def logits(self, hidden: NamedArray) -> NamedArray:
         """Maps {..., embed} to {..., vocab} and applies the soft cap."""
         head = self.lm_head()
@@ -290,10 +303,11 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
         raise ConfigError(f"jaxlm does not know the layers of {_family(self)}")
 
     def with_layers(self, kept: Sequence[int]) -> "ModelConfig":
-        """The config of the same model with only some of its layers.
+        """The config of the same model with only some of its layers, or with more.
 
         Args:
-            kept: numbers of the layers, from 0, in ascending order.
+            kept: numbers of the layers, from 0, in ascending order. Layers that a model has grown have that of a layer of
+                the same kind (`LanguageModel.grown`).
 
         Raises:
             ConfigError: no config of the family describes it.

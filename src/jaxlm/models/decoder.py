@@ -23,6 +23,7 @@ from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
 from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
 from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import (
     Attention,
@@ -45,7 +46,7 @@ _BIDIRECTIONAL = (
 )
 
 
-class DecoderBlock(eqx.Module):
+class DecoderBlock(StartsAsIdentity):
     """x + attention(x), then x + mlp(x), with optional norms before and after each of the two.
 
     Attributes:
@@ -80,6 +81,11 @@ class DecoderBlock(eqx.Module):
             return x + attended + self._feed_forward(x), new, None
         x = x + attended
         return x + self._feed_forward(x), new, None
+
+    def as_identity(self) -> "DecoderBlock":
+        attn, attn_post_norm = without_output(self.attn, "o_proj", self.attn_post_norm)
+        mlp, mlp_post_norm = without_output(self.mlp, "down_proj", self.mlp_post_norm)
+        return dataclasses.replace(self, attn=attn, mlp=mlp, attn_post_norm=attn_post_norm, mlp_post_norm=mlp_post_norm)
 
     def _feed_forward(self, x: NamedArray) -> NamedArray:
         return self._scaled(_apply_norm(self.mlp_post_norm, self.mlp(_apply_norm(self.mlp_norm, x))))
@@ -344,6 +350,11 @@ class Decoder(LanguageModel):
 
     def with_layers(self, kept: Sequence[int]) -> "Decoder":
         config, body = self.config.with_layers(kept), self.body.with_layers(kept)
+        return dataclasses.replace(self, config=config, body=body, switch_lengths=switch_lengths(config.kinds))
+
+    def grown(self, sources: Sequence[int], added: range, *, key: jax.Array | None) -> "Decoder":
+        config = self.config.with_layers(sources)
+        body = grown_body(self.body, config, self.Vocab, added, key)
         return dataclasses.replace(self, config=config, body=body, switch_lengths=switch_lengths(config.kinds))
 
     def lm_head(self) -> Weight:

@@ -162,8 +162,9 @@ class LoraConfig(SurgeryConfig):
         return tree.map_modules_by_path(model, LoraLinear, ".*", filled)
 
     def merge(self, model: LanguageModel) -> LanguageModel:
-        if self.target is not None:
-            model = tree.map_modules(model, LoraLinear, self.target, LoraLinear.merged)
+        # The paths may have changed since, and merging some earlier than others changes nothing.
+        if tree.modules(model, LoraLinear):
+            model = tree.map_modules(model, LoraLinear, ".*", LoraLinear.merged)
         if self.embeddings is None:
             return model
         change = lambda path, table: table.merged() if self._adapts_table(path) else table  # noqa: E731
