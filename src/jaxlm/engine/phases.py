@@ -17,7 +17,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.engine.state import RunState
 from jaxlm.models.base import LanguageModel, ModelConfig
-from jaxlm.models.growth import with_new_stack
+from jaxlm.models.stack_paths import with_new_stack
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.averaging import AveragingConfig
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup

@@ -184,6 +184,26 @@ class LanguageModel(eqx.Module):
             ConfigError: the model has no tap of that name.
         """
 
+    def hidden_after(
+        self,
+        num_layers: int,
+        stream: NamedArray,
+        inputs: Inputs,
+        *,
+        taps: Sequence[str] = (),
+        key: jax.Array | None = None,
+    ) -> Hidden:
+        """As `hidden`, from the residual stream after the first layers on.
+
+        Args:
+            num_layers: number of layers that the stream has been through.
+            stream: {batch, position, embed}, what `hidden` returns for the tap of the last of them.
+
+        Raises:
+            ConfigError: the model cannot start there.
+        """
+        raise ConfigError(f"a model of type {type(self).__name__} cannot start from the output of one of its layers")
+
     @abc.abstractmethod
     def lm_head(self) -> Weight | None:
         """The weight of the head, {vocab, embed}; the token embedding if the two are tied.

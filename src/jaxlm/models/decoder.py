@@ -343,10 +343,23 @@ class Decoder(LanguageModel):
         if self.embed_scale is not None:
             x = x * jax.numpy.asarray(self.embed_scale, x.dtype)
         x = _apply_norm(for_compute(self.embed_norm), x)
-        hidden = self.body(x, inputs, cache, key, taps)
-        if self.final_scale is None:
-            return hidden
-        return dataclasses.replace(hidden, final=hidden.final * self.final_scale)
+        return self._scaled(self.body(x, inputs, cache, key, taps))
+
+    def hidden_after(
+        self,
+        num_layers: int,
+        stream: NamedArray,
+        inputs: Inputs,
+        *,
+        taps: Sequence[str] = (),
+        key: jax.Array | None = None,
+    ) -> Hidden:
+        return self._scaled(self.body(stream, inputs, None, key, taps, num_layers))
+
+    def _scaled(self, hidden: Hidden) -> Hidden:
+        return (
+            hidden if self.final_scale is None else dataclasses.replace(hidden, final=hidden.final * self.final_scale)
+        )
 
     def with_layers(self, kept: Sequence[int]) -> "Decoder":
         config, body = self.config.with_layers(kept), self.body.with_layers(kept)

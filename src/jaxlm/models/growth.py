@@ -22,9 +22,8 @@ from jaxlm.models.norms import LayerNorm, Norm, RMSNorm
 from jaxlm.models.stacks import Body, Stack, Stacks, concatenated, taken_layers
 
 Place = Literal["append", "prepend"]
-NEW_STACK = "new_stack"
-"""In lists of patterns of parameter paths: the layers that the model has grown last."""
 M = TypeVar("M")
+E = TypeVar("E", bound=eqx.Module)
 
 
 def repeated_layers(num_layers: int, added: int, place: Place) -> tuple[tuple[int, ...], range]:
@@ -71,35 +70,6 @@ def grown_body(old: Body, config: ModelConfig, Vocab: Axis, added: range, key: j
         parts, order = (*old.stacks, new), (*old.order, *(count + turn for turn in turns))
         cut = (*((number,) for number in range(count - 1)), (count - 1, count))
     return dataclasses.replace(Stacks.of(parts, order, old.last_norm), cuts=(*old.cuts, cut))
-
-
-def newest_stack(body: Body) -> int | None:
-    """The number of the stack that the body has grown last; None if it has not grown. If that was cut, of its first part."""
-    newest = max(stack.generation for stack in body.stacks)
-    return next(number for number, stack in enumerate(body.stacks) if stack.generation == newest) if newest else None
-
-
-def with_new_stack(patterns: Sequence[str], model: Any, key: str) -> list[str]:
-    """Patterns of parameter paths, with one for the layers of the newest stack in place of `NEW_STACK`.
-
-    Args:
-        key: of the patterns, for messages.
-
-    Raises:
-        ConfigError: the model has not grown.
-    """
-    if NEW_STACK not in patterns:
-        return list(patterns)
-    body_path, body = next(iter(tree.modules_by_path(model, Body)), ("", None))
-    newest = 0 if body is None else max(stack.generation for stack in body.stacks)
-    if body is None or not newest:
-        raise ConfigError(
-            f"{key}: {NEW_STACK} given, but this model has not grown. It stands for the layers that the surgery `grow` has"
-            " added last, in this phase or an earlier one"
-        )
-    numbers = [str(number) for number, stack in enumerate(body.stacks) if stack.generation == newest]
-    layers = rf"^{body_path.replace('.', chr(92) + '.')}\.({'|'.join(numbers)})\.layers\."
-    return [layers if pattern == NEW_STACK else pattern for pattern in patterns]
 
 
 def whole(model: M) -> M:
@@ -155,7 +125,7 @@ def zeroed(module: M) -> M:
     return jax.tree.map(zero, module, is_leaf=tree.is_named)
 
 
-def without_output(module: M, projection: str, post_norm: Norm | None) -> tuple[M, Norm | None]:
+def without_output(module: E, projection: str, post_norm: Norm | None) -> tuple[E, Norm | None]:
     """A residual branch that adds nothing: attention or an MLP, of which `projection` is the last layer, and the norm behind
     it. Only one of the two is changed."""
     if post_norm is not None:

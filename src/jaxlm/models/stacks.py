@@ -8,7 +8,6 @@ import abc
 import dataclasses
 import functools
 import itertools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
@@ -239,9 +238,14 @@ class Body(abc.ABC):
         cache: KVCache | None,
         key: jax.Array | None,
         taps: Sequence[str] = (),
+        first: int = 0,
     ) -> Hidden:
-        """Maps embedded tokens {batch, position, embed} to final hidden states; `taps` as in `LanguageModel.hidden`."""
-        check_taps(taps, tap_names(self.num_layers))
+        """Maps embedded tokens {batch, position, embed} to final hidden states; `taps` as in `LanguageModel.hidden`.
+
+        Args:
+            first: number of the first layer that runs, on its input instead of embedded tokens. Then no cache is written.
+        """
+        check_taps(taps, tap_names(self.num_layers)[first and first + 1 :])
         filled = None if cache is None or cache.fresh else cache
         attention_mask = AttentionMask.of(inputs) if filled is None else mask_over_cache(filled, inputs)
         shared = ForwardPass(inputs, attention_mask, key, filled, stores=cache is not None)
@@ -249,9 +253,9 @@ class Body(abc.ABC):
         outputs: list[list[Any]] = [[] for _ in self.stacks]
         every = [layer_tap(layer) for layer in range(self.num_layers)]
         # A pass that stops at every layer would compile each of them.
-        keeps_all = self.num_layers > 1 and set(every[:-1]) <= set(taps)
+        keeps_all = self.num_layers > 1 and not first and set(every[:-1]) <= set(taps)
         stops = [] if keeps_all else [layer + 1 for layer, tap in enumerate(every[:-1]) if tap in taps]
-        for start, stop in itertools.pairwise((0, *stops, self.num_layers)):
+        for start, stop in itertools.pairwise((first, *stops, self.num_layers)):
             for segment in segments(tuple(zip(self.order, self.kinds_by_layer, strict=True))[start:stop], start):
                 x, out = self._run(segment, x, shared, keeps_streams=keeps_all)
                 for number, of_stack in out.items():
@@ -262,7 +266,7 @@ class Body(abc.ABC):
             residuals |= {tap: streams[LAYERS, layer] for layer, tap in enumerate(every)}
             outputs = [[out for out, _ in parts] for parts in outputs]
         final = for_compute(self.last_norm)(x)
-        new, aux = zip(*map(concatenated, outputs), strict=True)
+        new, aux = zip(*map(concatenated, filter(None, outputs)), strict=True)
         extended = None
         if cache is not None:
             extended = extend_cache(cache, inputs, tuple(kv.keys for kv in new), tuple(kv.values for kv in new))
@@ -532,23 +536,6 @@ def taken_layers(leaf: Any, places: np.ndarray | jax.Array) -> Any:
     at = names.index(LAYERS)
     axes = (*leaf.axes[:at], leaf.axes[at].resize(places.shape[0]), *leaf.axes[at + 1 :])
     return NamedArray(jnp.take(leaf.array, places, axis=at, mode="clip"), axes)
-
-
-_NUMBER = re.compile(r"^body\.(\d+)\.")
-
-
-def path_before_splits(path: str, body: Body) -> tuple[str, tuple[int, ...]]:
-    """The path of a module as if no `split_at` had cut the layers, and the numbers of the layers that it stands for.
-
-    A module outside the layers stands for layer 0 alone.
-    """
-    numbered = _NUMBER.match(path)
-    if numbered is None:
-        return path, body.layer_numbers[0] if path.startswith("body.layers.") else (0,)
-    number, rest = int(numbered[1]), path[numbered.end() :]
-    structures = list(dict.fromkeys(stack.structure for stack in body.stacks))
-    whole = f"body.{structures.index(body.stacks[number].structure)}." if len(structures) > 1 else "body."
-    return f"{whole}{rest}", body.layer_numbers[number]
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -17,6 +17,8 @@ from jaxlm.engine.state import sharded_shapes
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.moe import num_multiplied
+from jaxlm.models.stack_paths import without_layers_below
+from jaxlm.objectives.base import ITSELF
 from jaxlm.plan.plan import Plan
 from jaxlm.plan.refs.base import Ref
 
@@ -115,16 +117,21 @@ def flops_per_token(plan: Plan, phase: Phase) -> FlopsPerToken:
     """FLOPs per training token: the model's, forward and backward, and the forward passes of the references in the step.
 
     A frozen matrix has no gradient of its own, which saves 2 of its 6 FLOPs. Its inputs are counted as if they had one.
+    Layers whose output is stored do not count.
     References that the run no longer reads do not count: their files may be gone.
     """
     vocab_size = plan.state_builder.Vocab.size
+    model = plan.state_builder.abstract_state(phase).model
+    first, frozen = phase.objective.first_layer(model), phase.split(model)[1]
     base = phase.model.flops_per_token(vocab_size)
+    if first:
+        base = phase.model.with_layers(range(first, phase.model.Layers.size)).flops_per_token(vocab_size)
+        frozen = without_layers_below(frozen, first)
     names = [name for name in asked_in(plan, phase) if name in plan.read_refs]
     configs = [replace(plan.refs[name].model_config(), seq_len=phase.model.seq_len) for name in names]
     references = [config.flops_per_token(vocab_size) for config in configs] + [base] * phase.objective.holds_reference
     num_forward = phase.objective.num_forward_sequences
-    model = plan.state_builder.abstract_state(phase).model
-    flops = base.plus(-2.0 * num_multiplied(phase.split(model)[1], model))
+    flops = base.plus(-2.0 * num_multiplied(frozen, model))
     for other in [base] * num_forward + references * (1 + num_forward):
         flops = flops.with_forward(other)
     return flops
@@ -148,6 +155,9 @@ def load_reference(plan: Plan, name: str, log: Log) -> LanguageModel:
 def abstract_annotations(plan: Plan, phase: Phase, batch: Any) -> Any:
     """Shapes, dtypes and shardings of what the references say about a batch {microbatch, batch, ...} of shapes."""
     refs = {name: _abstract(plan, name) for name in phase.objective.references}
+    if phase.objective.asks_itself:
+        model = jax.eval_shape(plan.precision.cast_to_compute, plan.state_builder.abstract_state(phase).model)
+        refs[ITSELF] = sharded_shapes(model, plan.layout)
     annotations = jax.eval_shape(lambda refs, batch: annotations_of(phase, refs, batch), refs, batch)
 
     def placed(leaf: hax.NamedArray) -> hax.NamedArray:
@@ -161,8 +171,12 @@ def annotated(plan: Plan, phase: Phase, batches: Sequence[T], log: Log) -> Seque
     """The batches as the phase's step reads them: with annotations, if it does not query the references itself."""
     if phase.objective.annotation_key is None:
         return batches
+    abstract = abstract_annotations(plan, phase, batches[0])
+    if phase.objective.asks_itself:  # there is no trained model to ask, and its numbers cost no time
+        zeros = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), abstract)
+        return [replace(batch, annotations=zeros) for batch in batches]
     refs = {name: load_reference(plan, name, log) for name in phase.objective.references}
-    places = jax.tree.map(lambda leaf: leaf.sharding, abstract_annotations(plan, phase, batches[0]))
+    places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     program = jax.jit(lambda refs, batch: annotations_of(phase, refs, batch), out_shardings=places)
     return [replace(batch, annotations=program(refs, batch)) for batch in batches]
 

@@ -15,7 +15,8 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import LanguageModel, ModelConfig
-from jaxlm.models.growth import Place, StartsAsIdentity, newest_stack, repeated_layers, with_copied_layers
+from jaxlm.models.growth import Place, StartsAsIdentity, repeated_layers, with_copied_layers
+from jaxlm.models.stack_paths import newest_stack
 from jaxlm.models.stacks import Body, Stack
 from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import SurgeryConfig

@@ -36,7 +36,8 @@ from jaxlm.interop.peft.read import ReadAdapters, lora_keys, peft_folder, read_a
 from jaxlm.interop.peft.write import Adapted, Adapter, save_adapters
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
 from jaxlm.models.linear import Linear
-from jaxlm.models.stacks import Body, path_before_splits
+from jaxlm.models.stack_paths import path_before_splits
+from jaxlm.models.stacks import Body
 from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import SurgeryConfig
 from jaxlm.surgery.input_moments import InputMoments, input_moments

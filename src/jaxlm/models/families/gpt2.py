@@ -203,6 +203,18 @@ class Gpt2(LanguageModel):
         x = token_embeddings(tokens, inputs) + positions(inputs.positions)
         return self.body(dropout(x, self.config.embed_pdrop, k_embed), inputs, cache, k_body, taps)
 
+    def hidden_after(
+        self,
+        num_layers: int,
+        stream: NamedArray,
+        inputs: Inputs,
+        *,
+        taps: Sequence[str] = (),
+        key: jax.Array | None = None,
+    ) -> Hidden:
+        k_body = None if key is None else jax.random.split(key)[1]
+        return self.body(stream, inputs, None, k_body, taps, num_layers)
+
     def with_layers(self, kept: Sequence[int]) -> "Gpt2":
         return dataclasses.replace(self, config=self.config.with_layers(kept), body=self.body.with_layers(kept))
 

@@ -191,6 +191,17 @@ class TopologyModel(LanguageModel):
     ) -> Hidden:
         return self.body(token_embeddings(for_lookup(self.tokens), inputs), inputs, cache, key, taps)
 
+    def hidden_after(
+        self,
+        num_layers: int,
+        stream: NamedArray,
+        inputs: Inputs,
+        *,
+        taps: Sequence[str] = (),
+        key: jax.Array | None = None,
+    ) -> Hidden:
+        return self.body(stream, inputs, None, key, taps, num_layers)
+
     def with_layers(self, kept: Sequence[int]) -> "TopologyModel":
         config, body = self.config.with_layers(kept), self.body.with_layers(kept)
         return dataclasses.replace(self, config=config, body=body, switch_lengths=switch_lengths(config.kinds))
