@@ -252,6 +252,8 @@ LORA: dict[str, Entry] = {
     "surgery.use_dora": Change(True, Shapes({r"^model.*q_proj\.magnitude$": (2, 4, 8)})),
     "surgery.rank_pattern": Change({r"\.1\.attn": 5}, Shapes({r"^model.*q_proj\.a$": (2, 5, 32)})),
     "surgery.alpha_pattern": Change({"attn": 7.0}, Constant(3.5, alone=True)),
+    "surgery.existing": ShownIn("tests/surgery/test_stack_adapters.py::test_existing_adapters_are_kept_or_merged"),
+    "surgery.cap_rank": ShownIn("tests/surgery/test_stack_adapters.py::test_ranks_are_at_most_half_of_a_matrix"),
     "surgery.layers_to_transform": Change([1], Shapes({r"^model.*q_proj\.layer$": (2,)})),
     "surgery.embeddings": Change("tokens", Shapes({r"^model\.tokens\.lookup\.b$": (32, 2)})),
     "surgery.ensure_weight_tying": ShownIn("tests/surgery/test_lora.py::test_adapters_of_embeddings"),

@@ -135,6 +135,7 @@ class TransformerConfig(ModelConfig):
     input_embedding_norm: bool = False
     use_layer_norm_weight: bool = True
     use_bidirectional_attention: bool = False
+    tie_word_embeddings: bool = False
 
     @property
     def Embed(self) -> Axis:

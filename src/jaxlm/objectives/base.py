@@ -162,8 +162,8 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
 
     @property
     def inputs_key(self) -> Mapping[str, Any] | None:
-        """What the tokens that the model reads depend on, besides the example; {} if `read_inputs` are those of the batch. None
-        if that is not known, or random: then nothing that depends on them can be stored."""
+        """What the tokens that the model reads depend on, besides the example; {} if `read_inputs` are those of the batch.
+        None if that is not known, or random: then nothing that depends on them can be stored."""
         return None
 
     def read_inputs(self, batch: Any) -> Inputs:
