@@ -369,6 +369,11 @@ DISTILL: dict[str, Entry] = {
 }
 BLOCKS = "tests/objectives/test_blockwise.py::"
 LAYERWISE = "tests/models/test_layerwise.py::"
+CACHED_TRUNK: dict[str, Entry] = {
+    "objective.objective": Change({"type": "next_token", "z_loss_weight": 0.1}, Constant(0.1)),
+    "objective.num_layers": Change(2, Refused("num_layers: 2 given, but the model has 2 layers")),
+    "objective.int8": Change(True, Program(gains=r"%arg\d+: tensor<1x16x16x32xi8>")),
+}
 BLOCKWISE: dict[str, Entry] = {
     "objective.teacher": Change("other", Refused(r"uses the model 'other', but the section only has: teacher")),
     "objective.target": ShownIn(LAYERWISE + "test_streams_are_those_of_a_pass_through_all_layers"),
@@ -515,6 +520,7 @@ TABLE: Table = {
     "fp8": FP8,
     "distill": DISTILL,
     "blockwise": BLOCKWISE,
+    "cached_trunk": CACHED_TRUNK,
     "checkpoint": CHECKPOINT,
     "dpo": DPO,
     "grpo": GRPO,

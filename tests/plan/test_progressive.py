@@ -73,7 +73,7 @@ def test_adapters_of_the_trunk_grow_with_it():
         ({"rank_pattern": "decreasing", "alpha_pattern": "decreasing"}, [16, 8, 4, 2], [32, 16, 8, 4]),
         ({"rank_pattern": "linear", "alpha_pattern": "linear"}, [16, 24, 32, 40], [32, 48, 64, 80]),
         ({"rank": 2, "rank_pattern": "decreasing", "alpha_pattern": "increasing"}, [2, 1, 1, 1], [32, 64, 128, 256]),
-        ({"stacks": {1: StackRank(3, 5.0), 3: StackRank(7, 9.0)}}, [16, 3, 16, 7], [32, 5, 32, 9]),
+        ({"stacks": {"1": StackRank(3, 5.0), "3": StackRank(7, 9.0)}}, [16, 3, 16, 7], [32, 5, 32, 9]),
     ],
     ids=["increasing", "decreasing", "linear", "at least 1", "variable"],
 )

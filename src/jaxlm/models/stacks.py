@@ -253,7 +253,7 @@ class Body(abc.ABC):
         outputs: list[list[Any]] = [[] for _ in self.stacks]
         every = [layer_tap(layer) for layer in range(self.num_layers)]
         # A pass that stops at every layer would compile each of them.
-        keeps_all = self.num_layers > 1 and not first and set(every[:-1]) <= set(taps)
+        keeps_all = self.num_layers > 2 and not first and set(every[:-1]) <= set(taps)
         stops = [] if keeps_all else [layer + 1 for layer, tap in enumerate(every[:-1]) if tap in taps]
         for start, stop in itertools.pairwise((first, *stops, self.num_layers)):
             for segment in segments(tuple(zip(self.order, self.kinds_by_layer, strict=True))[start:stop], start):

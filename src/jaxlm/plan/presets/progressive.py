@@ -6,7 +6,7 @@ Source: StackWise (stacks that are trained one after the other on a frozen or ad
 `qlora_rank_pattern` and `qlora_alpha_pattern`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -57,12 +57,12 @@ class StackAdapters:
     alpha: PositiveFloat = 32.0
     rank_pattern: Pattern = "constant"
     alpha_pattern: Pattern = "constant"
-    stacks: dict[int, StackRank] = field(default_factory=dict)
+    stacks: dict[str, StackRank] = field(default_factory=dict)
 
     def of(self, number: int) -> StackRank:
         """The adapters of a stack."""
-        if number in self.stacks:
-            return self.stacks[number]
+        if str(number) in self.stacks:
+            return self.stacks[str(number)]
         rank = _by_pattern(self.rank, self.rank_pattern, number, 8)
         return StackRank(max(1, int(rank)), _by_pattern(self.alpha, self.alpha_pattern, number, 16))
 
@@ -92,16 +92,16 @@ class ProgressiveConfig(PresetConfig):
         polish_steps: steps in which all parameters train after each growth (`polish_1`, ...); 0 for none.
         at: where new stacks go: `append` puts them before the head, `prepend` after the embeddings.
         init: how new layers start, as in the surgery `grow`.
-        trunk: what happens to the stacks that are there already, while a new one trains: they are `frozen`, have adapters that
-            train (`lora`), or `train` too.
+        trunk: what happens to the stacks that are there already, while a new one trains: they are `frozen`, have adapters
+            that train (`lora`), or `train` too.
         cache: store what the trunk computes, instead of computing it in every step; `int8` in 8 bits. Only for an appended
             stack on a frozen trunk.
         train_head: train the head with the new stack. Null trains it if stacks are appended and it is not tied to the
             embeddings.
         train_norm: train the final norm with the new stack. Null trains it if stacks are appended.
         train_embeddings: train the embeddings with the new stack.
-        carry_optimizer: parameters that trained in the phase before keep their optimizer state, and the learning-rate schedule
-            goes on over all phases.
+        carry_optimizer: parameters that trained in the phase before keep their optimizer state, and the learning-rate
+            schedule goes on over all phases.
         lora: the adapters of a trunk with `trunk: lora`.
     """
 
@@ -195,7 +195,7 @@ class ProgressiveConfig(PresetConfig):
                     raise ConfigError(f"preset.{key}: given with trunk: train, which trains everything. Remove it")
         if self.trunk != "lora" and self.lora != StackAdapters():
             raise ConfigError(f"preset.lora: given with trunk: {self.trunk}, which has no adapters. Set trunk: lora")
-        if unknown := [number for number in self.lora.stacks if not 0 <= number < self.stacks - 1]:
+        if unknown := sorted(self.lora.stacks.keys() - set(map(str, range(self.stacks - 1)))):
             raise ConfigError(
                 f"preset.lora.stacks: {unknown[0]} given, but the stacks that become part of a trunk are 0 to"
                 f" {self.stacks - 2}"
@@ -207,16 +207,13 @@ class _ModelSection:
     model: ModelConfig = field(default_factory=LlamaConfig)
 
 
-def _row(phase: Mapping[str, Any], written: list[Mapping[str, Any]]) -> DerivedNumber:
+def _row(phase: Mapping[str, Any], written: Sequence[Mapping[str, Any]]) -> DerivedNumber:
     """A phase as a row of the start-up table. Args: written: the phases of the configuration."""
-    surgeries = [
-        " ".join(f"{key} {value}" for key, value in one.items() if key != "type") for one in phase.get("surgery", [])
-    ]
-    kinds = [one["type"] for one in phase.get("surgery", [])]
-    changes = "; ".join(f"{kind} ({keys})" for kind, keys in zip(kinds, surgeries, strict=True))
+    keys = lambda one: " ".join(f"{key} {value}" for key, value in one.items() if key != "type")  # noqa: E731
+    changes = "; ".join(f"{one['type']} ({keys(one)})" for one in phase.get("surgery", []))
     trains = ", ".join(phase.get("trainable", ["everything"]))
     stored = ", trunk stored" if "objective" in phase else ""
     names = [one.get("name") for one in written]
     instead = "" if phase["name"] in names else "you wrote other phases"
     formula = f"{phase['num_train_steps']:,} steps, trains {trains}{stored}"
-    return DerivedNumber(phase["name"], changes or "no change of the model", formula, "", instead=instead)
+    return DerivedNumber(str(phase["name"]), changes or "no change of the model", formula, "", instead=instead)
