@@ -82,6 +82,6 @@ ADAPTED: dict[str, Entry] = {
     "preset.lora.alpha": Change(16.0, Value(adapters(0, "scale"), 1.0)),
     "preset.lora.rank_pattern": Change("decreasing", Value(adapters(1, "rank"), 8)),
     "preset.lora.alpha_pattern": Change("linear", Value(adapters(1, "scale"), 3.0)),
-    "preset.lora.stacks": Change({"1": {"rank": 3, "alpha": 3.0}}, Value(adapters(1, "rank"), 3)),
+    "preset.lora.stacks": Change([{"rank": 3, "alpha": 3.0}], Value(adapters(0, "scale"), 1.0)),
 }
 TABLE: Table = {"dial": DIAL, "progressive": STACKS, "adapted stacks": ADAPTED}

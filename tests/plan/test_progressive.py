@@ -73,7 +73,7 @@ def test_adapters_of_the_trunk_grow_with_it():
         ({"rank_pattern": "decreasing", "alpha_pattern": "decreasing"}, [16, 8, 4, 2], [32, 16, 8, 4]),
         ({"rank_pattern": "linear", "alpha_pattern": "linear"}, [16, 24, 32, 40], [32, 48, 64, 80]),
         ({"rank": 2, "rank_pattern": "decreasing", "alpha_pattern": "increasing"}, [2, 1, 1, 1], [32, 64, 128, 256]),
-        ({"stacks": {"1": StackRank(3, 5.0), "3": StackRank(7, 9.0)}}, [16, 3, 16, 7], [32, 5, 32, 9]),
+        ({"stacks": [StackRank(3, 5.0), StackRank(7, 9.0)]}, [3, 7, 16, 16], [5, 9, 32, 32]),
     ],
     ids=["increasing", "decreasing", "linear", "at least 1", "variable"],
 )
@@ -90,8 +90,8 @@ REFUSED = {
     "train": ({"trunk": "train", "train_head": True}, "train_head: given with trunk: train"),
     "no adapters": ({"lora": {"rank": 4}}, "lora: given with trunk: frozen"),
     "no such stack": (
-        {"trunk": "lora", "lora": {"stacks": {2: {"rank": 1, "alpha": 1}}}},
-        "stacks: 2 given, but .* 0 to 1",
+        {"trunk": "lora", "lora": {"stacks": [{"rank": 1, "alpha": 1}] * 3}},
+        "stacks: 3 stacks given, but of 3 stacks only the first 2",
     ),
 }
 

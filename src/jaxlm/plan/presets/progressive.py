@@ -50,19 +50,19 @@ class StackAdapters:
         alpha: of the first stack; the outputs of adapters are scaled by alpha / rank.
         rank_pattern: `constant`; `increasing`, rank * 2^k; `decreasing`, rank / 2^k rounded down; or `linear`, rank + 8 k.
         alpha_pattern: likewise; `linear` is alpha + 16 k.
-        stacks: number of a stack -> its rank and alpha, instead.
+        stacks: rank and alpha of the first stacks, in order, instead.
     """
 
     rank: PositiveInt = 16
     alpha: PositiveFloat = 32.0
     rank_pattern: Pattern = "constant"
     alpha_pattern: Pattern = "constant"
-    stacks: dict[str, StackRank] = field(default_factory=dict)
+    stacks: list[StackRank] = field(default_factory=list)
 
     def of(self, number: int) -> StackRank:
         """The adapters of a stack."""
-        if str(number) in self.stacks:
-            return self.stacks[str(number)]
+        if number < len(self.stacks):
+            return self.stacks[number]
         rank = _by_pattern(self.rank, self.rank_pattern, number, 8)
         return StackRank(max(1, int(rank)), _by_pattern(self.alpha, self.alpha_pattern, number, 16))
 
@@ -105,8 +105,8 @@ class ProgressiveConfig(PresetConfig):
         lora: the adapters of a trunk with `trunk: lora`.
     """
 
-    stacks: PositiveInt
-    steps_per_stack: PositiveInt
+    stacks: PositiveInt = 3
+    steps_per_stack: PositiveInt = 1000
     layers_per_stack: PositiveInt | None = None
     polish_steps: NonNegativeInt = 0
     at: Place = "append"
@@ -195,10 +195,10 @@ class ProgressiveConfig(PresetConfig):
                     raise ConfigError(f"preset.{key}: given with trunk: train, which trains everything. Remove it")
         if self.trunk != "lora" and self.lora != StackAdapters():
             raise ConfigError(f"preset.lora: given with trunk: {self.trunk}, which has no adapters. Set trunk: lora")
-        if unknown := sorted(self.lora.stacks.keys() - set(map(str, range(self.stacks - 1)))):
+        if len(self.lora.stacks) >= self.stacks:
             raise ConfigError(
-                f"preset.lora.stacks: {unknown[0]} given, but the stacks that become part of a trunk are 0 to"
-                f" {self.stacks - 2}"
+                f"preset.lora.stacks: {len(self.lora.stacks)} stacks given, but of {self.stacks} stacks only the first"
+                f" {self.stacks - 1} become part of a trunk"
             )
 
 
