@@ -184,7 +184,11 @@ class Annotations(Protocol):
 
 
 class OpensAnnotations(Protocol):
-    def open(self) -> Annotations: ...
+    """A place of annotations: a complete cache, or one that will be."""
+
+    def open(self) -> Annotations:
+        """The annotations. They may be read once they are made."""
+        ...
 
 
 class AwaitedAnnotations:
