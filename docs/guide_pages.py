@@ -209,6 +209,9 @@ def example(section: ConfigSection, key: ConfigKey) -> str | None:
         return "true" if key.default == "false" else "false"
     if _NUMBERS.issuperset(re.sub(r" \(.*?\)", "", key.type).split(" or ")) and key.default != "required":
         return None
+    of_type = EXAMPLES.get(f"{section.path}:{section.choice}", {})
+    if key.name in of_type:
+        return _as_yaml(of_type[key.name])
     places = section.path.split(".")
     for depth in range(len(places), 0, -1):
         examples = EXAMPLES.get(".".join(places[:depth]), {})

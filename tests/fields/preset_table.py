@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxlm.plan.plan import Plan
-from tests.fields.proofs import Change, Entry, Table, Value
+from tests.fields.proofs import Change, Entry, Section, Table, Value
 
 
 def model(key: str) -> Any:
@@ -41,4 +41,47 @@ DIAL: dict[str, Entry] = {
     "preset.scalar_lr": Change(0.1, Value(rate_of("x0"), 0.1 * BATCH)),
     "preset.weight_decay": Change(0.0, Value(lambda plan: plan.config.optimizer.weight_decay, 0.0)),
 }
-TABLE: Table = {"dial": DIAL}
+
+
+def last(read: Any) -> Any:
+    """Reads from the last phase of the plan."""
+    return lambda plan: read(plan.phases[-1])
+
+
+def adapters(number: int, name: str) -> Any:
+    """Reads rank or scale of the adapters that a stack of the last phase has."""
+
+    def read(plan: Plan) -> Any:
+        state = plan.state_builder.abstract_state(plan.phases[-1])
+        layer = state.model.body.stacks[number].layers.stacked.mlp.up_proj
+        return layer.a.axis_size("lora_rank") if name == "rank" else layer.scale
+
+    return read
+
+
+TRAINABLE = last(lambda phase: list(phase.trainable))
+STACKS: dict[str, Entry] = {
+    "preset.stacks": Change(4, Value(lambda plan: len(plan.phases), 4)),
+    "preset.steps_per_stack": Change(5, Value(lambda plan: plan.num_steps, 15)),
+    "preset.layers_per_stack": Change(1, Value(last(lambda phase: phase.model.num_layers), 4)),
+    "preset.polish_steps": Change(2, Value(lambda plan: plan.num_steps, 16)),
+    "preset.at": Change("prepend", Value(last(lambda phase: phase.surgeries[0].at), "prepend")),
+    "preset.init": Change("copy", Value(last(lambda phase: phase.surgeries[0].init), "copy")),
+    "preset.trunk": Change("train", Value(TRAINABLE, [".*"])),
+    "preset.cache": Change("int8", Value(last(lambda phase: getattr(phase.objective, "int8", None)), True)),
+    "preset.train_head": Change(False, Value(TRAINABLE, ["new_stack", "final_norm"])),
+    "preset.train_norm": Change(False, Value(TRAINABLE, ["new_stack", "^head"])),
+    "preset.train_embeddings": Change(
+        True, Value(TRAINABLE, ["new_stack", "final_norm", "^head", "^(tokens|positions)"])
+    ),
+    "preset.carry_optimizer": Change(True, Value(last(lambda phase: phase.carries_optimizer), True)),
+    "preset.lora": Section(),
+}
+ADAPTED: dict[str, Entry] = {
+    "preset.lora.rank": Change(4, Value(adapters(0, "rank"), 4)),
+    "preset.lora.alpha": Change(16.0, Value(adapters(0, "scale"), 1.0)),
+    "preset.lora.rank_pattern": Change("decreasing", Value(adapters(1, "rank"), 8)),
+    "preset.lora.alpha_pattern": Change("linear", Value(adapters(1, "scale"), 3.0)),
+    "preset.lora.stacks": Change([{"rank": 3, "alpha": 3.0}], Value(adapters(0, "scale"), 1.0)),
+}
+TABLE: Table = {"dial": DIAL, "progressive": STACKS, "adapted stacks": ADAPTED}

@@ -255,6 +255,8 @@ LORA: dict[str, Entry] = {
     "surgery.use_dora": Change(True, Shapes({r"^model.*q_proj\.magnitude$": (2, 4, 8)})),
     "surgery.rank_pattern": Change({r"\.1\.attn": 5}, Shapes({r"^model.*q_proj\.a$": (2, 5, 32)})),
     "surgery.alpha_pattern": Change({"attn": 7.0}, Constant(3.5, alone=True)),
+    "surgery.existing": ShownIn("tests/surgery/test_stack_adapters.py::test_existing_adapters_are_kept_or_merged"),
+    "surgery.cap_rank": ShownIn("tests/surgery/test_stack_adapters.py::test_ranks_are_at_most_half_of_a_matrix"),
     "surgery.layers_to_transform": Change([1], Shapes({r"^model.*q_proj\.layer$": (2,)})),
     "surgery.embeddings": Change("tokens", Shapes({r"^model\.tokens\.lookup\.b$": (32, 2)})),
     "surgery.ensure_weight_tying": ShownIn("tests/surgery/test_lora.py::test_adapters_of_embeddings"),
@@ -287,6 +289,12 @@ DROP_LAYERS: dict[str, Entry] = {
     "surgery.layers": Change([0, 2], Shapes({r"^model\.body\..*q_proj": (1, 4, 8, 32)})),
     "surgery.num_layers": ShownIn(DROPPED + "test_the_layers_with_the_least_influence_are_dropped_with_their_moments"),
     "surgery.calibration_batches": ShownIn(DROPPED + "test_one_and_eight_devices_choose_the_same_layers"),
+}
+GROWN = "tests/surgery/test_grow.py::"
+GROW: dict[str, Entry] = {
+    "surgery.num_layers": Change(1, Shapes({r"^model\.body\.1\..*q_proj": (1, 4, 8, 32)})),
+    "surgery.at": Change("prepend", Shapes({r"^model\.body\.0\..*q_proj": (3, 4, 8, 32)})),
+    "surgery.init": ShownIn(GROWN + "test_copied_layers_repeat_the_model"),
 }
 DECOUPLED = "tests/surgery/test_decouple.py::"
 DECOUPLE: dict[str, Entry] = {
@@ -369,6 +377,11 @@ DISTILL: dict[str, Entry] = {
 }
 BLOCKS = "tests/objectives/test_blockwise.py::"
 LAYERWISE = "tests/models/test_layerwise.py::"
+CACHED_TRUNK: dict[str, Entry] = {
+    "objective.objective": Change({"type": "next_token", "z_loss_weight": 0.1}, Constant(0.1)),
+    "objective.num_layers": Change(2, Refused("num_layers: 2 given, but the model has 2 layers")),
+    "objective.int8": Change(True, Program(gains=r"%arg\d+: tensor<1x16x16x32xi8>")),
+}
 BLOCKWISE: dict[str, Entry] = {
     "objective.teacher": Change("other", Refused(r"uses the model 'other', but the section only has: teacher")),
     "objective.target": ShownIn(LAYERWISE + "test_streams_are_those_of_a_pass_through_all_layers"),
@@ -509,12 +522,14 @@ TABLE: Table = {
     "quantize": QUANTIZE,
     "split_at": SPLIT_AT,
     "drop_layers": DROP_LAYERS,
+    "grow": GROW,
     "decouple": DECOUPLE,
     "pool_kv_heads": POOL_KV_HEADS,
     "interpolate": INTERPOLATE,
     "fp8": FP8,
     "distill": DISTILL,
     "blockwise": BLOCKWISE,
+    "cached_trunk": CACHED_TRUNK,
     "checkpoint": CHECKPOINT,
     "dpo": DPO,
     "grpo": GRPO,

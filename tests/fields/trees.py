@@ -30,6 +30,7 @@ from jaxlm.observe.completions import CompletionsConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.stored_state.formats import EightBit
 from jaxlm.plan.presets.base import PresetConfig
+from jaxlm.plan.presets.progressive import StackAdapters
 from jaxlm.plan.refs.base import RefConfig, SanityConfig
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from jaxlm.plan.trainer_config import TrainerConfig
@@ -83,9 +84,10 @@ OBJECTIVES = {
     "grpo": "grpo",
     "kto": "kto",
     "reward": "reward",
+    "cached_trunk": "cached_trunk",
 }
 REFS = {"hf": "distill", "checkpoint": "checkpoint"}
-PRESETS = {"depth_dial": "dial"}
+PRESETS = {"depth_dial": "dial", "progressive": "progressive"}
 TRAINER = {"id": "x", "train_batch_size": 16, "num_train_steps": 100, "fsdp_axis": "embed"}
 _PRE_NORM = {"type": "rms_norm"}
 MODELS["topology"] = {
@@ -191,6 +193,7 @@ BASES: dict[str, Tree] = {
     "drop_layers": merged(
         tree(phases=[{"name": "p", "surgery": [{"type": "drop_layers", "layers": [1]}]}]), {"model": {"num_layers": 3}}
     ),
+    "grow": tree(phases=[{"name": "p", "surgery": [{"type": "grow", "num_layers": 3}]}]),
     "decouple": tree(phases=[{"name": "p", "surgery": [{"type": "decouple", "sem_dim": 16, "geo_dim": 16}]}]),
     "pool_kv_heads": merged(
         tree(phases=[{"name": "p", "surgery": [{"type": "pool_kv_heads", "num_kv_heads": 1}]}]),
@@ -233,6 +236,12 @@ BASES: dict[str, Tree] = {
     "timed": merged(
         tree(data={"masking": {}}, objective={"type": "diffusion"}),
         {"model": {"use_bidirectional_attention": True, "time_embedding": {"dim": 10}}},
+    ),
+    "progressive": tree(preset={"type": "progressive", "stacks": 3, "steps_per_stack": 4}),
+    "adapted stacks": tree(preset={"type": "progressive", "stacks": 3, "steps_per_stack": 4, "trunk": "lora"}),
+    "cached_trunk": tree(
+        objective={"type": "cached_trunk", "num_layers": 1},
+        phases=[{"name": "p", "surgery": [{"type": "split_at", "layer": 1}], "trainable": [r"body\.1", "^head"]}],
     ),
     "remat": merged(tree(), {"model": {"gradient_checkpointing": {"modules": "mlp"}}}),
     "precision": _trainer(mp={"default": "p=f32,c=bfloat16", "rules": [{"match": "mlp", "compute": "f32"}]}),
@@ -304,6 +313,7 @@ def all_fields() -> list[tuple[str, str]]:
     rows += _fields("distill", "refs.teacher.sanity", SanityConfig)
     for name, kind in PresetConfig.get_known_choices().items():
         rows += _fields(PRESETS[name], "preset", kind)
+    rows += _fields("adapted stacks", "preset.lora", StackAdapters)
     for name, kind in SurgeryConfig.get_known_choices().items():
         rows += _fields(name, "surgery", kind)
     return rows + _fields("phases", "phases.0", PhaseConfig)

@@ -40,7 +40,7 @@ def test_a_new_build_needs_space_for_every_example(folder, free):
     free(700)
     assert fits(folder)
     free(699)
-    with pytest.raises(ConfigError, match=r"objective\.cache: true given, but the annotations in .* need 0\.0 GB"):
+    with pytest.raises(ConfigError, match=r"objective: what it stores of the training data in .* needs 0\.0 GB"):
         annotate._check_space([folder], EXAMPLE_BYTES)
 
 

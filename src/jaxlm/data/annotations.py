@@ -1,4 +1,4 @@
-"""What references said about the training examples of a source, on disk: each example is annotated once.
+"""What models said about the training examples of a source, on disk: each example is annotated once.
 
 <folder of the source>/annotations/<digest of the key>/block-N.npy    one record per example, a field for each column
                                                        cache.json     the key, counts, and checksums
@@ -12,10 +12,10 @@ import hashlib
 import json
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import haliax as hax
 import numpy as np
@@ -25,7 +25,7 @@ from jaxlm.core.atomic_io import atomic_file, commit_folder, folder_lock, remove
 from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.base import Log
+from jaxlm.data.base import Batches, Log
 from jaxlm.data.batch import BatchSpec, Column, Columns
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 from jaxlm.data.data import Data
@@ -175,6 +175,82 @@ class AnnotationCache:
         return self._blocks[number]
 
 
+class Annotations(Protocol):
+    """The annotations of a source."""
+
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        """Structured [len(indices)]: the records of some examples."""
+        ...
+
+
+class OpensAnnotations(Protocol):
+    """A place of annotations: a complete cache, or one that will be."""
+
+    def open(self) -> Annotations:
+        """The annotations. They may be read once they are made."""
+        ...
+
+
+class AwaitedAnnotations:
+    """The annotations of a source that the model that trains makes before the first batch (`AskingBatches`)."""
+
+    def __init__(self):
+        self.cache: Annotations | None = None
+
+    def open(self) -> "AwaitedAnnotations":
+        return self
+
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        assert self.cache is not None, "refresh comes first"
+        return self.cache.read(indices)
+
+
+class AskingBatches(Batches):
+    """Batches with annotations that the model that trains has to make first. It never changes what it would say.
+
+    Args:
+        ask: makes the annotations. Gets the model, as in `Batches.refresh`.
+    """
+
+    def __init__(self, batches: Batches, ask: Callable[[Any], None]):
+        self._batches, self._ask = batches, ask
+        self._is_asked = False
+
+    def due(self, step: int) -> bool:
+        return not self._is_asked or self._batches.due(step)
+
+    def refresh(self, model: Any, step: int) -> None:
+        if not self._is_asked:
+            self._ask(model)
+            self._is_asked = True
+        if self._batches.due(step):
+            self._batches.refresh(model, step)
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def state(self) -> dict[str, Any]:
+        return self._batches.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._batches.restore(state)
+
+    def skip(self, num_steps: int) -> None:
+        self._batches.skip(num_steps)
+
+    def records(self, step: int) -> str:
+        return self._batches.records(step)
+
+    def read_ahead(self) -> None:
+        self._batches.read_ahead()
+
+    def close(self) -> None:
+        self._batches.close()
+
+    def metrics(self) -> Mapping[str, float]:
+        return self._batches.metrics()
+
+
 class AnnotatedExamples(WrappedExamples):
     """Examples with their annotations.
 
@@ -183,7 +259,7 @@ class AnnotatedExamples(WrappedExamples):
         dtypes: of the columns, by name.
     """
 
-    def __init__(self, examples: Examples, cache: "AnnotationCache", dtypes: Mapping[str, np.dtype]):
+    def __init__(self, examples: Examples, cache: Annotations, dtypes: Mapping[str, np.dtype]):
         super().__init__(examples)
         self._annotations, self._dtypes = cache, dtypes
 
@@ -194,11 +270,11 @@ class AnnotatedExamples(WrappedExamples):
         return self._examples.read(indices) | {_PREFIX + name: values for name, values in annotations.items()}
 
 
-def with_annotations(data: Data, folders: Mapping[str, AnnotationFolder], template: Any) -> Data:
+def with_annotations(data: Data, folders: Mapping[str, OpensAnnotations], template: Any) -> Data:
     """The data whose batches have annotations.
 
     Args:
-        folders: source name -> the complete cache of its training examples.
+        folders: source name -> the complete cache of its training examples, or what will have it.
         template: the annotations of a batch {microbatch, batch, ...}, for their structure, dtypes and axes.
     """
     dtypes = {path: leaf.dtype for path, leaf in tree.leaves(template)}

@@ -17,6 +17,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.engine.state import RunState
 from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.models.stack_paths import with_new_stack
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.averaging import AveragingConfig
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
@@ -33,7 +34,7 @@ class Phase:
         name: used in logs and checkpoint names.
         model: config of its model, which its surgeries may have changed.
         surgeries: applied in order on entry.
-        trainable: regular expressions on leaf paths; a leaf that none of them matches is frozen.
+        trainable: regular expressions on leaf paths, or `new_stack`; a leaf that none of them matches is frozen.
         start, end: steps of the whole run that are done before and after this phase.
         averages: averages of the weights, by the name that they are evaluated under.
         controllers: decide between steps what happens next, in the order in which they are asked.
@@ -75,9 +76,10 @@ class Phase:
 
     def mask(self, model: LanguageModel) -> Any:
         """A tree that is True at every trainable leaf. Raises `ConfigError` for a pattern that matches a stored weight."""
+        patterns = with_new_stack(self.trainable, model, f"phase '{self.name}': trainable")
         for path, weight in tree.modules_by_path(model, StoredWeight):
             names = [path, *(f"{path}.{name}" for name, _ in tree.leaves(weight))]
-            for pattern in self.trainable:
+            for pattern in patterns:
                 if any(map(tree.compile_pattern(pattern).search, names)):
                     raise ConfigError(
                         f"phase '{self.name}': trainable: '{pattern}' matches {path}, which is stored as {weight.form} and"
@@ -85,7 +87,7 @@ class Phase:
                         " adapters on it (surgery lora, trainable: ['\\\\.[ab]$']), or leave it out of trainable or of the"
                         " surgery quantize"
                     )
-        return tree.select(model, self.trainable)
+        return tree.select(model, patterns)
 
     def split(self, model: LanguageModel) -> tuple[Any, Any]:
         """(trainable, frozen): two copies of the tree; each has None where the other has the leaf."""

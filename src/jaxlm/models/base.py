@@ -189,6 +189,26 @@ class LanguageModel(eqx.Module):
             ConfigError: the model has no tap of that name.
         """
 
+    def hidden_after(
+        self,
+        num_layers: int,
+        stream: NamedArray,
+        inputs: Inputs,
+        *,
+        taps: Sequence[str] = (),
+        key: jax.Array | None = None,
+    ) -> Hidden:
+        """As `hidden`, from the residual stream after the first layers on.
+
+        Args:
+            num_layers: number of layers that the stream has been through.
+            stream: {batch, position, embed}, what `hidden` returns for the tap of the last of them.
+
+        Raises:
+            ConfigError: the model cannot start there.
+        """
+        raise ConfigError(f"a model of type {type(self).__name__} cannot start from the output of one of its layers")
+
     @abc.abstractmethod
     def lm_head(self) -> Weight | None:
         """The weight of the head, {vocab, embed}; the token embedding if the two are tied.
@@ -206,6 +226,19 @@ class LanguageModel(eqx.Module):
             ConfigError: the layers cannot be separated.
         """
         raise ConfigError(f"a model of type {type(self).__name__} has no layers that jaxlm can take out")
+
+    def grown(self, sources: Sequence[int], added: range, *, key: jax.Array | None) -> "LanguageModel":
+        """The same model with more layers, in a stack of their own; its config is `ModelConfig.with_layers(sources)`.
+
+        Args:
+            sources: for each layer of the larger model, the number of a layer of the same kind in this one.
+            added: the numbers of the new layers in the larger model, the first or the last ones.
+            key: initializes them as those of a new model; None leaves their leaves out. Others may be missing too (None).
+
+        Raises:
+            ConfigError: the model cannot have more layers.
+        """
+        raise ConfigError(f"a model of type {type(self).__name__} has no layers that jaxlm can add to")
 
     def logits(self, hidden: NamedArray) -> NamedArray:
         """Maps {..., embed} to {..., vocab} and applies the soft cap."""
@@ -300,10 +333,11 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
         raise ConfigError(f"jaxlm does not know the layers of {_family(self)}")
 
     def with_layers(self, kept: Sequence[int]) -> "ModelConfig":
-        """The config of the same model with only some of its layers.
+        """The config of the same model with only some of its layers, or with more.
 
         Args:
-            kept: numbers of the layers, from 0, in ascending order.
+            kept: numbers of the layers, from 0, in ascending order. Layers that a model has grown have that of a layer of
+                the same kind (`LanguageModel.grown`).
 
         Raises:
             ConfigError: no config of the family describes it.

@@ -23,6 +23,7 @@ from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
 from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
 from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import (
     Attention,
@@ -43,7 +44,7 @@ from jaxlm.models.time_embedding import TimeEmbedding, TimeEmbeddingConfig
 _TIME = 3  # folded into a model's key, which is split for everything else
 
 
-class DecoderBlock(eqx.Module):
+class DecoderBlock(StartsAsIdentity):
     """x + attention(x), then x + mlp(x), with optional norms before and after each of the two.
 
     Attributes:
@@ -78,6 +79,11 @@ class DecoderBlock(eqx.Module):
             return x + attended + self._feed_forward(x), new, None
         x = x + attended
         return x + self._feed_forward(x), new, None
+
+    def as_identity(self) -> "DecoderBlock":
+        attn, attn_post_norm = without_output(self.attn, "o_proj", self.attn_post_norm)
+        mlp, mlp_post_norm = without_output(self.mlp, "down_proj", self.mlp_post_norm)
+        return dataclasses.replace(self, attn=attn, mlp=mlp, attn_post_norm=attn_post_norm, mlp_post_norm=mlp_post_norm)
 
     def _feed_forward(self, x: NamedArray) -> NamedArray:
         return self._scaled(_apply_norm(self.mlp_post_norm, self.mlp(_apply_norm(self.mlp_norm, x))))
@@ -127,6 +133,7 @@ class TransformerConfig(ModelConfig):
     input_embedding_norm: bool = False
     use_layer_norm_weight: bool = True
     use_bidirectional_attention: bool = False
+    tie_word_embeddings: bool = False
     time_embedding: TimeEmbeddingConfig | None = None
 
     @property
@@ -347,13 +354,31 @@ class Decoder(LanguageModel):
         if self.time is not None and inputs.mask_fractions is not None:
             x = (x + for_compute(self.time)(inputs.mask_fractions)).rearrange(x.axes).astype(x.dtype)
         x = _apply_norm(for_compute(self.embed_norm), x)
-        hidden = self.body(x, inputs, cache, key, taps)
-        if self.final_scale is None:
-            return hidden
-        return dataclasses.replace(hidden, final=hidden.final * self.final_scale)
+        return self._scaled(self.body(x, inputs, cache, key, taps))
+
+    def hidden_after(
+        self,
+        num_layers: int,
+        stream: NamedArray,
+        inputs: Inputs,
+        *,
+        taps: Sequence[str] = (),
+        key: jax.Array | None = None,
+    ) -> Hidden:
+        return self._scaled(self.body(stream, inputs, None, key, taps, num_layers))
+
+    def _scaled(self, hidden: Hidden) -> Hidden:
+        return (
+            hidden if self.final_scale is None else dataclasses.replace(hidden, final=hidden.final * self.final_scale)
+        )
 
     def with_layers(self, kept: Sequence[int]) -> "Decoder":
         config, body = self.config.with_layers(kept), self.body.with_layers(kept)
+        return dataclasses.replace(self, config=config, body=body, switch_lengths=switch_lengths(config.kinds))
+
+    def grown(self, sources: Sequence[int], added: range, *, key: jax.Array | None) -> "Decoder":
+        config = self.config.with_layers(sources)
+        body = grown_body(self.body, config, self.Vocab, added, key)
         return dataclasses.replace(self, config=config, body=body, switch_lengths=switch_lengths(config.kinds))
 
     def lm_head(self) -> Weight:

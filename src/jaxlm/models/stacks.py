@@ -8,7 +8,6 @@ import abc
 import dataclasses
 import functools
 import itertools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
@@ -145,7 +144,8 @@ class Visit(Protocol):
 
 
 Cut = tuple[tuple[int, ...], ...]
-"""For each stack before a cut, the numbers of the stacks that it has become: one, or a lower and an upper one."""
+"""For each stack before a cut, the numbers of the stacks that it has become: one, or a lower and an upper one. Layers that a
+model has grown count as cut off from the stack beside them."""
 
 
 class Body(abc.ABC):
@@ -164,7 +164,7 @@ class Body(abc.ABC):
     @property
     @abc.abstractmethod
     def cuts(self) -> tuple["Cut", ...]:
-        """What `split_at` has done, the last call last."""
+        """What `split_at` and growth have done, the last one last."""
 
     @property
     def num_layers(self) -> int:
@@ -211,7 +211,9 @@ class Body(abc.ABC):
             ConfigError: `split_at` has cut the stacks, which it could not join again.
         """
         if self.cuts:
-            raise ConfigError("split_at has cut the layers into stacks before. Take layers out first, and cut the rest")
+            raise ConfigError(
+                "split_at has cut the layers into stacks before, or grow has added a stack. Take layers out before that"
+            )
         before = [self.order[layer] for layer in kept]
         numbers = list(dict.fromkeys(before))
         stacks = []
@@ -236,9 +238,14 @@ class Body(abc.ABC):
         cache: KVCache | None,
         key: jax.Array | None,
         taps: Sequence[str] = (),
+        first: int = 0,
     ) -> Hidden:
-        """Maps embedded tokens {batch, position, embed} to final hidden states; `taps` as in `LanguageModel.hidden`."""
-        check_taps(taps, tap_names(self.num_layers))
+        """Maps embedded tokens {batch, position, embed} to final hidden states; `taps` as in `LanguageModel.hidden`.
+
+        Args:
+            first: number of the first layer that runs, on its input instead of embedded tokens. Then no cache is written.
+        """
+        check_taps(taps, tap_names(self.num_layers)[first and first + 1 :])
         filled = None if cache is None or cache.fresh else cache
         attention_mask = AttentionMask.of(inputs) if filled is None else mask_over_cache(filled, inputs)
         shared = ForwardPass(inputs, attention_mask, key, filled, stores=cache is not None)
@@ -246,26 +253,26 @@ class Body(abc.ABC):
         outputs: list[list[Any]] = [[] for _ in self.stacks]
         every = [layer_tap(layer) for layer in range(self.num_layers)]
         # A pass that stops at every layer would compile each of them.
-        keeps_all = self.num_layers > 1 and set(every[:-1]) <= set(taps)
+        keeps_all = self.num_layers > 2 and not first and set(every[:-1]) <= set(taps)
         stops = [] if keeps_all else [layer + 1 for layer, tap in enumerate(every[:-1]) if tap in taps]
-        for start, stop in itertools.pairwise((0, *stops, self.num_layers)):
+        for start, stop in itertools.pairwise((first, *stops, self.num_layers)):
             for segment in segments(tuple(zip(self.order, self.kinds_by_layer, strict=True))[start:stop], start):
                 x, out = self._run(segment, x, shared, keeps_streams=keeps_all)
                 for number, of_stack in out.items():
                     outputs[number].append(of_stack)
             residuals[layer_tap(stop - 1)] = x
         if keeps_all:
-            streams = self._in_order([_concatenated([stream for _, stream in parts]) for parts in outputs])
+            streams = self._in_order([concatenated([stream for _, stream in parts]) for parts in outputs])
             residuals |= {tap: streams[LAYERS, layer] for layer, tap in enumerate(every)}
             outputs = [[out for out, _ in parts] for parts in outputs]
         final = for_compute(self.last_norm)(x)
-        new, aux = zip(*map(_concatenated, outputs), strict=True)
+        new, aux = zip(*map(concatenated, filter(None, outputs)), strict=True)
         extended = None
         if cache is not None:
             extended = extend_cache(cache, inputs, tuple(kv.keys for kv in new), tuple(kv.values for kv in new))
         reported = [of_stack for of_stack in aux if of_stack is not None]
         tapped = {name: (residuals | {FINAL: final})[name] for name in taps}
-        return Hidden(final, extended, _concatenated(reported).aux_losses() if reported else {}, tapped)
+        return Hidden(final, extended, concatenated(reported).aux_losses() if reported else {}, tapped)
 
     def over_layers(
         self, visit: Visit, x: NamedArray, inputs: Inputs, given: Any = None, key: jax.Array | None = None
@@ -283,14 +290,14 @@ class Body(abc.ABC):
             x, out = self._run(segment, x, shared, visit, given)
             for number, of_stack in out.items():
                 outputs[number].append(of_stack)
-        return self._in_order([_concatenated(parts) for parts in outputs])
+        return self._in_order([concatenated(parts) for parts in outputs])
 
     def _in_order(self, by_stack: Sequence[T]) -> T:
         """Named arrays {layers, ...} of each stack in one tree, from the first layer to the last."""
         if len(by_stack) == 1:
             return by_stack[0]
         places = np.argsort([layer for layers in self.layer_numbers for layer in layers])
-        return jax.tree.map(lambda leaf: taken_layers(leaf, places), _concatenated(by_stack), is_leaf=is_named)
+        return jax.tree.map(lambda leaf: taken_layers(leaf, places), concatenated(by_stack), is_leaf=is_named)
 
     def _part(self, number: int, segment: Segment, shared: "ForwardPass", given: Any) -> tuple["Stack", tuple]:
         """The layers of a stack that are in the segment, and what each of them gets, {layers, ...}."""
@@ -369,7 +376,7 @@ def numbers_by_stack(order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _concatenated(parts: Sequence[T]) -> T:
+def concatenated(parts: Sequence[T]) -> T:
     """Parameters or outputs of consecutive layers in one tree."""
     if len(parts) == 1:
         return parts[0]
@@ -439,6 +446,7 @@ class Stack(Body, eqx.Module):
         remat_policy: what each layer saves for the backward pass.
         attn_backend: backend of attention, or `auto`.
         structure: stacks with the same number have the same parameters, apart from the number of layers.
+        generation: how often the model had grown, with this stack; 0 for its initial layers (`jaxlm.models.growth`).
     """
 
     layers: hnn.Stacked
@@ -449,6 +457,7 @@ class Stack(Body, eqx.Module):
     remat_policy: RematPolicy = eqx.field(static=True)
     attn_backend: str = eqx.field(static=True)
     structure: int = eqx.field(static=True, default=0)
+    generation: int = eqx.field(static=True, default=0)
 
     @property
     def stacks(self) -> tuple["Stack", ...]:
@@ -466,6 +475,13 @@ class Stack(Body, eqx.Module):
     def Layers(self) -> Axis:
         """The axis that stacks the parameters of the blocks."""
         return self.layers.Block
+
+    @property
+    def form(self) -> Any:
+        """The structure of the blocks, and the axes of their arrays. Equal if the layers fit into one stack."""
+        leaves, structure = jax.tree.flatten(self.layers.stacked, is_leaf=is_named)
+        axes = (tuple(axis for axis in leaf.axes if axis.name != LAYERS) for leaf in leaves if is_named(leaf))
+        return tuple(axes), structure
 
     def kinds_between(self, start: int, stop: int) -> list[LayerKind]:
         """The kinds of layers `start` to `stop`."""
@@ -495,7 +511,7 @@ class Stack(Body, eqx.Module):
     def followed_by(self, upper: "Stack") -> "Stack":
         """The layers of both stacks, which must have the same structure, in one stack."""
         sizes = self.Layers.size, upper.Layers.size
-        stacked = _concatenated([self.layers.stacked, upper.layers.stacked])
+        stacked = concatenated([self.layers.stacked, upper.layers.stacked])
         kinds = [*self.kinds_between(0, sizes[0]), *upper.kinds_between(0, sizes[1])]
         layers = dataclasses.replace(self.layers, stacked=stacked, Block=self.Layers.resize(sum(sizes)))
         return dataclasses.replace(upper, layers=layers, kinds=shortest_period(kinds))
@@ -520,23 +536,6 @@ def taken_layers(leaf: Any, places: np.ndarray | jax.Array) -> Any:
     at = names.index(LAYERS)
     axes = (*leaf.axes[:at], leaf.axes[at].resize(places.shape[0]), *leaf.axes[at + 1 :])
     return NamedArray(jnp.take(leaf.array, places, axis=at, mode="clip"), axes)
-
-
-_NUMBER = re.compile(r"^body\.(\d+)\.")
-
-
-def path_before_splits(path: str, body: Body) -> tuple[str, tuple[int, ...]]:
-    """The path of a module as if no `split_at` had cut the layers, and the numbers of the layers that it stands for.
-
-    A module outside the layers stands for layer 0 alone.
-    """
-    numbered = _NUMBER.match(path)
-    if numbered is None:
-        return path, body.layer_numbers[0] if path.startswith("body.layers.") else (0,)
-    number, rest = int(numbered[1]), path[numbered.end() :]
-    structures = list(dict.fromkeys(stack.structure for stack in body.stacks))
-    whole = f"body.{structures.index(body.stacks[number].structure)}." if len(structures) > 1 else "body."
-    return f"{whole}{rest}", body.layer_numbers[number]
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -568,8 +567,10 @@ class Stacks(Body):
         return self.turns
 
     def joined(self) -> Body:
-        """The inverse of the last `split_at`: joins the stacks that it has cut."""
+        """The inverse of the last cut: joins the stacks that it has made, unless they differ in more than layers."""
         *earlier, cut = self.cuts
+        if any(len({self.parts[number].form for number in numbers}) > 1 for numbers in cut):
+            return self
         parts = [functools.reduce(Stack.followed_by, (self.parts[number] for number in numbers)) for numbers in cut]
         whole_of = {number: whole for whole, numbers in enumerate(cut) for number in numbers}
         whole = Stacks.of(parts, [whole_of[number] for number in self.turns], self.last_norm)

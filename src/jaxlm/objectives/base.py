@@ -13,12 +13,14 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.pace import Pace
 from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Largest, Sum
-from jaxlm.models.base import AuxLoss, LanguageModel, ModelConfig
+from jaxlm.models.base import AuxLoss, Inputs, LanguageModel, ModelConfig
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.step_flops import ModelInStep
 from jaxlm.reading.decode import choice_name
 
 Metrics = dict[str, Sum | Largest]
+ITSELF = "the model that trains"
+"""The name by which `annotate` asks it, which no reference has."""
 AUXILIARY = "auxiliary"
 """Name of the loss term that layers add, such as router losses."""
 TEACHER_LOSS = "teacher_loss"
@@ -185,6 +187,33 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         With a key, each training sequence is annotated once, before the first step.
         """
         return None
+
+    @property
+    def asks_itself(self) -> bool:
+        """Whether what `annotate` asks is the model that trains, by the name `ITSELF`, and not a reference. It is asked once
+        for each training sequence, when the phase begins, so that what it says must not change after that."""
+        return False
+
+    @property
+    def inputs_key(self) -> Mapping[str, Any] | None:
+        """What the tokens that the model reads depend on, besides the example; {} if `read_inputs` are those of the batch.
+        None if that is not known, or random: then nothing that depends on them can be stored."""
+        return None
+
+    def read_inputs(self, batch: Any) -> Inputs:
+        """What the model reads of a batch, for an objective with `inputs_key`."""
+        raise AssertionError("the objective has no inputs_key")
+
+    def check_trainable(self, model: LanguageModel, trainable: Any) -> None:
+        """Raises `ConfigError` if the objective cannot train a model like this. Called with shapes.
+
+        Args:
+            trainable: the model, with None in place of frozen leaves.
+        """
+
+    def first_layer(self, model: LanguageModel) -> int:
+        """The number of the first layer that the step computes; the input of a later one than 0 is stored."""
+        return 0
 
     def annotate(self, refs: Mapping[str, LanguageModel], batch: Any) -> Any:
         """Adds what the references say about a microbatch, as its `annotations`. Has no gradient.

@@ -22,7 +22,7 @@ from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
 from jaxlm.models.distillation.layerwise import Target, layer_body, layer_errors, layer_streams, unreached
 from jaxlm.models.distillation.stored_streams import Int8Streams
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.stacks import path_before_splits
+from jaxlm.models.stack_paths import path_before_splits
 from jaxlm.models.step_flops import ModelInStep
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
 from jaxlm.objectives.block_progress import Autotune, BlockProgress, Convergence

@@ -5,6 +5,7 @@ Understanding by Generative Pre-Training", equation 1); z-loss, label smoothing 
 NEFTune as in `jaxlm.models.layers.token_embeddings`.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import haliax as hax
@@ -52,6 +53,14 @@ class NextToken(ObjectiveConfig):
 
     def with_row_keys(self, batch: TokenBatch | PairBatch, key: jax.Array) -> TokenBatch | PairBatch:
         return batch.with_row_keys(key) if self.neftune_alpha else batch
+
+    @property
+    def inputs_key(self) -> Mapping[str, Any] | None:
+        return None if self.neftune_alpha else {}
+
+    def read_inputs(self, batch: TokenBatch | PairBatch) -> Inputs:
+        batch = batch.supervised()
+        return Inputs(batch.tokens, batch.positions, batch.segment_ids)
 
     def weights(self, batch: TokenBatch | PairBatch) -> dict[str, jax.Array]:
         """The number of tokens in the loss mask, and of those that are not padding."""

@@ -201,6 +201,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     states = [plan.state_builder.abstract_state(phase) for phase in phases]
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
     for phase, state in zip(phases, states, strict=True):
+        phase.objective.check_trainable(state.model, phase.split(state.model)[0])
         if config.hf_save_path is not None and is_reward_model(state.model):
             classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
         cut = {path: leaf.axes for path, leaf in tree.leaves(state.model) if tree.is_named(leaf)}
@@ -274,7 +275,8 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
             f" {choice_name(type(data))} makes {type(batch).__name__}, which does not say what the model reads"
             " (`supervised()`). Calibrate in an earlier phase with data.type: tokens, or remove what measures (init: eva)"
         )
-    if phase.objective.annotation_key is not None and any(evaluation.reads_objective for evaluation in evals):
+    asks = phase.objective.annotation_key is not None and not phase.objective.asks_itself
+    if asks and any(evaluation.reads_objective for evaluation in evals):
         raise ConfigError(
             f"phase '{phase.name}': evals: type objective asks the references about the validation data, but objective.cache:"
             " true stores their answers for the training data alone and does not load them. Remove the evaluation, or cache"

@@ -48,7 +48,8 @@ class PhaseConfig:
         until: end the phase earlier, depending on its evaluations; null uses `trainer.until`.
         controllers: controllers of the phase; null uses `trainer.controllers`, and `[]` uses none.
         surgery: model changes to apply when the phase starts, in order.
-        trainable: regular expressions matched against parameter paths. Parameters that match none are frozen.
+        trainable: regular expressions matched against parameter paths. Parameters that match none are frozen. `new_stack`
+            stands for the layers that the surgery `grow` has added last.
         data: training data of the phase.
         objective: loss of the phase.
         optimizer: optimizer of the phase. Its state is reset at the start of each phase, and its schedule spans the

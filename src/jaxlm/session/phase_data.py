@@ -28,16 +28,18 @@ class PhaseData:
         first_step: the step from which the phase is entered or goes on.
         batches: those that the steps train on.
         order: arguments of `Data.batches` that open the same batches once more.
+        plain: the data without annotations.
     """
 
     data: Data
     first_step: int
     batches: Batches
     order: dict[str, Any]
+    plain: Data
 
     def reopened(self) -> Batches:
-        """The same batches once more, which cannot ask the model."""
-        return self.data.batches(**self.order)
+        """The same batches once more, without annotations, which cannot ask the model."""
+        return self.plain.batches(**self.order)
 
 
 @contextlib.contextmanager
@@ -61,7 +63,7 @@ def open_phase_data(run: Run, phase: Phase, resumed: VerifiedCheckpoint | None) 
     with contextlib.closing(data.batches(**order, services=_services(run, phase))) as batches:
         if resumed is not None:
             batches.restore(resumed.position())
-        yield PhaseData(data, first_step, batches, order)
+        yield PhaseData(data, first_step, batches, order, opened)
 
 
 def open_data(plan: Plan, tokenizer: Tokenizer, phase: Phase, log: Log) -> Data:

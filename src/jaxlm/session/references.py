@@ -18,7 +18,9 @@ from jaxlm.engine.state import sharded_shapes
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.moe import num_multiplied
+from jaxlm.models.stack_paths import without_layers_below
 from jaxlm.models.step_flops import ModelInStep
+from jaxlm.objectives.base import ITSELF
 from jaxlm.plan.plan import Plan
 from jaxlm.plan.refs.base import Ref
 
@@ -116,20 +118,23 @@ def asked_in(plan: Plan, phase: Phase) -> tuple[str, ...]:
 def flops_per_token(plan: Plan, phase: Phase) -> FlopsPerToken:
     """FLOPs per training token: the model's, forward and backward, and the forward passes of the references in the step.
 
-    References that the run no longer reads do not count: their files may be gone.
+    References that the run no longer reads do not count: their files may be gone. Nor do layers whose output is stored.
     """
     Vocab, model = plan.state_builder.Vocab, plan.state_builder.abstract_state(phase).model
+    first, frozen, config = phase.objective.first_layer(model), phase.split(model)[1], phase.model
+    if first:
+        config, frozen = config.with_layers(range(first, config.Layers.size)), without_layers_below(frozen, first)
 
     def in_step(config: ModelConfig, model: LanguageModel, frozen: Any = None) -> ModelInStep:
         counted = functools.partial(num_multiplied, model=model)
         return ModelInStep(config.flops_per_token(Vocab.size), model, counted, frozen)
 
-    references = [in_step(phase.model, model)] * phase.objective.holds_reference
+    references = [in_step(config, model)] * phase.objective.holds_reference
     for name in asked_in(plan, phase):
         if name in plan.read_refs:
-            config = replace(plan.refs[name].model_config(), seq_len=phase.model.seq_len)
-            references.append(in_step(config, plan.refs[name].abstract(Vocab)))
-    return phase.objective.flops_per_token(in_step(phase.model, model, phase.split(model)[1]), references)
+            of_teacher = replace(plan.refs[name].model_config(), seq_len=phase.model.seq_len)
+            references.append(in_step(of_teacher, plan.refs[name].abstract(Vocab)))
+    return phase.objective.flops_per_token(in_step(config, model, frozen), references)
 
 
 def abstract_references(plan: Plan, phase: Phase) -> dict[str, LanguageModel]:
@@ -150,6 +155,9 @@ def load_reference(plan: Plan, name: str, log: Log) -> LanguageModel:
 def abstract_annotations(plan: Plan, phase: Phase, batch: Any) -> Any:
     """Shapes, dtypes and shardings of what the references say about a batch {microbatch, batch, ...} of shapes."""
     refs = {name: _abstract(plan, name) for name in phase.objective.references}
+    if phase.objective.asks_itself:
+        model = jax.eval_shape(plan.precision.cast_to_compute, plan.state_builder.abstract_state(phase).model)
+        refs[ITSELF] = sharded_shapes(model, plan.layout)
     annotations = jax.eval_shape(lambda refs, batch: annotations_of(phase, refs, batch), refs, batch)
 
     def placed(leaf: hax.NamedArray) -> hax.NamedArray:
@@ -163,8 +171,12 @@ def annotated(plan: Plan, phase: Phase, batches: Sequence[T], log: Log) -> Seque
     """The batches as the phase's step reads them: with annotations, if it does not query the references itself."""
     if phase.objective.annotation_key is None:
         return batches
+    abstract = abstract_annotations(plan, phase, batches[0])
+    if phase.objective.asks_itself:  # there is no trained model to ask, and its numbers cost no time
+        zeros = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), abstract)
+        return [replace(batch, annotations=zeros) for batch in batches]
     refs = {name: load_reference(plan, name, log) for name in phase.objective.references}
-    places = jax.tree.map(lambda leaf: leaf.sharding, abstract_annotations(plan, phase, batches[0]))
+    places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     program = jax.jit(lambda refs, batch: annotations_of(phase, refs, batch), out_shardings=places)
     return [replace(batch, annotations=program(refs, batch)) for batch in batches]
 

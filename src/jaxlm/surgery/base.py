@@ -12,6 +12,7 @@ from haliax import NamedArray
 
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.models.growth import whole
 
 
 @dataclass(frozen=True)
@@ -165,10 +166,10 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
 
 
 def merge_surgeries(model: LanguageModel, surgeries: Sequence[SurgeryConfig]) -> LanguageModel:
-    """Merges surgeries that were applied in this order, the last one first."""
+    """Merges surgeries that were applied in this order, the last one first, and joins the stacks that they have made."""
     for surgery in reversed(surgeries):
         model = surgery.merge(model)
-    return model
+    return whole(model)
 
 
 def stored_form(model: LanguageModel, surgeries: Sequence[SurgeryConfig]) -> LanguageModel:
@@ -183,6 +184,6 @@ def stored_form(model: LanguageModel, surgeries: Sequence[SurgeryConfig]) -> Lan
 def export_form(model: LanguageModel, surgeries: Sequence[SurgeryConfig]) -> LanguageModel:
     """A trained model as exports write it: with merged surgeries, except for what the files of transformers have of them."""
     if not surgeries:
-        return model
+        return whole(model)
     *before, last = surgeries
     return last.exported(model, export_form(last.merge(model), before))

@@ -11,21 +11,20 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import haliax.nn as hnn
 import jax
 import numpy as np
-from haliax import AxisSpec, NamedArray
+from haliax import NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.axes import LAYERS, LORA, VOCAB, axes_of
+from jaxlm.core.axes import LORA, VOCAB, axes_of
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt
-from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.publish import Location
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
@@ -36,14 +35,16 @@ from jaxlm.interop.peft.read import ReadAdapters, lora_keys, peft_folder, read_a
 from jaxlm.interop.peft.write import Adapted, Adapter, save_adapters
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
 from jaxlm.models.linear import Linear
-from jaxlm.models.stacks import Body, path_before_splits
+from jaxlm.models.stack_paths import path_before_splits
+from jaxlm.models.stacks import Body
 from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import SurgeryConfig
 from jaxlm.surgery.input_moments import InputMoments, input_moments
-from jaxlm.surgery.lora_embedding import LoraEmbedding, UntiedEmbedding
+from jaxlm.surgery.lora_embedding import LoraEmbedding, UntiedEmbedding, head_of, names_of, table_names, tied_table
 from jaxlm.surgery.lora_init import SPLITS_WEIGHT, Init, eva
 from jaxlm.surgery.lora_linear import LoraLinear
 from jaxlm.surgery.low_rank import AdapterSize, LowRank
+from jaxlm.surgery.numbered_paths import NumberedPaths
 
 _CALIBRATION_BATCHES = 8
 _ADAPTER_LEAVES = ("a", "b", "magnitude", "layer", "initial_a", "initial_b")
@@ -79,6 +80,10 @@ class LoraConfig(SurgeryConfig):
             its QR decomposition; the weight keeps the rest. `eva`: A has the principal components of the layer's inputs in
             the first batches of the phase, and B is zero. None of them changes the model's outputs.
         calibration_batches: number of batches that `eva` measures; null means 8. Padding does not count.
+        existing: what happens to a matching linear layer that has an adapter already. `refuse` does not start the run; `keep`
+            leaves it as it is, so that only layers without one get one; `merge` adds it to the weight of the layer, which
+            gets a new one (ReLoRA, arXiv:2307.05695).
+        cap_rank: lower ranks to half of the smaller side of the adapted matrix, and at least to 1.
         from_peft: load initial adapters from a folder saved by PEFT, or from a Hub `name` or `name@revision`. The other keys
             default to the values in that folder. Null starts with new adapters that do not change the model's outputs.
     """
@@ -97,6 +102,8 @@ class LoraConfig(SurgeryConfig):
     modules_to_save: list[str] = field(default_factory=list)
     init: Init = "default"
     calibration_batches: PositiveInt | None = None
+    existing: Literal["refuse", "keep", "merge"] = "refuse"
+    cap_rank: bool = False
     from_peft: str | None = None
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
@@ -108,11 +115,16 @@ class LoraConfig(SurgeryConfig):
             for pattern in getattr(self, name):
                 tree.compile_pattern(pattern, f"surgery lora: {name}")
         self._check_init()
-        indices, names = itertools.count(), _Names(model)
+        if self.existing == "merge":
+            model = self._with_existing(model, lambda layer: layer.merged())
+        indices, names = itertools.count(), NumberedPaths(model)
+        has_adapter = {f"{path}.base" for path, _ in tree.modules_by_path(model, LoraLinear)}
 
         def adapt(path: str, layer: Linear) -> LoraLinear | Linear:
             layer_key = jax.random.fold_in(key, next(indices))
-            sizes = self._sizes(names.numbered(path, layer.weight))
+            if path in has_adapter:  # `keep`
+                return layer
+            sizes = self._sizes(names.numbered(path, layer.weight), _largest(layer) if self.cap_rank else None)
             if not any(size.rank for size in sizes):
                 return layer
             self._check_init_of(path, layer, sizes)
@@ -122,10 +134,16 @@ class LoraConfig(SurgeryConfig):
         adapted = model
         if self.target is not None:
             adapted = tree.map_modules_by_path(model, Linear, self.target, adapt)
-        self._check_no_adapters(model)
+        if self.existing == "refuse":
+            self._check_no_adapters(model)
+        elif tree.num_parameters(adapted) == tree.num_parameters(model):
+            raise ConfigError(
+                f"surgery lora: existing: keep given, but all layers that target '{self.target}' matches have adapters"
+                " already. Remove the surgery"
+            )
         if self.embeddings is not None:
             adapted = self._adapt_tables(adapted, jax.random.fold_in(key, next(indices)))
-        self._check_keys(adapted, names, [name for name in _table_names(model) if self._matches_table(name)])
+        self._check_keys(adapted, names, [name for name in table_names(model) if self._matches_table(name)])
         if not _adapter_paths(adapted, self):
             raise ConfigError(
                 "surgery lora: rank_pattern: gives rank 0 to all matching layers, so nothing gets an adapter. Change it"
@@ -133,12 +151,17 @@ class LoraConfig(SurgeryConfig):
         self._check_dropout_applies(adapted)
         return adapted
 
+    def moved(self, moments: Any, sums: Any) -> Any:
+        if self.existing != "merge":
+            return moments
+        return self._with_existing(moments, lambda layer: layer.base)
+
     @property
     def num_calibration_batches(self) -> int:
         return (self.calibration_batches or _CALIBRATION_BATCHES) if self.init == "eva" else 0
 
     def measure(self, model: LanguageModel, batch: TokenBatch) -> dict[str, InputMoments]:
-        names, target = _Names(model), self.target
+        names, target = NumberedPaths(model), self.target
         assert target is not None, "init has been checked"
         layers = [(path, layer) for path, layer in tree.modules_by_path(model, Linear) if re.search(target, path)]
         paths = [p for p, layer in layers if any(s.rank for s in self._sizes(names.numbered(p, layer.weight)))]
@@ -162,8 +185,9 @@ class LoraConfig(SurgeryConfig):
         return tree.map_modules_by_path(model, LoraLinear, ".*", filled)
 
     def merge(self, model: LanguageModel) -> LanguageModel:
-        if self.target is not None:
-            model = tree.map_modules(model, LoraLinear, self.target, LoraLinear.merged)
+        # The paths may have changed since, and merging some earlier than others changes nothing.
+        if tree.modules(model, LoraLinear):
+            model = tree.map_modules(model, LoraLinear, ".*", LoraLinear.merged)
         if self.embeddings is None:
             return model
         change = lambda path, table: table.merged() if self._adapts_table(path) else table  # noqa: E731
@@ -192,8 +216,32 @@ class LoraConfig(SurgeryConfig):
             return {}
         return {key: value for key, value in lora_keys(peft_folder(self.from_peft), config).items() if key in missing}
 
+    def _with_existing(self, model: LanguageModel, change: Callable[[LoraLinear], Linear]) -> LanguageModel:
+        """The model with other layers in place of the matching ones that have adapters."""
+        target = tree.compile_pattern(self.target or ".*", "surgery lora: target")
+        paths = [path for path, _ in tree.modules_by_path(model, LoraLinear) if target.search(path)]
+        if not paths:
+            raise ConfigError(
+                f"surgery lora: existing: merge given, but no layer that target '{self.target}' matches has an adapter."
+                " Remove the key"
+            )
+        return tree.map_modules_by_path(
+            model, LoraLinear, ".*", lambda path, layer: change(layer) if path in paths else layer
+        )
+
     def _check_init(self) -> None:
-        """Raises `ConfigError` if keys contradict `init`."""
+        """Raises `ConfigError` if keys contradict `init` or `existing`."""
+        if self.existing != "refuse":
+            for key, value in {"from_peft": self.from_peft, "embeddings": self.embeddings}.items():
+                if value is not None:
+                    raise ConfigError(
+                        f"surgery lora: existing: {self.existing} given, which {key} does not allow. Use two surgeries"
+                    )
+            if self.init == "eva":
+                raise ConfigError(
+                    f"surgery lora: existing: {self.existing} given, but init: eva measures layers without adapters. Choose"
+                    " another init"
+                )
         if self.calibration_batches is not None and self.init != "eva":
             raise ConfigError(
                 f"surgery lora: calibration_batches: {self.calibration_batches} given, but init: {self.init} measures no"
@@ -228,18 +276,19 @@ class LoraConfig(SurgeryConfig):
         if self.init == "pissa" and any(size.rank and not size.scale for size in sizes):
             raise ConfigError(f"{prefix} it divides by alpha, which is 0 for {path}. Set a positive alpha")
 
-    def _sizes(self, numbered: Sequence[tuple[str, int | None]]) -> list[AdapterSize]:
-        """The sizes of the adapters at these numbered paths."""
+    def _sizes(self, numbered: Sequence[tuple[str, int | None]], largest: int | None = None) -> list[AdapterSize]:
+        """The sizes of the adapters at these numbered paths. Args: largest: rank; None does not limit it."""
         sizes = []
         for path, number in numbered:
             rank = 0 if self._leaves_out(number) else _first_match(self.rank_pattern, path, self.rank)
+            rank = rank if largest is None else min(rank, largest)
             alpha = _first_match(self.alpha_pattern, path, self.alpha)
             sizes.append(AdapterSize(rank, alpha / rank ** (0.5 if self.rslora else 1) if rank else 0.0))
         return sizes[:1] if len(set(sizes)) == 1 else sizes
 
     def _adapt_tables(self, model: LanguageModel, key: jax.Array) -> LanguageModel:
         """Adds adapters to the embedding tables that `embeddings` matches, and to the head that is tied to one."""
-        tables, tied, names = tree.modules_by_path(model, hnn.Embedding), _tied_table(model), _table_names(model)
+        tables, tied, names = tree.modules_by_path(model, hnn.Embedding), tied_table(model), table_names(model)
         if not any(map(self._matches_table, names)):
             raise ConfigError(
                 f"surgery lora: embeddings: '{self.embeddings}' given, but "
@@ -257,7 +306,7 @@ class LoraConfig(SurgeryConfig):
             lookup = self._of_table(path, table, In, Out, "b", next(keys))
             head_key, head = next(keys), None
             if is_tied and not self.ensure_weight_tying:
-                head = self._of_table(_head_of(path), table, Out, In, "a", head_key)
+                head = self._of_table(head_of(path), table, Out, In, "a", head_key)
             if lookup is None and head is None:
                 return table
             return LoraEmbedding(table, lookup, head, tied=is_tied, shared=is_tied and self.ensure_weight_tying)
@@ -274,9 +323,9 @@ class LoraConfig(SurgeryConfig):
         return LowRank.of(table.weight, In, Out, sizes, key=key, starts=starts, use_dora=self.use_dora)
 
     def _adapts_table(self, path: str) -> bool:
-        return any(map(self._matches_table, (path, _head_of(path))))
+        return any(map(self._matches_table, (path, head_of(path))))
 
-    def _check_keys(self, model: LanguageModel, names: "_Names", tables: Sequence[str]) -> None:
+    def _check_keys(self, model: LanguageModel, names: NumberedPaths, tables: Sequence[str]) -> None:
         """Raises `ConfigError` for patterns and layers that match nothing. Args: tables: names that `embeddings` matches."""
         numbers = {number for number in names.numbers.values() if number is not None}
         beyond = [str(layer) for layer in self.layers_to_transform or () if layer not in numbers]
@@ -352,10 +401,10 @@ class LoraConfig(SurgeryConfig):
                 f"surgery lora: dropout: {self.dropout} given, which has no effect: only tables have adapters, and what they"
                 " look up is not dropped. Remove dropout"
             )
-        heads = [path for path, layer in adapters if layer.dropout and VOCAB in _names_of(layer.Out)]
+        heads = [path for path, layer in adapters if layer.dropout and VOCAB in names_of(layer.Out)]
         if self.dropout and self.embeddings is not None:
             heads += [
-                _head_of(path) for path, table in tree.modules_by_path(model, LoraEmbedding) if table.head is not None
+                head_of(path) for path, table in tree.modules_by_path(model, LoraEmbedding) if table.head is not None
             ]
         if heads:
             raise ConfigError(
@@ -387,71 +436,20 @@ class LoraConfig(SurgeryConfig):
             )
 
 
-class _Names:
-    """The paths of the layers of a model that surgeries ask for, with the numbers of the layers.
-
-    Attributes:
-        known: path -> the numbered paths that it stands for.
-        numbers: numbered path -> the number of the layer, or None for what is not in a layer.
-    """
-
-    def __init__(self, model: LanguageModel):
-        self._model = model
-        self.known: dict[str, list[str]] = {}
-        self.numbers: dict[str, int | None] = {}
-
-    @property
-    def all(self) -> list[str]:
-        return [name for names in self.known.values() for name in names]
-
-    def numbered(self, path: str, weight: Weight) -> list[tuple[str, int | None]]:
-        """(path with a number, the number) of every layer that a path stands for."""
-        body = next(iter(tree.modules(self._model, Body)), None)
-        whole, numbers = (path, (0,)) if body is None else path_before_splits(path, body)
-        paths: list[tuple[str, int | None]] = [(whole, None)]
-        count = next((axis.size for axis in weight.axes if axis.name == LAYERS), None)
-        if count is not None:  # layers that are not those of a `Body` count from 0
-            layer_numbers = numbers if len(numbers) == count else range(count)
-            paths = [(whole.replace(".stacked.", f".{n}."), n) for n in layer_numbers]
-        self.known[path] = [name for name, _ in paths]
-        self.numbers.update(paths)
-        return paths
+def _largest(layer: Linear) -> int:
+    """Half of the smaller side of a layer's matrix, at least 1."""
+    return max(1, min(math.prod(axis.size for axis in axes_of(spec)) for spec in (layer.In, layer.Out)) // 2)
 
 
 def _first_match(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
     return next((value for pattern, value in patterns.items() if re.search(pattern, path)), default)
 
 
-def _names_of(spec: AxisSpec) -> list[str]:
-    return [axis.name for axis in axes_of(spec)]
-
-
-def _tied_table(model: LanguageModel) -> str | None:
-    """The path of the token embedding, if the head is tied to it."""
-    layers = (layer for kind in (Linear, LoraLinear) for layer in tree.modules(model, kind))
-    if any(VOCAB in _names_of(layer.Out) for layer in layers):
-        return None
-    paths = (path for path, _ in tree.modules_by_path(model, hnn.Embedding))
-    return next((path for path in paths if path.split(".")[-1] == "tokens"), None)
-
-
-def _table_names(model: LanguageModel) -> list[str]:
-    """What `embeddings` is searched for in: the paths of tables, and the name of a head that is tied to one."""
-    tied = _tied_table(model)
-    tables = [path for path, _ in tree.modules_by_path(model, hnn.Embedding)]
-    return tables + ([] if tied is None else [_head_of(tied)])
-
-
-def _head_of(tokens: str) -> str:
-    """The name of the head that is tied to the table at a path."""
-    return f"{tokens.rpartition('.')[0]}.head".lstrip(".")
-
-
 def _changes(model: LanguageModel) -> dict[str, LowRank]:
     """Path of the adapted layer, table or tied head -> its change. A head that shares the table's has none of its own."""
     changes = {path: layer.change for path, layer in tree.modules_by_path(model, LoraLinear)}
     for path, table in tree.modules_by_path(model, LoraEmbedding):
-        table_changes = {path: table.lookup, _head_of(path): table.head}
+        table_changes = {path: table.lookup, head_of(path): table.head}
         changes |= {name: change for name, change in table_changes.items() if change is not None}
     return changes
 

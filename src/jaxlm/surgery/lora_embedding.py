@@ -8,10 +8,14 @@ import dataclasses
 
 import equinox as eqx
 import haliax.nn as hnn
-from haliax import Axis, NamedArray
+from haliax import Axis, AxisSpec, NamedArray
 
-from jaxlm.core.axes import LORA
+from jaxlm.core import tree
+from jaxlm.core.axes import LORA, VOCAB, axes_of
 from jaxlm.core.products.matmul import dot
+from jaxlm.models.base import LanguageModel
+from jaxlm.models.linear import Linear
+from jaxlm.surgery.lora_linear import LoraLinear
 from jaxlm.surgery.low_rank import LowRank
 
 
@@ -77,3 +81,29 @@ class UntiedEmbedding(eqx.Module):
 
     def __call__(self, ids: NamedArray) -> NamedArray:
         return self.table(ids)
+
+
+def names_of(spec: AxisSpec) -> list[str]:
+    """The names of axes."""
+    return [axis.name for axis in axes_of(spec)]
+
+
+def tied_table(model: LanguageModel) -> str | None:
+    """The path of the token embedding, if the head is tied to it."""
+    layers = (layer for kind in (Linear, LoraLinear) for layer in tree.modules(model, kind))
+    if any(VOCAB in names_of(layer.Out) for layer in layers):
+        return None
+    paths = (path for path, _ in tree.modules_by_path(model, hnn.Embedding))
+    return next((path for path in paths if path.split(".")[-1] == "tokens"), None)
+
+
+def table_names(model: LanguageModel) -> list[str]:
+    """What `embeddings` is searched for in: the paths of tables, and the name of a head that is tied to one."""
+    tied = tied_table(model)
+    tables = [path for path, _ in tree.modules_by_path(model, hnn.Embedding)]
+    return tables + ([] if tied is None else [head_of(tied)])
+
+
+def head_of(tokens: str) -> str:
+    """The name of the head that is tied to the table at a path."""
+    return f"{tokens.rpartition('.')[0]}.head".lstrip(".")

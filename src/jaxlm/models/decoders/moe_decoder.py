@@ -1,6 +1,7 @@
 """Base config of families with a mixture of experts in place of Llama's MLP."""
 
 import abc
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from jaxlm.core.products.matmul import dot
 from jaxlm.models.decoder import DecoderBlock, gated_mlp, pre_norm_block, renumbered, rms_norm
 from jaxlm.models.decoders.local_layers import check_layer_numbers, check_local_layers, local_kinds
 from jaxlm.models.decoders.pre_norm import PreNormConfig, check_pre_norm
+from jaxlm.models.growth import StartsAsIdentity, without_output
 from jaxlm.models.layers import Attention, ForCache, GatedMlp, LayerCache, LayerContext
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.moe import Experts, RouterStats
@@ -39,7 +41,7 @@ class SharedExpert(eqx.Module):
         return self.mlp(x) * share
 
 
-class MoeBlock(eqx.Module):
+class MoeBlock(StartsAsIdentity):
     """x + attention(norm(x)), then x + experts(norm(x)), of which one may be shared by all tokens."""
 
     attn_norm: Norm
@@ -65,6 +67,14 @@ class MoeBlock(eqx.Module):
         if self.shared_expert is not None:
             out = out + self.shared_expert(normed)
         return x + out, new, stats
+
+    def as_identity(self) -> "MoeBlock":
+        attn, _ = without_output(self.attn, "o_proj", None)
+        mlp, _ = without_output(self.mlp, "down_proj", None)
+        shared = self.shared_expert
+        if shared is not None:
+            shared = dataclasses.replace(shared, mlp=without_output(shared.mlp, "down_proj", None)[0])
+        return dataclasses.replace(self, attn=attn, mlp=mlp, shared_expert=shared)
 
 
 @dataclass(frozen=True)

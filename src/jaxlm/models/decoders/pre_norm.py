@@ -142,7 +142,11 @@ class LateWindowConfig(DenseConfig):
             return {"local_layers": list(renumbered(self.local_layers, kept))}
         if self.sliding_window is None:
             return {}
-        return {"max_window_layers": sum(layer < self.max_window_layers for layer in kept)}
+        late = renumbered(range(self.max_window_layers, self.num_layers), kept)
+        first = len(kept) - len(late)
+        if late == tuple(range(first, len(kept))):
+            return {"max_window_layers": first}
+        return {"max_window_layers": 0, "local_layers": list(late)}
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

@@ -23,6 +23,7 @@ from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
 from jaxlm.models.decoder import TransformerConfig
+from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
 from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import (
     ForCache,
@@ -103,7 +104,7 @@ class Gpt2Config(TransformerConfig):
         if self.scale_attn_by_inverse_layer_idx and tuple(kept) != tuple(range(len(kept))):
             raise ConfigError(
                 "model.scale_attn_by_inverse_layer_idx: the scale of a layer depends on its number, which changes if a layer"
-                " below it is missing. Only the last layers can be taken out"
+                " below it is missing. Only the last layers can be taken out, and none added"
             )
         return {}
 
@@ -119,7 +120,7 @@ class Gpt2Config(TransformerConfig):
         return Gpt2(tokens, positions, body, head, self, vocab_multiple=self.vocab_multiple, adds_noise=True)
 
 
-class Gpt2Block(eqx.Module):
+class Gpt2Block(StartsAsIdentity):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     attn_norm: LayerNorm
@@ -171,6 +172,11 @@ class Gpt2Block(eqx.Module):
         out = self.mlp(self.mlp_norm(x))
         return x + dropout(out, self.resid_pdrop, k_mlp_out), new, None
 
+    def as_identity(self) -> "Gpt2Block":
+        attn, _ = without_output(self.attn, "o_proj", None)
+        mlp, _ = without_output(self.mlp, "down_proj", None)
+        return dataclasses.replace(self, attn=attn, mlp=mlp)
+
 
 class Gpt2(LanguageModel):
     """Token and position embeddings, a stack of blocks, and a head (None if it is tied to the token embedding)."""
@@ -197,8 +203,24 @@ class Gpt2(LanguageModel):
         x = token_embeddings(tokens, inputs) + positions(inputs.positions)
         return self.body(dropout(x, self.config.embed_pdrop, k_embed), inputs, cache, k_body, taps)
 
+    def hidden_after(
+        self,
+        num_layers: int,
+        stream: NamedArray,
+        inputs: Inputs,
+        *,
+        taps: Sequence[str] = (),
+        key: jax.Array | None = None,
+    ) -> Hidden:
+        k_body = None if key is None else jax.random.split(key)[1]
+        return self.body(stream, inputs, None, k_body, taps, num_layers)
+
     def with_layers(self, kept: Sequence[int]) -> "Gpt2":
         return dataclasses.replace(self, config=self.config.with_layers(kept), body=self.body.with_layers(kept))
+
+    def grown(self, sources: Sequence[int], added: range, *, key: jax.Array | None) -> "Gpt2":
+        config = self.config.with_layers(sources)
+        return dataclasses.replace(self, config=config, body=grown_body(self.body, config, self.Vocab, added, key))
 
     def lm_head(self) -> Weight:
         return for_compute(self.tokens if self.head is None else self.head).weight

@@ -73,11 +73,12 @@ class Derivation:
     Attributes:
         keys: the keys that it fills in, as a nested dictionary.
         numbers: in the order in which they follow from each other.
+        size: None for a preset that no scaling law is fitted to.
     """
 
     keys: dict[str, Any]
     numbers: tuple[DerivedNumber, ...]
-    size: RunSize
+    size: RunSize | None = None
 
 
 @dataclass(frozen=True)

@@ -264,13 +264,15 @@ def _member(source: ConfigSource, scaling: ScalingConfig, depth: int, budget: fl
             "given, but jaxlm scaling starts each member as one process. Train the members' files one by one instead",
         )
     assert config.preset is not None
+    size = config.preset.derive(ConfigSource(tree, source.marks)).size
+    assert size is not None, "the preset has a depth"
     return Member(
         name,
         depth,
         budget,
         config,
         text=yaml.safe_dump(tree, sort_keys=False, width=100),
-        size=config.preset.derive(ConfigSource(tree, source.marks)).size,
+        size=size,
         folder=Path(scaling.output_dir) / "members",
         metric=scaling.metric,
     )

@@ -24,6 +24,7 @@ from jaxlm.models.families.topology.nodes import NestedNode, Node, StackedNode
 from jaxlm.models.families.topology.spelled import spelled_family
 from jaxlm.models.families.topology.structure import TopologyLayer, check_groups, final_norm, layers_of
 from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.growth import grown_body
 from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import embedding, token_embeddings
 from jaxlm.models.linear import Linear
@@ -190,8 +191,24 @@ class TopologyModel(LanguageModel):
     ) -> Hidden:
         return self.body(token_embeddings(for_lookup(self.tokens), inputs), inputs, cache, key, taps)
 
+    def hidden_after(
+        self,
+        num_layers: int,
+        stream: NamedArray,
+        inputs: Inputs,
+        *,
+        taps: Sequence[str] = (),
+        key: jax.Array | None = None,
+    ) -> Hidden:
+        return self.body(stream, inputs, None, key, taps, num_layers)
+
     def with_layers(self, kept: Sequence[int]) -> "TopologyModel":
         config, body = self.config.with_layers(kept), self.body.with_layers(kept)
+        return dataclasses.replace(self, config=config, body=body, switch_lengths=switch_lengths(config.kinds))
+
+    def grown(self, sources: Sequence[int], added: range, *, key: jax.Array | None) -> "TopologyModel":
+        config = self.config.with_layers(sources)
+        body = grown_body(self.body, config, self.Vocab, added, key)
         return dataclasses.replace(self, config=config, body=body, switch_lengths=switch_lengths(config.kinds))
 
     def lm_head(self) -> Weight:

@@ -1,0 +1,219 @@
+"""Progressive growth: one section that expands into a phase for each stack of layers.
+
+    stack_0 -> grow -> stack_1 -> (polish_1) -> grow -> stack_2 -> (polish_2) ...
+
+Source: StackWise (stacks that are trained one after the other on a frozen or adapted trunk); the ranks by stack are its
+`qlora_rank_pattern` and `qlora_alpha_pattern`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NonNegativeInt, PositiveFloat, PositiveInt
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoder import TransformerConfig
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.growth import Place
+from jaxlm.models.stack_paths import NEW_STACK
+from jaxlm.plan.presets.base import Derivation, DerivedNumber, PresetConfig
+from jaxlm.reading.choices import choice
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
+
+Pattern = Literal["constant", "increasing", "decreasing", "linear"]
+_ADAPTED = r"layers\..*(attn|mlp)"
+_ADAPTERS = r"\.[ab]$"
+
+
+@dataclass(frozen=True)
+class StackRank:
+    """The adapters of one stack.
+
+    Attributes:
+        rank: their rank.
+        alpha: their outputs are scaled by alpha / rank.
+    """
+
+    rank: PositiveInt
+    alpha: PositiveFloat
+
+
+@dataclass(frozen=True)
+class StackAdapters:
+    """The adapters that a stack gets when it becomes part of the trunk, numbered k = 0, 1, ... as the stacks were added. No
+    rank is more than half of the smaller side of a matrix, or less than 1.
+
+    Attributes:
+        rank: of the first stack.
+        alpha: of the first stack; the outputs of adapters are scaled by alpha / rank.
+        rank_pattern: `constant`; `increasing`, rank * 2^k; `decreasing`, rank / 2^k rounded down; or `linear`, rank + 8 k.
+        alpha_pattern: likewise; `linear` is alpha + 16 k.
+        stacks: rank and alpha of the first stacks, in order, instead.
+    """
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0
+    rank_pattern: Pattern = "constant"
+    alpha_pattern: Pattern = "constant"
+    stacks: list[StackRank] = field(default_factory=list)
+
+    def of(self, number: int) -> StackRank:
+        """The adapters of a stack."""
+        if number < len(self.stacks):
+            return self.stacks[number]
+        rank = _by_pattern(self.rank, self.rank_pattern, number, 8)
+        return StackRank(max(1, int(rank)), _by_pattern(self.alpha, self.alpha_pattern, number, 16))
+
+
+def _by_pattern(first: float, pattern: Pattern, number: int, step: int) -> float:
+    match pattern:
+        case "constant":
+            return first
+        case "increasing":
+            return first * 2**number
+        case "decreasing":
+            return first / 2**number
+        case "linear":
+            return first + step * number
+
+
+@choice(PresetConfig, "progressive")
+class ProgressiveConfig(PresetConfig):
+    """Fills in `phases`: the model of the section `model` trains first (`stack_0`), and then grows by a stack of layers at a
+    time (`stack_1`, ...). Data, objective and optimizer are those of the top level; the learning-rate schedule starts anew in
+    every phase, unless `carry_optimizer` is set.
+
+    Attributes:
+        stacks: number of stacks at the end, with the first one.
+        steps_per_stack: steps of each stack.
+        layers_per_stack: layers of each new stack; null for as many as the model has at first.
+        polish_steps: steps in which all parameters train after each growth (`polish_1`, ...); 0 for none.
+        at: where new stacks go: `append` puts them before the head, `prepend` after the embeddings.
+        init: how new layers start, as in the surgery `grow`.
+        trunk: what happens to the stacks that are there already, while a new one trains: they are `frozen`, have adapters
+            that train (`lora`), or `train` too.
+        cache: store what the trunk computes, instead of computing it in every step; `int8` in 8 bits. Only for an appended
+            stack on a frozen trunk.
+        train_head: train the head with the new stack. Null trains it if stacks are appended and it is not tied to the
+            embeddings.
+        train_norm: train the final norm with the new stack. Null trains it if stacks are appended.
+        train_embeddings: train the embeddings with the new stack.
+        carry_optimizer: parameters that trained in the phase before keep their optimizer state, and the learning-rate
+            schedule goes on over all phases.
+        lora: the adapters of a trunk with `trunk: lora`.
+    """
+
+    stacks: PositiveInt = 3
+    steps_per_stack: PositiveInt = 1000
+    layers_per_stack: PositiveInt | None = None
+    polish_steps: NonNegativeInt = 0
+    at: Place = "append"
+    init: Literal["identity", "copy", "random"] = "identity"
+    trunk: Literal["frozen", "lora", "train"] = "frozen"
+    cache: bool | Literal["int8"] = False
+    train_head: bool | None = None
+    train_norm: bool | None = None
+    train_embeddings: bool = False
+    carry_optimizer: bool = False
+    lora: StackAdapters = field(default_factory=StackAdapters)
+
+    def derive(self, source: ConfigSource) -> Derivation:
+        self._check()
+        section = source.tree.get("model", {})
+        model = decode(_ModelSection, ConfigSource({"model": section}, source.marks)).model
+        num_layers = self.layers_per_stack
+        if num_layers is None:
+            if source.tree.get("use_hf_model_config"):
+                raise ConfigError(
+                    "preset.layers_per_stack: null given with use_hf_model_config. Set it to the number of layers of a new"
+                    " stack"
+                )
+            num_layers = model.Layers.size
+        objective = source.tree.get("objective") or {"type": "next_token"}
+        phases: list[dict[str, Any]] = [{"name": "stack_0", "num_train_steps": self.steps_per_stack}]
+        for number in range(1, self.stacks):
+            phases.append(self._stage(number, num_layers, model, objective))
+            if self.polish_steps:
+                phases.append({"name": f"polish_{number}", "num_train_steps": self.polish_steps})
+        if self.carry_optimizer:
+            phases = [phases[0], *({**phase, "carry_optimizer": True} for phase in phases[1:])]
+        written = source.tree.get("phases") or phases
+        return Derivation({"phases": phases}, tuple(_row(phase, written) for phase in phases))
+
+    def _stage(self, number: int, num_layers: int, model: ModelConfig, objective: Mapping[str, Any]) -> dict[str, Any]:
+        """The phase in which a new stack trains."""
+        surgery: list[dict[str, Any]] = []
+        if self.trunk == "lora":
+            size = self.lora.of(number - 1)
+            keys = {"type": "lora", "target": _ADAPTED, "existing": "keep", "cap_rank": True}
+            surgery.append({**keys, "rank": size.rank, "alpha": size.alpha})
+        surgery.append({"type": "grow", "num_layers": num_layers, "at": self.at, "init": self.init})
+        phase: dict[str, Any] = {
+            "name": f"stack_{number}",
+            "num_train_steps": self.steps_per_stack,
+            "surgery": surgery,
+            "trainable": [".*"] if self.trunk == "train" else self._trainable(model),
+        }
+        if self.cache:
+            stored = {"type": "cached_trunk", "objective": dict(objective)}
+            phase["objective"] = {**stored, "int8": True} if self.cache == "int8" else stored
+        return phase
+
+    def _trainable(self, model: ModelConfig) -> list[str]:
+        appended = self.at == "append"
+        tied = isinstance(model, TransformerConfig) and model.tie_word_embeddings
+        train_head = appended and not tied if self.train_head is None else self.train_head
+        train_norm = appended if self.train_norm is None else self.train_norm
+        others = {
+            "final_norm": train_norm,
+            "^tokens" if tied else "^head": train_head,
+            "^(tokens|positions)": self.train_embeddings,
+            _ADAPTERS: self.trunk == "lora",
+        }
+        return [NEW_STACK, *(pattern for pattern, trains in others.items() if trains)]
+
+    def _check(self) -> None:
+        """Raises `ConfigError` if keys contradict each other."""
+        if self.stacks == 1:
+            raise ConfigError("preset.stacks: 1 given, but then nothing grows. Give 2 or more, or remove the preset")
+        if self.cache and (self.at, self.trunk) != ("append", "frozen"):
+            key = f"at: {self.at}" if self.at != "append" else f"trunk: {self.trunk}"
+            why = (
+                "the trunk reads what the new stack computes"
+                if self.at != "append"
+                else "the trunk changes in every step"
+            )
+            raise ConfigError(
+                f"preset.cache: {str(self.cache).lower()} given with {key}, but {why}, so that its output cannot be stored."
+                " Remove one of the two"
+            )
+        if self.trunk == "train":
+            for key in ("train_head", "train_norm"):
+                if getattr(self, key) is not None:
+                    raise ConfigError(f"preset.{key}: given with trunk: train, which trains everything. Remove it")
+        if self.trunk != "lora" and self.lora != StackAdapters():
+            raise ConfigError(f"preset.lora: given with trunk: {self.trunk}, which has no adapters. Set trunk: lora")
+        if len(self.lora.stacks) >= self.stacks:
+            raise ConfigError(
+                f"preset.lora.stacks: {len(self.lora.stacks)} stacks given, but of {self.stacks} stacks only the first"
+                f" {self.stacks - 1} become part of a trunk"
+            )
+
+
+@dataclass(frozen=True)
+class _ModelSection:
+    model: ModelConfig = field(default_factory=LlamaConfig)
+
+
+def _row(phase: Mapping[str, Any], written: Sequence[Mapping[str, Any]]) -> DerivedNumber:
+    """A phase as a row of the start-up table. Args: written: the phases of the configuration."""
+    keys = lambda one: " ".join(f"{key} {value}" for key, value in one.items() if key != "type")  # noqa: E731
+    changes = "; ".join(f"{one['type']} ({keys(one)})" for one in phase.get("surgery", []))
+    trains = ", ".join(phase.get("trainable", ["everything"]))
+    stored = ", trunk stored" if "objective" in phase else ""
+    names = [one.get("name") for one in written]
+    instead = "" if phase["name"] in names else "you wrote other phases"
+    formula = f"{phase['num_train_steps']:,} steps, trains {trains}{stored}"
+    return DerivedNumber(str(phase["name"]), changes or "no change of the model", formula, "", instead=instead)

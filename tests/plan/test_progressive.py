@@ -1,0 +1,102 @@
+"""The phases that a progressive preset expands into."""
+
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.plan import make_plan
+from jaxlm.plan.presets.base import preset_rows
+from jaxlm.plan.presets.progressive import StackAdapters, StackRank
+from jaxlm.reading.decode import encode
+from jaxlm.reading.yaml import ConfigSource
+
+MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4}
+
+
+def config(model=MODEL, objective=None, **preset):
+    section = {"type": "progressive", "stacks": 3, "steps_per_stack": 4, **preset}
+    tree = {"model": model, "preset": section, "trainer": {"train_batch_size": 8}}
+    return decode_run(ConfigSource({**tree, "objective": objective} if objective else tree), None)
+
+
+def trained(**keys):
+    """What trains in each phase."""
+    return [list(phase.trainable) for phase in config(**keys).phases]
+
+
+def test_stacks_are_phases():
+    plan = make_plan(config(polish_steps=2, cache=True, objective={"z_loss_weight": 1e-4}), "x", 40)
+    assert [(phase.name, phase.num_steps, phase.model.num_layers) for phase in plan.phases] == [
+        ("stack_0", 4, 2),
+        ("stack_1", 4, 4),
+        ("polish_1", 2, 4),
+        ("stack_2", 4, 6),
+        ("polish_2", 2, 6),
+    ]
+    assert plan.num_steps == 16
+    stage, polish = plan.phases[1:3]
+    assert stage.objective.objective == polish.objective == plan.phases[0].objective
+    assert polish.objective.z_loss_weight == 1e-4
+    rows = dict(preset_rows(plan.config.preset, encode(plan.config)))
+    assert rows["  stack_2"].startswith(
+        "grow (num_layers 2 at append init identity): 4 steps, trains new_stack, final_norm"
+    )
+    assert "trunk stored" in rows["  stack_2"]
+
+
+def test_what_trains():
+    tied = {**MODEL, "tie_word_embeddings": True}
+    assert trained()[1:] == [["new_stack", "final_norm", "^head"]] * 2
+    assert trained(at="prepend")[1] == ["new_stack"]
+    assert trained(model=tied)[1] == ["new_stack", "final_norm"]
+    assert trained(model=tied, train_head=True)[1] == ["new_stack", "final_norm", "^tokens"]
+    assert trained(at="prepend", train_head=True, train_norm=True)[1] == ["new_stack", "final_norm", "^head"]
+    assert trained(train_norm=False, train_embeddings=True)[1] == ["new_stack", "^head", "^(tokens|positions)"]
+    assert trained(trunk="train") == [[".*"]] * 3
+    assert trained(trunk="lora")[1] == ["new_stack", "final_norm", "^head", r"\.[ab]$"]
+    assert [phase.carry_optimizer for phase in config(carry_optimizer=True).phases] == [False, True, True]
+
+
+def test_adapters_of_the_trunk_grow_with_it():
+    plan = make_plan(config(trunk="lora", stacks=4, layers_per_stack=1, lora={"rank_pattern": "decreasing"}), "x", 40)
+    state = plan.state_builder.abstract_state(plan.phases[-1])
+    found = [stack.layers.stacked.attn.q_proj for stack in state.model.body.stacks]
+    assert [adapted.a.axis_size("lora_rank") for adapted in found[:3]] == [16, 8, 4]
+    assert [adapted.scale for adapted in found[:3]] == [2.0, 4.0, 8.0]
+    assert not hasattr(found[3], "a")
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "alphas"),
+    [
+        ({"rank_pattern": "increasing"}, [16, 32, 64, 128], [32] * 4),
+        ({"rank_pattern": "decreasing", "alpha_pattern": "decreasing"}, [16, 8, 4, 2], [32, 16, 8, 4]),
+        ({"rank_pattern": "linear", "alpha_pattern": "linear"}, [16, 24, 32, 40], [32, 48, 64, 80]),
+        ({"rank": 2, "rank_pattern": "decreasing", "alpha_pattern": "increasing"}, [2, 1, 1, 1], [32, 64, 128, 256]),
+        ({"stacks": [StackRank(3, 5.0), StackRank(7, 9.0)]}, [3, 7, 16, 16], [5, 9, 32, 32]),
+    ],
+    ids=["increasing", "decreasing", "linear", "at least 1", "variable"],
+)
+def test_ranks_by_stack(keys, ranks, alphas):
+    sizes = [StackAdapters(**keys).of(number) for number in range(4)]
+    assert [size.rank for size in sizes] == ranks
+    assert [size.alpha for size in sizes] == alphas
+
+
+REFUSED = {
+    "one": ({"stacks": 1}, "then nothing grows"),
+    "prepended": ({"cache": True, "at": "prepend"}, "cache: true given with at: prepend, but the trunk reads"),
+    "adapters": ({"cache": "int8", "trunk": "lora"}, "cache: int8 given with trunk: lora, but the trunk changes"),
+    "train": ({"trunk": "train", "train_head": True}, "train_head: given with trunk: train"),
+    "no adapters": ({"lora": {"rank": 4}}, "lora: given with trunk: frozen"),
+    "no such stack": (
+        {"trunk": "lora", "lora": {"stacks": [{"rank": 1, "alpha": 1}] * 3}},
+        "stacks: 3 stacks given, but of 3 stacks only the first 2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED)
+def test_contradictions_are_refused(keys, message):
+    with pytest.raises(ConfigError, match=rf"^preset\.{message}|{message}"):
+        config(**keys)
