@@ -21,4 +21,4 @@ def test_two_processes_train_like_one_and_a_run_keeps_its_format(workplace):
     refused = one.run(*RUN, "--trainer.num_train_steps", "8")
     assert refused.code == 2
     assert "does not match this configuration in optimizer" in refused.err
-    assert "q_proj.weight.codes: checkpoint uint8[2, 4, 8, 32], this configuration has no such array" in refused.err
+    assert "k_proj.weight.codes: checkpoint uint8[2, 2, 8, 32], this configuration has no such array" in refused.err

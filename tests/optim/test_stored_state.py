@@ -139,14 +139,14 @@ def test_a_constant_is_quantized_as_such(value):
 @pytest.mark.parametrize("config", [AdamConfig(), AdagradConfig(initial_accumulator_value=0.3), LionConfig()])
 def test_a_new_state_is_not_computed(config):
     """XLA would fold it: seconds for a small model."""
-    params = {"w": {"weight": hax.named(random(), (LAYERS, OUT, IN))}}
+    params: Any = {"w": {"weight": hax.named(random(), (LAYERS, OUT, IN))}}
     whole = dataclasses.replace(config, state=EIGHT_BIT)
     make = build_optimizer(whole, parameter_groups(params, whole), 20).init
     assert "reduce_max" in str(jax.make_jaxpr(lambda: QuantizedMoment.of(params["w"]["weight"], True))())
     assert "reduce_max" not in str(jax.make_jaxpr(make)(params))
     expected = dict(tree.leaves(build_optimizer(config, parameter_groups(params, config), 20).init(params)))
     for path, moment in tree.modules_by_path(make(params), QuantizedMoment):
-        np.testing.assert_allclose(moment.floats().array, expected[path].array, rtol=1e-6)
+        np.testing.assert_allclose(tree.raw(moment.floats()), expected[path].array, rtol=1e-6)
 
 
 def test_blocks_keep_the_axes_that_they_need_not_cross():
@@ -280,7 +280,7 @@ def test_eight_devices_train_like_one():
         run = TinyRun(where, phase(optimizer=AdamConfig(learning_rate=1e-2, warmup=0, state=EIGHT_BIT)))
         losses = [run.step(arrays(100))["train/loss"]]
         moments = tree.modules_by_path(run.state.opt_state, QuantizedMoment)
-        codes = {path: np.asarray(moment.codes.array) for path, moment in moments}
+        codes = {path: np.asarray(tree.raw(moment.codes)) for path, moment in moments}
         runs.append((losses + [run.step(arrays(seed))["train/loss"] for seed in range(101, 106)], codes))
     (alone, one), (sharded, eight) = runs
     np.testing.assert_allclose(sharded, alone, rtol=1e-5)
