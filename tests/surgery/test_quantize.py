@@ -116,6 +116,8 @@ def test_what_is_refused(name):
 def test_layers_that_are_stored_already_are_refused():
     with pytest.raises(ConfigError, match=r"q_proj is already stored as nf4 by an earlier surgery"):
         applied(QuantizeConfig(), QuantizeConfig(kind="int8", modules="q_proj"))
+    with pytest.raises(ConfigError, match=r"modules_to_save: 'q_proj' matches no parameter"):
+        applied(QuantizeConfig(), LoraConfig(rank=2, target="v_proj", modules_to_save=["q_proj"]))
     both = stored(applied(QuantizeConfig(modules="mlp"), QuantizeConfig(kind="int8", modules="attn|head")))
     assert {weight.form for weight in both.values()} == {"nf4", "int8"}
     with pytest.raises(ConfigError, match=r"init: pissa given, but it changes the weight of .*q_proj"):

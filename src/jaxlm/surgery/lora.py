@@ -25,6 +25,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import LORA, VOCAB, axes_of
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt
+from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.core.publish import Location
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
@@ -464,9 +465,11 @@ def _adapter_paths(model: LanguageModel, lora: LoraConfig) -> list[str]:
 
 
 def _other_paths(model: LanguageModel) -> list[str]:
-    """The paths of all parameters outside the adapters."""
+    """The paths of all parameters outside the adapters and outside stored weights."""
     adapters = _adapter_leaves(model)
-    return [path for path, leaf in tree.leaves(model) if tree.is_inexact(leaf) and path not in adapters]
+    stored = tuple(f"{path}." for path, _ in tree.modules_by_path(model, StoredWeight))
+    others = (path for path, leaf in tree.leaves(model) if tree.is_inexact(leaf) and path not in adapters)
+    return [path for path in others if not path.startswith(stored)]
 
 
 def _adapter_leaves(model: LanguageModel) -> frozenset[str]:
