@@ -170,7 +170,7 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         """What the model reads of a batch, for an objective with `inputs_key`."""
         raise AssertionError("the objective has no inputs_key")
 
-    def check_model(self, model: LanguageModel, trainable: Any) -> None:
+    def check_trainable(self, model: LanguageModel, trainable: Any) -> None:
         """Raises `ConfigError` if the objective cannot train a model like this. Called with shapes.
 
         Args:

@@ -110,7 +110,7 @@ class CachedTrunk(ObjectiveConfig):
             )
         return self.num_layers
 
-    def check_model(self, model: LanguageModel, trainable: Any) -> None:
+    def check_trainable(self, model: LanguageModel, trainable: Any) -> None:
         first, trained = self.first_layer(model), {path for path, _ in tree.leaves(trainable)}
         inputs = _abstract_inputs(model)
         key = jax.eval_shape(lambda: jax.random.key(0))

@@ -201,7 +201,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     states = [plan.state_builder.abstract_state(phase) for phase in phases]
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
     for phase, state in zip(phases, states, strict=True):
-        phase.objective.check_model(state.model, phase.split(state.model)[0])
+        phase.objective.check_trainable(state.model, phase.split(state.model)[0])
         if config.hf_save_path is not None and is_reward_model(state.model):
             classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
         cut = {path: leaf.axes for path, leaf in tree.leaves(state.model) if tree.is_named(leaf)}
