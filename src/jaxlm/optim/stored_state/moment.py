@@ -66,10 +66,10 @@ class QuantizedMoment(eqx.Module):
 
     @staticmethod
     def _made(like: NamedArray | jax.Array, codes: jax.Array, absmax: jax.Array, is_signed: bool) -> "QuantizedMoment":
-        if not tree.is_named(like):
-            return QuantizedMoment(codes, absmax, is_signed, like.dtype)
-        absmax_axes = _Blocks.of(like).absmax_axes
-        return QuantizedMoment(NamedArray(codes, like.axes), NamedArray(absmax, absmax_axes), is_signed, like.dtype)
+        if isinstance(like, NamedArray):
+            absmax_axes = _Blocks.of(like).absmax_axes
+            return QuantizedMoment(NamedArray(codes, like.axes), NamedArray(absmax, absmax_axes), is_signed, like.dtype)
+        return QuantizedMoment(codes, absmax, is_signed, like.dtype)
 
     def floats(self) -> NamedArray | jax.Array:
         """The moment in its dtype. Traceable."""
