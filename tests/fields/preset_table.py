@@ -59,6 +59,13 @@ def adapters(number: int, name: str) -> Any:
     return read
 
 
+def forms(plan: Plan) -> list[str | None]:
+    """In which forms the stacks of the last phase are stored."""
+    state = plan.state_builder.abstract_state(plan.phases[-1])
+    weights = [stack.layers.stacked.mlp.up_proj.weight for stack in state.model.body.stacks]
+    return [getattr(weight, "form", None) for weight in weights]
+
+
 TRAINABLE = last(lambda phase: list(phase.trainable))
 STACKS: dict[str, Entry] = {
     "preset.stacks": Change(4, Value(lambda plan: len(plan.phases), 4)),
@@ -76,6 +83,7 @@ STACKS: dict[str, Entry] = {
     ),
     "preset.carry_optimizer": Change(True, Value(last(lambda phase: phase.carries_optimizer), True)),
     "preset.lora": Section(),
+    "preset.store": Change("nf4", Value(forms, ["nf4", "nf4", None])),
 }
 ADAPTED: dict[str, Entry] = {
     "preset.lora.rank": Change(4, Value(adapters(0, "rank"), 4)),

@@ -2,7 +2,9 @@
 
 import pytest
 
+from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.plan.presets.base import preset_rows
@@ -100,3 +102,27 @@ REFUSED = {
 def test_contradictions_are_refused(keys, message):
     with pytest.raises(ConfigError, match=rf"^preset\.{message}|{message}"):
         config(**keys)
+
+
+@pytest.mark.parametrize(("at", "forms"), [("append", ["nf4", "nf4", None]), ("prepend", [None, "nf4", "nf4"])])
+def test_a_trunk_is_stored_and_only_its_adapters_train(at, forms):
+    plan = make_plan(config(at=at, trunk="lora", store="nf4"), "x", 40)
+    phase = plan.phases[-1]
+    model = plan.state_builder.abstract_state(phase).model
+    stacks = [stack.layers.stacked for stack in model.body.stacks]
+    stored = [{weight.form for weight in tree.modules(stack, StoredWeight)} for stack in stacks]
+    assert stored == [{form} if form else set() for form in forms]
+    newest = forms.index(None)
+    trained = {path for path, _ in tree.leaves(phase.split(model)[0])}
+    in_trunk = {path for path in trained if path.startswith("body.") and not path.startswith(f"body.{newest}.")}
+    in_trunk -= {path for path in in_trunk if "final_norm" in path}
+    assert in_trunk
+    assert all(path.endswith((".a", ".b")) for path in in_trunk)
+    assert {f"body.{newest}.layers.stacked.mlp.{name}_proj.weight" for name in ("gate", "up", "down")} <= trained
+
+
+def test_a_stored_trunk_cannot_train():
+    with pytest.raises(ConfigError, match=r"preset\.store: int8 given with polish_steps: 3, but stored weights cannot"):
+        config(store="int8", polish_steps=3)
+    with pytest.raises(ConfigError, match=r"preset\.store: int8 given with trunk: train"):
+        config(store="int8", trunk="train")

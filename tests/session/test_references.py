@@ -102,6 +102,9 @@ def test_flops_do_not_count_the_gradients_of_frozen_matrices(folder, tokenizer):
     assert counted(".") == alone
     assert counted(r"\.[ab]$") == alone - 2 * (layer + table)
     assert counted("head") == alone - 2 * layer
+    for kind in ("nf4", "int8"):  # what is stored in few bits is frozen too
+        stored = [{"name": "train", "surgery": [{"type": "quantize", "kind": kind}, *lora], "trainable": [r"\.[ab]$"]}]
+        assert counted("", phases=stored) == alone - 2 * (layer + table)
     tied = {"model": STUDENT | {"tie_word_embeddings": True}}
     assert counted("tokens", **tied) == alone - 2 * layer
     assert counted(r"\.[ab]$", **tied) == alone - 2 * (layer + table)

@@ -249,10 +249,10 @@ def num_multiplied(part: Any, model: Any) -> int:
     Args:
         part: the model with None in place of other leaves.
     """
-    total = sum(layer.weight.size for layer in tree.modules(part, Linear) if layer.weight is not None)
+    total = sum(layer.weight.size for layer in tree.modules(part, Linear) if jax.tree.leaves(layer.weight))
     for experts in tree.modules(part, Experts):
         for layer in (experts.gate_proj, experts.up_proj, experts.down_proj):
-            if layer.weight is not None:
+            if jax.tree.leaves(layer.weight):
                 total += layer.weight.size * experts.num_chosen // layer.weight.axis_size(EXPERTS)
     layers = tree.modules(model, Linear)
     if layers and not any(VOCAB in [axis.name for axis in axes_of(layer.Out)] for layer in layers):

@@ -21,6 +21,7 @@ from jaxlm.plan.presets.base import Derivation, DerivedNumber, PresetConfig
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
+from jaxlm.surgery.quantize import Kind
 
 Pattern = Literal["constant", "increasing", "decreasing", "linear"]
 _ADAPTED = r"layers\..*(attn|mlp)"
@@ -103,6 +104,8 @@ class ProgressiveConfig(PresetConfig):
         carry_optimizer: parameters that trained in the phase before keep their optimizer state, and the learning-rate
             schedule goes on over all phases.
         lora: the adapters of a trunk with `trunk: lora`.
+        store: how the weights of a stack's linear layers are stored once it is part of the trunk, as `kind` of the surgery
+            `quantize`; with `trunk: lora` and `nf4` this is a QLoRA trunk. Null leaves them as they are.
     """
 
     stacks: PositiveInt = 3
@@ -118,6 +121,7 @@ class ProgressiveConfig(PresetConfig):
     train_embeddings: bool = False
     carry_optimizer: bool = False
     lora: StackAdapters = field(default_factory=StackAdapters)
+    store: Kind | None = None
 
     def derive(self, source: ConfigSource) -> Derivation:
         self._check()
@@ -145,6 +149,10 @@ class ProgressiveConfig(PresetConfig):
     def _stage(self, number: int, num_layers: int, model: ModelConfig, objective: Mapping[str, Any]) -> dict[str, Any]:
         """The phase in which a new stack trains."""
         surgery: list[dict[str, Any]] = []
+        if self.store is not None:
+            # The stack that trained last; those before are stored already.
+            newest = "" if number == 1 else rf"{number - 1}\." if self.at == "append" else r"0\."
+            surgery.append({"type": "quantize", "kind": self.store, "modules": rf"^body\.{newest}layers\."})
         if self.trunk == "lora":
             size = self.lora.of(number - 1)
             keys = {"type": "lora", "target": _ADAPTED, "existing": "keep", "cap_rank": True}
@@ -188,6 +196,11 @@ class ProgressiveConfig(PresetConfig):
             raise ConfigError(
                 f"preset.cache: {str(self.cache).lower()} given with {key}, but {why}, so that its output cannot be stored."
                 " Remove one of the two"
+            )
+        if self.store is not None and (self.trunk == "train" or self.polish_steps):
+            key = "trunk: train" if self.trunk == "train" else f"polish_steps: {self.polish_steps}"
+            raise ConfigError(
+                f"preset.store: {self.store} given with {key}, but stored weights cannot be trained. Remove one of the two"
             )
         if self.trunk == "train":
             for key in ("train_head", "train_norm"):
