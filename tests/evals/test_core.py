@@ -357,7 +357,7 @@ def test_a_download_that_ends_early_is_noticed(monkeypatch, tmp_path):
 def command(bundle, monkeypatch, *options):
     where = layout()
     named = SimpleNamespace(
-        plan=SimpleNamespace(layout=where), location="m", tokenizer=small(),
+        model=SimpleNamespace(is_causal=True), plan=SimpleNamespace(layout=where), location="m", tokenizer=small(),
         for_inference=lambda quantize: sharded(LLAMA, where),
     )  # fmt: skip
     monkeypatch.setattr("jaxlm.session.harness_tasks.open_model", lambda *arguments: named)
