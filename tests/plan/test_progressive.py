@@ -126,3 +126,10 @@ def test_a_stored_trunk_cannot_train():
         config(store="int8", polish_steps=3)
     with pytest.raises(ConfigError, match=r"preset\.store: int8 given with trunk: train"):
         config(store="int8", trunk="train")
+
+
+@pytest.mark.parametrize("phases", [{"0": {"num_train_steps": 5}}, "stack_0", ["stack_0"]])
+def test_single_keys_of_phases_are_refused(phases):
+    tree = {"model": MODEL, "preset": {"type": "progressive"}, "trainer": {"train_batch_size": 8}, "phases": phases}
+    with pytest.raises(ConfigError, match="phases: single keys given with preset"):
+        decode_run(ConfigSource(tree), None)

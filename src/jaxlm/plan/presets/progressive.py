@@ -144,9 +144,14 @@ class ProgressiveConfig(PresetConfig):
         if self.carry_optimizer:
             phases = [phases[0], *({**phase, "carry_optimizer": True} for phase in phases[1:])]
         written = source.tree.get("phases") or phases
+        if not isinstance(written, list) or not all(isinstance(phase, Mapping) for phase in written):
+            raise ConfigError(
+                "phases: single keys given with preset.type: progressive, which writes the phases itself. Change keys of the"
+                " preset instead, or write the whole list `phases` in the YAML (--dry_run true lists the preset's)"
+            )
         return Derivation({"phases": phases}, tuple(_row(phase, written) for phase in phases))
 
-    def _stage(self, number: int, num_layers: int, model: ModelConfig, objective: Mapping[str, Any]) -> dict[str, Any]:
+    def _stage(self, number: int, num_layers: int, model: ModelConfig, objective: Any) -> dict[str, Any]:
         """The phase in which a new stack trains."""
         surgery: list[dict[str, Any]] = []
         if self.store is not None:
@@ -165,7 +170,7 @@ class ProgressiveConfig(PresetConfig):
             "trainable": [".*"] if self.trunk == "train" else self._trainable(model),
         }
         if self.cache:
-            stored = {"type": "cached_trunk", "objective": dict(objective)}
+            stored = {"type": "cached_trunk", "objective": objective}
             phase["objective"] = {**stored, "int8": True} if self.cache == "int8" else stored
         return phase
 
