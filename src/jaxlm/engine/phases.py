@@ -84,7 +84,7 @@ class Phase:
                     raise ConfigError(
                         f"phase '{self.name}': trainable: '{pattern}' matches {path}, which is stored as {weight.form} and"
                         " cannot be trained: an update is smaller than the distance between two numbers of that form. Train"
-                        " adapters on it (surgery lora, trainable: ['\\\\.[ab]$']), or leave it out of trainable or of the"
+                        " adapters on it (surgery lora, trainable: ['\\.[ab]$']), or leave it out of trainable or of the"
                         " surgery quantize"
                     )
         return tree.select(model, patterns)
