@@ -16,6 +16,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.pace import Pace
+from jaxlm.core.products.dynamic_map import dynamic_map, nearest_codes
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.state import shardings
 from jaxlm.models.base import vocab_axis
@@ -24,7 +25,6 @@ from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import build_optimizer, parameter_groups
 from jaxlm.optim.lion import LionConfig
-from jaxlm.optim.stored_state.dynamic_map import dynamic_map, nearest_codes
 from jaxlm.optim.stored_state.formats import EightBit
 from jaxlm.optim.stored_state.moment import QuantizedMoment
 from jaxlm.plan.load_config import decode_run

@@ -7,9 +7,7 @@ the high bits.
 """
 
 import abc
-import functools
 import math
-from typing import Any
 
 from jaxlm.core.imports import haliax as hax
 
@@ -20,6 +18,7 @@ import numpy as np
 from haliax import Axis, AxisSpec, NamedArray
 
 from jaxlm.core.axes import SCALE_BLOCKS
+from jaxlm.core.products.dynamic_map import dynamic_map
 from jaxlm.core.products.four_bit import (
     FourBitWeight,
     as_matrices,
@@ -72,7 +71,7 @@ class FloatScales(Scales):
 
 
 class QuantizedScales(Scales):
-    """Scales in 8-bit codes, with a scale of their own for 256 of them: `dynamic_table()[codes] * maxima + mean`.
+    """Scales in 8-bit codes, with a scale of their own for 256 of them: `dynamic_map(True)[codes] * maxima + mean`.
 
     Attributes:
         codes: uint8 {layers, *blocks}.
@@ -92,7 +91,7 @@ class QuantizedScales(Scales):
         centered = in_shape_of(scales - mean, stacked, (_flat(blocks),))
         maxima = block_maxima(centered, num_stacked, _SCALE_BLOCK)
         normal = _normalized(centered, maxima, num_stacked, _SCALE_BLOCK)
-        codes = NamedArray(nearest(normal, dynamic_table()), centered.axes)
+        codes = NamedArray(nearest(normal, dynamic_map(True)), centered.axes)
         maxima = in_shape_of(maxima, stacked, (maxima.axes[-1].alias(SCALE_BLOCKS),))
         return QuantizedScales(in_shape_of(codes, stacked, blocks), maxima, mean)
 
@@ -104,7 +103,7 @@ class QuantizedScales(Scales):
         maxima = by_element(NamedArray(self.maxima.array, groups), _SCALE_BLOCK, (Flat,)).reshape(
             self.codes.array.shape
         )
-        centered = jnp.asarray(dynamic_table())[self.codes.array] * maxima
+        centered = jnp.asarray(dynamic_map(True))[self.codes.array] * maxima
         mean = jnp.expand_dims(self.mean.array, tuple(range(len(stacked), centered.ndim)))
         return NamedArray(centered + mean, self.codes.axes)
 
@@ -169,25 +168,3 @@ def _normalized(exact: NamedArray, maxima: NamedArray, num_stacked: int, size: i
     # XLA would divide by the maximum instead, which rounds differently.
     inverse = NamedArray(jax.lax.optimization_barrier(1 / jnp.maximum(maxima.array, _SMALLEST)), maxima.axes)
     return jnp.clip(exact.array * by_element(inverse, size, exact.axes[num_stacked:]), -1, 1)
-
-
-@functools.cache
-def dynamic_table() -> np.ndarray:
-    """float32 [256], ascending: what the 8-bit codes of scales stand for.
-
-    Of each power of ten from 1e-6 to 1, from 1 to 64 positive numbers, and as many negative ones, which lie evenly in
-    its upper nine tenths; and 0 and 1.
-    """
-    numbers: list[Any] = [0.0, 1.0]
-    for exponent in range(7):
-        bounds = _evenly(2**exponent + 1)
-        means = (bounds[:-1] + bounds[1:]) / np.float32(2) * np.float32(10.0 ** (exponent - 6))
-        numbers += [*means, *-means]
-    return np.sort(np.array(numbers, np.float32))
-
-
-def _evenly(num: int) -> np.ndarray:
-    """float32, evenly from 0.1 to 1, with the rounding of PyTorch: in float32, from both ends, with fused products."""
-    first, last = np.float32(0.1), np.float32(1)
-    step, index = float((last - first) / np.float32(num - 1)), np.arange(num)
-    return np.where(index < num // 2, first + step * index, last - step * index[::-1]).astype(np.float32)

@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlm.core import tree
 from jaxlm.core.axes import STACKED_LAYERS, axis_names
+from jaxlm.core.products.dynamic_map import nearest_codes, numbers_of
 from jaxlm.core.sharding import current_layout
-from jaxlm.optim.stored_state.dynamic_map import nearest_codes, numbers_of
 
 BLOCK_SIZE = 256
 _SMALLEST = float(np.finfo(np.float32).tiny)  # the reciprocals of smaller numbers are infinite
