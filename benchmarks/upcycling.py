@@ -372,7 +372,7 @@ def report_starts(results: Results, picture: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    figure, axes = pyplot.subplots(figsize=(8.5, 4.5))
     places = [cache_values(*size) for size in SIZES]
     for name, losses in curves.items():
         means = [statistics.fmean(by_teacher) for by_teacher in losses]
@@ -381,7 +381,7 @@ def report_starts(results: Results, picture: Path) -> None:
     axes.axhline(statistics.fmean(teachers), color="black", linestyle="--", label="teacher")
     axes.set_xlabel(f"values in the cache for each token and layer (teacher: {whole})")
     axes.set_ylabel("loss right after the surgery, nats")
-    axes.legend(fontsize=8)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
     figure.tight_layout()
     figure.savefig(picture, dpi=120)
 

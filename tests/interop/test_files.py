@@ -172,6 +172,15 @@ def test_unsupported_config_keys_are_named(change, message, tmp_path):
         open_folder(folder)
 
 
+def test_a_folder_of_exports_names_the_newest_of_them(tmp_path):
+    for step in (1000, 200):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / "config.json").write_text("{}")
+        os.utime(tmp_path / f"step-{step}" / "config.json", (step, step))
+    with pytest.raises(ConfigError, match=r"config.json not found.*Did you mean .*step-1000\?"):
+        open_folder(tmp_path)
+
+
 def changed(folder, **change):
     """Changes keys of config.json."""
     config = json.loads((folder / "config.json").read_text()) | change

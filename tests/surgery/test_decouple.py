@@ -277,16 +277,16 @@ REFUSED = {
     "not all of the same kind, with a gate and without experts": MixtralConfig(**SIZES),
     "a model of type gemma2 given": Gemma2Config(**{**SIZES, "num_layers": 2}),
     "a model of type dba given, but its attention is DecoupledAttention": DbaConfig(**SIZES, sem_dim=16, geo_dim=16),
-    "geo_dim: 12 given, 3 features for each of 4 heads": TEACHER,
+    "geo_dim: 12 given, so each of 4 heads has 3": TEACHER,
     "method: exact given, but the model has 8 rotated and 0 other features": TEACHER,
     "method: whitened given with calibration_batches: 0": TEACHER,
-    "num_heads: 4 given, which does not divide model.sem_dim": TEACHER,
+    "sem_dim: 10 given, which cannot be divided among 4 heads": TEACHER,
 }
 KEYS = {
     "geo_dim: 12": {"geo_dim": 12},
     "method: exact": {"method": "exact"},
     "method: whitened": {"method": "whitened", "calibration_batches": 0},
-    "num_heads": {"sem_dim": 10},
+    "sem_dim": {"sem_dim": 10},
 }
 
 

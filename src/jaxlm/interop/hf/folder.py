@@ -129,7 +129,9 @@ def open_folder(path: Path, options: ReadOptions = AS_THEY_ARE) -> HfFolder:
     """
     file = path / "config.json"
     if not file.is_file():
-        raise ConfigError(f"{path}: config.json not found. It is required to know the model of the weights")
+        inside = sorted(path.glob("*/config.json"), key=lambda one: one.stat().st_mtime)
+        hint = f". Did you mean {inside[-1].parent}?" if inside else ""
+        raise ConfigError(f"{path}: config.json not found. It is required to know the model of the weights{hint}")
     content = _without(read_json_object(file), options.skip_keys, f"{options.skipped_by}: ", file)
     family = family_of_json(content, str(file))
     vocab_size = content.get("vocab_size")

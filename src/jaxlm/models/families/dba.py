@@ -109,15 +109,19 @@ class DbaConfig(PreNormConfig):
         check_sizes(self)
         check_divides("model.num_key_heads", self.KeyHeads.size, "model.num_kv_heads", self.KVHeads.size)
         for key, value in (("sem_dim", self.sem_dim), ("geo_dim", self.geo_dim)):
-            if value:
-                check_divides("model.num_heads", self.num_heads, f"model.{key}", value)
+            if value % self.num_heads:
+                multiple = -(-value // self.num_heads) * self.num_heads
+                raise ConfigError(
+                    f"model.{key}: {value} given, which cannot be divided among {self.num_heads} heads. Set it to a multiple of"
+                    f" {self.num_heads}, such as {multiple}"
+                )
         if not self.sem_dim and not self.geo_dim:
             raise ConfigError("model.sem_dim: 0 given, and geo_dim too. Attention needs at least one of them above 0")
         if self.GeoSize.size % 2 or (self.rope_semantic and self.SemSize.size % 2):
             key, size = ("geo_dim", self.GeoSize.size) if self.GeoSize.size % 2 else ("sem_dim", self.SemSize.size)
             raise ConfigError(
-                f"model.{key}: {size * self.num_heads} given, {size} features for each of {self.num_heads} heads. Rotary"
-                f" embeddings need an even number: set it to {(size + 1) * self.num_heads}"
+                f"model.{key}: {size * self.num_heads} given, so each of {self.num_heads} heads has {size}. Rotary embeddings need"
+                f" an even number of features: set it to {(size + 1) * self.num_heads}"
             )
         if self.GeoSize.size:
             check_rope(self.rope, self.num_heads, self.RotarySize.size)
