@@ -163,6 +163,13 @@ def test_the_objective_learns_how_many_updates_the_phase_has_with_this_one():
     assert told == [1, 1, 2]
 
 
+def test_a_batch_without_targets_has_a_loss_of_0_and_is_not_skipped():
+    run, columns = TinyRun(one_device()), arrays(0)
+    columns["loss_mask"][:] = 0
+    metrics = run.step(columns)
+    assert (metrics["train/loss"], metrics["grad/norm/total"], metrics["train/skipped_steps"]) == (0.0, 0.0, 0.0)
+
+
 @pytest.fixture(scope="module")
 def single_device_losses():
     """The losses on one device, where nothing is sharded."""
