@@ -67,8 +67,8 @@ MUTATIONS = (
     ),
     Mutation(
         "engine/step.py",
-        "schedule(state.guard.updates), state.slots",
-        "schedule(state.step), state.slots",
+        "position = state.guard.updates if pace",
+        "position = state.step if pace",
         "tests/engine/test_step.py tests/engine/test_guards.py tests/engine",
     ),
     Mutation(
@@ -145,8 +145,8 @@ MUTATIONS = (
     ),
     Mutation(
         "models/rope.py",
-        "unscaled * (smooth + (1 - smooth) / self.factor), 1.0",
-        "unscaled * (1 - smooth + smooth / self.factor), 1.0",
+        "return unscaled * (smooth + (1 - smooth) / self.factor)",
+        "return unscaled * (1 - smooth + smooth / self.factor)",
         "tests/interop/test_longrope.py tests/models/test_configs.py tests/interop tests/models",
     ),
     Mutation(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core import tree
+from jaxlm.core.values.sums import Sum
 from jaxlm.data.packing import PackedSequences, pack_documents
 from jaxlm.objectives.next_token import NextToken
 from tests.data.helpers import cache_of
@@ -161,6 +162,21 @@ def test_the_objective_learns_how_many_updates_the_phase_has_with_this_one():
         run.step(columns)
         told.append(int(host(run)["slots.objective"]))
     assert told == [1, 1, 2]
+
+
+@dataclass(frozen=True)
+class Drawing(NextToken):
+    """Measures the mean and the mean square of a random number that each microbatch draws with its key."""
+
+    def terms(self, model, batch, slot, *, key):
+        terms, metrics, slot = super().terms(model, batch, slot, key=key)
+        draw = jax.random.uniform(key)
+        return terms, {**metrics, "draw": Sum(draw, jnp.ones(())), "square": Sum(draw**2, jnp.ones(()))}, slot
+
+
+def test_every_microbatch_has_a_key_of_its_own():
+    measured = TinyRun(one_device(), phase(objective=Drawing())).step(arrays(0), 4)
+    assert measured["train/square"] - measured["train/draw"] ** 2 > 1e-3  # the variance
 
 
 def test_a_batch_without_targets_has_a_loss_of_0_and_is_not_skipped():
