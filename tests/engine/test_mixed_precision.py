@@ -1,11 +1,16 @@
 """Steps with different dtypes by path: optimizers keep them, and devices and microbatches agree."""
 
+import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from haliax import Axis
 
 from jaxlm.core import tree
+from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.precision import PrecisionConfig, PrecisionRuleConfig, parse_precision
+from jaxlm.engine.accumulate import MicrobatchLoss, accumulate
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.step import make_train_step
 from jaxlm.engine.sync import FlagSync
@@ -35,6 +40,19 @@ def test_a_step_keeps_the_dtype_of_every_array(name):
     stored = {path: dtype for path, dtype in dtypes.items() if path.startswith("model.")}
     assert {dtype for path, dtype in stored.items() if "mlp." in path} == {"bfloat16"}
     assert {dtype for path, dtype in stored.items() if "mlp." not in path} == {"float32"}
+
+
+def test_gradients_in_bfloat16_are_summed_in_float32():
+    # In bfloat16, 256 + 1 is 256.
+    Embed, num_microbatches, where = Axis("embed", 1), 300, one_device()
+    batch = hax.zeros((Axis(MICROBATCH, num_microbatches), Axis(BATCH, 1)))
+    nothing = jnp.zeros(())
+    loss = MicrobatchLoss(
+        lambda slot, part: part, lambda w, *_: (hax.sum(w).scalar().astype(float), (nothing, {}, None))
+    )
+    with where.use():
+        sums = accumulate(loss, hax.zeros(Embed, jnp.bfloat16), hax.zeros(Embed), batch, None, where)
+    assert sums.gradient.array.tolist() == [num_microbatches]
 
 
 @pytest.mark.slow
