@@ -13,6 +13,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.values.sums import Sum
 from jaxlm.data.packing import PackedSequences, pack_documents
+from jaxlm.engine.metric_names import LEARNING_RATE
 from jaxlm.objectives.next_token import NextToken
 from tests.data.helpers import cache_of
 from tests.engine.helpers import EVERY_MESH, MESHES, MODEL, VOCAB, TinyRun, arrays, layout, one_device, phase
@@ -130,15 +131,18 @@ def test_a_non_finite_step_skips_exactly_one_update(where, bad_step, devices):
     with_bad = [*clean_batches[: bad_step - 1], poisoned, *clean_batches[bad_step - 1 :]]
 
     run, clean = (TinyRun(devices(), phase(objective=Poisoned(where=where), end=21)) for _ in range(2))
-    skipped = []
+    skipped, rates = [], []
     for columns in with_bad[:20]:
         before = host(run)
-        skipped.append(run.step(columns)["train/skipped_steps"])
+        metrics = run.step(columns)
+        skipped.append(metrics["train/skipped_steps"])
         if columns is poisoned:
             assert_identical(host(run), before, but=("step", "guard.skipped"))
+        else:
+            rates.append(metrics[LEARNING_RATE])
     assert skipped == [0.0] * (bad_step - 1) + [1.0] * (21 - bad_step)
-    for columns in [c for c in with_bad[:20] if c is not poisoned]:
-        clean.step(columns)
+    assert rates == [clean.step(columns)[LEARNING_RATE] for columns in with_bad[:20] if columns is not poisoned]
+    assert len(set(rates)) > 2
     assert_identical(host(run), host(clean), but=("step", "guard.skipped"))
     assert all(np.isfinite(array).all() for array in host(run).values())
 
