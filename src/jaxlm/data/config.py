@@ -113,6 +113,12 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         """Columns of random examples, [num_examples, ...] each, for benchmarks."""
 
     @property
+    def never_repeats(self) -> str | None:
+        """The key with which the text is not read alike in every epoch, and what to change, so that what is stored about an
+        example fits again; None if examples repeat."""
+        return None
+
+    @property
     def has_examples_per_step(self) -> bool:
         """Whether each step trains on as many new examples as its batch has, so that epochs determine the steps."""
         return True

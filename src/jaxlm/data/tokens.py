@@ -68,6 +68,14 @@ class TokensConfig(DataConfig):
         of_rows = {"mask_fractions": Column(np.float32, ()), "mask_ids": Column(np.int32, ()), **rates}
         return BatchSpec(MaskedBatch, {**columns, "maskable": columns["loss_mask"], **of_rows})
 
+    @property
+    def never_repeats(self) -> str | None:
+        if self.masking is not None:
+            fresh = "data.masking hides other tokens in every epoch. Set data.masking.mask_replicas"
+            return fresh if self.masking.mask_replicas is None else None
+        wraps = self.packing is not None and self._resolved(self.packing).wrap
+        return "data.packing makes other rows in every pass. Set data.packing.wrap: false" if wraps else None
+
     def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> Examples:
         max_documents = record_format.documents_per_sequence
         truncation, ignored = record_format.overlong, self.ignore_token_id
