@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveFloat, PositiveInt
+from jaxlm.core.values.stack_pattern import ALPHA_STEP, RANK_STEP, Pattern, by_pattern
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import TransformerConfig
 from jaxlm.models.families.llama import LlamaConfig
@@ -23,7 +24,6 @@ from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.surgery.quantize import Kind
 
-Pattern = Literal["constant", "increasing", "decreasing", "linear"]
 _ADAPTED = r"layers\..*(attn|mlp)"
 _ADAPTERS = r"\.[ab]$"
 
@@ -64,20 +64,8 @@ class StackAdapters:
         """The adapters of a stack."""
         if number < len(self.stacks):
             return self.stacks[number]
-        rank = _by_pattern(self.rank, self.rank_pattern, number, 8)
-        return StackRank(max(1, int(rank)), _by_pattern(self.alpha, self.alpha_pattern, number, 16))
-
-
-def _by_pattern(first: float, pattern: Pattern, number: int, step: int) -> float:
-    match pattern:
-        case "constant":
-            return first
-        case "increasing":
-            return first * 2**number
-        case "decreasing":
-            return first / 2**number
-        case "linear":
-            return first + step * number
+        rank = by_pattern(self.rank, self.rank_pattern, number, RANK_STEP)
+        return StackRank(max(1, int(rank)), by_pattern(self.alpha, self.alpha_pattern, number, ALPHA_STEP))
 
 
 @choice(PresetConfig, "progressive")
