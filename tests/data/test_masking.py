@@ -106,6 +106,35 @@ def test_time_steps_have_the_fractions_of_the_schedule():
     assert (single.times(np.array([0.2])), single.fractions(np.ones(1))) == (1.0, 0.15)
 
 
+def test_ranges_of_times_share_the_bound():
+    """The mean weight of the hidden tokens is the share of the times, so that those of all ranges add up to 1."""
+    numbers, shares = stratified(np.arange(4096), (0,)), []
+    for first, last in ((0.0, 0.25), (0.25, 0.75), (0.75, 1.0)):
+        masking = MaskingConfig(times=[first, last], mask_schedule_type="cosine", min_mask_fraction=0.01)
+        times = masking.times_of(numbers)
+        assert (first <= times.min(), times.max() <= last) == (True, True)
+        fractions = masking.schedule.fractions(times)
+        shares.append((masking.rates(times) * fractions).mean())
+        ends = masking.schedule.fractions(np.array([first, last]))
+        assert shares[-1] == pytest.approx(ends[1] - ends[0], rel=1e-3), "the integral of the fraction's derivative"
+    assert sum(shares) == pytest.approx(0.99, rel=1e-3)
+    single = MaskingConfig(times=[0.5, 0.5])
+    assert (set(single.times_of(numbers)), single.has_rates) == ({0.5}, False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"times": [0.5]}, "a first and a last time"),
+        ({"times": [0.5, 0.25]}, "a first and a last time"),
+        ({"times": [0.25, 0.5], "num_time_steps": 8}, "only single steps have a fraction"),
+    ],
+)
+def test_times_that_are_no_range_are_refused(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        MaskingConfig(**keys)
+
+
 # --- Masks ------------------------------------------------------------------------------------------------------------
 
 

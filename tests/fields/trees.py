@@ -30,6 +30,7 @@ from jaxlm.observe.completions import CompletionsConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.stored_state.formats import EightBit
 from jaxlm.plan.presets.base import PresetConfig
+from jaxlm.plan.presets.depth_times import DepthTimes
 from jaxlm.plan.presets.progressive import StackAdapters
 from jaxlm.plan.refs.base import RefConfig, SanityConfig
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
@@ -239,6 +240,14 @@ BASES: dict[str, Tree] = {
     ),
     "progressive": tree(preset={"type": "progressive", "stacks": 3, "steps_per_stack": 4}),
     "adapted stacks": tree(preset={"type": "progressive", "stacks": 3, "steps_per_stack": 4, "trunk": "lora"}),
+    "timed stacks": merged(
+        tree(preset={"type": "progressive", "stacks": 3, "steps_per_stack": 4, "at": "prepend", "depth_times": {}}),
+        {
+            "model": {"use_bidirectional_attention": True},
+            "objective": {"type": "mlm"},
+            "data": {"masking": {"min_mask_fraction": 0.15}},
+        },
+    ),
     "cached_trunk": tree(
         objective={"type": "cached_trunk", "num_layers": 1},
         phases=[{"name": "p", "surgery": [{"type": "split_at", "layer": 1}], "trainable": [r"body\.1", "^head"]}],
@@ -314,6 +323,7 @@ def all_fields() -> list[tuple[str, str]]:
     for name, kind in PresetConfig.get_known_choices().items():
         rows += _fields(PRESETS[name], "preset", kind)
     rows += _fields("adapted stacks", "preset.lora", StackAdapters)
+    rows += _fields("timed stacks", "preset.depth_times", DepthTimes)
     for name, kind in SurgeryConfig.get_known_choices().items():
         rows += _fields(name, "surgery", kind)
     return rows + _fields("phases", "phases.0", PhaseConfig)

@@ -31,8 +31,8 @@ class Diffusion(HiddenTokens):
         if "rates" not in columns:
             raise ConfigError(
                 "objective.type: diffusion is a bound only for masks that hide each token with the same probability, at any"
-                " time: remove num_time_steps, time_step_mask_fractions, mode, random_fraction and unchanged_fraction from"
-                " data.masking, or set objective.type: mlm"
+                " time: remove num_time_steps, time_step_mask_fractions, mode, random_fraction, unchanged_fraction and a"
+                " single time in times from data.masking, or set objective.type: mlm"
             )
 
     def weights(self, batch: MaskedBatch) -> dict[str, jax.Array]:

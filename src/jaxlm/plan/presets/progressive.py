@@ -19,6 +19,7 @@ from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.growth import Place
 from jaxlm.models.stack_paths import NEW_STACK
 from jaxlm.plan.presets.base import Derivation, DerivedNumber, PresetConfig
+from jaxlm.plan.presets.depth_times import DepthTimes, StackTime, stack_places
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
@@ -94,6 +95,8 @@ class ProgressiveConfig(PresetConfig):
         lora: the adapters of a trunk with `trunk: lora`.
         store: how the weights of a stack's linear layers are stored once it is part of the trunk, as `kind` of the surgery
             `quantize`; with `trunk: lora` and `nf4` this is a QLoRA trunk. Null leaves them as they are.
+        depth_times: give each stack a noise of its own, the least to the one beside the head, for the objectives `mlm` and
+            `diffusion`. Null hides as many tokens for all of them.
     """
 
     stacks: PositiveInt = 3
@@ -110,6 +113,7 @@ class ProgressiveConfig(PresetConfig):
     carry_optimizer: bool = False
     lora: StackAdapters = field(default_factory=StackAdapters)
     store: Kind | None = None
+    depth_times: DepthTimes | None = None
 
     def derive(self, source: ConfigSource) -> Derivation:
         self._check()
@@ -129,6 +133,10 @@ class ProgressiveConfig(PresetConfig):
             phases.append(self._stage(number, num_layers, model, objective))
             if self.polish_steps:
                 phases.append({"name": f"polish_{number}", "num_train_steps": self.polish_steps})
+        times = self._times(source, objective, model)
+        phases = [
+            {**phase, **({"data": times[name].data} if (name := phase["name"]) in times else {})} for phase in phases
+        ]
         if self.carry_optimizer:
             phases = [phases[0], *({**phase, "carry_optimizer": True} for phase in phases[1:])]
         written = source.tree.get("phases") or phases
@@ -137,7 +145,17 @@ class ProgressiveConfig(PresetConfig):
                 "phases: single keys given with preset.type: progressive, which writes the phases itself. Change keys of the"
                 " preset instead, or write the whole list `phases` in the YAML (--dry_run true lists the preset's)"
             )
-        return Derivation({"phases": phases}, tuple(_row(phase, written) for phase in phases))
+        return Derivation({"phases": phases}, tuple(_row(phase, written, times) for phase in phases))
+
+    def _times(self, source: ConfigSource, objective: Any, model: ModelConfig) -> dict[str, StackTime]:
+        """The times of all phases, by name; empty if none has its own."""
+        if self.depth_times is None:
+            return {}
+        by_place = self.depth_times.of(self.stacks, source.tree, objective, model.seq_len)
+        places = stack_places(self.stacks, prepended=self.at == "prepend")
+        return {
+            f"{kind}_{number}": by_place[place] for number, place in enumerate(places) for kind in ("stack", "polish")
+        }
 
     def _stage(self, number: int, num_layers: int, model: ModelConfig, objective: Any) -> dict[str, Any]:
         """The phase in which a new stack trains."""
@@ -213,13 +231,16 @@ class _ModelSection:
     model: ModelConfig = field(default_factory=LlamaConfig)
 
 
-def _row(phase: Mapping[str, Any], written: Sequence[Mapping[str, Any]]) -> DerivedNumber:
-    """A phase as a row of the start-up table. Args: written: the phases of the configuration."""
+def _row(
+    phase: Mapping[str, Any], written: Sequence[Mapping[str, Any]], times: Mapping[str, StackTime]
+) -> DerivedNumber:
+    """A phase as a row of the start-up table. Args: written: the phases of the configuration; times: by phase."""
     keys = lambda one: " ".join(f"{key} {value}" for key, value in one.items() if key != "type")  # noqa: E731
     changes = "; ".join(f"{one['type']} ({keys(one)})" for one in phase.get("surgery", []))
     trains = ", ".join(phase.get("trainable", ["everything"]))
     stored = ", trunk stored" if "objective" in phase else ""
+    noise = f", {times[phase['name']]}" if phase["name"] in times else ""
     names = [one.get("name") for one in written]
     instead = "" if phase["name"] in names else "you wrote other phases"
-    formula = f"{phase['num_train_steps']:,} steps, trains {trains}{stored}"
+    formula = f"{phase['num_train_steps']:,} steps, trains {trains}{stored}{noise}"
     return DerivedNumber(str(phase["name"]), changes or "no change of the model", formula, "", instead=instead)
