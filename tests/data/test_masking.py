@@ -1,6 +1,7 @@
 """Hidden tokens: which they are, by sequence, epoch and time alone, and how many."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import MaskedBatch
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.masking.mask_schedule import ContinuousSchedule, SteppedSchedule
+from jaxlm.data.masking.masked_examples import MaskedExamples
 from jaxlm.data.masking.masking_config import Masker, MaskingConfig
 from jaxlm.data.masking.uniform_numbers import stratified, uniform_numbers
 from jaxlm.data.mixture import Mixture
@@ -212,7 +214,23 @@ def test_replicas_are_all_ways_that_a_sequence_is_read_in(corpus):
     lower = np.minimum(alone["mask_fractions"][::2], alone["mask_fractions"][1::2])
     assert (lower < 0.501).all(), "the times of two ways are spread evenly"
     assert (np.maximum(alone["mask_fractions"][::2], alone["mask_fractions"][1::2]) >= 0.5).all()
-    assert examples.arrangement["masking"]["replicas"] == 2
+
+
+def test_what_masks_depend_on_identifies_them(corpus):
+    """What is stored about an example with hidden tokens is found by this, so that equal text is not enough."""
+
+    def arrangement(source="", ignored=None, **masking):
+        (examples,) = opened(corpus, masking={"mask_replicas": 2, **masking}, ignore_token_id=ignored).train.values()
+        masker = dataclasses.replace(examples._masker, source=examples._masker.source + len(source))
+        return json.dumps(
+            MaskedExamples(examples._examples, masker, examples._num_replicas).arrangement, sort_keys=True
+        )
+
+    others = [arrangement(ignored=3), arrangement("another source"), arrangement(mask_replicas=3)]
+    others += [arrangement(seed=1), arrangement(mode="fixed_count"), arrangement(mask_schedule_type="cosine")]
+    others += [arrangement(max_mask_fraction=0.5), arrangement(num_time_steps=3), arrangement(random_fraction=0.1)]
+    assert arrangement() == arrangement(validation_replicas=4)
+    assert len({arrangement(), *others}) == 1 + len(others)
 
 
 def test_the_first_batches_of_a_source_are_masked_anew_in_each_epoch(corpus):

@@ -116,14 +116,20 @@ TOP = ["new_stack", "final_norm", "^head"]
 LORA = {"type": "lora", "target": r"body\.0", "rank": 2}
 
 
-def planned(surgery, trainable=TOP, model=MODEL, refs=None, **objective):
+BOTH = {**MODEL, "use_bidirectional_attention": True}
+TIMED = {**BOTH, "time_embedding": {"dim": 8}}
+MASKED = {"masking": {"mask_replicas": 2}}
+
+
+def planned(surgery, trainable=TOP, model=MODEL, refs=None, data=None, **objective):
     upper = {
         "name": "p",
         "surgery": surgery,
         "trainable": trainable,
         "objective": {"type": "cached_trunk", **objective},
     }
-    source = {"model": model, "phases": [upper], "trainer": {"train_batch_size": 8, "num_train_steps": 1}}
+    trainer = {"train_batch_size": 8, "num_train_steps": 1}
+    source = {"model": model, "phases": [upper], "trainer": trainer, "data": data or {}}
     return make_plan(decode_run(ConfigSource({**source, "refs": refs or {}}), None), "x", 40)
 
 
@@ -139,6 +145,42 @@ REFUSED = {
         r"trainable matches body\.0\..*_proj\.[ab], on which it depends",
     ),
     "embeddings": (([GROW], [*TOP, "^tokens"]), {}, r"trainable matches tokens\.weight, on which it depends"),
+    "adapters on stored weights": (
+        ([{"type": "quantize", "kind": "nf4"}, {**LORA, "target": "attn"}, GROW], [*TOP, r"\.[ab]$"]),
+        {},
+        r"trainable matches body\.0\..*_proj\.[ab], on which it depends",
+    ),
+    "the embedding of the time": (
+        ([GROW], [*TOP, "^time"], TIMED),
+        {"data": MASKED, "objective": {"type": "diffusion"}},
+        r"trainable matches time\..*, on which it depends",
+    ),
+    "masks anew in every epoch": (
+        ([GROW], TOP, BOTH),
+        {"data": {"masking": {}}, "objective": {"type": "mlm"}},
+        r"phase 'p': objective.type: cached_trunk stores .* hides other tokens in every epoch.* data.masking.mask_replicas",
+    ),
+    "nothing is hidden": (
+        ([GROW], TOP, BOTH),
+        {"objective": {"type": "diffusion"}},
+        "objective.type: diffusion cannot train on data.type: tokens.* Set data.masking",
+    ),
+    "something is hidden": (
+        ([GROW],),
+        {"data": MASKED},
+        "objective.type: next_token cannot train on data.type: tokens: it reads TokenBatch or PairBatch, and",
+    ),
+    "pairs": (([GROW],), {"data": {"type": "pairs"}}, "objective.type: cached_trunk cannot train on data.type: pairs"),
+    "a causal model": (
+        ([GROW],),
+        {"data": MASKED, "objective": {"type": "mlm"}},
+        "objective.type: mlm predicts hidden tokens from those on both sides",
+    ),
+    "no bound": (
+        ([GROW], TOP, BOTH),
+        {"data": {"masking": {"mask_replicas": 2, "mode": "fixed_count"}}, "objective": {"type": "diffusion"}},
+        "objective.type: diffusion is a bound only for masks",
+    ),
     "dropout": (([GROW], TOP, {**GPT2, "resid_pdrop": 0.1}), {}, "it is random in training"),
     "dropped embeddings": (([GROW], TOP, {**GPT2, "embed_pdrop": 0.1}), {}, "it is random in training"),
     "dropout of adapters": (([{**LORA, "target": "q_proj", "dropout": 0.1}, GROW],), {}, "it is random in training"),
@@ -154,6 +196,15 @@ REFUSED = {
 def test_what_cannot_be_stored_is_refused(arguments, keys, message):
     with pytest.raises(ConfigError, match=message):
         planned(*arguments, **keys)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "objective"),
+    [(TIMED, MASKED, "diffusion"), (BOTH, MASKED, "mlm"), (BOTH, {"type": "labeled"}, "custom"), (MODEL, {}, "clm")],
+)
+def test_what_is_read_alike_each_time_is_stored(model, data, objective):
+    (upper,) = planned([GROW], model=model, data=data, objective={"type": objective}).phases
+    assert upper.objective.inner.inputs_key == {}
 
 
 def test_dropout_above_the_trunk_is_allowed():

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxlm.core.field_types import PositiveInt
+from jaxlm.data.base import given
 from jaxlm.data.batch import Columns
 from jaxlm.data.cache.row_index import RowIndex, open_or_index
 from jaxlm.data.cache.token_cache import TokenCache
@@ -146,7 +147,7 @@ class BestFitSequences(Examples):
         self.cache = cache
         self.seq_len = seq_len
         self.is_endless = rows.is_endless
-        self.arrangement = {"packing": config.identity()}
+        self.arrangement = {"packing": config.identity(), **given(ignored_id=ignored_id)}
         self._config = config
         self._ignored_id = ignored_id
         self._rows, self._index = rows, rows.first_pass

@@ -113,6 +113,11 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         """Columns of random examples, [num_examples, ...] each, for benchmarks."""
 
     @property
+    def changes_examples(self) -> bool:
+        """Whether a training example has other columns each time that it is drawn, so that nothing about it can be stored."""
+        return False
+
+    @property
     def has_examples_per_step(self) -> bool:
         """Whether each step trains on as many new examples as its batch has, so that epochs determine the steps."""
         return True

@@ -23,7 +23,6 @@ class Examples(abc.ABC):
         cache: where their tokens are.
         seq_len: tokens per sequence.
         arrangement: what determines their columns besides the tokens, the starts and `seq_len`, as plain JSON.
-        draws_anew: whether `read_drawn` returns other columns each time that an example is drawn.
         is_endless: whether indices go on beyond the last example. Then `len` counts those of the first pass; those after
             it differ.
     """
@@ -31,7 +30,6 @@ class Examples(abc.ABC):
     cache: TokenCache
     seq_len: int
     arrangement: Mapping[str, Any] = MappingProxyType({})
-    draws_anew: bool = False
     is_endless: bool = False
 
     @abc.abstractmethod
@@ -155,7 +153,6 @@ class ExampleRange(WrappedExamples):
     def __init__(self, examples: Examples, start: int, stop: int):
         super().__init__(examples)
         self._range = range(start, stop)
-        self.draws_anew = examples.draws_anew
 
     def __len__(self) -> int:
         return len(self._range)

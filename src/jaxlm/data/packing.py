@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlm.data.base import given
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import ContiguousExamples, documents_as_text
 from jaxlm.data.formats.base import FATES, Truncation
@@ -111,8 +112,8 @@ class PackedSequences(ContiguousExamples):
         self.packed = packed
         self._ignored_id = ignored_id
         self._windows = windows or Windows(seq_len, True)
-        if windows is not None:
-            self.arrangement = {"windows": asdict(windows)}
+        overlap = None if windows is None else asdict(windows)
+        self.arrangement = given(windows=overlap, ignored_id=ignored_id)
 
     def __len__(self) -> int:
         if self.packed is not None:

@@ -68,6 +68,10 @@ class TokensConfig(DataConfig):
         of_rows = {"mask_fractions": Column(np.float32, ()), "mask_ids": Column(np.int32, ()), **rates}
         return BatchSpec(MaskedBatch, {**columns, "maskable": columns["loss_mask"], **of_rows})
 
+    @property
+    def changes_examples(self) -> bool:
+        return self.masking is not None and self.masking.mask_replicas is None
+
     def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> Examples:
         max_documents = record_format.documents_per_sequence
         truncation, ignored = record_format.overlong, self.ignore_token_id

@@ -68,6 +68,11 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         """The objective used when a config has no `type:`."""
         return "next_token"
 
+    @property
+    def inner(self) -> "ObjectiveConfig":
+        """The objective whose loss it computes: itself, unless it wraps another."""
+        return self
+
     def check_columns(self, columns: Collection[str]) -> None:
         """Raises `ConfigError` if the objective cannot train on batches with columns of these names."""
 
@@ -197,7 +202,8 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     @property
     def inputs_key(self) -> Mapping[str, Any] | None:
         """What the tokens that the model reads depend on, besides the example; {} if `read_inputs` are those of the batch.
-        None if that is not known, or random: then nothing that depends on them can be stored."""
+        Masks belong to the example (`Examples.arrangement`). None if that is not known, or random: then nothing that depends
+        on them can be stored."""
         return None
 
     def read_inputs(self, batch: Any) -> Inputs:

@@ -20,7 +20,7 @@ from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.products.stored_weights import Weight
-from jaxlm.core.values.batch_types import TokenBatch
+from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import Hidden, Inputs, LanguageModel, ModelConfig, layer_tap
 from jaxlm.models.distillation.stored_streams import Int8Array
@@ -31,13 +31,16 @@ from jaxlm.objectives.next_token import NextToken
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import choice_name
 
+Sequences = TokenBatch | MaskedBatch | LabeledBatch
+
 
 @choice(ObjectiveConfig, "cached_trunk")
 class CachedTrunk(ObjectiveConfig):
     """Trains upper layers on the stored output of frozen lower ones (the trunk). When the phase begins, the trunk reads every
     training sequence once, and what it computes is kept on disk beside the tokens; the steps start from there. Everything
-    that it depends on must be frozen, and nothing in it random (dropout). Each sequence takes 2 bytes a token and feature in
-    bfloat16, on the disk of `data.cache_dir`.
+    that it depends on must be frozen, and nothing in it random (dropout). Where tokens are hidden, `data.masking` must have
+    `mask_replicas`: each way of hiding those of a sequence is stored as a sequence of its own. Each sequence takes 2 bytes a
+    token and feature in bfloat16, on the disk of `data.cache_dir`.
 
     Attributes:
         objective: the loss of the phase.
@@ -46,7 +49,7 @@ class CachedTrunk(ObjectiveConfig):
         int8: store 8-bit integers with a scale for each token. The losses are then those of a slightly different trunk.
     """
 
-    batch_types: ClassVar[tuple[type, ...]] = (TokenBatch,)
+    batch_types: ClassVar[tuple[type, ...]] = (TokenBatch, MaskedBatch, LabeledBatch)
 
     objective: ObjectiveConfig = field(default_factory=NextToken)
     num_layers: PositiveInt | None = None
@@ -59,7 +62,7 @@ class CachedTrunk(ObjectiveConfig):
             raise ConfigError(
                 f"objective.objective: {name} given, which asks another model in every step. Use it without cached_trunk"
             )
-        if inner.restarts_optimizer or TokenBatch not in inner.batch_types:
+        if inner.restarts_optimizer or not set(self.batch_types) & set(inner.batch_types):
             raise ConfigError(
                 f"objective.objective: {name} given, which does not train on sequences by the final hidden states of the"
                 " model. Use it without cached_trunk"
@@ -67,9 +70,13 @@ class CachedTrunk(ObjectiveConfig):
         if inner.inputs_key is None:
             raise ConfigError(
                 f"objective.objective: {name} given, with which the model may not read the same each time that a sequence"
-                " comes (noise on embeddings, masks that are drawn anew), so that the output of a trunk cannot be stored."
-                " Remove the noise (neftune_alpha), or use the objective without cached_trunk"
+                " comes (noise on embeddings), so that the output of a trunk cannot be stored. Remove the noise"
+                " (neftune_alpha), or use the objective without cached_trunk"
             )
+
+    @property
+    def inner(self) -> ObjectiveConfig:
+        return self.objective
 
     @property
     def annotation_key(self) -> Mapping[str, Any]:
@@ -79,7 +86,7 @@ class CachedTrunk(ObjectiveConfig):
     def asks_itself(self) -> bool:
         return True
 
-    def annotate(self, refs: Mapping[str, LanguageModel], batch: TokenBatch) -> TokenBatch:
+    def annotate(self, refs: Mapping[str, LanguageModel], batch: Sequences) -> Sequences:
         model = refs.get(ITSELF)
         if batch.annotations is not None or model is None:
             return batch
@@ -112,7 +119,7 @@ class CachedTrunk(ObjectiveConfig):
 
     def check_trainable(self, model: LanguageModel, trainable: Any) -> None:
         first, trained = self.first_layer(model), {path for path, _ in tree.leaves(trainable)}
-        inputs = _abstract_inputs(model)
+        inputs = _abstract_inputs(model, has_fractions=MaskedBatch in self.objective.batch_types)
         key = jax.eval_shape(lambda: jax.random.key(0))
         arrays, structure = jax.tree.flatten(model)
         paths = [path for path, leaf in tree.leaves(model) for _ in jax.tree.leaves(leaf)]
@@ -138,7 +145,7 @@ class CachedTrunk(ObjectiveConfig):
         jax.eval_shape(lambda m, i: m.hidden_after(first, _stream(m, first, i), i).final, model, inputs)
 
     def terms(
-        self, model: LanguageModel, batch: TokenBatch, slot: Any, *, key: jax.Array | None
+        self, model: LanguageModel, batch: Sequences, slot: Any, *, key: jax.Array | None
     ) -> tuple[dict[str, Sum], Metrics, Any]:
         """Those of the inner objective. A batch without stored streams, as in evaluations, runs all layers."""
         if batch.annotations is None:
@@ -174,7 +181,7 @@ class CachedTrunk(ObjectiveConfig):
     def with_row_keys(self, batch: Any, key: jax.Array) -> Any:
         return self.objective.with_row_keys(batch, key)
 
-    def weights(self, batch: TokenBatch) -> dict[str, jax.Array]:
+    def weights(self, batch: Sequences) -> dict[str, jax.Array]:
         return self.objective.weights(batch)
 
 
@@ -188,7 +195,7 @@ class _Int8Stream(eqx.Module):
         return self.stream.floats(self.dtype)
 
 
-_STATIC = ("logit_soft_cap", "vocab_multiple", "head_fp8", "notes", "switch_lengths")
+_STATIC = ("logit_soft_cap", "vocab_multiple", "head_fp8", "notes", "is_causal", "switch_lengths")
 
 
 class _UpperLayers(LanguageModel):
@@ -234,10 +241,11 @@ def _stream(model: LanguageModel, first: int, inputs: Inputs, key: jax.Array | N
     return model.hidden(inputs, taps=(tap,), key=key).taps[tap]
 
 
-def _abstract_inputs(model: LanguageModel) -> Inputs:
+def _abstract_inputs(model: LanguageModel, *, has_fractions: bool) -> Inputs:
     axes = (Axis(BATCH, 1), Axis(POSITION, model.Pos.size))
     column: Any = hax.NamedArray(jax.ShapeDtypeStruct((1, model.Pos.size), jnp.int32), axes)  # type: ignore[arg-type]
-    return Inputs(column, column, column)
+    fractions: Any = hax.NamedArray(jax.ShapeDtypeStruct((1,), jnp.float32), axes[:1])  # type: ignore[arg-type]
+    return Inputs(column, column, column, mask_fractions=fractions if has_fractions else None)
 
 
 def _body(model: LanguageModel) -> Body:

@@ -1,5 +1,6 @@
 """Prediction of labels that the data gives."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import haliax as hax
@@ -24,6 +25,13 @@ class CustomTargets(ObjectiveConfig):
     head_in_fp8: ClassVar[bool] = False
     reads_later_tokens: ClassVar[bool | None] = None
 
+    @property
+    def inputs_key(self) -> Mapping[str, Any] | None:
+        return {}
+
+    def read_inputs(self, batch: LabeledBatch) -> Inputs:
+        return Inputs(batch.tokens, batch.positions, batch.segment_ids)
+
     def weights(self, batch: LabeledBatch) -> dict[str, jax.Array]:
         """The number of tokens with a label, and of those that are not padding."""
         return {"loss": hax.sum(batch.loss_mask).scalar(), AUXILIARY: auxiliary_weight(batch)}
@@ -32,7 +40,7 @@ class CustomTargets(ObjectiveConfig):
         self, model: LanguageModel, batch: LabeledBatch, slot: Any, *, key: jax.Array | None
     ) -> tuple[dict[str, Sum], Metrics, Any]:
         """The loss term `loss` and the layers' auxiliary losses. The metrics are `loss` and `mean_token_accuracy`."""
-        hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids), key=key)
+        hidden = model.hidden(self.read_inputs(batch), key=key)
         options: dict[str, Any] = {"soft_cap": model.logit_soft_cap, "vocab_multiple": model.vocab_multiple}
         sums = next_token_sums(hidden.final, model.lm_head(), batch.targets, batch.loss_mask, **options)
         weight = self.weights(batch)["loss"]

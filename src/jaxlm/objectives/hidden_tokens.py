@@ -1,5 +1,6 @@
 """The loss of hidden tokens, which masked and diffusion language models share."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import haliax as hax
@@ -20,6 +21,18 @@ class HiddenTokens(ObjectiveConfig):
     other_batches: ClassVar[str] = "Set data.masking, which hides tokens ({} hides a random fraction of each sequence)"
     head_in_fp8: ClassVar[bool] = False
     reads_later_tokens: ClassVar[bool | None] = True
+
+    @property
+    def inputs_key(self) -> Mapping[str, Any] | None:
+        return {}
+
+    def read_inputs(self, batch: MaskedBatch) -> Inputs:
+        return masked_inputs(batch)
+
+
+def masked_inputs(batch: MaskedBatch) -> Inputs:
+    """What the model reads: the tokens that are not hidden, and how many are."""
+    return Inputs(batch.tokens, batch.positions, batch.segment_ids, mask_fractions=batch.mask_fractions)
 
 
 def hidden_token_weights(batch: MaskedBatch, counted: NamedArray) -> dict[str, jax.Array]:
@@ -42,8 +55,7 @@ def hidden_token_terms(
         counted: float32, 1 for the tokens that the sum is divided by.
         excluded: a token at each position that has no probability; None for none.
     """
-    inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids, mask_fractions=batch.mask_fractions)
-    hidden = model.hidden(inputs, key=key)
+    hidden = model.hidden(masked_inputs(batch), key=key)
     options: dict[str, Any] = {"soft_cap": model.logit_soft_cap, "vocab_multiple": model.vocab_multiple}
     sums = next_token_sums(hidden.final, model.lm_head(), batch.targets, weights, excluded=excluded, **options)
     weight = hidden_token_weights(batch, counted)["loss"]

@@ -281,11 +281,18 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
             f"phase '{phase.name}': evals: type objective asks the references about the validation data, but objective.cache:"
             " true stores their answers for the training data alone and does not load them. Remove the evaluation, or cache"
         )
-    if not isinstance(batch, phase.objective.batch_types):
+    for objective in (phase.objective, phase.objective.inner):
+        if not isinstance(batch, objective.batch_types):
+            raise ConfigError(
+                f"phase '{phase.name}': objective.type: {choice_name(type(objective))} cannot train on data.type:"
+                f" {choice_name(type(data))}: it reads {' or '.join(t.__name__ for t in objective.batch_types)}, and the"
+                f" data makes {type(batch).__name__}. {objective.other_batches}"
+            )
+    if phase.objective.annotation_key is not None and data.changes_examples:
         raise ConfigError(
-            f"phase '{phase.name}': objective.type: {choice_name(type(phase.objective))} cannot train on data.type:"
-            f" {choice_name(type(data))}: it reads {' or '.join(t.__name__ for t in phase.objective.batch_types)}, and the"
-            f" data makes {type(batch).__name__}. {phase.objective.other_batches}"
+            f"phase '{phase.name}': objective.type: {choice_name(type(phase.objective))} stores what a model computes of each"
+            " sequence, but data.masking hides other tokens in every epoch, so that nothing stored fits again. Set"
+            " data.masking.mask_replicas, or train with an objective that stores nothing"
         )
     phase.objective.check_model(phase.model)
     phase.objective.check_columns(spec.columns)

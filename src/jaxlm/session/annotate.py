@@ -92,11 +92,6 @@ def _folders(
     """
     batch_size = plan.batches.train.largest.microbatch  # that of a step, so that the program computes the same
     block_size = batch_size * max(1, _BLOCK_EXAMPLES // batch_size)
-    if anew := [name for name, examples in data.train.items() if examples.draws_anew]:
-        raise ConfigError(
-            f"objective.cache: true given, but data.masking hides other tokens of {anew[0] or 'the text'} in every epoch, so"
-            " that nothing stored about a sequence fits again. Set data.masking.mask_replicas, or objective.cache: false"
-        )
     folders = {
         name: AnnotationFolder(examples, _made_from(plan, phase, examples, facts), block_size)
         for name, examples in data.train.items()

@@ -240,10 +240,11 @@ def _stored_weights(plan: Plan) -> dict[str, str]:
 
 
 def _fp8_products(phase: Phase, model: LanguageModel) -> str | None:
-    if model.head_fp8 is None or phase.objective.head_in_fp8:
+    objective = phase.objective.inner
+    if model.head_fp8 is None or objective.head_in_fp8:
         return describe_products(model)
     others = describe_products(dataclasses.replace(model, head_fp8=None)) or "all in the compute dtype"
-    return f"{others}, among them the head: objective {choice_name(type(phase.objective))} does not multiply it in fp8"
+    return f"{others}, among them the head: objective {choice_name(type(objective))} does not multiply it in fp8"
 
 
 def check_performance(plan: Plan) -> None:

@@ -26,9 +26,8 @@ class MaskedExamples(WrappedExamples):
     def __init__(self, examples: Examples, masker: Masker, num_replicas: int | None):
         super().__init__(examples)
         self._masker, self._num_replicas = masker, num_replicas
-        self.draws_anew = num_replicas is None
         self.is_endless = examples.is_endless and num_replicas is None
-        self.arrangement = {**examples.arrangement, "masking": {**masker.config.identity(), "replicas": num_replicas}}
+        self.arrangement = {**examples.arrangement, "masking": {**masker.identity(), "replicas": num_replicas}}
 
     def __len__(self) -> int:
         return len(self._examples) * (self._num_replicas or 1)

@@ -181,6 +181,11 @@ class Masker:
     is_special: np.ndarray
     source: int = 0
 
+    def identity(self) -> dict[str, Any]:
+        """What masks depend on besides the sequences and their numbers, as plain JSON."""
+        special = np.flatnonzero(self.is_special).tolist()
+        return {**self.config.identity(), "mask_id": self.mask_id, "special": special, "source": self.source}
+
     def mask(self, columns: Columns, indices: np.ndarray, draws: np.ndarray, uniform_times: np.ndarray) -> Columns:
         """The columns of `MaskedBatch`.
 
