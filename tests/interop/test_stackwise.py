@@ -81,6 +81,8 @@ TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (config({"new_stack_precision": "qlora"}), {"trainer.mp": "f32", "preset.store": "nf4"}),
     (config({"cache_activations": True, **CLM}), {"preset.cache": True}),
     (config({"cache_activations": False, **CLM}), {"preset.cache": "missing"}),
+    (config({"cache_activations": True}), {"preset.cache": True, "data.masking.mask_replicas": 1}),
+    (config({"max_stacks": 2}, {"time_step_mask_fractions": [0.1, 0.9]}), {MASKS: [0.1, 0.9]}),
     (config({"training_objective": "mlm"}), {"objective.type": "mlm", "data.masking.mode": "fixed_count"}),
     (config(CLM), {"objective.type": "next_token", "data.masking": "missing", TIMES: "missing"}),
     (config({"training_objective": "custom"}), {"objective.type": "custom", "data.type": "labeled"}),
@@ -287,11 +289,6 @@ NO_EFFECT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     )
 ]
 NO_EFFECT += [
-    (
-        config(),
-        config({"cache_activations": True}),
-        "cache_activations: nothing is stored: with training_objective: mlm",
-    ),
     (config(QLORA), config({**QLORA, "cache_activations": True}), "cache_activations: nothing is stored: the adapters"),
     (
         config({**CLM, "building_mode": "prepend"}),
@@ -325,7 +322,11 @@ NO_EFFECT += [
         config(INPUT, {"time_step_mask_fractions": FRACTIONS, "min_mask_fraction": 0.2}),
         "min_mask_fraction",
     ),
-    (config(), config(training={"time_step_mask_fractions": FRACTIONS}), "time_step_mask_fractions"),
+    (
+        config({"training_objective": "diffusion"}),
+        config({"training_objective": "diffusion"}, {"time_step_mask_fractions": FRACTIONS}),
+        "time_step_mask_fractions",
+    ),
     *(
         (config(CLM), config(CLM, {key: value}), key)
         for key, value in {"time_step_masking": True, "num_time_steps": 8, "max_mask_fraction": 0.5}.items()
@@ -477,7 +478,16 @@ def test_neither_targets_nor_variables(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "tree", [config(CLM), config({**CLM, "cache_activations": True}), config(QLORA), qlora(rank=4)]
+    "tree",
+    [
+        config(CLM),
+        config({**CLM, "cache_activations": True}),
+        config({"cache_activations": True}),
+        config({"training_objective": "diffusion", "building_mode": "prepend"}),
+        config(INPUT),
+        config(QLORA),
+        qlora(rank=4),
+    ],
 )
 def test_the_translation_is_a_configuration(tree: dict[str, Any], tmp_path: Path):
     translate(tmp_path, tree)
@@ -545,6 +555,7 @@ def test_the_yaml_of_the_guide(text: str, tmp_path: Path):
         "at": "append",
         "trunk": "frozen",
         "depth_times": times,
+        **({"cache": True} if text is PROGRESSIVE else {}),
     }
 
 

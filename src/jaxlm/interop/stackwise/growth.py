@@ -147,9 +147,14 @@ def _put_cache(progressive: Section, at: str, trunk: str, objective: Objective, 
         why = "the adapters of a trunk with trunk_strategy: qlora change what it computes in every step"
     elif at == "prepend":
         why = "with building_mode: prepend, the trunk reads what the new stack computes, which changes in every step"
-    elif objective.hides_tokens:
-        why = f"with training_objective: {objective.name}, the trunk reads other masks in every epoch"
-    if why is None:
-        out.put("preset.cache", True, progressive, "cache_activations")
-    else:
+    if why is not None:
         progressive.note("cache_activations", f"nothing is stored: {why}")
+        return
+    out.put("preset.cache", True, progressive, "cache_activations")
+    if objective.hides_tokens:
+        out.put("data.masking.mask_replicas", 1, progressive, "cache_activations")
+        progressive.note(
+            "cache_activations",
+            "tokens of a sequence are hidden in one way in all epochs, so that what the trunk computes of it can be stored."
+            " Set --data.masking.mask_replicas to have more ways, which take as many times the disk",
+        )

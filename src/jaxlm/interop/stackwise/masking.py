@@ -25,12 +25,13 @@ def put_masking(
         out.put("data.masking.mode", "fixed_count", training, "time_step_masking")
     fractions, num_steps = training.take("time_step_mask_fractions"), training.number("num_time_steps")
     stepped = training.choice("time_step_masking", (True, False), True)
-    if objective.name == "diffusion" or by_depth or not stepped:
+    without_list = by_depth and fractions is None
+    if objective.name == "diffusion" or without_list or not stepped:
         reason = (
             "masks of any fraction are drawn, so that the loss is a bound"
             if objective.name == "diffusion"
             else "each stack has the fraction of its own time, by mask_schedule_type"
-            if by_depth
+            if without_list
             else "time_step_masking is false"
         )
         if fractions is not None:
