@@ -118,6 +118,11 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         return False
 
     @property
+    def noise(self) -> str | None:
+        """How many tokens of the sequences are hidden, in words; None if none are."""
+        return None
+
+    @property
     def has_examples_per_step(self) -> bool:
         """Whether each step trains on as many new examples as its batch has, so that epochs determine the steps."""
         return True

@@ -72,6 +72,10 @@ class TokensConfig(DataConfig):
     def changes_examples(self) -> bool:
         return self.masking is not None and self.masking.mask_replicas is None
 
+    @property
+    def noise(self) -> str | None:
+        return None if self.masking is None else self.masking.summary
+
     def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> Examples:
         max_documents = record_format.documents_per_sequence
         truncation, ignored = record_format.overlong, self.ignore_token_id

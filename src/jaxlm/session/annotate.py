@@ -97,8 +97,8 @@ def _folders(
         for name, examples in data.train.items()
     }
     missing = [folder for folder in folders.values() if not all_processes(folder.path.exists())]
+    example_bytes = _bytes_per_example(template)
     if missing:
-        example_bytes = _bytes_per_example(template)
         main_only(lambda: _check_space(missing, example_bytes))
         refs = load()
 
@@ -116,6 +116,11 @@ def _folders(
 
         for folder in missing:
             _build(folder, annotate, batch_size, example_bytes, log)
+    for folder in folders.values():
+        size = len(folder.examples) * example_bytes / 1e6
+        log(
+            f"phase '{phase.name}': reads {len(folder.examples):,} stored sequences ({size:,.1f} MB) from {folder.path}"
+        )
     return folders
 
 

@@ -34,6 +34,7 @@ from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, RematModules
 from jaxlm.models.scan import runs_as_scan
 from jaxlm.models.stacks import HeterogeneousBody, Stack
 from jaxlm.observe.console import duration
+from jaxlm.observe.phase_history import HIDDEN, LAYERS, STEPS, TRAINS
 from jaxlm.observe.trackers import RunInfo
 from jaxlm.observe.trackers.environment import JAX_OPTIONS, computing, flags, source_of, source_of_jaxlm, variables
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
@@ -414,11 +415,21 @@ def _checkpoints(plan: Plan) -> str:
     return f"{plan.checkpoints}: every {interval} ({retention}), permanent {permanent or 'only at the end'}"
 
 
-def group_rows(phase: Phase, model: LanguageModel, opt_state: Any) -> list[tuple[str, str]]:
-    """The parameter-group table of a phase; every parameter is in exactly one row. The last row is the optimizer state."""
+def phase_rows(plan: Plan, phase: Phase, model: LanguageModel, opt_state: Any) -> list[tuple[str, str]]:
+    """The table of a phase that begins or goes on: its steps, its layers from the input to the output, and its parameter
+    groups; every parameter is in exactly one of these. The last row is the optimizer state."""
     trainable, frozen = map(tree.num_parameters, phase.split(model))
-    rows = [(group.name, _group_row(phase.optimizer, group)) for group in phase.groups(model)]
-    return [*rows, ("frozen", f"{frozen:,}"), ("optimizer state", describe_state(opt_state, trainable))]
+    sizes, noise = [stack.Layers.size for stack in _stacks(model)], plan.data[phase.index].noise
+    parts = f" ({' + '.join(map(str, sizes))})" if len(sizes) > 1 else ""
+    return [
+        (STEPS, f"{phase.start} to {phase.end}"),
+        *([(LAYERS, f"{sum(sizes)}{parts}")] if sizes else []),
+        *([(HIDDEN, noise)] if noise is not None else []),
+        (TRAINS, f"{trainable:,} of {trainable + frozen:,} parameters"),
+        *((group.name, _group_row(phase.optimizer, group)) for group in phase.groups(model)),
+        ("frozen", f"{frozen:,}"),
+        ("optimizer state", describe_state(opt_state, trainable)),
+    ]
 
 
 def _group_row(optimizer: OptimizerConfig, group: ParameterGroup) -> str:

@@ -101,6 +101,14 @@ class MaskingConfig:
             )
 
     @property
+    def summary(self) -> str:
+        """How many tokens are hidden, in words."""
+        ends = np.array([0.0, 1.0] if self.times is None else self.times)
+        fractions = " to ".join(dict.fromkeys(f"{fraction:.4g}" for fraction in self.schedule.fractions(ends)))
+        times = "" if self.times is None else f", time {' to '.join(dict.fromkeys(f'{time:.4g}' for time in ends))}"
+        return f"mask fraction {fractions}{times}"
+
+    @property
     def is_stepped(self) -> bool:
         """Whether only a few times have a fraction."""
         return self.time_step_mask_fractions is not None or self.num_time_steps is not None
