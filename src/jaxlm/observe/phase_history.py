@@ -70,7 +70,7 @@ def _records(run: LoggedRun, entries: Mapping[str, re.Match[str]]) -> Iterator[P
         start, end = map(int, steps.groups())
         losses = _between(run, TRAIN_LOSS, start, end)
         validation = _between(run, EVAL_LOSS, start, end)
-        tokens = _between(run, TOTAL_TOKENS, 0, end), _between(run, TOTAL_TOKENS, 0, start)
+        after, before = ([0.0, *_between(run, TOTAL_TOKENS, 0, step)][-1] for step in (end, start))
         stored = (one for one in _STORED.finditer(run.log, entry.end()) if one[1] == name)
         yield PhaseRecord(
             name,
@@ -82,7 +82,7 @@ def _records(run: LoggedRun, entries: Mapping[str, re.Match[str]]) -> Iterator[P
             " and ".join(dict.fromkeys(f"{one[2]} {one[3]}" for one in stored)),
             (losses[0], losses[-1]) if len(losses) else (),
             validation[-1] if len(validation) else None,
-            int(np.subtract(*(one[-1] if len(one) else 0.0 for one in tokens))),
+            int(after - before),
         )
 
 
