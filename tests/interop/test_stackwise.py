@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
+from jaxlm.commands.convert import main as convert
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.stackwise.from_stackwise import from_stackwise
 from jaxlm.plan.load_config import load_config
@@ -590,3 +591,15 @@ def keys_with_rows() -> dict[str, set[str]]:
 def test_the_page_has_every_key_and_every_key_has_a_row():
     documented = tables()
     assert {heading: documented[heading] for heading in keys_with_rows()} == keys_with_rows()
+
+
+def test_the_command_writes_a_configuration_of_the_same_run(tmp_path: Path, capsys):
+    translate(tmp_path, config({**QLORA, "qlora_strategy": "progressive"}, {"run_id": "one"}))
+    written = tmp_path / "run.yaml"
+    assert convert(["stackwise", str(tmp_path / "config.yaml"), "--output", str(written)]) == 0
+    assert "# model.attention_preset: the model is jaxlm's llama" in written.read_text()
+    runs = [load_config(["--config_path", str(path)], "jaxlm.train") for path in (tmp_path / "config.yaml", written)]
+    assert runs[0] == runs[1]
+    for program, message in {"stackwise": "a section `training`", "caramba": "not a caramba manifest"}.items():
+        assert convert([program, str(written)]) == 2
+        assert message in capsys.readouterr().err
