@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.annotations import AnnotatedExamples, AnnotationFolder
+from jaxlm.data import annotations
+from jaxlm.data.annotations import AnnotatedExamples, AnnotationFolder, AskingBatches
 from jaxlm.data.packing import PackedSequences
 from tests.data.helpers import numbered_cache
 
@@ -15,9 +16,9 @@ KEY = {"tokens": "abc", "objective": {"top_k": 2}}
 
 @pytest.fixture
 def folder(tmp_path):
-    """Seven sequences in blocks of three."""
+    """Seven sequences."""
     cache = replace(numbered_cache(33), folder=tmp_path / "train")
-    return AnnotationFolder(PackedSequences(cache, 5), KEY, 3)
+    return AnnotationFolder(PackedSequences(cache, 5), KEY)
 
 
 def values_of(sequences, indices):
@@ -25,17 +26,23 @@ def values_of(sequences, indices):
     return {"ids": np.stack([tokens, tokens + 1], -1).astype(np.int32)}
 
 
-def build(folder, blocks=None, finish=True):
-    with folder.prepared(lambda _: None) as missing:
-        for number in missing if blocks is None else blocks:
-            folder.write(number, values_of(folder.examples, folder.indices(number)))
-        if finish:
-            folder.finish()
-    return missing
+def build(folder, *parts):
+    """Adds a block for each part that is not there yet. Returns how many examples were missing."""
+    with folder.locked(lambda _: None):
+        missing = [np.array(part)[folder.missing(np.array(part))] for part in parts]
+        for indices in missing:
+            if len(indices):
+                folder.write(indices, values_of(folder.examples, indices))
+    return sum(map(len, missing))
+
+
+def ids_of(folder, indices):
+    examples = AnnotatedExamples(folder.examples, folder.open(), {"ids": np.dtype(np.int32)})
+    return examples.read(np.array(indices))["annotations.ids"]
 
 
 def test_every_example_gets_its_own(folder):
-    assert build(folder) == [0, 1, 2]
+    assert build(folder, [0, 1, 2], [3, 4, 5], [6]) == 7
     examples = AnnotatedExamples(folder.examples, folder.open(), {"ids": np.dtype(np.int32)})
     indices = np.array([6, 0, 5, 2, 3])
     found = examples.read(indices)
@@ -44,34 +51,45 @@ def test_every_example_gets_its_own(folder):
     assert len(examples) == 7
 
 
-def test_an_interrupted_build_continues_and_a_complete_one_is_not_repeated(folder):
-    build(folder, [0, 2], finish=False)
-    with pytest.raises(ConfigError, match=r"cache.json: it cannot be read"):
-        folder.open()
-    assert build(folder, finish=True) == [1]
-    with folder.prepared(lambda _: None) as missing:
-        assert missing == []
-    assert [path.name for path in folder.path.parent.iterdir() if path.is_dir()] == [folder.path.name]
+def test_what_is_missing_is_added_and_the_rest_stays(folder):
+    assert folder.missing(np.arange(3)).all(), "there is no folder yet"
+    assert build(folder, [0, 4, 5]) == 3
+    before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
+    assert folder.missing(np.array([5, 1, 0])).tolist() == [False, True, False]
+    assert build(folder, [0, 1, 5, 6]) == 2
+    assert build(folder, [6, 4]) == 0
+    after = {path.name: path.read_bytes() for path in folder.path.iterdir()}
+    assert after.keys() - before.keys() == {"block-1.npy", "block-1.json"}
+    assert {name: after[name] for name in before} == before
+    wanted = [6, 4, 1, 0]
+    np.testing.assert_array_equal(ids_of(folder, wanted), values_of(folder.examples, np.array(wanted))["ids"])
+    with pytest.raises(LookupError, match="example 3 has no annotations"):
+        ids_of(folder, [0, 3])
 
 
-def test_what_is_to_build_are_the_missing_blocks(folder):
-    assert folder.to_build() == (7, 0)
-    build(folder, [0], finish=False)
-    assert folder.to_build() == (4, 0)
-    build(folder, [2], finish=False)
-    assert folder.to_build() == (3, 0)
+def test_a_block_without_its_json_is_made_again(folder):
+    build(folder, [0, 1], [2, 3])
+    (folder.path / "block-1.json").unlink()
+    leftover = folder.path / "block-1.npy"
+    assert folder.missing(np.arange(4)).tolist() == [False, False, True, True]
+    with folder.locked(lambda _: None):
+        assert not leftover.exists()
+    assert build(folder, [0, 1, 2, 3]) == 2
+    np.testing.assert_array_equal(ids_of(folder, [3, 0]), values_of(folder.examples, np.array([3, 0]))["ids"])
 
 
-def test_another_block_size_starts_over(folder):
-    build(folder, [0], finish=False)
-    building = folder.path.with_name(f"{folder.path.name}.building")
-    left = sum(path.stat().st_size for path in building.iterdir())
-    assert replace(folder, block_size=4).to_build() == (7, left)
-    assert build(replace(folder, block_size=4)) == [0, 1]
+def test_few_blocks_are_open_at_a_time(folder, monkeypatch):
+    monkeypatch.setattr(annotations, "_MAX_OPEN", 2)
+    build(folder, *[[index] for index in range(7)])
+    cache = folder.open()
+    for indices in ([0, 6, 3], [3, 2, 1, 0], [5, 6]):
+        expected = values_of(folder.examples, np.array(indices))["ids"]
+        np.testing.assert_array_equal(cache.read(np.array(indices))["ids"], expected)
+        assert len(cache._open) <= 2
 
 
 def test_the_folder_depends_on_what_the_annotations_were_made_from(folder):
-    build(folder)
+    build(folder, [0])
     other = replace(folder, made_from={**KEY, "objective": {"top_k": 3}})
     assert other.path != folder.path
     folder.path.rename(other.path)
@@ -81,19 +99,59 @@ def test_the_folder_depends_on_what_the_annotations_were_made_from(folder):
 
 @pytest.mark.parametrize("position", [0, -1])
 def test_a_changed_byte_is_noticed_when_its_block_is_read(folder, position):
-    build(folder)
+    build(folder, [0, 1, 2], [3, 4, 5], [6])
     path = folder.path / "block-1.npy"
     content = bytearray(path.read_bytes())
     content[position] ^= 1
     path.write_bytes(content)
     cache = folder.open()
     cache.read(np.array([0, 6]))
-    with pytest.raises(ConfigError, match=r"block-1.npy: its checksum does not match.*delete .* to build them again"):
+    with pytest.raises(ConfigError, match=r"block-1.npy: its checksum does not match.*delete .*block-1.json to build"):
         cache.read(np.array([4]))
 
 
-def test_a_missing_block_is_noticed_at_once(folder):
-    build(folder)
+def test_missing_and_unreadable_files_are_noticed_at_once(folder):
+    build(folder, [0, 1, 2], [3, 4, 5], [6])
     (folder.path / "block-2.npy").unlink()
     with pytest.raises(ConfigError, match=r"block-2.npy: the file is missing"):
         folder.open()
+    (folder.path / "block-0.json").write_text('{"crc32": 1')
+    with pytest.raises(ConfigError, match=r"block-0.json: it cannot be read"):
+        folder.missing(np.arange(2))
+
+
+class Recorded:
+    """Batches of four examples."""
+
+    def __init__(self):
+        self.examples = 0
+
+    def __next__(self):
+        self.examples += 4
+
+    def state(self):
+        return {"examples": self.examples}
+
+    def restore(self, state):
+        self.examples = state["examples"]
+
+    def skip(self, num_steps):
+        self.examples += 4 * num_steps
+
+    def due(self, step):
+        return False
+
+
+def test_annotations_are_asked_for_from_the_position_on():
+    asked = []
+    batches = AskingBatches(Recorded(), lambda *arguments: asked.append(arguments))
+    for step in range(3):
+        if batches.due(step):
+            batches.refresh("model", step)
+        next(batches)
+    batches.skip(2)
+    assert batches.due(3)
+    batches.refresh("model", 3)
+    batches.restore({"examples": 8})
+    batches.refresh("model", 2)
+    assert asked == [("model", 0, 0), ("model", 3, 20), ("model", 2, 8)]

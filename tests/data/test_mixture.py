@@ -87,6 +87,15 @@ def test_examples_equal_the_sources_sequences():
             assert columns[name].dtype == expected.dtype
 
 
+def test_drawn_sequences_are_those_of_the_examples(monkeypatch):
+    monkeypatch.setattr("jaxlm.data.mixture._CHUNK", 7)
+    everything = stream(mixture(), 300)
+    for first, end in ((0, 0), (0, 5), (3, 40), (11, 300)):
+        drawn = mixture().drawn(first, end)
+        assert {(name, place) for name in drawn for place in drawn[name].tolist()} == set(everything[first:end])
+        assert all((np.diff(places) > 0).all() for places in drawn.values())
+
+
 def test_adding_a_source_keeps_the_order_of_the_others():
     def own(mixed: Mixture) -> list[int]:
         return [place for name, place in stream(mixed, 200) if name == "a"][:30]

@@ -10,6 +10,7 @@ from jaxlm.data.rollouts.maker import RolloutMaker
 from jaxlm.engine import metrics as reports
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manager import Saver
+from jaxlm.session import annotate
 
 
 def die(*_args, **_kwargs):
@@ -41,8 +42,11 @@ PLACES = {
     ),
     # That checkpoint is completely written, but not renamed yet.
     "saving the entry": lambda: setattr(LocalFolder, "commit", die_committing("step-12-adapt", LocalFolder.commit)),
-    # The first block of annotations is on disk.
-    "annotating": lambda: setattr(AnnotationFolder, "write", die_in_second_call(AnnotationFolder.write)),
+    # The first block of annotations is on disk, and others are to come.
+    "annotating": lambda: (
+        setattr(annotate, "_BLOCK_EXAMPLES", 1),
+        setattr(AnnotationFolder, "write", die_in_second_call(AnnotationFolder.write)),
+    ),
     # The responses of the second rollout are sampled, and not scored.
     "scoring": lambda: setattr(RolloutMaker, "_scores", die_in_second_call(RolloutMaker._scores)),
 }

@@ -22,13 +22,21 @@ FORMS = {
     "stored": ("carry_optimizer: true, cache: true", "evals: []"),
     "adapted": ("at: prepend, trunk: lora, polish_steps: 2, lora: {rank: 2}", f"{EXPORTED}evals: []"),
 }
+MASKED = """
+  masking: {mask_replicas: 2}
+  tokenizer: {type: bpe, special_tokens: ["<|endoftext|>", "<|mask|>"]}
+"""
 
 
 def prepared(workplace, form: str, devices: int = 1) -> Workplace:
     place = workplace(devices)
     keys, more = FORMS[form]
-    text = place.write(GROWN.format(keys=keys) + more).read_text()
-    (place.folder / "run.yaml").write_text(text.replace(f"cache_dir: {place.cache}\n", "cache_dir: cache\n"))
+    text = place.write(f"{GROWN.format(keys=keys)}{more}\n").read_text()
+    text = text.replace(f"cache_dir: {place.cache}\n", "cache_dir: cache\n")
+    if form != "adapted":
+        text = text.replace("  vocab_size: 300\n", f"  vocab_size: 300{MASKED}", 1) + "objective: {type: diffusion}\n"
+        text = text.replace("  type: llama\n", "  type: llama\n  use_bidirectional_attention: true\n", 1)
+    (place.folder / "run.yaml").write_text(text)
     return place
 
 
@@ -54,6 +62,9 @@ def test_a_stored_trunk_gives_the_losses_of_one_that_is_computed(whole):
     (computed, _), (stored, out) = whole("plain"), whole("stored")
     check_close(stored.losses(), computed.losses(), 1e-6)
     assert len(re.findall("annotating", out)) == 2, "the trunks of the second and the third stack"
+    sizes = re.findall(r"annotating (\d+) sequences .*: the steps read (\d+) of (\S+), and 0 are there", out)
+    assert [numbers[:2] for numbers in sizes] == [("128", "128")] * 2, "8 steps of 16 sequences"
+    assert int(sizes[0][2].replace(",", "")) > 128
     assert re.search(r"annotated [\d,]+ tokens in [\d.]+ s \([\d,]+ tokens/s\)", out)
     again = stored.stop("--config_path", "run.yaml", "--trainer.id", "again", at=9)
     assert "annotating" not in again.out, "another run of the same seed has the same trunk"

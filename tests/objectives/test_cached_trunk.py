@@ -160,6 +160,11 @@ REFUSED = {
         {"data": {"masking": {}}, "objective": {"type": "mlm"}},
         r"phase 'p': objective.type: cached_trunk stores .* hides other tokens in every epoch.* data.masking.mask_replicas",
     ),
+    "rows that never end": (
+        ([GROW],),
+        {"data": {"packing": {"type": "best_fit"}, "shuffle": False}},
+        r"data.packing makes other rows in every pass. Set data.packing.wrap: false",
+    ),
     "nothing is hidden": (
         ([GROW], TOP, BOTH),
         {"objective": {"type": "diffusion"}},

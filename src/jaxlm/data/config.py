@@ -113,9 +113,10 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         """Columns of random examples, [num_examples, ...] each, for benchmarks."""
 
     @property
-    def changes_examples(self) -> bool:
-        """Whether a training example has other columns each time that it is drawn, so that nothing about it can be stored."""
-        return False
+    def never_repeats(self) -> str | None:
+        """The key with which the text is not read alike in every epoch, and what to change, so that what is stored about an
+        example fits again; None if examples repeat."""
+        return None
 
     @property
     def noise(self) -> str | None:

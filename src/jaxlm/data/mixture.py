@@ -19,6 +19,7 @@ from jaxlm.data.examples import Examples
 from jaxlm.data.shuffle import EraShuffle, Shuffle, permute, shuffle_in_eras, shuffle_indices
 
 _CACHED_BLOCKS = 64
+_CHUNK = 1 << 16  # examples that are located at a time
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,18 @@ class Mixture:
         """int64: the number of each example's source, and the index of its sequence in that source."""
         numbers, _, indices = self._located(examples)
         return numbers, indices
+
+    def drawn(self, first: int, end: int) -> dict[str, np.ndarray]:
+        """Source name -> int64, sorted: the indices of its sequences among the examples from `first` to before `end`. No
+        source may be endless."""
+        drawn = [np.zeros(len(source), bool) for source in self._sources]
+        for start in range(first, end, _CHUNK):
+            numbers, indices = self.find(np.arange(start, min(start + _CHUNK, end)))
+            for number in np.unique(numbers):
+                drawn[number][indices[numbers == number]] = True
+            if all(one.all() for one in drawn):
+                break
+        return {name: np.flatnonzero(one) for name, one in zip(self.names, drawn, strict=True)}
 
     def describe(self, examples: np.ndarray) -> str:
         """Sources and sequences of examples, for logs: `wiki: sequences 3, 7 of 80; code: sequence 5 of 9`."""

@@ -69,8 +69,12 @@ class TokensConfig(DataConfig):
         return BatchSpec(MaskedBatch, {**columns, "maskable": columns["loss_mask"], **of_rows})
 
     @property
-    def changes_examples(self) -> bool:
-        return self.masking is not None and self.masking.mask_replicas is None
+    def never_repeats(self) -> str | None:
+        if self.masking is not None:
+            fresh = "data.masking hides other tokens in every epoch. Set data.masking.mask_replicas"
+            return fresh if self.masking.mask_replicas is None else None
+        wraps = self.packing is not None and self._resolved(self.packing).wrap
+        return "data.packing makes other rows in every pass. Set data.packing.wrap: false" if wraps else None
 
     @property
     def noise(self) -> str | None:

@@ -189,7 +189,7 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     def annotation_key(self) -> Mapping[str, Any] | None:
         """What annotations on disk depend on, besides references and tokens; None if every step queries the references.
 
-        With a key, each training sequence is annotated once, before the first step.
+        With a key, each sequence that the phase's steps read is annotated once, before the first step.
         """
         return None
 

@@ -51,9 +51,9 @@ class Blockwise(ObjectiveConfig):
             it.
         convergence: when a block is done.
         autotune: when the learning rate of a block is lowered.
-        cache: ask the teacher once for every training sequence, and keep on disk what its layers read and computed. Later
-            epochs and runs read them instead of loading the teacher. True stores them as they are; `int8` with a scale for
-            each token of each layer, in half or a quarter of the space.
+        cache: ask the teacher once for each sequence that steps read, and keep on disk what its layers read and computed.
+            Later epochs and runs read them instead of loading the teacher. True stores them as they are; `int8` with a scale
+            for each token of each layer, in half or a quarter of the space.
     """
 
     head_in_fp8: ClassVar[bool] = False

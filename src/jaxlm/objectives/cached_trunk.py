@@ -1,4 +1,4 @@
-"""Another objective, on layers whose input is stored: the frozen layers below them run once for every training sequence.
+"""Another objective, on layers whose input is stored: the frozen layers below them run once for each sequence.
 
 What a frozen, deterministic trunk computes of a sequence never changes. It is stored by example, so that later epochs, in
 another order, and later starts of the run read it too.
@@ -36,11 +36,11 @@ Sequences = TokenBatch | MaskedBatch | LabeledBatch
 
 @choice(ObjectiveConfig, "cached_trunk")
 class CachedTrunk(ObjectiveConfig):
-    """Trains upper layers on the stored output of frozen lower ones (the trunk). When the phase begins, the trunk reads every
-    training sequence once, and what it computes is kept on disk beside the tokens; the steps start from there. Everything
-    that it depends on must be frozen, and nothing in it random (dropout). Where tokens are hidden, `data.masking` must have
-    `mask_replicas`: each way of hiding those of a sequence is stored as a sequence of its own. Each sequence takes 2 bytes a
-    token and feature in bfloat16, on the disk of `data.cache_dir`.
+    """Trains upper layers on the stored output of frozen lower ones (the trunk). When the phase begins, the trunk reads each
+    sequence that its steps will read, once, and what it computes is kept on disk beside the tokens; the steps start from
+    there. Everything that it depends on must be frozen, and nothing in it random (dropout). Where tokens are hidden,
+    `data.masking` must have `mask_replicas`: each way of hiding those of a sequence is stored as a sequence of its own. Each
+    sequence takes 2 bytes a token and feature in bfloat16, on the disk of `data.cache_dir`.
 
     Attributes:
         objective: the loss of the phase.

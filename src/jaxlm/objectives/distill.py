@@ -55,7 +55,7 @@ class Distill(ObjectiveConfig):
         hidden: weight of the distance between residual streams, which is added to the loss: of each token |s - t|^2 / |t|^2,
             averaged over layers. The teacher has the same width; its layers at the same fractions of the depth count. 0
             compares none.
-        cache: ask the teacher once for every training sequence, and store its top k on disk. Later epochs and runs read
+        cache: ask the teacher once for each sequence that steps read, and store its top k on disk. Later epochs and runs read
             them instead of loading the teacher. Needs `top_k`.
         teacher_loss: log the teacher's own next-token loss as `train/teacher_loss`, for the controller `handover`. Without
             `top_k`, with which the probability of a token is not known.

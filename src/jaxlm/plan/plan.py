@@ -288,11 +288,10 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
                 f" {choice_name(type(data))}: it reads {' or '.join(t.__name__ for t in objective.batch_types)}, and the"
                 f" data makes {type(batch).__name__}. {objective.other_batches}"
             )
-    if phase.objective.annotation_key is not None and data.changes_examples:
+    if phase.objective.annotation_key is not None and data.never_repeats is not None:
         raise ConfigError(
             f"phase '{phase.name}': objective.type: {choice_name(type(phase.objective))} stores what a model computes of each"
-            " sequence, but data.masking hides other tokens in every epoch, so that nothing stored fits again. Set"
-            " data.masking.mask_replicas, or train with an objective that stores nothing"
+            f" sequence, but {data.never_repeats}, or train with an objective that stores nothing"
         )
     phase.objective.check_model(phase.model)
     phase.objective.check_columns(spec.columns)

@@ -6,9 +6,10 @@ import hashlib
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import haliax as hax
@@ -21,12 +22,13 @@ from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only
 from jaxlm.core.tracing import tracing
-from jaxlm.data.annotations import AnnotationFolder, AskingBatches, AwaitedAnnotations
+from jaxlm.data.annotations import AnnotationCache, AnnotationFolder, AskingBatches, AwaitedAnnotations
 from jaxlm.data.annotations import with_annotations as annotated_data
 from jaxlm.data.base import Batches
 from jaxlm.data.batch import Columns
 from jaxlm.data.data import Data
 from jaxlm.data.examples import Examples
+from jaxlm.data.loader import BatchContext, BatchReader
 from jaxlm.engine.phases import Phase
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import ITSELF
@@ -44,8 +46,9 @@ _LOG_INTERVAL_S = 10.0
 def with_annotations(plan: Plan, phase: Phase, data: Data, log: Log, open_batches: Callable[[], Batches]) -> Data:
     """The phase's data with the annotations that its objective reads from disk; `data` if it reads none.
 
-    Missing annotations are built first; only then are the references loaded. Those of the model that trains are built when
-    the first batch is asked for. Call it inside `plan.layout.use()`.
+    Only examples that the phase's steps read are annotated, and those that are missing are annotated first; only then are
+    the references loaded. What the model that trains says is asked when the first batch is. Call it inside
+    `plan.layout.use()`.
 
     Args:
         open_batches: opens the phase's batches, for `check_sanity`.
@@ -53,75 +56,103 @@ def with_annotations(plan: Plan, phase: Phase, data: Data, log: Log, open_batche
     if phase.objective.annotation_key is None:
         return data
     template = abstract_annotations(plan, phase, abstract_batch(plan, phase))
-    if not phase.objective.asks_itself:
+    annotations = {name: AwaitedAnnotations() for name in data.train}
 
-        def load() -> dict[str, LanguageModel]:
-            refs = {name: load_reference(plan, name, log) for name in phase.objective.references}
-            check_sanity(plan, phase, refs, open_batches, log)
-            return refs
+    def load() -> dict[str, LanguageModel]:
+        refs = {name: load_reference(plan, name, log) for name in phase.objective.references}
+        check_sanity(plan, phase, refs, open_batches, log)
+        return refs
 
-        return annotated_data(data, _folders(plan, phase, data, template, {}, load, log), template)
-    awaited = {name: AwaitedAnnotations() for name in data.train}
+    def store(drawn: Mapping[str, np.ndarray], model: LanguageModel | None = None) -> None:
+        """Args: drawn: source name -> the indices of examples. model: the one that trains; None if it is not asked."""
+        facts, ask = {}, load
+        if model is not None:
+            weights = array_digest(phase.split(model)[1])
+            facts = {"model": encode(phase.model), "precision": str(plan.precision), "weights": weights}
+            ask = lambda: {ITSELF: jax.jit(plan.precision.cast_to_compute)(model)}  # noqa: E731
+        folders = {
+            name: AnnotationFolder(data.train[name], _made_from(plan, phase, data.train[name], facts))
+            for name, indices in drawn.items()
+            if len(indices)
+        }
+        _store_missing(plan, phase, data, template, folders, drawn, ask, log)
+        for name, folder in folders.items():
+            annotations[name].cache = _opened(folder, drawn[name])
+            count, size = len(drawn[name]), len(drawn[name]) * _bytes_per_example(template) / 1e6
+            log(f"phase '{phase.name}': reads {count:,} stored sequences ({size:,.1f} MB) from {folder.path}")
 
-    def ask(model: LanguageModel) -> None:
-        frozen = phase.split(model)[1]
-        facts = {"model": encode(phase.model), "precision": str(plan.precision), "weights": array_digest(frozen)}
-        cast = lambda: {ITSELF: jax.jit(plan.precision.cast_to_compute)(model)}  # noqa: E731
-        for name, folder in _folders(plan, phase, data, template, facts, cast, log).items():
-            awaited[name].cache = folder.open()
+    schedule, itself = plan.batches.train, phase.objective.asks_itself
+    if not itself:
+        mixture = data.mixture(schedule.starting_at(phase.start), seed=plan.config.order_seed)
+        store(mixture.drawn(0, schedule.examples_between(phase.start, phase.end)))
 
-    make = lambda reader, context: AskingBatches(data.make_batches(reader, context), ask)  # noqa: E731
-    return replace(annotated_data(data, awaited, template), make_batches=make)
+    def make(reader: BatchReader, context: BatchContext) -> Batches:
+        def ask(model: LanguageModel, step: int, first: int) -> None:
+            last = first + schedule.examples_between(step, phase.end)
+            store(reader.mixture.drawn(first, last), model if itself else None)
+
+        return AskingBatches(data.make_batches(reader, context), ask)
+
+    return replace(annotated_data(data, annotations, template), make_batches=make)
 
 
-def _folders(
+def _opened(folder: AnnotationFolder, indices: np.ndarray) -> AnnotationCache:
+    """The annotations of some examples, all of which are there."""
+    if not all_processes(not folder.missing(indices).any()):
+        raise ConfigError(
+            f"objective: {folder.path} is not visible to all processes. Set data.cache_dir to a folder that they share"
+        )
+    return folder.open()
+
+
+def _store_missing(
     plan: Plan,
     phase: Phase,
     data: Data,
     template: Any,
-    facts: Mapping[str, Any],
+    folders: Mapping[str, AnnotationFolder],
+    drawn: Mapping[str, np.ndarray],
     load: Callable[[], dict[str, LanguageModel]],
     log: Log,
-) -> dict[str, AnnotationFolder]:
-    """Source name -> the complete cache of its training examples. What is missing is built.
+) -> None:
+    """Annotates the examples that have no annotations yet.
 
     Args:
         template: the annotations of a batch {microbatch, batch, ...}, of shapes.
-        facts: what determines the annotations besides the references and the objective's key. Plain JSON.
+        folders: of the sources, by name.
+        drawn: source name -> the indices of the examples that need annotations.
         load: the models that are asked, by name.
     """
-    batch_size = plan.batches.train.largest.microbatch  # that of a step, so that the program computes the same
-    block_size = batch_size * max(1, _BLOCK_EXAMPLES // batch_size)
-    folders = {
-        name: AnnotationFolder(examples, _made_from(plan, phase, examples, facts), block_size)
-        for name, examples in data.train.items()
-    }
-    missing = [folder for folder in folders.values() if not all_processes(folder.path.exists())]
+    missing = {name: drawn[name][_missing(folder, drawn[name])] for name, folder in folders.items()}
+    missing = {name: indices for name, indices in missing.items() if len(indices)}
+    if not missing:
+        return
     example_bytes = _bytes_per_example(template)
-    if missing:
-        main_only(lambda: _check_space(missing, example_bytes))
-        refs = load()
+    count = sum(map(len, missing.values()))
+    main_only(lambda: _check_space(next(iter(folders.values())).path, count * example_bytes))
+    batch_size = plan.batches.train.largest.microbatch  # that of a step, so that the program computes the same
+    refs = load()
 
-        @functools.partial(jax.jit, out_shardings=plan.layout.replicated())
-        def program(refs: Mapping[str, LanguageModel], batch: Any) -> Any:
-            with tracing(quantized_products=phase.objective.asks_itself):  # as in a step
-                return phase.objective.annotate(refs, batch).annotations
+    @functools.partial(jax.jit, out_shardings=plan.layout.replicated())
+    def program(refs: Mapping[str, LanguageModel], batch: Any) -> Any:
+        with tracing(quantized_products=phase.objective.asks_itself):  # as in a step
+            return phase.objective.annotate(refs, batch).annotations
 
-        def annotate(examples: Examples, indices: np.ndarray) -> Columns:
-            """The annotations of consecutive examples, at most a batch of them."""
-            read = lambda rows: examples.read(indices[np.minimum(rows, len(indices) - 1)])  # noqa: E731
-            batch = data.spec.assemble(read, (hax.Axis(BATCH, batch_size),), plan.layout)
-            columns = tree.leaves(program(refs, batch))
-            return {path: np.asarray(tree.raw(leaf))[: len(indices)] for path, leaf in columns}
+    def annotate(examples: Examples, indices: np.ndarray) -> Columns:
+        """The annotations of some examples, at most a batch of them."""
+        read = lambda rows: examples.read(indices[np.minimum(rows, len(indices) - 1)])  # noqa: E731
+        batch = data.spec.assemble(read, (hax.Axis(BATCH, batch_size),), plan.layout)
+        columns = tree.leaves(program(refs, batch))
+        return {path: np.asarray(tree.raw(leaf))[: len(indices)] for path, leaf in columns}
 
-        for folder in missing:
-            _build(folder, annotate, batch_size, example_bytes, log)
-    for folder in folders.values():
-        size = len(folder.examples) * example_bytes / 1e6
-        log(
-            f"phase '{phase.name}': reads {len(folder.examples):,} stored sequences ({size:,.1f} MB) from {folder.path}"
-        )
-    return folders
+    for name in missing:
+        _build(folders[name], drawn[name], annotate, batch_size, example_bytes, log)
+
+
+def _missing(folder: AnnotationFolder, indices: np.ndarray) -> np.ndarray:
+    """bool: which of some examples process 0 finds no annotations of."""
+    found = main_only(lambda: folder.missing(indices))
+    return broadcast_from_main(np.zeros(len(indices), bool) if found is None else found)
 
 
 def _bytes_per_example(template: Any) -> int:
@@ -134,17 +165,12 @@ def _bytes_per_example(template: Any) -> int:
     return sum(size(leaf) for _, leaf in tree.leaves(template))
 
 
-def _check_space(folders: Sequence[AnnotationFolder], example_bytes: int) -> None:
-    """Raises `ConfigError` if the missing annotations do not fit on the disk. Blocks that an interrupted build has left are
-    kept, or make room."""
-    counts = [folder.to_build() for folder in folders]
-    needed = sum(num_examples for num_examples, _ in counts) * example_bytes
-    where = folders[0].path
-    existing = next(parent for parent in where.parents if parent.exists())
-    free = shutil.disk_usage(existing).free + sum(num_bytes for _, num_bytes in counts)
+def _check_space(folder: Path, needed: int) -> None:
+    """Raises `ConfigError` if missing annotations do not fit on the disk. Args: needed: their bytes."""
+    free = shutil.disk_usage(next(parent for parent in folder.parents if parent.exists())).free
     if needed > free:
         raise ConfigError(
-            f"objective: what it stores of the training data in {where.parent} needs {needed / 1e9:,.1f} GB, and"
+            f"objective: what it stores of the training data in {folder.parent} needs {needed / 1e9:,.1f} GB, and"
             f" {free / 1e9:,.1f} GB are free. Set objective.cache: false (or use the objective inside of cached_trunk alone),"
             " train on fewer or shorter sequences, or move data.cache_dir"
         )
@@ -166,34 +192,31 @@ def _made_from(plan: Plan, phase: Phase, examples: Examples, facts: Mapping[str,
 
 
 def _build(
-    folder: AnnotationFolder, annotate: Callable[..., Columns], batch_size: int, example_bytes: int, log: Log
+    folder: AnnotationFolder,
+    drawn: np.ndarray,
+    annotate: Callable[..., Columns],
+    batch_size: int,
+    example_bytes: int,
+    log: Log,
 ) -> None:
-    """Annotates the missing blocks. All processes compute; process 0 writes."""
+    """Annotates those of the drawn examples that have no annotations. All processes compute; process 0 writes."""
     with ExitStack() as locked:
-        missing = main_only(lambda: locked.enter_context(folder.prepared(log)))
-        is_missing = np.zeros(folder.num_blocks, bool)
-        is_missing[missing or []] = True
-        blocks, started = np.flatnonzero(broadcast_from_main(is_missing)).tolist(), time.perf_counter()
-        size, logged = len(folder.examples) * example_bytes, started
+        main_only(lambda: locked.enter_context(folder.locked(log)))
+        missing, started = drawn[_missing(folder, drawn)], time.perf_counter()
+        size = batch_size * max(1, _BLOCK_EXAMPLES // batch_size)
+        blocks, logged = [missing[at : at + size] for at in range(0, len(missing), size)], started
         log(
-            f"annotating {len(folder.examples):,} sequences into {folder.path} ({size / 1e6:,.1f} MB):"
-            f" {len(blocks)} blocks to go"
+            f"annotating {len(missing):,} sequences into {folder.path} ({len(missing) * example_bytes / 1e6:,.1f} MB): the"
+            f" steps read {len(drawn):,} of {len(folder.examples):,}, and {len(drawn) - len(missing):,} are there"
         )
-        for done, number in enumerate(blocks):
-            indices = folder.indices(number)
+        for done, indices in enumerate(blocks):
             parts = [
                 annotate(folder.examples, indices[at : at + batch_size]) for at in range(0, len(indices), batch_size)
             ]
             columns = {path: np.concatenate([part[path] for part in parts]) for path in parts[0]}
-            main_only(functools.partial(folder.write, number, columns))
+            main_only(functools.partial(folder.write, indices, columns))
             if time.perf_counter() - logged > _LOG_INTERVAL_S:
                 log(f"annotated {done + 1} of {len(blocks)} blocks")
                 logged = time.perf_counter()
-        seconds = time.perf_counter() - started
-        num_tokens = sum(len(folder.indices(number)) for number in blocks) * folder.examples.seq_len
+        seconds, num_tokens = time.perf_counter() - started, len(missing) * folder.examples.seq_len
         log(f"annotated {num_tokens:,} tokens in {seconds:,.1f} s ({num_tokens / max(seconds, 1e-9):,.0f} tokens/s)")
-        main_only(folder.finish)
-    if not all_processes(folder.path.exists()):
-        raise ConfigError(
-            f"objective.cache: {folder.path} is not visible to all processes. Set data.cache_dir to a folder that they share"
-        )

@@ -30,25 +30,16 @@ class FourBitWeight(StoredWeight):
         codes: uint8 {layers, *Out, *In}, the last axis half as long; or {layers, packed}. `layers` stands for the axes that
             stack matrices, if there are any.
         Matrix: the axes of one matrix, (*Out, *In).
+        table: float32 [16], what the codes stand for.
+        first_in_high_bits: whether the first code of a byte is in its high bits.
+        block_size: number of consecutive elements that share a scale.
     """
 
     codes: eqx.AbstractVar[NamedArray]
     Matrix: eqx.AbstractVar[tuple[Axis, ...]]
-
-    @property
-    @abc.abstractmethod
-    def table(self) -> np.ndarray:
-        """float32 [16], what the codes stand for."""
-
-    @property
-    @abc.abstractmethod
-    def first_in_high_bits(self) -> bool:
-        """Whether the first code of a byte is in its high bits."""
-
-    @property
-    @abc.abstractmethod
-    def block_size(self) -> int:
-        """Number of consecutive elements that share a scale."""
+    table: eqx.AbstractClassVar[np.ndarray]
+    first_in_high_bits: eqx.AbstractClassVar[bool]
+    block_size: eqx.AbstractClassVar[int]
 
     @abc.abstractmethod
     def scales(self) -> NamedArray:

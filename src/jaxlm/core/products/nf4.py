@@ -8,6 +8,7 @@ the high bits.
 
 import abc
 import math
+from typing import ClassVar
 
 from jaxlm.core.imports import haliax as hax
 
@@ -123,6 +124,10 @@ class NF4Weight(FourBitWeight):
     codes: NamedArray
     absmax: Scales
     Matrix: tuple[Axis, ...] = eqx.field(static=True)
+    form: ClassVar[str] = "nf4"
+    table: ClassVar[np.ndarray] = TABLE
+    first_in_high_bits: ClassVar[bool] = True
+    block_size: ClassVar[int] = BLOCK
 
     @staticmethod
     def of(weight: NamedArray, In: AxisSpec, Out: AxisSpec, *, double_quant: bool = True) -> "NF4Weight":
@@ -133,22 +138,6 @@ class NF4Weight(FourBitWeight):
         scales = QuantizedScales.of(absmax, num_stacked) if double_quant else FloatScales(absmax)
         bytes_ = packed(codes, num_stacked, first_in_high_bits=True)
         return NF4Weight(codes=bytes_, absmax=scales, Matrix=exact.axes[num_stacked:])
-
-    @property
-    def form(self) -> str:
-        return "nf4"
-
-    @property
-    def table(self) -> np.ndarray:
-        return TABLE
-
-    @property
-    def first_in_high_bits(self) -> bool:
-        return True
-
-    @property
-    def block_size(self) -> int:
-        return BLOCK
 
     def scales(self) -> NamedArray:
         return self.absmax.floats()

@@ -5,6 +5,8 @@ of 16, each with an e4m3 scale, and a float32 scale that moves the largest block
 matrix has one of those. The first code of a byte is in its low bits, as in checkpoints of NVIDIA's ModelOpt.
 """
 
+from typing import ClassVar
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -41,6 +43,10 @@ class NVFP4Weight(FourBitWeight):
     block_scales: NamedArray
     scale: NamedArray
     Matrix: tuple[Axis, ...] = eqx.field(static=True)
+    form: ClassVar[str] = "nvfp4"
+    table: ClassVar[np.ndarray] = TABLE
+    first_in_high_bits: ClassVar[bool] = False
+    block_size: ClassVar[int] = BLOCK
 
     @staticmethod
     def of(weight: NamedArray, In: AxisSpec, Out: AxisSpec) -> "NVFP4Weight":
@@ -57,22 +63,6 @@ class NVFP4Weight(FourBitWeight):
         bits = NamedArray(jax.lax.bitcast_convert_type(in_e4m3, jnp.uint8), maxima.axes)
         bytes_ = packed(codes, num_stacked, first_in_high_bits=False)
         return NVFP4Weight(codes=bytes_, block_scales=bits, scale=scale, Matrix=matrix)
-
-    @property
-    def form(self) -> str:
-        return "nvfp4"
-
-    @property
-    def table(self) -> np.ndarray:
-        return TABLE
-
-    @property
-    def first_in_high_bits(self) -> bool:
-        return False
-
-    @property
-    def block_size(self) -> int:
-        return BLOCK
 
     def scales(self) -> NamedArray:
         in_e4m3 = jax.lax.bitcast_convert_type(self.block_scales.array, E4M3).astype(jnp.float32)

@@ -2,6 +2,7 @@
 
 import abc
 import math
+from typing import ClassVar
 
 from jaxlm.core.imports import haliax as hax
 
@@ -110,15 +111,12 @@ class Int8Weight(StoredWeight):
 
     values: NamedArray
     scale: NamedArray
+    form: ClassVar[str] = "int8"
 
     @staticmethod
     def of(weight: NamedArray, In: AxisSpec) -> "Int8Weight":
         """Quantizes a weight whose products sum over `In`."""
         return Int8Weight(*quantize(weight, In))
-
-    @property
-    def form(self) -> str:
-        return "int8"
 
     @property
     def axes(self) -> tuple[Axis, ...]:
