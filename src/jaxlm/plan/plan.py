@@ -202,6 +202,10 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
     for phase, state in zip(phases, states, strict=True):
         phase.objective.check_trainable(state.model, phase.split(state.model)[0])
+        for evaluation in (one for one in config.evals if one.runs_in(phase.name)):
+            evaluation.check_parts(state.model)
+        for surgery in phase.surgeries if config.hf_save_path is not None else ():
+            surgery.check_export()
         if config.hf_save_path is not None and is_reward_model(state.model):
             classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
         cut = {path: leaf.axes for path, leaf in tree.leaves(state.model) if tree.is_named(leaf)}
