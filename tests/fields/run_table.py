@@ -308,6 +308,9 @@ DENOISERS: dict[str, Entry] = {
     "surgery.mask_fractions": Change([0.25, 1.0], Value(denoisers, [(0.25, 1, 2), (1.0, 0, 2)])),
     "surgery.parts": Change("blocks", Value(denoisers, [(0.5, 1, 2), (1.0, 0, 1)])),
 }
+DIFFUSION_BLOCKS: dict[str, Entry] = {
+    "objective.num_blocks": Change(1, Value(denoisers, [(1.0, 0, 2)])),
+}
 DECOUPLED = "tests/surgery/test_decouple.py::"
 DECOUPLE: dict[str, Entry] = {
     "surgery.sem_dim": Change(8, Shapes({r"^model.*q_sem\.weight": (2, 4, 2, 32)})),
@@ -536,6 +539,7 @@ TABLE: Table = {
     "drop_layers": DROP_LAYERS,
     "grow": GROW,
     "denoisers": DENOISERS,
+    "diffusion_blocks": DIFFUSION_BLOCKS,
     "decouple": DECOUPLE,
     "pool_kv_heads": POOL_KV_HEADS,
     "interpolate": INTERPOLATE,

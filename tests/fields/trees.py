@@ -79,6 +79,7 @@ OBJECTIVES = {
     "custom": "llama",
     "mlm": "llama",
     "diffusion": "llama",
+    "diffusion_blocks": "diffusion_blocks",
     "blockwise": "blockwise",
     "distill": "distill",
     "dpo": "dpo",
@@ -201,6 +202,10 @@ BASES: dict[str, Tree] = {
             data={"masking": {}},
         ),
         {"model": {"use_bidirectional_attention": True}, "objective": {"type": "diffusion"}},
+    ),
+    "diffusion_blocks": merged(
+        tree(data={"masking": {}}, objective={"type": "diffusion_blocks", "num_blocks": 2}),
+        {"model": {"use_bidirectional_attention": True}},
     ),
     "decouple": tree(phases=[{"name": "p", "surgery": [{"type": "decouple", "sem_dim": 16, "geo_dim": 16}]}]),
     "pool_kv_heads": merged(
