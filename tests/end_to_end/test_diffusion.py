@@ -1,14 +1,18 @@
-"""A masked-diffusion run: killed on the way, on two processes, evaluated, exported, and sampled."""
+"""A masked-diffusion run, first as a whole and then as blocks: killed on the way, on two processes, evaluated, exported, and
+sampled."""
 
 import json
 
 import pytest
 
 from jaxlm.commands import convert, evaluate, sample
-from tests.end_to_end.commands import Workplace, check_close
+from tests.end_to_end.commands import Finished, Workplace, check_close
 
 SECTIONS = """
 objective: {type: diffusion}
+phases:
+  - {name: whole, num_train_steps: 12}
+  - {name: blocks, num_train_steps: 12, objective: {type: diffusion_blocks, num_blocks: 2}}
 evals: [{type: loss}, {type: samples, prompts: ["def "], max_new_tokens: 6, denoising: {num_steps: 3}}]
 """
 DATA = """
@@ -62,11 +66,17 @@ def test_two_processes_hide_the_same_tokens(whole, workplace):
 def test_commands_read_a_masked_diffusion_model(whole, in_process):
     place, said = whole
     assert "  | def " in said
-    checkpoint = ("--checkpoint", "checkpoints/run")
-    measured = in_process(evaluate.main, place, *checkpoint, "--max_batches", "2")
-    assert measured.code == 0, measured.err
-    loss = json.loads(measured.out.splitlines()[-1])["loss"]
+    options = ("--prompt", "def ", "--max_new_tokens", "8", "--temperature", "0")
+    loss = _loss(in_process(evaluate.main, place, "--checkpoint", "checkpoints/run", "--max_batches", "2"))
     assert loss == pytest.approx(evaluated(place)["eval/loss"], rel=1e-5)
+    by_block = in_process(sample.main, place, "--checkpoint", "checkpoints/run", *options, "--schedule", "depth")
+    assert by_block.code == 0, by_block.err
+    assert "mask" not in by_block.out
+    refused = in_process(convert.main, place, "to-hf", "--checkpoint", "checkpoints/run", "--output_dir", "none")
+    assert (refused.code, "this model is 2 blocks of layers" in refused.err) == (2, True)
+
+    checkpoint = ("--checkpoint", "checkpoints/run/step-10")
+    loss = _loss(in_process(evaluate.main, place, *checkpoint, "--max_batches", "2"))
     converted = in_process(convert.main, place, "to-hf", *checkpoint, "--output_dir", "hf", "--verify", "true")
     assert converted.code == 0, converted.err
     assert json.loads((place.folder / "hf/config.json").read_text())["is_causal"] is False
@@ -74,13 +84,17 @@ def test_commands_read_a_masked_diffusion_model(whole, in_process):
     data = ("--data.validation_urls", f"[{place.corpus}/validation]", "--model.seq_len", "32", "--batch_size", "16")
     masking = ("--data.masking", "{validation_replicas: 2}")
     again = in_process(evaluate.main, place, "--checkpoint", "hf", "--max_batches", "2", *data, *masking)
-    assert again.code == 0, again.err
-    assert json.loads(again.out.splitlines()[-1])["loss"] == pytest.approx(loss, rel=1e-4)
+    assert _loss(again) == pytest.approx(loss, rel=1e-4)
     refused = in_process(evaluate.main, place, "--checkpoint", "hf", "--tasks", "arc_easy")
     assert refused.code == 2
     assert "it makes no predictions of next tokens, which tasks read" in refused.err
-    options = ("--prompt", "def ", "--max_new_tokens", "8", "--num_steps", "4", "--temperature", "0")
-    texts = [in_process(sample.main, place, "--checkpoint", name, *options) for name in ("checkpoints/run", "hf")]
+    names = ("checkpoints/run/step-10", "hf")
+    texts = [in_process(sample.main, place, "--checkpoint", name, *options, "--num_steps", "4") for name in names]
     assert [text.code for text in texts] == [0, 0], [text.err for text in texts]
     assert texts[0].out == texts[1].out
     assert "mask" not in texts[0].out
+
+
+def _loss(finished: Finished) -> float:
+    assert finished.code == 0, finished.err
+    return json.loads(finished.out.splitlines()[-1])["loss"]
