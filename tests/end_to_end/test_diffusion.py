@@ -2,6 +2,7 @@
 sampled."""
 
 import json
+import re
 
 import pytest
 
@@ -21,9 +22,16 @@ DATA = """
 """
 
 
-def start(workplace, devices: int = 1) -> Workplace:
-    place = workplace(devices)
-    path = place.write(SECTIONS)
+STACKS = """
+objective: {type: mlm}
+preset: {type: progressive, stacks: 2, steps_per_stack: 8, layers_per_stack: 1, at: prepend, depth_times: {}}
+evals: [{type: samples, prompts: ["def "], max_new_tokens: 12, denoising: {schedule: depth}}]
+"""
+
+
+def start(workplace, sections: str = SECTIONS) -> Workplace:
+    place = workplace(1)
+    path = place.write(sections)
     text = path.read_text().replace("  vocab_size: 300\n", f"  vocab_size: 300{DATA}", 1)
     text = text.replace(f"cache_dir: {place.cache}\n", f"cache_dir: {place.cache}-masked\n", 1)
     path.write_text(text.replace("  type: llama\n", "  type: llama\n  use_bidirectional_attention: true\n", 1))
@@ -93,6 +101,24 @@ def test_commands_read_a_masked_diffusion_model(whole, in_process):
     assert [text.code for text in texts] == [0, 0], [text.err for text in texts]
     assert texts[0].out == texts[1].out
     assert "mask" not in texts[0].out
+
+
+@pytest.mark.slow
+def test_stacks_with_noise_of_their_own_generate_one_after_the_other(workplace, in_process):
+    place = start(workplace, STACKS)
+    path = place.folder / "run.yaml"
+    path.write_text(path.read_text().replace("validation_replicas: 2", "min_mask_fraction: 0.3"))
+    out = place.finish("--config_path", "run.yaml").out
+    assert re.search(r"parts of stack_1 .* layers 1 to 2 for 0 to 0\.3, layers 0 to 2 for 0\.3 to 1 of the tokens", out)
+    shares = {
+        record["step"]: record["train/hidden_share"] for record in place.records() if "train/hidden_share" in record
+    }
+    assert shares[8] == pytest.approx(0.3, abs=0.08)
+    assert (shares[9], shares[16]) == (1.0, 1.0)
+    options = ("--prompt", "def ", "--max_new_tokens", "8", "--schedule", "depth")
+    text = in_process(sample.main, place, "--checkpoint", "checkpoints/run", *options)
+    assert text.code == 0, text.err
+    assert "mask" not in text.out
 
 
 def _loss(finished: Finished) -> float:
