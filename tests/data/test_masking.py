@@ -14,6 +14,7 @@ from jaxlm.data.masking.masked_examples import MaskedExamples
 from jaxlm.data.masking.masking_config import Masker, MaskingConfig
 from jaxlm.data.masking.uniform_numbers import stratified, uniform_numbers
 from jaxlm.data.mixture import Mixture
+from jaxlm.data.sources.source_config import SourceConfig
 from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT
 from jaxlm.data.tokenizer.train_bpe import BpeConfig
 from jaxlm.data.tokens import TokensConfig
@@ -82,6 +83,13 @@ def test_random_numbers_are_uniform_and_depend_on_every_word():
         assert not (uniform_numbers(other, 50) == numbers).any()
 
 
+@pytest.mark.parametrize(("strata", "size"), [(3, 12), (3, 6), (5, 10)])
+def test_strata_spread_the_times_of_other_numbers_of_sequences(strata, size):
+    for batch in range(7):
+        numbers = stratified(np.arange(batch * size, (batch + 1) * size), (3,), strata)
+        assert sorted((numbers * size).astype(int)) == list(range(size)), "one in each of equal intervals"
+
+
 # --- Schedules --------------------------------------------------------------------------------------------------------
 
 
@@ -122,6 +130,22 @@ def test_ranges_of_times_share_the_bound():
     assert sum(shares) == pytest.approx(0.99, rel=1e-3)
     single = MaskingConfig(times=[0.5, 0.5])
     assert (set(single.times_of(numbers)), single.has_rates) == ({0.5}, False)
+
+
+def test_ranges_of_equal_shares_of_the_times():
+    assert MaskingConfig(max_mask_fraction=0.9, min_mask_fraction=0.1).ranges(2) == pytest.approx([0.5, 0.9])
+    cosine = MaskingConfig(mask_schedule_type="cosine", strata=3, times=[0.0, 0.5])
+    assert cosine.ranges(3) == pytest.approx([0.001 + 0.999 * (1 - np.cos(np.pi / 12 * k)) for k in (1, 2, 3)])
+    assert len(cosine.ranges(6)) == 6
+    for keys, message in (
+        ({"mask_replicas": 2}, "gives each sequence its own times"),
+        ({"num_time_steps": 4}, "does not hide any fraction of a sequence"),
+        ({"strata": 2}, r"num_blocks: 3 given, but data\.masking\.strata: 2 spreads .* Set it to 3"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            MaskingConfig(**keys).ranges(3)
+    with pytest.raises(ConfigError, match="the data hides no tokens"):
+        TokensConfig().mask_ranges(2)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +224,19 @@ def test_masks_depend_on_sequence_and_epoch_but_not_on_the_batch(corpus):
     assert len({row.tobytes() for row in by_time["loss_mask"]}) == 2 * size
     other = mixture(corpus, masking={"time_step_mask_fractions": [0.5], "seed": 1}).read(np.arange(2 * size))
     assert (other["loss_mask"] == by_time["loss_mask"]).all(1).mean() < 0.05, "short rows have few masks"
+
+
+def test_times_are_spread_over_the_batch_and_not_over_each_source(corpus):
+    sources = {str(kind): SourceConfig(train_urls=[f"{corpus}/[{kind}]*.txt"]) for kind in ("0-2", "3-7")}
+    keys = {"train_urls": [], "configs": sources, "train_weights": {"0-2": 0.3, "3-7": 0.7}, "mixture_block_size": 10}
+    keys["cache_dir"] = f"{corpus}/mixed"
+    for strata, size in ((1, 8), (3, 12)):
+        stream = mixture(corpus, masking={"strata": strata}, **keys)
+        for batch in range(4):
+            numbers = np.arange(batch * size, (batch + 1) * size)
+            assert len(np.unique(stream.find(numbers)[0])) == 2
+            fractions = (stream.read(numbers)["mask_fractions"] - 0.001) / 0.999
+            assert sorted((fractions * size).astype(int)) == list(range(size))
 
 
 def test_replicas_are_all_ways_that_a_sequence_is_read_in(corpus):

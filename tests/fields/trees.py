@@ -15,11 +15,11 @@ from jaxlm.engine.checkpoint.policy import CheckpointerConfig, KeepRule
 from jaxlm.engine.watch import WatchConfig
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderConfig
+from jaxlm.models.diffusion.time_embedding import TimeEmbeddingConfig
 from jaxlm.models.families.nano.lookup import LookupConfig
 from jaxlm.models.families.topology.nodes import Node
 from jaxlm.models.remat import RematModules
 from jaxlm.models.rope import RotaryConfig
-from jaxlm.models.time_embedding import TimeEmbeddingConfig
 from jaxlm.objectives.advantages import Advantage, Overlong
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.block_progress import Autotune, Convergence
@@ -79,6 +79,7 @@ OBJECTIVES = {
     "custom": "llama",
     "mlm": "llama",
     "diffusion": "llama",
+    "diffusion_blocks": "diffusion_blocks",
     "blockwise": "blockwise",
     "distill": "distill",
     "dpo": "dpo",
@@ -195,6 +196,17 @@ BASES: dict[str, Tree] = {
         tree(phases=[{"name": "p", "surgery": [{"type": "drop_layers", "layers": [1]}]}]), {"model": {"num_layers": 3}}
     ),
     "grow": tree(phases=[{"name": "p", "surgery": [{"type": "grow", "num_layers": 3}]}]),
+    "denoisers": merged(
+        tree(
+            phases=[{"name": "p", "surgery": [{"type": "denoisers", "mask_fractions": [0.5, 1.0]}]}],
+            data={"masking": {}},
+        ),
+        {"model": {"use_bidirectional_attention": True}, "objective": {"type": "diffusion"}},
+    ),
+    "diffusion_blocks": merged(
+        tree(data={"masking": {}}, objective={"type": "diffusion_blocks", "num_blocks": 2}),
+        {"model": {"use_bidirectional_attention": True}},
+    ),
     "decouple": tree(phases=[{"name": "p", "surgery": [{"type": "decouple", "sem_dim": 16, "geo_dim": 16}]}]),
     "pool_kv_heads": merged(
         tree(phases=[{"name": "p", "surgery": [{"type": "pool_kv_heads", "num_kv_heads": 1}]}]),

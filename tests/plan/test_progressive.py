@@ -1,11 +1,15 @@
 """The phases that a progressive preset expands into."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.products.stored_weights import StoredWeight
+from jaxlm.evals.samples import SamplesEvalConfig
+from jaxlm.models.inference.denoise import DenoisingConfig
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.plan.presets.base import preset_rows
@@ -173,6 +177,23 @@ def test_times_of_stacks_for_the_bound_make_up_all_times():
     assert [phase.data.masking.times for phase in config.phases] == [[0.0, 0.25], [0.25, 0.75], [0.75, 1.0]]
     config = timed("diffusion", depth_times={"mapping": [0, 2, 3], "num_time_steps": 5})
     assert [phase.data.masking.times for phase in config.phases] == [[0.0, 0.25], [0.25, 0.625], [0.625, 1.0]]
+
+
+def test_a_prepended_stack_and_those_behind_it_are_for_the_masks_that_it_was_trained_on():
+    table = [0.15, 0.5, 1.0]
+    plan = make_plan(timed(masking={"time_step_mask_fractions": table}, polish_steps=1, layers_per_stack=1), "x", 40)
+    parts = {phase.name: plan.state_builder.abstract_state(phase).model.denoisers for phase in plan.phases}
+    assert [(one.max_fraction, one.first, one.stop) for one in parts["stack_0"]] == [(0.15, 0, 2)]
+    assert [(one.max_fraction, one.first, one.stop) for one in parts["stack_2"]] == [
+        (0.15, 2, 4),
+        (0.5, 1, 4),
+        (1.0, 0, 4),
+    ]
+    assert parts["polish_2"] == parts["stack_2"]
+    samples = SamplesEvalConfig(denoising=DenoisingConfig(schedule="depth"), max_new_tokens=4)
+    appended = dataclasses.replace(timed(at="append", masking={"time_step_mask_fractions": table}), evals=[samples])
+    with pytest.raises(ConfigError, match="schedule: depth given, but no part of this model has a noise of its own"):
+        make_plan(appended, "x", 40)
 
 
 def test_times_are_steps_of_the_masks_if_these_have_some():

@@ -132,6 +132,16 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         """What makes batches of the training examples."""
         return example_batches
 
+    def mask_ranges(self, count: int) -> list[float]:
+        """The largest mask fraction in each of `count` ranges of times that every batch has equally many sequences of.
+
+        Raises:
+            ConfigError: no tokens are hidden, or batches are not such.
+        """
+        raise ConfigError(
+            f"objective.num_blocks: {count} given, but the data hides no tokens. Set data.masking: {{}} (data.type: tokens)"
+        )
+
     def finished(self, examples: Examples, source: str, split: str, tokenizer: Tokenizer) -> Examples:
         """The examples of a split as batches read them. Args: source: its name."""
         return examples

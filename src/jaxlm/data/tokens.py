@@ -94,6 +94,9 @@ class TokensConfig(DataConfig):
         windows = None if self.stride is None else Windows(self.stride, self.train_overlap)
         return PackedSequences(cache, seq_len, ignored_id=ignored, windows=windows)
 
+    def mask_ranges(self, count: int) -> list[float]:
+        return super().mask_ranges(count) if self.masking is None else self.masking.ranges(count)
+
     def finished(self, examples: Examples, source: str, split: str, tokenizer: Tokenizer) -> Examples:
         if self.masking is None:
             return examples
@@ -211,4 +214,4 @@ class TokensConfig(DataConfig):
             return columns
         numbers = np.arange(num_examples)
         masker = Masker(self.masking, vocab_size - 1, np.arange(vocab_size) == vocab_size - 1)
-        return masker.mask(columns, numbers, np.zeros_like(numbers), stratified(numbers, (seed,)))
+        return masker.mask(columns, numbers, np.zeros_like(numbers), stratified(numbers, (seed,), self.masking.strata))

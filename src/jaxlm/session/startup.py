@@ -95,6 +95,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         ("layers", _layers(plan)),
         *[(f"phase {phase.name}", describe_phase(phase)) for phase in plan.phases],
         *[(f"products of {name}", text) for name, text in fp8_products(plan).items()],
+        *[(f"parts of {phase.name}", text) for phase in plan.phases if (text := _parts(plan, phase)) is not None],
         *[(f"weights of {name}", text) for name, text in _stored_weights(plan).items()],
         *[(f"reference {name}", f"{ref.path} in {ref.dtype}") for name, ref in plan.config.refs.items()],
         ("starts from", _configured_start(plan) if start is None else start),
@@ -238,6 +239,15 @@ def _stored_weights(plan: Plan) -> dict[str, str]:
     """Phase -> what its stored weights need."""
     texts = {phase.name: describe_stored(plan.state_builder.abstract_state(phase).model) for phase in plan.phases}
     return {name: text for name, text in texts.items() if text is not None}
+
+
+def _parts(plan: Plan, phase: Phase) -> str | None:
+    """The layers that compute a text, by the share of its tokens that is hidden; None if all do."""
+    parts, lower, texts = plan.state_builder.abstract_state(phase).model.denoisers, 0.0, []
+    for part in parts:
+        texts.append(f"layers {part.first} to {part.stop - 1} for {lower:.4g} to {part.max_fraction:.4g}")
+        lower = part.max_fraction
+    return f"{', '.join(texts)} of the tokens hidden" if parts else None
 
 
 def _fp8_products(phase: Phase, model: LanguageModel) -> str | None:

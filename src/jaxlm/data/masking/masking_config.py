@@ -45,6 +45,8 @@ class MaskingConfig:
         times: first and last time that sequences have, such as those of a stack of layers (`preset.depth_times`); twice the
             same for a single one. The loss of the objective `diffusion` is then the share of these times in the bound: the
             shares of ranges that make up [0, 1] add up to it. Null is [0, 1].
+        strata: of this many sequences in a row, one has a time in each of as many equal parts of all times. A power of two is
+            so anyway; the objective `diffusion_blocks` needs it for another number of blocks.
         mask_replicas: hide tokens of each sequence in only this many ways, each of which counts as a sequence of its own, so
             that one pass reads the text as many times. Null hides others in every epoch.
         validation_replicas: ways in which each validation sequence is read.
@@ -61,6 +63,7 @@ class MaskingConfig:
     num_time_steps: PositiveInt | None = None
     time_step_mask_fractions: list[PositiveFraction] | None = None
     times: list[Fraction] | None = None
+    strata: PositiveInt = 1
     mask_replicas: PositiveInt | None = None
     validation_replicas: Evaluations[PositiveInt] = 1
     random_fraction: Fraction = 0.0
@@ -135,9 +138,35 @@ class MaskingConfig:
     def identity(self) -> dict[str, Any]:
         """What the training data depends on, as plain JSON."""
         keys = {name: value for name, value in encode(self).items() if name != "validation_replicas"}
-        if self.times is None:
-            del keys["times"]  # as before there was such a key
-        return keys
+        new = {"times": None, "strata": 1}  # keys that there were not before
+        return {name: value for name, value in keys.items() if name not in new or value != new[name]}
+
+    def ranges(self, count: int) -> list[float]:
+        """The largest mask fraction in each of `count` ranges of times, of which every batch has equally many sequences.
+
+        Raises:
+            ConfigError: batches do not.
+        """
+        what = f"objective.num_blocks: {count} given, but data.masking"
+        if not self.has_rates:
+            raise ConfigError(
+                f"{what} does not hide any fraction of a sequence, each token with the same probability. Remove"
+                " num_time_steps, time_step_mask_fractions, mode, random_fraction, unchanged_fraction and a single time in"
+                " times"
+            )
+        if self.mask_replicas is not None:
+            raise ConfigError(
+                f"{what}.mask_replicas: {self.mask_replicas} gives each sequence its own times, so that a batch may have more"
+                " of some than of others. Remove it"
+            )
+        doublings = count // self.strata
+        if count % self.strata or doublings & (doublings - 1):
+            raise ConfigError(
+                f"{what}.strata: {self.strata} spreads the times of a batch evenly over {self.strata} parts of all times, and"
+                f" over 2, 4, 8, ... times as many. Set it to {count}"
+            )
+        ends = np.arange(1, count + 1) / count
+        return self.schedule.fractions(self.times_of(ends)).tolist()
 
     def times_of(self, uniform: np.ndarray) -> np.ndarray:
         """The times that have these uniform numbers in [0, 1), float64 likewise."""

@@ -134,9 +134,7 @@ class ProgressiveConfig(PresetConfig):
             if self.polish_steps:
                 phases.append({"name": f"polish_{number}", "num_train_steps": self.polish_steps})
         times = self._times(source, objective, model)
-        phases = [
-            {**phase, **({"data": times[name].data} if (name := phase["name"]) in times else {})} for phase in phases
-        ]
+        phases = [self._timed(phase, times) for phase in phases]
         if self.carry_optimizer:
             phases = [phases[0], *({**phase, "carry_optimizer": True} for phase in phases[1:])]
         written = source.tree.get("phases") or phases
@@ -156,6 +154,18 @@ class ProgressiveConfig(PresetConfig):
         return {
             f"{kind}_{number}": by_place[place] for number, place in enumerate(places) for kind in ("stack", "polish")
         }
+
+    def _timed(self, phase: dict[str, Any], times: Mapping[str, StackTime]) -> dict[str, Any]:
+        """The phase with the noise of its stack, and with what stacks in front of others have learned to remove."""
+        if phase["name"] not in times:
+            return phase
+        noise = {"data": times[phase["name"]].data}
+        kind, _, number = phase["name"].partition("_")
+        if self.at == "append" or kind == "polish":
+            return {**phase, **noise}
+        until = [times[f"stack_{earlier}"].fractions[1] for earlier in range(int(number) + 1)]
+        denoisers = {"type": "denoisers", "parts": "suffixes", "mask_fractions": until}
+        return {**phase, "surgery": [*phase.get("surgery", []), denoisers], **noise}
 
     def _stage(self, number: int, num_layers: int, model: ModelConfig, objective: Any) -> dict[str, Any]:
         """The phase in which a new stack trains."""
