@@ -296,6 +296,7 @@ NO_EFFECT += [
         config({**CLM, "building_mode": "prepend", "cache_activations": True}),
         "cache_activations: nothing is stored: with building_mode: prepend",
     ),
+    (config(), config(training={"end_to_end_scope": "stackwise"}), "end_to_end_scope"),
     (config(), config({"time_embedding_dim": 64}), "time_embedding_dim"),
     (config(), config({"time_encoding_type": "learned"}), "time_encoding_type"),
     (config(INPUT), config({**INPUT, "stack_time_mapping": "linear"}), "stack_time_mapping"),

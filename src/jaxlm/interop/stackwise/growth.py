@@ -44,9 +44,11 @@ class Growth:
     def of(training: Section, progressive: Section, architecture: Section) -> "Growth":
         strategy = training.choice("strategy", ("progressive", "end_to_end"), "progressive")
         enabled = progressive.choice("enabled", (True, False), True)
-        scope = training.choice("end_to_end_scope", ("stackwise", "rackwise"), "rackwise")
+        scope = training.choice("end_to_end_scope", ("stackwise", "rackwise"))
         blocks = architecture.number("blocks_per_stack", _BLOCKS)
-        if strategy == "end_to_end" and scope == "stackwise":
+        if strategy == "progressive" and scope is not None:
+            training.note("end_to_end_scope", "no effect with strategy: progressive")
+        elif scope == "stackwise":
             raise training.error(
                 "end_to_end_scope",
                 "'stackwise' given, which trains stacks one after the other. Set strategy: progressive, which does that, or"
