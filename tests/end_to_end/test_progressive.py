@@ -95,7 +95,8 @@ def test_killed_runs_end_in_the_same_bits(form, faults, whole, workplace):
     place = prepared(workplace, form)
     for fault in faults:
         place.die("--config_path", "run.yaml", at=fault)
-    place.finish("--config_path", "run.yaml")
+    out = place.finish("--config_path", "run.yaml").out
+    assert re.search(r"^phases\n  stack_0 .*; layers 2; .*\n(  .*\n)*  stack_2 +steps \d+ to 2\d; ", out, re.MULTILINE)
     assert place.losses() == uninterrupted.losses()
     assert place.digest(last_step(form)) == uninterrupted.digest(last_step(form))
 
