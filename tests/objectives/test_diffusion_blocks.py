@@ -164,12 +164,13 @@ def test_masks_without_a_bound_are_refused():
         DiffusionBlocks().check_columns(set(columns_of(2, time_step_mask_fractions=[0.15])))
 
 
-def plan_of(rows=32, masking=None, trainer=None, **objective):
+def plan_of(rows=32, masking=None, trainer=None, top=None, **objective):
     tree_of_run = {
         "model": {**MODEL_SECTION, "use_bidirectional_attention": True},
         "objective": {"type": "diffusion_blocks", "num_blocks": 2, **objective},
         "data": {} if masking is None else {"masking": masking},
         "trainer": {"train_batch_size": rows, **(trainer or {})},
+        **(top or {}),
     }
     return make_plan(decode_run(ConfigSource(tree_of_run), "x"), "x", 40)
 
@@ -202,6 +203,7 @@ def test_blocks_are_for_equally_probable_mask_fractions():
         ({"masking": {}, "num_blocks": 3}, r"data\.masking\.strata: 1 spreads .* Set it to 3"),
         ({"masking": {}, "num_blocks": 4}, "4 parts given, but the model has one stack of 6 layers"),
         ({"masking": {}, "rows": 8}, "num_blocks: 2 given, but a batch of 8 sequences in 1 microbatches on 8 devices"),
+        ({"masking": {}, "top": {"hf_save_path": "hf"}}, "this model is 2 blocks of layers.* It cannot be exported"),
         ({"masking": {}, "trainer": {"per_device_parallelism": 1}}, "a batch of 32 sequences in 4 microbatches"),
     ],
 )

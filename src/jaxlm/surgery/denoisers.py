@@ -5,7 +5,6 @@ behind it for each noise: StackWise (time as depth).
 """
 
 import itertools
-from typing import Any
 
 import jax
 
@@ -49,12 +48,9 @@ class DenoisersConfig(SurgeryConfig):
             why = "has no stack of layers" if body is None else "predicts next tokens, and no hidden ones"
             raise ConfigError(f"surgery denoisers: this model {why}. Remove the surgery")
         try:
-            return model.with_denoisers(denoisers_of(body, self.mask_fractions, self.parts))
+            return model.with_denoisers(denoisers_of(body.layer_numbers, self.mask_fractions, self.parts))
         except ConfigError as error:
             raise ConfigError(f"surgery denoisers: mask_fractions: {error}") from error
-
-    def moved(self, moments: Any, sums: Any) -> Any:
-        return moments
 
     def merge(self, model: LanguageModel) -> LanguageModel:
         return model

@@ -8,7 +8,7 @@ The last stack has the texts with the fewest hidden tokens.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,6 @@ from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from jaxlm.models.stacks import Body
 
 Parts = Literal["blocks", "suffixes"]
 
@@ -37,24 +34,25 @@ class Denoiser:
     stop: int
 
 
-def denoisers_of(body: "Body", max_fractions: Sequence[float], parts: Parts) -> tuple[Denoiser, ...]:
-    """The denoisers of a body, from the last stack to the first. A single stack is divided into equal parts.
+def denoisers_of(stacks: Sequence[Sequence[int]], max_fractions: Sequence[float], parts: Parts) -> tuple[Denoiser, ...]:
+    """The denoisers of a model, from the last stack of layers to the first. A single stack is divided into equal parts.
 
     Args:
-        max_fractions: of each of them, ascending.
+        stacks: the numbers of each stack's layers.
+        max_fractions: of each denoiser, ascending.
 
     Raises:
         ConfigError: there are not as many stacks, and they are not one stack of so many equal parts.
     """
-    count, num_layers = len(max_fractions), body.num_layers
-    if len(body.stacks) == 1 and num_layers % count == 0:
+    count, num_layers = len(max_fractions), sum(map(len, stacks))
+    if len(stacks) == 1 and num_layers % count == 0:
         starts = [number * num_layers // count for number in range(count)]
-    elif len(body.stacks) == count:
-        starts = [layers[0] for layers in body.layer_numbers]
-        if any(layers != tuple(range(layers[0], layers[-1] + 1)) for layers in body.layer_numbers):
+    elif len(stacks) == count:
+        starts = [layers[0] for layers in stacks]
+        if any(tuple(layers) != tuple(range(layers[0], layers[-1] + 1)) for layers in stacks):
             raise ConfigError("the stacks of this model take turns, so that none of them is a part of it")
     else:
-        what = f"{len(body.stacks)} stacks" if len(body.stacks) > 1 else f"one stack of {num_layers} layers"
+        what = f"{len(stacks)} stacks" if len(stacks) > 1 else f"one stack of {num_layers} layers"
         raise ConfigError(
             f"{count} parts given, but the model has {what}. Give as many as it has stacks, or a number that divides the"
             " layers of a single one"
