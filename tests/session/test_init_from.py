@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -15,11 +16,15 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manifest import find_checkpoints
+from jaxlm.engine.checkpoint.restore import restore
 from jaxlm.observe.callbacks import CallbackConfig
 from jaxlm.observe.console import Console
 from jaxlm.observe.log_store import LogStore
 from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session import init_from
+from jaxlm.session.init_from import find_init_from
 from jaxlm.train import train
 from tests.observe.test_callbacks import RecorderConfig
 
@@ -170,6 +175,38 @@ def test_initialize_from_loads_only_the_model(trainings):
         begun, True
     )
     assert trainings.losses("begun")[1] != trainings.losses("whole")[1]
+
+
+@pytest.mark.slow
+def test_weights_of_a_checkpoint_are_stored_one_parameter_after_the_other(trainings, monkeypatch):
+    """At most one of them exists in floating point, and the model is what the surgery makes of the whole one."""
+    sections = {"phases": [{"name": "few", "surgery": [{"type": "quantize"}], "trainable": ["^tokens"]}]}
+    key = {"initialize_from": str(trainings.place("part"))}
+    plan = make_plan(decode_run(ConfigSource(trainings.config("few", 4, trainer=key, **sections)), None), "few", 280)
+    start, (surgery,), counts = find_init_from(plan, print), plan.phases[0].surgeries, []
+    abstract = plan.state_builder.abstract_initial_model
+    shapes = {dict(tree.leaves(abstract))[path].array.shape for path in surgery.on_read(abstract)}
+    change = init_from._ChangeOnRead.__call__
+
+    def in_floats() -> int:
+        return sum(array.shape in shapes and array.dtype == np.float32 for array in jax.live_arrays())
+
+    def counted(self, layers):
+        changed = change(self, layers)
+        counts.append(in_floats())
+        return changed
+
+    monkeypatch.setattr(init_from._ChangeOnRead, "__call__", counted)
+    before = in_floats()
+    with plan.layout.use():
+        found, num_applied = start.load_weights(plan, print)
+        whole = restore(start.weights, abstract, plan.layout, prefix="model", cast=True)
+        expected = jax.jit(lambda model: surgery.apply(model, key=jax.random.key(0)))(whole)
+    assert num_applied == 1
+    assert len(counts) == 7
+    assert max(counts) <= before + 2, "the parameter, and a layer of it"
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.slow

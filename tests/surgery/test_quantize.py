@@ -66,8 +66,9 @@ LINEAR = {f"attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name
         (QuantizeConfig(kind="nvfp4", modules="attn"), MODEL, {name for name in LINEAR if "attn" in name}),
         (QuantizeConfig(kind="int8", modules="head|q_proj"), MODEL, {"head", "attn.q_proj"}),
         (QuantizeConfig(kind="bfloat16"), EXPERTS, LINEAR),
+        (QuantizeConfig(kind="nvfp4"), EXPERTS, LINEAR),
     ],
-    ids=["all", "modules", "head", "experts"],
+    ids=["all", "modules", "head", "experts", "experts in four bits"],
 )
 def test_the_layers_that_are_stored(surgery, config, expected):
     model = applied(surgery, config=config)
@@ -88,11 +89,6 @@ REFUSED = {
         r"modules: 'nothing' matches no linear layer\. Closest",
     ),
     "the head": (QuantizeConfig(modules="head"), MODEL, r"kind: nf4 given, but head is the head.*kind: int8"),
-    "experts": (
-        QuantizeConfig(kind="nvfp4"),
-        EXPERTS,
-        r"kind: nvfp4 given, but .*gate_proj has the weights of experts.*int8",
-    ),
     "scales": (
         QuantizeConfig(kind="int8", double_quant=False),
         MODEL,

@@ -314,14 +314,14 @@ class Grouping(eqx.Module):
         """Multiplies each row by its group's matrix; returns [P, O] in the dtype of `operand`."""
         x_PI = operand(x_PI, w_GIO)
         if current_platform() == "tpu":
-            floats_GIO = w_GIO.floats(x_PI.dtype) if isinstance(w_GIO, StoredArray) else w_GIO
-            return jax.lax.ragged_dot(x_PI, floats_GIO, self.sizes_G)
+            if isinstance(w_GIO, StoredArray):
+                return _stored_ragged_dot(x_PI, w_GIO, self.sizes_G)
+            return jax.lax.ragged_dot(x_PI, w_GIO, self.sizes_G)
         num_blocks = x_PI.shape[0] // self.block
         ends_G = jnp.cumsum(self.sizes_G) // self.block
         # Blocks after the last group are 0, so any matrix will do.
         group_B = jnp.minimum(jnp.searchsorted(ends_G, jnp.arange(num_blocks), side="right"), len(ends_G) - 1)
-        # The backward pass of the kernel is for arrays.
-        products = _define_block_products if isinstance(w_GIO, StoredArray) else _block_products
+        products = _stored_block_products if isinstance(w_GIO, StoredArray) else _block_products
         out_BRO = products(x_PI.reshape(num_blocks, self.block, -1), w_GIO, group_B)
         return out_BRO.reshape(x_PI.shape[0], -1)
 
@@ -360,6 +360,47 @@ def _define_block_products(x_BRI: jax.Array, w_GIO: jax.Array | StoredArray, gro
 
     return jax.lax.scan(one_block, None, (x_BRI, group_B))[1]
 
+
+# Products with stored weights save their stored form, and make the floats of an expert again in the backward pass.
+# Otherwise the loops over blocks and layers would save the floats of all of them.
+_stored_block_products = CustomVjp(_define_block_products)
+
+
+def _stored_block_products_forward(x_BRI, w_GIO, group_B):
+    return _define_block_products(x_BRI, w_GIO, group_B), (w_GIO, group_B, jnp.zeros((), x_BRI.dtype))
+
+
+def _stored_block_products_backward(residuals, d_out_BRO):
+    w_GIO, group_B, zero = residuals
+
+    def one_block(_, block):
+        d_out_RO, group = block
+        w_IO = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, group, keepdims=False), w_GIO)
+        x_RI = jax.ShapeDtypeStruct((d_out_RO.shape[0], w_IO.shape[0]), zero.dtype)
+        return None, *jax.linear_transpose(lambda x_RI: einsum("ri,io->ro", x_RI, w_IO), x_RI)(d_out_RO)
+
+    return jax.lax.scan(one_block, None, (d_out_BRO, group_B))[1], None, None
+
+
+_stored_block_products.defvjp(_stored_block_products_forward, _stored_block_products_backward)
+
+
+@CustomVjp
+def _stored_ragged_dot(x_PI: jax.Array, w_GIO: StoredArray, sizes_G: jax.Array) -> jax.Array:
+    return jax.lax.ragged_dot(x_PI, w_GIO.floats(x_PI.dtype), sizes_G)
+
+
+def _stored_ragged_dot_forward(x_PI, w_GIO, sizes_G):
+    return _stored_ragged_dot(x_PI, w_GIO, sizes_G), (w_GIO, sizes_G, jnp.zeros((), x_PI.dtype))
+
+
+def _stored_ragged_dot_backward(residuals, d_out_PO):
+    (w_GIO, sizes_G, zero), d_out_PO = jax.lax.optimization_barrier((residuals, d_out_PO))
+    floats_GOI = jnp.swapaxes(w_GIO.floats(zero.dtype), 1, 2)
+    return jax.lax.ragged_dot(d_out_PO, floats_GOI, sizes_G).astype(zero.dtype), None, None
+
+
+_stored_ragged_dot.defvjp(_stored_ragged_dot_forward, _stored_ragged_dot_backward)
 
 _block_products = CustomVjp(_define_block_products)
 

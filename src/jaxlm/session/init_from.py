@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from jaxlm.core.imports import haliax as hax
 import jax
 from haliax import NamedArray
 
+from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import from_main, main_first, main_only
@@ -118,9 +119,10 @@ class InitFrom:
         log(
             f"initializing the model from {self.weights.location}; step, optimizer state and data position start from scratch"
         )
-        partial = plan.config.trainer.allow_partial_checkpoint
+        if not plan.config.trainer.allow_partial_checkpoint:
+            return _restore_changed(self.weights, plan, log)
         abstract = plan.state_builder.abstract_initial_model
-        fresh = (lambda: place_state(plan.state_builder.initial_model, abstract, plan.layout)) if partial else None
+        fresh = lambda: place_state(plan.state_builder.initial_model, abstract, plan.layout)  # noqa: E731
         return restore(self.weights, abstract, plan.layout, prefix="model", fresh=fresh, log=log, cast=True), 0
 
 
@@ -155,6 +157,32 @@ def _load_hf_weights(plan: Plan, log: Log) -> tuple[LanguageModel | None, int]:
     model = load_pretrained(path, smaller, plan.model, plan.layout, options)
     log(f"the {len(added)} rows for data.added_tokens are the mean of the {smaller.Vocab.size:,} others")
     return grow_vocabulary(model, abstract, plan.layout), 0
+
+
+def _restore_changed(weights: VerifiedCheckpoint, plan: Plan, log: Log) -> tuple[LanguageModel, int]:
+    """The model of a checkpoint, and the number of surgeries that have been done on it. Parameters that these change are
+    read one by one, so that only one of them exists as it was: the layers of a stack together, as they are saved."""
+    abstract, (changes, num_applied) = plan.state_builder.abstract_initial_model, _changes_on_read(plan)
+    paths = [path for path, _ in tree.leaves(abstract)]
+
+    def read(chosen: Collection[str]) -> dict[str, Any]:
+        part = tree.map_leaves(lambda path, leaf: leaf if path in chosen else None, abstract)
+        unused = {f"model.{path}" for path in paths if path not in chosen}
+        return dict(tree.leaves(restore(weights, part, plan.layout, prefix="model", log=log, cast=True, unused=unused)))
+
+    leaves = read([path for path in paths if path not in changes])
+    for path, change in changes.items():
+        leaves[path] = change(_layers(read([path])[path]))
+    return tree.map_leaves(lambda path, _: leaves[path], abstract), num_applied
+
+
+def _layers(parameter: NamedArray) -> Iterator[NamedArray]:
+    """The layers of a stacked parameter; one that is not stacked, as it is."""
+    if not parameter.has_axis(LAYERS):
+        yield parameter
+        return
+    for number in range(parameter.axis_size(LAYERS)):
+        yield parameter[LAYERS, number : number + 1]
 
 
 def _changes_on_read(plan: Plan) -> tuple[dict[str, Change], int]:

@@ -8,6 +8,7 @@ layers, and made again in the backward pass.
       \\-- A -- B (float32, trained by the surgery lora) --/
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -41,8 +42,8 @@ class QuantizeConfig(SurgeryConfig):
     Put it first, so that a run that starts from a Hugging Face folder stores each layer when it has read it.
 
     Attributes:
-        kind: `nf4` (4.127 bits per parameter) and `nvfp4` (4.5) for linear layers; `int8` with a scale for each output,
-            `bfloat16` and `float16` for experts and the head too.
+        kind: `nf4` (4.127 bits per parameter) and `nvfp4` (4.5) for linear layers and experts; `int8` with a scale for each
+            output, `bfloat16` and `float16` for the head too.
         modules: regular expression searched for in the paths of linear layers; matching ones are stored. Null stores all
             except the head and routers.
         double_quant: quantize the scales of `nf4` too, to 8 bits. Without, they are float32 (4.5 bits per parameter).
@@ -62,9 +63,19 @@ class QuantizeConfig(SurgeryConfig):
 
     def merge(self, model: LanguageModel) -> LanguageModel:
         is_stored = lambda node: isinstance(node, StoredWeight)  # noqa: E731
+        ends = lambda node: is_stored(node) or isinstance(node, ExpertLinear)  # noqa: E731
         others = (node for node in jax.tree.leaves(model, is_leaf=lambda n: tree.is_named(n) or is_stored(n)))
         dtype = next(leaf.dtype for leaf in others if not is_stored(leaf) and tree.is_inexact(leaf))
-        return jax.tree.map(lambda n: n.floats(dtype) if is_stored(n) else n, model, is_leaf=is_stored)
+
+        def merged(node: Any) -> Any:
+            if not isinstance(node, ExpertLinear):
+                return node.floats(dtype) if is_stored(node) else node
+            if not isinstance(node.weight, StoredWeight):
+                return node
+            *stacked, _, _ = node.weight.axes
+            return dataclasses.replace(node, weight=node.weight.floats(dtype).rearrange((*stacked, node.In, node.Out)))
+
+        return jax.tree.map(merged, model, is_leaf=ends)
 
     def _stored(self, layer: Layer, weight: NamedArray) -> StoredWeight:
         """A weight of this layer, or of some of the layers that are stacked in it, in the form of `kind`."""
@@ -106,24 +117,17 @@ class QuantizeConfig(SurgeryConfig):
                     f"{prefix} {path} is already stored as {layer.weight.form} by an earlier surgery. Set modules to other"
                     " layers here or there"
                 )
-            if self.kind in ("nf4", "nvfp4") and (reason := _needs_slices(layer)) is not None:
+            if self.kind in ("nf4", "nvfp4") and VOCAB in _outputs(layer):
                 raise ConfigError(
-                    f"{prefix} kind: {self.kind} given, but {path} {reason}, and blocks of scales cannot be cut. Store it"
-                    " with kind: int8, bfloat16 or float16 (a second surgery quantize), and set modules to the other layers"
-                    " here"
+                    f"{prefix} kind: {self.kind} given, but {path} is the head, which the loss reads in slices, and blocks"
+                    " of scales cannot be cut. Store it with kind: int8, bfloat16 or float16 (a second surgery quantize), and"
+                    " set modules to the other layers here"
                 )
         return chosen
 
 
 def _outputs(layer: Layer) -> set[str]:
     return {axis.name for axis in axes_of(layer.Out)}
-
-
-def _needs_slices(layer: Layer) -> str | None:
-    """Why a layer cannot have a weight in four bits; None if it can."""
-    if isinstance(layer, ExpertLinear):
-        return "has the weights of experts, which are read in slices"
-    return "is the head, which the loss reads in slices" if VOCAB in _outputs(layer) else None
 
 
 def describe_stored(model: LanguageModel) -> str | None:

@@ -7,6 +7,7 @@ scales can be those of other programs, number by number.
 import abc
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from jaxlm.core.imports import haliax as hax
 
@@ -15,8 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, AxisSelection, AxisSpec, NamedArray
+from jax.sharding import PartitionSpec
 
+from jaxlm.core import tree
 from jaxlm.core.axes import BLOCKS, PACKED, axes_of
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.products.stored_weights import StoredArray, StoredWeight
 
 
@@ -70,8 +74,18 @@ class FourBitWeight(StoredWeight):
         values = jnp.asarray(self.table).at[codes].get(mode="promise_in_bounds")
         return NamedArray((values * scales).astype(dtype), self.axes)
 
-    def arranged(self, order: tuple[str, ...]) -> StoredArray:
-        raise AssertionError("only linear layers have weights in four bits: no kernel slices them")
+    def arranged(self, order: tuple[str, ...]) -> "FourBitArray":
+        num_stacked = len(self.stacked)
+        assert order[:num_stacked] == tuple(axis.name for axis in self.stacked), "matrices are not cut"
+
+        def first(leaf: NamedArray) -> NamedArray:
+            return NamedArray(leaf.array[(0,) * num_stacked], leaf.axes[num_stacked:])
+
+        one = jax.tree.structure(jax.eval_shape(lambda: jax.tree.map(first, self, is_leaf=tree.is_named)))
+        sizes = tuple(self.resolve_axis(name).size for name in order[num_stacked:])
+        return FourBitArray(
+            tuple(jax.tree.leaves(self)), one, order[num_stacked:], sizes, self.codes.array.ndim - num_stacked
+        )
 
     def flatten_axes(self, old: AxisSpec, new: str) -> "FourBitWeight":
         axes = axes_of(old)
@@ -82,6 +96,54 @@ class FourBitWeight(StoredWeight):
     def unflatten_axis(self, old: str, new: AxisSpec) -> "FourBitWeight":
         at = self.Matrix.index(self.resolve_axis(old))
         return self.with_matrix((*self.Matrix[:at], *axes_of(new), *self.Matrix[at + 1 :]))
+
+
+class FourBitArray(StoredArray):
+    """A `FourBitWeight` without axis names. Its arrays can be sliced along the axes that stack matrices.
+
+    Attributes:
+        parts: the arrays of the weight. Those axes are the first of each.
+        one: the structure of a weight of a single matrix.
+        order: the axes of a matrix.
+        sizes: likewise.
+        rank: the number of axes of the codes of a single matrix.
+    """
+
+    parts: tuple[jax.Array, ...]
+    one: Any = eqx.field(static=True)
+    order: tuple[str, ...] = eqx.field(static=True)
+    sizes: tuple[int, ...] = eqx.field(static=True)
+    rank: int = eqx.field(static=True)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self._stacked, *self.sizes)
+
+    def floats(self, dtype) -> jax.Array:
+        def matrix(*parts: jax.Array) -> jax.Array:
+            return jax.tree.unflatten(self.one, parts).floats(dtype).rearrange(self.order).array
+
+        make = matrix
+        for _ in self._stacked:
+            make = jax.vmap(make)
+        return make(*self.parts)
+
+    def einsum(self, subscripts: str, x: jax.Array, dtype) -> jax.Array:
+        return jnp.einsum(subscripts, x, self.floats(x.dtype), preferred_element_type=dtype)
+
+    def specs(self, spec: PartitionSpec) -> Any:
+        num_stacked = len(self._stacked)
+        if any(spec[num_stacked:]):
+            raise ConfigError(
+                "surgery quantize: kind: nf4 or nvfp4 given for experts whose features are sharded (mlp in"
+                " trainer.tensor_parallel_axes), but blocks of scales cannot be cut. Shard experts instead of mlp, or store"
+                " them with kind: int8, bfloat16 or float16"
+            )
+        return jax.tree.map(lambda part: PartitionSpec(*spec[:num_stacked], *[None] * (part.ndim - num_stacked)), self)
+
+    @property
+    def _stacked(self) -> tuple[int, ...]:
+        return self.parts[0].shape[: self.parts[0].ndim - self.rank]
 
 
 def bytes_of(matrix: Sequence[Axis]) -> tuple[Axis, ...]:

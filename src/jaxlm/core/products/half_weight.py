@@ -1,12 +1,15 @@
 """Frozen weights in bfloat16 or float16, whatever the dtypes of the run."""
 
+from typing import Any
+
 from jaxlm.core.imports import haliax as hax
 
 import jax
 import jax.numpy as jnp
 from haliax import Axis, AxisSelection, AxisSpec, NamedArray
+from jax.sharding import PartitionSpec
 
-from jaxlm.core.products.stored_weights import StoredArray, StoredWeight
+from jaxlm.core.products.stored_weights import StoredArray, StoredWeight, spec_of
 
 
 class HalfWeight(StoredWeight):
@@ -49,6 +52,9 @@ class HalfArray(StoredArray):
 
     def floats(self, dtype) -> jax.Array:
         return self.values.astype(dtype)
+
+    def specs(self, spec: PartitionSpec) -> Any:
+        return jax.tree.map(lambda array: spec_of(array, spec), self)
 
     def einsum(self, subscripts: str, x: jax.Array, dtype) -> jax.Array:
         return jnp.einsum(subscripts, x, self.values.astype(x.dtype), preferred_element_type=dtype)

@@ -85,8 +85,4 @@ def arranged(weight: Weight, order: tuple[str, ...]) -> jax.Array | StoredArray:
 
 def array_specs(weight: jax.Array | StoredArray, spec: PartitionSpec) -> Any:
     """The partition specs of the arrays of a weight, given that of the weight."""
-
-    def of_array(array: jax.Array) -> PartitionSpec:
-        return PartitionSpec(*(None if size == 1 else e for size, e in zip(array.shape, spec, strict=True)))
-
-    return jax.tree.map(of_array, weight) if isinstance(weight, StoredArray) else spec
+    return weight.specs(spec) if isinstance(weight, StoredArray) else spec

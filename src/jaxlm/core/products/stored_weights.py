@@ -2,7 +2,7 @@
 
 import abc
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxlm.core.imports import haliax as hax
 
@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import Axis, AxisSelection, AxisSpec, NamedArray
+from jax.sharding import PartitionSpec
 
 from jaxlm.core import tree
 from jaxlm.core.axes import axes_of
@@ -32,6 +33,19 @@ class StoredArray(eqx.Module):
     @abc.abstractmethod
     def einsum(self, subscripts: str, x: jax.Array, dtype) -> jax.Array:
         """`einsum(subscripts, x, self, dtype)`."""
+
+    @abc.abstractmethod
+    def specs(self, spec: PartitionSpec) -> Any:
+        """The partition specs of its arrays, given that of the weight.
+
+        Raises:
+            ConfigError: they cannot be cut that way.
+        """
+
+
+def spec_of(array: jax.Array, spec: PartitionSpec) -> PartitionSpec:
+    """The partition spec of an array of a weight, some of whose axes may have size 1. Args: spec: of the weight."""
+    return PartitionSpec(*(None if size == 1 else entry for size, entry in zip(array.shape, spec, strict=True)))
 
 
 class StoredWeight(tree.Packed):
@@ -162,6 +176,9 @@ class Int8Array(StoredArray):
 
     def floats(self, dtype) -> jax.Array:
         return (self.values * self.scale).astype(dtype)
+
+    def specs(self, spec: PartitionSpec) -> Any:
+        return jax.tree.map(lambda array: spec_of(array, spec), self)
 
     def einsum(self, subscripts: str, x: jax.Array, dtype) -> jax.Array:
         labels, out_labels = subscripts.partition(",")[2].split("->")
