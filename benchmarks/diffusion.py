@@ -1,11 +1,15 @@
 """Compares a masked-diffusion model with an autoregressive one on Python's standard library, at equal FLOPs.
 
     python benchmarks/diffusion.py --folder runs/diffusion [--seeds 0,1,2] [--steps 1800] [--replicas 4]
+    python benchmarks/diffusion.py --folder runs/blocks --forms blocks,whole --steps 900
 
 Both are the recipe `progressive/diffusion.yaml`: the same Llama, tokenizer, data and optimizer. The autoregressive one is
 causal, predicts next tokens, and trains as many steps longer as it needs fewer FLOPs a token. Each run is a process of its
 own. Start the same command again after an interruption: finished runs are not repeated, and the others continue from their
 last checkpoint.
+
+The forms `blocks` and `whole` are the recipe `progressive/diffusion_blocks.yaml` and the same model trained as a whole, at
+equal steps: the blocks need half of the layers' FLOPs.
 
 Of the diffusion model, the loss in nats a token and the bits per byte are the bound: an upper limit of what the likelihood
 would give, where those of the autoregressive model are exact. Writes `diffusion.json` into the folder. The last line printed
@@ -23,8 +27,8 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPE = ROOT / "src/jaxlm/recipes/progressive/diffusion.yaml"
-DIFFUSION, CAUSAL = "diffusion", "autoregressive"
+RECIPES = ROOT / "src/jaxlm/recipes/progressive"
+DIFFUSION, CAUSAL, BLOCKS, WHOLE = "diffusion", "autoregressive", "blocks", "whole"
 METRICS = ("eval/loss", "eval/bpb")
 
 
@@ -32,6 +36,7 @@ def main() -> None:
     """Trains what is not trained yet, and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="folder for runs, caches and results")
+    parser.add_argument("--forms", default=f"{DIFFUSION},{CAUSAL}", help="what to train (default both)")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated seeds (default 0,1,2)")
     parser.add_argument("--steps", type=int, default=1800, help="steps of the diffusion model (default 1800)")
     parser.add_argument(
@@ -42,7 +47,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    results: dict[str, list[dict[str, float]]] = {DIFFUSION: [], CAUSAL: []}
+    results: dict[str, list[dict[str, float]]] = {form: [] for form in options.forms.split(",")}
     for seed in map(int, options.seeds.split(",")):
         for form, runs in results.items():
             runs.append(train(options.folder, form, seed, options))
@@ -56,13 +61,16 @@ def main() -> None:
 
 def config_of(form: str, seed: int, options: argparse.Namespace) -> dict:
     """The configuration of a run."""
-    config = yaml.safe_load(RECIPE.read_text())
+    name = "diffusion_blocks" if form in (BLOCKS, WHOLE) else "diffusion"
+    config = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
     trainer, data = config["trainer"], config["data"]
     data["cache_dir"] = str(options.folder.resolve() / "cache")
     data["masking"]["validation_replicas"] = options.replicas
     trainer |= {"id": f"{form}-{seed}", "seed": seed, "num_train_steps": options.steps}
     trainer |= {"steps_per_eval": options.steps, "max_eval_batches": options.eval_batches}
     config["evals"] = [{"type": "loss"}]
+    if form == WHOLE:
+        config["objective"] = {"type": "diffusion"}
     if form == CAUSAL:
         del data["masking"], config["objective"], config["model"]["use_bidirectional_attention"]
         trainer["max_eval_batches"] = -(-options.eval_batches // options.replicas)  # the same sequences

@@ -104,8 +104,10 @@ def test_every_key_has_a_meaning():
     assert [f"{s.path}.{key.name}" for s in found for key in s.keys if not key.meaning] == []
 
 
-# What else some sections need.
+MASKED = {"objective": {"type": "mlm"}, "data": {"masking": {"min_mask_fraction": 0.15}}}
+# What else some sections, and single keys, need.
 BESIDE: dict[str, dict[str, Any]] = {
+    "preset.depth_times": MASKED,
     "preset.lora": {"preset": {"trunk": "lora"}},
     "preset.lora.stacks.N": {"preset": {"trunk": "lora"}},
     "objective.entropy.adaptive": {"objective": {"entropy": {"coef": 0.01}}},
@@ -121,7 +123,7 @@ def test_every_example_is_valid_and_not_the_default(tmp_path, monkeypatch):
     # The required keys of each section and type.
     required = {(s.path, s.choice): [key for key in s.keys if key.default == "required"] for s in found}
 
-    def run_with(section: ConfigSection, given: dict[str, Any]) -> RunConfig:
+    def run_with(section: ConfigSection, given: dict[str, Any], others: dict[str, Any]) -> RunConfig:
         kinds = [s for s in found if s.path == section.path and s.choice]
         kinds = [] if any(s.is_default for s in kinds) else sorted(kinds, key=lambda s: len(required[s.path, s.choice]))
         choice = section.choice or next((s.choice for s in kinds), None)
@@ -141,7 +143,7 @@ def test_every_example_is_valid_and_not_the_default(tmp_path, monkeypatch):
                 types = [s for s in found if s.path == around.path and s.choice and last in s.names]
                 if types and not any(s.is_default for s in types):
                     value["type"] = types[0].choice
-        return decode_run(ConfigSource(merge(value, BESIDE.get(section.path, {}))), "example")
+        return decode_run(ConfigSource(merge(value, merge(others, BESIDE.get(section.path, {})))), "example")
 
     for section in found:
         shared = required.get((section.path, None), [])
@@ -155,10 +157,13 @@ def test_every_example_is_valid_and_not_the_default(tmp_path, monkeypatch):
                 assert is_import_path(value["type"])
                 continue
             extra = NEEDED.get((section.path, section.choice, key.name), {})
-            read = run_with(section, needed | extra | {key.name: value})
+            others = BESIDE.get(f"{section.path}.{key.name}", {})
+            read = run_with(section, needed | extra | {key.name: value}, others)
             one_of_two = (section.choice, key.name) == ("drop_layers", "layers")
             if key.name not in (*needed, "shutdown_at_exit", "type") and not one_of_two:  # these have one valid value
-                assert read != run_with(section, needed | extra), f"{section.path}.{key.name}: {value} is the default"
+                assert read != run_with(section, needed | extra, others), (
+                    f"{section.path}.{key.name}: {value} is the default"
+                )
 
 
 def test_every_example_belongs_to_a_key():

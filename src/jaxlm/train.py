@@ -71,7 +71,7 @@ from jaxlm.session.startup import (
     check_performance,
     check_same_start,
     describe,
-    group_rows,
+    phase_rows,
 )
 from jaxlm.session.tables import check_run_tables, tables_after_training
 from jaxlm.session.verification.sanity import check_evaluation_references, check_sanity
@@ -305,7 +305,7 @@ def _open_phase(
             saver = _begin_phase(run, phase, state, data, conductor)
             skipped = int(state.guard.skipped)
             control = Control(phase, saver, plan.layout, hooks.evaluations, skipped=skipped)
-            log(table(f"phase '{phase.name}': parameters", group_rows(phase, state.model, state.opt_state)))
+            log(table(f"phase '{phase.name}': parameters", phase_rows(plan, phase, state.model, state.opt_state)))
             steps.write(plan.config.trainer, plan.log_folder / "artifacts", phase.name)
             opened = OpenPhase(
                 phase,

@@ -14,6 +14,7 @@ from jaxlm.data.masking.masked_examples import MaskedExamples
 from jaxlm.data.masking.masking_config import Masker, MaskingConfig
 from jaxlm.data.masking.uniform_numbers import stratified, uniform_numbers
 from jaxlm.data.mixture import Mixture
+from jaxlm.data.sources.source_config import SourceConfig
 from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT
 from jaxlm.data.tokenizer.train_bpe import BpeConfig
 from jaxlm.data.tokens import TokensConfig
@@ -82,6 +83,13 @@ def test_random_numbers_are_uniform_and_depend_on_every_word():
         assert not (uniform_numbers(other, 50) == numbers).any()
 
 
+@pytest.mark.parametrize(("strata", "size"), [(3, 12), (3, 6), (5, 10)])
+def test_strata_spread_the_times_of_other_numbers_of_sequences(strata, size):
+    for batch in range(7):
+        numbers = stratified(np.arange(batch * size, (batch + 1) * size), (3,), strata)
+        assert sorted((numbers * size).astype(int)) == list(range(size)), "one in each of equal intervals"
+
+
 # --- Schedules --------------------------------------------------------------------------------------------------------
 
 
@@ -106,6 +114,51 @@ def test_time_steps_have_the_fractions_of_the_schedule():
     assert np.unique(times, return_counts=True)[1].tolist() == [100] * 8
     single = SteppedSchedule((0.15,))
     assert (single.times(np.array([0.2])), single.fractions(np.ones(1))) == (1.0, 0.15)
+
+
+def test_ranges_of_times_share_the_bound():
+    """The mean weight of the hidden tokens is the share of the times, so that those of all ranges add up to 1."""
+    numbers, shares = stratified(np.arange(4096), (0,)), []
+    for first, last in ((0.0, 0.25), (0.25, 0.75), (0.75, 1.0)):
+        masking = MaskingConfig(times=[first, last], mask_schedule_type="cosine", min_mask_fraction=0.01)
+        times = masking.times_of(numbers)
+        assert (first <= times.min(), times.max() <= last) == (True, True)
+        fractions = masking.schedule.fractions(times)
+        shares.append((masking.rates(times) * fractions).mean())
+        ends = masking.schedule.fractions(np.array([first, last]))
+        assert shares[-1] == pytest.approx(ends[1] - ends[0], rel=1e-3), "the integral of the fraction's derivative"
+    assert sum(shares) == pytest.approx(0.99, rel=1e-3)
+    single = MaskingConfig(times=[0.5, 0.5])
+    assert (set(single.times_of(numbers)), single.has_rates) == ({0.5}, False)
+
+
+def test_ranges_of_equal_shares_of_the_times():
+    assert MaskingConfig(max_mask_fraction=0.9, min_mask_fraction=0.1).ranges(2) == pytest.approx([0.5, 0.9])
+    cosine = MaskingConfig(mask_schedule_type="cosine", strata=3, times=[0.0, 0.5])
+    assert cosine.ranges(3) == pytest.approx([0.001 + 0.999 * (1 - np.cos(np.pi / 12 * k)) for k in (1, 2, 3)])
+    assert len(cosine.ranges(6)) == 6
+    for keys, message in (
+        ({"mask_replicas": 2}, "gives each sequence its own times"),
+        ({"num_time_steps": 4}, "does not hide any fraction of a sequence"),
+        ({"strata": 2}, r"num_blocks: 3 given, but data\.masking\.strata: 2 spreads .* Set it to 3"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            MaskingConfig(**keys).ranges(3)
+    with pytest.raises(ConfigError, match="the data hides no tokens"):
+        TokensConfig().mask_ranges(2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"times": [0.5]}, "a first and a last time"),
+        ({"times": [0.5, 0.25]}, "a first and a last time"),
+        ({"times": [0.25, 0.5], "num_time_steps": 8}, "only single steps have a fraction"),
+    ],
+)
+def test_times_that_are_no_range_are_refused(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        MaskingConfig(**keys)
 
 
 # --- Masks ------------------------------------------------------------------------------------------------------------
@@ -171,6 +224,19 @@ def test_masks_depend_on_sequence_and_epoch_but_not_on_the_batch(corpus):
     assert len({row.tobytes() for row in by_time["loss_mask"]}) == 2 * size
     other = mixture(corpus, masking={"time_step_mask_fractions": [0.5], "seed": 1}).read(np.arange(2 * size))
     assert (other["loss_mask"] == by_time["loss_mask"]).all(1).mean() < 0.05, "short rows have few masks"
+
+
+def test_times_are_spread_over_the_batch_and_not_over_each_source(corpus):
+    sources = {str(kind): SourceConfig(train_urls=[f"{corpus}/[{kind}]*.txt"]) for kind in ("0-2", "3-7")}
+    keys = {"train_urls": [], "configs": sources, "train_weights": {"0-2": 0.3, "3-7": 0.7}, "mixture_block_size": 10}
+    keys["cache_dir"] = f"{corpus}/mixed"
+    for strata, size in ((1, 8), (3, 12)):
+        stream = mixture(corpus, masking={"strata": strata}, **keys)
+        for batch in range(4):
+            numbers = np.arange(batch * size, (batch + 1) * size)
+            assert len(np.unique(stream.find(numbers)[0])) == 2
+            fractions = (stream.read(numbers)["mask_fractions"] - 0.001) / 0.999
+            assert sorted((fractions * size).astype(int)) == list(range(size))
 
 
 def test_replicas_are_all_ways_that_a_sequence_is_read_in(corpus):

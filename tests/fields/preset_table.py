@@ -83,6 +83,7 @@ STACKS: dict[str, Entry] = {
     ),
     "preset.carry_optimizer": Change(True, Value(last(lambda phase: phase.carries_optimizer), True)),
     "preset.lora": Section(),
+    "preset.depth_times": Section(),
     "preset.store": Change("nf4", Value(forms, ["nf4", "nf4", None])),
 }
 ADAPTED: dict[str, Entry] = {
@@ -92,4 +93,16 @@ ADAPTED: dict[str, Entry] = {
     "preset.lora.alpha_pattern": Change("linear", Value(adapters(1, "scale"), 3.0)),
     "preset.lora.stacks": Change([{"rank": 3, "alpha": 3.0}], Value(adapters(0, "scale"), 1.0)),
 }
-TABLE: Table = {"dial": DIAL, "progressive": STACKS, "adapted stacks": ADAPTED}
+
+
+def times(phase: int) -> Any:
+    """Reads the times of a phase."""
+    return lambda plan: plan.data[phase].masking.times
+
+
+TIMED: dict[str, Entry] = {
+    "preset.depth_times.mapping": Change([0, 100, 299], Value(times(1), [100 / 299] * 2)),
+    "preset.depth_times.time_per_stack": Change(1, Value(times(1), [0.5, 0.5])),
+    "preset.depth_times.num_time_steps": Change(4, Value(times(1), [2 / 3, 2 / 3])),
+}
+TABLE: Table = {"dial": DIAL, "progressive": STACKS, "adapted stacks": ADAPTED, "timed stacks": TIMED}

@@ -296,6 +296,21 @@ GROW: dict[str, Entry] = {
     "surgery.at": Change("prepend", Shapes({r"^model\.body\.0\..*q_proj": (3, 4, 8, 32)})),
     "surgery.init": ShownIn(GROWN + "test_copied_layers_repeat_the_model"),
 }
+
+
+def denoisers(plan: Plan) -> list[tuple[float, int, int]]:
+    """The parts of the model of the first phase."""
+    parts = plan.state_builder.abstract_state(plan.phases[0]).model.denoisers
+    return [(one.max_fraction, one.first, one.stop) for one in parts]
+
+
+DENOISERS: dict[str, Entry] = {
+    "surgery.mask_fractions": Change([0.25, 1.0], Value(denoisers, [(0.25, 1, 2), (1.0, 0, 2)])),
+    "surgery.parts": Change("blocks", Value(denoisers, [(0.5, 1, 2), (1.0, 0, 1)])),
+}
+DIFFUSION_BLOCKS: dict[str, Entry] = {
+    "objective.num_blocks": Change(1, Value(denoisers, [(1.0, 0, 2)])),
+}
 DECOUPLED = "tests/surgery/test_decouple.py::"
 DECOUPLE: dict[str, Entry] = {
     "surgery.sem_dim": Change(8, Shapes({r"^model.*q_sem\.weight": (2, 4, 2, 32)})),
@@ -523,6 +538,8 @@ TABLE: Table = {
     "split_at": SPLIT_AT,
     "drop_layers": DROP_LAYERS,
     "grow": GROW,
+    "denoisers": DENOISERS,
+    "diffusion_blocks": DIFFUSION_BLOCKS,
     "decouple": DECOUPLE,
     "pool_kv_heads": POOL_KV_HEADS,
     "interpolate": INTERPOLATE,

@@ -15,11 +15,11 @@ from jaxlm.engine.checkpoint.policy import CheckpointerConfig, KeepRule
 from jaxlm.engine.watch import WatchConfig
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderConfig
+from jaxlm.models.diffusion.time_embedding import TimeEmbeddingConfig
 from jaxlm.models.families.nano.lookup import LookupConfig
 from jaxlm.models.families.topology.nodes import Node
 from jaxlm.models.remat import RematModules
 from jaxlm.models.rope import RotaryConfig
-from jaxlm.models.time_embedding import TimeEmbeddingConfig
 from jaxlm.objectives.advantages import Advantage, Overlong
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.block_progress import Autotune, Convergence
@@ -30,6 +30,7 @@ from jaxlm.observe.completions import CompletionsConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.stored_state.formats import EightBit
 from jaxlm.plan.presets.base import PresetConfig
+from jaxlm.plan.presets.depth_times import DepthTimes
 from jaxlm.plan.presets.progressive import StackAdapters
 from jaxlm.plan.refs.base import RefConfig, SanityConfig
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
@@ -78,6 +79,7 @@ OBJECTIVES = {
     "custom": "llama",
     "mlm": "llama",
     "diffusion": "llama",
+    "diffusion_blocks": "diffusion_blocks",
     "blockwise": "blockwise",
     "distill": "distill",
     "dpo": "dpo",
@@ -194,6 +196,17 @@ BASES: dict[str, Tree] = {
         tree(phases=[{"name": "p", "surgery": [{"type": "drop_layers", "layers": [1]}]}]), {"model": {"num_layers": 3}}
     ),
     "grow": tree(phases=[{"name": "p", "surgery": [{"type": "grow", "num_layers": 3}]}]),
+    "denoisers": merged(
+        tree(
+            phases=[{"name": "p", "surgery": [{"type": "denoisers", "mask_fractions": [0.5, 1.0]}]}],
+            data={"masking": {}},
+        ),
+        {"model": {"use_bidirectional_attention": True}, "objective": {"type": "diffusion"}},
+    ),
+    "diffusion_blocks": merged(
+        tree(data={"masking": {}}, objective={"type": "diffusion_blocks", "num_blocks": 2}),
+        {"model": {"use_bidirectional_attention": True}},
+    ),
     "decouple": tree(phases=[{"name": "p", "surgery": [{"type": "decouple", "sem_dim": 16, "geo_dim": 16}]}]),
     "pool_kv_heads": merged(
         tree(phases=[{"name": "p", "surgery": [{"type": "pool_kv_heads", "num_kv_heads": 1}]}]),
@@ -239,6 +252,14 @@ BASES: dict[str, Tree] = {
     ),
     "progressive": tree(preset={"type": "progressive", "stacks": 3, "steps_per_stack": 4}),
     "adapted stacks": tree(preset={"type": "progressive", "stacks": 3, "steps_per_stack": 4, "trunk": "lora"}),
+    "timed stacks": merged(
+        tree(preset={"type": "progressive", "stacks": 3, "steps_per_stack": 4, "at": "prepend", "depth_times": {}}),
+        {
+            "model": {"use_bidirectional_attention": True},
+            "objective": {"type": "mlm"},
+            "data": {"masking": {"min_mask_fraction": 0.15}},
+        },
+    ),
     "cached_trunk": tree(
         objective={"type": "cached_trunk", "num_layers": 1},
         phases=[{"name": "p", "surgery": [{"type": "split_at", "layer": 1}], "trainable": [r"body\.1", "^head"]}],
@@ -314,6 +335,7 @@ def all_fields() -> list[tuple[str, str]]:
     for name, kind in PresetConfig.get_known_choices().items():
         rows += _fields(PRESETS[name], "preset", kind)
     rows += _fields("adapted stacks", "preset.lora", StackAdapters)
+    rows += _fields("timed stacks", "preset.depth_times", DepthTimes)
     for name, kind in SurgeryConfig.get_known_choices().items():
         rows += _fields(name, "surgery", kind)
     return rows + _fields("phases", "phases.0", PhaseConfig)

@@ -610,8 +610,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         run(expected={"phase": "global"}),
         r"expected\.phase: 'global' expected, but train\.phase is 'standard'",
     ),
-    "lengths": (two(block_size=64), r"runs\.1\.train\.block_size: 64 follows .* 512 from another run"),
-    "two batch sizes": (two(batch_size=64), r"runs\.1\.train\.batch_size: 64 follows .* 32 from another run"),
+    "lengths": (two(block_size=64), r"runs\.1\.train\.block_size: 64 follows .* 512 from \S+manifest\.yml:\d+,"),
+    "two batch sizes": (two(batch_size=64), r"runs\.1\.train\.batch_size: 64 follows .* 32 from \S+manifest\.yml:\d+,"),
     "no teacher": (upcycle(first={"train": {"phase": "blockwise"}}), r"teacher_ckpt: missing"),
     "two teachers": (
         upcycle(second={"train": {"phase": "global", "teacher_ckpt": "other"}}),

@@ -15,8 +15,8 @@ from jaxlm.data.batch import random_tokens
 from jaxlm.data.masking.masking_config import Masker, MaskingConfig
 from jaxlm.data.masking.uniform_numbers import stratified
 from jaxlm.models.base import Inputs, vocab_axis
+from jaxlm.models.diffusion.time_embedding import TimeEmbeddingConfig
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.time_embedding import TimeEmbeddingConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.diffusion import Diffusion
 from jaxlm.objectives.mlm import MaskedLanguageModeling

@@ -1,10 +1,15 @@
 """The phases that a progressive preset expands into."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.products.stored_weights import StoredWeight
+from jaxlm.evals.samples import SamplesEvalConfig
+from jaxlm.models.inference.denoise import DenoisingConfig
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.plan.presets.base import preset_rows
@@ -133,3 +138,86 @@ def test_single_keys_of_phases_are_refused(phases):
     tree = {"model": MODEL, "preset": {"type": "progressive"}, "trainer": {"train_batch_size": 8}, "phases": phases}
     with pytest.raises(ConfigError, match="phases: single keys given with preset"):
         decode_run(ConfigSource(tree), None)
+
+
+NOISY = {**MODEL, "use_bidirectional_attention": True}
+
+
+def timed(objective="mlm", at="prepend", masking=None, stacks=3, depth_times=None, **preset):
+    section = {"type": "progressive", "stacks": stacks, "steps_per_stack": 4, "at": at, **preset}
+    section["depth_times"] = depth_times or {}
+    tree = {"model": NOISY, "preset": section, "trainer": {"train_batch_size": 8}, "objective": {"type": objective}}
+    masking = {"min_mask_fraction": 0.1} if masking is None else masking
+    return decode_run(
+        ConfigSource({**tree, "data": {"masking": masking, "vocab_size": 300} if masking is not False else {}}), None
+    )
+
+
+def fractions(config):
+    """The mask fractions at the first and the last time of each phase."""
+    maskings = [phase.data.masking for phase in config.phases]
+    return [masking.schedule.fractions(np.array(masking.times)).round(6).tolist() for masking in maskings]
+
+
+def test_the_stack_beside_the_head_has_the_least_noise():
+    """Prepended, it is the first one that trains; appended, the last one."""
+    rising = [[0.1, 0.1], [0.54849, 0.54849], [1.0, 1.0]]  # step 149 or 150 of 0, ..., 299
+    rising[1] = [round(0.1 + 0.9 * round(0.5 * 299) / 299, 6)] * 2
+    config = timed(polish_steps=1)
+    assert [phase.name for phase in config.phases] == ["stack_0", "stack_1", "polish_1", "stack_2", "polish_2"]
+    assert fractions(config) == [rising[number] for number in (0, 1, 1, 2, 2)]
+    assert fractions(timed(at="append")) == rising[::-1]
+    rows = dict(preset_rows(config.preset, encode(config)))
+    assert "trains new_stack, time step 299 of 300, mask fraction 1" in rows["  stack_2"]
+    assert all(phase.data.vocab_size == 300 and phase.data.masking.min_mask_fraction == 0.1 for phase in config.phases)
+
+
+def test_times_of_stacks_for_the_bound_make_up_all_times():
+    config = timed("diffusion", masking={"mask_schedule_type": "cosine"}, depth_times={"num_time_steps": 5})
+    assert [phase.data.masking.times for phase in config.phases] == [[0.0, 0.25], [0.25, 0.75], [0.75, 1.0]]
+    config = timed("diffusion", depth_times={"mapping": [0, 2, 3], "num_time_steps": 5})
+    assert [phase.data.masking.times for phase in config.phases] == [[0.0, 0.25], [0.25, 0.625], [0.625, 1.0]]
+
+
+def test_a_prepended_stack_and_those_behind_it_are_for_the_masks_that_it_was_trained_on():
+    table = [0.15, 0.5, 1.0]
+    plan = make_plan(timed(masking={"time_step_mask_fractions": table}, polish_steps=1, layers_per_stack=1), "x", 40)
+    parts = {phase.name: plan.state_builder.abstract_state(phase).model.denoisers for phase in plan.phases}
+    assert [(one.max_fraction, one.first, one.stop) for one in parts["stack_0"]] == [(0.15, 0, 2)]
+    assert [(one.max_fraction, one.first, one.stop) for one in parts["stack_2"]] == [
+        (0.15, 2, 4),
+        (0.5, 1, 4),
+        (1.0, 0, 4),
+    ]
+    assert parts["polish_2"] == parts["stack_2"]
+    samples = SamplesEvalConfig(denoising=DenoisingConfig(schedule="depth"), max_new_tokens=4)
+    appended = dataclasses.replace(timed(at="append", masking={"time_step_mask_fractions": table}), evals=[samples])
+    with pytest.raises(ConfigError, match="schedule: depth given, but no part of this model has a noise of its own"):
+        make_plan(appended, "x", 40)
+
+
+def test_times_are_steps_of_the_masks_if_these_have_some():
+    table = [0.15, 0.25, 0.4, 0.55, 0.75, 1.0]
+    config = timed(stacks=6, masking={"time_step_mask_fractions": table})
+    assert [one[0] for one in fractions(config)] == table
+    config = timed(masking={"num_time_steps": 8, "min_mask_fraction": 0.15}, depth_times={"mapping": [1, 2, 7]})
+    assert [one[0] for one in fractions(config)] == pytest.approx(
+        [0.15 + 0.85 * step / 7 for step in (1, 2, 7)], abs=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"objective": "next_token"}, "given with objective.type: next_token, which hides no tokens"),
+        ({"masking": False}, "given without data.masking"),
+        ({"masking": {}}, r"hides a fraction of 0\.001: less than one token of a sequence of 16"),
+        ({"masking": {"times": [0.5, 0.5]}}, r"data\.masking\.times: .* sets the times of each stack"),
+        ({"objective": "diffusion", "masking": {"num_time_steps": 8}}, "which needs all times, and with time steps"),
+        ({"masking": {"num_time_steps": 8}, "depth_times": {"num_time_steps": 9}}, "9 given, but data.masking has 8"),
+        ({"stacks": 12, "depth_times": {"num_time_steps": 8}}, r"depth_times\.mapping: 12 stacks have the time steps"),
+    ],
+)
+def test_stacks_without_noise_of_their_own_are_refused(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        timed(**keys)

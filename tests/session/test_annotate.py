@@ -172,7 +172,7 @@ def test_a_run_that_goes_on_reads_the_same(two_epochs, setup):
     again = Stored(setup, whole.plain, whole.phase.end)
     for batch, expected in zip(again.batches(again.data, {"examples": 3 * BATCH, "step": 3}), stored[3:], strict=True):
         np.testing.assert_array_equal(batch.annotations["stream"].array, expected.annotations["stream"].array)
-    assert not again.lines
+    assert not [line for line in again.lines if line.startswith("annotat")]
 
 
 def test_only_sequences_that_steps_read_are_stored(two_epochs, setup, tmp_path):

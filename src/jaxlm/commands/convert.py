@@ -1,10 +1,11 @@
 """Converts a checkpoint to a folder for transformers, vLLM, PEFT or nanochat, or merges a PEFT folder into its base model.
-Writes a manifest of caramba as a configuration of jaxlm.
+Writes a manifest of caramba, or a configuration of StackWise, as a configuration of jaxlm.
 
 jaxlm convert to-hf --checkpoint checkpoints/mine --output_dir mine-hf --dtype bfloat16 --verify true
 jaxlm convert to-hf --checkpoint model-folder --adapter adapter-folder --output_dir merged
 jaxlm convert to-nanochat --checkpoint checkpoints/d12 --output_dir base_checkpoints/d12
 jaxlm convert caramba manifest.yml --target quick --output quick.yaml
+jaxlm convert stackwise config.yaml --output run.yaml
 """
 
 import argparse
@@ -30,7 +31,7 @@ from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.interop.hf.verify import verify_folder
 from jaxlm.interop.torch.nanochat import save_nanochat
 from jaxlm.models.base import LanguageModel
-from jaxlm.plan.load_config import manifest_as_yaml
+from jaxlm.plan.load_config import FOREIGN, foreign_as_yaml
 from jaxlm.reading.decode import choice_name
 from jaxlm.reading.overrides import Arguments
 from jaxlm.session.exit_codes import command
@@ -42,7 +43,7 @@ from jaxlm.surgery.base import export_form, merge_surgeries, stored_form
 from jaxlm.surgery.lora import round_adapters, save_peft, saved_modules
 
 _TO_NANOCHAT = "to-nanochat"
-_CARAMBA = "caramba"
+_CARAMBA, _STACKWISE = FOREIGN
 _NUM_COMPARED = 32  # tokens
 _RELATIVE_TOLERANCE = 1e-3  # of the largest logit; both sides compute in float32, in different orders
 
@@ -53,8 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     if options.direction == _TO_NANOCHAT:
         return _convert_to_nanochat(options)
-    if options.direction == _CARAMBA:
-        return _convert_manifest(options)
+    if options.direction in FOREIGN:
+        return _convert_foreign(options)
     if options.adapter is not None and options.adapters == "only":
         raise ConfigError(
             f"--adapter {options.adapter}: merged into the model, but --adapters only writes no model. Remove one of them"
@@ -103,9 +104,9 @@ def _convert_to_nanochat(options: argparse.Namespace) -> int:
     return 0
 
 
-def _convert_manifest(options: argparse.Namespace) -> int:
-    arguments = Arguments(options.manifest, options.target, options.config_root)
-    written = manifest_as_yaml(arguments)
+def _convert_foreign(options: argparse.Namespace) -> int:
+    arguments = Arguments(options.file, getattr(options, "target", None), options.config_root)
+    written = foreign_as_yaml(arguments, options.direction)
     if options.output is None:
         print(written, end="")
         return 0
@@ -197,14 +198,19 @@ def _verify_adapters(folder: Path, base: str, opened: LoadedModel, model: Langua
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="jaxlm convert", description="Exports a trained model to another format.")
-    directions = parser.add_subparsers(dest="direction", metavar=f"to-hf, {_TO_NANOCHAT} or {_CARAMBA}", required=True)
+    directions = parser.add_subparsers(
+        dest="direction", metavar=f"to-hf, {_TO_NANOCHAT}, {_CARAMBA} or {_STACKWISE}", required=True
+    )
     manifest = directions.add_parser(
         _CARAMBA, help="write a target of a manifest of caramba as a configuration of jaxlm"
     )
-    manifest.add_argument("manifest", help="the manifest, a YAML file with `version: 2`")
+    manifest.add_argument("file", metavar="manifest", help="the manifest, a YAML file with `version: 2`")
     manifest.add_argument("--target", help="a target or entrypoint (default: entrypoints.default, or the only target)")
-    manifest.add_argument("--config_root", help="folder that has all included files (default: the manifest's)")
-    manifest.add_argument("--output", help="YAML file to create; it must not exist (default: print it)")
+    foreign = directions.add_parser(_STACKWISE, help="write a configuration of StackWise as one of jaxlm")
+    foreign.add_argument("file", metavar="config", help="the configuration, a YAML file with a section `training`")
+    for one in (manifest, foreign):
+        one.add_argument("--config_root", help="folder that has all included files (default: the file's)")
+        one.add_argument("--output", help="YAML file to create; it must not exist (default: print it)")
     to_nanochat = directions.add_parser(_TO_NANOCHAT, help="write model_STEP.pt and meta_STEP.json for nanochat")
     add_checkpoint_options(to_nanochat)
     to_nanochat.add_argument("--output_dir", required=True, help="folder to create; it must not exist")

@@ -12,6 +12,7 @@ from jaxlm.core.imports import haliax
 # Logical axes of data and activations.
 MICROBATCH = "microbatch"  # one gradient-accumulation slice of a step's batch
 BATCH = "batch"
+DENOISER = "denoiser"  # the part of a model that computes a row
 PAIR = "pair"  # the chosen (0) and the rejected (1) completion of a prompt
 GROUP = "group"  # the sampled responses to a prompt
 REWARD = "reward"  # the rewards of a response, before they are added

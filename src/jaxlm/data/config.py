@@ -119,6 +119,11 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         return None
 
     @property
+    def noise(self) -> str | None:
+        """How many tokens of the sequences are hidden, in words; None if none are."""
+        return None
+
+    @property
     def has_examples_per_step(self) -> bool:
         """Whether each step trains on as many new examples as its batch has, so that epochs determine the steps."""
         return True
@@ -126,6 +131,16 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
     def batch_maker(self, tokenizer: Tokenizer) -> BatchMaker:
         """What makes batches of the training examples."""
         return example_batches
+
+    def mask_ranges(self, count: int) -> list[float]:
+        """The largest mask fraction in each of `count` ranges of times that every batch has equally many sequences of.
+
+        Raises:
+            ConfigError: no tokens are hidden, or batches are not such.
+        """
+        raise ConfigError(
+            f"objective.num_blocks: {count} given, but the data hides no tokens. Set data.masking: {{}} (data.type: tokens)"
+        )
 
     def finished(self, examples: Examples, source: str, split: str, tokenizer: Tokenizer) -> Examples:
         """The examples of a split as batches read them. Args: source: its name."""

@@ -79,12 +79,12 @@ class Examples(abc.ABC):
             DamagedCacheError: a token id is outside the vocabulary.
         """
 
-    def read_drawn(self, indices: np.ndarray, epochs: np.ndarray, ranks: np.ndarray) -> Columns:
+    def read_drawn(self, indices: np.ndarray, epochs: np.ndarray, numbers: np.ndarray) -> Columns:
         """The columns of some examples as a training stream draws them.
 
         Args:
             epochs: int64 [examples], how often each was drawn before.
-            ranks: int64 [examples], how many examples of the source were drawn before each.
+            numbers: int64 [examples], how many examples of all sources were drawn before each.
         """
         return self.read(indices)
 
@@ -169,8 +169,8 @@ class ExampleRange(WrappedExamples):
     def read(self, indices: np.ndarray) -> Columns:
         return super().read(indices + self._range.start)
 
-    def read_drawn(self, indices: np.ndarray, epochs: np.ndarray, ranks: np.ndarray) -> Columns:
-        return self._examples.read_drawn(indices + self._range.start, epochs, ranks)
+    def read_drawn(self, indices: np.ndarray, epochs: np.ndarray, numbers: np.ndarray) -> Columns:
+        return self._examples.read_drawn(indices + self._range.start, epochs, numbers)
 
     def show(self, index: int, tokenizer: Any) -> Iterator[str]:
         return super().show(index + self._range.start, tokenizer)

@@ -49,11 +49,11 @@ class Mixture:
         """The columns of some examples (int64, from 0), [len(examples), ...] each."""
         numbers, ranks, indices = self._located(examples)
         if len(self._sources) == 1:
-            return self._drawn(0, indices, ranks)
+            return self._drawn(0, indices, ranks, examples)
         columns: Columns = {}
         for number in np.unique(numbers):
             (rows,) = np.nonzero(numbers == number)
-            for name, part in self._drawn(int(number), indices[rows], ranks[rows]).items():
+            for name, part in self._drawn(int(number), indices[rows], ranks[rows], examples[rows]).items():
                 if name not in columns:
                     columns[name] = np.empty((len(examples), *part.shape[1:]), part.dtype)
                 columns[name][rows] = part
@@ -103,9 +103,9 @@ class Mixture:
         """For each source, the number of mixture examples after which it has been read once; None if it never is."""
         return [self._examples_until(number, len(sequences)) for number, sequences in enumerate(self._sources)]
 
-    def _drawn(self, number: int, indices: np.ndarray, ranks: np.ndarray) -> Columns:
+    def _drawn(self, number: int, indices: np.ndarray, ranks: np.ndarray, examples: np.ndarray) -> Columns:
         source = self._sources[number]
-        return source.read_drawn(indices, ranks // len(source), ranks)
+        return source.read_drawn(indices, ranks // len(source), examples)
 
     def _located(self, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """int64: the number of each example's source, how many of that source came before, and the index of its sequence."""

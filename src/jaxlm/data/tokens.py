@@ -76,6 +76,10 @@ class TokensConfig(DataConfig):
         wraps = self.packing is not None and self._resolved(self.packing).wrap
         return "data.packing makes other rows in every pass. Set data.packing.wrap: false" if wraps else None
 
+    @property
+    def noise(self) -> str | None:
+        return None if self.masking is None else self.masking.summary
+
     def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> Examples:
         max_documents = record_format.documents_per_sequence
         truncation, ignored = record_format.overlong, self.ignore_token_id
@@ -89,6 +93,9 @@ class TokensConfig(DataConfig):
             return PackedSequences(cache, seq_len, packed, ignored_id=ignored)
         windows = None if self.stride is None else Windows(self.stride, self.train_overlap)
         return PackedSequences(cache, seq_len, ignored_id=ignored, windows=windows)
+
+    def mask_ranges(self, count: int) -> list[float]:
+        return super().mask_ranges(count) if self.masking is None else self.masking.ranges(count)
 
     def finished(self, examples: Examples, source: str, split: str, tokenizer: Tokenizer) -> Examples:
         if self.masking is None:
@@ -207,4 +214,4 @@ class TokensConfig(DataConfig):
             return columns
         numbers = np.arange(num_examples)
         masker = Masker(self.masking, vocab_size - 1, np.arange(vocab_size) == vocab_size - 1)
-        return masker.mask(columns, numbers, np.zeros_like(numbers), stratified(numbers, (seed,)))
+        return masker.mask(columns, numbers, np.zeros_like(numbers), stratified(numbers, (seed,), self.masking.strata))

@@ -161,6 +161,10 @@ class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.
         """Raises `ConfigError` if it cannot measure this model."""
         return
 
+    def check_parts(self, model: LanguageModel) -> None:
+        """Raises `ConfigError` if it needs parts that the model of a phase, as shapes, does not have."""
+        return
+
     def check(self) -> None:
         """Raises `ConfigError` if something is missing that the evaluation needs besides the model, such as a file. Called
         before anything is compiled."""

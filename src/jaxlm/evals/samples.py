@@ -87,8 +87,13 @@ class SamplesEvalConfig(EvalConfig):
                 f"evals: type samples: {name}: {unused[name]} given, but a model whose tokens attend to later ones fills in"
                 " masks, without a cache or calls. Remove it"
             )
-        if not model.is_causal:
-            (self.denoising or DenoisingConfig()).passes(self.max_new_tokens)
+        denoising = self.denoising or DenoisingConfig()
+        if not model.is_causal and denoising.schedule == "equal":
+            denoising.passes(self.max_new_tokens)
+
+    def check_parts(self, model: LanguageModel) -> None:
+        if self.denoising is not None:
+            self.denoising.check_parts(model.denoisers)
 
     def _longest(self, tokenizer: Any, bos: bool | None) -> int:
         return max(len(prompt_ids(tokenizer, prompt, bos=bos)) for prompt in self.prompts)

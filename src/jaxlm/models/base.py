@@ -19,6 +19,7 @@ from jaxlm.core.products.matmul import dot
 from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.chunked_loss import soft_capped
+from jaxlm.models.diffusion.denoisers import Denoiser
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.remat import AUTO, RematModules, parse_remat
 from jaxlm.reading.effects import Rounding
@@ -152,6 +153,8 @@ class LanguageModel(eqx.Module):
         switch_lengths: the lengths beyond which all tokens of a text are computed in another way, so that a cache has to be
             computed again when its text grows beyond one (`jaxlm.models.inference.length_switch`). The cache then holds
             the tokens too.
+        denoisers: the layers that compute a text, by its mask fraction, from the fewest hidden tokens to the most; empty if
+            all layers compute every text.
     """
 
     logit_soft_cap: float | None = eqx.field(static=True, default=None, kw_only=True)
@@ -162,6 +165,7 @@ class LanguageModel(eqx.Module):
     adds_noise: bool = eqx.field(static=True, default=False, kw_only=True)
     is_causal: bool = eqx.field(static=True, default=True, kw_only=True)
     switch_lengths: tuple[int, ...] = eqx.field(static=True, default=(), kw_only=True)
+    denoisers: tuple[Denoiser, ...] = eqx.field(static=True, default=(), kw_only=True)
 
     @property
     @abc.abstractmethod
@@ -208,6 +212,14 @@ class LanguageModel(eqx.Module):
             ConfigError: the model cannot start there.
         """
         raise ConfigError(f"a model of type {type(self).__name__} cannot start from the output of one of its layers")
+
+    def hidden_of(self, denoiser: Denoiser, inputs: Inputs, *, key: jax.Array | None = None) -> Hidden:
+        """As `hidden`, with only the layers of one of `denoisers`, for all rows."""
+        raise AssertionError("the model has no denoisers")
+
+    def with_denoisers(self, denoisers: tuple[Denoiser, ...]) -> "LanguageModel":
+        """The same model with other `denoisers`. Raises `ConfigError` if it cannot run only some of its layers."""
+        raise ConfigError(f"a model of type {type(self).__name__} cannot run only some of its layers")
 
     @abc.abstractmethod
     def lm_head(self) -> Weight | None:

@@ -10,18 +10,21 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import equinox as eqx
+import haliax as hax
 import haliax.nn as hnn
 import jax
 import numpy as np
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP
-from jaxlm.core.errors import check_choice, check_divides
+from jaxlm.core.errors import ConfigError, check_choice, check_divides
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt, check_fields
 from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
+from jaxlm.models.diffusion.denoisers import Denoiser, routed
+from jaxlm.models.diffusion.time_embedding import TimeEmbedding, TimeEmbeddingConfig
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
 from jaxlm.models.inference.kv_cache import empty_cache
@@ -39,7 +42,6 @@ from jaxlm.models.linear import Linear
 from jaxlm.models.norms import Norm, RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import parse_remat
 from jaxlm.models.stacks import Block, Body, LayerKind, Stack, Stacks, numbers_by_stack, shortest_period, switch_lengths
-from jaxlm.models.time_embedding import TimeEmbedding, TimeEmbeddingConfig
 
 _TIME = 3  # folded into a model's key, which is split for everything else
 
@@ -348,13 +350,40 @@ class Decoder(LanguageModel):
     def hidden(
         self, inputs: Inputs, *, cache: KVCache | None = None, taps: Sequence[str] = (), key: jax.Array | None = None
     ) -> Hidden:
+        by_share = inputs.mask_fractions is not None and not taps
+        if not self.denoisers or (not by_share and self._runs_whole):
+            return self._scaled(self.body(self._embedded(inputs), inputs, cache, key, taps))
+        if not by_share or cache is not None:
+            raise ConfigError(
+                "which layers of this model compute a text depends on the share of its tokens that is hidden (surgery"
+                " denoisers), so it has no logits or hidden states of a text without that. Generate text with it, or measure"
+                " its loss on hidden tokens"
+            )
+        assert inputs.mask_fractions is not None
+        run = lambda denoiser: self.hidden_of(denoiser, inputs, key=key).final  # noqa: E731
+        return Hidden(hax.auto_sharded(routed(self.denoisers, inputs.mask_fractions, run)))
+
+    def hidden_of(self, denoiser: Denoiser, inputs: Inputs, *, key: jax.Array | None = None) -> Hidden:
+        x = self._embedded(inputs)
+        return self._scaled(self.body(x, inputs, None, key, (), denoiser.first, denoiser.stop))
+
+    def with_denoisers(self, denoisers: tuple[Denoiser, ...]) -> "Decoder":
+        return dataclasses.replace(self, denoisers=denoisers)
+
+    @property
+    def _runs_whole(self) -> bool:
+        """Whether all layers together are a denoiser, that for the most hidden tokens."""
+        most = self.denoisers[-1]
+        return (most.first, most.stop) == (0, self.body.num_layers)
+
+    def _embedded(self, inputs: Inputs) -> NamedArray:
+        """The input of the first layer."""
         x = token_embeddings(for_lookup(self.tokens), inputs)
         if self.embed_scale is not None:
             x = x * jax.numpy.asarray(self.embed_scale, x.dtype)
         if self.time is not None and inputs.mask_fractions is not None:
             x = (x + for_compute(self.time)(inputs.mask_fractions)).rearrange(x.axes).astype(x.dtype)
-        x = _apply_norm(for_compute(self.embed_norm), x)
-        return self._scaled(self.body(x, inputs, cache, key, taps))
+        return _apply_norm(for_compute(self.embed_norm), x)
 
     def hidden_after(
         self,
@@ -374,12 +403,15 @@ class Decoder(LanguageModel):
 
     def with_layers(self, kept: Sequence[int]) -> "Decoder":
         config, body = self.config.with_layers(kept), self.body.with_layers(kept)
-        return dataclasses.replace(self, config=config, body=body, switch_lengths=switch_lengths(config.kinds))
+        return self._with_body(config, body)
 
     def grown(self, sources: Sequence[int], added: range, *, key: jax.Array | None) -> "Decoder":
         config = self.config.with_layers(sources)
-        body = grown_body(self.body, config, self.Vocab, added, key)
-        return dataclasses.replace(self, config=config, body=body, switch_lengths=switch_lengths(config.kinds))
+        return self._with_body(config, grown_body(self.body, config, self.Vocab, added, key))
+
+    def _with_body(self, config: TransformerConfig, body: Body) -> "Decoder":
+        lengths = switch_lengths(config.kinds)
+        return dataclasses.replace(self, config=config, body=body, switch_lengths=lengths, denoisers=())
 
     def lm_head(self) -> Weight:
         return for_compute(self.tokens if self.head is None else self.head).weight

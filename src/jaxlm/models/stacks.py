@@ -239,11 +239,13 @@ class Body(abc.ABC):
         key: jax.Array | None,
         taps: Sequence[str] = (),
         first: int = 0,
+        stop: int | None = None,
     ) -> Hidden:
         """Maps embedded tokens {batch, position, embed} to final hidden states; `taps` as in `LanguageModel.hidden`.
 
         Args:
             first: number of the first layer that runs, on its input instead of embedded tokens. Then no cache is written.
+            stop: number of the layer behind the last one that runs; None for all. Then there are no taps.
         """
         check_taps(taps, tap_names(self.num_layers)[first and first + 1 :])
         filled = None if cache is None or cache.fresh else cache
@@ -253,14 +255,15 @@ class Body(abc.ABC):
         outputs: list[list[Any]] = [[] for _ in self.stacks]
         every = [layer_tap(layer) for layer in range(self.num_layers)]
         # A pass that stops at every layer would compile each of them.
-        keeps_all = self.num_layers > 2 and not first and set(every[:-1]) <= set(taps)
+        keeps_all = self.num_layers > 2 and stop is None and not first and set(every[:-1]) <= set(taps)
         stops = [] if keeps_all else [layer + 1 for layer, tap in enumerate(every[:-1]) if tap in taps]
-        for start, stop in itertools.pairwise((first, *stops, self.num_layers)):
-            for segment in segments(tuple(zip(self.order, self.kinds_by_layer, strict=True))[start:stop], start):
+        bounds = (first, *stops, self.num_layers if stop is None else stop)
+        for begin, end in itertools.pairwise(bounds):
+            for segment in segments(tuple(zip(self.order, self.kinds_by_layer, strict=True))[begin:end], begin):
                 x, out = self._run(segment, x, shared, keeps_streams=keeps_all)
                 for number, of_stack in out.items():
                     outputs[number].append(of_stack)
-            residuals[layer_tap(stop - 1)] = x
+            residuals[layer_tap(end - 1)] = x
         if keeps_all:
             streams = self._in_order([concatenated([stream for _, stream in parts]) for parts in outputs])
             residuals |= {tap: streams[LAYERS, layer] for layer, tap in enumerate(every)}

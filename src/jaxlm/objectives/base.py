@@ -156,6 +156,17 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         return False
 
     @property
+    def num_denoisers(self) -> int | None:
+        """The number of blocks of layers of which each computes a part of the rows, by their mask fractions. The phase then
+        begins with the surgery `denoisers`. None if all layers compute every row."""
+        return None
+
+    @property
+    def num_row_groups(self) -> int:
+        """Every microbatch is divided into this many equal groups of rows."""
+        return 1
+
+    @property
     def num_forward_sequences(self) -> int:
         """Number of further sequences of an example that the model and the references read, without a backward pass."""
         return 0

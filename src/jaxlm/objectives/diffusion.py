@@ -5,39 +5,25 @@ substitution parameterization (section 3.2.3); Nie et al. 2025, "Large Language 
 equation 3.
 """
 
-from collections.abc import Collection
 from typing import Any
 
 import jax
 
-from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import MaskedBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
-from jaxlm.objectives.hidden_tokens import HiddenTokens, hidden_token_terms, hidden_token_weights
+from jaxlm.objectives.hidden_tokens import DiffusionBound, hidden_token_terms
 from jaxlm.reading.choices import choice
 
 
 @choice(ObjectiveConfig, "diffusion")
-class Diffusion(HiddenTokens):
+class Diffusion(DiffusionBound):
     """Negative evidence lower bound of masked diffusion, in nats for each token that may be hidden: the loss of hidden tokens
     times the derivative of the logarithm of the mask fraction by the time (1/t for the linear schedule), averaged over times.
     It is an upper bound of the negative log-likelihood, so it can be compared with the loss of next tokens. Tokens that are
     not hidden are known, and the mask token has no probability.
     """
-
-    def check_columns(self, columns: Collection[str]) -> None:
-        if "rates" not in columns:
-            raise ConfigError(
-                "objective.type: diffusion is a bound only for masks that hide each token with the same probability, at any"
-                " time: remove num_time_steps, time_step_mask_fractions, mode, random_fraction and unchanged_fraction from"
-                " data.masking, or set objective.type: mlm"
-            )
-
-    def weights(self, batch: MaskedBatch) -> dict[str, jax.Array]:
-        """The number of tokens that may be hidden, and of those that are not padding."""
-        return hidden_token_weights(batch, batch.counted)
 
     def terms(
         self, model: LanguageModel, batch: MaskedBatch, slot: Any, *, key: jax.Array | None

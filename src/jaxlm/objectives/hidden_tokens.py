@@ -1,17 +1,19 @@
 """The loss of hidden tokens, which masked and diffusion language models share."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import haliax as hax
 import jax
 from haliax import NamedArray
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import MaskedBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.loss import next_token_sums
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
+from jaxlm.reading.decode import choice_name
 
 
 class HiddenTokens(ObjectiveConfig):
@@ -33,6 +35,22 @@ class HiddenTokens(ObjectiveConfig):
 def masked_inputs(batch: MaskedBatch) -> Inputs:
     """What the model reads: the tokens that are not hidden, and how many are."""
     return Inputs(batch.tokens, batch.positions, batch.segment_ids, mask_fractions=batch.mask_fractions)
+
+
+class DiffusionBound(HiddenTokens):
+    """An objective that is the bound of masked diffusion."""
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        if "rates" not in columns:
+            raise ConfigError(
+                f"objective.type: {choice_name(type(self))} is a bound only for masks that hide each token with the same"
+                " probability, at any time: remove num_time_steps, time_step_mask_fractions, mode, random_fraction,"
+                " unchanged_fraction and a single time in times from data.masking, or set objective.type: mlm"
+            )
+
+    def weights(self, batch: MaskedBatch) -> dict[str, jax.Array]:
+        """The number of tokens that may be hidden, and of those that are not padding."""
+        return hidden_token_weights(batch, batch.counted)
 
 
 def hidden_token_weights(batch: MaskedBatch, counted: NamedArray) -> dict[str, jax.Array]:

@@ -67,12 +67,14 @@ class ProgressListener:
         skipped: int,
         guards: Sequence[StepGuard] = (),
         can_show_batches: bool = True,
+        tells_end: bool = False,
     ):
         """Args:
         records: describes the contents of a batch, given its step counted from 0; called for skipped steps.
         skipped: number of steps skipped before this process started or resumed the phase.
         guards: the guards of the phase, which say why they skip updates.
         can_show_batches: whether the batch of each step follows from the configuration.
+        tells_end: log how the loss changed when the phase ends.
         """
         self._console = console
         self._phase = phase
@@ -80,6 +82,8 @@ class ProgressListener:
         self._skipped = skipped
         self._guards = guards
         self._can_show_batches = can_show_batches
+        self._tells_end = tells_end
+        self._first: tuple[int, float] | None = None
         self._recent: deque[_StepTime] = deque(maxlen=_RECENT_STEPS)
         self._warming_up = True
 
@@ -92,6 +96,13 @@ class ProgressListener:
         tokens = info.metrics[TOKENS_PER_SECOND] * seconds
         self._recent.append(_StepTime(tokens, seconds, info.metrics[HOOK_TIME]))
         self._console.progress("  ".join(self._parts(info)), last=info.step == self._phase.end)
+        loss = info.metrics.get(TRAIN_LOSS, info.metrics[OBJECTIVE])
+        self._first = self._first or (info.step, loss)
+        if self._tells_end and info.step == self._phase.end:
+            step, first = self._first
+            self._console.log(
+                f"phase '{self._phase.name}' ends: loss {first:.4f} at step {step}, {loss:.4f} at step {info.step}"
+            )
 
     def _parts(self, info: StepInfo) -> list[str]:
         metrics = info.metrics

@@ -15,6 +15,7 @@ from jaxlm.core.redaction import redacted, remember_secrets, without_secrets
 from jaxlm.interop.caramba.from_caramba import from_caramba, is_caramba
 from jaxlm.interop.hf.model_section import with_hf_model
 from jaxlm.interop.levanter.from_levanter import from_levanter
+from jaxlm.interop.stackwise.from_stackwise import from_stackwise, is_stackwise
 from jaxlm.plan.presets.base import with_preset
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.decode import decode, drop_stale_keys
@@ -27,6 +28,11 @@ from jaxlm.reading.variables import is_option_of_variables
 from jaxlm.reading.yaml import ConfigSource, load_yaml, parse_value
 
 R = TypeVar("R", bound=RunConfig)
+FOREIGN = {
+    "caramba": "a caramba manifest; those begin with `version: 2`",
+    "stackwise": "a configuration of StackWise; those have a section `training`",
+}
+"""Program whose files are translated when they are read -> what they are."""
 _FOLLOWING = ("callbacks", "tracker")  # keys of `trainer` that only look at a run while it trains
 _OF_ALL_PHASES = ("tokenizer", "vocab_size", "added_tokens")  # keys of `data` that must be the same in all phases
 
@@ -93,25 +99,31 @@ def read_file(arguments: Arguments, kind: type[RunConfig]) -> Resolved:
     return _resolved(load_yaml(arguments.config_path, root), selection, kind)
 
 
-def manifest_as_yaml(arguments: Arguments) -> str:
-    """A manifest of another program as a configuration of jaxlm, without secrets. Comments say what has no effect.
+def foreign_as_yaml(arguments: Arguments, program: str) -> str:
+    """A file of another program as a configuration of jaxlm, without secrets. Comments say what has no effect.
+
+    Args:
+        program: a key of `FOREIGN`.
 
     Raises:
-        ConfigError: the file is a configuration of jaxlm already.
+        ConfigError: the file is not one of that program.
     """
     file = read_file(arguments, RunConfig)
-    if file.manifest is None:
-        raise ConfigError(f"{arguments.config_path}: this is not a caramba manifest; those begin with `version: 2`")
-    notes = [
-        f"# {redacted(note)}\n"
-        for note in (f"target {file.target} of {arguments.config_path}, a manifest of {file.manifest}", *file.notes)
-    ]
+    if file.manifest != program:
+        raise ConfigError(f"{arguments.config_path}: this is not {FOREIGN[program]}")
+    target = "" if file.target is None else f"target {file.target} of "
+    notes = [f"# {redacted(note)}\n" for note in (f"{target}{arguments.config_path}, of {program}", *file.notes)]
     return "".join(notes) + yaml.safe_dump(without_secrets(file.source.tree), sort_keys=False, width=100)
 
 
 def _resolved(source: ConfigSource, selection: Selection, kind: type[RunConfig]) -> Resolved:
     remember_secrets(source.tree)
-    return from_caramba(source, selection) if is_caramba(source.tree) else resolve(source, selection, kind)
+    if is_caramba(source.tree):
+        return from_caramba(source, selection)
+    if is_stackwise(source.tree):
+        resolve(ConfigSource({}), selection, kind)  # it has neither targets nor variables
+        return from_stackwise(source)
+    return resolve(source, selection, kind)
 
 
 def _name_of(path: Path | str, target: str | None) -> str:

@@ -47,6 +47,7 @@ from jaxlm.plan.mesh import check_cut_axes, plan_mesh
 from jaxlm.plan.refs.base import Ref
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from jaxlm.reading.decode import choice_name, encode
+from jaxlm.surgery.denoisers import DenoisersConfig
 
 _MAX_LISTED = 12  # metrics in a message
 
@@ -196,12 +197,16 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     _check_evaluations(config, phases)
     for phase, section in zip(phases, data, strict=True):
         _check_batch(phase, section, config)
-        _check_microbatches(phase, batches.train)
+        _check_microbatches(phase, batches.train, layout.num_shards(BATCH))
     # Raises for surgeries that do not apply and patterns that match nothing.
     states = [plan.state_builder.abstract_state(phase) for phase in phases]
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
     for phase, state in zip(phases, states, strict=True):
         phase.objective.check_trainable(state.model, phase.split(state.model)[0])
+        for evaluation in (one for one in config.evals if one.runs_in(phase.name)):
+            evaluation.check_parts(state.model)
+        for surgery in phase.surgeries if config.hf_save_path is not None else ():
+            surgery.check_export()
         if config.hf_save_path is not None and is_reward_model(state.model):
             classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
         cut = {path: leaf.axes for path, leaf in tree.leaves(state.model) if tree.is_named(leaf)}
@@ -298,8 +303,9 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
     phase.objective.check_batch(batch)
 
 
-def _check_microbatches(phase: Phase, batches: BatchSchedule) -> None:
-    """Raises `ConfigError` if the phase's objective compares examples that are in different microbatches."""
+def _check_microbatches(phase: Phase, batches: BatchSchedule, num_shards: int) -> None:
+    """Raises `ConfigError` if the phase's objective compares examples that are in different microbatches, or microbatches do
+    not divide into its groups of rows."""
     split = [stage for stage in batches.between(phase.start, phase.end) if stage.num_microbatches > 1]
     if split and phase.objective.compares_examples:
         raise ConfigError(
@@ -307,6 +313,20 @@ def _check_microbatches(phase: Phase, batches: BatchSchedule) -> None:
             f" but a batch of {split[0].size} is split into {split[0].num_microbatches} microbatches of"
             f" {split[0].microbatch}. Set trainer.per_device_parallelism: -1 and remove max_per_device_parallelism, or lower"
             " trainer.train_batch_size"
+        )
+
+    groups = phase.objective.num_row_groups
+    uneven = [
+        stage
+        for stage in batches.between(0, phase.end)
+        if groups > 1 and (stage.microbatch % (groups * num_shards) or stage.size % stage.microbatch)
+    ]
+    if uneven:
+        raise ConfigError(
+            f"phase '{phase.name}': objective.num_blocks: {groups} given, but a batch of {uneven[0].size} sequences in"
+            f" {uneven[0].num_microbatches} microbatches on {num_shards} devices that share it does not give each block"
+            " equally many of each microbatch on each device. Set trainer.train_batch_size to a multiple of"
+            f" {groups * num_shards}, and trainer.per_device_parallelism to one of {groups} (-1 for all)"
         )
 
 
@@ -403,7 +423,11 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
         optimizer = phase.optimizer or config.optimizer
         objective = phase.objective or config.objective
         goes_on = phase.carry_optimizer and _check_carries(optimizer, objective, phases, index)
-        for surgery in phase.surgery:
+        surgeries = list(phase.surgery)
+        if objective.num_denoisers is not None:
+            limits = (phase.data or config.data).mask_ranges(objective.num_denoisers)
+            surgeries.append(DenoisersConfig(limits, "blocks"))
+        for surgery in surgeries:
             if (changed := surgery.changed(model)) != model:
                 changed.check()
             model = changed
@@ -419,7 +443,7 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
                 index=index,
                 name=phase.name,
                 model=model,
-                surgeries=tuple(phase.surgery),
+                surgeries=tuple(surgeries),
                 trainable=tuple(phase.trainable),
                 objective=objective,
                 optimizer=optimizer,

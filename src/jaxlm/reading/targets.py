@@ -52,7 +52,7 @@ class Resolved:
     Attributes:
         target: the name of the target that was used; None for a file without one.
         notes: what a user should know about it.
-        manifest: the program whose manifest it was; None for a configuration of jaxlm.
+        manifest: the program whose file it was; None for a configuration of jaxlm.
     """
 
     source: ConfigSource

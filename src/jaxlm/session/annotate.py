@@ -78,6 +78,8 @@ def with_annotations(plan: Plan, phase: Phase, data: Data, log: Log, open_batche
         _store_missing(plan, phase, data, template, folders, drawn, ask, log)
         for name, folder in folders.items():
             annotations[name].cache = _opened(folder, drawn[name])
+            count, size = len(drawn[name]), len(drawn[name]) * _bytes_per_example(template) / 1e6
+            log(f"phase '{phase.name}': reads {count:,} stored sequences ({size:,.1f} MB) from {folder.path}")
 
     schedule, itself = plan.batches.train, phase.objective.asks_itself
     if not itself:

@@ -15,6 +15,7 @@ from jaxlm.observe.ledger import account, read_lines
 from jaxlm.observe.logged_run import LoggedRun, read_run
 from jaxlm.observe.page.page import write_page
 from jaxlm.observe.page.sections import newest
+from jaxlm.observe.phase_history import phase_history
 from jaxlm.observe.plots import layer_bars, loss_curve, schedule_curve, step_time_histogram, step_times
 from jaxlm.observe.records import METRICS, REPORT_PAGE, SAMPLES
 from jaxlm.plan.plan import Plan
@@ -51,6 +52,8 @@ def final_report(plan: Plan, console: Console) -> None:
         epoch = plan.config.epoch
         key = f"--epoch {2 * epoch}" if epoch else f"--trainer.num_train_steps {2 * plan.num_steps}"
         rows.append(("to train longer", f"run the same command with {key}"))
+    if history := phase_history(run):
+        console.log(table("phases", [(record.name, record.summary) for record in history]))
     console.log(table("report", rows))
 
 

@@ -7,7 +7,7 @@ from typing import get_args
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
-from jaxlm.models.inference.denoise import DenoisingConfig, Remasking
+from jaxlm.models.inference.denoise import DenoisingConfig, PassSchedule, Remasking
 from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig
 from jaxlm.models.inference.quantized import FORMATS
 from jaxlm.models.inference.tools.base import Tool
@@ -109,6 +109,13 @@ def add_denoising_options(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="which of its predictions it keeps in each pass (default: low_confidence, the most likely ones)",
     )
+    parser.add_argument(
+        "--schedule",
+        choices=get_args(PassSchedule),
+        default=None,
+        help="how many tokens each pass fills in: equal numbers, or depth, with a pass for each part of the model that has a"
+        " noise of its own (default: equal)",
+    )
 
 
 def denoising_of(options: argparse.Namespace) -> DenoisingConfig | None:
@@ -117,7 +124,7 @@ def denoising_of(options: argparse.Namespace) -> DenoisingConfig | None:
     Raises:
         ConfigError: one is out of range.
     """
-    given = {name: getattr(options, name) for name in ("num_steps", "block_length", "remasking")}
+    given = {name: getattr(options, name) for name in ("num_steps", "block_length", "remasking", "schedule")}
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
         return None

@@ -48,6 +48,7 @@ def _listeners(
         skipped=skipped,
         guards=phase.guards(run.plan.precision),
         can_show_batches=not history.attempt and data.has_examples_per_step,
+        tells_end=len(run.plan.phases) > 1,
     )
     return (
         *records.ledgers,

@@ -34,6 +34,7 @@ from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, RematModules
 from jaxlm.models.scan import runs_as_scan
 from jaxlm.models.stacks import HeterogeneousBody, Stack
 from jaxlm.observe.console import duration
+from jaxlm.observe.phase_history import HIDDEN, LAYERS, STEPS, TRAINS
 from jaxlm.observe.trackers import RunInfo
 from jaxlm.observe.trackers.environment import JAX_OPTIONS, computing, flags, source_of, source_of_jaxlm, variables
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
@@ -94,6 +95,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         ("layers", _layers(plan)),
         *[(f"phase {phase.name}", describe_phase(phase)) for phase in plan.phases],
         *[(f"products of {name}", text) for name, text in fp8_products(plan).items()],
+        *[(f"parts of {phase.name}", text) for phase in plan.phases if (text := _parts(plan, phase)) is not None],
         *[(f"weights of {name}", text) for name, text in _stored_weights(plan).items()],
         *[(f"reference {name}", f"{ref.path} in {ref.dtype}") for name, ref in plan.config.refs.items()],
         ("starts from", _configured_start(plan) if start is None else start),
@@ -237,6 +239,15 @@ def _stored_weights(plan: Plan) -> dict[str, str]:
     """Phase -> what its stored weights need."""
     texts = {phase.name: describe_stored(plan.state_builder.abstract_state(phase).model) for phase in plan.phases}
     return {name: text for name, text in texts.items() if text is not None}
+
+
+def _parts(plan: Plan, phase: Phase) -> str | None:
+    """The layers that compute a text, by the share of its tokens that is hidden; None if all do."""
+    parts, lower, texts = plan.state_builder.abstract_state(phase).model.denoisers, 0.0, []
+    for part in parts:
+        texts.append(f"layers {part.first} to {part.stop - 1} for {lower:.4g} to {part.max_fraction:.4g}")
+        lower = part.max_fraction
+    return f"{', '.join(texts)} of the tokens hidden" if parts else None
 
 
 def _fp8_products(phase: Phase, model: LanguageModel) -> str | None:
@@ -414,11 +425,21 @@ def _checkpoints(plan: Plan) -> str:
     return f"{plan.checkpoints}: every {interval} ({retention}), permanent {permanent or 'only at the end'}"
 
 
-def group_rows(phase: Phase, model: LanguageModel, opt_state: Any) -> list[tuple[str, str]]:
-    """The parameter-group table of a phase; every parameter is in exactly one row. The last row is the optimizer state."""
+def phase_rows(plan: Plan, phase: Phase, model: LanguageModel, opt_state: Any) -> list[tuple[str, str]]:
+    """The table of a phase that begins or goes on: its steps, its layers from the input to the output, and its parameter
+    groups; every parameter is in exactly one of these. The last row is the optimizer state."""
     trainable, frozen = map(tree.num_parameters, phase.split(model))
-    rows = [(group.name, _group_row(phase.optimizer, group)) for group in phase.groups(model)]
-    return [*rows, ("frozen", f"{frozen:,}"), ("optimizer state", describe_state(opt_state, trainable))]
+    sizes, noise = [stack.Layers.size for stack in _stacks(model)], plan.data[phase.index].noise
+    parts = f" ({' + '.join(map(str, sizes))})" if len(sizes) > 1 else ""
+    return [
+        (STEPS, f"{phase.start} to {phase.end}"),
+        *([(LAYERS, f"{sum(sizes)}{parts}")] if sizes else []),
+        *([(HIDDEN, noise)] if noise is not None else []),
+        (TRAINS, f"{trainable:,} of {trainable + frozen:,} parameters"),
+        *((group.name, _group_row(phase.optimizer, group)) for group in phase.groups(model)),
+        ("frozen", f"{frozen:,}"),
+        ("optimizer state", describe_state(opt_state, trainable)),
+    ]
 
 
 def _group_row(optimizer: OptimizerConfig, group: ParameterGroup) -> str:

@@ -124,6 +124,10 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         unchanged. Exports, sampling and generation use it. Must trace under `jax.jit`.
         """
 
+    def check_export(self) -> None:
+        """Raises `ConfigError` if the model after this surgery is one that no files of other programs describe."""
+        return
+
     def exported(self, model: LanguageModel, merged: LanguageModel) -> LanguageModel:
         """The model for an export: `merged`, with what the files of transformers have of this surgery.
 
@@ -185,5 +189,7 @@ def export_form(model: LanguageModel, surgeries: Sequence[SurgeryConfig]) -> Lan
     """A trained model as exports write it: with merged surgeries, except for what the files of transformers have of them."""
     if not surgeries:
         return whole(model)
+    for surgery in surgeries:
+        surgery.check_export()
     *before, last = surgeries
     return last.exported(model, export_form(last.merge(model), before))

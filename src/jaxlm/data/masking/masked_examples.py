@@ -50,8 +50,8 @@ class MaskedExamples(WrappedExamples):
     def read(self, indices: np.ndarray) -> Columns:
         return self._masked(self._of(indices), indices % (self._num_replicas or 1), indices)
 
-    def read_drawn(self, indices: np.ndarray, epochs: np.ndarray, ranks: np.ndarray) -> Columns:
-        return self.read(indices) if self._num_replicas is not None else self._masked(indices, epochs, ranks)
+    def read_drawn(self, indices: np.ndarray, epochs: np.ndarray, numbers: np.ndarray) -> Columns:
+        return self.read(indices) if self._num_replicas is not None else self._masked(indices, epochs, numbers)
 
     def show(self, index: int, tokenizer: Any) -> Iterator[str]:
         return self._examples.show(index // (self._num_replicas or 1), tokenizer)
@@ -66,5 +66,6 @@ class MaskedExamples(WrappedExamples):
     def _masked(self, indices: np.ndarray, draws: np.ndarray, order: np.ndarray) -> Columns:
         """Args: order: numbers over any range of which times are spread evenly."""
         masker = self._masker
-        times = stratified(order, (masker.config.seed, masker.source, _TIMES))
+        # The same shift for all sources, whose examples are in one batch.
+        times = stratified(order, (masker.config.seed, _TIMES), masker.config.strata)
         return masker.mask(self._examples.read(indices), indices, draws, times)

@@ -42,6 +42,11 @@ class MaskingConfig:
         max_mask_fraction: fraction at time 1.
         num_time_steps: number of times, at equal distances. Null draws any time, which the objective `diffusion` needs.
         time_step_mask_fractions: the fraction of each time step, instead of a schedule: `[0.15]` for BERT's.
+        times: first and last time that sequences have, such as those of a stack of layers (`preset.depth_times`); twice the
+            same for a single one. The loss of the objective `diffusion` is then the share of these times in the bound: the
+            shares of ranges that make up [0, 1] add up to it. Null is [0, 1].
+        strata: of this many sequences in a row, one has a time in each of as many equal parts of all times. A power of two is
+            so anyway; the objective `diffusion_blocks` needs it for another number of blocks.
         mask_replicas: hide tokens of each sequence in only this many ways, each of which counts as a sequence of its own, so
             that one pass reads the text as many times. Null hides others in every epoch.
         validation_replicas: ways in which each validation sequence is read.
@@ -57,6 +62,8 @@ class MaskingConfig:
     max_mask_fraction: PositiveFraction = 1.0
     num_time_steps: PositiveInt | None = None
     time_step_mask_fractions: list[PositiveFraction] | None = None
+    times: list[Fraction] | None = None
+    strata: PositiveInt = 1
     mask_replicas: PositiveInt | None = None
     validation_replicas: Evaluations[PositiveInt] = 1
     random_fraction: Fraction = 0.0
@@ -78,11 +85,36 @@ class MaskingConfig:
                 f"data.masking.min_mask_fraction: {self.min_mask_fraction} given, above max_mask_fraction:"
                 f" {self.max_mask_fraction}. Swap them"
             )
+        self._check_times()
         if self.random_fraction + self.unchanged_fraction > 1:
             raise ConfigError(
                 f"data.masking.random_fraction: {self.random_fraction} given, and unchanged_fraction:"
                 f" {self.unchanged_fraction}. Together they must not be above 1"
             )
+
+    def _check_times(self) -> None:
+        if self.times is None:
+            return
+        if len(self.times) != 2 or self.times[0] > self.times[1]:
+            raise ConfigError(f"data.masking.times: {self.times} given, a first and a last time in [0, 1] expected")
+        if self.is_stepped and self.times[0] < self.times[1]:
+            raise ConfigError(
+                f"data.masking.times: {self.times} given, but with num_time_steps or time_step_mask_fractions, only single"
+                " steps have a fraction. Give the time of one of them twice, or remove these keys"
+            )
+
+    @property
+    def summary(self) -> str:
+        """How many tokens are hidden, in words."""
+        ends = np.array([0.0, 1.0] if self.times is None else self.times)
+        fractions = " to ".join(dict.fromkeys(f"{fraction:.4g}" for fraction in self.schedule.fractions(ends)))
+        times = "" if self.times is None else f", time {' to '.join(dict.fromkeys(f'{time:.4g}' for time in ends))}"
+        return f"mask fraction {fractions}{times}"
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether only a few times have a fraction."""
+        return self.time_step_mask_fractions is not None or self.num_time_steps is not None
 
     @property
     def schedule(self) -> MaskSchedule:
@@ -95,12 +127,61 @@ class MaskingConfig:
     @property
     def has_rates(self) -> bool:
         """Whether batches have the weights of the bound: any time may occur, and hidden tokens are independent and hidden."""
-        is_stepped = self.time_step_mask_fractions is not None or self.num_time_steps is not None
-        return not is_stepped and self.mode == "bernoulli" and not self.random_fraction + self.unchanged_fraction
+        is_single = self.times is not None and self.times[0] == self.times[1]
+        return (
+            not self.is_stepped
+            and not is_single
+            and self.mode == "bernoulli"
+            and not self.random_fraction + self.unchanged_fraction
+        )
 
     def identity(self) -> dict[str, Any]:
         """What the training data depends on, as plain JSON."""
-        return {name: value for name, value in encode(self).items() if name != "validation_replicas"}
+        keys = {name: value for name, value in encode(self).items() if name != "validation_replicas"}
+        new = {"times": None, "strata": 1}  # keys that there were not before
+        return {name: value for name, value in keys.items() if name not in new or value != new[name]}
+
+    def ranges(self, count: int) -> list[float]:
+        """The largest mask fraction in each of `count` ranges of times, of which every batch has equally many sequences.
+
+        Raises:
+            ConfigError: batches do not.
+        """
+        what = f"objective.num_blocks: {count} given, but data.masking"
+        if not self.has_rates:
+            raise ConfigError(
+                f"{what} does not hide any fraction of a sequence, each token with the same probability. Remove"
+                " num_time_steps, time_step_mask_fractions, mode, random_fraction, unchanged_fraction and a single time in"
+                " times"
+            )
+        if self.mask_replicas is not None:
+            raise ConfigError(
+                f"{what}.mask_replicas: {self.mask_replicas} gives each sequence its own times, so that a batch may have more"
+                " of some than of others. Remove it"
+            )
+        doublings = count // self.strata
+        if count % self.strata or doublings & (doublings - 1):
+            raise ConfigError(
+                f"{what}.strata: {self.strata} spreads the times of a batch evenly over {self.strata} parts of all times, and"
+                f" over 2, 4, 8, ... times as many. Set it to {count}"
+            )
+        ends = np.arange(1, count + 1) / count
+        return self.schedule.fractions(self.times_of(ends)).tolist()
+
+    def times_of(self, uniform: np.ndarray) -> np.ndarray:
+        """The times that have these uniform numbers in [0, 1), float64 likewise."""
+        times = self.schedule.times(uniform)
+        if self.times is None:
+            return times
+        first, last = self.times
+        return first + (last - first) * times
+
+    def rates(self, times: np.ndarray) -> np.ndarray:
+        """The weights of hidden tokens in the bound at some times, float64 likewise, for masks that have them (`has_rates`).
+        Of a part of the times, they are those of its share in the bound."""
+        rates = self.schedule.rates(times)
+        assert rates is not None, "the schedule is continuous"
+        return rates if self.times is None else rates * (self.times[1] - self.times[0])
 
     def mask_id(self, tokenizer: Tokenizer) -> int:
         """The id of the mask token. Raises `ConfigError` if the tokenizer has none."""
@@ -152,7 +233,7 @@ class Masker:
             uniform_times: float64 [rows], a number in [0, 1) for the time of each.
         """
         config, tokens = self.config, columns["tokens"]
-        times = config.schedule.times(uniform_times)
+        times = config.times_of(uniform_times)
         fractions = config.schedule.fractions(times)[:, None]
         draw = lambda purpose: uniform_numbers(  # noqa: E731
             (config.seed, self.source, purpose, indices, draws), tokens.shape[1]
@@ -185,9 +266,7 @@ class Masker:
             "mask_ids": np.full(len(tokens), self.mask_id, np.int32),
         }
         if config.has_rates:
-            rates = config.schedule.rates(times)
-            assert rates is not None, "the schedule is continuous"
-            made["rates"] = rates.astype(np.float32)
+            made["rates"] = config.rates(times).astype(np.float32)
         return made
 
 

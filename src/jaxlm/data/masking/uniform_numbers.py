@@ -28,21 +28,23 @@ def uniform_numbers(words: Sequence[int | np.ndarray], width: int) -> np.ndarray
     return _as_fraction(mix(hashed(words)[:, None] + counters))
 
 
-def stratified(numbers: np.ndarray, words: Sequence[int]) -> np.ndarray:
+def stratified(numbers: np.ndarray, words: Sequence[int], strata: int = 1) -> np.ndarray:
     """float64 [count]: numbers in [0, 1) for consecutive integers from 0, spread evenly over each range of these.
 
     Of 2^k integers from a multiple of 2^k on, one is in each of 2^k equal intervals, all at the same place in their interval:
-    (u + b) / B for b = 0, ..., B - 1 in some order.
+    (u + b) / B for b = 0, ..., B - 1 in some order. With S strata, the same is so for S 2^k integers from a multiple of that.
 
     Args:
         numbers: int64 [count].
         words: numbers that choose the shift, as in `hashed`.
+        strata: the number S of consecutive integers that are in as many equal intervals.
     """
-    reversed_bits = np.asarray(numbers, np.int64).astype(np.uint64)
+    groups, strata_of = np.divmod(np.asarray(numbers, np.int64), strata)
+    reversed_bits = groups.astype(np.uint64)
     for shift, bits in enumerate(_SWAPPED):
         width = np.uint64(1 << shift)
         reversed_bits = ((reversed_bits >> width) & bits) | ((reversed_bits & bits) << width)
-    return _as_fraction(reversed_bits ^ hashed(words))
+    return (strata_of + _as_fraction(reversed_bits ^ hashed(words))) / strata
 
 
 _SWAPPED = tuple(

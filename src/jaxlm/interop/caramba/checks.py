@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxlm.interop.caramba.section import Section
-from jaxlm.interop.caramba.translated import Translated
+from jaxlm.interop.section import Section
+from jaxlm.interop.translated import Translated
 
 _CACHES = {"fp16": "bfloat16", "bf16": "bfloat16", "fp32": "float32", "q8": "int8", "q8_0": "int8"}
 

@@ -5,19 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.interop.caramba.section import Section
-from jaxlm.interop.caramba.translated import Translated
+from jaxlm.interop.section import Section
+from jaxlm.interop.text_path import TOKENS, put_text
+from jaxlm.interop.translated import Translated
 
-_HUB = "hf://"
 _TOKENIZERS = {"llama": "meta-llama/Llama-3.2-1B", "tiktoken": "gpt2", "gpt2": "gpt2"}
 """Names of tokenizers in caramba -> repository on the Hub."""
-_TEXT = (".txt", ".jsonl", ".json", ".parquet")
-_TOKENS = ".npy"
-
-
-def hub_name(path: str) -> str:
-    """A model or dataset as jaxlm names it: `hf://org/name@revision` without its scheme, a path as it is."""
-    return path.removeprefix(_HUB)
 
 
 def put_data(data: Section, defaults: Section, teacher: str | None, out: Translated) -> Any:
@@ -32,7 +25,7 @@ def put_data(data: Section, defaults: Section, teacher: str | None, out: Transla
     config.done()
     data.done()
     if path is not None:
-        _source(str(path), config, out)
+        put_text(str(path), config, "path", out)
     tokenizer = _tokenizer(defaults)
     if teacher is not None:
         if tokenizer is not None:
@@ -43,21 +36,6 @@ def put_data(data: Section, defaults: Section, teacher: str | None, out: Transla
     _held_out(defaults, path, block_size, out)
     defaults.done()
     return block_size
-
-
-def _source(path: str, config: Section, out: Translated) -> None:
-    if path.startswith(_HUB):
-        out.put("data.id", hub_name(path), config, "path")
-        return
-    if not path.endswith((_TOKENS, *_TEXT)):
-        raise config.error(
-            "path",
-            f"'{path}' given, which jaxlm cannot read: token ids in {_TOKENS}, text in {', '.join(_TEXT)}, or a dataset"
-            f" {_HUB}ORG/NAME expected",
-        )
-    out.put("data.train_urls", [path], config, "path")
-    if path.endswith(_TOKENS):
-        out.put("data.format", {"type": "pretokenized"}, config, "path")
 
 
 def _tokenizer(defaults: Section) -> str | None:
@@ -77,7 +55,7 @@ def _held_out(defaults: Section, path: str | None, block_size: Any, out: Transla
     if not 0 < fraction < 1:
         raise defaults.error("val_frac", f"{fraction} given, at least 0 and below 1 expected")
     num_tokens = None
-    if path is not None and path.endswith(_TOKENS):
+    if path is not None and path.endswith(TOKENS):
         with contextlib.suppress(OSError, ValueError):
             num_tokens = np.load(path, mmap_mode="r").size
     if num_tokens is None or not isinstance(block_size, int):

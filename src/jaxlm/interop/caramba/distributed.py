@@ -5,8 +5,8 @@ them, of the gradients and of the optimizer's state. SHARD_GRAD_OP keeps gathere
 backward pass; XLA decides that anew for each program, so it is FULL_SHARD here.
 """
 
-from jaxlm.interop.caramba.section import Section
-from jaxlm.interop.caramba.translated import Translated
+from jaxlm.interop.section import Section
+from jaxlm.interop.translated import Translated
 
 _SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 _TORCH_ONLY = {

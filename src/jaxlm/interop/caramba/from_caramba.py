@@ -10,11 +10,12 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.caramba.checks import put_benchmarks, put_verify
-from jaxlm.interop.caramba.data import hub_name, put_data, put_logging, put_runtime
+from jaxlm.interop.caramba.data import put_data, put_logging, put_runtime
 from jaxlm.interop.caramba.model import put_model, put_student
-from jaxlm.interop.caramba.section import Section
 from jaxlm.interop.caramba.train_keys import drop_start, put_sanity, put_train
-from jaxlm.interop.caramba.translated import Translated
+from jaxlm.interop.section import Section
+from jaxlm.interop.text_path import hub_name
+from jaxlm.interop.translated import Translated
 from jaxlm.reading.decode import config_error
 from jaxlm.reading.targets import ENTRYPOINTS, TARGETS, Resolved, Selection, entrypoint
 from jaxlm.reading.variables import VARS, overridden, substituted, variables_of

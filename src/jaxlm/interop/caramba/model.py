@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxlm.interop.caramba.section import Section
-from jaxlm.interop.caramba.translated import Translated
+from jaxlm.interop.section import Section
+from jaxlm.interop.translated import Translated
 
 _GROUPS = {"StackedTopology": "stacked", "NestedTopology": "nested", "ResidualTopology": "residual"}
 _NO_SUCH_LAYER = "jaxlm has no such layer"

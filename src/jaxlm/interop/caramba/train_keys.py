@@ -3,8 +3,8 @@
 from typing import Any, Literal
 
 from jaxlm.interop.caramba.distributed import strategy_keys
-from jaxlm.interop.caramba.section import Section
-from jaxlm.interop.caramba.translated import Translated
+from jaxlm.interop.section import Section
+from jaxlm.interop.translated import Translated
 
 Phase = Literal["standard", "blockwise", "global"]
 _OPTIMIZERS = {"adamw": "adam", "adam": "adam", "lion": "lion"}

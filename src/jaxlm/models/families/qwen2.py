@@ -11,9 +11,9 @@ from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import projections
 from jaxlm.models.decoders.pre_norm import LateWindowConfig
+from jaxlm.models.diffusion.time_embedding import TimeEmbeddingConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
-from jaxlm.models.time_embedding import TimeEmbeddingConfig
 from jaxlm.reading.choices import choice
 
 

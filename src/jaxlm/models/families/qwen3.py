@@ -11,10 +11,10 @@ from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderConfig, projections
 from jaxlm.models.decoders.pre_norm import LateWindowConfig
+from jaxlm.models.diffusion.time_embedding import TimeEmbeddingConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
-from jaxlm.models.time_embedding import TimeEmbeddingConfig
 from jaxlm.reading.choices import choice
 
 

@@ -1,7 +1,8 @@
 """Text generation with a masked-diffusion model: new tokens are masks at first, and each pass over the text fills in some.
 
 Source: Nie et al. 2025, "Large Language Diffusion Models" (arXiv:2502.09992), section 2.4 and appendix A: low-confidence
-remasking, and blocks from left to right (semi-autoregressive), as in Arriola et al. 2025 (arXiv:2503.09573).
+remasking, and blocks from left to right (semi-autoregressive), as in Arriola et al. 2025 (arXiv:2503.09573). A pass for each
+part of the model: time as depth, as in StackWise, and Shing et al. 2025, DiffusionBlocks (arXiv:2506.14202).
 
 Shapes: B rows, N tokens of a block, C tokens whose logits are computed at once, D embed, V vocab.
 """
@@ -22,12 +23,14 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.sharding import current_layout
 from jaxlm.models.base import Inputs, LanguageModel
+from jaxlm.models.diffusion.denoisers import Denoiser
 from jaxlm.models.inference.generate import GenerationConfig
 from jaxlm.models.inference.padding import padded_length, round_up
 from jaxlm.models.inference.row_keys import row_keys
 from jaxlm.models.inference.sampling import Sampling, TokenDistribution
 
 Remasking = Literal["low_confidence", "random"]
+PassSchedule = Literal["equal", "depth"]
 _CHUNK = 64  # tokens of each row whose logits are computed at once
 
 
@@ -40,11 +43,50 @@ class DenoisingConfig:
             fewer passes are faster, and the tokens of a pass do not know of each other.
         block_length: new tokens are filled in block by block, from left to right, this many in each. Null has one block.
         remasking: which predictions of a pass are kept: `low_confidence` keeps the most likely ones; `random` any.
+        schedule: how many tokens each pass fills in: `equal` numbers; `depth` is for a model of which parts have noise of
+            their own (surgery `denoisers`), and has one pass for each, from the most noise to the least. It leaves as many
+            masks as the next part was trained on.
     """
 
     num_steps: PositiveInt | None = None
     block_length: PositiveInt | None = None
     remasking: Remasking = "low_confidence"
+    schedule: PassSchedule = "equal"
+
+    def __post_init__(self):
+        for name in ("num_steps", "block_length"):
+            if self.schedule == "depth" and (value := getattr(self, name)) is not None:
+                raise ConfigError(
+                    f"{name}: {value} given with schedule: depth, which has one pass over the whole text for each part of the"
+                    " model. Remove one of the two"
+                )
+
+    def plan(self, lengths: Sequence[int], num_new: int, denoisers: Sequence[Denoiser]) -> "Passes":
+        """The passes over texts of some lengths, of which `num_new` tokens at the end are new.
+
+        Raises:
+            ConfigError: see `passes` and `check_parts`.
+        """
+        if self.schedule == "equal":
+            blocks, counts = np.array(self.passes(num_new), np.int32).T
+            return Passes(blocks, np.broadcast_to(counts[:, None], (len(blocks), len(lengths))))
+        self.check_parts(denoisers)
+        left, counts = np.full(len(lengths), num_new), []
+        for limit in [*(one.max_fraction for one in denoisers[:-1][::-1]), 0.0]:
+            # A fraction such as 0.15 of 100 must not be 14 because of rounding.
+            after = np.minimum(left, np.floor(limit * np.asarray(lengths) + 1e-6).astype(int))
+            counts.append(left - after)
+            left = after
+        filled = np.array([count for count in counts if count.any()], np.int32)
+        return Passes(np.zeros(len(filled), np.int32), filled)
+
+    def check_parts(self, denoisers: Sequence[Denoiser]) -> None:
+        """Raises `ConfigError` if the passes are those of a model with parts, and this one has none."""
+        if self.schedule == "depth" and not denoisers:
+            raise ConfigError(
+                "schedule: depth given, but no part of this model has a noise of its own (preset.depth_times with at:"
+                " prepend, objective diffusion_blocks). Remove it"
+            )
 
     def passes(self, num_new: int) -> list[tuple[int, int]]:
         """The block of each pass, and how many of its tokens the pass fills in.
@@ -68,6 +110,19 @@ class DenoisingConfig:
             counts = np.diff(np.arange(end - first + 1) * size // (end - first))
             passes += [(block, int(count)) for count in counts if count]
         return passes
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What each pass over some texts fills in.
+
+    Attributes:
+        blocks: int32 [passes], the block of new tokens.
+        counts: int32 [passes, texts], how many of its tokens.
+    """
+
+    blocks: np.ndarray
+    counts: np.ndarray
 
 
 def denoised(
@@ -139,12 +194,12 @@ def denoise_tokens(
     The tokens of a row depend only on the seed and its prompt. If there is a layout, call this inside `layout.use()`.
 
     Raises:
-        ConfigError: see `check_denoising` and `DenoisingConfig.passes`.
+        ConfigError: see `check_denoising` and `DenoisingConfig.plan`.
     """
     mask_id = check_denoising(prompts, num_new, mask_id, sampling, model)
+    config.check_parts(model.denoisers)
     if not prompts or not num_new:
         return [[] for _ in prompts]
-    passes = np.array(config.passes(num_new), np.int32)
     layout = current_layout()
     num_rows = round_up(len(prompts), 1 if layout is None else layout.num_shards(BATCH))
     width = min(model.Pos.size, padded_length(max(map(len, prompts)) + num_new))
@@ -156,13 +211,17 @@ def denoise_tokens(
     axes = (Axis(BATCH, num_rows), Axis(POSITION, width))
     positions = np.broadcast_to(np.arange(width, dtype=np.int32), tokens.shape)
     inputs = Inputs(*(hax.named(jnp.asarray(a), axes) for a in (tokens, positions, segment_ids)))
+    passes = config.plan([len(prompt) + num_new for prompt in prompts], num_new, model.denoisers)
+    counts = np.zeros((len(passes.blocks), num_rows), np.int32)
+    counts[:, : len(prompts)] = passes.counts
     filled = _denoise(
         model,
         inputs,
         jnp.asarray(starts),
         jnp.int32(num_new),
         jnp.int32(mask_id),
-        jnp.asarray(passes),
+        jnp.asarray(passes.blocks),
+        jnp.asarray(counts),
         row_keys(prompts, num_rows, seed),
         sampling.numbers,
         min(config.block_length or num_new, num_new),
@@ -173,14 +232,15 @@ def denoise_tokens(
     return [row[: found[0] if len(found) else None].tolist() for row, found in zip(rows, stops, strict=True)]
 
 
-@functools.partial(jax.jit, static_argnums=(8, 9))
+@functools.partial(jax.jit, static_argnums=(9, 10))
 def _denoise(
     model: LanguageModel,
     inputs: Inputs,
     starts: jax.Array,
     num_new: jax.Array,
     mask_id: jax.Array,
-    passes: jax.Array,
+    blocks: jax.Array,
+    counts: jax.Array,
     keys: jax.Array,
     distribution: TokenDistribution,
     block_length: int,
@@ -190,7 +250,7 @@ def _denoise(
 
     Args:
         starts: int32 [B], the position of the first new token.
-        passes: int32 [passes, 2], see `DenoisingConfig.passes`.
+        blocks, counts: int32 [passes] and [passes, B], see `Passes`.
         keys: one per row.
     """
     inputs = hax.auto_sharded(inputs)
@@ -199,7 +259,7 @@ def _denoise(
     rows = jnp.arange(axes[0].size)[:, None]
 
     def one_pass(number: jax.Array, tokens: jax.Array) -> jax.Array:
-        block, count = passes[number, 0], passes[number, 1]
+        block, count_B = blocks[number], counts[number]
         index_BN = starts[:, None] + block * block_length + place_N
         is_new_N = block * block_length + place_N < num_new
         is_text_BT = inputs.segment_ids.rearrange((BATCH, POSITION)).array != 0
@@ -218,11 +278,11 @@ def _denoise(
         is_open_BN = (now_BN == mask_id) & is_new_N
         order_BN = jnp.argsort(jnp.where(is_open_BN, -confidence_BN, jnp.inf), axis=1)
         rank_BN = jnp.argsort(order_BN, axis=1)
-        is_filled_BN = is_open_BN & (rank_BN < count)
+        is_filled_BN = is_open_BN & (rank_BN < count_B[:, None])
         outside = jnp.where(is_filled_BN, index_BN, axes[1].size)  # writes beyond the end are dropped
         return tokens.at[rows, outside].set(drawn_BN, mode="drop")
 
-    tokens = jax.lax.fori_loop(0, passes.shape[0], one_pass, inputs.tokens.rearrange((BATCH, POSITION)).array)
+    tokens = jax.lax.fori_loop(0, blocks.shape[0], one_pass, inputs.tokens.rearrange((BATCH, POSITION)).array)
     layout = current_layout()
     return tokens if layout is None else jax.lax.with_sharding_constraint(tokens, layout.replicated())
 

@@ -29,6 +29,7 @@ from jaxlm.observe.curves import COLORS
 from jaxlm.observe.events import SkippedStep, resumes, skipped_steps
 from jaxlm.observe.ledger import IDLE
 from jaxlm.observe.logged_run import LoggedRun, Series
+from jaxlm.observe.phase_history import phase_history, phase_table
 
 ABSENT = "–"
 _MAX_KEYS = 5000
@@ -218,6 +219,12 @@ def _lowest(series: Series) -> str:
         return ""
     lowest = int(np.nanargmin(np.where(finite, series.values, np.nan)))
     return f" (lowest {series.values[lowest]:.4f} at step {series.steps[lowest]:,})"
+
+
+def phases(runs: Sequence[LoggedRun]) -> list[tuple[str, Table]]:
+    """The phases of each run that has several."""
+    histories = [(run.name, phase_history(run)) for run in runs]
+    return [(name, Table(*phase_table(history))) for name, history in histories if history]
 
 
 def differences(facts: Sequence[Mapping[str, str]], runs: Sequence[LoggedRun]) -> Table:

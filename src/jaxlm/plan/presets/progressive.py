@@ -12,18 +12,19 @@ from typing import Any, Literal
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveFloat, PositiveInt
+from jaxlm.core.values.stack_pattern import ALPHA_STEP, RANK_STEP, Pattern, by_pattern
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import TransformerConfig
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.growth import Place
 from jaxlm.models.stack_paths import NEW_STACK
 from jaxlm.plan.presets.base import Derivation, DerivedNumber, PresetConfig
+from jaxlm.plan.presets.depth_times import DepthTimes, StackTime, stack_places
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.surgery.quantize import Kind
 
-Pattern = Literal["constant", "increasing", "decreasing", "linear"]
 _ADAPTED = r"layers\..*(attn|mlp)"
 _ADAPTERS = r"\.[ab]$"
 
@@ -64,20 +65,8 @@ class StackAdapters:
         """The adapters of a stack."""
         if number < len(self.stacks):
             return self.stacks[number]
-        rank = _by_pattern(self.rank, self.rank_pattern, number, 8)
-        return StackRank(max(1, int(rank)), _by_pattern(self.alpha, self.alpha_pattern, number, 16))
-
-
-def _by_pattern(first: float, pattern: Pattern, number: int, step: int) -> float:
-    match pattern:
-        case "constant":
-            return first
-        case "increasing":
-            return first * 2**number
-        case "decreasing":
-            return first / 2**number
-        case "linear":
-            return first + step * number
+        rank = by_pattern(self.rank, self.rank_pattern, number, RANK_STEP)
+        return StackRank(max(1, int(rank)), by_pattern(self.alpha, self.alpha_pattern, number, ALPHA_STEP))
 
 
 @choice(PresetConfig, "progressive")
@@ -106,6 +95,8 @@ class ProgressiveConfig(PresetConfig):
         lora: the adapters of a trunk with `trunk: lora`.
         store: how the weights of a stack's linear layers are stored once it is part of the trunk, as `kind` of the surgery
             `quantize`; with `trunk: lora` and `nf4` this is a QLoRA trunk. Null leaves them as they are.
+        depth_times: give each stack a noise of its own, the least to the one beside the head, for the objectives `mlm` and
+            `diffusion`. Null hides as many tokens for all of them.
     """
 
     stacks: PositiveInt = 3
@@ -122,6 +113,7 @@ class ProgressiveConfig(PresetConfig):
     carry_optimizer: bool = False
     lora: StackAdapters = field(default_factory=StackAdapters)
     store: Kind | None = None
+    depth_times: DepthTimes | None = None
 
     def derive(self, source: ConfigSource) -> Derivation:
         self._check()
@@ -141,6 +133,8 @@ class ProgressiveConfig(PresetConfig):
             phases.append(self._stage(number, num_layers, model, objective))
             if self.polish_steps:
                 phases.append({"name": f"polish_{number}", "num_train_steps": self.polish_steps})
+        times = self._times(source, objective, model)
+        phases = [self._timed(phase, times) for phase in phases]
         if self.carry_optimizer:
             phases = [phases[0], *({**phase, "carry_optimizer": True} for phase in phases[1:])]
         written = source.tree.get("phases") or phases
@@ -149,7 +143,29 @@ class ProgressiveConfig(PresetConfig):
                 "phases: single keys given with preset.type: progressive, which writes the phases itself. Change keys of the"
                 " preset instead, or write the whole list `phases` in the YAML (--dry_run true lists the preset's)"
             )
-        return Derivation({"phases": phases}, tuple(_row(phase, written) for phase in phases))
+        return Derivation({"phases": phases}, tuple(_row(phase, written, times) for phase in phases))
+
+    def _times(self, source: ConfigSource, objective: Any, model: ModelConfig) -> dict[str, StackTime]:
+        """The times of all phases, by name; empty if none has its own."""
+        if self.depth_times is None:
+            return {}
+        by_place = self.depth_times.of(self.stacks, source.tree, objective, model.seq_len)
+        places = stack_places(self.stacks, prepended=self.at == "prepend")
+        return {
+            f"{kind}_{number}": by_place[place] for number, place in enumerate(places) for kind in ("stack", "polish")
+        }
+
+    def _timed(self, phase: dict[str, Any], times: Mapping[str, StackTime]) -> dict[str, Any]:
+        """The phase with the noise of its stack, and with what stacks in front of others have learned to remove."""
+        if phase["name"] not in times:
+            return phase
+        noise = {"data": times[phase["name"]].data}
+        kind, _, number = phase["name"].partition("_")
+        if self.at == "append" or kind == "polish":
+            return {**phase, **noise}
+        until = [times[f"stack_{earlier}"].fractions[1] for earlier in range(int(number) + 1)]
+        denoisers = {"type": "denoisers", "parts": "suffixes", "mask_fractions": until}
+        return {**phase, "surgery": [*phase.get("surgery", []), denoisers], **noise}
 
     def _stage(self, number: int, num_layers: int, model: ModelConfig, objective: Any) -> dict[str, Any]:
         """The phase in which a new stack trains."""
@@ -225,13 +241,16 @@ class _ModelSection:
     model: ModelConfig = field(default_factory=LlamaConfig)
 
 
-def _row(phase: Mapping[str, Any], written: Sequence[Mapping[str, Any]]) -> DerivedNumber:
-    """A phase as a row of the start-up table. Args: written: the phases of the configuration."""
+def _row(
+    phase: Mapping[str, Any], written: Sequence[Mapping[str, Any]], times: Mapping[str, StackTime]
+) -> DerivedNumber:
+    """A phase as a row of the start-up table. Args: written: the phases of the configuration; times: by phase."""
     keys = lambda one: " ".join(f"{key} {value}" for key, value in one.items() if key != "type")  # noqa: E731
     changes = "; ".join(f"{one['type']} ({keys(one)})" for one in phase.get("surgery", []))
     trains = ", ".join(phase.get("trainable", ["everything"]))
     stored = ", trunk stored" if "objective" in phase else ""
+    noise = f", {times[phase['name']]}" if phase["name"] in times else ""
     names = [one.get("name") for one in written]
     instead = "" if phase["name"] in names else "you wrote other phases"
-    formula = f"{phase['num_train_steps']:,} steps, trains {trains}{stored}"
+    formula = f"{phase['num_train_steps']:,} steps, trains {trains}{stored}{noise}"
     return DerivedNumber(str(phase["name"]), changes or "no change of the model", formula, "", instead=instead)

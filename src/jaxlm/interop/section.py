@@ -1,4 +1,4 @@
-"""A mapping of a manifest whose keys are taken one by one. A key that nobody takes is an error."""
+"""A mapping in another program's file whose keys are taken one by one. A key that nobody takes is an error."""
 
 import difflib
 from collections.abc import Collection, Mapping
@@ -15,7 +15,7 @@ class Section:
     """The keys of one mapping that have not been taken yet.
 
     Attributes:
-        path: where it is in the manifest.
+        path: where it is in the file.
     """
 
     def __init__(self, source: ConfigSource, path: KeyPath, keys: Any, notes: list[str]):

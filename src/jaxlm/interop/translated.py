@@ -1,8 +1,8 @@
-"""The configuration that a manifest is translated to, with the origin of each value."""
+"""The configuration that another program's file is translated to, with the origin of each value."""
 
 from typing import Any
 
-from jaxlm.interop.caramba.section import Section
+from jaxlm.interop.section import Section
 from jaxlm.reading.yaml import ConfigSource, KeyPath
 
 
@@ -17,17 +17,18 @@ class Translated:
         """Sets a key. Args: path: dotted, with numbers for the places in a list; key: of the section, that it comes from.
 
         Raises:
-            ConfigError: the key has another value already: jaxlm has one for all phases.
+            ConfigError: the key has another value already.
         """
         *parents, last = (int(name) if name.isdecimal() else name for name in path.split("."))
         node = self._tree
         for name in parents:
             node = node.setdefault(name, {})
         if node.get(last, value) != value:
+            before = self._marks[(*parents, last)] or "another key"
             raise section.error(
                 key,
-                f"{value!r} follows from it, but {node[last]!r} from another run of the target, and jaxlm has one {path} for"
-                " all phases. Give all runs the same",
+                f"{value!r} follows from it, but {node[last]!r} from {before}, and jaxlm has one {path} for all phases. Give"
+                " the same in both places",
             )
         node[last] = value
         self._marks[(*parents, last)] = section.where(key)

@@ -1,0 +1,49 @@
+"""Time as depth: the time step of each stack of layers.
+
+Stacks are counted from the output side. The first has the least noise: time step 0 of `num_time_steps`.
+
+Source: StackWise (`stack_time_mapping`, `time_per_stack`), with times that are all different.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from jaxlm.core.errors import ConfigError
+
+TimeMapping = Literal["linear", "exponential"]
+_GROWTH = 3.0  # of the exponential mapping: the distances grow by about e^3 from the first to the last
+
+
+def time_steps(mapping: TimeMapping | Sequence[int], num_stacks: int, num_steps: int, key: str) -> tuple[int, ...]:
+    """The time step of each stack, from the output side to the input side: strictly increasing, below `num_steps`.
+
+    `linear`: k / (K - 1) (T - 1) for stack k of K and T steps, rounded; `exponential`: (e^(a k / (K - 1)) - 1) / (e^a - 1)
+    (T - 1) with a = 3, rounded. A single stack has the last one, because it has to remove all noise.
+
+    Args:
+        mapping: the rule, or the time step of each stack.
+        key: of the mapping, for messages.
+
+    Raises:
+        ConfigError: two stacks would have the same step, or one has a step that does not exist.
+    """
+    last, numbers = num_steps - 1, range(num_stacks)
+    shares = [number / (num_stacks - 1) if num_stacks > 1 else 1.0 for number in numbers]
+    if mapping == "linear":
+        steps = [round(share * last) for share in shares]
+    elif mapping == "exponential":
+        steps = [round(math.expm1(_GROWTH * share) / math.expm1(_GROWTH) * last) for share in shares]
+    else:
+        steps = [int(step) for step in mapping]
+    if len(steps) != num_stacks:
+        raise ConfigError(f"{key}: {len(steps)} time steps given for {num_stacks} stacks. Give one for each")
+    if any(not 0 <= step <= last for step in steps):
+        raise ConfigError(f"{key}: the time steps {steps} given, but there are only steps 0 to {last}")
+    if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
+        raise ConfigError(
+            f"{key}: {num_stacks} stacks have the time steps {steps} of {num_steps}, counted from the output side, but these"
+            " must increase. Give more time steps (num_time_steps, or null for time_per_stack in each stack), or fewer stacks"
+        )
+    return tuple(steps)

@@ -1,0 +1,61 @@
+"""A configuration of StackWise whose keys are attributes, as its scripts have it."""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxlm.interop.stackwise.from_stackwise import from_stackwise
+from jaxlm.reading.yaml import ConfigSource, load_yaml, merge
+
+_SECTIONS = ("progressive", "optimizer", "qlora", "architecture", "attention_custom", "tokenizer_embedding")
+
+
+class Keys:
+    """The keys of a section as attributes, to read and to set."""
+
+    def __init__(self, tree: dict[str, Any]):
+        object.__setattr__(self, "_tree", tree)
+
+    def __getattr__(self, name: str) -> Any:
+        tree = object.__getattribute__(self, "_tree")
+        if name in _SECTIONS:
+            tree[name] = tree.get(name) or {}
+            return Keys(tree[name])
+        if name not in tree:
+            raise AttributeError(f"'{name}' is not set in this section of the configuration")
+        return tree[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__getattribute__(self, "_tree")[name] = value
+
+
+class StackWiseConfig:
+    """A configuration of StackWise, whose keys may be changed before training.
+
+    Attributes:
+        model, training, data: its sections.
+    """
+
+    def __init__(self, source: ConfigSource | None = None):
+        tree = copy.deepcopy({} if source is None else source.tree)
+        for name in ("model", "training", "data"):
+            tree[name] = tree.get(name) or {}
+        self._source = ConfigSource(tree, {} if source is None else source.marks)
+        self.model, self.training, self.data = (Keys(tree[name]) for name in ("model", "training", "data"))
+
+    @staticmethod
+    def from_yaml(path: Path | str) -> "StackWiseConfig":
+        return StackWiseConfig(load_yaml(path))
+
+    def validate(self) -> None:
+        """Prints what has no effect here. Raises `ConfigError` for what jaxlm cannot do."""
+        self.translated({})
+
+    def translated(self, sizes: Mapping[str, Any]) -> ConfigSource:
+        """jaxlm's keys. Prints notes. Args: sizes: keys of `model` that a builder was given."""
+        tree = merge(copy.deepcopy(self._source.tree), {"model": dict(sizes)})
+        resolved = from_stackwise(ConfigSource(tree, self._source.marks))
+        for note in resolved.notes:
+            print(f"note: {note}")
+        return resolved.source

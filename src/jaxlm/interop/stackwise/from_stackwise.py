@@ -1,0 +1,56 @@
+"""Translates StackWise's configurations (sections `model`, `training` and `data`) to jaxlm's.
+
+Source: StackWise's guide to progressive training, and the fields of its configuration classes. Every key is translated, or
+accepted with a note that says why it has no effect, or refused with what to do instead. Nothing is ignored silently.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlm.interop.section import Section
+from jaxlm.interop.stackwise.data import put_data
+from jaxlm.interop.stackwise.growth import Growth, drop_growth, put_growth
+from jaxlm.interop.stackwise.masking import drop_masking, put_masking
+from jaxlm.interop.stackwise.model import put_model
+from jaxlm.interop.stackwise.objective import put_objective
+from jaxlm.interop.stackwise.training import put_training
+from jaxlm.interop.translated import Translated
+from jaxlm.reading.targets import Resolved
+from jaxlm.reading.yaml import ConfigSource
+
+_TRAINING = "training"
+
+
+def is_stackwise(tree: Mapping[str, Any]) -> bool:
+    """Whether a file is a configuration of StackWise: jaxlm's own have a section `trainer` instead."""
+    return _TRAINING in tree
+
+
+def from_stackwise(source: ConfigSource) -> Resolved:
+    """Translates a configuration.
+
+    Raises:
+        ConfigError: it is not valid, or asks for what jaxlm cannot do.
+    """
+    notes: list[str] = []
+    top = Section(source, (), source.tree, notes)
+    model, training, data = (top.section(name) for name in ("model", _TRAINING, "data"))
+    top.done()
+    progressive, architecture = training.section("progressive"), model.section("architecture")
+    out = Translated()
+    objective = put_objective(progressive, training, out)
+    put_model(model, objective, out)
+    num_sequences = put_data(model, data, training, objective, out)
+    growth = Growth.of(training, progressive, architecture)
+    put_training(training, growth.is_progressive, num_sequences, out)
+    if growth.is_progressive:
+        put_growth(growth, training, progressive, objective, out)
+    else:
+        drop_growth(growth, training, progressive, out)
+    if objective.hides_tokens:
+        put_masking(growth, training, progressive, model, objective, out)
+    else:
+        drop_masking(training, progressive, model, objective)
+    for section in (architecture, progressive, model, training, data):
+        section.done()
+    return Resolved(out.source(), None, tuple(notes), "stackwise")

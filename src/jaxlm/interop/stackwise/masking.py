@@ -1,0 +1,129 @@
+"""Which tokens are hidden, and what a model is told of the time."""
+
+from typing import Any
+
+from jaxlm.interop.section import Section
+from jaxlm.interop.stackwise.growth import WHOLE, Growth
+from jaxlm.interop.stackwise.objective import MASK, Objective
+from jaxlm.interop.translated import Translated
+
+_FRACTIONS = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85)
+_NUM_STEPS = 8
+_SCHEDULE = ("mask_schedule_type", "min_mask_fraction", "max_mask_fraction")
+_OF_MODEL = ("mask_fraction_min", "mask_fraction_max")
+_OF_INPUT = ("time_embedding_dim", "time_encoding_type")
+_OF_DEPTH = ("stack_time_mapping", "time_per_stack")
+
+
+def put_masking(
+    growth: Growth, training: Section, progressive: Section, model: Section, objective: Objective, out: Translated
+) -> None:
+    """Writes which tokens are hidden, and what the model is told of it."""
+    by_depth = _put_time(growth, training, progressive, out)
+    _ids(training, model)
+    if objective.name == "mlm":
+        out.put("data.masking.mode", "fixed_count", training, "time_step_masking")
+    fractions, num_steps = training.take("time_step_mask_fractions"), training.number("num_time_steps")
+    stepped = training.choice("time_step_masking", (True, False), True)
+    without_list = by_depth and fractions is None
+    if objective.name == "diffusion" or without_list or not stepped:
+        reason = (
+            "masks of any fraction are drawn, so that the loss is a bound"
+            if objective.name == "diffusion"
+            else "each stack has the fraction of its own time, by mask_schedule_type"
+            if without_list
+            else "time_step_masking is false"
+        )
+        if fractions is not None:
+            training.note("time_step_mask_fractions", f"no effect: {reason}")
+        if num_steps is not None and not by_depth:
+            training.note("num_time_steps", f"no effect: {reason}")
+        _put_schedule(training, model, out, from_zero=objective.name == "diffusion")
+        return
+    if fractions is None and num_steps in (None, _NUM_STEPS) and not any(key in training for key in _SCHEDULE):
+        fractions = list(_FRACTIONS)
+    if fractions is None:
+        out.put("data.masking.num_time_steps", num_steps or _NUM_STEPS, training, "num_time_steps")
+        _put_schedule(training, model, out, from_zero=False)
+        return
+    if num_steps not in (None, len(fractions)):
+        raise training.error("num_time_steps", f"{num_steps} given, but time_step_mask_fractions has {len(fractions)}")
+    out.put("data.masking.time_step_mask_fractions", fractions, training, "time_step_mask_fractions")
+    for key in _SCHEDULE:
+        training.ignore(key, "no effect: time_step_mask_fractions says the fraction of each step")
+    for key in _OF_MODEL:
+        model.ignore(key, "no effect: training.time_step_mask_fractions says the fraction of each step")
+
+
+def drop_masking(training: Section, progressive: Section, model: Section, objective: Objective) -> None:
+    """Takes the keys of masks and times for an objective that hides no tokens."""
+    why = f"no effect: training_objective {objective.name} hides no tokens"
+    keys = (*_SCHEDULE, "mask_token_id", "time_step_masking", "num_time_steps", "time_step_mask_fractions")
+    for section, names in ((training, keys), (model, (*_OF_MODEL, "special_mask_id"))):
+        for key in names:
+            section.ignore(key, why)
+    for key in ("time_interpretation", *_OF_INPUT, *_OF_DEPTH):
+        progressive.ignore(key, why)
+
+
+def _ids(training: Section, model: Section) -> None:
+    for section, key in ((training, "mask_token_id"), (model, "special_mask_id")):
+        section.ignore(
+            key,
+            f"no effect: the mask is the tokenizer's own, or {MASK}. Name another one in data.masking.mask_token",
+        )
+
+
+def _put_schedule(training: Section, model: Section, out: Translated, *, from_zero: bool) -> None:
+    """Writes how the fraction grows with the time. Args: from_zero: a bound needs all fractions, so none is set."""
+    kind = training.choice("mask_schedule_type", ("linear", "cosine", "exponential"), "linear")
+    out.put("data.masking.mask_schedule_type", kind, training, "mask_schedule_type")
+    for end, default in (("min", 0.15), ("max", 0.9)):
+        mine, other = training.number(f"{end}_mask_fraction"), model.number(f"mask_fraction_{end}")
+        if None not in (mine, other) and mine != other:
+            raise training.error(
+                f"{end}_mask_fraction", f"{mine} given, but model.mask_fraction_{end} is {other}. Remove one of them"
+            )
+        value = other if mine is None else mine
+        if value is None and from_zero:
+            continue
+        out.put(
+            f"data.masking.{end}_mask_fraction", default if value is None else value, training, f"{end}_mask_fraction"
+        )
+
+
+def _put_time(growth: Growth, training: Section, progressive: Section, out: Translated) -> bool:
+    """Writes what time is. Returns: whether it is the depth of a stack."""
+    key = "time_interpretation"
+    time = progressive.choice(key, ("input", "depth"), "depth" if growth.is_progressive else None)
+    if time == "input":
+        for name in _OF_DEPTH:
+            progressive.ignore(name, "no effect with time_interpretation: input")
+        kind = progressive.choice("time_encoding_type", ("sinusoidal", "learned"), "sinusoidal")
+        embedding: dict[str, Any] = {"type": kind, "dim": progressive.take("time_embedding_dim", 512)}
+        if kind == "learned":
+            embedding["num_time_steps"] = training.peek("num_time_steps") or _NUM_STEPS
+        for name, value in embedding.items():
+            out.put(f"model.time_embedding.{name}", value, progressive, key)
+        return False
+    for name in _OF_INPUT:
+        progressive.ignore(name, "no effect with time_interpretation: depth")
+    if not growth.is_progressive:
+        for name in _OF_DEPTH:
+            progressive.ignore(name, WHOLE)
+        if time is not None:
+            progressive.note(key, WHOLE)
+        return False
+    mapping = progressive.take("stack_time_mapping", "linear")
+    if mapping == "custom" or not (isinstance(mapping, list) or mapping in ("linear", "exponential")):
+        raise progressive.error(
+            "stack_time_mapping",
+            f"{mapping!r} given. A function cannot be written in YAML: give linear, exponential, or the list of the stacks'"
+            " time steps, from the least noise to the most, such as [0, 50, 150]",
+        )
+    times = {"mapping": mapping, "time_per_stack": progressive.take("time_per_stack", 100)}
+    if (num_steps := training.peek("num_time_steps")) is not None:
+        times["num_time_steps"] = num_steps
+    for name, value in times.items():
+        out.put(f"preset.depth_times.{name}", value, progressive, "stack_time_mapping" if name == "mapping" else key)
+    return True

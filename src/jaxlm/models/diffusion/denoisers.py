@@ -1,0 +1,88 @@
+"""Parts of a model that fill in hidden tokens by themselves, each for texts with a certain share of them.
+
+    blocks        embeddings -> the layers of one stack -> final norm, head        (DiffusionBlocks)
+    suffixes      embeddings -> a stack and all behind it -> final norm, head      (time as depth)
+
+The last stack has the texts with the fewest hidden tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+
+from jaxlm.core.axes import BATCH
+from jaxlm.core.errors import ConfigError
+
+Parts = Literal["blocks", "suffixes"]
+
+
+@dataclass(frozen=True)
+class Denoiser:
+    """Layers that fill in hidden tokens, between the embeddings and the final norm.
+
+    Attributes:
+        max_fraction: the largest share of hidden tokens that they are for.
+        first, stop: numbers of the first of them, and of the one behind the last.
+    """
+
+    max_fraction: float
+    first: int
+    stop: int
+
+
+def denoisers_of(stacks: Sequence[Sequence[int]], max_fractions: Sequence[float], parts: Parts) -> tuple[Denoiser, ...]:
+    """The denoisers of a model, from the last stack of layers to the first. A single stack is divided into equal parts.
+
+    Args:
+        stacks: the numbers of each stack's layers.
+        max_fractions: of each denoiser, ascending.
+
+    Raises:
+        ConfigError: there are not as many stacks, and they are not one stack of so many equal parts.
+    """
+    count, num_layers = len(max_fractions), sum(map(len, stacks))
+    if len(stacks) == 1 and num_layers % count == 0:
+        starts = [number * num_layers // count for number in range(count)]
+    elif len(stacks) == count:
+        starts = [layers[0] for layers in stacks]
+        if any(tuple(layers) != tuple(range(layers[0], layers[-1] + 1)) for layers in stacks):
+            raise ConfigError("the stacks of this model take turns, so that none of them is a part of it")
+    else:
+        what = f"{len(stacks)} stacks" if len(stacks) > 1 else f"one stack of {num_layers} layers"
+        raise ConfigError(
+            f"{count} parts given, but the model has {what}. Give as many as it has stacks, or a number that divides the"
+            " layers of a single one"
+        )
+    stops = [*starts[1:], num_layers] if parts == "blocks" else [num_layers] * count
+    behind = zip(max_fractions, reversed(starts), reversed(stops), strict=True)
+    return tuple(Denoiser(fraction, start, stop) for fraction, start, stop in behind)
+
+
+def routed(
+    denoisers: Sequence[Denoiser], mask_fractions: NamedArray, run: Callable[[Denoiser], NamedArray]
+) -> NamedArray:
+    """For each row what the denoiser for its share of hidden tokens computes: the first one that is for as many, or the last.
+
+    Denoisers that no row needs do not run. The others run for all rows.
+
+    Args:
+        mask_fractions: float32 {batch}.
+        run: a denoiser -> {batch, ...}.
+    """
+    fractions_B = mask_fractions.rearrange((BATCH,)).array
+    limits = jnp.asarray([one.max_fraction for one in denoisers[:-1]], fractions_B.dtype)
+    number_B = jnp.sum(fractions_B[:, None] > limits, axis=1)
+    shape = jax.eval_shape(lambda: run(denoisers[0]))
+    result = NamedArray(jnp.zeros(shape.array.shape, shape.array.dtype), shape.axes)
+    for number, one in enumerate(denoisers):
+        is_row_B = number_B == number
+        runs, keeps = lambda one=one: run(one).rearrange(shape.axes), lambda result=result: result
+        out = jax.lax.cond(jnp.any(is_row_B), runs, keeps)
+        place = [axis.name for axis in shape.axes].index(BATCH)
+        chosen = is_row_B.reshape([-1 if at == place else 1 for at in range(len(shape.axes))])
+        result = NamedArray(jnp.where(chosen, out.array, result.array), shape.axes)
+    return result

@@ -1,0 +1,155 @@
+"""Time as depth: each stack of layers trains on as many hidden tokens as its time says.
+
+The stack beside the head has the least noise, the one beside the embeddings the most. Prepended, a stack removes what those
+behind it have not learned to.
+
+Source: StackWise (time-as-depth, `stack_time_mapping`, `time_per_stack`).
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.core.values.time_map import TimeMapping, time_steps
+from jaxlm.data.masking.mask_schedule import SteppedSchedule
+from jaxlm.data.masking.masking_config import MaskingConfig
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
+
+_KEY = "preset.depth_times"
+_SINGLE, _RANGES = "mlm", "diffusion"
+"""Objectives that train at one time, and over a range of times."""
+
+
+@dataclass(frozen=True)
+class StackTime:
+    """The noise that a stack trains on.
+
+    Attributes:
+        step, num_steps: its time step, from 0, and their number.
+        times: first and last time of its sequences, in [0, 1].
+        fractions: of the tokens that are hidden at these times.
+    """
+
+    step: int
+    num_steps: int
+    times: tuple[float, float]
+    fractions: tuple[float, float]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The keys of the phase's data."""
+        return {"masking": {"times": list(self.times)}}
+
+    def __str__(self) -> str:
+        shown = " to ".join(dict.fromkeys(f"{fraction:.4g}" for fraction in self.fractions))
+        return f"time step {self.step:,} of {self.num_steps:,}, mask fraction {shown}"
+
+
+@dataclass(frozen=True)
+class DepthTimes:
+    """A time step for each stack, counted from the output: the stack beside the head has the first one, with the fewest
+    hidden tokens. With the objective `mlm`, a stack trains at its time alone; with `diffusion`, at all times that are nearer
+    to its own than to that of another stack.
+
+    Attributes:
+        mapping: `linear`, from step 0 to the last one at equal distances; `exponential`, at growing distances; or a list with
+            the step of each stack.
+        time_per_stack: number of time steps for each stack.
+        num_time_steps: number of time steps; null for that of `data.masking`, if it has steps, or else `time_per_stack` for
+            each stack. Step k of T is time k / (T - 1).
+    """
+
+    mapping: TimeMapping | list[NonNegativeInt] = "linear"
+    time_per_stack: PositiveInt = 100
+    num_time_steps: PositiveInt | None = None
+
+    def of(self, num_stacks: int, tree: Mapping[str, Any], objective: Any, seq_len: int) -> tuple[StackTime, ...]:
+        """The time of each stack, from the output to the input.
+
+        Args:
+            tree: the configuration.
+            objective: its objective section.
+
+        Raises:
+            ConfigError: the objective does not predict hidden tokens, or stacks have no noise of their own.
+        """
+        kind = objective.get("type") if isinstance(objective, Mapping) else None
+        if kind not in (_SINGLE, _RANGES):
+            raise ConfigError(
+                f"{_KEY}: given with objective.type: {kind or 'next_token'}, which hides no tokens, so that there is no time."
+                f" Set objective.type: {_SINGLE} or {_RANGES}, with data.masking, or remove it"
+            )
+        masking = _masking(tree)
+        schedule, num_steps = masking.schedule, self._num_steps(num_stacks, masking)
+        steps = time_steps(self.mapping, num_stacks, num_steps, f"{_KEY}.mapping")
+        times = [step / (num_steps - 1) for step in steps] if num_steps > 1 else [1.0]
+        if kind == _SINGLE:
+            ranges = [(time, time) for time in times]
+        else:
+            if masking.is_stepped:
+                raise ConfigError(
+                    f"{_KEY}: given with objective.type: {_RANGES}, which needs all times, and with time steps in"
+                    " data.masking. Remove num_time_steps and time_step_mask_fractions there, or set objective.type:"
+                    f" {_SINGLE}"
+                )
+            ends = [0.0, *(sum(pair) / 2 for pair in itertools.pairwise(times)), 1.0]
+            ranges = list(itertools.pairwise(ends))
+        fractions = [tuple(schedule.fractions(np.array(one)).tolist()) for one in ranges]
+        if (few := fractions[0][1]) * seq_len < 1:
+            raise ConfigError(
+                f"{_KEY}: the stack beside the head has time step {steps[0]} of {num_steps}, at which data.masking hides a"
+                f" fraction of {few:.4g}: less than one token of a sequence of {seq_len}. Set"
+                " data.masking.min_mask_fraction, such as 0.15"
+            )
+        return tuple(
+            StackTime(step, num_steps, one, hidden) for step, one, hidden in zip(steps, ranges, fractions, strict=True)
+        )
+
+    def _num_steps(self, num_stacks: int, masking: MaskingConfig) -> int:
+        schedule = masking.schedule
+        if not isinstance(schedule, SteppedSchedule):
+            return self.time_per_stack * num_stacks if self.num_time_steps is None else self.num_time_steps
+        num_steps = len(schedule.by_step)
+        if self.num_time_steps not in (None, num_steps):
+            raise ConfigError(
+                f"{_KEY}.num_time_steps: {self.num_time_steps} given, but data.masking has {num_steps} time steps. Remove one"
+                " of the two"
+            )
+        return num_steps
+
+
+def stack_places(num_stacks: int, *, prepended: bool) -> Sequence[int]:
+    """For each stack in the order of training, its place counted from the output."""
+    return range(num_stacks) if prepended else range(num_stacks)[::-1]
+
+
+@dataclass(frozen=True)
+class _DataSection:
+    masking: MaskingConfig | None = None
+
+
+@dataclass(frozen=True)
+class _Tree:
+    data: _DataSection = field(default_factory=_DataSection)
+
+
+def _masking(tree: Mapping[str, Any]) -> MaskingConfig:
+    section = tree.get("data")
+    masking = section.get("masking") if isinstance(section, Mapping) else None
+    if masking is None:
+        raise ConfigError(
+            f"{_KEY}: given without data.masking, which hides tokens. Set data.masking: {{}}, or remove it"
+        )
+    config = decode(_Tree, ConfigSource({"data": {"masking": masking}})).data.masking
+    assert config is not None
+    if config.times is not None:
+        raise ConfigError(
+            f"data.masking.times: {config.times} given, but {_KEY} sets the times of each stack. Remove it"
+        )
+    return config

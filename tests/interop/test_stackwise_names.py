@@ -1,0 +1,159 @@
+"""Scripts with StackWise's names become phases of one run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jaxlm import stackwise
+from jaxlm.core.errors import ConfigError
+from jaxlm.plan.load_config import load_config
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.yaml import ConfigSource
+from jaxlm.stackwise import ProgressiveRackBuilder, ProgressiveTrainer, StackWiseConfig
+from tests.interop.test_stackwise import CLM, QLORA, config
+
+
+def loaded(*arguments: Any) -> StackWiseConfig:
+    return StackWiseConfig(ConfigSource(config(*arguments)))
+
+
+def surgeries(run: RunConfig) -> list[list[dict[str, Any]]]:
+    """The surgeries of each phase: type, and what tells one from another."""
+    shown = ("kind", "modules", "rank", "at", "num_layers")
+    return [
+        [
+            {"type": type(one).__name__, **{key: getattr(one, key) for key in shown if hasattr(one, key)}}
+            for one in phase.surgery
+        ]
+        for phase in run.phases or []
+    ]
+
+
+def grow(place: str, num_layers: int = 2) -> dict[str, Any]:
+    return {"type": "GrowConfig", "at": place, "num_layers": num_layers}
+
+
+def store(kind: str, place: str) -> dict[str, Any]:
+    return {"type": "QuantizeConfig", "kind": kind, "modules": rf"^body\.{place}layers\."}
+
+
+@pytest.mark.parametrize(
+    "progressive",
+    [CLM, {**CLM, "building_mode": "prepend"}, QLORA, {**QLORA, "qlora_strategy": "progressive"}, {}],
+    ids=["frozen", "prepend", "qlora", "ranks", "time as depth"],
+)
+def test_an_empty_builder_gives_the_run_of_the_yaml(progressive: dict[str, Any], tmp_path: Path):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config(progressive)))
+    expected = load_config(["--config_path", str(tmp_path / "config.yaml")], "jaxlm.train")
+    given = StackWiseConfig.from_yaml(tmp_path / "config.yaml")
+    run = ProgressiveTrainer(given).run_config(ProgressiveRackBuilder(config=given))
+    assert run.phases == expected.phases
+    assert (run.model, run.data, run.objective, run.optimizer) == (
+        expected.model,
+        expected.data,
+        expected.objective,
+        expected.optimizer,
+    )
+
+
+def test_stacks_keep_their_side_size_and_precision():
+    given = loaded(CLM)
+    builder = ProgressiveRackBuilder(config=given, building_mode="append", default_precision="full")
+    builder.append_stack(n_blocks=4, precision="full")
+    builder.append_stack(n_blocks=3, precision="half")
+    builder.prepend_stack(n_blocks=1, precision="qlora")
+    builder.append_stack()
+    assert [stack.place for stack in builder.build_rack()] == ["append", "append", "prepend", "append"]
+    run = ProgressiveTrainer(given).run_config(builder, target_stacks=5)
+    assert run.model.num_layers == 4
+    assert surgeries(run) == [
+        [],
+        [grow("append", 3)],
+        [store("float16", r"1\."), grow("prepend", 1)],
+        [store("nf4", r"0\."), grow("append", 4)],
+        [grow("append", 4)],
+    ]
+
+
+def test_the_trunk_of_each_stack_is_frozen_or_has_adapters():
+    given = loaded(QLORA)
+    builder = ProgressiveRackBuilder(config=given)
+    builder.append_stack()
+    builder.append_stack()
+    builder.freeze_trunk([0])
+    builder.append_stack()
+    builder.freeze_all_but_qlora([0, 1])
+    run = ProgressiveTrainer(given).run_config(builder)
+    adapters = {"type": "LoraConfig", "rank": 16}
+    assert surgeries(run)[1:] == [
+        [store("nf4", ""), grow("append")],
+        [store("nf4", r"1\."), adapters, grow("append")],
+    ]
+    assert [r"\.[ab]$" in phase.trainable for phase in run.phases or []] == [False, False, True]
+
+
+def test_keys_are_attributes():
+    given = loaded()
+    given.training.progressive.trunk_strategy = "qlora"
+    given.training.progressive.cache_activations = True
+    given.training.progressive.training_objective = "clm"
+    given.training.optimizer.lr = 0.5
+    given.validate()
+    builder = ProgressiveRackBuilder(vocab_size=300, d_model=32, d_ff=given.model.d_ff, n_heads=2)
+    run = ProgressiveTrainer(given, {"trainer.seed": 3}).run_config(builder, {"train_urls": ["b.txt"]}, 2)
+    assert (run.optimizer.learning_rate, run.trainer.seed, run.data.train_urls) == (0.5, 3, ["b.txt"])
+    assert (run.model.hidden_dim, run.model.num_heads, len(run.phases or [])) == (32, 2, 2)
+
+
+def untrained(builder: ProgressiveRackBuilder, **arguments: Any) -> RunConfig:
+    return ProgressiveTrainer(loaded(CLM)).run_config(builder, **arguments)
+
+
+def two_sided() -> RunConfig:
+    builder = ProgressiveRackBuilder()
+    for add in (builder.append_stack, builder.append_stack, builder.prepend_stack):
+        add()
+    return ProgressiveTrainer(loaded()).run_config(builder)
+
+
+REFUSED = {
+    "loader": (
+        lambda: untrained(ProgressiveRackBuilder(), dataloader=[1]),
+        r"dataloader: list given\. jaxlm reads text itself: give keys of its section `data`",
+    ),
+    "precision": (
+        lambda: ProgressiveRackBuilder().append_stack(precision="fp8"),
+        r"precision: 'fp8' given\. Allowed: full",
+    ),
+    "trunk": (lambda: ProgressiveRackBuilder().freeze_trunk([0]), r"trunk_indices: \[0\] given, \[\] expected"),
+    "target": (lambda: untrained(ProgressiveRackBuilder(), target_stacks=1), r"target_stacks: 1 given.* at least 2"),
+    "sizes": (lambda: untrained(ProgressiveRackBuilder(width=4)), r"model\.width: no such key"),
+    "attribute": (lambda: loaded({"trunk": "frozen"}).validate(), r"progressive\.trunk: no such key"),
+    "sides": (two_sided, r"time_interpretation: depth given with stacks on both sides"),
+    "whole": (
+        lambda: ProgressiveTrainer(loaded({"enabled": False})).run_config(ProgressiveRackBuilder()),
+        r"end_to_end given, but a rack is trained stack by stack",
+    ),
+    "mode": (
+        lambda: ProgressiveRackBuilder(building_mode="insert"),
+        r"building_mode: 'insert' given\. Allowed: append, prepend",
+    ),
+    **{
+        name: (lambda name=name: getattr(stackwise, name), rf"jaxlm\.stackwise has no {name}: ")
+        for name in ("ProgressiveDataLoader", "TimeStepMasking", "create_stack_from_config")
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_counterpart_is_refused(name: str):
+    run, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        run()
+
+
+def test_an_attribute_that_is_not_set():
+    with pytest.raises(AttributeError, match="'d_modle' is not set in this section"):
+        _ = loaded().model.d_modle
