@@ -16,6 +16,7 @@ from jaxlm.core.values.batch_types import MaskedBatch
 from jaxlm.models.flops import matrix_operations
 from jaxlm.models.moe import num_multiplied
 from jaxlm.models.step_flops import ModelInStep
+from jaxlm.objectives.cached_trunk import CachedTrunk
 from jaxlm.objectives.diffusion import Diffusion
 from jaxlm.objectives.diffusion_blocks import DiffusionBlocks
 from jaxlm.objectives.next_token import score_batch
@@ -157,6 +158,11 @@ def test_the_step_computes_a_share_of_the_layers_for_each_row(plain, blocks):
     theirs = jax.make_jaxpr(lambda model, batch: Diffusion().terms(model, batch, None, key=None)[0])
     count = matrix_operations(ours(blocks, arranged(objective, columns)).jaxpr)
     assert count == matrix_operations(theirs(plain.with_layers([0, 1]), batch_of(columns)).jaxpr)
+
+
+def test_blocks_have_no_trunk_to_store():
+    with pytest.raises(ConfigError, match="diffusion_blocks given, under which each block reads the embeddings"):
+        CachedTrunk(objective=DiffusionBlocks())
 
 
 def test_masks_without_a_bound_are_refused():

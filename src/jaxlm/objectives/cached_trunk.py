@@ -58,6 +58,11 @@ class CachedTrunk(ObjectiveConfig):
     def __post_init__(self):
         inner = self.objective
         name = choice_name(type(inner))
+        if inner.num_denoisers is not None:
+            raise ConfigError(
+                f"objective.objective: {name} given, under which each block reads the embeddings, so that there is no trunk"
+                " to store. Use it without cached_trunk"
+            )
         if inner.references or inner.holds_reference:
             raise ConfigError(
                 f"objective.objective: {name} given, which asks another model in every step. Use it without cached_trunk"
