@@ -112,16 +112,16 @@ class DbaConfig(PreNormConfig):
             if value % self.num_heads:
                 multiple = -(-value // self.num_heads) * self.num_heads
                 raise ConfigError(
-                    f"model.{key}: {value} given, which cannot be divided among {self.num_heads} heads. Set it to a multiple of"
-                    f" {self.num_heads}, such as {multiple}"
+                    f"model.{key}: {value} given, which cannot be divided among {self.num_heads} heads. Set it to a multiple"
+                    f" of {self.num_heads}, such as {multiple}"
                 )
         if not self.sem_dim and not self.geo_dim:
             raise ConfigError("model.sem_dim: 0 given, and geo_dim too. Attention needs at least one of them above 0")
         if self.GeoSize.size % 2 or (self.rope_semantic and self.SemSize.size % 2):
             key, size = ("geo_dim", self.GeoSize.size) if self.GeoSize.size % 2 else ("sem_dim", self.SemSize.size)
             raise ConfigError(
-                f"model.{key}: {size * self.num_heads} given, so each of {self.num_heads} heads has {size}. Rotary embeddings need"
-                f" an even number of features: set it to {(size + 1) * self.num_heads}"
+                f"model.{key}: {size * self.num_heads} given, so each of {self.num_heads} heads has {size}. Rotary"
+                f" embeddings need an even number of features: set it to {(size + 1) * self.num_heads}"
             )
         if self.GeoSize.size:
             check_rope(self.rope, self.num_heads, self.RotarySize.size)
