@@ -340,7 +340,10 @@ def test_a_null_slot_takes_weight_from_every_token():
         ({"sem_dim": 12, "rope_semantic": True}, "model.sem_dim: 12 given, so each of 4 heads has 3"),
         ({"rotary_dim": 4}, "model.geo_dim: 24 given, 6 features for each of 4 heads, but.*frequencies for 4"),
         ({"tie_qk": True}, "model.tie_qk: true given.*as many key/value heads .2. as query heads .4."),
-        ({"sem_dim": 10}, "model.sem_dim: 10 given, which cannot be divided among 4 heads.*a multiple of 4, such as 12"),
+        (
+            {"sem_dim": 10},
+            "model.sem_dim: 10 given, which cannot be divided among 4 heads.*a multiple of 4, such as 12",
+        ),
         ({"num_key_heads": 4}, "model.num_key_heads: 4 given, which does not divide model.num_kv_heads = 2"),
         ({"num_kv_heads": 4, "num_key_heads": 2, "tie_qk": True}, "as many key heads .2. as query heads .4."),
         (
