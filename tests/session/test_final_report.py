@@ -11,7 +11,9 @@ from jaxlm.observe.logged_run import LoggedRun, series_of
 from jaxlm.observe.page.sections import newest
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
 from jaxlm.observe.trackers.wandb import WandbConfig
-from jaxlm.session.final_report import compressors, how_to_use, outputs, skipped_updates
+from jaxlm.plan.presets.progressive import ProgressiveConfig
+from jaxlm.plan.run_config import PhaseConfig
+from jaxlm.session.final_report import compressors, how_to_train_longer, how_to_use, outputs, skipped_updates
 
 
 def test_compressors_are_measured_on_all_texts_as_one_stream():
@@ -52,6 +54,28 @@ def test_the_report_advises_what_the_model_is_trained_for(objective, command):
     checkpoints = SimpleNamespace(location="checkpoints/run")
     _, text = how_to_use(SimpleNamespace(phases=phases, run_id="run", checkpoints=checkpoints))
     assert text.startswith(command)
+
+
+@pytest.mark.parametrize(
+    ("keys", "advice"),
+    [
+        ({}, ["--trainer.num_train_steps 80"]),
+        ({"epoch": 3}, ["--epoch 6"]),
+        (
+            {"phases": [PhaseConfig(name="one", num_train_steps=10), PhaseConfig(name="two")]},
+            ["--trainer.num_train_steps 80"],
+        ),
+        (
+            {"phases": [PhaseConfig(name="one", num_train_steps=10), PhaseConfig(name="one", num_train_steps=30)]},
+            ["--phases.1.num_train_steps 60"],
+        ),
+        ({"phases": [PhaseConfig(name="one", num_train_steps=40)], "preset": ProgressiveConfig()}, []),
+    ],
+)
+def test_the_report_advises_the_key_that_trains_longer(keys, advice):
+    config = SimpleNamespace(**{"epoch": 0, "phases": [], "preset": None} | keys)
+    rows = how_to_train_longer(SimpleNamespace(config=config, num_steps=40))
+    assert [text for _, text in rows] == [f"run the same command with {key}" for key in advice]
 
 
 def test_the_report_names_what_the_trackers_have_written(tmp_path):

@@ -49,12 +49,22 @@ def final_report(plan: Plan, console: Console) -> None:
         how_to_use(plan),
     ]
     if plan.phases[-1].scheduled_steps is None:  # otherwise the run has ended early, because it should
-        epoch = plan.config.epoch
-        key = f"--epoch {2 * epoch}" if epoch else f"--trainer.num_train_steps {2 * plan.num_steps}"
-        rows.append(("to train longer", f"run the same command with {key}"))
+        rows += how_to_train_longer(plan)
     if history := phase_history(run):
         console.log(table("phases", [(record.name, record.summary) for record in history]))
     console.log(table("report", rows))
+
+
+def how_to_train_longer(plan: Plan) -> list[tuple[str, str]]:
+    """A row with the key that doubles the run, or its last phase; none if a preset has written the steps of the phases."""
+    epoch, phases = plan.config.epoch, plan.config.phases
+    if phases and (last := phases[-1].num_train_steps) is not None:
+        if plan.config.preset is not None:
+            return []
+        key = f"--phases.{len(phases) - 1}.num_train_steps {2 * last}"
+    else:
+        key = f"--epoch {2 * epoch}" if epoch else f"--trainer.num_train_steps {2 * plan.num_steps}"
+    return [("to train longer", f"run the same command with {key}")]
 
 
 def how_to_use(plan: Plan) -> tuple[str, str]:
