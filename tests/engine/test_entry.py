@@ -1,7 +1,8 @@
 """What a phase takes over from the one before, and what its step is given."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,7 @@ from jaxlm.engine.metric_names import LEARNING_RATE
 from jaxlm.engine.step import make_train_step
 from jaxlm.engine.sync import FlagSync
 from jaxlm.models.base import LanguageModel, vocab_axis
+from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.averaging import Ema
 from jaxlm.optim.groups import SCHEDULE_STATES
@@ -71,6 +73,35 @@ def test_moments_of_new_leaves_are_zero_and_others_are_carried():
                 np.testing.assert_array_equal(leaf.array, theirs[path].array, err_msg=path)
     assert set(counts(after.opt_state).values()) == {3}
     assert (int(after.guard.updates), int(after.step)) == (3, 3)
+
+
+@dataclass(frozen=True)
+class Counting(NextToken):
+    """Keeps the number of updates of its phase, and begins with `start`."""
+
+    start: int = 0
+
+    def init_slot(self, trainable):
+        return jnp.int32(self.start)
+
+    def update_slot(self, slot, trainable, updates):
+        return updates
+
+
+@pytest.mark.parametrize(("objective", "expected"), [(Counting(), 3), (Counting(start=7), 7)])
+def test_only_the_same_objective_keeps_what_it_has_counted(objective, expected):
+    first = phase(optimizer=ADAM, objective=Counting())
+    second = replace(first, index=1, name="second", start=3, end=20, carries_optimizer=True, objective=objective)
+    second = replace(second, schedule_start=0, scheduled_steps=20)
+    run = TinyRun(one_device(), first)
+    for seed in range(3):
+        run.step(arrays(seed))
+    state = eqx.tree_at(lambda state: state.guard.skipped, run.state, jnp.int32(2))
+    builder = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (first, second))
+    with one_device().use():
+        after = enter_phase(builder, second, one_device(), state)()
+    assert int(after.slots["objective"]) == expected
+    assert int(after.guard.skipped) == 2, "skipped steps are counted over all phases"
 
 
 def test_another_section_carries_moments_and_starts_its_schedule():

@@ -15,7 +15,7 @@ RULES = [KeepRule(2, 10), KeepRule(5, 20), KeepRule(10)]
 def test_which_steps_are_kept():
     assert [s for s in range(1, 50) if is_permanent(RULES, s)] == [2, 4, 6, 8, 10, 15, 20, 30, 40]
     assert not any(is_permanent([], s) for s in range(1, 50))
-    assert [s for s in range(1, 50) if is_permanent([KeepRule(7, 20)], s)] == [7, 14]
+    assert [s for s in range(1, 50) if is_permanent([KeepRule(7, 21)], s)] == [7, 14, 21]
 
 
 @pytest.mark.parametrize(
