@@ -7,7 +7,8 @@
 2. `starts`: for each teacher, size and method of the surgery `decouple`, the loss right after it, on 131,072 held-out tokens.
    `transmla` has one key for all heads, of as many features as the two keys of the others together: the same cache.
 3. `recovery`: trains each start with the objective `distill` on all weights until its perplexity is at most 1.05 times that
-   of its teacher, measured every 10 steps, and a new model of the student's architecture as its teacher was trained.
+   of its teacher, measured every 10 steps, and a new model of the student's architecture, as its teacher was trained,
+   measured every 100.
 
 Runs are processes of their own. Start the same command again after an interruption: finished ones are not repeated. Each
 teacher takes 4 minutes on 2 quiet CPU cores, a recovery 1 to 10.
@@ -318,7 +319,7 @@ def recovery_config(folder: Path, method: str, seed: int, steps: int, rate: floa
     common = {
         "data": DATA | {"tokenizer": teacher},
         "refs": {"teacher": {"type": "hf", "path": teacher, "dtype": "float32"}},
-        "trainer": trainer(seed, steps, EVERY),
+        "trainer": trainer(seed, steps, 10 * EVERY if method == SCRATCH else EVERY),
         "evals": [{"type": "fidelity", "batches": 4, "every": 1, "max_delta_nll": None, "max_ppl_ratio": None}],
     }
     if method == SCRATCH:
