@@ -486,7 +486,7 @@ WIDER, EXPERTS = "{type: linear, output_dim: 48}", "{type: moe, intermediate_dim
         ),
         (
             "{type: attention, num_heads: 4, mode: decoupled, sem_dim: 8, geo_dim: 12}",
-            r"layers\.0\.geo_dim: 12 given, 3 features for each of 4 heads",
+            r"layers\.0\.geo_dim: 12 given, so each of 4 heads has 3",
         ),
         (
             "{type: attention, num_heads: 4, mode: decoupled, sem_dim: 8, geo_dim: 8, dropout: 0.1}",
