@@ -138,9 +138,11 @@ class AnnotationCache:
             LookupError: an example has none: no step reads it. The batches after the last step, which are made ahead and
                 never taken, may ask for it.
         """
-        if (missing := indices[~np.isin(indices, self._indices)]).size:
-            raise LookupError(f"example {missing[0]} has no annotations")
-        places = np.searchsorted(self._indices, indices)
+        places = np.searchsorted(self._indices, indices)  # not np.isin, which reads the indices of all stored examples
+        found = places < len(self._indices)
+        found[found] = self._indices[places[found]] == indices[found]
+        if not found.all():
+            raise LookupError(f"example {indices[~found][0]} has no annotations")
         blocks, rows = self._blocks[places], self._rows[places]
         records = np.empty(len(indices), self._block(int(blocks[0])).dtype)
         for block in np.unique(blocks):
