@@ -163,7 +163,16 @@ REFUSED = {
     "rows that never end": (
         ([GROW],),
         {"data": {"packing": {"type": "best_fit"}, "shuffle": False}},
-        r"data.packing makes other rows in every pass. Set data.packing.wrap: false",
+        r"data.packing makes other rows in every pass. Set data.packing.wrap: false.*, or use the objective inside of it alone",
+    ),
+    "rows that never end, for a teacher": (
+        ([], [".*"]),
+        {
+            "data": {"packing": {"type": "best_fit"}, "shuffle": False},
+            "refs": {"teacher": {"type": "hf", "path": "anywhere"}},
+            **{"type": "distill", "cache": True, "top_k": 4},
+        },
+        r"distill stores .* other rows in every pass. Set data.packing.wrap: false.*, or set objective.cache: false",
     ),
     "nothing is hidden": (
         ([GROW], TOP, BOTH),

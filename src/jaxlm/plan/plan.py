@@ -296,7 +296,8 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
     if phase.objective.annotation_key is not None and data.never_repeats is not None:
         raise ConfigError(
             f"phase '{phase.name}': objective.type: {choice_name(type(phase.objective))} stores what a model computes of each"
-            f" sequence, but {data.never_repeats}, or train with an objective that stores nothing"
+            f" sequence, but {data.never_repeats}, or"
+            f" {'set objective.cache: false' if asks else 'use the objective inside of it alone'}"
         )
     phase.objective.check_model(phase.model)
     phase.objective.check_columns(spec.columns)
