@@ -1,6 +1,7 @@
 """Annotations of the sequences that the steps of a phase read: which ones are stored, where, and what they say."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,6 +199,21 @@ def test_only_sequences_that_steps_read_are_stored(two_epochs, setup, tmp_path):
     np.testing.assert_array_equal(longer.stored(drawn), whole.stored(drawn))
     with pytest.raises(LookupError, match="has no annotations"):
         longer.stored(np.arange(size))
+
+
+def test_other_processes_read_the_blocks_that_process_0_lists(two_epochs, monkeypatch):
+    """Their own lists of a shared folder may be old."""
+    run = two_epochs[0]
+    place = next(line.rpartition(" from ")[2] for line in run.lines if " stored sequences " in line)
+    folder = AnnotationFolder(run.plain.train[""], json.loads((Path(place) / "cache.json").read_text())["made_from"])
+    listed = folder.blocks()
+    monkeypatch.setattr(AnnotationFolder, "blocks", lambda _: [])
+    monkeypatch.setattr(annotate, "from_main", lambda _: listed)
+    drawn = np.array([3, 0])
+    np.testing.assert_array_equal(annotate._opened(folder).read(drawn)["stream"], run.stored(drawn))
+    monkeypatch.setattr(annotate, "from_main", lambda _: [*listed, "block-99"])
+    with pytest.raises(ConfigError, match=r"is not visible to all processes. Set data.cache_dir to a folder"):
+        annotate._opened(folder)
 
 
 def test_other_masks_are_stored_elsewhere(setup):

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,7 +55,7 @@ class AnnotationFolder:
 
     def missing(self, indices: np.ndarray) -> np.ndarray:
         """bool: which of some examples have no annotations."""
-        blocks = [_read_block(path)[0] for path in self._done]
+        blocks = [_read_block(self._json_of(name))[0] for name in self.blocks()]
         return ~np.isin(indices, np.concatenate(blocks)) if blocks else np.ones(len(indices), bool)
 
     @contextlib.contextmanager
@@ -81,7 +81,7 @@ class AnnotationFolder:
         block = np.empty(len(indices), [(path, values.dtype, values.shape[1:]) for path, values in columns.items()])
         for path, values in columns.items():
             block[path] = values
-        numbers = [int(path.stem.removeprefix("block-")) for path in self._done]
+        numbers = [int(name.removeprefix("block-")) for name in self.blocks()]
         target = self.path / f"block-{max(numbers, default=-1) + 1}.npy"
         for path in (target, target.with_suffix(".json")):
             remove_leftovers(path)
@@ -90,8 +90,16 @@ class AnnotationFolder:
         with atomic_file(target.with_suffix(".json")) as path:
             path.write_bytes(_json({"crc32": zlib.crc32(target.read_bytes()), "indices": indices.tolist()}))
 
-    def open(self) -> "AnnotationCache":
-        """Opens the blocks that are there. Raises `ConfigError` if they are damaged or were made from other inputs."""
+    def blocks(self) -> list[str]:
+        """The names of the blocks that are there."""
+        return sorted(path.stem for path in self.path.glob("block-*.json"))
+
+    def has(self, block: str) -> bool:
+        """Whether a block is there, which this process may not list yet (NFS)."""
+        return self._json_of(block).is_file()
+
+    def open(self, blocks: Sequence[str]) -> "AnnotationCache":
+        """Opens some blocks. Raises `ConfigError` if they are damaged or were made from other inputs."""
         try:
             made_from = json.loads(read_bytes(self.path / _KEY))["made_from"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -102,11 +110,11 @@ class AnnotationFolder:
                 f"the annotations in {self.path} were made from other inputs ({', '.join(changed)} differ). Delete this"
                 " folder to build them again"
             )
-        return AnnotationCache({path.with_suffix(".npy"): _read_block(path) for path in self._done})
+        paths = [self._json_of(name) for name in blocks]
+        return AnnotationCache({path.with_suffix(".npy"): _read_block(path) for path in paths})
 
-    @property
-    def _done(self) -> list[Path]:
-        return sorted(self.path.glob("block-*.json"))
+    def _json_of(self, block: str) -> Path:
+        return self.path / f"{block}.json"
 
 
 class AnnotationCache:

@@ -20,7 +20,7 @@ from jaxlm.core import tree
 from jaxlm.core.array_digest import array_digest
 from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only
+from jaxlm.core.runtime import all_processes, broadcast_from_main, from_main, main_only
 from jaxlm.core.tracing import tracing
 from jaxlm.data.annotations import AnnotationCache, AnnotationFolder, AskingBatches, AwaitedAnnotations
 from jaxlm.data.annotations import with_annotations as annotated_data
@@ -77,7 +77,7 @@ def with_annotations(plan: Plan, phase: Phase, data: Data, log: Log, open_batche
         }
         _store_missing(plan, phase, data, template, folders, drawn, ask, log)
         for name, folder in folders.items():
-            annotations[name].cache = _opened(folder, drawn[name])
+            annotations[name].cache = _opened(folder)
             count, size = len(drawn[name]), len(drawn[name]) * _bytes_per_example(template) / 1e6
             log(f"phase '{phase.name}': reads {count:,} stored sequences ({size:,.1f} MB) from {folder.path}")
 
@@ -96,13 +96,14 @@ def with_annotations(plan: Plan, phase: Phase, data: Data, log: Log, open_batche
     return replace(annotated_data(data, annotations, template), make_batches=make)
 
 
-def _opened(folder: AnnotationFolder, indices: np.ndarray) -> AnnotationCache:
-    """The annotations of some examples, all of which are there."""
-    if not all_processes(not folder.missing(indices).any()):
+def _opened(folder: AnnotationFolder) -> AnnotationCache:
+    """What process 0 finds in a folder. The others may list it late, but a file that they ask for by its name is there."""
+    blocks = from_main(folder.blocks)
+    if not all_processes(all(map(folder.has, blocks))):
         raise ConfigError(
             f"objective: {folder.path} is not visible to all processes. Set data.cache_dir to a folder that they share"
         )
-    return folder.open()
+    return folder.open(blocks)
 
 
 def _store_missing(
