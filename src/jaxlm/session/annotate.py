@@ -29,6 +29,7 @@ from jaxlm.data.batch import Columns
 from jaxlm.data.data import Data
 from jaxlm.data.examples import Examples
 from jaxlm.data.loader import BatchContext, BatchReader
+from jaxlm.data.mixture import Mixture
 from jaxlm.engine.phases import Phase
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import ITSELF
@@ -43,57 +44,85 @@ _BLOCK_EXAMPLES = 256  # at most about this much work is lost if the process is 
 _LOG_INTERVAL_S = 10.0
 
 
-def with_annotations(plan: Plan, phase: Phase, data: Data, log: Log, open_batches: Callable[[], Batches]) -> Data:
+def with_annotations(
+    plan: Plan,
+    phase: Phase,
+    data: Data,
+    log: Log,
+    open_batches: Callable[[], Batches],
+    first_step: int,
+    position: Mapping[str, Any],
+) -> Data:
     """The phase's data with the annotations that its objective reads from disk; `data` if it reads none.
 
-    Only examples that the phase's steps read are annotated, and those that are missing are annotated first; only then are
-    the references loaded. What the model that trains says is asked when the first batch is. Call it inside
-    `plan.layout.use()`.
+    Only examples that the phase's steps still read are annotated, and only those that are missing; only then are the
+    references loaded. What the model that trains says is asked when the first batch is. Call it inside `plan.layout.use()`.
 
     Args:
         open_batches: opens the phase's batches, for `check_sanity`.
+        first_step, position: the step from which the phase is entered or goes on, and the data position there
+            (`Batches.state`).
     """
     if phase.objective.annotation_key is None:
         return data
     template = abstract_annotations(plan, phase, abstract_batch(plan, phase))
     annotations = {name: AwaitedAnnotations() for name in data.train}
+    schedule, itself = plan.batches.train, phase.objective.asks_itself
 
     def load() -> dict[str, LanguageModel]:
         refs = {name: load_reference(plan, name, log) for name in phase.objective.references}
         check_sanity(plan, phase, refs, open_batches, log)
         return refs
 
-    def store(drawn: Mapping[str, np.ndarray], model: LanguageModel | None = None) -> None:
-        """Args: drawn: source name -> the indices of examples. model: the one that trains; None if it is not asked."""
+    def store(mixture: Mixture, step: int, first: int, model: LanguageModel | None) -> dict[str, AnnotationFolder]:
+        """Stores what is missing of the examples that the phase reads from a step on.
+
+        Args:
+            first: number of the first example of the step in the stream of the phase.
+            model: the one that trains; None if it is not asked.
+
+        Returns:
+            Name of each source that is read -> where its annotations are.
+        """
         facts, ask = {}, load
         if model is not None:
-            weights = array_digest(phase.split(model)[1])
-            facts = {"model": encode(phase.model), "precision": str(plan.precision), "weights": weights}
+            facts = _identity(plan, phase, model)
             ask = lambda: {ITSELF: jax.jit(plan.precision.cast_to_compute)(model)}  # noqa: E731
+        drawn = mixture.drawn(first, first + schedule.examples_between(step, phase.end))
         folders = {
             name: AnnotationFolder(data.train[name], _made_from(plan, phase, data.train[name], facts))
             for name, indices in drawn.items()
             if len(indices)
         }
         _store_missing(plan, phase, data, template, folders, drawn, ask, log)
-        for name, folder in folders.items():
-            annotations[name].cache = _opened(folder)
-            count, size = len(drawn[name]), len(drawn[name]) * _bytes_per_example(template) / 1e6
-            log(f"phase '{phase.name}': reads {count:,} stored sequences ({size:,.1f} MB) from {folder.path}")
+        return folders
 
-    schedule, itself = plan.batches.train, phase.objective.asks_itself
     if not itself:
         mixture = data.mixture(schedule.starting_at(phase.start), seed=plan.config.order_seed)
-        store(mixture.drawn(0, schedule.examples_between(phase.start, phase.end)))
+        store(mixture, first_step, int(position["examples"]), None)
 
     def make(reader: BatchReader, context: BatchContext) -> Batches:
         def ask(model: LanguageModel, step: int, first: int) -> None:
-            last = first + schedule.examples_between(step, phase.end)
-            store(reader.mixture.drawn(first, last), model if itself else None)
+            folders = store(reader.mixture, step, first, model if itself else None)
+            # Of the whole phase, also where it goes on. What it has left out after a step back counts too.
+            read = reader.mixture.drawn(0, first + schedule.examples_between(step, phase.end))
+            for name, folder in folders.items():
+                annotations[name].cache = _opened(folder)
+                count, size = len(read[name]), len(read[name]) * _bytes_per_example(template) / 1e6
+                log(f"phase '{phase.name}': reads {count:,} stored sequences ({size:,.1f} MB) from {folder.path}")
 
         return AskingBatches(data.make_batches(reader, context), ask)
 
     return replace(annotated_data(data, annotations, template), make_batches=make)
+
+
+def _identity(plan: Plan, phase: Phase, model: LanguageModel) -> dict[str, Any]:
+    """What identifies the model that trains, as far as it is frozen. Plain JSON."""
+    return {
+        "model": encode(phase.model),
+        "precision": str(plan.precision),
+        "weights": array_digest(phase.split(model)[1]),
+    }
 
 
 def _opened(folder: AnnotationFolder) -> AnnotationCache:
