@@ -15,6 +15,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.annotations import AnnotationFolder
+from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.models.base import Inputs
 from jaxlm.objectives.base import ITSELF
 from jaxlm.objectives.cached_trunk import CachedTrunk
@@ -23,7 +24,7 @@ from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session import annotate
 from tests.data.helpers import some_text
-from tests.engine.helpers import one_device
+from tests.engine.helpers import layout, one_device
 
 TOKENS, BATCH = 32, 8
 START = {"examples": 0, "step": 0}
@@ -244,6 +245,19 @@ def test_other_processes_read_the_blocks_that_process_0_lists(two_epochs, monkey
     monkeypatch.setattr(annotate, "from_main", lambda _: [*listed, "block-99"])
     with pytest.raises(ConfigError, match=r"is not visible to all processes. Set data.cache_dir to a folder"):
         annotate._opened(folder)
+
+
+def test_what_another_program_computes_is_stored_elsewhere(setup):
+    """Its bits may differ. Whoever reads them would depend on who was there before."""
+
+    def identity(batch=BATCH, microbatch=BATCH, where=None):
+        stage = BatchStage(0, batch, batch // microbatch, microbatch)
+        batches = dataclasses.replace(setup.plan.batches, train=BatchSchedule((stage,)))
+        plan = dataclasses.replace(setup.plan, batches=batches, layout=where or setup.plan.layout)
+        return json.dumps(annotate._identity(plan, setup.phase, setup.model))
+
+    assert identity(batch=2 * BATCH) == identity()
+    assert len({identity(), identity(microbatch=BATCH // 2), identity(where=layout())}) == 3
 
 
 def test_other_masks_are_stored_elsewhere(setup):

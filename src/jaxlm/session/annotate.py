@@ -117,11 +117,16 @@ def with_annotations(
 
 
 def _identity(plan: Plan, phase: Phase, model: LanguageModel) -> dict[str, Any]:
-    """What identifies the model that trains, as far as it is frozen. Plain JSON."""
+    """What the bits of what the model that trains says depend on: its frozen part, and the program that asks. Plain JSON."""
+    layout = plan.layout
     return {
         "model": encode(phase.model),
         "precision": str(plan.precision),
         "weights": array_digest(phase.split(model)[1]),
+        "microbatch": plan.batches.train.largest.microbatch,
+        "mesh": dict(layout.mesh.shape),
+        "sharding": dict(layout.compute),
+        "device": layout.device.device_kind,
     }
 
 
