@@ -164,7 +164,7 @@ REFUSED = {
     "rows that never end": (
         ([GROW],),
         {"data": {"packing": {"type": "best_fit"}, "shuffle": False}},
-        r"data.packing makes other rows in every pass. Set data.packing.wrap: false.*, or use the objective inside of it alone",
+        r"data.packing makes other rows in every pass. Set data.packing.wrap: false.*, or use the objective inside of it",
     ),
     "rows that never end, for a teacher": (
         ([], [".*"]),

@@ -216,7 +216,9 @@ class OfTeacher(CachedTrunk):
 
 
 def test_a_teacher_is_asked_before_the_first_batch_for_what_steps_still_read(setup, tmp_path, monkeypatch):
-    teacher = SimpleNamespace(abstract=lambda _: setup.model, load=lambda *_: setup.model, identity=lambda: {"of": "it"})
+    teacher = SimpleNamespace(
+        abstract=lambda _: setup.model, load=lambda *_: setup.model, identity=lambda: {"of": "it"}
+    )
     taught = copy.copy(setup)
     taught.plan = dataclasses.replace(setup.plan, refs={"teacher": teacher})
     taught.phase = dataclasses.replace(setup.phase, objective=OfTeacher(setup.phase.objective.objective))

@@ -1,11 +1,11 @@
-"""What models said about the training examples of a source, on disk: each example is annotated once.
+"""What models said about the training examples of a source, on disk. Each example is annotated once.
 
 <folder of the source>/annotations/<digest of the key>/cache.json      the key
                                                        block-N.npy     one record per example, a field for each column
                                                        block-N.json    the indices of these examples, and a checksum
 
-Only examples that steps read are annotated. A later run that reads others adds blocks for them. A block is there once its
-JSON is, so an interrupted build resumes where it stopped, and a block never changes.
+Only examples that steps read are annotated. A later run that reads others adds blocks for them. A block counts once its JSON
+exists, and never changes after that, so an interrupted build resumes where it stopped.
 """
 
 import contextlib
@@ -95,7 +95,7 @@ class AnnotationFolder:
         return sorted(path.stem for path in self.path.glob("block-*.json"))
 
     def has(self, block: str) -> bool:
-        """Whether a block is there, which this process may not list yet (NFS)."""
+        """Whether a block is there. A process may see it before it is listed (NFS)."""
         return self._json_of(block).is_file()
 
     def open(self, blocks: Sequence[str]) -> "AnnotationCache":
@@ -143,8 +143,8 @@ class AnnotationCache:
 
         Raises:
             ConfigError: a block is damaged.
-            LookupError: an example has none: no step reads it. The batches after the last step, which are made ahead and
-                never taken, may ask for it.
+            LookupError: an example has none, because no step reads it. Batches that are prefetched beyond the last step, and
+                never used, may ask for it.
         """
         places = np.searchsorted(self._indices, indices)  # not np.isin, which reads the indices of all stored examples
         found = places < len(self._indices)
@@ -179,7 +179,7 @@ class Annotations(Protocol):
 
 
 class AwaitedAnnotations:
-    """The annotations of a source that are made before the first batch (`AskingBatches`)."""
+    """The annotations of a source, which are made before the first batch (`AskingBatches`)."""
 
     def __init__(self):
         self.cache: Annotations | None = None
@@ -190,11 +190,11 @@ class AwaitedAnnotations:
 
 
 class AskingBatches(Batches):
-    """Batches with annotations that are made before they are read: at first, and after a step backwards or forwards.
+    """Batches whose annotations are made before the first batch, and again after a jump to another position.
 
     Args:
         ask: makes them. Gets the model, as in `Batches.refresh`, the step, and the number of its first example in the
-            stream. What the model would say never changes.
+            stream. The model's answers must never change.
     """
 
     def __init__(self, batches: Batches, ask: Callable[[Any, int, int], None]):

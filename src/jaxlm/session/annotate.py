@@ -1,5 +1,5 @@
-"""Builds the annotations of a phase's training data: references, or the model that trains, read every sequence once, before
-the first step."""
+"""Builds the annotations of a phase's training data: references, or the model that trains, read each sequence that the
+steps will read, once, before the first step."""
 
 import functools
 import hashlib
@@ -55,8 +55,9 @@ def with_annotations(
 ) -> Data:
     """The phase's data with the annotations that its objective reads from disk; `data` if it reads none.
 
-    Only examples that the phase's steps still read are annotated, and only those that are missing; only then are the
-    references loaded. What the model that trains says is asked when the first batch is. Call it inside `plan.layout.use()`.
+    Only examples that the remaining steps read are annotated, and only those that have no annotations yet. If there are
+    none, the references are not loaded. The model that trains is asked when the first batch is due. Call it inside
+    `plan.layout.use()`.
 
     Args:
         open_batches: opens the phase's batches, for `check_sanity`.
@@ -104,7 +105,7 @@ def with_annotations(
     def make(reader: BatchReader, context: BatchContext) -> Batches:
         def ask(model: LanguageModel, step: int, first: int) -> None:
             folders = store(reader.mixture, step, first, model if itself else None)
-            # Of the whole phase, also where it goes on. What it has left out after a step back counts too.
+            # Those of the whole phase, also after a resume. Data that was skipped counts too.
             read = reader.mixture.drawn(0, first + schedule.examples_between(step, phase.end))
             for name, folder in folders.items():
                 annotations[name].cache = _opened(folder)
@@ -117,7 +118,7 @@ def with_annotations(
 
 
 def _identity(plan: Plan, phase: Phase, model: LanguageModel) -> dict[str, Any]:
-    """What the bits of what the model that trains says depend on: its frozen part, and the program that asks. Plain JSON."""
+    """What the bits of the model's annotations depend on: its frozen part, and the program that computes them. Plain JSON."""
     layout = plan.layout
     return {
         "model": encode(phase.model),
@@ -185,7 +186,7 @@ def _store_missing(
 
 
 def _missing(folder: AnnotationFolder, indices: np.ndarray) -> np.ndarray:
-    """bool: which of some examples process 0 finds no annotations of."""
+    """bool: for which of some examples process 0 finds no annotations."""
     found = main_only(lambda: folder.missing(indices))
     return broadcast_from_main(np.zeros(len(indices), bool) if found is None else found)
 
@@ -201,7 +202,7 @@ def _bytes_per_example(template: Any) -> int:
 
 
 def _check_space(folder: Path, needed: int) -> None:
-    """Raises `ConfigError` if missing annotations do not fit on the disk. Args: needed: their bytes."""
+    """Raises `ConfigError` if the missing annotations do not fit on the disk. Args: needed: their bytes."""
     free = shutil.disk_usage(next(parent for parent in folder.parents if parent.exists())).free
     if needed > free:
         raise ConfigError(
