@@ -14,11 +14,12 @@ from jaxlm.data.masking.masked_examples import MaskedExamples
 from jaxlm.data.masking.masking_config import Masker, MaskingConfig
 from jaxlm.data.masking.uniform_numbers import stratified, uniform_numbers
 from jaxlm.data.mixture import Mixture
+from jaxlm.data.packing import PackedSequences
 from jaxlm.data.sources.source_config import SourceConfig
 from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT
 from jaxlm.data.tokenizer.train_bpe import BpeConfig
 from jaxlm.data.tokens import TokensConfig
-from tests.data.helpers import open_data, some_text
+from tests.data.helpers import numbered_cache, open_data, some_text
 
 SEQ_LEN = 32
 MASK = "<|mask|>"
@@ -268,6 +269,15 @@ def test_what_masks_depend_on_identifies_them(corpus):
     others += [arrangement(max_mask_fraction=0.5), arrangement(num_time_steps=3), arrangement(random_fraction=0.1)]
     assert arrangement() == arrangement(validation_replicas=4)
     assert len({arrangement(), *others}) == 1 + len(others)
+
+
+def test_a_run_with_masks_of_an_earlier_version_is_told():
+    """Other numbers with the same keys need another version, which is part of what identifies the data of a run."""
+    masker = Masker(MaskingConfig(min_mask_fraction=0.2), 1, np.arange(40) < 2, source=5)
+    masked = MaskedExamples(PackedSequences(numbered_cache(33), 8), masker, None)
+    rows = masked.read_drawn(np.arange(4), np.array([0, 0, 1, 1]), np.arange(8, 12))["loss_mask"].astype(bool)
+    assert (masker.config.identity()["version"], np.packbits(rows).tobytes().hex()) == (2, "3e8fab04")
+    assert masked.arrangement["masking"]["version"] == 2
 
 
 def test_the_first_batches_of_a_source_are_masked_anew_in_each_epoch(corpus):

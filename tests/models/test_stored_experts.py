@@ -14,6 +14,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.models import moe
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.moe import Experts
+from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.plan import make_plan
+from jaxlm.reading.yaml import ConfigSource
 from jaxlm.surgery.quantize import QuantizeConfig
 from tests.engine.helpers import one_device
 from tests.models.test_moe import LAYOUTS
@@ -78,10 +81,21 @@ def test_experts_on_eight_devices_compute_the_same(x):
 
 
 def test_features_of_experts_in_four_bits_cannot_be_sharded(x):
-    with pytest.raises(
-        ConfigError, match=r"mlp in trainer\.tensor_parallel_axes\), but blocks of scales cannot be cut"
-    ):
+    message = r"mlp in trainer\.tensor_parallel_axes\), but blocks of scales cannot be cut"
+    with pytest.raises(ConfigError, match=message):
         output_and_gradient(LAYOUTS["mlp 2 x fsdp 4"](), stored("nf4"), x)
+
+    def plan(kind: str, *sharded: str):
+        upper = {"name": "p", "surgery": [{"type": "quantize", "kind": kind}], "trainable": ["^head"]}
+        trainer = {"train_batch_size": 8, "num_train_steps": 1, "model_axis_size": 2, "fsdp_axis": None}
+        trainer["tensor_parallel_axes"] = [*sharded]
+        model = {"type": "mixtral", "seq_len": 16, "num_experts": 8, **SIZES}
+        make_plan(decode_run(ConfigSource({"model": model, "phases": [upper], "trainer": trainer}), None), "x", 64)
+
+    with pytest.raises(ConfigError, match=message):
+        plan("nf4", "mlp")
+    plan("nf4", "experts")
+    plan("int8", "mlp")
 
 
 @pytest.mark.slow

@@ -113,6 +113,7 @@ MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "intermediate_dim": 4
 GPT2 = {"type": "gpt2", "seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "tie_word_embeddings": False}
 GROW = {"type": "grow", "num_layers": 1}
 TOP = ["new_stack", "final_norm", "^head"]
+FP8 = {"type": "fp8", "min_features": 16}
 LORA = {"type": "lora", "target": r"body\.0", "rank": 2}
 
 
@@ -163,7 +164,16 @@ REFUSED = {
     "rows that never end": (
         ([GROW],),
         {"data": {"packing": {"type": "best_fit"}, "shuffle": False}},
-        r"data.packing makes other rows in every pass. Set data.packing.wrap: false",
+        r"data.packing makes other rows in every pass. Set data.packing.wrap: false.*, or use the objective inside of it",
+    ),
+    "rows that never end, for a teacher": (
+        ([], [".*"]),
+        {
+            "data": {"packing": {"type": "best_fit"}, "shuffle": False},
+            "refs": {"teacher": {"type": "hf", "path": "anywhere"}},
+            **{"type": "distill", "cache": True, "top_k": 4},
+        },
+        r"distill stores .* other rows in every pass. Set data.packing.wrap: false.*, or set objective.cache: false",
     ),
     "nothing is hidden": (
         ([GROW], TOP, BOTH),
@@ -189,6 +199,11 @@ REFUSED = {
     "dropout": (([GROW], TOP, {**GPT2, "resid_pdrop": 0.1}), {}, "it is random in training"),
     "dropped embeddings": (([GROW], TOP, {**GPT2, "embed_pdrop": 0.1}), {}, "it is random in training"),
     "dropout of adapters": (([{**LORA, "target": "q_proj", "dropout": 0.1}, GROW],), {}, "it is random in training"),
+    "scales of a microbatch": (
+        ([FP8, GROW],),
+        {},
+        r"body\.0\.[a-z_.]+ multiplies in fp8 with one scale for all sequences .* Set recipe: rowwise",
+    ),
     "noise": (([GROW],), {"objective": {"neftune_alpha": 5.0}}, "may not read the same each time"),
     "unknown inputs": (([GROW],), {"objective": {"type": "reward"}}, "does not train on sequences"),
     "references": (([GROW],), {"objective": {"type": "distill"}}, "asks another model in every step"),
@@ -215,6 +230,13 @@ def test_what_is_read_alike_each_time_is_stored(model, data, objective):
 def test_dropout_above_the_trunk_is_allowed():
     lora = {"type": "lora", "target": r"body\.1.*q_proj", "rank": 2, "dropout": 0.1}
     (upper,) = planned([GROW, lora], [r"\.[ab]$"]).phases
+    assert upper.objective.asks_itself
+
+
+@pytest.mark.parametrize("keys", [{"recipe": "rowwise"}, {"exclude": r"^body\.0"}])
+def test_fp8_is_allowed_where_no_sequence_scales_another(keys):
+    surgery = [{**FP8, **keys}, GROW] if "recipe" in keys else [GROW, {**FP8, **keys}]
+    (upper,) = planned(surgery).phases
     assert upper.objective.asks_itself
 
 

@@ -25,7 +25,7 @@ phase 'adapt': parameters
   layers           4 (2 + 2)
   hidden tokens    mask fraction 0.15, time 0
   trains           1,040 of 2,080 parameters
-phase 'adapt': reads 28 stored sequences (1.5 MB) from cache/annotations/1
+phase 'adapt': reads 24 stored sequences (1.3 MB) from cache/annotations/1
 phase 'adapt': reads 28 stored sequences (1.5 MB) from cache/annotations/1
 phase 'adapt': reads 4 stored sequences (0.2 MB) from other/annotations/2
 """

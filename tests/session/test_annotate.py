@@ -1,6 +1,8 @@
 """Annotations of the sequences that the steps of a phase read: which ones are stored, where, and what they say."""
 
+import copy
 import dataclasses
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,16 +15,19 @@ from jaxlm.core import tree
 from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.annotations import AnnotationFolder
+from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.models.base import Inputs
 from jaxlm.objectives.base import ITSELF
+from jaxlm.objectives.cached_trunk import CachedTrunk
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session import annotate
 from tests.data.helpers import some_text
-from tests.engine.helpers import one_device
+from tests.engine.helpers import layout, one_device
 
 TOKENS, BATCH = 32, 8
+START = {"examples": 0, "step": 0}
 
 
 def test_annotations_that_do_not_fit_on_the_disk_are_refused(monkeypatch, tmp_path):
@@ -69,13 +74,13 @@ class Setup:
 class Stored:
     """The phase with a number of steps, over data of which something may be stored already."""
 
-    def __init__(self, setup: Setup, plain, steps: int):
+    def __init__(self, setup: Setup, plain, steps: int, position=START):
         self.plain, self.plan, self.model = plain, setup.plan, setup.model
         self.phase = dataclasses.replace(setup.phase, end=steps)
         self.lines: list[str] = []
         with self.plan.layout.use():
             args = (self.plan, self.phase, self.plain, self.lines.append, lambda: pytest.fail("nothing to check"))
-            self.data = annotate.with_annotations(*args)
+            self.data = annotate.with_annotations(*args, position["step"], position)
 
     def batches(self, data, position=None, skipped=0):
         """Yields the batches of the phase, as the training loop takes them."""
@@ -198,6 +203,63 @@ def test_only_sequences_that_steps_read_are_stored(two_epochs, setup, tmp_path):
     np.testing.assert_array_equal(longer.stored(drawn), whole.stored(drawn))
     with pytest.raises(LookupError, match="has no annotations"):
         longer.stored(np.arange(size))
+
+
+class OfTeacher(CachedTrunk):
+    """What a reference computes instead of the model that trains."""
+
+    asks_itself = False
+    references = ("teacher",)
+
+    def annotate(self, refs, batch):
+        return super().annotate({ITSELF: refs["teacher"]}, batch)
+
+
+def test_a_teacher_is_asked_before_the_first_batch_for_what_steps_still_read(setup, tmp_path, monkeypatch):
+    teacher = SimpleNamespace(
+        abstract=lambda _: setup.model, load=lambda *_: setup.model, identity=lambda: {"of": "it"}
+    )
+    taught = copy.copy(setup)
+    taught.plan = dataclasses.replace(setup.plan, refs={"teacher": teacher})
+    taught.phase = dataclasses.replace(setup.phase, objective=OfTeacher(setup.phase.objective.objective))
+    monkeypatch.setattr(annotate, "check_sanity", lambda *_: None)
+    later = {"examples": 2 * BATCH, "step": 2}
+    for position, num_stored, folder in ((START, 3 * BATCH, "whole"), (later, BATCH, "gone on")):
+        run = Stored(taught, setup.opened(tmp_path / folder), 3, position)
+        assert run.logged()[:2] == [num_stored, num_stored]
+        (block,) = (tmp_path / folder / "annotations").glob("*/*.npy")
+        assert len(np.load(block)) == num_stored
+        assert len(list(run.batches(run.data, position))) == 3 - position["step"]
+        (line,) = [line for line in run.lines if " stored sequences " in line]
+        assert line.startswith(f"phase 'upper': reads {3 * BATCH} stored sequences"), "those of the whole phase"
+
+
+def test_other_processes_read_the_blocks_that_process_0_lists(two_epochs, monkeypatch):
+    """Their own lists of a shared folder may be old."""
+    run = two_epochs[0]
+    place = next(line.rpartition(" from ")[2] for line in run.lines if " stored sequences " in line)
+    folder = AnnotationFolder(run.plain.train[""], json.loads((Path(place) / "cache.json").read_text())["made_from"])
+    listed = folder.blocks()
+    monkeypatch.setattr(AnnotationFolder, "blocks", lambda _: [])
+    monkeypatch.setattr(annotate, "from_main", lambda _: listed)
+    drawn = np.array([3, 0])
+    np.testing.assert_array_equal(annotate._opened(folder).read(drawn)["stream"], run.stored(drawn))
+    monkeypatch.setattr(annotate, "from_main", lambda _: [*listed, "block-99"])
+    with pytest.raises(ConfigError, match=r"is not visible to all processes. Set data.cache_dir to a folder"):
+        annotate._opened(folder)
+
+
+def test_what_another_program_computes_is_stored_elsewhere(setup):
+    """Its bits may differ. Whoever reads them would depend on who was there before."""
+
+    def identity(batch=BATCH, microbatch=BATCH, where=None):
+        stage = BatchStage(0, batch, batch // microbatch, microbatch)
+        batches = dataclasses.replace(setup.plan.batches, train=BatchSchedule((stage,)))
+        plan = dataclasses.replace(setup.plan, batches=batches, layout=where or setup.plan.layout)
+        return json.dumps(annotate._identity(plan, setup.phase, setup.model))
+
+    assert identity(batch=2 * BATCH) == identity()
+    assert len({identity(), identity(microbatch=BATCH // 2), identity(where=layout())}) == 3
 
 
 def test_other_masks_are_stored_elsewhere(setup):

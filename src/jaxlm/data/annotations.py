@@ -1,18 +1,18 @@
-"""What models said about the training examples of a source, on disk: each example is annotated once.
+"""What models said about the training examples of a source, on disk. Each example is annotated once.
 
 <folder of the source>/annotations/<digest of the key>/cache.json      the key
                                                        block-N.npy     one record per example, a field for each column
                                                        block-N.json    the indices of these examples, and a checksum
 
-Only examples that steps read are annotated. A later run that reads others adds blocks for them. A block is there once its
-JSON is, so an interrupted build resumes where it stopped, and a block never changes.
+Only examples that steps read are annotated. A later run that reads others adds blocks for them. A block counts once its JSON
+exists, and never changes after that, so an interrupted build resumes where it stopped.
 """
 
 import contextlib
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,7 +55,7 @@ class AnnotationFolder:
 
     def missing(self, indices: np.ndarray) -> np.ndarray:
         """bool: which of some examples have no annotations."""
-        blocks = [_read_block(path)[0] for path in self._done]
+        blocks = [_read_block(self._json_of(name))[0] for name in self.blocks()]
         return ~np.isin(indices, np.concatenate(blocks)) if blocks else np.ones(len(indices), bool)
 
     @contextlib.contextmanager
@@ -81,7 +81,7 @@ class AnnotationFolder:
         block = np.empty(len(indices), [(path, values.dtype, values.shape[1:]) for path, values in columns.items()])
         for path, values in columns.items():
             block[path] = values
-        numbers = [int(path.stem.removeprefix("block-")) for path in self._done]
+        numbers = [int(name.removeprefix("block-")) for name in self.blocks()]
         target = self.path / f"block-{max(numbers, default=-1) + 1}.npy"
         for path in (target, target.with_suffix(".json")):
             remove_leftovers(path)
@@ -90,8 +90,16 @@ class AnnotationFolder:
         with atomic_file(target.with_suffix(".json")) as path:
             path.write_bytes(_json({"crc32": zlib.crc32(target.read_bytes()), "indices": indices.tolist()}))
 
-    def open(self) -> "AnnotationCache":
-        """Opens the blocks that are there. Raises `ConfigError` if they are damaged or were made from other inputs."""
+    def blocks(self) -> list[str]:
+        """The names of the blocks that are there."""
+        return sorted(path.stem for path in self.path.glob("block-*.json"))
+
+    def has(self, block: str) -> bool:
+        """Whether a block is there. A process may see it before it is listed (NFS)."""
+        return self._json_of(block).is_file()
+
+    def open(self, blocks: Sequence[str]) -> "AnnotationCache":
+        """Opens some blocks. Raises `ConfigError` if they are damaged or were made from other inputs."""
         try:
             made_from = json.loads(read_bytes(self.path / _KEY))["made_from"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -102,11 +110,11 @@ class AnnotationFolder:
                 f"the annotations in {self.path} were made from other inputs ({', '.join(changed)} differ). Delete this"
                 " folder to build them again"
             )
-        return AnnotationCache({path.with_suffix(".npy"): _read_block(path) for path in self._done})
+        paths = [self._json_of(name) for name in blocks]
+        return AnnotationCache({path.with_suffix(".npy"): _read_block(path) for path in paths})
 
-    @property
-    def _done(self) -> list[Path]:
-        return sorted(self.path.glob("block-*.json"))
+    def _json_of(self, block: str) -> Path:
+        return self.path / f"{block}.json"
 
 
 class AnnotationCache:
@@ -135,12 +143,14 @@ class AnnotationCache:
 
         Raises:
             ConfigError: a block is damaged.
-            LookupError: an example has none: no step reads it. The batches after the last step, which are made ahead and
-                never taken, may ask for it.
+            LookupError: an example has none, because no step reads it. Batches that are prefetched beyond the last step, and
+                never used, may ask for it.
         """
-        if (missing := indices[~np.isin(indices, self._indices)]).size:
-            raise LookupError(f"example {missing[0]} has no annotations")
-        places = np.searchsorted(self._indices, indices)
+        places = np.searchsorted(self._indices, indices)  # not np.isin, which reads the indices of all stored examples
+        found = places < len(self._indices)
+        found[found] = self._indices[places[found]] == indices[found]
+        if not found.all():
+            raise LookupError(f"example {indices[~found][0]} has no annotations")
         blocks, rows = self._blocks[places], self._rows[places]
         records = np.empty(len(indices), self._block(int(blocks[0])).dtype)
         for block in np.unique(blocks):
@@ -169,7 +179,7 @@ class Annotations(Protocol):
 
 
 class AwaitedAnnotations:
-    """The annotations of a source that are made before the first batch (`AskingBatches`)."""
+    """The annotations of a source, which are made before the first batch (`AskingBatches`)."""
 
     def __init__(self):
         self.cache: Annotations | None = None
@@ -180,11 +190,11 @@ class AwaitedAnnotations:
 
 
 class AskingBatches(Batches):
-    """Batches with annotations that are made before they are read: at first, and after a step backwards or forwards.
+    """Batches whose annotations are made before the first batch, and again after a jump to another position.
 
     Args:
         ask: makes them. Gets the model, as in `Batches.refresh`, the step, and the number of its first example in the
-            stream. What the model would say never changes.
+            stream. The model's answers must never change.
     """
 
     def __init__(self, batches: Batches, ask: Callable[[Any, int, int], None]):

@@ -35,8 +35,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, EXPERTS, LAYERS, MLP, POSITION, ROUTES, VOCAB, axes_of
 from jaxlm.core.products.matmul import arranged, array_specs, einsum, operand
-from jaxlm.core.products.stored_weights import StoredArray, Weight
-from jaxlm.core.sharding import current_layout, current_platform
+from jaxlm.core.products.stored_weights import StoredArray, StoredWeight, Weight
+from jaxlm.core.sharding import Layout, current_layout, current_platform
 from jaxlm.core.tracing import CustomVjp
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.activations import gated
@@ -231,6 +231,13 @@ class ExpertSharding:
 
     def _dim(self, name: str) -> int:
         return 0 if name in self.batch else 1
+
+
+def check_expert_sharding(model: Any, layout: Layout) -> None:
+    """Raises `ConfigError` if stored weights of a model's experts cannot be cut as on a mesh. Called with shapes."""
+    for layer in tree.modules(model, ExpertLinear) if layout.mesh.size > 1 else ():
+        if isinstance(weight := layer.weight, StoredWeight):
+            weight.check_cut([name for name in (EXPERTS, MLP) if mesh_axes(weight.resolve_axis(name), layout.compute)])
 
 
 def num_active(model: Any) -> int:

@@ -24,6 +24,7 @@ from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import Hidden, Inputs, LanguageModel, ModelConfig, layer_tap
 from jaxlm.models.distillation.stored_streams import Int8Array
+from jaxlm.models.linear import Linear
 from jaxlm.models.stack_paths import newest_stack
 from jaxlm.models.stacks import Body
 from jaxlm.objectives.base import ITSELF, Metrics, ObjectiveConfig
@@ -134,7 +135,8 @@ class CachedTrunk(ObjectiveConfig):
 
         traced = jax.make_jaxpr(run)(arrays, key, inputs).jaxpr
         _, used = dce_jaxpr(traced, [True] * len(traced.outvars))
-        moving = [path for path, is_used in zip(paths, used, strict=False) if is_used and path in trained]
+        read = dict.fromkeys(path for path, is_used in zip(paths, used, strict=False) if is_used)
+        moving = [path for path in read if path in trained]
         where = f"objective cached_trunk: the output of layer {first - 1} is stored, but"
         if moving:
             raise ConfigError(
@@ -146,6 +148,14 @@ class CachedTrunk(ObjectiveConfig):
             raise ConfigError(
                 f"{where} it is random in training (dropout), so that it differs in every step. Set the dropout of these"
                 " layers to 0, or use the objective without cached_trunk"
+            )
+        layers = [(path, layer.fp8) for path, layer in tree.modules_by_path(model, Linear) if f"{path}.weight" in read]
+        coupled = [path for path, fp8 in layers if fp8 is not None and not fp8.scales_rows_alone]
+        if coupled:
+            raise ConfigError(
+                f"{where} {coupled[0]} multiplies in fp8 with one scale for all sequences of a microbatch (surgery fp8,"
+                " recipe: tensorwise), so that it depends on the sequences beside it. Set recipe: rowwise, exclude the layers"
+                " of the trunk, or use the objective without cached_trunk"
             )
         jax.eval_shape(lambda m, i: m.hidden_after(first, _stream(m, first, i), i).final, model, inputs)
 

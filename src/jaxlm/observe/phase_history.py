@@ -13,7 +13,7 @@ STEPS, LAYERS, TRAINS, HIDDEN = "steps", "layers", "trains", "hidden tokens"
 """Rows of the table of a phase in the console output, which this module reads back."""
 _ENTRY = re.compile(r"^phase '(.+)': parameters\n((?:  \S.*\n)+)", re.MULTILINE)
 _ROW = re.compile(r"^  (\S.*?)  +(.*)$", re.MULTILINE)
-_STORED = re.compile(r"^phase '(.+)': reads (.+) stored (sequences .+) from .*$", re.MULTILINE)
+_STORED = re.compile(r"^phase '(.+)': reads (.+) stored (sequences .+) from (.*)$", re.MULTILINE)
 _COLUMNS = ("steps", "layers", "trains", "hidden tokens", "stored", "training loss", "validation loss", "tokens")
 
 
@@ -71,7 +71,8 @@ def _records(run: LoggedRun, entries: Mapping[str, re.Match[str]]) -> Iterator[P
         losses = _between(run, TRAIN_LOSS, start, end)
         validation = _between(run, EVAL_LOSS, start, end)
         after, before = ([0.0, *_between(run, TOTAL_TOKENS, 0, step)][-1] for step in (end, start))
-        stored = (one for one in _STORED.finditer(run.log, entry.end()) if one[1] == name)
+        found = (one for one in _STORED.finditer(run.log, entry.end()) if one[1] == name)
+        stored = {one[4]: f"{one[2]} {one[3]}" for one in found}  # the last of each folder, for one that went back
         yield PhaseRecord(
             name,
             start,
@@ -79,7 +80,7 @@ def _records(run: LoggedRun, entries: Mapping[str, re.Match[str]]) -> Iterator[P
             rows.get(LAYERS, ""),
             rows.get(TRAINS, ""),
             rows.get(HIDDEN, ""),
-            " and ".join(dict.fromkeys(f"{one[2]} {one[3]}" for one in stored)),
+            " and ".join(stored.values()),
             (losses[0], losses[-1]) if len(losses) else (),
             validation[-1] if len(validation) else None,
             int(after - before),

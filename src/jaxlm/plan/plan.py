@@ -38,6 +38,7 @@ from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.interop.hf.hub import check_upload_name
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import ModelConfig, vocab_axis
+from jaxlm.models.moe import check_expert_sharding
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
@@ -211,6 +212,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
             classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
         cut = {path: leaf.axes for path, leaf in tree.leaves(state.model) if tree.is_named(leaf)}
         check_cut_axes(layout, cut, phase.name)
+        check_expert_sharding(state.model, layout)
     return plan
 
 
@@ -296,7 +298,8 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
     if phase.objective.annotation_key is not None and data.never_repeats is not None:
         raise ConfigError(
             f"phase '{phase.name}': objective.type: {choice_name(type(phase.objective))} stores what a model computes of each"
-            f" sequence, but {data.never_repeats}, or train with an objective that stores nothing"
+            f" sequence, but {data.never_repeats}, or"
+            f" {'set objective.cache: false' if asks else 'use the objective inside of it alone'}"
         )
     phase.objective.check_model(phase.model)
     phase.objective.check_columns(spec.columns)

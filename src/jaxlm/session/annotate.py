@@ -1,5 +1,5 @@
-"""Builds the annotations of a phase's training data: references, or the model that trains, read every sequence once, before
-the first step."""
+"""Builds the annotations of a phase's training data: references, or the model that trains, read each sequence that the
+steps will read, once, before the first step."""
 
 import functools
 import hashlib
@@ -20,7 +20,7 @@ from jaxlm.core import tree
 from jaxlm.core.array_digest import array_digest
 from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only
+from jaxlm.core.runtime import all_processes, broadcast_from_main, from_main, main_only
 from jaxlm.core.tracing import tracing
 from jaxlm.data.annotations import AnnotationCache, AnnotationFolder, AskingBatches, AwaitedAnnotations
 from jaxlm.data.annotations import with_annotations as annotated_data
@@ -29,6 +29,7 @@ from jaxlm.data.batch import Columns
 from jaxlm.data.data import Data
 from jaxlm.data.examples import Examples
 from jaxlm.data.loader import BatchContext, BatchReader
+from jaxlm.data.mixture import Mixture
 from jaxlm.engine.phases import Phase
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import ITSELF
@@ -43,66 +44,101 @@ _BLOCK_EXAMPLES = 256  # at most about this much work is lost if the process is 
 _LOG_INTERVAL_S = 10.0
 
 
-def with_annotations(plan: Plan, phase: Phase, data: Data, log: Log, open_batches: Callable[[], Batches]) -> Data:
+def with_annotations(
+    plan: Plan,
+    phase: Phase,
+    data: Data,
+    log: Log,
+    open_batches: Callable[[], Batches],
+    first_step: int,
+    position: Mapping[str, Any],
+) -> Data:
     """The phase's data with the annotations that its objective reads from disk; `data` if it reads none.
 
-    Only examples that the phase's steps read are annotated, and those that are missing are annotated first; only then are
-    the references loaded. What the model that trains says is asked when the first batch is. Call it inside
+    Only examples that the remaining steps read are annotated, and only those that have no annotations yet. If there are
+    none, the references are not loaded. The model that trains is asked when the first batch is due. Call it inside
     `plan.layout.use()`.
 
     Args:
         open_batches: opens the phase's batches, for `check_sanity`.
+        first_step, position: the step from which the phase is entered or goes on, and the data position there
+            (`Batches.state`).
     """
     if phase.objective.annotation_key is None:
         return data
     template = abstract_annotations(plan, phase, abstract_batch(plan, phase))
     annotations = {name: AwaitedAnnotations() for name in data.train}
+    schedule, itself = plan.batches.train, phase.objective.asks_itself
 
     def load() -> dict[str, LanguageModel]:
         refs = {name: load_reference(plan, name, log) for name in phase.objective.references}
         check_sanity(plan, phase, refs, open_batches, log)
         return refs
 
-    def store(drawn: Mapping[str, np.ndarray], model: LanguageModel | None = None) -> None:
-        """Args: drawn: source name -> the indices of examples. model: the one that trains; None if it is not asked."""
+    def store(mixture: Mixture, step: int, first: int, model: LanguageModel | None) -> dict[str, AnnotationFolder]:
+        """Stores what is missing of the examples that the phase reads from a step on.
+
+        Args:
+            first: number of the first example of the step in the stream of the phase.
+            model: the one that trains; None if it is not asked.
+
+        Returns:
+            Name of each source that is read -> where its annotations are.
+        """
         facts, ask = {}, load
         if model is not None:
-            weights = array_digest(phase.split(model)[1])
-            facts = {"model": encode(phase.model), "precision": str(plan.precision), "weights": weights}
+            facts = _identity(plan, phase, model)
             ask = lambda: {ITSELF: jax.jit(plan.precision.cast_to_compute)(model)}  # noqa: E731
+        drawn = mixture.drawn(first, first + schedule.examples_between(step, phase.end))
         folders = {
             name: AnnotationFolder(data.train[name], _made_from(plan, phase, data.train[name], facts))
             for name, indices in drawn.items()
             if len(indices)
         }
         _store_missing(plan, phase, data, template, folders, drawn, ask, log)
-        for name, folder in folders.items():
-            annotations[name].cache = _opened(folder, drawn[name])
-            count, size = len(drawn[name]), len(drawn[name]) * _bytes_per_example(template) / 1e6
-            log(f"phase '{phase.name}': reads {count:,} stored sequences ({size:,.1f} MB) from {folder.path}")
+        return folders
 
-    schedule, itself = plan.batches.train, phase.objective.asks_itself
     if not itself:
         mixture = data.mixture(schedule.starting_at(phase.start), seed=plan.config.order_seed)
-        store(mixture.drawn(0, schedule.examples_between(phase.start, phase.end)))
+        store(mixture, first_step, int(position["examples"]), None)
 
     def make(reader: BatchReader, context: BatchContext) -> Batches:
         def ask(model: LanguageModel, step: int, first: int) -> None:
-            last = first + schedule.examples_between(step, phase.end)
-            store(reader.mixture.drawn(first, last), model if itself else None)
+            folders = store(reader.mixture, step, first, model if itself else None)
+            # Those of the whole phase, also after a resume. Data that was skipped counts too.
+            read = reader.mixture.drawn(0, first + schedule.examples_between(step, phase.end))
+            for name, folder in folders.items():
+                annotations[name].cache = _opened(folder)
+                count, size = len(read[name]), len(read[name]) * _bytes_per_example(template) / 1e6
+                log(f"phase '{phase.name}': reads {count:,} stored sequences ({size:,.1f} MB) from {folder.path}")
 
         return AskingBatches(data.make_batches(reader, context), ask)
 
     return replace(annotated_data(data, annotations, template), make_batches=make)
 
 
-def _opened(folder: AnnotationFolder, indices: np.ndarray) -> AnnotationCache:
-    """The annotations of some examples, all of which are there."""
-    if not all_processes(not folder.missing(indices).any()):
+def _identity(plan: Plan, phase: Phase, model: LanguageModel) -> dict[str, Any]:
+    """What the bits of the model's annotations depend on: its frozen part, and the program that computes them. Plain JSON."""
+    layout = plan.layout
+    return {
+        "model": encode(phase.model),
+        "precision": str(plan.precision),
+        "weights": array_digest(phase.split(model)[1]),
+        "microbatch": plan.batches.train.largest.microbatch,
+        "mesh": dict(layout.mesh.shape),
+        "sharding": dict(layout.compute),
+        "device": layout.device.device_kind,
+    }
+
+
+def _opened(folder: AnnotationFolder) -> AnnotationCache:
+    """What process 0 finds in a folder. The others may list it late, but a file that they ask for by its name is there."""
+    blocks = from_main(folder.blocks)
+    if not all_processes(all(map(folder.has, blocks))):
         raise ConfigError(
             f"objective: {folder.path} is not visible to all processes. Set data.cache_dir to a folder that they share"
         )
-    return folder.open()
+    return folder.open(blocks)
 
 
 def _store_missing(
@@ -150,7 +186,7 @@ def _store_missing(
 
 
 def _missing(folder: AnnotationFolder, indices: np.ndarray) -> np.ndarray:
-    """bool: which of some examples process 0 finds no annotations of."""
+    """bool: for which of some examples process 0 finds no annotations."""
     found = main_only(lambda: folder.missing(indices))
     return broadcast_from_main(np.zeros(len(indices), bool) if found is None else found)
 
@@ -166,7 +202,7 @@ def _bytes_per_example(template: Any) -> int:
 
 
 def _check_space(folder: Path, needed: int) -> None:
-    """Raises `ConfigError` if missing annotations do not fit on the disk. Args: needed: their bytes."""
+    """Raises `ConfigError` if the missing annotations do not fit on the disk. Args: needed: their bytes."""
     free = shutil.disk_usage(next(parent for parent in folder.parents if parent.exists())).free
     if needed > free:
         raise ConfigError(

@@ -59,10 +59,11 @@ def open_phase_data(run: Run, phase: Phase, resumed: VerifiedCheckpoint | None) 
         "first_step": first_step,
         "seed": plan.config.order_seed,
     }
-    data = with_annotations(plan, phase, opened, log, lambda: opened.batches(**order))
+    position = {"examples": 0} if resumed is None else resumed.position()
+    data = with_annotations(plan, phase, opened, log, lambda: opened.batches(**order), first_step, position)
     with contextlib.closing(data.batches(**order, services=_services(run, phase))) as batches:
         if resumed is not None:
-            batches.restore(resumed.position())
+            batches.restore(position)
         yield PhaseData(data, first_step, batches, order, opened)
 
 

@@ -6,7 +6,7 @@ scales can be those of other programs, number by number.
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxlm.core.imports import haliax as hax
@@ -87,6 +87,10 @@ class FourBitWeight(StoredWeight):
             tuple(jax.tree.leaves(self)), one, order[num_stacked:], sizes, self.codes.array.ndim - num_stacked
         )
 
+    def check_cut(self, axes: Collection[str]) -> None:
+        if any(axis.name in axes for axis in self.Matrix):
+            raise _cut_blocks()
+
     def flatten_axes(self, old: AxisSpec, new: str) -> "FourBitWeight":
         axes = axes_of(old)
         at, size = self.Matrix.index(axes[0]), math.prod(axis.size for axis in axes)
@@ -134,16 +138,20 @@ class FourBitArray(StoredArray):
     def specs(self, spec: PartitionSpec) -> Any:
         num_stacked = len(self._stacked)
         if any(spec[num_stacked:]):
-            raise ConfigError(
-                "surgery quantize: kind: nf4 or nvfp4 given for experts whose features are sharded (mlp in"
-                " trainer.tensor_parallel_axes), but blocks of scales cannot be cut. Shard experts instead of mlp, or store"
-                " them with kind: int8, bfloat16 or float16"
-            )
+            raise _cut_blocks()
         return jax.tree.map(lambda part: PartitionSpec(*spec[:num_stacked], *[None] * (part.ndim - num_stacked)), self)
 
     @property
     def _stacked(self) -> tuple[int, ...]:
         return self.parts[0].shape[: self.parts[0].ndim - self.rank]
+
+
+def _cut_blocks() -> ConfigError:
+    return ConfigError(
+        "surgery quantize: kind: nf4 or nvfp4 given for experts whose features are sharded (mlp in"
+        " trainer.tensor_parallel_axes), but blocks of scales cannot be cut. Shard experts instead of mlp, or store them with"
+        " kind: int8, bfloat16 or float16"
+    )
 
 
 def bytes_of(matrix: Sequence[Axis]) -> tuple[Axis, ...]:

@@ -54,6 +54,11 @@ class Fp8:
     recipe: Literal["tensorwise", "rowwise"]
 
     @property
+    def scales_rows_alone(self) -> bool:
+        """Whether the scale of a row of inputs is its own, so that its products do not depend on the other rows."""
+        return self.recipe == "rowwise"
+
+    @property
     def gradient_dtype(self) -> Any:
         """The fp8 dtype of gradients of outputs."""
         return E4M3 if self.recipe == "rowwise" else E5M2

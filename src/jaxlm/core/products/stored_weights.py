@@ -2,6 +2,7 @@
 
 import abc
 import math
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 from jaxlm.core.imports import haliax as hax
@@ -80,6 +81,9 @@ class StoredWeight(tree.Packed):
     @abc.abstractmethod
     def unflatten_axis(self, old: str, new: AxisSpec) -> "StoredWeight":
         """As `NamedArray.unflatten_axis`."""
+
+    def check_cut(self, axes: Collection[str]) -> None:
+        """Raises `ConfigError` if kernels cannot get parts of it along these axes (`StoredArray.specs`)."""
 
     def resolve_axis(self, name: str) -> Axis:
         """The axis of this name."""

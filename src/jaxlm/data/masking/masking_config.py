@@ -19,6 +19,7 @@ from jaxlm.reading.decode import encode
 from jaxlm.reading.effects import Evaluations
 
 _SUGGESTED = "<|mask|>"
+_VERSION = 2  # of the masks of equal keys. Before 2, each source had a shift of the times of its own
 _CHOSEN, _REPLACED, _WORDS = range(3)  # what random numbers are for
 _STEPS = ("mask_schedule_type", "min_mask_fraction", "max_mask_fraction", "num_time_steps")
 
@@ -138,8 +139,7 @@ class MaskingConfig:
     def identity(self) -> dict[str, Any]:
         """What the training data depends on, as plain JSON."""
         keys = {name: value for name, value in encode(self).items() if name != "validation_replicas"}
-        new = {"times": None, "strata": 1}  # keys that there were not before
-        return {name: value for name, value in keys.items() if name not in new or value != new[name]}
+        return {**keys, "version": _VERSION}
 
     def ranges(self, count: int) -> list[float]:
         """The largest mask fraction in each of `count` ranges of times, of which every batch has equally many sequences.
