@@ -5,13 +5,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.imports import haliax as hax
+
+import equinox as eqx
+import jax
 import numpy as np
 import pytest
 import yaml
+from haliax import Axis
 
 from jaxlm.commands.convert import main as convert
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.mask_schedule import SteppedSchedule
+from jaxlm.data.tokens import TokensConfig
 from jaxlm.interop.stackwise.from_stackwise import from_stackwise
+from jaxlm.models.diffusion.time_embedding import TimeEmbedding
+from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.plan.load_config import load_config
 from jaxlm.plan.presets.progressive import StackAdapters
 from jaxlm.reading.yaml import load_yaml
@@ -60,6 +69,7 @@ def at(tree: Any, path: str) -> Any:
 
 FRACTIONS = [0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85]
 INPUT = {"time_interpretation": "input"}
+LEARNED = {**INPUT, "time_encoding_type": "learned"}
 MASKS = "data.masking.time_step_mask_fractions"
 TIMES = "preset.depth_times"
 TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -94,8 +104,8 @@ TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (config(INPUT), {"model.time_embedding": {"type": "sinusoidal", "dim": 512}, MASKS: FRACTIONS}),
     (config({**INPUT, "time_embedding_dim": 64}), {"model.time_embedding.dim": 64}),
     (
-        config({**INPUT, "time_encoding_type": "learned"}),
-        {"model.time_embedding": {"type": "learned", "dim": 512, "num_time_steps": 8}},
+        config(LEARNED),
+        {"model.time_embedding": {"type": "learned", "dim": 512, "num_time_steps": 10}},
     ),
     (config(), {TIMES: {"mapping": "linear", "time_per_stack": 100}, "model.time_embedding": "missing"}),
     (
@@ -425,6 +435,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         config(INPUT, {"num_time_steps": 3, "time_step_mask_fractions": [0.5]}),
         r"num_time_steps: 3 given, but time_step_mask_fractions has 1",
     ),
+    "a number of fractions": (
+        config(INPUT, {"time_step_mask_fractions": 0.5}),
+        r"time_step_mask_fractions: 0\.5 given, a list of fractions expected",
+    ),
+    "rows": (
+        config(LEARNED, {"num_time_steps": 1000, "mask_schedule_type": "cosine"}),
+        r"num_time_steps: fractions of 1000 time steps given, of which two are only 9\.3e-07 apart, with .*: learned",
+    ),
+    "exponential": (
+        config(INPUT, {"mask_schedule_type": "exponential", "min_mask_fraction": 0}),
+        r"min_mask_fraction: 0 given, but an exponential schedule begins above 0",
+    ),
+    "steps": (config(INPUT, {"num_time_steps": 2.5}), r"num_time_steps: 2\.5 given, a positive integer expected"),
     "two fractions": (
         config(training={"min_mask_fraction": 0.1}, model={"mask_fraction_min": 0.2}),
         r"min_mask_fraction: 0\.1 given, but model\.mask_fraction_min is 0\.2",
@@ -470,6 +493,34 @@ def test_what_jaxlm_cannot_do_is_refused(name: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message) as caught:
         translate(tmp_path, tree)
     assert re.match(r"\S+config\.yaml:\d+: ", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {},
+        {"num_time_steps": 100},
+        {"num_time_steps": 20, "mask_schedule_type": "cosine", "max_mask_fraction": 1.0},
+        {"time_step_mask_fractions": [0.1, 0.3, 0.5, 0.9]},
+        {"time_step_mask_fractions": [0.3, 0.29, 1.0]},
+        {"time_step_mask_fractions": [0.5]},
+    ],
+    ids=str,
+)
+def test_a_learned_time_embedding_tells_all_steps_apart(training: dict[str, Any], tmp_path: Path):
+    translate(tmp_path, config(LEARNED, training))
+    run = load_config(["--config_path", str(tmp_path / "config.yaml")], "jaxlm.train")
+    assert isinstance(run.data, TokensConfig)
+    assert isinstance(run.model, LlamaConfig)
+    assert run.data.masking is not None
+    assert run.model.time_embedding is not None
+    schedule, Embed = run.data.masking.schedule, Axis("embed", 4)
+    assert isinstance(schedule, SteppedSchedule)
+    embedding = TimeEmbedding.init(run.model.time_embedding, Embed, key=jax.random.key(0))
+    out = hax.random.normal(jax.random.key(1), embedding.out_proj.weight.axes)
+    embedding = eqx.tree_at(lambda one: one.out_proj.weight, embedding, out)
+    fractions = hax.named(np.array(schedule.by_step, np.float32), "batch")
+    assert len(np.unique(embedding(fractions).array, axis=0)) == fractions.size
 
 
 def test_neither_targets_nor_variables(tmp_path: Path):
