@@ -324,6 +324,7 @@ NO_EFFECT += [
     (config(), config(training={"epochs_per_stack": 3}), "epochs_per_stack: no effect: max_steps"),
     (config(), config(model={"architecture": {"n_stacks": 9, "blocks_per_stack": 2}}), "architecture.n_stacks"),
     (config(QLORA), config({**QLORA, "qlora_rank_pattern": "linear"}), "qlora_rank_pattern"),
+    (config(QLORA), config({**QLORA, "qlora_alpha_pattern": "linear"}), "qlora_alpha_pattern"),
     (config(QLORA), config({**QLORA, "qlora_configs": {0: {"rank": 8}}}), "qlora_configs"),
     (qlora(rank=4), qlora(rank=4, lr=1e-5), "qlora.lr"),
     (qlora(rank=4), qlora(rank=4, mixed_precision=True), "qlora.mixed_precision"),
@@ -430,6 +431,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two stores": (
         config({"new_stack_precision": "qlora"}, {"quantization_type": "fp16"}),
         r"quantization_type: fp16 given, but progressive\.new_stack_precision is qlora",
+    ),
+    "no store": (
+        config({"new_stack_precision": "qlora"}, {"quantization_enabled": False}),
+        r"quantization_enabled: false given, but progressive\.new_stack_precision: qlora stores",
     ),
     "fractions": (
         config(INPUT, {"num_time_steps": 3, "time_step_mask_fractions": [0.5]}),

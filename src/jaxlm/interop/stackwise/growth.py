@@ -123,6 +123,13 @@ def _put_precision(training: Section, progressive: Section, trunk: str, out: Tra
         )
     kind = training.choice("quantization_type", (*_QUANTIZED, "fp8"))
     if enabled is False:
+        if kind is not None:
+            training.note("quantization_type", "no effect with quantization_enabled: false")
+        if precision in STORED:
+            raise training.error(
+                "quantization_enabled",
+                f"false given, but progressive.new_stack_precision: {precision} stores the trunk. Remove one of them",
+            )
         kind = None
     elif enabled and kind is None:
         kind = "fp16"

@@ -44,6 +44,8 @@ def put_masking(
             if without_list
             else "time_step_masking is false"
         )
+        if not stepped and (objective.name == "diffusion" or without_list):
+            training.note("time_step_masking", f"no effect: {reason}")
         if fractions is not None:
             training.note("time_step_mask_fractions", f"no effect: {reason}")
         if has_table:
@@ -80,7 +82,8 @@ def drop_masking(training: Section, progressive: Section, model: Section, object
     keys = (*_SCHEDULE, "mask_token_id", "time_step_masking", "num_time_steps", "time_step_mask_fractions")
     for section, names in ((training, keys), (model, (*_OF_MODEL, "special_mask_id"))):
         for key in names:
-            section.ignore(key, why)
+            if section.take(key) is not None:
+                section.note(key, why)
     for key in ("time_interpretation", *_OF_INPUT, *_OF_DEPTH):
         progressive.ignore(key, why)
 

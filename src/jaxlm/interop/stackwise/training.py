@@ -113,8 +113,10 @@ def _records(training: Section, out: Translated) -> None:
 def _wandb(training: Section, out: Translated) -> None:
     used = training.choice("use_wandb", (True, False), False)
     keys = {"project": "project", "entity": "entity", "run_name": "name", "tags": "tags"}
-    found = {new: training.take(f"wandb_{old}") for old, new in keys.items()}
+    if not used:
+        for key in keys:
+            training.ignore(f"wandb_{key}", "no effect without use_wandb: true")
+    given = {new: value for old, new in keys.items() if (value := training.take(f"wandb_{old}"))}
     training.ignore("wandb_notes", "no effect: a comment of the YAML file says the same, and wandb gets the file")
     if used:
-        given = {key: value for key, value in found.items() if value}
         out.put("trainer.tracker", {"type": "wandb", "project": "stack-wise", **given}, training, "use_wandb")
