@@ -432,6 +432,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         config({"new_stack_precision": "qlora"}, {"quantization_type": "fp16"}),
         r"quantization_type: fp16 given, but progressive\.new_stack_precision is qlora",
     ),
+    "polish": (
+        config(QLORA, {"joint_tuning_steps": 3}),
+        r"training\.joint_tuning_steps: 3 given.*trunk_strategy: qlora stores the trunk as nf4.*quantization_enabled: false",
+    ),
+    "polish of a stored trunk": (
+        config(CLM, {"joint_tuning_steps": 3, "quantization_type": "fp16"}),
+        r"training\.joint_tuning_steps: 3 given.*quantization_type: fp16 stores the trunk as float16",
+    ),
     "no store": (
         config({"new_stack_precision": "qlora"}, {"quantization_enabled": False}),
         r"quantization_enabled: false given, but progressive\.new_stack_precision: qlora stores",

@@ -42,11 +42,11 @@ def from_stackwise(source: ConfigSource) -> Resolved:
     put_model(model, objective, out)
     num_sequences = put_data(model, data, training, objective, out)
     growth = Growth.of(training, progressive, architecture)
-    put_training(training, growth.is_progressive, num_sequences, out)
     if growth.is_progressive:
         put_growth(growth, training, progressive, objective, out)
     else:
         drop_growth(growth, training, progressive, out)
+    put_training(training, growth.is_progressive, num_sequences, out)
     if objective.hides_tokens:
         put_masking(growth, training, progressive, model, objective, out)
     else:

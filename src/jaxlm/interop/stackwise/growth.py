@@ -139,13 +139,24 @@ def _put_precision(training: Section, progressive: Section, trunk: str, out: Tra
             f"{kind} given, but progressive.new_stack_precision is {precision}: both say how the trunk is stored. Remove one",
         )
     if kind is not None:
-        store, where = _QUANTIZED[kind], (training, "quantization_type")
+        store, where, said = _QUANTIZED[kind], (training, "quantization_type"), f"quantization_type: {kind}"
+        instead = "quantization_type: fp32"
     elif precision in STORED:
-        store, where = STORED[precision], (progressive, key)
+        store, where, said = STORED[precision], (progressive, key), f"progressive.{key}: {precision}"
+        instead = f"progressive.{key}: full"
     else:
-        store, where = ("nf4" if trunk == "qlora" and enabled is None else None), (progressive, "trunk_strategy")
-    if store is not None:
-        out.put("preset.store", store, *where)
+        store = "nf4" if trunk == "qlora" and enabled is None else None
+        where, said = (progressive, "trunk_strategy"), f"progressive.trunk_strategy: {trunk}"
+        instead = "quantization_enabled: false"
+    if store is None:
+        return
+    if steps := training.peek("joint_tuning_steps"):
+        raise training.error(
+            "joint_tuning_steps",
+            f"{steps} given, but {said} stores the trunk as {store}, and stored weights cannot be trained. Remove it, or set"
+            f" {instead}",
+        )
+    out.put("preset.store", store, *where)
 
 
 def _put_cache(progressive: Section, at: str, trunk: str, objective: Objective, out: Translated) -> None:
