@@ -544,6 +544,26 @@ def test_neither_targets_nor_variables(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (
+            {"model": {"type": "llama"}, "training": {"num_train_steps": 3}},
+            r"model\.type: no such key.*This file was read as",
+        ),
+        (
+            {"optimizer": {"learning_rate": 0.1}, "training": {"num_train_steps": 3}},
+            r"training: no such key.*\btrainer\b",
+        ),
+        ({"vars": {"n": 3}, "training": {"num_train_steps": "${n}"}}, r"training: no such key.*\btrainer\b"),
+    ],
+)
+def test_a_misspelt_section_of_jaxlm_is_told_from_stackwise(tree: dict[str, Any], message: str, tmp_path: Path):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError, match=message):
+        load_config(["--config_path", str(tmp_path / "config.yaml")], "jaxlm.train")
+
+
+@pytest.mark.parametrize(
     "tree",
     [
         config(CLM),
