@@ -109,7 +109,7 @@ def foreign_as_yaml(arguments: Arguments, program: str) -> str:
         ConfigError: the file is not one of that program.
     """
     file = read_file(arguments, RunConfig)
-    if file.manifest != program:
+    if file.program != program:
         raise ConfigError(f"{arguments.config_path}: this is not {FOREIGN[program]}")
     target = "" if file.target is None else f"target {file.target} of "
     notes = [f"# {redacted(note)}\n" for note in (f"{target}{arguments.config_path}, of {program}", *file.notes)]
