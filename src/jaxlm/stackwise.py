@@ -35,9 +35,9 @@ _ABSENT = {
     "create_stack_from_config": "a stack has no weights before it trains: use ProgressiveRackBuilder.append_stack",
 }
 _OF_THE_RACK = {
-    "phases": "the stacks of the builder become the phases. Give n_blocks, precision and freeze_trunk there",
-    "preset.stacks": "the builder has the stacks. Give target_stacks",
-    "preset.at": "the builder has the stacks. Give it building_mode",
+    "phases": "the stacks of the builder become the phases. Change the stacks instead",
+    "preset.stacks": "the builder decides how many there are. Give target_stacks instead",
+    "preset.at": "the builder decides where stacks go. Give it building_mode instead",
 }
 
 

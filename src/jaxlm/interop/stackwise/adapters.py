@@ -72,9 +72,9 @@ def _put_keys(progressive: Section, number: int, out: Translated) -> None:
     if not of_stack:
         for key in _OF_STACK:
             progressive.ignore(key, "no effect with qlora_enabled: false: the adapters are those of progressive_qlora")
-    more = progressive.number("progressive_qlora_rank", 8), progressive.number("progressive_qlora_alpha", 16)
+    trunk_size = progressive.number("progressive_qlora_rank", 8), progressive.number("progressive_qlora_alpha", 16)
     if not of_stack:
-        _put_simple(*more, _CONSTANT, progressive, "progressive_qlora", out)
+        _put_simple(*trunk_size, _CONSTANT, progressive, "progressive_qlora", out)
         return
     strategy = progressive.choice("qlora_strategy", _STRATEGIES, "simplified")
     rank, alpha, table = _sizes(progressive, "qlora_", strategy, number)
@@ -84,19 +84,19 @@ def _put_keys(progressive: Section, number: int, out: Translated) -> None:
     else:
         sizes = table or [_by_patterns(rank, alpha, patterns, stack) for stack in range(number)]
         if of_trunk:
-            _note_sum(progressive, sizes, more)
-            sizes = [(size[0] + more[0], size[1] + more[1]) for size in sizes]
+            _note_sum(progressive, sizes, trunk_size)
+            sizes = [(size[0] + trunk_size[0], size[1] + trunk_size[1]) for size in sizes]
         if len(set(sizes)) == 1:
             _put_simple(*sizes[0], _CONSTANT, progressive, "qlora_rank", out)
         else:
             _put_table(sizes, progressive, "qlora_strategy", out)
 
 
-def _note_sum(progressive: Section, sizes: list[Size], more: Size) -> None:
+def _note_sum(progressive: Section, sizes: list[Size], trunk_size: Size) -> None:
     progressive.note(
         "progressive_qlora", "a stack of the trunk has one adapter, whose rank and alpha are the sums of both adapters'"
     )
-    if any(alpha * more[0] != more[1] * rank for rank, alpha in sizes):
+    if any(alpha * trunk_size[0] != trunk_size[1] * rank for rank, alpha in sizes):
         progressive.note(
             "progressive_qlora_alpha", "the sum is scaled by its alpha / rank, which is between those of both"
         )
@@ -112,13 +112,15 @@ def _put_section(training: Section, number: int, out: Translated) -> None:
     patterns: dict[str, Any] = dict(zip(_SIZE, _patterns(qlora, "", strategy, _LINEAR_PATTERNS), strict=True))
     for of, pattern in patterns.items():
         if pattern == "constant":
-            qlora.ignore(f"progressive_{of}", f"no effect: {of} is that of all stacks, or configs says it")
+            qlora.ignore(
+                f"progressive_{of}", f"no effect: all stacks have the same {of}, unless configs says otherwise"
+            )
     last: dict[str, float] = {"rank": rank, "alpha": alpha}
     first: dict[str, float] = {
         "rank": qlora.number("progressive_rank", 8),
         "alpha": qlora.number("progressive_alpha", 16),
     }
-    qlora.ignore("progressive_enabled", "no effect: strategy says it")
+    qlora.ignore("progressive_enabled", "no effect: strategy decides that")
     qlora.refuse("dropout", _NO_DROPOUT, 0, 0.0)
     qlora.ignore("lr", "no effect: adapters have the learning rate of the optimizer")
     qlora.ignore("mixed_precision", "no effect: preset.store says how the trunk is stored; adapters are float32")
@@ -153,14 +155,14 @@ def _sizes(section: Section, prefix: str, strategy: str, number: int) -> tuple[f
     if not isinstance(table, Mapping) or not all(str(stack).isdecimal() for stack in table):
         raise section.error(key, f"{table!r} given, a mapping such as {{0: {{rank: 8, alpha: 16}}}} expected")
     if not table:
-        section.note(f"{prefix}strategy", f"variable, but without {key}: all stacks have the same rank and alpha")
+        section.note(f"{prefix}strategy", f"no effect without {key}: all stacks have the same rank and alpha")
     sizes, written = {}, {}
     for stack, keys in table.items():
-        one = section.inside(key, table).inside(stack, keys)
-        written[int(stack)] = [of for of in _SIZE if of in one]
-        sizes[int(stack)] = one.number("rank", rank), one.number("alpha", alpha)
-        one.refuse("dropout", _NO_DROPOUT, 0, 0.0)
-        one.done()
+        entry = section.inside(key, table).inside(stack, keys)
+        written[int(stack)] = [of for of in _SIZE if of in entry]
+        sizes[int(stack)] = entry.number("rank", rank), entry.number("alpha", alpha)
+        entry.refuse("dropout", _NO_DROPOUT, 0, 0.0)
+        entry.done()
     if beyond := [stack for stack in sizes if stack >= number]:
         section.note(key, f"{beyond[0]}: no effect: of {number + 1} stacks, the last never becomes part of the trunk")
     for of in given:
@@ -174,7 +176,7 @@ def _patterns(section: Section, prefix: str, strategy: str, allowed: Collection[
     patterns = [section.choice(f"{prefix}{of}_pattern", allowed, "constant") for of in _SIZE]
     if strategy == "progressive":
         if patterns == _CONSTANT:
-            section.note(f"{prefix}strategy", "progressive, but the patterns of rank and alpha are constant")
+            section.note(f"{prefix}strategy", "no effect: the patterns of rank and alpha are constant")
         return patterns
     for of, pattern in zip(_SIZE, patterns, strict=True):
         if pattern != "constant":
