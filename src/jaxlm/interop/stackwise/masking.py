@@ -63,7 +63,7 @@ def put_masking(
         if has_table:
             _put_rows(SteppedSchedule.of(schedule, num_steps).by_step, training, "num_time_steps", out)
         return
-    if not isinstance(fractions, list) or not all(isinstance(one, float) for one in fractions):
+    if not isinstance(fractions, list) or not all(type(fraction) in (int, float) for fraction in fractions):
         raise training.error("time_step_mask_fractions", f"{fractions!r} given, a list of fractions expected")
     if num_steps not in (None, len(fractions)):
         raise training.error("num_time_steps", f"{num_steps} given, but time_step_mask_fractions has {len(fractions)}")
@@ -117,8 +117,11 @@ def _put_rows(fractions: Sequence[float], training: Section, key: str, out: Tran
 
 
 def _put_schedule(training: Section, model: Section, out: Translated, *, from_zero: bool) -> ContinuousSchedule:
-    """Writes how the fraction grows with the time, and returns it. Args: from_zero: a bound needs all fractions, so none is
-    set."""
+    """Writes how the fraction grows with the time, and returns it.
+
+    Args:
+        from_zero: whether no ends are written that were not given: a bound needs all fractions.
+    """
     kind = training.choice("mask_schedule_type", ("linear", "cosine", "exponential"), "linear")
     out.put("data.masking.mask_schedule_type", kind, training, "mask_schedule_type")
     ends = []
@@ -138,7 +141,11 @@ def _put_schedule(training: Section, model: Section, out: Translated, *, from_ze
 
 
 def _put_time(growth: Growth, training: Section, progressive: Section, out: Translated) -> tuple[bool, bool]:
-    """Writes what time is. Returns: whether it is the depth of a stack; whether a table has a row for each."""
+    """Writes what time is.
+
+    Returns:
+        Whether it is the depth of a stack, and whether the model learns a table with a row for each time step.
+    """
     key = "time_interpretation"
     time = progressive.choice(key, ("input", "depth"), "depth" if growth.is_progressive else None)
     if time == "input":
