@@ -10,19 +10,21 @@ A builder holds no weights: it records stacks, and the trainer turns them into p
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.metric_names import TRAINING_TIME
 from jaxlm.interop.stackwise.config import StackWiseConfig
-from jaxlm.interop.stackwise.rack import STORED, ProgressiveRackBuilder, Stack
+from jaxlm.interop.stackwise.rack import STORED_AS, PlannedStack, ProgressiveRackBuilder
 from jaxlm.observe.logged_run import read_run
 from jaxlm.observe.phase_history import phase_history
 from jaxlm.plan.load_config import decode_run
-from jaxlm.plan.presets.base import with_preset
+from jaxlm.plan.presets.base import given_at
+from jaxlm.plan.presets.progressive import ProgressiveConfig
 from jaxlm.plan.run_config import RunConfig
-from jaxlm.reading.overrides import override
+from jaxlm.reading.decode import decode
+from jaxlm.reading.overrides import option_tree, override
 from jaxlm.reading.yaml import ConfigSource, merge
 from jaxlm.train import train
 
@@ -31,6 +33,11 @@ _ABSENT = {
     "ProgressiveDataLoader": "jaxlm reads the text itself: the section `data` says where it is",
     "TimeStepMasking": "the keys of time and masks are in the configuration: training.progressive and training",
     "create_stack_from_config": "a stack has no weights before it trains: use ProgressiveRackBuilder.append_stack",
+}
+_OF_THE_RACK = {
+    "phases": "the stacks of the builder become the phases. Change the stacks instead",
+    "preset.stacks": "the builder decides how many there are. Give target_stacks instead",
+    "preset.at": "the builder decides where stacks go. Give it building_mode instead",
 }
 
 
@@ -46,6 +53,9 @@ class ProgressiveTrainer:
     def __init__(self, config: StackWiseConfig, overrides: Mapping[str, Any] | None = None):
         """Args: overrides: keys of jaxlm, dotted, as on the command line: `{"trainer.log_dir": "logs"}`."""
         self.config, self.overrides = config, dict(overrides or {})
+        for key, instead in _OF_THE_RACK.items():
+            if given_at(option_tree(self.overrides), key.split(".")) is not None:
+                raise ConfigError(f"overrides: {key} given, but {instead}")
 
     def train_progressively(
         self,
@@ -53,7 +63,7 @@ class ProgressiveTrainer:
         dataloader: Mapping[str, Any] | None = None,
         target_stacks: int | None = None,
     ) -> dict[str, Any]:
-        """Trains the builder's stacks, and as many more as are missing.
+        """Trains the builder's stacks, and adds as many to it as are missing.
 
         Args:
             dataloader: keys of jaxlm's section `data`; None for those of the configuration.
@@ -63,14 +73,16 @@ class ProgressiveTrainer:
             `training_history`: losses, steps, tokens and layers of each phase; `final_rack_info`, `total_training_time` in
             seconds, `checkpoint`, and `run`, which is a `jaxlm.train.TrainResult`.
         """
-        result = train(self.run_config(rack_builder, dataloader, target_stacks))
+        config, stacks = self._planned(rack_builder, dataloader, target_stacks)
+        result = train(config)
+        rack_builder.stacks = list(stacks)
         run = read_run(str(result.plan.log_folder))
         history = [record._asdict() for record in phase_history(run)]
         return {
             "training_history": history,
             "final_rack_info": {
-                "num_stacks": len(rack_builder.stacks),
-                "stacks": list(map(asdict, rack_builder.stacks)),
+                "num_stacks": len(stacks),
+                "stacks": list(map(asdict, stacks)),
             },
             "total_training_time": run.latest(TRAINING_TIME) or 0.0,
             "checkpoint": result.checkpoint,
@@ -85,7 +97,13 @@ class ProgressiveTrainer:
         dataloader: Mapping[str, Any] | None = None,
         target_stacks: int | None = None,
     ) -> RunConfig:
-        """The run that trains a rack; the builder then has all of its stacks. Args: as of `train_progressively`."""
+        """The run that trains a rack. Args: as of `train_progressively`."""
+        return self._planned(rack_builder, dataloader, target_stacks)[0]
+
+    def _planned(
+        self, rack_builder: ProgressiveRackBuilder, dataloader: Mapping[str, Any] | None, target_stacks: int | None
+    ) -> tuple[RunConfig, tuple[PlannedStack, ...]]:
+        """The run, and its stacks."""
         if dataloader is not None and not isinstance(dataloader, Mapping):
             raise ConfigError(
                 f"dataloader: {type(dataloader).__name__} given. jaxlm reads text itself: give keys of its section `data`,"
@@ -104,42 +122,52 @@ class ProgressiveTrainer:
                 f"target_stacks: {wanted} given, but the rack has {len(rack_builder.stacks)} stacks. Give as many or more,"
                 " and at least 2"
             )
-        while len(rack_builder.stacks) < wanted:
-            rack_builder.stacks.append(Stack(len(rack_builder.stacks), rack_builder.building_mode))
-        stacks = rack_builder.stacks
-        tree["model"] = {**tree["model"], "num_layers": stacks[0].n_blocks or tree["model"]["num_layers"]}
-        tree["phases"] = list(_phases(stacks, preset, tree))
-        return decode_run(ConfigSource(tree, source.marks), None)
+        stacks = rack_builder.completed(wanted)
+        num_layers = tree["model"]["num_layers"]
+        preset = {**preset, "layers_per_stack": preset.get("layers_per_stack") or num_layers}
+        tree["model"] = {**tree["model"], "num_layers": stacks[0].n_blocks or num_layers}
+        tree["phases"] = list(_phases(stacks, preset, ConfigSource(tree, source.marks)))
+        return decode_run(ConfigSource(tree, source.marks), None), stacks
 
 
-def _phases(stacks: Sequence[Stack], preset: Mapping[str, Any], tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The phases of a rack: for each stack, that of the preset whose keys are the stack's."""
+@dataclass(frozen=True)
+class _PresetSection:
+    preset: ProgressiveConfig
+
+
+def _phases(
+    stacks: Sequence[PlannedStack], preset: Mapping[str, Any], source: ConfigSource
+) -> Iterator[dict[str, Any]]:
+    """The phases of a rack: for each stack, those that the preset writes with the keys of that stack."""
     if "depth_times" in preset and len({stack.place for stack in stacks[1:]}) > 1:
         raise ConfigError(
             "time_interpretation: depth given with stacks on both sides, whose order is not that of training"
         )
     for stack in stacks:
-        keys = {key: value for key, value in preset.items() if key != "store"} | {"stacks": len(stacks)}
-        keys |= {"at": (stack if stack.number else stacks[1]).place, "trunk": stack.trunk or preset["trunk"]}
+        keys = {**preset, "stacks": len(stacks), "at": (stack if stack.number else stacks[1]).place}
+        keys["trunk"] = stack.trunk or preset["trunk"]
         if stack.n_blocks is not None:
             keys["layers_per_stack"] = stack.n_blocks
         if keys["trunk"] != "lora":
             keys.pop("lora", None)
-        if (keys["at"], keys["trunk"]) != ("append", "frozen"):
-            keys.pop("cache", None)
-        for phase in with_preset(ConfigSource({**tree, "preset": keys})).tree["phases"]:
-            if phase["name"] == f"stack_{stack.number}":
-                yield {**phase, "surgery": [*_stores(stacks, stack.number, preset), *phase.get("surgery", [])]}
-            elif phase["name"] == f"polish_{stack.number}":
-                yield phase
+        if (keys["at"], keys["trunk"]) != ("append", "frozen") and keys.pop("cache", None) and stack.number:
+            why = "reads what the stack computes" if keys["at"] == "prepend" else "has adapters that train"
+            print(
+                "note: training.progressive.cache_activations: nothing is stored while stack"
+                f" {stack.number} trains: the trunk {why}"
+            )
+        before = stacks[max(0, stack.number - 1)]
+        keys["store"] = _store(before, preset) if stack.number else None
+        decoded = decode(_PresetSection, ConfigSource({"preset": keys}, source.marks)).preset
+        yield from decoded.stage(stack.number, source, before.place)
 
 
-def _stores(stacks: Sequence[Stack], number: int, preset: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The surgery that stores the stack which trained before stack `number`."""
-    if number == 0:
-        return
-    before = stacks[number - 1]
-    kind = (None if before.precision is None else STORED[before.precision]) or preset.get("store")
-    if kind is not None:
-        place = "" if number == 1 else rf"{0 if before.place == 'prepend' else number - 1}\."
-        yield {"type": "quantize", "kind": kind, "modules": rf"^body\.{place}layers\."}
+def _store(stack: PlannedStack, preset: Mapping[str, Any]) -> str | None:
+    """How a stack is stored in the trunk."""
+    kind = preset.get("store") if stack.precision is None else STORED_AS[stack.precision]
+    if kind is not None and (steps := preset.get("polish_steps")):
+        raise ConfigError(
+            f"training.joint_tuning_steps: {steps} given, but stack {stack.number} is stored as {kind} when the next one is"
+            " added, and stored weights cannot be trained. Give it the precision 'full', or remove joint_tuning_steps"
+        )
+    return kind

@@ -8,8 +8,8 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import MaskedBatch
+from jaxlm.core.values.mask_schedule import ContinuousSchedule, SteppedSchedule
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
-from jaxlm.data.masking.mask_schedule import ContinuousSchedule, SteppedSchedule
 from jaxlm.data.masking.masked_examples import MaskedExamples
 from jaxlm.data.masking.masking_config import Masker, MaskingConfig
 from jaxlm.data.masking.uniform_numbers import stratified, uniform_numbers

@@ -5,13 +5,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.imports import haliax as hax
+
+import equinox as eqx
+import jax
 import numpy as np
 import pytest
 import yaml
+from haliax import Axis
 
 from jaxlm.commands.convert import main as convert
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.mask_schedule import SteppedSchedule
+from jaxlm.data.tokens import TokensConfig
 from jaxlm.interop.stackwise.from_stackwise import from_stackwise
+from jaxlm.models.diffusion.time_embedding import TimeEmbedding
+from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.plan.load_config import load_config
 from jaxlm.plan.presets.progressive import StackAdapters
 from jaxlm.reading.yaml import load_yaml
@@ -60,6 +69,7 @@ def at(tree: Any, path: str) -> Any:
 
 FRACTIONS = [0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85]
 INPUT = {"time_interpretation": "input"}
+LEARNED = {**INPUT, "time_encoding_type": "learned"}
 MASKS = "data.masking.time_step_mask_fractions"
 TIMES = "preset.depth_times"
 TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -94,8 +104,8 @@ TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (config(INPUT), {"model.time_embedding": {"type": "sinusoidal", "dim": 512}, MASKS: FRACTIONS}),
     (config({**INPUT, "time_embedding_dim": 64}), {"model.time_embedding.dim": 64}),
     (
-        config({**INPUT, "time_encoding_type": "learned"}),
-        {"model.time_embedding": {"type": "learned", "dim": 512, "num_time_steps": 8}},
+        config(LEARNED),
+        {"model.time_embedding": {"type": "learned", "dim": 512, "num_time_steps": 10}},
     ),
     (config(), {TIMES: {"mapping": "linear", "time_per_stack": 100}, "model.time_embedding": "missing"}),
     (
@@ -314,6 +324,7 @@ NO_EFFECT += [
     (config(), config(training={"epochs_per_stack": 3}), "epochs_per_stack: no effect: max_steps"),
     (config(), config(model={"architecture": {"n_stacks": 9, "blocks_per_stack": 2}}), "architecture.n_stacks"),
     (config(QLORA), config({**QLORA, "qlora_rank_pattern": "linear"}), "qlora_rank_pattern"),
+    (config(QLORA), config({**QLORA, "qlora_alpha_pattern": "linear"}), "qlora_alpha_pattern"),
     (config(QLORA), config({**QLORA, "qlora_configs": {0: {"rank": 8}}}), "qlora_configs"),
     (qlora(rank=4), qlora(rank=4, lr=1e-5), "qlora.lr"),
     (qlora(rank=4), qlora(rank=4, mixed_precision=True), "qlora.mixed_precision"),
@@ -421,10 +432,35 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         config({"new_stack_precision": "qlora"}, {"quantization_type": "fp16"}),
         r"quantization_type: fp16 given, but progressive\.new_stack_precision is qlora",
     ),
+    "polish": (
+        config(QLORA, {"joint_tuning_steps": 3}),
+        r"training\.joint_tuning_steps: 3 given.*trunk_strategy: qlora stores the trunk as nf4.*quantization_enabled: false",
+    ),
+    "polish of a stored trunk": (
+        config(CLM, {"joint_tuning_steps": 3, "quantization_type": "fp16"}),
+        r"training\.joint_tuning_steps: 3 given.*quantization_type: fp16 stores the trunk as float16",
+    ),
+    "no store": (
+        config({"new_stack_precision": "qlora"}, {"quantization_enabled": False}),
+        r"quantization_enabled: false given, but progressive\.new_stack_precision: qlora stores",
+    ),
     "fractions": (
         config(INPUT, {"num_time_steps": 3, "time_step_mask_fractions": [0.5]}),
         r"num_time_steps: 3 given, but time_step_mask_fractions has 1",
     ),
+    "a number of fractions": (
+        config(INPUT, {"time_step_mask_fractions": 0.5}),
+        r"time_step_mask_fractions: 0\.5 given, a list of fractions expected",
+    ),
+    "rows": (
+        config(LEARNED, {"num_time_steps": 1000, "mask_schedule_type": "cosine"}),
+        r"num_time_steps: fractions of 1000 time steps given, of which two are only 9\.3e-07 apart, with .*: learned",
+    ),
+    "exponential": (
+        config(INPUT, {"mask_schedule_type": "exponential", "min_mask_fraction": 0}),
+        r"min_mask_fraction: 0 given, but an exponential schedule begins above 0",
+    ),
+    "steps": (config(INPUT, {"num_time_steps": 2.5}), r"num_time_steps: 2\.5 given, a positive integer expected"),
     "two fractions": (
         config(training={"min_mask_fraction": 0.1}, model={"mask_fraction_min": 0.2}),
         r"min_mask_fraction: 0\.1 given, but model\.mask_fraction_min is 0\.2",
@@ -472,11 +508,57 @@ def test_what_jaxlm_cannot_do_is_refused(name: str, tmp_path: Path):
     assert re.match(r"\S+config\.yaml:\d+: ", str(caught.value))
 
 
+@pytest.mark.parametrize(
+    "training",
+    [
+        {},
+        {"num_time_steps": 100},
+        {"num_time_steps": 20, "mask_schedule_type": "cosine", "max_mask_fraction": 1.0},
+        {"time_step_mask_fractions": [0.3, 0.29, 1]},
+    ],
+    ids=str,
+)
+def test_a_learned_time_embedding_tells_all_steps_apart(training: dict[str, Any], tmp_path: Path):
+    translate(tmp_path, config(LEARNED, training))
+    run = load_config(["--config_path", str(tmp_path / "config.yaml")], "jaxlm.train")
+    assert isinstance(run.data, TokensConfig)
+    assert isinstance(run.model, LlamaConfig)
+    assert run.data.masking is not None
+    assert run.model.time_embedding is not None
+    schedule, Embed = run.data.masking.schedule, Axis("embed", 4)
+    assert isinstance(schedule, SteppedSchedule)
+    embedding = TimeEmbedding.init(run.model.time_embedding, Embed, key=jax.random.key(0))
+    out = hax.random.normal(jax.random.key(1), embedding.out_proj.weight.axes)
+    embedding = eqx.tree_at(lambda one: one.out_proj.weight, embedding, out)
+    fractions = hax.named(np.array(schedule.by_step, np.float32), "batch")
+    assert len(np.unique(embedding(fractions).array, axis=0)) == fractions.size
+
+
 def test_neither_targets_nor_variables(tmp_path: Path):
     translate(tmp_path, config(CLM))
     for option in ("--target", "--vars.n"):
         with pytest.raises(ConfigError, match=option):
             load_config(["--config_path", str(tmp_path / "config.yaml"), option, "1"], "jaxlm.train")
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (
+            {"model": {"type": "llama"}, "training": {"num_train_steps": 3}},
+            r"model\.type: no such key.*This file was read as",
+        ),
+        (
+            {"optimizer": {"learning_rate": 0.1}, "training": {"num_train_steps": 3}},
+            r"training: no such key.*\btrainer\b",
+        ),
+        ({"vars": {"n": 3}, "training": {"num_train_steps": "${n}"}}, r"training: no such key.*\btrainer\b"),
+    ],
+)
+def test_a_misspelt_section_of_jaxlm_is_told_from_stackwise(tree: dict[str, Any], message: str, tmp_path: Path):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError, match=message):
+        load_config(["--config_path", str(tmp_path / "config.yaml")], "jaxlm.train")
 
 
 @pytest.mark.parametrize(

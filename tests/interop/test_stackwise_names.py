@@ -8,6 +8,7 @@ import yaml
 
 from jaxlm import stackwise
 from jaxlm.core.errors import ConfigError
+from jaxlm.objectives.cached_trunk import CachedTrunk
 from jaxlm.plan.load_config import load_config
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.yaml import ConfigSource
@@ -72,9 +73,44 @@ def test_stacks_keep_their_side_size_and_precision():
         [],
         [grow("append", 3)],
         [store("float16", r"1\."), grow("prepend", 1)],
-        [store("nf4", r"0\."), grow("append", 4)],
-        [grow("append", 4)],
+        [store("nf4", r"0\."), grow("append", 2)],
+        [grow("append", 2)],
     ]
+
+
+def test_precisions_that_are_given_win():
+    def stored(default: str | None, *precisions: str | None) -> list[str | None]:
+        given = loaded(QLORA)
+        builder = ProgressiveRackBuilder(config=given, default_precision=default)
+        for precision in precisions:
+            builder.append_stack(precision=precision)
+        run = ProgressiveTrainer(given).run_config(builder, target_stacks=4)
+        return [next((one["kind"] for one in phase if "kind" in one), None) for phase in surgeries(run)[1:]]
+
+    assert stored(None) == ["nf4", "nf4", "nf4"]
+    assert stored(None, "full", None, "half") == [None, "nf4", "float16"]
+    assert stored("full") == [None, None, None]
+    assert stored("nvfp4", "full") == [None, "nvfp4", "nvfp4"]
+
+
+def test_a_trunk_that_cannot_be_stored_is_noted(capsys):
+    given = loaded({**CLM, "cache_activations": True})
+    builder = ProgressiveRackBuilder(config=given)
+    for add in (builder.append_stack, builder.append_stack, builder.prepend_stack):
+        add()
+    run = ProgressiveTrainer(given).run_config(builder, target_stacks=4)
+    stores = [isinstance(phase.objective, CachedTrunk) for phase in run.phases or []]
+    assert stores == [False, True, False, True]
+    notes = capsys.readouterr().out
+    assert "note: training.progressive.cache_activations: nothing is stored while stack 2 trains: the trunk" in notes
+    assert notes.count("nothing is stored") == 1
+
+
+def test_a_configuration_leaves_the_builder_as_it_is():
+    builder = ProgressiveRackBuilder()
+    builder.append_stack()
+    assert len(untrained(builder, target_stacks=3).phases or []) == 3
+    assert len(builder.build_rack()) == 1
 
 
 def test_the_trunk_of_each_stack_is_frozen_or_has_adapters():
@@ -118,7 +154,27 @@ def two_sided() -> RunConfig:
     return ProgressiveTrainer(loaded()).run_config(builder)
 
 
+def overridden(**overrides: Any) -> RunConfig:
+    keys = {key.replace("__", "."): value for key, value in overrides.items()}
+    return ProgressiveTrainer(loaded(CLM), keys).run_config(ProgressiveRackBuilder())
+
+
+def polished() -> RunConfig:
+    given = loaded(CLM, {"joint_tuning_steps": 3})
+    builder = ProgressiveRackBuilder(config=given)
+    builder.append_stack(precision="half")
+    return ProgressiveTrainer(given).run_config(builder, target_stacks=2)
+
+
 REFUSED = {
+    "phases": (
+        lambda: overridden(phases=[]),
+        r"overrides: phases given, but the stacks of the builder become the phases",
+    ),
+    "a key of a phase": (lambda: overridden(phases__0__num_train_steps=3), r"overrides: phases given"),
+    "stacks": (lambda: overridden(preset__stacks=3), r"overrides: preset\.stacks given, .* target_stacks"),
+    "side": (lambda: overridden(preset={"at": "prepend"}), r"overrides: preset\.at given, .* building_mode"),
+    "polish": (polished, r"joint_tuning_steps: 3 given, .* stack 0 is stored as float16"),
     "loader": (
         lambda: untrained(ProgressiveRackBuilder(), dataloader=[1]),
         r"dataloader: list given\. jaxlm reads text itself: give keys of its section `data`",

@@ -9,7 +9,7 @@ import numpy as np
 from jaxlm.engine.metric_names import EVAL_LOSS, TOTAL_TOKENS, TRAIN_LOSS
 from jaxlm.observe.logged_run import LoggedRun
 
-STEPS, LAYERS, TRAINS, HIDDEN = "steps", "layers", "trains", "hidden tokens"
+STEPS_ROW, LAYERS_ROW, TRAINS_ROW, HIDDEN_ROW = "steps", "layers", "trains", "hidden tokens"
 """Rows of the table of a phase in the console output, which this module reads back."""
 _ENTRY = re.compile(r"^phase '(.+)': parameters\n((?:  \S.*\n)+)", re.MULTILINE)
 _ROW = re.compile(r"^  (\S.*?)  +(.*)$", re.MULTILINE)
@@ -64,7 +64,7 @@ def phase_history(run: LoggedRun) -> list[PhaseRecord]:
 def _records(run: LoggedRun, entries: Mapping[str, re.Match[str]]) -> Iterator[PhaseRecord]:
     for name, entry in entries.items():
         rows = dict(_ROW.findall(entry[2]))
-        steps = re.fullmatch(r"(\d+) to (\d+)", rows.get(STEPS, ""))
+        steps = re.fullmatch(r"(\d+) to (\d+)", rows.get(STEPS_ROW, ""))
         if steps is None:  # of a run that an earlier version has logged
             continue
         start, end = map(int, steps.groups())
@@ -77,9 +77,9 @@ def _records(run: LoggedRun, entries: Mapping[str, re.Match[str]]) -> Iterator[P
             name,
             start,
             end,
-            rows.get(LAYERS, ""),
-            rows.get(TRAINS, ""),
-            rows.get(HIDDEN, ""),
+            rows.get(LAYERS_ROW, ""),
+            rows.get(TRAINS_ROW, ""),
+            rows.get(HIDDEN_ROW, ""),
             " and ".join(stored.values()),
             (losses[0], losses[-1]) if len(losses) else (),
             validation[-1] if len(validation) else None,

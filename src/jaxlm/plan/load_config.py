@@ -23,8 +23,8 @@ from jaxlm.reading.overrides import OPTION, Arguments, help_text, option_tree, o
 from jaxlm.reading.plugins import load_installed_plugins
 from jaxlm.reading.recipes import config_file
 from jaxlm.reading.schema import sections
-from jaxlm.reading.targets import Resolved, Selection, resolve
-from jaxlm.reading.variables import is_option_of_variables
+from jaxlm.reading.targets import ENTRYPOINTS, TARGETS, Resolved, Selection, resolve
+from jaxlm.reading.variables import VARS, is_option_of_variables
 from jaxlm.reading.yaml import ConfigSource, load_yaml, parse_value
 
 R = TypeVar("R", bound=RunConfig)
@@ -109,7 +109,7 @@ def foreign_as_yaml(arguments: Arguments, program: str) -> str:
         ConfigError: the file is not one of that program.
     """
     file = read_file(arguments, RunConfig)
-    if file.manifest != program:
+    if file.program != program:
         raise ConfigError(f"{arguments.config_path}: this is not {FOREIGN[program]}")
     target = "" if file.target is None else f"target {file.target} of "
     notes = [f"# {redacted(note)}\n" for note in (f"{target}{arguments.config_path}, of {program}", *file.notes)]
@@ -120,9 +120,14 @@ def _resolved(source: ConfigSource, selection: Selection, kind: type[RunConfig])
     remember_secrets(source.tree)
     if is_caramba(source.tree):
         return from_caramba(source, selection)
-    if is_stackwise(source.tree):
+    if is_stackwise(source.tree, {VARS, TARGETS, ENTRYPOINTS, *(field.name for field in fields(kind))}):
         resolve(ConfigSource({}), selection, kind)  # it has neither targets nor variables
-        return from_stackwise(source)
+        try:
+            return from_stackwise(source)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error} (This file was read as StackWise's, because of its section `training`. jaxlm's own is `trainer`)"
+            ) from None
     return resolve(source, selection, kind)
 
 

@@ -52,13 +52,13 @@ class Resolved:
     Attributes:
         target: the name of the target that was used; None for a file without one.
         notes: what a user should know about it.
-        manifest: the program whose file it was; None for a configuration of jaxlm.
+        program: the program whose file it was; None for a configuration of jaxlm.
     """
 
     source: ConfigSource
     target: str | None
     notes: tuple[str, ...] = ()
-    manifest: str | None = None
+    program: str | None = None
 
 
 def resolve(source: ConfigSource, selection: Selection, kind: type) -> Resolved:

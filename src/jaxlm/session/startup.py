@@ -34,7 +34,7 @@ from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, RematModules
 from jaxlm.models.scan import runs_as_scan
 from jaxlm.models.stacks import HeterogeneousBody, Stack
 from jaxlm.observe.console import duration
-from jaxlm.observe.phase_history import HIDDEN, LAYERS, STEPS, TRAINS
+from jaxlm.observe.phase_history import HIDDEN_ROW, LAYERS_ROW, STEPS_ROW, TRAINS_ROW
 from jaxlm.observe.trackers import RunInfo
 from jaxlm.observe.trackers.environment import JAX_OPTIONS, computing, flags, source_of, source_of_jaxlm, variables
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
@@ -432,10 +432,10 @@ def phase_rows(plan: Plan, phase: Phase, model: LanguageModel, opt_state: Any) -
     sizes, noise = [stack.Layers.size for stack in _stacks(model)], plan.data[phase.index].noise
     parts = f" ({' + '.join(map(str, sizes))})" if len(sizes) > 1 else ""
     return [
-        (STEPS, f"{phase.start} to {phase.end}"),
-        *([(LAYERS, f"{sum(sizes)}{parts}")] if sizes else []),
-        *([(HIDDEN, noise)] if noise is not None else []),
-        (TRAINS, f"{trainable:,} of {trainable + frozen:,} parameters"),
+        (STEPS_ROW, f"{phase.start} to {phase.end}"),
+        *([(LAYERS_ROW, f"{sum(sizes)}{parts}")] if sizes else []),
+        *([(HIDDEN_ROW, noise)] if noise is not None else []),
+        (TRAINS_ROW, f"{trainable:,} of {trainable + frozen:,} parameters"),
         *((group.name, _group_row(phase.optimizer, group)) for group in phase.groups(model)),
         ("frozen", f"{frozen:,}"),
         ("optimizer state", describe_state(opt_state, trainable)),

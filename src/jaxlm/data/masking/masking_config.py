@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction, PositiveFraction, PositiveInt, Seed
+from jaxlm.core.values.mask_schedule import ContinuousSchedule, MaskSchedule, ScheduleType, SteppedSchedule
 from jaxlm.data.batch import Columns
-from jaxlm.data.masking.mask_schedule import ContinuousSchedule, MaskSchedule, ScheduleType, SteppedSchedule
 from jaxlm.data.masking.uniform_numbers import uniform_numbers
 from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer
 from jaxlm.reading.decode import encode

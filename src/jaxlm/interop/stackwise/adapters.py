@@ -4,22 +4,32 @@ In StackWise a stack has adapters of its own, and further ones when it becomes p
 are added up, so here they are one adapter, whose rank is the sum.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, get_args
 
-from jaxlm.core.values.stack_pattern import ALPHA_STEP, RANK_STEP, by_pattern
+from jaxlm.core.values.stack_pattern import ALPHA_STEP, RANK_STEP, Pattern, by_pattern
 from jaxlm.interop.section import Section
 from jaxlm.interop.translated import Translated
 
-_PATTERNS = ("constant", "increasing", "decreasing", "linear")
 _STRATEGIES = ("simplified", "progressive", "variable")
-_KEYS = ("qlora_enabled", "qlora_rank", "qlora_alpha", "qlora_strategy", "qlora_rank_pattern", "qlora_alpha_pattern")
-_KEYS += ("qlora_configs", "progressive_qlora", "progressive_qlora_rank", "progressive_qlora_alpha")
+_OF_STACK = (
+    "qlora_rank",
+    "qlora_alpha",
+    "qlora_strategy",
+    "qlora_rank_pattern",
+    "qlora_alpha_pattern",
+    "qlora_configs",
+)
+_OF_TRUNK = ("progressive_qlora_rank", "progressive_qlora_alpha")
+_KEYS = ("qlora_enabled", *_OF_STACK, "progressive_qlora", *_OF_TRUNK)
 _SECTION = "qlora"
 _FROZEN = (
     "no effect with trunk_strategy: frozen: adapters are frozen with the trunk, and a stack that trains needs none"
 )
 _NO_DROPOUT = "the adapters of the preset have none. Set it to 0, or write `phases` with the surgery lora"
+_SIZE = ("rank", "alpha")
+_CONSTANT = ["constant", "constant"]
+_LINEAR_PATTERNS = ("constant", "increasing", "decreasing")
 Size = tuple[float, float]
 """Rank and alpha."""
 
@@ -56,35 +66,37 @@ def _put_keys(progressive: Section, number: int, out: Translated) -> None:
             "false given with trunk_strategy: qlora, but then nothing in the trunk trains. Set it to true, or trunk_strategy:"
             " frozen",
         )
-    rank, alpha = progressive.number("qlora_rank", 16), progressive.number("qlora_alpha", 32)
-    strategy = progressive.choice("qlora_strategy", _STRATEGIES, "simplified")
-    patterns = [progressive.choice(f"qlora_{of}_pattern", _PATTERNS, "constant") for of in ("rank", "alpha")]
-    table = _variable(progressive, "qlora_configs", strategy, rank, alpha, number)
-    more = progressive.number("progressive_qlora_rank", 8), progressive.number("progressive_qlora_alpha", 16)
-    if strategy != "progressive":
-        if patterns != ["constant", "constant"]:
-            progressive.note("qlora_rank_pattern", f"no effect with qlora_strategy: {strategy}")
-        patterns = ["constant", "constant"]
+    if not of_trunk:
+        for key in _OF_TRUNK:
+            progressive.ignore(key, "no effect without progressive_qlora: true")
     if not of_stack:
-        _put_simple(*more, ["constant", "constant"], progressive, "progressive_qlora", out)
-    elif not of_trunk and table is None:
+        for key in _OF_STACK:
+            progressive.ignore(key, "no effect with qlora_enabled: false: the adapters are those of progressive_qlora")
+    trunk_size = progressive.number("progressive_qlora_rank", 8), progressive.number("progressive_qlora_alpha", 16)
+    if not of_stack:
+        _put_simple(*trunk_size, _CONSTANT, progressive, "progressive_qlora", out)
+        return
+    strategy = progressive.choice("qlora_strategy", _STRATEGIES, "simplified")
+    rank, alpha, table = _sizes(progressive, "qlora_", strategy, number)
+    patterns = _patterns(progressive, "qlora_", strategy, get_args(Pattern))
+    if not of_trunk and table is None:
         _put_simple(rank, alpha, patterns, progressive, "qlora_rank", out)
     else:
         sizes = table or [_by_patterns(rank, alpha, patterns, stack) for stack in range(number)]
         if of_trunk:
-            _note_sum(progressive, sizes, more)
-            sizes = [(size[0] + more[0], size[1] + more[1]) for size in sizes]
+            _note_sum(progressive, sizes, trunk_size)
+            sizes = [(size[0] + trunk_size[0], size[1] + trunk_size[1]) for size in sizes]
         if len(set(sizes)) == 1:
-            _put_simple(*sizes[0], ["constant", "constant"], progressive, "qlora_rank", out)
+            _put_simple(*sizes[0], _CONSTANT, progressive, "qlora_rank", out)
         else:
             _put_table(sizes, progressive, "qlora_strategy", out)
 
 
-def _note_sum(progressive: Section, sizes: list[Size], more: Size) -> None:
+def _note_sum(progressive: Section, sizes: list[Size], trunk_size: Size) -> None:
     progressive.note(
         "progressive_qlora", "a stack of the trunk has one adapter, whose rank and alpha are the sums of both adapters'"
     )
-    if any(alpha * more[0] != more[1] * rank for rank, alpha in sizes):
+    if any(alpha * trunk_size[0] != trunk_size[1] * rank for rank, alpha in sizes):
         progressive.note(
             "progressive_qlora_alpha", "the sum is scaled by its alpha / rank, which is between those of both"
         )
@@ -96,19 +108,27 @@ def _put_section(training: Section, number: int, out: Translated) -> None:
     if not qlora.choice("enabled", (True, False), True):
         raise qlora.error("enabled", "false given with trunk_strategy: qlora, but then nothing in the trunk trains")
     strategy = qlora.choice("strategy", _STRATEGIES, "simplified")
-    last = {"rank": qlora.number("rank", 16), "alpha": qlora.number("alpha", 32)}
-    first = {"rank": qlora.number("progressive_rank", 8), "alpha": qlora.number("progressive_alpha", 16)}
-    patterns = {of: qlora.choice(f"{of}_pattern", _PATTERNS[:3], "constant") for of in last}
-    table = _variable(qlora, "configs", strategy, last["rank"], last["alpha"], number)
-    qlora.ignore("progressive_enabled", "no effect: strategy says it")
+    rank, alpha, table = _sizes(qlora, "", strategy, number)
+    patterns: dict[str, Any] = dict(zip(_SIZE, _patterns(qlora, "", strategy, _LINEAR_PATTERNS), strict=True))
+    for of, pattern in patterns.items():
+        if pattern == "constant":
+            qlora.ignore(
+                f"progressive_{of}", f"no effect: all stacks have the same {of}, unless configs says otherwise"
+            )
+    last: dict[str, float] = {"rank": rank, "alpha": alpha}
+    first: dict[str, float] = {
+        "rank": qlora.number("progressive_rank", 8),
+        "alpha": qlora.number("progressive_alpha", 16),
+    }
+    qlora.ignore("progressive_enabled", "no effect: strategy decides that")
     qlora.refuse("dropout", _NO_DROPOUT, 0, 0.0)
     qlora.ignore("lr", "no effect: adapters have the learning rate of the optimizer")
     qlora.ignore("mixed_precision", "no effect: preset.store says how the trunk is stored; adapters are float32")
     qlora.done()
     if table is not None:
         _put_table(table, training, _SECTION, out)
-    elif strategy == "simplified" or set(patterns.values()) == {"constant"}:
-        _put_simple(last["rank"], last["alpha"], ["constant", "constant"], training, _SECTION, out)
+    elif set(patterns.values()) == {"constant"}:
+        _put_simple(rank, alpha, _CONSTANT, training, _SECTION, out)
     else:
 
         def at(of: str, stack: int) -> int:
@@ -118,23 +138,50 @@ def _put_section(training: Section, number: int, out: Translated) -> None:
         _put_table([(at("rank", stack), at("alpha", stack)) for stack in range(number)], training, _SECTION, out)
 
 
-def _variable(section: Section, key: str, strategy: str, rank: float, alpha: float, number: int) -> list[Size] | None:
-    """The sizes of a table {stack: {rank, alpha}}; None without the strategy `variable`."""
+def _sizes(section: Section, prefix: str, strategy: str, number: int) -> tuple[float, float, list[Size] | None]:
+    """Rank and alpha, and the sizes that a table {stack: {rank, alpha}} gives; None without the strategy `variable`.
+
+    Args:
+        prefix: of the names of the keys.
+        number: of the stacks that become part of a trunk.
+    """
+    given = [of for of in _SIZE if f"{prefix}{of}" in section]
+    rank, alpha = section.number(f"{prefix}rank", 16), section.number(f"{prefix}alpha", 32)
+    key = f"{prefix}configs"
     if strategy != "variable":
         section.ignore(key, f"no effect with the strategy {strategy}")
-        return None
-    given = section.take(key, {})
-    if not isinstance(given, Mapping) or not all(str(stack).isdecimal() for stack in given):
-        raise section.error(key, f"{given!r} given, a mapping such as {{0: {{rank: 8, alpha: 16}}}} expected")
-    sizes = {}
-    for stack, keys in given.items():
-        one = section.inside(key, given).inside(stack, keys)
-        sizes[int(stack)] = one.number("rank", rank), one.number("alpha", alpha)
-        one.refuse("dropout", _NO_DROPOUT, 0, 0.0)
-        one.done()
+        return rank, alpha, None
+    table = section.take(key, {})
+    if not isinstance(table, Mapping) or not all(str(stack).isdecimal() for stack in table):
+        raise section.error(key, f"{table!r} given, a mapping such as {{0: {{rank: 8, alpha: 16}}}} expected")
+    if not table:
+        section.note(f"{prefix}strategy", f"no effect without {key}: all stacks have the same rank and alpha")
+    sizes, written = {}, {}
+    for stack, keys in table.items():
+        entry = section.inside(key, table).inside(stack, keys)
+        written[int(stack)] = [of for of in _SIZE if of in entry]
+        sizes[int(stack)] = entry.number("rank", rank), entry.number("alpha", alpha)
+        entry.refuse("dropout", _NO_DROPOUT, 0, 0.0)
+        entry.done()
     if beyond := [stack for stack in sizes if stack >= number]:
         section.note(key, f"{beyond[0]}: no effect: of {number + 1} stacks, the last never becomes part of the trunk")
-    return [sizes.get(stack, (rank, alpha)) for stack in range(number)]
+    for of in given:
+        if all(of in written.get(stack, ()) for stack in range(number)):
+            section.note(f"{prefix}{of}", f"no effect: {key} has the {of} of every stack")
+    return rank, alpha, [sizes.get(stack, (rank, alpha)) for stack in range(number)]
+
+
+def _patterns(section: Section, prefix: str, strategy: str, allowed: Collection[str]) -> list[Any]:
+    """How rank and alpha change from stack to stack. Args: prefix: of the names of the keys."""
+    patterns = [section.choice(f"{prefix}{of}_pattern", allowed, "constant") for of in _SIZE]
+    if strategy == "progressive":
+        if patterns == _CONSTANT:
+            section.note(f"{prefix}strategy", "no effect: the patterns of rank and alpha are constant")
+        return patterns
+    for of, pattern in zip(_SIZE, patterns, strict=True):
+        if pattern != "constant":
+            section.note(f"{prefix}{of}_pattern", f"no effect with {prefix}strategy: {strategy}")
+    return _CONSTANT
 
 
 def _by_patterns(rank: float, alpha: float, patterns: list[Any], stack: int) -> Size:

@@ -24,11 +24,12 @@ def put_data(model: Section, data: Section, training: Section, objective: Object
     path = data.take("dataset_path")
     if path is not None:
         put_text(str(path), data, "dataset_path", out)
-    if data.choice("use_dummy_data", (True, False), False) and path is None:
-        data.note(
-            "use_dummy_data",
-            "no effect: nothing is learned from random tokens. Set data.dataset_path, or --data.train_urls",
-        )
+    data.ignore(
+        "use_dummy_data",
+        "no effect: nothing is learned from random tokens. Set data.dataset_path, or --data.train_urls"
+        if path is None
+        else "no effect: the text of dataset_path is read",
+    )
     data.ignore("num_samples", "no effect: it is the number of random sequences of use_dummy_data")
     if objective.name == "custom":
         out.put("data.type", "labeled", data, "dataset_path")
@@ -72,10 +73,10 @@ def _tokenizer(model: Section, data: Section, objective: Objective, out: Transla
     elif objective.hides_tokens:
         special = {"type": "bpe", "special_tokens": [_END_OF_TEXT, MASK]}
         out.put("data.tokenizer", special, data, "tokenizer_path")
-    if family is not None and out.has("data.vocab_size"):
-        embedding.note(
-            "family", "no effect beside tokenizer_path or vocab_size: the tokenizer is that file, or trained here"
-        )
+    if family is not None and path is not None:
+        embedding.note("family", "no effect beside data.tokenizer_path, which is the tokenizer")
+    elif family is not None and out.has("data.vocab_size"):
+        embedding.note("family", "no effect beside vocab_size: a tokenizer of that size is trained on the text")
 
 
 def _num_sequences(path: Any, seq_len: Any) -> int | None:

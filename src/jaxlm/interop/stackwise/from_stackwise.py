@@ -4,7 +4,7 @@ Source: StackWise's guide to progressive training, and the fields of its configu
 accepted with a note that says why it has no effect, or refused with what to do instead. Nothing is ignored silently.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxlm.interop.section import Section
@@ -18,12 +18,16 @@ from jaxlm.interop.translated import Translated
 from jaxlm.reading.targets import Resolved
 from jaxlm.reading.yaml import ConfigSource
 
-_TRAINING = "training"
+_MODEL, _TRAINING, _DATA = "model", "training", "data"
 
 
-def is_stackwise(tree: Mapping[str, Any]) -> bool:
-    """Whether a file is a configuration of StackWise: jaxlm's own have a section `trainer` instead."""
-    return _TRAINING in tree
+def is_stackwise(tree: Mapping[str, Any], own: Collection[str]) -> bool:
+    """Whether a file is a configuration of StackWise: jaxlm's own have a section `trainer` instead of `training`.
+
+    Args:
+        own: the keys of jaxlm's configurations. A file with one that StackWise does not have is jaxlm's.
+    """
+    return _TRAINING in tree and not (tree.keys() - {_MODEL, _DATA}) & set(own)
 
 
 def from_stackwise(source: ConfigSource) -> Resolved:
@@ -34,7 +38,7 @@ def from_stackwise(source: ConfigSource) -> Resolved:
     """
     notes: list[str] = []
     top = Section(source, (), source.tree, notes)
-    model, training, data = (top.section(name) for name in ("model", _TRAINING, "data"))
+    model, training, data = (top.section(name) for name in (_MODEL, _TRAINING, _DATA))
     top.done()
     progressive, architecture = training.section("progressive"), model.section("architecture")
     out = Translated()
@@ -42,11 +46,11 @@ def from_stackwise(source: ConfigSource) -> Resolved:
     put_model(model, objective, out)
     num_sequences = put_data(model, data, training, objective, out)
     growth = Growth.of(training, progressive, architecture)
-    put_training(training, growth.is_progressive, num_sequences, out)
     if growth.is_progressive:
         put_growth(growth, training, progressive, objective, out)
     else:
         drop_growth(growth, training, progressive, out)
+    put_training(training, growth.is_progressive, num_sequences, out)
     if objective.hides_tokens:
         put_masking(growth, training, progressive, model, objective, out)
     else:

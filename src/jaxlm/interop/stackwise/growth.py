@@ -18,7 +18,7 @@ _PRECISIONS = {
     "nvfp4": None,
 }
 """`new_stack_precision` -> `trainer.mp`; None for those that say how a stack is stored once it is part of the trunk."""
-STORED = {"qlora": "nf4", "nvfp4": "nvfp4"}
+_FOUR_BITS = {"qlora": "nf4", "nvfp4": "nvfp4"}
 _QUANTIZED = {"fp4": "nvfp4", "fp16": "float16", "fp32": None}
 _ONLY_GROWTH = ("enabled", "trunk_strategy", "cache_activations", "building_mode", "max_stacks", "target_stacks")
 WHOLE = "no effect: all stacks train at once (strategy: end_to_end, or progressive.enabled: false)"
@@ -88,7 +88,7 @@ def drop_growth(growth: Growth, training: Section, progressive: Section, out: Tr
     """Writes a model that trains as a whole, and takes the keys of growth."""
     out.put("model.num_layers", growth.num_stacks * growth.num_blocks, *growth.stacks_from)
     precision = progressive.choice("new_stack_precision", _PRECISIONS, "full")
-    if precision in STORED:
+    if precision in _FOUR_BITS:
         raise progressive.error(
             "new_stack_precision", f"'{precision}' given, but weights that train are not stored in 4 bits. Set bfloat16"
         )
@@ -108,10 +108,10 @@ def _put_precision(training: Section, progressive: Section, trunk: str, out: Tra
         )
     precision = progressive.choice(key, _PRECISIONS, "full")
     out.put("trainer.mp", _PRECISIONS[precision] or "f32", progressive, key)
-    if precision in STORED:
+    if precision in _FOUR_BITS:
         progressive.note(
             key,
-            f"{precision}: a stack trains in float32, and is stored as {STORED[precision]} once it is part of the trunk",
+            f"{precision}: a stack trains in float32, and is stored as {_FOUR_BITS[precision]} once it is part of the trunk",
         )
     elif precision != "full":
         scaled = ", with a loss scale" if precision != "bfloat16" else ""
@@ -123,22 +123,40 @@ def _put_precision(training: Section, progressive: Section, trunk: str, out: Tra
         )
     kind = training.choice("quantization_type", (*_QUANTIZED, "fp8"))
     if enabled is False:
+        if kind is not None:
+            training.note("quantization_type", "no effect with quantization_enabled: false")
+        if precision in _FOUR_BITS:
+            raise training.error(
+                "quantization_enabled",
+                f"false given, but progressive.new_stack_precision: {precision} stores the trunk. Remove one of them",
+            )
         kind = None
     elif enabled and kind is None:
         kind = "fp16"
-    if kind is not None and precision in STORED and _QUANTIZED[kind] != STORED[precision]:
+    if kind is not None and precision in _FOUR_BITS and _QUANTIZED[kind] != _FOUR_BITS[precision]:
         raise training.error(
             "quantization_type",
             f"{kind} given, but progressive.new_stack_precision is {precision}: both say how the trunk is stored. Remove one",
         )
     if kind is not None:
-        store, where = _QUANTIZED[kind], (training, "quantization_type")
-    elif precision in STORED:
-        store, where = STORED[precision], (progressive, key)
+        store, where, said = _QUANTIZED[kind], (training, "quantization_type"), f"quantization_type: {kind}"
+        instead = "quantization_type: fp32"
+    elif precision in _FOUR_BITS:
+        store, where, said = _FOUR_BITS[precision], (progressive, key), f"progressive.{key}: {precision}"
+        instead = f"progressive.{key}: full"
     else:
-        store, where = ("nf4" if trunk == "qlora" and enabled is None else None), (progressive, "trunk_strategy")
-    if store is not None:
-        out.put("preset.store", store, *where)
+        store = "nf4" if trunk == "qlora" and enabled is None else None
+        where, said = (progressive, "trunk_strategy"), f"progressive.trunk_strategy: {trunk}"
+        instead = "quantization_enabled: false"
+    if store is None:
+        return
+    if steps := training.peek("joint_tuning_steps"):
+        raise training.error(
+            "joint_tuning_steps",
+            f"{steps} given, but {said} stores the trunk as {store}, and stored weights cannot be trained. Remove it, or set"
+            f" {instead}",
+        )
+    out.put("preset.store", store, *where)
 
 
 def _put_cache(progressive: Section, at: str, trunk: str, objective: Objective, out: Translated) -> None:

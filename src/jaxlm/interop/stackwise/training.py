@@ -69,10 +69,10 @@ def _steps(
             )
         out.put(path, max(1, int(epochs * num_sequences // batch_size)), training, "epochs_per_stack")
     elif is_progressive:
-        training.note("max_steps", f"missing: each stack trains {_STEPS_PER_STACK} steps. Set it, or --{path}")
+        training.note("max_steps", f"missing: each stack trains for {_STEPS_PER_STACK} steps. Set it, or --{path}")
         out.put(path, _STEPS_PER_STACK, training, "max_steps")
     else:
-        training.note("max_steps", f"missing: {path} applies. Set it, or --{path}")
+        training.note("max_steps", f"missing: the default of {path} applies. Set it, or --{path}")
     polish = training.number("joint_tuning_steps")
     if is_progressive and polish:
         out.put("preset.polish_steps", polish, training, "joint_tuning_steps")
@@ -113,8 +113,10 @@ def _records(training: Section, out: Translated) -> None:
 def _wandb(training: Section, out: Translated) -> None:
     used = training.choice("use_wandb", (True, False), False)
     keys = {"project": "project", "entity": "entity", "run_name": "name", "tags": "tags"}
-    found = {new: training.take(f"wandb_{old}") for old, new in keys.items()}
-    training.ignore("wandb_notes", "no effect: a comment of the YAML file says the same, and wandb gets the file")
+    if not used:
+        for key in keys:
+            training.ignore(f"wandb_{key}", "no effect without use_wandb: true")
+    given = {new: value for old, new in keys.items() if (value := training.take(f"wandb_{old}"))}
+    training.ignore("wandb_notes", "no effect: write a comment in the YAML file instead, which wandb stores")
     if used:
-        given = {key: value for key, value in found.items() if value}
         out.put("trainer.tracker", {"type": "wandb", "project": "stack-wise", **given}, training, "use_wandb")

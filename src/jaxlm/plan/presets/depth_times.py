@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.core.values.mask_schedule import SteppedSchedule
 from jaxlm.core.values.time_map import TimeMapping, time_steps
-from jaxlm.data.masking.mask_schedule import SteppedSchedule
 from jaxlm.data.masking.masking_config import MaskingConfig
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource

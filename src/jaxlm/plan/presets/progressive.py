@@ -116,40 +116,40 @@ class ProgressiveConfig(PresetConfig):
     depth_times: DepthTimes | None = None
 
     def derive(self, source: ConfigSource) -> Derivation:
-        self._check()
-        section = source.tree.get("model", {})
-        model = decode(_ModelSection, ConfigSource({"model": section}, source.marks)).model
-        num_layers = self.layers_per_stack
-        if num_layers is None:
-            if source.tree.get("use_hf_model_config"):
-                raise ConfigError(
-                    "preset.layers_per_stack: null given with use_hf_model_config. Set it to the number of layers of a new"
-                    " stack"
-                )
-            num_layers = model.Layers.size
-        objective = source.tree.get("objective") or {"type": "next_token"}
-        phases: list[dict[str, Any]] = [{"name": "stack_0", "num_train_steps": self.steps_per_stack}]
-        for number in range(1, self.stacks):
-            phases.append(self._stage(number, num_layers, model, objective))
-            if self.polish_steps:
-                phases.append({"name": f"polish_{number}", "num_train_steps": self.polish_steps})
-        times = self._times(source, objective, model)
-        phases = [self._timed(phase, times) for phase in phases]
-        if self.carry_optimizer:
-            phases = [phases[0], *({**phase, "carry_optimizer": True} for phase in phases[1:])]
+        phases = [phase for number in range(self.stacks) for phase in self.stage(number, source)]
         written = source.tree.get("phases") or phases
         if not isinstance(written, list) or not all(isinstance(phase, Mapping) for phase in written):
             raise ConfigError(
                 "phases: single keys given with preset.type: progressive, which writes the phases itself. Change keys of the"
                 " preset instead, or write the whole list `phases` in the YAML (--dry_run true lists the preset's)"
             )
+        times = self._times(source)
         return Derivation({"phases": phases}, tuple(_row(phase, written, times) for phase in phases))
 
-    def _times(self, source: ConfigSource, objective: Any, model: ModelConfig) -> dict[str, StackTime]:
+    def stage(self, number: int, source: ConfigSource, before: Place | None = None) -> list[dict[str, Any]]:
+        """The phase in which a stack trains, and the one that polishes the model after it.
+
+        Args:
+            number: of the stack, in the order of training.
+            source: the configuration.
+            before: where the stack before it was added; None for `at`.
+
+        Raises:
+            ConfigError: keys contradict each other.
+        """
+        self._check()
+        phases = [self._training(number, source, before or self.at)]
+        if self.polish_steps and number:
+            phases.append({"name": f"polish_{number}", "num_train_steps": self.polish_steps})
+        times = self._times(source)
+        carried = {"carry_optimizer": True} if self.carry_optimizer and number else {}
+        return [{**self._timed(phase, times), **carried} for phase in phases]
+
+    def _times(self, source: ConfigSource) -> dict[str, StackTime]:
         """The times of all phases, by name; empty if none has its own."""
         if self.depth_times is None:
             return {}
-        by_place = self.depth_times.of(self.stacks, source.tree, objective, model.seq_len)
+        by_place = self.depth_times.of(self.stacks, source.tree, _objective(source), _model(source).seq_len)
         places = stack_places(self.stacks, prepended=self.at == "prepend")
         return {
             f"{kind}_{number}": by_place[place] for number, place in enumerate(places) for kind in ("stack", "polish")
@@ -167,28 +167,37 @@ class ProgressiveConfig(PresetConfig):
         denoisers = {"type": "denoisers", "parts": "suffixes", "mask_fractions": until}
         return {**phase, "surgery": [*phase.get("surgery", []), denoisers], **noise}
 
-    def _stage(self, number: int, num_layers: int, model: ModelConfig, objective: Any) -> dict[str, Any]:
-        """The phase in which a new stack trains."""
+    def _training(self, number: int, source: ConfigSource, before: Place) -> dict[str, Any]:
+        """The phase in which a stack trains."""
+        phase: dict[str, Any] = {"name": f"stack_{number}", "num_train_steps": self.steps_per_stack}
+        if number == 0:
+            return phase
         surgery: list[dict[str, Any]] = []
         if self.store is not None:
             # The stack that trained last; those before are stored already.
-            newest = "" if number == 1 else rf"{number - 1}\." if self.at == "append" else r"0\."
+            newest = "" if number == 1 else rf"{number - 1}\." if before == "append" else r"0\."
             surgery.append({"type": "quantize", "kind": self.store, "modules": rf"^body\.{newest}layers\."})
         if self.trunk == "lora":
             size = self.lora.of(number - 1)
             keys = {"type": "lora", "target": _ADAPTED, "existing": "keep", "cap_rank": True}
             surgery.append({**keys, "rank": size.rank, "alpha": size.alpha})
-        surgery.append({"type": "grow", "num_layers": num_layers, "at": self.at, "init": self.init})
-        phase: dict[str, Any] = {
-            "name": f"stack_{number}",
-            "num_train_steps": self.steps_per_stack,
-            "surgery": surgery,
-            "trainable": [".*"] if self.trunk == "train" else self._trainable(model),
-        }
+        surgery.append({"type": "grow", "num_layers": self._num_layers(source), "at": self.at, "init": self.init})
+        phase["surgery"] = surgery
+        phase["trainable"] = [".*"] if self.trunk == "train" else self._trainable(_model(source))
         if self.cache:
-            stored = {"type": "cached_trunk", "objective": objective}
+            stored = {"type": "cached_trunk", "objective": _objective(source)}
             phase["objective"] = {**stored, "int8": True} if self.cache == "int8" else stored
         return phase
+
+    def _num_layers(self, source: ConfigSource) -> int:
+        """Layers of a new stack."""
+        if self.layers_per_stack is not None:
+            return self.layers_per_stack
+        if source.tree.get("use_hf_model_config"):
+            raise ConfigError(
+                "preset.layers_per_stack: null given with use_hf_model_config. Set it to the number of layers of a new stack"
+            )
+        return _model(source).Layers.size
 
     def _trainable(self, model: ModelConfig) -> list[str]:
         appended = self.at == "append"
@@ -239,6 +248,14 @@ class ProgressiveConfig(PresetConfig):
 @dataclass(frozen=True)
 class _ModelSection:
     model: ModelConfig = field(default_factory=LlamaConfig)
+
+
+def _model(source: ConfigSource) -> ModelConfig:
+    return decode(_ModelSection, ConfigSource({"model": source.tree.get("model", {})}, source.marks)).model
+
+
+def _objective(source: ConfigSource) -> dict[str, Any]:
+    return source.tree.get("objective") or {"type": "next_token"}
 
 
 def _row(
