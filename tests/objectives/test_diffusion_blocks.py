@@ -216,3 +216,14 @@ def test_blocks_are_for_equally_probable_mask_fractions():
 def test_what_has_no_equal_blocks_is_refused(keys, message):
     with pytest.raises(ConfigError, match=message):
         plan_of(**keys)
+
+
+def test_only_the_batches_of_the_phase_itself_divide_into_blocks():
+    sizes = [{"start": 0, "value": 24}, {"start": 4, "value": 32}]
+    plan = plan_of(
+        rows=sizes,
+        masking={},
+        top={"phases": [{"name": "whole", "num_train_steps": 4, "objective": {"type": "mlm"}}, {"name": "blocks"}]},
+        trainer={"num_train_steps": 4},
+    )
+    assert [phase.start for phase in plan.phases] == [0, 4]

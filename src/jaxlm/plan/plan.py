@@ -318,7 +318,7 @@ def _check_microbatches(phase: Phase, batches: BatchSchedule, num_shards: int) -
     groups = phase.objective.num_row_groups
     uneven = [
         stage
-        for stage in batches.between(0, phase.end)
+        for stage in batches.between(phase.start, phase.end)
         if groups > 1 and (stage.microbatch % (groups * num_shards) or stage.size % stage.microbatch)
     ]
     if uneven:
