@@ -57,6 +57,7 @@ def test_each_row_is_computed_by_the_part_for_its_share_of_masks(whole, as_input
 def test_the_parts_of_a_grown_model_are_its_stacks(whole, at):
     grown = GrowConfig(1, at, "random").apply(parted(whole, "blocks"), key=jax.random.key(0))
     assert grown.denoisers == ()
+    export_form(grown, [DenoisersConfig(LIMITS, "blocks"), GrowConfig(1, at, "random")])  # blocks no more
     model = DenoisersConfig([0.5, 1.0], "blocks").apply(grown, key=None)
     edge = 1 if at == "prepend" else 3
     assert [(one.first, one.stop) for one in model.denoisers] == [(edge, 4), (0, edge)]

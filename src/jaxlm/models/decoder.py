@@ -23,7 +23,7 @@ from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
-from jaxlm.models.diffusion.denoisers import Denoiser, routed
+from jaxlm.models.diffusion.denoisers import Denoiser, routed, runs_whole
 from jaxlm.models.diffusion.time_embedding import TimeEmbedding, TimeEmbeddingConfig
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
@@ -351,7 +351,7 @@ class Decoder(LanguageModel):
         self, inputs: Inputs, *, cache: KVCache | None = None, taps: Sequence[str] = (), key: jax.Array | None = None
     ) -> Hidden:
         by_share = inputs.mask_fractions is not None and not taps
-        if not self.denoisers or (not by_share and self._runs_whole):
+        if not self.denoisers or (not by_share and runs_whole(self.denoisers)):
             return self._scaled(self.body(self._embedded(inputs), inputs, cache, key, taps))
         if not by_share or cache is not None:
             raise ConfigError(
@@ -369,12 +369,6 @@ class Decoder(LanguageModel):
 
     def with_denoisers(self, denoisers: tuple[Denoiser, ...]) -> "Decoder":
         return dataclasses.replace(self, denoisers=denoisers)
-
-    @property
-    def _runs_whole(self) -> bool:
-        """Whether all layers together are a denoiser, that for the most hidden tokens."""
-        most = self.denoisers[-1]
-        return (most.first, most.stop) == (0, self.body.num_layers)
 
     def _embedded(self, inputs: Inputs) -> NamedArray:
         """The input of the first layer."""

@@ -38,6 +38,7 @@ from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.interop.hf.hub import check_upload_name
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import ModelConfig, vocab_axis
+from jaxlm.models.diffusion.denoisers import check_is_whole
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
@@ -205,10 +206,10 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         phase.objective.check_trainable(state.model, phase.split(state.model)[0])
         for evaluation in (one for one in config.evals if one.runs_in(phase.name)):
             evaluation.check_parts(state.model)
-        for surgery in phase.surgeries if config.hf_save_path is not None else ():
-            surgery.check_export()
-        if config.hf_save_path is not None and is_reward_model(state.model):
-            classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
+        if config.hf_save_path is not None:
+            check_is_whole(state.model.denoisers)
+            if is_reward_model(state.model):
+                classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
         cut = {path: leaf.axes for path, leaf in tree.leaves(state.model) if tree.is_named(leaf)}
         check_cut_axes(layout, cut, phase.name)
     return plan

@@ -54,11 +54,3 @@ class DenoisersConfig(SurgeryConfig):
 
     def merge(self, model: LanguageModel) -> LanguageModel:
         return model
-
-    def check_export(self) -> None:
-        if self.parts == "blocks" and len(self.mask_fractions) > 1:
-            raise ConfigError(
-                f"this model is {len(self.mask_fractions)} blocks of layers, of which each denoises alone (surgery denoisers,"
-                " objective diffusion_blocks). transformers would run them one after the other, which is another model. It"
-                " cannot be exported"
-            )

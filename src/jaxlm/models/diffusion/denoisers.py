@@ -62,6 +62,21 @@ def denoisers_of(stacks: Sequence[Sequence[int]], max_fractions: Sequence[float]
     return tuple(Denoiser(fraction, start, stop) for fraction, start, stop in behind)
 
 
+def check_is_whole(denoisers: Sequence[Denoiser]) -> None:
+    """Raises `ConfigError` if a model with these parts is not one that runs all of its layers, as other programs would."""
+    if denoisers and not runs_whole(denoisers):
+        raise ConfigError(
+            f"this model is {len(denoisers)} blocks of layers, of which each denoises alone (surgery denoisers, objective"
+            " diffusion_blocks). transformers would run them one after the other, which is another model. It cannot be"
+            " exported"
+        )
+
+
+def runs_whole(denoisers: Sequence[Denoiser]) -> bool:
+    """Whether one of the parts, the one for the most hidden tokens, has all layers."""
+    return (denoisers[-1].first, denoisers[-1].stop) == (0, denoisers[0].stop)
+
+
 def routed(
     denoisers: Sequence[Denoiser], mask_fractions: NamedArray, run: Callable[[Denoiser], NamedArray]
 ) -> NamedArray:
