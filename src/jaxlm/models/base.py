@@ -46,7 +46,9 @@ class Inputs(eqx.Module):
         segment_ids: int32 {batch, position}. Tokens attend only to tokens with the same id; 0 is padding.
         noise: what to add to the token embeddings; None adds nothing. Only a model with `adds_noise` reads it.
         mask_fractions: float32 {batch}, the fraction of hidden tokens at the time of each row; None if none are hidden. Only
-            a model with a time embedding reads it.
+            a model with a time embedding, or with `denoisers`, reads it.
+        mask_range: the smallest and the largest of them in all inputs of this kind, which says when the model is traced
+            which `denoisers` are needed; None if that is not known.
     """
 
     tokens: NamedArray
@@ -54,6 +56,7 @@ class Inputs(eqx.Module):
     segment_ids: NamedArray
     noise: EmbeddingNoise | None = eqx.field(default=None, kw_only=True)
     mask_fractions: NamedArray | None = eqx.field(default=None, kw_only=True)
+    mask_range: tuple[float, float] | None = eqx.field(static=True, default=None, kw_only=True)
 
 
 class KVArray(eqx.Module):

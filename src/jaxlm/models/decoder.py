@@ -23,7 +23,7 @@ from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
-from jaxlm.models.diffusion.denoisers import Denoiser, routed, runs_whole
+from jaxlm.models.diffusion.denoisers import Denoiser, needed, routed, runs_whole
 from jaxlm.models.diffusion.time_embedding import TimeEmbedding, TimeEmbeddingConfig
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
@@ -360,8 +360,16 @@ class Decoder(LanguageModel):
                 " its loss on hidden tokens"
             )
         assert inputs.mask_fractions is not None
-        run = lambda denoiser: self.hidden_of(denoiser, inputs, key=key).final  # noqa: E731
-        return Hidden(hax.auto_sharded(routed(self.denoisers, inputs.mask_fractions, run)))
+        parts = needed(self.denoisers, inputs.mask_range)
+        if len(parts) == 1:
+            return self.hidden_of(parts[0], inputs, key=key)
+
+        def run(denoiser: Denoiser) -> NamedArray:
+            hidden = self.hidden_of(denoiser, inputs, key=key)
+            assert not hidden.aux, "no family with experts attends to later tokens"
+            return hax.auto_sharded(hidden.final)
+
+        return Hidden(routed(parts, inputs.mask_fractions, run))
 
     def hidden_of(self, denoiser: Denoiser, inputs: Inputs, *, key: jax.Array | None = None) -> Hidden:
         x = self._embedded(inputs)

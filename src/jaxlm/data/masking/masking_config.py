@@ -112,6 +112,14 @@ class MaskingConfig:
         return f"mask fraction {fractions}{times}"
 
     @property
+    def mask_range(self) -> tuple[float, float]:
+        """The smallest and the largest mask fraction that a sequence may have."""
+        fractions = self.time_step_mask_fractions
+        if fractions is None or self.times is not None:
+            fractions = self.schedule.fractions(np.array(self.times or [0.0, 1.0])).tolist()
+        return min(fractions), max(fractions)
+
+    @property
     def is_stepped(self) -> bool:
         """Whether only a few times have a fraction."""
         return self.time_step_mask_fractions is not None or self.num_time_steps is not None

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH
@@ -77,27 +79,45 @@ def runs_whole(denoisers: Sequence[Denoiser]) -> bool:
     return (denoisers[-1].first, denoisers[-1].stop) == (0, denoisers[0].stop)
 
 
+def needed(denoisers: Sequence[Denoiser], mask_range: tuple[float, float] | None) -> Sequence[Denoiser]:
+    """Those of the denoisers that texts need. Args: mask_range: smallest and largest share of hidden tokens; None for any.
+
+    At the largest share of a denoiser, where a range begins, the next one computes the text: it is the one that trains there.
+    """
+    if mask_range is None:
+        return denoisers
+    low, high = np.float32(mask_range)
+    limits = np.float32([0.0, *(one.max_fraction for one in denoisers[:-1]), np.inf])
+    is_single = low == high
+    return [
+        denoiser
+        for denoiser, lower, upper in zip(denoisers, limits, limits[1:], strict=False)
+        if lower < high and (low <= upper if is_single else low < upper)
+    ]
+
+
 def routed(
     denoisers: Sequence[Denoiser], mask_fractions: NamedArray, run: Callable[[Denoiser], NamedArray]
 ) -> NamedArray:
     """For each row what the denoiser for its share of hidden tokens computes: the first one that is for as many, or the last.
 
-    Denoisers that no row needs do not run. The others run for all rows.
+    Denoisers that no row needs do not run. The others run for all rows, and again in the backward pass: what they keep for it
+    would be kept of every denoiser, also of those that do not run.
 
     Args:
         mask_fractions: float32 {batch}.
         run: a denoiser -> {batch, ...}.
     """
     fractions_B = mask_fractions.rearrange((BATCH,)).array
-    limits = jnp.asarray([one.max_fraction for one in denoisers[:-1]], fractions_B.dtype)
+    limits = jnp.asarray([denoiser.max_fraction for denoiser in denoisers[:-1]], fractions_B.dtype)
     number_B = jnp.sum(fractions_B[:, None] > limits, axis=1)
     shape = jax.eval_shape(lambda: run(denoisers[0]))
     result = NamedArray(jnp.zeros(shape.array.shape, shape.array.dtype), shape.axes)
-    for number, one in enumerate(denoisers):
+    for number, denoiser in enumerate(denoisers):
         is_row_B = number_B == number
-        runs, keeps = lambda one=one: run(one).rearrange(shape.axes), lambda result=result: result
-        out = jax.lax.cond(jnp.any(is_row_B), runs, keeps)
+        runs = jax.checkpoint(lambda denoiser=denoiser: run(denoiser).rearrange(shape.axes))
+        out = jax.lax.cond(jnp.any(is_row_B), runs, lambda result=result: result)
         place = [axis.name for axis in shape.axes].index(BATCH)
         chosen = is_row_B.reshape([-1 if at == place else 1 for at in range(len(shape.axes))])
-        result = NamedArray(jnp.where(chosen, out.array, result.array), shape.axes)
+        result = hax.auto_sharded(NamedArray(jnp.where(chosen, out.array, result.array), shape.axes))
     return result
