@@ -196,29 +196,28 @@ class LanguageModel(eqx.Module):
             ConfigError: the model has no tap of that name.
         """
 
-    def hidden_after(
+    def hidden_of(
         self,
-        num_layers: int,
-        stream: NamedArray,
+        first: int,
+        stop: int | None,
         inputs: Inputs,
+        stream: NamedArray | None = None,
         *,
         taps: Sequence[str] = (),
         key: jax.Array | None = None,
     ) -> Hidden:
-        """As `hidden`, from the residual stream after the first layers on.
+        """As `hidden`, with only some of the layers, for all rows.
 
         Args:
-            num_layers: number of layers that the stream has been through.
-            stream: {batch, position, embed}, what `hidden` returns for the tap of the last of them.
+            first, stop: numbers of the first layer that runs, and of the one after the last; None for all from the first on.
+            stream: {batch, position, embed}, the input of the first one: what `hidden` returns for the tap of the layer
+                before it. None for the embeddings.
+            taps: of layers that run. None if `stop` is given.
 
         Raises:
-            ConfigError: the model cannot start there.
+            ConfigError: the model cannot run only some of its layers.
         """
-        raise ConfigError(f"a model of type {type(self).__name__} cannot start from the output of one of its layers")
-
-    def hidden_of(self, denoiser: Denoiser, inputs: Inputs, *, key: jax.Array | None = None) -> Hidden:
-        """As `hidden`, with only the layers of one of `denoisers`, for all rows."""
-        raise AssertionError("the model has no denoisers")
+        raise ConfigError(f"a model of type {type(self).__name__} cannot run only some of its layers")
 
     def with_denoisers(self, denoisers: tuple[Denoiser, ...]) -> "LanguageModel":
         """The same model with other `denoisers`. Raises `ConfigError` if it cannot run only some of its layers."""

@@ -362,18 +362,27 @@ class Decoder(LanguageModel):
         assert inputs.mask_fractions is not None
         parts = needed(self.denoisers, inputs.mask_range)
         if len(parts) == 1:
-            return self.hidden_of(parts[0], inputs, key=key)
+            return self.hidden_of(parts[0].first, parts[0].stop, inputs, key=key)
 
         def run(denoiser: Denoiser) -> NamedArray:
-            hidden = self.hidden_of(denoiser, inputs, key=key)
+            hidden = self.hidden_of(denoiser.first, denoiser.stop, inputs, key=key)
             assert not hidden.aux, "no family with experts attends to later tokens"
             return hax.auto_sharded(hidden.final)
 
         return Hidden(routed(parts, inputs.mask_fractions, run))
 
-    def hidden_of(self, denoiser: Denoiser, inputs: Inputs, *, key: jax.Array | None = None) -> Hidden:
-        x = self._embedded(inputs)
-        return self._scaled(self.body(x, inputs, None, key, (), denoiser.first, denoiser.stop))
+    def hidden_of(
+        self,
+        first: int,
+        stop: int | None,
+        inputs: Inputs,
+        stream: NamedArray | None = None,
+        *,
+        taps: Sequence[str] = (),
+        key: jax.Array | None = None,
+    ) -> Hidden:
+        x = self._embedded(inputs) if stream is None else stream
+        return self._scaled(self.body(x, inputs, None, key, taps, first, stop))
 
     def with_denoisers(self, denoisers: tuple[Denoiser, ...]) -> "Decoder":
         return dataclasses.replace(self, denoisers=denoisers)
@@ -386,17 +395,6 @@ class Decoder(LanguageModel):
         if self.time is not None and inputs.mask_fractions is not None:
             x = (x + for_compute(self.time)(inputs.mask_fractions)).rearrange(x.axes).astype(x.dtype)
         return _apply_norm(for_compute(self.embed_norm), x)
-
-    def hidden_after(
-        self,
-        num_layers: int,
-        stream: NamedArray,
-        inputs: Inputs,
-        *,
-        taps: Sequence[str] = (),
-        key: jax.Array | None = None,
-    ) -> Hidden:
-        return self._scaled(self.body(stream, inputs, None, key, taps, num_layers))
 
     def _scaled(self, hidden: Hidden) -> Hidden:
         return (

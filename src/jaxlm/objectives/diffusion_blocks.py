@@ -19,12 +19,11 @@ from haliax import Axis, NamedArray
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, DENOISER, MICROBATCH
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.values.batch_types import MaskedBatch
 from jaxlm.core.values.sums import Sum
-from jaxlm.models.base import Hidden, Inputs, LanguageModel
-from jaxlm.models.diffusion.denoisers import Denoiser
+from jaxlm.models.base import LanguageModel
 from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.part import ModelPart
 from jaxlm.models.stacks import Body
 from jaxlm.models.step_flops import ModelInStep
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
@@ -88,12 +87,11 @@ class DiffusionBlocks(DiffusionBound):
         if DENOISER not in [axis.name for axis in batch.tokens.axes]:
             return *hidden_token_terms(model, batch, batch.weights, batch.counted, batch.excluded, key), slot
         assert len(model.denoisers) == self.num_blocks, "the phase begins with the surgery `denoisers`"
-        static = {name: getattr(model, name) for name in ("logit_soft_cap", "vocab_multiple")}
         total: dict[str, Any] = {}
         totals: dict[str, Any] = {}
         for number, denoiser in enumerate(model.denoisers):
             rows = jax.tree.map(lambda column, at=number: column[DENOISER, at], batch, is_leaf=tree.is_named)
-            part = _Part(model, denoiser, **static)
+            part = ModelPart.of(model, denoiser.first, denoiser.stop)
             terms, metrics = hidden_token_terms(part, rows, rows.weights, rows.counted, rows.excluded, key)
             total, totals = _added(total, terms), _added(totals, metrics)
             totals[f"block_loss/{number}"] = metrics["loss"]
@@ -102,38 +100,6 @@ class DiffusionBlocks(DiffusionBound):
 
 def _added(sums: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     return {**sums, **{name: sums[name] + one if name in sums else one for name, one in others.items()}}
-
-
-class _Part(LanguageModel):
-    """A model of which one part computes all rows.
-
-    Attributes:
-        whole: the model.
-        denoiser: the part.
-    """
-
-    whole: LanguageModel
-    denoiser: Denoiser
-
-    @property
-    def Vocab(self) -> Axis:
-        return self.whole.Vocab
-
-    @property
-    def Pos(self) -> Axis:
-        return self.whole.Pos
-
-    def hidden(
-        self, inputs: Inputs, *, cache: Any = None, taps: Sequence[str] = (), key: jax.Array | None = None
-    ) -> Hidden:
-        assert cache is None, "objectives do not decode"
-        return self.whole.hidden_of(self.denoiser, inputs, key=key)
-
-    def lm_head(self) -> Weight | None:
-        return self.whole.lm_head()
-
-    def init_cache(self, Batch: Axis, capacity: int, dtype: Any) -> Any:
-        return self.whole.init_cache(Batch, capacity, dtype)
 
 
 def _body_path(model: LanguageModel) -> str:

@@ -86,8 +86,8 @@ def needed(denoisers: Sequence[Denoiser], mask_range: tuple[float, float] | None
     """
     if mask_range is None:
         return denoisers
-    low, high = np.float32(mask_range)
-    limits = np.float32([0.0, *(one.max_fraction for one in denoisers[:-1]), np.inf])
+    low, high = np.asarray(mask_range, np.float32)
+    limits = np.asarray([0.0, *(denoiser.max_fraction for denoiser in denoisers[:-1]), np.inf], np.float32)
     is_single = low == high
     return [
         denoiser
