@@ -123,6 +123,12 @@ class CachedTrunk(ObjectiveConfig):
         return self.num_layers
 
     def check_trainable(self, model: LanguageModel, trainable: Any) -> None:
+        if model.denoisers:
+            raise ConfigError(
+                "objective cached_trunk: which layers of this model compute a text depends on the share of its tokens that is"
+                " hidden (surgery denoisers), so that no trunk reads all of them. Use the objective alone, or grow the model"
+                " in this phase, after which all layers read each text"
+            )
         first, trained = self.first_layer(model), {path for path, _ in tree.leaves(trainable)}
         inputs = _abstract_inputs(model, has_fractions=MaskedBatch in self.objective.batch_types)
         key = jax.eval_shape(lambda: jax.random.key(0))
