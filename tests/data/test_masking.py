@@ -138,9 +138,9 @@ def test_ranges_of_equal_shares_of_the_times():
     assert cosine.ranges(3) == pytest.approx([0.001 + 0.999 * (1 - np.cos(np.pi / 12 * k)) for k in (1, 2, 3)])
     assert len(cosine.ranges(6)) == 6
     for keys, message in (
-        ({"mask_replicas": 2}, "gives each sequence its own times"),
-        ({"num_time_steps": 4}, "does not hide any fraction of a sequence"),
-        ({"strata": 2}, r"num_blocks: 3 given, but data\.masking\.strata: 2 spreads .* Set it to 3"),
+        ({"mask_replicas": 2}, "spreads times over the ways of hiding tokens"),
+        ({"num_time_steps": 4}, "does not hide each token with the same probability"),
+        ({"strata": 2}, r"data\.masking\.strata: 2 spreads .* over 2, 4, 8, ... equal parts .* Set it to 3"),
     ):
         with pytest.raises(ConfigError, match=message):
             MaskingConfig(**keys).ranges(3)

@@ -205,12 +205,18 @@ def test_blocks_are_for_equally_probable_mask_fractions():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({}, r"the data hides no tokens\. Set data\.masking"),
-        ({"masking": {}, "num_blocks": 3}, r"data\.masking\.strata: 1 spreads .* Set it to 3"),
+        ({}, r"phase 'train': .*_blocks trains 2 blocks .* but the data hides no tokens\. Set data\.masking"),
+        ({"masking": {}, "num_blocks": 3}, r"trains 3 blocks .* but data\.masking\.strata: 1 spreads .* Set it to 3"),
         ({"masking": {}, "num_blocks": 4}, "4 parts given, but the model has one stack of 6 layers"),
-        ({"masking": {}, "rows": 8}, "num_blocks: 2 given, but a batch of 8 sequences in 1 microbatches on 8 devices"),
+        (
+            {"masking": {}, "rows": 8},
+            "trains 2 blocks of layers on .* a batch of 8 sequences .* of 8 on 8 devices",
+        ),
         ({"masking": {}, "top": {"hf_save_path": "hf"}}, "this model is 2 blocks of layers.* It cannot be exported"),
-        ({"masking": {}, "trainer": {"per_device_parallelism": 1}}, "a batch of 32 sequences in 4 microbatches"),
+        (
+            {"masking": {}, "trainer": {"per_device_parallelism": 1}},
+            "a batch of 32 sequences comes in microbatches of 8",
+        ),
     ],
 )
 def test_what_has_no_equal_blocks_is_refused(keys, message):

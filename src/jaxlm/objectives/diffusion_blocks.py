@@ -52,10 +52,6 @@ class DiffusionBlocks(DiffusionBound):
     def num_denoisers(self) -> int:
         return self.num_blocks
 
-    @property
-    def num_row_groups(self) -> int:
-        return self.num_blocks
-
     def flops_per_token(self, model: ModelInStep, references: Sequence[ModelInStep]) -> FlopsPerToken:
         """A K-th of those of the layers, and those of the head."""
         whole, every = model.trained(), [path for path, _ in tree.leaves(model.model)]

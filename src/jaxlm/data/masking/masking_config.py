@@ -150,28 +150,27 @@ class MaskingConfig:
         return {name: value for name, value in keys.items() if name not in new or value != new[name]}
 
     def ranges(self, count: int) -> list[float]:
-        """The largest mask fraction in each of `count` ranges of times, of which every batch has equally many sequences.
+        """The largest mask fraction in each of `count` ranges of times. Every batch has the same number of sequences in each.
 
         Raises:
             ConfigError: batches do not.
         """
-        what = f"objective.num_blocks: {count} given, but data.masking"
         if not self.has_rates:
             raise ConfigError(
-                f"{what} does not hide any fraction of a sequence, each token with the same probability. Remove"
-                " num_time_steps, time_step_mask_fractions, mode, random_fraction, unchanged_fraction and a single time in"
-                " times"
+                "data.masking does not hide each token with the same probability, at any time. Remove num_time_steps,"
+                " time_step_mask_fractions, mode, random_fraction, unchanged_fraction and a single time in times"
             )
         if self.mask_replicas is not None:
             raise ConfigError(
-                f"{what}.mask_replicas: {self.mask_replicas} gives each sequence its own times, so that a batch may have more"
-                " of some than of others. Remove it"
+                f"data.masking.mask_replicas: {self.mask_replicas} spreads times over the ways of hiding tokens of a"
+                " sequence, and not over a batch. Remove it"
             )
         doublings = count // self.strata
         if count % self.strata or doublings & (doublings - 1):
+            evenly = ", ".join(str(self.strata << doubling) for doubling in range(3))
             raise ConfigError(
-                f"{what}.strata: {self.strata} spreads the times of a batch evenly over {self.strata} parts of all times, and"
-                f" over 2, 4, 8, ... times as many. Set it to {count}"
+                f"data.masking.strata: {self.strata} spreads the times of a batch evenly over {evenly}, ... equal parts of"
+                f" all times. Set it to {count}"
             )
         ends = np.arange(1, count + 1) / count
         return self.schedule.fractions(self.times_of(ends)).tolist()
