@@ -23,6 +23,7 @@ from jaxlm.objectives.next_token import score_batch
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session.export import model_card
 from jaxlm.session.startup import describe
 from jaxlm.surgery.denoisers import DenoisersConfig
 from tests.engine.helpers import MODEL, TinyRun, layout, one_device, phase
@@ -222,6 +223,15 @@ def test_blocks_are_for_equally_probable_mask_fractions():
 def test_what_has_no_equal_blocks_is_refused(keys, message):
     with pytest.raises(ConfigError, match=message):
         plan_of(**keys)
+
+
+def test_the_card_of_an_exported_model_says_that_it_has_parts():
+    parts = {"type": "denoisers", "mask_fractions": [0.5, 1.0]}
+    phases = [{"name": "p", "objective": {"type": "mlm"}, "surgery": [parts]}]
+    plan = plan_of(masking={}, top={"phases": phases, "hf_save_path": "hf"})
+    text = model_card(plan, plan.phases[0].model, 1, {}).text()
+    expected = "layers 3 to 5 for 0 to 0.5, layers 0 to 5 for 0.5 to 1 of the tokens hidden"
+    assert f"| parts of p | {expected}. jaxlm runs one of them for each text, transformers all layers |" in text
 
 
 def test_only_the_batches_of_the_phase_itself_divide_into_blocks():
