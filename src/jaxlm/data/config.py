@@ -133,7 +133,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         return example_batches
 
     def mask_ranges(self, count: int) -> list[float]:
-        """The largest mask fraction in each of `count` ranges of times. Every batch has the same number of sequences in each.
+        """The largest mask fraction in each of `count` ranges of times. A batch has the same number of sequences in each.
 
         Raises:
             ConfigError: no tokens are hidden, or batches do not.

@@ -1,7 +1,7 @@
 """Lets parts of a model fill in hidden tokens by themselves, each for texts with a certain share of them.
 
 Source: a block for each range of noise: Shing et al. 2025, DiffusionBlocks (arXiv:2506.14202), section 3; a stack and all
-behind it for each noise: StackWise (time as depth).
+stacks after it for each noise: StackWise (time as depth).
 """
 
 import itertools
@@ -27,7 +27,7 @@ class DenoisersConfig(SurgeryConfig):
     Attributes:
         mask_fractions: the largest share that each part is for, ascending: the first one for the last stack of layers. One
             for each stack; a single stack is divided into equal parts. The last part is also for larger shares.
-        parts: `blocks`, a stack alone; `suffixes`, a stack and all behind it. A model of blocks cannot be exported: no other
+        parts: `blocks`, a stack alone; `suffixes`, a stack and all after it. A model of blocks cannot be exported: no other
             program runs only some of its layers.
     """
 

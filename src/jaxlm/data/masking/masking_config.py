@@ -45,8 +45,8 @@ class MaskingConfig:
         times: first and last time that sequences have, such as those of a stack of layers (`preset.depth_times`); twice the
             same for a single one. The loss of the objective `diffusion` is then the share of these times in the bound: the
             shares of ranges that make up [0, 1] add up to it. Null is [0, 1].
-        strata: of this many sequences in a row, one has a time in each of as many equal parts of all times. A power of two is
-            so anyway; the objective `diffusion_blocks` needs it for another number of blocks.
+        strata: spread the times evenly over groups of this many sequences, twice as many, four times as many, and so on. With
+            1, these are the powers of two. Set it for the objective `diffusion_blocks` with another number of blocks.
         mask_replicas: hide tokens of each sequence in only this many ways, each of which counts as a sequence of its own, so
             that one pass reads the text as many times. Null hides others in every epoch.
         validation_replicas: ways in which each validation sequence is read.
@@ -150,7 +150,7 @@ class MaskingConfig:
         return {name: value for name, value in keys.items() if name not in new or value != new[name]}
 
     def ranges(self, count: int) -> list[float]:
-        """The largest mask fraction in each of `count` ranges of times. Every batch has the same number of sequences in each.
+        """The largest mask fraction in each of `count` ranges of times. A batch has the same number of sequences in each.
 
         Raises:
             ConfigError: batches do not.

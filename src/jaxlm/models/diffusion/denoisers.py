@@ -1,7 +1,7 @@
-"""Parts of a model that fill in hidden tokens by themselves, each for texts with a certain share of them.
+"""Parts of a model that fill in hidden tokens by themselves, each in texts of which a certain share is hidden.
 
-    blocks        embeddings -> the layers of one stack -> final norm, head        (DiffusionBlocks)
-    suffixes      embeddings -> a stack and all behind it -> final norm, head      (time as depth)
+    blocks        embeddings -> the layers of one stack -> final norm, head             (DiffusionBlocks)
+    suffixes      embeddings -> a stack and all stacks after it -> final norm, head     (time as depth)
 
 The last stack has the texts with the fewest hidden tokens.
 """
@@ -28,7 +28,7 @@ class Denoiser:
 
     Attributes:
         max_fraction: the largest share of hidden tokens that they are for.
-        first, stop: numbers of the first of them, and of the one behind the last.
+        first, stop: numbers of the first of them, and of the layer after the last.
     """
 
     max_fraction: float
@@ -44,7 +44,7 @@ def denoisers_of(stacks: Sequence[Sequence[int]], max_fractions: Sequence[float]
         max_fractions: of each denoiser, ascending.
 
     Raises:
-        ConfigError: there are not as many stacks, and they are not one stack of so many equal parts.
+        ConfigError: the model has another number of stacks, and not a single one that divides into that many equal parts.
     """
     count, num_layers = len(max_fractions), sum(map(len, stacks))
     if len(stacks) == 1 and num_layers % count == 0:
@@ -52,16 +52,18 @@ def denoisers_of(stacks: Sequence[Sequence[int]], max_fractions: Sequence[float]
     elif len(stacks) == count:
         starts = [layers[0] for layers in stacks]
         if any(tuple(layers) != tuple(range(layers[0], layers[-1] + 1)) for layers in stacks):
-            raise ConfigError("the stacks of this model take turns, so that none of them is a part of it")
+            raise ConfigError(
+                "the layers of this model's stacks alternate, so no stack can run by itself. Train it as a whole"
+            )
     else:
         what = f"{len(stacks)} stacks" if len(stacks) > 1 else f"one stack of {num_layers} layers"
         raise ConfigError(
-            f"{count} parts given, but the model has {what}. Give as many as it has stacks, or a number that divides the"
-            " layers of a single one"
+            f"{count} parts given, but the model has {what}. Give one for each stack, or, for a single stack, a number that"
+            " divides its layers"
         )
     stops = [*starts[1:], num_layers] if parts == "blocks" else [num_layers] * count
-    behind = zip(max_fractions, reversed(starts), reversed(stops), strict=True)
-    return tuple(Denoiser(fraction, start, stop) for fraction, start, stop in behind)
+    from_the_head = zip(max_fractions, reversed(starts), reversed(stops), strict=True)
+    return tuple(Denoiser(*part) for part in from_the_head)
 
 
 def check_is_whole(denoisers: Sequence[Denoiser]) -> None:
@@ -99,7 +101,8 @@ def needed(denoisers: Sequence[Denoiser], mask_range: tuple[float, float] | None
 def routed(
     denoisers: Sequence[Denoiser], mask_fractions: NamedArray, run: Callable[[Denoiser], NamedArray]
 ) -> NamedArray:
-    """For each row what the denoiser for its share of hidden tokens computes: the first one that is for as many, or the last.
+    """For each row, the output of the denoiser for its share of hidden tokens: the first whose limit is not below it, or the
+    last.
 
     Denoisers that no row needs do not run. The others run for all rows, and again in the backward pass: what they keep for it
     would be kept of every denoiser, also of those that do not run.
