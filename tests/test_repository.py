@@ -55,7 +55,7 @@ def planned(tmp_path, monkeypatch):
     def plan(path: Path) -> Plan:
         config = read_config(path)
         # The recipes suit any number of devices, so the batch must be divisible by eight.
-        rows = 8 * config.objective.num_row_groups
+        rows = 8 * (config.objective.num_denoisers or 1)
         config = replace(config, trainer=replace(config.trainer, train_batch_size=rows, per_device_parallelism=-1))
         return make_plan(config, "recipe", assumed_vocabulary(config)[0])
 

@@ -139,9 +139,9 @@ def test_ranges_of_equal_shares_of_the_times():
     assert cosine.ranges(3) == pytest.approx([0.001 + 0.999 * (1 - np.cos(np.pi / 12 * k)) for k in (1, 2, 3)])
     assert len(cosine.ranges(6)) == 6
     for keys, message in (
-        ({"mask_replicas": 2}, "gives each sequence its own times"),
-        ({"num_time_steps": 4}, "does not hide any fraction of a sequence"),
-        ({"strata": 2}, r"num_blocks: 3 given, but data\.masking\.strata: 2 spreads .* Set it to 3"),
+        ({"mask_replicas": 2}, "spreads times over the ways of hiding tokens"),
+        ({"num_time_steps": 4}, "does not hide each token with the same probability"),
+        ({"strata": 2}, r"data\.masking\.strata: 2 spreads .* over 2, 4, 8, ... equal parts .* Set it to 3"),
     ):
         with pytest.raises(ConfigError, match=message):
             MaskingConfig(**keys).ranges(3)
@@ -327,10 +327,29 @@ def test_prompts_are_not_hidden(corpus):
     assert rows["loss_mask"].tolist() == [[0, 0, 0, 0, 1, 1, 0, 0, 1]] * 4
 
 
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"times": [0.25, 0.5], "min_mask_fraction": 0.2}, (0.4, 0.6)),
+        ({"times": [0.5, 0.5], "min_mask_fraction": 0.2}, (0.6, 0.6)),
+        ({"time_step_mask_fractions": [0.3, 0.15, 0.6]}, (0.15, 0.6)),
+        ({"time_step_mask_fractions": [0.3, 0.15, 0.6], "times": [0.5, 0.5]}, (0.15, 0.15)),
+        ({"num_time_steps": 3, "max_mask_fraction": 0.8}, (0.001, 0.8)),
+    ],
+)
+def test_the_range_of_mask_fractions(keys, expected):
+    config = MaskingConfig(**keys)
+    assert config.mask_range == pytest.approx(expected)
+    uniform = (np.arange(64) + 0.5) / 64
+    fractions = config.schedule.fractions(config.times_of(uniform))
+    assert config.mask_range[0] <= fractions.min() <= fractions.max() <= config.mask_range[1]
+
+
 def test_the_batch_spec_names_the_columns(corpus):
     data = opened(corpus)
     made = data.spec.make(**dict.fromkeys(data.spec.columns))
     assert isinstance(made, MaskedBatch)
+    assert made.mask_range == (MaskingConfig().min_mask_fraction, 1.0)
     columns = data.mixture(BatchSchedule.of([BatchSize(0, 8)]), seed=0).read(np.arange(3))
     assert {name: column.dtype for name, column in data.spec.columns.items()} == {
         name: column.dtype for name, column in columns.items()

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.models.diffusion.denoisers import Denoiser
+from jaxlm.models.diffusion.denoisers import Denoiser, needed
+from jaxlm.models.flops import matrix_operations
 from jaxlm.models.inference.denoise import DenoisingConfig, denoise_tokens
 from jaxlm.models.inference.sampling import Sampling
 from jaxlm.surgery.base import export_form, merge_surgeries
@@ -53,10 +54,46 @@ def test_each_row_is_computed_by_the_part_for_its_share_of_masks(whole, as_input
     assert not np.allclose(alone[0], alone[1], atol=0.1)
 
 
+def test_texts_with_one_share_of_masks_cost_their_part_alone(whole, as_inputs):
+    """In the loss and in its gradient: as many matrix products, and none that is run under a condition."""
+    model, tokens = parted(whole, "suffixes"), np.random.default_rng(0).integers(0, 39, (2, 12))
+    of_rows = hax.named(jnp.asarray([0.3, 0.5], jnp.float32), hax.Axis("batch", 2))
+    inputs = dataclasses.replace(as_inputs(tokens), mask_fractions=of_rows, mask_range=(0.25, 0.5))
+    alone = whole.with_layers([1, 2])
+
+    def squares(model, inputs):
+        return jnp.sum(jnp.square(model.hidden(inputs).final.array))
+
+    ours, theirs = (jax.make_jaxpr(jax.grad(squares))(one, inputs).jaxpr for one in (model, alone))
+    assert " cond[" not in str(ours)
+    assert matrix_operations(ours) == matrix_operations(theirs)
+    assert float(squares(model, inputs)) == pytest.approx(float(squares(alone, inputs)), rel=1e-6)
+    any_texts = dataclasses.replace(inputs, mask_range=None)
+    assert " cond[" in str(jax.make_jaxpr(squares)(model, any_texts))
+
+
+@pytest.mark.parametrize(
+    ("mask_range", "parts"),
+    [
+        (None, [0, 1, 2]),
+        ((0.25, 0.25), [0]),
+        ((0.25, 0.5), [1]),
+        ((0.2, 0.5), [0, 1]),
+        ((0.5, 1.0), [2]),
+        ((0.0, 1.0), [0, 1, 2]),
+        ((1.0, 1.0), [2]),
+    ],
+)
+def test_texts_need_the_parts_for_their_range(mask_range, parts):
+    denoisers = [Denoiser(limit, 0, 1) for limit in LIMITS]
+    assert list(needed(denoisers, mask_range)) == [denoisers[part] for part in parts]
+
+
 @pytest.mark.parametrize("at", ["prepend", "append"])
 def test_the_parts_of_a_grown_model_are_its_stacks(whole, at):
     grown = GrowConfig(1, at, "random").apply(parted(whole, "blocks"), key=jax.random.key(0))
     assert grown.denoisers == ()
+    export_form(grown, [DenoisersConfig(LIMITS, "blocks"), GrowConfig(1, at, "random")])  # blocks no more
     model = DenoisersConfig([0.5, 1.0], "blocks").apply(grown, key=None)
     edge = 1 if at == "prepend" else 3
     assert [(one.first, one.stop) for one in model.denoisers] == [(edge, 4), (0, edge)]

@@ -119,6 +119,7 @@ LORA = {"type": "lora", "target": r"body\.0", "rank": 2}
 
 BOTH = {**MODEL, "use_bidirectional_attention": True}
 TIMED = {**BOTH, "time_embedding": {"dim": 8}}
+PARTS = {"type": "denoisers", "mask_fractions": [0.5, 1.0]}
 MASKED = {"masking": {"mask_replicas": 2}}
 
 
@@ -144,6 +145,11 @@ REFUSED = {
         ([GROW, LORA], [*TOP, r"\.[ab]$"]),
         {},
         r"trainable matches body\.0\..*_proj\.[ab], on which it depends",
+    ),
+    "parts with a noise of their own": (
+        ([{"type": "split_at", "layer": 1}, PARTS], [r"^body\.1\.", "^head"], BOTH, None, MASKED),
+        {"num_layers": 1, "objective": {"type": "mlm"}},
+        "which layers of this model compute a text depends on the share .* grow the model in this phase",
     ),
     "embeddings": (([GROW], [*TOP, "^tokens"]), {}, r"trainable matches tokens\.weight, on which it depends"),
     "adapters on stored weights": (

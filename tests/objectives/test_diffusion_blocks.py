@@ -23,6 +23,7 @@ from jaxlm.objectives.next_token import score_batch
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session.export import model_card
 from jaxlm.session.startup import describe
 from jaxlm.surgery.denoisers import DenoisersConfig
 from tests.engine.helpers import MODEL, TinyRun, layout, one_device, phase
@@ -205,14 +206,40 @@ def test_blocks_are_for_equally_probable_mask_fractions():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({}, r"the data hides no tokens\. Set data\.masking"),
-        ({"masking": {}, "num_blocks": 3}, r"data\.masking\.strata: 1 spreads .* Set it to 3"),
+        ({}, r"phase 'train': .*_blocks trains 2 blocks .* but the data hides no tokens\. Set data\.masking"),
+        ({"masking": {}, "num_blocks": 3}, r"trains 3 blocks .* but data\.masking\.strata: 1 spreads .* Set it to 3"),
         ({"masking": {}, "num_blocks": 4}, "4 parts given, but the model has one stack of 6 layers"),
-        ({"masking": {}, "rows": 8}, "num_blocks: 2 given, but a batch of 8 sequences in 1 microbatches on 8 devices"),
+        (
+            {"masking": {}, "rows": 8},
+            "trains 2 blocks of layers on .* a batch of 8 sequences .* of 8 on 8 devices",
+        ),
         ({"masking": {}, "top": {"hf_save_path": "hf"}}, "this model is 2 blocks of layers.* It cannot be exported"),
-        ({"masking": {}, "trainer": {"per_device_parallelism": 1}}, "a batch of 32 sequences in 4 microbatches"),
+        (
+            {"masking": {}, "trainer": {"per_device_parallelism": 1}},
+            "a batch of 32 sequences comes in microbatches of 8",
+        ),
     ],
 )
 def test_what_has_no_equal_blocks_is_refused(keys, message):
     with pytest.raises(ConfigError, match=message):
         plan_of(**keys)
+
+
+def test_the_card_of_an_exported_model_says_that_it_has_parts():
+    parts = {"type": "denoisers", "mask_fractions": [0.5, 1.0]}
+    phases = [{"name": "p", "objective": {"type": "mlm"}, "surgery": [parts]}]
+    plan = plan_of(masking={}, top={"phases": phases, "hf_save_path": "hf"})
+    text = model_card(plan, plan.phases[0].model, 1, {}).text()
+    expected = "layers 3 to 5 for 0 to 0.5, layers 0 to 5 for 0.5 to 1 of the tokens hidden"
+    assert f"| parts of p | {expected}. jaxlm runs one of them for each text, transformers all layers |" in text
+
+
+def test_only_the_batches_of_the_phase_itself_divide_into_blocks():
+    sizes = [{"start": 0, "value": 24}, {"start": 4, "value": 32}]
+    plan = plan_of(
+        rows=sizes,
+        masking={},
+        top={"phases": [{"name": "whole", "num_train_steps": 4, "objective": {"type": "mlm"}}, {"name": "blocks"}]},
+        trainer={"num_train_steps": 4},
+    )
+    assert [phase.start for phase in plan.phases] == [0, 4]

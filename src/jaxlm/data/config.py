@@ -133,14 +133,12 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         return example_batches
 
     def mask_ranges(self, count: int) -> list[float]:
-        """The largest mask fraction in each of `count` ranges of times that every batch has equally many sequences of.
+        """The largest mask fraction in each of `count` ranges of times. A batch has the same number of sequences in each.
 
         Raises:
-            ConfigError: no tokens are hidden, or batches are not such.
+            ConfigError: no tokens are hidden, or batches do not.
         """
-        raise ConfigError(
-            f"objective.num_blocks: {count} given, but the data hides no tokens. Set data.masking: {{}} (data.type: tokens)"
-        )
+        raise ConfigError("the data hides no tokens. Set data.masking: {} (data.type: tokens)")
 
     def finished(self, examples: Examples, source: str, split: str, tokenizer: Tokenizer) -> Examples:
         """The examples of a split as batches read them. Args: source: its name."""

@@ -1,5 +1,6 @@
 """Packed token sequences: documents for language modeling, with a loss mask for instruction tuning."""
 
+import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,7 +67,8 @@ class TokensConfig(DataConfig):
             return BatchSpec(TokenBatch, columns)
         rates = {"rates": Column(np.float32, ())} if self.masking.has_rates else {}
         of_rows = {"mask_fractions": Column(np.float32, ()), "mask_ids": Column(np.int32, ()), **rates}
-        return BatchSpec(MaskedBatch, {**columns, "maskable": columns["loss_mask"], **of_rows})
+        make = functools.partial(MaskedBatch, mask_range=self.masking.mask_range)
+        return BatchSpec(make, {**columns, "maskable": columns["loss_mask"], **of_rows})
 
     @property
     def never_repeats(self) -> str | None:

@@ -46,7 +46,9 @@ class Inputs(eqx.Module):
         segment_ids: int32 {batch, position}. Tokens attend only to tokens with the same id; 0 is padding.
         noise: what to add to the token embeddings; None adds nothing. Only a model with `adds_noise` reads it.
         mask_fractions: float32 {batch}, the fraction of hidden tokens at the time of each row; None if none are hidden. Only
-            a model with a time embedding reads it.
+            a model with a time embedding, or with `denoisers`, reads it.
+        mask_range: the smallest and the largest of them in all inputs of this kind, which says when the model is traced
+            which `denoisers` are needed; None if that is not known.
     """
 
     tokens: NamedArray
@@ -54,6 +56,7 @@ class Inputs(eqx.Module):
     segment_ids: NamedArray
     noise: EmbeddingNoise | None = eqx.field(default=None, kw_only=True)
     mask_fractions: NamedArray | None = eqx.field(default=None, kw_only=True)
+    mask_range: tuple[float, float] | None = eqx.field(static=True, default=None, kw_only=True)
 
 
 class KVArray(eqx.Module):
@@ -193,29 +196,28 @@ class LanguageModel(eqx.Module):
             ConfigError: the model has no tap of that name.
         """
 
-    def hidden_after(
+    def hidden_of(
         self,
-        num_layers: int,
-        stream: NamedArray,
+        first: int,
+        stop: int | None,
         inputs: Inputs,
+        stream: NamedArray | None = None,
         *,
         taps: Sequence[str] = (),
         key: jax.Array | None = None,
     ) -> Hidden:
-        """As `hidden`, from the residual stream after the first layers on.
+        """As `hidden`, with only some of the layers, for all rows.
 
         Args:
-            num_layers: number of layers that the stream has been through.
-            stream: {batch, position, embed}, what `hidden` returns for the tap of the last of them.
+            first, stop: numbers of the first layer that runs, and of the one after the last; None for all from the first on.
+            stream: {batch, position, embed}, the input of the first one: what `hidden` returns for the tap of the layer
+                before it. None for the embeddings.
+            taps: of layers that run. None if `stop` is given.
 
         Raises:
-            ConfigError: the model cannot start there.
+            ConfigError: the model cannot run only some of its layers.
         """
-        raise ConfigError(f"a model of type {type(self).__name__} cannot start from the output of one of its layers")
-
-    def hidden_of(self, denoiser: Denoiser, inputs: Inputs, *, key: jax.Array | None = None) -> Hidden:
-        """As `hidden`, with only the layers of one of `denoisers`, for all rows."""
-        raise AssertionError("the model has no denoisers")
+        raise ConfigError(f"a model of type {type(self).__name__} cannot run only some of its layers")
 
     def with_denoisers(self, denoisers: tuple[Denoiser, ...]) -> "LanguageModel":
         """The same model with other `denoisers`. Raises `ConfigError` if it cannot run only some of its layers."""

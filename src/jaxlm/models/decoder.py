@@ -23,7 +23,7 @@ from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
-from jaxlm.models.diffusion.denoisers import Denoiser, routed
+from jaxlm.models.diffusion.denoisers import Denoiser, needed, routed, runs_whole
 from jaxlm.models.diffusion.time_embedding import TimeEmbedding, TimeEmbeddingConfig
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
@@ -351,7 +351,7 @@ class Decoder(LanguageModel):
         self, inputs: Inputs, *, cache: KVCache | None = None, taps: Sequence[str] = (), key: jax.Array | None = None
     ) -> Hidden:
         by_share = inputs.mask_fractions is not None and not taps
-        if not self.denoisers or (not by_share and self._runs_whole):
+        if not self.denoisers or (not by_share and runs_whole(self.denoisers)):
             return self._scaled(self.body(self._embedded(inputs), inputs, cache, key, taps))
         if not by_share or cache is not None:
             raise ConfigError(
@@ -360,21 +360,32 @@ class Decoder(LanguageModel):
                 " its loss on hidden tokens"
             )
         assert inputs.mask_fractions is not None
-        run = lambda denoiser: self.hidden_of(denoiser, inputs, key=key).final  # noqa: E731
-        return Hidden(hax.auto_sharded(routed(self.denoisers, inputs.mask_fractions, run)))
+        parts = needed(self.denoisers, inputs.mask_range)
+        if len(parts) == 1:
+            return self.hidden_of(parts[0].first, parts[0].stop, inputs, key=key)
 
-    def hidden_of(self, denoiser: Denoiser, inputs: Inputs, *, key: jax.Array | None = None) -> Hidden:
-        x = self._embedded(inputs)
-        return self._scaled(self.body(x, inputs, None, key, (), denoiser.first, denoiser.stop))
+        def run(denoiser: Denoiser) -> NamedArray:
+            hidden = self.hidden_of(denoiser.first, denoiser.stop, inputs, key=key)
+            assert not hidden.aux, "no family with experts attends to later tokens"
+            return hax.auto_sharded(hidden.final)
+
+        return Hidden(routed(parts, inputs.mask_fractions, run))
+
+    def hidden_of(
+        self,
+        first: int,
+        stop: int | None,
+        inputs: Inputs,
+        stream: NamedArray | None = None,
+        *,
+        taps: Sequence[str] = (),
+        key: jax.Array | None = None,
+    ) -> Hidden:
+        x = self._embedded(inputs) if stream is None else stream
+        return self._scaled(self.body(x, inputs, None, key, taps, first, stop))
 
     def with_denoisers(self, denoisers: tuple[Denoiser, ...]) -> "Decoder":
         return dataclasses.replace(self, denoisers=denoisers)
-
-    @property
-    def _runs_whole(self) -> bool:
-        """Whether all layers together are a denoiser, that for the most hidden tokens."""
-        most = self.denoisers[-1]
-        return (most.first, most.stop) == (0, self.body.num_layers)
 
     def _embedded(self, inputs: Inputs) -> NamedArray:
         """The input of the first layer."""
@@ -384,17 +395,6 @@ class Decoder(LanguageModel):
         if self.time is not None and inputs.mask_fractions is not None:
             x = (x + for_compute(self.time)(inputs.mask_fractions)).rearrange(x.axes).astype(x.dtype)
         return _apply_norm(for_compute(self.embed_norm), x)
-
-    def hidden_after(
-        self,
-        num_layers: int,
-        stream: NamedArray,
-        inputs: Inputs,
-        *,
-        taps: Sequence[str] = (),
-        key: jax.Array | None = None,
-    ) -> Hidden:
-        return self._scaled(self.body(stream, inputs, None, key, taps, num_layers))
 
     def _scaled(self, hidden: Hidden) -> Hidden:
         return (

@@ -157,14 +157,9 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
 
     @property
     def num_denoisers(self) -> int | None:
-        """The number of blocks of layers of which each computes a part of the rows, by their mask fractions. The phase then
-        begins with the surgery `denoisers`. None if all layers compute every row."""
+        """The number of blocks of layers that each compute an equal share of the rows of every microbatch, by their mask
+        fractions. The phase then begins with the surgery `denoisers`. None if all layers compute every row."""
         return None
-
-    @property
-    def num_row_groups(self) -> int:
-        """Every microbatch is divided into this many equal groups of rows."""
-        return 1
 
     @property
     def num_forward_sequences(self) -> int:

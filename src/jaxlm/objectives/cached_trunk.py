@@ -19,12 +19,12 @@ from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Sum
-from jaxlm.models.base import Hidden, Inputs, LanguageModel, ModelConfig, layer_tap
+from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, layer_tap
 from jaxlm.models.distillation.stored_streams import Int8Array
 from jaxlm.models.linear import Linear
+from jaxlm.models.part import ModelPart
 from jaxlm.models.stack_paths import newest_stack
 from jaxlm.models.stacks import Body
 from jaxlm.objectives.base import ITSELF, Metrics, ObjectiveConfig
@@ -124,6 +124,12 @@ class CachedTrunk(ObjectiveConfig):
         return self.num_layers
 
     def check_trainable(self, model: LanguageModel, trainable: Any) -> None:
+        if model.denoisers:
+            raise ConfigError(
+                "objective cached_trunk: which layers of this model compute a text depends on the share of its tokens that is"
+                " hidden (surgery denoisers), so that no trunk reads all of them. Use the objective alone, or grow the model"
+                " in this phase, after which all layers read each text"
+            )
         first, trained = self.first_layer(model), {path for path, _ in tree.leaves(trainable)}
         inputs = _abstract_inputs(model, has_fractions=MaskedBatch in self.objective.batch_types)
         key = jax.eval_shape(lambda: jax.random.key(0))
@@ -157,7 +163,7 @@ class CachedTrunk(ObjectiveConfig):
                 " recipe: tensorwise), so that it depends on the sequences beside it. Set recipe: rowwise, exclude the layers"
                 " of the trunk, or use the objective without cached_trunk"
             )
-        jax.eval_shape(lambda m, i: m.hidden_after(first, _stream(m, first, i), i).final, model, inputs)
+        jax.eval_shape(lambda m, i: m.hidden_of(first, None, i, _stream(m, first, i)).final, model, inputs)
 
     def terms(
         self, model: LanguageModel, batch: Sequences, slot: Any, *, key: jax.Array | None
@@ -167,8 +173,7 @@ class CachedTrunk(ObjectiveConfig):
             return self.objective.terms(model, batch, slot, key=key)
         stored = batch.annotations["stream"]
         stream = stored.floats() if isinstance(stored, _Int8Stream) else stored
-        static = {name: getattr(model, name) for name in _STATIC}
-        upper = _UpperLayers(model, stream, self.first_layer(model), **static)
+        upper = ModelPart.of(model, self.first_layer(model), stream=stream)
         return self.objective.terms(upper, replace(batch, annotations=None), slot, key=key)
 
     def check_model(self, model: ModelConfig) -> None:
@@ -208,46 +213,6 @@ class _Int8Stream(eqx.Module):
 
     def floats(self) -> NamedArray:
         return self.stream.floats(self.dtype)
-
-
-_STATIC = ("logit_soft_cap", "vocab_multiple", "head_fp8", "notes", "is_causal", "switch_lengths")
-
-
-class _UpperLayers(LanguageModel):
-    """A model that starts from a stream, whatever tokens it reads.
-
-    Attributes:
-        whole: the model.
-        stream: {batch, position, embed}, after its first layers.
-        first: number of the first layer that runs.
-    """
-
-    whole: LanguageModel
-    stream: NamedArray
-    first: int = eqx.field(static=True)
-
-    @property
-    def Vocab(self) -> Axis:
-        return self.whole.Vocab
-
-    @property
-    def Pos(self) -> Axis:
-        return self.whole.Pos
-
-    def hidden(
-        self, inputs: Inputs, *, cache: Any = None, taps: Sequence[str] = (), key: jax.Array | None = None
-    ) -> Hidden:
-        assert cache is None, "objectives do not decode"
-        return self.whole.hidden_after(self.first, self.stream, inputs, taps=taps, key=key)
-
-    def lm_head(self) -> Weight | None:
-        return self.whole.lm_head()
-
-    def reward_head(self) -> NamedArray | None:
-        return self.whole.reward_head()
-
-    def init_cache(self, Batch: Axis, capacity: int, dtype) -> Any:
-        return self.whole.init_cache(Batch, capacity, dtype)
 
 
 def _stream(model: LanguageModel, first: int, inputs: Inputs, key: jax.Array | None = None) -> NamedArray:

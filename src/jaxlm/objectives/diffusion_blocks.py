@@ -4,8 +4,8 @@
     K blocks        row -> embeddings -> the block of its noise   -> final norm, head -> loss
 
 Source: Shing et al. 2025, "DiffusionBlocks" (arXiv:2506.14202), section 3: blocks for ranges of noise that are equally
-probable, each trained alone. There, a step trains one block, drawn at random; here it trains all of them, because the times
-of a batch are spread evenly, so that each block has the same number of its rows.
+probable, each trained alone. In the paper, a step trains one block, drawn at random. Here, it trains all of them: the times
+of a batch are spread evenly, so each block has the same number of rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,11 @@ from haliax import Axis, NamedArray
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, DENOISER, MICROBATCH
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.values.batch_types import MaskedBatch
 from jaxlm.core.values.sums import Sum
-from jaxlm.models.base import Hidden, Inputs, LanguageModel
-from jaxlm.models.diffusion.denoisers import Denoiser
+from jaxlm.models.base import LanguageModel
 from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.part import ModelPart
 from jaxlm.models.stacks import Body
 from jaxlm.models.step_flops import ModelInStep
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
@@ -34,27 +33,22 @@ from jaxlm.reading.choices import choice
 
 @choice(ObjectiveConfig, "diffusion_blocks")
 class DiffusionBlocks(DiffusionBound):
-    """The bound of `diffusion` for a model of blocks: the stack or the part of the layers that computes a text, between the
-    embeddings and the final norm, is the one for the range that the text's mask fraction is in. The last block has the fewest
-    hidden tokens. The ranges have equal shares of the times; `data.masking` has as many rows for each in every batch. A row
-    costs a K-th of the layers, and so do the activations that a step keeps.
+    """The bound of `diffusion` for a model of blocks: of all layers, only one block computes a text, the one for its mask
+    fraction. Each block is for a range of mask fractions, the last one for the fewest hidden tokens. The ranges are equally
+    probable, so every batch of `data.masking` has the same number of rows for each. A row costs a K-th of the layers, and a
+    step keeps a K-th of their activations.
 
-    From the phase on, the model is one of blocks, in evaluations and in generation too. Metrics with the number of a block at
-    their end, from the fewest hidden tokens: `block_loss`, its loss, of which `loss` is the mean.
+    From this phase on, evaluations and generation run single blocks too. Metrics: `block_loss/0` is the loss of the block
+    with the fewest hidden tokens, `block_loss/1` that of the next one, and so on; `loss` is their mean over tokens.
 
     Attributes:
-        num_blocks: number K of blocks. They are the stacks of layers of a model that has grown, or equal parts of one that
-            has not.
+        num_blocks: number K of blocks: the stacks of a model that has grown, or else equal parts of the layers.
     """
 
     num_blocks: PositiveInt = 4
 
     @property
     def num_denoisers(self) -> int:
-        return self.num_blocks
-
-    @property
-    def num_row_groups(self) -> int:
         return self.num_blocks
 
     def flops_per_token(self, model: ModelInStep, references: Sequence[ModelInStep]) -> FlopsPerToken:
@@ -66,7 +60,7 @@ class DiffusionBlocks(DiffusionBound):
         return whole.plus(-head).share(1 / self.num_blocks).plus(head)
 
     def with_batch_statistics(self, batch: MaskedBatch) -> MaskedBatch:
-        """The rows in the order of their mask fractions, {microbatch, denoiser, batch, ...}: every microbatch has an equal
+        """The rows in the order of their mask fractions, {microbatch, denoiser, batch, ...}: every microbatch has the same
         number for each block."""
         Microbatch, Batch = (batch.mask_fractions.resolve_axis(name) for name in (MICROBATCH, BATCH))
         Block, Rows = Axis(DENOISER, self.num_blocks), Batch.resize(Batch.size // self.num_blocks)
@@ -88,12 +82,11 @@ class DiffusionBlocks(DiffusionBound):
         if DENOISER not in [axis.name for axis in batch.tokens.axes]:
             return *hidden_token_terms(model, batch, batch.weights, batch.counted, batch.excluded, key), slot
         assert len(model.denoisers) == self.num_blocks, "the phase begins with the surgery `denoisers`"
-        static = {name: getattr(model, name) for name in ("logit_soft_cap", "vocab_multiple")}
         total: dict[str, Any] = {}
         totals: dict[str, Any] = {}
         for number, denoiser in enumerate(model.denoisers):
             rows = jax.tree.map(lambda column, at=number: column[DENOISER, at], batch, is_leaf=tree.is_named)
-            part = _Part(model, denoiser, **static)
+            part = ModelPart.of(model, denoiser.first, denoiser.stop)
             terms, metrics = hidden_token_terms(part, rows, rows.weights, rows.counted, rows.excluded, key)
             total, totals = _added(total, terms), _added(totals, metrics)
             totals[f"block_loss/{number}"] = metrics["loss"]
@@ -101,39 +94,7 @@ class DiffusionBlocks(DiffusionBound):
 
 
 def _added(sums: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    return {**sums, **{name: sums[name] + one if name in sums else one for name, one in others.items()}}
-
-
-class _Part(LanguageModel):
-    """A model of which one part computes all rows.
-
-    Attributes:
-        whole: the model.
-        denoiser: the part.
-    """
-
-    whole: LanguageModel
-    denoiser: Denoiser
-
-    @property
-    def Vocab(self) -> Axis:
-        return self.whole.Vocab
-
-    @property
-    def Pos(self) -> Axis:
-        return self.whole.Pos
-
-    def hidden(
-        self, inputs: Inputs, *, cache: Any = None, taps: Sequence[str] = (), key: jax.Array | None = None
-    ) -> Hidden:
-        assert cache is None, "objectives do not decode"
-        return self.whole.hidden_of(self.denoiser, inputs, key=key)
-
-    def lm_head(self) -> Weight | None:
-        return self.whole.lm_head()
-
-    def init_cache(self, Batch: Axis, capacity: int, dtype: Any) -> Any:
-        return self.whole.init_cache(Batch, capacity, dtype)
+    return {**sums, **{name: sums[name] + value if name in sums else value for name, value in others.items()}}
 
 
 def _body_path(model: LanguageModel) -> str:

@@ -34,7 +34,8 @@ class HiddenTokens(ObjectiveConfig):
 
 def masked_inputs(batch: MaskedBatch) -> Inputs:
     """What the model reads: the tokens that are not hidden, and how many are."""
-    return Inputs(batch.tokens, batch.positions, batch.segment_ids, mask_fractions=batch.mask_fractions)
+    masks = {"mask_fractions": batch.mask_fractions, "mask_range": batch.mask_range}
+    return Inputs(batch.tokens, batch.positions, batch.segment_ids, **masks)
 
 
 class DiffusionBound(HiddenTokens):

@@ -133,7 +133,8 @@ def score_batch(model: LanguageModel, batch: TokenBatch | PairBatch | MaskedBatc
             else "the loss of next tokens means nothing for a model whose tokens attend to later ones. Set data.masking to"
             " measure how well it predicts hidden ones"
         )
-    inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids, mask_fractions=batch.mask_fractions)
+    masks = {"mask_fractions": batch.mask_fractions, "mask_range": batch.mask_range}
+    inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids, **masks)
     hidden = model.hidden(inputs)
     losses = token_losses(
         hidden.final,

@@ -38,6 +38,7 @@ from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.interop.hf.hub import check_upload_name
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import ModelConfig, vocab_axis
+from jaxlm.models.diffusion.denoisers import check_is_whole
 from jaxlm.models.moe import check_expert_sharding
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
@@ -206,10 +207,10 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         phase.objective.check_trainable(state.model, phase.split(state.model)[0])
         for evaluation in (one for one in config.evals if one.runs_in(phase.name)):
             evaluation.check_parts(state.model)
-        for surgery in phase.surgeries if config.hf_save_path is not None else ():
-            surgery.check_export()
-        if config.hf_save_path is not None and is_reward_model(state.model):
-            classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
+        if config.hf_save_path is not None:
+            check_is_whole(state.model.denoisers)
+            if is_reward_model(state.model):
+                classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
         cut = {path: leaf.axes for path, leaf in tree.leaves(state.model) if tree.is_named(leaf)}
         check_cut_axes(layout, cut, phase.name)
         check_expert_sharding(state.model, layout)
@@ -308,8 +309,9 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
 
 def _check_microbatches(phase: Phase, batches: BatchSchedule, num_shards: int) -> None:
     """Raises `ConfigError` if the phase's objective compares examples that are in different microbatches, or microbatches do
-    not divide into its groups of rows."""
-    split = [stage for stage in batches.between(phase.start, phase.end) if stage.num_microbatches > 1]
+    not divide into equal shares for its blocks."""
+    stages, num_blocks = batches.between(phase.start, phase.end), phase.objective.num_denoisers or 1
+    split = [stage for stage in stages if stage.num_microbatches > 1]
     if split and phase.objective.compares_examples:
         raise ConfigError(
             f"phase '{phase.name}': objective: with these keys, the loss compares all examples of a batch with each other,"
@@ -317,19 +319,13 @@ def _check_microbatches(phase: Phase, batches: BatchSchedule, num_shards: int) -
             f" {split[0].microbatch}. Set trainer.per_device_parallelism: -1 and remove max_per_device_parallelism, or lower"
             " trainer.train_batch_size"
         )
-
-    groups = phase.objective.num_row_groups
-    uneven = [
-        stage
-        for stage in batches.between(0, phase.end)
-        if groups > 1 and (stage.microbatch % (groups * num_shards) or stage.size % stage.microbatch)
-    ]
-    if uneven:
+    uneven = [one for one in stages if one.microbatch % (num_blocks * num_shards) or one.size % one.microbatch]
+    if num_blocks > 1 and uneven:
         raise ConfigError(
-            f"phase '{phase.name}': objective.num_blocks: {groups} given, but a batch of {uneven[0].size} sequences in"
-            f" {uneven[0].num_microbatches} microbatches on {num_shards} devices that share it does not give each block"
-            " equally many of each microbatch on each device. Set trainer.train_batch_size to a multiple of"
-            f" {groups * num_shards}, and trainer.per_device_parallelism to one of {groups} (-1 for all)"
+            f"phase '{phase.name}': objective.type: {choice_name(type(phase.objective))} trains {num_blocks} blocks of layers"
+            f" on equal shares of each device's sequences, but a batch of {uneven[0].size} sequences comes in microbatches of"
+            f" {uneven[0].microbatch} on {num_shards} devices. Set trainer.train_batch_size to a multiple of"
+            f" {num_blocks * num_shards}, and trainer.per_device_parallelism to one of {num_blocks} (-1: no microbatches)"
         )
 
 
@@ -428,8 +424,7 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
         goes_on = phase.carry_optimizer and _check_carries(optimizer, objective, phases, index)
         surgeries = list(phase.surgery)
         if objective.num_denoisers is not None:
-            limits = (phase.data or config.data).mask_ranges(objective.num_denoisers)
-            surgeries.append(DenoisersConfig(limits, "blocks"))
+            surgeries.append(_blocks(objective, objective.num_denoisers, phase.data or config.data, phase.name))
         for surgery in surgeries:
             if (changed := surgery.changed(model)) != model:
                 changed.check()
@@ -469,6 +464,18 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
                     f" first phase has {encode(first)}"
                 )
     return tuple(phases), data
+
+
+def _blocks(objective: ObjectiveConfig, num_blocks: int, data: DataConfig, phase: str) -> DenoisersConfig:
+    """The surgery of an objective with `num_denoisers`. Raises `ConfigError` if batches do not have equal shares."""
+    try:
+        return DenoisersConfig(data.mask_ranges(num_blocks), "blocks")
+    except ConfigError as error:
+        name = choice_name(type(objective))
+        raise ConfigError(
+            f"phase '{phase}': objective.type: {name} trains {num_blocks} blocks of layers on equal shares of each batch, by"
+            f" the time, but {error}"
+        ) from error
 
 
 def all_sources(phases: Sequence[Phase], sections: Sequence[DataConfig]) -> list[tuple[NamedSource, int]]:

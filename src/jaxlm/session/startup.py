@@ -95,7 +95,11 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         ("layers", _layers(plan)),
         *[(f"phase {phase.name}", describe_phase(phase)) for phase in plan.phases],
         *[(f"products of {name}", text) for name, text in fp8_products(plan).items()],
-        *[(f"parts of {phase.name}", text) for phase in plan.phases if (text := _parts(plan, phase)) is not None],
+        *[
+            (f"parts of {phase.name}", text)
+            for phase in plan.phases
+            if (text := describe_parts(plan, phase)) is not None
+        ],
         *[(f"weights of {name}", text) for name, text in _stored_weights(plan).items()],
         *[(f"reference {name}", f"{ref.path} in {ref.dtype}") for name, ref in plan.config.refs.items()],
         ("starts from", _configured_start(plan) if start is None else start),
@@ -241,7 +245,7 @@ def _stored_weights(plan: Plan) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def _parts(plan: Plan, phase: Phase) -> str | None:
+def describe_parts(plan: Plan, phase: Phase) -> str | None:
     """The layers that compute a text, by the share of its tokens that is hidden; None if all do."""
     parts, lower, texts = plan.state_builder.abstract_state(phase).model.denoisers, 0.0, []
     for part in parts:

@@ -12,6 +12,7 @@ from haliax import NamedArray
 
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.models.diffusion.denoisers import check_is_whole
 from jaxlm.models.growth import whole
 
 
@@ -124,10 +125,6 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         unchanged. Exports, sampling and generation use it. Must trace under `jax.jit`.
         """
 
-    def check_export(self) -> None:
-        """Raises `ConfigError` if the model after this surgery is one that no files of other programs describe."""
-        return
-
     def exported(self, model: LanguageModel, merged: LanguageModel) -> LanguageModel:
         """The model for an export: `merged`, with what the files of transformers have of this surgery.
 
@@ -186,10 +183,13 @@ def stored_form(model: LanguageModel, surgeries: Sequence[SurgeryConfig]) -> Lan
 
 
 def export_form(model: LanguageModel, surgeries: Sequence[SurgeryConfig]) -> LanguageModel:
-    """A trained model as exports write it: with merged surgeries, except for what the files of transformers have of them."""
+    """A trained model as exports write it: with merged surgeries, except for what the files of transformers have of them.
+
+    Raises:
+        ConfigError: no files of other programs describe the model.
+    """
+    check_is_whole(model.denoisers)
     if not surgeries:
         return whole(model)
-    for surgery in surgeries:
-        surgery.check_export()
     *before, last = surgeries
     return last.exported(model, export_form(last.merge(model), before))

@@ -1,7 +1,7 @@
 """Lets parts of a model fill in hidden tokens by themselves, each for texts with a certain share of them.
 
 Source: a block for each range of noise: Shing et al. 2025, DiffusionBlocks (arXiv:2506.14202), section 3; a stack and all
-behind it for each noise: StackWise (time as depth).
+stacks after it for each noise: StackWise (time as depth).
 """
 
 import itertools
@@ -27,7 +27,7 @@ class DenoisersConfig(SurgeryConfig):
     Attributes:
         mask_fractions: the largest share that each part is for, ascending: the first one for the last stack of layers. One
             for each stack; a single stack is divided into equal parts. The last part is also for larger shares.
-        parts: `blocks`, a stack alone; `suffixes`, a stack and all behind it. A model of blocks cannot be exported: no other
+        parts: `blocks`, a stack alone; `suffixes`, a stack and all after it. A model of blocks cannot be exported: no other
             program runs only some of its layers.
     """
 
@@ -54,11 +54,3 @@ class DenoisersConfig(SurgeryConfig):
 
     def merge(self, model: LanguageModel) -> LanguageModel:
         return model
-
-    def check_export(self) -> None:
-        if self.parts == "blocks" and len(self.mask_fractions) > 1:
-            raise ConfigError(
-                f"this model is {len(self.mask_fractions)} blocks of layers, of which each denoises alone (surgery denoisers,"
-                " objective diffusion_blocks). transformers would run them one after the other, which is another model. It"
-                " cannot be exported"
-            )

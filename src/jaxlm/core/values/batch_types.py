@@ -45,6 +45,7 @@ class TokenBatch(eqx.Module):
     """The token of each position that has no probability: none."""
     mask_fractions: ClassVar[None] = None
     """The fraction of hidden tokens: none are."""
+    mask_range: ClassVar[None] = None
     reads_later_tokens: ClassVar[bool | None] = False
     """Whether the model that is scored must see the tokens after the one that it predicts; None if it may."""
 
@@ -79,6 +80,7 @@ class MaskedBatch(eqx.Module):
         rates: float32 {[microbatch,] batch}, the weight of a hidden token in the bound on the likelihood: the derivative of
             the logarithm of the mask fraction by the time. None if the times or the masks are such that there is no bound.
         annotations: as in `TokenBatch`.
+        mask_range: the smallest and the largest of all mask fractions that the data has; None if that is not known.
     """
 
     tokens: hax.NamedArray
@@ -91,6 +93,7 @@ class MaskedBatch(eqx.Module):
     mask_ids: hax.NamedArray
     rates: hax.NamedArray | None = None
     annotations: Any = None
+    mask_range: tuple[float, float] | None = eqx.field(static=True, default=None)
     reads_later_tokens: ClassVar[bool | None] = True
 
     def supervised(self) -> "MaskedBatch":
@@ -136,6 +139,7 @@ class LabeledBatch(eqx.Module):
     annotations: Any = None
     excluded: ClassVar[None] = None
     mask_fractions: ClassVar[None] = None
+    mask_range: ClassVar[None] = None
     reads_later_tokens: ClassVar[bool | None] = None
 
     def supervised(self) -> "LabeledBatch":

@@ -42,8 +42,13 @@ def time_steps(mapping: TimeMapping | Sequence[int], num_stacks: int, num_steps:
     if any(not 0 <= step <= last for step in steps):
         raise ConfigError(f"{key}: the time steps {steps} given, but there are only steps 0 to {last}")
     if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
+        advice = (
+            "Give more time steps (num_time_steps, or null for time_per_stack in each stack), or fewer stacks"
+            if isinstance(mapping, str)
+            else "Write rising steps"
+        )
         raise ConfigError(
             f"{key}: {num_stacks} stacks have the time steps {steps} of {num_steps}, counted from the output side, but these"
-            " must increase. Give more time steps (num_time_steps, or null for time_per_stack in each stack), or fewer stacks"
+            f" must rise. {advice}"
         )
     return tuple(steps)

@@ -46,8 +46,8 @@ class MaskingConfig:
         times: first and last time that sequences have, such as those of a stack of layers (`preset.depth_times`); twice the
             same for a single one. The loss of the objective `diffusion` is then the share of these times in the bound: the
             shares of ranges that make up [0, 1] add up to it. Null is [0, 1].
-        strata: of this many sequences in a row, one has a time in each of as many equal parts of all times. A power of two is
-            so anyway; the objective `diffusion_blocks` needs it for another number of blocks.
+        strata: spread the times evenly over groups of this many sequences, twice as many, four times as many, and so on. With
+            1, these are the powers of two. Set it for the objective `diffusion_blocks` with another number of blocks.
         mask_replicas: hide tokens of each sequence in only this many ways, each of which counts as a sequence of its own, so
             that one pass reads the text as many times. Null hides others in every epoch.
         validation_replicas: ways in which each validation sequence is read.
@@ -113,6 +113,14 @@ class MaskingConfig:
         return f"mask fraction {fractions}{times}"
 
     @property
+    def mask_range(self) -> tuple[float, float]:
+        """The smallest and the largest mask fraction that a sequence may have."""
+        fractions = self.time_step_mask_fractions
+        if fractions is None or self.times is not None:
+            fractions = self.schedule.fractions(np.array(self.times or [0.0, 1.0])).tolist()
+        return min(fractions), max(fractions)
+
+    @property
     def is_stepped(self) -> bool:
         """Whether only a few times have a fraction."""
         return self.time_step_mask_fractions is not None or self.num_time_steps is not None
@@ -142,28 +150,27 @@ class MaskingConfig:
         return {**keys, "version": _VERSION}
 
     def ranges(self, count: int) -> list[float]:
-        """The largest mask fraction in each of `count` ranges of times, of which every batch has equally many sequences.
+        """The largest mask fraction in each of `count` ranges of times. A batch has the same number of sequences in each.
 
         Raises:
             ConfigError: batches do not.
         """
-        what = f"objective.num_blocks: {count} given, but data.masking"
         if not self.has_rates:
             raise ConfigError(
-                f"{what} does not hide any fraction of a sequence, each token with the same probability. Remove"
-                " num_time_steps, time_step_mask_fractions, mode, random_fraction, unchanged_fraction and a single time in"
-                " times"
+                "data.masking does not hide each token with the same probability, at any time. Remove num_time_steps,"
+                " time_step_mask_fractions, mode, random_fraction, unchanged_fraction and a single time in times"
             )
         if self.mask_replicas is not None:
             raise ConfigError(
-                f"{what}.mask_replicas: {self.mask_replicas} gives each sequence its own times, so that a batch may have more"
-                " of some than of others. Remove it"
+                f"data.masking.mask_replicas: {self.mask_replicas} spreads times over the ways of hiding tokens of a"
+                " sequence, and not over a batch. Remove it"
             )
         doublings = count // self.strata
         if count % self.strata or doublings & (doublings - 1):
+            evenly = ", ".join(str(self.strata << doubling) for doubling in range(3))
             raise ConfigError(
-                f"{what}.strata: {self.strata} spreads the times of a batch evenly over {self.strata} parts of all times, and"
-                f" over 2, 4, 8, ... times as many. Set it to {count}"
+                f"data.masking.strata: {self.strata} spreads the times of a batch evenly over {evenly}, ... equal parts of"
+                f" all times. Set it to {count}"
             )
         ends = np.arange(1, count + 1) / count
         return self.schedule.fractions(self.times_of(ends)).tolist()

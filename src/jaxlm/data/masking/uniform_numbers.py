@@ -32,7 +32,7 @@ def stratified(numbers: np.ndarray, words: Sequence[int], strata: int = 1) -> np
     """float64 [count]: numbers in [0, 1) for consecutive integers from 0, spread evenly over each range of these.
 
     Of 2^k integers from a multiple of 2^k on, one is in each of 2^k equal intervals, all at the same place in their interval:
-    (u + b) / B for b = 0, ..., B - 1 in some order. With S strata, the same is so for S 2^k integers from a multiple of that.
+    (u + b) / B for b = 0, ..., B - 1 in some order. With S strata, this holds for S 2^k integers from a multiple of S 2^k on.
 
     Args:
         numbers: int64 [count].

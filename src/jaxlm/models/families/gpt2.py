@@ -199,21 +199,27 @@ class Gpt2(LanguageModel):
         self, inputs: Inputs, *, cache: KVCache | None = None, taps: Sequence[str] = (), key: jax.Array | None = None
     ) -> Hidden:
         k_embed, k_body = (None, None) if key is None else jax.random.split(key)
-        tokens, positions = for_lookup((self.tokens, self.positions))
-        x = token_embeddings(tokens, inputs) + positions(inputs.positions)
-        return self.body(dropout(x, self.config.embed_pdrop, k_embed), inputs, cache, k_body, taps)
+        return self.body(self._embedded(inputs, k_embed), inputs, cache, k_body, taps)
 
-    def hidden_after(
+    def hidden_of(
         self,
-        num_layers: int,
-        stream: NamedArray,
+        first: int,
+        stop: int | None,
         inputs: Inputs,
+        stream: NamedArray | None = None,
         *,
         taps: Sequence[str] = (),
         key: jax.Array | None = None,
     ) -> Hidden:
-        k_body = None if key is None else jax.random.split(key)[1]
-        return self.body(stream, inputs, None, k_body, taps, num_layers)
+        k_embed, k_body = (None, None) if key is None else jax.random.split(key)
+        x = self._embedded(inputs, k_embed) if stream is None else stream
+        return self.body(x, inputs, None, k_body, taps, first, stop)
+
+    def _embedded(self, inputs: Inputs, key: jax.Array | None) -> NamedArray:
+        """The input of the first layer. Args: key: for dropout."""
+        tokens, positions = for_lookup((self.tokens, self.positions))
+        x = token_embeddings(tokens, inputs) + positions(inputs.positions)
+        return dropout(x, self.config.embed_pdrop, key)
 
     def with_layers(self, kept: Sequence[int]) -> "Gpt2":
         return dataclasses.replace(self, config=self.config.with_layers(kept), body=self.body.with_layers(kept))

@@ -72,7 +72,7 @@ class DenoisingConfig:
             return Passes(blocks, np.broadcast_to(counts[:, None], (len(blocks), len(lengths))))
         self.check_parts(denoisers)
         left, counts = np.full(len(lengths), num_new), []
-        for limit in [*(one.max_fraction for one in denoisers[:-1][::-1]), 0.0]:
+        for limit in [*(denoiser.max_fraction for denoiser in denoisers[:-1][::-1]), 0.0]:
             # A fraction such as 0.15 of 100 must not be 14 because of rounding.
             after = np.minimum(left, np.floor(limit * np.asarray(lengths) + 1e-6).astype(int))
             counts.append(left - after)

@@ -54,8 +54,8 @@ class StackTime:
 @dataclass(frozen=True)
 class DepthTimes:
     """A time step for each stack, counted from the output: the stack beside the head has the first one, with the fewest
-    hidden tokens. With the objective `mlm`, a stack trains at its time alone; with `diffusion`, at all times that are nearer
-    to its own than to that of another stack.
+    hidden tokens. With the objective `mlm`, a stack trains at its own time alone; with `diffusion`, at all times that are
+    closer to its own than to any other stack's.
 
     Attributes:
         mapping: `linear`, from step 0 to the last one at equal distances; `exponential`, at growing distances; or a list with
@@ -100,15 +100,16 @@ class DepthTimes:
                 )
             ends = [0.0, *(sum(pair) / 2 for pair in itertools.pairwise(times)), 1.0]
             ranges = list(itertools.pairwise(ends))
-        fractions = [tuple(schedule.fractions(np.array(one)).tolist()) for one in ranges]
-        if (few := fractions[0][1]) * seq_len < 1:
+        fractions = [tuple(schedule.fractions(np.array(span)).tolist()) for span in ranges]
+        if (least := fractions[0][1]) * seq_len < 1:
             raise ConfigError(
                 f"{_KEY}: the stack beside the head has time step {steps[0]} of {num_steps}, at which data.masking hides a"
-                f" fraction of {few:.4g}: less than one token of a sequence of {seq_len}. Set"
+                f" fraction of {least:.4g}: less than one token of a sequence of {seq_len}. Set"
                 " data.masking.min_mask_fraction, such as 0.15"
             )
         return tuple(
-            StackTime(step, num_steps, one, hidden) for step, one, hidden in zip(steps, ranges, fractions, strict=True)
+            StackTime(step, num_steps, span, hidden)
+            for step, span, hidden in zip(steps, ranges, fractions, strict=True)
         )
 
     def _num_steps(self, num_stacks: int, masking: MaskingConfig) -> int:

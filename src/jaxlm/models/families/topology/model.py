@@ -189,18 +189,24 @@ class TopologyModel(LanguageModel):
     def hidden(
         self, inputs: Inputs, *, cache: KVCache | None = None, taps: Sequence[str] = (), key: jax.Array | None = None
     ) -> Hidden:
-        return self.body(token_embeddings(for_lookup(self.tokens), inputs), inputs, cache, key, taps)
+        return self.body(self._embedded(inputs), inputs, cache, key, taps)
 
-    def hidden_after(
+    def hidden_of(
         self,
-        num_layers: int,
-        stream: NamedArray,
+        first: int,
+        stop: int | None,
         inputs: Inputs,
+        stream: NamedArray | None = None,
         *,
         taps: Sequence[str] = (),
         key: jax.Array | None = None,
     ) -> Hidden:
-        return self.body(stream, inputs, None, key, taps, num_layers)
+        x = self._embedded(inputs) if stream is None else stream
+        return self.body(x, inputs, None, key, taps, first, stop)
+
+    def _embedded(self, inputs: Inputs) -> NamedArray:
+        """The input of the first layer."""
+        return token_embeddings(for_lookup(self.tokens), inputs)
 
     def with_layers(self, kept: Sequence[int]) -> "TopologyModel":
         config, body = self.config.with_layers(kept), self.body.with_layers(kept)
