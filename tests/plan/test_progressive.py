@@ -9,6 +9,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.evals.samples import SamplesEvalConfig
+from jaxlm.models.diffusion.denoisers import needed
 from jaxlm.models.inference.denoise import DenoisingConfig
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
@@ -194,6 +195,19 @@ def test_a_prepended_stack_and_those_behind_it_are_for_the_masks_that_it_was_tra
     appended = dataclasses.replace(timed(at="append", masking={"time_step_mask_fractions": table}), evals=[samples])
     with pytest.raises(ConfigError, match="schedule: depth given, but no part of this model has a noise of its own"):
         make_plan(appended, "x", 40)
+
+
+@pytest.mark.parametrize("objective", ["mlm", "diffusion"])
+@pytest.mark.parametrize("kind", ["linear", "cosine", "exponential"])
+def test_a_stage_needs_the_part_that_it_trains_alone(objective, kind):
+    masking = {"mask_schedule_type": kind, "min_mask_fraction": 0.1}
+    plan = make_plan(timed(objective, masking=masking, layers_per_stack=1), "x", 40)
+    for phase, data in zip(plan.phases, plan.data, strict=True):
+        parts = plan.state_builder.abstract_state(phase).model.denoisers
+        spec = data.batch_spec(16)
+        mask_range = spec.make(**dict.fromkeys(spec.columns)).mask_range
+        assert list(needed(parts, mask_range)) == [parts[-1]]
+        assert (parts[-1].first, parts[-1].stop) == (0, phase.model.num_layers)
 
 
 def test_times_are_steps_of_the_masks_if_these_have_some():
