@@ -10,6 +10,7 @@ from haliax import Axis
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.guards import StepStats
 from jaxlm.core.precision import DynamicLossScale, Unscaled, parse_precision
 from jaxlm.models.base import Inputs
 from jaxlm.plan.load_config import decode_run
@@ -112,6 +113,16 @@ def test_the_start_up_table_shows_each_rule_and_what_follows_it():
         "params float32, compute bfloat16",
         r"\.router\.: params float32, compute float32 (256 parameters in 1 arrays)",
     ]
+
+
+def test_the_loss_scale_doubles_after_good_steps_and_halves_after_a_bad_one():
+    """The rule of torch.amp.GradScaler: the interval restarts after each change."""
+    scale = DynamicLossScale(initial=16.0, growth_interval=3)
+    slot, scales = scale.init_slot(), []
+    for is_finite in (True,) * 7 + (False,) + (True,) * 4:
+        slot = scale.judge(slot, StepStats(jnp.ones(()), jnp.ones(()), jnp.asarray(is_finite))).slot
+        scales.append(float(slot.scale))
+    assert scales == [16, 16, 32, 32, 32, 64, 64, 32, 32, 32, 64, 64]
 
 
 def test_activations_have_the_dtype_of_the_embedding():
