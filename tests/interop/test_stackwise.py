@@ -392,6 +392,16 @@ def test_a_key_without_an_effect_is_noted(plain: dict[str, Any], tree: dict[str,
     assert translated == expected
 
 
+NAN = [
+    (section, key, float("nan"))
+    for section, keys in {
+        "progressive": ("max_stacks", "target_stacks", "qlora_rank", "time_per_stack"),
+        "training": ("batch_size", "seq_len", "max_steps", "save_interval", "min_mask_fraction"),
+        "model": ("d_model", "vocab_size", "rope_theta", "dropout"),
+        "data": ("max_length", "num_workers"),
+    }.items()
+    for key in keys
+]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "target": (config({"target_stacks": 9}), r"progressive\.target_stacks: 9 given, above max_stacks: 3"),
     "mode": (config({"building_mode": "insert"}), r"building_mode: 'insert' given\. Allowed: append, prepend"),
@@ -496,6 +506,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "text": (config(data={"dataset_path": "a.bin"}), r"data\.dataset_path: 'a\.bin' given, which jaxlm cannot read"),
     "unknown": (config({"max_stack": 3}), r"progressive\.max_stack: no such key\. Did you mean 'max_stacks'\?"),
     "unknown of training": (config(training={"batchsize": 3}), r"training\.batchsize: no such key"),
+    **{
+        f"nan {section} {key}": (
+            config(**{section: {key: value}}),
+            rf"{key}: nan given, a finite number expected",
+        )
+        for section, key, value in NAN
+    },
+    "nan betas": (optimizer(betas=[float("nan"), 0.9]), r"optimizer\.betas: nan given, a finite number expected"),
+    "infinite rate": (optimizer(lr=float("inf")), r"optimizer\.lr: inf given, a finite number expected"),
     "section": ({**config(), "trainer": {}}, r"trainer: no such key.* Known here: model, training, data"),
 }
 

@@ -1,6 +1,7 @@
 """A mapping in another program's file whose keys are taken one by one. A key that nobody takes is an error."""
 
 import difflib
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -31,9 +32,16 @@ class Section:
         return self._keys.get(key) is not None
 
     def take(self, key: str, default: Any = None) -> Any:
-        """Removes a key and returns its value; the default if it is missing or null."""
+        """Removes a key and returns its value; the default if it is missing or null.
+
+        Raises:
+            ConfigError: it is a number that is not finite, or has one.
+        """
         self._known.append(key)
         value = self._keys.pop(key, None)
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, float) and not math.isfinite(one):
+                raise self.error(key, f"{one} given, a finite number expected")
         return default if value is None else value
 
     def peek(self, key: str) -> Any:
