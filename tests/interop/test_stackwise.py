@@ -81,6 +81,8 @@ TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     (config({"target_stacks": 2}), {"preset.stacks": 2}),
     (config({"max_stacks": None}), {"preset.stacks": 12}),
+    (config({"max_stacks": 0}), {"preset.stacks": 0}),  # which the preset refuses
+    (config(data={"max_length": 0}), {"model.seq_len": 0}),  # which the model refuses
     (config({"max_stacks": None}, model={"architecture": {"n_stacks": 6}}), {"preset.stacks": 6}),
     (config(), {"preset.at": "append", "preset.trunk": "frozen", "preset.store": "missing", "trainer.mp": "f32"}),
     (config({"building_mode": "prepend"}), {"preset.at": "prepend"}),
@@ -503,6 +505,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         config(model={"tokenizer_embedding": {"adapter_hidden_dim": 8}}),
         r"adapter_hidden_dim: 8 given, which jaxlm cannot do",
     ),
+    "no dataset": (config(data={"dataset_path": "hf://"}), r"dataset_path: 'hf://' given, hf://ORG/NAME expected"),
     "text": (config(data={"dataset_path": "a.bin"}), r"data\.dataset_path: 'a\.bin' given, which jaxlm cannot read"),
     "unknown": (config({"max_stack": 3}), r"progressive\.max_stack: no such key\. Did you mean 'max_stacks'\?"),
     "unknown of training": (config(training={"batchsize": 3}), r"training\.batchsize: no such key"),
