@@ -21,7 +21,7 @@ from jaxlm.data.tokens import TokensConfig
 from jaxlm.interop.stackwise.from_stackwise import from_stackwise
 from jaxlm.models.diffusion.time_embedding import TimeEmbedding
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.plan.load_config import load_config
+from jaxlm.plan.load_config import load_config, run_id_of
 from jaxlm.plan.presets.progressive import StackAdapters
 from jaxlm.reading.yaml import load_yaml
 
@@ -647,6 +647,17 @@ training:
     progressive_qlora_rank: 8
     progressive_qlora_alpha: 16
 """
+
+
+def test_the_page_starts_runs_of_different_names(tmp_path: Path):
+    page = PAGE.read_text()
+    (tmp_path / "config.yaml").write_text(page.split("```yaml\n")[1].split("```")[0])
+    lines = re.findall(r"^jaxlm train --config_path config\.yaml(.*)", page, re.MULTILINE)
+    runs = [
+        load_config(["--config_path", str(tmp_path / "config.yaml"), *line.split()], "jaxlm.train") for line in lines
+    ]
+    assert [run_id_of(run) for run in runs] == ["config", "short"]
+    assert [run.phases[0].num_train_steps for run in runs if run.phases] == [400, 100]
 
 
 @pytest.mark.parametrize("text", [PROGRESSIVE, DUAL_LORA], ids=["progressive", "dual LoRA"])
