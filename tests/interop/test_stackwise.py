@@ -516,6 +516,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         )
         for section, key, value in NAN
     },
+    "dropout of a frozen trunk": (
+        config({**CLM}, {"qlora": {"dropout": 0.1}}),
+        r"qlora\.dropout: 0\.1 given, which jaxlm cannot do",
+    ),
+    "unknown of a frozen trunk": (config(training={"qlora": {"r": 1}}), r"qlora\.r: no such key"),
+    **{
+        f"no effect: {key}": (config({**CLM, **progressive}, training), rf"{key}: 'x' given{problem}")
+        for progressive, training, key, problem in (
+            ({"time_interpretation": "x"}, {}, "time_interpretation", r"\. Allowed: input, depth"),
+            ({"qlora_rank_pattern": "x"}, {}, "qlora_rank_pattern", r"\. Allowed: constant, .* linear"),
+            ({"progressive_qlora": "x"}, {}, "progressive_qlora", ", true or false expected"),
+            ({"qlora_rank": "x"}, {}, "qlora_rank", ", a number expected"),
+            ({}, {"num_time_steps": "x"}, "num_time_steps", ", a number expected"),
+            ({}, {"qlora": {"rank": "x"}}, "qlora.rank", ", a number expected"),
+        )
+    },
+    "a list": (config({"training_objective": ["clm"]}), r"training_objective: \['clm'\] given\. Allowed: mlm, clm"),
     "nan betas": (optimizer(betas=[float("nan"), 0.9]), r"optimizer\.betas: nan given, a finite number expected"),
     "infinite rate": (optimizer(lr=float("inf")), r"optimizer\.lr: inf given, a finite number expected"),
     "section": ({**config(), "trainer": {}}, r"trainer: no such key.* Known here: model, training, data"),

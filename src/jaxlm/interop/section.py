@@ -58,9 +58,14 @@ class Section:
     def choice(self, key: str, allowed: Collection[Any], default: Any = None) -> Any:
         """Like `take`, for one of a few values."""
         value = self.take(key, default)
-        if value is not None and value not in allowed:
-            raise self.error(key, f"{value!r} given. Allowed: {listed([str(one) for one in allowed])}")
+        if value is not None:
+            self.check_choice(key, value, allowed)
         return value
+
+    def check_choice(self, key: str, value: Any, allowed: Collection[Any]) -> None:
+        """Raises `ConfigError` if a key's value is not one of a few."""
+        if value not in tuple(allowed):  # a list cannot be looked up in a mapping
+            raise self.error(key, f"{value!r} given. Allowed: {listed([str(one) for one in allowed])}")
 
     def section(self, key: str) -> "Section":
         """A section inside of this one; empty if it is missing."""
