@@ -7,6 +7,7 @@ are added up, so here they are one adapter, whose rank is the sum.
 from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
+from jaxlm.core.errors import shown
 from jaxlm.core.values.stack_pattern import ALPHA_STEP, RANK_STEP, Pattern, by_pattern
 from jaxlm.interop.section import Section
 from jaxlm.interop.stackwise.kinds import LINEAR_PATTERNS, QLORA_KEYS, STRATEGIES, check_kinds
@@ -159,7 +160,7 @@ def _sizes(section: Section, prefix: str, strategy: str, number: int) -> tuple[f
         return rank, alpha, None
     table = section.take(key, {})
     if not isinstance(table, Mapping) or not all(str(stack).isdecimal() for stack in table):
-        raise section.error(key, f"{table!r} given, a mapping such as {{0: {{rank: 8, alpha: 16}}}} expected")
+        raise section.error(key, f"{shown(table)} given, a mapping such as {{0: {{rank: 8, alpha: 16}}}} expected")
     if not table:
         section.note(f"{prefix}strategy", f"no effect without {key}: all stacks have the same rank and alpha")
     sizes, written = {}, {}
