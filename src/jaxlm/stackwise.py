@@ -127,7 +127,7 @@ class ProgressiveTrainer:
         preset = {**preset, "layers_per_stack": preset.get("layers_per_stack") or num_layers}
         tree["model"] = {**tree["model"], "num_layers": stacks[0].n_blocks or num_layers}
         tree["phases"] = list(_phases(stacks, preset, ConfigSource(tree, source.marks)))
-        return decode_run(ConfigSource(tree, source.marks), None), stacks
+        return decode_run(ConfigSource(tree, source.marks), self.config.name), stacks
 
 
 @dataclass(frozen=True)

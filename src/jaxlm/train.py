@@ -26,7 +26,7 @@ from jaxlm.engine.control import Control
 from jaxlm.engine.entry import enter_phase
 from jaxlm.engine.loop import OpenPhase, run_phase
 from jaxlm.engine.notices import metadata_host, watch_notices
-from jaxlm.engine.outcome import Done, Interrupted, Outcome
+from jaxlm.engine.outcome import Done, Interrupted, Outcome, StoppedError
 from jaxlm.engine.peers import connect_if_it_fails, watch_peers
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.signals import stop_on_signals
@@ -134,20 +134,25 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
         history = init_from.history.settled()
         conductor = Conductor(plan.state_builder, plan.layout, plan.checkpoints, console.log, init_from.state, history)
         while (phase := conductor.phase) is not None and not isinstance(outcome, Interrupted):
-            with _open_phase(run, phase, state, conductor, init_from) as (state, opened):
-                with clock.during(Activity.STEP):
-                    state, outcome = run_phase(state, opened)
-                with clock.during(Activity.RESTORE):
-                    state = conductor.act(outcome, state, opened)
+            try:
+                with _open_phase(run, phase, state, conductor, init_from) as (state, opened):
+                    with clock.during(Activity.STEP):
+                        state, outcome = run_phase(state, opened)
+                    with clock.during(Activity.RESTORE):
+                        state = conductor.act(outcome, state, opened)
+            except StoppedError as stopped:
+                outcome = stopped.outcome
             run = replace(run, plan=replace(run.plan, state_builder=conductor.state_builder))
         run.beginning.happen()  # of a run that is complete
     plan = run.plan
-    newest = retried(plan.checkpoints.checkpoints, AT_START_S)[-1].location
+    saved = retried(plan.checkpoints.checkpoints, AT_START_S)
+    newest = saved[-1].location if saved else None  # a notice may come before the first phase is entered
     if isinstance(outcome, Interrupted):
-        console.log(f"stopped by {outcome.cause}; saved as {newest}. Run the same command again to continue")
+        where = f"saved as {newest}" if saved else "before training started; nothing was lost"
+        console.log(f"stopped by {outcome.cause}; {where}. Run the same command again to continue")
     elif is_main_process():
         final_report(plan, console)
-    if state is not None and not isinstance(outcome, Interrupted):
+    if state is not None and newest is not None and not isinstance(outcome, Interrupted):
         tables_after_training(plan, state, tokenizer, newest, console.log)
     run.records.write_ledgers()
     console.close()

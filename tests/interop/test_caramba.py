@@ -569,6 +569,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         key: (standard(**{f"orchestrator_{key}": 5}), rf"orchestrator_{key}: 5 given.*not available yet")
         for key in ORCHESTRATOR
     },
+    "nan": (standard(lr=float("nan")), r"train\.lr: nan given, a finite number expected"),
+    "nan of no effect": (standard(profile_every=float("nan")), r"profile_every: nan given, a finite number expected"),
+    "no dataset": (
+        {**standard(), "data": {"ref": "dataset.tokens", "config": {"path": "hf://@v1"}}},
+        r"path: 'hf://@v1' given, hf://ORG/NAME expected",
+    ),
     "sgd": (standard(optimizer="sgd"), r"train\.optimizer: 'sgd' given"),
     "offload": (standard(offload_optimizer=True), r"offload_optimizer: True given, which jaxlm cannot do"),
     "two floors": (standard(min_lr=1e-5, min_lr_ratio=0.1), r"min_lr_ratio: given together with min_lr"),

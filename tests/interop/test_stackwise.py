@@ -21,7 +21,7 @@ from jaxlm.data.tokens import TokensConfig
 from jaxlm.interop.stackwise.from_stackwise import from_stackwise
 from jaxlm.models.diffusion.time_embedding import TimeEmbedding
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.plan.load_config import load_config
+from jaxlm.plan.load_config import load_config, run_id_of
 from jaxlm.plan.presets.progressive import StackAdapters
 from jaxlm.reading.yaml import load_yaml
 
@@ -81,6 +81,8 @@ TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     (config({"target_stacks": 2}), {"preset.stacks": 2}),
     (config({"max_stacks": None}), {"preset.stacks": 12}),
+    (config({"max_stacks": 0}), {"preset.stacks": 0}),  # which the preset refuses
+    (config(data={"max_length": 0}), {"model.seq_len": 0}),  # which the model refuses
     (config({"max_stacks": None}, model={"architecture": {"n_stacks": 6}}), {"preset.stacks": 6}),
     (config(), {"preset.at": "append", "preset.trunk": "frozen", "preset.store": "missing", "trainer.mp": "f32"}),
     (config({"building_mode": "prepend"}), {"preset.at": "prepend"}),
@@ -392,6 +394,16 @@ def test_a_key_without_an_effect_is_noted(plain: dict[str, Any], tree: dict[str,
     assert translated == expected
 
 
+NAN = [
+    (section, key, float("nan"))
+    for section, keys in {
+        "progressive": ("max_stacks", "target_stacks", "qlora_rank", "time_per_stack"),
+        "training": ("batch_size", "seq_len", "max_steps", "save_interval", "min_mask_fraction"),
+        "model": ("d_model", "vocab_size", "rope_theta", "dropout"),
+        "data": ("max_length", "num_workers"),
+    }.items()
+    for key in keys
+]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "target": (config({"target_stacks": 9}), r"progressive\.target_stacks: 9 given, above max_stacks: 3"),
     "mode": (config({"building_mode": "insert"}), r"building_mode: 'insert' given\. Allowed: append, prepend"),
@@ -493,9 +505,40 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         config(model={"tokenizer_embedding": {"adapter_hidden_dim": 8}}),
         r"adapter_hidden_dim: 8 given, which jaxlm cannot do",
     ),
+    "no dataset": (config(data={"dataset_path": "hf://"}), r"dataset_path: 'hf://' given, hf://ORG/NAME expected"),
     "text": (config(data={"dataset_path": "a.bin"}), r"data\.dataset_path: 'a\.bin' given, which jaxlm cannot read"),
     "unknown": (config({"max_stack": 3}), r"progressive\.max_stack: no such key\. Did you mean 'max_stacks'\?"),
     "unknown of training": (config(training={"batchsize": 3}), r"training\.batchsize: no such key"),
+    **{
+        f"nan {section} {key}": (
+            config(**{section: {key: value}}),
+            rf"{key}: nan given, a finite number expected",
+        )
+        for section, key, value in NAN
+    },
+    "dropout of a frozen trunk": (
+        config({**CLM}, {"qlora": {"dropout": 0.1}}),
+        r"qlora\.dropout: 0\.1 given, which jaxlm cannot do",
+    ),
+    "unknown of a frozen trunk": (config(training={"qlora": {"r": 1}}), r"qlora\.r: no such key"),
+    **{
+        f"no effect: {key}": (config({**CLM, **progressive}, training), rf"{key}: 'x' given{problem}")
+        for progressive, training, key, problem in (
+            ({"time_interpretation": "x"}, {}, "time_interpretation", r"\. Allowed: input, depth"),
+            ({"qlora_rank_pattern": "x"}, {}, "qlora_rank_pattern", r"\. Allowed: constant, .* linear"),
+            ({"progressive_qlora": "x"}, {}, "progressive_qlora", ", true or false expected"),
+            ({"qlora_rank": "x"}, {}, "qlora_rank", ", a number expected"),
+            ({}, {"num_time_steps": "x"}, "num_time_steps", ", a number expected"),
+            ({}, {"qlora": {"rank": "x"}}, "qlora.rank", ", a number expected"),
+        )
+    },
+    "a list": (config({"training_objective": ["clm"]}), r"training_objective: \['clm'\] given\. Allowed: mlm, clm"),
+    "a long value": (
+        config(training={"device": ["cuda"] * 5000}),
+        r"device: \['cuda', .{180,200}\.\.\. \(40,000 characters\) given\. Allowed: cuda, cpu, auto$",
+    ),
+    "nan betas": (optimizer(betas=[float("nan"), 0.9]), r"optimizer\.betas: nan given, a finite number expected"),
+    "infinite rate": (optimizer(lr=float("inf")), r"optimizer\.lr: inf given, a finite number expected"),
     "section": ({**config(), "trainer": {}}, r"trainer: no such key.* Known here: model, training, data"),
 }
 
@@ -625,6 +668,17 @@ training:
     progressive_qlora_rank: 8
     progressive_qlora_alpha: 16
 """
+
+
+def test_the_page_starts_runs_of_different_names(tmp_path: Path):
+    page = PAGE.read_text()
+    (tmp_path / "config.yaml").write_text(page.split("```yaml\n")[1].split("```")[0])
+    lines = re.findall(r"^jaxlm train --config_path config\.yaml(.*)", page, re.MULTILINE)
+    runs = [
+        load_config(["--config_path", str(tmp_path / "config.yaml"), *line.split()], "jaxlm.train") for line in lines
+    ]
+    assert [run_id_of(run) for run in runs] == ["config", "short"]
+    assert [run.phases[0].num_train_steps for run in runs if run.phases] == [400, 100]
 
 
 @pytest.mark.parametrize("text", [PROGRESSIVE, DUAL_LORA], ids=["progressive", "dual LoRA"])

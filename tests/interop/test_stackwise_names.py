@@ -9,7 +9,7 @@ import yaml
 from jaxlm import stackwise
 from jaxlm.core.errors import ConfigError
 from jaxlm.objectives.cached_trunk import CachedTrunk
-from jaxlm.plan.load_config import load_config
+from jaxlm.plan.load_config import load_config, run_id_of
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.stackwise import ProgressiveRackBuilder, ProgressiveTrainer, StackWiseConfig
@@ -51,6 +51,7 @@ def test_an_empty_builder_gives_the_run_of_the_yaml(progressive: dict[str, Any],
     given = StackWiseConfig.from_yaml(tmp_path / "config.yaml")
     run = ProgressiveTrainer(given).run_config(ProgressiveRackBuilder(config=given))
     assert run.phases == expected.phases
+    assert run_id_of(run) == run_id_of(expected) == "config"
     assert (run.model, run.data, run.objective, run.optimizer) == (
         expected.model,
         expected.data,

@@ -1,5 +1,6 @@
 """Generation by filling in masks, against a plain loop with numpy."""
 
+import argparse
 import dataclasses
 
 import equinox as eqx
@@ -10,6 +11,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.models.inference.denoise import DenoisingConfig, denoise_tokens
 from jaxlm.models.inference.generate import generate
 from jaxlm.models.inference.sampling import Sampling
+from jaxlm.session.generation_options import add_denoising_options, denoising_of
 from tests.engine.helpers import layout
 
 MASK, GREEDY = 39, Sampling(temperature=0.0)
@@ -114,3 +116,10 @@ def test_what_cannot_be_generated_is_refused(model, built, tiny_llama):
         denoise_tokens(model, [[1]], 4, MASK, Sampling(repetition_penalty=1.2), DenoisingConfig())
     with pytest.raises(ConfigError, match="cannot generate token by token with a KV cache"):
         generate(model, [[1, 2]], max_new_tokens=4)
+
+
+def test_an_option_out_of_range_is_named_as_it_is_written():
+    parser = argparse.ArgumentParser()
+    add_denoising_options(parser)
+    with pytest.raises(ConfigError, match=r"^--num_steps: 0 given, an integer of 1 or more"):
+        denoising_of(parser.parse_args(["--num_steps", "0"]))

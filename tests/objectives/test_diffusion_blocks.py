@@ -200,6 +200,8 @@ def test_blocks_are_for_equally_probable_mask_fractions():
         rows["parts of train"]
         == f"layers 3 to 5 for 0 to {middle:.4g}, layers 0 to 2 for {middle:.4g} to 1 of the tokens hidden"
     )
+    (single,) = (text for name, text in describe(plan_of(48, {"strata": 6}, num_blocks=6)) if name == "parts of train")
+    assert single.startswith("layer 5 for 0 to ")
     assert "after Denoisers; DiffusionBlocks" in rows["phase train"]
 
 

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import re
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,9 @@ from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.annotations import AnnotationFolder
 from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
+from jaxlm.engine.outcome import Interrupted, StoppedError
+from jaxlm.engine.signals import StopRequest
+from jaxlm.engine.sync import FlagSync
 from jaxlm.models.base import Inputs
 from jaxlm.objectives.base import ITSELF
 from jaxlm.objectives.cached_trunk import CachedTrunk
@@ -74,13 +78,13 @@ class Setup:
 class Stored:
     """The phase with a number of steps, over data of which something may be stored already."""
 
-    def __init__(self, setup: Setup, plain, steps: int, position=START):
+    def __init__(self, setup: Setup, plain, steps: int, position=START, check_stop=lambda: None):
         self.plain, self.plan, self.model = plain, setup.plan, setup.model
         self.phase = dataclasses.replace(setup.phase, end=steps)
         self.lines: list[str] = []
         with self.plan.layout.use():
             args = (self.plan, self.phase, self.plain, self.lines.append, lambda: pytest.fail("nothing to check"))
-            self.data = annotate.with_annotations(*args, position["step"], position)
+            self.data = annotate.with_annotations(*args, position["step"], position, check_stop)
 
     def batches(self, data, position=None, skipped=0):
         """Yields the batches of the phase, as the training loop takes them."""
@@ -203,6 +207,27 @@ def test_only_sequences_that_steps_read_are_stored(two_epochs, setup, tmp_path):
     np.testing.assert_array_equal(longer.stored(drawn), whole.stored(drawn))
     with pytest.raises(LookupError, match="has no annotations"):
         longer.stored(np.arange(size))
+
+
+def test_a_request_to_stop_ends_it_after_a_block(setup, tmp_path, monkeypatch):
+    monkeypatch.setattr(annotate, "_BLOCK_EXAMPLES", BATCH)
+    request, write = StopRequest(), AnnotationFolder.write
+
+    def written(*block):
+        write(*block)
+        request.receive(signal.SIGTERM, None)
+
+    plain, sync = setup.opened(tmp_path), FlagSync(setup.plan.layout, request)
+    stopped = Stored(setup, plain, 3, check_stop=sync.check_stop)
+    monkeypatch.setattr(AnnotationFolder, "write", written)
+    with pytest.raises(StoppedError) as caught:
+        list(stopped.batches(stopped.data))
+    assert caught.value.outcome == Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr(AnnotationFolder, "write", write)
+    again = Stored(setup, plain, 3)
+    assert len(list(again.batches(again.data))) == 3
+    assert again.logged() == [2 * BATCH, 3 * BATCH, len(again.examples), BATCH], "what was stored before is kept"
 
 
 class OfTeacher(CachedTrunk):

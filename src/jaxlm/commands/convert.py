@@ -155,10 +155,10 @@ def _write_adapters(folder: Location, opened: LoadedModel, dtype: Any, card: Mod
             " contain them: write the whole model, without --adapters only"
         )
     if opened.model != plan.model:
+        kinds = dict.fromkeys(choice_name(type(one)) for one in opened.surgeries)
         raise ConfigError(
             f"--adapters only: {opened.location} has another architecture than the model that the run started from (surgery"
-            f" {' and '.join(choice_name(type(one)) for one in opened.surgeries)}), so adapters alone would not fit it. Write"
-            " the whole model, without --adapters only"
+            f" {' and '.join(kinds)}), so adapters alone would not fit it. Write the whole model, without --adapters only"
         )
     model, saved = opened.load(), saved_modules(opened.surgeries)
     files = {README: card.text().encode()}

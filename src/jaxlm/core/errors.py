@@ -19,6 +19,7 @@ EXIT_CLOSED_OUTPUT = 128 + signal.SIGPIPE
 _MAX_CHARACTERS = 2000  # of a line of a message
 _MAX_LINES = 50
 _MAX_LISTED = 20
+_MAX_SHOWN = 200  # characters of a key or a value
 
 
 def bounded(message: str) -> str:
@@ -37,6 +38,16 @@ def _bounded_line(line: str) -> str:
         return line
     head, tail = _MAX_CHARACTERS * 3 // 5, _MAX_CHARACTERS // 5
     return f"{line[:head]} ... ({len(line) - head - tail:,} characters left out) ... {line[-tail:]}"
+
+
+def shortened(text: str) -> str:
+    """A key or a value for a message: its beginning, if it is too long to read."""
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text):,} characters)"
+
+
+def shown(value: Any) -> str:
+    """A value for a message."""
+    return shortened(repr(value))
 
 
 def listed(names: Collection[str]) -> str:

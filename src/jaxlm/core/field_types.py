@@ -155,11 +155,12 @@ def check_fields(section: Any, path: str = "") -> None:
 
     Args:
         section: an instance of a dataclass.
-        path: its dotted path, for messages.
+        path: its dotted path, for messages; `--` if its fields are options of a command.
     """
+    prefix = path if path in ("", "--") else f"{path}."
     hints = hints_of(type(section))
     for field in dataclasses.fields(section):
-        _check(hints[field.name], getattr(section, field.name), f"{path}.{field.name}".lstrip("."))
+        _check(hints[field.name], getattr(section, field.name), f"{prefix}{field.name}")
 
 
 def _check(hint: Any, value: Any, path: str) -> None:

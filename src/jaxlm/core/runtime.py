@@ -56,6 +56,13 @@ def all_processes(holds: bool) -> bool:
     return bool(others.conclude(_flag(holds), lambda flags: _flag(all(flags))))
 
 
+def largest_of_processes(number: int) -> int:
+    """The largest of the numbers that the processes pass. Every process must call this."""
+    if (others := exchange()) is None:
+        return number
+    return int(others.conclude(str(number).encode(), lambda numbers: max(numbers, key=int)))
+
+
 def same_on_all_processes(text: str) -> bool:
     """Whether all processes pass the same text. Every process must call this."""
     if (others := exchange()) is None:

@@ -34,4 +34,16 @@ class Interrupted:
         return "a preemption notice" if self.signal == PREEMPTED else signal.Signals(self.signal).name
 
 
+class StoppedError(Exception):
+    """A signal, or a notice that a machine will stop, ended work between two steps, whose state is saved already.
+
+    Attributes:
+        outcome: how the phase ends.
+    """
+
+    def __init__(self, number: int):
+        super().__init__(f"stopped by signal {number}")
+        self.outcome = Interrupted(number)
+
+
 Outcome = Done | Interrupted | Rewind | Next

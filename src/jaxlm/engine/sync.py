@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxlm.core.runtime import largest_of_processes
 from jaxlm.core.sharding import Layout
+from jaxlm.engine.outcome import StoppedError
 from jaxlm.engine.signals import StopRequest
 
 
@@ -66,6 +68,14 @@ class FlagSync:
         if self._single_process:
             return SyncFlags(stop=self._stop.signal, save=save)
         return SyncFlags() if reduced is None else SyncFlags(stop=int(reduced[0]), save=bool(reduced[1]))
+
+    def check_stop(self) -> None:
+        """In long work between two steps: raises `StoppedError` on all processes if one is asked to stop.
+
+        Every process must call this.
+        """
+        if number := largest_of_processes(self._stop.signal):
+            raise StoppedError(number)
 
     def _make_array(self, flags: SyncFlags) -> jax.Array:
         shape, sharding = self._abstract.shape, self._abstract.sharding

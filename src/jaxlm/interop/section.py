@@ -1,10 +1,11 @@
 """A mapping in another program's file whose keys are taken one by one. A key that nobody takes is an error."""
 
 import difflib
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxlm.core.errors import ConfigError, listed
+from jaxlm.core.errors import ConfigError, listed, shown
 from jaxlm.reading.decode import config_error
 from jaxlm.reading.yaml import ConfigSource, KeyPath
 
@@ -23,7 +24,7 @@ class Section:
         self.path = path
         self._notes = notes
         if not isinstance(keys, Mapping):
-            raise config_error(source, path, f"{keys!r} given, a section with keys expected")
+            raise config_error(source, path, f"{shown(keys)} given, a section with keys expected")
         self._keys = dict(keys)
         self._known: list[str] = []
 
@@ -31,9 +32,16 @@ class Section:
         return self._keys.get(key) is not None
 
     def take(self, key: str, default: Any = None) -> Any:
-        """Removes a key and returns its value; the default if it is missing or null."""
+        """Removes a key and returns its value; the default if it is missing or null.
+
+        Raises:
+            ConfigError: it is a number that is not finite, or has one.
+        """
         self._known.append(key)
         value = self._keys.pop(key, None)
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, float) and not math.isfinite(one):
+                raise self.error(key, f"{one} given, a finite number expected")
         return default if value is None else value
 
     def peek(self, key: str) -> Any:
@@ -44,15 +52,20 @@ class Section:
         """Like `take`, for a number that the translation computes with."""
         value = self.take(key, default)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise self.error(key, f"{value!r} given, a number expected")
+            raise self.error(key, f"{shown(value)} given, a number expected")
         return value
 
     def choice(self, key: str, allowed: Collection[Any], default: Any = None) -> Any:
         """Like `take`, for one of a few values."""
         value = self.take(key, default)
-        if value is not None and value not in allowed:
-            raise self.error(key, f"{value!r} given. Allowed: {listed([str(one) for one in allowed])}")
+        if value is not None:
+            self.check_choice(key, value, allowed)
         return value
+
+    def check_choice(self, key: str, value: Any, allowed: Collection[Any]) -> None:
+        """Raises `ConfigError` if a key's value is not one of a few."""
+        if value not in tuple(allowed):  # a list cannot be looked up in a mapping
+            raise self.error(key, f"{shown(value)} given. Allowed: {listed([str(one) for one in allowed])}")
 
     def section(self, key: str) -> "Section":
         """A section inside of this one; empty if it is missing."""
@@ -66,7 +79,7 @@ class Section:
         """A list of sections inside of this one."""
         value = self.take(key, [])
         if not isinstance(value, list):
-            raise self.error(key, f"{value!r} given, a list of sections expected")
+            raise self.error(key, f"{shown(value)} given, a list of sections expected")
         return [Section(self._source, (*self.path, key, index), item, self._notes) for index, item in enumerate(value)]
 
     def ignore(self, key: str, reason: str) -> None:
@@ -78,7 +91,7 @@ class Section:
         """Raises `ConfigError` if the key is set, except to nothing or to a value without an effect."""
         value = self.take(key)
         if not any(value is one or (value == one and type(value) is type(one)) for one in (*NOTHING, *without_effect)):
-            raise self.error(key, f"{value!r} given, which jaxlm cannot do: {instead}")
+            raise self.error(key, f"{shown(value)} given, which jaxlm cannot do: {instead}")
 
     def note(self, key: str, text: str) -> None:
         self._notes.append(f"{self._dotted(key)}: {text}")

@@ -1,10 +1,13 @@
 """Where another program's file says that text or token ids are."""
 
+import re
+
 from jaxlm.interop.section import Section
 from jaxlm.interop.translated import Translated
 
 TOKENS = ".npy"
 _HUB = "hf://"
+_HUB_NAME = re.compile(r"([^/@\s]+/)?[^/@\s]+(@\S+)?")
 _TEXT = (".txt", ".jsonl", ".json", ".parquet")
 
 
@@ -20,6 +23,8 @@ def put_text(path: str, section: Section, key: str, out: Translated) -> None:
         ConfigError: jaxlm cannot read such files.
     """
     if path.startswith(_HUB):
+        if not _HUB_NAME.fullmatch(hub_name(path)):
+            raise section.error(key, f"'{path}' given, {_HUB}ORG/NAME expected")
         out.put("data.id", hub_name(path), section, key)
         return
     if not path.endswith((TOKENS, *_TEXT)):

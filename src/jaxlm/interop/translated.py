@@ -23,7 +23,7 @@ class Translated:
         node = self._tree
         for name in parents:
             node = node.setdefault(name, {})
-        if node.get(last, value) != value:
+        if last in node and node[last] != value:
             before = self._marks[(*parents, last)] or "another key"
             raise section.error(
                 key,

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import yaml
 from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, shortened
 from jaxlm.core.field_types import LARGEST_FLOAT, bounds_of, describe_type, hints_of, in_range
 from jaxlm.core.redaction import without_secrets
 from jaxlm.reading.choices import FORMER_KEYS, NamedChoice, is_same
@@ -151,7 +151,8 @@ class _Decoder:
         if _is_name(kind, tree):
             tree = {CHOICE_TYPE_KEY: tree}
         if not isinstance(tree, Mapping):
-            keys = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else ["type", "..."]
+            names = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+            keys = names or ["type", "..."]
             raise self._error(path, f"{_format_value(tree)} given, a section with keys expected ({', '.join(keys)})")
         if is_choice(kind):
             kind = self._choice(kind, tree, path, default)
@@ -315,7 +316,7 @@ def config_error(source: ConfigSource, path: KeyPath, problem: str) -> ConfigErr
     """The error for a problem at a path, with file, line and dotted path."""
     where, dotted = source.where(path), ".".join(map(str, path)) or "configuration"
     is_option = where.endswith((f"--{dotted}", f"keys: {dotted}"))  # the key is named already
-    return ConfigError(": ".join([*filter(None, [where]), *([] if is_option else [dotted]), problem]))
+    return ConfigError(": ".join([*filter(None, [where]), *([] if is_option else [shortened(dotted)]), problem]))
 
 
 def unknown_key(source: ConfigSource, path: KeyPath, choice: str | None, allowed: Sequence[str]) -> ConfigError:

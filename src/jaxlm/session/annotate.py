@@ -52,6 +52,7 @@ def with_annotations(
     open_batches: Callable[[], Batches],
     first_step: int,
     position: Mapping[str, Any],
+    check_stop: Callable[[], None],
 ) -> Data:
     """The phase's data with the annotations that its objective reads from disk; `data` if it reads none.
 
@@ -63,6 +64,7 @@ def with_annotations(
         open_batches: opens the phase's batches, for `check_sanity`.
         first_step, position: the step from which the phase is entered or goes on, and the data position there
             (`Batches.state`).
+        check_stop: raises an error on all processes if the run is to stop. Called before each block.
     """
     if phase.objective.annotation_key is None:
         return data
@@ -95,7 +97,7 @@ def with_annotations(
             for name, indices in drawn.items()
             if len(indices)
         }
-        _store_missing(plan, phase, data, template, folders, drawn, ask, log)
+        _store_missing(plan, phase, data, template, folders, drawn, ask, log, check_stop)
         return folders
 
     if not itself:
@@ -150,6 +152,7 @@ def _store_missing(
     drawn: Mapping[str, np.ndarray],
     load: Callable[[], dict[str, LanguageModel]],
     log: Log,
+    check_stop: Callable[[], None],
 ) -> None:
     """Annotates the examples that have no annotations yet.
 
@@ -182,7 +185,7 @@ def _store_missing(
         return {path: np.asarray(tree.raw(leaf))[: len(indices)] for path, leaf in columns}
 
     for name in missing:
-        _build(folders[name], drawn[name], annotate, batch_size, example_bytes, log)
+        _build(folders[name], drawn[name], annotate, batch_size, example_bytes, log, check_stop)
 
 
 def _missing(folder: AnnotationFolder, indices: np.ndarray) -> np.ndarray:
@@ -234,6 +237,7 @@ def _build(
     batch_size: int,
     example_bytes: int,
     log: Log,
+    check_stop: Callable[[], None],
 ) -> None:
     """Annotates those of the drawn examples that have no annotations. All processes compute; process 0 writes."""
     with ExitStack() as locked:
@@ -246,6 +250,7 @@ def _build(
             f" steps read {len(drawn):,} of {len(folder.examples):,}, and {len(drawn) - len(missing):,} are there"
         )
         for done, indices in enumerate(blocks):
+            check_stop()
             parts = [
                 annotate(folder.examples, indices[at : at + batch_size]) for at in range(0, len(indices), batch_size)
             ]

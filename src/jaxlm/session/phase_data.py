@@ -60,7 +60,8 @@ def open_phase_data(run: Run, phase: Phase, resumed: VerifiedCheckpoint | None) 
         "seed": plan.config.order_seed,
     }
     position = {"examples": 0} if resumed is None else resumed.position()
-    data = with_annotations(plan, phase, opened, log, lambda: opened.batches(**order), first_step, position)
+    reopen = lambda: opened.batches(**order)  # noqa: E731
+    data = with_annotations(plan, phase, opened, log, reopen, first_step, position, run.flag_sync.check_stop)
     with contextlib.closing(data.batches(**order, services=_services(run, phase))) as batches:
         if resumed is not None:
             batches.restore(position)

@@ -249,7 +249,9 @@ def describe_parts(plan: Plan, phase: Phase) -> str | None:
     """The layers that compute a text, by the share of its tokens that is hidden; None if all do."""
     parts, lower, texts = plan.state_builder.abstract_state(phase).model.denoisers, 0.0, []
     for part in parts:
-        texts.append(f"layers {part.first} to {part.stop - 1} for {lower:.4g} to {part.max_fraction:.4g}")
+        last = part.stop - 1
+        layers = f"layer {last}" if part.first == last else f"layers {part.first} to {last}"
+        texts.append(f"{layers} for {lower:.4g} to {part.max_fraction:.4g}")
         lower = part.max_fraction
     return f"{', '.join(texts)} of the tokens hidden" if parts else None
 

@@ -7,11 +7,12 @@ are added up, so here they are one adapter, whose rank is the sum.
 from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
+from jaxlm.core.errors import shown
 from jaxlm.core.values.stack_pattern import ALPHA_STEP, RANK_STEP, Pattern, by_pattern
 from jaxlm.interop.section import Section
+from jaxlm.interop.stackwise.kinds import LINEAR_PATTERNS, QLORA_KEYS, STRATEGIES, check_kinds
 from jaxlm.interop.translated import Translated
 
-_STRATEGIES = ("simplified", "progressive", "variable")
 _OF_STACK = (
     "qlora_rank",
     "qlora_alpha",
@@ -29,7 +30,6 @@ _FROZEN = (
 _NO_DROPOUT = "the adapters of the preset have none. Set it to 0, or write `phases` with the surgery lora"
 _SIZE = ("rank", "alpha")
 _CONSTANT = ["constant", "constant"]
-_LINEAR_PATTERNS = ("constant", "increasing", "decreasing")
 Size = tuple[float, float]
 """Rank and alpha."""
 
@@ -38,7 +38,13 @@ def drop_adapters(training: Section, progressive: Section, why: str) -> None:
     """Takes the keys of adapters where there are none."""
     for key in _KEYS:
         progressive.ignore(key, why)
-    training.ignore(_SECTION, why)
+    if _SECTION in training:
+        qlora = training.section(_SECTION)
+        check_kinds([qlora])
+        qlora.refuse("dropout", _NO_DROPOUT, 0, 0.0)
+        for key in QLORA_KEYS:
+            qlora.ignore(key, why)
+        qlora.done()
 
 
 def put_adapters(training: Section, progressive: Section, has_adapters: bool, num_stacks: int, out: Translated) -> None:
@@ -76,7 +82,7 @@ def _put_keys(progressive: Section, number: int, out: Translated) -> None:
     if not of_stack:
         _put_simple(*trunk_size, _CONSTANT, progressive, "progressive_qlora", out)
         return
-    strategy = progressive.choice("qlora_strategy", _STRATEGIES, "simplified")
+    strategy = progressive.choice("qlora_strategy", STRATEGIES, "simplified")
     rank, alpha, table = _sizes(progressive, "qlora_", strategy, number)
     patterns = _patterns(progressive, "qlora_", strategy, get_args(Pattern))
     if not of_trunk and table is None:
@@ -105,11 +111,12 @@ def _note_sum(progressive: Section, sizes: list[Size], trunk_size: Size) -> None
 def _put_section(training: Section, number: int, out: Translated) -> None:
     """The section `training.qlora`. Its patterns are linear in the number of the stack, from `progressive_rank` to `rank`."""
     qlora = training.section(_SECTION)
+    check_kinds([qlora])
     if not qlora.choice("enabled", (True, False), True):
         raise qlora.error("enabled", "false given with trunk_strategy: qlora, but then nothing in the trunk trains")
-    strategy = qlora.choice("strategy", _STRATEGIES, "simplified")
+    strategy = qlora.choice("strategy", STRATEGIES, "simplified")
     rank, alpha, table = _sizes(qlora, "", strategy, number)
-    patterns: dict[str, Any] = dict(zip(_SIZE, _patterns(qlora, "", strategy, _LINEAR_PATTERNS), strict=True))
+    patterns: dict[str, Any] = dict(zip(_SIZE, _patterns(qlora, "", strategy, LINEAR_PATTERNS), strict=True))
     for of, pattern in patterns.items():
         if pattern == "constant":
             qlora.ignore(
@@ -153,7 +160,7 @@ def _sizes(section: Section, prefix: str, strategy: str, number: int) -> tuple[f
         return rank, alpha, None
     table = section.take(key, {})
     if not isinstance(table, Mapping) or not all(str(stack).isdecimal() for stack in table):
-        raise section.error(key, f"{table!r} given, a mapping such as {{0: {{rank: 8, alpha: 16}}}} expected")
+        raise section.error(key, f"{shown(table)} given, a mapping such as {{0: {{rank: 8, alpha: 16}}}} expected")
     if not table:
         section.note(f"{prefix}strategy", f"no effect without {key}: all stacks have the same rank and alpha")
     sizes, written = {}, {}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.interop.stackwise.from_stackwise import from_stackwise
+from jaxlm.reading.recipes import config_file
 from jaxlm.reading.yaml import ConfigSource, load_yaml, merge
 
 _SECTIONS = ("progressive", "optimizer", "qlora", "architecture", "attention_custom", "tokenizer_embedding")
@@ -35,18 +36,20 @@ class StackWiseConfig:
 
     Attributes:
         model, training, data: its sections.
+        name: of the file, without its suffix: what a run is called without training.run_id. None without a file.
     """
 
-    def __init__(self, source: ConfigSource | None = None):
+    def __init__(self, source: ConfigSource | None = None, name: str | None = None):
         tree = copy.deepcopy({} if source is None else source.tree)
-        for name in ("model", "training", "data"):
-            tree[name] = tree.get(name) or {}
+        self.name = name
+        for section in ("model", "training", "data"):
+            tree[section] = tree.get(section) or {}
         self._source = ConfigSource(tree, {} if source is None else source.marks)
-        self.model, self.training, self.data = (Keys(tree[name]) for name in ("model", "training", "data"))
+        self.model, self.training, self.data = (Keys(tree[section]) for section in ("model", "training", "data"))
 
     @staticmethod
     def from_yaml(path: Path | str) -> "StackWiseConfig":
-        return StackWiseConfig(load_yaml(path))
+        return StackWiseConfig(load_yaml(path), config_file(path).stem)
 
     def validate(self) -> None:
         """Prints what has no effect here. Raises `ConfigError` for what jaxlm cannot do."""

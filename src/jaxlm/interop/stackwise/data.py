@@ -47,8 +47,9 @@ def put_data(model: Section, data: Section, training: Section, objective: Object
 def _length(data: Section, training: Section, out: Translated) -> Any:
     seq_len, longest = training.take("seq_len"), data.take("max_length")
     if seq_len is None:
-        out.put("model.seq_len", longest or _SEQ_LEN, data, "max_length")
-        return longest or _SEQ_LEN
+        seq_len = _SEQ_LEN if longest is None else longest
+        out.put("model.seq_len", seq_len, data, "max_length")
+        return seq_len
     if longest not in (None, seq_len):
         data.note(
             "max_length", f"no effect: sequences have training.seq_len ({seq_len}) tokens, of documents of any length"

@@ -10,6 +10,7 @@ from typing import Any
 from jaxlm.interop.section import Section
 from jaxlm.interop.stackwise.data import put_data
 from jaxlm.interop.stackwise.growth import Growth, drop_growth, put_growth
+from jaxlm.interop.stackwise.kinds import check_kinds
 from jaxlm.interop.stackwise.masking import drop_masking, put_masking
 from jaxlm.interop.stackwise.model import put_model
 from jaxlm.interop.stackwise.objective import put_objective
@@ -41,6 +42,7 @@ def from_stackwise(source: ConfigSource) -> Resolved:
     model, training, data = (top.section(name) for name in (_MODEL, _TRAINING, _DATA))
     top.done()
     progressive, architecture = training.section("progressive"), model.section("architecture")
+    check_kinds((model, training, progressive, data))
     out = Translated()
     objective = put_objective(progressive, training, out)
     put_model(model, objective, out)

@@ -62,7 +62,7 @@ class Growth:
         where = (progressive, "target_stacks")
         if target is None:
             where = (progressive, "max_stacks") if most is not None else (architecture, "n_stacks")
-            target = most or planned or _MAX_STACKS
+            target = next(number for number in (most, planned, _MAX_STACKS) if number is not None)
         elif most is not None and target > most:
             raise progressive.error("target_stacks", f"{target} given, above max_stacks: {most}. Set one of them")
         if planned not in (None, target):

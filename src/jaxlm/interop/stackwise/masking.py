@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlm.core.errors import shown
 from jaxlm.core.values.mask_schedule import ContinuousSchedule, SteppedSchedule
 from jaxlm.interop.section import Section
 from jaxlm.interop.stackwise.growth import WHOLE, Growth
@@ -64,7 +65,7 @@ def put_masking(
             _put_rows(SteppedSchedule.of(schedule, num_steps).by_step, training, "num_time_steps", out)
         return
     if not isinstance(fractions, list) or not all(type(fraction) in (int, float) for fraction in fractions):
-        raise training.error("time_step_mask_fractions", f"{fractions!r} given, a list of fractions expected")
+        raise training.error("time_step_mask_fractions", f"{shown(fractions)} given, a list of fractions expected")
     if num_steps not in (None, len(fractions)):
         raise training.error("num_time_steps", f"{num_steps} given, but time_step_mask_fractions has {len(fractions)}")
     out.put("data.masking.time_step_mask_fractions", fractions, training, "time_step_mask_fractions")
@@ -168,8 +169,8 @@ def _put_time(growth: Growth, training: Section, progressive: Section, out: Tran
     if mapping == "custom" or not (isinstance(mapping, list) or mapping in ("linear", "exponential")):
         raise progressive.error(
             "stack_time_mapping",
-            f"{mapping!r} given. A function cannot be written in YAML: give linear, exponential, or the list of the stacks'"
-            " time steps, from the least noise to the most, such as [0, 50, 150]",
+            f"{shown(mapping)} given. A function cannot be written in YAML: give linear, exponential, or the list of the"
+            " stacks' time steps, from the least noise to the most, such as [0, 50, 150]",
         )
     times = {"mapping": mapping, "time_per_stack": progressive.take("time_per_stack", 100)}
     if (num_steps := training.peek("num_time_steps")) is not None:

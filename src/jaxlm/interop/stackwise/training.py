@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxlm.core.errors import shown
 from jaxlm.interop.section import Section
 from jaxlm.interop.translated import Translated
 
@@ -36,7 +37,7 @@ def _optimizer(optimizer: Section, out: Translated) -> None:
             optimizer.note("weight_decay", "decoupled from the gradient, as in AdamW")
     betas = optimizer.take("betas", [0.9, 0.95])
     if not isinstance(betas, list) or len(betas) != 2:
-        raise optimizer.error("betas", f"{betas!r} given, a list of two numbers expected")
+        raise optimizer.error("betas", f"{shown(betas)} given, a list of two numbers expected")
     for key, value in zip(("beta1", "beta2"), betas, strict=True):
         out.put(f"optimizer.{key}", value, optimizer, "betas")
     out.put("optimizer.epsilon", optimizer.number("eps", 1e-8), optimizer, "eps")
