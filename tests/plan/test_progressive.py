@@ -235,3 +235,30 @@ def test_times_are_steps_of_the_masks_if_these_have_some():
 def test_stacks_without_noise_of_their_own_are_refused(keys, message):
     with pytest.raises(ConfigError, match=message):
         timed(**keys)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "most"),
+    [
+        ("model.num_layers", 1_000_000, 10_000),
+        ("preset.stacks", 2_000, 256),
+        ("preset.layers_per_stack", 1_000_000, 10_000),
+        ("preset.depth_times.num_time_steps", 2**31 - 1, 100_000),
+        ("preset.depth_times.time_per_stack", 2**31 - 1, 100_000),
+        ("data.masking.num_time_steps", 2**31 - 1, 100_000),
+        ("data.masking.validation_replicas", 10**9, 1_000),
+        ("phases.0.surgery.0.num_layers", 10**9, 10_000),
+    ],
+)
+def test_sizes_that_no_run_could_plan_are_refused(key, value, most):
+    tree = {"model": NOISY, "trainer": {"train_batch_size": 8}, "objective": {"type": "mlm"}}
+    if key.startswith("phases"):
+        tree["phases"] = [{"name": "grown", "surgery": [{"type": "grow", "num_layers": value}]}]
+    else:
+        section, *sections, name = key.split(".")
+        given = {name: value}
+        for outer in reversed(sections):
+            given = {outer: given}
+        tree[section] = {**({"type": "progressive"} if section == "preset" else tree.get(section, {})), **given}
+    with pytest.raises(ConfigError, match=rf"{key}: {value} given, an integer of 1 or more and at most {most}\b"):
+        decode_run(ConfigSource(tree), None)

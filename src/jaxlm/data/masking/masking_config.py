@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import Fraction, PositiveFraction, PositiveInt, Seed
+from jaxlm.core.field_types import Fraction, NumReplicas, NumTimeSteps, PositiveFraction, PositiveInt, Seed
 from jaxlm.core.values.mask_schedule import ContinuousSchedule, MaskSchedule, ScheduleType, SteppedSchedule
 from jaxlm.data.batch import Columns
 from jaxlm.data.masking.uniform_numbers import uniform_numbers
@@ -61,12 +61,12 @@ class MaskingConfig:
     mask_schedule_type: ScheduleType = "linear"
     min_mask_fraction: PositiveFraction = 0.001
     max_mask_fraction: PositiveFraction = 1.0
-    num_time_steps: PositiveInt | None = None
+    num_time_steps: NumTimeSteps | None = None
     time_step_mask_fractions: list[PositiveFraction] | None = None
     times: list[Fraction] | None = None
     strata: PositiveInt = 1
     mask_replicas: PositiveInt | None = None
-    validation_replicas: Evaluations[PositiveInt] = 1
+    validation_replicas: Evaluations[NumReplicas] = 1
     random_fraction: Fraction = 0.0
     unchanged_fraction: Fraction = 0.0
     seed: Seed = 0

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.core.field_types import NonNegativeInt, NumTimeSteps
 from jaxlm.core.values.mask_schedule import SteppedSchedule
 from jaxlm.core.values.time_map import TimeMapping, time_steps
 from jaxlm.data.masking.masking_config import MaskingConfig
@@ -66,8 +66,8 @@ class DepthTimes:
     """
 
     mapping: TimeMapping | list[NonNegativeInt] = "linear"
-    time_per_stack: PositiveInt = 100
-    num_time_steps: PositiveInt | None = None
+    time_per_stack: NumTimeSteps = 100
+    num_time_steps: NumTimeSteps | None = None
 
     def of(self, num_stacks: int, tree: Mapping[str, Any], objective: Any, seq_len: int) -> tuple[StackTime, ...]:
         """The time of each stack, from the output to the input.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import NonNegativeInt, PositiveFloat, PositiveInt
+from jaxlm.core.field_types import NonNegativeInt, NumLayers, NumStacks, PositiveFloat, PositiveInt
 from jaxlm.core.values.stack_pattern import ALPHA_STEP, RANK_STEP, Pattern, by_pattern
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import TransformerConfig
@@ -99,9 +99,9 @@ class ProgressiveConfig(PresetConfig):
             `diffusion`. Null hides as many tokens for all of them.
     """
 
-    stacks: PositiveInt = 3
+    stacks: NumStacks = 3
     steps_per_stack: PositiveInt = 1000
-    layers_per_stack: PositiveInt | None = None
+    layers_per_stack: NumLayers | None = None
     polish_steps: NonNegativeInt = 0
     at: Place = "append"
     init: Literal["identity", "copy", "random"] = "identity"
