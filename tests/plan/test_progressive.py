@@ -7,6 +7,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import LARGEST_INT
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.evals.samples import SamplesEvalConfig
 from jaxlm.models.diffusion.denoisers import needed
@@ -89,6 +90,15 @@ def test_ranks_by_stack(keys, ranks, alphas):
     sizes = [StackAdapters(**keys).of(number) for number in range(4)]
     assert [size.rank for size in sizes] == ranks
     assert [size.alpha for size in sizes] == alphas
+
+
+def test_patterns_of_many_stacks_end_where_numbers_do():
+    assert StackAdapters(rank_pattern="increasing").of(254).rank == LARGEST_INT, "the surgery lora caps it further"
+    many = {"trunk": "lora", "stacks": 200}
+    for pattern, alpha in [("increasing", r"3\.403e\+38 for stack 123"), ("decreasing", r"5\.877e-39 for stack 132")]:
+        message = rf"preset\.lora\.alpha_pattern: {pattern} given with alpha: 32, which makes {alpha}:"
+        with pytest.raises(ConfigError, match=message):
+            config(lora={"alpha_pattern": pattern}, **many)
 
 
 REFUSED = {

@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import NonNegativeInt, NumLayers, NumStacks, PositiveFloat, PositiveInt
+from jaxlm.core.field_types import (
+    LARGEST_FLOAT,
+    LARGEST_INT,
+    SMALLEST_FLOAT,
+    NonNegativeInt,
+    NumLayers,
+    NumStacks,
+    PositiveFloat,
+    PositiveInt,
+)
 from jaxlm.core.values.stack_pattern import ALPHA_STEP, RANK_STEP, Pattern, by_pattern
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import TransformerConfig
@@ -65,8 +74,15 @@ class StackAdapters:
         """The adapters of a stack."""
         if number < len(self.stacks):
             return self.stacks[number]
-        rank = by_pattern(self.rank, self.rank_pattern, number, RANK_STEP)
-        return StackRank(max(1, int(rank)), by_pattern(self.alpha, self.alpha_pattern, number, ALPHA_STEP))
+        rank = int(by_pattern(self.rank, self.rank_pattern, number, RANK_STEP))
+        alpha = by_pattern(self.alpha, self.alpha_pattern, number, ALPHA_STEP)
+        if not SMALLEST_FLOAT <= alpha <= LARGEST_FLOAT:
+            raise ConfigError(
+                f"preset.lora.alpha_pattern: {self.alpha_pattern} given with alpha: {self.alpha:g}, which makes"
+                f" {alpha:.4g} for stack {number}: float32 holds {SMALLEST_FLOAT:.2g} to {LARGEST_FLOAT:.2g}. Set another"
+                " pattern"
+            )
+        return StackRank(min(max(1, rank), LARGEST_INT), alpha)
 
 
 @choice(PresetConfig, "progressive")
