@@ -105,8 +105,10 @@ REFUSED = {
     "one": ({"stacks": 1}, "then nothing grows"),
     "prepended": ({"cache": True, "at": "prepend"}, "cache: true given with at: prepend, but the trunk reads"),
     "adapters": ({"cache": "int8", "trunk": "lora"}, "cache: int8 given with trunk: lora, but the trunk changes"),
-    "train": ({"trunk": "train", "train_head": True}, "train_head: given with trunk: train"),
+    "train": ({"trunk": "train", "train_head": False}, "train_head: false given with trunk: train"),
+    "embeddings": ({"trunk": "train", "train_embeddings": True}, "train_embeddings: true given with trunk: train"),
     "no adapters": ({"lora": {"rank": 4}}, "lora: given with trunk: frozen"),
+    "the usual adapters": ({"lora": {"rank": 16}}, "lora: given with trunk: frozen"),
     "no such stack": (
         {"trunk": "lora", "lora": {"stacks": [{"rank": 1, "alpha": 1}] * 3}},
         "stacks: 3 stacks given, but of 3 stacks only the first 2",
