@@ -241,6 +241,11 @@ def test_times_are_steps_of_the_masks_if_these_have_some():
         ({"masking": {"times": [0.5, 0.5]}}, r"data\.masking\.times: .* sets the times of each stack"),
         ({"objective": "diffusion", "masking": {"num_time_steps": 8}}, "which needs all times, and with time steps"),
         ({"masking": {"num_time_steps": 8}, "depth_times": {"num_time_steps": 9}}, "9 given, but data.masking has 8"),
+        ({"depth_times": {"num_time_steps": 9, "time_per_stack": 3}}, "time_per_stack: 3 given with num_time_steps: 9"),
+        (
+            {"masking": {"num_time_steps": 8}, "depth_times": {"time_per_stack": 100}},
+            "time_per_stack: 100 given with time steps in data.masking",
+        ),
         ({"stacks": 12, "depth_times": {"num_time_steps": 8}}, r"depth_times\.mapping: 12 stacks have the time steps"),
     ],
 )

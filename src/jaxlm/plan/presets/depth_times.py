@@ -22,6 +22,7 @@ from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 
 _KEY = "preset.depth_times"
+_TIME_PER_STACK = 100
 _SINGLE, _RANGES = "mlm", "diffusion"
 """Objectives that train at one time, and over a range of times."""
 
@@ -60,13 +61,13 @@ class DepthTimes:
     Attributes:
         mapping: `linear`, from step 0 to the last one at equal distances; `exponential`, at growing distances; or a list with
             the step of each stack.
-        time_per_stack: number of time steps for each stack.
+        time_per_stack: number of time steps for each stack; null for 100. Only where nothing else says how many there are.
         num_time_steps: number of time steps; null for that of `data.masking`, if it has steps, or else `time_per_stack` for
             each stack. Step k of T is time k / (T - 1).
     """
 
     mapping: TimeMapping | list[NonNegativeInt] = "linear"
-    time_per_stack: NumTimeSteps = 100
+    time_per_stack: NumTimeSteps | None = None
     num_time_steps: NumTimeSteps | None = None
 
     def of(self, num_stacks: int, tree: Mapping[str, Any], objective: Any, seq_len: int) -> tuple[StackTime, ...]:
@@ -113,9 +114,17 @@ class DepthTimes:
         )
 
     def _num_steps(self, num_stacks: int, masking: MaskingConfig) -> int:
-        schedule = masking.schedule
+        """Raises `ConfigError` if two keys give different numbers, or one of them has no effect."""
+        schedule, has_steps = masking.schedule, masking.is_stepped
+        if self.time_per_stack is not None and (has_steps or self.num_time_steps is not None):
+            other = "time steps in data.masking" if has_steps else f"num_time_steps: {self.num_time_steps}"
+            raise ConfigError(
+                f"{_KEY}.time_per_stack: {self.time_per_stack} given with {other}, which says how many steps there are."
+                " Remove one of the two"
+            )
         if not isinstance(schedule, SteppedSchedule):
-            return self.time_per_stack * num_stacks if self.num_time_steps is None else self.num_time_steps
+            per_stack = self.time_per_stack or _TIME_PER_STACK
+            return per_stack * num_stacks if self.num_time_steps is None else self.num_time_steps
         num_steps = len(schedule.by_step)
         if self.num_time_steps not in (None, num_steps):
             raise ConfigError(
