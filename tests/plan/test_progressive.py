@@ -236,6 +236,15 @@ def test_times_are_steps_of_the_masks_if_these_have_some():
     ("keys", "message"),
     [
         ({"objective": "next_token"}, "given with objective.type: next_token, which hides no tokens"),
+        ({"objective": "diffusion_blocks"}, "diffusion_blocks, which trains each block of layers at times of its own"),
+        (
+            {"masking": {"min_mask_fraction": 0.4, "max_mask_fraction": 0.4}},
+            r"stacks have the mask fractions \[0\.4, 0\.4, 0\.4\].* Move data\.masking\.min_mask_fraction: 0\.4 and",
+        ),
+        (
+            {"masking": {"time_step_mask_fractions": [0.9, 0.5, 0.2]}, "at": "append"},
+            r"\[0\.9, 0\.5, 0\.2\].* Write rising data\.masking\.time_step_mask_fractions",
+        ),
         ({"masking": False}, "given without data.masking"),
         ({"masking": {}}, r"hides a fraction of 0\.001: less than one token of a sequence of 16"),
         ({"masking": {"times": [0.5, 0.5]}}, r"data\.masking\.times: .* sets the times of each stack"),

@@ -25,6 +25,7 @@ _KEY = "preset.depth_times"
 _TIME_PER_STACK = 100
 _SINGLE, _RANGES = "mlm", "diffusion"
 """Objectives that train at one time, and over a range of times."""
+_BLOCKS = "diffusion_blocks"  # has times of its own
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,13 @@ class DepthTimes:
         """
         kind = objective.get("type") if isinstance(objective, Mapping) else None
         if kind not in (_SINGLE, _RANGES):
+            why = (
+                "trains each block of layers at times of its own already"
+                if kind == _BLOCKS
+                else "hides no tokens, so that there is no time"
+            )
             raise ConfigError(
-                f"{_KEY}: given with objective.type: {kind or 'next_token'}, which hides no tokens, so that there is no time."
+                f"{_KEY}: given with objective.type: {kind or 'next_token'}, which {why}."
                 f" Set objective.type: {_SINGLE} or {_RANGES}, with data.masking, or remove it"
             )
         masking = _masking(tree)
@@ -107,6 +113,12 @@ class DepthTimes:
                 f"{_KEY}: the stack beside the head has time step {steps[0]} of {num_steps}, at which data.masking hides a"
                 f" fraction of {least:.4g}: less than one token of a sequence of {seq_len}. Set"
                 " data.masking.min_mask_fraction, such as 0.15"
+            )
+        largest = [span[1] for span in fractions]
+        if any(later <= earlier for earlier, later in itertools.pairwise(largest)):
+            raise ConfigError(
+                f"{_KEY}: the stacks have the mask fractions {[round(one, 6) for one in largest]}, counted from the output"
+                f" side, but these must rise. {_to_rise(masking)}"
             )
         return tuple(
             StackTime(step, num_steps, span, hidden)
@@ -132,6 +144,14 @@ class DepthTimes:
                 " of the two"
             )
         return num_steps
+
+
+def _to_rise(masking: MaskingConfig) -> str:
+    """What to change, so that later times have larger mask fractions."""
+    if masking.time_step_mask_fractions is not None:
+        return "Write rising data.masking.time_step_mask_fractions"
+    ends = f"{masking.min_mask_fraction:g} and max_mask_fraction: {masking.max_mask_fraction:g}"
+    return f"Move data.masking.min_mask_fraction: {ends} apart"
 
 
 def stack_places(num_stacks: int, *, prepended: bool) -> Sequence[int]:
