@@ -93,12 +93,12 @@ def test_ranks_by_stack(keys, ranks, alphas):
 
 
 def test_patterns_of_many_stacks_end_where_numbers_do():
-    assert StackAdapters(rank_pattern="increasing").of(254).rank == LARGEST_INT, "the surgery lora caps it further"
-    many = {"trunk": "lora", "stacks": 200}
-    for pattern, alpha in [("increasing", r"3\.403e\+38 for stack 123"), ("decreasing", r"5\.877e-39 for stack 132")]:
-        message = rf"preset\.lora\.alpha_pattern: {pattern} given with alpha: 32, which makes {alpha}:"
+    assert StackAdapters(rank_pattern="increasing").of(126).rank == LARGEST_INT, "the surgery lora caps it further"
+    ends = [("increasing", 32, r"3\.403e\+38 for stack 123"), ("decreasing", 0.5, r"5\.877e-39 for stack 126")]
+    for pattern, alpha, end in ends:
+        message = rf"preset\.lora\.alpha_pattern: {pattern} given with alpha: {alpha}, which makes {end}:"
         with pytest.raises(ConfigError, match=message):
-            config(lora={"alpha_pattern": pattern}, **many)
+            config(trunk="lora", stacks=128, lora={"alpha": alpha, "alpha_pattern": pattern})
 
 
 REFUSED = {
@@ -267,7 +267,7 @@ def test_stacks_without_noise_of_their_own_are_refused(keys, message):
     ("key", "value", "most"),
     [
         ("model.num_layers", 1_000_000, 10_000),
-        ("preset.stacks", 2_000, 256),
+        ("preset.stacks", 2_000, 128),
         ("preset.layers_per_stack", 1_000_000, 10_000),
         ("preset.depth_times.num_time_steps", 2**31 - 1, 100_000),
         ("preset.depth_times.time_per_stack", 2**31 - 1, 100_000),
