@@ -386,3 +386,22 @@ def test_a_tokenizer_without_a_mask_token_is_refused_and_one_is_saved(corpus):
     other = tokenizer.with_mask_token(7)
     assert (tokenizer.vocabulary()[MASK], other.mask_id) == (tokenizer.mask_id, 7)
     assert other.fingerprint == tokenizer.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"time_step_mask_fractions": [1e-9]}, r": \[1e-09\] given, .* fraction of 1e-09 is hidden"),
+        ({"mode": "fixed_count", "time_step_mask_fractions": [0.001]}, r": \[0\.001\] given, .*: less than one token"),
+        ({"max_mask_fraction": 0.01}, r": 0\.01 given, .* sequence of 32 \(model\.seq_len\)"),
+        ({"times": [0.0, 0.0]}, r": \[0\.0, 0\.0\] given, .* fraction of 0\.001"),
+    ],
+)
+def test_masks_that_hide_nothing_are_refused(corpus, keys, message):
+    with pytest.raises(ConfigError, match=r"data\.masking\.[a-z_]*" + message):
+        section(corpus, masking=keys).batch_spec(SEQ_LEN)
+
+
+def test_masks_of_a_single_token_are_allowed(corpus):
+    for length in (10, 32, 49):
+        section(corpus, masking={"time_step_mask_fractions": [1e-9, 1 / length]}).batch_spec(length)

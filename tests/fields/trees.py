@@ -251,7 +251,9 @@ BASES: dict[str, Tree] = {
         {"model": {"use_bidirectional_attention": True, "time_embedding": {"dim": 10}}},
     ),
     "progressive": tree(preset={"type": "progressive", "stacks": 3, "steps_per_stack": 4}),
-    "adapted stacks": tree(preset={"type": "progressive", "stacks": 3, "steps_per_stack": 4, "trunk": "lora"}),
+    "adapted stacks": tree(
+        preset={"type": "progressive", "stacks": 3, "steps_per_stack": 4, "trunk": "lora", "lora": {}}
+    ),
     "timed stacks": merged(
         tree(preset={"type": "progressive", "stacks": 3, "steps_per_stack": 4, "at": "prepend", "depth_times": {}}),
         {

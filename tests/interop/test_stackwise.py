@@ -114,6 +114,10 @@ TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
         config({"stack_time_mapping": "exponential", "time_per_stack": 50}),
         {TIMES: {"mapping": "exponential", "time_per_stack": 50}},
     ),
+    (
+        config({"time_per_stack": 50}, {"time_step_masking": False, "time_step_mask_fractions": [0.2, 0.4, 0.9]}),
+        {f"{TIMES}.time_per_stack": 50},
+    ),
     (config({"stack_time_mapping": [0, 3, 7]}, {"num_time_steps": 8}), {f"{TIMES}.num_time_steps": 8}),
     (config({**QLORA, "qlora_rank": 4, "qlora_alpha": 8}), {"preset.lora": {"rank": 4, "alpha": 8}}),
     (
@@ -302,6 +306,10 @@ NO_EFFECT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     )
 ]
 NO_EFFECT += [
+    *(
+        (config(training=steps), config({"time_per_stack": 10}, steps), "time_per_stack: no effect: training.")
+        for steps in ({"num_time_steps": 8}, {"time_step_mask_fractions": [0.2, 0.4, 0.9]})
+    ),
     (config(QLORA), config({**QLORA, "cache_activations": True}), "cache_activations: nothing is stored: the adapters"),
     (
         config({**CLM, "building_mode": "prepend"}),

@@ -189,7 +189,7 @@ REFUSED = {
     "something is hidden": (
         ([GROW],),
         {"data": MASKED},
-        "objective.type: next_token cannot train on data.type: tokens: it reads TokenBatch or PairBatch, and",
+        "objective.type: next_token cannot train on .* it reads TokenBatch or PairBatch, and.* Remove data.masking",
     ),
     "pairs": (([GROW],), {"data": {"type": "pairs"}}, "objective.type: cached_trunk cannot train on data.type: pairs"),
     "a causal model": (
@@ -210,6 +210,7 @@ REFUSED = {
         {},
         r"body\.0\.[a-z_.]+ multiplies in fp8 with one scale for all sequences .* Set recipe: rowwise",
     ),
+    "twice": (([GROW],), {"objective": {"type": "cached_trunk"}}, "cached_trunk given inside of cached_trunk"),
     "noise": (([GROW],), {"objective": {"neftune_alpha": 5.0}}, "may not read the same each time"),
     "unknown inputs": (([GROW],), {"objective": {"type": "reward"}}, "does not train on sequences"),
     "references": (([GROW],), {"objective": {"type": "distill"}}, "asks another model in every step"),

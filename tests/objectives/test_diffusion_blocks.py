@@ -210,7 +210,10 @@ def test_blocks_are_for_equally_probable_mask_fractions():
     [
         ({}, r"phase 'train': .*_blocks trains 2 blocks .* but the data hides no tokens\. Set data\.masking"),
         ({"masking": {}, "num_blocks": 3}, r"trains 3 blocks .* but data\.masking\.strata: 1 spreads .* Set it to 3"),
-        ({"masking": {}, "num_blocks": 4}, "4 parts given, but the model has one stack of 6 layers"),
+        (
+            {"masking": {}, "num_blocks": 4},
+            r"^objective\.num_blocks .*: 4 parts given, but the model has one stack of 6 layers",
+        ),
         (
             {"masking": {}, "rows": 8},
             "trains 2 blocks of layers on .* a batch of 8 sequences .* of 8 on 8 devices",

@@ -7,6 +7,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import LARGEST_INT
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.evals.samples import SamplesEvalConfig
 from jaxlm.models.diffusion.denoisers import needed
@@ -91,12 +92,23 @@ def test_ranks_by_stack(keys, ranks, alphas):
     assert [size.alpha for size in sizes] == alphas
 
 
+def test_patterns_of_many_stacks_end_where_numbers_do():
+    assert StackAdapters(rank_pattern="increasing").of(126).rank == LARGEST_INT, "the surgery lora caps it further"
+    ends = [("increasing", 32, r"3\.403e\+38 for stack 123"), ("decreasing", 0.5, r"5\.877e-39 for stack 126")]
+    for pattern, alpha, end in ends:
+        message = rf"preset\.lora\.alpha_pattern: {pattern} given with alpha: {alpha}, which makes {end}:"
+        with pytest.raises(ConfigError, match=message):
+            config(trunk="lora", stacks=128, lora={"alpha": alpha, "alpha_pattern": pattern})
+
+
 REFUSED = {
     "one": ({"stacks": 1}, "then nothing grows"),
     "prepended": ({"cache": True, "at": "prepend"}, "cache: true given with at: prepend, but the trunk reads"),
     "adapters": ({"cache": "int8", "trunk": "lora"}, "cache: int8 given with trunk: lora, but the trunk changes"),
-    "train": ({"trunk": "train", "train_head": True}, "train_head: given with trunk: train"),
+    "train": ({"trunk": "train", "train_head": False}, "train_head: false given with trunk: train"),
+    "embeddings": ({"trunk": "train", "train_embeddings": True}, "train_embeddings: true given with trunk: train"),
     "no adapters": ({"lora": {"rank": 4}}, "lora: given with trunk: frozen"),
+    "the usual adapters": ({"lora": {"rank": 16}}, "lora: given with trunk: frozen"),
     "no such stack": (
         {"trunk": "lora", "lora": {"stacks": [{"rank": 1, "alpha": 1}] * 3}},
         "stacks: 3 stacks given, but of 3 stacks only the first 2",
@@ -224,14 +236,55 @@ def test_times_are_steps_of_the_masks_if_these_have_some():
     ("keys", "message"),
     [
         ({"objective": "next_token"}, "given with objective.type: next_token, which hides no tokens"),
+        ({"objective": "diffusion_blocks"}, "diffusion_blocks, which trains each block of layers at times of its own"),
+        (
+            {"masking": {"min_mask_fraction": 0.4, "max_mask_fraction": 0.4}},
+            r"stacks have the mask fractions \[0\.4, 0\.4, 0\.4\].* Move data\.masking\.min_mask_fraction: 0\.4 and",
+        ),
+        (
+            {"masking": {"time_step_mask_fractions": [0.9, 0.5, 0.2]}, "at": "append"},
+            r"\[0\.9, 0\.5, 0\.2\].* Write rising data\.masking\.time_step_mask_fractions",
+        ),
         ({"masking": False}, "given without data.masking"),
         ({"masking": {}}, r"hides a fraction of 0\.001: less than one token of a sequence of 16"),
         ({"masking": {"times": [0.5, 0.5]}}, r"data\.masking\.times: .* sets the times of each stack"),
         ({"objective": "diffusion", "masking": {"num_time_steps": 8}}, "which needs all times, and with time steps"),
         ({"masking": {"num_time_steps": 8}, "depth_times": {"num_time_steps": 9}}, "9 given, but data.masking has 8"),
+        ({"depth_times": {"num_time_steps": 9, "time_per_stack": 3}}, "time_per_stack: 3 given with num_time_steps: 9"),
+        (
+            {"masking": {"num_time_steps": 8}, "depth_times": {"time_per_stack": 100}},
+            "time_per_stack: 100 given with time steps in data.masking",
+        ),
         ({"stacks": 12, "depth_times": {"num_time_steps": 8}}, r"depth_times\.mapping: 12 stacks have the time steps"),
     ],
 )
 def test_stacks_without_noise_of_their_own_are_refused(keys, message):
     with pytest.raises(ConfigError, match=message):
         timed(**keys)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "most"),
+    [
+        ("model.num_layers", 1_000_000, 10_000),
+        ("preset.stacks", 2_000, 128),
+        ("preset.layers_per_stack", 1_000_000, 10_000),
+        ("preset.depth_times.num_time_steps", 2**31 - 1, 100_000),
+        ("preset.depth_times.time_per_stack", 2**31 - 1, 100_000),
+        ("data.masking.num_time_steps", 2**31 - 1, 100_000),
+        ("data.masking.validation_replicas", 10**9, 1_000),
+        ("phases.0.surgery.0.num_layers", 10**9, 10_000),
+    ],
+)
+def test_sizes_that_no_run_could_plan_are_refused(key, value, most):
+    tree = {"model": NOISY, "trainer": {"train_batch_size": 8}, "objective": {"type": "mlm"}}
+    if key.startswith("phases"):
+        tree["phases"] = [{"name": "grown", "surgery": [{"type": "grow", "num_layers": value}]}]
+    else:
+        section, *sections, name = key.split(".")
+        given = {name: value}
+        for outer in reversed(sections):
+            given = {outer: given}
+        tree[section] = {**({"type": "progressive"} if section == "preset" else tree.get(section, {})), **given}
+    with pytest.raises(ConfigError, match=rf"{key}: {value} given, an integer of 1 or more and at most {most}\b"):
+        decode_run(ConfigSource(tree), None)

@@ -65,6 +65,7 @@ class TokensConfig(DataConfig):
         columns = token_columns(Axis(POSITION, seq_len))
         if self.masking is None:
             return BatchSpec(TokenBatch, columns)
+        self.masking.check_length(seq_len)
         rates = {"rates": Column(np.float32, ())} if self.masking.has_rates else {}
         of_rows = {"mask_fractions": Column(np.float32, ()), "mask_ids": Column(np.int32, ()), **rates}
         make = functools.partial(MaskedBatch, mask_range=self.masking.mask_range)

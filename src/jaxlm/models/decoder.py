@@ -18,7 +18,7 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP
 from jaxlm.core.errors import ConfigError, check_choice, check_divides
-from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt, check_fields
+from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, NumLayers, PositiveInt, check_fields
 from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
@@ -281,7 +281,7 @@ class DecoderConfig(TransformerConfig):
     seq_len: PositiveInt = 2048
     hidden_dim: PositiveInt = 4096
     intermediate_dim: PositiveInt = 11008
-    num_layers: PositiveInt = 32
+    num_layers: NumLayers = 32
     num_heads: PositiveInt = 32
     num_kv_heads: PositiveInt | None = None
     head_dim: PositiveInt | None = None

@@ -59,6 +59,11 @@ class CachedTrunk(ObjectiveConfig):
     def __post_init__(self):
         inner = self.objective
         name = choice_name(type(inner))
+        if isinstance(inner, CachedTrunk):
+            raise ConfigError(
+                f"objective.objective: {name} given inside of {name}, but there is one trunk to store. Give the objective"
+                " inside of it, such as next_token"
+            )
         if inner.num_denoisers is not None:
             raise ConfigError(
                 f"objective.objective: {name} given, under which each block reads the embeddings, so that there is no trunk"

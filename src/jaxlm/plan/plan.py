@@ -22,6 +22,7 @@ from jaxlm.core.mesh import MeshShape
 from jaxlm.core.precision import Precision, parse_precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import is_url, local_copy, open_store
+from jaxlm.core.values.batch_types import MaskedBatch, TokenBatch
 from jaxlm.data.batch_schedule import BatchSchedule
 from jaxlm.data.config import DataConfig
 from jaxlm.data.sources.named import NamedSource
@@ -291,10 +292,12 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
         )
     for objective in (phase.objective, phase.objective.inner):
         if not isinstance(batch, objective.batch_types):
+            hides = isinstance(batch, MaskedBatch) and TokenBatch in objective.batch_types
+            other = "Remove data.masking, or predict what it hides: objective.type: mlm or diffusion"
             raise ConfigError(
                 f"phase '{phase.name}': objective.type: {choice_name(type(objective))} cannot train on data.type:"
                 f" {choice_name(type(data))}: it reads {' or '.join(t.__name__ for t in objective.batch_types)}, and the"
-                f" data makes {type(batch).__name__}. {objective.other_batches}"
+                f" data makes {type(batch).__name__}. {other if hides else objective.other_batches}"
             )
     if phase.objective.annotation_key is not None and data.never_repeats is not None:
         raise ConfigError(

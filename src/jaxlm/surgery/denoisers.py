@@ -50,7 +50,9 @@ class DenoisersConfig(SurgeryConfig):
         try:
             return model.with_denoisers(denoisers_of(body.layer_numbers, self.mask_fractions, self.parts))
         except ConfigError as error:
-            raise ConfigError(f"surgery denoisers: mask_fractions: {error}") from error
+            where = "surgery denoisers: mask_fractions"
+            where = f"objective.num_blocks (diffusion_blocks) or {where}" if self.parts == "blocks" else where
+            raise ConfigError(f"{where}: {error}") from error
 
     def merge(self, model: LanguageModel) -> LanguageModel:
         return model

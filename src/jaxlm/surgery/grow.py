@@ -13,7 +13,7 @@ import jax
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.field_types import NumLayers
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.growth import Place, StartsAsIdentity, repeated_layers, with_copied_layers
 from jaxlm.models.stack_paths import newest_stack
@@ -37,7 +37,7 @@ class GrowConfig(SurgeryConfig):
             of ..., n - 2, n - 1; `random` is that of a new model.
     """
 
-    num_layers: PositiveInt = 4
+    num_layers: NumLayers = 4
     at: Place = "append"
     init: Literal["identity", "copy", "random"] = "identity"
 

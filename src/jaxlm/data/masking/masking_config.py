@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import Fraction, PositiveFraction, PositiveInt, Seed
+from jaxlm.core.field_types import Fraction, NumReplicas, NumTimeSteps, PositiveFraction, PositiveInt, Seed
 from jaxlm.core.values.mask_schedule import ContinuousSchedule, MaskSchedule, ScheduleType, SteppedSchedule
 from jaxlm.data.batch import Columns
 from jaxlm.data.masking.uniform_numbers import uniform_numbers
@@ -21,6 +21,7 @@ from jaxlm.reading.effects import Evaluations
 _SUGGESTED = "<|mask|>"
 _VERSION = 2  # of the masks of equal keys. Before 2, each source had a shift of the times of its own
 _CHOSEN, _REPLACED, _WORDS = range(3)  # what random numbers are for
+_ROUNDING = 1e-9  # of a number of tokens: a fraction such as 0.15 of 100 must not be 14
 _STEPS = ("mask_schedule_type", "min_mask_fraction", "max_mask_fraction", "num_time_steps")
 
 
@@ -61,12 +62,12 @@ class MaskingConfig:
     mask_schedule_type: ScheduleType = "linear"
     min_mask_fraction: PositiveFraction = 0.001
     max_mask_fraction: PositiveFraction = 1.0
-    num_time_steps: PositiveInt | None = None
+    num_time_steps: NumTimeSteps | None = None
     time_step_mask_fractions: list[PositiveFraction] | None = None
     times: list[Fraction] | None = None
     strata: PositiveInt = 1
     mask_replicas: PositiveInt | None = None
-    validation_replicas: Evaluations[PositiveInt] = 1
+    validation_replicas: Evaluations[NumReplicas] = 1
     random_fraction: Fraction = 0.0
     unchanged_fraction: Fraction = 0.0
     seed: Seed = 0
@@ -119,6 +120,17 @@ class MaskingConfig:
         if fractions is None or self.times is not None:
             fractions = self.schedule.fractions(np.array(self.times or [0.0, 1.0])).tolist()
         return min(fractions), max(fractions)
+
+    def check_length(self, seq_len: int) -> None:
+        """Raises `ConfigError` if not one token of a sequence of this length would be hidden, so that there is no loss."""
+        largest = self.mask_range[1]
+        if largest * seq_len < 1 - _ROUNDING:
+            key = "max_mask_fraction" if self.time_step_mask_fractions is None else "time_step_mask_fractions"
+            key = key if self.times is None else "times"
+            raise ConfigError(
+                f"data.masking.{key}: {encode(getattr(self, key))} given, with which at most a fraction of {largest:.4g} is"
+                f" hidden: less than one token of a sequence of {seq_len} (model.seq_len). Hide more"
+            )
 
     @property
     def is_stepped(self) -> bool:
@@ -253,8 +265,7 @@ class Masker:
             order = np.argsort(np.where(maskable, chosen, 2.0), axis=1, kind="stable")
             ranks = np.empty_like(order)
             np.put_along_axis(ranks, order, np.arange(tokens.shape[1])[None], axis=1)
-            # A fraction such as 0.15 of 100 must not be 14 because of rounding.
-            counts = np.floor(maskable.sum(axis=1, keepdims=True) * fractions + 1e-9)
+            counts = np.floor(maskable.sum(axis=1, keepdims=True) * fractions + _ROUNDING)
             hidden = maskable & (ranks < counts)
         replaced = np.where(hidden, self.mask_id, tokens)
         if config.random_fraction or config.unchanged_fraction:

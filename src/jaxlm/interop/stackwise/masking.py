@@ -28,7 +28,7 @@ def put_masking(
     growth: Growth, training: Section, progressive: Section, model: Section, objective: Objective, out: Translated
 ) -> None:
     """Writes which tokens are hidden, and what the model is told of it."""
-    by_depth, has_table = _put_time(growth, training, progressive, out)
+    by_depth, has_table = _put_time(growth, training, progressive, objective, out)
     _ids(training, model)
     if objective.name == "mlm":
         out.put("data.masking.mode", "fixed_count", training, "time_step_masking")
@@ -141,7 +141,9 @@ def _put_schedule(training: Section, model: Section, out: Translated, *, from_ze
     return ContinuousSchedule(kind, *ends)
 
 
-def _put_time(growth: Growth, training: Section, progressive: Section, out: Translated) -> tuple[bool, bool]:
+def _put_time(
+    growth: Growth, training: Section, progressive: Section, objective: Objective, out: Translated
+) -> tuple[bool, bool]:
     """Writes what time is.
 
     Returns:
@@ -172,9 +174,16 @@ def _put_time(growth: Growth, training: Section, progressive: Section, out: Tran
             f"{shown(mapping)} given. A function cannot be written in YAML: give linear, exponential, or the list of the"
             " stacks' time steps, from the least noise to the most, such as [0, 50, 150]",
         )
-    times = {"mapping": mapping, "time_per_stack": progressive.take("time_per_stack", 100)}
+    times: dict[str, Any] = {"mapping": mapping}
+    is_stepped = objective.name != "diffusion" and training.peek("time_step_masking") is not False
+    has_list = is_stepped and training.peek("time_step_mask_fractions") is not None
     if (num_steps := training.peek("num_time_steps")) is not None:
         times["num_time_steps"] = num_steps
+    if num_steps is not None or has_list:
+        key_of_steps = "num_time_steps" if num_steps is not None else "time_step_mask_fractions"
+        progressive.ignore("time_per_stack", f"no effect: training.{key_of_steps} says how many time steps there are")
+    else:
+        times["time_per_stack"] = progressive.take("time_per_stack", 100)
     for name, value in times.items():
         out.put(f"preset.depth_times.{name}", value, progressive, "stack_time_mapping" if name == "mapping" else key)
     return True, False

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from haliax import Axis
 
-from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, NumLayers, PositiveFloat, PositiveInt
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, gated_mlp, projections
 from jaxlm.models.decoders.local_layers import check_pattern, pattern_keys, pattern_kinds
@@ -34,7 +34,7 @@ class GemmaConfig(DecoderConfig):
     """
 
     seq_len: PositiveInt = 8192
-    num_layers: PositiveInt = 26
+    num_layers: NumLayers = 26
     head_dim: PositiveInt | None = 256
     activation_function: str = "gelu_new"
     layer_norm_epsilon: NonNegativeFloat = 1e-6

@@ -6,7 +6,7 @@ Source: Gemma Team 2024 (arXiv:2403.08295), section 2.
 import jax
 from haliax import Axis
 
-from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
+from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import Decoder, DecoderBlock, gated_mlp, projections
 from jaxlm.models.decoders.gemma import gemma_norm
@@ -26,7 +26,7 @@ class Gemma1Config(RotaryDecoderConfig):
     seq_len: PositiveInt = 8192
     hidden_dim: PositiveInt = 2048
     intermediate_dim: PositiveInt = 16384
-    num_layers: PositiveInt = 18
+    num_layers: NumLayers = 18
     num_heads: PositiveInt = 8
     num_kv_heads: PositiveInt | None = 1
     head_dim: PositiveInt | None = 256

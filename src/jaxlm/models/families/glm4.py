@@ -8,7 +8,7 @@ from dataclasses import field
 import jax
 from haliax import Axis
 
-from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.field_types import NumLayers, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import Decoder, DecoderBlock, gated_mlp, projections, rms_norm
 from jaxlm.models.decoders.rotary import RotaryDecoderConfig
@@ -27,7 +27,7 @@ class Glm4Config(RotaryDecoderConfig):
 
     seq_len: PositiveInt = 16384
     intermediate_dim: PositiveInt = 13696
-    num_layers: PositiveInt = 40
+    num_layers: NumLayers = 40
     num_kv_heads: PositiveInt | None = 2
     head_dim: PositiveInt | None = 128
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(partial_rotary_factor=0.5))

@@ -17,7 +17,7 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import HEAD_SIZE, MLP
 from jaxlm.core.errors import ConfigError, check_choice, check_divides
-from jaxlm.core.field_types import BelowOne, NonNegativeFloat, PositiveInt, check_fields
+from jaxlm.core.field_types import BelowOne, NonNegativeFloat, NumLayers, PositiveInt, check_fields
 from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
@@ -66,7 +66,7 @@ class Gpt2Config(TransformerConfig):
     """
 
     hidden_dim: PositiveInt = 768
-    num_layers: PositiveInt = 12
+    num_layers: NumLayers = 12
     num_heads: PositiveInt = 12
     mlp_scale: PositiveInt = 4
     intermediate_dim: PositiveInt | None = None

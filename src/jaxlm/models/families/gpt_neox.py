@@ -8,7 +8,7 @@ from dataclasses import field
 import jax
 from haliax import Axis
 
-from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.field_types import NumLayers, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import Decoder, DecoderBlock, plain_mlp, projections
 from jaxlm.models.decoders.rotary import RotaryDecoderConfig
@@ -29,7 +29,7 @@ class GptNeoxConfig(RotaryDecoderConfig):
 
     hidden_dim: PositiveInt = 768
     intermediate_dim: PositiveInt = 3072
-    num_layers: PositiveInt = 12
+    num_layers: NumLayers = 12
     num_heads: PositiveInt = 12
     activation_function: str = "gelu"
     use_parallel_residual: bool = True

@@ -7,7 +7,7 @@ Parametrization (Yang et al. 2022, arXiv:2203.03466).
 import jax
 from haliax import Axis
 
-from jaxlm.core.field_types import BelowOne, PositiveFloat, PositiveInt
+from jaxlm.core.field_types import BelowOne, NumLayers, PositiveFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import (
     Decoder,
@@ -38,7 +38,7 @@ class GraniteConfig(RotaryDecoderConfig):
 
     seq_len: PositiveInt = 4096
     intermediate_dim: PositiveInt = 12800
-    num_layers: PositiveInt = 40
+    num_layers: NumLayers = 40
     num_kv_heads: PositiveInt | None = 8
     tie_word_embeddings: bool = True
     attention_bias: bool = False

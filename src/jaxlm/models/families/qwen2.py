@@ -7,7 +7,7 @@ from dataclasses import field
 
 import jax
 
-from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
+from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import projections
 from jaxlm.models.decoders.pre_norm import LateWindowConfig
@@ -33,7 +33,7 @@ class Qwen2Config(LateWindowConfig):
     seq_len: PositiveInt = 4096
     hidden_dim: PositiveInt = 896
     intermediate_dim: PositiveInt = 4864
-    num_layers: PositiveInt = 24
+    num_layers: NumLayers = 24
     num_heads: PositiveInt = 14
     num_kv_heads: PositiveInt | None = 2
     layer_norm_epsilon: NonNegativeFloat = 1e-6

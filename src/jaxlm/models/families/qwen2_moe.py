@@ -7,7 +7,7 @@ from dataclasses import field
 
 import jax
 
-from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt
+from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, NumLayers, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import projections
 from jaxlm.models.decoders.moe_decoder import MixedMoeConfig
@@ -30,7 +30,7 @@ class Qwen2MoeConfig(MixedMoeConfig):
     seq_len: PositiveInt = 8192
     hidden_dim: PositiveInt = 2048
     intermediate_dim: PositiveInt = 1408
-    num_layers: PositiveInt = 24
+    num_layers: NumLayers = 24
     num_heads: PositiveInt = 16
     layer_norm_epsilon: NonNegativeFloat = 1e-6
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))

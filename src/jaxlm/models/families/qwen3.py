@@ -7,7 +7,7 @@ from dataclasses import field
 
 import jax
 
-from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
+from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderConfig, projections
 from jaxlm.models.decoders.pre_norm import LateWindowConfig
@@ -35,7 +35,7 @@ class Qwen3Config(LateWindowConfig):
     seq_len: PositiveInt = 4096
     hidden_dim: PositiveInt = 1024
     intermediate_dim: PositiveInt = 3072
-    num_layers: PositiveInt = 28
+    num_layers: NumLayers = 28
     num_heads: PositiveInt = 16
     num_kv_heads: PositiveInt | None = 8
     head_dim: PositiveInt | None = 128

@@ -7,7 +7,7 @@ from dataclasses import field
 
 import jax
 
-from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
+from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.moe_decoder import MixedMoeConfig
 from jaxlm.models.families.qwen3 import normed_attention
@@ -28,7 +28,7 @@ class Qwen3MoeConfig(MixedMoeConfig):
     seq_len: PositiveInt = 4096
     hidden_dim: PositiveInt = 2048
     intermediate_dim: PositiveInt = 768
-    num_layers: PositiveInt = 48
+    num_layers: NumLayers = 48
     num_heads: PositiveInt = 32
     num_kv_heads: PositiveInt | None = 4
     head_dim: PositiveInt | None = 128

@@ -9,7 +9,7 @@ from dataclasses import field
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt
+from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, NumLayers, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import renumbered
 from jaxlm.models.decoders.local_layers import check_layer_numbers, check_local_layers
@@ -35,7 +35,7 @@ class SmolLm3Config(BiasedConfig):
 
     seq_len: PositiveInt = 32768
     hidden_dim: PositiveInt = 2048
-    num_layers: PositiveInt = 36
+    num_layers: NumLayers = 36
     num_heads: PositiveInt = 16
     num_kv_heads: PositiveInt | None = 4
     layer_norm_epsilon: NonNegativeFloat = 1e-6

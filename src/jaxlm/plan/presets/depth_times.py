@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.core.field_types import NonNegativeInt, NumTimeSteps
 from jaxlm.core.values.mask_schedule import SteppedSchedule
 from jaxlm.core.values.time_map import TimeMapping, time_steps
 from jaxlm.data.masking.masking_config import MaskingConfig
@@ -22,8 +22,10 @@ from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 
 _KEY = "preset.depth_times"
+_TIME_PER_STACK = 100
 _SINGLE, _RANGES = "mlm", "diffusion"
 """Objectives that train at one time, and over a range of times."""
+_BLOCKS = "diffusion_blocks"  # has times of its own
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,14 @@ class DepthTimes:
     Attributes:
         mapping: `linear`, from step 0 to the last one at equal distances; `exponential`, at growing distances; or a list with
             the step of each stack.
-        time_per_stack: number of time steps for each stack.
+        time_per_stack: number of time steps for each stack; null for 100. Only where nothing else says how many there are.
         num_time_steps: number of time steps; null for that of `data.masking`, if it has steps, or else `time_per_stack` for
             each stack. Step k of T is time k / (T - 1).
     """
 
     mapping: TimeMapping | list[NonNegativeInt] = "linear"
-    time_per_stack: PositiveInt = 100
-    num_time_steps: PositiveInt | None = None
+    time_per_stack: NumTimeSteps | None = None
+    num_time_steps: NumTimeSteps | None = None
 
     def of(self, num_stacks: int, tree: Mapping[str, Any], objective: Any, seq_len: int) -> tuple[StackTime, ...]:
         """The time of each stack, from the output to the input.
@@ -81,8 +83,13 @@ class DepthTimes:
         """
         kind = objective.get("type") if isinstance(objective, Mapping) else None
         if kind not in (_SINGLE, _RANGES):
+            why = (
+                "trains each block of layers at times of its own already"
+                if kind == _BLOCKS
+                else "hides no tokens, so that there is no time"
+            )
             raise ConfigError(
-                f"{_KEY}: given with objective.type: {kind or 'next_token'}, which hides no tokens, so that there is no time."
+                f"{_KEY}: given with objective.type: {kind or 'next_token'}, which {why}."
                 f" Set objective.type: {_SINGLE} or {_RANGES}, with data.masking, or remove it"
             )
         masking = _masking(tree)
@@ -107,15 +114,29 @@ class DepthTimes:
                 f" fraction of {least:.4g}: less than one token of a sequence of {seq_len}. Set"
                 " data.masking.min_mask_fraction, such as 0.15"
             )
+        largest = [span[1] for span in fractions]
+        if any(later <= earlier for earlier, later in itertools.pairwise(largest)):
+            raise ConfigError(
+                f"{_KEY}: the stacks have the mask fractions {[round(one, 6) for one in largest]}, counted from the output"
+                f" side, but these must rise. {_to_rise(masking)}"
+            )
         return tuple(
             StackTime(step, num_steps, span, hidden)
             for step, span, hidden in zip(steps, ranges, fractions, strict=True)
         )
 
     def _num_steps(self, num_stacks: int, masking: MaskingConfig) -> int:
-        schedule = masking.schedule
+        """Raises `ConfigError` if two keys give different numbers, or one of them has no effect."""
+        schedule, has_steps = masking.schedule, masking.is_stepped
+        if self.time_per_stack is not None and (has_steps or self.num_time_steps is not None):
+            other = "time steps in data.masking" if has_steps else f"num_time_steps: {self.num_time_steps}"
+            raise ConfigError(
+                f"{_KEY}.time_per_stack: {self.time_per_stack} given with {other}, which says how many steps there are."
+                " Remove one of the two"
+            )
         if not isinstance(schedule, SteppedSchedule):
-            return self.time_per_stack * num_stacks if self.num_time_steps is None else self.num_time_steps
+            per_stack = self.time_per_stack or _TIME_PER_STACK
+            return per_stack * num_stacks if self.num_time_steps is None else self.num_time_steps
         num_steps = len(schedule.by_step)
         if self.num_time_steps not in (None, num_steps):
             raise ConfigError(
@@ -123,6 +144,14 @@ class DepthTimes:
                 " of the two"
             )
         return num_steps
+
+
+def _to_rise(masking: MaskingConfig) -> str:
+    """What to change, so that later times have larger mask fractions."""
+    if masking.time_step_mask_fractions is not None:
+        return "Write rising data.masking.time_step_mask_fractions"
+    ends = f"{masking.min_mask_fraction:g} and max_mask_fraction: {masking.max_mask_fraction:g}"
+    return f"Move data.masking.min_mask_fraction: {ends} apart"
 
 
 def stack_places(num_stacks: int, *, prepended: bool) -> Sequence[int]:

@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import NonNegativeInt, PositiveFloat, PositiveInt
+from jaxlm.core.field_types import (
+    LARGEST_FLOAT,
+    LARGEST_INT,
+    SMALLEST_FLOAT,
+    NonNegativeInt,
+    NumLayers,
+    NumStacks,
+    PositiveFloat,
+    PositiveInt,
+)
 from jaxlm.core.values.stack_pattern import ALPHA_STEP, RANK_STEP, Pattern, by_pattern
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import TransformerConfig
@@ -65,8 +74,15 @@ class StackAdapters:
         """The adapters of a stack."""
         if number < len(self.stacks):
             return self.stacks[number]
-        rank = by_pattern(self.rank, self.rank_pattern, number, RANK_STEP)
-        return StackRank(max(1, int(rank)), by_pattern(self.alpha, self.alpha_pattern, number, ALPHA_STEP))
+        rank = int(by_pattern(self.rank, self.rank_pattern, number, RANK_STEP))
+        alpha = by_pattern(self.alpha, self.alpha_pattern, number, ALPHA_STEP)
+        if not SMALLEST_FLOAT <= alpha <= LARGEST_FLOAT:
+            raise ConfigError(
+                f"preset.lora.alpha_pattern: {self.alpha_pattern} given with alpha: {self.alpha:g}, which makes"
+                f" {alpha:.4g} for stack {number}: float32 holds {SMALLEST_FLOAT:.2g} to {LARGEST_FLOAT:.2g}. Set another"
+                " pattern"
+            )
+        return StackRank(min(max(1, rank), LARGEST_INT), alpha)
 
 
 @choice(PresetConfig, "progressive")
@@ -92,16 +108,16 @@ class ProgressiveConfig(PresetConfig):
         train_embeddings: train the embeddings with the new stack.
         carry_optimizer: parameters that trained in the phase before keep their optimizer state, and the learning-rate
             schedule goes on over all phases.
-        lora: the adapters of a trunk with `trunk: lora`.
+        lora: the adapters of a trunk with `trunk: lora`. Null is the same as `{}`.
         store: how the weights of a stack's linear layers are stored once it is part of the trunk, as `kind` of the surgery
             `quantize`; with `trunk: lora` and `nf4` this is a QLoRA trunk. Null leaves them as they are.
         depth_times: give each stack a noise of its own, the least to the one beside the head, for the objectives `mlm` and
             `diffusion`. Null hides as many tokens for all of them.
     """
 
-    stacks: PositiveInt = 3
+    stacks: NumStacks = 3
     steps_per_stack: PositiveInt = 1000
-    layers_per_stack: PositiveInt | None = None
+    layers_per_stack: NumLayers | None = None
     polish_steps: NonNegativeInt = 0
     at: Place = "append"
     init: Literal["identity", "copy", "random"] = "identity"
@@ -111,7 +127,7 @@ class ProgressiveConfig(PresetConfig):
     train_norm: bool | None = None
     train_embeddings: bool = False
     carry_optimizer: bool = False
-    lora: StackAdapters = field(default_factory=StackAdapters)
+    lora: StackAdapters | None = None
     store: Kind | None = None
     depth_times: DepthTimes | None = None
 
@@ -178,7 +194,7 @@ class ProgressiveConfig(PresetConfig):
             newest = "" if number == 1 else rf"{number - 1}\." if before == "append" else r"0\."
             surgery.append({"type": "quantize", "kind": self.store, "modules": rf"^body\.{newest}layers\."})
         if self.trunk == "lora":
-            size = self.lora.of(number - 1)
+            size = self._adapters.of(number - 1)
             keys = {"type": "lora", "target": _ADAPTED, "existing": "keep", "cap_rank": True}
             surgery.append({**keys, "rank": size.rank, "alpha": size.alpha})
         surgery.append({"type": "grow", "num_layers": self._num_layers(source), "at": self.at, "init": self.init})
@@ -198,6 +214,10 @@ class ProgressiveConfig(PresetConfig):
                 "preset.layers_per_stack: null given with use_hf_model_config. Set it to the number of layers of a new stack"
             )
         return _model(source).Layers.size
+
+    @property
+    def _adapters(self) -> StackAdapters:
+        return StackAdapters() if self.lora is None else self.lora
 
     def _trainable(self, model: ModelConfig) -> list[str]:
         appended = self.at == "append"
@@ -233,14 +253,18 @@ class ProgressiveConfig(PresetConfig):
                 f"preset.store: {self.store} given with {key}, but stored weights cannot be trained. Remove one of the two"
             )
         if self.trunk == "train":
-            for key in ("train_head", "train_norm"):
-                if getattr(self, key) is not None:
-                    raise ConfigError(f"preset.{key}: given with trunk: train, which trains everything. Remove it")
-        if self.trunk != "lora" and self.lora != StackAdapters():
+            given = {"train_head": self.train_head, "train_norm": self.train_norm}
+            given["train_embeddings"] = self.train_embeddings or None
+            for key, value in given.items():
+                if value is not None:
+                    raise ConfigError(
+                        f"preset.{key}: {str(value).lower()} given with trunk: train, which trains everything. Remove it"
+                    )
+        if self.trunk != "lora" and self.lora is not None:
             raise ConfigError(f"preset.lora: given with trunk: {self.trunk}, which has no adapters. Set trunk: lora")
-        if len(self.lora.stacks) >= self.stacks:
+        if (given := len(self._adapters.stacks)) >= self.stacks:
             raise ConfigError(
-                f"preset.lora.stacks: {len(self.lora.stacks)} stacks given, but of {self.stacks} stacks only the first"
+                f"preset.lora.stacks: {given} stacks given, but of {self.stacks} stacks only the first"
                 f" {self.stacks - 1} become part of a trunk"
             )
 

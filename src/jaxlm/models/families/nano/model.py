@@ -58,6 +58,7 @@ from jaxlm.core.errors import ConfigError, check_divides
 from jaxlm.core.field_types import (
     NonNegativeFloat,
     NonNegativeInt,
+    NumLayers,
     PositiveFloat,
     PositiveFraction,
     PositiveInt,
@@ -126,7 +127,7 @@ class NanoConfig(ModelConfig):
     seq_len: PositiveInt = 2048
     pad_vocab_to_multiple_of: PositiveInt | None = 64
     hidden_dim: PositiveInt = 768
-    num_layers: PositiveInt = 12
+    num_layers: NumLayers = 12
     num_heads: PositiveInt = 6
     num_kv_heads: PositiveInt | None = None
     mlp_scale: PositiveInt = 4
