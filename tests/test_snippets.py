@@ -57,6 +57,14 @@ PRELUDES = {
         from jaxlm.optim.base import OptimizerConfig
         sys.argv = ["program", "--config_path", "mine.yaml"]
     """,
+    "stackwise.md": """
+        from pathlib import Path
+        Path("config.yaml").write_text('''
+        model: {d_model: 32, d_ff: 64, n_heads: 2, vocab_size: 300, architecture: {blocks_per_stack: 1}}
+        data: {dataset_path: corpus.txt}
+        training: {batch_size: 8, seq_len: 32, max_steps: 1, progressive: {training_objective: clm}}
+        ''')
+    """,
 }
 OTHER_PROGRAMS = {"echo", "gcloud", "export", "cd", "sleep", "venv", "mkdir"}
 OTHER_PROGRAMS |= {"docker", "kubectl", "ray", "sbatch", "sky"}  # files of infra/ that they are given: tests/infra
