@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from jaxlm.core.errors import ConfigError, divisors
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize, BatchStage
+from jaxlm.engine.phases import Phase
+from jaxlm.reading.decode import choice_name
 from jaxlm.reading.effects import Evaluations, Rounding, follows
 
 _KEY = "trainer.train_batch_size"
@@ -183,4 +185,26 @@ def _check_divides(trainer: BatchConfig, size: BatchSize, num_shards: int, per_d
         raise ConfigError(
             f"trainer.per_device_parallelism: {per_device} does not divide the {share} sequences per device"
             f" (train_batch_size {size.value}{stage} over {num_shards} devices). Allowed: {', '.join(divisors(share))}"
+        )
+
+
+def check_microbatches(phase: Phase, batches: BatchSchedule, num_shards: int) -> None:
+    """Raises `ConfigError` if the phase's objective compares examples that are in different microbatches, or microbatches do
+    not divide into equal shares for its blocks."""
+    stages, num_blocks = batches.between(phase.start, phase.end), phase.objective.num_denoisers or 1
+    split = [stage for stage in stages if stage.num_microbatches > 1]
+    if split and phase.objective.compares_examples:
+        raise ConfigError(
+            f"phase '{phase.name}': objective: with these keys, the loss compares all examples of a batch with each other,"
+            f" but a batch of {split[0].size} is split into {split[0].num_microbatches} microbatches of"
+            f" {split[0].microbatch}. Set trainer.per_device_parallelism: -1 and remove max_per_device_parallelism, or lower"
+            " trainer.train_batch_size"
+        )
+    uneven = [one for one in stages if one.microbatch % (num_blocks * num_shards) or one.size % one.microbatch]
+    if num_blocks > 1 and uneven:
+        raise ConfigError(
+            f"phase '{phase.name}': objective.type: {choice_name(type(phase.objective))} trains {num_blocks} blocks of layers"
+            f" on equal shares of each device's sequences, but a batch of {uneven[0].size} sequences comes in microbatches of"
+            f" {uneven[0].microbatch} on {num_shards} devices. Set trainer.train_batch_size to a multiple of"
+            f" {num_blocks * num_shards}, and trainer.per_device_parallelism to one of {num_blocks} (-1: no microbatches)"
         )

@@ -23,7 +23,6 @@ from jaxlm.core.precision import Precision, parse_precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import is_url, local_copy, open_store
 from jaxlm.core.values.batch_types import MaskedBatch, TokenBatch
-from jaxlm.data.batch_schedule import BatchSchedule
 from jaxlm.data.config import DataConfig
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokenizer.train_bpe import BpeConfig, bpe_config
@@ -44,7 +43,7 @@ from jaxlm.models.moe import check_expert_sharding
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
-from jaxlm.plan.batches import BatchPlan, plan_batches, small_batches, unreached_stages
+from jaxlm.plan.batches import BatchPlan, check_microbatches, plan_batches, small_batches, unreached_stages
 from jaxlm.plan.load_config import run_id_of
 from jaxlm.plan.mesh import check_cut_axes, plan_mesh
 from jaxlm.plan.refs.base import Ref
@@ -200,7 +199,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     _check_evaluations(config, phases)
     for phase, section in zip(phases, data, strict=True):
         _check_batch(phase, section, config)
-        _check_microbatches(phase, batches.train, layout.num_shards(BATCH))
+        check_microbatches(phase, batches.train, layout.num_shards(BATCH))
     # Raises for surgeries that do not apply and patterns that match nothing.
     states = [plan.state_builder.abstract_state(phase) for phase in phases]
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
@@ -308,28 +307,6 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
     phase.objective.check_model(phase.model)
     phase.objective.check_columns(spec.columns)
     phase.objective.check_batch(batch)
-
-
-def _check_microbatches(phase: Phase, batches: BatchSchedule, num_shards: int) -> None:
-    """Raises `ConfigError` if the phase's objective compares examples that are in different microbatches, or microbatches do
-    not divide into equal shares for its blocks."""
-    stages, num_blocks = batches.between(phase.start, phase.end), phase.objective.num_denoisers or 1
-    split = [stage for stage in stages if stage.num_microbatches > 1]
-    if split and phase.objective.compares_examples:
-        raise ConfigError(
-            f"phase '{phase.name}': objective: with these keys, the loss compares all examples of a batch with each other,"
-            f" but a batch of {split[0].size} is split into {split[0].num_microbatches} microbatches of"
-            f" {split[0].microbatch}. Set trainer.per_device_parallelism: -1 and remove max_per_device_parallelism, or lower"
-            " trainer.train_batch_size"
-        )
-    uneven = [one for one in stages if one.microbatch % (num_blocks * num_shards) or one.size % one.microbatch]
-    if num_blocks > 1 and uneven:
-        raise ConfigError(
-            f"phase '{phase.name}': objective.type: {choice_name(type(phase.objective))} trains {num_blocks} blocks of layers"
-            f" on equal shares of each device's sequences, but a batch of {uneven[0].size} sequences comes in microbatches of"
-            f" {uneven[0].microbatch} on {num_shards} devices. Set trainer.train_batch_size to a multiple of"
-            f" {num_blocks * num_shards}, and trainer.per_device_parallelism to one of {num_blocks} (-1: no microbatches)"
-        )
 
 
 def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref]:
