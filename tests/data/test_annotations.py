@@ -52,7 +52,7 @@ def test_every_example_gets_its_own(folder):
 
 
 def test_what_is_missing_is_added_and_the_rest_stays(folder):
-    assert folder.missing(np.arange(3)).all(), "there is no folder yet"
+    assert folder.missing(np.arange(3)).all(), "nothing is stored yet"
     assert build(folder, [0, 4, 5]) == 3
     before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
     assert folder.missing(np.array([5, 1, 0])).tolist() == [False, True, False]

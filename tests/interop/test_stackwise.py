@@ -686,7 +686,7 @@ def test_the_page_starts_runs_of_different_names(tmp_path: Path):
         load_config(["--config_path", str(tmp_path / "config.yaml"), *line.split()], "jaxlm.train") for line in lines
     ]
     assert [run_id_of(run) for run in runs] == ["config", "short"]
-    assert [run.phases[0].num_train_steps for run in runs if run.phases] == [400, 100]
+    assert [run.trainer.train_batch_size for run in runs] == [8, 16]
 
 
 @pytest.mark.parametrize("text", [PROGRESSIVE, DUAL_LORA], ids=["progressive", "dual LoRA"])

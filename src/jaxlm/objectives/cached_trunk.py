@@ -66,8 +66,8 @@ class CachedTrunk(ObjectiveConfig):
             )
         if inner.num_denoisers is not None:
             raise ConfigError(
-                f"objective.objective: {name} given, under which each block reads the embeddings, so that there is no trunk"
-                " to store. Use it without cached_trunk"
+                f"objective.objective: {name} given, under which no block reads the output of another: there is no"
+                " trunk to store. Use it without cached_trunk"
             )
         if inner.references or inner.holds_reference:
             raise ConfigError(

@@ -22,7 +22,7 @@ from jaxlm.core.mesh import MeshShape
 from jaxlm.core.precision import Precision, parse_precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import is_url, local_copy, open_store
-from jaxlm.core.values.batch_types import MaskedBatch, TokenBatch
+from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.data.config import DataConfig
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokenizer.train_bpe import BpeConfig, bpe_config
@@ -291,7 +291,7 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
         )
     for objective in (phase.objective, phase.objective.inner):
         if not isinstance(batch, objective.batch_types):
-            hides = isinstance(batch, MaskedBatch) and TokenBatch in objective.batch_types
+            hides = data.noise is not None and TokenBatch in objective.batch_types
             other = "Remove data.masking, or predict what it hides: objective.type: mlm or diffusion"
             raise ConfigError(
                 f"phase '{phase.name}': objective.type: {choice_name(type(objective))} cannot train on data.type:"

@@ -122,7 +122,7 @@ class MaskingConfig:
         return min(fractions), max(fractions)
 
     def check_length(self, seq_len: int) -> None:
-        """Raises `ConfigError` if not one token of a sequence of this length would be hidden, so that there is no loss."""
+        """Raises `ConfigError` if sequences of this length are too short for a hidden token, and leave nothing to predict."""
         largest = self.mask_range[1]
         if largest * seq_len < 1 - _ROUNDING:
             key = "max_mask_fraction" if self.time_step_mask_fractions is None else "time_step_mask_fractions"

@@ -1,4 +1,4 @@
-"""Which tokens are hidden, and what a model is told of the time."""
+"""Masks and time: `data.masking`, `model.time_embedding` and `preset.depth_times`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +27,7 @@ _ROUNDING = 1e-6  # of a fraction, in float32
 def put_masking(
     growth: Growth, training: Section, progressive: Section, model: Section, objective: Objective, out: Translated
 ) -> None:
-    """Writes which tokens are hidden, and what the model is told of it."""
+    """Writes the masks and the time embedding."""
     by_depth, has_table = _put_time(growth, training, progressive, objective, out)
     _ids(training, model)
     if objective.name == "mlm":

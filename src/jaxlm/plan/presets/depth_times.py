@@ -86,7 +86,7 @@ class DepthTimes:
             why = (
                 "trains each block of layers at times of its own already"
                 if kind == _BLOCKS
-                else "hides no tokens, so that there is no time"
+                else "hides no tokens and has no time"
             )
             raise ConfigError(
                 f"{_KEY}: given with objective.type: {kind or 'next_token'}, which {why}."

@@ -132,14 +132,15 @@ class ProgressiveConfig(PresetConfig):
     depth_times: DepthTimes | None = None
 
     def derive(self, source: ConfigSource) -> Derivation:
-        phases = [phase for number in range(self.stacks) for phase in self.stage(number, source)]
+        self._check()
+        times = self._times(source)
+        phases = [phase for number in range(self.stacks) for phase in self._stage(number, source, self.at, times)]
         written = source.tree.get("phases") or phases
         if not isinstance(written, list) or not all(isinstance(phase, Mapping) for phase in written):
             raise ConfigError(
                 "phases: single keys given with preset.type: progressive, which writes the phases itself. Change keys of the"
                 " preset instead, or write the whole list `phases` in the YAML (--dry_run true lists the preset's)"
             )
-        times = self._times(source)
         return Derivation({"phases": phases}, tuple(_row(phase, written, times) for phase in phases))
 
     def stage(self, number: int, source: ConfigSource, before: Place | None = None) -> list[dict[str, Any]]:
@@ -154,10 +155,14 @@ class ProgressiveConfig(PresetConfig):
             ConfigError: keys contradict each other.
         """
         self._check()
-        phases = [self._training(number, source, before or self.at)]
+        return self._stage(number, source, before or self.at, self._times(source))
+
+    def _stage(
+        self, number: int, source: ConfigSource, before: Place, times: Mapping[str, StackTime]
+    ) -> list[dict[str, Any]]:
+        phases = [self._training(number, source, before)]
         if self.polish_steps and number:
             phases.append({"name": f"polish_{number}", "num_train_steps": self.polish_steps})
-        times = self._times(source)
         carried = {"carry_optimizer": True} if self.carry_optimizer and number else {}
         return [{**self._timed(phase, times), **carried} for phase in phases]
 
