@@ -472,7 +472,7 @@ def test_damaged_indices_are_one_message(tmp_path, index):
         ("[" * 100_000, "nested too deeply"),
         ({"hidden_size": "x"}, r"model\.hidden_dim: 'x' given, an integer of 1 or more expected"),
         ({"hidden_size": None}, r"model\.hidden_dim: null given, an integer of 1 or more expected"),
-        ({"num_hidden_layers": -1}, r"model\.num_layers: -1 given, an integer of 1 or more expected"),
+        ({"num_hidden_layers": -1}, r"model\.num_layers: -1 given, an integer of 1 or more and at most 10000 expected"),
         ({"rms_norm_eps": None}, r"model\.layer_norm_epsilon: null given"),
         ({"rope_theta": "big"}, "'big'"),
         ({"rope_scaling": 5}, "rope_scaling: 5"),
