@@ -11,7 +11,12 @@ SLOT = "controls"
 LR_SCALE = "lr_scale"
 """Multiplies the learning rate of all updates, and so the decoupled weight decay."""
 
-KNOWN = (LR_SCALE,)
+STRATEGY = "strategy"
+"""The row of the table of a portfolio of optimizers that makes the updates (`optim/portfolio/`)."""
+NOWCAST = "nowcast"
+"""How many steps ahead the weights are extrapolated, once (`optim/portfolio/`); 0 does not."""
+
+KNOWN = (LR_SCALE, STRATEGY, NOWCAST)
 """The controls that a step reads."""
 
 
