@@ -220,6 +220,7 @@ OPTIMIZER: dict[str, Entry] = {
     "optimizer.weight_decay_modules": Change(["norm"], Decays({"norm": 0.1, "proj": 0.0}), also=DECAY),
     "optimizer.default_weight_decay_mask": Change(False, Decays({"tokens|norm": 0.1}), also=DECAY),
     "optimizer.skip_bad_steps": Change(True, Shapes({r"^slots\.bad_steps\.losses\.values": (128,)})),
+    "optimizer.telemetry": Change({"window": 64}, Shapes({r"^slots\.telemetry\.norms\.values": (64,)})),
     "optimizer.state": Change(
         {"type": "8bit", "min_size": 256}, Shapes({r"mu\..*q_proj\.weight\.codes": (2, 4, 8, 32)})
     ),

@@ -500,7 +500,7 @@ CHANGES: dict[str, Any] = {
 # What must be set for a field to have an effect.
 BESIDE: dict[str, dict[str, Any]] = {"warmup_from_zero": {"warmup": 0.5}}
 # Step guards are called by the engine; test_groups.py is about groups, test_stored_state.py about state.
-NOT_OF_BUILD = {"skip_bad_steps", "groups", "match", "state"}
+NOT_OF_BUILD = {"skip_bad_steps", "telemetry", "groups", "match", "state"}
 
 
 def fields() -> Iterator[Any]:

@@ -25,6 +25,7 @@ from jaxlm.optim.bad_steps import SkipBadSteps, WindowLength, bad_step_guards
 from jaxlm.optim.lr.schedules import Schedule, ScheduleSpec, make_schedule
 from jaxlm.optim.lr.shapes import LrShape
 from jaxlm.optim.stored_state.formats import Full, StateFormat
+from jaxlm.optim.telemetry.guard import Telemetry, telemetry_guards
 from jaxlm.reading.decode import INHERITS
 
 
@@ -79,14 +80,16 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
             `weight_decay_modules` is null. False without `weight_decay_modules` applies it to all parameters.
         skip_bad_steps: skip the update of a step whose loss or gradient norm is an outlier compared with recent steps:
             true, the number of steps to compare with, or a section. Non-finite steps are always skipped.
+        telemetry: measure in every step the trend of the loss and of the gradient norm, spikes and plateaus, as metrics
+            `telemetry/...` for controllers and trackers: true, or a section. It changes no update. Null measures nothing.
         state: what the optimizer's state is stored as between updates: full, in the dtypes that it has; or 8bit, as
             8-bit optimizers do, as a name or as a section with `type` and the keys of that format. A run cannot resume with
             another one.
         groups: optimizers for some of the parameters. Each entry has `match`, and any `type` and keys of an optimizer. Keys
             that are set in the optimizer around the list apply to the entries too, unless they set them themselves; so does
             `type`. The first entry that matches a parameter updates it, and the optimizer around the list updates the rest.
-            An entry without parameters is an error. `max_grad_norm` and `skip_bad_steps` act on all parameters together
-            and cannot differ in an entry.
+            An entry without parameters is an error. `max_grad_norm`, `skip_bad_steps` and `telemetry` are about all
+            parameters together and cannot differ in an entry.
         match: in an entry of `groups` only: regular expression searched for in parameter paths; the entry updates the
             parameters that match.
     """
@@ -105,6 +108,7 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     weight_decay_modules: str | list[str] | None = None
     default_weight_decay_mask: bool | None = None
     skip_bad_steps: bool | WindowLength | SkipBadSteps = False
+    telemetry: bool | Telemetry | None = None
     state: StateFormat = field(default_factory=Full)
     groups: "list[OptimizerConfig]" = field(default_factory=list, metadata=INHERITS)
     match: str | None = None
@@ -129,8 +133,8 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
 
     @property
     def guards(self) -> tuple[StepGuard, ...]:
-        """Guards that may skip a step."""
-        return bad_step_guards(self.skip_bad_steps)
+        """Guards that judge each step."""
+        return (*bad_step_guards(self.skip_bad_steps), *telemetry_guards(self.telemetry))
 
     @property
     def rewind_rule(self) -> RewindRule | None:

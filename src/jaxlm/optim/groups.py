@@ -31,6 +31,7 @@ SCHEDULE_STATES = (optax.ScaleByScheduleState, ScheduledMomentum)
 _GLOBAL_KEYS = {
     "max_grad_norm": "gradients are clipped by the norm of all parameters together",
     "skip_bad_steps": "a step is skipped for all parameters together",
+    "telemetry": "it measures all parameters together",
 }
 
 
