@@ -39,12 +39,14 @@ class DoneStep:
         is_last: whether it is the last step of the phase.
         is_skipped: whether its update was skipped. Not known of evaluations: False.
         progress: the fraction of the phase that is done.
+        effective: the first step that what follows from it can change. `Rewind` takes effect at once.
     """
 
     number: int
     is_last: bool
     is_skipped: bool
     progress: float = 0.0
+    effective: int = 0
 
 
 @dataclass(frozen=True)

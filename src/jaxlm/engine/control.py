@@ -149,7 +149,7 @@ class Control:
         memory = self._memory(controller)
         controls = {**memory.controls, **branch.candidates[result.winner], **branch.ending}
         others = tuple(decision for decision in memory.pending if "branch" not in decision)
-        done = self._done(step, is_skipped=False)
+        done = self._done(step)
         remembered, answer = controller.branched(done, result, memory.state)
         before = replace(memory, state=remembered, controls=controls, pending=others)
         decision = self._noted(controller, step, answer)
@@ -169,7 +169,8 @@ class Control:
             StopRunError: a controller ends the run.
         """
         skipped = int(metrics[SKIPPED])
-        done = self._done(step, is_skipped=skipped > self._skipped)
+        is_skipped = skipped > self._skipped
+        done = replace(self._done(step), is_skipped=is_skipped, effective=step + MAX_IN_FLIGHT)
         self._skipped = skipped
         if is_whole:
             self._check_measured(metrics, step, of_evaluations=False)
@@ -186,7 +187,7 @@ class Control:
         if any("keeps" in memory for memory in self._saver.history.controllers.values()):
             self._saver.settle()  # a kept checkpoint may have failed
         metrics = from_main(lambda: self._measured(step))
-        return self._ask(self._done(step, is_skipped=False), metrics, of_evaluations=True)
+        return self._ask(self._done(step), metrics, of_evaluations=True)
 
     def after_rewind(self, then: Mapping[str, Any]) -> dict[str, Any]:
         """What the controllers remember when the run has gone back. Args: then: what they remembered in that checkpoint."""
@@ -225,7 +226,7 @@ class Control:
 
     def _after(self, memory: _Memory, decision: Decision | None, done: DoneStep, *, takes_effect_now: bool) -> _Memory:
         """What is remembered of a decision."""
-        after = done.number if takes_effect_now else done.number + MAX_IN_FLIGHT - 1
+        after = done.effective - 1
         then: dict[str, Any]
         match decision:
             case SetControls(values):
@@ -245,9 +246,10 @@ class Control:
                 return memory
         return replace(memory, pending=(*memory.pending, {"after": after, **then}))
 
-    def _done(self, step: int, *, is_skipped: bool) -> DoneStep:
+    def _done(self, step: int) -> DoneStep:
         phase = self._phase
-        return DoneStep(step, step == phase.end, is_skipped, (step - phase.start) / (phase.end - phase.start))
+        progress = (step - phase.start) / (phase.end - phase.start)
+        return DoneStep(step, step == phase.end, False, progress, effective=step + 1)
 
     def _noted(self, controller: Controller, step: int, answer: Answer) -> Decision | None:
         """The decision in an answer, whose notes are passed on."""

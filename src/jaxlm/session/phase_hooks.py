@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import location_of
+from jaxlm.core.runtime import from_main
 from jaxlm.core.values.sums import Sum
 from jaxlm.data.data import Data, ValidationData
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
@@ -105,7 +106,8 @@ def open_probe(run: Run, phase: Phase, data: Data, refs: Mapping[str, LanguageMo
         sources = tuple(replace(source, batches=first(source)) for source in context.validation)
         meter.attach(state)
         with run.clock.during(Activity.EVAL):
-            return ObjectiveEval(replace(context, validation=sources)).run(state.model)["objective"]
+            loss = ObjectiveEval(replace(context, validation=sources)).run(state.model)["objective"]
+        return from_main(lambda: loss)  # the processes must choose alike
 
     return probe
 
