@@ -21,7 +21,7 @@ class Memory:
         on_plateau: whether the loss had stopped falling already.
         num_manual: number of entries of `switch_at` that are done.
         trying: why a branch is under way; None if there is none.
-        extra: steps of candidates that lost.
+        extra: what branches have cost, in steps.
         snapshots: purpose -> step of a checkpoint to go back to.
         next_snapshot: step of the next one.
         trusted: step of the checkpoint to which the run last went back; -1 if it never did.

@@ -98,7 +98,8 @@ class OrchestratorConfig(ControllerConfig):
             earlier.
         max_candidates: most strategies that are tried, with the current one. 1 tries none: it switches to the one that has
             done best so far.
-        branch_budget: most steps that candidates which lost may have taken, as a fraction of the steps done.
+        branch_budget: most that branches may have cost, in steps of candidates that lost and what took as long, as a fraction
+            of the steps done.
         probe_batches: number of validation batches, of each source, on which candidates are compared.
         exploration: weight of the bonus for strategies that have been tried less.
         discount: factor by which earlier rewards count less after each new one.
@@ -213,7 +214,7 @@ class Orchestrator(Controller):
 
     def branched(self, step: DoneStep, result: Branched, state: Json) -> tuple[Json, Answer]:
         memory = Memory(**state)
-        reason, extra = memory.trying, (len(result.losses) - 1) * result.num_steps
+        reason, extra = memory.trying, self._extra_steps(len(result.losses), result.num_steps)
         memory = replace(memory, trying=None, extra=memory.extra + extra)
         losses = {name: loss if math.isfinite(loss) else None for name, loss in result.losses.items()}
         note = {"before": result.before, "losses": losses, "until": step.number, "extra_steps": extra}
@@ -396,12 +397,23 @@ class Orchestrator(Controller):
             and step.number >= begun + nowcast.start
             and step.number - memory.extrapolated >= nowcast.every
             and memory.rejections < nowcast.max_rejections
+            and self._extra_steps(2, 1) <= self._budget_left(step, memory)
         )
 
     def _affordable(self, step: DoneStep, memory: Memory) -> int:
         """How many candidates may lose a branch after this step."""
-        steps = self.config.branch_budget * (step.number - (memory.begun or 0)) - memory.extra
-        return max(0, min(self._num_candidates - 1, int(steps // self.config.horizon)))
+        left, horizon = self._budget_left(step, memory), self.config.horizon
+        within = (n for n in range(1, self._num_candidates) if self._extra_steps(n + 1, horizon) <= left)
+        return max(within, default=0)
+
+    def _budget_left(self, step: DoneStep, memory: Memory) -> float:
+        """In steps."""
+        return self.config.branch_budget * (step.number - (memory.begun or 0)) - memory.extra
+
+    def _extra_steps(self, num_candidates: int, num_steps: int) -> int:
+        """What a branch costs in addition to the winner's steps. A held-out batch costs a third of a step: it has no backward
+        pass."""
+        return (num_candidates - 1) * num_steps + math.ceil((num_candidates + 1) * self.config.probe_batches / 3)
 
     def _condition(self, metrics: Mapping[str, float]) -> str:
         if metrics[telemetry.NUM_SPIKES] >= _UNSTABLE_SPIKES:
