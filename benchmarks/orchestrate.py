@@ -116,7 +116,13 @@ class Runs:
         }
         data = {**tree["data"], "cache_dir": str(self._folder / "data")}
         evals = [{"type": "loss"}]
-        run = {"model": tree["model"], "data": data, "trainer": trainer, "optimizer": optimizer(name, rate), "evals": evals}
+        run = {
+            "model": tree["model"],
+            "data": data,
+            "trainer": trainer,
+            "optimizer": optimizer(name, rate),
+            "evals": evals,
+        }
         result = train(decode_run(ConfigSource(run), "run"))
         logs = result.plan.log_folder
         records = [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]

@@ -96,6 +96,16 @@ def test_a_run_that_resumes_makes_later_decisions_again(tmp_path):
         (SWITCH | {"would": True}, "would switch from bold to safe (spike)"),
         (BRANCH, "tried safe 3.2100, slow 3.2500 up to step 22, and goes on with slow (periodic)"),
         (ROLLBACK, f"goes back to before step 31 from slow to safe: {ROLLBACK['cause']}"),
+        (
+            {"event": "rollback", "cause": "the loss rose", "to": "safe", "would": True},
+            "would go back to safe: the loss rose",
+        ),
+        ({"event": "branch", "candidates": ["a", "b"], "reason": "plateau", "would": True}, "would try a, b (plateau)"),
+        (
+            {"event": "boundary", "reason": "spike", "strategy": "a", "extra_steps": 9},
+            "keeps a: the budget for trying others is used up (spike)",
+        ),
+        ({"event": "spike", "loss": 3.5}, "sees a spike: the mean of the loss is 3.5000"),
         (NOWCAST, "does not extrapolate the weights (as it is 3.1000, nowcast 3.4000)"),
         ({"event": "lower", "scale": 0.5, "why": {"a": 1}}, "lower: scale 0.5000, why (a 1)"),
         ({"event": "switch", "to": 3}, "switch: to 3"),
@@ -127,6 +137,8 @@ def test_bands_follow_switches_branches_and_rollbacks():
         Band(11, 12, "safe"),
         Band(12, 40, "slow"),
     ]
+    whole = parsed((12, BRANCH | {"first": 9}), (12, {**SWITCH, "from": "bold", "to": "slow", "effective": 13}))
+    assert strategy_bands(whole, 40) == [Band(0, 8, "bold"), Band(8, 40, "slow")]
     assert strategy_bands(parsed((8, SWITCH), (9, SWITCH | {"to": "bold", "would": True})), 10) == [Band(0, 10, "bold")]
     back = parsed((8, SWITCH), (12, BRANCH), (33, SWITCH | {"effective": 37}), (34, ROLLBACK), ends={0: 26, 1: np.inf})
     assert [one.is_superseded for one in back] == [False, False, True, True]

@@ -83,18 +83,17 @@ def numbers(controller: str, note: Mapping[str, Any]) -> dict[str, float]:
 
 def strategy_bands(decisions: Sequence[LoggedDecision], end: int) -> list[Band]:
     """Which strategy trained which steps, as far as the decisions say. Args: end: steps done."""
-    changes: list[tuple[int, str]] = []
-    for decision in decisions:
+    followed = [one for one in decisions if one.is_done and (one.is_rollback or not one.is_superseded)]
+    # A branch whose winner is another strategy is followed by the switch to it, which says what the strategy was before.
+    names = [one.note.get("from") for one in followed] + [one.note.get("winner") for one in followed]
+    changes = [(0, name) for name in names if isinstance(name, str)][:1]
+    for decision in followed:
         note = decision.note
-        name, before = note.get("winner", note.get("to")), note.get("from")
-        if not decision.is_done or (decision.is_superseded and not decision.is_rollback):
-            continue
-        if not changes and isinstance(before, str):
-            changes.append((0, before))
+        name = note.get("winner", note.get("to"))
         if isinstance(name, str):
-            effective = note.get("effective")
-            # The first step with new controls is `effective`: the one before it is the last of the old strategy.
-            begin = max(0, effective - 1) if is_count(effective) and not decision.is_rollback else decision.shown_at
+            # The first step of the strategy: of a switch, with new controls; of a branch, of all candidates.
+            first = None if decision.is_rollback else note.get("effective", note.get("first"))
+            begin = max(0, first - 1) if is_count(first) else decision.shown_at
             while changes and changes[-1][0] >= begin:
                 changes.pop()
             changes.append((begin, name))
@@ -119,9 +118,16 @@ def _known(note: Mapping[str, Any]) -> str:
         case {"event": "switch", "to": str()}:
             begin = f", with step {note['effective']}" if is_count(note.get("effective")) and not would else ""
             return f"{'would switch' if would else 'switches'}{change}{begin}{reason}"
-        case {"event": "rollback", "first": int(first)}:
+        case {"event": "rollback", "to": str()}:
             why = f": {note['cause']}" if isinstance(note.get("cause"), str) else reason
-            return f"{'would go back' if would else 'goes back'} to before step {first}{change}{why}"
+            place = f" to before step {note['first']}" if is_count(note.get("first")) else ""
+            return f"{'would go back' if would else 'goes back'}{place}{change}{why}"
+        case {"event": "branch", "candidates": [*names]} if would and all(isinstance(name, str) for name in names):
+            return f"would try {', '.join(names)}{reason}"
+        case {"event": "boundary", "strategy": str(strategy)}:
+            return f"keeps {strategy}: the budget for trying others is used up{reason}"
+        case {"event": "spike", "loss": float(loss)}:
+            return f"sees a spike: the mean of the loss is {loss:.4f}"
         case {"event": "branch", "winner": str(winner)} if losses:
             until = f" up to step {note['until']}" if is_count(note.get("until")) else ""
             return f"tried {_listed(losses.items())}{until}, and goes on with {winner}{reason}"

@@ -75,7 +75,7 @@ class Telemetry(StepGuard):
         reference_steps: memory of the slow running mean of the loss, in steps.
     """
 
-    name: ClassVar[str] = "telemetry"
+    name: ClassVar[str] = telemetry.TELEMETRY
 
     window: WindowLength = 128
     min_steps: WindowLength = 20
