@@ -207,9 +207,9 @@ def test_norms_of_layers_are_those_of_each_slice():
 ON = phase(optimizer=AdamConfig(learning_rate=1e-2, warmup=0, telemetry=True))
 
 
-@pytest.mark.parametrize("where", [one_device, pytest.param(lambda: layout(model=2), marks=pytest.mark.slow)])
-def test_telemetry_does_not_change_training(where):
-    plain, run = TinyRun(where()), TinyRun(where(), ON)
+def test_telemetry_does_not_change_training():
+    """On one device, not a bit of it. On several, the compiler may add in another order."""
+    plain, run = TinyRun(one_device()), TinyRun(one_device(), ON)
     for number in range(4):
         before = {path: np.asarray(tree.raw(leaf)) for path, leaf in tree.leaves(run.state.model)}
         one, other = plain.step(arrays(number)), run.step(arrays(number))
@@ -221,14 +221,20 @@ def test_telemetry_does_not_change_training(where):
     assert other[GRADIENT_NORM] > 0
     slots = {path for path in host(run) if path.startswith("slots.")}
     assert_identical(host(plain), {path: array for path, array in host(run).items() if path not in slots})
-    names = {value for name, value in vars(telemetry).items() if name.isupper()}
+    names = {value for name, value in vars(telemetry).items() if name.isupper()} - {telemetry.TELEMETRY}
     assert {name for name in other if name.startswith("telemetry/")} == names
 
 
 @pytest.mark.slow
 def test_telemetry_is_the_same_on_every_mesh():
-    run, expected = TinyRun(layout(model=2), ON), TinyRun(one_device(), ON)
-    for number in range(4):
-        one, other = run.step(arrays(number)), expected.step(arrays(number))
-        for name in (name for name in other if name.startswith("telemetry/")):
-            assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6), name
+    plain, run, expected = TinyRun(layout(model=2)), TinyRun(layout(model=2), ON), TinyRun(one_device(), ON)
+    first = {name: value for name, value in expected.step(arrays(0)).items() if name.startswith("telemetry/")}
+    measured = [run.step(arrays(number)) for number in range(3)]
+    assert {name: measured[0][name] for name in first} == pytest.approx(first, rel=1e-5)
+    for number in range(3):
+        one = plain.step(arrays(number))
+        assert one == pytest.approx({name: measured[number][name] for name in one}, rel=1e-6)
+    weights = {path: array for path, array in host(run).items() if path.startswith("model.")}
+    for path, array in host(plain).items():
+        if path.startswith("model."):
+            np.testing.assert_allclose(weights[path], array, rtol=1e-6, atol=1e-6, err_msg=path)
