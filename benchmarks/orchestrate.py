@@ -27,8 +27,8 @@ from typing import Any
 from jaxlm.core.imports import gc_paused  # noqa: F401  # before haliax
 
 import jax
-
 from jaxlm.optim.portfolio.strategies import DEFAULT_STRATEGIES
+
 from jaxlm.plan.load_config import decode_run
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.train import train
