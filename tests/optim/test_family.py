@@ -499,8 +499,8 @@ CHANGES: dict[str, Any] = {
 }
 # What must be set for a field to have an effect.
 BESIDE: dict[str, dict[str, Any]] = {"warmup_from_zero": {"warmup": 0.5}}
-# Step guards are called by the engine; test_groups.py is about groups, test_stored_state.py about state.
-NOT_OF_BUILD = {"skip_bad_steps", "groups", "match", "state"}
+# Step guards are called by the engine; test_groups.py, test_stored_state.py and test_adagc.py are about the others.
+NOT_OF_BUILD = {"skip_bad_steps", "groups", "match", "state", "adagc"}
 
 
 def fields() -> Iterator[Any]:

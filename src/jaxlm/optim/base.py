@@ -21,6 +21,7 @@ from jaxlm.core.field_types import (
     ScheduleLength,
 )
 from jaxlm.core.guards import RewindRule, StepGuard
+from jaxlm.optim.adagc import AdaGc
 from jaxlm.optim.bad_steps import SkipBadSteps, WindowLength, bad_step_guards
 from jaxlm.optim.lr.schedules import Schedule, ScheduleSpec, make_schedule
 from jaxlm.optim.lr.shapes import LrShape
@@ -79,14 +80,17 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
             `weight_decay_modules` is null. False without `weight_decay_modules` applies it to all parameters.
         skip_bad_steps: skip the update of a step whose loss or gradient norm is an outlier compared with recent steps:
             true, the number of steps to compare with, or a section. Non-finite steps are always skipped.
+        adagc: scale the gradient of a tensor down if its norm is large compared with the tensor's own recent norms (AdaGC):
+            null, or a section. It acts on the gradients of all parameters, before `max_grad_norm`; the paper uses it in place
+            of that, with `max_grad_norm: null`.
         state: what the optimizer's state is stored as between updates: full, in the dtypes that it has; or 8bit, as
             8-bit optimizers do, as a name or as a section with `type` and the keys of that format. A run cannot resume with
             another one.
         groups: optimizers for some of the parameters. Each entry has `match`, and any `type` and keys of an optimizer. Keys
             that are set in the optimizer around the list apply to the entries too, unless they set them themselves; so does
             `type`. The first entry that matches a parameter updates it, and the optimizer around the list updates the rest.
-            An entry without parameters is an error. `max_grad_norm` and `skip_bad_steps` act on all parameters together
-            and cannot differ in an entry.
+            An entry without parameters is an error. `max_grad_norm`, `adagc` and `skip_bad_steps` act on all parameters
+            together and cannot differ in an entry.
         match: in an entry of `groups` only: regular expression searched for in parameter paths; the entry updates the
             parameters that match.
     """
@@ -105,6 +109,7 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     weight_decay_modules: str | list[str] | None = None
     default_weight_decay_mask: bool | None = None
     skip_bad_steps: bool | WindowLength | SkipBadSteps = False
+    adagc: AdaGc | None = None
     state: StateFormat = field(default_factory=Full)
     groups: "list[OptimizerConfig]" = field(default_factory=list, metadata=INHERITS)
     match: str | None = None
