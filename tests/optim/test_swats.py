@@ -19,7 +19,7 @@ def by_hand(config: SwatsConfig, gradients: list[Arrays]) -> tuple[list[Arrays],
     """The parameters after each step, and the steps at which each tensor has switched, in float64."""
     params = {path: array.astype(np.float64) for path, array in numbers(0).items()}
     m, a, v = ({path: np.zeros_like(array) for path, array in params.items()} for _ in range(3))
-    average, rate, at = ({path: 0.0 for path in params} for _ in range(3))
+    average, rate, at = (dict.fromkeys(params, 0.0) for _ in range(3))
     trace = []
     peak, b1, b2 = config.learning_rate, config.beta1, config.beta2
     schedule = config.schedule(len(gradients))

@@ -22,8 +22,8 @@ class Projection(NamedTuple):
     """How long an SGD step along the gradient would be, whose projection onto Adam's step is that step.
 
     Attributes:
-        average: running mean of gamma, the learning rate of that SGD step, divided by Adam's learning rate: lambda of the paper
-            before bias correction. float32.
+        average: running mean of gamma, the learning rate of that SGD step, divided by Adam's learning rate: lambda of the
+            paper, without bias correction. float32.
         is_sgd: bool, whether the switch has happened.
         rate: the learning rate of SGD divided by Adam's: Lambda of the paper; 0 before the switch. float32.
     """
@@ -57,10 +57,10 @@ class SwatsState(NamedTuple):
 class SwatsConfig(OptimizerConfig):
     """Clips the global norm, applies Adam or, after the switch, SGD with momentum, adds weight decay.
 
-    Each step of Adam is compared with the gradient: gamma is the learning rate with which SGD's step, projected onto Adam's, is
-    as long as Adam's. When gamma and its running mean agree, the mean becomes the learning rate of SGD, and the switch is never
-    undone. From then on, the schedule scales that learning rate instead of the peak, from the same position on. Weight decay is
-    not part of the steps that are compared; it goes on as before, multiplied by the scheduled learning rate.
+    Each step of Adam is compared with the gradient: gamma is the learning rate with which SGD's step, projected onto Adam's,
+    is as long as Adam's. When gamma and its running mean agree, the mean becomes the learning rate of SGD, and the switch is
+    never undone. From then on, the schedule scales that learning rate instead of the peak, from the same position on. Weight
+    decay is not part of the steps that are compared; it goes on as before, multiplied by the scheduled learning rate.
 
     Attributes:
         learning_rate: peak learning rate of Adam.
@@ -68,8 +68,8 @@ class SwatsConfig(OptimizerConfig):
         beta2: decay rate of the second moment, and of the running mean of gamma.
         epsilon: added to the square root of the second moment, before the bias correction.
         max_grad_norm: maximum global gradient norm; larger gradients are scaled down to it. Null disables clipping.
-        switch_threshold: gamma and its mean agree if they differ by less than this, as in the paper. With noisy gradients, they
-            hardly ever do.
+        switch_threshold: gamma and its mean agree if they differ by less than this, as in the paper. With noisy gradients,
+            they hardly ever do.
         rtol: they also agree if they differ by less than this fraction of the mean. 0 is the paper's algorithm.
         min_steps: number of updates before the first that may switch.
         scope: what switches: global, all parameters at once; group, each tensor (a parameter's part in one layer and one
