@@ -22,6 +22,7 @@ from jaxlm.core.field_types import (
 )
 from jaxlm.core.guards import RewindRule, StepGuard
 from jaxlm.core.telemetry import TELEMETRY
+from jaxlm.optim.adagc import AdaGc
 from jaxlm.optim.bad_steps import SkipBadSteps, WindowLength, bad_step_guards
 from jaxlm.optim.lr.schedules import Schedule, ScheduleSpec, make_schedule
 from jaxlm.optim.lr.shapes import LrShape
@@ -83,13 +84,16 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
             true, the number of steps to compare with, or a section. Non-finite steps are always skipped.
         telemetry: measure in every step the trend of the loss and of the gradient norm, spikes and plateaus, as metrics
             `telemetry/...` for controllers and trackers: true, or a section. It changes no update. Null measures nothing.
+        adagc: scale the gradient of a tensor down if its norm is large compared with the tensor's own recent norms (AdaGC):
+            null, or a section. It acts on the gradients of all parameters, before `max_grad_norm`; the paper uses it in place
+            of that, with `max_grad_norm: null`.
         state: what the optimizer's state is stored as between updates: full, in the dtypes that it has; or 8bit, as
             8-bit optimizers do, as a name or as a section with `type` and the keys of that format. A run cannot resume with
             another one.
         groups: optimizers for some of the parameters. Each entry has `match`, and any `type` and keys of an optimizer. Keys
             that are set in the optimizer around the list apply to the entries too, unless they set them themselves; so does
             `type`. The first entry that matches a parameter updates it, and the optimizer around the list updates the rest.
-            An entry without parameters is an error. `max_grad_norm`, `skip_bad_steps` and `telemetry` are about all
+            An entry without parameters is an error. `max_grad_norm`, `adagc`, `skip_bad_steps` and `telemetry` are about all
             parameters together and cannot differ in an entry.
         match: in an entry of `groups` only: regular expression searched for in parameter paths; the entry updates the
             parameters that match.
@@ -110,6 +114,7 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     default_weight_decay_mask: bool | None = None
     skip_bad_steps: bool | WindowLength | SkipBadSteps = False
     telemetry: bool | Telemetry | None = None
+    adagc: AdaGc | None = None
     state: StateFormat = field(default_factory=Full)
     groups: "list[OptimizerConfig]" = field(default_factory=list, metadata=INHERITS)
     match: str | None = None
