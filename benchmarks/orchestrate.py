@@ -13,7 +13,8 @@ the same effort. Then each trains with all seeds:
     orchestrated         the portfolio with the orchestrator
 
 Prints a Markdown table: the final validation loss (mean and standard deviation over seeds), and the mean difference from
-`adamw` of the same seed with its 95 % confidence interval (Student's t). Finished runs are recorded in FOLDER and not repeated.
+`adamw` of the same seed with its 95 % confidence interval (Student's t). Runs that are finished are recorded in FOLDER, and
+not repeated.
 """
 
 import argparse
