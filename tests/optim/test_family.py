@@ -156,6 +156,11 @@ def swats_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
     return out
 
 
+def portfolio_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
+    first = next(iter(c.table.values()))
+    return adam_direction(clipped(gradient, first.max_grad_norm), memory, t, first)
+
+
 def adagrad_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
     memory.update({k: memory.get(k, c.initial_accumulator_value) + g**2 for k, g in gradient.items()})
     return {k: g / np.sqrt(memory[k] + c.epsilon) for k, g in gradient.items()}
@@ -269,6 +274,7 @@ DIRECTIONS = {
     "lion": lion_direction,
     "adagrad": adagrad_direction,
     "swats": swats_direction,
+    "portfolio": portfolio_direction,
     "muon": muon_direction,
     "sophia-h": sophia_direction,
     "kron": kron_direction,
@@ -293,6 +299,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adagrad, other numbers": ("adagrad", {"initial_accumulator_value": 0.5, "epsilon": 0.1, "max_grad_norm": None}),
     "swats": ("swats", {}),
     "swats, switched": ("swats", {"min_steps": 2, "rtol": 0.5, "epsilon": 1e-3, "beta1": 0.5, "max_grad_norm": 0.5}),
+    "portfolio": ("portfolio", {}),
     "muon": ("muon", {}),
     "sophia-h": ("sophia-h", {"gamma": 3.0, "update_interval": 2}),
     "sophia-h, other numbers": (
@@ -330,7 +337,9 @@ def by_hand(kind: str, config: Any, scale: float) -> Arrays:
     params = arrays(0)
     memory: dict = {"params": params}
     for t in range(1, STEPS + 1):
-        gradient = arrays(t, scale) if kind == "mars" else clipped(arrays(t, scale), config.max_grad_norm)
+        gradient = (
+            arrays(t, scale) if kind == "mars" else clipped(arrays(t, scale), getattr(config, "max_grad_norm", None))
+        )
         steps = DIRECTIONS[kind](gradient, memory, t, config)
         if getattr(config, "cautious", False):
             steps = cautious(steps, memory.get("seen", gradient))
@@ -516,6 +525,9 @@ CHANGES: dict[str, Any] = {
     "weight_decay_schedule": "linear",
     "lr_floor": 0.9,
     "scope": "group",
+    "strategies": "caramba",
+    "initial": "aggressive_adamw",
+    "nowcast": {"nowcast": {"window": 5}},
 }
 # What must be set for a field to have an effect.
 BESIDE: dict[str, dict[str, Any]] = {"warmup_from_zero": {"warmup": 0.5}}

@@ -163,10 +163,28 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         """When the run goes back because updates were skipped; None if it never does."""
         return next((guard.rewind_rule for guard in bad_step_guards(self.skip_bad_steps)), None)
 
+    @property
+    def strategy_controls(self) -> Mapping[str, Mapping[str, float]]:
+        """Name -> the controls that select a strategy. The first is the one that it begins with.
+
+        Empty if the optimizer has only one way to update.
+        """
+        return {}
+
+    @property
+    def nowcast_window(self) -> int | None:
+        """Updates over which it measures where the weights are going; None if it does not."""
+        return None
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The peak of the learning rate while no control changes it."""
+        return self.learning_rate
+
     def schedule(self, num_steps: int) -> Schedule:
         """The learning rate of an update, as a function of the number of updates applied before it in the phase."""
         spec = ScheduleSpec(
-            peak=self.learning_rate,
+            peak=self.peak_learning_rate,
             warmup=self.warmup,
             decay=self.decay,
             kind=self.lr_schedule,
@@ -202,7 +220,7 @@ def chained(
     return optax.with_extra_args_support(optax.chain(*directions, add_weight_decay(config, groups), rate))
 
 
-def in_float32(direction: optax.GradientTransformation) -> optax.GradientTransformation:
+def in_float32(direction: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Computes directions in float32, whatever the dtype of the parameters, and stores the state in the dtypes that it has.
 
     In bfloat16, a decay rate of 0.999 would be 1, and a learning rate one of 128 values between two powers of 2.
@@ -211,11 +229,12 @@ def in_float32(direction: optax.GradientTransformation) -> optax.GradientTransfo
     def wide(x: jax.Array) -> jax.Array:
         return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x
 
-    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        moved, after = direction.update(jax.tree.map(wide, updates), jax.tree.map(wide, state), params)
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        moved, after = widened.update(jax.tree.map(wide, updates), jax.tree.map(wide, state), params, **extra)
         return moved, jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
 
-    return optax.GradientTransformation(direction.init, update_fn)
+    widened = optax.with_extra_args_support(direction)
+    return optax.GradientTransformationExtraArgs(direction.init, update_fn)
 
 
 def clip_by_norm(max_norm: float | None) -> optax.GradientTransformation:

@@ -97,9 +97,9 @@ class SwatsConfig(OptimizerConfig):
             return tree.map_leaves(lambda _, leaf: per_tensor(leaf, 0, dtype), params)
 
         mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))  # donated, so not the same buffers
-        count, *weights = (jnp.zeros((), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32))
+        mu_weight, nu_weight = (jnp.zeros((), jnp.float32) for _ in range(2))
         projection = Projection(*map(numbers, (jnp.float32, jnp.bool_, jnp.float32)))
-        return SwatsState(count, mu, nu, *weights, projection)
+        return SwatsState(jnp.zeros((), jnp.int32), mu, nu, mu_weight, nu_weight, projection)
 
     def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, SwatsState]:
         before = self._by_path(state.projection, updates)
