@@ -28,8 +28,8 @@ from typing import Any
 from jaxlm.core.imports import gc_paused  # noqa: F401  # before haliax
 
 import jax
-from jaxlm.optim.portfolio.strategies import DEFAULT_STRATEGIES
 
+from jaxlm.optim.portfolio.strategies import GUIDE
 from jaxlm.plan.load_config import decode_run
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.train import train
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     options = parser.parse_args()
     seeds, runs = [int(seed) for seed in options.seeds.split(",")], Runs(options.folder, options.model, options.steps)
-    names = [ADAMW, *DEFAULT_STRATEGIES, ORCHESTRATED]
+    names = [ADAMW, *GUIDE, ORCHESTRATED]
     rates: dict[str, float] = {}
     for name in names:
         rates[name] = min(RATES[options.model], key=lambda rate: runs.loss(name, rate, options.tuning_seed))
@@ -168,7 +168,7 @@ def main() -> None:
     print(f"\n{options.model}, {options.steps} steps, seeds {options.seeds}, jax {jax.__version__}\n")
     print("| run | learning rate | validation loss | difference from adamw (95 %) |")
     print("|---|---|---|---|")
-    for name in (ADAMW, LONGER, *DEFAULT_STRATEGIES, ORCHESTRATED):
+    for name in (ADAMW, LONGER, *GUIDE, ORCHESTRATED):
         print(f"| {name} | {rates[name]:g} | {described(losses[name], losses[ADAMW])} |")
     spent = [runs.results[f"{ORCHESTRATED} {rates[ORCHESTRATED]:g} {seed}"] for seed in seeds]
     print(f"\nExtra steps of branches: {[one.get('extra_steps') for one in spent]} of {options.steps}.")

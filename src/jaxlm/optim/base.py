@@ -143,17 +143,6 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         return (*bad_step_guards(self.skip_bad_steps), *telemetry_guards(self.telemetry))
 
     @property
-    def strategies(self) -> Mapping[str, Mapping[str, float]]:
-        """Name of a strategy -> the controls that select it (`core/controls.py`). The first is the one that it begins with.
-        Empty if it has only one way to update."""
-        return {}
-
-    @property
-    def nowcast_window(self) -> int | None:
-        """Updates over which it measures where the weights are going, for the control `nowcast`; None if it does not."""
-        return None
-
-    @property
     def has_telemetry(self) -> bool:
         """Whether each step has the metrics of `core/telemetry.py`."""
         return any(guard.name == TELEMETRY for guard in self.guards)
