@@ -295,9 +295,10 @@ class Orchestrator(Controller):
             if reason == "spike" and config.safety is not None:
                 return self._switched(memory, reason, config.safety.strategy, step)
             note = {"event": "boundary", "reason": reason, "strategy": memory.strategy, "extra_steps": memory.extra}
-            return memory, Noted(None, [note])
+            return memory, Noted(None, [note | self._would])
         if not self._is_active:
-            return memory, Noted(None, [{"event": "branch", "reason": reason, "candidates": candidates, "would": True}])
+            note = {"event": "branch", "reason": reason, "candidates": candidates}
+            return memory, Noted(None, [note | self._would])
         controls = {name: self.strategies[name] for name in candidates}
         return replace(memory, trying=reason), Branch("strategy", controls, config.horizon, config.probe_batches)
 
@@ -305,7 +306,7 @@ class Orchestrator(Controller):
         """Goes back to a trusted checkpoint, or takes the safe strategy if there is none yet."""
         purpose = safety.target(memory.snapshots, memory.trusted, step.number)
         if not self._is_active:
-            note = {"event": "rollback", "reason": "safety", "cause": cause, "to": safety.strategy, "would": True}
+            note = {"event": "rollback", "reason": "safety", "cause": cause, "to": safety.strategy} | self._would
             recent = memory.switched is not None and step.number - memory.switched < safety.snapshot_interval
             return (memory, None) if recent else (replace(memory, switched=step.number), Noted(None, [note]))
         if purpose is None:
@@ -330,8 +331,8 @@ class Orchestrator(Controller):
         memory = replace(
             memory,
             strategy=safety.strategy,
-            switched=step.number,
-            decided=step.number,
+            switched=target,
+            decided=target,
             loss=None,
             trying=None,
             snapshots={purpose: target},
@@ -355,7 +356,7 @@ class Orchestrator(Controller):
         why = {} if cause is None else {"cause": cause}
         note = _switch(reason, memory.strategy, to, step.effective) | why
         if not self._is_active:
-            return replace(memory, switched=step.number), Noted(None, [note | {"would": True}])
+            return replace(memory, switched=step.number), Noted(None, [note | self._would])
         memory = replace(memory, strategy=to, switched=step.number, loss=None)
         return memory, Noted(SetControls(self.strategies[to]), [note])
 
@@ -366,6 +367,11 @@ class Orchestrator(Controller):
     @property
     def _is_active(self) -> bool:
         return self.config.mode == "active"
+
+    @property
+    def _would(self) -> dict[str, Json]:
+        """What a record has if nothing is done."""
+        return {} if self._is_active else {"would": True}
 
     @property
     def _num_candidates(self) -> int:
