@@ -34,7 +34,7 @@ from jaxlm.plan.load_config import decode_run
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.train import train
 
-RATES = {"small": (1e-3, 3e-3, 1e-2, 3e-2), "cpu_d4": (3e-4, 1e-3, 3e-3, 1e-2)}
+RATES = {"small": (3e-3, 1e-2, 3e-2), "cpu_d4": (3e-4, 1e-3, 3e-3, 1e-2)}
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Number of seeds -> the 97.5 % quantile of Student's t with one degree of freedom fewer."""
 ADAMW, LONGER, ORCHESTRATED = "adamw", "adamw, more steps", "orchestrated"

@@ -30,7 +30,7 @@ def damage(first: int, end: int, read=Mixture.read) -> None:
 
 
 PLACES = {
-    "between decision and branch": lambda: at_step(18),
+    "between decision and branch": lambda: at_step(22),
     "in a branch": lambda: setattr(branch, "_trained", die_in_second_call(branch._trained)),
     "before going back": lambda: setattr(Conductor, "_go_back", die),
     "before the save": lambda: setattr(Saver, "save_rewound", die),
