@@ -65,6 +65,7 @@ class Driven:
     notes: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
     taken: int = 0
     gone_back: bool = False
+    skipped: Callable[[int], bool] = lambda step: False
 
     def run(self, until: int, **changes: Any) -> "Driven":
         """Trains to a step, or until the run goes back. Args: changes: metrics that differ, by the last part of their names;
@@ -101,7 +102,7 @@ class Driven:
 
     def _done(self, delay: int) -> DoneStep:
         progress = self.step / self.num_steps
-        return DoneStep(self.step, self.step == self.num_steps, False, progress, self.step + delay)
+        return DoneStep(self.step, self.step == self.num_steps, self.skipped(self.step), progress, self.step + delay)
 
     def _read(self) -> Any:
         """The state as a checkpoint has it."""
@@ -233,12 +234,23 @@ def test_before_the_first_checkpoint_only_the_strategy_changes():
         ({"max_loss_increase": None}, {"loss": 9.0}),
         ({"max_grad_increase": None}, {"grad_norm_ratio": 1e6}),
         ({}, {"loss": 4.0}),
+        ({}, {"grad_norm_ratio": math.inf}),
         ({"max_loss_delta": 1.5, "max_loss_increase": None}, {"loss": 4.4}),
     ],
 )
 def test_what_is_within_the_limits_is_no_trip(limits, metrics):
     assert driven(interval=10_000, safety=Safety(**limits)).run(300).run(310, **metrics).decisions == []
     assert driven(interval=10_000, safety=None).run(300).run(310, loss=9.0, grad_norm_ratio=1e6).decisions == []
+
+
+def test_updates_that_are_skipped_again_and_again_lead_back():
+    run = driven(interval=10_000).run(300)
+    skipped = [number % 8 >= 5 or number > 320 for number in range(500)]
+    run.skipped = lambda step: skipped[step]
+    run.run(400)
+    ((_, back),) = run.decisions
+    assert isinstance(back, Rewind)
+    assert back.reason == "the updates of 4 steps in a row were skipped (max_skipped: 4)"
 
 
 def test_a_difference_of_losses_may_be_the_limit():

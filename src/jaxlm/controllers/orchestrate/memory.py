@@ -27,6 +27,7 @@ class Memory:
         trusted: step of the checkpoint to which the run last went back; -1 if it never did.
         rollbacks: how often the run has gone back in a row.
         healthy: good steps since it last did.
+        skipped: updates skipped in a row.
         extrapolated: the last try to extrapolate.
         rejections: tries to extrapolate that failed in a row.
     """
@@ -47,5 +48,6 @@ class Memory:
     trusted: int = -1
     rollbacks: int = 0
     healthy: int = 0
+    skipped: int = 0
     extrapolated: int = 0
     rejections: int = 0

@@ -235,8 +235,9 @@ class Orchestrator(Controller):
     def _after(self, step: DoneStep, metrics: Mapping[str, float], memory: Memory) -> tuple[Memory, Answer]:
         """What follows from a step, but for the record of its spike."""
         safety = self.config.safety
-        memory = replace(memory, healthy=memory.healthy + 1)
-        cause = None if safety is None else safety.trip(metrics)
+        skipped = memory.skipped + 1 if step.is_skipped else 0
+        memory = replace(memory, healthy=memory.healthy + 1, skipped=skipped)
+        cause = None if safety is None else safety.trip(metrics, skipped)
         if safety is not None and cause is not None:
             return self._recovered(safety, step, cause, memory)
         if memory.trying is not None:
@@ -340,6 +341,7 @@ class Orchestrator(Controller):
             trusted=target,
             rollbacks=rollbacks,
             healthy=0,
+            skipped=0,
         )
         key = "orchestrator.safety.max_rollbacks_in_a_row"
         rewind = Rewind(
