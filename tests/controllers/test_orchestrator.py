@@ -23,6 +23,7 @@ from jaxlm.controllers.orchestrate.orchestrator import (
     Nowcast,
     Orchestrator,
     OrchestratorConfig,
+    PlannedSwitch,
     RollbacksError,
     Safety,
 )
@@ -259,7 +260,9 @@ def test_a_difference_of_losses_may_be_the_limit():
 
 
 def test_switches_that_are_written_come_at_their_step():
-    run = driven(interval=10_000, switch_at={300: "fast", 700: "plain"}, num_steps=10**9).run(1000)
+    run = driven(
+        interval=10_000, switch_at=[PlannedSwitch(300, "fast"), PlannedSwitch(700, "plain")], num_steps=10**9
+    ).run(1000)
     assert [(note["effective"], note["reason"], note["to"]) for _, note in run.events("switch")] == [
         (300, "manual", "fast"),
         (700, "manual", "plain"),
@@ -316,7 +319,12 @@ def test_losses_that_are_not_finite_are_written_as_null():
             {"safety": Safety(strategy="calm")},
             r"safety\.strategy: 'calm' given, .* plain, fast, spike_resistant",
         ),
-        (FACTS, {"switch_at": {5: "calm"}}, r"switch_at\.5: 'calm' given"),
+        (FACTS, {"switch_at": [PlannedSwitch(5, "calm")]}, r"switch_at\.0\.to: 'calm' given"),
+        (
+            FACTS,
+            {"switch_at": [PlannedSwitch(9, "fast"), PlannedSwitch(9, "plain")]},
+            r"the steps \[9, 9\] given, ascending",
+        ),
         (OptimizerFacts(1e-3, STRATEGIES, True), {"nowcast": Nowcast()}, r"Set optimizer\.nowcast too"),
         (FACTS, {"nowcast": Nowcast(every=10)}, r"nowcast\.every: 10 given, at least 20 expected"),
         (FACTS, {"nowcast": Nowcast(start=10)}, r"nowcast\.start: 10 given, at least 20 expected"),
