@@ -296,6 +296,24 @@ def test_to_monitor_is_to_note_what_would_happen():
     assert all(note["would"] for _, note in run.notes)
 
 
+def test_a_run_goes_on_with_another_table_of_strategies():
+    run = driven(interval=10_000, switch_at=[PlannedSwitch(50, "fast")]).run(100)
+    assert run.controller.resumed(run._read()) is None
+    more = {
+        "new": {"strategy": 0.0, "lr_scale": 1.0},
+        "fast": {"strategy": 1.0, "lr_scale": 2.0},
+        "plain": STRATEGIES["plain"],
+    }
+    other = OrchestratorConfig(safety=None).build(OptimizerFacts(1e-3, more, True))
+    now = other.resumed(run._read())
+    assert now is not None
+    state, controls = now
+    assert (state["strategy"], controls) == ("fast", {"strategy": 1.0, "lr_scale": 2.0})
+    without = OrchestratorConfig(safety=None).build(OptimizerFacts(1e-3, {"plain": STRATEGIES["plain"]}, True))
+    with pytest.raises(ConfigError, match="the run goes on with 'fast'"):
+        without.resumed(run._read())
+
+
 def test_spikes_are_noted():
     run = driven(interval=10_000).run(5, is_spike=lambda step: float(step == 3))
     assert run.notes == [(3, {"event": "spike", "loss": 3.0})]

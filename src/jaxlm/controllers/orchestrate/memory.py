@@ -12,6 +12,7 @@ class Memory:
 
     Attributes:
         strategy: the current one.
+        table: the strategies, by name, and the controls that select them.
         bandit: of `Bandit`.
         begun: before the first step of the phase; None before it is known.
         decided: the last boundary.
@@ -33,6 +34,7 @@ class Memory:
     """
 
     strategy: str
+    table: Mapping[str, Mapping[str, float]]
     bandit: Json
     begun: int | None = None
     decided: int = 0

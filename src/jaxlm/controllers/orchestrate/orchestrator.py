@@ -220,7 +220,19 @@ class Orchestrator(Controller):
         return {**self.strategies[self._initial], **nowcast}
 
     def init(self) -> Json:
-        return asdict(Memory(self._initial, self._bandit.init()))
+        return asdict(Memory(self._initial, self.strategies, self._bandit.init()))
+
+    def resumed(self, state: Json) -> tuple[Json, Mapping[str, float]] | None:
+        memory = Memory(**state)
+        if memory.table == self.strategies:
+            return None
+        if memory.strategy not in self.strategies:
+            raise ConfigError(
+                f"optimizer.strategies: {', '.join(self.strategies)} given, but the run goes on with '{memory.strategy}', which"
+                " the orchestrator has chosen. Keep that strategy, or start a new run with initialize_from"
+            )
+        memory = replace(memory, table=self.strategies, trying=None)
+        return asdict(memory), {**self.controls(), **self.strategies[memory.strategy]}
 
     def after(self, step: DoneStep, metrics: Mapping[str, float], state: Json) -> tuple[Json, Answer]:
         """Raises: RollbacksError: the run has gone back too often in a row."""
