@@ -310,7 +310,7 @@ def test_a_run_goes_on_with_another_table_of_strategies():
     state, controls = now
     assert (state["strategy"], controls) == ("fast", {"strategy": 1.0, "lr_scale": 2.0})
     without = OrchestratorConfig(safety=None).build(OptimizerFacts(1e-3, {"plain": STRATEGIES["plain"]}, True))
-    with pytest.raises(ConfigError, match="the run goes on with 'fast'"):
+    with pytest.raises(ConfigError, match="of the run has chosen 'fast'"):
         without.resumed(run._read())
 
 

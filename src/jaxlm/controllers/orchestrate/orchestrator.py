@@ -228,8 +228,8 @@ class Orchestrator(Controller):
             return None
         if memory.strategy not in self.strategies:
             raise ConfigError(
-                f"optimizer.strategies: {', '.join(self.strategies)} given, but the run goes on with '{memory.strategy}', which"
-                " the orchestrator has chosen. Keep that strategy, or start a new run with initialize_from"
+                f"optimizer.strategies: {', '.join(self.strategies)} given, but the orchestrator of the run has chosen"
+                f" '{memory.strategy}'. Keep that strategy, or start a new run with initialize_from"
             )
         memory = replace(memory, table=self.strategies, trying=None)
         return asdict(memory), {**self.controls(), **self.strategies[memory.strategy]}
