@@ -24,8 +24,9 @@ from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.control import Control
 from jaxlm.engine.entry import enter_phase
-from jaxlm.engine.loop import OpenPhase, run_phase
+from jaxlm.engine.loop import run_phase
 from jaxlm.engine.notices import metadata_host, watch_notices
+from jaxlm.engine.open_phase import OpenPhase
 from jaxlm.engine.outcome import Done, Interrupted, Outcome, StoppedError
 from jaxlm.engine.peers import connect_if_it_fails, watch_peers
 from jaxlm.engine.phases import Phase
@@ -50,7 +51,7 @@ from jaxlm.session.init_from import InitFrom, check_init_from, check_tokenizer, 
 from jaxlm.session.leaves_from_tokens import leaves_from_tokens
 from jaxlm.session.past_references import read_again, with_past_references
 from jaxlm.session.phase_data import PhaseData, open_phase_data
-from jaxlm.session.phase_hooks import check_gates_again, open_hooks
+from jaxlm.session.phase_hooks import check_gates_again, open_hooks, open_probe
 from jaxlm.session.phase_metrics import open_metrics
 from jaxlm.session.references import check_references, load_reference, load_references
 from jaxlm.session.resume_checks import (
@@ -322,6 +323,7 @@ def _open_phase(
                 run.flag_sync,
                 run.clock,
                 hooks,
+                open_probe(run, phase, data.data, refs),
             )
             yield control.begin(state), opened
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jaxlm.controllers.base import DoneStep, StopRunError
+from jaxlm.controllers.base import DoneStep, OptimizerFacts, StopRunError
 from jaxlm.controllers.handover import HandoverConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.objectives.distill import Distill
@@ -17,7 +17,7 @@ FIRST = DoneStep(7, is_last=False, is_skipped=False)
 
 
 def after(config: HandoverConfig, loss: float, teacher: float, state: bool = False):
-    return config.build(1e-3).after(FIRST, {"train/loss": loss, "train/teacher_loss": teacher}, state)
+    return config.build(OptimizerFacts(1e-3)).after(FIRST, {"train/loss": loss, "train/teacher_loss": teacher}, state)
 
 
 def test_the_loss_may_be_some_times_the_teachers():

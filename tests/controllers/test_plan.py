@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxlm.controllers.bad_streak import BadStreak
-from jaxlm.controllers.base import Controller, ControllerConfig
+from jaxlm.controllers.base import Controller, ControllerConfig, OptimizerFacts
 from jaxlm.controllers.early_stopping import EarlyStopping
 from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
 from jaxlm.core.errors import ConfigError
@@ -26,7 +26,7 @@ class Sets(ControllerConfig, Controller):
     name = "sets"
     metrics = MappingProxyType({})
 
-    def build(self, learning_rate):
+    def build(self, optimizer):
         return self
 
     def controls(self):
@@ -54,7 +54,7 @@ def test_a_phase_inherits_controllers_and_may_have_its_own():
 
 def test_a_plateau_knows_the_learning_rate_of_its_phase():
     phases, _ = plan_phases(RunConfig(trainer=TrainerConfig(controllers=[PLATEAU])))
-    assert phases[0].controllers[1] == PLATEAU.build(phases[0].optimizer.learning_rate)
+    assert phases[0].controllers[1] == PLATEAU.build(OptimizerFacts(phases[0].optimizer.learning_rate))
     assert phases[0].controls == {"lr_scale": 1.0}
 
 
@@ -83,4 +83,4 @@ def test_controllers_that_do_not_go_together_are_refused(given, named):
 
 def test_those_with_keys_of_their_own_survive_a_rewind():
     assert (BadStreak.survives_rewind, EarlyStopping.survives_rewind) == (True, True)
-    assert not PLATEAU.build(1.0).survives_rewind
+    assert not PLATEAU.build(OptimizerFacts(1.0)).survives_rewind

@@ -21,8 +21,8 @@ def at_step(step: int) -> None:
     """Kills the process when a step is dispatched."""
     push = reports.AsyncMetrics.push
 
-    def pushing(self, number, *args):
-        push(self, number, *args)
+    def pushing(self, number, *args, **kwargs):
+        push(self, number, *args, **kwargs)
         if number >= step:
             die()
 

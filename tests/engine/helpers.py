@@ -1,6 +1,6 @@
 """A tiny run without files: model, mesh, phase and random batches."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -20,11 +20,11 @@ from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.checkpoint.manifest import History
-from jaxlm.engine.control import Control
+from jaxlm.engine.control import Control, Note
 from jaxlm.engine.entry import StateBuilder, enter_phase
 from jaxlm.engine.hooks import Hooks
-from jaxlm.engine.loop import OpenPhase
 from jaxlm.engine.metrics import AsyncMetrics, Listener, Workload
+from jaxlm.engine.open_phase import OpenPhase, Probe
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.state import RunState, shardings
@@ -153,16 +153,27 @@ WORKLOAD = Workload(BatchSchedule.of([BatchSize(0, 16)]), 16, 1e6 / 16, None, 20
 
 
 class Ready:
-    """Batches that are ready, as the loop sees them."""
+    """Batches that are ready, as the loop sees them.
+
+    Attributes:
+        taken: numbers of the batches, in the order in which they were taken.
+    """
 
     def __init__(self, batches: Iterable[Any]):
-        self._batches = iter(batches)
+        self._batches = batches if isinstance(batches, Sequence) else list(batches)
+        self._next = 0
+        self.taken: list[int] = []
 
     def __next__(self) -> Any:
-        return next(self._batches)
+        self.taken.append(self._next)
+        self._next += 1
+        return self._batches[self._next - 1]
 
     def state(self) -> dict[str, Any]:
-        return {}
+        return {"next": self._next}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._next = state["next"]
 
     def read_ahead(self) -> None:
         pass
@@ -190,10 +201,13 @@ class Saver:
     def due_by_step(self, step: int) -> bool:
         return step in self.at
 
+    def is_permanent(self, step: int) -> bool:
+        return step in self.at
+
     def settle(self) -> None:
         pass
 
-    def keep(self, purpose: str, step: int, controller: str) -> None:
+    def keep(self, purpose: str, step: int, controller: str | None = None) -> None:
         self.kept.append((purpose, step))
 
     def save(self, state: Any, step: int, position: Any, *, forced: bool) -> None:
@@ -207,6 +221,9 @@ def open_phase(
     batches: Any,
     listen: Listener = lambda info: None,
     saver: Any = None,
+    probe: Probe = lambda state, num_batches: 0.0,
+    note: Note = lambda step, name, fields: None,
+    stop: StopRequest | None = None,
     **hooks: Any,
 ) -> OpenPhase:
     """A phase with what its loop needs; only its saver writes nothing.
@@ -216,10 +233,10 @@ def open_phase(
         hooks: arguments of `Hooks`.
     """
     saver = saver or Saver()
-    control = Control(phase, saver, where, hooks.get("evaluations"))
+    control = Control(phase, saver, where, hooks.get("evaluations"), note)
     metrics = AsyncMetrics(phase.name, WORKLOAD, [listen], decide=control.after_step)
-    sync = FlagSync(where, StopRequest())
-    return OpenPhase(phase, train_step, batches, metrics, control, saver, sync, ActivityClock(), Hooks(**hooks))
+    sync = FlagSync(where, stop or StopRequest())
+    return OpenPhase(phase, train_step, batches, metrics, control, saver, sync, ActivityClock(), Hooks(**hooks), probe)
 
 
 def report(value: Callable[[float], Any] = jnp.asarray) -> StepReport:

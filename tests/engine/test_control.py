@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.controllers.base import Controller, Decision, DoneStep, Keep, Next, Rewind, SetControls
+from jaxlm.controllers.base import Controller, Decision, DoneStep, Keep, Next, OptimizerFacts, Rewind, SetControls
 from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
@@ -193,12 +193,13 @@ def test_an_evaluation_ends_a_phase_early_unless_it_was_the_last_step():
     assert outcome == Next("it is done", "best")
 
 
-def test_only_an_evaluation_keeps_a_checkpoint():
+def test_an_evaluation_keeps_its_step_and_a_training_step_a_later_one():
     _, _, saver, *_ = trained(Scripted({8: Keep("best")}, "eval/loss"))
     assert saver.kept == [("best", 8)]
     assert saver.history.controllers == {"scripted": {"state": 4, "keeps": "best"}}
-    with pytest.raises(AssertionError, match="Keep after a training step"):
-        trained(Scripted({2: Keep("best")}))
+    _, _, saver, *_ = trained(Scripted({2: Keep("good")}))
+    assert saver.kept == [("good", 2 + MAX_IN_FLIGHT)]
+    assert saver.history.controllers == {"scripted": {"state": STEPS}}
 
 
 class Surviving(Scripted):
@@ -227,13 +228,13 @@ def test_a_metric_that_no_step_measures_is_refused():
 
 def test_plateaus_reduce_the_learning_rate_of_the_run():
     """The loss of the evaluations rises."""
-    rates, *_ = trained(ReduceOnPlateauConfig(patience=0, factor=0.5, min_lr=2e-3).build(1e-2))
+    rates, *_ = trained(ReduceOnPlateauConfig(patience=0, factor=0.5, min_lr=2e-3).build(OptimizerFacts(1e-2)))
     assert scales(rates) == {1: 1.0, 9: 0.5, 13: 0.25}
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_plateau_goes_on_with_the_schedule(goes_on: bool):
-    controllers = (ReduceOnPlateauConfig().build(1e-2),)
+    controllers = (ReduceOnPlateauConfig().build(OptimizerFacts(1e-2)),)
     first = phase(controllers=controllers)
     second = replace(first, index=1, name="second", start=20, end=40, schedule_start=0 if goes_on else None)
     memories = {

@@ -81,11 +81,11 @@ class Timed(Ready):
     """Batches that take time to build, as the loop sees them, and the seconds that it waited for each."""
 
     def __init__(self, making_s: float):
-        super().__init__(iter(self.take, None))
+        super().__init__(())
         self.ahead = Prefetch(lambda number: time.sleep(making_s), depth=2)
         self.waited_s: list[float] = []
 
-    def take(self) -> str:
+    def __next__(self) -> str:
         began = time.perf_counter()
         self.ahead.take()
         self.waited_s.append(time.perf_counter() - began)

@@ -1,15 +1,14 @@
 """The controller interface: decides between steps what happens next, from metrics of steps and evaluations.
 
-    (step, metrics, state) -> (state, SetControls | Keep | Hold | Rewind | Next | None)
+    (step, metrics, state) -> (state, SetControls | Keep | Hold | Rewind | Next | Branch | None)
 
 Hooks look, controllers decide, and only the engine acts: `engine/control.py` feeds controllers and keeps their state,
-`engine/conductor.py` leads the run where they send it. A decision that continues the run as several (`Branch`) belongs here
-too, once something can run the branches.
+`engine/branch.py` runs branches, and `engine/conductor.py` leads the run where they send it.
 """
 
 import abc
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import draccus
@@ -39,11 +38,15 @@ class DoneStep:
         number: steps done (`step-N` = N).
         is_last: whether it is the last step of the phase.
         is_skipped: whether its update was skipped. Not known of evaluations: False.
+        progress: the fraction of the phase that is done.
+        effective: the first step that what follows from it can change. `Rewind` takes effect at once.
     """
 
     number: int
     is_last: bool
     is_skipped: bool
+    progress: float = 0.0
+    effective: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,11 @@ class SetControls:
 
 @dataclass(frozen=True)
 class Keep:
-    """The step is saved, and its checkpoint stays until the next one kept for this purpose, or the end of the phase. Only an
-    evaluation can lead to this: later, the weights of the step are gone.
+    """A step is saved, and its checkpoint stays until the next one kept for this purpose, or the end of the phase.
 
-    If the checkpoint cannot be saved, the state of the controller is again that from before this decision.
+    After an evaluation, that is its step; if it cannot be saved, the state of the controller is again that from before this
+    decision. After a training step, whose weights are gone when it is measured, it is the step in which other decisions
+    would take effect; the controller does not learn whether it was saved.
 
     Attributes:
         purpose: the name of the pin in the run's history.
@@ -85,6 +89,8 @@ class Rewind:
         reason: why, for messages.
         max_rewinds: how often a run goes back before it stops with an error.
         limit_key: the key that says so.
+        purposes: of the kept checkpoints that it may go back to; empty for any checkpoint.
+        controls: the controls of this controller that change, by name.
     """
 
     first: int
@@ -92,6 +98,8 @@ class Rewind:
     reason: str
     max_rewinds: int
     limit_key: str
+    purposes: Sequence[str] = ()
+    controls: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,60 @@ class Next:
     weights: str | None = None
 
 
-Decision = SetControls | Keep | Hold | Rewind | Next
+@dataclass(frozen=True)
+class Branch:
+    """The run tries several values of its controls: from one state, over the same batches. It goes on from the state of the
+    one with the lowest loss on held-out batches; of several, from the first.
+
+    Attributes:
+        purpose: what the controller calls it (`Branched.purpose`).
+        candidates: name -> the controls that change. The first is what would happen without the branch.
+        num_steps: the most steps that a candidate trains. An evaluation, an export or a permanent checkpoint ends it earlier.
+        probe_batches: number of held-out batches, of each source of validation data, on which candidates are measured.
+        ending: the controls that change when the branch ends, whichever candidate is the best.
+    """
+
+    purpose: str
+    candidates: Mapping[str, Mapping[str, float]]
+    num_steps: int
+    probe_batches: int
+    ending: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Branched:
+    """What came of a branch.
+
+    Attributes:
+        before: loss on the held-out batches before the first step of the branch.
+        losses: candidate -> loss on these batches after its last step.
+        winner: the candidate from whose state the run goes on.
+        num_steps: steps that each candidate trained.
+    """
+
+    purpose: str
+    before: float
+    losses: Mapping[str, float]
+    winner: str
+    num_steps: int
+
+
+Decision = SetControls | Keep | Hold | Rewind | Next | Branch
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A decision, or none, with what the run's records say about it.
+
+    Attributes:
+        notes: one line of `decisions.jsonl` each: at least `event`, and what else is plain JSON.
+    """
+
+    decision: Decision | None
+    notes: Sequence[Mapping[str, Json]]
+
+
+Answer = Decision | Noted | None
 
 
 class Controller(abc.ABC):
@@ -148,7 +209,7 @@ class Controller(abc.ABC):
         """The state at the start of a phase."""
 
     @abc.abstractmethod
-    def after(self, step: DoneStep, metrics: Mapping[str, float], state: Json) -> tuple[Json, Decision | None]:
+    def after(self, step: DoneStep, metrics: Mapping[str, float], state: Json) -> tuple[Json, Answer]:
         """The new state, and what to do.
 
         Called after each training step, and after each evaluation, that has any of its metrics.
@@ -161,17 +222,44 @@ class Controller(abc.ABC):
             StopRunError: the run should not go on.
         """
 
+    @property
+    def branches(self) -> bool:
+        """Whether it may decide to `Branch`, for which the phase needs validation data."""
+        return False
+
+    def branched(self, step: DoneStep, result: Branched, state: Json) -> tuple[Json, Answer]:
+        """The new state, and what to do, after a branch of this controller. The controls are those of the winner already."""
+        raise AssertionError(f"{self.name} does not branch")
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What a controller may know of the optimizer of its phase.
+
+    Attributes:
+        learning_rate: the peak of its schedule.
+        strategies: name -> the controls that select the strategy. The first is the one that it begins with. Empty if it has
+            only one way to update.
+        has_telemetry: whether it measures the metrics of `core/telemetry.py`.
+        nowcast_window: updates over which it measures where the weights are going; None if it does not.
+    """
+
+    learning_rate: float
+    strategies: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    has_telemetry: bool = False
+    nowcast_window: int | None = None
+
 
 @dataclass(frozen=True)
 class ControllerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.controllers"):
     """Decides between steps, from metrics, what happens next in the run."""
 
     @abc.abstractmethod
-    def build(self, learning_rate: float) -> Controller:
+    def build(self, optimizer: OptimizerFacts) -> Controller:
         """The controller of a phase.
 
         Args:
-            learning_rate: `optimizer.learning_rate` of the phase, the peak of its schedule.
+            optimizer: of the phase.
 
         Raises:
             ConfigError: the keys do not fit together.

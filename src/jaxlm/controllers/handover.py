@@ -8,7 +8,16 @@ of 4 one 7.4 times as large.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxlm.controllers.base import Controller, ControllerConfig, Decision, DoneStep, Json, Measured, StopRunError
+from jaxlm.controllers.base import (
+    Controller,
+    ControllerConfig,
+    Decision,
+    DoneStep,
+    Json,
+    Measured,
+    OptimizerFacts,
+    StopRunError,
+)
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import AboveOne, NonNegativeFloat
 from jaxlm.reading.choices import choice
@@ -35,7 +44,7 @@ class HandoverConfig(ControllerConfig):
     max_loss_increase: AboveOne | None = 1.5
     max_loss_delta: NonNegativeFloat | None = None
 
-    def build(self, learning_rate: float) -> "Handover":
+    def build(self, optimizer: OptimizerFacts) -> "Handover":
         if self.max_loss_increase is None and self.max_loss_delta is None:
             raise ConfigError(
                 "controllers: type handover: max_loss_increase and max_loss_delta are both null, so it would allow anything."

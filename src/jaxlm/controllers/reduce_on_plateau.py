@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from jaxlm.controllers.base import Controller, ControllerConfig, Decision, DoneStep, SetControls
+from jaxlm.controllers.base import Controller, ControllerConfig, Decision, DoneStep, OptimizerFacts, SetControls
 from jaxlm.core.controls import LR_SCALE
 from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeFloat, NonNegativeInt
 from jaxlm.reading.choices import choice
@@ -44,8 +44,8 @@ class ReduceOnPlateauConfig(ControllerConfig):
     min_lr: LearningRate = 0.0
     eps: NonNegativeFloat = 1e-8
 
-    def build(self, learning_rate: float) -> "ReduceOnPlateau":
-        return ReduceOnPlateau(self, learning_rate)
+    def build(self, optimizer: OptimizerFacts) -> "ReduceOnPlateau":
+        return ReduceOnPlateau(self, optimizer.learning_rate)
 
     def is_better(self, value: float, best: float) -> bool:
         """Whether a value is an improvement; NaN never is."""

@@ -3,6 +3,8 @@
 Each is a float32 scalar of every step. docs/design/0033 says what they mean.
 """
 
+TELEMETRY = "telemetry"
+"""Name of the guard that measures them, and of its slot."""
 LOSS = "telemetry/loss"
 LOSS_REFERENCE = "telemetry/loss_reference"
 LOSS_SCORE = "telemetry/loss_score"

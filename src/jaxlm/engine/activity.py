@@ -22,6 +22,7 @@ class Activity(enum.StrEnum):
     STEP = "step"
     EVAL = "eval"
     SAVE = "save"
+    BRANCH = "branch"
 
 
 class ActivityClock:

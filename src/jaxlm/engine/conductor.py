@@ -21,7 +21,7 @@ from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, newest_undamaged
 from jaxlm.engine.checkpoint.resume import restore_state
 from jaxlm.engine.checkpoint.store import CheckpointFolder
 from jaxlm.engine.entry import StateBuilder
-from jaxlm.engine.loop import OpenPhase
+from jaxlm.engine.open_phase import OpenPhase
 from jaxlm.engine.outcome import Done, Interrupted, Next, Outcome, Rewind
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, on_devices
@@ -135,6 +135,8 @@ class Conductor:
                 " of these steps, lower the learning rate, or raise max_rewinds"
             )
         names = [name for name in main_first(self._folder.names) if _precedes(name, outcome, phase, history.attempt)]
+        pinned = [name for name in names if name in {history.pins.get(purpose) for purpose in outcome.purposes}]
+        names = pinned or names
         self.resumed, state = self._load(names, state, phase)
         self.num_skipped = outcome.last - self.resumed.cursor.step
         controllers = ended.control.after_rewind(self.resumed.cursor.history.controllers)

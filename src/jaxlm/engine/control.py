@@ -3,17 +3,21 @@
 A decision takes effect at a step that follows from the step of its metrics alone, whenever these are fetched:
 
     evaluation after step s    right after it: step s + 1 is the first with new controls
+    branch that ends at s      right after it
     metrics of step s          before step s + MAX_IN_FLIGHT, when they have been fetched in any case
     Rewind                     when it is decided: the steps since are abandoned whatever their number
 
 Until then, it waits in the history, which every checkpoint contains.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeGuard
 
 from jaxlm.controllers.base import (
+    Answer,
+    Branch,
+    Branched,
     Controller,
     Decision,
     DoneStep,
@@ -21,6 +25,7 @@ from jaxlm.controllers.base import (
     Json,
     Keep,
     Next,
+    Noted,
     Rewind,
     SetControls,
 )
@@ -34,6 +39,9 @@ from jaxlm.engine.metrics import MAX_IN_FLIGHT
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, with_controls
 
+Note = Callable[[int, str, Mapping[str, Json]], None]
+"""Gets the step of a decision, the name of the controller, and what the run's records say about it."""
+
 
 @dataclass(frozen=True)
 class _Memory:
@@ -42,7 +50,8 @@ class _Memory:
     Attributes:
         state: its state.
         controls: the controls in effect that it has set, by name.
-        pending: decisions that are not in effect yet: {"after": steps done, "controls": values} or {"after", "next": fields}.
+        pending: decisions that are not in effect yet: {"after": steps done}, and one of "controls": values, "keep": purpose,
+            "next": fields and "branch": fields.
         keeps: the purpose of the checkpoint that it keeps; None if it keeps none.
     """
 
@@ -64,11 +73,18 @@ class Control:
     """The controllers of a phase. All processes call it with the same numbers in the same order."""
 
     def __init__(
-        self, phase: Phase, saver: Saver, layout: Layout, evaluations: Evaluations | None = None, *, skipped: int = 0
+        self,
+        phase: Phase,
+        saver: Saver,
+        layout: Layout,
+        evaluations: Evaluations | None = None,
+        note: Note = lambda step, name, fields: None,
+        *,
+        skipped: int = 0,
     ):
         """Args: skipped: number of updates skipped in the run so far."""
         self._phase, self._saver, self._layout, self._evaluations = phase, saver, layout, evaluations
-        self._skipped = skipped
+        self._note, self._skipped = note, skipped
         self._holding: set[str] = set()
         names = [name for controller in phase.controllers for name in controller.metrics.values()]
         self._reads_evaluations = any(name.startswith(EVAL_PREFIX) for name in names)
@@ -90,17 +106,56 @@ class Control:
         return any(decision["after"] <= step for decisions in pending for decision in decisions)
 
     def take_effect(self, state: RunState, step: int) -> tuple[RunState, Next | None]:
-        """Puts the controls that are due after `step` into the state. Returns how the phase ends, if it ends here."""
+        """Puts the controls that are due after `step` into the state. Returns how the phase ends, if it ends here.
+
+        A branch that is due stays so until `branched`.
+        """
         ended = None
         for controller in self._phase.controllers:
             memory = self._memory(controller)
-            controls = dict(memory.controls)
-            for decision in (pending for pending in memory.pending if pending["after"] <= step):
+            controls, later = dict(memory.controls), []
+            for decision in memory.pending:
+                if decision["after"] > step or "branch" in decision:
+                    later.append(decision)
+                    continue
                 controls |= decision.get("controls", {})
                 ended = ended or (Next(**decision["next"]) if "next" in decision else None)
-            later = tuple(decision for decision in memory.pending if decision["after"] > step)
-            self._remember(controller, replace(memory, controls=controls, pending=later))
+                if "keep" in decision:
+                    self._saver.keep(decision["keep"], step + 1)
+            self._remember(controller, replace(memory, controls=controls, pending=tuple(later)))
         return (self._with_controls(state) if self._phase.controls else state), ended
+
+    def branch(self, step: int) -> Branch | None:
+        """The branch that is due after `step`."""
+        due = self._due_branch(step)
+        return None if due is None else due[1]
+
+    def with_candidate(self, state: RunState, changes: Mapping[str, float]) -> RunState:
+        """The state with the controls of a candidate of a branch."""
+        return self._with_controls(state, changes)
+
+    def branched(self, state: RunState, step: int, branch: Branch, result: Branched) -> RunState:
+        """Asks the controller what follows from its branch, which has ended after `step`.
+
+        Args:
+            state: of the winner.
+
+        Raises:
+            StopRunError: the controller ends the run.
+        """
+        due = self._due_branch(step)
+        assert due is not None
+        controller, _ = due
+        memory = self._memory(controller)
+        controls = {**memory.controls, **branch.candidates[result.winner], **branch.ending}
+        others = tuple(decision for decision in memory.pending if "branch" not in decision)
+        done = self._done(step)
+        remembered, answer = controller.branched(done, result, memory.state)
+        before = replace(memory, state=remembered, controls=controls, pending=others)
+        decision = self._noted(controller, step, answer)
+        assert decision is None or isinstance(decision, SetControls), f"{controller.name}: {decision} after a branch"
+        self._remember(controller, self._after(before, decision, done, takes_effect_now=True))
+        return self.take_effect(state, step)[0]
 
     def after_step(self, step: int, metrics: Mapping[str, float], is_whole: bool) -> Rewind | None:
         """Asks the controllers that need metrics of a training step. Returns how the run goes back, if it does.
@@ -114,7 +169,8 @@ class Control:
             StopRunError: a controller ends the run.
         """
         skipped = int(metrics[SKIPPED])
-        done = DoneStep(step, step == self._phase.end, skipped > self._skipped)
+        is_skipped = skipped > self._skipped
+        done = replace(self._done(step), is_skipped=is_skipped, effective=step + MAX_IN_FLIGHT)
         self._skipped = skipped
         if is_whole:
             self._check_measured(metrics, step, of_evaluations=False)
@@ -131,7 +187,7 @@ class Control:
         if any("keeps" in memory for memory in self._saver.history.controllers.values()):
             self._saver.settle()  # a kept checkpoint may have failed
         metrics = from_main(lambda: self._measured(step))
-        return self._ask(DoneStep(step, step == self._phase.end, False), metrics, of_evaluations=True)
+        return self._ask(self._done(step), metrics, of_evaluations=True)
 
     def after_rewind(self, then: Mapping[str, Any]) -> dict[str, Any]:
         """What the controllers remember when the run has gone back. Args: then: what they remembered in that checkpoint."""
@@ -151,11 +207,12 @@ class Control:
             if not measured:
                 continue
             before = self._memory(controller)
-            state, decision = controller.after(done, measured, before.state)
-            if isinstance(decision, Keep):
-                assert of_evaluations, f"{controller.name}: Keep after a training step, whose weights are gone"
+            state, answer = controller.after(done, measured, before.state)
+            decision = self._noted(controller, done.number, answer)
+            if isinstance(decision, Keep) and of_evaluations:
                 self._saver.keep(decision.purpose, done.number, controller.name)
-            self._remember(controller, self._after(replace(before, state=state), decision, done, of_evaluations))
+            now = replace(before, state=state)
+            self._remember(controller, self._after(now, decision, done, takes_effect_now=of_evaluations))
             (self._holding.add if isinstance(decision, Hold) else self._holding.discard)(controller.name)
             if decided is None and self._acts_now(decision, done, of_evaluations):
                 decided = decision
@@ -167,19 +224,48 @@ class Control:
         is_done_anyway = isinstance(decision, Next) and done.is_last and decision.weights is None
         return isinstance(decision, Rewind) or (isinstance(decision, Next) and of_evaluations and not is_done_anyway)
 
-    def _after(self, memory: _Memory, decision: Decision | None, done: DoneStep, of_evaluations: bool) -> _Memory:
+    def _after(self, memory: _Memory, decision: Decision | None, done: DoneStep, *, takes_effect_now: bool) -> _Memory:
         """What is remembered of a decision."""
-        after = done.number if of_evaluations else done.number + MAX_IN_FLIGHT - 1
+        after = done.effective - 1
+        then: dict[str, Any]
         match decision:
             case SetControls(values):
                 assert values.keys() <= self._phase.controls.keys(), f"{sorted(values)} are not all in controls()"
-                return replace(memory, pending=(*memory.pending, {"after": after, "controls": dict(values)}))
-            case Next() if not of_evaluations:
-                return replace(memory, pending=(*memory.pending, {"after": after, "next": asdict(decision)}))
-            case Keep(purpose):
+                then = {"controls": dict(values)}
+            case Next() if not takes_effect_now:
+                then = {"next": asdict(decision)}
+            case Keep(purpose) if takes_effect_now:
                 return replace(memory, keeps=purpose)
+            case Keep(purpose):
+                then = {"keep": purpose}
+            case Branch():
+                then = {"branch": asdict(decision)}
+            case Rewind(controls=values):
+                return replace(memory, controls={**memory.controls, **values})
             case _:
                 return memory
+        return replace(memory, pending=(*memory.pending, {"after": after, **then}))
+
+    def _done(self, step: int) -> DoneStep:
+        phase = self._phase
+        progress = (step - phase.start) / (phase.end - phase.start)
+        return DoneStep(step, step == phase.end, False, progress, effective=step + 1)
+
+    def _noted(self, controller: Controller, step: int, answer: Answer) -> Decision | None:
+        """The decision in an answer, whose notes are passed on."""
+        if not isinstance(answer, Noted):
+            return answer
+        for fields in answer.notes:
+            self._note(step, controller.name, fields)
+        return answer.decision
+
+    def _due_branch(self, step: int) -> tuple[Controller, Branch] | None:
+        """The branch that is due after `step`, and whose it is."""
+        for controller in self._phase.controllers:
+            for decision in self._memory(controller).pending:
+                if "branch" in decision and decision["after"] <= step:
+                    return controller, Branch(**decision["branch"])
+        return None
 
     def _measured(self, step: int) -> dict[str, float]:
         """The metrics of the evaluation after this step that controllers need. Process 0 calls it."""
@@ -205,10 +291,11 @@ class Control:
                     f"{key}: '{name}' given for phase '{self._phase.name}', but {what} measured {measured}"
                 )
 
-    def _with_controls(self, state: RunState) -> RunState:
+    def _with_controls(self, state: RunState, changes: Mapping[str, float] | None = None) -> RunState:
         values = dict(self._phase.controls)
         for controller in self._phase.controllers:
             values |= self._memory(controller).controls
+        values |= changes or {}
         return with_controls(state, {name: values[name] for name in self._phase.controls}, self._layout)
 
     def _memory(self, controller: Controller) -> _Memory:

@@ -57,7 +57,15 @@ class Hooks:
     evaluations: Evaluations | None = None
     exports: Sequence[Hook] = ()
 
-    def due(self, step: int) -> list[Hook]:
-        """The hooks to run after this step."""
-        evaluations = () if self.evaluations is None else (self.evaluations,)
-        return [hook for hook in (*self.first, *evaluations, *self.exports) if hook.due(step)]
+    def due(self, step: int, since: int | None = None) -> list[Hook]:
+        """The hooks to run after this step. Args: since: also those that were due after a step that follows this one."""
+        steps = (step,) if since is None else range(since + 1, step + 1)
+        return [hook for hook in (*self.first, *self._with_state) if any(map(hook.due, steps))]
+
+    def needs_state(self, step: int) -> bool:
+        """Whether an evaluation or an export runs after this step."""
+        return any(hook.due(step) for hook in self._with_state)
+
+    @property
+    def _with_state(self) -> tuple[Hook, ...]:
+        return (*(() if self.evaluations is None else (self.evaluations,)), *self.exports)

@@ -2,24 +2,18 @@
 
 import gc
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 
-from jaxlm.data.base import Batches
-from jaxlm.engine.activity import Activity, ActivityClock
-from jaxlm.engine.checkpoint.manager import Saver
-from jaxlm.engine.control import Control
-from jaxlm.engine.hooks import Hooks
-from jaxlm.engine.metrics import AsyncMetrics
+from jaxlm.controllers.base import Branch
+from jaxlm.engine.activity import Activity
+from jaxlm.engine.branch import BranchStopped, branch_end, run_branch
+from jaxlm.engine.hooks import Hook
+from jaxlm.engine.open_phase import OpenPhase
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
-from jaxlm.engine.phases import Phase
 from jaxlm.engine.rescue import Rescue
 from jaxlm.engine.state import RunState
-from jaxlm.engine.step import StepReport
-from jaxlm.engine.sync import FlagSync
 
 PAUSE = "jaxlm.pause"
 
@@ -29,80 +23,129 @@ def pause() -> jax.profiler.TraceAnnotation:
     return jax.profiler.TraceAnnotation(PAUSE)
 
 
-@dataclass(frozen=True)
-class OpenPhase:
-    """A phase with everything that its loop needs.
-
-    Attributes:
-        train_step: (state, batch, flags) -> (state, report); the state is donated.
-    """
-
-    phase: Phase
-    train_step: Callable[[RunState, Any, jax.Array], tuple[RunState, StepReport]]
-    batches: Batches
-    metrics: AsyncMetrics
-    control: Control
-    saver: Saver
-    flag_sync: FlagSync
-    clock: ActivityClock
-    hooks: Hooks = field(default_factory=Hooks)
-
-
 def run_phase(state: RunState, at: OpenPhase) -> tuple[RunState, Outcome]:
     """Trains from the state's step to the end of the phase, until the state was saved after a signal, or until a controller
     ends the phase or makes the run go back. Steps that were dispatched after its last one are neither logged nor saved.
     """
-    batches, metrics, saver, flag_sync, clock = at.batches, at.metrics, at.saver, at.flag_sync, at.clock
-    step = int(state.step)
-    rescue = Rescue(batches, metrics, saver, clock, step)
-    first = True
-    while step < at.phase.end:
-        if at.control.is_due(step):
-            state, ended = at.control.take_effect(state, step)
-            if ended is not None:
-                metrics.drain()
-                return state, metrics.rewind or ended
-        if batches.due(step):
-            metrics.drain()  # the run may go back, and the time that follows belongs to no step
-            if metrics.rewind is not None:
-                return state, metrics.rewind
-            with rescue.between(state, step), pause(), clock.during(Activity.ROLLOUT):
-                batches.refresh(state.model, step)
-            metrics.skip_time()
+    loop = _Loop(state, at)
+    outcome = loop.run()
+    return loop.state, outcome
+
+
+class _Loop:
+    """The place of a run in a phase.
+
+    Attributes:
+        state: after the last step that was dispatched.
+        step: that step.
+    """
+
+    def __init__(self, state: RunState, at: OpenPhase):
+        self.state, self.step = state, int(state.step)
+        self._at = at
+        self._rescue = Rescue(at.batches, at.metrics, at.saver, at.clock, self.step)
+        self._is_first = True
+
+    def run(self) -> Outcome:
+        """Trains until the phase ends, however it does."""
+        while (before := self.step) < self._at.phase.end:
+            outcome = self._take_effect() or self._advance() or self._between(before)
+            if outcome is not None:
+                return outcome
+        return Done()
+
+    def _take_effect(self) -> Outcome | None:
+        """Puts due controls into the state. Returns how the phase ends, if it ends here."""
+        at = self._at
+        if not at.control.is_due(self.step):
+            return None
+        self.state, ended = at.control.take_effect(self.state, self.step)
+        if ended is None:
+            return None
+        at.metrics.drain()
+        return at.metrics.rewind or ended
+
+    def _advance(self) -> Outcome | None:
+        """Takes a step, or several in a branch. Returns how the phase ends, if it ends before or in them."""
+        branch = self._at.control.branch(self.step)
+        end = None if branch is None else branch_end(branch, self.step, self._at)
+        return self._take_step() if branch is None or end is None else self._take_branch(branch, end)
+
+    def _take_step(self) -> Outcome | None:
+        at, batches, clock = self._at, self._at.batches, self._at.clock
+        if batches.due(self.step):
+            at.metrics.drain()  # the run may go back, and the time that follows belongs to no step
+            if at.metrics.rewind is not None:
+                return at.metrics.rewind
+            with self._rescue.between(self.state, self.step), pause(), clock.during(Activity.ROLLOUT):
+                batches.refresh(self.state.model, self.step)
+            at.metrics.skip_time()
         started = time.perf_counter()
-        with rescue.between(state, step), clock.during(Activity.DATA):
+        with self._rescue.between(self.state, self.step), clock.during(Activity.DATA):
             batch = next(batches)
         loading_s = time.perf_counter() - started
-        state, report = at.train_step(state, batch, flag_sync.raised(save=saver.due_by_clock()))
-        if not batches.due(step + 1):
+        flags = at.flag_sync.raised(save=at.saver.due_by_clock())
+        self.state, report = at.train_step(self.state, batch, flags)
+        if not batches.due(self.step + 1):
             batches.read_ahead()  # loads the next batch while this thread waits for the devices
-        step += 1
-        metrics.push(step, report, loading_s, batches.metrics())
-        agreed = flag_sync.agreed(metrics.flags, save=saver.due_by_clock())
+        self.step += 1
+        at.metrics.push(self.step, report, loading_s, batches.metrics())
+        return None
+
+    def _take_branch(self, branch: Branch, end: int) -> Outcome | None:
+        at = self._at
+        at.metrics.drain()
+        if at.metrics.rewind is not None:
+            return at.metrics.rewind
+        with pause(), at.clock.during(Activity.BRANCH):
+            result = run_branch(branch, self.state, self.step, end, at, self._rescue)
+        self.state = result.state
+        if isinstance(result, BranchStopped):
+            with at.clock.during(Activity.SAVE):
+                at.saver.save(self.state, self.step, at.batches.state(), forced=True)
+            return Interrupted(result.signal)
+        for step, taken in enumerate(result.taken, self.step + 1):
+            seconds = result.seconds / len(result.taken)
+            at.metrics.push(step, taken.report, taken.loading_s, taken.of_batch, seconds=seconds)
+        self.step = end
+        at.metrics.drain()
+        if at.metrics.rewind is not None:
+            return at.metrics.rewind
+        self.state = at.control.branched(self.state, end, branch, result.branched)
+        return None
+
+    def _between(self, before: int) -> Outcome | None:
+        """What happens between the last step and the next one. Args: before: the step before those that were just taken."""
+        at, step = self._at, self.step
+        agreed = at.flag_sync.agreed(at.metrics.flags, save=at.saver.due_by_clock())
         ending = step == at.phase.end or bool(agreed.stop)
-        due = at.hooks.due(step)
-        saving = ending or agreed.save or saver.due_by_step(step)
+        due = at.hooks.due(step, since=before)
+        saving = ending or agreed.save or at.saver.due_by_step(step)
         if due or saving:
-            metrics.drain()
-        if metrics.rewind is not None:
-            return state, metrics.rewind
+            at.metrics.drain()
+        if at.metrics.rewind is not None:
+            return at.metrics.rewind
         if due or saving:
             with pause():
-                for hook in due:
-                    with clock.during(hook.activity):
-                        hook.run(step, state)
-                        decided = at.control.after_evaluation(step) if hook is at.hooks.evaluations else None
-                    if decided is not None:
-                        return state, decided
-                if saving or saver.due_by_step(step):  # a controller may have asked for it
-                    with clock.during(Activity.SAVE):
-                        saver.save(state, step, batches.state(), forced=ending)
-                    metrics.flags = None  # this save satisfies the requests made before it
-            metrics.skip_time()
-        if first:
-            first = False
+                if (decided := self._run_hooks(due)) is not None:
+                    return decided
+                if saving or at.saver.due_by_step(step):  # a controller may have asked for it
+                    with at.clock.during(Activity.SAVE):
+                        at.saver.save(self.state, step, at.batches.state(), forced=ending)
+                    at.metrics.flags = None  # this save satisfies the requests made before it
+            at.metrics.skip_time()
+        if self._is_first:
+            self._is_first = False
             gc.collect()
             gc.freeze()  # these objects live to the end of the run; scanning them again would only stall steps
-        if agreed.stop:
-            return state, Interrupted(agreed.stop)
-    return state, Done()
+        return Interrupted(agreed.stop) if agreed.stop else None
+
+    def _run_hooks(self, due: Sequence[Hook]) -> Outcome | None:
+        at = self._at
+        for hook in due:
+            with at.clock.during(hook.activity):
+                hook.run(self.step, self.state)
+                decided = at.control.after_evaluation(self.step) if hook is at.hooks.evaluations else None
+            if decided is not None:
+                return decided
+        return None

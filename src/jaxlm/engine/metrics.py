@@ -155,17 +155,26 @@ class AsyncMetrics:
         self._hooks_s = 0.0
 
     def push(
-        self, step: int, report: StepReport, loading_s: float, of_batch: Mapping[str, float] = MappingProxyType({})
+        self,
+        step: int,
+        report: StepReport,
+        loading_s: float,
+        of_batch: Mapping[str, float] = MappingProxyType({}),
+        *,
+        seconds: float | None = None,
     ) -> None:
         """Adds a step that was just dispatched. Blocks if too many are pending.
 
         Args:
             loading_s: how long the host waited for its batch.
             of_batch: metrics that the host knows of its batch.
+            seconds: its duration, if it is done already; None measures it.
         """
+        if seconds is not None:
+            self._last_done = self._clock()
         for array in jax.tree.leaves(report):
             array.copy_to_host_async()
-        self._pending.append(_PendingStep(step, report, loading_s, of_batch))
+        self._pending.append(_PendingStep(step, report, loading_s, of_batch, seconds))
         while len(self._pending) >= MAX_IN_FLIGHT:
             self._fetch()
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from jaxlm.core.values.logged import StepInfo
 
 IDLE, LOST = "idle between starts", "lost work"
-_REPEATED = (Activity.DATA, Activity.ROLLOUT, Activity.STEP, Activity.EVAL)  # what is lost when steps are trained again
+# What is lost when steps are trained again.
+_REPEATED = (Activity.DATA, Activity.ROLLOUT, Activity.STEP, Activity.BRANCH, Activity.EVAL)
 _TRAINING = (Activity.ROLLOUT, Activity.STEP)  # in which training makes progress
 _LINE_BYTES = 512  # every line has this length, so that rewriting one is a single write
 _INTERVAL_S = 1.0
@@ -203,7 +204,8 @@ def _parsed(line: bytes) -> Mapping[str, Any] | None:
     """A line of the ledger; None if it is damaged."""
     try:
         record = json.loads(line)
-        record["seconds"].setdefault(Activity.ROLLOUT, 0.0)  # lines of older versions do not have it
+        for activity in (Activity.ROLLOUT, Activity.BRANCH):  # lines of older versions do not have them
+            record["seconds"].setdefault(activity, 0.0)
         numbers = [record["started_unix_s"], record["stretch"]["from_step"], record["step"], record["elapsed_s"]]
         numbers += [record["seconds"][name] for name in Activity]
         is_sound = all(type(number) in (int, float) and 0 <= number < _LARGEST for number in numbers)

@@ -21,6 +21,7 @@ from jaxlm.core.field_types import (
     ScheduleLength,
 )
 from jaxlm.core.guards import RewindRule, StepGuard
+from jaxlm.core.telemetry import TELEMETRY
 from jaxlm.optim.bad_steps import SkipBadSteps, WindowLength, bad_step_guards
 from jaxlm.optim.lr.schedules import Schedule, ScheduleSpec, make_schedule
 from jaxlm.optim.lr.shapes import LrShape
@@ -131,6 +132,22 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     def guards(self) -> tuple[StepGuard, ...]:
         """Guards that may skip a step."""
         return bad_step_guards(self.skip_bad_steps)
+
+    @property
+    def strategies(self) -> Mapping[str, Mapping[str, float]]:
+        """Name of a strategy -> the controls that select it (`core/controls.py`). The first is the one that it begins with.
+        Empty if it has only one way to update."""
+        return {}
+
+    @property
+    def nowcast_window(self) -> int | None:
+        """Updates over which it measures where the weights are going, for the control `nowcast`; None if it does not."""
+        return None
+
+    @property
+    def has_telemetry(self) -> bool:
+        """Whether each step has the metrics of `core/telemetry.py`."""
+        return any(guard.name == TELEMETRY for guard in self.guards)
 
     @property
     def rewind_rule(self) -> RewindRule | None:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxlm.controllers.bad_streak import BadStreak
-from jaxlm.controllers.base import Controller
+from jaxlm.controllers.base import Controller, OptimizerFacts
 from jaxlm.controllers.early_stopping import EarlyStopping
 from jaxlm.controllers.finished import Finished
 from jaxlm.core import controls, tree
@@ -290,6 +290,19 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
             f"phase '{phase.name}': evals: type objective asks the references about the validation data, but objective.cache:"
             " true stores their answers for the training data alone and does not load them. Remove the evaluation, or cache"
         )
+    if branching := [controller.name for controller in phase.controllers if controller.branches]:
+        if not data.has_validation:
+            raise ConfigError(
+                f"phase '{phase.name}': the controller {branching[0]} compares candidates on held-out data, but there is"
+                " none. Set data.validation_urls, or data.num_validation_sequences to hold some of the training data out, or"
+                " max_candidates: 1 to switch without trying"
+            )
+        if asks:
+            raise ConfigError(
+                f"phase '{phase.name}': the controller {branching[0]} compares candidates on held-out data, but"
+                " objective.cache: true stores the answers of the references for the training data alone. Set it to false, or"
+                " max_candidates: 1 to switch without trying"
+            )
     for objective in (phase.objective, phase.objective.inner):
         if not isinstance(batch, objective.batch_types):
             hides = data.noise is not None and TokenBatch in objective.batch_types
@@ -524,8 +537,11 @@ def _controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tuple[Con
         if phase.controllers is None
         else (phase.controllers, f"phases.{index}.controllers")
     )
+    facts = OptimizerFacts(
+        optimizer.learning_rate, optimizer.strategies, optimizer.has_telemetry, optimizer.nowcast_window
+    )
     for number, section in enumerate(written):
-        controller = section.build(optimizer.learning_rate)
+        controller = section.build(facts)
         controller.check(objective, f"{path}.{number}", phase.name)
         for key, metric in controller.metrics.items():
             check_metric(metric, f"{path}.{number}.{key.rpartition('.')[2]}", config, data, phase.name)

@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,14 +12,18 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import location_of
+from jaxlm.core.runtime import from_main
 from jaxlm.core.values.sums import Sum
 from jaxlm.data.data import Data, ValidationData
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.engine.activity import Activity
 from jaxlm.engine.hooks import Hooks
+from jaxlm.engine.open_phase import Probe
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.evals.base import EvalConfig, EvalContext, ValidationSet
+from jaxlm.evals.objective import ObjectiveEval
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
@@ -89,6 +95,21 @@ def open_evaluations(run: Run, phase: Phase, data: Data, refs: Mapping[str, Lang
         meter.attach,
         run.records.completions(),
     )
+
+
+def open_probe(run: Run, phase: Phase, data: Data, refs: Mapping[str, LanguageModel]) -> Probe:
+    """Measures the phase's objective on the first batches of its validation data. Args: refs: the references of its step."""
+    context, meter, _ = _context(run, phase, data, refs)
+
+    def probe(state: RunState, num_batches: int) -> float:
+        first = lambda source: lambda: itertools.islice(source.batches(), num_batches)  # noqa: E731
+        sources = tuple(replace(source, batches=first(source)) for source in context.validation)
+        meter.attach(state)
+        with run.clock.during(Activity.EVAL):
+            loss = ObjectiveEval(replace(context, validation=sources)).run(state.model)["objective"]
+        return from_main(lambda: loss)  # the processes must choose alike
+
+    return probe
 
 
 def _evaluations_of(run: Run, phase: Phase) -> list[EvalConfig]:

@@ -68,14 +68,19 @@ class Saver:
 
     def due_by_step(self, step: int) -> bool:
         """Whether the retention rules or a request of this step save a checkpoint."""
-        return is_permanent(self._policy.keep, step) or any(kept.step == step for kept in self._kept.values())
+        return self.is_permanent(step) or any(kept.step == step for kept in self._kept.values())
 
-    def keep(self, purpose: str, step: int, controller: str) -> None:
+    def is_permanent(self, step: int) -> bool:
+        """Whether the retention rules save a checkpoint of this step."""
+        return is_permanent(self._policy.keep, step)
+
+    def keep(self, purpose: str, step: int, controller: str | None = None) -> None:
         """Requests a checkpoint of this step, and pins it until the next such request or the phase's end.
 
-        If that cannot be saved, the controller remembers again what it does now.
+        If that cannot be saved, the controller remembers again what it does now; without a controller, nobody does.
         """
-        self._kept[purpose] = _Kept(step, controller, self.history.controllers.get(controller))
+        before = None if controller is None else self.history.controllers.get(controller)
+        self._kept[purpose] = _Kept(step, controller, before)
 
     def settle(self) -> None:
         """Waits for the save in progress. If it failed, the history is as if it had not been tried.
@@ -86,7 +91,11 @@ class Saver:
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is None or not self._writer.has_failed:
             return
-        lost = {kept.controller: kept.before for kept in self._kept.values() if kept.step == self._last_saved}
+        lost = {
+            kept.controller: kept.before
+            for kept in self._kept.values()
+            if kept.controller is not None and kept.step == self._last_saved
+        }
         memories = {name: memory for name, memory in {**self.history.controllers, **lost}.items() if memory is not None}
         self.history = replace(self.history, pins=unsettled.pins, controllers=memories)
         self._before_streak, self._last_saved = unsettled.before_streak, None
@@ -99,7 +108,7 @@ class Saver:
         self.settle()
         if step == self._last_saved:
             return
-        permanent = is_permanent(self._policy.keep, step) or (forced and step == self._phase.end)
+        permanent = self.is_permanent(step) or (forced and step == self._phase.end)
         temporary = not (permanent or self._writer.health.is_owed)
         pauses = WHILE_TRAINING_S if forced else None
         self._write(state, step, position, entering=False, temporary=temporary, pauses_s=pauses)
@@ -120,6 +129,10 @@ class Saver:
             cursor: the cursor of the checkpoint that the state was loaded from.
             position: the data position after the skipped batches.
         """
+        for purpose in (purpose for purpose, name in self.history.pins.items() if name == cursor.folder_name):
+            self.keep(
+                purpose, cursor.step
+            )  # it is the same state, in the attempt to whose checkpoints the run may go back
         entering, pauses = cursor.entering, WHILE_TRAINING_S
         self._write(state, cursor.step, position, entering=entering, temporary=True, pauses_s=pauses)
 
@@ -182,5 +195,5 @@ class _Kept:
     """
 
     step: int
-    controller: str
+    controller: str | None
     before: Any

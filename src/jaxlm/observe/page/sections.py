@@ -48,6 +48,7 @@ _TIMES = {
     Activity.DATA: "waiting for batches",
     Activity.EVAL: "time in evaluations",
     Activity.SAVE: "time in saves",
+    Activity.BRANCH: "time in branches",
 }
 _CORE_TASK = re.compile(re.escape(EVAL_CORE) + "/([^/]+)")
 

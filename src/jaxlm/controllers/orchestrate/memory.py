@@ -1,0 +1,51 @@
+"""What the orchestrator remembers between steps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jaxlm.controllers.base import Json
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the orchestrator remembers. Steps are those of the run.
+
+    Attributes:
+        strategy: the current one.
+        bandit: of `Bandit`.
+        begun: before the first step of the phase; None before it is known.
+        decided: the last boundary.
+        loss: mean loss there; None if it is not known.
+        stage: early, middle or late.
+        switched: the last switch; None before the first.
+        on_plateau: whether the loss had stopped falling already.
+        num_manual: number of entries of `switch_at` that are done.
+        trying: why a branch is under way; None if there is none.
+        extra: what branches have cost, in steps.
+        snapshots: purpose -> step of a checkpoint to go back to.
+        next_snapshot: step of the next one.
+        trusted: step of the checkpoint to which the run last went back; -1 if it never did.
+        rollbacks: how often the run has gone back in a row.
+        healthy: good steps since it last did.
+        extrapolated: the last try to extrapolate.
+        rejections: tries to extrapolate that failed in a row.
+    """
+
+    strategy: str
+    bandit: Json
+    begun: int | None = None
+    decided: int = 0
+    loss: float | None = None
+    stage: str = "early"
+    switched: int | None = None
+    on_plateau: bool = False
+    num_manual: int = 0
+    trying: str | None = None
+    extra: int = 0
+    snapshots: Mapping[str, int] = field(default_factory=dict)
+    next_snapshot: int = 0
+    trusted: int = -1
+    rollbacks: int = 0
+    healthy: int = 0
+    extrapolated: int = 0
+    rejections: int = 0

@@ -1,0 +1,436 @@
+"""Switches between the strategies of an optimizer: tries them where the training changes, and goes back when it fails.
+
+Source: caramba's guide to orchestrated training, for the boundaries, the trial of candidates and the meaning of the keys.
+docs/howto/orchestrate.md says what differs.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Interval
+
+from jaxlm.controllers.base import (
+    Answer,
+    Branch,
+    Branched,
+    Controller,
+    ControllerConfig,
+    DoneStep,
+    Json,
+    Keep,
+    Noted,
+    OptimizerFacts,
+    Rewind,
+    SetControls,
+    StopRunError,
+)
+from jaxlm.controllers.orchestrate.bandit import Bandit, favoring, reward
+from jaxlm.controllers.orchestrate.memory import Memory
+from jaxlm.controllers.orchestrate.safety import PURPOSES, Safety
+from jaxlm.core import telemetry
+from jaxlm.core.controls import NOWCAST
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+)
+from jaxlm.reading.choices import choice
+
+_NAME = "orchestrator"
+_METRICS = (
+    telemetry.LOSS,
+    telemetry.LOSS_REFERENCE,
+    telemetry.GRAD_NORM_RATIO,
+    telemetry.IS_SPIKE,
+    telemetry.NUM_SPIKES,
+    telemetry.IS_PLATEAU,
+)
+_EARLY, _LATE = 0.1, 0.7  # fractions of the phase
+_UNSTABLE_SPIKES = 2
+_MOST_REWINDS = 1000
+_UNSTABLE, _PLATEAU = "unstable", "plateau"
+_FAVORED = {_UNSTABLE: ["conservative_adamw", "spike_resistant"], _PLATEAU: ["aggressive_adamw", "sgd_escape"]}
+_AS_IT_IS, _NOWCAST = "as it is", "nowcast"
+
+
+class RollbacksError(StopRunError):
+    """The run has gone back too often in a row."""
+
+
+@dataclass(frozen=True)
+class Nowcast:
+    """Tries to jump ahead along the line on which the weights have been moving.
+
+    Attributes:
+        every: number of steps between two tries.
+        start: the step of the phase from which on it tries.
+        steps: how many steps ahead the weights are extrapolated.
+        max_rejections: number of tries in a row that make the held-out loss no better, after which it stops trying.
+    """
+
+    every: PositiveInt = 100
+    start: NonNegativeInt = 200
+    steps: PositiveInt = 50
+    max_rejections: PositiveInt = 10
+
+
+@choice(ControllerConfig, "orchestrator")
+class OrchestratorConfig(ControllerConfig):
+    """Switches between the strategies of `optimizer: {type: portfolio}`.
+
+    At a boundary, it takes the strategies that have done best so far, trains each for some steps, from the same state and on
+    the same batches, and goes on with the one whose held-out loss is the lowest. Boundaries are: `interval` steps since the
+    last one, several spikes, a plateau, and the points where 10 % and 70 % of the phase are done.
+
+    Attributes:
+        mode: `active`, or `monitor`, which records what it would decide and changes nothing.
+        interval: number of steps between two decisions.
+        min_steps_between_switches: number of steps after a switch in which no boundary counts, and after any decision in
+            which spikes and plateaus do not. Only `safety` and `switch_at` switch earlier.
+        max_spikes: number of spikes within the window of the telemetry that are a boundary.
+        horizon: number of steps that each candidate trains. An evaluation, an export or a permanent checkpoint ends them
+            earlier.
+        max_candidates: most strategies that are tried, with the current one. 1 tries none: it switches to the one that has
+            done best so far.
+        branch_budget: most that branches may have cost, in steps of candidates that lost and what took as long, as a fraction
+            of the steps done.
+        probe_batches: number of validation batches, of each source, on which candidates are compared.
+        exploration: weight of the bonus for strategies that have been tried less.
+        discount: factor by which earlier rewards count less after each new one.
+        reward_scale: improvement of the held-out loss, in nats, that is the best possible reward.
+        when_unstable: strategies that are favored after several spikes. Null favors conservative_adamw and spike_resistant,
+            if there are such strategies.
+        on_plateau: strategies that are favored while the loss has stopped falling. Null favors aggressive_adamw and
+            sgd_escape, if there are such strategies.
+        switch_at: step -> name of the strategy that makes the updates from this step on.
+        safety: when the run goes back, and to what. Null never goes back.
+        nowcast: tries to extrapolate the weights; the optimizer must have `nowcast` too. Null does not.
+    """
+
+    mode: Literal["active", "monitor"] = "active"
+    interval: PositiveInt = 500
+    min_steps_between_switches: NonNegativeInt = 200
+    max_spikes: PositiveInt = 3
+    horizon: PositiveInt = 100
+    max_candidates: Annotated[int, Interval(ge=1, le=16)] = 3
+    branch_budget: Fraction = 0.1
+    probe_batches: PositiveInt = 4
+    exploration: NonNegativeFloat = Bandit.exploration
+    discount: PositiveFraction = Bandit.discount
+    reward_scale: PositiveFloat = 0.1
+    when_unstable: list[str] | None = None
+    on_plateau: list[str] | None = None
+    switch_at: dict[PositiveInt, str] = field(default_factory=dict)
+    safety: Safety | None = field(default_factory=Safety)
+    nowcast: Nowcast | None = None
+
+    def build(self, optimizer: OptimizerFacts) -> "Orchestrator":
+        if not optimizer.strategies:
+            raise ConfigError(
+                "controllers: type orchestrator switches between the strategies of an optimizer, but this one has only one"
+                " way to update. Set optimizer: {type: portfolio}"
+            )
+        if not optimizer.has_telemetry:
+            raise ConfigError(
+                "controllers: type orchestrator reads the metrics of optimizer.telemetry, which is not set. Set"
+                " optimizer.telemetry: true"
+            )
+        named = {f"switch_at.{step}": name for step, name in self.switch_at.items()}
+        for key in ("when_unstable", "on_plateau"):
+            named |= {f"{key}.{number}": name for number, name in enumerate(getattr(self, key) or ())}
+        named |= {} if self.safety is None else {"safety.strategy": self.safety.strategy}
+        for key, name in named.items():
+            if name not in optimizer.strategies:
+                raise ConfigError(
+                    f"orchestrator.{key}: '{name}' given, but optimizer.strategies has {', '.join(optimizer.strategies)}"
+                )
+        self._check_nowcast(optimizer.nowcast_window)
+        return Orchestrator(self, optimizer.strategies)
+
+    def _check_nowcast(self, window: int | None) -> None:
+        if self.nowcast is None:
+            return
+        if window is None:
+            raise ConfigError(
+                "orchestrator.nowcast: given, but the optimizer does not measure where the weights are going. Set"
+                " optimizer.nowcast too, or remove it"
+            )
+        for key in ("every", "start"):
+            if (value := getattr(self.nowcast, key)) < window:
+                raise ConfigError(
+                    f"orchestrator.nowcast.{key}: {value} given, at least {window} expected: the weights are extrapolated"
+                    " from as many updates (optimizer.nowcast.window)"
+                )
+
+
+@dataclass(frozen=True)
+class Orchestrator(Controller):
+    """Its state is a `Memory` as JSON.
+
+    Attributes:
+        strategies: name -> the controls that select it; the run begins with the first.
+    """
+
+    survives_rewind: ClassVar[bool] = True
+
+    config: OrchestratorConfig
+    strategies: Mapping[str, Mapping[str, float]]
+
+    @property
+    def name(self) -> str:
+        return _NAME
+
+    @property
+    def metrics(self) -> Mapping[str, str]:
+        return {f"optimizer.{metric.replace('/', '.')}": metric for metric in _METRICS}
+
+    @property
+    def branches(self) -> bool:
+        return self._is_active and (self._num_candidates > 1 or self.config.nowcast is not None)
+
+    def controls(self) -> Mapping[str, float]:
+        if not self._is_active:
+            return {}
+        nowcast = {} if self.config.nowcast is None else {NOWCAST: 0.0}
+        return {**self.strategies[self._initial], **nowcast}
+
+    def init(self) -> Json:
+        return asdict(Memory(self._initial, self._bandit.init()))
+
+    def after(self, step: DoneStep, metrics: Mapping[str, float], state: Json) -> tuple[Json, Answer]:
+        """Raises: RollbacksError: the run has gone back too often in a row."""
+        memory = Memory(**state)
+        if memory.begun is None:
+            memory = replace(memory, begun=step.number - 1, decided=step.number - 1)
+        spikes = [{"event": "spike", "loss": metrics[telemetry.LOSS]}] if metrics[telemetry.IS_SPIKE] else []
+        memory, answer = self._after(step, metrics, memory)
+        return asdict(memory), _with_notes(spikes, answer)
+
+    def branched(self, step: DoneStep, result: Branched, state: Json) -> tuple[Json, Answer]:
+        memory = Memory(**state)
+        reason, extra = memory.trying, self._extra_steps(len(result.losses), result.num_steps)
+        memory = replace(memory, trying=None, extra=memory.extra + extra)
+        losses = {name: loss if math.isfinite(loss) else None for name, loss in result.losses.items()}
+        note = {"before": result.before, "losses": losses, "until": step.number, "extra_steps": extra}
+        if result.purpose == _NOWCAST:
+            accepted = result.winner == _NOWCAST
+            memory = replace(memory, rejections=0 if accepted else memory.rejections + 1)
+            return asdict(memory), Noted(None, [{"event": "nowcast", "accepted": accepted, **note}])
+        bandit = memory.bandit
+        for name, loss in result.losses.items():
+            bandit = self._bandit.rewarded(bandit, name, self._reward(result.before, loss))
+        notes = [{"event": "branch", "reason": reason, "winner": result.winner, **note}]
+        before, memory = memory.strategy, replace(memory, bandit=bandit, loss=None)
+        if result.winner != before:
+            memory = replace(memory, strategy=result.winner, switched=step.number)
+            notes.append(_switch(reason, before, result.winner, step.number + 1))
+        return asdict(memory), Noted(None, notes)
+
+    def _after(self, step: DoneStep, metrics: Mapping[str, float], memory: Memory) -> tuple[Memory, Answer]:
+        """What follows from a step, but for the record of its spike."""
+        safety = self.config.safety
+        memory = replace(memory, healthy=memory.healthy + 1)
+        cause = None if safety is None else safety.trip(metrics)
+        if safety is not None and cause is not None:
+            return self._recovered(safety, step, cause, memory)
+        if memory.trying is not None:
+            return memory, None
+        memory, reason = self._boundary(step, metrics, memory)
+        if reason == "manual":
+            return self._switched(memory, reason, list(self._switch_at.values())[memory.num_manual - 1], step)
+        if reason is not None:
+            return self._decided(step, metrics, replace(memory, decided=step.number), reason)
+        if self._extrapolates(step, memory):
+            return replace(memory, extrapolated=step.number, trying=_NOWCAST), self._extrapolation
+        if safety is not None and self._is_active and step.effective >= memory.next_snapshot:
+            purpose = min(PURPOSES, key=lambda purpose: memory.snapshots.get(purpose, -1))
+            snapshots = {**memory.snapshots, purpose: step.effective}
+            after = step.effective + safety.snapshot_interval
+            return replace(memory, snapshots=snapshots, next_snapshot=after), Keep(purpose)
+        return memory, None
+
+    def _boundary(self, step: DoneStep, metrics: Mapping[str, float], memory: Memory) -> tuple[Memory, str | None]:
+        """Why to decide after this step; None for no reason."""
+        config = self.config
+        on_plateau = bool(metrics[telemetry.IS_PLATEAU])
+        reached = sum(at <= step.effective for at in self._switch_at)
+        if reached > memory.num_manual:
+            return replace(memory, num_manual=reached, on_plateau=on_plateau), "manual"
+        if memory.switched is not None and step.number - memory.switched < config.min_steps_between_switches:
+            return memory, None
+        stage = "early" if step.progress < _EARLY else "late" if step.progress >= _LATE else "middle"
+        is_settled = step.number - memory.decided >= config.min_steps_between_switches
+        reason = None
+        if metrics[telemetry.NUM_SPIKES] >= config.max_spikes and is_settled:
+            reason = "spike"
+        elif on_plateau and not memory.on_plateau and is_settled:
+            reason = "plateau"
+        elif stage != memory.stage:
+            reason = "phase_change"
+        elif step.number - memory.decided >= config.interval:
+            reason = "periodic"
+        return replace(memory, stage=stage, on_plateau=on_plateau), reason
+
+    def _decided(
+        self, step: DoneStep, metrics: Mapping[str, float], memory: Memory, reason: str
+    ) -> tuple[Memory, Answer]:
+        """Decides at a boundary: tries strategies, or takes the one that seems best."""
+        config, loss = self.config, metrics[telemetry.LOSS]
+        if memory.loss is not None:
+            reward = self._reward(memory.loss, loss)
+            memory = replace(memory, bandit=self._bandit.rewarded(memory.bandit, memory.strategy, reward))
+        memory = replace(memory, loss=loss)
+        ranked = self._bandit.ranked(memory.bandit, self._condition(metrics))
+        if self._num_candidates == 1:
+            return self._switched(memory, reason, ranked[0], step)
+        others = [name for name in ranked if name != memory.strategy][: self._affordable(step, memory)]
+        candidates = [memory.strategy, *others]
+        if not others:
+            if reason == "spike" and config.safety is not None:
+                return self._switched(memory, reason, config.safety.strategy, step)
+            note = {"event": "boundary", "reason": reason, "strategy": memory.strategy, "extra_steps": memory.extra}
+            return memory, Noted(None, [note])
+        if not self._is_active:
+            return memory, Noted(None, [{"event": "branch", "reason": reason, "candidates": candidates, "would": True}])
+        controls = {name: self.strategies[name] for name in candidates}
+        return replace(memory, trying=reason), Branch("strategy", controls, config.horizon, config.probe_batches)
+
+    def _recovered(self, safety: Safety, step: DoneStep, cause: str, memory: Memory) -> tuple[Memory, Answer]:
+        """Goes back to a trusted checkpoint, or takes the safe strategy if there is none yet."""
+        purpose = safety.target(memory.snapshots, memory.trusted, step.number)
+        if not self._is_active:
+            note = {"event": "rollback", "reason": "safety", "cause": cause, "to": safety.strategy, "would": True}
+            recent = memory.switched is not None and step.number - memory.switched < safety.snapshot_interval
+            return (memory, None) if recent else (replace(memory, switched=step.number), Noted(None, [note]))
+        if purpose is None:
+            return (memory, None) if memory.trying else self._switched(memory, "safety", safety.strategy, step, cause)
+        rollbacks = 1 if memory.healthy > safety.snapshot_interval else memory.rollbacks + 1
+        if rollbacks > safety.max_rollbacks_in_a_row:
+            raise RollbacksError(
+                f"step {step.number}: {cause}, and the run has gone back {memory.rollbacks} times in a row already"
+                " (orchestrator.safety.max_rollbacks_in_a_row). Its kept checkpoints stay. Look at the data and the gradient"
+                " norms of these steps, lower optimizer.learning_rate, or raise the limit"
+            )
+        target = memory.snapshots[purpose]
+        note = {
+            "event": "rollback",
+            "reason": "safety",
+            "cause": cause,
+            "from": memory.strategy,
+            "to": safety.strategy,
+            "first": target + 1,
+            "last": step.number,
+        }
+        memory = replace(
+            memory,
+            strategy=safety.strategy,
+            switched=step.number,
+            decided=step.number,
+            loss=None,
+            trying=None,
+            snapshots={purpose: target},
+            next_snapshot=target + safety.snapshot_interval,
+            trusted=target,
+            rollbacks=rollbacks,
+            healthy=0,
+        )
+        key = "orchestrator.safety.max_rollbacks_in_a_row"
+        rewind = Rewind(
+            target + 1, step.number, cause, _MOST_REWINDS, key, (purpose,), self.strategies[safety.strategy]
+        )
+        return memory, Noted(rewind, [note])
+
+    def _switched(
+        self, memory: Memory, reason: str, to: str, step: DoneStep, cause: str | None = None
+    ) -> tuple[Memory, Answer]:
+        """Takes a strategy without trying it."""
+        if to == memory.strategy:
+            return memory, None
+        why = {} if cause is None else {"cause": cause}
+        note = _switch(reason, memory.strategy, to, step.effective) | why
+        if not self._is_active:
+            return replace(memory, switched=step.number), Noted(None, [note | {"would": True}])
+        memory = replace(memory, strategy=to, switched=step.number, loss=None)
+        return memory, Noted(SetControls(self.strategies[to]), [note])
+
+    @property
+    def _initial(self) -> str:
+        return next(iter(self.strategies))
+
+    @property
+    def _is_active(self) -> bool:
+        return self.config.mode == "active"
+
+    @property
+    def _num_candidates(self) -> int:
+        return min(self.config.max_candidates, len(self.strategies))
+
+    @property
+    def _bandit(self) -> Bandit:
+        config, names = self.config, tuple(self.strategies)
+        favored = {_UNSTABLE: config.when_unstable, _PLATEAU: config.on_plateau}
+        chosen = {when: _FAVORED[when] if given is None else given for when, given in favored.items()}
+        prior = {when: favoring(names, given) for when, given in chosen.items() if set(given) & set(names)}
+        return Bandit(names, config.exploration, config.discount, prior)
+
+    @property
+    def _switch_at(self) -> Mapping[int, str]:
+        return dict(sorted(self.config.switch_at.items()))
+
+    @property
+    def _extrapolation(self) -> Branch:
+        assert self.config.nowcast is not None
+        candidates = {_AS_IT_IS: {}, _NOWCAST: {NOWCAST: float(self.config.nowcast.steps)}}
+        return Branch(_NOWCAST, candidates, 1, self.config.probe_batches, {NOWCAST: 0.0})
+
+    def _extrapolates(self, step: DoneStep, memory: Memory) -> bool:
+        nowcast, begun = self.config.nowcast, memory.begun or 0
+        return (
+            nowcast is not None
+            and self._is_active
+            and step.number >= begun + nowcast.start
+            and step.number - memory.extrapolated >= nowcast.every
+            and memory.rejections < nowcast.max_rejections
+            and self._extra_steps(2, 1) <= self._budget_left(step, memory)
+        )
+
+    def _affordable(self, step: DoneStep, memory: Memory) -> int:
+        """How many candidates may lose a branch after this step."""
+        left, horizon = self._budget_left(step, memory), self.config.horizon
+        within = (n for n in range(1, self._num_candidates) if self._extra_steps(n + 1, horizon) <= left)
+        return max(within, default=0)
+
+    def _budget_left(self, step: DoneStep, memory: Memory) -> float:
+        """In steps."""
+        return self.config.branch_budget * (step.number - (memory.begun or 0)) - memory.extra
+
+    def _extra_steps(self, num_candidates: int, num_steps: int) -> int:
+        """What a branch costs in addition to the winner's steps. A held-out batch costs a third of a step: it has no backward
+        pass."""
+        return (num_candidates - 1) * num_steps + math.ceil((num_candidates + 1) * self.config.probe_batches / 3)
+
+    def _condition(self, metrics: Mapping[str, float]) -> str:
+        if metrics[telemetry.NUM_SPIKES] >= _UNSTABLE_SPIKES:
+            return _UNSTABLE
+        return _PLATEAU if metrics[telemetry.IS_PLATEAU] else ""
+
+    def _reward(self, before: float, after: float) -> float:
+        return reward(before, after, self.config.reward_scale)
+
+
+def _switch(reason: str | None, before: str, to: str, effective: int) -> dict[str, Json]:
+    """The record of a switch. Args: effective: the first step that the new strategy makes."""
+    return {"event": "switch", "reason": reason, "from": before, "to": to, "effective": effective}
+
+
+def _with_notes(notes: Sequence[Mapping[str, Json]], answer: Answer) -> Answer:
+    """The answer with further notes in front of its own."""
+    if isinstance(answer, Noted):
+        return Noted(answer.decision, [*notes, *answer.notes])
+    return Noted(answer, notes) if notes else answer
