@@ -310,7 +310,8 @@ def _open_phase(
             assert state is not None
             saver = _begin_phase(run, phase, state, data, conductor)
             skipped = int(state.guard.skipped)
-            control = Control(phase, saver, plan.layout, hooks.evaluations, skipped=skipped)
+            note = run.records.decided
+            control = Control(phase, saver, plan.layout, hooks.evaluations, skipped=skipped, note=note)
             log(table(f"phase '{phase.name}': parameters", phase_rows(plan, phase, state.model, state.opt_state)))
             steps.write(plan.config.trainer, plan.log_folder / "artifacts", phase.name)
             opened = OpenPhase(

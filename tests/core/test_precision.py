@@ -120,7 +120,9 @@ def test_the_loss_scale_doubles_after_good_steps_and_halves_after_a_bad_one():
     scale = DynamicLossScale(initial=16.0, growth_interval=3)
     slot, scales = scale.init_slot(), []
     for is_finite in (True,) * 7 + (False,) + (True,) * 4:
-        slot = scale.judge(slot, StepStats(jnp.ones(()), jnp.ones(()), jnp.asarray(is_finite))).slot
+        slot = scale.judge(
+            slot, StepStats(jnp.ones(()), jnp.ones(()), jnp.asarray(is_finite), jnp.ones(()), {}, {})
+        ).slot
         scales.append(float(slot.scale))
     assert scales == [16, 16, 32, 32, 32, 64, 64, 32, 32, 32, 64, 64]
 

@@ -37,7 +37,7 @@ class Judging:
 
     def __call__(self, loss: float, norm: float = 1.0) -> bool:
         finite = np.isfinite(loss) and np.isfinite(norm)
-        stats = StepStats(jnp.float32(loss), jnp.float32(norm), jnp.asarray(finite))
+        stats = StepStats(jnp.float32(loss), jnp.float32(norm), jnp.asarray(finite), jnp.ones(()), {}, {})
         verdict = self._judge(self.slot, stats)
         self.slot = verdict.slot
         self.metrics = {name: float(value) for name, value in verdict.metrics.items()}

@@ -220,6 +220,8 @@ OPTIMIZER: dict[str, Entry] = {
     "optimizer.weight_decay_modules": Change(["norm"], Decays({"norm": 0.1, "proj": 0.0}), also=DECAY),
     "optimizer.default_weight_decay_mask": Change(False, Decays({"tokens|norm": 0.1}), also=DECAY),
     "optimizer.skip_bad_steps": Change(True, Shapes({r"^slots\.bad_steps\.losses\.values": (128,)})),
+    "optimizer.telemetry": Change({"window": 64}, Shapes({r"^slots\.telemetry\.norms\.values": (64,)})),
+    "optimizer.adagc": Change({}, Shapes({r"^opt_state\.0\.norm\..*q_proj\.weight$": (2,)})),
     "optimizer.state": Change(
         {"type": "8bit", "min_size": 256}, Shapes({r"mu\..*q_proj\.weight\.codes": (2, 4, 8, 32)})
     ),
@@ -557,6 +559,16 @@ TABLE: Table = {
     "8bit": {
         "optimizer.state.min_size": Change(1200, Shapes({r"mu\..*q_proj\.weight\.codes": None})),
         "optimizer.state.embeddings": Change(True, Shapes({r"mu\.tokens\.weight\.codes": (64, 32)})),
+    },
+    "adagc": {
+        "optimizer.adagc.mode": Change("zscore", Shapes({r"^opt_state\.0\.variance\..*q_proj\.weight$": (2,)})),
+        "optimizer.adagc.lambda_rel": Change(1.76, Constant(1.76)),
+        "optimizer.adagc.lambda_abs": Change(0.77, Constant(0.77)),
+        "optimizer.adagc.threshold": Change(
+            2.78, Constant(2.78), also={"optimizer": {"adagc": {"mode": "zscore", "threshold": 2.0}}}
+        ),
+        "optimizer.adagc.beta": Change(0.79, Constant(0.79)),
+        "optimizer.adagc.warmup": Change(81, Constant(81)),
     },
     "precision": {
         "trainer.mp.default": Change("f32", Program(loses=r"bf16")),

@@ -27,6 +27,7 @@ from jaxlm.objectives.entropy_control import AdaptiveEntropy, Entropy
 from jaxlm.objectives.other_policies import ImportanceSampling, Kl, OfModel
 from jaxlm.objectives.policy_losses import LossAgg, PolicyLoss
 from jaxlm.observe.completions import CompletionsConfig
+from jaxlm.optim.adagc import AdaGc
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.stored_state.formats import EightBit
 from jaxlm.plan.presets.base import PresetConfig
@@ -238,6 +239,7 @@ BASES: dict[str, Tree] = {
         phases=[{"name": "p", "surgery": [{"type": "reward_head"}]}],
     ),
     "8bit": tree(optimizer={"state": {"type": "8bit", "min_size": 256}}),
+    "adagc": tree(optimizer={"adagc": {"warmup": 7}}),
     "phases": tree(phases=[{"name": "p"}], objective={"type": "next_token"}, optimizer={"type": "adam"}),
     "lookup": merged(tree("nano"), {"model": {"lookup": {"layers": [1], "num_entries": 80}}}),
     "dial": {
@@ -319,6 +321,7 @@ def all_fields() -> list[tuple[str, str]]:
     rows += _fields("stages", "trainer.train_batch_size.1", BatchSize)
     rows += _fields("llama", "optimizer", OptimizerConfig.get_known_choices()["adam"])
     rows += _fields("8bit", "optimizer.state", EightBit)
+    rows += _fields("adagc", "optimizer.adagc", AdaGc)
     for name, kind in ObjectiveConfig.get_known_choices().items():
         rows += _fields(OBJECTIVES[name], "objective", kind)
     for name, registry in {"loss": PolicyLoss, "loss_agg": LossAgg, "advantage": Advantage, "kl": Kl}.items():

@@ -140,6 +140,27 @@ def lion_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
     return out
 
 
+def swats_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
+    if "rate" in memory:
+        memory.update({k: c.beta1 * memory.get(("v", k), 0.0) + g for k, g in gradient.items()})
+        memory.update({("v", k): memory[k] for k in gradient})
+        return {k: (1 - c.beta1) * memory["rate"] * memory[k] for k in gradient}
+    # The paper adds epsilon before the bias correction.
+    paper = dataclasses.replace(c, epsilon=c.epsilon / np.sqrt(1 - c.beta2**t))
+    out = adam_direction(gradient, memory, t, paper)
+    gamma = sum((d * d).sum() for d in out.values()) / sum((out[k] * g).sum() for k, g in gradient.items())
+    memory["mean"] = c.beta2 * memory.get("mean", 0.0) + (1 - c.beta2) * gamma
+    rate = memory["mean"] / (1 - c.beta2**t)
+    if t > max(1, c.min_steps) and abs(rate - gamma) < c.rtol * rate:
+        memory["rate"] = rate
+    return out
+
+
+def portfolio_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
+    first = next(iter(c.table.values()))
+    return adam_direction(clipped(gradient, first.max_grad_norm), memory, t, first)
+
+
 def adagrad_direction(gradient: Arrays, memory: dict, t: int, c: Any) -> Arrays:
     memory.update({k: memory.get(k, c.initial_accumulator_value) + g**2 for k, g in gradient.items()})
     return {k: g / np.sqrt(memory[k] + c.epsilon) for k, g in gradient.items()}
@@ -252,6 +273,8 @@ DIRECTIONS = {
     "mars": mars_direction,
     "lion": lion_direction,
     "adagrad": adagrad_direction,
+    "swats": swats_direction,
+    "portfolio": portfolio_direction,
     "muon": muon_direction,
     "sophia-h": sophia_direction,
     "kron": kron_direction,
@@ -274,6 +297,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lion, other numbers": ("lion", {"beta1": 0.5, "beta2": 0.8, "max_grad_norm": 0.1}),
     "adagrad": ("adagrad", {}),
     "adagrad, other numbers": ("adagrad", {"initial_accumulator_value": 0.5, "epsilon": 0.1, "max_grad_norm": None}),
+    "swats": ("swats", {}),
+    "swats, switched": ("swats", {"min_steps": 2, "rtol": 0.5, "epsilon": 1e-3, "beta1": 0.5, "max_grad_norm": 0.5}),
+    "portfolio": ("portfolio", {}),
     "muon": ("muon", {}),
     "sophia-h": ("sophia-h", {"gamma": 3.0, "update_interval": 2}),
     "sophia-h, other numbers": (
@@ -311,7 +337,9 @@ def by_hand(kind: str, config: Any, scale: float) -> Arrays:
     params = arrays(0)
     memory: dict = {"params": params}
     for t in range(1, STEPS + 1):
-        gradient = arrays(t, scale) if kind == "mars" else clipped(arrays(t, scale), config.max_grad_norm)
+        gradient = (
+            arrays(t, scale) if kind == "mars" else clipped(arrays(t, scale), getattr(config, "max_grad_norm", None))
+        )
         steps = DIRECTIONS[kind](gradient, memory, t, config)
         if getattr(config, "cautious", False):
             steps = cautious(steps, memory.get("seen", gradient))
@@ -496,11 +524,15 @@ CHANGES: dict[str, Any] = {
     "orthogonalization_dtype": "bfloat16",
     "weight_decay_schedule": "linear",
     "lr_floor": 0.9,
+    "scope": "group",
+    "strategies": "caramba",
+    "initial": "aggressive_adamw",
+    "nowcast": {"nowcast": {"window": 5}},
 }
 # What must be set for a field to have an effect.
 BESIDE: dict[str, dict[str, Any]] = {"warmup_from_zero": {"warmup": 0.5}}
-# Step guards are called by the engine; test_groups.py is about groups, test_stored_state.py about state.
-NOT_OF_BUILD = {"skip_bad_steps", "groups", "match", "state"}
+# Step guards are called by the engine; test_groups.py, test_stored_state.py and test_adagc.py are about the others.
+NOT_OF_BUILD = {"skip_bad_steps", "telemetry", "groups", "match", "state", "adagc"}
 
 
 def fields() -> Iterator[Any]:

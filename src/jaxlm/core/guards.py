@@ -19,17 +19,23 @@ EVAL_PREFIX = "eval/"
 
 
 class StepStats(NamedTuple):
-    """Values of a step before its update is applied.
+    """Values of a step before its update is applied. What no guard reads is not computed.
 
     Attributes:
         objective: float32, the minimized loss.
         norm: float32, the global gradient norm.
         finite: bool, whether both, and the norm of the optimizer's update, are finite.
+        update_norm: float32, the global norm of the update.
+        gradient: the gradients, before the optimizer changes them; None for frozen leaves.
+        parameters: the trainable parameters before the update; None for frozen leaves.
     """
 
     objective: "jax.Array"
     norm: "jax.Array"
     finite: "jax.Array"
+    update_norm: "jax.Array"
+    gradient: Any
+    parameters: Any
 
 
 class Verdict(NamedTuple):

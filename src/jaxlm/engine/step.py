@@ -143,7 +143,7 @@ class _GuardedUpdate:
         updated, updates = _apply_update(self.phase, self.optimizer, self.precision, state, sums, curvature, pace)
         update_norm = optax.global_norm(updates)
         finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm) & jnp.isfinite(update_norm)
-        stats = StepStats(sums.objective, norm, finite)
+        stats = StepStats(sums.objective, norm, finite, update_norm, sums.gradient, trainable)
         verdicts = {guard.name: guard.judge(state.slots[guard.name], stats) for guard in self.guards}
         applies = functools.reduce(jnp.logical_and, (verdict.applies for verdict in verdicts.values()), finite)
         after = jax.tree.map(lambda new, old: jnp.where(applies, new, old), updated, state)

@@ -7,9 +7,16 @@ import numpy as np
 from jaxlm.observe.logged_run import Series
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")  # Okabe and Ito
+BAND_OPACITY = 0.16  # of the background of some steps
+_FIRST_BAND = 2  # the colors before are those of the curves on it
 _SMOOTHING_WIDTH = 0.02  # width of the moving averages, as a fraction of the steps of the longest curve
 _MAX_HALF_WIDTH = 500
 _MIN_POINTS = 50  # of a curve that has a moving average
+
+
+def band_colors(names: Sequence[str]) -> dict[str, str]:
+    """Name -> color of the background of its steps, in the order in which the names appear."""
+    return {name: COLORS[(_FIRST_BAND + i) % len(COLORS)] for i, name in enumerate(dict.fromkeys(names))}
 
 
 def extremes(values: np.ndarray, num_buckets: int) -> np.ndarray:

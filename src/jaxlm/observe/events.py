@@ -1,4 +1,4 @@
-"""What pictures mark in a run: where it resumed, phases, changes of the batch size, and skipped steps."""
+"""What pictures mark in a run: resumes, phases, changes of the batch size, skipped steps, spikes, and where it went back."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -7,10 +7,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlm.core.guards import SKIPPED
+from jaxlm.core.telemetry import IS_SPIKE
 from jaxlm.engine.metric_names import DURATION, EXAMPLES_PER_SECOND, RESUMED_FROM
+from jaxlm.observe.decision_notes import Band, strategy_bands
 from jaxlm.observe.logged_run import LoggedRun, Series
 
 MAX_MARKS = 30  # vertical lines of each kind and run; more of them would hide the curves
+_MAX_BANDS = 200
 _MESSAGE = re.compile(r"^step (\d+): (.*); update skipped \(\d+ skipped so far\)\. Batch: ?(.*)$", re.MULTILINE)
 
 
@@ -40,6 +43,22 @@ def events(run: LoggedRun) -> Iterator[tuple[str, list[Mark]]]:
     changes = np.flatnonzero(np.diff(sizes)) + 1
     yield "batch sizes", [Mark(int(steps[index]) - 1, f"batch {sizes[index]:.0f}") for index in changes]
     yield "skipped steps", [Mark(skipped.step, "skipped") for skipped in skipped_steps(run)]
+    yield "spikes", [Mark(step, "spike") for step in spikes(run)]
+    rollbacks = [decision for decision in run.decisions if decision.is_rollback and decision.is_done]
+    yield "rollbacks", [Mark(decision.shown_at, "went back") for decision in rollbacks]
+
+
+def strategies(run: LoggedRun) -> list[Band]:
+    """Which strategy of a portfolio of optimizers trained which steps. Of very many bands, the newest."""
+    end = max((int(series.steps.max()) for series in run.series.values() if len(series.steps)), default=0)
+    return strategy_bands(run.decisions, end)[-_MAX_BANDS:]
+
+
+def spikes(run: LoggedRun) -> list[int]:
+    """The first of each stretch of steps that the telemetry calls a spike."""
+    steps, values = run[IS_SPIKE]
+    flagged = steps[values > 0]
+    return flagged[np.diff(flagged, prepend=-2) > 1].tolist()
 
 
 def resumes(run: LoggedRun) -> list[int]:

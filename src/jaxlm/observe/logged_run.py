@@ -14,10 +14,12 @@ from jaxlm.core.bounded_read import read_bytes, read_stored
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import redacted
 from jaxlm.core.stores import is_url, open_store, storage_errors
+from jaxlm.observe.decision_notes import LoggedDecision, parse_decisions
 from jaxlm.observe.ledger import account, parse_lines
 from jaxlm.observe.records import (
     COMPLETIONS,
     CONFIG,
+    DECISIONS,
     ENVIRONMENT,
     LEDGER,
     METRICS,
@@ -54,6 +56,7 @@ class LoggedRun:
         environment: name -> value.
         goodput: activity -> seconds.
         unread: what the page lacks because files are damaged; one sentence for each file.
+        decisions: of controllers, in the order in which they were made.
     """
 
     name: str
@@ -65,6 +68,7 @@ class LoggedRun:
     environment: Mapping[str, str] = field(default_factory=dict)
     goodput: Mapping[str, float] = field(default_factory=dict)
     unread: Sequence[str] = ()
+    decisions: Sequence[LoggedDecision] = ()
 
     def __getitem__(self, name: str) -> Series:
         """A metric by step; empty if the run does not have it."""
@@ -150,10 +154,12 @@ def _read(name: str, location: str, read: Callable[[str], bytes]) -> LoggedRun:
     ends = attempt_ends(records)
     samples, num_damaged_samples = _samples(optional(SAMPLES))
     completions, num_damaged_completions = _completions(optional(COMPLETIONS))
+    decisions, num_damaged_decisions = parse_decisions(optional(DECISIONS), ends)
     unread = [
         *_left_out(METRICS, len(records), num_damaged),
         *_left_out(SAMPLES, len(samples), num_damaged_samples),
         *_left_out(COMPLETIONS, len(completions), num_damaged_completions),
+        *_left_out(DECISIONS, len(decisions), num_damaged_decisions),
     ]
     goodput = None
     try:
@@ -172,6 +178,7 @@ def _read(name: str, location: str, read: Callable[[str], bytes]) -> LoggedRun:
         _texts(text(ENVIRONMENT)),
         {} if goodput is None else goodput.seconds,
         unread,
+        decisions,
     )
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from jaxlm.core.values.layer_table import LayerTable
 from jaxlm.engine.metric_names import DURATION, EVAL_LOSS, LEARNING_RATE, TRAIN_LOSS
 from jaxlm.engine.phases import Phase
-from jaxlm.observe.curves import COLORS, half_window, smoothed
-from jaxlm.observe.events import MAX_MARKS, batch_sizes, events, resumes
+from jaxlm.observe.curves import BAND_OPACITY, COLORS, band_colors, half_window, smoothed
+from jaxlm.observe.events import MAX_MARKS, batch_sizes, events, resumes, strategies
 from jaxlm.observe.logged_run import LoggedRun
 from jaxlm.optim.groups import group_schedules
 from jaxlm.optim.lr.schedules import Schedule
@@ -39,6 +39,7 @@ def loss_curve(run: LoggedRun, path: Path, title: str) -> None:
         axes.plot(*training, color=COLORS[0], label="training")
     if len(validation.steps):
         axes.plot(*validation, "o-", color=COLORS[1], markersize=4, label="validation")
+    _draw_strategies(axes, run)
     _mark_events(axes, run, "top")
     axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
     _save(figure, axes, path)
@@ -106,6 +107,17 @@ def _mark_corners(axes: Any, phase: Phase, schedule: Schedule, applied: Mapping[
         axes.plot(step, rate, "o", color=f"C{phase.index % 10}", markersize=4)
         side = {"xytext": (0, -5), "ha": "center", "va": "top"} if step > _RIGHT * end else {"xytext": (4, 4)}
         axes.annotate(f"{name}\nstep {step}: {rate:.3g}", (step, rate), textcoords="offset points", fontsize=7, **side)
+
+
+def _draw_strategies(axes: Any, run: LoggedRun) -> None:
+    """Colors the background of the steps of each strategy."""
+    bands = strategies(run)
+    colors = band_colors([band.name for band in bands])
+    for name, color in colors.items():
+        spans = [(band.begin, band.end - band.begin) for band in bands if band.name == name]
+        label = name.replace("$", r"\$")  # which would begin a formula
+        place = {"transform": axes.get_xaxis_transform(), "alpha": BAND_OPACITY, "linewidth": 0, "zorder": 0}
+        axes.broken_barh(spans, (0, 1), color=color, label=label, **place)
 
 
 def _mark_events(axes: Any, run: LoggedRun, side: str) -> None:

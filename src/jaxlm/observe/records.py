@@ -3,10 +3,12 @@
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
+from jaxlm.core.atomic_io import free_path
 from jaxlm.core.bounded_read import read_bytes
 
 METRICS = "metrics.jsonl"
@@ -14,6 +16,7 @@ HISTOGRAMS = "histograms.jsonl"
 SAMPLES = "samples.jsonl"
 COMPLETIONS = "completions.jsonl"
 EARLIER_COMPLETIONS = "completions.1.jsonl"
+DECISIONS = "decisions.jsonl"
 LEDGER = "goodput.jsonl"
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
@@ -54,7 +57,7 @@ def parse_jsonl(content: bytes) -> tuple[list[dict[str, Any]], int]:
             record = json.loads(line)
         except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict) and _is_count(record.get("step")) and _is_count(record.get("attempt", 0)):
+        if isinstance(record, dict) and is_count(record.get("step")) and is_count(record.get("attempt", 0)):
             records.append(record)
         else:
             num_others += line.endswith(b"\n")
@@ -76,7 +79,42 @@ def surviving(records: Sequence[dict[str, Any]], ends: Mapping[int, float]) -> l
     return [record for record in records if record["step"] < ends.get(record.get("attempt", 0), math.inf)]
 
 
-def _is_count(value: Any) -> bool:
+def drop_after(path: Path, place: tuple[int, int], warn: Callable[[str], None]) -> Callable[[], None]:
+    """Reads a file. Returns what removes its records after an attempt and step, and those of later attempts.
+
+    A file with other lines is also copied then.
+    """
+    if not path.exists():
+        return lambda: None
+    attempt, step = place
+
+    def stays(record: Mapping[str, float]) -> bool:
+        number = record.get("attempt", 0)
+        return number < attempt or (number == attempt and record["step"] <= step)
+
+    content = read_bytes(path)
+    records, num_others = parse_jsonl(content)
+
+    def drop() -> None:
+        if num_others:
+            aside = free_path(path.with_name(f"{path.name}.damaged"))
+            aside.write_bytes(content)
+            warn(
+                f"warning: {num_others} lines of {path} are not records of this run. They are left out; {aside} has the old"
+                " file"
+            )
+        unfinished = path.with_name(path.name + ".unfinished")
+        with open(unfinished, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in filter(stays, records))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+
+    return drop
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether a value is a number of steps, as a record may have it."""
     return type(value) is int and 0 <= value <= _MAX_STEP
 
 

@@ -22,10 +22,12 @@ from jaxlm.core.field_types import (
 )
 from jaxlm.core.guards import RewindRule, StepGuard
 from jaxlm.core.telemetry import TELEMETRY
+from jaxlm.optim.adagc import AdaGc
 from jaxlm.optim.bad_steps import SkipBadSteps, WindowLength, bad_step_guards
 from jaxlm.optim.lr.schedules import Schedule, ScheduleSpec, make_schedule
 from jaxlm.optim.lr.shapes import LrShape
 from jaxlm.optim.stored_state.formats import Full, StateFormat
+from jaxlm.optim.telemetry.guard import Telemetry, telemetry_guards
 from jaxlm.reading.decode import INHERITS
 
 
@@ -80,14 +82,19 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
             `weight_decay_modules` is null. False without `weight_decay_modules` applies it to all parameters.
         skip_bad_steps: skip the update of a step whose loss or gradient norm is an outlier compared with recent steps:
             true, the number of steps to compare with, or a section. Non-finite steps are always skipped.
+        telemetry: measure in every step the trend of the loss and of the gradient norm, spikes and plateaus, as metrics
+            `telemetry/...` for controllers and trackers: true, or a section. It changes no update. Null measures nothing.
+        adagc: scale the gradient of a tensor down if its norm is large compared with the tensor's own recent norms (AdaGC):
+            null, or a section. It acts on the gradients of all parameters, before `max_grad_norm`; the paper uses it in place
+            of that, with `max_grad_norm: null`.
         state: what the optimizer's state is stored as between updates: full, in the dtypes that it has; or 8bit, as
             8-bit optimizers do, as a name or as a section with `type` and the keys of that format. A run cannot resume with
             another one.
         groups: optimizers for some of the parameters. Each entry has `match`, and any `type` and keys of an optimizer. Keys
             that are set in the optimizer around the list apply to the entries too, unless they set them themselves; so does
             `type`. The first entry that matches a parameter updates it, and the optimizer around the list updates the rest.
-            An entry without parameters is an error. `max_grad_norm` and `skip_bad_steps` act on all parameters together
-            and cannot differ in an entry.
+            An entry without parameters is an error. `max_grad_norm`, `adagc`, `skip_bad_steps` and `telemetry` are about all
+            parameters together and cannot differ in an entry.
         match: in an entry of `groups` only: regular expression searched for in parameter paths; the entry updates the
             parameters that match.
     """
@@ -106,6 +113,8 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     weight_decay_modules: str | list[str] | None = None
     default_weight_decay_mask: bool | None = None
     skip_bad_steps: bool | WindowLength | SkipBadSteps = False
+    telemetry: bool | Telemetry | None = None
+    adagc: AdaGc | None = None
     state: StateFormat = field(default_factory=Full)
     groups: "list[OptimizerConfig]" = field(default_factory=list, metadata=INHERITS)
     match: str | None = None
@@ -130,19 +139,8 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
 
     @property
     def guards(self) -> tuple[StepGuard, ...]:
-        """Guards that may skip a step."""
-        return bad_step_guards(self.skip_bad_steps)
-
-    @property
-    def strategies(self) -> Mapping[str, Mapping[str, float]]:
-        """Name of a strategy -> the controls that select it (`core/controls.py`). The first is the one that it begins with.
-        Empty if it has only one way to update."""
-        return {}
-
-    @property
-    def nowcast_window(self) -> int | None:
-        """Updates over which it measures where the weights are going, for the control `nowcast`; None if it does not."""
-        return None
+        """Guards that judge each step."""
+        return (*bad_step_guards(self.skip_bad_steps), *telemetry_guards(self.telemetry))
 
     @property
     def has_telemetry(self) -> bool:
@@ -154,10 +152,28 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         """When the run goes back because updates were skipped; None if it never does."""
         return next((guard.rewind_rule for guard in bad_step_guards(self.skip_bad_steps)), None)
 
+    @property
+    def strategy_controls(self) -> Mapping[str, Mapping[str, float]]:
+        """Name -> the controls that select a strategy. The first is the one that it begins with.
+
+        Empty if the optimizer has only one way to update.
+        """
+        return {}
+
+    @property
+    def nowcast_window(self) -> int | None:
+        """Updates over which it measures where the weights are going; None if it does not."""
+        return None
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The peak of the learning rate while no control changes it."""
+        return self.learning_rate
+
     def schedule(self, num_steps: int) -> Schedule:
         """The learning rate of an update, as a function of the number of updates applied before it in the phase."""
         spec = ScheduleSpec(
-            peak=self.learning_rate,
+            peak=self.peak_learning_rate,
             warmup=self.warmup,
             decay=self.decay,
             kind=self.lr_schedule,
@@ -193,7 +209,7 @@ def chained(
     return optax.with_extra_args_support(optax.chain(*directions, add_weight_decay(config, groups), rate))
 
 
-def in_float32(direction: optax.GradientTransformation) -> optax.GradientTransformation:
+def in_float32(direction: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Computes directions in float32, whatever the dtype of the parameters, and stores the state in the dtypes that it has.
 
     In bfloat16, a decay rate of 0.999 would be 1, and a learning rate one of 128 values between two powers of 2.
@@ -202,11 +218,12 @@ def in_float32(direction: optax.GradientTransformation) -> optax.GradientTransfo
     def wide(x: jax.Array) -> jax.Array:
         return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x
 
-    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        moved, after = direction.update(jax.tree.map(wide, updates), jax.tree.map(wide, state), params)
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        moved, after = widened.update(jax.tree.map(wide, updates), jax.tree.map(wide, state), params, **extra)
         return moved, jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
 
-    return optax.GradientTransformation(direction.init, update_fn)
+    widened = optax.with_extra_args_support(direction)
+    return optax.GradientTransformationExtraArgs(direction.init, update_fn)
 
 
 def clip_by_norm(max_norm: float | None) -> optax.GradientTransformation:

@@ -24,13 +24,16 @@ from jaxlm.optim.lr.schedules import Schedule
 from jaxlm.optim.matrices import NORM_BIAS_OR_EMBEDDING, matrix_paths
 from jaxlm.optim.paced import paced
 from jaxlm.optim.stored_state.formats import Full, check_applies
+from jaxlm.reading.decode import encode
 
 # Their counts are read by schedules only; the counts of other states correct biases.
 SCHEDULE_STATES = (optax.ScaleByScheduleState, ScheduledMomentum)
 # These act on all parameters together, so that an entry of `groups` cannot have its own.
 _GLOBAL_KEYS = {
     "max_grad_norm": "gradients are clipped by the norm of all parameters together",
+    "adagc": "the warmup of AdaGC clips the norm of all parameters together",
     "skip_bad_steps": "a step is skipped for all parameters together",
+    "telemetry": "it measures all parameters together",
 }
 
 
@@ -80,9 +83,18 @@ def build_optimizer(
 
     With `OptimizerConfig.groups`, it clips the norm of the whole gradient, and each optimizer then updates its own groups.
     """
+    optimizer = _without_adagc(config, groups, num_steps)
+    if config.adagc is not None:
+        optimizer = optax.with_extra_args_support(optax.chain(config.adagc.build(), optimizer))
+    return paced(_checked(optimizer, config))
+
+
+def _without_adagc(
+    config: OptimizerConfig, groups: Sequence[ParameterGroup], num_steps: int
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer without AdaGC."""
     if not config.groups:
-        stored = config.state.stored(_with_controls(config.build(groups, num_steps), config, "optimizer"))
-        return paced(_checked(stored, config))
+        return config.state.stored(_with_controls(config.build(groups, num_steps), config, "optimizer"))
     members = {}
     for owner, optimizer in _optimizers(config):
         owned_groups = [group for group in groups if group.owner == owner]
@@ -94,7 +106,7 @@ def build_optimizer(
             stored = optimizer.state.stored(_with_controls(transformation, optimizer, path))
             members["rest" if owner is None else f"group_{owner}"] = _Member(paths, stored)
     clip = clip_by_norm(getattr(config, "max_grad_norm", None))
-    return paced(_checked(optax.with_extra_args_support(optax.chain(clip, _update_each(members))), config))
+    return optax.with_extra_args_support(optax.chain(clip, _update_each(members)))
 
 
 def with_schedules_restarted(opt_state: Any) -> Any:
@@ -291,9 +303,9 @@ def _check(config: OptimizerConfig) -> None:
             outer = getattr(config, key, None)
             value = getattr(group, key, outer)  # an entry's class need not have the key
             if value != outer:
-                expected = "null" if outer is None else outer
+                given, expected = ("null" if one is None else encode(one) for one in (value, outer))
                 raise ConfigError(
-                    f"{path}.{key}: {value} given, but {why}. Remove it and set optimizer.{key}, or set it to"
+                    f"{path}.{key}: {given} given, but {why}. Remove it and set optimizer.{key}, or set it to"
                     f" {expected} here"
                 )
 

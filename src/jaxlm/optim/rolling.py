@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-_STD_PER_MAD = 1.4826  # standard deviation of a normal distribution divided by its median absolute deviation
+STD_PER_MAD = 1.4826  # standard deviation of a normal distribution divided by its median absolute deviation
 
 
 class RollingWindow(eqx.Module):
@@ -48,7 +48,7 @@ class RollingWindow(eqx.Module):
 
     def robust_std(self) -> jax.Array:
         """Standard deviation estimated from the median absolute deviation, which a few outliers do not affect."""
-        return _STD_PER_MAD * self._median(jnp.abs(self.values - self.median()))
+        return STD_PER_MAD * self._median(jnp.abs(self.values - self.median()))
 
     def _median(self, values: jax.Array) -> jax.Array:
         return jnp.nanmedian(jnp.where(self._is_set(), values, jnp.nan))

@@ -538,7 +538,7 @@ def _controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tuple[Con
         else (phase.controllers, f"phases.{index}.controllers")
     )
     facts = OptimizerFacts(
-        optimizer.learning_rate, optimizer.strategies, optimizer.has_telemetry, optimizer.nowcast_window
+        optimizer.learning_rate, optimizer.strategy_controls, optimizer.has_telemetry, optimizer.nowcast_window
     )
     for number, section in enumerate(written):
         controller = section.build(facts)

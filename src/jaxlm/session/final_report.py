@@ -2,8 +2,10 @@
 
 import gzip
 import lzma
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from textwrap import shorten
 
 from jaxlm.core.guards import SKIPPED
 from jaxlm.core.stores import AT_START_S, retried
@@ -17,13 +19,14 @@ from jaxlm.observe.page.page import write_page
 from jaxlm.observe.page.sections import newest
 from jaxlm.observe.phase_history import phase_history
 from jaxlm.observe.plots import layer_bars, loss_curve, schedule_curve, step_time_histogram, step_times
-from jaxlm.observe.records import METRICS, REPORT_PAGE, SAMPLES
+from jaxlm.observe.records import DECISIONS, METRICS, REPORT_PAGE, SAMPLES
 from jaxlm.plan.num_steps import steps_of_all_phases
 from jaxlm.plan.plan import Plan
 from jaxlm.reading.decode import choice_name
 
 _MAX_COMPRESSED_BYTES = 64 << 20
 _MAX_SPANS = 8  # of skipped steps, in the report
+_MAX_EVENTS, _MAX_EVENT = 8, 40  # kinds of decisions in the report, and characters of each
 
 
 def final_report(plan: Plan, console: Console) -> None:
@@ -35,6 +38,7 @@ def final_report(plan: Plan, console: Console) -> None:
         ("steps", f"{num_done} of {plan.num_steps}"),
         ("training loss", newest(run[TRAIN_LOSS])),
         *skipped_updates(run),
+        *decisions(run, plan.log_folder),
     ]
     if EVAL_LOSS in run.series:
         rows += [("validation loss", newest(run[EVAL_LOSS])), ("bits per byte", _bits_per_byte(run))]
@@ -169,6 +173,13 @@ def skipped_updates(run: LoggedRun) -> list[tuple[str, str]]:
     shown = [f"{first}" if first == last else f"{first} to {last}" for first, last in spans]
     listed = ", ".join(shown if len(shown) <= _MAX_SPANS else [*shown[:_MAX_SPANS], "..."])
     return [("skipped updates", f"{run.latest(SKIPPED):.0f} of {len(run[SKIPPED].steps)} steps: {listed}")]
+
+
+def decisions(run: LoggedRun, folder: Path) -> list[tuple[str, str]]:
+    """A report row with what the run's controllers decided; none if they decided nothing."""
+    counts = Counter(shorten(decision.note["event"], _MAX_EVENT) for decision in run.decisions)
+    listed = ", ".join(f"{event} {count}" for event, count in counts.most_common(_MAX_EVENTS))
+    return [("decisions", f"{listed}: {folder / DECISIONS}")] if counts else []
 
 
 def _bits_per_byte(run: LoggedRun) -> str:

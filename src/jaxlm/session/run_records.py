@@ -1,9 +1,10 @@
 """What a run writes about itself: metrics for its trackers, the ledger of its time, and calls of the user's callbacks."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.engine.activity import ActivityClock
@@ -14,6 +15,7 @@ from jaxlm.observe import records
 from jaxlm.observe.callbacks import CallbackContext, Callbacks, open_callbacks
 from jaxlm.observe.completions import CompletionLog
 from jaxlm.observe.console import Console
+from jaxlm.observe.decisions import DecisionLog
 from jaxlm.observe.ledger import Ledger
 from jaxlm.observe.log_store import describe_start
 from jaxlm.observe.loop_state import LoopState
@@ -52,6 +54,7 @@ class RunRecords:
         callbacks: classes of the user's own; none on processes other than 0.
         ledgers: the ledger of the run's time; empty on processes other than 0.
         trackers: where metrics are logged; empty until the run begins, and on processes other than 0.
+        decision_logs: the log of the controllers' decisions; empty like `trackers`.
     """
 
     plan: Plan
@@ -61,15 +64,21 @@ class RunRecords:
     callbacks: Callbacks
     ledgers: tuple[Ledger, ...] = ()
     trackers: list[Tracker] = field(default_factory=list)
+    decision_logs: list[DecisionLog] = field(default_factory=list)
 
     def completions(self) -> CompletionLog:
         """Logs completions with their rewards."""
         return CompletionLog(self.plan.config.trainer.completions, self.trackers, self.console)
 
     def flush(self) -> None:
-        """Hands everything to the trackers' files."""
-        for tracker in self.trackers:
-            tracker.flush()
+        """Hands everything to the files of trackers and decisions."""
+        for log in (*self.trackers, *self.decision_logs):
+            log.flush()
+
+    def decided(self, step: int, controller: str, note: Mapping[str, Any]) -> None:
+        """Logs a decision of a controller (`Noted`). Args: step: whose metrics led to it. note: JSON, with an `event`."""
+        for log in self.decision_logs:
+            log.write(step, controller, note)
 
     def begin_attempt(self, history: History, step: int) -> None:
         """Tells the trackers and the ledger that the run went back to `step`."""
@@ -78,6 +87,8 @@ class RunRecords:
         self.loop_state.go_back(step)
         for tracker in self.trackers:
             tracker.begin_attempt(history.attempt, step, history.abandoned_steps)
+        for log in self.decision_logs:
+            log.begin_attempt(history.attempt)
 
     def write_ledgers(self) -> None:
         for ledger in self.ledgers:
@@ -100,6 +111,9 @@ def open_records(
             for tracker in _open_trackers(plan, console, init_from):
                 opened.trackers.append(tracker)
                 closing.callback(tracker.close)
+            decisions = _open_decisions(plan, opened.trackers, console, init_from)
+            opened.decision_logs.append(decisions)
+            closing.callback(decisions.close)
             describe_start(plan.log_folder, dump(as_run_config(plan.config)))
             opened.write_ledgers()
             closing.callback(opened.write_ledgers)
@@ -131,6 +145,11 @@ def _open_trackers(plan: Plan, console: Console, init_from: InitFrom) -> tuple[T
         return BackgroundTracker(choice_name(type(config)), lambda: config.open(info), console.log)
 
     return (jsonl, *map(in_background, trainer.trackers))
+
+
+def _open_decisions(plan: Plan, trackers: list[Tracker], console: Console, init_from: InitFrom) -> DecisionLog:
+    begin = {"resume_step": init_from.resume_step or 0, "attempt": init_from.history.attempt}
+    return DecisionLog(plan.log_folder / records.DECISIONS, trackers, console, **begin)
 
 
 def _open_callbacks(plan: Plan, console: Console, init_from: InitFrom) -> Callbacks | None:

@@ -222,6 +222,7 @@ _KEYS = {
     "slots.objective.": "objective",
     "slots.loss_scale.": "trainer.mp",
     "slots.bad_steps.": "optimizer.skip_bad_steps",
+    "slots.telemetry.": "optimizer.telemetry",
     "slots.": "trainer.model_averaging",
 }
 

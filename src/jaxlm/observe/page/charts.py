@@ -19,8 +19,9 @@ from jaxlm.engine.metric_names import (
     TOKENS_PER_SECOND,
     TRAIN_LOSS,
 )
-from jaxlm.observe.curves import COLORS, extremes, half_window, smoothed
-from jaxlm.observe.events import MAX_MARKS, Mark, batch_sizes, events
+from jaxlm.observe.curves import BAND_OPACITY, COLORS, band_colors, extremes, half_window, smoothed
+from jaxlm.observe.decision_notes import Band
+from jaxlm.observe.events import MAX_MARKS, Mark, batch_sizes, events, strategies
 from jaxlm.observe.logged_run import LoggedRun, Series
 
 _MAX_FURTHER = 40
@@ -40,10 +41,11 @@ class _Kind(NamedTuple):
     metrics: str
     is_noisy: bool = False
     is_log: bool = False
+    shows_strategies: bool = False
 
 
 _KINDS = (
-    _Kind("Loss", "nats per token", f"{TRAIN_LOSS}|{EVAL_LOSS}", is_noisy=True),
+    _Kind("Loss", "nats per token", f"{TRAIN_LOSS}|{EVAL_LOSS}", is_noisy=True, shows_strategies=True),
     _Kind("Validation losses of parts and averages", "nats per token", f"{EVAL_PREFIX}.+/loss"),
     _Kind("Bits per byte", "", f"{EVAL_PREFIX}(.+/)?bpb|{BEST_BPB}"),
     _Kind("CORE", "", f"{EVAL_PREFIX}(.+/)?core"),
@@ -74,7 +76,9 @@ class Chart(NamedTuple):
         title: what it shows.
         unit: of the vertical axis; may be empty.
         keys: the legend, one line for each curve.
-        figure: what the page's script draws: `curves`, with the number of their key; `marks`; whether the axis is `log`.
+        figure: what the page's script draws: `curves`, with the number of their key; `marks`; `bands` of steps, with their
+            color; whether the axis is `log`.
+        bands: (name, color) of the bands.
         mean_width: number of steps of its moving averages; 1 if it has none.
         num_points: points of its longest curve.
         num_drawn: how many of them are drawn.
@@ -84,6 +88,7 @@ class Chart(NamedTuple):
     unit: str
     keys: Sequence[Key]
     figure: Mapping[str, Any]
+    bands: Sequence[tuple[str, str]]
     mean_width: int
     num_points: int
     num_drawn: int
@@ -139,7 +144,9 @@ def _drawn(
             if name in one
         }
         if curves:
-            yield _chart(kind, curves, marks)
+            # The bands of several runs would lie over each other.
+            bands = strategies(runs[0]) if kind.shows_strategies and len(runs) == 1 else []
+            yield _chart(kind, curves, marks, bands)
 
 
 def _key(runs: Sequence[LoggedRun], run: int, metric: str, number: int, num_metrics: int) -> Key:
@@ -150,7 +157,7 @@ def _key(runs: Sequence[LoggedRun], run: int, metric: str, number: int, num_metr
     return Key(name, COLORS[run % len(COLORS)], _DASHES[number % len(_DASHES)])
 
 
-def _chart(kind: _Kind, curves: Mapping[Key, Series], marks: Sequence[Mark]) -> Chart:
+def _chart(kind: _Kind, curves: Mapping[Key, Series], marks: Sequence[Mark], bands: Sequence[Band]) -> Chart:
     buckets = max(_MIN_BUCKETS, _MAX_BUCKETS // len(curves))
     # All curves are drawn at the same steps, so that the values of all of them can be read at each.
     kept = np.unique(np.concatenate([one.steps[extremes(one.values, buckets)] for one in curves.values()]))
@@ -162,12 +169,20 @@ def _chart(kind: _Kind, curves: Mapping[Key, Series], marks: Sequence[Mark]) -> 
         for name, shown, faint in ((key.name, series, has_mean), (f"{key.name}, mean", mean, False))[: 1 + has_mean]:
             style = {"key": number, "color": key.color, "dash": key.dash, "faint": faint}
             drawn.append({"name": name, **style, **_points(shown, kept)})
+    colors = band_colors([band.name for band in bands])
     longest = max((one.steps for one in curves.values()), key=len)
     return Chart(
         kind.title,
         kind.unit,
         list(curves),
-        {"curves": drawn, "marks": sorted(set(marks)), "log": kind.is_log},
+        {
+            "curves": drawn,
+            "marks": sorted(set(marks)),
+            "bands": [(band.begin, band.end, colors[band.name]) for band in bands],
+            "opacity": BAND_OPACITY,
+            "log": kind.is_log,
+        },
+        list(colors.items()),
         2 * half + 1 if any(curve["faint"] for curve in drawn) else 1,
         len(longest),
         int(np.isin(longest, kept).sum()),

@@ -56,6 +56,9 @@ function draw(chart) {
     make(svg, "text", {x: LEFT - 6, y: TOP + toY(y) + 4, "text-anchor": "end"}, number(y));
   }
   const area = make(svg, "svg", {x: LEFT, y: TOP, ...plot});  // what lies beyond it is not shown
+  for (const [begin, end, fill] of figure.bands) {
+    make(area, "rect", {x: toX(begin), y: 0, width: toX(end) - toX(begin), height: plot.height, fill, opacity: figure.opacity});
+  }
   let named = -Infinity;
   for (const [at, text] of figure.marks) {
     const x = toX(at);

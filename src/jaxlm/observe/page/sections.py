@@ -26,6 +26,7 @@ from jaxlm.engine.metric_names import (
     TRAINING_TIME,
 )
 from jaxlm.observe.curves import COLORS
+from jaxlm.observe.decision_notes import described
 from jaxlm.observe.events import SkippedStep, resumes, skipped_steps
 from jaxlm.observe.ledger import IDLE
 from jaxlm.observe.logged_run import LoggedRun, Series
@@ -34,6 +35,7 @@ from jaxlm.observe.phase_history import phase_history, phase_table
 ABSENT = "–"
 _MAX_KEYS = 5000
 _MAX_SKIPPED = 100  # shown of each run
+_MAX_DECISIONS = 200  # shown of each run
 _MAX_PROMPTS = 12  # shown of each run
 _MAX_STEPS = 30  # samples shown of each prompt
 _MAX_COMPLETION_STEPS = 12  # with completions shown of each run
@@ -66,6 +68,19 @@ class Skipped(NamedTuple):
 
     run: str
     steps: Sequence[SkippedStep]
+    left_out: int
+
+
+class Decisions(NamedTuple):
+    """Decisions of a run's controllers, the newest last.
+
+    Attributes:
+        rows: (step, controller, what it decided).
+        left_out: how many are not in `rows`.
+    """
+
+    run: str
+    rows: Sequence[tuple[int, str, str]]
     left_out: int
 
 
@@ -261,6 +276,20 @@ def skipped(runs: Sequence[LoggedRun]) -> list[Skipped]:
     """The newest skipped steps of each run that has some."""
     by_run = [(run.name, skipped_steps(run)) for run in runs]
     return [Skipped(name, steps[-_MAX_SKIPPED:], max(0, len(steps) - _MAX_SKIPPED)) for name, steps in by_run if steps]
+
+
+def decisions(runs: Sequence[LoggedRun]) -> list[Decisions]:
+    """The newest decisions of the controllers of each run in which they made some."""
+    shown = [(run, run.decisions[-_MAX_DECISIONS:]) for run in runs if run.decisions]
+    again = lambda one: "; the run has been here again since" if one.is_superseded and not one.is_rollback else ""  # noqa: E731
+    return [
+        Decisions(
+            run.name,
+            [(one.step, one.controller, described(one.note) + again(one)) for one in newest_ones],
+            len(run.decisions) - len(newest_ones),
+        )
+        for run, newest_ones in shown
+    ]
 
 
 def layers(runs: Sequence[LoggedRun]) -> list[Layers]:

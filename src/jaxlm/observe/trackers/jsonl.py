@@ -7,13 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core.atomic_io import free_path
-from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.logged import Completion, Histogram, Sample
 from jaxlm.engine.metric_names import DURATION, RESUMED_FROM
 from jaxlm.observe.log_file import LogFile
-from jaxlm.observe.records import COMPLETIONS, EARLIER_COMPLETIONS, HISTOGRAMS, SAMPLES, finite, parse_jsonl
+from jaxlm.observe.records import COMPLETIONS, EARLIER_COMPLETIONS, HISTOGRAMS, SAMPLES, drop_after, finite
 
 
 class JsonlTracker:
@@ -49,7 +47,7 @@ class JsonlTracker:
             path.parent.mkdir(parents=True, exist_ok=True)
             # All are read before one is changed: a start that is refused changes none.
             dropping = [
-                _drop_after(file, (attempt, resume_step), warn)
+                drop_after(file, (attempt, resume_step), warn)
                 for file in (path, histograms, samples, completions, earlier)
             ]
             for drop in dropping:
@@ -140,37 +138,3 @@ class _RotatedFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _drop_after(path: Path, place: tuple[int, int], warn: Callable[[str], None]) -> Callable[[], None]:
-    """Reads a file. Returns what removes its records after an attempt and step, and those of later attempts.
-
-    A file with other lines is also copied then.
-    """
-    if not path.exists():
-        return lambda: None
-    attempt, step = place
-
-    def stays(record: Mapping[str, float]) -> bool:
-        number = record.get("attempt", 0)
-        return number < attempt or (number == attempt and record["step"] <= step)
-
-    content = read_bytes(path)
-    records, num_others = parse_jsonl(content)
-
-    def drop() -> None:
-        if num_others:
-            aside = free_path(path.with_name(f"{path.name}.damaged"))
-            aside.write_bytes(content)
-            warn(
-                f"warning: {num_others} lines of {path} are not records of this run. They are left out; {aside} has the old"
-                " file"
-            )
-        unfinished = path.with_name(path.name + ".unfinished")
-        with open(unfinished, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in filter(stays, records))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-
-    return drop

@@ -26,21 +26,22 @@ MeshAxes = tuple[str, ...]
 
 
 def map_sharded_matrices(
-    change: Callable[[jax.Array], jax.Array], views: Mapping[str, MatrixView]
+    change: Callable[[jax.Array], jax.Array], views: Mapping[str, MatrixView], active: jax.Array | None = None
 ) -> dict[str, NamedArray]:
     """Applies `change` to every matrix, as [.., rows, columns]. Each device changes some of them.
 
     Args:
         change: treats each matrix by itself, and the transpose of a matrix like the matrix. It may return another dtype.
+        active: bool; if False, the matrices move, but none is changed, and the result is the matrices. None is True.
     """
     layout = current_layout()
     if layout is None or layout.mesh.size == 1:
-        return {path: view.named(change(view.matrix)) for path, view in views.items()}
+        return {path: view.named(_changed_if(active, change, view.matrix)) for path, view in views.items()}
     groups: dict[tuple, list[_Stack]] = {}
     for path, view in views.items():
         stack = _stack_of(path, view, layout)
         groups.setdefault(stack.key, []).append(stack)
-    changed = [pair for stacks in groups.values() for pair in _changed(change, stacks, layout)]
+    changed = [pair for stacks in groups.values() for pair in _changed(change, stacks, layout, active)]
     return {path: at_rest(array, layout) for path, array in changed}
 
 
@@ -91,8 +92,15 @@ def _merged(axes: Sequence[Axis], names: Mapping[str, MeshAxes]) -> MeshAxes:
     return names[axes[0].name] if axes else ()
 
 
+def _changed_if(active: jax.Array | None, change: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax.Array:
+    if active is None:
+        return change(array)
+    dtype = jax.eval_shape(change, array).dtype
+    return jax.lax.cond(active, change, lambda same: same.astype(dtype), array)
+
+
 def _changed(
-    change: Callable[[jax.Array], jax.Array], stacks: Sequence[_Stack], layout: Layout
+    change: Callable[[jax.Array], jax.Array], stacks: Sequence[_Stack], layout: Layout, active: jax.Array | None
 ) -> Iterator[tuple[str, NamedArray]]:
     """Moves the joined matrices to the devices that change them, and back."""
     specs = _moves(stacks[0].spec, layout)
@@ -102,7 +110,14 @@ def _changed(
     array = _padded(array, math.prod(layout.mesh.shape[name] for name in specs[-1][1]))
     for move in moves:
         array = jax.lax.with_sharding_constraint(array, move)
-    array = change(array)
+    if active is None:
+        array = change(array)
+    else:
+        # XLA may gather what a conditional around sharded arrays returns, so each device decides for those that it has.
+        local = lambda own, flag: _changed_if(flag, change, own)  # noqa: E731
+        spec = moves[-1].spec
+        run = jax.shard_map(local, mesh=layout.mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False)
+        array = run(array, active)
     for move in reversed(moves):
         array = jax.lax.with_sharding_constraint(array, move)
     start = 0

@@ -1,0 +1,162 @@
+"""Measures in every step what tells whether training goes well; it changes no update.
+
+What the detectors do was chosen by measurement, on noise around a constant and around a falling loss and on 20,280 steps of
+15 runs of small models (1 to 30 million parameters, batches of 8 to 32 rows):
+
+* A spike is an outlier against the trend. On noise around a constant, 0.001 % of the steps are flagged with a `loss_limit` of
+  5, and none of the first 100; on the runs, 0.4 of 1,000 steps.
+* Gradient norms have long tails: with a limit of 5, 6.9 of 1,000 steps of the runs were flagged, and 2.4 with 8.
+* A plateau is a slope that is not significantly below 0 (one-sided t-test at 5 %). A window of 300 steps finds 95 % of those
+  with noise of 0.05 and of 0.27 nats, and none where the loss falls by 0.001 a step. On the runs, it flags 2 % of the steps
+  where the loss fell by more than 2 % in 200 steps, and 85 % where it fell by less than 1 %. A limit on the slope itself, or
+  patience on a running mean, found fewer or flagged more.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from annotated_types import Interval
+
+from jaxlm.core import telemetry
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import PositiveFloat, PositiveInt
+from jaxlm.core.guards import StepGuard, StepStats, Verdict
+from jaxlm.optim.rolling import RollingWindow
+from jaxlm.optim.telemetry.layer_norms import layer_ratio, norm
+from jaxlm.optim.telemetry.running_mean import RunningMean
+from jaxlm.optim.telemetry.slope import slope
+from jaxlm.optim.telemetry.trend import Trend
+
+_SIGNIFICANT = 1.645  # standard errors: 5 % of a normal distribution lie above
+# Changes below these are no outliers, however quiet the run is: 0.2 % of the loss, and 2 % of the gradient norm.
+_MIN_RELATIVE_LOSS_SCALE = 2e-3
+_MIN_LOG_NORM_SCALE = 0.02
+_TINY = 1e-30  # a gradient norm of 0 has no logarithm
+
+WindowLength = Annotated[int, Interval(ge=20, le=1_000_000)]
+"""Steps in a window; fewer than 20 are not enough for an estimate."""
+
+
+class TelemetryState(eqx.Module):
+    """What the telemetry remembers.
+
+    Attributes:
+        losses, log_norms: trends of the loss and of the logarithm of the gradient norm.
+        norms: recent gradient norms.
+        spikes: 1 for each recent step that was a spike, 0 for the others.
+        recent: the losses of recent steps, winsorized.
+        fast, slow: running means of the loss.
+    """
+
+    losses: Trend
+    log_norms: Trend
+    norms: RollingWindow
+    spikes: RollingWindow
+    recent: RollingWindow
+    fast: RunningMean
+    slow: RunningMean
+
+
+@dataclass(frozen=True)
+class Telemetry(StepGuard):
+    """Measures the trend of the loss and of the gradient norm, spikes and plateaus, in every step.
+
+    Attributes:
+        window: number of recent steps for the noise, the median of the gradient norm, and the number of spikes.
+        min_steps: no step is a spike before so many steps.
+        loss_limit: a loss this many standard deviations above its trend is a spike.
+        grad_norm_limit: a gradient norm whose logarithm is this many standard deviations above its trend is a spike.
+        plateau_window: number of recent steps whose loss must not fall for a plateau.
+        mean_steps: memory of the running mean of the loss, in steps.
+        reference_steps: memory of the slow running mean of the loss, in steps.
+    """
+
+    name: ClassVar[str] = telemetry.TELEMETRY
+
+    window: WindowLength = 128
+    min_steps: WindowLength = 20
+    loss_limit: PositiveFloat = 5.0
+    grad_norm_limit: PositiveFloat = 8.0
+    plateau_window: WindowLength = 300
+    mean_steps: PositiveInt = 20
+    reference_steps: PositiveInt = 200
+
+    def __post_init__(self):
+        if self.min_steps > self.window:
+            raise ConfigError(
+                f"optimizer.telemetry.min_steps: {self.min_steps} given, at most {self.window} expected, the steps of window."
+                " Lower it, or raise window"
+            )
+        if self.mean_steps >= self.reference_steps:
+            raise ConfigError(
+                f"optimizer.telemetry.mean_steps: {self.mean_steps} given, less than the {self.reference_steps} of"
+                " reference_steps expected: a controller compares the two means. Lower it, or raise reference_steps"
+            )
+
+    def init_slot(self) -> TelemetryState:
+        trend, recent = Trend.empty(self.window), RollingWindow.empty(self.window)
+        mean = RunningMean.empty()
+        return TelemetryState(trend, trend, recent, recent, RollingWindow.empty(self.plateau_window), mean, mean)
+
+    def judge(self, slot: TelemetryState, stats: StepStats) -> Verdict:
+        """Measures one step, whether another guard rejects it or not. A value that is not finite enters nothing."""
+        smallest = _MIN_RELATIVE_LOSS_SCALE * jnp.abs(slot.losses.level)
+        losses, loss = slot.losses.push(
+            stats.objective, limit=self.loss_limit, min_values=self.min_steps, smallest_scale=smallest
+        )
+        log_norms, log_norm = slot.log_norms.push(
+            jnp.log(jnp.maximum(stats.norm, _TINY)),
+            limit=self.grad_norm_limit,
+            min_values=self.min_steps,
+            smallest_scale=_MIN_LOG_NORM_SCALE,
+        )
+        is_spike = ~stats.finite | (loss.score > self.loss_limit) | (log_norm.score > self.grad_norm_limit)
+        recent = _pushed(slot.recent, loss.value, jnp.isfinite(stats.objective))
+        fall, error = slope(recent)
+        after = TelemetryState(
+            losses,
+            log_norms,
+            _pushed(slot.norms, stats.norm, jnp.isfinite(stats.norm)),
+            slot.spikes.push(is_spike.astype(jnp.float32)),
+            recent,
+            slot.fast.push(stats.objective, self.mean_steps),
+            slot.slow.push(stats.objective, self.reference_steps),
+        )
+        metrics = {
+            telemetry.LOSS: after.fast.mean(),
+            telemetry.LOSS_REFERENCE: after.slow.mean(),
+            telemetry.LOSS_SCORE: loss.score,
+            telemetry.GRAD_NORM_SCORE: log_norm.score,
+            telemetry.GRAD_NORM_RATIO: self._norm_ratio(slot.norms, stats.norm),
+            telemetry.IS_SPIKE: is_spike,
+            telemetry.NUM_SPIKES: jnp.sum(after.spikes.values),
+            telemetry.IS_PLATEAU: (recent.count == self.plateau_window) & (fall > -_SIGNIFICANT * error),
+            telemetry.SLOPE: jnp.where(recent.count >= self.min_steps, fall, 0.0),
+            telemetry.LAYER_RATIO: layer_ratio(stats.gradient),
+            telemetry.UPDATE_RATIO: stats.update_norm / jnp.maximum(norm(stats.parameters), _TINY),
+        }
+        return Verdict(jnp.asarray(True), after, {name: jnp.asarray(x, jnp.float32) for name, x in metrics.items()})
+
+    def reason(self, metrics: Mapping[str, float]) -> str | None:
+        return None  # it rejects nothing
+
+    def _norm_ratio(self, norms: RollingWindow, value: jax.Array) -> jax.Array:
+        is_ready = norms.count >= self.min_steps
+        median = jnp.where(is_ready, norms.median(), 1.0)
+        ratio = jnp.where(is_ready, value / jnp.maximum(median, _TINY), 1.0)
+        return jnp.where(jnp.isfinite(value), ratio, jnp.inf)
+
+
+def telemetry_guards(setting: "bool | Telemetry | None") -> tuple[Telemetry, ...]:
+    """The guards for an `optimizer.telemetry` setting: none, one with defaults, or the given one."""
+    if isinstance(setting, Telemetry):
+        return (setting,)
+    return (Telemetry(),) if setting else ()
+
+
+def _pushed(window: RollingWindow, value: jax.Array, is_pushed: jax.Array) -> RollingWindow:
+    return jax.tree.map(lambda new, old: jnp.where(is_pushed, new, old), window.push(value), window)
