@@ -23,6 +23,7 @@ from jaxlm.controllers.orchestrate.orchestrator import (
     Nowcast,
     Orchestrator,
     OrchestratorConfig,
+    PlannedSwitch,
     RollbacksError,
     Safety,
 )
@@ -65,6 +66,7 @@ class Driven:
     notes: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
     taken: int = 0
     gone_back: bool = False
+    skipped: Callable[[int], bool] = lambda step: False
 
     def run(self, until: int, **changes: Any) -> "Driven":
         """Trains to a step, or until the run goes back. Args: changes: metrics that differ, by the last part of their names;
@@ -101,7 +103,7 @@ class Driven:
 
     def _done(self, delay: int) -> DoneStep:
         progress = self.step / self.num_steps
-        return DoneStep(self.step, self.step == self.num_steps, False, progress, self.step + delay)
+        return DoneStep(self.step, self.step == self.num_steps, self.skipped(self.step), progress, self.step + delay)
 
     def _read(self) -> Any:
         """The state as a checkpoint has it."""
@@ -233,6 +235,7 @@ def test_before_the_first_checkpoint_only_the_strategy_changes():
         ({"max_loss_increase": None}, {"loss": 9.0}),
         ({"max_grad_increase": None}, {"grad_norm_ratio": 1e6}),
         ({}, {"loss": 4.0}),
+        ({}, {"grad_norm_ratio": math.inf}),
         ({"max_loss_delta": 1.5, "max_loss_increase": None}, {"loss": 4.4}),
     ],
 )
@@ -241,13 +244,25 @@ def test_what_is_within_the_limits_is_no_trip(limits, metrics):
     assert driven(interval=10_000, safety=None).run(300).run(310, loss=9.0, grad_norm_ratio=1e6).decisions == []
 
 
+def test_updates_that_are_skipped_again_and_again_lead_back():
+    run = driven(interval=10_000).run(300)
+    skipped = [number % 8 >= 5 or number > 320 for number in range(500)]
+    run.skipped = lambda step: skipped[step]
+    run.run(400)
+    ((_, back),) = run.decisions
+    assert isinstance(back, Rewind)
+    assert back.reason == "the updates of 4 steps in a row were skipped (max_skipped: 4)"
+
+
 def test_a_difference_of_losses_may_be_the_limit():
     run = driven(safety=Safety(max_loss_delta=1.5, max_loss_increase=None), interval=10_000).run(300).run(301, loss=4.6)
     assert isinstance(run.decisions[0][1], Rewind)
 
 
 def test_switches_that_are_written_come_at_their_step():
-    run = driven(interval=10_000, switch_at={300: "fast", 700: "plain"}, num_steps=10**9).run(1000)
+    run = driven(
+        interval=10_000, switch_at=[PlannedSwitch(300, "fast"), PlannedSwitch(700, "plain")], num_steps=10**9
+    ).run(1000)
     assert [(note["effective"], note["reason"], note["to"]) for _, note in run.events("switch")] == [
         (300, "manual", "fast"),
         (700, "manual", "plain"),
@@ -281,6 +296,24 @@ def test_to_monitor_is_to_note_what_would_happen():
     assert all(note["would"] for _, note in run.notes)
 
 
+def test_a_run_goes_on_with_another_table_of_strategies():
+    run = driven(interval=10_000, switch_at=[PlannedSwitch(50, "fast")]).run(100)
+    assert run.controller.resumed(run._read()) is None
+    more = {
+        "new": {"strategy": 0.0, "lr_scale": 1.0},
+        "fast": {"strategy": 1.0, "lr_scale": 2.0},
+        "plain": STRATEGIES["plain"],
+    }
+    other = OrchestratorConfig(safety=None).build(OptimizerFacts(1e-3, more, True))
+    now = other.resumed(run._read())
+    assert now is not None
+    state, controls = now
+    assert (state["strategy"], controls) == ("fast", {"strategy": 1.0, "lr_scale": 2.0})
+    without = OrchestratorConfig(safety=None).build(OptimizerFacts(1e-3, {"plain": STRATEGIES["plain"]}, True))
+    with pytest.raises(ConfigError, match="of the run has chosen 'fast'"):
+        without.resumed(run._read())
+
+
 def test_spikes_are_noted():
     run = driven(interval=10_000).run(5, is_spike=lambda step: float(step == 3))
     assert run.notes == [(3, {"event": "spike", "loss": 3.0})]
@@ -304,7 +337,12 @@ def test_losses_that_are_not_finite_are_written_as_null():
             {"safety": Safety(strategy="calm")},
             r"safety\.strategy: 'calm' given, .* plain, fast, spike_resistant",
         ),
-        (FACTS, {"switch_at": {5: "calm"}}, r"switch_at\.5: 'calm' given"),
+        (FACTS, {"switch_at": [PlannedSwitch(5, "calm")]}, r"switch_at\.0\.to: 'calm' given"),
+        (
+            FACTS,
+            {"switch_at": [PlannedSwitch(9, "fast"), PlannedSwitch(9, "plain")]},
+            r"the steps \[9, 9\] given, ascending",
+        ),
         (OptimizerFacts(1e-3, STRATEGIES, True), {"nowcast": Nowcast()}, r"Set optimizer\.nowcast too"),
         (FACTS, {"nowcast": Nowcast(every=10)}, r"nowcast\.every: 10 given, at least 20 expected"),
         (FACTS, {"nowcast": Nowcast(start=10)}, r"nowcast\.start: 10 given, at least 20 expected"),

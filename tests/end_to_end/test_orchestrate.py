@@ -21,6 +21,7 @@ CONTROLLER = (
 KEYS = (
     *("--config_path", "run.yaml", "--optimizer", OPTIMIZER.strip(), "--trainer.num_train_steps", str(STEPS)),
     *("--trainer.steps_per_eval", "24", "--trainer.checkpointer.keep", "[{every: 24}]"),
+    *("--trainer.checkpointer.delete_old_temp_checkpoints", "false"),
 )
 ORCHESTRATED = (*KEYS, "--trainer.controllers", f"[{{{CONTROLLER}, {SAFETY}}}]")
 LAST = f"step-{STEPS}-attempt-1"
@@ -61,6 +62,7 @@ def test_a_damaged_batch_costs_one_rollback_and_branches_keep_within_the_interva
     steps = [(record.get("attempt", 0), record["step"]) for record in place.numbers() if "train/objective" in record]
     back = rollbacks[0]["first"]
     assert steps == [*((0, n) for n in range(1, 36)), *((1, n) for n in range(back, STEPS + 1))]
+    assert place.digest(f"step-{back - 1}") == place.digest(f"step-{back - 1}-attempt-1")
     clean.write()
     clean.finish(*ORCHESTRATED)
     ends = [[r["eval/loss"] for r in run.numbers() if "eval/loss" in r][-1] for run in (place, clean)]

@@ -9,7 +9,17 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.controllers.base import Branch, Branched, Controller, DoneStep, Noted, Rewind, SetControls
+from jaxlm.controllers.base import (
+    Branch,
+    Branched,
+    Controller,
+    DoneStep,
+    Noted,
+    OptimizerFacts,
+    Rewind,
+    SetControls,
+)
+from jaxlm.controllers.orchestrate.orchestrator import OrchestratorConfig
 from jaxlm.core.sharding import Layout
 from jaxlm.core.values.logged import StepInfo
 from jaxlm.engine.activity import Activity
@@ -18,6 +28,8 @@ from jaxlm.engine.loop import run_phase
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
 from jaxlm.engine.signals import StopRequest
 from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.portfolio.portfolio import PortfolioConfig
+from jaxlm.optim.portfolio.strategies import AdamW
 from tests.engine.helpers import Ready, Saver, TinyRun, arrays, batch, layout, one_device, open_phase, phase
 
 STEPS = 12
@@ -287,3 +299,26 @@ def test_a_step_of_the_winner_may_make_the_run_go_back():
     assert max(result.rates) == 6
     remembered = result.saver.history.controllers["branches"]
     assert remembered["controls"] == {"lr_scale": 0.1}
+
+
+def test_a_portfolio_of_one_with_an_orchestrator_is_the_optimizer_alone():
+    one = PortfolioConfig(
+        learning_rate=1e-2,
+        warmup=2,
+        weight_decay=0.1,
+        telemetry=True,
+        strategies={"only": AdamW(max_grad_norm=1.0)},
+    )
+    facts = OptimizerFacts(1e-2, one.strategy_controls, has_telemetry=True)
+    asked = OrchestratorConfig(interval=2, min_steps_between_switches=0, safety=None).build(facts)
+    states = []
+    for controllers in ((), (asked,)):
+        run = TinyRun(one_device(), phase(end=STEPS, optimizer=one, controllers=controllers))
+        with run.where.use():
+            batches = Ready([batch(columns, run.where) for columns in BATCHES])
+            opened = open_phase(run.where, run.phase, run.loop_step, batches)
+            state, outcome = run_phase(opened.control.begin(run.state), opened)
+        assert isinstance(outcome, Done)
+        states.append(state)
+    assert states[1].slots.keys() - states[0].slots.keys() == {"controls"}
+    assert_equal(*states)

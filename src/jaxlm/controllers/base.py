@@ -222,6 +222,15 @@ class Controller(abc.ABC):
             StopRunError: the run should not go on.
         """
 
+    def resumed(self, state: Json) -> tuple[Json, Mapping[str, float]] | None:
+        """What it remembers, and the controls in effect, when a run goes on with other keys of the phase; decisions that are
+        not in effect yet are dropped. None if nothing of that changes.
+
+        Raises:
+            ConfigError: it cannot go on with these keys.
+        """
+        return None
+
     @property
     def branches(self) -> bool:
         """Whether it may decide to `Branch`, for which the phase needs validation data."""

@@ -93,10 +93,17 @@ class Control:
         """The state with the controls that are in effect. The history says which: a run that starts from another run's state,
         or whose controllers have changed, does not go by the arrays of the checkpoint. Controllers that are gone are
         forgotten, unless they keep a checkpoint.
+
+        Raises:
+            ConfigError: a controller cannot go on with the keys of the phase.
         """
         names, history = {controller.name for controller in self._phase.controllers}, self._saver.history
         staying = {name: it for name, it in history.controllers.items() if name in names or "keeps" in it}
         self._saver.history = replace(history, controllers=staying)
+        for controller in self._phase.controllers:
+            if controller.name in staying and (now := controller.resumed(self._memory(controller).state)) is not None:
+                memory = replace(self._memory(controller), state=now[0], controls=now[1], pending=())
+                self._remember(controller, memory)
         return self._with_controls(state) if self._phase.controls else state
 
     def is_due(self, step: int) -> bool:

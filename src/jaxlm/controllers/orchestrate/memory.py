@@ -12,6 +12,7 @@ class Memory:
 
     Attributes:
         strategy: the current one.
+        table: the strategies, by name, and the controls that select them.
         bandit: of `Bandit`.
         begun: before the first step of the phase; None before it is known.
         decided: the last boundary.
@@ -27,11 +28,13 @@ class Memory:
         trusted: step of the checkpoint to which the run last went back; -1 if it never did.
         rollbacks: how often the run has gone back in a row.
         healthy: good steps since it last did.
+        skipped: updates skipped in a row.
         extrapolated: the last try to extrapolate.
         rejections: tries to extrapolate that failed in a row.
     """
 
     strategy: str
+    table: Mapping[str, Mapping[str, float]]
     bandit: Json
     begun: int | None = None
     decided: int = 0
@@ -47,5 +50,6 @@ class Memory:
     trusted: int = -1
     rollbacks: int = 0
     healthy: int = 0
+    skipped: int = 0
     extrapolated: int = 0
     rejections: int = 0

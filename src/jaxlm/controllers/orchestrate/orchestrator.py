@@ -4,6 +4,7 @@ Source: caramba's guide to orchestrated training, for the boundaries, the trial 
 docs/howto/orchestrate.md says what differs.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -80,6 +81,19 @@ class Nowcast:
     max_rejections: PositiveInt = 10
 
 
+@dataclass(frozen=True)
+class PlannedSwitch:
+    """A switch that is planned.
+
+    Attributes:
+        step: the first step whose update the strategy makes; the fifth step of the phase, or a later one.
+        to: name of the strategy.
+    """
+
+    step: PositiveInt
+    to: str
+
+
 @choice(ControllerConfig, "orchestrator")
 class OrchestratorConfig(ControllerConfig):
     """Switches between the strategies of `optimizer: {type: portfolio}`.
@@ -108,7 +122,7 @@ class OrchestratorConfig(ControllerConfig):
             if there are such strategies.
         on_plateau: strategies that are favored while the loss has stopped falling. Null favors aggressive_adamw and
             sgd_escape, if there are such strategies.
-        switch_at: step -> name of the strategy that makes the updates from this step on.
+        switch_at: switches that are planned.
         safety: when the run goes back, and to what. Null never goes back.
         nowcast: tries to extrapolate the weights; the optimizer must have `nowcast` too. Null does not.
     """
@@ -126,7 +140,7 @@ class OrchestratorConfig(ControllerConfig):
     reward_scale: PositiveFloat = 0.1
     when_unstable: list[str] | None = None
     on_plateau: list[str] | None = None
-    switch_at: dict[PositiveInt, str] = field(default_factory=dict)
+    switch_at: list[PlannedSwitch] = field(default_factory=list)
     safety: Safety | None = field(default_factory=Safety)
     nowcast: Nowcast | None = None
 
@@ -141,7 +155,12 @@ class OrchestratorConfig(ControllerConfig):
                 "controllers: type orchestrator reads the metrics of optimizer.telemetry, which is not set. Set"
                 " optimizer.telemetry: true"
             )
-        named = {f"switch_at.{step}": name for step, name in self.switch_at.items()}
+        named = {f"switch_at.{number}.to": planned.to for number, planned in enumerate(self.switch_at)}
+        steps = [planned.step for planned in self.switch_at]
+        if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
+            raise ConfigError(
+                f"orchestrator.switch_at: the steps {steps} given, ascending ones expected. Sort the entries"
+            )
         for key in ("when_unstable", "on_plateau"):
             named |= {f"{key}.{number}": name for number, name in enumerate(getattr(self, key) or ())}
         named |= {} if self.safety is None else {"safety.strategy": self.safety.strategy}
@@ -201,7 +220,19 @@ class Orchestrator(Controller):
         return {**self.strategies[self._initial], **nowcast}
 
     def init(self) -> Json:
-        return asdict(Memory(self._initial, self._bandit.init()))
+        return asdict(Memory(self._initial, self.strategies, self._bandit.init()))
+
+    def resumed(self, state: Json) -> tuple[Json, Mapping[str, float]] | None:
+        memory = Memory(**state)
+        if memory.table == self.strategies:
+            return None
+        if memory.strategy not in self.strategies:
+            raise ConfigError(
+                f"optimizer.strategies: {', '.join(self.strategies)} given, but the orchestrator of the run has chosen"
+                f" '{memory.strategy}'. Keep that strategy, or start a new run with initialize_from"
+            )
+        memory = replace(memory, table=self.strategies, trying=None)
+        return asdict(memory), {**self.controls(), **self.strategies[memory.strategy]}
 
     def after(self, step: DoneStep, metrics: Mapping[str, float], state: Json) -> tuple[Json, Answer]:
         """Raises: RollbacksError: the run has gone back too often in a row."""
@@ -234,16 +265,17 @@ class Orchestrator(Controller):
 
     def _after(self, step: DoneStep, metrics: Mapping[str, float], memory: Memory) -> tuple[Memory, Answer]:
         """What follows from a step, but for the record of its spike."""
-        safety = self.config.safety
-        memory = replace(memory, healthy=memory.healthy + 1)
-        cause = None if safety is None else safety.trip(metrics)
+        config, safety = self.config, self.config.safety
+        skipped = memory.skipped + 1 if step.is_skipped else 0
+        memory = replace(memory, healthy=memory.healthy + 1, skipped=skipped)
+        cause = None if safety is None else safety.trip(metrics, skipped)
         if safety is not None and cause is not None:
             return self._recovered(safety, step, cause, memory)
         if memory.trying is not None:
             return memory, None
         memory, reason = self._boundary(step, metrics, memory)
         if reason == "manual":
-            return self._switched(memory, reason, list(self._switch_at.values())[memory.num_manual - 1], step)
+            return self._switched(memory, reason, config.switch_at[memory.num_manual - 1].to, step)
         if reason is not None:
             return self._decided(step, metrics, replace(memory, decided=step.number), reason)
         if self._extrapolates(step, memory):
@@ -259,7 +291,7 @@ class Orchestrator(Controller):
         """Why to decide after this step; None for no reason."""
         config = self.config
         on_plateau = bool(metrics[telemetry.IS_PLATEAU])
-        reached = sum(at <= step.effective for at in self._switch_at)
+        reached = sum(planned.step <= step.effective for planned in config.switch_at)
         if reached > memory.num_manual:
             return replace(memory, num_manual=reached, on_plateau=on_plateau), "manual"
         if memory.switched is not None and step.number - memory.switched < config.min_steps_between_switches:
@@ -340,6 +372,7 @@ class Orchestrator(Controller):
             trusted=target,
             rollbacks=rollbacks,
             healthy=0,
+            skipped=0,
         )
         key = "orchestrator.safety.max_rollbacks_in_a_row"
         rewind = Rewind(
@@ -384,10 +417,6 @@ class Orchestrator(Controller):
         chosen = {when: _FAVORED[when] if given is None else given for when, given in favored.items()}
         prior = {when: favoring(names, given) for when, given in chosen.items() if set(given) & set(names)}
         return Bandit(names, config.exploration, config.discount, prior)
-
-    @property
-    def _switch_at(self) -> Mapping[int, str]:
-        return dict(sorted(self.config.switch_at.items()))
 
     @property
     def _extrapolation(self) -> Branch:

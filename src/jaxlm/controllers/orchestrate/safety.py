@@ -4,6 +4,7 @@ Source: Chowdhery et al. 2022, PaLM (arXiv:2204.02311), section 5.1: continue fr
 since.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -27,7 +28,8 @@ class Safety:
             Null allows any.
         max_loss_delta: the same for their difference, in nats.
         max_grad_increase: the run has gone wrong if a gradient norm is more than this multiple of the recent median. Null
-            allows any.
+            allows any. A norm that is not finite does not count: its update is skipped.
+        max_skipped: the run has gone wrong if the updates of so many steps in a row were skipped. Null allows any number.
         snapshot_interval: number of steps between the checkpoints that the run may go back to. Two are kept.
         quarantine: a checkpoint is trusted after this many steps without a trip.
         max_rollbacks_in_a_row: how often the run goes back without `snapshot_interval` good steps in between. The next time,
@@ -38,15 +40,18 @@ class Safety:
     max_loss_increase: AboveOne | None = 1.5
     max_loss_delta: NonNegativeFloat | None = None
     max_grad_increase: AboveOne | None = 100.0
+    max_skipped: PositiveInt | None = 4
     snapshot_interval: PositiveInt = 200
     quarantine: NonNegativeInt = 20
     max_rollbacks_in_a_row: Annotated[int, Interval(ge=0, le=100)] = 3
 
-    def trip(self, metrics: Mapping[str, float]) -> str | None:
-        """Why the run has gone wrong, in words; None if it has not."""
+    def trip(self, metrics: Mapping[str, float], skipped: int) -> str | None:
+        """Why the run has gone wrong, in words; None if it has not. Args: skipped: updates skipped in a row."""
         loss, reference = metrics[telemetry.LOSS], metrics[telemetry.LOSS_REFERENCE]
         ratio = metrics[telemetry.GRAD_NORM_RATIO]
-        if self.max_grad_increase is not None and ratio > self.max_grad_increase:
+        if self.max_skipped is not None and skipped >= self.max_skipped:
+            return f"the updates of {skipped} steps in a row were skipped (max_skipped: {self.max_skipped})"
+        if self.max_grad_increase is not None and self.max_grad_increase < ratio < math.inf:
             return f"the gradient norm is {ratio:,.0f} times its median (max_grad_increase: {self.max_grad_increase:g})"
         if self.max_loss_increase is not None and loss > self.max_loss_increase * reference > 0:
             return f"the mean loss is {loss:.4f} after {reference:.4f} (max_loss_increase: {self.max_loss_increase:g})"
