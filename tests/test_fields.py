@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 
-from tests.fields import model_table, preset_table, run_table
+from tests.fields import model_table, orchestration_table, preset_table, run_table
 from tests.fields.proofs import Change, Entry, Outcome, Section, ShownIn, assert_test_exists, outcome_of
 from tests.fields.trees import BASES, all_fields, at_path, merged
 
-TABLES = (model_table.TABLE, run_table.TABLE, preset_table.TABLE)
+TABLES = (model_table.TABLE, run_table.TABLE, preset_table.TABLE, orchestration_table.TABLE)
 ENTRIES: dict[tuple[str, str], Entry] = {
     (base, path): entry for table in TABLES for base, fields in table.items() for path, entry in fields.items()
 }

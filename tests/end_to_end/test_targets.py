@@ -50,15 +50,17 @@ def test_a_mistake_in_a_target_touches_no_device(workplace, dry):
 NORM = {"type": "RMSNormLayer", "d_model": 32}
 ATTENTION = {"type": "AttentionLayer", "d_model": 32, "n_heads": 4, "n_kv_heads": 2, "mode": "gqa"}
 MLP = {"type": "SwiGLULayer", "d_model": 32, "d_ff": 64, "bias": False}
-STRATEGIES = {
+ORCHESTRATED = {"enabled": True, "decision_interval": 6, "eval_horizon": 3, "use_adagc": True, "adagc_warmup": 4}
+WAYS = {
     "one": {},
     "ddp": {"distributed_strategy": "ddp"},
     "fsdp": {"distributed": {"strategy": "FSDP", "fsdp_sharding_strategy": "FULL_SHARD"}},
+    "orchestrated": {f"orchestrator_{key}": value for key, value in ORCHESTRATED.items()},
 }
 
 
 def write_manifest(place: Workplace) -> None:
-    """A manifest with a target for each strategy."""
+    """A manifest with a target for each way to train."""
     residuals = [{"type": "ResidualTopology", "layers": [NORM, layer]} for layer in (ATTENTION, MLP)]
     unit = {"type": "NestedTopology", "repeat": "${n_layers}", "layers": residuals}
     head = {"type": "LinearLayer", "d_in": 32, "d_out": 300, "bias": False}
@@ -75,7 +77,7 @@ def write_manifest(place: Workplace) -> None:
             "system": {"ref": "system.language_model", "config": {"model": model}},
             "runs": [{"id": "train", "mode": "train", "steps": "${steps}", "seed": 1, "train": {**train, **keys}}],
         }
-        for name, keys in STRATEGIES.items()
+        for name, keys in WAYS.items()
     ]
     manifest = {"version": 2, "name": "small", "vars": {"n_layers": 2, "steps": 5}, "targets": targets}
     manifest["entrypoints"] = {"default": "one"}
@@ -114,3 +116,20 @@ def test_a_manifest_is_written_as_a_configuration(workplace):
     assert (result.code, "not a caramba manifest" in result.err) == (2, True)
     plan = place.finish("--config_path", "ddp.yaml", "--dry_run", "true", "--data.cache_dir", "cache")
     assert "small-ddp" in plan.out
+
+
+@pytest.mark.slow
+def test_an_orchestrated_manifest_tries_strategies(workplace):
+    place = workplace(1)
+    write_manifest(place)
+    keys = ("--target", "orchestrated", "--vars.steps", "30", "--data.cache_dir", "cache", "--trainer.log_dir", "logs")
+    own = ("--data.num_validation_sequences", "8", "--trainer.controllers.0.branch_budget", "1.0")
+    place.finish("--config_path", "manifest.yml", *keys, *own)
+    assert sorted(place.losses("small-orchestrated")) == list(range(1, 31))
+    lines = (place.folder / "logs" / "small-orchestrated" / "decisions.jsonl").read_text().splitlines()
+    branches = [note for line in lines if (note := json.loads(line))["event"] == "branch"]
+    assert len(branches) >= 2
+    for branch in branches:
+        assert branch["losses"][branch["winner"]] == min(branch["losses"].values())
+    strategies = {"conservative_adamw", "aggressive_adamw", "spike_resistant", "sgd_escape"}
+    assert {name for branch in branches for name in branch["losses"]} == strategies

@@ -7,6 +7,8 @@ from typing import Any
 
 from jaxlm.controllers.early_stopping import UntilConfig
 from jaxlm.controllers.handover import HandoverConfig
+from jaxlm.controllers.orchestrate.orchestrator import Nowcast, OrchestratorConfig, PlannedSwitch
+from jaxlm.controllers.orchestrate.safety import Safety
 from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
 from jaxlm.core.mesh import MeshConfig
 from jaxlm.core.precision import PrecisionConfig, PrecisionRuleConfig
@@ -29,7 +31,9 @@ from jaxlm.objectives.policy_losses import LossAgg, PolicyLoss
 from jaxlm.observe.completions import CompletionsConfig
 from jaxlm.optim.adagc import AdaGc
 from jaxlm.optim.base import OptimizerConfig
+from jaxlm.optim.portfolio.nowcast import Nowcast as Trend
 from jaxlm.optim.stored_state.formats import EightBit
+from jaxlm.optim.telemetry.guard import Telemetry
 from jaxlm.plan.presets.base import PresetConfig
 from jaxlm.plan.presets.depth_times import DepthTimes
 from jaxlm.plan.presets.progressive import StackAdapters
@@ -188,6 +192,10 @@ BASES: dict[str, Tree] = {
         "objective": {"type": "distill", "teacher_loss": True},
         "refs": {"teacher": {"type": "hf", "path": TEACHER}},
     },
+    "orchestrator": _trainer(controllers=[{"type": "orchestrator"}])
+    | {"optimizer": {"type": "portfolio", "telemetry": True}, "data": {"validation_urls": ["held-out.txt"]}},
+    "telemetry": tree(optimizer={"telemetry": {"window": 64}}),
+    "portfolio": tree(optimizer={"type": "portfolio", "nowcast": {}}),
     "lora": tree(phases=[{"name": "p", "surgery": [{"type": "lora", "rank": 2, "target": "attn|mlp"}]}]),
     "quantize": tree(phases=[{"name": "p", "surgery": [{"type": "quantize"}], "trainable": ["norm"]}]),
     "split_at": merged(
@@ -316,6 +324,12 @@ def all_fields() -> list[tuple[str, str]]:
     rows += _fields("until", "trainer.until", UntilConfig)
     rows += _fields("plateau", "trainer.controllers.0", ReduceOnPlateauConfig)
     rows += _fields("handover", "trainer.controllers.0", HandoverConfig)
+    rows += _fields("orchestrator", "trainer.controllers.0", OrchestratorConfig)
+    rows += _fields("orchestrator", "trainer.controllers.0.safety", Safety)
+    rows += _fields("orchestrator", "trainer.controllers.0.nowcast", Nowcast)
+    rows += _fields("orchestrator", "trainer.controllers.0.switch_at.0", PlannedSwitch)
+    rows += _fields("telemetry", "optimizer.telemetry", Telemetry)
+    rows += _fields("portfolio", "optimizer.nowcast", Trend)
     rows += _fields("llama", "trainer.completions", CompletionsConfig)
     rows += _fields("watch", "trainer.watch", WatchConfig)
     rows += _fields("stages", "trainer.train_batch_size.1", BatchSize)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import yaml
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.caramba.from_caramba import from_caramba
+from jaxlm.optim.adagc import AdaGc
+from jaxlm.optim.portfolio import PortfolioConfig
 from jaxlm.plan.load_config import load_config
+from jaxlm.plan.plan import make_plan
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.decode import decode
 from jaxlm.reading.targets import Selection
@@ -85,6 +89,8 @@ def at(tree: Any, path: str) -> Any:
     return tree
 
 
+ON = {"orchestrator_enabled": True}
+CONTROLLER = "trainer.controllers.0"
 STANDARD = [
     ({"phase": "standard"}, {"objective.type": "next_token", "trainer.num_train_steps": 10}),
     ({"batch_size": 4}, {"trainer.train_batch_size": 4}),
@@ -143,6 +149,57 @@ STANDARD = [
         {"distributed": {"strategy": "fsdp", "fsdp_activation_checkpointing": True}},
         {"model.gradient_checkpointing": "full"},
     ),
+    (
+        ON,
+        {
+            "optimizer.type": "portfolio",
+            "optimizer.telemetry": True,
+            "optimizer.initial": "conservative_adamw",
+            "optimizer.strategies": "missing",
+            "optimizer.adagc": "missing",
+            "optimizer.nowcast": "missing",
+            "optimizer.beta1": "missing",
+            "optimizer.max_grad_norm": "missing",
+            "optimizer.learning_rate": 3e-4,
+            "optimizer.weight_decay": 0.01,
+            "optimizer.lr_schedule": "cosine",
+            "trainer.controllers": [
+                {
+                    "type": "orchestrator",
+                    "mode": "active",
+                    "interval": 500,
+                    "horizon": 100,
+                    "max_spikes": 3,
+                    "safety": {"strategy": "spike_resistant", "max_loss_increase": 1.5},
+                }
+            ],
+        },
+    ),
+    ({**ON, "orchestrator_mode": "monitor"}, {f"{CONTROLLER}.mode": "monitor"}),
+    ({**ON, "orchestrator_mode": "disabled"}, {"optimizer.type": "adam", "trainer.controllers": "missing"}),
+    ({**ON, "orchestrator_decision_interval": 50}, {f"{CONTROLLER}.interval": 50}),
+    ({**ON, "orchestrator_eval_horizon": 10}, {f"{CONTROLLER}.horizon": 10}),
+    ({**ON, "orchestrator_max_spikes_before_switch": 2}, {f"{CONTROLLER}.max_spikes": 2}),
+    ({**ON, "orchestrator_max_loss_increase": 2.0}, {f"{CONTROLLER}.safety.max_loss_increase": 2.0}),
+    ({**ON, "orchestrator_safety_strategy": "sgd_escape"}, {f"{CONTROLLER}.safety.strategy": "sgd_escape"}),
+    ({**ON, "orchestrator_initial_strategy": "aggressive_adamw"}, {"optimizer.initial": "aggressive_adamw"}),
+    (
+        {**ON, "orchestrator_use_nowcasting": True},
+        {"optimizer.nowcast": {"window": 20}, f"{CONTROLLER}.nowcast": {"every": 100, "start": 200, "steps": 50}},
+    ),
+    (
+        {**ON, "orchestrator_use_adagc": True},
+        {"optimizer.adagc": {"mode": "zscore", "beta": 0.99, "threshold": 3.0, "warmup": 100}},
+    ),
+    (
+        {**ON, "orchestrator_use_adagc": True, "orchestrator_adagc_warmup": 7, "orchestrator_adagc_threshold": 2.0},
+        {"optimizer.adagc": {"mode": "zscore", "beta": 0.99, "threshold": 2.0, "warmup": 7}},
+    ),
+    (
+        {**ON, "lr": 1e-3, "min_lr": 1e-4, "orchestrator_portfolio_base_lr": 5e-5},
+        {"optimizer.learning_rate": pytest.approx(2e-3), "optimizer.min_lr_ratio": pytest.approx(0.1)},
+    ),
+    ({**ON, "orchestrator_fail_fast": True}, {"optimizer.type": "portfolio"}),
 ]
 
 
@@ -157,6 +214,43 @@ def test_the_translation_is_a_configuration(train: dict[str, Any], tmp_path: Pat
     translate(tmp_path, standard(**train))
     config = load_config(["--config_path", str(tmp_path / "manifest.yml")], "jaxlm.train")
     assert config.model.seq_len == train.get("block_size", 512)
+
+
+def test_with_adagc_the_strategies_of_the_guide_are_clipped_by_one_section(tmp_path: Path):
+    translate(tmp_path, standard(**ON, orchestrator_use_adagc=True))
+    manifest = ["--config_path", str(tmp_path / "manifest.yml")]
+    optimizer = load_config(manifest, "jaxlm.train").optimizer
+    assert isinstance(optimizer, PortfolioConfig)
+    assert optimizer.table == {
+        name: replace(strategy, adagc=False) for name, strategy in PortfolioConfig().table.items()
+    }
+    assert optimizer.adagc == AdaGc(mode="zscore", beta=0.99)
+    of_the_code = ["--optimizer.strategies", "caramba", "--optimizer.adagc", "null"]
+    assert load_config([*manifest, *of_the_code], "jaxlm.train").optimizer.peak_learning_rate == pytest.approx(3e-5)
+
+
+def test_what_an_orchestrated_run_reads_otherwise_is_noted(tmp_path: Path):
+    plain, _ = translate(tmp_path, standard(**ON))
+    keys = {"optimizer": "lion", "beta1": 0.8, "beta2": 0.9, "grad_clip": 0.0, "orchestrator_adagc_threshold": 2.0}
+    tree, notes = translate(tmp_path, standard(**ON, **keys))
+    assert tree == plain
+    assert [key for key in keys if f"train.{key}: no effect " not in notes] == []
+    _, notes = translate(tmp_path, standard(**ON, orchestrator_initial_strategy="lion_conservative"))
+    assert "orchestrator_initial_strategy: the guide has no lion_conservative. Set optimizer.strategies: cara" in notes
+
+
+def test_strategies_are_compared_on_held_out_data(tmp_path: Path):
+    missing = "orchestrator_enabled: strategies are compared on held-out data"
+    assert missing in translate(tmp_path, standard(**ON))[1]
+    manifest = ["--config_path", str(tmp_path / "manifest.yml"), "--trainer.train_batch_size", "8"]
+    with pytest.raises(ConfigError, match=r"on held-out data, but there is none\. Set data\.validation_urls"):
+        make_plan(load_config(manifest, "jaxlm.train"), "x", 320)
+    make_plan(load_config([*manifest, "--data.num_validation_sequences", "8"], "jaxlm.train"), "x", 320)
+    assert missing not in translate(tmp_path, standard(**ON, orchestrator_mode="monitor"))[1]
+    np.save(tmp_path / "tokens.npy", np.zeros(6400, np.uint16))
+    data = {"config": {"path": str(tmp_path / "tokens.npy"), "block_size": 64}}
+    defaults = {"data": {"tokenizer": "tiktoken", "val_frac": 0.05}}
+    assert missing not in translate(tmp_path, {**standard(**ON), "data": data}, top={"defaults": defaults})[1]
 
 
 OBJECTIVE, AUTOTUNE = "phases.0.objective", "phases.0.objective.autotune"
@@ -193,6 +287,14 @@ BLOCKWISE = [
             "lr": 1e-3,
         },
         {AUTOTUNE: {"mode": "active", "patience": 9, "decay": 0.25, "spike_std": 4.0, "min_scale": 1e-7 / 1e-3}},
+    ),
+    (
+        ON,
+        {
+            "phases.0.optimizer.type": "portfolio",
+            "phases.0.controllers.0.type": "orchestrator",
+            "trainer.controllers": "missing",
+        },
     ),
     ({"blockwise_grad_clip_norm": 2.0}, {"phases.0.optimizer.max_grad_norm": 2.0}),
     ({}, {"refs.teacher.sanity": {"max_loss": 20.0, "max_perplexity": 200.0, "batches": 2}}),
@@ -258,6 +360,9 @@ NO_CHANGE = [
     {"teacher_sanity_ref_batches": 2},
     {"distributed": {"strategy": "none", "fsdp_transformer_layer_cls": ["TransformerBlock"]}},
     {"orchestrator_enabled": False, "orchestrator_decision_interval": 500},
+    {"orchestrator_enabled": True, "orchestrator_mode": "disabled", "orchestrator_eval_horizon": 100},
+    {"orchestrator_mode": "monitor"},
+    {"orchestrator_use_adagc": True},
 ]
 
 
@@ -422,6 +527,26 @@ def test_the_guide_upcycles_llama(tmp_path: Path):
     assert tree["phases"][1]["optimizer"]["learning_rate"] == 5e-5
 
 
+ORCHESTRATED = """
+phase: global
+orchestrator_enabled: true
+orchestrator_decision_interval: 500
+orchestrator_eval_horizon: 100
+orchestrator_initial_strategy: conservative_adamw
+orchestrator_use_adagc: true
+"""
+
+
+def test_the_guide_orchestrates_one_phase(tmp_path: Path):
+    tree, _ = translate(tmp_path, upcycle(second={"train": yaml.safe_load(ORCHESTRATED)}))
+    first, second = tree["phases"]
+    assert (first["optimizer"]["type"], second["optimizer"]["type"]) == ("adam", "portfolio")
+    assert "controllers" not in {**first, **tree["trainer"]}
+    (controller,) = second["controllers"]
+    assert (controller["type"], controller["interval"], controller["horizon"]) == ("orchestrator", 500, 100)
+    decode(RunConfig, ConfigSource({"phases": tree["phases"]}))
+
+
 def test_checks_of_a_run_are_evaluations(tmp_path: Path):
     limits = {"max_mean_l1": 0.05, "max_max_l1": 0.25}
     compare = {"type": "compare", "batches": 3, "fail_fast": False, "attention": limits, "logits": limits}
@@ -546,29 +671,27 @@ def two(**second: Any) -> dict[str, Any]:
     return {**standard(), "runs": [*standard()["runs"], {"id": "b", "train": {"phase": "standard", **second}}]}
 
 
-ORCHESTRATOR = [
-    "decision_interval",
-    "eval_horizon",
-    "initial_strategy",
-    "use_adagc",
-    "adagc_warmup",
-    "adagc_threshold",
-    "use_nowcasting",
-    "max_loss_increase",
-    "safety_strategy",
-    "max_spikes_before_switch",
-    "fail_fast",
-    "portfolio_base_lr",
-]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "orchestrator": (
-        standard(orchestrator_enabled=True),
-        r"orchestrator_enabled: orchestration .* is not available yet",
+    "fail fast": (
+        standard(**ON, orchestrator_fail_fast=False),
+        r"orchestrator_fail_fast: false given.*an error of the orchestrator ends the run",
     ),
-    **{
-        key: (standard(**{f"orchestrator_{key}": 5}), rf"orchestrator_{key}: 5 given.*not available yet")
-        for key in ORCHESTRATOR
-    },
+    "base rate": (
+        standard(**ON, orchestrator_portfolio_base_lr=0.0),
+        r"portfolio_base_lr: 0\.0 given, a number above 0",
+    ),
+    "initial": (
+        standard(**ON, orchestrator_initial_strategy="adamw"),
+        r"orchestrator_initial_strategy: 'adamw' given\. Allowed: conservative_adamw, .*lion_conservative",
+    ),
+    "orchestrator": (
+        standard(**ON, orchestrator_mode="off"),
+        r"orchestrator_mode: 'off' given\. Allowed: active, monitor",
+    ),
+    "outputs of a teacher": (
+        blockwise(**ON, cache_teacher_outputs=True),
+        r"cache_teacher_outputs: true given together with orchestrator_enabled.*orchestrator_mode: monitor",
+    ),
     "nan": (standard(lr=float("nan")), r"train\.lr: nan given, a finite number expected"),
     "nan of no effect": (standard(profile_every=float("nan")), r"profile_every: nan given, a finite number expected"),
     "no dataset": (

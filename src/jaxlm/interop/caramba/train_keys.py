@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from jaxlm.interop.caramba.distributed import strategy_keys
+from jaxlm.interop.caramba.orchestration import put_orchestrator, take_mode
 from jaxlm.interop.section import Section
 from jaxlm.interop.translated import Translated
 
@@ -10,10 +11,6 @@ Phase = Literal["standard", "blockwise", "global"]
 _OPTIMIZERS = {"adamw": "adam", "adam": "adam", "lion": "lion"}
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "none": "constant"}
 _DTYPES = {"float32": "f32", "bfloat16": "p=f32,c=bfloat16", "float16": "p=f32,c=float16", "auto": "p=f32,c=bfloat16"}
-_ORCHESTRATION = (
-    "orchestration (switching between optimizers during a run) is not available yet. Set orchestrator_enabled: false, or"
-    " remove the key"
-)
 _ATTENTION = "attn\\."
 """Regular expression on the paths of the parameters that learn in the phase `blockwise`."""
 _FIXED = {"ema_decay": 0.99, "window_size": 50}
@@ -29,38 +26,45 @@ def put_train(train: Section, place: str, phase: Phase, block_size: Any, out: Tr
         place: what the paths of its own sections begin with: `phases.0.`, or nothing for the top level.
         block_size: of the target's data.
     """
-    rate = _optimizer(train, f"{place}optimizer", phase, out)
+    rate = _optimizer(train, place, phase, out)
     _precision(train, strategy_keys(train, out), out)
     _batches(train, block_size, out)
     _devices(train, out)
     _objective(train, f"{place}objective", phase, rate, out)
     if phase == "blockwise":
         out.put(f"{place}trainable", [_ATTENTION], train, "phase")
-    _orchestrator(train)
     _bookkeeping(train, out)
     train.done()
 
 
-def _optimizer(train: Section, path: str, phase: Phase, out: Translated) -> float:
+def _optimizer(train: Section, place: str, phase: Phase, out: Translated) -> float:
     """Returns: the learning rate."""
-    name = train.choice("optimizer", ("adamw", "adam", "lion", "sgd"), "adamw")
-    if name == "sgd":
-        raise train.error("optimizer", "'sgd' given, which jaxlm cannot do: it has no plain SGD. Set adamw or lion")
-    out.put(f"{path}.type", _OPTIMIZERS[name], train, "optimizer")
-    rate = train.number("lr", 3e-4)
-    out.put(f"{path}.learning_rate", rate, train, "lr")
+    path, rate = f"{place}optimizer", train.number("lr", 3e-4)
+    mode = take_mode(train)
+    if mode is None:
+        _update_rule(train, path, phase, out)
+        out.put(f"{path}.learning_rate", rate, train, "lr")
+    else:
+        out.put(f"{path}.learning_rate", rate * put_orchestrator(train, place, phase, mode, out), train, "lr")
     decay = train.take("weight_decay", 0.01)
     out.put(f"{path}.weight_decay", decay, train, "weight_decay")
     if decay:
         out.put(f"{path}.default_weight_decay_mask", False, train, "weight_decay")  # it decays norms and biases too
-    out.put(f"{path}.beta1", train.take("beta1", 0.9), train, "beta1")
-    out.put(f"{path}.beta2", train.take("beta2", 0.95), train, "beta2")
-    _clip(train, path, phase, out)
     out.put(f"{path}.warmup", train.take("warmup_steps", 0), train, "warmup_steps")
     _schedule(train, path, rate, out)
     train.ignore("fused_optimizer", "XLA fuses the update of every optimizer")
     train.refuse("offload_optimizer", "the optimizer's state is on the devices. Use more of them: it is sharded (FSDP)")
     return rate
+
+
+def _update_rule(train: Section, path: str, phase: Phase, out: Translated) -> None:
+    name = train.choice("optimizer", ("adamw", "adam", "lion", "sgd"), "adamw")
+    if name == "sgd":
+        raise train.error("optimizer", "'sgd' given, which jaxlm cannot do: it has no plain SGD. Set adamw or lion")
+    out.put(f"{path}.type", _OPTIMIZERS[name], train, "optimizer")
+    out.put(f"{path}.beta1", train.take("beta1", 0.9), train, "beta1")
+    out.put(f"{path}.beta2", train.take("beta2", 0.95), train, "beta2")
+    _clip(train, path, phase, out)
 
 
 def _clip(train: Section, path: str, phase: Phase, out: Translated) -> None:
@@ -245,21 +249,6 @@ def drop_start(train: Section, reason: str) -> None:
         train.ignore(f"teacher_sanity_{key}", reason)
     for key in ("dba_init", "teacher_rope_base", "teacher_rope_dim"):
         train.ignore(key, reason)
-
-
-def _orchestrator(train: Section) -> None:
-    """Refuses orchestration, and its keys where they would do something."""
-    enabled = train.choice("orchestrator_enabled", (True, False))
-    mode = train.take("orchestrator_mode")
-    if enabled and mode != "disabled":
-        raise train.error("orchestrator_enabled", _ORCHESTRATION)
-    keys = ("decision_interval", "eval_horizon", "initial_strategy", "use_adagc", "adagc_warmup", "adagc_threshold")
-    keys += ("use_nowcasting", "max_loss_increase", "max_spikes_before_switch", "safety_strategy", "fail_fast")
-    for key in (f"orchestrator_{key}" for key in (*keys, "portfolio_base_lr")):
-        if enabled is None:
-            train.refuse(key, _ORCHESTRATION)
-        else:
-            train.ignore(key, "no effect without orchestrator_enabled")
 
 
 def _bookkeeping(train: Section, out: Translated) -> None:

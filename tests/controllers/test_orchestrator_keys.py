@@ -1,0 +1,95 @@
+"""Keys of the orchestrator whose effect no test of its decisions shows."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxlm.controllers.base import Branch, Rewind
+from jaxlm.controllers.orchestrate.orchestrator import RollbacksError, Safety
+from tests.controllers.test_orchestrator import Driven, branches, driven
+
+LOSSES = {"plain": 3.0, "fast": 2.95, "spike_resistant": 3.1}
+
+
+def with_trials(losses: Callable[[str], float] = LOSSES.__getitem__, **keys: Any) -> Driven:
+    """A controller that may try as much as it wants."""
+    return driven(losses, **{"interval": 100, "horizon": 10, "branch_budget": 1.0, "num_steps": 10**9, **keys})
+
+
+def first_branch(run: Driven) -> Branch:
+    return next(decision for _, decision in run.decisions if isinstance(decision, Branch))
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, (("plain", "fast", "spike_resistant"), 10, 4)),
+        ({"max_candidates": 2, "horizon": 7, "probe_batches": 9}, (("plain", "fast"), 7, 9)),
+    ],
+)
+def test_a_branch_is_as_the_keys_say(keys, expected):
+    branch = first_branch(with_trials(**keys).run(100))
+    assert (tuple(branch.candidates), branch.num_steps, branch.probe_batches) == expected
+
+
+@pytest.mark.parametrize("most", [2, 5])
+def test_as_many_spikes_as_the_key_says_are_a_boundary(most):
+    run = with_trials(interval=10_000, max_spikes=most)
+    assert branches(run.run(400, num_spikes=float(most - 1))) == []
+    assert branches(run.run(401, num_spikes=float(most))) == [401]
+
+
+@pytest.mark.parametrize(("key", "metric"), [("when_unstable", "num_spikes"), ("on_plateau", "is_plateau")])
+def test_favored_strategies_are_tried_first(key, metric):
+    for name in ("fast", "spike_resistant"):
+        favored: dict[str, Any] = {key: [name]}
+        run = with_trials(max_candidates=2, max_spikes=1000, **favored).run(100, **{metric: 2.0})
+        assert list(first_branch(run).candidates) == ["plain", name]
+
+
+def test_rewards_are_measured_on_the_scale_and_fade_with_the_discount():
+    sums = with_trials().run(100).state["bandit"]["sums"]  # 1/2 + (3 - loss) / 0.2, and 0.98 for each later one
+    assert [sums[name] for name in LOSSES] == pytest.approx([0.5 * 0.98**2, 0.75 * 0.98, 0.0])
+    wide = with_trials(reward_scale=1.0, discount=0.5).run(100).state["bandit"]["sums"]
+    assert [wide[name] for name in LOSSES] == pytest.approx([0.5 * 0.25, 0.525 * 0.5, 0.45])
+
+
+def test_a_larger_bonus_tries_what_did_worse_before():
+    def tried(exploration: float) -> set[str]:
+        """What is tried beside the best one after each has been tried once."""
+        run = with_trials(max_candidates=2, exploration=exploration, min_steps_between_switches=0).run(1500)
+        found = [decision for _, decision in run.decisions if isinstance(decision, Branch)][5:]
+        return {name for branch in found for name in branch.candidates}
+
+    assert tried(0.0) == {"fast", "plain"}  # what is second is tried for ever
+    assert tried(3.0) == set(LOSSES)
+
+
+def test_as_many_rollbacks_in_a_row_as_the_key_says():
+    def count(most: int) -> int:
+        safety = Safety(snapshot_interval=50, quarantine=20, max_rollbacks_in_a_row=most)
+        run = driven(interval=10_000, safety=safety).run(60)
+        with contextlib.suppress(RollbacksError):
+            for _ in range(20):
+                run.run(run.step + 3, loss=9.0)
+        return len(run.decisions)
+
+    assert (count(1), count(4)) == (1, 4)
+
+
+@pytest.mark.parametrize(("quarantine", "first"), [(5, 106), (20, 56)])
+def test_a_checkpoint_is_trusted_after_its_quarantine(quarantine, first):
+    run = driven(interval=10_000, safety=Safety(strategy="fast", snapshot_interval=50, quarantine=quarantine)).run(115)
+    run.run(116, grad_norm_ratio=1000.0)
+    assert [decision.first for _, decision in run.decisions if isinstance(decision, Rewind)] == [first]
+    assert run.state["strategy"] == "fast"
+
+
+@pytest.mark.parametrize(("most", "last"), [(2, 302), (6, 306), (None, None)])
+def test_so_many_skipped_updates_in_a_row_lead_back(most, last):
+    run = driven(interval=10_000, safety=Safety(max_skipped=most)).run(300)
+    run.skipped = lambda step: step > 300
+    run.run(310)
+    assert [decision.last for _, decision in run.decisions if isinstance(decision, Rewind)] == ([last] if last else [])
