@@ -67,7 +67,8 @@ def how_to_train_longer(plan: Plan) -> list[tuple[str, str]]:
         if plan.config.preset is not None:
             return []
         key = f"--phases.{len(phases) - 1}.num_train_steps {2 * last}"
-        if plan.config.trainer.num_train_steps == (total := steps_of_all_phases(plan.config)):  # they must agree
+        total = steps_of_all_phases(plan.config)
+        if total is not None and plan.config.trainer.num_train_steps == total:  # they must agree
             key += f" --trainer.num_train_steps {total + last}"
     else:
         key = f"--epoch {2 * epoch}" if epoch else f"--trainer.num_train_steps {2 * plan.num_steps}"
