@@ -1,24 +1,27 @@
 """Compares stacks that train one after the other with a model that trains as a whole, at equal tokens and at equal FLOPs.
 
-    python benchmarks/growth.py [--seeds 0,1,2] [--steps 200] [--stacks 3] [--layers 2] [--only NAME,...]
+    python benchmarks/growth.py --folder runs/growth [--seeds 0,1,2] [--steps 200] [--stacks 3] [--layers 2] [--only NAME,...]
 
 A small Llama on the standard library's source files (`stdlib:train`; validation on `stdlib:validation`). `--steps` is the
 number of steps of each stack. Each model ends with the same layers:
 
     frozen         each new stack trains on a frozen trunk, with the final norm and the head
-    polished       likewise, and after each growth all parameters train for a quarter of the steps
+    polished       likewise, and after each growth all parameters train for a quarter of the steps of a stack; as many
+                   tokens in all
     gstack         new stacks are copies, and everything trains
-    joint, tokens  the whole model, for as many tokens as `gstack`
+    joint, tokens  the whole model, for as many tokens as the others
     joint, FLOPs   the whole model, for as many FLOPs as `frozen`
 
-FLOPs are those of matrix products in the traced steps, forward and backward, times steps. Prints a Markdown table of the
-validation losses (nats per token, the mean over seeds) at the end of each phase, and a JSON line.
+FLOPs are those of matrix products in the traced steps, forward and backward, times steps. Prints the duration of each run,
+then a Markdown table of the validation losses (nats per token: the mean over seeds, and their range) at the end of each
+phase, and of the last loss as a multiple of that of the whole model. Finished runs are recorded in the folder
+(`results.jsonl`), so the same command goes on where it was stopped.
 """
 
 import argparse
 import json
 import statistics
-import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,6 +87,60 @@ def run(tree: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "tokens": steps * BATCH * SEQ_LEN, "flops": flops, "losses": ends}
 
 
+def polished(steps: int, stacks: int) -> dict[str, Any]:
+    """Stacks with polishing, in about `steps * stacks` steps in all."""
+    total = steps * stacks
+    polish = max(1, round(total / (5 * stacks - 1)))
+    return preset(max(1, round((total - polish * (stacks - 1)) / stacks)), stacks, polish_steps=polish)
+
+
+class Results:
+    """The finished runs of a folder. Raises `SystemExit` if they had other settings.
+
+    Attributes:
+        by_run: (name, seed) -> what `run` returned, and the seconds that it took.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any]):
+        self.path, self.settings = folder / "results.jsonl", settings
+        self.by_run: dict[tuple[str, int], dict[str, Any]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        for line in self.path.read_text().splitlines() if self.path.exists() else []:
+            record = json.loads(line)
+            if record["settings"] != settings:
+                raise SystemExit(
+                    f"{self.path}: a run with {record['settings']}, but {settings} given. Choose another --folder"
+                )
+            self.by_run[record["name"], record["seed"]] = record
+
+    def add(self, name: str, seed: int, result: dict[str, Any]) -> None:
+        record = {"name": name, "seed": seed, "settings": self.settings, **result}
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        self.by_run[name, seed] = record
+
+
+def with_range(values: list[float]) -> str:
+    spread = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.3f}{spread}"
+
+
+def table(results: Results, names: list[str], seeds: list[int]) -> str:
+    """A Markdown table. A run is compared with the joint ones of the same seed."""
+    joints = ("joint, tokens", "joint, FLOPs")
+    lines = [f"| run | steps | tokens | FLOPs | validation loss | {' | '.join(f'/ {joint}' for joint in joints)} |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    last = {run: list(record["losses"].values())[-1] for run, record in results.by_run.items()}
+    for name in names:
+        records = [results.by_run[name, seed] for seed in seeds]
+        losses = {phase: [record["losses"][phase] for record in records] for phase in records[0]["losses"]}
+        ratios = [[last[name, seed] / last[joint, seed] for seed in seeds if (joint, seed) in last] for joint in joints]
+        cells = [name, str(records[0]["steps"]), f"{records[0]['tokens']:,}", f"{records[0]['flops']:.3g}"]
+        cells.append(", ".join(f"{phase} {with_range(values)}" for phase, values in losses.items()))
+        lines.append(f"| {' | '.join([*cells, *(with_range(values) if values else '' for values in ratios)])} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0")
@@ -91,44 +148,37 @@ def main() -> None:
     parser.add_argument("--stacks", type=int, default=3)
     parser.add_argument("--layers", type=int, default=2, help="layers of each stack")
     parser.add_argument("--learning-rate", type=float, default=6e-3)
-    parser.add_argument("--only", default="", help="names of the runs, separated by commas without spaces")
-    parser.add_argument("--folder", type=Path, help="keeps checkpoints, logs and caches; by default, none are kept")
+    parser.add_argument("--only", default="", help="names of the runs without their commas, separated by commas")
+    parser.add_argument("--folder", type=Path, required=True, help="for results, checkpoints, logs and caches")
     options = parser.parse_args()
     steps, stacks = options.steps, options.stacks
     growing = {
         "frozen": preset(steps, stacks),
-        "polished": preset(steps, stacks, polish_steps=max(1, steps // 4)),
+        "polished": polished(steps, stacks),
         "gstack": preset(steps, stacks, init="copy", trunk="train"),
         "joint, tokens": whole(steps * stacks, stacks, options.layers),
         "joint, FLOPs": {},
     }
     chosen = [name for name in growing if not options.only or name.replace(", ", " ") in options.only.split(",")]
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.folder or Path(temporary)
-        for seed in map(int, options.seeds.split(",")):
-            done: dict[str, dict[str, Any]] = {}
-            for name in chosen:
-                keys = growing[name]
-                if name == "joint, FLOPs":
-                    frozen, joint = done["frozen"], done["joint, tokens"]
-                    equal = max(1, round(frozen["flops"] / (joint["flops"] / joint["steps"])))
-                    keys = whole(equal, stacks, options.layers)
-                at = folder / f"{name.replace(', ', '-')}-{seed}"
-                done[name] = run(config(keys, at, seed, options.layers, options.learning_rate))
-                found[name].append(done[name])
-                print(name, seed, json.dumps(done[name]), flush=True)
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    settings = {key: getattr(options, key) for key in ("steps", "stacks", "layers", "learning_rate")}
+    results = Results(options.folder, settings)
+    for seed in seeds:
+        for name in chosen:
+            if (name, seed) in results.by_run:
+                continue
+            keys = growing[name]
+            if name == "joint, FLOPs":
+                frozen, joint = results.by_run["frozen", seed], results.by_run["joint, tokens", seed]
+                keys = whole(max(1, round(frozen["flops"] / (joint["flops"] / joint["steps"]))), stacks, options.layers)
+            folder, begun = options.folder / f"{name.replace(', ', '-')}-{seed}", time.monotonic()
+            result = run(config(keys, folder, seed, options.layers, options.learning_rate))
+            results.add(name, seed, {**result, "seconds": round(time.monotonic() - begun, 1)})
+            print(json.dumps(results.by_run[name, seed]), flush=True)
     print(
         f"\n{stacks} stacks of {options.layers} layers, {steps} steps each, seeds {options.seeds}, jax {jax.__version__}\n"
     )
-    print("| run | steps | tokens | FLOPs | validation loss at the end of each phase |")
-    print("|---|---|---|---|---|")
-    for name, results in found.items():
-        first = results[0]
-        losses = {phase: statistics.fmean(one["losses"][phase] for one in results) for phase in first["losses"]}
-        text = ", ".join(f"{phase} {loss:.3f}" for phase, loss in losses.items())
-        print(f"| {name} | {first['steps']} | {first['tokens']:,} | {first['flops']:.3g} | {text} |")
-    print(json.dumps(found))
+    print(table(results, chosen, seeds))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,6 @@ TIMEOUT_S = 600
 CACHES = "caches"  # shared by both trees; run folders lie two levels below its parent
 OPTIONS = {
     "trainer.id": "run",
-    "trainer.num_train_steps": STEPS,
     "trainer.steps_per_eval": CUT,
     "trainer.max_eval_batches": 2,
     "trainer.log_dir": "logs",
@@ -260,7 +259,8 @@ class Side:
         if case.has_task:
             write_task(home)
         own = ("evals", "data.cache_dir") if case.has_task else ()
-        options = [text for key, value in OPTIONS.items() if key not in own for text in (f"--{key}", str(value))]
+        keys = OPTIONS | {"trainer.num_train_steps": case.num_steps}
+        options = [text for key, value in keys.items() if key not in own for text in (f"--{key}", str(value))]
         return self.run(case, home, module, *arguments, "--config_path", str(config), *options)
 
 

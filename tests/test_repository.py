@@ -16,6 +16,7 @@ import pytest
 
 from jaxlm.__main__ import COMMANDS
 from jaxlm.plan.load_config import read_config
+from jaxlm.plan.num_steps import check_num_steps
 from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.session.compilation.step import trace_step
 from jaxlm.session.dry_run import assumed_vocabulary
@@ -54,6 +55,7 @@ def planned(tmp_path, monkeypatch):
 
     def plan(path: Path) -> Plan:
         config = read_config(path)
+        check_num_steps(config)
         # The recipes suit any number of devices, so the batch must be divisible by eight.
         rows = 8 * (config.objective.num_denoisers or 1)
         config = replace(config, trainer=replace(config.trainer, train_batch_size=rows, per_device_parallelism=-1))

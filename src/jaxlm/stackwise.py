@@ -109,14 +109,16 @@ class ProgressiveTrainer:
                 f"dataloader: {type(dataloader).__name__} given. jaxlm reads text itself: give keys of its section `data`,"
                 ' such as {"train_urls": ["text.jsonl"]}, or None, with data.dataset_path in the configuration'
             )
-        source = override(self.config.translated(rack_builder.sizes), self.overrides)
+        given = target_stacks or len(rack_builder.stacks)
+        source = self.config.translated(rack_builder.sizes, given if given > 1 else None)
+        source = override(source, self.overrides)
         tree = {**source.tree, "data": merge(source.tree.get("data", {}), dataloader or {})}
         preset = tree.pop("preset", None)
         if preset is None:
             raise ConfigError(
                 "training.strategy: end_to_end given, but a rack is trained stack by stack. Set progressive"
             )
-        wanted = target_stacks or len(rack_builder.stacks) or preset["stacks"]
+        wanted = given or preset["stacks"]
         if wanted < max(2, len(rack_builder.stacks)):
             raise ConfigError(
                 f"target_stacks: {wanted} given, but the rack has {len(rack_builder.stacks)} stacks. Give as many or more,"

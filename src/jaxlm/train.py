@@ -9,7 +9,7 @@ enter the next. A run that has a checkpoint continues from it, bit for bit.
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
@@ -89,10 +89,10 @@ class TrainResult:
         plan: the plan of the run; `metrics.jsonl` is in its `log_folder`.
     """
 
-    state: RunState | None
+    state: RunState | None = field(repr=False)
     outcome: Outcome
     checkpoint: Path | str | None
-    plan: Plan
+    plan: Plan = field(repr=False)
 
 
 @command

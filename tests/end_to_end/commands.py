@@ -37,7 +37,7 @@ model:
   num_heads: 4
   num_kv_heads: 2
 trainer:
-  num_train_steps: 24
+  num_train_steps: {num_steps}
   train_batch_size: 16
   steps_per_eval: 9
   max_eval_batches: 2
@@ -65,9 +65,10 @@ class Workplace:
     corpus: Path
     devices: int = 1
 
-    def write(self, extra: str = "", name: str = "run") -> Path:
-        """The small configuration, with more YAML appended."""
-        text = CONFIG.format(corpus=self.corpus / "train", held_out=self.corpus / "validation", cache=self.cache)
+    def write(self, extra: str = "", name: str = "run", num_steps: int = 24) -> Path:
+        """The small configuration, with more YAML appended. Args: num_steps: of all phases together."""
+        files = {"corpus": self.corpus / "train", "held_out": self.corpus / "validation", "cache": self.cache}
+        text = CONFIG.format(**files, num_steps=num_steps)
         path = self.folder / f"{name}.yaml"
         path.write_text(text + textwrap.dedent(extra))
         return path

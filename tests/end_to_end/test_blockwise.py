@@ -45,7 +45,7 @@ def prepared(workplace, teacher, form: str, devices: int = 1) -> Workplace:
     """A folder with the configuration, a copy of the teacher, and caches of its own."""
     place = workplace(devices)
     shutil.copytree(teacher, place.folder / "teacher")
-    text = place.write(UPCYCLED.format(teacher="teacher", keys=FORMS[form])).read_text()
+    text = place.write(UPCYCLED.format(teacher="teacher", keys=FORMS[form]), num_steps=18).read_text()
     shutil.copytree(place.cache, place.folder / "cache", ignore=shutil.ignore_patterns("xla", "annotations"))
     text = text.replace(f"cache_dir: {place.cache}\n", "cache_dir: cache\n").replace(
         "vocab_size: 300", "tokenizer: teacher"

@@ -260,7 +260,7 @@ phases:
 def test_a_start_compiles_no_step_that_its_dry_run_compiled(workplace):
     """Three programs: of two batch sizes, and of the phase after."""
     place = workplace()
-    text = place.write(TWO_PHASES).read_text()
+    text = place.write(TWO_PHASES, num_steps=8).read_text()
     sizes = "train_batch_size: [{start: 0, value: 16}, {start: 2, value: 32}]"
     (place.folder / "run.yaml").write_text(text.replace("train_batch_size: 16", sizes))
     fresh = FRESH[:-2]

@@ -29,9 +29,9 @@ evals: [{type: samples, prompts: ["def "], max_new_tokens: 12, denoising: {sched
 """
 
 
-def start(workplace, sections: str = SECTIONS) -> Workplace:
+def start(workplace, sections: str = SECTIONS, num_steps: int = 24) -> Workplace:
     place = workplace(1)
-    path = place.write(sections)
+    path = place.write(sections, num_steps=num_steps)
     text = path.read_text().replace("  vocab_size: 300\n", f"  vocab_size: 300{DATA}", 1)
     text = text.replace(f"cache_dir: {place.cache}\n", f"cache_dir: {place.cache}-masked\n", 1)
     path.write_text(text.replace("  type: llama\n", "  type: llama\n  use_bidirectional_attention: true\n", 1))
@@ -105,7 +105,7 @@ def test_commands_read_a_masked_diffusion_model(whole, in_process):
 
 @pytest.mark.slow
 def test_stacks_with_noise_of_their_own_generate_one_after_the_other(workplace, in_process):
-    place = start(workplace, STACKS)
+    place = start(workplace, STACKS, num_steps=16)
     path = place.folder / "run.yaml"
     path.write_text(path.read_text().replace("validation_replicas: 2", "min_mask_fraction: 0.3"))
     out = place.finish("--config_path", "run.yaml").out

@@ -90,7 +90,7 @@ def test_a_reference_may_be_gone_once_the_phase_that_reads_it_is_entered(workpla
     whole, place = workplace(), workplace()
     for each in (whole, place):
         shutil.copytree(finished_base, each.folder / "base")
-        each.write(AVERAGE.format(base="base"))
+        each.write(AVERAGE.format(base="base"), num_steps=12)
     finished(whole)
     killed(place, "after the entry")
     before, entry, base = (arrays(place, name) for name in ("step-6", "step-6-average", "../../base"))
@@ -111,7 +111,7 @@ def test_a_reference_may_be_gone_once_the_phase_that_reads_it_is_entered(workpla
 def test_a_reference_is_needed_until_then(workplace, finished_base):
     place = workplace()
     shutil.copytree(finished_base, place.folder / "base")
-    place.write(AVERAGE.format(base="base"))
+    place.write(AVERAGE.format(base="base"), num_steps=12)
     killed(place, "after five steps")
     shutil.rmtree(place.folder / "base")
     refused = place.run("--config_path", "run.yaml")

@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from tests.end_to_end.commands import CONFIG, Workplace, digest_of_arrays
+from tests.end_to_end.commands import Workplace, digest_of_arrays
 from tests.gcs import BUCKET
 from tests.s3 import S3_BUCKET, s3_server
 
@@ -106,10 +106,8 @@ def s3() -> Iterator[dict[str, str]]:
 @pytest.fixture(params=["disk", "gcs", "s3"])
 def study(request, workplace) -> Study:
     place = workplace()
-    kept = CONFIG.replace("{{every: 5}}", "{{every: 4}}").replace("num_train_steps: 24", f"num_train_steps: {STEPS}")
-    (place.folder / "run.yaml").write_text(
-        kept.format(corpus=place.corpus / "train", held_out=place.corpus / "validation", cache=place.cache)
-    )
+    path = place.write(num_steps=STEPS)
+    path.write_text(path.read_text().replace("{every: 5}", "{every: 4}"))
     if request.param == "disk":
         return Study(place, str(place.folder), {}, is_disk=True)
     if request.param == "gcs":

@@ -699,7 +699,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"path: 'hf://@v1' given, hf://ORG/NAME expected",
     ),
     "sgd": (standard(optimizer="sgd"), r"train\.optimizer: 'sgd' given"),
-    "offload": (standard(offload_optimizer=True), r"offload_optimizer: True given, which jaxlm cannot do"),
+    "offload": (standard(offload_optimizer=True), r"offload_optimizer: true given, which jaxlm cannot do"),
     "two floors": (standard(min_lr=1e-5, min_lr_ratio=0.1), r"min_lr_ratio: given together with min_lr"),
     "floor above": (standard(lr=1e-4, min_lr=1e-3), r"min_lr: 0\.001 given, .* at most lr"),
     "two schedules": (standard(scheduler="none", lr_schedule="none"), r"scheduler: given together with lr_schedule"),
@@ -709,7 +709,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"lr_schedule: 'cosin' given\. Allowed: cosine, linear, constant, none",
     ),
     "device": (standard(device="tpu"), r"device: 'tpu' given\. Allowed: mps, cuda, cpu"),
-    "auto batch": (standard(auto_batch_size=True), r"auto_batch_size: True given"),
+    "auto batch": (standard(auto_batch_size=True), r"auto_batch_size: true given"),
     "profile": (standard(profile_every=10), r"profile_every: 10 given.*trainer\.profiler"),
     "threshold": (
         standard(activation_checkpointing=True, activation_checkpoint_threshold=5),
@@ -726,7 +726,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "offload params": (
         standard(distributed={"strategy": "fsdp", "fsdp_cpu_offload": True}),
-        r"distributed\.fsdp_cpu_offload: True given",
+        r"distributed\.fsdp_cpu_offload: true given",
     ),
     "strategy": (
         standard(distributed={"strategy": "tp"}),
@@ -762,7 +762,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "temperature": (
         {**standard(), "system": {"config": {"model": model({**ATTENTION, "learned_temp": True})}}},
-        r"learned_temp: True given",
+        r"learned_temp: true given",
     ),
     "head bias": (
         {**standard(), "system": {"config": {"model": model(head={**HEAD, "bias": True})}}},

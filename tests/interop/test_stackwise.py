@@ -29,6 +29,7 @@ PAGE = Path(__file__).parents[2] / "docs/howto/stackwise.md"
 MODEL = {"d_model": 64, "d_ff": 128, "n_heads": 4, "vocab_size": 300, "architecture": {"blocks_per_stack": 2}}
 CLM = {"training_objective": "clm"}
 QLORA = {"trunk_strategy": "qlora", "max_stacks": 4, **CLM}
+VARIABLE = {**QLORA, "qlora_strategy": "variable", "qlora_rank": 4}
 
 
 def config(
@@ -336,6 +337,11 @@ NO_EFFECT += [
     (config(QLORA), config({**QLORA, "qlora_rank_pattern": "linear"}), "qlora_rank_pattern"),
     (config(QLORA), config({**QLORA, "qlora_alpha_pattern": "linear"}), "qlora_alpha_pattern"),
     (config(QLORA), config({**QLORA, "qlora_configs": {0: {"rank": 8}}}), "qlora_configs"),
+    (
+        config({**VARIABLE, "target_stacks": 3, "qlora_configs": {0: {"rank": 8}}}),
+        config({**VARIABLE, "target_stacks": 3, "qlora_configs": {stack: {"rank": 8 >> stack} for stack in (0, 2, 3)}}),
+        "qlora_configs: 2, 3: no effect: of 3 stacks, only the first 2 become part of the trunk",
+    ),
     (qlora(rank=4), qlora(rank=4, lr=1e-5), "qlora.lr"),
     (qlora(rank=4), qlora(rank=4, mixed_precision=True), "qlora.mixed_precision"),
     (qlora(rank=4), qlora(rank=4, progressive_enabled=True), "qlora.progressive_enabled"),
@@ -489,7 +495,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "betas": (optimizer(betas=0.9), r"betas: 0\.9 given, a list of two numbers"),
     "params": (optimizer(custom_params={"amsgrad": True}), r"custom_params: .* given, which jaxlm cannot do"),
     "groups": (optimizer(groups=[{"lr": 1.0}]), r"optimizer\.groups: .* given, which jaxlm cannot do"),
-    "use groups": (optimizer(use_groups=True), r"use_groups: True given"),
+    "use groups": (optimizer(use_groups=True), r"use_groups: true given"),
     "latent": (config(model={"attention_preset": "mlgka"}), r"attention_preset: 'mlgka' given, which jaxlm cannot do"),
     "custom latent": (
         config(model={"attention_preset": "custom", "attention_custom": {"attention_type": "mla"}}),
@@ -540,6 +546,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             ({}, {"qlora": {"rank": "x"}}, "qlora.rank", ", a number expected"),
         )
     },
+    "a flag": (config({"enabled": "yes"}), r"enabled: 'yes' given\. Allowed: true, false$"),
+    "a flag as a choice": (config({"building_mode": True}), r"building_mode: true given\. Allowed: append, prepend$"),
     "a list": (config({"training_objective": ["clm"]}), r"training_objective: \['clm'\] given\. Allowed: mlm, clm"),
     "a long value": (
         config(training={"device": ["cuda"] * 5000}),

@@ -1,6 +1,7 @@
 """Scripts with StackWise's names become phases of one run."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,12 +9,14 @@ import yaml
 
 from jaxlm import stackwise
 from jaxlm.core.errors import ConfigError
+from jaxlm.engine.outcome import Done
 from jaxlm.objectives.cached_trunk import CachedTrunk
 from jaxlm.plan.load_config import load_config, run_id_of
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.stackwise import ProgressiveRackBuilder, ProgressiveTrainer, StackWiseConfig
-from tests.interop.test_stackwise import CLM, QLORA, config
+from jaxlm.train import TrainResult
+from tests.interop.test_stackwise import CLM, QLORA, VARIABLE, config
 
 
 def loaded(*arguments: Any) -> StackWiseConfig:
@@ -131,6 +134,18 @@ def test_the_trunk_of_each_stack_is_frozen_or_has_adapters():
     assert [r"\.[ab]$" in phase.trainable for phase in run.phases or []] == [False, False, True]
 
 
+@pytest.mark.parametrize("target", [2, 3, 6])
+def test_ranks_are_those_of_as_many_stacks_as_train(target, capsys):
+    """As of a configuration with this number of stacks: those that the table lacks have qlora_rank."""
+    given = loaded({**VARIABLE, "qlora_configs": {0: {"rank": 8}, 1: {"rank": 2}, 2: {"rank": 1}}})
+    run = ProgressiveTrainer(given).run_config(ProgressiveRackBuilder(config=given), target_stacks=target)
+    ranks = [one["rank"] for phase in surgeries(run) for one in phase if one["type"] == "LoraConfig"]
+    assert ranks == [8, 2, 1, 4, 4][: target - 1]
+    assert ("qlora_configs: 1, 2: no effect: of 2 stacks, only the first one" in capsys.readouterr().out) == (
+        target == 2
+    )
+
+
 def test_keys_are_attributes():
     given = loaded()
     given.training.progressive.trunk_strategy = "qlora"
@@ -209,6 +224,15 @@ def test_what_has_no_counterpart_is_refused(name: str):
     run, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         run()
+
+
+def test_results_are_printed_in_short():
+    """The model and the optimizer's state are not."""
+    state: Any = SimpleNamespace(model="weights")
+    result = TrainResult(state, Done(), Path("checkpoints/run/step-9"), state)
+    assert (
+        str({"run": result}) == "{'run': TrainResult(outcome=Done(), checkpoint=PosixPath('checkpoints/run/step-9'))}"
+    )
 
 
 def test_an_attribute_that_is_not_set():

@@ -104,8 +104,10 @@ def test_passes_divide_the_tokens():
 
 def test_what_cannot_be_generated_is_refused(model, built, tiny_llama):
     run = lambda *args, **keys: denoise_tokens(*args, GREEDY, DenoisingConfig(), **keys)  # noqa: E731
-    with pytest.raises(ConfigError, match="this model predicts next tokens, and no hidden ones"):
+    with pytest.raises(ConfigError, match=r"^denoising given, but this model predicts next tokens, .* Remove it$"):
         run(built(tiny_llama), [[1]], 4, MASK)
+    with pytest.raises(ConfigError, match=r"^schedule: depth given, but this model predicts .* Remove schedule$"):
+        denoise_tokens(built(tiny_llama), [[1]], 4, MASK, GREEDY, DenoisingConfig(schedule="depth"))
     with pytest.raises(ConfigError, match="tokenizer names no mask token"):
         run(model, [[1]], 4, None)
     with pytest.raises(ConfigError, match=r"prompt 1 has ids outside .* or the mask token \(39\)"):

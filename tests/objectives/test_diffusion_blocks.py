@@ -239,12 +239,21 @@ def test_the_card_of_an_exported_model_says_that_it_has_parts():
     assert f"| parts of p | {expected}. jaxlm runs one of them for each text, transformers all layers |" in text
 
 
-def test_only_the_batches_of_the_phase_itself_divide_into_blocks():
-    sizes = [{"start": 0, "value": 24}, {"start": 4, "value": 32}]
-    plan = plan_of(
-        rows=sizes,
-        masking={},
-        top={"phases": [{"name": "whole", "num_train_steps": 4, "objective": {"type": "mlm"}}, {"name": "blocks"}]},
-        trainer={"num_train_steps": 4},
-    )
-    assert [phase.start for phase in plan.phases] == [0, 4]
+def test_only_batches_that_the_phase_may_read_divide_into_blocks():
+    """The phase before it may end at its first evaluation."""
+
+    def planned(steps_per_eval):
+        whole = {"name": "whole", "num_train_steps": 8, "objective": {"type": "mlm"}}
+        whole["until"] = {"metric": "eval/loss", "below": 1.0}
+        data = {"masking": {}, "validation_urls": ["stdlib:validation"]}
+        return plan_of(
+            rows=[{"start": 0, "value": 24}, {"start": 8, "value": 32}],
+            trainer={"num_train_steps": 4, "steps_per_eval": steps_per_eval},
+            top={"phases": [whole, {"name": "blocks"}], "data": data},
+        )
+
+    assert [phase.start for phase in planned(8).phases] == [0, 8]
+    with pytest.raises(
+        ConfigError, match="a batch of 24 sequences, which it reads if an earlier phase ends early, comes"
+    ):
+        planned(7)

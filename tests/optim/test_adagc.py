@@ -78,9 +78,9 @@ def clipping(config: AdaGc) -> tuple[Any, AdaGcState]:
     "config",
     [
         AdaGc(),
-        AdaGc(lambda_rel=1.3, lambda_abs=0.5, beta=0.5, warmup=0),
-        AdaGc(mode="zscore", beta=0.9, warmup=20),
-        AdaGc(mode="zscore", threshold=0.5, warmup=0),
+        AdaGc(mode="zscore", threshold=0.5, beta=0.9, warmup=20),
+        pytest.param(AdaGc(lambda_rel=1.3, lambda_abs=0.5, beta=0.5, warmup=0), marks=pytest.mark.slow),
+        pytest.param(AdaGc(mode="zscore", warmup=0), marks=pytest.mark.slow),
     ],
     ids=lambda config: f"{config.mode}, {config.warmup}",
 )
@@ -174,7 +174,9 @@ CONFIGS: dict[str, OptimizerConfig] = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", ["8bit", "groups", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adam", "clipped"))]
+)
 def test_an_optimizer_sees_the_clipped_gradients(name):
     """Its updates are those of the same optimizer that is given gradients clipped by hand."""
     config = CONFIGS[name]

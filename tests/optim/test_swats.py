@@ -81,7 +81,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param("global", marks=pytest.mark.slow), "group", "schedule and decay"])
 def test_steps_match_the_algorithm_in_float64(name):
     """Through the switch, whose position both must agree on."""
     config = CONFIGS[name]

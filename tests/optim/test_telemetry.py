@@ -65,13 +65,31 @@ def test_telemetry_is_off_on_or_a_section():
             optimizer(section)
 
 
+# All runs have this shape, so that the detectors are compiled once.
+NUM_RUNS, NUM_STEPS = 20, 600
+STEPS = np.arange(NUM_STEPS)
+
+
+def noise(seed: int, sigma: float = 0.05) -> np.ndarray:
+    return sigma * np.random.default_rng(seed).normal(size=(NUM_RUNS, NUM_STEPS))
+
+
 def test_few_steps_of_stationary_noise_are_spikes():
-    losses = 1 + 0.05 * np.random.default_rng(0).normal(size=(50, 2000))
-    norms = np.exp(0.3 * np.random.default_rng(1).normal(size=(50, 2000)))
-    metrics = measured(losses, norms)
+    """2,000 steps of 50 runs, of the loss alone, and fewer with gradient norms."""
+    losses = 1 + 0.05 * np.random.default_rng(0).normal(size=(50, 2000)).astype(np.float32)
+    options = {"limit": GUARD.loss_limit, "min_values": GUARD.min_steps, "smallest_scale": 0.0}
+
+    def push(trend: Trend, value: jax.Array) -> Any:
+        after, judged = trend.push(value, **options)
+        return after, judged.score
+
+    scores = jax.jit(jax.vmap(lambda values: jax.lax.scan(push, Trend.empty(GUARD.window), values)[1]))(losses)
+    assert (scores > GUARD.loss_limit).mean() <= 0.003
+    assert (scores[:, :100] > GUARD.loss_limit).mean() <= 0.003  # the start is no exception
+
+    metrics = measured(1 + noise(0), np.exp(noise(1, 0.3)))
     flags = metrics["is_spike"]
     assert flags.mean() <= 0.003
-    assert flags[:, :100].mean() <= 0.003  # the start is no exception
     np.testing.assert_array_equal(metrics["num_spikes"], _sums_of_last(flags, GUARD.window))
     assert metrics["loss_score"][:, :20].max() == 0
     assert metrics["loss_score"][:, 200:].std() == pytest.approx(1, abs=0.1)
@@ -83,15 +101,6 @@ def test_few_steps_of_stationary_noise_are_spikes():
 def _sums_of_last(values: np.ndarray, num: int) -> np.ndarray:
     sums = np.cumsum(values, axis=1)
     return sums - np.pad(sums, ((0, 0), (num, 0)))[:, :-num]
-
-
-# All of the following have this shape, so that the detectors are compiled once more.
-NUM_RUNS, NUM_STEPS = 20, 600
-STEPS = np.arange(NUM_STEPS)
-
-
-def noise(seed: int, sigma: float = 0.05) -> np.ndarray:
-    return sigma * np.random.default_rng(seed).normal(size=(NUM_RUNS, NUM_STEPS))
 
 
 def test_a_step_of_one_nat_on_a_falling_loss_is_found_and_learned():
@@ -207,9 +216,9 @@ def test_norms_of_layers_are_those_of_each_slice():
 ON = phase(optimizer=AdamConfig(learning_rate=1e-2, warmup=0, telemetry=True))
 
 
-@pytest.mark.parametrize("where", [one_device, pytest.param(lambda: layout(model=2), marks=pytest.mark.slow)])
-def test_telemetry_does_not_change_training(where):
-    plain, run = TinyRun(where()), TinyRun(where(), ON)
+def test_telemetry_does_not_change_training():
+    """On one device, not a bit of it. On several, the compiler may add in another order."""
+    plain, run = TinyRun(one_device()), TinyRun(one_device(), ON)
     for number in range(4):
         before = {path: np.asarray(tree.raw(leaf)) for path, leaf in tree.leaves(run.state.model)}
         one, other = plain.step(arrays(number)), run.step(arrays(number))
@@ -227,8 +236,14 @@ def test_telemetry_does_not_change_training(where):
 
 @pytest.mark.slow
 def test_telemetry_is_the_same_on_every_mesh():
-    run, expected = TinyRun(layout(model=2), ON), TinyRun(one_device(), ON)
-    for number in range(4):
-        one, other = run.step(arrays(number)), expected.step(arrays(number))
-        for name in (name for name in other if name.startswith("telemetry/")):
-            assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6), name
+    plain, run, expected = TinyRun(layout(model=2)), TinyRun(layout(model=2), ON), TinyRun(one_device(), ON)
+    first = {name: value for name, value in expected.step(arrays(0)).items() if name.startswith("telemetry/")}
+    measured = [run.step(arrays(number)) for number in range(3)]
+    assert {name: measured[0][name] for name in first} == pytest.approx(first, rel=1e-5)
+    for number in range(3):
+        one = plain.step(arrays(number))
+        assert one == pytest.approx({name: measured[number][name] for name in one}, rel=1e-6)
+    weights = {path: array for path, array in host(run).items() if path.startswith("model.")}
+    for path, array in host(plain).items():
+        if path.startswith("model."):
+            np.testing.assert_allclose(weights[path], array, rtol=1e-6, atol=1e-6, err_msg=path)

@@ -17,6 +17,7 @@ from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.annotations import AnnotationFolder
 from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
+from jaxlm.engine.activity import Activity, ActivityClock
 from jaxlm.engine.outcome import Interrupted, StoppedError
 from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.sync import FlagSync
@@ -78,13 +79,15 @@ class Setup:
 class Stored:
     """The phase with a number of steps, over data of which something may be stored already."""
 
-    def __init__(self, setup: Setup, plain, steps: int, position=START, check_stop=lambda: None):
+    def __init__(self, setup: Setup, plain, steps: int, position=START, check_stop=lambda: None, clock=None):
         self.plain, self.plan, self.model = plain, setup.plan, setup.model
         self.phase = dataclasses.replace(setup.phase, end=steps)
         self.lines: list[str] = []
         with self.plan.layout.use():
             args = (self.plan, self.phase, self.plain, self.lines.append, lambda: pytest.fail("nothing to check"))
-            self.data = annotate.with_annotations(*args, position["step"], position, check_stop)
+            self.data = annotate.with_annotations(
+                *args, position["step"], position, clock or ActivityClock(), check_stop
+            )
 
     def batches(self, data, position=None, skipped=0):
         """Yields the batches of the phase, as the training loop takes them."""
@@ -225,9 +228,14 @@ def test_a_request_to_stop_ends_it_after_a_block(setup, tmp_path, monkeypatch):
     assert caught.value.outcome == Interrupted(signal.SIGTERM)
 
     monkeypatch.setattr(AnnotationFolder, "write", write)
-    again = Stored(setup, plain, 3)
-    assert len(list(again.batches(again.data))) == 3
+    clock, silent_s = ActivityClock(), []
+    monkeypatch.setattr(AnnotationFolder, "write", lambda *block: (silent_s.append(clock.silent_s()), write(*block)))
+    again = Stored(setup, plain, 3, clock=clock)
+    with clock.during(Activity.ROLLOUT):
+        assert len(list(again.batches(again.data))) == 3
     assert again.logged() == [2 * BATCH, 3 * BATCH, len(again.examples), BATCH], "what was stored before is kept"
+    assert sum(silent_s) <= clock.seconds()[Activity.ANNOTATION], "each block is progress, for the watchdog"
+    assert min(clock.seconds()[activity] for activity in (Activity.COMPILE, Activity.ANNOTATION)) > 0
 
 
 class OfTeacher(CachedTrunk):

@@ -13,6 +13,7 @@ from jaxlm.observe.trackers.tensorboard import TensorboardConfig
 from jaxlm.observe.trackers.wandb import WandbConfig
 from jaxlm.plan.presets.progressive import ProgressiveConfig
 from jaxlm.plan.run_config import PhaseConfig
+from jaxlm.plan.trainer_config import TrainerConfig
 from jaxlm.session.final_report import compressors, how_to_train_longer, how_to_use, outputs, skipped_updates
 
 
@@ -69,11 +70,18 @@ def test_the_report_advises_what_the_model_is_trained_for(objective, command):
             {"phases": [PhaseConfig(name="one", num_train_steps=10), PhaseConfig(name="one", num_train_steps=30)]},
             ["--phases.1.num_train_steps 60"],
         ),
+        (
+            {
+                "phases": [PhaseConfig(name="one", num_train_steps=10), PhaseConfig(name="one", num_train_steps=30)],
+                "trainer": TrainerConfig(num_train_steps=40),
+            },
+            ["--phases.1.num_train_steps 60 --trainer.num_train_steps 70"],
+        ),
         ({"phases": [PhaseConfig(name="one", num_train_steps=40)], "preset": ProgressiveConfig()}, []),
     ],
 )
 def test_the_report_advises_the_key_that_trains_longer(keys, advice):
-    config = SimpleNamespace(**{"epoch": 0, "phases": [], "preset": None} | keys)
+    config = SimpleNamespace(**{"epoch": 0, "phases": [], "preset": None, "trainer": TrainerConfig()} | keys)
     rows = how_to_train_longer(SimpleNamespace(config=config, num_steps=40))
     assert [text for _, text in rows] == [f"run the same command with {key}" for key in advice]
 

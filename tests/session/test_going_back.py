@@ -336,7 +336,7 @@ def test_the_next_phase_starts_from_the_best_weights_where_the_phase_before_ende
     first = {"name": "one", "num_train_steps": STEPS, "until": UNTIL}
     second = {"name": "two", "num_train_steps": 4, "optimizer": {"learning_rate": 0.0, "lr_schedule": "constant"}}
     keep = {"checkpointer": {**runs.checkpointer, "keep": []}}
-    runs.run("phases", phases=[first, second], trainer=keep)
+    runs.run("phases", STEPS + 4, phases=[first, second], trainer=keep)
     assert runs.names("phases") == ["step-6", "step-10"]
     assert runs.cursor("phases", "step-10").history.phase_ends == (6,)
     assert runs.attempts("phases") == [(0, n) for n in range(1, 11)]

@@ -1,5 +1,6 @@
 """The number of steps when the data determines it."""
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +71,31 @@ def test_epochs_set_the_number_of_steps(resolved):
 def test_contradictions_are_errors(resolved, sections, said):
     with pytest.raises(ConfigError, match=said):
         resolved(**sections)
+
+
+PAIR = [{"name": "p", "num_train_steps": 3}, {"name": "q", "num_train_steps": 4}]
+
+
+@pytest.mark.parametrize(
+    ("sections", "refused"),
+    [
+        ({"phases": PAIR}, None),
+        ({"phases": PAIR, "trainer": {"num_train_steps": 7}}, None),
+        ({"phases": [{"name": "p"}, PAIR[1]], "trainer": {"num_train_steps": 5}}, None),
+        (
+            {"phases": PAIR, "trainer": {"num_train_steps": 5}},
+            r"trainer\.num_train_steps: 5 given, .* Remove it, or set it to 7\. .* change phases\.N\.num_train_steps$",
+        ),
+        (
+            {"preset": {"type": "progressive", "stacks": 2, "steps_per_stack": 3}, "trainer": {"num_train_steps": 3}},
+            r"trainer\.num_train_steps: 3 given, .* set it to 6\. .*, or keys of preset\.type: progressive$",
+        ),
+    ],
+)
+def test_a_number_of_steps_that_no_phase_reads_is_refused(sections, refused):
+    config = decode_run(ConfigSource({"model": dict(MODEL), **sections}), None)
+    with contextlib.nullcontext() if refused is None else pytest.raises(ConfigError, match=refused):
+        check_num_steps(config)
 
 
 def test_a_mixture_ends_according_to_its_stop_strategy(resolved):

@@ -27,7 +27,11 @@ def test_tables_lack_a_teacher_that_is_gone(trainings):
             {"name": "b", "num_train_steps": num_steps},
         ]
         trainings.run(
-            "left", 4, refs=trainings.ref("left"), phases=phases, tables=[{"type": "perplexity", "batches": 1}]
+            "left",
+            2 + num_steps,
+            refs=trainings.ref("left"),
+            phases=phases,
+            tables=[{"type": "perplexity", "batches": 1}],
         )
         with (tables / "perplexity.csv").open(newline="") as file:
             rows = [row["model"] for row in csv.DictReader(file)]

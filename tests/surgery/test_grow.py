@@ -226,7 +226,11 @@ def test_a_frozen_trunk_costs_what_it_must():
 
 MOE = Qwen3MoeConfig(**GQA, num_layers=4, head_dim=8, num_experts=4, decoder_sparse_step=2, dense_intermediate_dim=24)
 REFUSED = {
-    "structures": (MOE, [GrowConfig(2)], "the layers of this model are of several structures"),
+    "structures": (
+        MOE,
+        [GrowConfig(2)],
+        "the layers of this model are of several structures.* start from such a model",
+    ),
     "scaled by number": (
         Gpt2Config(**SIZES, num_layers=2, scale_attn_by_inverse_layer_idx=True),
         [GrowConfig(2)],

@@ -18,6 +18,7 @@ class Activity(enum.StrEnum):
     COMPILE = "compile"
     RESTORE = "restore"
     DATA = "data wait"
+    ANNOTATION = "annotation"
     ROLLOUT = "rollout"
     STEP = "step"
     EVAL = "eval"

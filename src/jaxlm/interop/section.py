@@ -12,6 +12,11 @@ from jaxlm.reading.yaml import ConfigSource, KeyPath
 NOTHING = (None, False, {}, [], "")
 
 
+def as_yaml(value: Any) -> str:
+    """A value for a message. YAML writes true and false in lower case."""
+    return str(value).lower() if isinstance(value, bool) else shown(value)
+
+
 class Section:
     """The keys of one mapping that have not been taken yet.
 
@@ -24,7 +29,7 @@ class Section:
         self.path = path
         self._notes = notes
         if not isinstance(keys, Mapping):
-            raise config_error(source, path, f"{shown(keys)} given, a section with keys expected")
+            raise config_error(source, path, f"{as_yaml(keys)} given, a section with keys expected")
         self._keys = dict(keys)
         self._known: list[str] = []
 
@@ -52,7 +57,7 @@ class Section:
         """Like `take`, for a number that the translation computes with."""
         value = self.take(key, default)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise self.error(key, f"{shown(value)} given, a number expected")
+            raise self.error(key, f"{as_yaml(value)} given, a number expected")
         return value
 
     def choice(self, key: str, allowed: Collection[Any], default: Any = None) -> Any:
@@ -65,7 +70,8 @@ class Section:
     def check_choice(self, key: str, value: Any, allowed: Collection[Any]) -> None:
         """Raises `ConfigError` if a key's value is not one of a few."""
         if value not in tuple(allowed):  # a list cannot be looked up in a mapping
-            raise self.error(key, f"{shown(value)} given. Allowed: {listed([str(one) for one in allowed])}")
+            texts = [as_yaml(one) if isinstance(one, bool) else str(one) for one in allowed]
+            raise self.error(key, f"{as_yaml(value)} given. Allowed: {listed(texts)}")
 
     def section(self, key: str) -> "Section":
         """A section inside of this one; empty if it is missing."""
@@ -79,7 +85,7 @@ class Section:
         """A list of sections inside of this one."""
         value = self.take(key, [])
         if not isinstance(value, list):
-            raise self.error(key, f"{shown(value)} given, a list of sections expected")
+            raise self.error(key, f"{as_yaml(value)} given, a list of sections expected")
         return [Section(self._source, (*self.path, key, index), item, self._notes) for index, item in enumerate(value)]
 
     def ignore(self, key: str, reason: str) -> None:
@@ -91,7 +97,7 @@ class Section:
         """Raises `ConfigError` if the key is set, except to nothing or to a value without an effect."""
         value = self.take(key)
         if not any(value is one or (value == one and type(value) is type(one)) for one in (*NOTHING, *without_effect)):
-            raise self.error(key, f"{shown(value)} given, which jaxlm cannot do: {instead}")
+            raise self.error(key, f"{as_yaml(value)} given, which jaxlm cannot do: {instead}")
 
     def note(self, key: str, text: str) -> None:
         self._notes.append(f"{self._dotted(key)}: {text}")

@@ -51,7 +51,8 @@ def grown_body(old: Body, config: ModelConfig, Vocab: Axis, added: range, key: j
     if len({stack.structure for stack in old.stacks}) > 1:
         raise ConfigError(
             "the layers of this model are of several structures, such as layers with and without experts, so that new ones"
-            " have no place in its stacks. Only models whose layers all have the same parameters can grow"
+            " have no place in its stacks. Only models whose layers all have the same parameters can grow. Remove the"
+            " surgery, or start from such a model"
         )
     whole: Any = lambda: config.build(Vocab, key=jax.random.key(0) if key is None else key)  # noqa: E731
     if key is None:

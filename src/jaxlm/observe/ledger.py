@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 IDLE, LOST = "idle between starts", "lost work"
 # What is lost when steps are trained again.
 _REPEATED = (Activity.DATA, Activity.ROLLOUT, Activity.STEP, Activity.BRANCH, Activity.EVAL)
-_TRAINING = (Activity.ROLLOUT, Activity.STEP)  # in which training makes progress
+_TRAINING = (Activity.ANNOTATION, Activity.ROLLOUT, Activity.STEP)  # in which training makes progress
+_NEWER = (Activity.ANNOTATION, Activity.ROLLOUT, Activity.BRANCH)  # lines of older versions do not have them
 _LINE_BYTES = 512  # every line has this length, so that rewriting one is a single write
 _INTERVAL_S = 1.0
 _LARGEST = 1e15  # of the numbers in a line
@@ -204,7 +205,7 @@ def _parsed(line: bytes) -> Mapping[str, Any] | None:
     """A line of the ledger; None if it is damaged."""
     try:
         record = json.loads(line)
-        for activity in (Activity.ROLLOUT, Activity.BRANCH):  # lines of older versions do not have them
+        for activity in _NEWER:
             record["seconds"].setdefault(activity, 0.0)
         numbers = [record["started_unix_s"], record["stretch"]["from_step"], record["step"], record["elapsed_s"]]
         numbers += [record["seconds"][name] for name in Activity]

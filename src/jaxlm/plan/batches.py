@@ -188,15 +188,17 @@ def _check_divides(trainer: BatchConfig, size: BatchSize, num_shards: int, per_d
         )
 
 
-def check_microbatches(phase: Phase, batches: BatchSchedule, num_shards: int) -> None:
+def check_microbatches(phase: Phase, earliest_start: int, batches: BatchSchedule, num_shards: int) -> None:
     """Raises `ConfigError` if the phase's objective compares examples that are in different microbatches, or microbatches do
-    not divide into equal shares for its blocks."""
-    stages, num_blocks = batches.between(phase.start, phase.end), phase.objective.num_denoisers or 1
+    not divide into equal shares for its blocks. Args: earliest_start: see `earliest_starts`."""
+    stages, num_blocks = batches.between(earliest_start, phase.end), phase.objective.num_denoisers or 1
+    planned = batches.between(phase.start, phase.end)
+    early = lambda stage: "" if stage in planned else ", which it reads if an earlier phase ends early,"  # noqa: E731
     split = [stage for stage in stages if stage.num_microbatches > 1]
     if split and phase.objective.compares_examples:
         raise ConfigError(
             f"phase '{phase.name}': objective: with these keys, the loss compares all examples of a batch with each other,"
-            f" but a batch of {split[0].size} is split into {split[0].num_microbatches} microbatches of"
+            f" but a batch of {split[0].size}{early(split[0])} is split into {split[0].num_microbatches} microbatches of"
             f" {split[0].microbatch}. Set trainer.per_device_parallelism: -1 and remove max_per_device_parallelism, or lower"
             " trainer.train_batch_size"
         )
@@ -204,7 +206,7 @@ def check_microbatches(phase: Phase, batches: BatchSchedule, num_shards: int) ->
     if num_blocks > 1 and uneven:
         raise ConfigError(
             f"phase '{phase.name}': objective.type: {choice_name(type(phase.objective))} trains {num_blocks} blocks of layers"
-            f" on equal shares of each device's sequences, but a batch of {uneven[0].size} sequences comes in microbatches of"
-            f" {uneven[0].microbatch} on {num_shards} devices. Set trainer.train_batch_size to a multiple of"
-            f" {num_blocks * num_shards}, and trainer.per_device_parallelism to one of {num_blocks} (-1: no microbatches)"
+            f" on equal shares of each device's sequences, but a batch of {uneven[0].size} sequences{early(uneven[0])} comes"
+            f" in microbatches of {uneven[0].microbatch} on {num_shards} devices. Set trainer.train_batch_size to a multiple"
+            f" of {num_blocks * num_shards}, and trainer.per_device_parallelism to one of {num_blocks} (-1: no microbatches)"
         )

@@ -19,15 +19,16 @@ from jaxlm.reading.decode import choice_name
 
 
 def check_num_steps(config: RunConfig) -> None:
-    """Checks the mixtures and `epoch`, as far as possible before the data is opened."""
+    """Checks the mixtures, `trainer.num_train_steps` and `epoch`, as far as possible before the data is opened."""
     phases, sections = plan_phases(config)
+    _check_is_used(config)
     for data in sections:
         data.check_mixture()
     if config.epoch < 0:
         raise ConfigError(f"epoch: {config.epoch} given, must be 0 (not used) or the number of passes over the data")
     if not config.epoch:
         return
-    if config.phases and all(phase.num_train_steps is not None for phase in config.phases):
+    if steps_of_all_phases(config) is not None:
         raise ConfigError(
             "epoch: has no effect, because every phase sets num_train_steps. Remove epoch, or num_train_steps of a phase"
         )
@@ -37,6 +38,29 @@ def check_num_steps(config: RunConfig) -> None:
                 f"epoch: {config.epoch} given, but phase '{phase.name}' trains on several sources of different sizes. Remove"
                 " epoch and set data.stop_strategy (first_exhausted or all_exhausted)"
             )
+
+
+def steps_of_all_phases(config: RunConfig) -> int | None:
+    """The sum of the phases' `num_train_steps`; None if one uses that of the trainer, or there are no phases."""
+    steps = [phase.num_train_steps for phase in config.phases if phase.num_train_steps is not None]
+    return sum(steps) if steps and len(steps) == len(config.phases) else None
+
+
+def _check_is_used(config: RunConfig) -> None:
+    """Raises `ConfigError` if `trainer.num_train_steps` is given, but every phase sets its own, and they do not add up to it.
+
+    A saved configuration has the default too, so that counts as not given.
+    """
+    num_train_steps, total = config.trainer.num_train_steps, steps_of_all_phases(config)
+    if total is None or num_train_steps in (TrainerConfig.num_train_steps, total):
+        return
+    numbers = "phases.0.num_train_steps" if len(config.phases) == 1 else "phases.N.num_train_steps"
+    preset = "" if config.preset is None else f", or keys of preset.type: {choice_name(type(config.preset))}"
+    raise ConfigError(
+        f"trainer.num_train_steps: {num_train_steps} given, but it has no effect, because every phase sets its own number of"
+        f" steps, {total} in all. Remove it, or set it to {total}. To train for another number of steps, change"
+        f" {numbers}{preset}"
+    )
 
 
 def with_num_steps_of_data(

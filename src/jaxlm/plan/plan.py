@@ -44,6 +44,7 @@ from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
 from jaxlm.plan.batches import BatchPlan, check_microbatches, plan_batches, small_batches, unreached_stages
+from jaxlm.plan.early_ends import earliest_starts
 from jaxlm.plan.load_config import run_id_of
 from jaxlm.plan.mesh import check_cut_axes, plan_mesh
 from jaxlm.plan.refs.base import Ref
@@ -197,9 +198,9 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         refs=plan_references(config, phases),
     )
     _check_evaluations(config, phases)
-    for phase, section in zip(phases, data, strict=True):
+    for phase, section, start in zip(phases, data, earliest_starts(config, phases), strict=True):
         _check_batch(phase, section, config)
-        check_microbatches(phase, batches.train, layout.num_shards(BATCH))
+        check_microbatches(phase, start, batches.train, layout.num_shards(BATCH))
     # Raises for surgeries that do not apply and patterns that match nothing.
     states = [plan.state_builder.abstract_state(phase) for phase in phases]
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
@@ -537,7 +538,7 @@ def _controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tuple[Con
         else (phase.controllers, f"phases.{index}.controllers")
     )
     facts = OptimizerFacts(
-        optimizer.learning_rate, optimizer.strategy_controls, optimizer.has_telemetry, optimizer.nowcast_window
+        optimizer.peak_learning_rate, optimizer.strategy_controls, optimizer.has_telemetry, optimizer.nowcast_window
     )
     for number, section in enumerate(written):
         controller = section.build(facts)

@@ -41,7 +41,8 @@ class LengthConfig:
         id: name of the run; logs and checkpoints are saved under it. Null uses the environment variable RUN_ID, then a
             tracker's `id`, then the name of the config file without its suffix.
         seed: random seed for parameter initialization, shuffling (unless `data_seed` is set) and dropout.
-        num_train_steps: optimizer steps per phase, unless the phase sets its own.
+        num_train_steps: optimizer steps per phase, unless the phase sets its own. If all phases do, only their sum is
+            accepted.
         until: end each phase earlier, depending on its evaluations, unless the phase sets its own; null does not.
         controllers: decide between steps, from metrics, what happens next, such as a lower learning rate on a plateau. They
             apply to each phase from its start, unless the phase sets its own.

@@ -30,6 +30,7 @@ from jaxlm.data.data import Data
 from jaxlm.data.examples import Examples
 from jaxlm.data.loader import BatchContext, BatchReader
 from jaxlm.data.mixture import Mixture
+from jaxlm.engine.activity import Activity, ActivityClock
 from jaxlm.engine.phases import Phase
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import ITSELF
@@ -52,6 +53,7 @@ def with_annotations(
     open_batches: Callable[[], Batches],
     first_step: int,
     position: Mapping[str, Any],
+    clock: ActivityClock,
     check_stop: Callable[[], None],
 ) -> Data:
     """The phase's data with the annotations that its objective reads from disk; `data` if it reads none.
@@ -64,6 +66,7 @@ def with_annotations(
         open_batches: opens the phase's batches, for `check_sanity`.
         first_step, position: the step from which the phase is entered or goes on, and the data position there
             (`Batches.state`).
+        clock: counts the time as annotation, but that of loading references and compiling.
         check_stop: raises an error on all processes if the run is to stop. Called before each block.
     """
     if phase.objective.annotation_key is None:
@@ -97,7 +100,7 @@ def with_annotations(
             for name, indices in drawn.items()
             if len(indices)
         }
-        _store_missing(plan, phase, data, template, folders, drawn, ask, log, check_stop)
+        _store_missing(plan, phase, data, template, folders, drawn, ask, log, clock, check_stop)
         return folders
 
     if not itself:
@@ -152,6 +155,7 @@ def _store_missing(
     drawn: Mapping[str, np.ndarray],
     load: Callable[[], dict[str, LanguageModel]],
     log: Log,
+    clock: ActivityClock,
     check_stop: Callable[[], None],
 ) -> None:
     """Annotates the examples that have no annotations yet.
@@ -177,15 +181,30 @@ def _store_missing(
         with tracing(quantized_products=phase.objective.asks_itself):  # as in a step
             return phase.objective.annotate(refs, batch).annotations
 
+    compiled: list[Callable[..., Any]] = []
+
     def annotate(examples: Examples, indices: np.ndarray) -> Columns:
         """The annotations of some examples, at most a batch of them."""
         read = lambda rows: examples.read(indices[np.minimum(rows, len(indices) - 1)])  # noqa: E731
         batch = data.spec.assemble(read, (hax.Axis(BATCH, batch_size),), plan.layout)
-        columns = tree.leaves(program(refs, batch))
+        if not compiled:
+            with clock.during(Activity.COMPILE):
+                compiled.append(program.lower(refs, batch).compile())
+        columns = tree.leaves(compiled[0](refs, batch))
         return {path: np.asarray(tree.raw(leaf))[: len(indices)] for path, leaf in columns}
 
+    def write(folder: AnnotationFolder, indices: np.ndarray) -> None:
+        """Annotates a block of examples."""
+        check_stop()
+        with clock.during(Activity.ANNOTATION):
+            parts = [
+                annotate(folder.examples, indices[at : at + batch_size]) for at in range(0, len(indices), batch_size)
+            ]
+            columns = {path: np.concatenate([part[path] for part in parts]) for path in parts[0]}
+            main_only(functools.partial(folder.write, indices, columns))
+
     for name in missing:
-        _build(folders[name], drawn[name], annotate, batch_size, example_bytes, log, check_stop)
+        _build(folders[name], drawn[name], write, batch_size, example_bytes, log)
 
 
 def _missing(folder: AnnotationFolder, indices: np.ndarray) -> np.ndarray:
@@ -233,13 +252,16 @@ def _made_from(plan: Plan, phase: Phase, examples: Examples, facts: Mapping[str,
 def _build(
     folder: AnnotationFolder,
     drawn: np.ndarray,
-    annotate: Callable[..., Columns],
+    write: Callable[[AnnotationFolder, np.ndarray], None],
     batch_size: int,
     example_bytes: int,
     log: Log,
-    check_stop: Callable[[], None],
 ) -> None:
-    """Annotates those of the drawn examples that have no annotations. All processes compute; process 0 writes."""
+    """Annotates those of the drawn examples that have no annotations. All processes compute; process 0 writes.
+
+    Args:
+        write: annotates a block of examples.
+    """
     with ExitStack() as locked:
         main_only(lambda: locked.enter_context(folder.locked(log)))
         missing, started = drawn[_missing(folder, drawn)], time.perf_counter()
@@ -250,12 +272,7 @@ def _build(
             f" steps read {len(drawn):,} of {len(folder.examples):,}, and {len(drawn) - len(missing):,} are there"
         )
         for done, indices in enumerate(blocks):
-            check_stop()
-            parts = [
-                annotate(folder.examples, indices[at : at + batch_size]) for at in range(0, len(indices), batch_size)
-            ]
-            columns = {path: np.concatenate([part[path] for part in parts]) for path in parts[0]}
-            main_only(functools.partial(folder.write, indices, columns))
+            write(folder, indices)
             if time.perf_counter() - logged > _LOG_INTERVAL_S:
                 log(f"annotated {done + 1} of {len(blocks)} blocks")
                 logged = time.perf_counter()

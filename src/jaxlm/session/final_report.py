@@ -20,6 +20,7 @@ from jaxlm.observe.page.sections import newest
 from jaxlm.observe.phase_history import phase_history
 from jaxlm.observe.plots import layer_bars, loss_curve, schedule_curve, step_time_histogram, step_times
 from jaxlm.observe.records import DECISIONS, METRICS, REPORT_PAGE, SAMPLES
+from jaxlm.plan.num_steps import steps_of_all_phases
 from jaxlm.plan.plan import Plan
 from jaxlm.reading.decode import choice_name
 
@@ -66,6 +67,9 @@ def how_to_train_longer(plan: Plan) -> list[tuple[str, str]]:
         if plan.config.preset is not None:
             return []
         key = f"--phases.{len(phases) - 1}.num_train_steps {2 * last}"
+        total = steps_of_all_phases(plan.config)
+        if total is not None and plan.config.trainer.num_train_steps == total:  # they must agree
+            key += f" --trainer.num_train_steps {total + last}"
     else:
         key = f"--epoch {2 * epoch}" if epoch else f"--trainer.num_train_steps {2 * plan.num_steps}"
     return [("to train longer", f"run the same command with {key}")]

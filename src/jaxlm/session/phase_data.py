@@ -61,7 +61,7 @@ def open_phase_data(run: Run, phase: Phase, resumed: VerifiedCheckpoint | None) 
     }
     position = {"examples": 0} if resumed is None else resumed.position()
     reopen = lambda: opened.batches(**order)  # noqa: E731
-    data = with_annotations(plan, phase, opened, log, reopen, first_step, position, run.flag_sync.check_stop)
+    data = with_annotations(plan, phase, opened, log, reopen, first_step, position, run.clock, run.flag_sync.check_stop)
     with contextlib.closing(data.batches(**order, services=_services(run, phase))) as batches:
         if resumed is not None:
             batches.restore(position)

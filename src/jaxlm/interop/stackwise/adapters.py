@@ -170,8 +170,9 @@ def _sizes(section: Section, prefix: str, strategy: str, number: int) -> tuple[f
         sizes[int(stack)] = entry.number("rank", rank), entry.number("alpha", alpha)
         entry.refuse("dropout", _NO_DROPOUT, 0, 0.0)
         entry.done()
-    if beyond := [stack for stack in sizes if stack >= number]:
-        section.note(key, f"{beyond[0]}: no effect: of {number + 1} stacks, the last never becomes part of the trunk")
+    if beyond := [str(stack) for stack in sizes if stack >= number]:
+        only = "the first one becomes" if number == 1 else f"the first {number} become"
+        section.note(key, f"{', '.join(beyond)}: no effect: of {number + 1} stacks, only {only} part of the trunk")
     for of in given:
         if all(of in written.get(stack, ()) for stack in range(number)):
             section.note(f"{prefix}{of}", f"no effect: {key} has the {of} of every stack")

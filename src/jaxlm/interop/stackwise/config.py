@@ -55,9 +55,17 @@ class StackWiseConfig:
         """Prints what has no effect here. Raises `ConfigError` for what jaxlm cannot do."""
         self.translated({})
 
-    def translated(self, sizes: Mapping[str, Any]) -> ConfigSource:
-        """jaxlm's keys. Prints notes. Args: sizes: keys of `model` that a builder was given."""
+    def translated(self, sizes: Mapping[str, Any], target_stacks: int | None = None) -> ConfigSource:
+        """jaxlm's keys. Prints notes.
+
+        Args:
+            sizes: keys of `model` that a builder was given.
+            target_stacks: number of stacks at the end; None for that of the configuration.
+        """
         tree = merge(copy.deepcopy(self._source.tree), {"model": dict(sizes)})
+        if target_stacks is not None:
+            growth = {"progressive": {"max_stacks": None, "target_stacks": target_stacks}}
+            tree["training"] = merge(tree["training"], growth)
         resolved = from_stackwise(ConfigSource(tree, self._source.marks))
         for note in resolved.notes:
             print(f"note: {note}")

@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, get_args
 
-from jaxlm.core.errors import shown
 from jaxlm.core.values.stack_pattern import Pattern
-from jaxlm.interop.section import Section
+from jaxlm.interop.section import Section, as_yaml
 
 
 class _Kind(NamedTuple):
@@ -73,4 +72,4 @@ def check_kinds(sections: Iterable[Section]) -> None:
             if not isinstance(kind, _Kind):
                 section.check_choice(key, value, kind)
             elif not isinstance(value, kind.types) or (isinstance(value, bool) and bool not in kind.types):
-                raise section.error(key, f"{shown(value)} given, {kind.text} expected")
+                raise section.error(key, f"{as_yaml(value)} given, {kind.text} expected")

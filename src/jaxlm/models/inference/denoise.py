@@ -9,7 +9,7 @@ Shapes: B rows, N tokens of a block, C tokens whose logits are computed at once,
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import haliax as hax
@@ -148,13 +148,22 @@ def denoised(
 
 
 def check_denoising(
-    prompts: Sequence[Sequence[int]], num_new: int, mask_id: int | None, sampling: Sampling, model: LanguageModel
+    prompts: Sequence[Sequence[int]],
+    num_new: int,
+    mask_id: int | None,
+    sampling: Sampling,
+    model: LanguageModel,
+    config: DenoisingConfig,
 ) -> int:
     """The id of the mask token. Raises `ConfigError` if the model cannot fill in `num_new` tokens after each prompt."""
     if model.is_causal:
+        changed = {
+            one.name: getattr(config, one.name) for one in fields(config) if getattr(config, one.name) != one.default
+        }
+        given = ", ".join(f"{name}: {value}" for name, value in changed.items()) or "denoising"
         raise ConfigError(
-            "this model predicts next tokens, and no hidden ones: it was not trained with model.use_bidirectional_attention."
-            " Generate text without denoising (num_steps, block_length, remasking)"
+            f"{given} given, but this model predicts next tokens, and no hidden ones: it was not trained with"
+            f" model.use_bidirectional_attention. Remove {', '.join(changed) or 'it'}"
         )
     if mask_id is None:
         raise ConfigError(
@@ -196,7 +205,7 @@ def denoise_tokens(
     Raises:
         ConfigError: see `check_denoising` and `DenoisingConfig.plan`.
     """
-    mask_id = check_denoising(prompts, num_new, mask_id, sampling, model)
+    mask_id = check_denoising(prompts, num_new, mask_id, sampling, model, config)
     config.check_parts(model.denoisers)
     if not prompts or not num_new:
         return [[] for _ in prompts]

@@ -47,6 +47,7 @@ _ENVIRONMENT = ("command", "system")
 _TIMES = {
     Activity.STEP: "time in steps",
     Activity.ROLLOUT: "time in rollouts",
+    Activity.ANNOTATION: "time in annotation",
     Activity.DATA: "waiting for batches",
     Activity.EVAL: "time in evaluations",
     Activity.SAVE: "time in saves",

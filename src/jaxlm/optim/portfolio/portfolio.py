@@ -31,7 +31,8 @@ class PortfolioConfig(OptimizerConfig):
 
     Attributes:
         learning_rate: peak learning rate of a strategy with `lr_scale: 1`.
-        weight_decay: decoupled weight decay of strategies without their own. 0 for all: no parameter decays.
+        weight_decay: decoupled weight decay of strategies without their own. With 0, no parameter decays, and no strategy may
+            have its own.
         strategies: name -> strategy. Or the name of a table: guide has the four strategies of caramba's training guide;
             caramba the five of its code, with their numbers.
         initial: name of the strategy that makes the updates until a controller selects another one. Null is the first.

@@ -82,9 +82,9 @@ class Strategy(draccus.ChoiceRegistry, abc.ABC):
         return self.square_decay is not None
 
     @property
-    def projects(self) -> bool:
-        """Whether the rule needs `Moments.sgd_rate`."""
-        return False
+    def compared_epsilon(self) -> float | None:
+        """Epsilon of the Adam that `Moments.sgd_rate` compares with; None if the rule does not need that."""
+        return None
 
     @property
     def orthogonalizes(self) -> bool:
@@ -181,8 +181,8 @@ class Sgd(Strategy):
         return self.beta2 if self.swats else None
 
     @property
-    def projects(self) -> bool:
-        return self.swats
+    def compared_epsilon(self) -> float | None:
+        return self.epsilon if self.swats else None
 
     @staticmethod
     def direction(moments: Moments, numbers: dict[str, Number]) -> jax.Array:

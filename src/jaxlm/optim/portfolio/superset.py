@@ -139,8 +139,8 @@ class Superset:
             return with_array(leaf, jnp.zeros_like(tree.raw(leaf))) if needed else None
 
         zero = lambda needed: jnp.zeros((), jnp.float32) if needed else None  # noqa: E731
-        projects, square_decays = any(one.projects for one in self.rows), [one.square_decay for one in self.rows]
-        has_squares = any(decay is not None for decay in square_decays)
+        compares = any(one.compared_epsilon is not None for one in self.rows)
+        has_squares = any(one.square_decay is not None for one in self.rows)
         return PortfolioState(
             mu=jax.tree.map(jnp.zeros_like, params),
             nu=tree.map_leaves(squares, params) if has_squares else None,
@@ -148,8 +148,8 @@ class Superset:
             nu_weight=zero(has_squares),
             matrix_mu_weight=zero(self._orthogonalizes),
             adagc=None if self.adagc is None else self.adagc.build().init(params),
-            step_square=zero(projects),
-            step_dot=zero(projects),
+            step_square=zero(compares),
+            step_dot=zero(compares),
         )
 
     def _update(
@@ -195,14 +195,8 @@ class Superset:
         if self._orthogonalizes:
             decay, share = _decay(table, lambda one: one.matrix_mean_decay)
             of_matrices = (decay, share, decay * state.matrix_mu_weight + share)
-        nu_decay: Number = 0.0
-        nu_share: Number = 0.0
-        nu_weight = None
-        if state.nu_weight is not None:
-            # While a rule without squares runs, they go on as for the first strategy that has them, so that a return is warm.
-            usual = next(one.square_decay for one in self.rows if one.square_decay is not None)
-            nu_decay, nu_share = _decay(table, lambda one: usual if one.square_decay is None else one.square_decay)
-            nu_weight = nu_decay * state.nu_weight + nu_share
+        nu_decay, nu_share = self._square_decay(table)
+        nu_weight = None if state.nu_weight is None else nu_decay * state.nu_weight + nu_share
         before, squares = dict(tree.leaves(state.mu)), dict(tree.leaves(state.nu))
         moments = {}
         for path, leaf in tree.leaves(updates):
@@ -212,7 +206,8 @@ class Superset:
             moments[path] = Moments(g, old, decay * old + share * g, weight, nu, nu_weight, None)
         square, dot = state.step_square, state.step_dot
         if square is not None and dot is not None:
-            epsilon = next(one for one in table.rows if one.projects).epsilon  # pyright: ignore
+            first = next(one.compared_epsilon for one in self.rows if one.compared_epsilon is not None)
+            epsilon = table.number(lambda one: first if one.compared_epsilon is None else one.compared_epsilon)
             steps = {path: adam_direction(one, epsilon) for path, one in moments.items()}
             square = nu_decay * square + nu_share * sum(jnp.sum(jnp.square(step)) for step in steps.values())
             dot = nu_decay * dot + nu_share * sum(
@@ -233,6 +228,14 @@ class Superset:
             step_square=square,
             step_dot=dot,
         )
+
+    def _square_decay(self, table: Table) -> tuple[Number, Number]:
+        """Decay rate of the squares, and the weight of new ones.
+
+        While a rule without squares runs, they are those of the first strategy that has them, so that a return is warm.
+        """
+        usual = next((one.square_decay for one in self.rows if one.square_decay is not None), 0.0)
+        return _decay(table, lambda one: usual if one.square_decay is None else one.square_decay)
 
     def _direction(self, table: Table, moments: Moments) -> jax.Array:
         """The direction of the strategy's rule, elementwise. Each rule that the table has is computed once."""

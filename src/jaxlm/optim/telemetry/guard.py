@@ -5,11 +5,11 @@ What the detectors do was chosen by measurement, on noise around a constant and 
 
 * A spike is an outlier against the trend. On noise around a constant, 0.001 % of the steps are flagged with a `loss_limit` of
   5, and none of the first 100; on the runs, 0.4 of 1,000 steps.
-* Gradient norms have long tails: with a limit of 5, 6.9 of 1,000 steps of the runs were flagged, and 2.4 with 8.
+* Gradient norms have long tails: with a limit of 5, 6.8 of 1,000 steps of the runs were flagged, and 2.5 with 8.
 * A plateau is a slope that is not significantly below 0 (one-sided t-test at 5 %). A window of 300 steps finds 95 % of those
   with noise of 0.05 and of 0.27 nats, and none where the loss falls by 0.001 a step. On the runs, it flags 2 % of the steps
   where the loss fell by more than 2 % in 200 steps, and 85 % where it fell by less than 1 %. A limit on the slope itself, or
-  patience on a running mean, found fewer or flagged more.
+  patience on a running mean, found fewer or flagged more (docs/log.md).
 """
 
 from collections.abc import Mapping

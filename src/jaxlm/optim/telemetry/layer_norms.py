@@ -18,8 +18,8 @@ def norm(arrays: Any) -> jax.Array:
     return jnp.sqrt(sum(squares, jnp.zeros(())))
 
 
-def layer_norms(arrays: Any) -> jax.Array | None:
-    """The norm of each layer, float32 [number of layers], over all stacks of layers; None without stacks.
+def layer_norms(arrays: Any) -> jax.Array:
+    """The norm of each layer, float32 [number of layers], over all stacks of layers.
 
     Arrays outside of stacks belong to no layer: embeddings, and those with a few numbers for each layer beside its stack.
     """
@@ -30,13 +30,13 @@ def layer_norms(arrays: Any) -> jax.Array | None:
         if LAYERS in names:
             others = tuple(number for number, name in enumerate(names) if name != LAYERS)
             squares[stack] += jnp.sum(_squared(leaf.array), axis=others)
-    return jnp.sqrt(jnp.concatenate(list(squares.values()))) if squares else None
+    return jnp.sqrt(jnp.concatenate([jnp.zeros(0), *squares.values()]))
 
 
 def layer_ratio(arrays: Any) -> jax.Array:
     """The largest norm of a layer over the median of the layers. 1 without stacks of layers, or if the median is 0."""
     norms = layer_norms(arrays)
-    if norms is None:
+    if not norms.size:
         return jnp.ones(())
     median = jnp.median(norms)
     return jnp.where(median > 0, jnp.max(norms) / jnp.where(median > 0, median, 1.0), 1.0)

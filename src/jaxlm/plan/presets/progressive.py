@@ -30,7 +30,7 @@ from jaxlm.models.stack_paths import NEW_STACK
 from jaxlm.plan.presets.base import Derivation, DerivedNumber, PresetConfig
 from jaxlm.plan.presets.depth_times import DepthTimes, StackTime, stack_places
 from jaxlm.reading.choices import choice
-from jaxlm.reading.decode import decode
+from jaxlm.reading.decode import config_error, decode
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.surgery.quantize import Kind
 
@@ -132,7 +132,7 @@ class ProgressiveConfig(PresetConfig):
     depth_times: DepthTimes | None = None
 
     def derive(self, source: ConfigSource) -> Derivation:
-        self._check()
+        self._check(source)
         times = self._times(source)
         phases = [phase for number in range(self.stacks) for phase in self._stage(number, source, self.at, times)]
         written = source.tree.get("phases") or phases
@@ -154,7 +154,7 @@ class ProgressiveConfig(PresetConfig):
         Raises:
             ConfigError: keys contradict each other.
         """
-        self._check()
+        self._check(source)
         return self._stage(number, source, before or self.at, self._times(source))
 
     def _stage(
@@ -237,7 +237,7 @@ class ProgressiveConfig(PresetConfig):
         }
         return [NEW_STACK, *(pattern for pattern, trains in others.items() if trains)]
 
-    def _check(self) -> None:
+    def _check(self, source: ConfigSource) -> None:
         """Raises `ConfigError` if keys contradict each other."""
         if self.stacks == 1:
             raise ConfigError("preset.stacks: 1 given, but then nothing grows. Give 2 or more, or remove the preset")
@@ -268,9 +268,12 @@ class ProgressiveConfig(PresetConfig):
         if self.trunk != "lora" and self.lora is not None:
             raise ConfigError(f"preset.lora: given with trunk: {self.trunk}, which has no adapters. Set trunk: lora")
         if (given := len(self._adapters.stacks)) >= self.stacks:
-            raise ConfigError(
-                f"preset.lora.stacks: {given} stacks given, but of {self.stacks} stacks only the first"
-                f" {self.stacks - 1} become part of a trunk"
+            only = "the first one becomes" if self.stacks == 2 else f"the first {self.stacks - 1} become"
+            raise config_error(
+                source,
+                ("preset", "lora", "stacks"),
+                f"{given} stacks given, but of {self.stacks} stacks only {only} part of a trunk. Remove"
+                f" {given - self.stacks + 1} of them, or change preset.stacks",
             )
 
 
