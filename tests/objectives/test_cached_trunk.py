@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxlm.core import tree
+from jaxlm.core.array_digest import array_digest
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
-from jaxlm.core.values.array_digest import array_digest
 from jaxlm.models.flops import matrix_operations
 from jaxlm.objectives.base import ITSELF
 from jaxlm.objectives.cached_trunk import CachedTrunk
