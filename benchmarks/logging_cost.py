@@ -34,7 +34,7 @@ from jaxlm.commands.bench import random_batch
 from jaxlm.core.values.logged import StepInfo
 from jaxlm.engine.entry import enter_phase
 from jaxlm.engine.metrics import AsyncMetrics, Listener, Workload
-from jaxlm.engine.sync import FlagSync, SyncFlags
+from jaxlm.engine.sync import FlagSync
 from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import ProgressListener, TrackerListener
 from jaxlm.observe.trackers import JsonlTracker
@@ -131,7 +131,7 @@ def measure(
     phase = plan.phases[0]
     step = compile_step(plan, phase, print).call
     state = enter_phase(plan.state_builder, phase, plan.layout, None)()
-    flags, batch = FlagSync(plan.layout).to_devices(SyncFlags()), random_batch(plan, 0)
+    flags, batch = FlagSync.unset(plan.layout), random_batch(plan, 0)
     listeners = [TrackerListener(trackers), ProgressListener(Console(), phase, lambda step: "", skipped=0)]
     switch = Switch(listeners)
     workload = Workload(plan.batches.train, plan.config.model.seq_len, 1e9, None, 10**6)

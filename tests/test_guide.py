@@ -80,8 +80,8 @@ def test_the_walks_links_are_current_and_each_hop_calls_the_next(monkeypatch):
     links = script("source_links")
     walk = (ROOT / "docs" / "reference" / "walk.md").read_text(encoding="utf-8")
     assert walk == links.with_line_numbers(walk), "run `python docs/generate_reference.py`"
-    hops = [match for row in walk.partition("Seven hops")[0].splitlines() for match in links.LINK.finditer(row)]
-    assert len(hops) == 8  # main and seven hops
+    hops = [match for row in walk.partition("Six hops")[0].splitlines() for match in links.LINK.finditer(row)]
+    assert len(hops) == 7  # main and six hops
     code = ""
     for match in hops:
         first, last = links.definitions(match["file"])[match["name"]]

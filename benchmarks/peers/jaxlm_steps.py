@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jaxlm.commands.bench import random_batch
 from jaxlm.engine.entry import enter_phase
-from jaxlm.engine.sync import FlagSync, SyncFlags
+from jaxlm.engine.sync import FlagSync
 from jaxlm.session.compilation.step import compile_step
 
 
@@ -24,7 +24,7 @@ def take_steps(plan, clock, rows_of, *, weights=None, changed=lambda model: mode
     step = compile_step(plan, phase, lambda _: None).call
     state = enter()
     state = type(state)(**{**vars(state), "model": changed(state.model)})
-    flags = FlagSync(plan.layout).to_devices(SyncFlags())
+    flags = FlagSync.unset(plan.layout)
     like = random_batch(plan, 0)
     for number in itertools.count():
         state, report = step(state, {}, _batch(like, *rows_of(number)), flags)

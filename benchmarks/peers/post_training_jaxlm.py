@@ -23,7 +23,7 @@ import post_training_rows as work
 with gc_paused():
     from jaxlm.data.loader import RunServices, leading_axes
     from jaxlm.engine.entry import enter_phase
-    from jaxlm.engine.sync import FlagSync, SyncFlags
+    from jaxlm.engine.sync import FlagSync
     from jaxlm.interop.hf.folder import save_folder
     from jaxlm.interop.pretrained import load_pretrained
     from jaxlm.plan.load_config import decode_run
@@ -165,7 +165,7 @@ def train(method: str, folder: Path, scratch: Path) -> None:
         weights = load_pretrained(folder, plan.state_builder.abstract_initial_model, plan.config.model, plan.layout)
         enter = enter_phase(plan.state_builder, phase, plan.layout, None, weights)
         step = compile_step(plan, phase, lambda _: None).call
-        state, flags = enter(), FlagSync(plan.layout).to_devices(SyncFlags())
+        state, flags = enter(), FlagSync.unset(plan.layout)
         batch = sampled_batches(plan, scratch) if is_grpo else fixed_batches(plan)
         for number in itertools.count():
             state, report = step(state, {}, batch(number, state.model), flags)

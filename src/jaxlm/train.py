@@ -24,7 +24,7 @@ from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.control import Control
 from jaxlm.engine.entry import enter_phase
-from jaxlm.engine.loop import run_phase
+from jaxlm.engine.loop import TrainingLoop
 from jaxlm.engine.notices import metadata_host, watch_notices
 from jaxlm.engine.open_phase import OpenPhase
 from jaxlm.engine.outcome import Done, Interrupted, Outcome, StoppedError
@@ -138,7 +138,7 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
             try:
                 with _open_phase(run, phase, state, conductor, init_from) as (state, opened):
                     with clock.during(Activity.STEP):
-                        state, outcome = run_phase(state, opened)
+                        state, outcome = TrainingLoop(state, opened).run()
                     with clock.during(Activity.RESTORE):
                         state = conductor.act(outcome, state, opened)
             except StoppedError as stopped:

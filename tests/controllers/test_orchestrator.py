@@ -27,8 +27,8 @@ from jaxlm.controllers.orchestrate.orchestrator import (
     RollbacksError,
     Safety,
 )
-from jaxlm.core import telemetry
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values import telemetry
 
 STRATEGIES = {
     "plain": {"strategy": 0.0, "lr_scale": 1.0},

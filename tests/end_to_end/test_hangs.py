@@ -44,7 +44,7 @@ def test_a_process_that_waits_for_one_that_hangs_ends_too(workplace):
     assert [end.code for end in ends] == [EXIT_HUNG, EXIT_HUNG], ends
     stacks = [(work.folder / "logs" / "run" / f"stacks-{n}.txt").read_text() for n in (0, 1)]
     assert "in hang" in stacks[1]
-    assert "in run_phase" in stacks[0]
+    assert "in _take_step" in stacks[0]
 
 
 @pytest.mark.soak

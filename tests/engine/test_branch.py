@@ -24,7 +24,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.core.values.logged import StepInfo
 from jaxlm.engine.activity import Activity
 from jaxlm.engine.checkpoint.manifest import History
-from jaxlm.engine.loop import run_phase
+from jaxlm.engine.loop import TrainingLoop
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
 from jaxlm.engine.signals import StopRequest
 from jaxlm.optim.adam import AdamConfig
@@ -140,7 +140,7 @@ def trained(
             stop,
             **(hooks or {}),
         )
-        state, outcome = run_phase(opened.control.begin(state), opened)
+        state, outcome = TrainingLoop(opened.control.begin(state), opened).run()
     rates = {info.step: info.metrics["optim/learning_rate"] for info in seen}
     assert [info.step for info in seen] == sorted(rates)  # each step is logged once
     return Trained(jax.tree.map(np.asarray, state), outcome, rates, saver, ready.taken, notes)
@@ -317,7 +317,7 @@ def test_a_portfolio_of_one_with_an_orchestrator_is_the_optimizer_alone():
         with run.where.use():
             batches = Ready([batch(columns, run.where) for columns in BATCHES])
             opened = open_phase(run.where, run.phase, run.loop_step, batches)
-            state, outcome = run_phase(opened.control.begin(run.state), opened)
+            state, outcome = TrainingLoop(opened.control.begin(run.state), opened).run()
         assert isinstance(outcome, Done)
         states.append(state)
     assert states[1].slots.keys() - states[0].slots.keys() == {"controls"}

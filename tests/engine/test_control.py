@@ -20,7 +20,7 @@ from jaxlm.engine.checkpoint.manifest import Cursor, History
 from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.control import Control
 from jaxlm.engine.entry import StateBuilder
-from jaxlm.engine.loop import run_phase
+from jaxlm.engine.loop import TrainingLoop
 from jaxlm.engine.metrics import MAX_IN_FLIGHT
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
 from jaxlm.models.base import vocab_axis
@@ -107,7 +107,7 @@ def trained(
     with run.where.use():
         batches = Ready([batch(columns, run.where) for columns in BATCHES[first:]])
         opened = open_phase(run.where, run.phase, run.loop_step, batches, seen.append, saver, evaluations=Evaluations())
-        state, outcome = run_phase(opened.control.begin(state), opened)
+        state, outcome = TrainingLoop(opened.control.begin(state), opened).run()
     assert not isinstance(outcome, Interrupted)
     assert isinstance(outcome, Rewind) or [info.step for info in seen] == list(range(first + 1, int(state.step) + 1))
     return {info.step: info.metrics["optim/learning_rate"] for info in seen}, outcome, saver, run, state

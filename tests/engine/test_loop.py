@@ -13,7 +13,7 @@ import pytest
 from jaxlm.core.values.logged import StepInfo
 from jaxlm.data.prefetch import Prefetch
 from jaxlm.engine.activity import Activity
-from jaxlm.engine.loop import run_phase
+from jaxlm.engine.loop import TrainingLoop
 from jaxlm.engine.metrics import MAX_IN_FLIGHT
 from jaxlm.engine.outcome import Done
 from jaxlm.engine.step import StepReport
@@ -24,7 +24,7 @@ def through_the_loop(run: TinyRun, train_step: Any, batches: list[Any], guard: s
     seen: list[StepInfo] = []
     opened = open_phase(run.where, run.phase, train_step, Ready(batches), seen.append)
     with run.where.use(), jax.transfer_guard(guard):
-        _, outcome = run_phase(run.state, opened)
+        _, outcome = TrainingLoop(run.state, opened).run()
     assert isinstance(outcome, Done)
     assert [info.step for info in seen] == list(range(1, run.phase.end + 1))
     return seen
@@ -140,7 +140,7 @@ def through_sampled_batches(log: list[Any], rewind_after: int | None = None) -> 
     metrics.drain = drain
     saver = Saver(on_save=lambda state, step: log.append("save"))
     opened = replace(open_phase(layout(), phase(end=7), step, Sampled(log), saver=saver), metrics=metrics)
-    outcome = run_phase(SimpleNamespace(step=0, model="weights after 0"), opened)[1]  # type: ignore[arg-type]
+    outcome = TrainingLoop(SimpleNamespace(step=0, model="weights after 0"), opened).run()[1]  # type: ignore[arg-type]
     return outcome, opened.clock
 
 
@@ -175,7 +175,7 @@ def test_the_loading_time_is_the_time_for_which_a_step_waits_for_its_batch(step_
         return None, measured
 
     listen = lambda info: logged.append(info.metrics["throughput/loading_time"])  # noqa: E731
-    run_phase(SimpleNamespace(step=0), open_phase(layout(), phase(end=20), step, batches, listen))  # type: ignore[arg-type]
+    TrainingLoop(SimpleNamespace(step=0), open_phase(layout(), phase(end=20), step, batches, listen)).run()  # type: ignore[arg-type]
     elapsed_s, waited = time.perf_counter() - began, batches.waited_s
     batches.ahead.close()
     assert len(logged) == len(waited) == 20

@@ -97,7 +97,7 @@ def test_the_loop_marks_pauses_for_evaluations_and_saves(monkeypatch):
     batches.read_ahead = note("ahead")
     step = lambda *_: order.append("step") or (None, None)  # noqa: E731
     opened = open_phase(layout(), phase(end=3), step, batches, saver=saver, first=[hook])
-    loop.run_phase(SimpleNamespace(step=0), replace(opened, metrics=metrics))  # type: ignore[arg-type]
+    loop.TrainingLoop(SimpleNamespace(step=0), replace(opened, metrics=metrics)).run()  # type: ignore[arg-type]
     assert " ".join(order) == (
         "step ahead push step ahead push drain ( hook ) skip step ahead push drain ( save ) skip"
     )

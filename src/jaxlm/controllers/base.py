@@ -249,7 +249,7 @@ class OptimizerFacts:
         learning_rate: the peak of its schedule.
         strategies: name -> the controls that select the strategy. The first is the one that it begins with. Empty if it has
             only one way to update.
-        has_telemetry: whether it measures the metrics of `core/telemetry.py`.
+        has_telemetry: whether it measures the metrics of `core/values/telemetry.py`.
         nowcast_window: updates over which it measures where the weights are going; None if it does not.
     """
 

@@ -23,17 +23,9 @@ def pause() -> jax.profiler.TraceAnnotation:
     return jax.profiler.TraceAnnotation(PAUSE)
 
 
-def run_phase(state: RunState, at: OpenPhase) -> tuple[RunState, Outcome]:
+class TrainingLoop:
     """Trains from the state's step to the end of the phase, until the state was saved after a signal, or until a controller
     ends the phase or makes the run go back. Steps that were dispatched after its last one are neither logged nor saved.
-    """
-    loop = _Loop(state, at)
-    outcome = loop.run()
-    return loop.state, outcome
-
-
-class _Loop:
-    """The place of a run in a phase.
 
     Attributes:
         state: after the last step that was dispatched.
@@ -46,13 +38,13 @@ class _Loop:
         self._rescue = Rescue(at.batches, at.metrics, at.saver, at.clock, self.step)
         self._is_first = True
 
-    def run(self) -> Outcome:
-        """Trains until the phase ends, however it does."""
+    def run(self) -> tuple[RunState, Outcome]:
+        """The state after the last step, and how the phase ended."""
         while (before := self.step) < self._at.phase.end:
             outcome = self._take_effect() or self._advance() or self._between(before)
             if outcome is not None:
-                return outcome
-        return Done()
+                return self.state, outcome
+        return self.state, Done()
 
     def _take_effect(self) -> Outcome | None:
         """Puts due controls into the state. Returns how the phase ends, if it ends here."""

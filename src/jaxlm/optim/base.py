@@ -21,7 +21,7 @@ from jaxlm.core.field_types import (
     ScheduleLength,
 )
 from jaxlm.core.guards import RewindRule, StepGuard
-from jaxlm.core.telemetry import TELEMETRY
+from jaxlm.core.values.telemetry import TELEMETRY
 from jaxlm.optim.adagc import AdaGc
 from jaxlm.optim.bad_steps import SkipBadSteps, WindowLength, bad_step_guards
 from jaxlm.optim.lr.schedules import Schedule, ScheduleSpec, make_schedule
@@ -144,7 +144,7 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
 
     @property
     def has_telemetry(self) -> bool:
-        """Whether each step has the metrics of `core/telemetry.py`."""
+        """Whether each step has the metrics of `core/values/telemetry.py`."""
         return any(guard.name == TELEMETRY for guard in self.guards)
 
     @property

@@ -30,7 +30,6 @@ from jaxlm.controllers.base import (
 from jaxlm.controllers.orchestrate.bandit import Bandit, favoring, reward
 from jaxlm.controllers.orchestrate.memory import Memory
 from jaxlm.controllers.orchestrate.safety import PURPOSES, Safety
-from jaxlm.core import telemetry
 from jaxlm.core.controls import NOWCAST
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import (
@@ -41,6 +40,7 @@ from jaxlm.core.field_types import (
     PositiveFraction,
     PositiveInt,
 )
+from jaxlm.core.values import telemetry
 from jaxlm.reading.choices import choice
 
 _NAME = "orchestrator"
@@ -256,7 +256,8 @@ class Orchestrator(Controller):
         bandit = memory.bandit
         for name, loss in result.losses.items():
             bandit = self._bandit.rewarded(bandit, name, self._reward(result.before, loss))
-        notes = [{"event": "branch", "reason": reason, "winner": result.winner, **note}]
+        first = step.number - result.num_steps + 1
+        notes = [{"event": "branch", "reason": reason, "winner": result.winner, "first": first, **note}]
         before, memory = memory.strategy, replace(memory, bandit=bandit, loss=None)
         if result.winner != before:
             memory = replace(memory, strategy=result.winner, switched=step.number)

@@ -11,8 +11,8 @@ from typing import Annotated
 
 from annotated_types import Interval
 
-from jaxlm.core import telemetry
 from jaxlm.core.field_types import AboveOne, NonNegativeFloat, NonNegativeInt, PositiveInt
+from jaxlm.core.values import telemetry
 
 PURPOSES = ("orchestrator_0", "orchestrator_1")
 """Of the two checkpoints that are kept: while the newer one is in quarantine, the older one is there."""

@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 from annotated_types import Interval
 
-from jaxlm.core import telemetry
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
 from jaxlm.core.guards import StepGuard, StepStats, Verdict
+from jaxlm.core.values import telemetry
 from jaxlm.optim.rolling import RollingWindow
 from jaxlm.optim.telemetry.layer_norms import layer_ratio, norm
 from jaxlm.optim.telemetry.running_mean import RunningMean
