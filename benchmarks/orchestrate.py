@@ -86,8 +86,9 @@ class Runs:
 
     def __init__(self, folder: Path, model: str, steps: int):
         self._folder, self._model, self._steps = folder, model, steps
-        self._path = folder / f"{model}-{steps}.json"
-        self.results: dict[str, dict[str, Any]] = json.loads(self._path.read_text()) if self._path.exists() else {}
+        self.results: dict[str, dict[str, Any]] = {}
+        for path in folder.glob(f"{model}-{steps}-*.json"):
+            self.results |= json.loads(path.read_text())
 
     def loss(self, name: str, rate: float, seed: int) -> float:
         """The loss of a run; of one that diverged, infinity."""
@@ -95,7 +96,13 @@ class Runs:
         if key not in self.results:
             self.results[key] = self._train(name, rate, seed)
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(json.dumps(self.results, indent=1))
+            own = {
+                other: result
+                for other, result in self.results.items()
+                if other.rpartition(" ")[0].rpartition(" ")[0] == name
+            }
+            path = self._folder / f"{self._model}-{self._steps}-{name.replace(', ', '-').replace(' ', '-')}.json"
+            path.write_text(json.dumps(own, indent=1))  # other processes train others
             print(key, json.dumps(self.results[key]), flush=True)
         loss = self.results[key]["loss"]
         return math.inf if loss is None or not math.isfinite(loss) else loss
@@ -155,16 +162,21 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2,3,4")
     parser.add_argument("--tuning-seed", type=int, default=100)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--only", help="trains these, separated by commas, and prints no table: for several processes")
     options = parser.parse_args()
     seeds, runs = [int(seed) for seed in options.seeds.split(",")], Runs(options.folder, options.model, options.steps)
     names = [ADAMW, *GUIDE, ORCHESTRATED]
+    chosen = options.only.split(",") if options.only else names
     rates: dict[str, float] = {}
-    for name in names:
+    for name in (name for name in names if name in chosen):
         rates[name] = min(RATES[options.model], key=lambda rate: runs.loss(name, rate, options.tuning_seed))
-    rates[LONGER] = rates[ADAMW]
+    if ADAMW in chosen:
+        rates[LONGER] = rates[ADAMW]
     losses: Mapping[str, list[float]] = {
         name: [runs.loss(name, rate, seed) for seed in seeds] for name, rate in rates.items()
     }
+    if options.only:
+        return
     print(f"\n{options.model}, {options.steps} steps, seeds {options.seeds}, jax {jax.__version__}\n")
     print("| run | learning rate | validation loss | difference from adamw (95 %) |")
     print("|---|---|---|---|")
