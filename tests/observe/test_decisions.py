@@ -103,7 +103,7 @@ def test_a_run_that_resumes_makes_later_decisions_again(tmp_path):
         ({"event": "branch", "candidates": ["a", "b"], "reason": "plateau", "would": True}, "would try a, b (plateau)"),
         (
             {"event": "boundary", "reason": "spike", "strategy": "a", "extra_steps": 9},
-            "keeps a: the budget for trying others is used up (spike)",
+            "keeps a: the budget does not allow trying others yet (spike)",
         ),
         ({"event": "spike", "loss": 3.5}, "sees a spike: the mean of the loss is 3.5000"),
         (NOWCAST, "does not extrapolate the weights (as it is 3.1000, nowcast 3.4000)"),

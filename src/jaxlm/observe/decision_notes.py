@@ -125,7 +125,7 @@ def _known(note: Mapping[str, Any]) -> str:
         case {"event": "branch", "candidates": [*names]} if would and all(isinstance(name, str) for name in names):
             return f"would try {', '.join(names)}{reason}"
         case {"event": "boundary", "strategy": str(strategy)}:
-            return f"keeps {strategy}: the budget for trying others is used up{reason}"
+            return f"keeps {strategy}: the budget does not allow trying others yet{reason}"
         case {"event": "spike", "loss": float(loss)}:
             return f"sees a spike: the mean of the loss is {loss:.4f}"
         case {"event": "branch", "winner": str(winner)} if losses:
