@@ -13,7 +13,7 @@ from jaxlm.plan.plan import plan_phases
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from jaxlm.plan.trainer_config import TrainerConfig
 
-FIRST = DoneStep(7, is_last=False, is_skipped=False)
+FIRST = DoneStep(7, is_last=False, is_skipped=False, progress=0.5, effective=11)
 
 
 def after(config: HandoverConfig, loss: float, teacher: float, state: bool = False):

@@ -100,6 +100,7 @@ class Driven:
             self._told(*self.controller.branched(self._done(1), result, self._read()))
         if isinstance(answer, Rewind):
             self.step, self.gone_back = self.state["trusted"], True
+            self.state = self.controller.rewound(self._read(), self.step)
 
     def _done(self, delay: int) -> DoneStep:
         progress = self.step / self.num_steps
@@ -185,7 +186,7 @@ def test_the_strategy_that_wins_is_the_one_that_is_tried_most():
 
 def test_without_trials_it_takes_what_has_done_best():
     run = driven(interval=100, max_candidates=1, min_steps_between_switches=0, num_steps=10**9)
-    assert not run.controller.branches
+    assert not run.controller.may_branch
     run.run(600)
     assert branches(run) == []
     tried = [decision.values["strategy"] for _, decision in run.decisions if isinstance(decision, SetControls)]
@@ -246,12 +247,12 @@ def test_what_is_within_the_limits_is_no_trip(limits, metrics):
 
 def test_updates_that_are_skipped_again_and_again_lead_back():
     run = driven(interval=10_000).run(300)
-    skipped = [number % 8 >= 5 or number > 320 for number in range(500)]
+    skipped = [number % 32 >= 17 or number > 320 for number in range(500)]
     run.skipped = lambda step: skipped[step]
     run.run(400)
     ((_, back),) = run.decisions
     assert isinstance(back, Rewind)
-    assert back.reason == "the updates of 4 steps in a row were skipped (max_skipped: 4)"
+    assert back.reason == "the updates of 16 steps in a row were skipped (max_skipped: 16)"
 
 
 def test_a_difference_of_losses_may_be_the_limit():
@@ -266,6 +267,10 @@ def test_switches_that_are_written_come_at_their_step():
     assert [(note["effective"], note["reason"], note["to"]) for _, note in run.events("switch")] == [
         (300, "manual", "fast"),
         (700, "manual", "plain"),
+    ]
+    early = driven(interval=10_000, switch_at=[PlannedSwitch(1, "plain"), PlannedSwitch(3, "fast")]).run(10)
+    assert early.events("switch") == [
+        (1, {"event": "switch", "reason": "manual", "from": "plain", "to": "fast", "effective": 5})
     ]
     assert [decision for _, decision in run.decisions] == [
         SetControls(STRATEGIES["fast"]),
@@ -286,32 +291,67 @@ def test_extrapolation_is_tried_now_and_then_and_given_up():
     assert driven(interval=10_000, nowcast=Nowcast()).controller.controls()["nowcast"] == 0.0
 
 
+def test_to_monitor_is_to_decide_at_the_same_steps():
+    keys = {"interval": 100, "horizon": 20, "num_steps": 10**9}
+    decided = [driven(mode=mode, **keys).run(3000).events("branch", "boundary") for mode in ("active", "monitor")]
+    boundaries = [[(note["event"], note["reason"]) for _, note in notes] for notes in decided]
+    assert len(boundaries[0]) > 20
+    assert boundaries[0] == boundaries[1][: len(boundaries[0])]
+
+
 def test_to_monitor_is_to_note_what_would_happen():
     run = driven(mode="monitor", interval=100, horizon=10, branch_budget=1.0, safety=Safety(snapshot_interval=50))
     assert run.controller.controls() == {}
-    assert not run.controller.branches
+    assert not run.controller.may_branch
     run.run(300).run(305, loss=9.0)
     assert (run.decisions, run.keeps) == ([], [])
     assert {note["event"] for _, note in run.notes} == {"branch", "rollback"}
     assert all(note["would"] for _, note in run.notes)
 
 
-def test_a_run_goes_on_with_another_table_of_strategies():
+def with_keys(run: Driven, table: Mapping[str, Mapping[str, float]] = STRATEGIES, **keys: Any) -> Any:
+    """What the orchestrator of a run that resumes with other keys remembers and sets."""
+    other = OrchestratorConfig(**{"safety": None, **keys}).build(OptimizerFacts(1e-3, table, True))
+    return other.resumed(run._read())
+
+
+def test_a_run_resumes_with_other_keys():
     run = driven(interval=10_000, switch_at=[PlannedSwitch(50, "fast")]).run(100)
-    assert run.controller.resumed(run._read()) is None
+    assert with_keys(run) is None
+    assert with_keys(run, interval=7, horizon=3) is None
     more = {
         "new": {"strategy": 0.0, "lr_scale": 1.0},
         "fast": {"strategy": 1.0, "lr_scale": 2.0},
         "plain": STRATEGIES["plain"],
     }
-    other = OrchestratorConfig(safety=None).build(OptimizerFacts(1e-3, more, True))
-    now = other.resumed(run._read())
-    assert now is not None
-    state, controls = now
-    assert (state["strategy"], controls) == ("fast", {"strategy": 1.0, "lr_scale": 2.0})
-    without = OrchestratorConfig(safety=None).build(OptimizerFacts(1e-3, {"plain": STRATEGIES["plain"]}, True))
+    state, controls = with_keys(run, more)
+    assert (state["strategy"], controls) == ("fast", more["fast"])
     with pytest.raises(ConfigError, match="of the run has chosen 'fast'"):
-        without.resumed(run._read())
+        with_keys(run, {"plain": STRATEGIES["plain"]})
+    state, controls = with_keys(run, mode="monitor")  # without controls, the initial strategy makes the updates
+    assert (state["strategy"], controls) == ("plain", {})
+    unswitched = driven(interval=10_000).run(30)
+    state, controls = with_keys(unswitched, dict(reversed(STRATEGIES.items())))
+    assert (state["strategy"], controls) == ("spike_resistant", STRATEGIES["spike_resistant"])
+
+
+def test_a_planned_switch_that_is_added_later_comes_at_its_step():
+    run = driven(interval=10_000, switch_at=[PlannedSwitch(50, "fast")]).run(100)
+    later = driven(interval=10_000, switch_at=[PlannedSwitch(80, "spike_resistant"), PlannedSwitch(200, "plain")])
+    later.state, later.step = run._read(), run.step
+    later.run(300)
+    assert [(note["effective"], note["to"]) for _, note in later.events("switch")] == [(200, "plain")]
+
+
+def test_another_controller_may_make_the_run_go_back_at_any_time():
+    run = driven(interval=100, horizon=10, branch_budget=1.0, min_steps_between_switches=0, num_steps=10**9).run(99)
+    state, answer = run.controller.after(DoneStep(100, False, False, 0.0, 104), QUIET, run._read())
+    assert isinstance(answer, Branch)
+    assert state["trying"] == "periodic"
+    run.state, run.step = run.controller.rewound(json.loads(json.dumps(state)), 40), 40
+    run.run(150)
+    assert branches(run) == [140]
+    assert run.keeps[-1][0] >= 40 > run.keeps[0][0]  # its checkpoints are those of another attempt
 
 
 def test_spikes_are_noted():

@@ -43,7 +43,7 @@ def rates(keys: dict[str, Any], learning_rate: float, values: list[float]) -> li
     controller = ReduceOnPlateauConfig(**keys).build(OptimizerFacts(learning_rate))
     state, scale, found = controller.init(), controller.controls()["lr_scale"], []
     for number, value in enumerate(values, 1):
-        step = DoneStep(number, False, False)
+        step = DoneStep(number, False, False, 0.5, number + 4)
         state, decision = controller.after(step, {"eval/loss": value}, json.loads(json.dumps(state)))
         if isinstance(decision, SetControls):
             scale = decision.values["lr_scale"]

@@ -14,6 +14,7 @@ from jaxlm.controllers.base import (
     Branched,
     Controller,
     DoneStep,
+    Next,
     Noted,
     OptimizerFacts,
     Rewind,
@@ -49,7 +50,7 @@ class Branches(Controller):
     then: Any = None
 
     name = "branches"  # type: ignore[assignment]
-    branches = True  # type: ignore[assignment]
+    may_branch = True  # type: ignore[assignment]
 
     @property
     def metrics(self) -> Mapping[str, str]:
@@ -279,6 +280,25 @@ def test_a_batch_that_cannot_be_made_loses_no_step():
         trained(Branches(), scripted([2.0, 3.0, 1.0]), saver=saver, batches=batches)
     assert saved == [(BEGIN, {"next": BEGIN})]
     assert "The run is saved at step 4" in failed.value.__notes__[0]
+
+
+@dataclass(frozen=True)
+class Ends(Branches):
+    """Ends the phase because of a step before the branch, or of one of its steps."""
+
+    because: int = 3
+
+    def after(self, step: DoneStep, metrics: Mapping[str, float], state: Any) -> tuple[Any, Any]:
+        if step.number == self.because:
+            return state, Next("enough")
+        return super().after(step, metrics, state)
+
+
+@pytest.mark.parametrize("because", [3, 5])
+def test_a_phase_that_ends_in_a_branch_ends_with_it(because):
+    result = trained(Ends(because=because), scripted([2.0, 3.0, 1.0, 3.0]))
+    assert result.outcome == Next("enough")
+    assert max(result.rates) == 8
 
 
 @dataclass(frozen=True)

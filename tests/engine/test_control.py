@@ -212,7 +212,7 @@ def test_going_back_restores_what_a_controller_remembered_then_unless_it_survive
     now, then = (History(controllers={"scripted": {"state": asked}}) for asked in (7, 4))
     for controller, expected in ((Scripted({}), 4), (Surviving({}), 7)):
         control = Control(phase(controllers=(controller,)), Saver(now), layout())  # type: ignore[arg-type]
-        assert control.after_rewind(then.controllers)["scripted"]["state"] == expected
+        assert control.after_rewind(then.controllers, 4)["scripted"]["state"] == expected
 
 
 def test_a_metric_that_no_step_measures_is_refused():

@@ -45,8 +45,8 @@ class DoneStep:
     number: int
     is_last: bool
     is_skipped: bool
-    progress: float = 0.0
-    effective: int = 0
+    progress: float
+    effective: int
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Rewind:
     Attributes:
         first, last: the first and the last of these steps (`step-N` = N).
         reason: why, for messages.
-        max_rewinds: how often a run goes back before it stops with an error.
-        limit_key: the key that says so.
+        max_rewinds: how often a run goes back for this reason before it stops with an error; None for any number.
+        limit_key: the key that says so, or that makes the run go back.
         purposes: of the kept checkpoints that it may go back to; empty for any checkpoint.
         controls: the controls of this controller that change, by name.
     """
@@ -96,7 +96,7 @@ class Rewind:
     first: int
     last: int
     reason: str
-    max_rewinds: int
+    max_rewinds: int | None
     limit_key: str
     purposes: Sequence[str] = ()
     controls: Mapping[str, float] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Branch:
         purpose: what the controller calls it (`Branched.purpose`).
         candidates: name -> the controls that change. The first is what would happen without the branch.
         num_steps: the most steps that a candidate trains. An evaluation, an export or a permanent checkpoint ends it earlier.
-        probe_batches: number of held-out batches, of each source of validation data, on which candidates are measured.
+        probe_batches: number of held-out batches on which candidates are measured.
         ending: the controls that change when the branch ends, whichever candidate is the best.
     """
 
@@ -231,8 +231,13 @@ class Controller(abc.ABC):
         """
         return None
 
+    def rewound(self, state: Json, step: int) -> Json:
+        """What it remembers when the run has gone back to `step`, whoever decided so, if its state survives that. Its
+        decisions that were not in effect yet are dropped."""
+        return state
+
     @property
-    def branches(self) -> bool:
+    def may_branch(self) -> bool:
         """Whether it may decide to `Branch`, for which the phase needs validation data."""
         return False
 

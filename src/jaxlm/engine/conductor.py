@@ -128,9 +128,10 @@ class Conductor:
     def _go_back(self, outcome: Rewind, state: RunState, ended: OpenPhase) -> RunState:
         """Loads the newest checkpoint from before the steps that the run goes back to before."""
         phase, history = ended.phase, ended.saver.history
-        if history.attempt >= outcome.max_rewinds:
+        num_rewinds = history.num_rewinds(outcome.limit_key)
+        if outcome.max_rewinds is not None and num_rewinds >= outcome.max_rewinds:
             raise RewindError(
-                f"{outcome.reason}, but the run may not go back again: it has done so {history.attempt} of"
+                f"{outcome.reason}, but the run may not go back again: it has done so {num_rewinds} of"
                 f" {outcome.max_rewinds} times ({outcome.limit_key}). Look at the data and the gradient norms"
                 " of these steps, lower the learning rate, or raise max_rewinds"
             )
@@ -139,11 +140,13 @@ class Conductor:
         names = pinned or names
         self.resumed, state = self._load(names, state, phase)
         self.num_skipped = outcome.last - self.resumed.cursor.step
-        controllers = ended.control.after_rewind(self.resumed.cursor.history.controllers)
-        self.history = history.rewound(self.num_skipped, controllers)
+        cursor = self.resumed.cursor
+        controllers = ended.control.after_rewind(cursor.history.controllers, cursor.step)
+        self.history = history.rewound(self.num_skipped, controllers, outcome.limit_key)
+        most = "" if outcome.max_rewinds is None else f" of at most {outcome.max_rewinds}"
         self._log(
             f"{outcome.reason}: going back to {self.resumed.location} and past the data of the {self.num_skipped} steps"
-            f" since (attempt {self.history.attempt} of at most {outcome.max_rewinds})"
+            f" since (attempt {num_rewinds + 1}{most})"
         )
         return state
 

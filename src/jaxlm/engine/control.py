@@ -141,8 +141,8 @@ class Control:
         """The state with the controls of a candidate of a branch."""
         return self._with_controls(state, changes)
 
-    def branched(self, state: RunState, step: int, branch: Branch, result: Branched) -> RunState:
-        """Asks the controller what follows from its branch, which has ended after `step`.
+    def branched(self, state: RunState, step: int, branch: Branch, result: Branched) -> tuple[RunState, Next | None]:
+        """Asks the controller what follows from its branch, which has ended after `step`. Returns what `take_effect` does.
 
         Args:
             state: of the winner.
@@ -162,7 +162,7 @@ class Control:
         decision = self._noted(controller, step, answer)
         assert decision is None or isinstance(decision, SetControls), f"{controller.name}: {decision} after a branch"
         self._remember(controller, self._after(before, decision, done, takes_effect_now=True))
-        return self.take_effect(state, step)[0]
+        return self.take_effect(state, step)
 
     def after_step(self, step: int, metrics: Mapping[str, float], is_whole: bool) -> Rewind | None:
         """Asks the controllers that need metrics of a training step. Returns how the run goes back, if it does.
@@ -196,19 +196,28 @@ class Control:
         metrics = from_main(lambda: self._measured(step))
         return self._ask(self._done(step), metrics, of_evaluations=True)
 
-    def after_rewind(self, then: Mapping[str, Any]) -> dict[str, Any]:
-        """What the controllers remember when the run has gone back. Args: then: what they remembered in that checkpoint."""
+    def after_rewind(self, then: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """What the controllers remember when the run has gone back.
+
+        Args:
+            then: what they remembered in that checkpoint.
+            step: of the checkpoint.
+        """
         now = self._saver.history.controllers
-        survivors = {controller.name for controller in self._phase.controllers if controller.survives_rewind}
-        staying = {name: now[name] for name in survivors & now.keys()}
-        decided = {
-            name: {key: it for key, it in memory.items() if key != "pending"} for name, memory in staying.items()
+        survivors = {
+            controller.name: controller for controller in self._phase.controllers if controller.survives_rewind
         }
-        return {name: memory for name, memory in then.items() if name not in survivors} | decided
+        staying = {name: dict(now[name]) for name in survivors.keys() & now.keys()}
+        for name, memory in staying.items():
+            memory.pop("pending", None)
+            memory["state"] = survivors[name].rewound(memory["state"], step)
+        return {name: memory for name, memory in then.items() if name not in survivors} | staying
 
     def _ask(self, done: DoneStep, metrics: Mapping[str, float], *, of_evaluations: bool) -> Rewind | Next | None:
         decided: Rewind | Next | None = None
         for controller in self._phase.controllers:
+            if isinstance(decided, Rewind):
+                break  # of two that would go back, the first does
             names = [name for name in controller.metrics.values() if name.startswith(EVAL_PREFIX) == of_evaluations]
             measured = {name: metrics[name] for name in names if name in metrics}
             if not measured:

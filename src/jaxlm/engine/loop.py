@@ -103,8 +103,8 @@ class TrainingLoop:
         at.metrics.drain()
         if at.metrics.rewind is not None:
             return at.metrics.rewind
-        self.state = at.control.branched(self.state, end, branch, result.branched)
-        return None
+        self.state, ended = at.control.branched(self.state, end, branch, result.branched)
+        return ended
 
     def _between(self, before: int) -> Outcome | None:
         """What happens between the last step and the next one. Args: before: the step before those that were just taken."""

@@ -18,10 +18,10 @@ from jaxlm.engine.step import StepReport
 from jaxlm.engine.sync import FlagSync
 
 Probe = Callable[[RunState, int], float]
-"""The loss of a state on held-out data: on this many batches of each source, the same each time, and on all processes."""
+"""The loss of a state on about this many batches of held-out data: the same ones each time, and on all processes."""
 
 
-def _no_probe(state: RunState, num_batches: int) -> float:
+def no_probe(state: RunState, num_batches: int) -> float:
     raise AssertionError("no controller of the phase branches")
 
 
@@ -42,7 +42,7 @@ class OpenPhase:
     flag_sync: FlagSync
     clock: ActivityClock
     hooks: Hooks = field(default_factory=Hooks)
-    probe: Probe = _no_probe
+    probe: Probe = no_probe
 
     def is_fixed(self, step: int) -> bool:
         """Whether something needs the state after this step: an evaluation, an export or a permanent checkpoint. It follows

@@ -290,18 +290,18 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
             f"phase '{phase.name}': evals: type objective asks the references about the validation data, but objective.cache:"
             " true stores their answers for the training data alone and does not load them. Remove the evaluation, or cache"
         )
-    if branching := [controller.name for controller in phase.controllers if controller.branches]:
+    if branching := [controller.name for controller in phase.controllers if controller.may_branch]:
         if not data.has_validation:
             raise ConfigError(
                 f"phase '{phase.name}': the controller {branching[0]} compares candidates on held-out data, but there is"
                 " none. Set data.validation_urls, or data.num_validation_sequences to hold some of the training data out, or"
                 " max_candidates: 1 to switch without trying"
             )
-        if asks:
+        if phase.objective.annotation_key is not None:
             raise ConfigError(
-                f"phase '{phase.name}': the controller {branching[0]} compares candidates on held-out data, but"
-                " objective.cache: true stores the answers of the references for the training data alone. Set it to false, or"
-                " max_candidates: 1 to switch without trying"
+                f"phase '{phase.name}': the controller {branching[0]} reads batches again for each candidate, but the"
+                " objective reads what is stored about the training data as it comes to it. Set objective.cache (or"
+                " preset.cache, for a frozen trunk) to false, or max_candidates: 1 to switch without trying"
             )
     for objective in (phase.objective, phase.objective.inner):
         if not isinstance(batch, objective.batch_types):

@@ -19,7 +19,7 @@ from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import Activity
 from jaxlm.engine.hooks import Hooks
-from jaxlm.engine.open_phase import Probe
+from jaxlm.engine.open_phase import Probe, no_probe
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.evals.base import EvalConfig, EvalContext, ValidationSet
@@ -98,11 +98,18 @@ def open_evaluations(run: Run, phase: Phase, data: Data, refs: Mapping[str, Lang
 
 
 def open_probe(run: Run, phase: Phase, data: Data, refs: Mapping[str, LanguageModel]) -> Probe:
-    """Measures the phase's objective on the first batches of its validation data. Args: refs: the references of its step."""
+    """Measures the phase's objective on the first batches of its validation data, as many of each source, at least one.
+
+    Args:
+        refs: the references of its step.
+    """
+    if not any(controller.may_branch for controller in phase.controllers):
+        return no_probe
     context, meter, _ = _context(run, phase, data, refs)
 
     def probe(state: RunState, num_batches: int) -> float:
-        first = lambda source: lambda: itertools.islice(source.batches(), num_batches)  # noqa: E731
+        of_each = max(1, num_batches // len(context.validation))
+        first = lambda source: lambda: itertools.islice(source.batches(), of_each)  # noqa: E731
         sources = tuple(replace(source, batches=first(source)) for source in context.validation)
         meter.attach(state)
         with run.clock.during(Activity.EVAL):

@@ -12,7 +12,7 @@ class Memory:
 
     Attributes:
         strategy: the current one.
-        table: the strategies, by name, and the controls that select them.
+        made_for: the keys that it was made for: `Orchestrator.signature`.
         bandit: of `Bandit`.
         begun: before the first step of the phase; None before it is known.
         decided: the last boundary.
@@ -20,7 +20,7 @@ class Memory:
         stage: early, middle or late.
         switched: the last switch; None before the first.
         on_plateau: whether the loss had stopped falling already.
-        num_manual: number of entries of `switch_at` that are done.
+        planned_until: the step up to which `switch_at` is done.
         trying: why a branch is under way; None if there is none.
         extra: what branches have cost, in steps.
         snapshots: purpose -> step of a checkpoint to go back to.
@@ -34,7 +34,7 @@ class Memory:
     """
 
     strategy: str
-    table: Mapping[str, Mapping[str, float]]
+    made_for: Json
     bandit: Json
     begun: int | None = None
     decided: int = 0
@@ -42,7 +42,7 @@ class Memory:
     stage: str = "early"
     switched: int | None = None
     on_plateau: bool = False
-    num_manual: int = 0
+    planned_until: int = 0
     trying: str | None = None
     extra: int = 0
     snapshots: Mapping[str, int] = field(default_factory=dict)

@@ -54,7 +54,6 @@ _METRICS = (
 )
 _EARLY, _LATE = 0.1, 0.7  # fractions of the phase
 _UNSTABLE_SPIKES = 2
-_MOST_REWINDS = 1000
 _UNSTABLE, _PLATEAU = "unstable", "plateau"
 _FAVORED = {_UNSTABLE: ["conservative_adamw", "spike_resistant"], _PLATEAU: ["aggressive_adamw", "sgd_escape"]}
 _AS_IT_IS, _NOWCAST = "as it is", "nowcast"
@@ -86,7 +85,8 @@ class PlannedSwitch:
     """A switch that is planned.
 
     Attributes:
-        step: the first step whose update the strategy makes; the fifth step of the phase, or a later one.
+        step: the step of the run from which on the strategy makes the updates. The fifth step of the phase is the earliest,
+            and a branch that is under way ends first.
         to: name of the strategy.
     """
 
@@ -114,7 +114,8 @@ class OrchestratorConfig(ControllerConfig):
             done best so far.
         branch_budget: most that branches may have cost, in steps of candidates that lost and what took as long, as a fraction
             of the steps done.
-        probe_batches: number of validation batches, of each source, on which candidates are compared.
+        probe_batches: number of validation batches on which candidates are compared. Several sources have equal parts of
+            them, at least one each; `trainer.max_eval_batches` limits those of a source.
         exploration: weight of the bonus for strategies that have been tried less.
         discount: factor by which earlier rewards count less after each new one.
         reward_scale: improvement of the held-out loss, in nats, that is the best possible reward.
@@ -210,7 +211,7 @@ class Orchestrator(Controller):
         return {f"optimizer.{metric.replace('/', '.')}": metric for metric in _METRICS}
 
     @property
-    def branches(self) -> bool:
+    def may_branch(self) -> bool:
         return self._is_active and (self._num_candidates > 1 or self.config.nowcast is not None)
 
     def controls(self) -> Mapping[str, float]:
@@ -220,25 +221,44 @@ class Orchestrator(Controller):
         return {**self.strategies[self._initial], **nowcast}
 
     def init(self) -> Json:
-        return asdict(Memory(self._initial, self.strategies, self._bandit.init()))
+        return asdict(Memory(self._initial, self._signature, self._bandit.init()))
 
     def resumed(self, state: Json) -> tuple[Json, Mapping[str, float]] | None:
         memory = Memory(**state)
-        if memory.table == self.strategies:
+        if memory.made_for == self._signature:
             return None
-        if memory.strategy not in self.strategies:
+        strategy = self._initial if memory.switched is None or not self._is_active else memory.strategy
+        if strategy not in self.strategies:
             raise ConfigError(
                 f"optimizer.strategies: {', '.join(self.strategies)} given, but the orchestrator of the run has chosen"
-                f" '{memory.strategy}'. Keep that strategy, or start a new run with initialize_from"
+                f" '{strategy}'. Keep that strategy, or start a new run with initialize_from"
             )
-        memory = replace(memory, table=self.strategies, trying=None)
-        return asdict(memory), {**self.controls(), **self.strategies[memory.strategy]}
+        memory = replace(memory, strategy=strategy, made_for=self._signature, trying=None)
+        return asdict(memory), {**self.controls(), **self.strategies[strategy]} if self._is_active else {}
+
+    def rewound(self, state: Json, step: int) -> Json:
+        memory = Memory(**state)
+        interval = 0 if self.config.safety is None else self.config.safety.snapshot_interval
+        snapshots = {purpose: at for purpose, at in memory.snapshots.items() if at == step}  # its pin has moved along
+        return asdict(
+            replace(
+                memory,
+                trying=None,
+                decided=min(memory.decided, step),
+                switched=None if memory.switched is None else min(memory.switched, step),
+                extrapolated=min(memory.extrapolated, step),
+                planned_until=min(memory.planned_until, step),
+                snapshots=snapshots,
+                next_snapshot=step + interval if snapshots else step,
+            )
+        )
 
     def after(self, step: DoneStep, metrics: Mapping[str, float], state: Json) -> tuple[Json, Answer]:
         """Raises: RollbacksError: the run has gone back too often in a row."""
         memory = Memory(**state)
         if memory.begun is None:
-            memory = replace(memory, begun=step.number - 1, decided=step.number - 1)
+            before = step.number - 1
+            memory = replace(memory, begun=before, decided=before, planned_until=before)
         spikes = [{"event": "spike", "loss": metrics[telemetry.LOSS]}] if metrics[telemetry.IS_SPIKE] else []
         memory, answer = self._after(step, metrics, memory)
         return asdict(memory), _with_notes(spikes, answer)
@@ -276,9 +296,13 @@ class Orchestrator(Controller):
             return memory, None
         memory, reason = self._boundary(step, metrics, memory)
         if reason == "manual":
-            return self._switched(memory, reason, config.switch_at[memory.num_manual - 1].to, step)
+            due = [planned.to for planned in config.switch_at if planned.step <= step.effective]
+            return self._switched(memory, reason, due[-1], step)
         if reason is not None:
             return self._decided(step, metrics, replace(memory, decided=step.number), reason)
+        if self._extrapolates(step, memory) and not self._is_active:
+            memory = replace(memory, extrapolated=step.number, extra=memory.extra + self._extra_steps(2, 1))
+            return memory, Noted(None, [{"event": "nowcast", "accepted": False} | self._would])
         if self._extrapolates(step, memory):
             return replace(memory, extrapolated=step.number, trying=_NOWCAST), self._extrapolation
         if safety is not None and self._is_active and step.effective >= memory.next_snapshot:
@@ -292,9 +316,10 @@ class Orchestrator(Controller):
         """Why to decide after this step; None for no reason."""
         config = self.config
         on_plateau = bool(metrics[telemetry.IS_PLATEAU])
-        reached = sum(planned.step <= step.effective for planned in config.switch_at)
-        if reached > memory.num_manual:
-            return replace(memory, num_manual=reached, on_plateau=on_plateau), "manual"
+        is_planned = any(memory.planned_until < planned.step <= step.effective for planned in config.switch_at)
+        memory = replace(memory, planned_until=step.effective)
+        if is_planned:
+            return replace(memory, on_plateau=on_plateau), "manual"
         if memory.switched is not None and step.number - memory.switched < config.min_steps_between_switches:
             return memory, None
         stage = "early" if step.progress < _EARLY else "late" if step.progress >= _LATE else "middle"
@@ -330,8 +355,9 @@ class Orchestrator(Controller):
             note = {"event": "boundary", "reason": reason, "strategy": memory.strategy, "extra_steps": memory.extra}
             return memory, Noted(None, [note | self._would])
         if not self._is_active:
-            note = {"event": "branch", "reason": reason, "candidates": candidates}
-            return memory, Noted(None, [note | self._would])
+            extra = self._extra_steps(len(candidates), config.horizon)
+            note = {"event": "branch", "reason": reason, "candidates": candidates, "extra_steps": extra}
+            return replace(memory, extra=memory.extra + extra), Noted(None, [note | self._would])
         controls = {name: self.strategies[name] for name in candidates}
         return replace(memory, trying=reason), Branch("strategy", controls, config.horizon, config.probe_batches)
 
@@ -365,20 +391,14 @@ class Orchestrator(Controller):
             memory,
             strategy=safety.strategy,
             switched=target,
-            decided=target,
             loss=None,
-            trying=None,
-            snapshots={purpose: target},
-            next_snapshot=target + safety.snapshot_interval,
             trusted=target,
             rollbacks=rollbacks,
             healthy=0,
             skipped=0,
         )
-        key = "orchestrator.safety.max_rollbacks_in_a_row"
-        rewind = Rewind(
-            target + 1, step.number, cause, _MOST_REWINDS, key, (purpose,), self.strategies[safety.strategy]
-        )
+        key = "orchestrator.safety"
+        rewind = Rewind(target + 1, step.number, cause, None, key, (purpose,), self.strategies[safety.strategy])
         return memory, Noted(rewind, [note])
 
     def _switched(
@@ -393,6 +413,12 @@ class Orchestrator(Controller):
             return replace(memory, switched=step.number), Noted(None, [note | self._would])
         memory = replace(memory, strategy=to, switched=step.number, loss=None)
         return memory, Noted(SetControls(self.strategies[to]), [note])
+
+    @property
+    def _signature(self) -> Json:
+        """The keys with which what it remembers must agree."""
+        table = [[name, dict(controls)] for name, controls in self.strategies.items()]
+        return {"mode": self.config.mode, "table": table, "nowcast": self.config.nowcast is not None}
 
     @property
     def _initial(self) -> str:
@@ -429,7 +455,6 @@ class Orchestrator(Controller):
         nowcast, begun = self.config.nowcast, memory.begun or 0
         return (
             nowcast is not None
-            and self._is_active
             and step.number >= begun + nowcast.start
             and step.number - memory.extrapolated >= nowcast.every
             and memory.rejections < nowcast.max_rejections

@@ -17,6 +17,7 @@ class History:
 
     Attributes:
         attempt: how often the run went back to an earlier checkpoint.
+        rewinds: key that made the run go back, or limits it -> how often; without the attempts of earlier versions.
         abandoned_steps: number of steps after those checkpoints that were done in vain.
         phase_ends: steps after which the phases really ended, up to the last one that ended early; empty if none did.
         controllers: name of a controller -> what it remembers in this phase, as JSON (`engine/control.py`); without those
@@ -27,6 +28,7 @@ class History:
     """
 
     attempt: int = 0
+    rewinds: Mapping[str, int] = field(default_factory=dict)
     abandoned_steps: int = 0
     phase_ends: tuple[int, ...] = ()
     controllers: Mapping[str, Any] = field(default_factory=dict)
@@ -36,20 +38,29 @@ class History:
 
     def in_next_phase(self) -> "History":
         """The history at the start of the next phase."""
-        return History(self.attempt, self.abandoned_steps, self.phase_ends, went_back_to=self.went_back_to)
+        return replace(self, controllers={}, pins={}, abandoned=())
 
     def in_another_run(self) -> "History":
         """The history of a run that starts from this run's state."""
         return History(phase_ends=self.phase_ends)
 
-    def rewound(self, num_steps: int, controllers: Mapping[str, Any]) -> "History":
+    def rewound(self, num_steps: int, controllers: Mapping[str, Any], key: str) -> "History":
         """The history after going back `num_steps` steps. The kept checkpoints stay.
 
         Args:
             controllers: what they remember then.
+            key: that made the run go back, or limits it.
         """
+        rewinds = {**self.rewinds, key: self.num_rewinds(key) + 1}
         abandoned = self.abandoned_steps + num_steps
-        return replace(self, attempt=self.attempt + 1, abandoned_steps=abandoned, controllers=controllers)
+        return replace(
+            self, attempt=self.attempt + 1, rewinds=rewinds, abandoned_steps=abandoned, controllers=controllers
+        )
+
+    def num_rewinds(self, key: str) -> int:
+        """How often the run has gone back because of this key; attempts of earlier versions count for any."""
+        unknown = self.attempt - sum(self.rewinds.values())
+        return self.rewinds.get(key, unknown)
 
     def without_pins(self) -> "History":
         """The history without its pinned checkpoints. The controllers that kept one start over."""

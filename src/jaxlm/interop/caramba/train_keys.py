@@ -41,17 +41,18 @@ def _optimizer(train: Section, place: str, phase: Phase, out: Translated) -> flo
     """Returns: the learning rate."""
     path, rate = f"{place}optimizer", train.number("lr", 3e-4)
     mode = take_mode(train)
+    peak = rate
     if mode is None:
         _update_rule(train, path, phase, out)
-        out.put(f"{path}.learning_rate", rate, train, "lr")
     else:
-        out.put(f"{path}.learning_rate", rate * put_orchestrator(train, place, phase, mode, out), train, "lr")
+        peak = rate * put_orchestrator(train, place, phase, mode, out)
+    out.put(f"{path}.learning_rate", peak, train, "lr")
     decay = train.take("weight_decay", 0.01)
     out.put(f"{path}.weight_decay", decay, train, "weight_decay")
     if decay:
         out.put(f"{path}.default_weight_decay_mask", False, train, "weight_decay")  # it decays norms and biases too
     out.put(f"{path}.warmup", train.take("warmup_steps", 0), train, "warmup_steps")
-    _schedule(train, path, rate, out)
+    _schedule(train, path, peak, out)
     train.ignore("fused_optimizer", "XLA fuses the update of every optimizer")
     train.refuse("offload_optimizer", "the optimizer's state is on the devices. Use more of them: it is sharded (FSDP)")
     return rate
@@ -60,7 +61,11 @@ def _optimizer(train: Section, place: str, phase: Phase, out: Translated) -> flo
 def _update_rule(train: Section, path: str, phase: Phase, out: Translated) -> None:
     name = train.choice("optimizer", ("adamw", "adam", "lion", "sgd"), "adamw")
     if name == "sgd":
-        raise train.error("optimizer", "'sgd' given, which jaxlm cannot do: it has no plain SGD. Set adamw or lion")
+        raise train.error(
+            "optimizer",
+            "'sgd' given, but of a manifest jaxlm reads adamw and lion. For SGD, convert the manifest, and set optimizer:"
+            " {type: portfolio, strategies: {sgd: {type: sgd}}}",
+        )
     out.put(f"{path}.type", _OPTIMIZERS[name], train, "optimizer")
     out.put(f"{path}.beta1", train.take("beta1", 0.9), train, "beta1")
     out.put(f"{path}.beta2", train.take("beta2", 0.95), train, "beta2")
