@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import GRADIENT_NORM, UPDATE_NORM, StepStats
-from jaxlm.core.values import telemetry, tree
+from jaxlm.core.values import telemetry
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.rolling import RollingWindow
 from jaxlm.optim.telemetry.guard import Telemetry
