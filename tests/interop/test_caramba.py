@@ -197,7 +197,7 @@ STANDARD = [
     ),
     (
         {**ON, "lr": 1e-3, "min_lr": 1e-4, "orchestrator_portfolio_base_lr": 5e-5},
-        {"optimizer.learning_rate": pytest.approx(2e-3), "optimizer.min_lr_ratio": pytest.approx(0.1)},
+        {"optimizer.learning_rate": pytest.approx(2e-3), "optimizer.min_lr_ratio": pytest.approx(0.05)},
     ),
     ({**ON, "orchestrator_fail_fast": True}, {"optimizer.type": "portfolio"}),
 ]
