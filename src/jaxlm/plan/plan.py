@@ -295,7 +295,7 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
             raise ConfigError(
                 f"phase '{phase.name}': the controller {branching[0]} compares candidates on held-out data, but there is"
                 " none. Set data.validation_urls, or data.num_validation_sequences to hold some of the training data out, or"
-                " max_candidates: 1 to switch without trying"
+                " max_candidates: 1 without nowcast, which compares nothing"
             )
         if phase.objective.annotation_key is not None:
             raise ConfigError(

@@ -281,7 +281,7 @@ class Orchestrator(Controller):
         before, memory = memory.strategy, replace(memory, bandit=bandit, loss=None)
         if result.winner != before:
             memory = replace(memory, strategy=result.winner, switched=step.number)
-            notes.append(_switch(reason, before, result.winner, step.number + 1))
+            notes.append(_switch(reason, before, result.winner, first))
         return asdict(memory), Noted(None, notes)
 
     def _after(self, step: DoneStep, metrics: Mapping[str, float], memory: Memory) -> tuple[Memory, Answer]:
@@ -418,7 +418,8 @@ class Orchestrator(Controller):
     def _signature(self) -> Json:
         """The keys with which what it remembers must agree."""
         table = [[name, dict(controls)] for name, controls in self.strategies.items()]
-        return {"mode": self.config.mode, "table": table, "nowcast": self.config.nowcast is not None}
+        keys = {"mode": self.config.mode, "may_branch": self.may_branch, "nowcast": self.config.nowcast is not None}
+        return {**keys, "table": table}
 
     @property
     def _initial(self) -> str:

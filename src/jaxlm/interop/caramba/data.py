@@ -13,8 +13,11 @@ _TOKENIZERS = {"llama": "meta-llama/Llama-3.2-1B", "tiktoken": "gpt2", "gpt2": "
 """Names of tokenizers in caramba -> repository on the Hub."""
 
 
-def put_data(data: Section, defaults: Section, teacher: str | None, out: Translated) -> Any:
+def put_data(data: Section, defaults: Section, teacher: str | None, usual: Any, out: Translated) -> Any:
     """Writes where tokens come from.
+
+    Args:
+        usual: the sequence length if the section does not say one.
 
     Returns:
         The sequence length in the section; None if it does not say one.
@@ -33,7 +36,7 @@ def put_data(data: Section, defaults: Section, teacher: str | None, out: Transla
         out.put("data.tokenizer", teacher, defaults, "tokenizer")
     elif tokenizer is not None:
         out.put("data.tokenizer", _TOKENIZERS.get(tokenizer, tokenizer), defaults, "tokenizer")
-    _held_out(defaults, path, block_size, out)
+    _held_out(defaults, path, usual if block_size is None else block_size, out)
     defaults.done()
     return block_size
 

@@ -12,7 +12,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.interop.caramba.checks import put_benchmarks, put_verify
 from jaxlm.interop.caramba.data import put_data, put_logging, put_runtime
 from jaxlm.interop.caramba.model import put_model, put_student
-from jaxlm.interop.caramba.train_keys import drop_start, put_sanity, put_train
+from jaxlm.interop.caramba.train_keys import DEFAULT_BLOCK_SIZE, drop_start, put_sanity, put_train
 from jaxlm.interop.section import Section
 from jaxlm.interop.text_path import hub_name
 from jaxlm.interop.translated import Translated
@@ -101,7 +101,13 @@ def _runs(target: Section, top: Section, out: Translated) -> None:
     teacher = _teacher(trains, phases, teachers, out)
     defaults = top.section("defaults")
     dataset = _path_of(target)
-    block_size = put_data(target.section("data"), defaults.section("data"), teacher, out)
+    block_size = put_data(
+        target.section("data"),
+        defaults.section("data"),
+        teacher,
+        trains[0].peek("block_size") or DEFAULT_BLOCK_SIZE,
+        out,
+    )
     put_logging(defaults.section("logging"), out)
     put_runtime(defaults.section("runtime"), out)
     defaults.done()

@@ -11,6 +11,7 @@ Phase = Literal["standard", "blockwise", "global"]
 _OPTIMIZERS = {"adamw": "adam", "adam": "adam", "lion": "lion"}
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "none": "constant"}
 _DTYPES = {"float32": "f32", "bfloat16": "p=f32,c=bfloat16", "float16": "p=f32,c=float16", "auto": "p=f32,c=bfloat16"}
+DEFAULT_BLOCK_SIZE = 512
 _ATTENTION = "attn\\."
 """Regular expression on the paths of the parameters that learn in the phase `blockwise`."""
 _FIXED = {"ema_decay": 0.99, "window_size": 50}
@@ -120,7 +121,7 @@ def _precision(train: Section, sharded_in_bfloat16: bool, out: Translated) -> No
 
 
 def _batches(train: Section, data_block_size: Any, out: Translated) -> None:
-    block_size = train.take("block_size", 512 if data_block_size is None else data_block_size)
+    block_size = train.take("block_size", DEFAULT_BLOCK_SIZE if data_block_size is None else data_block_size)
     if data_block_size not in (None, block_size):
         raise train.error(
             "block_size", f"{block_size!r} given, but data.config.block_size is {data_block_size!r}. Set one"
