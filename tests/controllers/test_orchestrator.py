@@ -20,7 +20,7 @@ from jaxlm.controllers.base import (
     SetControls,
 )
 from jaxlm.controllers.orchestrate.orchestrator import (
-    Nowcast,
+    NowcastTrials,
     Orchestrator,
     OrchestratorConfig,
     PlannedSwitch,
@@ -240,7 +240,7 @@ def test_before_the_first_checkpoint_only_the_strategy_changes():
         ({"max_loss_delta": 1.5, "max_loss_increase": None}, {"loss": 4.4}),
     ],
 )
-def test_what_is_within_the_limits_is_no_trip(limits, metrics):
+def test_metrics_within_the_limits_do_not_trip(limits, metrics):
     assert driven(interval=10_000, safety=Safety(**limits)).run(300).run(310, **metrics).decisions == []
     assert driven(interval=10_000, safety=None).run(300).run(310, loss=9.0, grad_norm_ratio=1e6).decisions == []
 
@@ -280,15 +280,15 @@ def test_switches_that_are_written_come_at_their_step():
 
 def test_extrapolation_is_tried_now_and_then_and_given_up():
     losses = {"as it is": 3.0, "nowcast": 3.1}
-    run = driven(losses.__getitem__, interval=10_000, nowcast=Nowcast(100, 200, 50, max_rejections=3)).run(2000)
+    run = driven(losses.__getitem__, interval=10_000, nowcast=NowcastTrials(100, 200, 50, max_rejections=3)).run(2000)
     assert branches(run) == [200, 300, 400]
     assert [note["accepted"] for _, note in run.events("nowcast")] == [False] * 3
     branch = run.decisions[0][1]
     assert isinstance(branch, Branch)
     assert (branch.candidates["nowcast"], branch.ending, branch.num_steps) == ({"nowcast": 50.0}, {"nowcast": 0.0}, 1)
-    better = driven(lambda name: -len(name), interval=10_000, nowcast=Nowcast(100, 200, 50, 3)).run(1500)
+    better = driven(lambda name: -len(name), interval=10_000, nowcast=NowcastTrials(100, 200, 50, 3)).run(1500)
     assert len(branches(better)) == 3  # "as it is" is longer
-    assert driven(interval=10_000, nowcast=Nowcast()).controller.controls()["nowcast"] == 0.0
+    assert driven(interval=10_000, nowcast=NowcastTrials()).controller.controls()["nowcast"] == 0.0
 
 
 def test_to_monitor_is_to_decide_at_the_same_steps():
@@ -383,9 +383,9 @@ def test_losses_that_are_not_finite_are_written_as_null():
             {"switch_at": [PlannedSwitch(9, "fast"), PlannedSwitch(9, "plain")]},
             r"the steps \[9, 9\] given, ascending",
         ),
-        (OptimizerFacts(1e-3, STRATEGIES, True), {"nowcast": Nowcast()}, r"Set optimizer\.nowcast too"),
-        (FACTS, {"nowcast": Nowcast(every=10)}, r"nowcast\.every: 10 given, at least 20 expected"),
-        (FACTS, {"nowcast": Nowcast(start=10)}, r"nowcast\.start: 10 given, at least 20 expected"),
+        (OptimizerFacts(1e-3, STRATEGIES, True), {"nowcast": NowcastTrials()}, r"Set optimizer\.nowcast too"),
+        (FACTS, {"nowcast": NowcastTrials(every=10)}, r"nowcast\.every: 10 given, at least 20 expected"),
+        (FACTS, {"nowcast": NowcastTrials(start=10)}, r"nowcast\.start: 10 given, at least 20 expected"),
     ],
 )
 def test_keys_that_do_not_fit_the_optimizer_are_refused(facts, keys, message):

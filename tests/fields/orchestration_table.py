@@ -24,9 +24,9 @@ ORCHESTRATOR: dict[str, Entry] = {
     "switch_at.0.to": ShownIn(DECISIONS + "switches_that_are_written_come_at_their_step"),
     "safety": Section(),
     "safety.strategy": ShownIn(KEYS + "a_checkpoint_is_trusted_after_its_quarantine"),
-    "safety.max_loss_increase": ShownIn(DECISIONS + "what_is_within_the_limits_is_no_trip"),
+    "safety.max_loss_increase": ShownIn(DECISIONS + "metrics_within_the_limits_do_not_trip"),
     "safety.max_loss_delta": ShownIn(DECISIONS + "a_difference_of_losses_may_be_the_limit"),
-    "safety.max_grad_increase": ShownIn(DECISIONS + "what_is_within_the_limits_is_no_trip"),
+    "safety.max_grad_increase": ShownIn(DECISIONS + "metrics_within_the_limits_do_not_trip"),
     "safety.max_skipped": ShownIn(KEYS + "so_many_skipped_updates_in_a_row_lead_back"),
     "safety.snapshot_interval": ShownIn(
         DECISIONS + "a_bad_gradient_leads_back_to_a_trusted_checkpoint_with_the_safe_strategy"

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxlm.controllers.early_stopping import UntilConfig
 from jaxlm.controllers.handover import HandoverConfig
-from jaxlm.controllers.orchestrate.orchestrator import Nowcast, OrchestratorConfig, PlannedSwitch
+from jaxlm.controllers.orchestrate.orchestrator import NowcastTrials, OrchestratorConfig, PlannedSwitch
 from jaxlm.controllers.orchestrate.safety import Safety
 from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
 from jaxlm.core.mesh import MeshConfig
@@ -31,7 +31,7 @@ from jaxlm.objectives.policy_losses import LossAgg, PolicyLoss
 from jaxlm.observe.completions import CompletionsConfig
 from jaxlm.optim.adagc import AdaGc
 from jaxlm.optim.base import OptimizerConfig
-from jaxlm.optim.portfolio.nowcast import Nowcast as Trend
+from jaxlm.optim.portfolio.nowcast import Nowcast
 from jaxlm.optim.stored_state.formats import EightBit
 from jaxlm.optim.telemetry.guard import Telemetry
 from jaxlm.plan.presets.base import PresetConfig
@@ -326,10 +326,10 @@ def all_fields() -> list[tuple[str, str]]:
     rows += _fields("handover", "trainer.controllers.0", HandoverConfig)
     rows += _fields("orchestrator", "trainer.controllers.0", OrchestratorConfig)
     rows += _fields("orchestrator", "trainer.controllers.0.safety", Safety)
-    rows += _fields("orchestrator", "trainer.controllers.0.nowcast", Nowcast)
+    rows += _fields("orchestrator", "trainer.controllers.0.nowcast", NowcastTrials)
     rows += _fields("orchestrator", "trainer.controllers.0.switch_at.0", PlannedSwitch)
     rows += _fields("telemetry", "optimizer.telemetry", Telemetry)
-    rows += _fields("portfolio", "optimizer.nowcast", Trend)
+    rows += _fields("portfolio", "optimizer.nowcast", Nowcast)
     rows += _fields("llama", "trainer.completions", CompletionsConfig)
     rows += _fields("watch", "trainer.watch", WatchConfig)
     rows += _fields("stages", "trainer.train_batch_size.1", BatchSize)

@@ -64,7 +64,7 @@ class RollbacksError(StopRunError):
 
 
 @dataclass(frozen=True)
-class Nowcast:
+class NowcastTrials:
     """Tries to jump ahead along the line on which the weights have been moving.
 
     Attributes:
@@ -143,7 +143,7 @@ class OrchestratorConfig(ControllerConfig):
     on_plateau: list[str] | None = None
     switch_at: list[PlannedSwitch] = field(default_factory=list)
     safety: Safety | None = field(default_factory=Safety)
-    nowcast: Nowcast | None = None
+    nowcast: NowcastTrials | None = None
 
     def build(self, optimizer: OptimizerFacts) -> "Orchestrator":
         if not optimizer.strategies:

@@ -77,7 +77,7 @@ class Saver:
     def keep(self, purpose: str, step: int, controller: str | None = None) -> None:
         """Requests a checkpoint of this step, and pins it until the next such request or the phase's end.
 
-        If that cannot be saved, the controller remembers again what it does now; without a controller, nobody does.
+        If that cannot be saved, the controller remembers again what it does now; without a controller, nothing follows.
         """
         before = None if controller is None else self.history.controllers.get(controller)
         self._kept[purpose] = _Kept(step, controller, before)

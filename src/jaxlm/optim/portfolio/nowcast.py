@@ -15,7 +15,7 @@ from annotated_types import Interval
 from jaxlm.core.controls import NOWCAST
 
 
-class Trend(NamedTuple):
+class WeightTrend(NamedTuple):
     """Running sums for the least-squares line through recent weights.
 
     A point is the age of weights in steps, and their difference from the weights now. It counts `decay^age`. Sums of
@@ -51,9 +51,9 @@ class Nowcast:
         """The transformation of finished updates, which comes last."""
         decay = 1 - 1 / self.window
 
-        def begun(params: Any) -> Trend:
+        def begun(params: Any) -> WeightTrend:
             differences, products = (jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params) for _ in range(2))
-            return Trend(jnp.zeros((), jnp.int32), jnp.asarray([1.0, 0.0, 0.0]), differences, products)
+            return WeightTrend(jnp.zeros((), jnp.int32), jnp.asarray([1.0, 0.0, 0.0]), differences, products)
 
         def update_fn(
             updates: Any,
@@ -62,7 +62,7 @@ class Nowcast:
             *,
             controls: Mapping[str, jax.Array] | None = None,
             **_: Any,
-        ) -> tuple[Any, Trend]:
+        ) -> tuple[Any, WeightTrend]:
             n, age, square = state.ages
             # All points are one step older, and their differences are from the new weights, which are a new point.
             products = jax.tree.map(
@@ -78,7 +78,7 @@ class Nowcast:
             moved = jax.tree.map(
                 lambda u, y, z: (u + per_step * (n * z - age * y)).astype(u.dtype), updates, differences, products
             )
-            new = Trend(state.count + 1, ages, differences, products)
+            new = WeightTrend(state.count + 1, ages, differences, products)
             return moved, jax.tree.map(lambda fresh, old: jnp.where(moves, fresh, old), begun(updates), new)
 
         return optax.GradientTransformationExtraArgs(begun, update_fn)

@@ -250,7 +250,7 @@ class Superset:
     def _orthogonal(
         self, table: Table, updates: Any, moments: Mapping[str, Moments], others: Mapping[str, jax.Array]
     ) -> dict[str, jax.Array]:
-        """The directions of hidden matrices: orthogonalized if the strategy does that, else as they are."""
+        """The directions of hidden matrices: orthogonalized if the strategy does that, unchanged otherwise."""
         is_active = table.flag(lambda one: one.orthogonalizes)
         numbers = table.numbers(Muon)
         views = {path: view for path, view in matrices(updates).items() if path in self.matrices}
