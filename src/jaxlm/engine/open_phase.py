@@ -22,6 +22,7 @@ Probe = Callable[[RunState, int], float]
 
 
 def no_probe(state: RunState, num_batches: int) -> float:
+    """The probe of a phase without branches."""
     raise AssertionError("no controller of the phase branches")
 
 
