@@ -17,7 +17,6 @@ class History:
 
     Attributes:
         attempt: how often the run went back to an earlier checkpoint.
-        rewinds: key that made the run go back, or limits it -> how often; without the attempts of earlier versions.
         abandoned_steps: number of steps after those checkpoints that were done in vain.
         phase_ends: steps after which the phases really ended, up to the last one that ended early; empty if none did.
         controllers: name of a controller -> what it remembers in this phase, as JSON (`engine/control.py`); without those
@@ -25,16 +24,17 @@ class History:
         pins: purpose -> name of a checkpoint that is not deleted while it is listed here.
         went_back_to: name of the checkpoint to which the configuration last made the run go back; None if it never did.
         abandoned: names of the checkpoints after that one, until they are set aside.
+        rewinds: key that made the run go back, or limits it -> how often; without the attempts of earlier versions.
     """
 
     attempt: int = 0
-    rewinds: Mapping[str, int] = field(default_factory=dict)
     abandoned_steps: int = 0
     phase_ends: tuple[int, ...] = ()
     controllers: Mapping[str, Any] = field(default_factory=dict)
     pins: Mapping[str, str] = field(default_factory=dict)
     went_back_to: str | None = None
     abandoned: tuple[str, ...] = ()
+    rewinds: Mapping[str, int] = field(default_factory=dict)
 
     def in_next_phase(self) -> "History":
         """The history at the start of the next phase."""
