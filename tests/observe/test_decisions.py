@@ -94,7 +94,7 @@ def test_a_run_that_resumes_makes_later_decisions_again(tmp_path):
     [
         (SWITCH, "switches from bold to safe, with step 12 (spike)"),
         (SWITCH | {"would": True}, "would switch from bold to safe (spike)"),
-        (BRANCH, "tried safe 3.2100, slow 3.2500 up to step 22, and goes on with slow (periodic)"),
+        (BRANCH, "tried safe 3.2100, slow 3.2500 up to step 22, and continues with slow (periodic)"),
         (ROLLBACK, f"goes back to before step 31 from slow to safe: {ROLLBACK['cause']}"),
         (
             {"event": "rollback", "cause": "the loss rose", "to": "safe", "would": True},

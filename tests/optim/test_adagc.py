@@ -80,7 +80,7 @@ def clipping(config: AdaGc) -> tuple[Any, AdaGcState]:
         AdaGc(),
         AdaGc(mode="zscore", threshold=0.5, beta=0.9, warmup=20),
         pytest.param(AdaGc(lambda_rel=1.3, lambda_abs=0.5, beta=0.5, warmup=0), marks=pytest.mark.slow),
-        pytest.param(AdaGc(mode="zscore", warmup=0), marks=pytest.mark.slow),
+        pytest.param(AdaGc(mode="zscore", warmup=2), marks=pytest.mark.slow),
     ],
     ids=lambda config: f"{config.mode}, {config.warmup}",
 )
@@ -250,6 +250,7 @@ def config_of(**keys: Any) -> OptimizerConfig:
     [
         ({"adagc": {"threshold": 2.0}}, r"optimizer\.adagc\.threshold: 2\.0 given, but .* mode: paper"),
         ({"adagc": {"mode": "zscore", "lambda_rel": 2.0}}, r"optimizer\.adagc\.lambda_rel: 2\.0 given"),
+        ({"adagc": {"mode": "zscore", "warmup": 1}}, r"optimizer\.adagc\.warmup: 1 given, at least 2 expected"),
         ({"adagc": {"lambda_rel": 1.0}}, r"optimizer\.adagc\.lambda_rel: 1\.0 given, a finite number above 1"),
     ],
 )

@@ -223,17 +223,17 @@ class Controller(abc.ABC):
         """
 
     def resumed(self, state: Json) -> tuple[Json, Mapping[str, float]] | None:
-        """What it remembers, and the controls in effect, when a run goes on with other keys of the phase; decisions that are
-        not in effect yet are dropped. None if nothing of that changes.
+        """What it remembers, and the controls in effect, when a run resumes with other keys. Decisions that are not in effect
+        yet are dropped. None if nothing changes.
 
         Raises:
-            ConfigError: it cannot go on with these keys.
+            ConfigError: it cannot resume with these keys.
         """
         return None
 
     def rewound(self, state: Json, step: int) -> Json:
-        """What it remembers when the run has gone back to `step`, whoever decided so, if its state survives that. Its
-        decisions that were not in effect yet are dropped."""
+        """What it remembers after the run has gone back to `step`, because of this controller or of another one. Called only
+        if its state survives that. Its decisions that were not in effect yet are dropped."""
         return state
 
     @property

@@ -73,12 +73,12 @@ def described(note: Mapping[str, Any]) -> str:
 def numbers(controller: str, note: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a note as metrics: `orchestrator/switch` (1: it happened), `orchestrator/branch/losses/NAME`."""
     prefix = f"{controller}/{note['event']}"
-    found = {prefix: 1.0}
+    metrics = {prefix: 1.0}
     for key, value in note.items():
         for name, one in value.items() if isinstance(value, Mapping) else [(None, value)]:
             if isinstance(one, bool | int | float):
-                found[f"{prefix}/{key}" if name is None else f"{prefix}/{key}/{name}"] = float(one)
-    return found
+                metrics[f"{prefix}/{key}" if name is None else f"{prefix}/{key}/{name}"] = float(one)
+    return metrics
 
 
 def strategy_bands(decisions: Sequence[LoggedDecision], end: int) -> list[Band]:
@@ -130,7 +130,9 @@ def _known(note: Mapping[str, Any]) -> str:
             return f"sees a spike: the mean of the loss is {loss:.4f}"
         case {"event": "branch", "winner": str(winner)} if losses:
             until = f" up to step {note['until']}" if is_count(note.get("until")) else ""
-            return f"tried {_listed(losses.items())}{until}, and goes on with {winner}{reason}"
+            return f"tried {_listed(losses.items())}{until}, and continues with {winner}{reason}"
+        case {"event": "nowcast"} if would:
+            return "would try to extrapolate the weights"
         case {"event": "nowcast", "accepted": bool(accepted)}:
             verb = "extrapolates" if accepted else "does not extrapolate"
             return f"{verb} the weights{f' ({_listed(losses.items())})' if losses else ''}"

@@ -1,7 +1,7 @@
 """AdaGC: scales the gradient of each tensor down if its norm is large compared with its own recent norms.
 
 Source: Wang et al. 2025, AdaGC: Enhancing LLM Pretraining Stability via Adaptive Gradient Clipping (arXiv:2502.11034),
-algorithm 1. The defaults are those of the paper; the authors' code (github.com/lishuai-97/AdaGC) has 1.04 and 0.99.
+algorithm 1. The defaults are those of public ports; the authors' code (github.com/lishuai-97/AdaGC) has 1.04 and 0.99.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import optax
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import AboveOne, BelowOne, NonNegativeInt, PositiveFloat
-from jaxlm.optim.tensors import by_element, per_tensor, sums_per_tensor, with_array
+from jaxlm.optim.tensors import by_element, per_tensor, sums_per_tensor, with_array, with_arrays
 
 _SMALLEST = 1e-30  # of a norm that another one is divided by
 
@@ -71,6 +71,12 @@ class AdaGc:
                     f" mode: {'zscore' if self.mode == 'paper' else 'paper'}"
                 )
 
+        if self.mode == "zscore" and self.warmup < 2:
+            raise ConfigError(
+                f"adagc.warmup: {self.warmup} given, at least 2 expected with mode: zscore: one norm has no deviation, so no"
+                " later one could be larger"
+            )
+
     def build(self) -> optax.GradientTransformation:
         """The gradient transformation. Its state is an `AdaGcState`."""
 
@@ -97,12 +103,9 @@ class AdaGc:
                     None if old is None else jnp.where(seen, new, old) for new, old in zip(after, kept, strict=True)
                 )
                 leaf = gradients[path]
-                array = (tree.raw(leaf).astype(jnp.float32) * by_element(scale, leaf)).astype(leaf.dtype)
-                scaled[path] = with_array(leaf, array)
-            replaced = lambda arrays, old: tree.map_leaves(lambda path, leaf: with_array(leaf, arrays[path]), old)  # noqa: E731
-            return tree.map_leaves(lambda path, _: scaled[path], updates), AdaGcState(
-                replaced(new_count, state.count), replaced(new_norm, state.norm), replaced(new_variance, state.variance)
-            )
+                scaled[path] = (tree.raw(leaf).astype(jnp.float32) * by_element(scale, leaf)).astype(leaf.dtype)
+            pairs = ((state.count, new_count), (state.norm, new_norm), (state.variance, new_variance))
+            return with_arrays(updates, scaled), AdaGcState(*(with_arrays(*pair) for pair in pairs))
 
         return optax.GradientTransformation(init_fn, update_fn)
 

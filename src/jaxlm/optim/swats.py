@@ -14,7 +14,7 @@ import optax
 from jaxlm.core import tree
 from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, chained, clip_by_norm, in_float32
-from jaxlm.optim.tensors import by_element, per_tensor, sums_per_tensor, with_array
+from jaxlm.optim.tensors import by_element, per_tensor, sums_per_tensor, with_array, with_arrays
 from jaxlm.reading.choices import choice
 
 
@@ -123,7 +123,7 @@ class SwatsConfig(OptimizerConfig):
             sgd = self._by_element((1 - self.beta1) * one.rate, leaf) * mu[path]
             directions[path] = jnp.where(self._by_element(one.is_sgd, leaf), sgd, steps[path])
             mu[path] = jnp.where(self._by_element(switches, leaf), 0.0, mu[path])  # SGD's momentum starts at 0
-        moved, mu, nu = (_replaced(*pair) for pair in ((updates, directions), (state.mu, mu), (state.nu, nu)))
+        moved, mu, nu = (with_arrays(*pair) for pair in ((updates, directions), (state.mu, mu), (state.nu, nu)))
         projection = self._from_paths(after, state.projection)
         return moved, SwatsState(state.count + 1, mu, nu, mu_weight, nu_weight, projection)
 
@@ -158,12 +158,7 @@ class SwatsConfig(OptimizerConfig):
         if self.scope == "global":
             return next(iter(numbers.values()))
         columns = [{path: row[n] for path, row in numbers.items()} for n in range(len(before))]
-        return Projection(*(_replaced(*pair) for pair in zip(before, columns, strict=True)))
+        return Projection(*(with_arrays(*pair) for pair in zip(before, columns, strict=True)))
 
     def _by_element(self, numbers: jax.Array, leaf: Any) -> jax.Array:
         return numbers if self.scope == "global" else by_element(numbers, leaf)
-
-
-def _replaced(old: Any, arrays: Mapping[str, jax.Array]) -> Any:
-    """The tree with other arrays, by path."""
-    return tree.map_leaves(lambda path, leaf: with_array(leaf, arrays[path]), old)

@@ -6,6 +6,7 @@ heads of a projection are one tensor.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -41,6 +42,11 @@ def by_element(numbers: jax.Array, leaf: Any) -> jax.Array:
 def with_array(leaf: Any, array: jax.Array) -> Any:
     """The leaf with another array of the same axes."""
     return NamedArray(array, leaf.axes) if tree.is_named(leaf) else array
+
+
+def with_arrays(old: Any, arrays: Mapping[str, jax.Array]) -> Any:
+    """The tree with other arrays of the same axes, by path."""
+    return tree.map_leaves(lambda path, leaf: with_array(leaf, arrays[path]), old)
 
 
 def _axes(leaf: Any) -> tuple[Axis, ...]:

@@ -99,7 +99,7 @@ class OrchestratorConfig(ControllerConfig):
     """Switches between the strategies of `optimizer: {type: portfolio}`.
 
     At a boundary, it takes the strategies that have done best so far, trains each for some steps, from the same state and on
-    the same batches, and goes on with the one whose held-out loss is the lowest. Boundaries are: `interval` steps since the
+    the same batches, and continues with the one whose held-out loss is the lowest. Boundaries are: `interval` steps since the
     last one, several spikes, a plateau, and the points where 10 % and 70 % of the phase are done.
 
     Attributes:
@@ -302,7 +302,7 @@ class Orchestrator(Controller):
             return self._decided(step, metrics, replace(memory, decided=step.number), reason)
         if self._extrapolates(step, memory) and not self._is_active:
             memory = replace(memory, extrapolated=step.number, extra=memory.extra + self._extra_steps(2, 1))
-            return memory, Noted(None, [{"event": "nowcast", "accepted": False} | self._would])
+            return memory, Noted(None, [{"event": "nowcast"} | self._would])
         if self._extrapolates(step, memory):
             return replace(memory, extrapolated=step.number, trying=_NOWCAST), self._extrapolation
         if safety is not None and self._is_active and step.effective >= memory.next_snapshot:

@@ -29,8 +29,8 @@ class Safety:
         max_loss_delta: the same for their difference, in nats.
         max_grad_increase: the run has gone wrong if a gradient norm is more than this multiple of the recent median. Null
             allows any. A norm that is not finite does not count: its update is skipped.
-        max_skipped: the run has gone wrong if the updates of so many steps in a row were skipped. Null allows any number. A
-            dynamic loss scale skips up to 15 at the start.
+        max_skipped: the run has gone wrong if this many updates in a row were skipped. Null allows any number. A dynamic loss
+            scale skips up to 15 at the start.
         snapshot_interval: number of steps between the checkpoints that the run may go back to. Two are kept.
         quarantine: a checkpoint is trusted after this many steps without a trip.
         max_rollbacks_in_a_row: how often the run goes back without `snapshot_interval` good steps in between. The next time,

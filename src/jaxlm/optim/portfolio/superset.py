@@ -25,7 +25,7 @@ from jaxlm.optim.matrices import matrices
 from jaxlm.optim.orthogonal.iterations import newton_schulz
 from jaxlm.optim.orthogonal.sharded_matrices import map_sharded_matrices
 from jaxlm.optim.portfolio.strategies import Moments, Muon, Number, Strategy, adam_direction
-from jaxlm.optim.tensors import with_array
+from jaxlm.optim.tensors import with_array, with_arrays
 
 _NUM_ITERATIONS = 5
 _EPSILON = 1e-8  # added to the norm of a matrix
@@ -164,7 +164,7 @@ class Superset:
         table = Table(self.rows, self._row(controls or {}))
         updates, adagc = self._clipped(table, updates, state.adagc)
         moments, state = self._moments(table, updates, state._replace(adagc=adagc))
-        directions = {path: self._direction(table, of_leaf) for path, of_leaf in moments.items()}
+        directions = {path: self._direction(table, one) for path, one in moments.items()}
         if self._orthogonalizes:
             directions |= self._orthogonal(table, updates, moments, directions)
         return self._decayed(table, updates, directions, params), state
@@ -215,12 +215,9 @@ class Superset:
             )
             rate = jnp.where(dot > 0, square / jnp.maximum(dot, _SMALLEST), 0.0)
             moments = {path: one._replace(sgd_rate=rate) for path, one in moments.items()}
-        replaced = lambda name, old: tree.map_leaves(  # noqa: E731
-            lambda path, leaf: with_array(leaf, getattr(moments[path], name)), old
-        )
         return moments, PortfolioState(
-            mu=replaced("mu", state.mu),
-            nu=replaced("nu", state.nu),
+            mu=with_arrays(state.mu, {path: one.mu for path, one in moments.items()}),
+            nu=with_arrays(state.nu, {path: one.nu for path, one in moments.items() if one.nu is not None}),
             mu_weight=mu_weight,
             nu_weight=nu_weight,
             matrix_mu_weight=of_matrices[2] if self._orthogonalizes else None,
@@ -260,11 +257,11 @@ class Superset:
         }
         iterate = functools.partial(newton_schulz, num_steps=_NUM_ITERATIONS, epsilon=_EPSILON)
         orthogonal = map_sharded_matrices(iterate, ahead, None if is_active is True else jnp.asarray(is_active))
-        found = {}
+        chosen = {}
         for path, view in views.items():
             scale = 0.2 * math.sqrt(max(view.matrix.shape[-2:]))
-            found[path] = jnp.where(is_active, scale * orthogonal[path].array, others[path])
-        return found
+            chosen[path] = jnp.where(is_active, scale * orthogonal[path].array, others[path])
+        return chosen
 
     def _decayed(self, table: Table, updates: Any, directions: Mapping[str, jax.Array], params: Any) -> Any:
         """Directions with weight decay."""
