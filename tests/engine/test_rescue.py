@@ -70,7 +70,7 @@ def failing(error: Exception, *, step: int = 5, cannot_save: Exception | None = 
     metrics: Any = SimpleNamespace(drain=lambda: None, rewind=rewind)
     batches: Any = SimpleNamespace(state=lambda: {"examples": 40})
     rescue = Rescue(batches, metrics, saver, clock, first_step=2)  # type: ignore[arg-type]
-    with pytest.raises((type(error), SaveError)) as caught, rescue.between("state", step):  # type: ignore[arg-type]
+    with pytest.raises((type(error), SaveError)) as caught, rescue.between(lambda: "state", step):  # type: ignore[arg-type]
         raise error
     assert bool(clock.seconds()[Activity.SAVE]) == (step > 2 and rewind is None)
     return saver.saved, caught.value

@@ -94,24 +94,25 @@ def run_branch(
     before = at.probe(state, branch.probe_batches)
     start = _Parked(state)
     _delete(state)
+
+    def at_its_start() -> RunState:
+        at.batches.restore(position)
+        return start.on_devices()
+
     losses: dict[str, float] = {}
     best: tuple[str, _Parked, list[TakenStep]] | None = None
-    try:
+    with rescue.between(at_its_start, step):
         for name, controls in branch.candidates.items():
-            at.batches.restore(position)
-            candidate, taken = _trained(at.control.with_candidate(start.on_devices(), controls), step, end, at)
+            candidate = at.control.with_candidate(at_its_start(), controls)
+            try:
+                candidate, taken = _trained(candidate, step, end, at)
+            except _Stop as stop:
+                return BranchStopped(at_its_start(), stop.signal)
             loss = at.probe(candidate, branch.probe_batches)
             losses[name] = loss if math.isfinite(loss) else math.inf
             if best is None or losses[name] < losses[best[0]]:
                 best = name, _Parked(candidate), taken
             _delete(candidate)
-    except _Stop as stop:
-        at.batches.restore(position)
-        return BranchStopped(start.on_devices(), stop.signal)
-    except Exception:
-        with rescue.between(start.on_devices(), step):
-            at.batches.restore(position)
-            raise
     assert best is not None, "a branch has candidates"
     winner, parked, taken = best
     result = Branched(branch.purpose, before, losses, winner, end - step)

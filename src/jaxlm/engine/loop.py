@@ -69,11 +69,11 @@ class TrainingLoop:
             at.metrics.drain()  # the run may go back, and the time that follows belongs to no step
             if at.metrics.rewind is not None:
                 return at.metrics.rewind
-            with self._rescue.between(self.state, self.step), pause(), clock.during(Activity.ROLLOUT):
+            with self._rescue.between(lambda: self.state, self.step), pause(), clock.during(Activity.ROLLOUT):
                 batches.refresh(self.state.model, self.step)
             at.metrics.skip_time()
         started = time.perf_counter()
-        with self._rescue.between(self.state, self.step), clock.during(Activity.DATA):
+        with self._rescue.between(lambda: self.state, self.step), clock.during(Activity.DATA):
             batch = next(batches)
         loading_s = time.perf_counter() - started
         flags = at.flag_sync.raised(save=at.saver.due_by_clock())

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -35,8 +35,11 @@ class Rescue:
         self._first_step = first_step
 
     @contextlib.contextmanager
-    def between(self, state: RunState, step: int) -> Iterator[None]:
+    def between(self, state: Callable[[], RunState], step: int) -> Iterator[None]:
         """Inside the block, the batch after `step` is made. If that fails, the state is saved, and the error says so.
+
+        Args:
+            state: returns the state after `step`, with the batches at its place; called only if the block has failed.
 
         Raises:
             SaveError: the state cannot be saved either.
@@ -47,7 +50,7 @@ class Rescue:
             if is_lost_peer(error):
                 raise
             try:
-                note = self._save(state, step)
+                note = self._save(state(), step)
             except SaveError as failed:
                 raise SaveError(
                     f"{str(error).removesuffix('.')}. {_UNSAVED}: {failed.reason}", failed.advice
