@@ -47,7 +47,7 @@ class HandoverConfig(ControllerConfig):
     def build(self, optimizer: OptimizerFacts) -> "Handover":
         if self.max_loss_increase is None and self.max_loss_delta is None:
             raise ConfigError(
-                "controllers: type handover: max_loss_increase and max_loss_delta are both null, so it would allow anything."
+                "type handover: max_loss_increase and max_loss_delta are both null, so it would allow anything."
                 " Set one of them, or remove it"
             )
         return Handover(self)

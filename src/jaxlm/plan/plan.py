@@ -541,7 +541,10 @@ def _controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tuple[Con
         optimizer.peak_learning_rate, optimizer.strategy_controls, optimizer.has_telemetry, optimizer.nowcast_window
     )
     for number, section in enumerate(written):
-        controller = section.build(facts)
+        try:
+            controller = section.build(facts)
+        except ConfigError as error:
+            raise ConfigError(f"{path}.{number} (phase '{phase.name}'): {error}") from error
         controller.check(objective, f"{path}.{number}", phase.name)
         for key, metric in controller.metrics.items():
             check_metric(metric, f"{path}.{number}.{key.rpartition('.')[2]}", config, data, phase.name)

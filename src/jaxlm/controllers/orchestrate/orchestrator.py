@@ -148,27 +148,26 @@ class OrchestratorConfig(ControllerConfig):
     def build(self, optimizer: OptimizerFacts) -> "Orchestrator":
         if not optimizer.strategies:
             raise ConfigError(
-                "controllers: type orchestrator switches between the strategies of an optimizer, but this one has only one"
-                " way to update. Set optimizer: {type: portfolio}"
+                "type orchestrator switches between the strategies of an optimizer, but this one has only one way to update."
+                " Set optimizer: {type: portfolio}"
             )
         if not optimizer.has_telemetry:
             raise ConfigError(
-                "controllers: type orchestrator reads the metrics of optimizer.telemetry, which is not set. Set"
-                " optimizer.telemetry: true"
+                "type orchestrator reads the metrics of optimizer.telemetry, which is not set. Set optimizer.telemetry: true"
             )
         named = {f"switch_at.{number}.to": planned.to for number, planned in enumerate(self.switch_at)}
         steps = [planned.step for planned in self.switch_at]
         if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
-            raise ConfigError(
-                f"orchestrator.switch_at: the steps {steps} given, ascending ones expected. Sort the entries"
-            )
+            raise ConfigError(f"switch_at: the steps {steps} given, ascending ones expected. Sort the entries")
         for key in ("when_unstable", "on_plateau"):
             named |= {f"{key}.{number}": name for number, name in enumerate(getattr(self, key) or ())}
         named |= {} if self.safety is None else {"safety.strategy": self.safety.strategy}
         for key, name in named.items():
             if name not in optimizer.strategies:
+                is_default = key == "safety.strategy" and name == Safety.strategy
                 raise ConfigError(
-                    f"orchestrator.{key}: '{name}' given, but optimizer.strategies has {', '.join(optimizer.strategies)}"
+                    f"{key}: '{name}' {'is the default' if is_default else 'given'}, but optimizer.strategies has"
+                    f" {', '.join(optimizer.strategies)}. Set one of them{', or safety: null' if is_default else ''}"
                 )
         self._check_nowcast(optimizer.nowcast_window)
         return Orchestrator(self, optimizer.strategies)
@@ -178,13 +177,13 @@ class OrchestratorConfig(ControllerConfig):
             return
         if window is None:
             raise ConfigError(
-                "orchestrator.nowcast: given, but the optimizer does not measure where the weights are going. Set"
+                "nowcast: given, but the optimizer does not measure where the weights are going. Set"
                 " optimizer.nowcast too, or remove it"
             )
         for key in ("every", "start"):
             if (value := getattr(self.nowcast, key)) < window:
                 raise ConfigError(
-                    f"orchestrator.nowcast.{key}: {value} given, at least {window} expected: the weights are extrapolated"
+                    f"nowcast.{key}: {value} given, at least {window} expected: the weights are extrapolated"
                     " from as many updates (optimizer.nowcast.window)"
                 )
 
