@@ -28,9 +28,11 @@ from typing import Any
 from jaxlm.core.imports import gc_paused  # noqa: F401  # before haliax
 
 import jax
+import yaml
 
 from jaxlm.optim.portfolio.strategies import GUIDE
-from jaxlm.plan.load_config import decode_run
+from jaxlm.plan.load_config import decode_run, load_config
+from jaxlm.reading.decode import dump
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.train import train
 
@@ -49,11 +51,9 @@ def sections(model: str) -> dict[str, Any]:
         data = {"train_urls": ["stdlib:train"], "validation_urls": ["stdlib:validation"]}
         data |= {"tokenizer": "bpe", "vocab_size": 1024}
         return {"model": sizes | heads, "data": data, "trainer": {"train_batch_size": 8, "max_eval_batches": 24}}
-    data = {"train_urls": ["stdlib:train"], "validation_urls": ["stdlib:validation"]}
-    data |= {"tokenizer": "bpe", "vocab_size": 4096}
-    depth = {"type": "llama", "seq_len": 256, "hidden_dim": 256, "intermediate_dim": 704, "num_layers": 4}
-    heads = {"num_heads": 2, "num_kv_heads": 2, "initializer_range": 0.04}
-    return {"model": depth | heads, "data": data, "trainer": {"train_batch_size": 8, "max_eval_batches": 16}}
+    recipe = load_config(["--config_path", "jaxlm:nanochat/cpu_d4.yaml"], "orchestrate")
+    model, data = (yaml.safe_load(dump(section)) for section in (recipe.model, recipe.data))
+    return {"model": model, "data": data, "trainer": {"train_batch_size": 16, "max_eval_batches": 16}}
 
 
 def optimizer(name: str, rate: float) -> dict[str, Any]:
