@@ -15,12 +15,10 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import GRADIENT_NORM, UPDATE_NORM, StepStats
 from jaxlm.core.values import telemetry
 from jaxlm.optim.adam import AdamConfig
-from jaxlm.optim.rolling import RollingWindow
+from jaxlm.optim.rolling import RollingWindow, RunningMean
 from jaxlm.optim.telemetry.guard import Telemetry
 from jaxlm.optim.telemetry.layer_norms import layer_norms, layer_ratio, norm
-from jaxlm.optim.telemetry.running_mean import RunningMean
-from jaxlm.optim.telemetry.slope import slope
-from jaxlm.optim.telemetry.trend import Trend
+from jaxlm.optim.telemetry.trend import Trend, slope
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 from tests.engine.helpers import TinyRun, arrays, layout, one_device, phase

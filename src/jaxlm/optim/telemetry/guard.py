@@ -25,11 +25,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
 from jaxlm.core.guards import StepGuard, StepStats, Verdict
 from jaxlm.core.values import telemetry
-from jaxlm.optim.rolling import RollingWindow
+from jaxlm.optim.rolling import RollingWindow, RunningMean
 from jaxlm.optim.telemetry.layer_norms import layer_ratio, norm
-from jaxlm.optim.telemetry.running_mean import RunningMean
-from jaxlm.optim.telemetry.slope import slope
-from jaxlm.optim.telemetry.trend import Trend
+from jaxlm.optim.telemetry.trend import Trend, slope
 
 _SIGNIFICANT = 1.645  # standard errors: 5 % of a normal distribution lie above
 # Changes below these are no outliers, however quiet the run is: 0.2 % of the loss, and 2 % of the gradient norm.

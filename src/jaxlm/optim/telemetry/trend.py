@@ -1,4 +1,4 @@
-"""Finds outliers of a number that changes slowly, such as the loss, in units of its own noise.
+"""The trend of a number that changes slowly, such as the loss: outliers in units of its own noise, and its slope.
 
 Source: the trend is Brown's double exponential smoothing (Smoothing, Forecasting and Prediction of Discrete Time Series,
 1963) as discounted least squares, which is exact from the first value; the scale is the median absolute residual (Huber,
@@ -98,3 +98,21 @@ class Trend(eqx.Module):
         after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), learned, self)
         score = jnp.where(finite, jnp.where(is_ready, residual / scale, 0.0), jnp.inf)
         return after, Judged(score, jnp.where(restarts, value, expected + clipped))
+
+
+def slope(window: RollingWindow) -> tuple[jax.Array, jax.Array]:
+    """The slope per value of the least-squares line through the values, and its standard error. Both are 0 for fewer than 3.
+
+    The values are summed anew each time: differences of running sums would lose their digits.
+    """
+    capacity = window.values.shape[0]
+    is_set = jnp.arange(capacity) < window.count
+    count = jnp.maximum(window.count, 3).astype(jnp.float32)
+    age = (window.place - 1 - jnp.arange(capacity)) % capacity
+    x = jnp.where(is_set, (count - 1) / 2 - age, 0.0)
+    y = jnp.where(is_set, window.values - window.mean(), 0.0)
+    sum_squares = count * (count**2 - 1) / 12
+    rise = jnp.sum(x * y) / sum_squares
+    variance = jnp.sum(jnp.where(is_set, jnp.square(y - rise * x), 0.0)) / jnp.maximum(count - 2, 1)
+    has_slope = window.count >= 3
+    return jnp.where(has_slope, rise, 0.0), jnp.where(has_slope, jnp.sqrt(variance / sum_squares), 0.0)
