@@ -31,7 +31,8 @@ MASKED = """
 def prepared(workplace, form: str, devices: int = 1) -> Workplace:
     place = workplace(devices)
     keys, more = FORMS[form]
-    text = place.write(f"{GROWN.format(keys=keys)}{more}\n").read_text()
+    num_steps = 28 if form == "adapted" else 24
+    text = place.write(f"{GROWN.format(keys=keys)}{more}\n", num_steps=num_steps).read_text()
     text = text.replace(f"cache_dir: {place.cache}\n", "cache_dir: cache\n")
     if form != "adapted":
         text = text.replace("  vocab_size: 300\n", f"  vocab_size: 300{MASKED}", 1) + "objective: {type: diffusion}\n"
