@@ -28,6 +28,30 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class ContextSharding:
+    """How devices that divide the tokens of a row divide its attention (context parallelism).
+
+    The position axis is mapped to `gather + ring + heads`, in this order.
+
+    Attributes:
+        gather: mesh axes over which each device gathers all keys and values, for its own queries.
+        ring: mesh axes around which keys and values travel from device to device.
+        heads: mesh axes over which devices exchange tokens for heads (Ulysses).
+        balance: the order of the tokens in a batch over `gather + ring`: `none` (that of the text), `zigzag` or `blocks`.
+    """
+
+    gather: tuple[str, ...] = ()
+    ring: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    balance: str = "none"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that divide the tokens of a row."""
+        return self.gather + self.ring + self.heads
+
+
+@dataclass(frozen=True)
 class Layout:
     """A device mesh with the parameter and the compute mapping.
 
@@ -35,11 +59,13 @@ class Layout:
         mesh: the axes replica, data and model, and those of `trainer.mesh`.
         parameter: logical axis -> mesh axis (or axes) for stored parameters, gradients and optimizer state.
         compute: logical axis -> mesh axis (or axes) for activations.
+        context: how attention is divided. Its axes are those of `position` in `compute`.
     """
 
     mesh: Mesh
     parameter: ResourceMapping
     compute: ResourceMapping
+    context: ContextSharding = ContextSharding()
 
     @contextlib.contextmanager
     def use(self) -> Iterator["Layout"]:

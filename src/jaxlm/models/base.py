@@ -49,6 +49,7 @@ class Inputs(eqx.Module):
             a model with a time embedding, or with `denoisers`, reads it.
         mask_range: the smallest and the largest of them in all inputs of this kind, which says when the model is traced
             which `denoisers` are needed; None if that is not known.
+        order: int32 {batch, position}, the index of each token in its row; None if tokens are in the order of the text.
     """
 
     tokens: NamedArray
@@ -57,6 +58,7 @@ class Inputs(eqx.Module):
     noise: EmbeddingNoise | None = eqx.field(default=None, kw_only=True)
     mask_fractions: NamedArray | None = eqx.field(default=None, kw_only=True)
     mask_range: tuple[float, float] | None = eqx.field(static=True, default=None, kw_only=True)
+    order: NamedArray | None = eqx.field(default=None, kw_only=True)
 
 
 class KVArray(eqx.Module):
