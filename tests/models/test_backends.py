@@ -15,7 +15,7 @@ from jaxlm.models.attention.backends.reference import reference_attention
 from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.attention.choose import AttentionTask, choose_attention
 from jaxlm.models.attention.scores import ScoreRule
-from jaxlm.models.token_sharding import AttentionSharding
+from jaxlm.models.attention.sharding import AttentionSharding
 
 B, K, G, H = 2, 2, 2, 8
 SCALE = 0.3

@@ -33,12 +33,12 @@ from jaxlm.models.attention.selftest import (
     selftest_problem,
     single_document_rows,
 )
+from jaxlm.models.attention.sharding import AttentionSharding
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.stacks import Stack
-from jaxlm.models.token_sharding import AttentionSharding
 from tests.engine.helpers import layout
 
 fused = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")

@@ -50,6 +50,15 @@ class ContextSharding:
         """The mesh axes that divide the tokens of a row."""
         return self.gather + self.ring + self.heads
 
+    @property
+    def divides_rows(self) -> bool:
+        """Whether a device computes attention of some queries of a row, instead of some heads of the whole row."""
+        return bool(self.gather or self.ring)
+
+
+UNDIVIDED = ContextSharding()
+"""Each device computes the attention of whole rows."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -65,7 +74,7 @@ class Layout:
     mesh: Mesh
     parameter: ResourceMapping
     compute: ResourceMapping
-    context: ContextSharding = ContextSharding()
+    context: ContextSharding = UNDIVIDED
 
     @contextlib.contextmanager
     def use(self) -> Iterator["Layout"]:

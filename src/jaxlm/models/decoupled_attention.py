@@ -24,12 +24,12 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import HEAD_SIZE, HEADS, KEY_HEADS, KV_HEADS, QUERY_GROUP, ROTARY_PAIRS, axes_of
 from jaxlm.models.attention.api import AttentionSpec, NullSlot, as_keys, attention
 from jaxlm.models.attention.choose import AttentionTask
+from jaxlm.models.attention.sharding import AttentionSharding
 from jaxlm.models.inference.cached_attention import cached_attention
 from jaxlm.models.layers import Attention, ForCache, KeyValue, LayerCache, LayerContext
 from jaxlm.models.linear import Linear
 from jaxlm.models.remat import KEY, QUERY, VALUE, checkpoint_name
 from jaxlm.models.rope import Places, RotaryConfig, Rotation
-from jaxlm.models.token_sharding import AttentionSharding
 
 
 class Gate(eqx.Module):

@@ -24,6 +24,7 @@ from jaxlm.models.attention.api import AttentionMask, AttentionSpec, as_keys, at
 from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES
 from jaxlm.models.attention.choose import AUTO, AttentionTask
 from jaxlm.models.attention.scores import ScoreRule
+from jaxlm.models.attention.sharding import AttentionSharding
 from jaxlm.models.base import Inputs, KVArray
 from jaxlm.models.inference.cached_attention import cached_attention
 from jaxlm.models.inference.kv_cache import write_kv_array
@@ -31,7 +32,6 @@ from jaxlm.models.linear import Linear
 from jaxlm.models.norms import RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import KEY, MLP, QUERY, VALUE, checkpoint_name
 from jaxlm.models.rope import Rotation
-from jaxlm.models.token_sharding import AttentionSharding
 
 
 def embedding(Vocab: Axis, Embed: Axis, *, std: float, key: jax.Array) -> hnn.Embedding:

@@ -1,6 +1,5 @@
-"""Sharding of tokens, head and attention heads for code inside `jax.shard_map`, and the collectives over them."""
+"""Sharding of tokens and head for code inside `jax.shard_map`, and the collectives over them."""
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from haliax import NamedArray
 from haliax.partitioning import pspec_for_axis
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxlm.core.axes import BATCH, EMBED, HEADS, KV_HEADS, POSITION, VOCAB
+from jaxlm.core.axes import BATCH, EMBED, POSITION, VOCAB
 from jaxlm.core.products.stored_weights import StoredArray, Weight
 from jaxlm.core.sharding import Layout, current_layout
 
@@ -133,57 +132,6 @@ class TokenSharding:
                     scattered.add(axis)
         rest = tuple(a for a in self.token_axes if a not in scattered)
         return jax.lax.psum(dw_VD, rest) if rest else dw_VD
-
-
-@dataclass(frozen=True)
-class AttentionSharding:
-    """Sharding of attention, for kernels that the partitioner cannot shard.
-
-    Attributes:
-        mesh: None for a single device.
-        batch, heads, kv_heads: mesh axes that shard these axes.
-    """
-
-    mesh: Mesh | None = None
-    batch: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ()
-    kv_heads: tuple[str, ...] = ()
-
-    @staticmethod
-    def of(q: NamedArray, k: NamedArray) -> "AttentionSharding":
-        """The sharding of queries {batch, position, heads, ...} and keys {kv_heads, ...} under the current layout."""
-        layout = current_layout()
-        if layout is None or layout.mesh.size == 1:
-            return AttentionSharding()
-        batch, heads = (mesh_axes(q.resolve_axis(a), layout.compute) for a in (BATCH, HEADS))
-        kv_heads = mesh_axes(k.resolve_axis(KV_HEADS), layout.compute)
-        return AttentionSharding(layout.mesh, batch, heads, kv_heads)
-
-    def shard_map(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Runs `kernel(q_BTKGH, k_BTKH, v_BTKH, segment_BT, *scalars)` on each device's rows and heads.
-
-        The kernel gets whole sequences: if positions are sharded, they are gathered first.
-        """
-        if self.mesh is None:
-            return kernel
-        keys = PartitionSpec(self.batch or None, None, self.heads or None)
-        queries, rows = PartitionSpec(*keys, None), PartitionSpec(self.batch or None)
-
-        def sharded(q_BTKGH, k_BTKH, v_BTKH, segment_BT, *scalars) -> jax.Array:
-            specs = (queries, keys, keys, rows, *[PartitionSpec()] * len(scalars))
-            # The kernels do not declare how their outputs vary over the mesh.
-            run = jax.shard_map(kernel, mesh=self.mesh, in_specs=specs, out_specs=queries, check_vma=False)
-            return run(q_BTKGH, k_BTKH, v_BTKH, segment_BT, *scalars)
-
-        return sharded if self.heads == self.kv_heads else functools.partial(_with_repeated_keys, sharded)
-
-
-def _with_repeated_keys(kernel: Callable[..., jax.Array], q_BTKGH, k_BTKH, v_BTKH, *rest) -> jax.Array:
-    """Repeats keys and values for each query head, because the key/value heads do not divide over the devices."""
-    group = q_BTKGH.shape[3]
-    q_ungrouped = q_BTKGH.reshape(*q_BTKGH.shape[:2], -1, 1, q_BTKGH.shape[4])
-    out = kernel(q_ungrouped, *(jnp.repeat(t, group, axis=2) for t in (k_BTKH, v_BTKH)), *rest)
-    return out.reshape(*q_BTKGH.shape[:-1], -1)
 
 
 def _rounded_up(size: int, multiple: int) -> int:

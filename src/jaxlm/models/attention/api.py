@@ -17,14 +17,15 @@ from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, KEY_POSITION, KV_HEADS, POS
 from jaxlm.core.devices import cuda_capability
 from jaxlm.core.sharding import current_device, current_platform
 from jaxlm.core.tracing import trace_options
-from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES, blockwise_attention
+from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES, Reach, blockwise_attention
 from jaxlm.models.attention.backends.cudnn import cudnn_attention
 from jaxlm.models.attention.backends.reference import reference_attention
 from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.attention.choose import AUTO, AttentionTask, choose_attention, kernel_head_size
+from jaxlm.models.attention.context.partial import Scores
 from jaxlm.models.attention.scores import ScoreRule
+from jaxlm.models.attention.sharding import AttentionSharding
 from jaxlm.models.base import Inputs
-from jaxlm.models.token_sharding import AttentionSharding
 
 
 def as_keys(x: NamedArray) -> NamedArray:
@@ -124,6 +125,7 @@ class AttentionSpec(eqx.Module):
             rule=self.rule,
             null_slot=self.null_slot is not None,
             twice_differentiable=trace_options().twice_differentiable,
+            divided=self.mask.same_tokens and self.sharding.context.divides_rows,
         )
 
 
@@ -154,13 +156,21 @@ def attention(
     ignores_backend = task.twice_differentiable or not task.same_tokens
     choice = choose_attention(task, AUTO if ignores_backend else spec.backend)
     segments = spec.mask.segment_ids.rearrange((BATCH, POSITION)).array
-    if choice.name == "blockwise":
-        out = blockwise_attention(
-            q_BTKGH, k.array, v.array, segments, factor, spec.window, spec.rule, causal=spec.causal
-        )
+    scale = jnp.asarray(factor, jnp.float32)
+    # The slopes of ALiBi are those of a device's own heads.
+    in_parts = task.divided or (spec.sharding.context.heads and spec.rule.alibi_max is not None)
+    if choice.name == "blockwise" and in_parts:
+        positions = spec.mask.positions.rearrange((BATCH, POSITION)).array
+        scores = Scores(Reach(spec.window, spec.causal), spec.rule)
+        out = spec.sharding.divided(scores, q_BTKGH, k.array, v.array, positions, segments, scale)
+    elif choice.name == "blockwise":
+        kernel = functools.partial(blockwise_attention, window=spec.window, rule=spec.rule, causal=spec.causal)
+        # Other sharding than that of tokens is left to the partitioner.
+        kernel = spec.sharding.shard_map(kernel) if spec.sharding.context.heads else kernel
+        out = kernel(q_BTKGH, k.array, v.array, segments, scale)
     elif choice.name == "splash":
         kernel = _with_equal_sizes(functools.partial(splash_attention, window=spec.window, causal=spec.causal))
-        out = spec.sharding.shard_map(kernel)(q_BTKGH, k.array, v.array, segments, jnp.asarray(factor, jnp.float32))
+        out = spec.sharding.shard_map(kernel)(q_BTKGH, k.array, v.array, segments, scale)
     elif choice.name in ("cudnn", "cudnn_rows"):
         q_BTKGH, constant = _with_constant_scale(q_BTKGH, factor)
         options = {"window": spec.window, "packed": choice.name == "cudnn", "causal": spec.causal}

@@ -33,6 +33,7 @@ class AttentionTask:
         rule: modifies the scores before the softmax.
         null_slot: every token attends to one more value.
         twice_differentiable: second derivatives are needed.
+        divided: a device has only a part of the keys of a row at a time, in any order.
     """
 
     platform: str
@@ -49,6 +50,7 @@ class AttentionTask:
     rule: ScoreRule = field(default_factory=ScoreRule)
     null_slot: bool = False
     twice_differentiable: bool = False
+    divided: bool = False
 
     @property
     def kernel_size(self) -> int:
@@ -83,12 +85,16 @@ def _blockwise_problem(task: AttentionTask) -> str | None:
         return f"attention dropout ({task.dropout:g}) needs all weights at once"
     if task.null_slot:
         return "it has no null slot"
+    if task.divided and task.twice_differentiable:
+        return "it is not twice differentiable if devices divide the tokens of a row"
     return None
 
 
 def _fused_kernel_problem(task: AttentionTask) -> str | None:
     if problem := _blockwise_problem(task):
         return problem
+    if task.divided:
+        return "devices divide the tokens of a row, and it needs whole rows (trainer.context.method)"
     if task.twice_differentiable:
         return "its backward pass is not differentiable"
     return None if task.rule.is_identity else f"it does not support {task.rule}"

@@ -29,18 +29,22 @@ class ScoreRule:
     def is_identity(self) -> bool:
         return self.soft_cap is None and self.alibi_max is None
 
-    def __call__(self, scores_BKGTS: jax.Array, distance_BTS: jax.Array) -> jax.Array:
+    def __call__(
+        self, scores_BKGTS: jax.Array, distance_BTS: jax.Array, slopes_KG: jax.Array | None = None
+    ) -> jax.Array:
         """Maps scaled scores, float32, to the input of the softmax.
 
         Args:
             scores_BKGTS: B batch, K key/value heads, G query heads per key/value head, T queries, S keys.
             distance_BTS: query position minus key position; B may be 1.
+            slopes_KG: ALiBi's slopes of these heads; None if they are all heads.
         """
         if self.soft_cap is not None:
             scores_BKGTS = self.soft_cap * jnp.tanh(scores_BKGTS / self.soft_cap)
         if self.alibi_max is not None:
             kv_heads, group = scores_BKGTS.shape[1:3]
-            slopes = alibi_slopes(kv_heads * group, self.alibi_max).reshape(kv_heads, group, 1, 1)
+            slopes = alibi_slopes(kv_heads * group, self.alibi_max) if slopes_KG is None else slopes_KG
+            slopes = slopes.reshape(kv_heads, group, 1, 1)
             scores_BKGTS = scores_BKGTS - slopes * distance_BTS[:, None, None].astype(jnp.float32)
         return scores_BKGTS
 

@@ -1,0 +1,119 @@
+"""Attention of a device's queries to the keys of all devices that share the row: gathered, or passed around a ring.
+
+Source: gathered keys: Llama Team 2024 (arXiv:2407.21783), section 3.3.2; ring attention: Liu et al. 2023 (arXiv:2310.01889).
+Both run inside `jax.shard_map`. The backward pass recomputes the weights from the logsumexp over all keys. Gradients of keys
+and values are summed in float32, in the ring on their way.
+
+Shapes: as in `partial`; the queries and keys of one device.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxlm.core.tracing import CustomVjp
+from jaxlm.models.attention.backends.blockwise import ATTENTION
+from jaxlm.models.attention.context.partial import (
+    Factors,
+    Partial,
+    Scores,
+    partial_attention,
+    partial_gradients,
+)
+from jaxlm.models.attention.context.tokens import Tokens
+
+Axes = tuple[str, ...]
+_UNROLLED = 8
+"""Hops of a ring that are compiled one by one, so that the next keys can travel while the devices compute."""
+
+
+def attend_gathered(axes: Axes, scores: Scores, q, k, v, tokens: Tokens, factors: Factors) -> jax.Array:
+    """Attention to the keys of all devices along mesh axes; returns [B, K, G, T, V] in the dtype of `v`.
+
+    Args:
+        tokens: of this device's queries, keys and values.
+    """
+    return _attend(_gathered, _gathered_gradients, axes, scores, q, k, v, tokens, factors)
+
+
+def attend_in_ring(axes: Axes, scores: Scores, q, k, v, tokens: Tokens, factors: Factors) -> jax.Array:
+    """As `attend_gathered`, with the keys of one device at a time in memory."""
+    return _attend(_ring, _ring_gradients, axes, scores, q, k, v, tokens, factors)
+
+
+@functools.partial(CustomVjp, nondiff_argnums=(0, 1, 2, 3))
+def _attend(forward, backward, axes, scores, q, k, v, tokens, factors):
+    return forward(axes, scores, q, k, v, tokens, factors).out.astype(v.dtype)
+
+
+def _attend_forward(forward, backward, axes, scores, q, k, v, tokens, factors):
+    whole: Partial = forward(axes, scores, q, k, v, tokens, factors)
+    out, lse = checkpoint_name(whole.out.astype(v.dtype), ATTENTION), checkpoint_name(whole.lse, ATTENTION)
+    return out, (q, k, v, tokens, factors, Partial(out, lse))
+
+
+def _attend_backward(forward, backward, axes, scores, residuals, d_out):
+    q, k, v, tokens, factors, whole = residuals
+    gradients = backward(axes, scores, q, k, v, tokens, factors, whole, d_out)
+    return *(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True)), None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _all_gathered(axes: Axes, k, v, tokens: Tokens):
+    gather = functools.partial(jax.lax.all_gather, axis_name=axes, tiled=True)
+    return gather(k, axis=2), gather(v, axis=2), Tokens(*(gather(a, axis=1) for a in tokens))
+
+
+def _gathered(axes: Axes, scores: Scores, q, k, v, tokens: Tokens, factors: Factors) -> Partial:
+    keys, values, key_tokens = _all_gathered(axes, k, v, tokens)
+    return partial_attention(scores, q, keys, values, tokens, key_tokens, factors)
+
+
+def _gathered_gradients(axes: Axes, scores: Scores, q, k, v, tokens, factors, whole: Partial, d_out):
+    keys, values, key_tokens = _all_gathered(axes, k, v, tokens)
+    dq, dk, dv = partial_gradients(scores, q, keys, values, tokens, key_tokens, factors, whole, d_out)
+    return dq, *(jax.lax.psum_scatter(g, axes, scatter_dimension=2, tiled=True) for g in (dk, dv))
+
+
+def _passed_on(axes: Axes, arrays: Any) -> Any:
+    """The arrays of the previous device in the ring."""
+    size = jax.lax.axis_size(axes)
+    hops = [(device, (device + 1) % size) for device in range(size)]
+    return jax.tree.map(lambda a: jax.lax.ppermute(a, axes, hops), arrays)
+
+
+def _around(axes: Axes, hop, first):
+    """Applies `hop` once for each device of the ring but this one."""
+    size = jax.lax.axis_size(axes)
+    return jax.lax.fori_loop(0, size - 1, lambda _, state: hop(state), first, unroll=size <= _UNROLLED)
+
+
+def _ring(axes: Axes, scores: Scores, q, k, v, tokens: Tokens, factors: Factors) -> Partial:
+    def hop(state):
+        arrived, part = state
+        following = _passed_on(axes, arrived)  # travels while the device computes
+        keys, values, key_tokens = arrived
+        return following, part.merged(partial_attention(scores, q, keys, values, tokens, key_tokens, factors))
+
+    first = partial_attention(scores, q, k, v, tokens, tokens, factors)
+    return _around(axes, hop, (_passed_on(axes, (k, v, tokens)), first))[1]
+
+
+def _ring_gradients(axes: Axes, scores: Scores, q, k, v, tokens: Tokens, factors: Factors, whole: Partial, d_out):
+    def gradients(keys, values, key_tokens):
+        return partial_gradients(scores, q, keys, values, tokens, key_tokens, factors, whole, d_out)
+
+    def hop(state):
+        arrived, passed, dq = state
+        following = _passed_on(axes, arrived)
+        passed = _passed_on(axes, passed)
+        dq_hop, dk, dv = gradients(*arrived)
+        return following, (passed[0] + dk, passed[1] + dv), dq + dq_hop
+
+    dq, dk, dv = gradients(k, v, tokens)
+    _, passed, dq = _around(axes, hop, (_passed_on(axes, (k, v, tokens)), (dk, dv), dq))
+    return dq, *_passed_on(axes, passed)
