@@ -1,5 +1,6 @@
 """Attention whose tokens eight devices divide, against attention by definition on one device."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -15,13 +16,15 @@ from jax.sharding import AxisType, Mesh
 
 from jaxlm.core.sharding import ContextSharding, Layout
 from jaxlm.core.tracing import tracing
+from jaxlm.models.attention import api
 from jaxlm.models.attention.api import AttentionMask, AttentionSpec, as_keys, attention
 from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES, Reach
-from jaxlm.models.attention.choose import AttentionTask, choose_attention
+from jaxlm.models.attention.choose import AttentionChoice, AttentionTask, choose_attention
 from jaxlm.models.attention.context.tokens import Tokens, attends, block_pairs
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.attention.sharding import AttentionSharding, head_repeats
 from jaxlm.models.base import Inputs
+from tests.models import cudnn_stand_in
 
 LENGTH, ROWS, SIZE = 256, 2, 16
 USP = ContextSharding(ring=("context",), heads=("context_heads",))
@@ -33,6 +36,10 @@ METHODS = {
     "usp 2x4": ((2, 4, 1), USP),
     "usp 4x2": ((4, 2, 1), USP),
 }
+ZIGZAGS = {
+    f"zigzag {name}": (METHODS[name][0], dataclasses.replace(METHODS[name][1], balance="zigzag"))
+    for name in ("ring", "usp 2x4")
+}
 # The last device, or the last two, has padding only.
 DOCUMENTS = {"one": [256], "packed": [40, 1, 59, 30, 126], "padded": [40, 1, 59, 30, 60]}
 REVERSED = np.arange(LENGTH)[::-1]
@@ -41,7 +48,7 @@ ZIGZAG = np.arange(LENGTH).reshape(16, 16)[[n for i in range(8) for n in (i, 15 
 
 def layout(method: str, *, rows: int = 1, tensor: int | None = None) -> Layout:
     """Args: rows: devices that divide the rows. tensor: those that divide the heads, instead of context devices."""
-    sizes, context = METHODS[method]
+    sizes, context = (METHODS | ZIGZAGS)[method]
     sizes = (rows, sizes[0] // rows // (tensor or 1), sizes[1], tensor or 1)
     names = ("data", "context", "context_heads", "model")
     mesh = Mesh(np.asarray(jax.devices()).reshape(sizes), names, axis_types=(AxisType.Auto,) * 4)
@@ -65,7 +72,9 @@ def case(kv_heads: int, heads: int, dtype=jnp.float32, size: int = SIZE) -> tupl
 
 
 @functools.lru_cache
-def program(method: str | None, window=None, backend="auto", rule=UNMODIFIED_SCORES, causal=True, **mesh):
+def program(
+    method: str | None, window=None, backend="auto", rule=UNMODIFIED_SCORES, causal=True, in_text_order=True, **mesh
+):
     """A function of (queries, keys, values, gradient, positions, segments) -> output and gradients, and its layout."""
     place = layout(method, **mesh) if method else None
 
@@ -76,7 +85,8 @@ def program(method: str | None, window=None, backend="auto", rule=UNMODIFIED_SCO
             )
             columns = [hax.named(a, ("batch", "position")) for a in (positions, segments)]
             sharding = AttentionSharding.of(q, k)
-            mask = AttentionMask.of(Inputs(columns[0], *columns))
+            order = None if in_text_order else columns[0]  # only whether there is one matters
+            mask = AttentionMask.of(Inputs(columns[0], *columns, order=order))
             options = {"window": window, "backend": backend, "rule": rule, "causal": causal, "sharding": sharding}
             return attention(q, as_keys(k), as_keys(v), AttentionSpec(mask, **options)).array
 
@@ -161,6 +171,22 @@ def test_a_row_without_tokens_is_zero_and_has_no_gradient():
             np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
 
 
+@pytest.mark.parametrize("method", ["zigzag ring", "zigzag usp 2x4"])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_fused_kernels_of_each_hop_compute_the_same(monkeypatch, method, documents):
+    cudnn_stand_in.install(monkeypatch)
+    monkeypatch.setattr(
+        api,
+        "choose_attention",
+        lambda task, _: AttentionChoice("cudnn_rows" if task.in_zigzag_ring else "reference", ""),
+    )
+    tokens = tokens_of({**DOCUMENTS, "padded": [200]}[documents])
+    arrays = (*case(2, 8), *tokens)
+    order = ZIGZAG if method == "zigzag ring" else np.arange(LENGTH).reshape(4, 64)[[0, 3, 1, 2]].ravel()
+    expected = run(arrays, backend="reference")
+    check_equal(run([a[:, order] for a in arrays], method, in_text_order=False), expected, order)
+
+
 # --- What it costs ------------------------------------------------------------------------------------------------------
 
 
@@ -192,14 +218,14 @@ def test_exchanging_heads_divides_the_products():
 
 def pairs_by_device(tokens: Tokens, order: np.ndarray, devices: int, reach: Reach, block: int) -> np.ndarray:
     """Number of pairs of blocks that each device multiplies, for one row."""
-    columns = [np.asarray(a)[order].reshape(devices, -1) for a in tokens]
+    columns = [a[order].reshape(devices, -1) for a in tokens]
     keys = Tokens(*(a.ravel() for a in columns))
     queries = (Tokens(*(a[device] for a in columns)) for device in range(devices))
     return np.array([np.sum(block_pairs(q, keys, reach, block, block)) for q in queries])
 
 
 def test_a_zigzag_divides_the_blocks_of_a_causal_row_evenly():
-    tokens = Tokens(np.arange(LENGTH), np.ones(LENGTH, int))
+    tokens = Tokens(jnp.arange(LENGTH), jnp.ones(LENGTH, int))
     one = pairs_by_device(tokens, np.arange(LENGTH), 1, Reach(), 16)
     assert one == 16 * 17 / 2
     counts = pairs_by_device(tokens, ZIGZAG, 8, Reach(), 16)
@@ -210,9 +236,9 @@ def test_a_zigzag_divides_the_blocks_of_a_causal_row_evenly():
 
 def test_blocks_of_other_documents_and_outside_of_windows_cost_nothing():
     text = np.arange(LENGTH)
-    documents = Tokens(text % 64, text // 64 + 1)
+    documents = Tokens(jnp.asarray(text % 64), jnp.asarray(text // 64 + 1))
     assert pairs_by_device(documents, text, 1, Reach(), 16) == 4 * 4 * 5 / 2
-    one = Tokens(text, np.ones(LENGTH, int))
+    one = Tokens(jnp.asarray(text), jnp.ones(LENGTH, int))
     assert pairs_by_device(one, text, 1, Reach(16), 16) == 16 + 15
     assert pairs_by_device(one, text, 1, Reach(16, causal=False), 16) == 16 + 2 * 15
 
@@ -225,7 +251,7 @@ def test_no_pair_of_blocks_that_attend_to_each_other_is_left_out(data):
     positions = np.concatenate([np.arange(n) for n in lengths])[:size]
     pad = (0, size - len(segments))
     order = np.array(data.draw(st.permutations(range(size))))
-    tokens = Tokens(*(np.pad(a, pad)[order] for a in (positions, segments)))
+    tokens = Tokens(*(jnp.asarray(np.pad(a, pad)[order]) for a in (positions, segments)))
     reach = Reach(data.draw(st.sampled_from([None, 1, 3])), data.draw(st.booleans()))
     needed = np.asarray(attends(tokens, tokens, reach)).reshape(6, 4, 6, 4).any((1, 3))
     assert not np.any(needed & ~np.asarray(block_pairs(tokens, tokens, reach, 4, 4)))
@@ -248,7 +274,7 @@ def test_query_heads_that_do_not_divide_are_refused():
 
 
 def test_backends_that_need_whole_rows_say_so():
-    task = AttentionTask("tpu", jnp.dtype(jnp.bfloat16), 1024, head_size=128, divided=True)
+    task = AttentionTask("tpu", jnp.dtype(jnp.bfloat16), 1024, head_size=128, context=METHODS["ring"][1])
     choice = choose_attention(task)
     assert (choice.name, choice.degraded) == ("blockwise", True)
     assert "not splash: devices divide the tokens of a row" in choice.reason

@@ -6,6 +6,7 @@ Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1; grouped-query attent
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import equinox as eqx
@@ -22,8 +23,9 @@ from jaxlm.models.attention.backends.cudnn import cudnn_attention
 from jaxlm.models.attention.backends.reference import reference_attention
 from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.attention.choose import AUTO, AttentionTask, choose_attention, kernel_head_size
-from jaxlm.models.attention.context.partial import Scores
-from jaxlm.models.attention.scores import ScoreRule
+from jaxlm.models.attention.context.cudnn_hops import CudnnHops
+from jaxlm.models.attention.context.partial import InBlocks, PartialAttention
+from jaxlm.models.attention.scores import ScoreRule, alibi_slopes
 from jaxlm.models.attention.sharding import AttentionSharding
 from jaxlm.models.base import Inputs
 
@@ -41,7 +43,8 @@ class AttentionMask(eqx.Module):
     Attributes:
         positions, segment_ids: int32 {batch, position}, of the queries.
         key_positions, key_segment_ids: int32 {batch, key_position}.
-        same_tokens: queries and keys are the same tokens, and positions increase along the row.
+        same_tokens: queries and keys are the same tokens.
+        in_text_order: positions increase along the row, apart from the first of each document.
     """
 
     positions: NamedArray
@@ -49,12 +52,14 @@ class AttentionMask(eqx.Module):
     key_positions: NamedArray
     key_segment_ids: NamedArray
     same_tokens: bool = eqx.field(static=True, default=False)
+    in_text_order: bool = eqx.field(static=True, default=True)
 
     @staticmethod
     def of(inputs: Inputs) -> "AttentionMask":
         """The mask of inputs that attend to each other, without a cache."""
         keys = map(as_keys, (inputs.positions, inputs.segment_ids))
-        return AttentionMask(inputs.positions, inputs.segment_ids, *keys, same_tokens=True)
+        in_text_order = inputs.order is None
+        return AttentionMask(inputs.positions, inputs.segment_ids, *keys, same_tokens=True, in_text_order=in_text_order)
 
 
 class NullSlot(eqx.Module):
@@ -125,7 +130,8 @@ class AttentionSpec(eqx.Module):
             rule=self.rule,
             null_slot=self.null_slot is not None,
             twice_differentiable=trace_options().twice_differentiable,
-            divided=self.mask.same_tokens and self.sharding.context.divides_rows,
+            context=self.sharding.context,
+            in_text_order=self.mask.in_text_order,
         )
 
 
@@ -157,12 +163,8 @@ def attention(
     choice = choose_attention(task, AUTO if ignores_backend else spec.backend)
     segments = spec.mask.segment_ids.rearrange((BATCH, POSITION)).array
     scale = jnp.asarray(factor, jnp.float32)
-    # The slopes of ALiBi are those of a device's own heads.
-    in_parts = task.divided or (spec.sharding.context.heads and spec.rule.alibi_max is not None)
-    if choice.name == "blockwise" and in_parts:
-        positions = spec.mask.positions.rearrange((BATCH, POSITION)).array
-        scores = Scores(Reach(spec.window, spec.causal), spec.rule)
-        out = spec.sharding.divided(scores, q_BTKGH, k.array, v.array, positions, segments, scale)
+    if choice.name in ("blockwise", "cudnn_rows") and task.needs_parts:
+        out = _in_parts(choice.name, q_BTKGH, k.array, v.array, factor, spec)
     elif choice.name == "blockwise":
         kernel = functools.partial(blockwise_attention, window=spec.window, rule=spec.rule, causal=spec.causal)
         # Other sharding than that of tokens is left to the partitioner.
@@ -182,6 +184,20 @@ def attention(
         null = None if spec.null_slot is None else spec.null_slot.scores_and_values(v.array)
         out = reference_attention(q_BTKGH, k.array, v.array, mask_BTS, factor, spec.dropout, key, score_fn, null)
     return NamedArray(out.reshape(*q.array.shape[:-1], -1), (*q.axes[:-1], v.axes[-1]))
+
+
+def _in_parts(backend: str, q_BTKGH, k_BTKH, v_BTKH, factor: float | jax.Array, spec: AttentionSpec) -> jax.Array:
+    """Attention of rows whose tokens devices divide."""
+    kernel: PartialAttention = InBlocks(Reach(spec.window, spec.causal), spec.rule)
+    if backend == "cudnn_rows":
+        q_BTKGH, factor = _with_constant_scale(q_BTKGH, factor)
+        kernel = CudnnHops(spec.sharding.context.ring, factor, kernel)
+    heads = q_BTKGH.shape[2:4]
+    alibi_max = spec.rule.alibi_max
+    slopes = None if alibi_max is None else jnp.asarray(alibi_slopes(math.prod(heads), alibi_max).reshape(heads))
+    positions, segments = (a.rearrange((BATCH, POSITION)).array for a in (spec.mask.positions, spec.mask.segment_ids))
+    scale = jnp.asarray(factor, jnp.float32)
+    return spec.sharding.divided(kernel, q_BTKGH, k_BTKH, v_BTKH, positions, segments, scale, slopes)
 
 
 def _with_equal_sizes(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.sharding import UNDIVIDED, ContextSharding
 from jaxlm.models.attention.backends.splash import BLOCK as SPLASH_BLOCK
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.attention.selftest import AttentionShape, selftest_cudnn
@@ -33,7 +34,8 @@ class AttentionTask:
         rule: modifies the scores before the softmax.
         null_slot: every token attends to one more value.
         twice_differentiable: second derivatives are needed.
-        divided: a device has only a part of the keys of a row at a time, in any order.
+        context: how devices divide the attention of the tokens of a row.
+        in_text_order: the tokens are in the order of the text, not in that of `context.balance`.
     """
 
     platform: str
@@ -50,7 +52,25 @@ class AttentionTask:
     rule: ScoreRule = field(default_factory=ScoreRule)
     null_slot: bool = False
     twice_differentiable: bool = False
-    divided: bool = False
+    context: ContextSharding = UNDIVIDED
+    in_text_order: bool = True
+
+    @property
+    def divided(self) -> bool:
+        """Whether a device has only a part of the keys of a row at a time, in any order."""
+        return self.same_tokens and self.context.divides_rows
+
+    @property
+    def needs_parts(self) -> bool:
+        """Whether attention is computed from positions, not from the place of tokens in the row. So is ALiBi after devices
+        have exchanged heads, because its slopes are those of a device's own heads."""
+        return self.divided or (bool(self.context.heads) and self.rule.alibi_max is not None)
+
+    @property
+    def in_zigzag_ring(self) -> bool:
+        """Whether every hop of the ring needs half of its scores, without a mask or with a causal one."""
+        is_zigzag = self.context.balance == "zigzag" and not self.in_text_order
+        return bool(self.context.ring) and is_zigzag and self.causal and self.window is None
 
     @property
     def kernel_size(self) -> int:
@@ -93,16 +113,19 @@ def _blockwise_problem(task: AttentionTask) -> str | None:
 def _fused_kernel_problem(task: AttentionTask) -> str | None:
     if problem := _blockwise_problem(task):
         return problem
-    if task.divided:
-        return "devices divide the tokens of a row, and it needs whole rows (trainer.context.method)"
     if task.twice_differentiable:
         return "its backward pass is not differentiable"
     return None if task.rule.is_identity else f"it does not support {task.rule}"
 
 
+_NEEDS_ROWS = "devices divide the tokens of a row, and it needs whole rows"
+
+
 def _splash_problem(task: AttentionTask) -> str | None:
     if problem := _fused_kernel_problem(task):
         return problem
+    if task.divided:
+        return f"{_NEEDS_ROWS} (trainer.context.method)"
     if task.seq_len % SPLASH_BLOCK:
         return f"seq_len {task.seq_len} is not a multiple of {SPLASH_BLOCK}"
     return None
@@ -118,6 +141,8 @@ def _shape(task: AttentionTask) -> AttentionShape:
 def _cudnn_rows_problem(task: AttentionTask) -> str | None:
     if problem := _fused_kernel_problem(task):
         return problem
+    if task.divided and not task.in_zigzag_ring:
+        return f"{_NEEDS_ROWS}, or a ring in zigzag order with a causal mask (trainer.context)"
     if task.window is not None and not task.causal:
         return "its windows look only back, and tokens attend to later ones"
     if task.capability is None or task.capability < _AMPERE:
@@ -135,6 +160,8 @@ def _cudnn_rows_problem(task: AttentionTask) -> str | None:
 def _cudnn_problem(task: AttentionTask) -> str | None:
     if problem := _cudnn_rows_problem(task):
         return problem
+    if task.divided:
+        return f"{_NEEDS_ROWS} for packed documents"
     assert task.capability is not None
     if task.capability < _HOPPER:
         return "packed documents need compute capability 9.0 or higher"

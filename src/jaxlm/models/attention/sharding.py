@@ -19,9 +19,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxlm.core.axes import BATCH, HEADS, KV_HEADS, POSITION
 from jaxlm.core.sharding import UNDIVIDED, ContextSharding, current_layout
 from jaxlm.models.attention.context.other_keys import attend_gathered, attend_in_ring
-from jaxlm.models.attention.context.partial import Factors, Scores
+from jaxlm.models.attention.context.partial import Factors, PartialAttention
 from jaxlm.models.attention.context.tokens import Tokens
-from jaxlm.models.attention.scores import alibi_slopes
 from jaxlm.models.token_sharding import mesh_axes
 
 Kernel = Callable[..., jax.Array]
@@ -73,23 +72,38 @@ class AttentionSharding:
 
         return self._sharded(run, exchanged, num_rows=1)
 
-    def divided(self, scores: Scores, q_BTKGH, k_BTKH, v_BTKH, positions_BT, segment_BT, scale: jax.Array) -> jax.Array:
-        """Attention of rows whose tokens, in any order, the devices of `context` divide; returns [B, T, K, G, H]."""
+    def divided(
+        self,
+        kernel: PartialAttention,
+        q_BTKGH,
+        k_BTKH,
+        v_BTKH,
+        positions_BT,
+        segment_BT,
+        scale: jax.Array,
+        slopes_KG: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attention of rows whose tokens, in any order, the devices of `context` divide; returns [B, T, K, G, H].
+
+        Args:
+            slopes_KG: of ALiBi; None without it.
+        """
         context = self.context
 
-        def run(q_BTKGH, k_BTKH, v_BTKH, positions_BT, segment_BT, slopes_KG, scale) -> jax.Array:
+        def run(q_BTKGH, k_BTKH, v_BTKH, positions_BT, segment_BT, *factors) -> jax.Array:
+            *slopes, scale = factors
             heads = _Heads.of(q_BTKGH, context.heads)
             q, k, v = (jnp.moveaxis(a, 1, -2) for a in heads.exchanged(q_BTKGH, k_BTKH, v_BTKH))
             tokens = Tokens(heads.tokens(positions_BT), heads.tokens(segment_BT))
-            factors = Factors(scale, None if scores.rule.alibi_max is None else heads.own(slopes_KG))
             attend = attend_in_ring if context.ring else attend_gathered
-            out_BKGTH = attend(context.ring or context.gather, scores, q, k, v, tokens, factors)
+            out_BKGTH = attend(
+                context.ring or context.gather, kernel, q, k, v, tokens, Factors(scale, *map(heads.own, slopes))
+            )
             return heads.returned(jnp.moveaxis(out_BKGTH, -2, 1))
 
-        kv_heads, group = q_BTKGH.shape[2:4]
-        rule_slopes = alibi_slopes(kv_heads * group, scores.rule.alibi_max or 1.0).reshape(kv_heads, group)
-        arrays = (q_BTKGH, k_BTKH, v_BTKH, positions_BT, segment_BT)
-        return self._sharded(run, context.axes, num_rows=2, num_by_head=1)(*arrays, jnp.asarray(rule_slopes), scale)
+        slopes = () if slopes_KG is None else (slopes_KG,)
+        arrays = (q_BTKGH, k_BTKH, v_BTKH, positions_BT, segment_BT, *slopes, scale)
+        return self._sharded(run, context.axes, num_rows=2, num_by_head=len(slopes))(*arrays)
 
     def _sharded(self, run: Kernel, positions: tuple[str, ...], *, num_rows: int, num_by_head: int = 0) -> Kernel:
         """`run` on the shards of queries, keys, values, `num_rows` [B, T], `num_by_head` [K, G], and scalars."""

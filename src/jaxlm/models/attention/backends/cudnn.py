@@ -32,13 +32,13 @@ _GROUPED_QUERIES_FIXED_IN = (0, 11, 2)
 
 
 @dataclass(frozen=True)
-class _Options:
+class CudnnOptions:
     """Compile-time constants of a call."""
 
     scale: float
-    window: int | None
-    packed: bool
-    causal: bool
+    window: int | None = None
+    packed: bool = False
+    causal: bool = True
 
     @property
     def reach(self) -> Reach:
@@ -64,7 +64,7 @@ def cudnn_attention(
         packed: use the packed kernel for rows of several documents; false uses blockwise attention for them.
         causal: a query attends to no later key. The kernel's windows look only back, so false needs `window` None.
     """
-    out: Any = _attend(_Options(scale, window, packed, causal), _merge_heads(q_BTKGH), k_BTKH, v_BTKH, segment_BT)
+    out: Any = _attend(CudnnOptions(scale, window, packed, causal), _merge_heads(q_BTKGH), k_BTKH, v_BTKH, segment_BT)
     return out.reshape(q_BTKGH.shape)
 
 
@@ -73,34 +73,34 @@ def _merge_heads(x_BTKGH: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: _Options, q_BTNH, k_BTKH, v_BTKH, segment_BT):
+def _attend(options: CudnnOptions, q_BTNH, k_BTKH, v_BTKH, segment_BT):
     return _forward(options, q_BTNH, k_BTKH, v_BTKH, segment_BT)[0]
 
 
-def _forward(options: _Options, q_BTNH, k_BTKH, v_BTKH, segment_BT):
+def _forward(options: CudnnOptions, q_BTNH, k_BTKH, v_BTKH, segment_BT):
     """Returns the output and the logsumexp [B, N, T]; the latter is 0 if the backward pass recomputes it."""
-    branches = (_packed_forward if options.packed else _blockwise_forward, _single_forward)
+    branches = (_packed_forward if options.packed else _blockwise_forward, single_forward)
     out_BTNH, lse_BNT = _select_branch(options, branches, segment_BT, q_BTNH, k_BTKH, v_BTKH)
     return _where(segment_BT != 0, out_BTNH, 0), lse_BNT
 
 
-def _attend_forward(options: _Options, q_BTNH, k_BTKH, v_BTKH, segment_BT):
+def _attend_forward(options: CudnnOptions, q_BTNH, k_BTKH, v_BTKH, segment_BT):
     out, lse = _forward(options, q_BTNH, k_BTKH, v_BTKH, segment_BT)
     out, lse = checkpoint_name(out, ATTENTION), checkpoint_name(lse, ATTENTION)
     return out, (q_BTNH, k_BTKH, v_BTKH, segment_BT, out, lse)
 
 
-def _attend_backward(options: _Options, residuals, d_out_BTNH):
+def _attend_backward(options: CudnnOptions, residuals, d_out_BTNH):
     q_BTNH, k_BTKH, v_BTKH, segment_BT, out_BTNH, lse_BNT = residuals
     d_out_BTNH = _where(segment_BT != 0, d_out_BTNH, 0)
-    branches = (_packed_backward if options.packed else _blockwise_backward, _single_backward)
+    branches = (_packed_backward if options.packed else _blockwise_backward, single_backward)
     return *_select_branch(options, branches, segment_BT, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNT, d_out_BTNH), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _select_branch(options: _Options, branches, segment_BT, *arrays):
+def _select_branch(options: CudnnOptions, branches, segment_BT, *arrays):
     """Runs one of `branches`, (for rows of several documents, for rows of a single document)."""
     several, single = (functools.partial(branch, options, segment_BT) for branch in branches)
     suits = are_single_documents(segment_BT) if options.causal else jnp.all(segment_BT == segment_BT[:, :1])
@@ -120,7 +120,8 @@ def _where(selected_BT: jax.Array, x: jax.Array, otherwise: Any) -> jax.Array:
 # --- Rows of a single document ----------------------------------------------------------------------------------------
 
 
-def _single_forward(options: _Options, segment_BT, q_BTNH, k_BTKH, v_BTKH):
+def single_forward(options: CudnnOptions, segment_BT, q_BTNH, k_BTKH, v_BTKH) -> Any:
+    """Attention of all queries of a row to all its keys; returns the output and the logsumexp [B, N, T]."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     del segment_BT
@@ -135,7 +136,8 @@ def _single_forward(options: _Options, segment_BT, q_BTNH, k_BTKH, v_BTKH):
     )
 
 
-def _single_backward(options: _Options, segment_BT, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNT, d_out_BTNH):
+def single_backward(options: CudnnOptions, segment_BT, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNT, d_out_BTNH):
+    """The gradients of queries, keys and values, given the results of attention to these keys, and maybe to others."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     del segment_BT
@@ -179,7 +181,7 @@ def lengths_and_offsets(document_BT: jax.Array, first: int | jax.Array) -> tuple
     return length_BD, jnp.pad(offset_BD, ((0, 0), (0, 1)), constant_values=-1)
 
 
-def _packed_call(options: _Options, document_BT, first, q_BTNH, k_BTKH, v_BTKH) -> jax.Array:
+def _packed_call(options: CudnnOptions, document_BT, first, q_BTNH, k_BTKH, v_BTKH) -> jax.Array:
     """[B, T, N, H], valid for documents `first` to `first + D - 1` and undefined elsewhere."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
@@ -215,7 +217,7 @@ def _call_repeatedly(document_BT, call, results):
     return jax.lax.fori_loop(0, -(-max_documents // DOCUMENTS_PER_CALL), one_call, results)
 
 
-def _packed_forward(options: _Options, segment_BT, q_BTNH, k_BTKH, v_BTKH):
+def _packed_forward(options: CudnnOptions, segment_BT, q_BTNH, k_BTKH, v_BTKH):
     document_BT = document_indices(segment_BT)
     call = lambda first, _: (_packed_call(options, document_BT, first, q_BTNH, k_BTKH, v_BTKH),)  # noqa: E731
     (out_BTNH,) = _call_repeatedly(document_BT, call, (jnp.zeros_like(q_BTNH),))
@@ -223,7 +225,7 @@ def _packed_forward(options: _Options, segment_BT, q_BTNH, k_BTKH, v_BTKH):
     return out_BTNH, jnp.zeros((batch, heads, length), jnp.float32)
 
 
-def _packed_backward(options: _Options, segment_BT, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNT, d_out_BTNH):
+def _packed_backward(options: CudnnOptions, segment_BT, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNT, d_out_BTNH):
     # The logsumexp is recomputed: saving it would take D times the memory of single-document rows, in every layer.
     del out_BTNH, lse_BNT
     document_BT = document_indices(segment_BT)
@@ -250,13 +252,13 @@ def _heads_last(x: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.swapaxes(x.reshape(batch, heads, length, size), 1, 2)
 
 
-def _blockwise_forward(options: _Options, segment_BT, q_BTNH, k_BTKH, v_BTKH):
+def _blockwise_forward(options: CudnnOptions, segment_BT, q_BTNH, k_BTKH, v_BTKH):
     q, (k, v) = _heads_first(q_BTNH, k_BTKH.shape[2]), map(_heads_first, (k_BTKH, v_BTKH))
     out, lse = blockwise_forward(options.reach, q, k, v, segment_BT, options.scale)
     return _heads_last(out, q_BTNH), lse.reshape(lse.shape[0], -1, lse.shape[-1])
 
 
-def _blockwise_backward(options: _Options, segment_BT, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNT, d_out_BTNH):
+def _blockwise_backward(options: CudnnOptions, segment_BT, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNT, d_out_BTNH):
     kv_heads = k_BTKH.shape[2]
     q, out, d_out = (_heads_first(t, kv_heads) for t in (q_BTNH, out_BTNH, d_out_BTNH))
     k, v = map(_heads_first, (k_BTKH, v_BTKH))

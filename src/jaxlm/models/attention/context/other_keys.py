@@ -11,17 +11,12 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.core.tracing import CustomVjp
 from jaxlm.models.attention.backends.blockwise import ATTENTION
-from jaxlm.models.attention.context.partial import (
-    Factors,
-    Partial,
-    Scores,
-    partial_attention,
-    partial_gradients,
-)
+from jaxlm.models.attention.context.partial import Factors, Partial, PartialAttention
 from jaxlm.models.attention.context.tokens import Tokens
 
 Axes = tuple[str, ...]
@@ -29,38 +24,43 @@ _UNROLLED = 8
 """Hops of a ring that are compiled one by one, so that the next keys can travel while the devices compute."""
 
 
-def attend_gathered(axes: Axes, scores: Scores, q, k, v, tokens: Tokens, factors: Factors) -> jax.Array:
+def attend_gathered(axes: Axes, kernel: PartialAttention, q, k, v, tokens: Tokens, factors: Factors) -> jax.Array:
     """Attention to the keys of all devices along mesh axes; returns [B, K, G, T, V] in the dtype of `v`.
 
     Args:
         tokens: of this device's queries, keys and values.
     """
-    return _attend(_gathered, _gathered_gradients, axes, scores, q, k, v, tokens, factors)
+    return _attend(_gathered, _gathered_gradients, axes, kernel, q, k, v, tokens, factors)
 
 
-def attend_in_ring(axes: Axes, scores: Scores, q, k, v, tokens: Tokens, factors: Factors) -> jax.Array:
+def attend_in_ring(axes: Axes, kernel: PartialAttention, q, k, v, tokens: Tokens, factors: Factors) -> jax.Array:
     """As `attend_gathered`, with the keys of one device at a time in memory."""
-    return _attend(_ring, _ring_gradients, axes, scores, q, k, v, tokens, factors)
+    return _attend(_ring, _ring_gradients, axes, kernel, q, k, v, tokens, factors)
 
 
 @functools.partial(CustomVjp, nondiff_argnums=(0, 1, 2, 3))
-def _attend(forward, backward, axes, scores, q, k, v, tokens, factors):
-    return forward(axes, scores, q, k, v, tokens, factors).out.astype(v.dtype)
+def _attend(forward, backward, axes, kernel, q, k, v, tokens, factors):
+    return _without_padding(forward(axes, kernel, q, k, v, tokens, factors).out.astype(v.dtype), tokens)
 
 
-def _attend_forward(forward, backward, axes, scores, q, k, v, tokens, factors):
-    whole: Partial = forward(axes, scores, q, k, v, tokens, factors)
-    out, lse = checkpoint_name(whole.out.astype(v.dtype), ATTENTION), checkpoint_name(whole.lse, ATTENTION)
+def _attend_forward(forward, backward, axes, kernel, q, k, v, tokens, factors):
+    whole: Partial = forward(axes, kernel, q, k, v, tokens, factors)
+    out = checkpoint_name(_without_padding(whole.out.astype(v.dtype), tokens), ATTENTION)
+    lse = checkpoint_name(whole.lse, ATTENTION)
     return out, (q, k, v, tokens, factors, Partial(out, lse))
 
 
-def _attend_backward(forward, backward, axes, scores, residuals, d_out):
+def _attend_backward(forward, backward, axes, kernel, residuals, d_out):
     q, k, v, tokens, factors, whole = residuals
-    gradients = backward(axes, scores, q, k, v, tokens, factors, whole, d_out)
+    gradients = backward(axes, kernel, q, k, v, tokens, factors, whole, _without_padding(d_out, tokens))
     return *(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True)), None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _without_padding(x_BKGTV: jax.Array, tokens: Tokens) -> jax.Array:
+    return jnp.where((tokens.segments != 0)[:, None, None, :, None], x_BKGTV, 0)
 
 
 def _all_gathered(axes: Axes, k, v, tokens: Tokens):
@@ -68,14 +68,14 @@ def _all_gathered(axes: Axes, k, v, tokens: Tokens):
     return gather(k, axis=2), gather(v, axis=2), Tokens(*(gather(a, axis=1) for a in tokens))
 
 
-def _gathered(axes: Axes, scores: Scores, q, k, v, tokens: Tokens, factors: Factors) -> Partial:
+def _gathered(axes: Axes, kernel: PartialAttention, q, k, v, tokens: Tokens, factors: Factors) -> Partial:
     keys, values, key_tokens = _all_gathered(axes, k, v, tokens)
-    return partial_attention(scores, q, keys, values, tokens, key_tokens, factors)
+    return kernel.attend(q, keys, values, tokens, key_tokens, factors)
 
 
-def _gathered_gradients(axes: Axes, scores: Scores, q, k, v, tokens, factors, whole: Partial, d_out):
+def _gathered_gradients(axes: Axes, kernel: PartialAttention, q, k, v, tokens, factors, whole: Partial, d_out):
     keys, values, key_tokens = _all_gathered(axes, k, v, tokens)
-    dq, dk, dv = partial_gradients(scores, q, keys, values, tokens, key_tokens, factors, whole, d_out)
+    dq, dk, dv = kernel.gradients(q, keys, values, tokens, key_tokens, factors, whole, d_out)
     return dq, *(jax.lax.psum_scatter(g, axes, scatter_dimension=2, tiled=True) for g in (dk, dv))
 
 
@@ -87,33 +87,35 @@ def _passed_on(axes: Axes, arrays: Any) -> Any:
 
 
 def _around(axes: Axes, hop, first):
-    """Applies `hop` once for each device of the ring but this one."""
+    """Applies `hop(number, state)` once for each device of the ring but this one."""
     size = jax.lax.axis_size(axes)
-    return jax.lax.fori_loop(0, size - 1, lambda _, state: hop(state), first, unroll=size <= _UNROLLED)
+    return jax.lax.fori_loop(1, size, hop, first, unroll=size <= _UNROLLED)
 
 
-def _ring(axes: Axes, scores: Scores, q, k, v, tokens: Tokens, factors: Factors) -> Partial:
-    def hop(state):
+def _ring(axes: Axes, kernel: PartialAttention, q, k, v, tokens: Tokens, factors: Factors) -> Partial:
+    def hop(number, state):
         arrived, part = state
         following = _passed_on(axes, arrived)  # travels while the device computes
         keys, values, key_tokens = arrived
-        return following, part.merged(partial_attention(scores, q, keys, values, tokens, key_tokens, factors))
+        return following, part.merged(kernel.attend(q, keys, values, tokens, key_tokens, factors, hop=number))
 
-    first = partial_attention(scores, q, k, v, tokens, tokens, factors)
+    first = kernel.attend(q, k, v, tokens, tokens, factors, hop=0)
     return _around(axes, hop, (_passed_on(axes, (k, v, tokens)), first))[1]
 
 
-def _ring_gradients(axes: Axes, scores: Scores, q, k, v, tokens: Tokens, factors: Factors, whole: Partial, d_out):
-    def gradients(keys, values, key_tokens):
-        return partial_gradients(scores, q, keys, values, tokens, key_tokens, factors, whole, d_out)
+def _ring_gradients(
+    axes: Axes, kernel: PartialAttention, q, k, v, tokens: Tokens, factors: Factors, whole: Partial, d_out
+):
+    def gradients(hop, keys, values, key_tokens):
+        return kernel.gradients(q, keys, values, tokens, key_tokens, factors, whole, d_out, hop=hop)
 
-    def hop(state):
+    def hop(number, state):
         arrived, passed, dq = state
         following = _passed_on(axes, arrived)
         passed = _passed_on(axes, passed)
-        dq_hop, dk, dv = gradients(*arrived)
+        dq_hop, dk, dv = gradients(number, *arrived)
         return following, (passed[0] + dk, passed[1] + dv), dq + dq_hop
 
-    dq, dk, dv = gradients(k, v, tokens)
+    dq, dk, dv = gradients(0, k, v, tokens)
     _, passed, dq = _around(axes, hop, (_passed_on(axes, (k, v, tokens)), (dk, dv), dq))
     return dq, *_passed_on(axes, passed)

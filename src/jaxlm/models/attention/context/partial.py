@@ -7,9 +7,10 @@ and on where the queries are in it, so it is decided on the device.
 Shapes: B batch, T queries, S keys, K key/value heads, G query heads per key/value head, H head size, V head size of values.
 """
 
+import abc
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +19,8 @@ from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES, Reach
 from jaxlm.models.attention.context.tokens import Tokens, attends, block_pairs, block_size, distances
 from jaxlm.models.attention.scores import ScoreRule
 
-_MASKED = -1e30  # finite, so that queries without keys stay finite when they are merged
+MASKED = -1e30  # finite, so that queries without keys stay finite when they are merged
 _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What a score is apart from the product of query and key; constants of the program.
-
-    Attributes:
-        reach: which keys of its own document a query attends to.
-        rule: modifies the scaled scores before the softmax.
-    """
-
-    reach: Reach
-    rule: ScoreRule = UNMODIFIED_SCORES
 
 
 class Factors(NamedTuple):
@@ -48,7 +36,7 @@ class Factors(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Attention to some keys. Queries that attend to none of them have output 0 and a logsumexp of -1e30.
+    """Attention to some keys. Tokens without any have output 0 and a logsumexp of -1e30; padding may have any numbers.
 
     Attributes:
         out: float32 [B, K, G, T, V].
@@ -65,35 +53,62 @@ class Partial(NamedTuple):
         return Partial(out + more, lse)
 
 
-def partial_attention(
-    scores: Scores, q_BKGTH, k_BKSH, v_BKSV, queries: Tokens, keys: Tokens, factors: Factors
-) -> Partial:
-    """Attention of queries to keys of the same rows. Args: queries, keys: their tokens, [B, T] and [B, S]."""
-    row = functools.partial(_row_forward, scores, factors=factors)
-    return Partial(*jax.lax.map(lambda args: row(*args), (q_BKGTH, k_BKSH, v_BKSV, queries, keys)))
+class PartialAttention(abc.ABC):
+    """A kernel for attention of queries to some of their keys. It is a constant of the program.
 
-
-def partial_gradients(
-    scores: Scores,
-    q_BKGTH,
-    k_BKSH,
-    v_BKSV,
-    queries: Tokens,
-    keys: Tokens,
-    factors: Factors,
-    whole: Partial,
-    d_out_BKGTV,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The float32 gradients of queries, keys and values through these scores.
-
-    Args:
-        whole: attention of the queries to all keys that they attend to, also those that are not among these.
-        d_out_BKGTV: the gradient of its output.
+    `queries` and `keys` are their tokens, [B, T] and [B, S]. `hop` is how many devices back in the ring the keys come from;
+    None if they are those of all devices.
     """
-    delta_BKGT = jnp.sum(d_out_BKGTV.astype(jnp.float32) * whole.out.astype(jnp.float32), axis=-1)
-    row = functools.partial(_row_backward, scores, factors=factors)
-    arrays = (q_BKGTH, k_BKSH, v_BKSV, queries, keys, whole.lse, delta_BKGT, d_out_BKGTV)
-    return jax.lax.map(lambda args: row(*args), arrays)
+
+    @abc.abstractmethod
+    def attend(
+        self, q_BKGTH, k_BKSH, v_BKSV, queries: Tokens, keys: Tokens, factors: Factors, *, hop: Any = None
+    ) -> Partial:
+        """Attention of queries to keys of the same rows."""
+
+    @abc.abstractmethod
+    def gradients(
+        self,
+        q_BKGTH,
+        k_BKSH,
+        v_BKSV,
+        queries: Tokens,
+        keys: Tokens,
+        factors: Factors,
+        whole: Partial,
+        d_out_BKGTV,
+        *,
+        hop: Any = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The float32 gradients of queries, keys and values through these scores.
+
+        Args:
+            whole: attention of the queries to all keys that they attend to, also those that are not among these.
+            d_out_BKGTV: the gradient of its output.
+        """
+
+
+@dataclass(frozen=True)
+class InBlocks(PartialAttention):
+    """Blocks of queries against blocks of keys, for tokens in any order.
+
+    Attributes:
+        reach: which keys of its own document a query attends to.
+        rule: modifies the scaled scores before the softmax.
+    """
+
+    reach: Reach
+    rule: ScoreRule = UNMODIFIED_SCORES
+
+    def attend(self, q_BKGTH, k_BKSH, v_BKSV, queries, keys, factors, *, hop=None) -> Partial:
+        row = functools.partial(_row_forward, self, factors=factors)
+        return Partial(*jax.lax.map(lambda args: row(*args), (q_BKGTH, k_BKSH, v_BKSV, queries, keys)))
+
+    def gradients(self, q_BKGTH, k_BKSH, v_BKSV, queries, keys, factors, whole, d_out_BKGTV, *, hop=None):
+        delta_BKGT = jnp.sum(d_out_BKGTV.astype(jnp.float32) * whole.out.astype(jnp.float32), axis=-1)
+        row = functools.partial(_row_backward, self, factors=factors)
+        arrays = (q_BKGTH, k_BKSH, v_BKSV, queries, keys, whole.lse, delta_BKGT, d_out_BKGTV)
+        return jax.lax.map(lambda args: row(*args), arrays)
 
 
 class _Blocks(NamedTuple):
@@ -125,21 +140,21 @@ def _joined(blocks: jax.Array, axis: int, size: int) -> jax.Array:
     return jax.lax.slice_in_dim(joined, 0, size, axis=axis)
 
 
-def _block_scores(scores: Scores, q, k, queries: Tokens, keys: Tokens, factors: Factors):
+def _block_scores(kernel: InBlocks, q, k, queries: Tokens, keys: Tokens, factors: Factors):
     """Scaled scores, modified and masked scores, and the mask, [K, G, Q, S] (mask [Q, S])."""
     scaled = _einsum("kgqh,ksh->kgqs", q, k) * factors.scale
-    mask = attends(queries, keys, scores.reach)
-    modified = scores.rule(scaled[None], distances(queries, keys)[None], factors.slopes)[0]
-    return scaled, jnp.where(mask, modified, _MASKED), mask
+    mask = attends(queries, keys, kernel.reach)
+    modified = kernel.rule(scaled[None], distances(queries, keys)[None], factors.slopes)[0]
+    return scaled, jnp.where(mask, modified, MASKED), mask
 
 
-def _row_forward(scores: Scores, q_KGTH, k_KSH, v_KSV, queries: Tokens, keys: Tokens, *, factors: Factors):
+def _row_forward(kernel: InBlocks, q_KGTH, k_KSH, v_KSV, queries: Tokens, keys: Tokens, *, factors: Factors):
     num_queries, query_block, key_block = q_KGTH.shape[2], block_size(q_KGTH.shape[2]), block_size(k_KSH.shape[1])
     q_KGTH, (k_KSH, v_KSV) = _padded(q_KGTH, 2, query_block), (_padded(a, 1, key_block) for a in (k_KSH, v_KSV))
     queries, keys = (
         Tokens(*(_padded(a, 0, size) for a in t)) for t, size in ((queries, query_block), (keys, key_block))
     )
-    needed = _Blocks.of(block_pairs(queries, keys, scores.reach, query_block, key_block))
+    needed = _Blocks.of(block_pairs(queries, keys, kernel.reach, query_block, key_block))
 
     def query_block_output(number):
         q, block_queries = _block(q_KGTH, number, query_block, 2), queries.block(number, query_block)
@@ -148,7 +163,7 @@ def _row_forward(scores: Scores, q_KGTH, k_KSH, v_KSV, queries: Tokens, keys: To
             top, total, out = state
             at = needed.partners[number, nth]
             k, v = (_block(a, at, key_block, 1) for a in (k_KSH, v_KSV))
-            _, masked, mask = _block_scores(scores, q, k, block_queries, keys.block(at, key_block), factors)
+            _, masked, mask = _block_scores(kernel, q, k, block_queries, keys.block(at, key_block), factors)
             new_top = jnp.maximum(top, jnp.max(masked, axis=-1))
             weights = jnp.where(mask, jnp.exp(masked - new_top[..., None]), 0.0)
             decay = jnp.exp(top - new_top)
@@ -156,18 +171,18 @@ def _row_forward(scores: Scores, q_KGTH, k_KSH, v_KSV, queries: Tokens, keys: To
             return new_top, total * decay + jnp.sum(weights, axis=-1), out
 
         shape = q.shape[:3]
-        empty = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, v_KSV.shape[-1])))
+        empty = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, v_KSV.shape[-1])))
         empty = jax.tree.map(lambda a: a.astype(jnp.float32), empty)
         top, total, out = jax.lax.fori_loop(0, needed.counts[number], add_keys, empty)
         divisor = jnp.where(total > 0, total, 1.0)
-        return out / divisor[..., None], jnp.where(total > 0, top + jnp.log(divisor), _MASKED)
+        return out / divisor[..., None], jnp.where(total > 0, top + jnp.log(divisor), MASKED)
 
     out, lse = jax.lax.map(query_block_output, jnp.arange(q_KGTH.shape[2] // query_block))
     return _joined(out, 2, num_queries), _joined(lse, 2, num_queries)
 
 
 def _row_backward(
-    scores: Scores,
+    kernel: InBlocks,
     q_KGTH,
     k_KSH,
     v_KSV,
@@ -188,7 +203,7 @@ def _row_backward(
     queries, keys = (
         Tokens(*(_padded(a, 0, size) for a in t)) for t, size in ((queries, query_block), (keys, key_block))
     )
-    needed = _Blocks.of(block_pairs(queries, keys, scores.reach, query_block, key_block).T)
+    needed = _Blocks.of(block_pairs(queries, keys, kernel.reach, query_block, key_block).T)
 
     def key_block_gradients(dq_KGTH, number):
         k, v = (_block(a, number, key_block, 1) for a in (k_KSH, v_KSV))
@@ -198,11 +213,11 @@ def _row_backward(
             dq_KGTH, dk, dv = gradients
             at = needed.partners[number, nth]
             q, lse, delta, d_out = (_block(a, at, query_block, 2) for a in (q_KGTH, lse_KGT, delta_KGT, d_out_KGTV))
-            scaled, masked, mask = _block_scores(scores, q, k, queries.block(at, query_block), block_keys, factors)
+            scaled, masked, mask = _block_scores(kernel, q, k, queries.block(at, query_block), block_keys, factors)
             weights = jnp.where(mask, jnp.exp(masked - lse[..., None]), 0.0)
             dv += _einsum("kgqs,kgqv->ksv", weights.astype(d_out.dtype), d_out)
             d_weights = _einsum("kgqv,ksv->kgqs", d_out, v)
-            d_scores = weights * (d_weights - delta[..., None]) * scores.rule.derivative(scaled) * factors.scale
+            d_scores = weights * (d_weights - delta[..., None]) * kernel.rule.derivative(scaled) * factors.scale
             d_scores = d_scores.astype(q.dtype)
             dq = _block(dq_KGTH, at, query_block, 2) + _einsum("kgqs,ksh->kgqh", d_scores, k)
             dq_KGTH = jax.lax.dynamic_update_slice_in_dim(dq_KGTH, dq, at * query_block, 2)
