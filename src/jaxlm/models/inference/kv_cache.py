@@ -93,26 +93,33 @@ def extend_cache(cache: KVCache, inputs: Inputs, keys: Sequence[NamedArray], val
     """Writes the inputs' keys and values, {layers, batch, position, kv_heads, head_size} per stack, to the cache. Keys may
     have `key_heads` instead."""
 
+    start = _next_slot(cache)
+
     def written(kv_arrays: Sequence[KVArray], new: Sequence[NamedArray]) -> tuple[KVArray, ...]:
-        return tuple(write_kv_array(kv_array, one, cache.length) for kv_array, one in zip(kv_arrays, new, strict=True))
+        return tuple(write_kv_array(kv_array, one, start) for kv_array, one in zip(kv_arrays, new, strict=True))
 
     return KVCache(written(cache.keys, keys), written(cache.values, values), **extend_slots(cache, inputs))
 
 
 def extend_slots(cache: KVCache | UnstackedCache, inputs: Inputs) -> dict[str, Any]:
     """Positions, segment ids, tokens and length of the cache after the inputs are added."""
-    tokens = cache.tokens
+    tokens, start = cache.tokens, _next_slot(cache)
     return {
-        "positions": _update_slots(cache.positions, as_keys(inputs.positions), cache.length),
-        "segment_ids": _update_slots(cache.segment_ids, as_keys(inputs.segment_ids), cache.length),
+        "positions": _update_slots(cache.positions, as_keys(inputs.positions), start),
+        "segment_ids": _update_slots(cache.segment_ids, as_keys(inputs.segment_ids), start),
         "length": cache.length + inputs.tokens.axis_size(POSITION),
-        "tokens": None if tokens is None else _update_slots(tokens, as_keys(inputs.tokens), cache.length),
+        "tokens": None if tokens is None else _update_slots(tokens, as_keys(inputs.tokens), start),
     }
 
 
-def write_kv_array(kv_array: KVArray, new: NamedArray, start: jax.Array) -> KVArray:
-    """Writes {batch, position, kv_heads, head_size}, optionally with `layers`, to the slots from `start` on. Keys may have
-    `key_heads` instead."""
+def _next_slot(cache: KVCache | UnstackedCache) -> jax.Array | None:
+    """The first empty slot; None if all are, which is known when the program is traced."""
+    return None if isinstance(cache, KVCache) and cache.fresh else cache.length
+
+
+def write_kv_array(kv_array: KVArray, new: NamedArray, start: jax.Array | None) -> KVArray:
+    """Writes {batch, position, kv_heads, head_size}, optionally with `layers`, from slot `start` on, or to an
+    empty cache. Keys may have `key_heads` instead."""
     new = as_keys(new).rearrange((..., BATCH, _heads(new), KEY_POSITION, HEAD_SIZE))
     new = new if kv_array.values.has_axis(BATCH) else by_cache_row(new)
     if kv_array.scale is None:
@@ -134,10 +141,13 @@ def _heads(x: NamedArray) -> str:
     return KEY_HEADS if x.has_axis(KEY_HEADS) else KV_HEADS
 
 
-def _update_slots(slots: NamedArray, new: NamedArray, start: jax.Array) -> NamedArray:
-    """Writes to {..., key_position, ...} from slot `start` on."""
+def _update_slots(slots: NamedArray, new: NamedArray, start: jax.Array | None) -> NamedArray:
+    """Writes to {..., key_position, ...} from slot `start` on, or to empty slots."""
     names = [axis.name for axis in slots.axes]
-    array = new.rearrange(names).array.astype(slots.dtype)
-    return NamedArray(
-        jax.lax.dynamic_update_slice_in_dim(slots.array, array, start, names.index(KEY_POSITION)), slots.axes
-    )
+    array, dim = new.rearrange(names).array.astype(slots.dtype), names.index(KEY_POSITION)
+    if start is None:
+        # Not a write at an index: for that, the partitioner gathers slots that are sharded.
+        widths = [(0, 0)] * array.ndim
+        widths[dim] = (0, slots.array.shape[dim] - array.shape[dim])
+        return hax.auto_sharded(NamedArray(jnp.pad(array, widths), slots.axes))
+    return NamedArray(jax.lax.dynamic_update_slice_in_dim(slots.array, array, start, dim), slots.axes)
