@@ -120,10 +120,21 @@ class BatchSpec(Generic[B]):
 
         return self.make(**{name: place(name, column) for name, column in columns.items()})
 
+    @property
+    def takes_order(self) -> bool:
+        """Whether batches can have tokens in another order: they have segments, and their class has the order's columns."""
+        orders = self._order_columns()
+        try:
+            self.make(**dict.fromkeys((*self.columns, *orders)))
+        except TypeError:
+            return False
+        return bool(orders)
+
     def _orders(self, layout: Layout) -> dict[str, Column]:
-        """The columns with the order of tokens."""
-        if layout.context.balance == "none":
-            return {}
+        """The columns with the order of tokens on a layout."""
+        return {} if layout.context.balance == "none" else self._order_columns()
+
+    def _order_columns(self) -> dict[str, Column]:
         segments = {name: column for name, column in self.columns.items() if name.endswith(_SEGMENT_IDS)}
         return {name.removesuffix(_SEGMENT_IDS) + _ORDER: column for name, column in segments.items()}
 

@@ -44,6 +44,7 @@ from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
 from jaxlm.plan.batches import BatchPlan, check_microbatches, plan_batches, small_batches, unreached_stages
+from jaxlm.plan.context import ContextChoice, check_context, rows_of
 from jaxlm.plan.early_ends import earliest_starts
 from jaxlm.plan.load_config import run_id_of
 from jaxlm.plan.mesh import check_cut_axes, plan_mesh
@@ -64,6 +65,7 @@ class Plan:
         run_id: ID of the run.
         mesh: sizes of the mesh axes.
         layout: devices and axis mappings.
+        context: how devices that share rows divide attention; None if none do.
         warnings: settings that waste resources, are overridden or may mean something other than intended.
         state_builder: builds the model and the state of each phase.
         data: data section of each phase.
@@ -76,6 +78,7 @@ class Plan:
     run_id: str
     mesh: MeshShape
     layout: Layout
+    context: ContextChoice | None
     warnings: tuple[str, ...]
     state_builder: StateBuilder
     data: tuple[DataConfig, ...]
@@ -178,7 +181,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     arrays = {p: leaf.axes for p, leaf in tree.leaves(state_builder.abstract_initial_model) if tree.is_named(leaf)}
     sizes = {axis.name: axis.size for axes in arrays.values() for axis in axes}
     names = {path: [axis.name for axis in axes] for path, axes in arrays.items()}
-    mesh, layout, warnings = plan_mesh(trainer, sizes, names, devices)
+    mesh, layout, context, warnings = plan_mesh(trainer, sizes, names, devices, lambda: rows_of(state_builder, data))
     check_hugging_face(config, data[0].tokenizer, [phase.model for phase in phases])
     batches = plan_batches(trainer, layout.num_shards(BATCH))
     plan = Plan(
@@ -186,6 +189,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         run_id=run_id,
         mesh=mesh,
         layout=layout,
+        context=context,
         warnings=(
             *warnings,
             *unreached_stages(trainer, phases[-1].end),
@@ -215,6 +219,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         cut = {path: leaf.axes for path, leaf in tree.leaves(state.model) if tree.is_named(leaf)}
         check_cut_axes(layout, cut, phase.name)
         check_expert_sharding(state.model, layout)
+        check_context(state.model, layout, f"phase '{phase.name}'")
     return plan
 
 

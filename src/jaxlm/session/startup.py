@@ -87,6 +87,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
             f"{flops:.4g} ({_counted(plan)}, {'causal' if model.is_causal else 'bidirectional'} attention)",
         ),
         ("attention", "; ".join(f"{c.name}: {c.reason}" for c in attention_choices(plan)) or "chosen by the model"),
+        *[("context", plan.context.describe()) for _ in [plan.context] if plan.context is not None],
         *[("positions", text) for text in _positions(plan)],
         ("loss", f"chunks of {_chunk_tokens(plan)} tokens, {_logits(plan)}"),
         ("remat", _remat(plan)),
@@ -209,7 +210,7 @@ def _positions(plan: Plan) -> Iterator[str]:
 
 def attention_choices(plan: Plan) -> list[AttentionChoice]:
     """The distinct attention backends of the layers of all phases' training steps."""
-    layout, tasks = plan.layout, {}
+    layout, tasks, others = plan.layout, {}, {}
     for phase in plan.phases:
         model = plan.state_builder.abstract_state(phase).model
         dtype = activation_dtype(plan.precision, model)
@@ -220,7 +221,14 @@ def attention_choices(plan: Plan) -> list[AttentionChoice]:
             for layer in tree.modules(stack, Attention)
             for kind in stack.kinds
         }
-    return [choose_attention(*task) for task in tasks]
+        if plan.context is not None and plan.context.num_shards > 1:
+            others |= {
+                f"second derivatives ({choice_name(type(one))}) of rows that devices share take all scores at once": None
+                for one in (phase.optimizer, *phase.optimizer.groups)
+                if one.takes_second_derivatives
+            }
+    degraded = [AttentionChoice("reference", reason, degraded=True) for reason in others]
+    return [*(choose_attention(*task) for task in tasks), *degraded]
 
 
 def activation_dtype(precision: Precision, model: LanguageModel) -> jnp.dtype:
