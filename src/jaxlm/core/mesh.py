@@ -29,7 +29,7 @@ from jaxlm.core.axes import (
     axis_names,
 )
 from jaxlm.core.errors import ConfigError, check_at_least, divisors
-from jaxlm.core.sharding import ContextSharding, Layout
+from jaxlm.core.sharding import UNDIVIDED, ContextSharding, Layout
 
 MeshAxes = str | tuple[str, ...]
 ALL_REMAINING = -1
@@ -235,7 +235,7 @@ def make_layout(
         both.setdefault(KV_HEADS, MODEL)
     if mappings.batch is not None:
         both[mappings.batch] = tuple(name for name in ("replica_dcn", REPLICA, DATA) if name in sizes)
-    compute, context = {**both, **mappings.compute}, context or ContextSharding()
+    compute, context = {**both, **mappings.compute}, context or UNDIVIDED
     if context.axes:
         compute[POSITION] = context.axes
     # Other axes of the default mesh have a meaning of their own for parameters.

@@ -373,13 +373,15 @@ def plan_context(
         moved=_moved(rows, size, heads_size, method, heads, kv_heads),
         hidden_from=hidden_from(rows, near, heads, kv_heads) if method in ("ring", "usp") else None,
     )
-    names = tuple(axes)
-    if method == "usp":
-        shape = shape if is_free else {CONTEXT: num_shards, CONTEXT_HEADS: heads_size}
-        *outer, inner = shape
-        sharding = ContextSharding(ring=tuple(outer), heads=(inner,))
-    else:
-        sharding = ContextSharding(**{{"ulysses": "heads"}.get(method, method): names})
+    if method == "usp" and not is_free:
+        shape = {CONTEXT: num_shards, CONTEXT_HEADS: heads_size}
+    names = tuple(shape)
+    sharding = {
+        "gather": ContextSharding(gather=names),
+        "ring": ContextSharding(ring=names),
+        "ulysses": ContextSharding(heads=names),
+        "usp": ContextSharding(ring=names[:-1], heads=names[-1:]),
+    }[method]
     return choice, replace(sharding, balance=balance, work=rows.work), shape
 
 

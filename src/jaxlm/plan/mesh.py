@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from haliax import Axis
-
+from jaxlm.core import tree
 from jaxlm.core.axes import CONTEXT, POSITION, VOCAB, axis_names
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
@@ -23,7 +22,9 @@ from jaxlm.core.mesh import (
     mesh_shape,
 )
 from jaxlm.core.sharding import Layout, spec_of
-from jaxlm.plan.context import ContextChoice, ContextConfig, Rows, plan_context, position_axes
+from jaxlm.models.base import LanguageModel
+from jaxlm.models.moe import check_expert_sharding
+from jaxlm.plan.context import ContextChoice, ContextConfig, Rows, check_context, plan_context, position_axes
 from jaxlm.reading.effects import Rounding
 
 
@@ -116,15 +117,12 @@ def _check_context(trainer: ShardingConfig, layout: Layout, *, is_shared: bool) 
             )
 
 
-def check_cut_axes(layout: Layout, arrays: Mapping[str, Sequence[Axis]], phase: str) -> None:
-    """Raises `ConfigError` if the surgeries of a phase leave an axis that does not divide over its devices.
-
-    The model before them has been checked by `make_layout`.
-
-    Args:
-        arrays: path of each parameter in the phase -> its axes.
-    """
-    for path, axes in arrays.items():
+def check_phase(layout: Layout, model: LanguageModel, phase: str) -> None:
+    """Raises `ConfigError` if the devices cannot divide the model of a phase. The model before its surgeries has been checked
+    by `make_layout`. Args: model: of shapes."""
+    check_expert_sharding(model, layout)
+    check_context(model, layout, f"phase '{phase}'")
+    for path, axes in ((path, leaf.axes) for path, leaf in tree.leaves(model) if tree.is_named(leaf)):
         for mapping in (layout.parameter, layout.compute):
             for axis, entry in zip(axes, spec_of(axes, mapping), strict=True):
                 num_devices = math.prod(layout.mesh.shape[name] for name in axis_names(entry))

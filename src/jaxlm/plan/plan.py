@@ -39,15 +39,14 @@ from jaxlm.interop.hf.hub import check_upload_name
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import ModelConfig, vocab_axis
 from jaxlm.models.diffusion.denoisers import check_is_whole
-from jaxlm.models.moe import check_expert_sharding
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
 from jaxlm.plan.batches import BatchPlan, check_microbatches, plan_batches, small_batches, unreached_stages
-from jaxlm.plan.context import ContextChoice, check_context, rows_of
+from jaxlm.plan.context import ContextChoice, rows_of
 from jaxlm.plan.early_ends import earliest_starts
 from jaxlm.plan.load_config import run_id_of
-from jaxlm.plan.mesh import check_cut_axes, plan_mesh
+from jaxlm.plan.mesh import check_phase, plan_mesh
 from jaxlm.plan.refs.base import Ref
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from jaxlm.reading.decode import choice_name, encode
@@ -216,10 +215,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
             check_is_whole(state.model.denoisers)
             if is_reward_model(state.model):
                 classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
-        cut = {path: leaf.axes for path, leaf in tree.leaves(state.model) if tree.is_named(leaf)}
-        check_cut_axes(layout, cut, phase.name)
-        check_expert_sharding(state.model, layout)
-        check_context(state.model, layout, f"phase '{phase.name}'")
+        check_phase(layout, state.model, phase.name)
     return plan
 
 

@@ -210,25 +210,23 @@ def _positions(plan: Plan) -> Iterator[str]:
 
 def attention_choices(plan: Plan) -> list[AttentionChoice]:
     """The distinct attention backends of the layers of all phases' training steps."""
-    layout, tasks, others = plan.layout, {}, {}
+    layout, tasks = plan.layout, {}
+    divided = layout.context.divides_rows
     for phase in plan.phases:
         model = plan.state_builder.abstract_state(phase).model
         dtype = activation_dtype(plan.precision, model)
         shared = (layout.platform, cuda_capability(layout.device), dtype, phase.model.seq_len)
-        tasks |= {
-            (layer.task(*shared, kind.window), phase.model.attn_backend): None
+        of_phase = [
+            dataclasses.replace(layer.task(*shared, kind.window), divided=divided)
             for stack in _stacks(model)
             for layer in tree.modules(stack, Attention)
             for kind in stack.kinds
-        }
-        if plan.context is not None and plan.context.num_shards > 1:
-            others |= {
-                f"second derivatives ({choice_name(type(one))}) of rows that devices share take all scores at once": None
-                for one in (phase.optimizer, *phase.optimizer.groups)
-                if one.takes_second_derivatives
-            }
-    degraded = [AttentionChoice("reference", reason, degraded=True) for reason in others]
-    return [*(choose_attention(*task) for task in tasks), *degraded]
+        ]
+        tasks |= dict.fromkeys((task, phase.model.attn_backend) for task in of_phase)
+        # Whole rows have a backend that can be differentiated twice, on every platform.
+        if divided and any(one.takes_second_derivatives for one in (phase.optimizer, *phase.optimizer.groups)):
+            tasks |= dict.fromkeys((dataclasses.replace(task, twice_differentiable=True),) for task in of_phase)
+    return [choose_attention(*task) for task in tasks]
 
 
 def activation_dtype(precision: Precision, model: LanguageModel) -> jnp.dtype:
