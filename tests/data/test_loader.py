@@ -27,7 +27,9 @@ from tests.data.helpers import cache_of, numbered_cache, token_batches
 
 SEQ_LEN = 8
 SPEC = TokensConfig().batch_spec(SEQ_LEN)
-NAMES = [field.name for field in dataclasses.fields(TokenBatch) if field.name not in ("annotations", "row_keys")]
+NAMES = [
+    field.name for field in dataclasses.fields(TokenBatch) if field.name not in ("annotations", "order", "row_keys")
+]
 
 
 def layout_of(replica: int = 1, data: int = 1, model: int = 1, **mapping: str) -> Layout:

@@ -230,7 +230,7 @@ def _analytic_seconds(
     """Time of the model's FLOPs in a step (a third more with full remat), and of reading and writing its state."""
     executed = flops * (4 / 3 if step.remat_policy == FULL else 1) / topology.num_chips
     state = _STATE_TRAFFIC * tree.num_parameters(model) * plan.precision.params.itemsize
-    num_shards = plan.mesh.data * plan.mesh.model
+    num_shards = plan.mesh.data * plan.mesh.context * plan.mesh.model
     return Seconds(
         products=executed / (topology.chip.peak_of(plan.precision.compute) * GEMM_SHARE),
         memory=state / num_shards / topology.chip.memory_bandwidth,

@@ -4,12 +4,14 @@ import functools
 import os
 import platform
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+
+T = TypeVar("T")
 
 # Dense bf16 FLOP/s per device, from the vendors' data sheets (SXM parts; no sparsity). The longest match wins.
 _PEAK_BF16 = {
@@ -38,9 +40,14 @@ _PEAK_BF16 = {
 
 def peak_flops(device_kind: str) -> float | None:
     """Peak dense bf16 FLOP/s for a jax `device_kind`; None if unknown (CPUs)."""
+    return known_device(device_kind, _PEAK_BF16)
+
+
+def known_device(device_kind: str, facts: Mapping[str, T]) -> T | None:
+    """What is known of a jax `device_kind`; None if nothing is. Args: facts: by lower-case name. The longest match wins."""
     words = f" {device_kind.lower().replace('-', ' ').replace('nvidia', ' ')} "
-    known = [name for name in _PEAK_BF16 if f" {name} " in words]
-    return _PEAK_BF16[max(known, key=len)] if known else None
+    known = [name for name in facts if f" {name} " in words]
+    return facts[max(known, key=len)] if known else None
 
 
 def cuda_capability(device: Any) -> tuple[int, int] | None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -11,10 +12,13 @@ from jax.sharding import AxisType, Mesh
 
 from jaxlm.core.axes import (
     BATCH,
+    CONTEXT,
+    CONTEXT_HEADS,
     DATA,
     EMBED,
     EXPERTS,
     HEADS,
+    KEY_POSITION,
     KV_HEADS,
     LAYERS,
     MESH_AXES,
@@ -26,7 +30,7 @@ from jaxlm.core.axes import (
     axis_names,
 )
 from jaxlm.core.errors import ConfigError, check_at_least, divisors
-from jaxlm.core.sharding import Layout
+from jaxlm.core.sharding import UNDIVIDED, ContextSharding, Layout
 
 MeshAxes = str | tuple[str, ...]
 ALL_REMAINING = -1
@@ -113,6 +117,11 @@ class MeshShape:
         return self.sizes.get(DATA, 1)
 
     @property
+    def context(self) -> int:
+        """Number of devices that share the tokens of a row, along the axes of `trainer.context`."""
+        return self.sizes.get(CONTEXT, 1) * self.sizes.get(CONTEXT_HEADS, 1)
+
+    @property
     def model(self) -> int:
         """Number of devices that share each layer's computation (tensor parallelism)."""
         return self.sizes.get(MODEL, 1)
@@ -133,17 +142,30 @@ class MeshShape:
 
 
 def mesh_shape(
-    num_devices: int, *, replica: int = 1, model: int = 1, replica_dcn: int = 1, num_groups: int = 1
+    num_devices: int,
+    *,
+    replica: int = 1,
+    model: int = 1,
+    replica_dcn: int = 1,
+    num_groups: int = 1,
+    context: Mapping[str, int] = MappingProxyType({}),
 ) -> MeshShape:
-    """The default mesh with three axes: `data` gets the devices that remain after `replica` and `model`."""
+    """The default mesh: `data` gets the devices that remain after `replica`, `context` and `model`.
+
+    Args:
+        context: sizes of the axes between `data` and `model`, along which devices share the tokens of a row.
+    """
     sizes = {"replica_ici_axis_size": replica, "model_axis_size": model, "replica_dcn_axis_size": replica_dcn}
     for name, size in sizes.items():
         check_at_least(f"trainer.{name}", size, 1)
     group_size = num_devices // num_groups
-    if group_size % (replica * model):
+    factors = {"model_axis_size": model, "replica_ici_axis_size": replica}
+    if context:
+        factors["context.size"] = math.prod(context.values())
+    if group_size % (product := math.prod(factors.values())):
         raise ConfigError(
-            f"trainer.model_axis_size x trainer.replica_ici_axis_size = {model} x {replica} = {replica * model} does not"
-            f" divide the {group_size} devices. Allowed products: {', '.join(divisors(group_size))}"
+            f"{' x '.join(f'trainer.{name}' for name in factors)} = {' x '.join(map(str, factors.values()))} = {product}"
+            f" does not divide the {group_size} devices. Allowed products: {', '.join(divisors(group_size))}"
         )
     if num_groups % replica_dcn:
         raise ConfigError(
@@ -151,7 +173,7 @@ def mesh_shape(
             f" processes, if there are no slices). Allowed: {', '.join(divisors(num_groups))}"
         )
     dcn = {REPLICA: replica_dcn, DATA: num_groups // replica_dcn}
-    return MeshShape({REPLICA: replica, DATA: group_size // (replica * model), MODEL: model}, dcn)
+    return MeshShape({REPLICA: replica, DATA: group_size // product, **context, MODEL: model}, dcn)
 
 
 def count_groups(devices: Sequence[Any], *, group_by_process: bool) -> int:
@@ -190,16 +212,22 @@ class AxisMappings:
 
 
 def make_layout(
-    shape: MeshShape, mappings: AxisMappings, logical_axes: Mapping[str, int], devices: Sequence[Any] | None = None
+    shape: MeshShape,
+    mappings: AxisMappings,
+    logical_axes: Mapping[str, int],
+    devices: Sequence[Any] | None = None,
+    context: ContextSharding | None = None,
 ) -> Layout:
     """Builds the mesh from all devices of all processes (or `devices`), and both axis mappings.
 
     Later entries override earlier ones: `shared`, tensor parallelism, the batch axis; then `compute` for the compute
     mapping, and `parameter` and FSDP for the parameter mapping. Tensor parallelism over `heads` includes `kv_heads` if the
-    model axis divides them, and FSDP over `embed` includes `value_embed` if the data axis divides it.
+    model axis divides them, and FSDP over `embed` includes `value_embed` if its mesh axes divide it. FSDP shards over the
+    data axis and those of `context`.
 
     Args:
         logical_axes: sizes of the model's parameter axes, to detect unknown names and sizes that do not divide.
+        context: how attention is divided; `position` is mapped to its axes. None if it is not.
     """
     sizes = shape.sizes
     both: dict[str, MeshAxes] = dict(mappings.shared)
@@ -208,20 +236,27 @@ def make_layout(
         both.setdefault(KV_HEADS, MODEL)
     if mappings.batch is not None:
         both[mappings.batch] = tuple(name for name in ("replica_dcn", REPLICA, DATA) if name in sizes)
-    compute = {**both, **mappings.compute}
-    parameter = {**both, **mappings.parameter, **dict.fromkeys(mappings.fsdp, DATA)}
-    if EMBED in mappings.fsdp and VALUE_EMBED in logical_axes and logical_axes[VALUE_EMBED] % shape.data == 0:
-        parameter.setdefault(VALUE_EMBED, DATA)
+    compute, context = {**both, **mappings.compute}, context or UNDIVIDED
+    if context.axes:
+        compute[POSITION] = context.axes
+        compute.setdefault(KEY_POSITION, context.axes)  # the slots of a KV cache
+    # Other axes of the default mesh have a meaning of their own for parameters.
+    sharing = tuple(name for name in context.axes if name not in MESH_AXES)
+    fsdp: MeshAxes = (DATA, *sharing) if sharing else DATA
+    parameter = {**both, **mappings.parameter, **dict.fromkeys(mappings.fsdp, fsdp)}
+    num_shards = math.prod(sizes.get(name, 1) for name in axis_names(fsdp))
+    if EMBED in mappings.fsdp and VALUE_EMBED in logical_axes and logical_axes[VALUE_EMBED] % num_shards == 0:
+        parameter.setdefault(VALUE_EMBED, fsdp)
     for mapping in (compute, parameter):
         _check_mapping(mapping, sizes, logical_axes)
     grid = shape.arrange(jax.devices() if devices is None else devices)
     mesh = Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-    return Layout(mesh, parameter, compute)
+    return Layout(mesh, parameter, compute, context)
 
 
 def _check_mapping(mapping: Mapping[str, MeshAxes], sizes: Mapping[str, int], logical_axes: Mapping[str, int]) -> None:
     for axis, target in mapping.items():
-        if axis not in (BATCH, POSITION) and axis not in logical_axes:
+        if axis not in (BATCH, POSITION, KEY_POSITION) and axis not in logical_axes:
             raise ConfigError(
                 f"trainer: the axis mappings contain the logical axis '{axis}', which the model does not have."
                 f" Its axes are: {', '.join(sorted(logical_axes))}"

@@ -28,6 +28,19 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class AttentionWork:
+    """How many keys the queries of a row meet.
+
+    Attributes:
+        windows: (window, number of layers that have it) of each kind of layer; None for no window.
+        causal: tokens attend to no later tokens.
+    """
+
+    windows: tuple[tuple[int | None, int], ...] = ((None, 1),)
+    causal: bool = True
+
+
+@dataclass(frozen=True)
 class ContextSharding:
     """How devices that divide the tokens of a row divide its attention (context parallelism).
 
@@ -38,12 +51,14 @@ class ContextSharding:
         ring: mesh axes around which keys and values travel from device to device.
         heads: mesh axes over which devices exchange tokens for heads (Ulysses).
         balance: the order of the tokens in a batch over `gather + ring`: `none` (that of the text), `zigzag` or `blocks`.
+        work: what `blocks` makes equal.
     """
 
     gather: tuple[str, ...] = ()
     ring: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     balance: str = "none"
+    work: AttentionWork = AttentionWork()
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -131,6 +146,11 @@ class Layout:
     def num_shards(self, logical_axis: str) -> int:
         """Number of shards of a logical axis under the compute mapping."""
         return self._devices(self.compute.get(logical_axis, ()))
+
+    @property
+    def num_row_shards(self) -> int:
+        """Number of shards of a row that have queries of their own. Devices that exchange heads share one."""
+        return self._devices(self.context.gather + self.context.ring)
 
     def _devices(self, entry: str | Sequence[str] | None) -> int:
         """Number of devices along the mesh axes of one entry of a mapping or a `PartitionSpec`."""

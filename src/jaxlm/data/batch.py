@@ -8,11 +8,14 @@ import haliax as hax
 import jax
 import numpy as np
 
+from jaxlm.core.axes import POSITION
 from jaxlm.core.sharding import Layout
+from jaxlm.data.row_order import row_orders
 from jaxlm.models.inference.sampling import Sampling
 
 Columns = dict[str, np.ndarray]
 B = TypeVar("B")
+_SEGMENT_IDS, _ORDER = "segment_ids", "order"
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,13 @@ class SampledRows:
 class BatchSpec(Generic[B]):
     """The shapes of one kind of batch.
 
+    On a layout that balances the work of a row's shards, tokens are not in the order of the text. Then a batch has a column
+    `order` beside each column of segments (`mismatched_order` beside `mismatched_segment_ids`), and all columns with the
+    same prefix are in this order.
+
     Attributes:
         make: the batch's class, whose fields are the columns.
-        columns: column by name.
+        columns: column by name, without `order`.
         sampled: what the devices sample before they train on it; None if they sample nothing.
     """
 
@@ -75,7 +82,8 @@ class BatchSpec(Generic[B]):
             shape, sharding, axes = _placement(leading, column, layout)
             return hax.NamedArray(jax.ShapeDtypeStruct(shape, column.dtype, sharding=sharding), axes)  # type: ignore[arg-type]
 
-        return self.make(**{name: abstract_column(column) for name, column in self.columns.items()})
+        columns = {**self.columns, **self._orders(layout)}
+        return self.make(**{name: abstract_column(column) for name, column in columns.items()})
 
     def assemble(self, read: Callable[[np.ndarray], Columns], leading: Sequence[hax.Axis], layout: Layout) -> B:
         """Reads each row of this process's shards once, and assembles the global batch.
@@ -84,16 +92,20 @@ class BatchSpec(Generic[B]):
             read: rows (int64, numbered in the order of the leading axes) -> their columns, [rows, ...] each.
             leading: {[microbatch,] batch}.
         """
+        orders = self._orders(layout)
+        columns = {**self.columns, **orders}
         sizes = tuple(axis.size for axis in leading)
         numbers = np.arange(int(np.prod(sizes))).reshape(sizes)
         shards = [
             index[: len(sizes)]
-            for shape, sharding, _ in (_placement(leading, column, layout) for column in self.columns.values())
+            for shape, sharding, _ in (_placement(leading, column, layout) for column in columns.values())
             for index in sharding.addressable_devices_indices_map(shape).values()
             if index is not None
         ]
         local_rows = np.unique(np.concatenate([numbers[shard].ravel() for shard in shards]))
         values = read(local_rows)
+        if orders:
+            values = self._ordered(values, orders, layout)
 
         def place(name: str, column: Column) -> hax.NamedArray:
             shape, sharding, axes = _placement(leading, column, layout)
@@ -106,7 +118,49 @@ class BatchSpec(Generic[B]):
 
             return hax.NamedArray(jax.make_array_from_callback(shape, sharding, shard_data), axes)
 
-        return self.make(**{name: place(name, column) for name, column in self.columns.items()})
+        return self.make(**{name: place(name, column) for name, column in columns.items()})
+
+    @property
+    def takes_order(self) -> bool:
+        """Whether batches can have tokens in another order: they have segments, and their class has the order's columns."""
+        orders = self._order_columns()
+        try:
+            self.make(**dict.fromkeys((*self.columns, *orders)))
+        except TypeError:
+            return False
+        return bool(orders)
+
+    def _orders(self, layout: Layout) -> dict[str, Column]:
+        """The columns with the order of tokens on a layout."""
+        return {} if layout.context.balance == "none" else self._order_columns()
+
+    def _order_columns(self) -> dict[str, Column]:
+        segments = {name: column for name, column in self.columns.items() if name.endswith(_SEGMENT_IDS)}
+        return {name.removesuffix(_SEGMENT_IDS) + _ORDER: column for name, column in segments.items()}
+
+    def _ordered(self, values: Columns, orders: Mapping[str, Column], layout: Layout) -> Columns:
+        """The columns of some rows in the order that the layout asks for, and this order."""
+        context, ordered = layout.context, dict(values)
+        for name in orders:
+            segment_ids = values[name.removesuffix(_ORDER) + _SEGMENT_IDS]
+            ordered[name] = row_orders(context.balance, segment_ids, layout.num_row_shards, context.work)
+        for name, column in self.columns.items():
+            if POSITION in [axis.name for axis in column.axes]:
+                prefixes = [one.removesuffix(_ORDER) for one in orders if name.startswith(one.removesuffix(_ORDER))]
+                order = max(prefixes, key=len) + _ORDER
+                ordered[name] = _taken(values[name], column, ordered[order], orders[order])
+        return ordered
+
+
+def _taken(values: np.ndarray, column: Column, indices: np.ndarray, order: Column) -> np.ndarray:
+    """The values of each row at some indices of its positions. Args: values, indices: [rows, ...], axes as in the columns."""
+    names = [axis.name for axis in column.axes]
+    places = [1 + names.index(axis.name) for axis in order.axes]
+    targets = range(1, 1 + len(places))
+    moved = np.moveaxis(values, places, targets)
+    flat, length = moved.reshape(-1, *moved.shape[len(places) :]), indices.shape[-1]
+    taken = np.stack([one[index] for one, index in zip(flat, indices.reshape(-1, length), strict=True)])
+    return np.moveaxis(taken.reshape(moved.shape), targets, places)
 
 
 def _placement(

@@ -124,6 +124,11 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         return None
 
     @property
+    def packs_documents(self) -> bool:
+        """Whether a sequence may have several documents."""
+        return False
+
+    @property
     def has_examples_per_step(self) -> bool:
         """Whether each step trains on as many new examples as its batch has, so that epochs determine the steps."""
         return True

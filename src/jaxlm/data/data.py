@@ -41,7 +41,7 @@ class ValidationData:
     def batches_by_group(
         self, groups: Provenance, *, batch_size: int, layout: Layout, max_batches: int | None
     ) -> Iterator[tuple[Any, jax.Array]]:
-        """`batches`, each with the number of every target's group, int32 [batch, position]."""
+        """`batches`, each with the number of every target's group in the order of the text, int32 [batch, position]."""
         Position = Axis(POSITION, self.examples.seq_len)
         last = self.examples.num_evaluated(None if max_batches is None else max_batches * batch_size) - 1
         spec = BatchSpec(lambda group: group.array, {"group": Column(np.int32, (Position,))})

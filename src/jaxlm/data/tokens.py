@@ -80,6 +80,10 @@ class TokensConfig(DataConfig):
         return "data.packing makes other rows in every pass. Set data.packing.wrap: false" if wraps else None
 
     @property
+    def packs_documents(self) -> bool:
+        return any(source.config.format.documents_per_sequence != 1 for source in self.sources())
+
+    @property
     def noise(self) -> str | None:
         return None if self.masking is None else self.masking.summary
 

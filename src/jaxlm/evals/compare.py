@@ -126,7 +126,7 @@ class CompareEval(Eval):
         """Sums over the batch: of differences, of the reference's values, and the number of values, then the largest
         difference; {name: [layer, sum]} or [sum]."""
         batch = batch.supervised()
-        inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids)
+        inputs = Inputs.of(batch)
         counted = NamedArray(batch.segment_ids.array != 0, batch.segment_ids.axes)
         models, found = (model, reference), {}
         if self._config.attention is not None:

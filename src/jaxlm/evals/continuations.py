@@ -12,6 +12,7 @@ from haliax import NamedArray
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction, NonNegativeFloat, PositiveInt
+from jaxlm.core.values.text_order import in_text_order
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.gate import GateConfig, at_least, at_most
 from jaxlm.evals.limits import Limit
@@ -139,11 +140,11 @@ class ContinuationsEval(Eval):
 
 
 def _columns(batch) -> tuple[jax.Array, jax.Array]:
-    """int32 [row, position]: tokens and segments."""
+    """int32 [row, position]: tokens and segments in the order of the text."""
     batch = batch.supervised()
 
     def of(column: NamedArray) -> jax.Array:
-        return column.rearrange((BATCH, POSITION)).array
+        return in_text_order(column, batch.order).rearrange((BATCH, POSITION)).array
 
     return of(batch.tokens), of(batch.segment_ids)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.precision import Precision
+from jaxlm.core.values.text_order import in_row_order
 from jaxlm.core.values.token_scores import DummyPrefix
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, Score, read_results
 from jaxlm.models.base import LanguageModel
@@ -128,8 +129,8 @@ class LossMeter:
         """The sums of each group.
 
         Args:
-            batches: batches, each with the group of every target, int32 [batch, position]; None means that all targets
-                are in the first group.
+            batches: batches, each with the group of every target in the order of the text, int32 [batch, position]; None
+                means that all targets are in the first group.
         """
         model = self._cast(model)
         sums = np.zeros((4, self._num_groups))
@@ -142,6 +143,8 @@ class LossMeter:
         scores = self._score(model, batch)
         nats = scores.nats * scores.mask
         targets = scores.targets
+        if groups is not None:
+            groups = in_row_order(hax.named(groups, targets.axes), batch.supervised().order).array
         if self._token_bytes is None:
             num_bytes = is_text = 0 * scores.mask
         else:

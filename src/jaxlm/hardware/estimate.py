@@ -76,10 +76,11 @@ def communication_seconds(hlo: str, topology: Topology, mesh: MeshShape) -> floa
 def collective_seconds(collective: Collective, topology: Topology, mesh: MeshShape) -> float:
     """Time of a ring over the likely group, at the bandwidth of its slowest link.
 
-    Parameters are gathered over the `data` axis, whose devices are `model` devices apart. Reductions over replicas span
-    all devices.
+    Parameters are gathered over the `data` axis and those of `context`, whose devices are `model` devices apart. Reductions
+    over replicas span all devices.
     """
-    group, span = mesh.data, mesh.data * mesh.model
+    group = mesh.data * mesh.context
+    span = group * mesh.model
     if group == 1 or (mesh.replica > 1 and collective.kind == "all-reduce"):
         group = span = topology.num_chips
     passes = {"all-reduce": 2.0, "reduce-scatter": float(group)}.get(collective.kind, 1.0)

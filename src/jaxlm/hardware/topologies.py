@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.core.devices import peak_flops
+from jaxlm.core.devices import known_device, peak_flops
 from jaxlm.core.errors import ConfigError
 
 _GB = 1e9
@@ -101,6 +101,16 @@ CHIPS = {
         Chip("b200", "gpu", 180 * _GB, 8000 * _GB, 900 * _GB, domain=8, outer_bandwidth=50 * _GB, cuda=_B200),
     )
 }
+_BY_KIND = {
+    **{name if chip.platform == "gpu" else f"tpu {name}": chip for name, chip in CHIPS.items()},
+    **{"tpu v5": CHIPS["v5p"], "tpu v5 lite": CHIPS["v5e"], "tpu v6 lite": CHIPS["v6e"]},
+    **{"tpu v4 lite": None, "h100 pcie": None, "a100 pcie": None},
+}
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip that a jax `device_kind` names; None if its links are unknown (CPUs)."""
+    return known_device(device_kind, _BY_KIND)
 
 
 @dataclass(frozen=True)

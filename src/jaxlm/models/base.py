@@ -60,6 +60,19 @@ class Inputs(eqx.Module):
     mask_range: tuple[float, float] | None = eqx.field(static=True, default=None, kw_only=True)
     order: NamedArray | None = eqx.field(default=None, kw_only=True)
 
+    @staticmethod
+    def of(batch: Any, noise: EmbeddingNoise | None = None) -> "Inputs":
+        """What a model reads of a batch of sequences, as in `jaxlm.core.values.batch_types`."""
+        return Inputs(
+            batch.tokens,
+            batch.positions,
+            batch.segment_ids,
+            noise=noise,
+            mask_fractions=batch.mask_fractions,
+            mask_range=batch.mask_range,
+            order=batch.order,
+        )
+
 
 class KVArray(eqx.Module):
     """The keys (or the values) in a KV cache. Heads come before positions, so that the keys of a head are one matrix.

@@ -162,7 +162,8 @@ class DecoupledAttention(Attention):
                 yield q, q, k
             else:
                 mask = context.attention_mask
-                rotation = self.semantic_rope.rotation(Places(mask.positions, mask.segment_ids), _size(self.q_sem))
+                places = Places(mask.positions, mask.segment_ids, context.order)
+                rotation = self.semantic_rope.rotation(places, _size(self.q_sem))
                 yield q, rotation(q), rotation(k)
         if self.q_geo is not None:
             assert self.k_geo is not None

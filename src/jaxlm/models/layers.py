@@ -19,6 +19,7 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, HEADS, KV_HEADS, POSITION, axes_of
+from jaxlm.core.values.text_order import in_row_order
 from jaxlm.models.activations import activated, gated
 from jaxlm.models.attention.api import AttentionMask, AttentionSpec, as_keys, attention
 from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES
@@ -59,7 +60,8 @@ def token_embeddings(table: hnn.Embedding, inputs: Inputs) -> NamedArray:
     uniform = functools.partial(jax.random.uniform, shape=(Pos.size, Embed.size), minval=-1.0, maxval=1.0)
     lengths_BS = jax.vmap(lambda ids: jnp.bincount(ids, length=Pos.size + 1)[ids])(ids_BS)
     size_BS = jnp.where(ids_BS == 0, 0.0, inputs.noise.alpha * jax.lax.rsqrt(jnp.float32(Embed.size) * lengths_BS))
-    noise = NamedArray(jax.vmap(uniform)(keys_B) * size_BS[..., None], (Batch, Pos, Embed))
+    noise = in_row_order(NamedArray(jax.vmap(uniform)(keys_B), (Batch, Pos, Embed)), inputs.order)
+    noise = NamedArray(noise.array * size_BS[..., None], noise.axes)
     return (x + noise).rearrange(x.axes).astype(x.dtype)
 
 
@@ -132,12 +134,14 @@ class LayerContext(eqx.Module):
         rotation: rotary embedding of queries and keys; None for none.
         window: number of tokens that each token attends to, including itself; None means all previous tokens.
         attn_backend: backend of attention, or `auto`.
+        order: as in `Inputs`.
     """
 
     attention_mask: AttentionMask
     rotation: Rotation | None = None
     window: int | None = eqx.field(static=True, default=None)
     attn_backend: str = eqx.field(static=True, default=AUTO)
+    order: NamedArray | None = None
 
 
 class Attention(eqx.Module):

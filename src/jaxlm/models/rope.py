@@ -21,6 +21,7 @@ from haliax import NamedArray
 from jaxlm.core.axes import BATCH, HEAD_SIZE, POSITION, ROTARY_PAIRS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveFraction, PositiveInt
+from jaxlm.core.values.text_order import in_row_order, in_text_order
 from jaxlm.reading.choices import choice
 
 _HALF, _PAIR = "half_head_size", hax.Axis("pair_of_features", 2)
@@ -70,22 +71,28 @@ class Places(eqx.Module):
 
     Attributes:
         positions: int32 {batch, position}, counted from the start of each document.
-        segment_ids: int32 {batch, position}, the number of the document in its row. The tokens of a document are neighbors.
+        segment_ids: int32 {batch, position}, the number of the document in its row. The tokens of a document are neighbors
+            in the text.
+        order: as in `Inputs`.
     """
 
     positions: NamedArray
     segment_ids: NamedArray
+    order: NamedArray | None = None
 
     def lengths(self) -> jax.Array:
         """The length of each token's document, as far as these tokens show it, int32 [batch, position].
 
         It does not depend on what else is in the row, so a document is computed alike wherever it is packed.
         """
-        ids_BT, positions_BT = (a.rearrange((BATCH, POSITION)).array for a in (self.segment_ids, self.positions))
+        columns = (in_text_order(column, self.order) for column in (self.segment_ids, self.positions))
+        ids_BT, positions_BT = (column.rearrange((BATCH, POSITION)).array for column in columns)
         end = ids_BT.shape[1] - 1
         is_last_BT = jnp.pad(ids_BT[:, 1:] != ids_BT[:, :-1], ((0, 0), (0, 1)), constant_values=True)
         last_BT = jax.lax.cummin(jnp.where(is_last_BT, jnp.arange(end + 1), end), axis=1, reverse=True)
-        return jnp.take_along_axis(positions_BT, last_BT, axis=1) + 1
+        lengths_BT = jnp.take_along_axis(positions_BT, last_BT, axis=1) + 1
+        axes = self.positions.rearrange((BATCH, POSITION)).axes
+        return in_row_order(NamedArray(lengths_BT, axes), self.order).array
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def layer_contexts(
     HeadSize: Axis,
 ) -> list[LayerContext]:
     """The context that the layers of each kind share in one forward pass."""
-    places = Places(inputs.positions, inputs.segment_ids)
+    places = Places(inputs.positions, inputs.segment_ids, inputs.order)
 
     @functools.cache
     def rotation(rope: RotaryConfig | None, interleaved: bool, size: int | None) -> Rotation | None:
@@ -115,7 +115,13 @@ def layer_contexts(
         return None if rope is None else rope.rotation(places, size, interleaved=interleaved)
 
     return [
-        LayerContext(attention_mask, rotation(kind.rope, kind.interleaved, kind.rotary_size), kind.window, backend)
+        LayerContext(
+            attention_mask,
+            rotation(kind.rope, kind.interleaved, kind.rotary_size),
+            kind.window,
+            backend,
+            order=inputs.order,
+        )
         for kind in kinds
     ]
 

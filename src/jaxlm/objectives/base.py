@@ -214,7 +214,7 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
 
     def read_inputs(self, batch: Any) -> Inputs:
         """What the model reads of a batch, for an objective with `inputs_key`."""
-        raise AssertionError("the objective has no inputs_key")
+        return Inputs.of(batch.supervised())
 
     def check_trainable(self, model: LanguageModel, trainable: Any) -> None:
         """Raises `ConfigError` if the objective cannot train a model like this. Called with shapes.

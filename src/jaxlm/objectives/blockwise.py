@@ -154,7 +154,7 @@ class Blockwise(ObjectiveConfig):
         """Adds the streams of the teacher's layers. Without an effect on a batch that has them."""
         if batch.annotations is not None:
             return batch
-        streams: Any = layer_streams(refs[self.teacher], _inputs(batch), self.target)
+        streams: Any = layer_streams(refs[self.teacher], Inputs.of(batch), self.target)
         if self.cache == "int8":
             streams = Int8Streams.of(streams)
         if self.cache:  # columns of examples
@@ -173,7 +173,7 @@ class Blockwise(ObjectiveConfig):
         is_sequential = self.order == "sequential"
         errors = layer_errors(
             model,
-            _inputs(batch),
+            Inputs.of(batch),
             streams,
             self.target,
             current=slot.current if is_sequential else None,
@@ -202,10 +202,6 @@ class Blockwise(ObjectiveConfig):
         if self.order == "sequential":
             return jnp.arange(slot.done.shape[0]) == slot.current
         return slot.done == 0
-
-
-def _inputs(batch: TokenBatch) -> Inputs:
-    return Inputs(batch.tokens, batch.positions, batch.segment_ids)
 
 
 def _num_tokens(batch: TokenBatch) -> jax.Array:

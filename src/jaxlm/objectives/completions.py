@@ -49,7 +49,7 @@ def token_logps(
         others: numbers besides the log-likelihood, which is the first.
         temperature: the logits are divided by it.
     """
-    hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids), key=key)
+    hidden = model.hidden(Inputs.of(batch), key=key)
     options: Any = {
         "soft_cap": model.logit_soft_cap,
         "vocab_multiple": model.vocab_multiple,

@@ -29,9 +29,6 @@ class CustomTargets(ObjectiveConfig):
     def inputs_key(self) -> Mapping[str, Any] | None:
         return {}
 
-    def read_inputs(self, batch: LabeledBatch) -> Inputs:
-        return Inputs(batch.tokens, batch.positions, batch.segment_ids)
-
     def weights(self, batch: LabeledBatch) -> dict[str, jax.Array]:
         """The number of tokens with a label, and of those that are not padding."""
         return {"loss": hax.sum(batch.loss_mask).scalar(), AUXILIARY: auxiliary_weight(batch)}
@@ -40,7 +37,7 @@ class CustomTargets(ObjectiveConfig):
         self, model: LanguageModel, batch: LabeledBatch, slot: Any, *, key: jax.Array | None
     ) -> tuple[dict[str, Sum], Metrics, Any]:
         """The loss term `loss` and the layers' auxiliary losses. The metrics are `loss` and `mean_token_accuracy`."""
-        hidden = model.hidden(self.read_inputs(batch), key=key)
+        hidden = model.hidden(Inputs.of(batch), key=key)
         options: dict[str, Any] = {"soft_cap": model.logit_soft_cap, "vocab_multiple": model.vocab_multiple}
         sums = next_token_sums(hidden.final, model.lm_head(), batch.targets, batch.loss_mask, **options)
         weight = self.weights(batch)["loss"]

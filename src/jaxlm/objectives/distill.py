@@ -169,7 +169,7 @@ class Distill(ObjectiveConfig):
         self, model: LanguageModel, batch: TokenBatch, what: str, *, key: jax.Array | None
     ) -> tuple[Hidden, tuple[NamedArray, ...]]:
         """A model's output, and its residual streams if they are compared."""
-        inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids)
+        inputs = Inputs.of(batch)
         if not self.hidden:
             return model.hidden(inputs, key=key), ()
         return with_streams(model, inputs, f"objective.hidden: {what}", key=key)

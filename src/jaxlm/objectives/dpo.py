@@ -18,6 +18,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction, NonNegativeFloat, PositiveFloat, ProperFraction
 from jaxlm.core.values.batch_types import PairBatch
 from jaxlm.core.values.sums import Sum
+from jaxlm.core.values.text_order import in_row_order, in_text_order
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.loss import ChunkLogits
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
@@ -264,7 +265,8 @@ class Dpo(ReferencedObjective):
         if self.ld_alpha is None:
             return _whole_logps(of_tokens, batch)
         is_counted = (batch.pairs.loss_mask > 0).astype(jnp.int32)
-        number, length = hax.cumsum(is_counted, POSITION), hax.sum(is_counted, POSITION)
+        counted_before = hax.cumsum(in_text_order(is_counted, batch.order), POSITION)
+        number, length = in_row_order(counted_before, batch.order), hax.sum(is_counted, POSITION)
         is_shared = number <= hax.min(length, PAIR)
         weight = hax.where(is_shared, 1.0, self.ld_alpha).rearrange(batch.pairs.loss_mask.axes)
         weighted = replace(batch.pairs, loss_mask=batch.pairs.loss_mask * weight)

@@ -28,15 +28,6 @@ class HiddenTokens(ObjectiveConfig):
     def inputs_key(self) -> Mapping[str, Any] | None:
         return {}
 
-    def read_inputs(self, batch: MaskedBatch) -> Inputs:
-        return masked_inputs(batch)
-
-
-def masked_inputs(batch: MaskedBatch) -> Inputs:
-    """What the model reads: the tokens that are not hidden, and how many are."""
-    masks = {"mask_fractions": batch.mask_fractions, "mask_range": batch.mask_range}
-    return Inputs(batch.tokens, batch.positions, batch.segment_ids, **masks)
-
 
 class DiffusionBound(HiddenTokens):
     """An objective that is the bound of masked diffusion."""
@@ -74,7 +65,7 @@ def hidden_token_terms(
         counted: float32, 1 for the tokens that the sum is divided by.
         excluded: a token at each position that has no probability; None for none.
     """
-    hidden = model.hidden(masked_inputs(batch), key=key)
+    hidden = model.hidden(Inputs.of(batch), key=key)
     options: dict[str, Any] = {"soft_cap": model.logit_soft_cap, "vocab_multiple": model.vocab_multiple}
     sums = next_token_sums(hidden.final, model.lm_head(), batch.targets, weights, excluded=excluded, **options)
     weight = hidden_token_weights(batch, counted)["loss"]

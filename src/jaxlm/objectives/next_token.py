@@ -58,10 +58,6 @@ class NextToken(ObjectiveConfig):
     def inputs_key(self) -> Mapping[str, Any] | None:
         return None if self.neftune_alpha else {}
 
-    def read_inputs(self, batch: TokenBatch | PairBatch) -> Inputs:
-        batch = batch.supervised()
-        return Inputs(batch.tokens, batch.positions, batch.segment_ids)
-
     def weights(self, batch: TokenBatch | PairBatch) -> dict[str, jax.Array]:
         """The number of tokens in the loss mask, and of those that are not padding."""
         batch = batch.supervised()
@@ -76,8 +72,7 @@ class NextToken(ObjectiveConfig):
         not padding), `z_loss` and `entropy` if enabled, and those of the layers.
         """
         batch = batch.supervised()
-        inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids, noise=self._noise(model, batch))
-        hidden = model.hidden(inputs, key=key)
+        hidden = model.hidden(Inputs.of(batch, self._noise(model, batch)), key=key)
         sums = next_token_sums(
             hidden.final,
             model.lm_head(),
@@ -133,9 +128,7 @@ def score_batch(model: LanguageModel, batch: TokenBatch | PairBatch | MaskedBatc
             else "the loss of next tokens means nothing for a model whose tokens attend to later ones. Set data.masking to"
             " measure how well it predicts hidden ones"
         )
-    masks = {"mask_fractions": batch.mask_fractions, "mask_range": batch.mask_range}
-    inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids, **masks)
-    hidden = model.hidden(inputs)
+    hidden = model.hidden(Inputs.of(batch))
     losses = token_losses(
         hidden.final,
         model.lm_head(),

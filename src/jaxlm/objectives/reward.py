@@ -10,11 +10,12 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 
-from jaxlm.core.axes import BATCH, EMBED, PAIR, POSITION
+from jaxlm.core.axes import EMBED, PAIR, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat
 from jaxlm.core.values.batch_types import PairBatch, TokenBatch
 from jaxlm.core.values.sums import Sum
+from jaxlm.core.values.text_order import text_index
 from jaxlm.models.base import AuxLoss, Inputs, LanguageModel
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
 from jaxlm.objectives.completions import by_pair, is_pair
@@ -30,11 +31,10 @@ def score(
         raise ConfigError(
             "objective.type: reward needs a model with a scalar head. Add `surgery: [{type: reward_head}]` to the phase"
         )
-    hidden = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids), key=key)
-    segments = batch.segment_ids.rearrange((BATCH, POSITION))
-    num_tokens_B = jnp.sum(segments.array > 0, axis=1)
-    is_last_BS = jnp.arange(segments.array.shape[1]) == num_tokens_B[:, None] - 1
-    last = hax.sum(hidden.final.astype(jnp.float32) * hax.named(is_last_BS, segments.axes), POSITION)
+    hidden = model.hidden(Inputs.of(batch), key=key)
+    num_tokens = hax.sum(batch.segment_ids > 0, POSITION)
+    is_last = text_index(batch.tokens, batch.order).broadcast_to(batch.tokens.axes) == num_tokens - 1
+    last = hax.sum(hidden.final.astype(jnp.float32) * is_last, POSITION)
     return hax.dot(last, head.astype(jnp.float32), axis=EMBED), hidden.aux
 
 

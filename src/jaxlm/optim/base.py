@@ -122,6 +122,9 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     separates_matrices: ClassVar[bool] = False
     """Whether the optimizer has a separate update rule for matrices (see `jaxlm.optim.matrices`)."""
 
+    takes_second_derivatives: ClassVar[bool] = False
+    """Whether it asks for second derivatives of the loss (`jaxlm.optim.curvature`)."""
+
     @classmethod
     def default_choice_name(cls) -> str | None:
         """The optimizer used when a config has no `type:`."""

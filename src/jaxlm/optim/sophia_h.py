@@ -7,7 +7,7 @@ the momentum is bias-corrected, and directions are signs.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -53,6 +53,8 @@ class SophiaHConfig(OptimizerConfig):
         rng_seed: seed of the random directions of the estimates; combined with the run's seed.
         max_grad_norm: maximum global gradient norm; larger gradients are scaled down to it. Null disables clipping.
     """
+
+    takes_second_derivatives: ClassVar[bool] = True
 
     beta1: BelowOne = 0.96
     beta2: BelowOne = 0.99

@@ -1,13 +1,12 @@
 """The sharding keys of the `trainer` section, resolved for the available devices."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from haliax import Axis
-
-from jaxlm.core.axes import VOCAB, axis_names
+from jaxlm.core import tree
+from jaxlm.core.axes import CONTEXT, POSITION, VOCAB, axis_names
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.mesh import (
@@ -23,6 +22,9 @@ from jaxlm.core.mesh import (
     mesh_shape,
 )
 from jaxlm.core.sharding import Layout, spec_of
+from jaxlm.models.base import LanguageModel
+from jaxlm.models.moe import check_expert_sharding
+from jaxlm.plan.context import ContextChoice, ContextConfig, Rows, check_context, plan_context, position_axes
 from jaxlm.reading.effects import Rounding
 
 
@@ -45,7 +47,8 @@ class ShardingConfig:
             are replica, data and model.
         parameter_axis_resources: additional entries for the parameter mapping only.
         compute_axis_resources: additional entries for the compute mapping only; they override the other entries.
-        mesh: custom mesh axes and axis mappings, instead of the three axis sizes. The other axis keys still apply.
+        mesh: custom mesh axes and axis mappings, instead of the axis sizes. The other axis keys still apply.
+        context: context parallelism: devices that share the tokens of each row.
     """
 
     batch_axis: Rounding[str | None] = "batch"
@@ -58,36 +61,68 @@ class ShardingConfig:
     parameter_axis_resources: Rounding[dict[str, str | list[str]]] = field(default_factory=dict)
     compute_axis_resources: Rounding[dict[str, str | list[str]]] = field(default_factory=dict)
     mesh: Rounding[MeshConfig | None] = None
+    context: Rounding[ContextConfig] = field(default_factory=ContextConfig)
 
 
 _AxisEntries = Mapping[str, str | list[str]]
 
 
 def plan_mesh(
-    trainer: ShardingConfig, axes: Mapping[str, int], arrays: Mapping[str, Sequence[str]], devices: Sequence[Any]
-) -> tuple[MeshShape, Layout, list[str]]:
+    trainer: ShardingConfig,
+    axes: Mapping[str, int],
+    arrays: Mapping[str, Sequence[str]],
+    devices: Sequence[Any],
+    rows: Callable[[], Rows],
+) -> tuple[MeshShape, Layout, ContextChoice | None, list[str]]:
     """Builds the mesh and the axis mappings, and warns about settings that waste devices or are overridden.
 
     Args:
         axes: the model's logical axes and their sizes.
         arrays: path of each parameter -> the names of its axes.
+        rows: what the run reads; called only if devices share rows.
+
+    Returns:
+        Also how devices that share rows divide attention; None if none do.
     """
-    shape = _shape(trainer, devices)
-    layout = make_layout(shape, _mappings(trainer), axes, devices)
+    size = trainer.context.size or 1
+    shape, mappings = _shape(trainer, devices, {CONTEXT: size} if size > 1 else {}), _mappings(trainer)
+    layout = make_layout(shape, mappings, axes, devices)
     check_arrays(layout, arrays)
+    free, choice = position_axes(layout), None
+    _check_context(trainer, layout, is_shared=bool(free) or size > 1)
+    if shared := free or ((CONTEXT,) if size > 1 else ()):
+        choice, context, sizes = plan_context(trainer.context, layout, shared, rows(), devices, is_free=bool(free))
+        if not free:
+            shape = _shape(trainer, devices, sizes)
+        layout = make_layout(shape, mappings, axes, devices, context)
+        check_arrays(layout, arrays)
     notes = indivisible_vocabulary(layout, axes.get(VOCAB))
-    return shape, layout, [*_overridden(trainer, layout), *check_axes_used(layout, shape), *notes]
+    return shape, layout, choice, [*_overridden(trainer, layout), *check_axes_used(layout, shape), *notes]
 
 
-def check_cut_axes(layout: Layout, arrays: Mapping[str, Sequence[Axis]], phase: str) -> None:
-    """Raises `ConfigError` if the surgeries of a phase leave an axis that does not divide over its devices.
+def _check_context(trainer: ShardingConfig, layout: Layout, *, is_shared: bool) -> None:
+    """Raises `ConfigError` for keys of `trainer.context` that other keys contradict, or leave without effect."""
+    context, key = trainer.context, "trainer.context"
+    mapped = layout.compute.get(POSITION)
+    if context.size is not None and (trainer.mesh is not None or mapped is not None):
+        problem, change = "trainer.mesh sets all mesh axes", "map position to one (trainer.mesh.compute_mapping)"
+        if mapped is not None:
+            problem, change = f"position is mapped to {mapped}", "remove that mapping"
+        raise ConfigError(f"{key}.size: {context.size} given, but {problem}. Remove the size, or {change}")
+    for name in ("method", "balance", "heads_size"):
+        if not is_shared and (value := getattr(context, name)) != getattr(ContextConfig(), name):
+            raise ConfigError(
+                f"{key}.{name}: {value} given, but no devices share the tokens of a row. Set {key}.size to 2 or more, or"
+                f" remove {name}"
+            )
 
-    The model before them has been checked by `make_layout`.
 
-    Args:
-        arrays: path of each parameter in the phase -> its axes.
-    """
-    for path, axes in arrays.items():
+def check_phase(layout: Layout, model: LanguageModel, phase: str) -> None:
+    """Raises `ConfigError` if the devices cannot divide the model of a phase. The model before its surgeries has been checked
+    by `make_layout`. Args: model: of shapes."""
+    check_expert_sharding(model, layout)
+    check_context(model, layout, f"phase '{phase}'")
+    for path, axes in ((path, leaf.axes) for path, leaf in tree.leaves(model) if tree.is_named(leaf)):
         for mapping in (layout.parameter, layout.compute):
             for axis, entry in zip(axes, spec_of(axes, mapping), strict=True):
                 num_devices = math.prod(layout.mesh.shape[name] for name in axis_names(entry))
@@ -99,7 +134,7 @@ def check_cut_axes(layout: Layout, arrays: Mapping[str, Sequence[Axis]], phase: 
                     )
 
 
-def _shape(trainer: ShardingConfig, devices: Sequence[Any]) -> MeshShape:
+def _shape(trainer: ShardingConfig, devices: Sequence[Any], context: Mapping[str, int]) -> MeshShape:
     if trainer.mesh is None:
         groups = count_groups(devices, group_by_process=trainer.replica_dcn_axis_size > 1)
         return mesh_shape(
@@ -108,6 +143,7 @@ def _shape(trainer: ShardingConfig, devices: Sequence[Any]) -> MeshShape:
             model=trainer.model_axis_size,
             replica_dcn=trainer.replica_dcn_axis_size,
             num_groups=groups,
+            context=context,
         )
     for name in ("model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size"):
         if (size := getattr(trainer, name)) != 1:

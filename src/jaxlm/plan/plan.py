@@ -39,14 +39,14 @@ from jaxlm.interop.hf.hub import check_upload_name
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import ModelConfig, vocab_axis
 from jaxlm.models.diffusion.denoisers import check_is_whole
-from jaxlm.models.moe import check_expert_sharding
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
 from jaxlm.plan.batches import BatchPlan, check_microbatches, plan_batches, small_batches, unreached_stages
+from jaxlm.plan.context import ContextChoice, rows_of
 from jaxlm.plan.early_ends import earliest_starts
 from jaxlm.plan.load_config import run_id_of
-from jaxlm.plan.mesh import check_cut_axes, plan_mesh
+from jaxlm.plan.mesh import check_phase, plan_mesh
 from jaxlm.plan.refs.base import Ref
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from jaxlm.reading.decode import choice_name, encode
@@ -64,6 +64,7 @@ class Plan:
         run_id: ID of the run.
         mesh: sizes of the mesh axes.
         layout: devices and axis mappings.
+        context: how devices that share rows divide attention; None if none do.
         warnings: settings that waste resources, are overridden or may mean something other than intended.
         state_builder: builds the model and the state of each phase.
         data: data section of each phase.
@@ -76,6 +77,7 @@ class Plan:
     run_id: str
     mesh: MeshShape
     layout: Layout
+    context: ContextChoice | None
     warnings: tuple[str, ...]
     state_builder: StateBuilder
     data: tuple[DataConfig, ...]
@@ -178,7 +180,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     arrays = {p: leaf.axes for p, leaf in tree.leaves(state_builder.abstract_initial_model) if tree.is_named(leaf)}
     sizes = {axis.name: axis.size for axes in arrays.values() for axis in axes}
     names = {path: [axis.name for axis in axes] for path, axes in arrays.items()}
-    mesh, layout, warnings = plan_mesh(trainer, sizes, names, devices)
+    mesh, layout, context, warnings = plan_mesh(trainer, sizes, names, devices, lambda: rows_of(state_builder, data))
     check_hugging_face(config, data[0].tokenizer, [phase.model for phase in phases])
     batches = plan_batches(trainer, layout.num_shards(BATCH))
     plan = Plan(
@@ -186,6 +188,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         run_id=run_id,
         mesh=mesh,
         layout=layout,
+        context=context,
         warnings=(
             *warnings,
             *unreached_stages(trainer, phases[-1].end),
@@ -212,9 +215,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
             check_is_whole(state.model.denoisers)
             if is_reward_model(state.model):
                 classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
-        cut = {path: leaf.axes for path, leaf in tree.leaves(state.model) if tree.is_named(leaf)}
-        check_cut_axes(layout, cut, phase.name)
-        check_expert_sharding(state.model, layout)
+        check_phase(layout, state.model, phase.name)
     return plan
 
 

@@ -18,10 +18,11 @@ import numpy as np
 
 from jaxlm.core import tree
 from jaxlm.core.array_digest import array_digest
-from jaxlm.core.axes import BATCH, MICROBATCH
+from jaxlm.core.axes import BATCH, MICROBATCH, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, broadcast_from_main, from_main, main_only
 from jaxlm.core.tracing import tracing
+from jaxlm.core.values.text_order import in_text_order
 from jaxlm.data.annotations import AnnotationCache, AnnotationFolder, AskingBatches, AwaitedAnnotations
 from jaxlm.data.annotations import with_annotations as annotated_data
 from jaxlm.data.base import Batches
@@ -133,6 +134,7 @@ def _identity(plan: Plan, phase: Phase, model: LanguageModel) -> dict[str, Any]:
         "mesh": dict(layout.mesh.shape),
         "sharding": dict(layout.compute),
         "device": layout.device.device_kind,
+        **({"context": encode(layout.context)} if layout.context.axes else {}),
     }
 
 
@@ -179,7 +181,14 @@ def _store_missing(
     @functools.partial(jax.jit, out_shardings=plan.layout.replicated())
     def program(refs: Mapping[str, LanguageModel], batch: Any) -> Any:
         with tracing(quantized_products=phase.objective.asks_itself):  # as in a step
-            return phase.objective.annotate(refs, batch).annotations
+            annotations = phase.objective.annotate(refs, batch).annotations
+
+        order = getattr(batch, "order", None)  # a batch of your own may have none
+
+        def in_text(leaf: Any) -> Any:
+            return in_text_order(leaf, order) if tree.is_named(leaf) and leaf.has_axis(POSITION) else leaf
+
+        return jax.tree.map(in_text, annotations, is_leaf=tree.is_named)
 
     compiled: list[Callable[..., Any]] = []
 

@@ -40,8 +40,8 @@ Devices = Sequence[jax.Device] | None
 _EFFECTIVE = tuple(
     f"trainer.{name}"
     for name in (
-        *("mp", "mesh", "model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size", "batch_axis", "fsdp_axis"),
-        *("tensor_parallel_axes", "axis_resources", "parameter_axis_resources", "compute_axis_resources"),
+        *("mp", "mesh", "context", "model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size", "batch_axis"),
+        *("fsdp_axis", "tensor_parallel_axes", "axis_resources", "parameter_axis_resources", "compute_axis_resources"),
         *("train_batch_size", "per_device_parallelism"),
     )
 )

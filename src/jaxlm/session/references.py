@@ -21,6 +21,7 @@ from jaxlm.models.moe import num_multiplied
 from jaxlm.models.stack_paths import without_layers_below
 from jaxlm.models.step_flops import ModelInStep
 from jaxlm.objectives.base import ITSELF
+from jaxlm.plan.context import check_context
 from jaxlm.plan.plan import Plan
 from jaxlm.plan.refs.base import Ref
 
@@ -75,6 +76,7 @@ def check_reference(
             f" model.seq_len to {model.Pos.size} or less"
         )
     _check_divides(key, model, layout)
+    check_context(model, layout, key)
 
 
 def _check_same_tokens(key: str, theirs: Tokenizer, ours: Tokenizer) -> None:

@@ -87,6 +87,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
             f"{flops:.4g} ({_counted(plan)}, {'causal' if model.is_causal else 'bidirectional'} attention)",
         ),
         ("attention", "; ".join(f"{c.name}: {c.reason}" for c in attention_choices(plan)) or "chosen by the model"),
+        *[("context", plan.context.describe()) for _ in [plan.context] if plan.context is not None],
         *[("positions", text) for text in _positions(plan)],
         ("loss", f"chunks of {_chunk_tokens(plan)} tokens, {_logits(plan)}"),
         ("remat", _remat(plan)),
@@ -210,16 +211,22 @@ def _positions(plan: Plan) -> Iterator[str]:
 def attention_choices(plan: Plan) -> list[AttentionChoice]:
     """The distinct attention backends of the layers of all phases' training steps."""
     layout, tasks = plan.layout, {}
+    context = {"context": layout.context, "in_text_order": layout.context.balance == "none"}
     for phase in plan.phases:
         model = plan.state_builder.abstract_state(phase).model
         dtype = activation_dtype(plan.precision, model)
         shared = (layout.platform, cuda_capability(layout.device), dtype, phase.model.seq_len)
-        tasks |= {
-            (layer.task(*shared, kind.window), phase.model.attn_backend): None
+        of_phase = [
+            dataclasses.replace(layer.task(*shared, kind.window), **context)
             for stack in _stacks(model)
             for layer in tree.modules(stack, Attention)
             for kind in stack.kinds
-        }
+        ]
+        tasks |= dict.fromkeys((task, phase.model.attn_backend) for task in of_phase)
+        # Whole rows have a backend that can be differentiated twice, on every platform.
+        optimizers = (phase.optimizer, *phase.optimizer.groups)
+        if layout.context.divides_rows and any(one.takes_second_derivatives for one in optimizers):
+            tasks |= dict.fromkeys((dataclasses.replace(task, twice_differentiable=True),) for task in of_phase)
     return [choose_attention(*task) for task in tasks]
 
 

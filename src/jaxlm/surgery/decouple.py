@@ -138,8 +138,7 @@ class DecoupleConfig(SurgeryConfig):
         return 8 if self.calibration_batches is None else self.calibration_batches
 
     def measure(self, model: LanguageModel, batch: TokenBatch) -> InputMoments:
-        inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids)
-        return input_moments(model, [_QUERIES], inputs)[_QUERIES]
+        return input_moments(model, [_QUERIES], Inputs.of(batch))[_QUERIES]
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
         config, before = _config_of(model), _attention_before(model)

@@ -69,8 +69,7 @@ class DropLayersConfig(SurgeryConfig):
     def measure(self, model: LanguageModel, batch: TokenBatch) -> Mapping[str, jax.Array]:
         """Sums of cosines {layers}, and the number of tokens."""
         names = (EMBEDDING, *map(layer_tap, range(_body(model).num_layers)))
-        inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids)
-        taps = model.hidden(inputs, taps=names).taps
+        taps = model.hidden(Inputs.of(batch), taps=names).taps
         streams = [taps[name].rearrange((*batch.tokens.axes, ...)).astype(jnp.float32) for name in names]
         counts = (batch.segment_ids.array != 0).astype(jnp.float32)
         cosines = [jnp.sum(counts * _cosine(*pair)) for pair in itertools.pairwise(streams)]

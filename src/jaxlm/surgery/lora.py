@@ -167,7 +167,7 @@ class LoraConfig(SurgeryConfig):
         layers = [(path, layer) for path, layer in tree.modules_by_path(model, Linear) if re.search(target, path)]
         paths = [p for p, layer in layers if any(s.rank for s in self._sizes(names.numbered(p, layer.weight)))]
         try:
-            return input_moments(model, paths, Inputs(batch.tokens, batch.positions, batch.segment_ids))
+            return input_moments(model, paths, Inputs.of(batch))
         except ConfigError as error:
             raise ConfigError(f"surgery lora: init: eva: target: {error}") from error
 

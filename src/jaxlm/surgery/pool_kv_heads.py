@@ -99,9 +99,8 @@ class PoolKvHeadsConfig(SurgeryConfig):
 
     def measure(self, model: LanguageModel, batch: TokenBatch) -> dict[str, InputMoments]:
         """Path of an attention -> moments of its inputs."""
-        inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids)
         paths = {f"{path}.k_proj": path for path, _ in tree.modules_by_path(model, Attention)}
-        moments = input_moments(model, list(paths), inputs)
+        moments = input_moments(model, list(paths), Inputs.of(batch))
         return {attention: moments[path] for path, attention in paths.items()}
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 
 from jaxlm.core.axes import BATCH, GROUP, KEY_WORD, PAIR, POSITION
 from jaxlm.core.tree import is_named
+from jaxlm.core.values.text_order import previous
 from jaxlm.core.values.token_scores import TokenScores
 
 _ROWS = 2**31 - 1  # folded into a step's key, into which the numbers of microbatches are folded too
 _KEY_WORDS = 2
+_NO_TOKEN = -1
 
 
 class TokenBatch(eqx.Module):
@@ -32,6 +34,7 @@ class TokenBatch(eqx.Module):
             None if they were not asked.
         row_keys: uint32 {.., key_word} without `position`, a random key for each row (`Objective.with_row_keys`); None if
             the objective needs none, and in evaluations.
+        order: int32, the index of each token in its row; None if tokens are in the order of the text.
     """
 
     tokens: hax.NamedArray
@@ -41,6 +44,7 @@ class TokenBatch(eqx.Module):
     positions: hax.NamedArray
     annotations: Any = None
     row_keys: hax.NamedArray | None = None
+    order: hax.NamedArray | None = None
     excluded: ClassVar[None] = None
     """The token of each position that has no probability: none."""
     mask_fractions: ClassVar[None] = None
@@ -79,7 +83,7 @@ class MaskedBatch(eqx.Module):
         mask_ids: int32 {[microbatch,] batch}, the id of the mask token.
         rates: float32 {[microbatch,] batch}, the weight of a hidden token in the bound on the likelihood: the derivative of
             the logarithm of the mask fraction by the time. None if the times or the masks are such that there is no bound.
-        annotations: as in `TokenBatch`.
+        annotations, order: as in `TokenBatch`.
         mask_range: the smallest and the largest of all mask fractions that the data has; None if that is not known.
     """
 
@@ -93,6 +97,7 @@ class MaskedBatch(eqx.Module):
     mask_ids: hax.NamedArray
     rates: hax.NamedArray | None = None
     annotations: Any = None
+    order: hax.NamedArray | None = None
     mask_range: tuple[float, float] | None = eqx.field(static=True, default=None)
     reads_later_tokens: ClassVar[bool | None] = True
 
@@ -117,7 +122,7 @@ class MaskedBatch(eqx.Module):
 
     def scores(self, nats: hax.NamedArray) -> TokenScores:
         """Scores of the targets. Args: nats: their negative log-likelihoods."""
-        before = hax.roll(self.targets, 1, POSITION)
+        before = previous(self.targets, self.order, _NO_TOKEN)
         return TokenScores(hax.where(self.loss_mask > 0, nats * self.weights, 0.0), self.counted, self.targets, before)
 
 
@@ -128,7 +133,7 @@ class LabeledBatch(eqx.Module):
         tokens: int32, input tokens.
         targets: int32, the label of each token, at its own position.
         loss_mask: float32, 1 where there is a label.
-        segment_ids, positions, annotations: as in `TokenBatch`.
+        segment_ids, positions, annotations, order: as in `TokenBatch`.
     """
 
     tokens: hax.NamedArray
@@ -137,6 +142,7 @@ class LabeledBatch(eqx.Module):
     segment_ids: hax.NamedArray
     positions: hax.NamedArray
     annotations: Any = None
+    order: hax.NamedArray | None = None
     excluded: ClassVar[None] = None
     mask_fractions: ClassVar[None] = None
     mask_range: ClassVar[None] = None
@@ -148,7 +154,7 @@ class LabeledBatch(eqx.Module):
 
     def scores(self, nats: hax.NamedArray) -> TokenScores:
         """Scores of the labels. Args: nats: their negative log-likelihoods."""
-        return TokenScores(nats, self.loss_mask, self.targets, hax.roll(self.targets, 1, POSITION))
+        return TokenScores(nats, self.loss_mask, self.targets, previous(self.targets, self.order, _NO_TOKEN))
 
 
 class PairBatch(eqx.Module):
@@ -166,6 +172,11 @@ class PairBatch(eqx.Module):
     @staticmethod
     def of(**columns: hax.NamedArray) -> "PairBatch":
         return PairBatch(TokenBatch(**columns))
+
+    @property
+    def order(self) -> hax.NamedArray | None:
+        """That of the sequences, {[microbatch,] batch, pair, position}."""
+        return self.pairs.order
 
     def with_row_keys(self, key: jax.Array) -> "PairBatch":
         """The batch with a random key for each sequence."""
@@ -242,6 +253,11 @@ class GroupBatch(eqx.Module):
             samples_all=samples_all,
         )
 
+    @property
+    def order(self) -> hax.NamedArray | None:
+        """That of the sequences, {[microbatch,] batch, group, position}."""
+        return self.responses.order
+
     def sequences(self) -> TokenBatch:
         """All sequences, group by group, so that a group stays on one device."""
         flat = lambda column: column.flatten_axes((BATCH, GROUP), BATCH)  # noqa: E731
@@ -262,6 +278,8 @@ class UnpairedBatch(eqx.Module):
     mismatched: TokenBatch
     labels: hax.NamedArray
     annotations: Any = None
+    order: ClassVar[None] = None
+    """Its annotations have no positions."""
 
     @staticmethod
     def of(labels: hax.NamedArray, **columns: hax.NamedArray) -> "UnpairedBatch":

@@ -18,6 +18,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, KV_HEADS, LAYERS, POSITION, axes_of
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.text_order import text_index
 from jaxlm.models.base import EMBEDDING, Inputs, LanguageModel
 from jaxlm.models.layers import Attention, ForCache, LayerCache, LayerContext
 from jaxlm.models.stacks import Block, Body
@@ -227,21 +228,21 @@ class _Recorder(Attention):
         replaced: Callable[[Any], tuple[Any, Any]] = lambda attention: (attention.v_proj, attention.o_proj)  # noqa: E731
         v_proj, _ = replaced(self.base)
         KVHeads = next(axis for axis in axes_of(v_proj.Out) if axis.name == KV_HEADS)
-        probe = eqx.tree_at(replaced, self.base, (_WhichToken(KVHeads), _Unprojected()))
+        probe = eqx.tree_at(replaced, self.base, (_WhichToken(KVHeads, context.order), _Unprojected()))
         return probe(x, dataclasses.replace(context, attn_backend="reference"), None, **options)[0]
 
 
 class _WhichToken(eqx.Module):
-    """Values that are 1 at the place of their token, and 0 elsewhere."""
+    """Values that are 1 at the index of their token in the text, and 0 elsewhere."""
 
     KVHeads: Axis = eqx.field(static=True)
+    order: NamedArray | None
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        Pos = x.resolve_axis(POSITION)
-        places = hax.named(jnp.eye(Pos.size, dtype=x.dtype), (Pos, Axis(HEAD_SIZE, Pos.size)))
-        return places.broadcast_axis((x.resolve_axis(BATCH), self.KVHeads)).rearrange(
-            (BATCH, POSITION, KV_HEADS, HEAD_SIZE)
-        )
+        Index = Axis(HEAD_SIZE, x.axis_size(POSITION))
+        one_hot = hax.nn.one_hot(text_index(x, self.order), Index, dtype=x.dtype)
+        axes = (x.resolve_axis(BATCH), x.resolve_axis(POSITION), self.KVHeads, Index)
+        return one_hot.broadcast_to(axes).rearrange(axes)
 
 
 class _Unprojected(eqx.Module):

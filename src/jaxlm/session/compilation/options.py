@@ -215,6 +215,7 @@ def step_key(plan: Plan) -> str:
         "mesh": str(plan.mesh),
         "precision": str(plan.precision),
         "optimizer": choice_name(type(plan.phases[0].optimizer)),
+        **({"context": encode(plan.layout.context)} if plan.context else {}),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, EMBED, KEY_POSITION, POSITION
+from jaxlm.core.values.text_order import previous
 from jaxlm.models.base import Inputs, KVCache
 from jaxlm.models.inference.kv_cache import UnstackedCache
 
@@ -27,22 +28,13 @@ def previous_embeddings(
     First = axes[1].resize(1)
     x, segments = x.rearrange(axes), segments.rearrange(axes[:2])
     if cache is None or cache.tokens is None:
-        first, first_segment = (
-            hax.zeros((axes[0], First, axes[2]), dtype=x.dtype),
-            hax.zeros((axes[0], First), dtype=jnp.int32),
-        )
+        first, first_segment = 0, 0
     else:
         token, first_segment = (_slot_before(slots, cache.length, First) for slots in (cache.tokens, cache.segment_ids))
         first = embedded(token).rearrange((axes[0], First, axes[2]))
-    before, before_segments = (_shifted(*pair, axes[1]) for pair in ((first, x), (first_segment, segments)))
+    before, before_segments = previous(x, inputs.order, first), previous(segments, inputs.order, first_segment)
     same = NamedArray((before_segments.array == segments.array) & (segments.array != 0), segments.axes)
     return hax.where(same, before, 0.0).rearrange(axes).astype(x.dtype)
-
-
-def _shifted(first: NamedArray, x: NamedArray, Position: Axis) -> NamedArray:
-    """x moved to the right along positions, with `first` at the left."""
-    array = jnp.concatenate([first.array, x.array[:, : Position.size - 1]], axis=1)
-    return NamedArray(array, x.axes)
 
 
 def _slot_before(slots: NamedArray, length: jax.Array, First: Axis) -> NamedArray:
