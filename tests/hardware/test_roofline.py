@@ -115,6 +115,8 @@ ENTRY %main (p: pred[], q: bf16[2,64,8,16]) -> bf16[2,64,8,16] {{
         "true_computation=%several, false_computation=%whole", "branch_computations={%turn, %whole}"
     )
     assert roofline(backward, FLOPS_ONLY) == Seconds(attention=2.5 * causal), "the longer one"
+    bidirectional = text.replace('"mask_type": "CAUSAL"', '"mask_type": "NO_MASK"')
+    assert roofline(bidirectional, FLOPS_ONLY) == Seconds(attention=2 * causal)
 
 
 def test_slow_memory_limits_matrix_products():

@@ -16,6 +16,7 @@ from jaxlm.hardware.hlo import COLLECTIVES, Collective, Computation, Instruction
 
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:] ?[{\[]([\d," ]*)')
 _SCORES = re.compile(r'"intermediate_tensor_shape".*?"dimensions": ?\[([\d," ]*)\]')
+_UNMASKED = re.compile(r'"mask_type": ?"(NO_MASK|PADDING)"')
 _ATTENTION = "__cudnn$fmha"
 _FUSIONS = ("fusion", "fusion-start")
 # Instructions that move no data: aliases of existing values, collectives, and the ends of what runs asynchronously.
@@ -230,7 +231,8 @@ def _bytes_written(root: Instruction, body: Computation) -> int:
 
 
 def _attention_flops(call: Instruction) -> float:
-    """FLOPs of cuDNN's causal attention, forward or backward: two products with the scores [B, N, T, S]."""
+    """FLOPs of cuDNN's attention, forward or backward: two products with the scores [B, N, T, S], half of them if causal."""
     scores = _SCORES.search(call.line)
     assert scores is not None, call.line
-    return 2 * 2 * math.prod(integers(scores[1])) * call.shape[-1] / 2 * (_BACKWARD if "Backward" in call.line else 1)
+    share = 1 if _UNMASKED.search(call.line) else 0.5
+    return 2 * 2 * math.prod(integers(scores[1])) * call.shape[-1] * share * (_BACKWARD if "Backward" in call.line else 1)
