@@ -197,7 +197,7 @@ def test_one_device_for_a_row_changes_nothing():
 REFUSED = {
     "devices": (
         {"context": {"size": 3}},
-        r"trainer\.context\.size = 1 x 1 x 3 .* 8 devices\. Allowed products: 1, 2, 4",
+        r"context\.size: 3 given, .* the 8 devices .* Allowed: 1, 2, 4, 8",
     ),
     "tokens": (
         {"model": {"seq_len": 60}, "context": {"size": 8}},
