@@ -8,6 +8,7 @@ from typing import Any
 import equinox as eqx
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,8 +16,12 @@ from jaxlm.core import tree
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import AttentionWork, ContextSharding, Layout
 from jaxlm.core.values.batch_types import GroupBatch, LabeledBatch, MaskedBatch, PairBatch, TokenBatch, UnpairedBatch
+from jaxlm.core.values.text_order import in_text_order
 from jaxlm.data.batch import BatchSpec, Column, Columns, shifted_columns, token_columns
-from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
+from jaxlm.evals.continuations import _columns as columns_of_prompts
+from jaxlm.evals.loss import LossMeter
+from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, vocab_axis
+from jaxlm.models.distillation.layerwise import layer_streams
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mixtral import MixtralConfig
@@ -31,11 +36,11 @@ from jaxlm.objectives.distill import Distill
 from jaxlm.objectives.dpo import Dpo
 from jaxlm.objectives.grpo import Grpo
 from jaxlm.objectives.kto import Kto
-from jaxlm.objectives.next_token import NextToken
+from jaxlm.objectives.next_token import NextToken, score_batch
 from jaxlm.objectives.reward import RewardObjective
 from jaxlm.surgery.lora import LoraConfig
 from jaxlm.surgery.reward_head import RewardHeadConfig
-from tests.engine.helpers import one_device
+from tests.engine.helpers import F32, one_device
 
 LENGTH, ROWS, VOCAB = 64, 2, 32
 POS = hax.Axis("position", LENGTH)
@@ -242,3 +247,54 @@ def test_eight_devices_that_share_rows_have_the_gradient_of_one(name, balance):
     shard = tree.leaves(batch)[0][1].array.addressable_shards[0].data
     assert shard.shape[-1] == LENGTH // 8
     check(loss_and_gradient(name, batch, where), name)
+
+
+def text_of(column: hax.NamedArray, order: hax.NamedArray | None) -> np.ndarray:
+    return np.asarray(in_text_order(column, order).rearrange(("batch", "position", ...)).array)
+
+
+@pytest.mark.parametrize("name", ["llama", "masked", "labels"])
+def test_scores_of_tokens_are_those_of_the_text(name):
+    """With the token before each, which tells whether a space was put in front of a text."""
+    _, config, (spec, columns), _ = CASES[name]
+    model = random_model(dataclasses.replace(config, attn_backend="reference"), None, 0)
+    found = []
+    for batch in (batch_of(spec, columns, one_device()), reordered(name, "zigzag")):
+        with one_device().use():
+            scores = jax.jit(score_batch)(model, batch)
+        found.append(
+            {field: text_of(getattr(scores, field), batch.order) for field in ("nats", "mask", "targets", "inputs")}
+        )
+    np.testing.assert_allclose(found[1].pop("nats"), found[0].pop("nats"), rtol=1e-6, atol=1e-6)
+    for field, column in found[0].items():
+        np.testing.assert_array_equal(found[1][field], column, err_msg=field)
+    if name != "llama":
+        np.testing.assert_array_equal(found[1]["inputs"][:, 1:], found[1]["targets"][:, :-1])
+
+
+def test_losses_of_groups_of_tokens_are_those_of_the_text():
+    spec, columns = TOKENS
+    model, groups = random_model(LAST_LAYERS, None, 0), np.random.default_rng(0).integers(0, 3, (ROWS, LENGTH))
+    where = layout(LAST_LAYERS, "blocks")
+    found = []
+    for place in (one_device(), where):
+        with place.use():
+            meter = LossMeter(F32, score_batch, np.arange(VOCAB), 3)
+            found.append(meter.measure(model, [(batch_of(spec, columns, place), jnp.asarray(groups, jnp.int32))]))
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(dataclasses.astuple(ours), dataclasses.astuple(theirs), rtol=1e-5)
+
+
+def test_what_is_shown_or_stored_of_a_row_is_in_the_order_of_the_text():
+    spec, columns = TOKENS
+    plain, other = batch_of(spec, columns, one_device()), reordered("layers", "blocks")
+    for ours, theirs in zip(columns_of_prompts(plain), columns_of_prompts(other), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    model = random_model(dataclasses.replace(LAST_LAYERS, attn_backend="reference"), None, 0)
+    with one_device().use():
+        stored = [
+            text_of(jax.jit(lambda batch: layer_streams(model, Inputs.of(batch), "mixing").targets)(batch), batch.order)
+            for batch in (plain, other)
+        ]
+    # Of each token, the weights of the tokens that it reads.
+    np.testing.assert_allclose(stored[1], stored[0], atol=1e-6)

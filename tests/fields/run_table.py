@@ -57,6 +57,7 @@ def mlp_over_model(*mappings: str) -> Value:
     )
 
 
+SHARED_ROWS = {"trainer": {"context": {"size": 8}}}
 LR_SCALE = Shapes({r"^slots\.controls\.lr_scale$": ()})
 TOP_LEVEL: dict[str, Entry] = {
     "data": ShownIn(FIELDS + "test_data.py::test_data_field"),
@@ -118,6 +119,15 @@ TRAINER: dict[str, Entry] = {
     "trainer.mesh.shared_mapping": Change({"mlp": "model"}, mlp_over_model("parameter", "compute")),
     "trainer.mesh.compute_mapping": Change({"mlp": "model"}, Program(gains=COMPUTATION_OVER_MODEL, alone=False)),
     "trainer.mesh.param_mapping": Change({"mlp": "model"}, Program(gains=PARAMETER_OVER_MODEL)),
+    "trainer.context": Section(),
+    "trainer.context.size": Change(2, mesh(data=4, context=2)),
+    "trainer.context.method": Change("ring", Program(gains=r"collective_permute", alone=False), also=SHARED_ROWS),
+    "trainer.context.balance": Change(
+        "zigzag", Value(lambda plan: plan.layout.context.balance, "zigzag"), also=SHARED_ROWS
+    ),
+    "trainer.context.heads_size": Change(
+        2, mesh(context=4, context_heads=2), also={"trainer": {"context": {"size": 8, "method": "usp"}}}
+    ),
     "trainer.load_checkpoint": ShownIn(INIT_FROM + "test_starting_over_existing_checkpoints_is_refused"),
     "trainer.load_checkpoint_path": ShownIn(
         INIT_FROM + "test_another_runs_state_continues_bit_for_bit_and_is_saved_as_the_runs_own"

@@ -34,6 +34,7 @@ from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.portfolio.nowcast import Nowcast
 from jaxlm.optim.stored_state.formats import EightBit
 from jaxlm.optim.telemetry.guard import Telemetry
+from jaxlm.plan.context import ContextConfig
 from jaxlm.plan.presets.base import PresetConfig
 from jaxlm.plan.presets.depth_times import DepthTimes
 from jaxlm.plan.presets.progressive import StackAdapters
@@ -321,6 +322,7 @@ def all_fields() -> list[tuple[str, str]]:
     rows += _fields("precision", "trainer.mp", PrecisionConfig)
     rows += _fields("precision", "trainer.mp.rules.0", PrecisionRuleConfig)
     rows += _fields("llama", "trainer.mesh", MeshConfig)
+    rows += _fields("llama", "trainer.context", ContextConfig)
     rows += _fields("until", "trainer.until", UntilConfig)
     rows += _fields("plateau", "trainer.controllers.0", ReduceOnPlateauConfig)
     rows += _fields("handover", "trainer.controllers.0", HandoverConfig)

@@ -191,7 +191,7 @@ def test_a_custom_mesh_with_sharded_sequences_computes_the_same():
 
 def test_plan_mesh_names_unknown_axes():
     with pytest.raises(ConfigError, match=r"'data' is mapped|logical axis 'embed'"):
-        plan_mesh(TrainerConfig(), {"mlp": 8}, {}, jax.devices())
+        plan_mesh(TrainerConfig(), {"mlp": 8}, {}, jax.devices(), lambda: pytest.fail("no rows are shared"))
 
 
 CUT = r"phase 'train': after its surgery, the axis 'layers' of body\.0\..* has 1 entries, .* the 2 devices"

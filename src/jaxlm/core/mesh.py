@@ -159,13 +159,16 @@ def mesh_shape(
     for name, size in sizes.items():
         check_at_least(f"trainer.{name}", size, 1)
     group_size = num_devices // num_groups
-    factors = {"model_axis_size": model, "replica_ici_axis_size": replica}
-    if context:
-        factors["context.size"] = math.prod(context.values())
-    if group_size % (product := math.prod(factors.values())):
+    if group_size % (replica * model):
         raise ConfigError(
-            f"{' x '.join(f'trainer.{name}' for name in factors)} = {' x '.join(map(str, factors.values()))} = {product}"
-            f" does not divide the {group_size} devices. Allowed products: {', '.join(divisors(group_size))}"
+            f"trainer.model_axis_size x trainer.replica_ici_axis_size = {model} x {replica} = {replica * model} does not"
+            f" divide the {group_size} devices. Allowed products: {', '.join(divisors(group_size))}"
+        )
+    left, shared = group_size // (replica * model), math.prod(context.values())
+    if left % shared:
+        raise ConfigError(
+            f"trainer.context.size: {shared} given, which does not divide the {left} devices that"
+            f" trainer.model_axis_size and trainer.replica_ici_axis_size leave. Allowed: {', '.join(divisors(left))}"
         )
     if num_groups % replica_dcn:
         raise ConfigError(
@@ -173,7 +176,7 @@ def mesh_shape(
             f" processes, if there are no slices). Allowed: {', '.join(divisors(num_groups))}"
         )
     dcn = {REPLICA: replica_dcn, DATA: num_groups // replica_dcn}
-    return MeshShape({REPLICA: replica, DATA: group_size // product, **context, MODEL: model}, dcn)
+    return MeshShape({REPLICA: replica, DATA: left // shared, **context, MODEL: model}, dcn)
 
 
 def count_groups(devices: Sequence[Any], *, group_by_process: bool) -> int:

@@ -330,8 +330,8 @@ def plan_context(
     for seq_len in rows.seq_lens:
         if seq_len % size:
             raise ConfigError(
-                f"{key}.size: {size} devices share a row of model.seq_len: {seq_len} tokens, which do not divide over them."
-                f" Set model.seq_len to a multiple of {size}, or another size"
+                f"{key}: {size} devices share a row of model.seq_len: {seq_len} tokens, which do not divide over them. Set"
+                f" model.seq_len to a multiple of {size}, or let another number of devices share a row"
             )
     tensor, kv_tensor = layout.num_shards(HEADS), layout.num_shards(KV_HEADS)
     heads = rows.heads // tensor
