@@ -141,7 +141,7 @@ def factories(monkeypatch):
         (
             "examples.nnx_model:make",
             {"gradient_checkpointing": RematModules("mlp")},
-            "a list of names, or modules, given",
+            "modules mlp given, but jaxlm does not know",
         ),
         ("flax_factories:averages", {}, r"has the state norm.mean \(BatchStat\), norm.var"),
         (

@@ -35,7 +35,7 @@ from jaxlm.hardware.topologies import Cuda, Topology
 from jaxlm.models.attention.aot_cuda import compiling_for_cuda
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.moe import num_active
-from jaxlm.models.remat import FULL
+from jaxlm.models.remat import ATTENTION, FULL
 from jaxlm.observe.console import Console, exact_duration, table
 from jaxlm.plan.load_config import run_id_of
 from jaxlm.plan.plan import Plan, make_plan
@@ -158,7 +158,7 @@ def _forecast_phase(
         estimate_kernels(hlo, topology, plan.mesh, plan.precision.compute)
         if cuda
         else Estimate(  # the kernels are not known
-            kernels=_analytic_seconds(plan, topology, step, model, flops.causal * tokens),
+            kernels=_analytic_seconds(plan, topology, step, model, flops.causal, tokens),
             communication=communication_seconds(hlo, topology, plan.mesh),
             hidden=None,
             flops=None,
@@ -225,10 +225,16 @@ def _simulated_devices(topology: Topology) -> tuple[Sequence[Any], str]:
 
 
 def _analytic_seconds(
-    plan: Plan, topology: Topology, step: CompiledStep, model: LanguageModel, flops: float
+    plan: Plan, topology: Topology, step: CompiledStep, model: LanguageModel, flops: float, tokens: int
 ) -> Seconds:
-    """Time of the model's FLOPs in a step (a third more with full remat), and of reading and writing its state."""
-    executed = flops * (4 / 3 if step.remat_policy == FULL else 1) / topology.num_chips
+    """Time of the model's FLOPs in a step, with what remat recomputes, and of reading and writing its state.
+
+    Args:
+        flops: per token.
+    """
+    of_weights = min(flops, 6 * num_active(model))
+    recomputed = {FULL: flops / 3, ATTENTION: of_weights / 3}.get(step.remat_policy, 0.0)
+    executed = (flops + recomputed) * tokens / topology.num_chips
     state = _STATE_TRAFFIC * tree.num_parameters(model) * plan.precision.params.itemsize
     num_shards = plan.mesh.data * plan.mesh.model
     return Seconds(

@@ -3,6 +3,7 @@
     none     saves everything that the derivative reads, except changes of layout and dtype
     cheap    saves matrix products (of a layer with an adapter, the sum), attention, the row statistics of norms and the
              scales of fp8; recomputes norms, activations, rotary embeddings and inputs in fp8
+    attention  saves each layer's input, and attention's output and logsumexp, so that attention itself runs once
     full     saves only each layer's input (Chen et al. 2016, arXiv:1604.06174)
     [names]  saves the layer's input and the named activations: query, key, value, attention, mlp, expert
     modules  saves nothing inside of the modules of each layer whose names match a regular expression, except their inputs,
@@ -52,16 +53,20 @@ class RematModules:
 
 RematPolicy = str | tuple[str, ...] | RematModules
 
-AUTO, NONE, CHEAP, FULL = "auto", "none", "cheap", "full"
+AUTO, NONE, CHEAP, FULL = "auto", "none", "cheap", "full"  # and ATTENTION, which is also the name of an activation
 QUERY, KEY, VALUE, MLP, EXPERT = "query", "key", "value", "mlp", "expert"
 NAMES = (QUERY, KEY, VALUE, ATTENTION, MLP, EXPERT)
 ADAPTED = "adapted"
 """The output of a layer with an adapter. Without it, `cheap` would save the products of layer and adapter, not their sum."""
-_POLICIES = (AUTO, NONE, CHEAP, FULL)
+_POLICIES = (AUTO, NONE, CHEAP, ATTENTION, FULL)
 
 # Least recomputation first. On CPUs it is faster to recompute an activation than to read it from memory
 # (docs/benchmarks.md), so `auto` does not try `none` there.
-CANDIDATES = {"cpu": (CHEAP, FULL), "gpu": (NONE, CHEAP, FULL), "tpu": (NONE, CHEAP, FULL)}
+CANDIDATES = {
+    "cpu": (CHEAP, ATTENTION, FULL),
+    "gpu": (NONE, CHEAP, ATTENTION, FULL),
+    "tpu": (NONE, CHEAP, ATTENTION, FULL),
+}
 
 
 def parse_remat(value: bool | str | Sequence[str] | RematModules) -> RematPolicy:
@@ -172,7 +177,7 @@ def _policy(remat_policy: RematPolicy) -> Callable[..., bool] | None:
         return policies.save_from_both_policies(
             policies.dots_saveable, policies.save_only_these_names(ATTENTION, EXPERT, NORM, FP8_SCALE, ADAPTED)
         )
-    return policies.save_only_these_names(*remat_policy)
+    return policies.save_only_these_names(*((ATTENTION,) if remat_policy == ATTENTION else remat_policy))
 
 
 # Operations on parameters before a matrix product. Saving their results would keep a second copy of all layers (under

@@ -30,7 +30,7 @@ from jaxlm.models.base import LanguageModel
 from jaxlm.models.chunked_loss import default_chunk_tokens
 from jaxlm.models.layers import Attention
 from jaxlm.models.moe import num_active
-from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, RematModules, parse_remat
+from jaxlm.models.remat import ATTENTION, AUTO, CANDIDATES, CHEAP, FULL, NONE, RematModules, parse_remat
 from jaxlm.models.scan import runs_as_scan
 from jaxlm.models.stacks import HeterogeneousBody, Stack
 from jaxlm.observe.console import duration
@@ -173,6 +173,7 @@ def _remat(plan: Plan) -> str:
     descriptions = {
         NONE: "nothing is recomputed",
         CHEAP: "norms and activations are recomputed, matrix products and attention are saved",
+        ATTENTION: "everything except each layer's input and attention is recomputed",
         FULL: "everything except each layer's input is recomputed",
     }
     if isinstance(remat_policy, str):
