@@ -18,7 +18,7 @@ from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.models.flops import matrix_operations
-from jaxlm.models.remat import CANDIDATES, RematModules, parse_remat, remat
+from jaxlm.models.remat import CANDIDATES, RematConfig, RematModules, parse_remat, remat
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ from jaxlm.models.remat import CANDIDATES, RematModules, parse_remat, remat
         ("auto", "auto"),
         ("none", "none"),
         (["query", "mlp"], ("query", "mlp")),
-        (RematModules("mlp"), RematModules("mlp")),
+        (RematConfig("mlp"), RematModules("mlp")),
     ],
 )
 def test_settings_are_parsed(value, remat_policy):
@@ -68,10 +68,10 @@ def test_only_the_modules_that_match_are_recomputed(tiny_llama, gradient_of):
     config = tiny_llama
     policies = {
         "none": "none",
-        "mlp": RematModules("^mlp$"),
-        "attn": RematModules("attn$"),
-        "both": RematModules("^attn$|^mlp$"),
-        "norms": RematModules("norm"),
+        "mlp": RematConfig("^mlp$"),
+        "attn": RematConfig("attn$"),
+        "both": RematConfig("^attn$|^mlp$"),
+        "norms": RematConfig("norm"),
         "full": "full",
     }
     traced = {name: gradient_of(config, policy) for name, policy in policies.items()}
@@ -102,7 +102,7 @@ def test_modules_of_gpt2_unrolled(gradient_of):
     """Its attention reads the width of a head from a module."""
     sizes = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "scan_layers": False}
     config = Gpt2Config(**sizes, scale_attn_by_inverse_layer_idx=True)
-    traced = [gradient_of(config, policy) for policy in ("none", RematModules("attn|mlp"))]
+    traced = [gradient_of(config, policy) for policy in ("none", RematConfig("attn|mlp"))]
     whole, some = (jax.tree.leaves(gradient(weights)) for gradient, weights in traced)
     for ours, theirs in zip(some, whole, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -111,16 +111,16 @@ def test_modules_of_gpt2_unrolled(gradient_of):
 
 
 def test_modules_that_match_nothing_are_refused(tiny_llama, gradient_of):
-    gradient, weights = gradient_of(tiny_llama, RematModules("mpl"))
+    gradient, weights = gradient_of(tiny_llama, RematConfig("mpl"))
     message = (
         r"gradient_checkpointing\.modules: 'mpl' matches no module of a layer\. A layer has: attn_norm, attn, .*mlp"
     )
     with pytest.raises(ConfigError, match=message):
         gradient.lower(weights)
     with pytest.raises(ConfigError, match=r"gradient_checkpointing\.modules: '\(' is not a valid regular expression"):
-        RematModules("(")
+        RematConfig("(")
     with pytest.raises(ConfigError, match=r"modules given, but the layers of nano are checkpointed as a whole"):
-        NanoConfig(gradient_checkpointing=RematModules("mlp")).check()
+        NanoConfig(gradient_checkpointing=RematConfig("mlp")).check()
 
 
 def test_auto_compiles_like_the_policy_it_chose(tiny_llama, built, as_inputs):
