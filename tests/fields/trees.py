@@ -277,6 +277,7 @@ BASES: dict[str, Tree] = {
         phases=[{"name": "p", "surgery": [{"type": "split_at", "layer": 1}], "trainable": [r"body\.1", "^head"]}],
     ),
     "remat": merged(tree(), {"model": {"gradient_checkpointing": {"modules": "mlp"}}}),
+    "offload": merged(tree(), {"model": {"gradient_checkpointing": {"offload": ["residual"]}}}),
     "precision": _trainer(mp={"default": "p=f32,c=bfloat16", "rules": [{"match": "mlp", "compute": "f32"}]}),
 }
 
@@ -312,7 +313,8 @@ def all_fields() -> list[tuple[str, str]]:
     for name, kind in Node.get_known_choices().items():
         rows += _fields("topology", NODES[name], kind)
     rows += _fields("timed", "model.time_embedding", TimeEmbeddingConfig)
-    rows += _fields("remat", "model.gradient_checkpointing", RematConfig)
+    remat = "model.gradient_checkpointing"
+    rows += [("remat" if path.endswith("modules") else "offload", path) for _, path in _fields("", remat, RematConfig)]
     for name, kind in RotaryConfig.get_known_choices().items():
         rows += _fields(f"rope {name}", "model.rope", kind)
     rows += _fields("llama", "trainer", TrainerConfig)

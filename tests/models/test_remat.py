@@ -18,7 +18,7 @@ from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.models.flops import matrix_operations
-from jaxlm.models.remat import CANDIDATES, RematConfig, RematModules, parse_remat, remat
+from jaxlm.models.remat import CANDIDATES, RematConfig, RematModules, RematOffload, parse_remat, remat
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,9 @@ from jaxlm.models.remat import CANDIDATES, RematConfig, RematModules, parse_rema
         ("none", "none"),
         (["query", "mlp"], ("query", "mlp")),
         (RematConfig("mlp"), RematModules("mlp")),
+        (RematConfig(), "full"),
+        (RematConfig(save=["mlp"]), ("mlp",)),
+        (RematConfig(save=["mlp"], offload=["residual"]), RematOffload(("mlp",), ("residual",))),
     ],
 )
 def test_settings_are_parsed(value, remat_policy):

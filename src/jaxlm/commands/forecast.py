@@ -30,7 +30,7 @@ from jaxlm.hardware.aot_devices import aot_devices, has_compiler
 from jaxlm.hardware.estimate import Estimate, communication_seconds, estimate_kernels, speed_of
 from jaxlm.hardware.hlo import collectives_by_kind, kernels
 from jaxlm.hardware.program_memory import argument_bytes
-from jaxlm.hardware.roofline import Seconds, executed_flops, roofline
+from jaxlm.hardware.roofline import HostTraffic, Seconds, executed_flops, roofline
 from jaxlm.hardware.topologies import Cuda, Topology
 from jaxlm.models.attention.aot_cuda import compiling_for_cuda
 from jaxlm.models.base import LanguageModel
@@ -71,6 +71,9 @@ class Forecast:
         memory_bytes: memory per chip, as compiled.
         argument_bytes: the part of it that the state, references and the batch take; the rest is temporary.
         recomputation: remat policy that the step was compiled with.
+        host_bytes: memory of the host per chip, for what is offloaded.
+        host_traffic: the copies between the memories of chip and host in each loop of the step, and outside of them; empty if
+            there are none, or the kernels are not known.
         optimizer_seconds: the part of `compute_seconds` and `memory_seconds` that the update of the parameters takes; None if
             the kernels are not known.
         optimizer_flops_share: its share of the FLOPs of matrix products and attention that a device executes.
@@ -105,6 +108,8 @@ class Forecast:
     argument_bytes: int | None
     memory_limit: int
     recomputation: str
+    host_bytes: int
+    host_traffic: tuple[HostTraffic, ...]
     optimizer_seconds: float | None
     optimizer_flops_share: float | None
     collectives: dict[str, tuple[int, int]]
@@ -190,6 +195,8 @@ def _forecast_phase(
         argument_bytes=argument_bytes(step.call),
         memory_limit=int(topology.chip.memory),
         recomputation=step.remat_policy,
+        host_bytes=step.host_bytes,
+        host_traffic=estimate.host,
         optimizer_seconds=roofline(hlo, speed, OPTIMIZER_SCOPE).total if cuda else None,
         optimizer_flops_share=executed_flops(hlo, OPTIMIZER_SCOPE) / max(1.0, estimate.flops or 0.0) if cuda else None,
         collectives=estimate.collectives,
@@ -243,6 +250,19 @@ def _analytic_seconds(
     )
 
 
+def _host(result: Forecast) -> str:
+    """What is in the host's memory, and how long the copies take beside the kernels of a layer."""
+    parts = [gib(result.host_bytes)]
+    for traffic in sorted(result.host_traffic, key=lambda traffic: traffic.copies.back):
+        directions = ((traffic.copies.there, "to the host"), (traffic.copies.back, "back"))
+        moved = " and ".join(f"{gib(num_bytes)} {where}" for num_bytes, where in directions if num_bytes)
+        copying, kernels, waiting = map(
+            exact_duration, (traffic.seconds, traffic.kernels, traffic.exposed / traffic.turns)
+        )
+        parts.append(f"{traffic.turns} times {moved} in {copying} beside {kernels} of kernels, {waiting} of it exposed")
+    return "; ".join(parts)
+
+
 def _rows(result: Forecast) -> list[tuple[str, str]]:
     memory = "unknown" if result.memory_bytes is None else gib(result.memory_bytes)
     held = "" if result.argument_bytes is None else f", {gib(result.argument_bytes)} of it state, references and batch"
@@ -276,5 +296,6 @@ def _rows(result: Forecast) -> list[tuple[str, str]]:
         ("MFU", f"{result.mfu:.1%} ({mfu}{result.mfu_exposed:.1%} exposed); {full_attention}"),
         ("kernels", ", ".join(f"{name} x {n}" for name, n in result.kernels.items()) or "unknown"),
         ("memory per chip", f"{memory} of {gib(result.memory_limit)}{held}"),
+        *([("host's memory per chip", _host(result))] if result.host_bytes else []),
     ]
     return rows if result.sampling is None else [*rows, *result.sampling.rows_of_table(result.memory_limit)]

@@ -66,12 +66,6 @@ class RematConfig:
                     " whole. Remove one of them"
                 )
             return
-        if not self.offload:
-            raise ConfigError(
-                "model.gradient_checkpointing.offload: a list of activations expected"
-                f" ({', '.join((RESIDUAL, *NAMES))}). Without any, list those to save as the value of"
-                " model.gradient_checkpointing itself"
-            )
         _check_names("model.gradient_checkpointing.save", self.save, NAMES)
         _check_names("model.gradient_checkpointing.offload", self.offload, (RESIDUAL, *NAMES))
         if both := set(self.save) & set(self.offload):
@@ -125,7 +119,8 @@ def parse_remat(value: bool | str | Sequence[str] | RematConfig) -> RematPolicy:
     if isinstance(value, RematConfig):
         if value.modules is not None:
             return RematModules(value.modules)
-        return RematOffload(tuple(value.save), tuple(value.offload))
+        saved, offloaded = tuple(value.save), tuple(value.offload)
+        return RematOffload(saved, offloaded) if offloaded else saved or FULL
     if isinstance(value, str):
         if value not in _POLICIES:
             raise ConfigError(
@@ -151,8 +146,7 @@ def remat_name(remat_policy: RematPolicy) -> str:
     if isinstance(remat_policy, RematModules):
         return f"modules {remat_policy.modules}"
     if isinstance(remat_policy, RematOffload):
-        saved = f"{', '.join(remat_policy.save)} and, " if remat_policy.save else ""
-        return f"{saved}on the host, {', '.join(remat_policy.offload)}"
+        return ", ".join([*remat_policy.save, *(f"{name} on the host" for name in remat_policy.offload)])
     return remat_policy if isinstance(remat_policy, str) else ", ".join(remat_policy)
 
 

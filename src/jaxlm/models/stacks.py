@@ -35,7 +35,6 @@ from jaxlm.models.remat import (
     RematPolicy,
     checkpoint_name,
     for_whole_layers,
-    offloads,
     remat,
     with_remat_modules,
 )
@@ -360,13 +359,8 @@ class Body(abc.ABC):
         contexts = layer_contexts(kinds, shared.inputs, shared.attention_mask, backend, first.HeadSize)
         layout = current_layout()
         num_devices = 1 if layout is None else layout.mesh.size
-        scan, _ = runs_as_scan(
-            first.scan,
-            self.num_layers,
-            platform=current_platform(),
-            num_devices=num_devices,
-            offloads=offloads(first.remat_policy),
-        )
+        where = {"platform": current_platform(), "num_devices": num_devices}
+        scan, _ = runs_as_scan(first.scan, self.num_layers, first.remat_policy, **where)
 
         # A visit looks into a layer's modules, so that they cannot be checkpointed one by one.
         policy = first.remat_policy if visit is None else for_whole_layers(first.remat_policy)

@@ -40,7 +40,6 @@ from jaxlm.models.remat import (
     RESIDUAL,
     RematModules,
     RematOffload,
-    offloads,
     parse_remat,
 )
 from jaxlm.models.scan import runs_as_scan
@@ -207,13 +206,8 @@ def _layers(plan: Plan) -> str:
         return "defined by the model"
     num_layers = sum(stack.Layers.size for stack in stacks)
     scan = phase.model.scan_layers
-    loop, reason = runs_as_scan(
-        scan,
-        num_layers,
-        platform=layout.platform,
-        num_devices=layout.mesh.size,
-        offloads=offloads(parse_remat(phase.model.gradient_checkpointing)),
-    )
+    policy = parse_remat(phase.model.gradient_checkpointing)
+    loop, reason = runs_as_scan(scan, num_layers, policy, platform=layout.platform, num_devices=layout.mesh.size)
     return f"{'one compiled layer in a scan' if loop else 'compiled separately'} ({reason})"
 
 
