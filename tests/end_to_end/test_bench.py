@@ -121,6 +121,33 @@ def test_forecast_with_the_nvidia_compiler(workplace):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(is_installed, CUDA_PLUGINS)), reason="jax's CUDA plugin is not installed")
+def test_forecast_of_offloaded_activations_with_the_nvidia_compiler(workplace):
+    """What is offloaded is in the host's memory, to the byte, and no longer in the device's."""
+    place = workplace(1)
+    place.write("")
+    layers, tokens, width, heads = 4, 4096, 256, 4
+    sizes = {"seq_len": tokens, "hidden_dim": width, "intermediate_dim": 512, "num_layers": layers, "num_heads": heads}
+    changes = [part for key, value in sizes.items() for part in (f"--model.{key}", str(value))]
+    changes += ["--model.num_kv_heads", "2", "--trainer.train_batch_size", "8", "--trainer.mp", "p=f32,c=bfloat16"]
+    forecasts = {}
+    for policy in ("attention", "{offload: [residual, attention]}", "{save: [attention], offload: [residual]}"):
+        changed = [*changes, "--model.gradient_checkpointing", policy, "--topology", "h100-8"]
+        done = place.finish("--config_path", "run.yaml", *changed, module="jaxlm.commands.bench")
+        forecasts[policy] = json.loads(done.out.splitlines()[-1])
+    on_device, both, residual = forecasts.values()
+    stream, logsumexp = 2 * layers * tokens * width, 4 * layers * tokens * heads
+    assert [one["host_bytes"] for one in forecasts.values()] == [0, 2 * stream + logsumexp, stream]
+    assert on_device["memory_bytes"] - both["memory_bytes"] > stream
+    there, back = sorted(both["host_traffic"], key=lambda traffic: traffic["copies"]["back"])
+    a_layer = both["host_bytes"] // layers
+    assert there["copies"] == {"there": a_layer, "back": 0}
+    assert back["copies"] == {"there": 0, "back": a_layer}
+    assert there["turns"] == back["turns"] == layers
+    assert both["step_seconds_scheduled"] > residual["step_seconds_scheduled"] > on_device["step_seconds_scheduled"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(is_installed, CUDA_PLUGINS)), reason="jax's CUDA plugin is not installed")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_forecast_of_fp8_with_the_nvidia_compiler(workplace, recipe):
     """All products of two layers and the head are in fp8 in the program for a Hopper, and none in that for an Ampere."""

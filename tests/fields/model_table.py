@@ -353,6 +353,12 @@ TOPOLOGY: dict[str, Entry] = {
 
 TABLE: Table = {
     "remat": {"model.gradient_checkpointing.modules": Change("attn|mlp", Program(gains=r"stablehlo\.dot_general"))},
+    "offload": {  # the program for CPUs has one memory: what is saved is no longer recomputed
+        "model.gradient_checkpointing.save": Change(["attention"], Program(loses=r"stablehlo\.dot_general")),
+        "model.gradient_checkpointing.offload": Change(
+            ["residual", "query"], Program(loses=r"stablehlo\.dot_general", alone=False)
+        ),
+    },
     "timed": {
         "model.time_embedding.type": Change("learned", Refused("num_time_steps: is needed for type: learned")),
         "model.time_embedding.dim": Change(6, Shapes({r"^model\.time\.up_proj\.weight": (6, 6)})),

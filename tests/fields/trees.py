@@ -20,7 +20,7 @@ from jaxlm.models.decoder import DecoderConfig
 from jaxlm.models.diffusion.time_embedding import TimeEmbeddingConfig
 from jaxlm.models.families.nano.lookup import LookupConfig
 from jaxlm.models.families.topology.nodes import Node
-from jaxlm.models.remat import RematModules
+from jaxlm.models.remat import RematConfig
 from jaxlm.models.rope import RotaryConfig
 from jaxlm.objectives.advantages import Advantage, Overlong
 from jaxlm.objectives.base import ObjectiveConfig
@@ -278,6 +278,7 @@ BASES: dict[str, Tree] = {
         phases=[{"name": "p", "surgery": [{"type": "split_at", "layer": 1}], "trainable": [r"body\.1", "^head"]}],
     ),
     "remat": merged(tree(), {"model": {"gradient_checkpointing": {"modules": "mlp"}}}),
+    "offload": merged(tree(), {"model": {"gradient_checkpointing": {"offload": ["residual"]}}}),
     "precision": _trainer(mp={"default": "p=f32,c=bfloat16", "rules": [{"match": "mlp", "compute": "f32"}]}),
 }
 
@@ -313,7 +314,8 @@ def all_fields() -> list[tuple[str, str]]:
     for name, kind in Node.get_known_choices().items():
         rows += _fields("topology", NODES[name], kind)
     rows += _fields("timed", "model.time_embedding", TimeEmbeddingConfig)
-    rows += _fields("remat", "model.gradient_checkpointing", RematModules)
+    remat = "model.gradient_checkpointing"
+    rows += [("remat" if path.endswith("modules") else "offload", path) for _, path in _fields("", remat, RematConfig)]
     for name, kind in RotaryConfig.get_known_choices().items():
         rows += _fields(f"rope {name}", "model.rope", kind)
     rows += _fields("llama", "trainer", TrainerConfig)

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlm.hardware.roofline import Seconds, Speed, executed_flops, overlapped, roofline
+from jaxlm.hardware.host_copies import HostCopy
+from jaxlm.hardware.roofline import Seconds, Speed, executed_flops, host_traffic, overlapped, roofline
 
 FLOPS_ONLY = Speed(products=1.0, attention=1.0, memory=float("inf"))
 BYTES_ONLY = Speed(products=float("inf"), attention=float("inf"), memory=1.0)
@@ -197,3 +198,51 @@ ENTRY %main (x: f32[100]) -> f32[100] {
 """
     assert roofline(text, BYTES_ONLY) == Seconds(memory=3 * 800)
     assert roofline(text, BYTES_ONLY, "optimizer") == Seconds(memory=800)
+
+
+def test_copies_to_the_host_overlap_the_kernels_scheduled_between_start_and_done():
+    """In a loop of five turns, forms that XLA gives them: a slice of a stack in the host's memory, and a whole array."""
+    text = """HloModule m, is_scheduled=true
+
+%store (s: f32[5,100], u: f32[1,100], i: s32[]) -> f32[5,100] {
+  %s = f32[5,100]{1,0:S(5)} parameter(0)
+  %u = f32[1,100]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %d = f32[5,100]{1,0:S(5)} dynamic-update-slice(%s, %u, %i, %i)
+}
+
+%load (s.1: f32[5,100], i.1: s32[]) -> f32[1,100] {
+  %s.1 = f32[5,100]{1,0:S(5)} parameter(0)
+  %i.1 = s32[] parameter(1)
+  %l = f32[1,100]{1,0} dynamic-slice(%s.1, %i.1, %i.1), dynamic_slice_sizes={1,100}
+  ROOT %c = f32[1,100]{1,0} copy(%l)
+}
+
+%body (t: (s32[], f32[1,100], f32[5,100])) -> (s32[], f32[1,100], f32[5,100]) {
+  %t = (s32[], f32[1,100]{1,0}, f32[5,100]{1,0:S(5)}) parameter(0)
+  %n = s32[] get-tuple-element(%t), index=0
+  %x = f32[1,100]{1,0} get-tuple-element(%t), index=1
+  %on_host = f32[5,100]{1,0:S(5)} get-tuple-element(%t), index=2
+  %there = ((STACK, f32[1,100]{1,0}, s32[]), STACK, u32[]) fusion-start(%on_host, %x, %n), kind=kCustom, calls=%store
+  %y = f32[1,100]{1,0} negate(%x)
+  %stored = f32[5,100]{1,0:S(5)} fusion-done(%there)
+  %back = ((STACK, s32[]), f32[1,100]{1,0}, u32[]) fusion-start(%on_host, %n), kind=kCustom, calls=%load
+  %loaded = f32[1,100]{1,0} fusion-done(%back)
+  ROOT %out = (s32[], f32[1,100]{1,0}, f32[5,100]{1,0:S(5)}) tuple(%n, %y, %stored)
+}
+
+ENTRY %main (t.2: (s32[], f32[1,100], f32[5,100])) -> (s32[], f32[1,100], f32[5,100]) {
+  %t.2 = (s32[], f32[1,100]{1,0}, f32[5,100]{1,0:S(5)}) parameter(0)
+  %w = f32[7]{0} constant({...})
+  %copied = (f32[7]{0:S(5)}, f32[7]{0}, u32[]) copy-start(%w)
+  %copy = f32[7]{0:S(5)} copy-done(%copied)
+  ROOT %loop = (s32[], f32[1,100]{1,0}, STACK) while(%t.2), body=%body, backend_config={"known_trip_count":{"n":"5"}}
+}
+""".replace("STACK", "f32[5,100]{1,0:S(5)}")
+    seconds = 400 / 1000
+    whole, turn = sorted(host_traffic(text, BYTES_ONLY, 1000.0), key=lambda traffic: traffic.turns)
+    assert (whole.turns, whole.copies, whole.hidden) == (1, HostCopy(there=28), 0)
+    assert (turn.turns, turn.copies, turn.seconds) == (5, HostCopy(there=400, back=400), 2 * seconds)
+    assert turn.kernels == 800, "the negation, which reads and writes device memory"
+    assert turn.hidden == seconds, "the copy back ends where it starts"
+    assert turn.exposed == pytest.approx(5 * seconds)

@@ -19,7 +19,7 @@ from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.flax import FlaxConfig
 from jaxlm.models.inference.generate import generate
 from jaxlm.models.loss import next_token_sums, token_losses
-from jaxlm.models.remat import RematModules
+from jaxlm.models.remat import RematConfig
 from tests.engine.helpers import VOCAB, TinyRun, arrays, layout, one_device
 
 LINEN_AXES = {
@@ -140,8 +140,8 @@ def factories(monkeypatch):
         ("examples.nnx_model:make", {"gradient_checkpointing": ["mlp"]}, "Allowed: auto, none, cheap, full"),
         (
             "examples.nnx_model:make",
-            {"gradient_checkpointing": RematModules("mlp")},
-            "a list of names, or modules, given",
+            {"gradient_checkpointing": RematConfig("mlp")},
+            "modules mlp given, but jaxlm does not know",
         ),
         ("flax_factories:averages", {}, r"has the state norm.mean \(BatchStat\), norm.var"),
         (

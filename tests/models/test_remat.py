@@ -1,18 +1,24 @@
 """The remat policies of `gradient_checkpointing`."""
 
 import dataclasses
+import functools
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tracing import tracing
+from jaxlm.models.attention.aot_cuda import compiling_for_cuda
+from jaxlm.models.attention.backends.cudnn import cudnn_attention
+from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.models.flops import matrix_operations
-from jaxlm.models.remat import CANDIDATES, RematModules, parse_remat
+from jaxlm.models.remat import CANDIDATES, RematConfig, RematModules, RematOffload, parse_remat, remat
 
 
 @pytest.mark.parametrize(
@@ -21,10 +27,14 @@ from jaxlm.models.remat import CANDIDATES, RematModules, parse_remat
         (True, "full"),
         (False, "none"),
         ("cheap", "cheap"),
+        ("attention", "attention"),
         ("auto", "auto"),
         ("none", "none"),
         (["query", "mlp"], ("query", "mlp")),
-        (RematModules("mlp"), RematModules("mlp")),
+        (RematConfig("mlp"), RematModules("mlp")),
+        (RematConfig(), "full"),
+        (RematConfig(save=["mlp"]), ("mlp",)),
+        (RematConfig(save=["mlp"], offload=["residual"]), RematOffload(("mlp",), ("residual",))),
     ],
 )
 def test_settings_are_parsed(value, remat_policy):
@@ -61,10 +71,10 @@ def test_only_the_modules_that_match_are_recomputed(tiny_llama, gradient_of):
     config = tiny_llama
     policies = {
         "none": "none",
-        "mlp": RematModules("^mlp$"),
-        "attn": RematModules("attn$"),
-        "both": RematModules("^attn$|^mlp$"),
-        "norms": RematModules("norm"),
+        "mlp": RematConfig("^mlp$"),
+        "attn": RematConfig("attn$"),
+        "both": RematConfig("^attn$|^mlp$"),
+        "norms": RematConfig("norm"),
         "full": "full",
     }
     traced = {name: gradient_of(config, policy) for name, policy in policies.items()}
@@ -95,7 +105,7 @@ def test_modules_of_gpt2_unrolled(gradient_of):
     """Its attention reads the width of a head from a module."""
     sizes = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "scan_layers": False}
     config = Gpt2Config(**sizes, scale_attn_by_inverse_layer_idx=True)
-    traced = [gradient_of(config, policy) for policy in ("none", RematModules("attn|mlp"))]
+    traced = [gradient_of(config, policy) for policy in ("none", RematConfig("attn|mlp"))]
     whole, some = (jax.tree.leaves(gradient(weights)) for gradient, weights in traced)
     for ours, theirs in zip(some, whole, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -104,16 +114,16 @@ def test_modules_of_gpt2_unrolled(gradient_of):
 
 
 def test_modules_that_match_nothing_are_refused(tiny_llama, gradient_of):
-    gradient, weights = gradient_of(tiny_llama, RematModules("mpl"))
+    gradient, weights = gradient_of(tiny_llama, RematConfig("mpl"))
     message = (
         r"gradient_checkpointing\.modules: 'mpl' matches no module of a layer\. A layer has: attn_norm, attn, .*mlp"
     )
     with pytest.raises(ConfigError, match=message):
         gradient.lower(weights)
     with pytest.raises(ConfigError, match=r"gradient_checkpointing\.modules: '\(' is not a valid regular expression"):
-        RematModules("(")
+        RematConfig("(")
     with pytest.raises(ConfigError, match=r"modules given, but the layers of nano are checkpointed as a whole"):
-        NanoConfig(gradient_checkpointing=RematModules("mlp")).check()
+        NanoConfig(gradient_checkpointing=RematConfig("mlp")).check()
 
 
 def test_auto_compiles_like_the_policy_it_chose(tiny_llama, built, as_inputs):
@@ -127,4 +137,58 @@ def test_auto_compiles_like_the_policy_it_chose(tiny_llama, built, as_inputs):
 
     sizes = [program(remat_policy) for remat_policy in CANDIDATES["gpu"]]
     assert sizes == sorted(sizes, reverse=True)
-    assert len(set(sizes)) == 3
+    assert len(set(sizes)) == len(CANDIDATES["gpu"])
+
+
+def executions(jaxpr, primitive):
+    """How often a program calls an operation, each branch of a conditional included. Loops count once."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if not equation.outvars and not equation.effects:  # the compiler drops a call that returns nothing
+            continue
+        total += primitive in equation.primitive.name
+        total += sum(executions(inner, primitive) for inner in jaxprs_in_params(equation.params))
+    return total
+
+
+def test_the_backward_pass_with_saved_attention_multiplies_no_scores_again(tiny_llama, gradient_of):
+    """In matrix products of the traced program: `full` executes attention's forward pass once more."""
+
+    def operations(policy):
+        gradient, weights = gradient_of(tiny_llama, policy)
+        return matrix_operations(jax.make_jaxpr(gradient)(weights).jaxpr)
+
+    rows, tokens, head_size = 4, 16, tiny_llama.hidden_dim // tiny_llama.num_heads
+    scores_and_sums = 2 * 2 * rows * tokens**2 * tiny_llama.num_heads * head_size * tiny_llama.num_layers
+    full, saved = operations("full"), operations("attention")
+    assert full - saved == scores_and_sums
+    assert operations(["attention"]) == saved
+
+
+SPLASH = functools.partial(splash_attention, scale=0.1, window=None, interpret=True)
+CUDNN = functools.partial(cudnn_attention, scale=0.1, window=None, packed=False)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "primitive", "calls"),
+    [(SPLASH, "pallas_call", {"attention": 3, "full": 4}), (CUDNN, "attention_fwd", {"attention": 1, "full": 2})],
+    ids=["splash", "cudnn"],
+)
+def test_a_fused_kernel_runs_its_forward_pass_once_with_saved_attention(kernel, primitive, calls, monkeypatch):
+    """Splash has one kernel for the forward pass and two for the backward pass."""
+
+    def layer(x, w):
+        projected = (x @ w).reshape(1, 128, 2, 1, 64)
+        out = kernel(projected, projected[:, :, :, 0], projected[:, :, :, 0], jnp.ones((1, 128), jnp.int32))
+        return x + out.reshape(x.shape), None
+
+    def loss(policy, weights, x):
+        return jax.lax.scan(remat(policy, layer, scan=True), x, weights)[0].astype(jnp.float32).sum()
+
+    x = jnp.zeros((1, 128, 128), jnp.bfloat16)
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91400)
+    with compiling_for_cuda((9, 0)):
+        for policy, expected in calls.items():
+            gradient = jax.grad(functools.partial(loss, policy))
+            jaxpr = jax.make_jaxpr(gradient)(jnp.zeros((2, 128, 128), x.dtype), x)
+            assert executions(jaxpr.jaxpr, primitive) == expected

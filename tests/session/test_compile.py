@@ -35,7 +35,7 @@ def test_the_least_recomputation_that_fits_is_chosen():
     assert "remat policy cheap" in output
     assert roomy.num_bytes is not None
     tight, output = compiled(plan, limit=roomy.num_bytes)
-    assert (tight.remat_policy, tight.fits) == ("full", True)
+    assert (tight.remat_policy, tight.fits) == ("attention", True)
     assert "trying the next remat policy" in output
     assert tight.num_bytes is not None
     assert tight.num_bytes < roomy.num_bytes

@@ -30,12 +30,12 @@ from jaxlm.hardware.aot_devices import aot_devices, has_compiler
 from jaxlm.hardware.estimate import Estimate, communication_seconds, estimate_kernels, speed_of
 from jaxlm.hardware.hlo import collectives_by_kind, kernels
 from jaxlm.hardware.program_memory import argument_bytes
-from jaxlm.hardware.roofline import Seconds, executed_flops, roofline
+from jaxlm.hardware.roofline import HostTraffic, Seconds, executed_flops, roofline
 from jaxlm.hardware.topologies import Cuda, Topology
 from jaxlm.models.attention.aot_cuda import compiling_for_cuda
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.moe import num_active
-from jaxlm.models.remat import FULL
+from jaxlm.models.remat import ATTENTION, FULL
 from jaxlm.observe.console import Console, exact_duration, table
 from jaxlm.plan.load_config import run_id_of
 from jaxlm.plan.plan import Plan, make_plan
@@ -71,6 +71,9 @@ class Forecast:
         memory_bytes: memory per chip, as compiled.
         argument_bytes: the part of it that the state, references and the batch take; the rest is temporary.
         recomputation: remat policy that the step was compiled with.
+        host_bytes: memory of the host per chip, for what is offloaded.
+        host_traffic: the copies between the memories of chip and host in each loop of the step, and outside of them; empty if
+            there are none, or the kernels are not known.
         optimizer_seconds: the part of `compute_seconds` and `memory_seconds` that the update of the parameters takes; None if
             the kernels are not known.
         optimizer_flops_share: its share of the FLOPs of matrix products and attention that a device executes.
@@ -105,6 +108,8 @@ class Forecast:
     argument_bytes: int | None
     memory_limit: int
     recomputation: str
+    host_bytes: int
+    host_traffic: tuple[HostTraffic, ...]
     optimizer_seconds: float | None
     optimizer_flops_share: float | None
     collectives: dict[str, tuple[int, int]]
@@ -158,7 +163,7 @@ def _forecast_phase(
         estimate_kernels(hlo, topology, plan.mesh, plan.precision.compute)
         if cuda
         else Estimate(  # the kernels are not known
-            kernels=_analytic_seconds(plan, topology, step, model, flops.causal * tokens),
+            kernels=_analytic_seconds(plan, topology, step, model, flops.causal, tokens),
             communication=communication_seconds(hlo, topology, plan.mesh),
             hidden=None,
             flops=None,
@@ -190,6 +195,8 @@ def _forecast_phase(
         argument_bytes=argument_bytes(step.call),
         memory_limit=int(topology.chip.memory),
         recomputation=step.remat_policy,
+        host_bytes=step.host_bytes,
+        host_traffic=estimate.host,
         optimizer_seconds=roofline(hlo, speed, OPTIMIZER_SCOPE).total if cuda else None,
         optimizer_flops_share=executed_flops(hlo, OPTIMIZER_SCOPE) / max(1.0, estimate.flops or 0.0) if cuda else None,
         collectives=estimate.collectives,
@@ -225,16 +232,35 @@ def _simulated_devices(topology: Topology) -> tuple[Sequence[Any], str]:
 
 
 def _analytic_seconds(
-    plan: Plan, topology: Topology, step: CompiledStep, model: LanguageModel, flops: float
+    plan: Plan, topology: Topology, step: CompiledStep, model: LanguageModel, flops: float, tokens: int
 ) -> Seconds:
-    """Time of the model's FLOPs in a step (a third more with full remat), and of reading and writing its state."""
-    executed = flops * (4 / 3 if step.remat_policy == FULL else 1) / topology.num_chips
+    """Time of the model's FLOPs in a step, with what remat recomputes, and of reading and writing its state.
+
+    Args:
+        flops: per token.
+    """
+    of_weights = min(flops, 6 * num_active(model))
+    recomputed = {FULL: flops / 3, ATTENTION: of_weights / 3}.get(step.remat_policy, 0.0)
+    executed = (flops + recomputed) * tokens / topology.num_chips
     state = _STATE_TRAFFIC * tree.num_parameters(model) * plan.precision.params.itemsize
     num_shards = plan.mesh.data * plan.mesh.context * plan.mesh.model
     return Seconds(
         products=executed / (topology.chip.peak_of(plan.precision.compute) * GEMM_SHARE),
         memory=state / num_shards / topology.chip.memory_bandwidth,
     )
+
+
+def _host(result: Forecast) -> str:
+    """What is in the host's memory, and how long the copies take beside the kernels of a layer."""
+    parts = [gib(result.host_bytes)]
+    for traffic in sorted(result.host_traffic, key=lambda traffic: traffic.copies.back):
+        directions = ((traffic.copies.there, "to the host"), (traffic.copies.back, "back"))
+        moved = " and ".join(f"{gib(num_bytes)} {where}" for num_bytes, where in directions if num_bytes)
+        copying, kernels, waiting = map(
+            exact_duration, (traffic.seconds, traffic.kernels, traffic.exposed / traffic.turns)
+        )
+        parts.append(f"{traffic.turns} times {moved} in {copying} beside {kernels} of kernels, {waiting} of it exposed")
+    return "; ".join(parts)
 
 
 def _rows(result: Forecast) -> list[tuple[str, str]]:
@@ -270,5 +296,6 @@ def _rows(result: Forecast) -> list[tuple[str, str]]:
         ("MFU", f"{result.mfu:.1%} ({mfu}{result.mfu_exposed:.1%} exposed); {full_attention}"),
         ("kernels", ", ".join(f"{name} x {n}" for name, n in result.kernels.items()) or "unknown"),
         ("memory per chip", f"{memory} of {gib(result.memory_limit)}{held}"),
+        *([("host's memory per chip", _host(result))] if result.host_bytes else []),
     ]
     return rows if result.sampling is None else [*rows, *result.sampling.rows_of_table(result.memory_limit)]

@@ -13,6 +13,8 @@ import jax
 
 T = TypeVar("T")
 
+HOST_MEMORY = "pinned_host"
+"""The kind of the host's memory that devices copy to and from."""
 # Dense bf16 FLOP/s per device, from the vendors' data sheets (SXM parts; no sparsity). The longest match wins.
 _PEAK_BF16 = {
     "tpu v2": 22.5e12,
@@ -60,8 +62,13 @@ def memory_limit() -> int | None:
     """Bytes of device memory available to this process; on CPU, the device's share of host memory. None if unknown."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+        return host_memory() // jax.local_device_count()
     return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def host_memory() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peak_bytes_in_use() -> int | None:

@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 
+from jaxlm.core.devices import host_memory
 from jaxlm.core.errors import ConfigError, PeerError
 from jaxlm.core.exchange import Exchange, exchange
 
@@ -18,7 +20,9 @@ _LARGE_BYTES = 4 * 2**20
 
 
 def configure_jax(options: Mapping[str, Any]) -> None:
-    """Sets jax configuration options. Call it before jax is used."""
+    """Sets jax configuration options, and lets devices use all of the host's memory. Call it before jax is used."""
+    # XLA for GPUs allocates at most 64 GB there, for all of a process's devices, unless this says more.
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_memory() >> 30))
     for name, value in options.items():
         if name == "jax_compilation_cache_dir":
             raise ConfigError("trainer.jax_config.jax_compilation_cache_dir: set trainer.compilation_cache_dir instead")

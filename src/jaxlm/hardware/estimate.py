@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxlm.core.mesh import MeshShape
 from jaxlm.hardware.hlo import Collective, collectives_by_kind, collectives_per_run
-from jaxlm.hardware.roofline import Seconds, Speed, executed_flops, overlapped, roofline
+from jaxlm.hardware.roofline import HostTraffic, Seconds, Speed, executed_flops, host_traffic, overlapped, roofline
 from jaxlm.hardware.topologies import Topology
 
 # Fractions of the peak that the kernels of a training step reach: matrix products 600 to 690 of 989 TFLOP/s, cuDNN's
@@ -24,6 +24,7 @@ class Estimate:
         hidden: the part of it that runs beside kernels in the compiler's schedule; None if the kernels are not known.
         flops: FLOPs that the kernels execute, recomputation included; None if they are not known. Products in fp8 count half.
         collectives: kind -> (number, output bytes).
+        host: the copies between the memories of device and host; empty if there are none, or the kernels are not known.
     """
 
     kernels: Seconds
@@ -31,21 +32,29 @@ class Estimate:
     hidden: float | None
     flops: float | None
     collectives: dict[str, tuple[int, int]]
+    host: tuple[HostTraffic, ...] = ()
 
     @property
     def overlapped(self) -> float:
-        """Seconds, with all communication beside computation (optimistic)."""
-        return max(self.kernels.total, self.communication)
+        """Seconds, with all communication and copies beside computation (optimistic)."""
+        return max(self.kernels.total, self.communication, self.copying)
 
     @property
     def exposed(self) -> float:
-        """Seconds, with no communication beside computation (pessimistic)."""
-        return self.kernels.total + self.communication
+        """Seconds, with no communication and no copies beside computation (pessimistic)."""
+        return self.kernels.total + self.communication + self.copying
 
     @property
     def scheduled(self) -> float | None:
         """Seconds, with the overlap of the compiler's schedule; None if the kernels are not known."""
-        return None if self.hidden is None else self.exposed - self.hidden
+        if self.hidden is None:
+            return None
+        return self.exposed - self.hidden - sum(traffic.turns * traffic.hidden for traffic in self.host)
+
+    @property
+    def copying(self) -> float:
+        """Seconds of all copies between the memories of device and host."""
+        return sum(traffic.turns * traffic.seconds for traffic in self.host)
 
 
 def estimate_kernels(hlo: str, topology: Topology, mesh: MeshShape, dtype: Any) -> Estimate:
@@ -58,6 +67,7 @@ def estimate_kernels(hlo: str, topology: Topology, mesh: MeshShape, dtype: Any) 
         hidden=overlapped(hlo, speed, seconds),
         flops=executed_flops(hlo),
         collectives=collectives_by_kind(hlo),
+        host=tuple(host_traffic(hlo, speed, bandwidth)) if (bandwidth := topology.chip.host_bandwidth) else (),
     )
 
 

@@ -1,5 +1,6 @@
 """Reads compiled programs (HLO text): instructions, collectives with their bytes, library kernels, operations by kind."""
 
+import functools
 import math
 import re
 from collections import Counter
@@ -146,6 +147,13 @@ class Program:
         branches = _BRANCHES.search(instruction.line)
         names = _CALLED.findall(instruction.line) + (branches[1].split(",") if branches else [])
         return [name for name in (name.strip(" %") for name in names) if name in self.computations]
+
+    @functools.cached_property
+    def fused(self) -> frozenset[str]:
+        """The computations that are a part of one kernel."""
+        instructions = (i for computation in self.computations.values() for i in computation.values())
+        kernels = (i for i in instructions if i.opcode in ("fusion", "fusion-start", "async-start"))
+        return frozenset(name for kernel in kernels for name in self.called_by(kernel))
 
     def trip_count(self, loop: Instruction) -> int | None:
         """The trip count of a loop: the compiler's annotation, else the limit of its counter, else None."""

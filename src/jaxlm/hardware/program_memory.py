@@ -14,6 +14,19 @@ def planned_bytes(call: jax.stages.Compiled) -> int | None:
     )
 
 
+def host_bytes(call: jax.stages.Compiled) -> int:
+    """Memory of the host per device that a program needs; 0 on CPUs, and if the compiler does not report it."""
+    memory = call.memory_analysis()
+    if memory is None:
+        return 0
+    return (
+        memory.host_argument_size_in_bytes
+        + memory.host_output_size_in_bytes
+        - memory.host_alias_size_in_bytes
+        + memory.host_temp_size_in_bytes
+    )
+
+
 def argument_bytes(call: jax.stages.Compiled) -> int | None:
     """Memory per device of what a program is given; None if the compiler does not report it."""
     memory = call.memory_analysis()

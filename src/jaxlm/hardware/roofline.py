@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxlm.hardware.hlo import COLLECTIVES, Collective, Computation, Instruction, Program, integers
+from jaxlm.hardware.host_copies import NO_COPY, HostCopy, host_copy
 
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:] ?[{\[]([\d," ]*)')
 _SCORES = re.compile(r'"intermediate_tensor_shape".*?"dimensions": ?\[([\d," ]*)\]')
@@ -114,7 +115,47 @@ def overlapped(hlo: str, speed: Speed, seconds: Callable[[Collective], float]) -
     """
     program = Program.parse(hlo)
     estimate = _Roofline(program, speed)
-    return sum((count * estimate.overlapped(name, seconds) for name, count in program.executed()), 0.0)
+    started = lambda instruction, _: sum(map(seconds, instruction.collectives()))  # noqa: E731
+    return sum((count * estimate.overlapped(name, started) for name, count in program.executed()), 0.0)
+
+
+@dataclass(frozen=True)
+class HostTraffic:
+    """What a part of a program copies between the memory of the device and that of the host.
+
+    Attributes:
+        turns: how often the part runs: a loop over layers once for each.
+        copies: in one turn.
+        seconds: time of the copies of one turn.
+        hidden: the part of it that runs beside kernels in the compiler's schedule.
+        kernels: time of the kernels of one turn.
+    """
+
+    turns: int
+    copies: HostCopy
+    seconds: float
+    hidden: float
+    kernels: float
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of all turns for which the device waits."""
+        return self.turns * max(0.0, self.seconds - self.hidden)
+
+
+def host_traffic(hlo: str, speed: Speed, bandwidth: float) -> list[HostTraffic]:
+    """The copies of each loop of a program, and of what is outside of loops. Args: bandwidth: bytes/s in one direction."""
+    program = Program.parse(hlo)
+    estimate = _Roofline(program, speed)
+    traffic = []
+    for name, turns in program.executed():
+        body = program.computations[name]
+        copies = sum((host_copy(instruction, body, program) for instruction in body.values()), NO_COPY)
+        if copies.num_bytes and name not in program.fused:
+            started = lambda instruction, body: host_copy(instruction, body, program).num_bytes / bandwidth  # noqa: E731
+            hidden, kernels = estimate.overlapped(name, started), estimate.seconds(name).total
+            traffic.append(HostTraffic(turns, copies, copies.num_bytes / bandwidth, hidden, kernels))
+    return traffic
 
 
 @dataclass(frozen=True)
@@ -123,20 +164,24 @@ class _Roofline:
     speed: Speed
     scope: str = ""
 
-    def overlapped(self, name: str, seconds: Callable[[Collective], float]) -> float:
-        """Overlap of collectives that start and end in a computation. They run one after another, while kernels run."""
+    def overlapped(self, name: str, seconds: Callable[[Instruction, Computation], float]) -> float:
+        """Overlap of what starts and ends in a computation. It runs one after another, while kernels run.
+
+        Args:
+            seconds: run time of what an instruction starts.
+        """
         hidden = 0.0
-        in_flight: dict[str, float] = {}  # remaining seconds of each collective, in the order of their starts
+        in_flight: dict[str, float] = {}  # remaining seconds of what has started, in the order of the starts
         computation = self.program.computations[name]
         for instruction in computation.values():
-            if instruction.opcode.endswith("-start") and (started := instruction.collectives()):
-                in_flight[instruction.name] = sum(map(seconds, started))
+            if instruction.opcode.endswith("-start") and (started := seconds(instruction, computation)):
+                in_flight[instruction.name] = started
             elif instruction.opcode.endswith("-done"):
                 in_flight.pop(instruction.operands[0], None)
             elif in_flight:
                 kernel = self._instruction_seconds(instruction, computation).total
-                for collective, remaining in in_flight.items():
-                    in_flight[collective] = remaining - (overlap := min(kernel, remaining))
+                for other, remaining in in_flight.items():
+                    in_flight[other] = remaining - (overlap := min(kernel, remaining))
                     kernel, hidden = kernel - overlap, hidden + overlap
         return hidden
 
@@ -166,7 +211,7 @@ class _Roofline:
         return all(map(self.program.trip_count, loops)) and all(map(self._has_known_trip_counts, called))
 
     def _kernel(self, kernel: Instruction, body: Computation) -> Seconds:
-        if not self._is_counted(kernel):
+        if not self._is_counted(kernel) or host_copy(kernel, body, self.program) != NO_COPY:
             return Seconds()
         if _ATTENTION in kernel.line:
             return Seconds(attention=_attention_flops(kernel) / self.speed.attention)
@@ -235,4 +280,6 @@ def _attention_flops(call: Instruction) -> float:
     scores = _SCORES.search(call.line)
     assert scores is not None, call.line
     share = 1 if _UNMASKED.search(call.line) else 0.5
-    return 2 * 2 * math.prod(integers(scores[1])) * call.shape[-1] * share * (_BACKWARD if "Backward" in call.line else 1)
+    return (
+        2 * 2 * math.prod(integers(scores[1])) * call.shape[-1] * share * (_BACKWARD if "Backward" in call.line else 1)
+    )

@@ -1,6 +1,8 @@
 """Topologies to forecast for: specifications of chips, and how many there are.
 
-Source: the vendors' data sheets. Link bandwidths are one-way, all links of a chip together.
+Source: the vendors' data sheets. Link bandwidths are one-way, all links of a chip together. Those to the host's memory are
+what NVIDIA's nvbandwidth measures for one direction (`host_to_device_memcpy_ce`): 57 of 64 GB/s of PCIe 5 on an H100
+(NVIDIA/nvbandwidth#6; others 55.6), 25 of 32 GB/s of PCIe 4 on an A100 (#42).
 """
 
 import re
@@ -55,6 +57,7 @@ class Chip:
         max_chips: maximum number of chips in one network. Multislice TPUs are not supported.
         compiler: name of the chip for the ahead-of-time TPU compiler.
         cuda: specification for the ahead-of-time GPU compiler.
+        host_bandwidth: bytes/s between the chip and its host's memory in one direction; None if unknown.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Chip:
     max_chips: int = 8192
     compiler: str = ""
     cuda: Cuda | None = None
+    host_bandwidth: float | None = None
 
     @property
     def peak(self) -> float:
@@ -83,6 +87,12 @@ class Chip:
         return self.peak / 2 if halved else self.peak
 
 
+def _gpu(name: str, cuda: Cuda, *, memory: int, bandwidth: int, link: int, outer: int, host: int) -> Chip:
+    """Eight GPUs with NVLink in a machine. Numbers in GB and GB/s."""
+    sizes = (memory * _GB, bandwidth * _GB, link * _GB)
+    return Chip(name, "gpu", *sizes, domain=8, outer_bandwidth=outer * _GB, cuda=cuda, host_bandwidth=host * _GB)
+
+
 _GIB = float(1 << 30)
 _A100 = Cuda("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41, 164, 40)
 _H100 = Cuda("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, 228, 50)
@@ -95,10 +105,10 @@ CHIPS = {
         Chip("v5e", "tpu", 16 * _GIB, 819 * _GB, 100 * _GB, torus=2, max_chips=256, compiler="v5e"),
         Chip("v5p", "tpu", 95 * _GIB, 2765 * _GB, 300 * _GB, cores=2, torus=3, compiler="v5"),
         Chip("v6e", "tpu", 32 * _GIB, 1640 * _GB, 224 * _GB, torus=2, max_chips=256, compiler="v6e"),
-        Chip("a100", "gpu", 80 * _GB, 2039 * _GB, 300 * _GB, domain=8, outer_bandwidth=25 * _GB, cuda=_A100),
-        Chip("h100", "gpu", 80 * _GB, 3350 * _GB, 450 * _GB, domain=8, outer_bandwidth=50 * _GB, cuda=_H100),
-        Chip("h200", "gpu", 141 * _GB, 4800 * _GB, 450 * _GB, domain=8, outer_bandwidth=50 * _GB, cuda=_H200),
-        Chip("b200", "gpu", 180 * _GB, 8000 * _GB, 900 * _GB, domain=8, outer_bandwidth=50 * _GB, cuda=_B200),
+        _gpu("a100", _A100, memory=80, bandwidth=2039, link=300, outer=25, host=25),
+        _gpu("h100", _H100, memory=80, bandwidth=3350, link=450, outer=50, host=55),
+        _gpu("h200", _H200, memory=141, bandwidth=4800, link=450, outer=50, host=55),
+        _gpu("b200", _B200, memory=180, bandwidth=8000, link=900, outer=50, host=55),
     )
 }
 _BY_KIND = {

@@ -21,7 +21,7 @@ from jaxlm.core.values.sums import Sum
 from jaxlm.models.chunked_loss import soft_capped
 from jaxlm.models.diffusion.denoisers import Denoiser
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.remat import AUTO, RematModules, parse_remat
+from jaxlm.models.remat import AUTO, RematConfig, offloads, parse_remat
 from jaxlm.reading.effects import Rounding
 
 
@@ -316,10 +316,11 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
     Attributes:
         seq_len: number of tokens per training example; the maximum sequence length of the model.
         gradient_checkpointing: what the backward pass recomputes instead of reading it from memory. `none` (or false)
-            recomputes nothing; `cheap` norms and activations, but no matrix products; `full` (or true) everything
-            except each layer's input. A list names the activations to save (query, key, value, attention, mlp, expert);
-            everything else is recomputed. `{modules: mlp}` recomputes only some modules of each layer. `auto` recomputes as
-            little as fits into device memory.
+            recomputes nothing; `cheap` norms and activations, but no matrix products; `attention` everything except each
+            layer's input and attention itself; `full` (or true) everything except each layer's input. A list names the
+            activations to save (query, key, value, attention, mlp, expert); everything else is recomputed. `{modules: mlp}`
+            recomputes only some modules of each layer, and `{save: [attention], offload: [residual]}` saves some
+            activations in the host's memory. `auto` recomputes as little as fits into device memory.
         scan_layers: true compiles one layer and runs it in a loop; false compiles every layer separately; `auto`
             decides. Parameters and checkpoints have the same layout either way.
         attn_backend: implementation of attention. `auto` selects the best one for the model and device, and logs which
@@ -330,7 +331,7 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
     """
 
     seq_len: PositiveInt = 1024
-    gradient_checkpointing: Rounding[bool | str | list[str] | RematModules] = AUTO
+    gradient_checkpointing: Rounding[bool | str | list[str] | RematConfig] = AUTO
     scan_layers: Rounding[bool | Literal["auto"]] = AUTO
     attn_backend: Rounding[str] = AUTO
     pad_vocab_to_multiple_of: Rounding[PositiveInt | None] = None
@@ -339,7 +340,11 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
         for field in fields(self):  # the config is a static field of the model: it must be hashable
             if isinstance(value := getattr(self, field.name), list):
                 object.__setattr__(self, field.name, tuple(value))
-        parse_remat(self.gradient_checkpointing)
+        if offloads(parse_remat(self.gradient_checkpointing)) and not self.scan_layers:
+            raise ConfigError(
+                "model.scan_layers: false given, but outside a loop over the layers, activations in"
+                " model.gradient_checkpointing.offload would return to the device at once. Remove one of them"
+            )
         object.__setattr__(self, "attn_backend", _FORMER_BACKENDS.get(self.attn_backend, self.attn_backend))
 
     @property

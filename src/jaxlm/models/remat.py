@@ -3,8 +3,10 @@
     none     saves everything that the derivative reads, except changes of layout and dtype
     cheap    saves matrix products (of a layer with an adapter, the sum), attention, the row statistics of norms and the
              scales of fp8; recomputes norms, activations, rotary embeddings and inputs in fp8
+    attention  saves each layer's input, and attention's output and logsumexp, so that attention itself runs once
     full     saves only each layer's input (Chen et al. 2016, arXiv:1604.06174)
     [names]  saves the layer's input and the named activations: query, key, value, attention, mlp, expert
+    offload  saves some of them in the host's memory, and the layer's input too if its name is there: residual
     modules  saves nothing inside of the modules of each layer whose names match a regular expression, except their inputs,
              and everything in the others
     auto     the first of the platform's policies that fits into memory, decided when the step is compiled
@@ -16,7 +18,7 @@ Parameters are never saved a second time. Second derivatives always use `full`: 
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -24,6 +26,7 @@ import jax
 from haliax import NamedArray
 from jax import ad_checkpoint
 
+from jaxlm.core.devices import HOST_MEMORY
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.products.fp8 import FP8_SCALE
 from jaxlm.core.sharding import for_compute
@@ -36,35 +39,76 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class RematModules:
-    """Some modules of every layer.
+class RematConfig:
+    """Which modules of each layer are recomputed, or which activations are saved where.
 
     Attributes:
         modules: regular expression searched for in the names of a layer's modules, such as attn, mlp and mlp_norm. The
             backward pass recomputes what happens inside of those that match, and reads the rest from memory.
+        save: activations that are saved in device memory, beside each layer's input: query, key, value, attention, mlp,
+            expert. Everything else is recomputed.
+        offload: activations that are saved in the host's memory, from which the backward pass copies them back: those of
+            `save`, or `residual`, each layer's input.
     """
+
+    modules: str | None = None
+    save: list[str] = field(default_factory=list)
+    offload: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        for name in ("save", "offload"):  # the config is part of a static field: it must be hashable
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.modules is not None:
+            compile_pattern(self.modules, "model.gradient_checkpointing.modules")
+            if self.save or self.offload:
+                raise ConfigError(
+                    "model.gradient_checkpointing.modules: given together with save or offload, but modules are recomputed"
+                    " whole. Remove one of them"
+                )
+            return
+        _check_names("model.gradient_checkpointing.save", self.save, NAMES)
+        _check_names("model.gradient_checkpointing.offload", self.offload, (RESIDUAL, *NAMES))
+        if both := set(self.save) & set(self.offload):
+            raise ConfigError(
+                f"model.gradient_checkpointing.offload: '{min(both)}' is in save too. Keep it in one of both: it is saved"
+                " either on the device or on the host"
+            )
+
+
+@dataclass(frozen=True)
+class RematModules:
+    """Recomputes the modules of every layer whose names match a regular expression."""
 
     modules: str
 
-    def __post_init__(self):
-        compile_pattern(self.modules, "model.gradient_checkpointing.modules")
+
+@dataclass(frozen=True)
+class RematOffload:
+    """Saves named activations of every layer in the memory of the device and of the host."""
+
+    save: tuple[str, ...]
+    offload: tuple[str, ...]
 
 
-RematPolicy = str | tuple[str, ...] | RematModules
+RematPolicy = str | tuple[str, ...] | RematModules | RematOffload
 
-AUTO, NONE, CHEAP, FULL = "auto", "none", "cheap", "full"
-QUERY, KEY, VALUE, MLP, EXPERT = "query", "key", "value", "mlp", "expert"
+AUTO, NONE, CHEAP, FULL = "auto", "none", "cheap", "full"  # and ATTENTION, which is also the name of an activation
+QUERY, KEY, VALUE, MLP, EXPERT, RESIDUAL = "query", "key", "value", "mlp", "expert", "residual"
 NAMES = (QUERY, KEY, VALUE, ATTENTION, MLP, EXPERT)
 ADAPTED = "adapted"
 """The output of a layer with an adapter. Without it, `cheap` would save the products of layer and adapter, not their sum."""
-_POLICIES = (AUTO, NONE, CHEAP, FULL)
+_POLICIES = (AUTO, NONE, CHEAP, ATTENTION, FULL)
 
 # Least recomputation first. On CPUs it is faster to recompute an activation than to read it from memory
 # (docs/benchmarks.md), so `auto` does not try `none` there.
-CANDIDATES = {"cpu": (CHEAP, FULL), "gpu": (NONE, CHEAP, FULL), "tpu": (NONE, CHEAP, FULL)}
+CANDIDATES = {
+    "cpu": (CHEAP, ATTENTION, FULL),
+    "gpu": (NONE, CHEAP, ATTENTION, FULL),
+    "tpu": (NONE, CHEAP, ATTENTION, FULL),
+}
 
 
-def parse_remat(value: bool | str | Sequence[str] | RematModules) -> RematPolicy:
+def parse_remat(value: bool | str | Sequence[str] | RematConfig) -> RematPolicy:
     """Converts `model.gradient_checkpointing` to a policy: true is `full` and false is `none`.
 
     Raises:
@@ -72,27 +116,43 @@ def parse_remat(value: bool | str | Sequence[str] | RematModules) -> RematPolicy
     """
     if isinstance(value, bool):
         return FULL if value else NONE
-    if isinstance(value, RematModules):
-        return value
+    if isinstance(value, RematConfig):
+        if value.modules is not None:
+            return RematModules(value.modules)
+        saved, offloaded = tuple(value.save), tuple(value.offload)
+        return RematOffload(saved, offloaded) if offloaded else saved or FULL
     if isinstance(value, str):
         if value not in _POLICIES:
             raise ConfigError(
                 f"model.gradient_checkpointing: '{value}' given. Allowed: true, false, {', '.join(_POLICIES)}, or a"
-                f" list of activations to save: {', '.join(NAMES)}, or {{modules: ...}}"
+                f" list of activations to save: {', '.join(NAMES)}, or {{modules: ...}} or {{save: [...], offload: [...]}}"
             )
         return value
-    unknown = [name for name in value if name not in NAMES]
-    if unknown or not value:
-        problem = f"'{unknown[0]}' given" if unknown else "an empty list given"
-        raise ConfigError(f"model.gradient_checkpointing: {problem}. Activations to save: {', '.join(NAMES)}")
+    if not value:
+        raise ConfigError(f"model.gradient_checkpointing: an empty list given. Activations to save: {', '.join(NAMES)}")
+    _check_names("model.gradient_checkpointing", value, NAMES)
     return tuple(value)
+
+
+def _check_names(key: str, names: Sequence[str], known: Sequence[str]) -> None:
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"{key}: '{unknown[0]}' given. Activations to save: {', '.join(known)}")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{key}: {', '.join(names)} given. Remove the name that is there twice")
 
 
 def remat_name(remat_policy: RematPolicy) -> str:
     """A policy, for messages."""
     if isinstance(remat_policy, RematModules):
         return f"modules {remat_policy.modules}"
+    if isinstance(remat_policy, RematOffload):
+        return ", ".join([*remat_policy.save, *(f"{name} on the host" for name in remat_policy.offload)])
     return remat_policy if isinstance(remat_policy, str) else ", ".join(remat_policy)
+
+
+def offloads(remat_policy: RematPolicy) -> bool:
+    """Whether layers save activations in the host's memory."""
+    return isinstance(remat_policy, RematOffload)
 
 
 def checkpoint_name(x: NamedArray, name: str) -> NamedArray:
@@ -141,7 +201,7 @@ def with_remat_modules(remat_policy: RematPolicy, block: T, *, scan: bool) -> T:
     """
     if not isinstance(remat_policy, RematModules) or trace_options().twice_differentiable:
         return for_compute(block)
-    names = [field.name for field in dataclasses.fields(block)]  # pyright: ignore[reportArgumentType]
+    names = [part.name for part in dataclasses.fields(block)]  # pyright: ignore[reportArgumentType]
     modules = {
         name: module for name in names if callable(module := getattr(block, name)) and isinstance(module, eqx.Module)
     }
@@ -172,7 +232,14 @@ def _policy(remat_policy: RematPolicy) -> Callable[..., bool] | None:
         return policies.save_from_both_policies(
             policies.dots_saveable, policies.save_only_these_names(ATTENTION, EXPERT, NORM, FP8_SCALE, ADAPTED)
         )
-    return policies.save_only_these_names(*remat_policy)
+    if isinstance(remat_policy, RematOffload):
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(remat_policy.save),
+            names_which_can_be_offloaded=list(remat_policy.offload),
+            offload_src="device",
+            offload_dst=HOST_MEMORY,
+        )
+    return policies.save_only_these_names(*((ATTENTION,) if remat_policy == ATTENTION else remat_policy))
 
 
 # Operations on parameters before a matrix product. Saving their results would keep a second copy of all layers (under

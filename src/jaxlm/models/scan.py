@@ -16,19 +16,25 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core.tree import is_named
+from jaxlm.models.remat import RematPolicy, offloads
 
 Carry = TypeVar("Carry")
 _MAX_UNROLLED = 32
 
 
-def runs_as_scan(scan: bool | str, num_layers: int, *, platform: str, num_devices: int) -> tuple[bool, str]:
+def runs_as_scan(
+    scan: bool | str, num_layers: int, remat_policy: RematPolicy, *, platform: str, num_devices: int
+) -> tuple[bool, str]:
     """Whether to run the layers as a scan instead of unrolled, and why.
 
     A scan compiles in constant time and needs the least memory. Unrolled on one GPU, XLA overlaps and fuses across
-    layers, at the cost of compiling each layer.
+    layers, at the cost of compiling each layer. It also copies what a layer has offloaded back to the device long before the
+    layer's backward pass, so that it saves no memory.
     """
     if scan != "auto":
         return bool(scan), f"model.scan_layers: {str(scan).lower()}"
+    if offloads(remat_policy):
+        return True, "outside a loop, offloaded activations would return to the device at once"
     if platform == "gpu" and num_devices == 1 and num_layers <= _MAX_UNROLLED:
         return False, f"one GPU, {num_layers} layers"
     return True, "compiles once for all layers"

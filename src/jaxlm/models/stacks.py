@@ -30,7 +30,14 @@ from jaxlm.models.base import EMBEDDING, FINAL, AuxLoss, Hidden, Inputs, KVCache
 from jaxlm.models.inference.kv_cache import extend_cache, mask_over_cache
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout_keys
 from jaxlm.models.norms import Norm
-from jaxlm.models.remat import RematPolicy, for_whole_layers, remat, with_remat_modules
+from jaxlm.models.remat import (
+    RESIDUAL,
+    RematPolicy,
+    checkpoint_name,
+    for_whole_layers,
+    remat,
+    with_remat_modules,
+)
 from jaxlm.models.rope import Places, RotaryConfig, Rotation
 from jaxlm.models.scan import runs_as_scan, scan_turns
 from jaxlm.models.segments import Segment, segments
@@ -358,7 +365,8 @@ class Body(abc.ABC):
         contexts = layer_contexts(kinds, shared.inputs, shared.attention_mask, backend, first.HeadSize)
         layout = current_layout()
         num_devices = 1 if layout is None else layout.mesh.size
-        scan, _ = runs_as_scan(first.scan, self.num_layers, platform=current_platform(), num_devices=num_devices)
+        where = {"platform": current_platform(), "num_devices": num_devices}
+        scan, _ = runs_as_scan(first.scan, self.num_layers, first.remat_policy, **where)
 
         # A visit looks into a layer's modules, so that they cannot be checkpointed one by one.
         policy = first.remat_policy if visit is None else for_whole_layers(first.remat_policy)
@@ -366,6 +374,7 @@ class Body(abc.ABC):
         def layer(
             turn: int, x: NamedArray, block: Block, index: NamedArray, layer_cache: LayerCache | None, key, given
         ):
+            x = checkpoint_name(x, RESIDUAL)
             block = with_remat_modules(policy, with_dropout_keys(block, key), scan=scan)
             x, out = (visit or run_block)(block, x, contexts[turn], layer_cache, index=index, key=key, given=given)
             x = hax.auto_sharded(x)

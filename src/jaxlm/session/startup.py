@@ -30,7 +30,18 @@ from jaxlm.models.base import LanguageModel
 from jaxlm.models.chunked_loss import default_chunk_tokens
 from jaxlm.models.layers import Attention
 from jaxlm.models.moe import num_active
-from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, RematModules, parse_remat
+from jaxlm.models.remat import (
+    ATTENTION,
+    AUTO,
+    CANDIDATES,
+    CHEAP,
+    FULL,
+    NONE,
+    RESIDUAL,
+    RematModules,
+    RematOffload,
+    parse_remat,
+)
 from jaxlm.models.scan import runs_as_scan
 from jaxlm.models.stacks import HeterogeneousBody, Stack
 from jaxlm.observe.console import duration
@@ -174,12 +185,18 @@ def _remat(plan: Plan) -> str:
     descriptions = {
         NONE: "nothing is recomputed",
         CHEAP: "norms and activations are recomputed, matrix products and attention are saved",
+        ATTENTION: "everything except each layer's input and attention is recomputed",
         FULL: "everything except each layer's input is recomputed",
     }
     if isinstance(remat_policy, str):
         return descriptions[remat_policy]
     if isinstance(remat_policy, RematModules):
         return f"the modules of each layer that match '{remat_policy.modules}' are recomputed, and nothing else"
+    if isinstance(remat_policy, RematOffload):
+        saved = ", ".join(name for name in (*remat_policy.save, *remat_policy.offload) if name != RESIDUAL)
+        beside = f" and {saved}" if saved else ""
+        on_host = ", ".join(remat_policy.offload)
+        return f"everything except each layer's input{beside} is recomputed; in the host's memory: {on_host}"
     return f"everything except each layer's input and {', '.join(remat_policy)} is recomputed"
 
 
@@ -190,7 +207,8 @@ def _layers(plan: Plan) -> str:
         return "defined by the model"
     num_layers = sum(stack.Layers.size for stack in stacks)
     scan = phase.model.scan_layers
-    loop, reason = runs_as_scan(scan, num_layers, platform=layout.platform, num_devices=layout.mesh.size)
+    policy = parse_remat(phase.model.gradient_checkpointing)
+    loop, reason = runs_as_scan(scan, num_layers, policy, platform=layout.platform, num_devices=layout.mesh.size)
     return f"{'one compiled layer in a scan' if loop else 'compiled separately'} ({reason})"
 
 

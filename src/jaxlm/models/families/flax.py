@@ -14,7 +14,7 @@ from jaxlm.models.base import ModelConfig, vocab_axis
 from jaxlm.models.flax.model import FlaxDefinition, FlaxModel, load_factory, named_axes
 from jaxlm.models.flax.modules import FlaxInputs
 from jaxlm.models.flops import FlopsPerToken, matrix_operations
-from jaxlm.models.remat import parse_remat
+from jaxlm.models.remat import AUTO, CHEAP, FULL, NONE, parse_remat, remat_name
 from jaxlm.reading.choices import choice
 
 _NO_CACHE = "the module has no KV cache: generation runs a full forward pass for every token"
@@ -48,10 +48,10 @@ class FlaxConfig(ModelConfig):
                 raise ConfigError(
                     f"model.{name}: {getattr(self, name)} given, but it has no effect on a Flax module. Remove it"
                 )
-        if not isinstance(parse_remat(self.gradient_checkpointing), str):
+        if (policy := parse_remat(self.gradient_checkpointing)) not in (AUTO, NONE, CHEAP, FULL):
             raise ConfigError(
-                "model.gradient_checkpointing: a list of names, or modules, given, but jaxlm does not know the activations"
-                " and layers of a Flax module. Allowed: auto, none, cheap, full"
+                f"model.gradient_checkpointing: {remat_name(policy)} given, but jaxlm does not know the activations and"
+                " layers of a Flax module. Allowed: auto, none, cheap, full"
             )
         load_factory(self.factory)
 

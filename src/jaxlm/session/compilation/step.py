@@ -11,7 +11,7 @@ from jaxlm.core.imports import gc_paused
 import jax
 
 from jaxlm.core.axes import BATCH
-from jaxlm.core.devices import memory_limit
+from jaxlm.core.devices import host_memory, memory_limit
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, is_main_process
 from jaxlm.core.tracing import BlockSizes, tracing
@@ -22,10 +22,11 @@ from jaxlm.engine.state import RunState, sharded_shapes
 from jaxlm.engine.step import StepReport, make_train_step
 from jaxlm.engine.sync import FlagSync
 from jaxlm.hardware.hlo import has_compiler_remat
-from jaxlm.hardware.program_memory import planned_bytes
-from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, parse_remat, remat_name
+from jaxlm.hardware.program_memory import host_bytes, planned_bytes
+from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, RematPolicy, offloads, parse_remat, remat_name
 from jaxlm.plan.plan import Plan
 from jaxlm.plan.trainer_config import TrainerConfig
+from jaxlm.session.compilation.offload import check_offload, offload_options
 from jaxlm.session.compilation.options import step_options
 from jaxlm.session.references import abstract_annotations, abstract_references
 
@@ -46,6 +47,7 @@ class CompiledStep:
         limit: memory of a device in bytes; None if unknown.
         compiler_remat: whether the compiler added rematerialization of its own to fit the step into memory.
         advice: how the step would need less memory.
+        host_bytes: memory of the host per device, for what is offloaded.
     """
 
     call: jax.stages.Compiled
@@ -56,6 +58,7 @@ class CompiledStep:
     limit: int | None
     compiler_remat: bool
     advice: str
+    host_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -69,11 +72,18 @@ class CompiledStep:
                 f"the training step needs {gib(self.num_bytes)} per device, but only {gib(self.limit)} are available."
                 f" {self.advice}"
             )
+        on_host = self.host_bytes * jax.local_device_count()
+        if on_host > host_memory():
+            raise ConfigError(
+                f"the training step needs {gib(on_host)} of the host's memory for what its {jax.local_device_count()} devices"
+                f" offload, but the machine has {gib(host_memory())}. Offload less"
+            )
 
     def __str__(self) -> str:
         memory = "unknown" if self.num_bytes is None else gib(self.num_bytes)
         available = "" if self.limit is None else f" of {gib(self.limit)}"
-        return f"compiled in {self.seconds:.1f} s; memory per device {memory}{available}"
+        on_host = f", and {gib(self.host_bytes)} of the host's" if self.host_bytes else ""
+        return f"compiled in {self.seconds:.1f} s; memory per device {memory}{available}{on_host}"
 
 
 @dataclass(frozen=True)
@@ -199,10 +209,12 @@ def _compile(plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, lim
     started = time.perf_counter()
     options = step_options(plan)
     traced = trace_step(plan, phase, remat_policy, stage=stage, sizes=options.sizes)
-    xla: Any = options.xla  # JAX annotates the parameter by its default only, None
+    xla: Any = options.xla | offload_options(plan)  # JAX annotates the parameter by its default only, None
+    configured = parse_remat(phase.model.gradient_checkpointing)
+    if offloads(configured):
+        check_offload(xla)
     call = traced.lower().compile(xla)
     num_bytes = planned_bytes(call)
-    configured = parse_remat(phase.model.gradient_checkpointing)
     if configured != AUTO:
         remat_policy = remat_name(configured)
     compiler_remat = (
@@ -213,7 +225,15 @@ def _compile(plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, lim
     )
     seconds = time.perf_counter() - started
     return CompiledStep(
-        call, traced, remat_policy, seconds, num_bytes, limit, compiler_remat, advice=_advice(plan, phase, stage)
+        call,
+        traced,
+        remat_policy,
+        seconds,
+        num_bytes,
+        limit,
+        compiler_remat,
+        advice=_advice(plan, phase, stage),
+        host_bytes=host_bytes(call),
     )
 
 
@@ -228,11 +248,19 @@ def _advice(plan: Plan, phase: Phase, stage: BatchStage) -> str:
     ways = [
         _fewer_at_once(plan, phase, stage),
         "set trainer.mp: 'p=f32,c=bfloat16'" if plan.precision.compute.itemsize > 2 else "",
-        "set model.gradient_checkpointing: full" if policy not in (AUTO, FULL) else "",
+        _less_saved(plan, policy),
         "shard the parameters: trainer.fsdp_axis: embed" if can_shard else "use more devices",
     ]
     *first, last = filter(None, ways)
     return f"To use less memory, {', '.join(first)}, or {last}"
+
+
+def _less_saved(plan: Plan, policy: RematPolicy) -> str:
+    """How layers would save less on the device."""
+    if policy not in (AUTO, FULL) and not offloads(policy):
+        return "set model.gradient_checkpointing: full"
+    on_host = plan.layout.platform != "cpu" and not offloads(policy)
+    return "save each layer's input on the host: model.gradient_checkpointing.offload: [residual]" if on_host else ""
 
 
 def _fewer_at_once(plan: Plan, phase: Phase, stage: BatchStage) -> str:

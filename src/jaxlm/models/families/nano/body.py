@@ -33,7 +33,7 @@ from jaxlm.models.families.nano.lookup import LookupLayer
 from jaxlm.models.inference.kv_cache import UnstackedCache, extend_cache, extend_slots, mask_over_cache
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout_keys
 from jaxlm.models.linear import Linear, MatrixLinear
-from jaxlm.models.remat import RematPolicy, remat
+from jaxlm.models.remat import RESIDUAL, RematPolicy, checkpoint_name, remat
 from jaxlm.models.scan import runs_as_scan, scan_layers
 from jaxlm.models.stacks import HeterogeneousBody, LayerKind, layer_contexts, shortest_period
 
@@ -216,7 +216,8 @@ class NanoBody(HeterogeneousBody):
         """Runs layers `start` to `stop`. Returns their keys and values too, {layers, ...}, if `shared` stores them."""
         layout = current_layout()
         num_devices = 1 if layout is None else layout.mesh.size
-        scan, _ = runs_as_scan(self.scan, self.Layers.size, platform=current_platform(), num_devices=num_devices)
+        where = {"platform": current_platform(), "num_devices": num_devices}
+        scan, _ = runs_as_scan(self.scan, self.Layers.size, self.remat_policy, **where)
         kinds = [(self.kinds[number], self._has_value(number)) for number in range(start, stop)]
         period, num_periods = _periods(kinds)
         last = start + period * num_periods
@@ -245,6 +246,7 @@ class NanoBody(HeterogeneousBody):
 
         def layer(kind: LayerKind, number: int, value_number: int | None, carry: _Carry, layers: _Layer, values: Any):
             value = None if value_number is None else _at(values, VALUE_LAYERS, value_number)
+            carry = dataclasses.replace(carry, x=checkpoint_name(carry.x, RESIDUAL))
             carry, new = shared.run(kind, carry, _at(layers, LAYERS, number), value)
             return carry, new if shared.stores else None
 

@@ -213,7 +213,7 @@ class NanoConfig(ModelConfig):
                 f"model.window_pattern: '{self.window_pattern}' given, a word of the letters S (short window) and L (all"
                 " previous tokens) expected, as in SSSL"
             )
-        if isinstance(self.gradient_checkpointing, RematModules):
+        if isinstance(parse_remat(self.gradient_checkpointing), RematModules):
             raise ConfigError(
                 "model.gradient_checkpointing: modules given, but the layers of nano are checkpointed as a whole. Allowed:"
                 " auto, none, cheap, full, or a list of activations to save"
