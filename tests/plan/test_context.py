@@ -57,6 +57,15 @@ CHOSEN = {
     "CPUs of one process": (Devices(8, 8), rows(), 32, 8, ("ulysses", 8, "")),
     "CPUs of several processes": (Devices(8, 4), rows(8 * K * K), 32, 8, ("gather", 1, "")),
     "little memory and no bandwidth": (Devices(8, 4, memory=1e9), rows(), 32, 8, ("usp", 4, "")),
+    "fused kernels for whole rows": (
+        devices(8, fused="rows"),
+        rows(),
+        16,
+        4,
+        ("ulysses", 8, "4 key/value heads are repeated"),
+    ),
+    "fused kernels for rings": (devices(64, 8, fused="zigzag"), rows(), 32, 8, ("usp", 8, "take the parts of a ring")),
+    "no heads to exchange": (devices(8, 1, fused="zigzag"), rows(), 32, 8, ("ring", 1, "")),
     "attention of its own": (
         devices(8),
         rows(heads=0, kv_heads=0),
@@ -110,6 +119,12 @@ def test_the_order_follows_from_documents_and_windows(case):
     found = choose_balance(what, num_shards)
     assert found[0] == balance
     assert reason in found[1]
+
+
+def test_fused_kernels_decide_on_the_order():
+    assert choose_balance(rows(is_packed=True), 8, fused_zigzag=True) == ("zigzag", "fused kernels need it")
+    both_ways = rows(work=AttentionWork(causal=False), is_packed=True)
+    assert choose_balance(both_ways, 8, fused_zigzag=True)[0] == "blocks"
 
 
 MODEL = {"type": "llama", "seq_len": 64, "hidden_dim": 32, "num_layers": 2, "num_heads": 8, "intermediate_dim": 32}

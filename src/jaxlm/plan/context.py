@@ -158,6 +158,8 @@ class Devices:
         memory: bytes of each; None if unknown.
         attention: FLOP/s of attention; None if unknown.
         bandwidth: bytes/s from one to the next, where they are farthest apart; None if unknown.
+        fused: what the platform's fused attention kernels take: any part of a row (CPUs, which have one kernel for all), whole
+            rows, or also the parts of a ring in zigzag order.
     """
 
     size: int
@@ -165,6 +167,7 @@ class Devices:
     memory: float | None = None
     attention: float | None = None
     bandwidth: float | None = None
+    fused: Literal["parts", "rows", "zigzag"] = "parts"
 
     @staticmethod
     def of(layout: Layout, axes: Sequence[str], devices: Sequence[Any]) -> "Devices":
@@ -186,7 +189,8 @@ class Devices:
             return Devices(size, near, memory_limit())
         bandwidth = chip.link_bandwidth if near == size or chip.domain is None else chip.outer_bandwidth
         speed = speed_of(Topology(chip.name, chip, len(devices)), np.dtype(np.float16))
-        return Devices(size, near, chip.memory, speed.attention, bandwidth)
+        fused = "zigzag" if layout.platform == "gpu" else "rows"
+        return Devices(size, near, chip.memory, speed.attention, bandwidth, fused)
 
 
 @dataclass(frozen=True)
@@ -252,25 +256,31 @@ def choose_method(
         return "gather", 1, "the model computes attention by itself"
     if kv_heads % size == 0 and devices.near == size:
         return "ulysses", size, f"{kv_heads} key/value heads divide over {size} devices of one node"
+    if devices.fused != "parts" and heads % size == 0 and devices.near == size:
+        repeated = f"{kv_heads} key/value heads are repeated, so that they divide over {size} devices of one node"
+        return "ulysses", size, f"{repeated}: fused kernels take whole rows"
     far = f"{kv_heads} key/value heads do not divide over {size} devices"
     if kv_heads % size == 0:
         far = "the devices are in several nodes"
+    fitting = [part for part in group_sizes if kv_heads % part == 0 and devices.near % part == 0]
+    heads_size = max(fitting, default=1)
+    ring: Method = "usp" if heads_size > 1 else "ring"
+    if devices.fused == "zigzag":
+        return ring, heads_size, f"{far}, and fused kernels take the parts of a ring"
     # Of keys and values in bfloat16, and of their gradients in float32; 4 g H = 2 bytes x `kv_features`.
     needed = 3 * _BYTES * rows.kv_features * (kv_heads / rows.kv_heads) * seq_len
     taken = f"keys, values and their gradients take {needed / 1e9:,.3g} GB"
     if devices.memory is None or needed < _MEMORY_SHARE * devices.memory:
         of_memory = "" if devices.memory is None else f" of {devices.memory / 1e9:,.3g}"
         return "gather", 1, f"{far}, and {taken}{of_memory}"
-    fitting = [part for part in group_sizes if kv_heads % part == 0 and devices.near % part == 0]
-    heads_size = max(fitting, default=1)
     tokens, enough = seq_len // (size // heads_size), hidden_from(rows, devices, heads, kv_heads)
     if enough is not None and tokens < enough:
         return "gather", 1, f"{far}, and with {tokens:,} tokens, a ring waits for its links (from {enough:,.0f} on not)"
-    return "usp" if heads_size > 1 else "ring", heads_size, f"{far}, and {taken}, more than a tenth of the memory"
+    return ring, heads_size, f"{far}, and {taken}, more than a tenth of the memory"
 
 
-def choose_balance(rows: Rows, num_shards: int) -> tuple[Balance, str]:
-    """The order of tokens, and why."""
+def choose_balance(rows: Rows, num_shards: int, *, fused_zigzag: bool = False) -> tuple[Balance, str]:
+    """The order of tokens, and why. Args: fused_zigzag: the devices have fused kernels for parts in zigzag order only."""
     if num_shards == 1:
         return "none", "each device computes whole rows"
     if rows.fixed_order is not None:
@@ -278,7 +288,9 @@ def choose_balance(rows: Rows, num_shards: int) -> tuple[Balance, str]:
     if all(window is not None and window < min(rows.seq_lens) for window, _ in rows.work.windows):
         return "none", "all layers have windows, whose work is even"
     tried: list[tuple[Balance, str]] = [("zigzag", "each row has one document")]
-    if rows.is_packed:
+    if fused_zigzag:
+        tried = [("zigzag", "fused kernels need it"), ("blocks", "")]
+    elif rows.is_packed:
         tried = [("blocks", "rows have several documents"), ("zigzag", "")]
     problems = []
     for balance, reason in tried:
@@ -356,7 +368,8 @@ def plan_context(
         raise ConfigError(f"{key}.method: {method} given, but {rows.fixed_order}. Set it to auto or gather")
     num_shards = size // heads_size
     if config.balance == AUTO:
-        balance, balance_reason = choose_balance(rows, num_shards)
+        fused_zigzag = near.fused == "zigzag" and method in ("ring", "usp")
+        balance, balance_reason = choose_balance(rows, num_shards, fused_zigzag=fused_zigzag)
     else:
         balance, balance_reason = config.balance, f"{key}.balance"
         problem = "with method: ulysses each device computes whole rows" if num_shards == 1 else None
