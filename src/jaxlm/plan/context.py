@@ -158,8 +158,8 @@ class Devices:
         memory: bytes of each; None if unknown.
         attention: FLOP/s of attention; None if unknown.
         bandwidth: bytes/s from one to the next, where they are farthest apart; None if unknown.
-        fused: what the platform's fused attention kernels take: any part of a row (CPUs, which have one kernel for all), whole
-            rows, or also the parts of a ring in zigzag order.
+        fused: what the platform's fused attention kernels take: any part of a row (CPUs, which have one kernel for all),
+            whole rows, or also the parts of a ring in zigzag order.
     """
 
     size: int
