@@ -1,6 +1,6 @@
 """Compares a run that switches between optimizers while it trains with runs of each of its strategies, and with AdamW.
 
-    python benchmarks/orchestrate.py --folder FOLDER [--model small|cpu_d4] [--seeds 0,1,2,3,4] [--steps 1000]
+    python benchmarks/orchestrate.py --folder FOLDER [--model small|cpu_d4] [--seeds 0,1,2,3,4] [--steps 1000] [--rows N]
 
 `small` is a Llama of 2 layers and width 64 on the standard library's source files (`stdlib:train`; validation on
 `stdlib:validation`); `cpu_d4` is the model and the data of `jaxlm:nanochat/cpu_d4.yaml`. The learning rate of each is chosen
@@ -43,17 +43,21 @@ ADAMW, LONGER, ORCHESTRATED = "adamw", "adamw, more steps", "orchestrated"
 BUDGET = 0.1
 
 
-def sections(model: str) -> dict[str, Any]:
-    """Model, data and batches."""
+def sections(model: str, rows: int | None) -> dict[str, Any]:
+    """Model, data and batches. Args: rows: of a batch; None for the usual number."""
     if model == "small":
         sizes = {"type": "llama", "seq_len": 128, "hidden_dim": 64, "intermediate_dim": 176, "num_layers": 2}
         heads = {"num_heads": 2, "num_kv_heads": 2, "initializer_range": 0.08}
         data = {"train_urls": ["stdlib:train"], "validation_urls": ["stdlib:validation"]}
         data |= {"tokenizer": "bpe", "vocab_size": 1024}
-        return {"model": sizes | heads, "data": data, "trainer": {"train_batch_size": 8, "max_eval_batches": 24}}
+        return {
+            "model": sizes | heads,
+            "data": data,
+            "trainer": {"train_batch_size": rows or 8, "max_eval_batches": 24},
+        }
     recipe = load_config(["--config_path", "jaxlm:nanochat/cpu_d4.yaml"], "orchestrate")
     model, data = (yaml.safe_load(dump(section)) for section in (recipe.model, recipe.data))
-    return {"model": model, "data": data, "trainer": {"train_batch_size": 16, "max_eval_batches": 16}}
+    return {"model": model, "data": data, "trainer": {"train_batch_size": rows or 16, "max_eval_batches": 16}}
 
 
 def optimizer(name: str, rate: float) -> dict[str, Any]:
@@ -84,8 +88,8 @@ class Runs:
         results: the name of a run -> its validation loss at the end, and further figures.
     """
 
-    def __init__(self, folder: Path, model: str, steps: int):
-        self._folder, self._model, self._steps = folder, model, steps
+    def __init__(self, folder: Path, model: str, steps: int, rows: int | None):
+        self._folder, self._model, self._steps, self._rows = folder, model, steps, rows
         self.results: dict[str, dict[str, Any]] = {}
         for path in folder.glob(f"{model}-{steps}-*.json"):
             self.results |= json.loads(path.read_text())
@@ -108,7 +112,7 @@ class Runs:
         return math.inf if loss is None or not math.isfinite(loss) else loss
 
     def _train(self, name: str, rate: float, seed: int) -> dict[str, Any]:
-        tree = sections(self._model)
+        tree = sections(self._model, self._rows)
         steps = round(self._steps * (1 + BUDGET)) if name == LONGER else self._steps
         place = self._folder / "runs" / f"{self._model}-{name.replace(', ', '-').replace(' ', '-')}-{rate:g}-{seed}"
         trainer = {
@@ -162,9 +166,13 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2,3,4")
     parser.add_argument("--tuning-seed", type=int, default=100)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--rows", type=int, help="rows of a batch; each value needs a folder of its own")
     parser.add_argument("--only", help="trains these, separated by commas, and prints no table: for several processes")
     options = parser.parse_args()
-    seeds, runs = [int(seed) for seed in options.seeds.split(",")], Runs(options.folder, options.model, options.steps)
+    seeds, runs = (
+        [int(seed) for seed in options.seeds.split(",")],
+        Runs(options.folder, options.model, options.steps, options.rows),
+    )
     names = [ADAMW, *GUIDE, ORCHESTRATED]
     chosen = options.only.split(",") if options.only else names
     rates: dict[str, float] = {}
