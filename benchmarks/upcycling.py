@@ -278,7 +278,7 @@ def _tokens(tokenizer: Tokenizer, split: str) -> np.ndarray:
 
 
 def _mean_nll(model: LanguageModel, batch: TokenBatch) -> jax.Array:
-    final = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids)).final
+    final = model.hidden(Inputs.of(batch)).final
     return jnp.mean(token_losses(final, model.lm_head(), batch.targets).array)
 
 

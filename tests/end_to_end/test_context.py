@@ -1,4 +1,6 @@
-"""Runs whose rows eight devices share: killed, resumed with fewer devices a row and with none, and as two processes."""
+"""Runs whose rows eight devices share: killed, resumed with fewer devices a row and with none, as two processes, and with
+rows that a teacher or the policy has read before.
+"""
 
 import re
 
@@ -12,6 +14,7 @@ from jaxlm.engine.checkpoint.restore import latest_valid, restore
 from jaxlm.plan.load_config import load_config
 from jaxlm.plan.plan import make_plan
 from tests.end_to_end.commands import Workplace, check_close
+from tests.end_to_end.test_rollouts import start, steps_of
 
 pytestmark = pytest.mark.slow
 RUN = ("--config_path", "run.yaml")
@@ -104,11 +107,41 @@ def test_two_processes_share_rows(workplace, alone):
     check_close(place.losses(), alone.losses())
 
 
+CACHED = """
+refs: {{teacher: {{type: checkpoint, path: {teacher}}}}}
+objective: {{type: distill, top_k: 20, cache: true}}
+"""
+
+
+def test_what_a_teacher_said_of_shared_rows_is_read_as_text(workplace, alone):
+    """The cache that devices have written which share rows, and the other way round."""
+    losses = []
+    for order in ((8, 1), (1, 8)):
+        place = workplace(devices=8)
+        written = place.write(CACHED.format(teacher=alone.folder / "checkpoints/run"), num_steps=4)
+        written.write_text(written.read_text().replace(f"cache_dir: {place.cache}\n", "cache_dir: cache\n"))
+        for number, devices in enumerate(order):
+            shared = (*RUN, f"{CONTEXT}size", str(devices), "--trainer.seed", "1", "--trainer.id", f"on{number}")
+            shown = place.finish(*shared, XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}").out
+            assert ("annotating" in shown) == (number == 0)
+            losses.append(place.losses(f"on{number}"))
+    for found in losses[1:]:
+        check_close(found, losses[0])
+
+
+def test_the_policy_finds_its_own_samples_where_it_wrote_them(workplace):
+    place = start(workplace(devices=8), 4)
+    place.finish(*RUN, *METHODS["ring"])
+    records = steps_of(place)
+    assert len(records) == 4
+    assert max(record["train/sampling/logp_diff_max"] for record in records) < 1e-5
+
+
 def test_wrong_keys_are_refused_before_anything_starts(workplace):
     place = workplace(devices=8)
     place.write()
     for arguments, message in {
-        (f"{CONTEXT}size", "3"): "trainer.context.size = 1 x 1 x 3 = 3 does not divide the 8 devices",
+        (f"{CONTEXT}size", "3"): "trainer.context.size: 3 given, which does not divide the 8 devices",
         (f"{CONTEXT}method", "ring"): "trainer.context.method: ring given, but no devices share the tokens of a row",
         (f"{CONTEXT}size", "8", f"{CONTEXT}method", "ulysses"): "4 query heads on a device, which do not divide",
     }.items():

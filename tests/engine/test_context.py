@@ -22,6 +22,7 @@ from jaxlm.evals.continuations import _columns as columns_of_prompts
 from jaxlm.evals.loss import LossMeter
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.distillation.layerwise import layer_streams
+from jaxlm.models.families.dba import DbaConfig
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mixtral import MixtralConfig
@@ -52,6 +53,15 @@ NANO = NanoConfig(
 )
 MIXTRAL = MixtralConfig(**SIZES, intermediate_dim=16, num_kv_heads=2, num_experts=4, num_experts_per_token=2)
 LONG = LlamaConfig(**SIZES, intermediate_dim=32, num_kv_heads=2, rope=DynamicRotary(original_max_position_embeddings=8))
+TWO_PARTS = DbaConfig(
+    **{**SIZES, "num_layers": 2},
+    intermediate_dim=32,
+    num_kv_heads=2,
+    sem_dim=32,
+    geo_dim=32,
+    rope_semantic=True,
+    rope=LONG.rope,
+)
 BIDIRECTIONAL = dataclasses.replace(LLAMA, use_bidirectional_attention=True)
 
 
@@ -149,6 +159,7 @@ CASES: dict[str, tuple[ObjectiveConfig, ModelConfig, tuple[BatchSpec[Any], Colum
     "nano": (NextToken(), NANO, TOKENS, None),
     "gpt2": (NextToken(), Gpt2Config(**SIZES), TOKENS, None),
     "lengths of documents": (NextToken(), LONG, TOKENS, None),
+    "two parts of scores": (NextToken(), TWO_PARTS, TOKENS, None),
     "experts": (NextToken(), MIXTRAL, TOKENS, None),
     "adapters": (NextToken(), LAST_LAYERS, TOKENS, LoraConfig(rank=4)),
     "masked": (Diffusion(), BIDIRECTIONAL, MASKED, None),

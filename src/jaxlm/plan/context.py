@@ -52,7 +52,8 @@ class ContextConfig:
             the groups. `auto` selects one for the model and the devices, and logs which and why.
         balance: the order of the tokens of a row over the devices, so that all have the same work: that of the text
             (`none`), two chunks for each, an early and a late one (`zigzag`), or blocks by the work that the row's documents
-            cause (`blocks`). With `ulysses` there is none. `auto` is `blocks` for packed documents, and otherwise `zigzag`.
+            cause (`blocks`). With `ulysses` there is none. `auto` is `blocks` for packed documents and otherwise `zigzag`, or
+            the one that fused kernels take, and logs why.
         heads_size: number of devices in a group of `usp`; null for the most that the key/value heads divide over.
     """
 
