@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import draccus
@@ -22,6 +22,7 @@ from jaxlm.models.chunked_loss import soft_capped
 from jaxlm.models.diffusion.denoisers import Denoiser
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.remat import AUTO, RematConfig, offloads, parse_remat
+from jaxlm.models.rope import RotaryConfig
 from jaxlm.reading.effects import Rounding
 
 
@@ -238,6 +239,16 @@ class LanguageModel(eqx.Module):
         """The same model with other `denoisers`. Raises `ConfigError` if it cannot run only some of its layers."""
         raise ConfigError(f"a model of type {type(self).__name__} cannot run only some of its layers")
 
+    def with_context(self, seq_len: int, rope: RotaryConfig | None) -> "LanguageModel":
+        """The same model for texts of another length; its config is `ModelConfig.with_context`. Leaves may be missing (None).
+
+        Raises:
+            ConfigError: it has no rotary position embedding.
+        """
+        raise ConfigError(
+            f"a model of type {type(self).__name__} has no rotary position embedding that jaxlm can change"
+        )
+
     @abc.abstractmethod
     def lm_head(self) -> Weight | None:
         """The weight of the head, {vocab, embed}; the token embedding if the two are tied.
@@ -377,6 +388,24 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
             ConfigError: no config of the family describes it.
         """
         raise ConfigError(f"jaxlm does not know the layers of {_family(self)}")
+
+    @property
+    def rotary(self) -> RotaryConfig | None:
+        """The rotary position embedding that a longer context changes: the field `rope`. None if there is none."""
+        return None
+
+    def with_context(self, seq_len: int, rope: RotaryConfig | None) -> "ModelConfig":
+        """The config of the same model for texts of another length, with another rotary position embedding (None keeps it).
+
+        Raises:
+            ConfigError: the model has none.
+        """
+        if self.rotary is None:
+            raise ConfigError(
+                f"jaxlm knows no rotary position embedding (rope) of {_family(self)} that could be stretched to longer texts."
+                " Use a family with rope, such as llama"
+            )
+        return replace(self, **{"seq_len": seq_len, "rope": self.rotary if rope is None else rope})
 
     def as_family(self) -> "ModelConfig":
         """The config of the same model, with the same parameters, by which other programs know it.

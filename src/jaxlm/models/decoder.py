@@ -41,6 +41,7 @@ from jaxlm.models.layers import (
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import Norm, RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import parse_remat
+from jaxlm.models.rope import RotaryConfig
 from jaxlm.models.stacks import Block, Body, LayerKind, Stack, Stacks, numbers_by_stack, shortest_period, switch_lengths
 
 _TIME = 3  # folded into a model's key, which is split for everything else
@@ -137,6 +138,11 @@ class TransformerConfig(ModelConfig):
     use_bidirectional_attention: bool = False
     tie_word_embeddings: bool = False
     time_embedding: TimeEmbeddingConfig | None = None
+    rope: RotaryConfig | None = None
+
+    @property
+    def rotary(self) -> RotaryConfig | None:
+        return self.rope if any(kind.rope is not None for kind in self.kinds) else None
 
     @property
     def is_causal(self) -> bool:
@@ -408,6 +414,13 @@ class Decoder(LanguageModel):
     def grown(self, sources: Sequence[int], added: range, *, key: jax.Array | None) -> "Decoder":
         config = self.config.with_layers(sources)
         return self._with_body(config, grown_body(self.body, config, self.Vocab, added, key))
+
+    def with_context(self, seq_len: int, rope: RotaryConfig | None) -> "Decoder":
+        config = self.config.with_context(seq_len, rope)
+        assert isinstance(config, DecoderConfig)
+        kinds = config.kinds
+        lengths = switch_lengths(kinds)
+        return dataclasses.replace(self, config=config, body=self.body.with_kinds(kinds), switch_lengths=lengths)
 
     def _with_body(self, config: TransformerConfig, body: Body) -> "Decoder":
         lengths = switch_lengths(config.kinds)

@@ -133,6 +133,10 @@ class RotaryConfig(draccus.ChoiceRegistry, abc.ABC):
         grows beyond it, cached keys and values have to be computed again."""
         return None
 
+    def original_length(self, seq_len: int) -> int:
+        """The context length, in tokens, before anything extended it. Args: seq_len: of the model."""
+        return seq_len
+
     def check(self, size: int) -> None:
         """Raises `ConfigError` if the keys are invalid for `size` rotated features."""
 
@@ -185,6 +189,9 @@ class LinearRotary(RotaryConfig):
     def frequencies(self, size: int, places: Places) -> np.ndarray:
         return _unscaled_frequencies(self.theta, size) / self.factor
 
+    def original_length(self, seq_len: int) -> int:
+        return round(seq_len / self.factor)
+
 
 @choice(RotaryConfig, "dynamic")
 class DynamicRotary(RotaryConfig):
@@ -208,6 +215,9 @@ class DynamicRotary(RotaryConfig):
         powers = -np.arange(0, size, 2, dtype=np.float64) / (size - 2)
         unscaled = jnp.asarray(_unscaled_frequencies(self.theta, size), jnp.float32)
         return unscaled * growth_BT[..., None] ** jnp.asarray(powers, jnp.float32)
+
+    def original_length(self, seq_len: int) -> int:
+        return self.original_max_position_embeddings
 
     def check(self, size: int) -> None:
         if size <= 2:
@@ -239,6 +249,9 @@ class Llama3Rotary(RotaryConfig):
         smooth = (num_rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         smooth = np.clip(smooth, 0.0, 1.0)
         return unscaled * (smooth + (1 - smooth) / self.factor)
+
+    def original_length(self, seq_len: int) -> int:
+        return self.original_max_position_embeddings
 
     def check(self, size: int) -> None:
         if self.high_freq_factor <= self.low_freq_factor:
@@ -286,6 +299,9 @@ class YarnRotary(RotaryConfig):
         ramp = np.clip((np.arange(_num_pairs(size)) - low) / (high - low or 0.001), 0.0, 1.0)
         unscaled = _unscaled_frequencies(self.theta, size)
         return unscaled * (1 - ramp) + unscaled / self.factor * ramp
+
+    def original_length(self, seq_len: int) -> int:
+        return self.original_max_position_embeddings
 
     def check(self, size: int) -> None:
         if self.theta == 1.0:
@@ -352,6 +368,9 @@ class LongRotary(RotaryConfig):
             return self.attention_factor
         original = self.original_max_position_embeddings
         return longrope_attention_factor(self.max_position_embeddings / original, original)
+
+    def original_length(self, seq_len: int) -> int:
+        return self.original_max_position_embeddings
 
     def check(self, size: int) -> None:
         for name in ("short_factor", "long_factor"):

@@ -211,7 +211,7 @@ def decode_run(source: ConfigSource, name: str | None, kind: type[R] = RunConfig
 
 
 def _with_surgery_keys(config: R, tree: Mapping[str, Any]) -> R:
-    """The configuration with the keys that its surgeries read from files."""
+    """The configuration with the keys that its surgeries read from files or derive from the model."""
     if not config.phases:
         return config
 
@@ -219,7 +219,7 @@ def _with_surgery_keys(config: R, tree: Mapping[str, Any]) -> R:
     for phase, written in zip(config.phases, tree["phases"], strict=True):
         surgeries = []
         for surgery, section in zip(phase.surgery, written.get("surgery", []), strict=True):
-            surgeries.append(replace(surgery, **surgery.keys_from_files(section.keys(), model)))
+            surgeries.append(replace(surgery, **surgery.keys_from_files(section, model)))
             model = surgeries[-1].changed(model)
         phases.append(replace(phase, surgery=surgeries))
     return replace(config, phases=phases)

@@ -1,7 +1,7 @@
 """The surgery interface: changes a model at the start of a phase."""
 
 import abc
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,15 +149,15 @@ class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jax
         """
         return {}
 
-    def keys_from_files(self, keys: Collection[str], config: ModelConfig) -> Mapping[str, Any]:
-        """Values for keys that the configuration leaves out, read from the files that other keys name.
+    def keys_from_files(self, keys: Mapping[str, Any], config: ModelConfig) -> Mapping[str, Any]:
+        """Values for keys that the configuration leaves out, read from the files that other keys name, or from the model.
 
         The saved configuration contains them, so that it does not depend on other files. If every such key is given, no
         file may be needed.
 
         Args:
-            keys: the keys that are set.
-            config: config of the model.
+            keys: the keys that are set, with what is written there.
+            config: config of the model before the surgery.
         """
         return {}
 

@@ -211,7 +211,7 @@ class LoraConfig(SurgeryConfig):
         self._check_agreement(read, _adapter_paths(model, self))
         return read.leaves(model)
 
-    def keys_from_files(self, keys: Collection[str], config: ModelConfig) -> Mapping[str, Any]:
+    def keys_from_files(self, keys: Mapping[str, Any], config: ModelConfig) -> Mapping[str, Any]:
         missing = {field.name for field in dataclasses.fields(self)}.difference(keys)
         if self.from_peft is None or not missing:
             return {}

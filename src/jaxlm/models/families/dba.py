@@ -15,7 +15,7 @@ from jaxlm.models.decoder import DecoderBlock, check_sizes, gated_mlp, pre_norm_
 from jaxlm.models.decoders.pre_norm import PreNormConfig
 from jaxlm.models.decoupled_attention import DecoupledAttention, Gate, LearnedSlot, first_pairs
 from jaxlm.models.linear import Linear
-from jaxlm.models.rope import check_rope
+from jaxlm.models.rope import RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind
 from jaxlm.reading.choices import choice
 
@@ -90,6 +90,10 @@ class DbaConfig(PreNormConfig):
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         return (LayerKind(self.rope if self.geo_dim else None, self.sliding_window),) * self.num_layers
+
+    @property
+    def rotary(self) -> RotaryConfig | None:
+        return None if self.rope_semantic else super().rotary  # each layer has its own copy of it then
 
     @property
     def has_output_bias(self) -> bool:

@@ -28,6 +28,7 @@ and with lookup layers, of which number I follows layer N:
     body.lookups.I.mix_proj.weight              {embed, lookup_mix}                         l3_layers.N.w_mix
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -196,6 +197,10 @@ class NanoConfig(ModelConfig):
         """The kind of each layer, from first to last."""
         windows = [None if back == self.seq_len else back + 1 for back in self.window_distances]
         return tuple(LayerKind(self.rope, window) for window in windows)
+
+    @property
+    def rotary(self) -> RotaryConfig:
+        return self.rope
 
     def with_layers(self, kept: Sequence[int]) -> "NanoConfig":
         raise ConfigError(
@@ -390,6 +395,12 @@ class Nano(LanguageModel):
             last = (last - for_compute(self.backout_lambda) * out.middle).rearrange(last.axes).astype(last.dtype)
         final = norm(last)
         return Hidden(final, out.cache, taps={name: (out.taps | {FINAL: final})[name] for name in taps})
+
+    def with_context(self, seq_len: int, rope: RotaryConfig | None) -> "Nano":
+        config = self.config.with_context(seq_len, rope)
+        assert isinstance(config, NanoConfig)
+        body = dataclasses.replace(self.body, kinds=config.kinds, seq_len=seq_len)
+        return dataclasses.replace(self, config=config, body=body, switch_lengths=switch_lengths(config.kinds))
 
     def lm_head(self) -> Weight:
         return for_compute(self.head).weight
