@@ -209,7 +209,7 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     main_only(lambda: check_opens(plan, tokenizer, cursor))
     seq_lens = [phase.model.seq_len for phase in plan.phases]
     tokenize_on_ray(config.trainer.ray, plan.data, tokenizer, seq_lens, console.log)
-    config = with_num_steps_of_data(config, plan.batches.train, tokenizer, console.log)
+    config = with_num_steps_of_data(config, plan.batches, tokenizer, console.log)
     plan = plan.updated(config, tokenizer.vocab_size)
     check_references(plan, tokenizer, console.log)
     check_run_tables(plan, console.log)

@@ -232,7 +232,7 @@ def measure(plan: Plan, console: Console, *, steps: int, warmup: int) -> Result:
 
 def random_batch(plan: Plan, seed: int) -> Any:
     """A batch of the first phase with random tokens, with the sharding that the step expects."""
-    stage, seq_len = plan.batches.train.largest, plan.phases[0].model.seq_len
+    stage, seq_len = plan.batches.of(plan.phases[0]).largest, plan.phases[0].model.seq_len
     num_examples = math.prod(stage.shape)
     columns = plan.data[0].random_columns(num_examples, seq_len, plan.state_builder.Vocab.size, seed)
     read = lambda rows: {name: column[rows] for name, column in columns.items()}  # noqa: E731

@@ -177,7 +177,7 @@ def evaluate(
 
 def _check_batch_size(opened: LoadedModel, batch_size: int | None) -> int:
     """The number of sequences per batch. Raises `ConfigError` if they do not divide over the devices."""
-    size = opened.plan.batches.eval if batch_size is None else batch_size
+    size = opened.eval_batch if batch_size is None else batch_size
     num_shards = opened.plan.layout.num_shards(BATCH)
     if size < 1 or size % num_shards:
         raise ConfigError(

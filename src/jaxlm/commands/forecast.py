@@ -157,7 +157,7 @@ def _forecast_phase(
             sampling = forecast_sampling(plan, phase, topology, console.log)
     hlo = step.call.as_text() or ""
     speed = speed_of(topology, plan.precision.compute)
-    flops, tokens = flops_per_token(plan, phase), plan.batches.train.largest.size * plan.tokens_per_example(phase)
+    flops, tokens = flops_per_token(plan, phase), plan.batches.of(phase).largest.size * plan.tokens_per_example(phase)
     model = plan.state_builder.abstract_state(phase).model
     estimate = (
         estimate_kernels(hlo, topology, plan.mesh, plan.precision.compute)

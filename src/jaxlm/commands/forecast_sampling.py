@@ -90,7 +90,7 @@ def forecast_sampling(
     sampled = plan.data[phase.index].batch_spec(phase.model.seq_len).sampled
     if sampled is None:
         return None
-    num_rows = sampled.num_rows(plan.batches.train.largest.size)
+    num_rows = sampled.num_rows(plan.batches.of(phase).largest.size)
     rows = sampled.rows_at_once(num_rows)
     log(f"compiling the programs that sample {rows} responses ...")
     state = plan.state_builder.abstract_state(phase)

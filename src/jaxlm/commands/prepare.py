@@ -30,10 +30,10 @@ from jaxlm.engine.phases import Phase
 from jaxlm.evals.core_bundle import FETCH_OPTION, FILES_OPTION, FILES_URL, fetch_bundle
 from jaxlm.evals.core_files import build_bundle
 from jaxlm.observe.console import Console, table
-from jaxlm.plan.batches import batch_sizes
+from jaxlm.plan.batches import BatchPlan
 from jaxlm.plan.load_config import load_config, refuse_dry_run
 from jaxlm.plan.num_steps import check_num_steps, with_num_steps_of_data
-from jaxlm.plan.plan import all_sources, initial_model, plan_phases
+from jaxlm.plan.plan import all_sources, initial_model, own_batch_sizes, plan_phases
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.session.exit_codes import command
 from jaxlm.session.init_from import starts_at_random
@@ -118,9 +118,9 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
     wanted = model.leaves_from_tokens(tokenizer.vocab_size)
     seq_lens = [phase.model.seq_len for phase in phases]
     tokenize_on_ray(config.trainer.ray, sections, tokenizer, seq_lens, console.log)
-    sizes = batch_sizes(config.trainer)
-    if sizes is not None:
-        config = with_num_steps_of_data(config, BatchSchedule.of(sizes), tokenizer, console.log)
+    batches = _batches(config)
+    if batches is not None:
+        config = with_num_steps_of_data(config, batches, tokenizer, console.log)
     phases = plan_phases(config)[0]
     opened = [
         section.open(tokenizer, seq_len, log=console.log) for section, seq_len in zip(sections, seq_lens, strict=True)
@@ -129,14 +129,14 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
         if phase.objective.sequences_axis is not None:
             check_signals(data.train)
     if wanted is not None and starts_at_random(config, sections[0].tokenizer):
-        if sizes is None and opened[0].max_train_batches:
+        if batches is None and opened[0].max_train_batches:
             console.log(
                 f"{', '.join(wanted.paths)}: left to the run, because the data that max_train_batches leaves depends on the"
                 " batch size, and trainer.train_batch_size: -1 on the devices"
             )
         else:
-            batches = BatchSchedule.of(sizes or [BatchSize(0, 1)])
-            compute_leaves(wanted, sections[0], opened[0], tokenizer.vocab_size, batches, console.log)
+            schedule = BatchSchedule.of([BatchSize(0, 1)]) if batches is None else batches.of(phases[0])
+            compute_leaves(wanted, sections[0], opened[0], tokenizer.vocab_size, schedule, console.log)
     return tokenizer, list(map(Prepared, phases, opened))
 
 
@@ -169,12 +169,17 @@ def show_examples(config: RunConfig, tokenizer: Tokenizer, page: str, console: C
         console.log(f"wrote {page}")
 
 
+def _batches(config: RunConfig) -> BatchPlan | None:
+    """The batch sizes; None if they depend on the devices."""
+    return BatchPlan.without_devices(config.trainer, own_batch_sizes(config))
+
+
 def check_batch(config: RunConfig, number: int, phases: Sequence[Phase]) -> None:
     """Raises `ConfigError` if the run has no training batch `number`, or what it consists of is not known beforehand."""
     num_steps = phases[-1].end
     if not 0 <= number < num_steps:
         raise ConfigError(f"--show_batch: {number} given, must be between 0 and {num_steps - 1} ({num_steps} steps)")
-    if batch_sizes(config.trainer) is None:
+    if _batches(config) is None:
         raise ConfigError(
             "--show_batch: trainer.train_batch_size is -1, so the batch size depends on the devices. Set it to a number"
         )
@@ -193,10 +198,10 @@ def batch_as_text(config: RunConfig, prepared: Sequence[Prepared], tokenizer: To
     Text in ⟦brackets⟧ is masked: no loss is computed on its tokens.
     """
     check_batch(config, number, [item.phase for item in prepared])
-    sizes = batch_sizes(config.trainer)
-    assert sizes is not None, "see check_batch"
+    batch_plan = _batches(config)
+    assert batch_plan is not None, "see check_batch"
     phase, data = next((p.phase, p.data) for p in prepared if number < p.phase.end)
-    batches = BatchSchedule.of(sizes)
+    batches = batch_plan.of(phase)
     mixture = data.mixture(batches.starting_at(phase.start), seed=config.order_seed)
     size = batches.at(number).size
     examples = batches.examples_between(phase.start, number) + np.arange(size)

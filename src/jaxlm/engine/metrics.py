@@ -65,7 +65,7 @@ class Workload:
         flops: FLOPs per sequence (attention counted causally).
         peak_flops: peak FLOP/s of all devices together; None if unknown.
         num_steps: number of steps of the whole run.
-        previous: totals of earlier processes of this run, which may have used another batch size.
+        previous: totals of earlier processes and phases of this run, which may have had other batches.
     """
 
     batches: BatchSchedule
@@ -77,13 +77,19 @@ class Workload:
 
     def progress(self, step: int) -> dict[str, float]:
         """Metrics for how far the run is after `step` steps."""
-        examples = self.batches.examples_between(self.previous.step, step)
+        totals = self.totals(step)
         return {
             GLOBAL_STEP: step,
             PROGRESS: step / self.num_steps,
-            TOTAL_TOKENS: self.previous.tokens + examples * self.tokens,
-            TOTAL_GFLOPS: self.previous.gflops + examples * self.flops / 1e9,
+            TOTAL_TOKENS: totals.tokens,
+            TOTAL_GFLOPS: totals.gflops,
         }
+
+    def totals(self, step: int) -> Totals:
+        """Totals of the run after `step` steps."""
+        examples = self.batches.examples_between(self.previous.step, step)
+        tokens, gflops = self.previous.tokens, self.previous.gflops
+        return Totals(step, tokens + examples * self.tokens, gflops + examples * self.flops / 1e9)
 
     def throughput(self, step: int, seconds: float) -> dict[str, float]:
         """Throughput metrics of a step (counted from 1) that took `seconds`."""

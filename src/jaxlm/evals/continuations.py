@@ -89,7 +89,7 @@ class ContinuationsEval(Eval):
     def __init__(self, config: ContinuationsEvalConfig, ctx: EvalContext):
         self._config, self._ctx = config, ctx
         self._cast = jax.jit(ctx.precision.cast_to_compute)
-        self._columns = jax.jit(_columns, out_shardings=ctx.layout.replicated())
+        self._columns = jax.jit(token_columns, out_shardings=ctx.layout.replicated())
         # The token that ends a text is a part of it: where a text ends, the reference judges too.
         stop_ids = ctx.tokenizer.stop_ids
         self._generation = GenerationConfig(config.max_new_tokens, temperature=0.0, stop_ids=stop_ids, with_stop=True)
@@ -139,7 +139,7 @@ class ContinuationsEval(Eval):
         return -math.fsum(one.log_likelihood for one in scored) / sum(map(len, texts))
 
 
-def _columns(batch) -> tuple[jax.Array, jax.Array]:
+def token_columns(batch) -> tuple[jax.Array, jax.Array]:
     """int32 [row, position]: tokens and segments in the order of the text."""
     batch = batch.supervised()
 

@@ -1,7 +1,8 @@
 """The batch keys of the `trainer` section, resolved for the available devices."""
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from jaxlm.core.errors import ConfigError, divisors
@@ -12,6 +13,7 @@ from jaxlm.reading.decode import choice_name
 from jaxlm.reading.effects import Evaluations, Rounding, follows
 
 _KEY = "trainer.train_batch_size"
+ANOTHER_SIZE = follows("a step reads a different number of sequences from here")
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class BatchConfig:
     Attributes:
         train_batch_size: global batch size: sequences per step over all devices. -1 uses `per_device_parallelism` times
             the number of devices that the batch is sharded over. A list changes the size during the run, by global step:
-            `[{start: 0, value: 32}, {start: 1000, value: 64}]`.
+            `[{start: 0, value: 32}, {start: 1000, value: 64}]`. A phase may have its own.
         per_device_parallelism: sequences per device in one microbatch. -1 processes the device's whole share of the
             batch at once; a smaller value accumulates gradients over several microbatches.
         per_device_train_parallelism: alias of `per_device_parallelism`.
@@ -32,9 +34,7 @@ class BatchConfig:
         per_device_eval_parallelism: sequences per device in evaluation; -1 uses the training value.
     """
 
-    train_batch_size: Annotated[
-        PositiveInt | Literal[-1] | list[BatchSize], follows("a step reads a different number of sequences from here")
-    ] = 32
+    train_batch_size: Annotated[PositiveInt | Literal[-1] | list[BatchSize], ANOTHER_SIZE] = 32
     per_device_parallelism: Rounding[PositiveInt | Literal[-1]] = -1
     per_device_train_parallelism: Rounding[PositiveInt | Literal[-1]] = -1
     max_per_device_parallelism: Rounding[PositiveInt | None] = None
@@ -58,12 +58,31 @@ class BatchPlan:
     """Batch sizes of a run.
 
     Attributes:
-        train: training batch size and its division into microbatches, by step.
+        train: training batch size and its division into microbatches, by step of the whole run.
         eval: sequences per evaluation batch.
+        of_phases: both for the phases that have their own, by number. The size of such a phase does not change.
     """
 
     train: BatchSchedule
     eval: int
+    of_phases: Mapping[int, "BatchPlan"] = field(default_factory=dict)
+
+    @staticmethod
+    def without_devices(trainer: BatchConfig, of_phases: Mapping[int, int]) -> "BatchPlan | None":
+        """The plan with each batch as one microbatch; None if the sizes depend on the devices. Args: as `plan_batches`."""
+        sizes = batch_sizes(trainer)
+        if sizes is None:
+            return None
+        own = {number: BatchPlan(BatchSchedule.of([BatchSize(0, size)]), size) for number, size in of_phases.items()}
+        return BatchPlan(BatchSchedule.of(sizes), sizes[0].value, own)
+
+    def of(self, phase: Phase) -> BatchSchedule:
+        """The training batch sizes of a phase, by step of the whole run."""
+        return self.of_phases[phase.index].train if phase.index in self.of_phases else self.train
+
+    def eval_of(self, phase: Phase) -> int:
+        """Sequences per evaluation batch in a phase."""
+        return self.of_phases[phase.index].eval if phase.index in self.of_phases else self.eval
 
 
 def batch_sizes(trainer: BatchConfig) -> tuple[BatchSize, ...] | None:
@@ -85,10 +104,14 @@ def batch_sizes(trainer: BatchConfig) -> tuple[BatchSize, ...] | None:
     return sizes
 
 
-def plan_batches(trainer: BatchConfig, num_shards: int) -> BatchPlan:
+def plan_batches(trainer: BatchConfig, num_shards: int, of_phases: Mapping[int, int] | None = None) -> BatchPlan:
     """Divides batches over the `num_shards` devices that share a batch, and into microbatches (`per_device_parallelism`, or
-    `max_per_device_parallelism`).
+    `max_per_device_parallelism`). Args: of_phases: batch sizes of the phases that have their own, by number.
     """
+    own = {
+        number: plan_batches(replace(trainer, train_batch_size=size), num_shards)
+        for number, size in (of_phases or {}).items()
+    }
     per_device = trainer.parallelism
     if per_device != -1 and trainer.max_per_device_parallelism is not None:
         raise ConfigError(
@@ -109,7 +132,7 @@ def plan_batches(trainer: BatchConfig, num_shards: int) -> BatchPlan:
         raise ConfigError(f"trainer.per_device_eval_parallelism: {for_eval} given, must be -1 or at least 1")
     train = BatchSchedule(tuple(_stage(trainer, size, num_shards, per_device) for size in sizes))
     # From the first stage, because the evaluation batch must not change during the run.
-    return BatchPlan(train, eval=train.first.microbatch if for_eval == -1 else for_eval * num_shards)
+    return BatchPlan(train, eval=train.first.microbatch if for_eval == -1 else for_eval * num_shards, of_phases=own)
 
 
 def unreached_stages(trainer: BatchConfig, num_steps: int) -> list[str]:
@@ -131,18 +154,25 @@ def small_batches(batches: BatchSchedule, num_shards: int) -> list[str]:
     ]
 
 
-def describe_batches(batches: BatchSchedule, seq_len: int, num_steps: int) -> str:
+def describe_batches(plan: BatchPlan, phases: Sequence[Phase]) -> str:
     """Describes the batch sizes by step, and the total if they change."""
-    reached = batches.between(0, num_steps)
+    reached = [
+        (max(stage.start, phase.start), stage, phase.model.seq_len)
+        for phase in phases
+        for stage in plan.of(phase).between(phase.start, phase.end)
+    ]
+    same = lambda one, other: one[1:] == other[1:]  # noqa: E731
+    reached = [one for number, one in enumerate(reached) if not number or not same(reached[number - 1], one)]
     start = "from step {}: " if len(reached) > 1 else ""
     parts = [
-        f"{start.format(stage.start)}{stage.size} x {seq_len} = {stage.size * seq_len:,} tokens per step,"
+        f"{start.format(step)}{stage.size} x {seq_len} = {stage.size * seq_len:,} tokens per step,"
         f" {stage.num_microbatches} microbatches of {stage.microbatch}"
-        for stage in reached
+        for step, stage, seq_len in reached
     ]
     if len(reached) > 1:
-        examples = batches.examples_before(num_steps)
-        parts.append(f"{examples:,} sequences, {examples * seq_len:,} tokens in total over {num_steps} steps")
+        examples = [plan.of(phase).examples_between(phase.start, phase.end) for phase in phases]
+        tokens = sum(number * phase.model.seq_len for number, phase in zip(examples, phases, strict=True))
+        parts.append(f"{sum(examples):,} sequences, {tokens:,} tokens in total over {phases[-1].end} steps")
     return "; ".join(parts)
 
 

@@ -12,6 +12,7 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.data import Data
 from jaxlm.data.shuffle import EraShuffle
 from jaxlm.engine.phases import Phase
+from jaxlm.plan.batches import BatchPlan
 from jaxlm.plan.plan import plan_phases
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.plan.trainer_config import TrainerConfig
@@ -64,7 +65,7 @@ def _check_is_used(config: RunConfig) -> None:
 
 
 def with_num_steps_of_data(
-    config: RunConfig, batches: BatchSchedule, tokenizer: Any, log: Callable[[str], None]
+    config: RunConfig, batches: BatchPlan, tokenizer: Any, log: Callable[[str], None]
 ) -> RunConfig:
     """The configuration with `num_train_steps` computed from `epoch` or `data.stop_strategy`, if they are set."""
     check_num_steps(config)
@@ -81,7 +82,7 @@ def with_num_steps_of_data(
         if by_epoch or section.stop_strategy != "restart":
             seq_len = phase.model.seq_len
             data = main_first(functools.partial(section.open, tokenizer, seq_len, log, summarize=False))
-            phase_batches = batches.starting_at(start)
+            phase_batches = batches.of(phase).starting_at(start)
             num_steps = _of_epochs(config, data, phase_batches) if by_epoch else phase.num_steps
             steps[phase.index] = _until_exhausted(phase, num_steps, data, phase_batches, config.order_seed, log)
         start += steps.get(phase.index, phase.num_steps)
@@ -112,7 +113,7 @@ def epoch_of(phase: Phase, data: Data, batches: BatchSchedule) -> Callable[[int]
     every step reads new examples.
 
     Args:
-        batches: of the whole run.
+        batches: of the phase, by step of the whole run.
     """
     phase_batches = batches.starting_at(phase.start)
     sequences = list(data.trained_on(phase_batches).values())

@@ -49,6 +49,7 @@ from jaxlm.plan.load_config import run_id_of
 from jaxlm.plan.mesh import check_phase, plan_mesh
 from jaxlm.plan.refs.base import Ref
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
+from jaxlm.plan.trainer_config import TrainerConfig
 from jaxlm.reading.decode import choice_name, encode
 from jaxlm.surgery.denoisers import DenoisersConfig
 
@@ -110,8 +111,8 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens per step with the largest batch size, including padding."""
-        return self.batches.train.largest.size * self.tokens_per_example(self.phases[0])
+        """Tokens per step of the first phase with its largest batch size, including padding."""
+        return self.batches.of(self.phases[0]).largest.size * self.tokens_per_example(self.phases[0])
 
     def tokens_per_example(self, phase: Phase) -> int:
         """Tokens, including padding, of all sequences of an example that the model reads in a phase."""
@@ -182,7 +183,8 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     names = {path: [axis.name for axis in axes] for path, axes in arrays.items()}
     mesh, layout, context, warnings = plan_mesh(trainer, sizes, names, devices, lambda: rows_of(state_builder, data))
     check_hugging_face(config, data[0].tokenizer, [phase.model for phase in phases])
-    batches = plan_batches(trainer, layout.num_shards(BATCH))
+    batches = plan_batches(trainer, layout.num_shards(BATCH), own_batch_sizes(config))
+    schedules = list(dict.fromkeys(map(batches.of, phases)))
     plan = Plan(
         config=config,
         run_id=run_id,
@@ -192,7 +194,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         warnings=(
             *warnings,
             *unreached_stages(trainer, phases[-1].end),
-            *small_batches(batches.train, layout.num_shards(BATCH)),
+            *(line for one in schedules for line in small_batches(one, layout.num_shards(BATCH))),
             *_schedule_notes(phases),
         ),
         state_builder=state_builder,
@@ -203,7 +205,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     _check_evaluations(config, phases)
     for phase, section, start in zip(phases, data, earliest_starts(config, phases), strict=True):
         _check_batch(phase, section, config)
-        check_microbatches(phase, start, batches.train, layout.num_shards(BATCH))
+        check_microbatches(phase, start, batches.of(phase), layout.num_shards(BATCH))
     # Raises for surgeries that do not apply and patterns that match nothing.
     states = [plan.state_builder.abstract_state(phase) for phase in phases]
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
@@ -217,6 +219,22 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
                 classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
         check_phase(layout, state.model, phase.name)
     return plan
+
+
+def own_batch_sizes(config: RunConfig) -> dict[int, int]:
+    """The batch sizes of the phases that have their own, by number.
+
+    Raises:
+        ConfigError: the one of `trainer` has no effect.
+    """
+    own = {number: one.train_batch_size for number, one in enumerate(config.phases) if one.train_batch_size is not None}
+    size = config.trainer.train_batch_size
+    if own and len(own) == len(config.phases) and size != TrainerConfig.train_batch_size:
+        raise ConfigError(
+            f"trainer.train_batch_size: {encode(size)} given, but it has no effect, because every phase has its own"
+            f" train_batch_size ({', '.join(map(str, own.values()))}). Remove it"
+        )
+    return own
 
 
 def _schedule_notes(phases: Sequence[Phase]) -> list[str]:

@@ -17,6 +17,7 @@ from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig
+from jaxlm.plan.batches import ANOTHER_SIZE
 from jaxlm.plan.presets.base import PresetConfig
 from jaxlm.plan.refs.base import RefConfig
 from jaxlm.plan.trainer_config import TrainerConfig
@@ -45,6 +46,8 @@ class PhaseConfig:
     Attributes:
         name: letters, digits, `_` and `.`. Names the checkpoint that is saved when the phase starts.
         num_train_steps: length of the phase in steps; null uses `trainer.num_train_steps`.
+        train_batch_size: sequences per step, over all devices, and the size of which evaluation batches are a part; null uses
+            `trainer.train_batch_size`. With longer sequences, give as many fewer, so that a step keeps its number of tokens.
         until: end the phase earlier, depending on its evaluations; null uses `trainer.until`.
         controllers: controllers of the phase; null uses `trainer.controllers`, and `[]` uses none.
         surgery: model changes to apply when the phase starts, in order.
@@ -61,6 +64,7 @@ class PhaseConfig:
 
     name: str
     num_train_steps: Length[PositiveInt | None] = None
+    train_batch_size: Annotated[PositiveInt | None, ANOTHER_SIZE] = None
     until: Stopping[UntilConfig | None] = None
     controllers: Controlling[list[ControllerConfig] | None] = None
     surgery: list[SurgeryConfig] = field(default_factory=list)

@@ -74,7 +74,7 @@ def with_annotations(
         return data
     template = abstract_annotations(plan, phase, abstract_batch(plan, phase))
     annotations = {name: AwaitedAnnotations() for name in data.train}
-    schedule, itself = plan.batches.train, phase.objective.asks_itself
+    schedule, itself = plan.batches.of(phase), phase.objective.asks_itself
 
     def load() -> dict[str, LanguageModel]:
         refs = {name: load_reference(plan, name, log) for name in phase.objective.references}
@@ -130,7 +130,7 @@ def _identity(plan: Plan, phase: Phase, model: LanguageModel) -> dict[str, Any]:
         "model": encode(phase.model),
         "precision": str(plan.precision),
         "weights": array_digest(phase.split(model)[1]),
-        "microbatch": plan.batches.train.largest.microbatch,
+        "microbatch": plan.batches.of(phase).largest.microbatch,
         "mesh": dict(layout.mesh.shape),
         "sharding": dict(layout.compute),
         "device": layout.device.device_kind,
@@ -175,7 +175,7 @@ def _store_missing(
     example_bytes = _bytes_per_example(template)
     count = sum(map(len, missing.values()))
     main_only(lambda: _check_space(next(iter(folders.values())).path, count * example_bytes))
-    batch_size = plan.batches.train.largest.microbatch  # that of a step, so that the program computes the same
+    batch_size = plan.batches.of(phase).largest.microbatch  # that of a step, so that the program computes the same
     refs = load()
 
     @functools.partial(jax.jit, out_shardings=plan.layout.replicated())

@@ -199,9 +199,11 @@ def logged_evaluation(config: RunConfig, step: int) -> dict[str, float]:
 
 
 def _training(plan: Plan, step: int) -> Iterator[tuple[str, str]]:
-    sequences, seq_len = plan.batches.train.examples_before(step), plan.model.seq_len
+    numbers = [plan.batches.of(p).examples_between(p.start, max(p.start, min(step, p.end))) for p in plan.phases]
+    sequences, seq_len = sum(numbers), max(p.model.seq_len for p in plan.phases if p.start <= step)
+    tokens = sum(number * phase.model.seq_len for number, phase in zip(numbers, plan.phases, strict=True))
     yield "steps", f"{step} of {plan.num_steps}"
-    yield "tokens", f"{sequences * seq_len:,} ({sequences:,} sequences of up to {seq_len} tokens)"
+    yield "tokens", f"{tokens:,} ({sequences:,} sequences of up to {seq_len} tokens)"
     for phase, data in zip(plan.phases, plan.data, strict=True):
         if phase.start <= step:
             yield f"phase {phase.name}", describe_phase(phase)

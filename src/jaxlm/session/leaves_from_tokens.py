@@ -33,7 +33,7 @@ def leaves_from_tokens(plan: Plan, tokenizer: Tokenizer, log: Log) -> Arrays:
 
     def compute() -> Arrays:
         data = section.open(tokenizer, model.seq_len, log, summarize=False)
-        return compute_leaves(wanted, section, data, builder.Vocab.size, plan.batches.train, log)
+        return compute_leaves(wanted, section, data, builder.Vocab.size, plan.batches.of(plan.phases[0]), log)
 
     computed = main_only(compute)  # the others need not even see its caches
     abstract = dict(tree.leaves(builder.abstract_initial_model))

@@ -246,6 +246,7 @@ class LoadedModel:
         step: the checkpoint's step; None for a Hugging Face model.
         load: loads the model in its parameters' dtype; call it inside `plan.layout.use()`.
         adds_bos: whether the model was trained with BOS before every text, as `DataConfig.prompt_bos`.
+        eval_batch: sequences per evaluation batch of the checkpoint's phase.
         is_hugging_face: whether prompts are tokenized as transformers does: what looks like a special token is one.
         merged: the adapters that its merged form contains.
     """
@@ -259,6 +260,7 @@ class LoadedModel:
     step: int | None
     load: Callable[[], LanguageModel]
     adds_bos: bool | None
+    eval_batch: int
     is_hugging_face: bool = False
     merged: tuple[MergedAdapter, ...] = ()
 
@@ -383,6 +385,7 @@ def _open_checkpoint(
         trained.checkpoint.cursor.step,
         load=lambda: trained.load_model(weights, spelling),
         adds_bos=trained.data.prompt_bos,
+        eval_batch=trained.plan.batches.eval_of(trained.phase),
         merged=(MergedAdapter.of_checkpoint(trained.checkpoint.location),) if adds_adapters(trained.surgeries) else (),
     )
 
@@ -428,7 +431,18 @@ def _open_hf_model(
 
     merged, data = read_merged(folder), plan.data[0]
     return LoadedModel(
-        folder, tokenizer, plan, plan.model, (), data, None, load, None, is_hugging_face=True, merged=merged
+        folder,
+        tokenizer,
+        plan,
+        plan.model,
+        (),
+        data,
+        None,
+        load,
+        adds_bos=None,
+        eval_batch=plan.batches.eval,
+        is_hugging_face=True,
+        merged=merged,
     )
 
 

@@ -53,7 +53,7 @@ def open_phase_data(run: Run, phase: Phase, resumed: VerifiedCheckpoint | None) 
     opened = open_data(plan, run.tokenizer, phase, log)
     first_step = phase.start if resumed is None else resumed.cursor.step
     order: dict[str, Any] = {
-        "schedule": plan.batches.train,
+        "schedule": plan.batches.of(phase),
         "layout": plan.layout,
         "start": phase.start,
         "first_step": first_step,
@@ -74,7 +74,7 @@ def open_data(plan: Plan, tokenizer: Tokenizer, phase: Phase, log: Log) -> Data:
     opened = main_first(lambda: section.open(tokenizer, phase.model.seq_len, log=log))
     if phase.objective.sequences_axis is not None:
         check_signals(opened.train)
-    for line in (*small_sources(opened, plan.batches.train.first.size), *opened.slow_sources()):
+    for line in (*small_sources(opened, plan.batches.of(phase).at(phase.start).size), *opened.slow_sources()):
         log(f"warning: {line}")
     return opened
 

@@ -131,7 +131,7 @@ def _context(
 
     def validation_set(data_set: ValidationData) -> ValidationSet:
         def batches() -> Iterator[Any]:
-            size, most = plan.batches.eval, trainer.max_eval_batches
+            size, most = plan.batches.eval_of(phase), trainer.max_eval_batches
             for batch in data_set.batches(batch_size=size, max_batches=most, layout=plan.layout):
                 run.clock.progress()
                 yield batch
@@ -175,7 +175,7 @@ def _open_exports(run: Run, phase: Phase, evaluations: EvalHook) -> list[ExportH
 
 def _open_profiler(run: Run, phase: Phase, data: PhaseData, steps: StepPrograms) -> list[ProfileHook]:
     """The profiler hook, if configured."""
-    config, sizes = run.plan.config.trainer.profiler, run.plan.batches.train
+    config, sizes = run.plan.config.trainer.profiler, run.plan.batches.of(phase)
     if config is None:
         return []
     begin = min(data.first_step + config.start_step, phase.end - 1)

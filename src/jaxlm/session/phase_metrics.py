@@ -37,7 +37,7 @@ def _listeners(
     follow = CallbackListener(
         records.callbacks,
         whole_run,
-        epoch_of=epoch_of(phase, data, run.plan.batches.train),
+        epoch_of=epoch_of(phase, data, run.plan.batches.of(phase)),
         last_step=phase.end,
         skipped=skipped,
     )
@@ -65,11 +65,14 @@ def _workload(run: Run, phase: Phase) -> Workload:
     plan, devices = run.plan, jax.devices()
     peak = peak_flops(devices[0].device_kind)
     tokens = plan.tokens_per_example(phase)
-    return Workload(
-        batches=plan.batches.train,
+    earlier = [workload for number, workload in run.records.workloads.items() if number < phase.index]
+    workload = Workload(
+        batches=plan.batches.of(phase),
         tokens=tokens,
         flops=flops_per_token(plan, phase).causal * tokens,
         peak_flops=None if peak is None else peak * len(devices),
         num_steps=plan.num_steps,
-        previous=run.records.previous,
+        previous=earlier[-1].totals(phase.start) if earlier else run.records.previous,
     )
+    run.records.workloads[phase.index] = workload
+    return workload

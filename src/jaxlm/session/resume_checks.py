@@ -165,7 +165,7 @@ def changed_stages(cursor: Cursor, position: Mapping[str, Any], phase: Phase, pl
     Args:
         position: data position of the checkpoint.
     """
-    weights, sizes = plan.data[phase.index].train_weights, plan.batches.train
+    weights, sizes = plan.data[phase.index].train_weights, plan.batches.of(phase)
     if not isinstance(weights, list) or len(weights) < 2:
         return []
     read = int(position["examples"]) - int(position.get("skipped", 0))

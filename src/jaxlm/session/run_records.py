@@ -10,7 +10,7 @@ from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.metric_names import TOTAL_GFLOPS, TOTAL_TOKENS
-from jaxlm.engine.metrics import Totals
+from jaxlm.engine.metrics import Totals, Workload
 from jaxlm.observe import records
 from jaxlm.observe.callbacks import CallbackContext, Callbacks, open_callbacks
 from jaxlm.observe.completions import CompletionLog
@@ -54,6 +54,7 @@ class RunRecords:
         callbacks: classes of the user's own; none on processes other than 0.
         ledgers: the ledger of the run's time; empty on processes other than 0.
         trackers: where metrics are logged; empty until the run begins, and on processes other than 0.
+        workloads: what a step of each phase that this process has begun amounts to, by its number.
         decision_logs: the log of the controllers' decisions; empty like `trackers`.
     """
 
@@ -65,6 +66,7 @@ class RunRecords:
     ledgers: tuple[Ledger, ...] = ()
     trackers: list[Tracker] = field(default_factory=list)
     decision_logs: list[DecisionLog] = field(default_factory=list)
+    workloads: dict[int, Workload] = field(default_factory=dict)
 
     def completions(self) -> CompletionLog:
         """Logs completions with their rewards."""

@@ -91,7 +91,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         *_precision(plan),
         *repeatability(plan.layout.platform, os.environ.get("XLA_FLAGS", "")),
         ("model", _sizes(plan)),
-        ("batch", describe_batches(batches.train, model.seq_len, plan.num_steps)),
+        ("batch", describe_batches(batches, plan.phases)),
         ("evaluation", f"{_evals(plan)} every {trainer.steps_per_eval} steps"),
         (
             "FLOPs per token",
@@ -153,7 +153,8 @@ def _evals(plan: Plan) -> str:
     names = [type(config).__name__.removesuffix("EvalConfig").lower() for config in plan.config.evals]
     max_batches = plan.config.trainer.max_eval_batches
     amount = "all batches" if max_batches is None else f"at most {max_batches} batches"
-    return f"{', '.join(names) or 'none'}, on {amount} of {plan.batches.eval} sequences,"
+    sizes = " or ".join(dict.fromkeys(str(plan.batches.eval_of(phase)) for phase in plan.phases))
+    return f"{', '.join(names) or 'none'}, on {amount} of {sizes} sequences,"
 
 
 def _sizes(plan: Plan) -> str:

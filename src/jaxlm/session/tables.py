@@ -193,6 +193,7 @@ def tables_after_training(plan: Plan, state: RunState, tokenizer: Tokenizer, che
         plan.num_steps,
         load=lambda: state.model,
         adds_bos=data.prompt_bos,
+        eval_batch=plan.batches.eval_of(phase),
     )
     models, folder = TableModels(plan.run_id, trained, plan.refs), plan.log_folder / FOLDER
     try:
@@ -227,7 +228,7 @@ def _validation(trained: LoadedModel, log: Log) -> Callable[[int], list[Validati
     plan, tokenizer = trained.plan, trained.tokenizer
 
     def as_set(source: ValidationData) -> ValidationSet:
-        options: dict[str, Any] = {"batch_size": plan.batches.eval, "layout": plan.layout, "max_batches": None}
+        options: dict[str, Any] = {"batch_size": trained.eval_batch, "layout": plan.layout, "max_batches": None}
         return ValidationSet(source.source.name, tuple(source.source.config.tags), lambda: source.batches(**options))
 
     def opened(seq_len: int) -> list[ValidationSet]:

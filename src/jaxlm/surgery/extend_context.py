@@ -2,8 +2,8 @@
 
 Source: Peng et al. 2023, YaRN: Efficient Context Window Extension of Large Language Models (arXiv:2309.00071); Chen et al.
 2023, position interpolation (arXiv:2306.15595); Ding et al. 2024, LongRoPE (arXiv:2402.13753); Xiong et al. 2023, Effective
-Long-Context Scaling of Foundation Models (arXiv:2309.16039), section 2.1: a larger theta alone. Extending in several phases, as
-Llama 3 does: Grattafiori et al. 2024 (arXiv:2407.21783), section 3.4.2.
+Long-Context Scaling of Foundation Models (arXiv:2309.16039), section 2.1: a larger theta alone. Grattafiori et al. 2024, The
+Llama 3 Herd of Models (arXiv:2407.21783), section 3.4.2: several phases.
 """
 
 from collections.abc import Mapping

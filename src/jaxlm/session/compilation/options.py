@@ -211,7 +211,7 @@ def step_key(plan: Plan) -> str:
     """Identifies what the speed of the first phase's step depends on: model, batch, mesh and precision."""
     facts = {
         "model": encode(plan.phases[0].model),
-        "batch": plan.batches.train.largest.shape,
+        "batch": plan.batches.of(plan.phases[0]).largest.shape,
         "mesh": str(plan.mesh),
         "precision": str(plan.precision),
         "optimizer": choice_name(type(plan.phases[0].optimizer)),

@@ -144,7 +144,7 @@ def trace_step(
 
 def compile_steps(plan: Plan, phase: Phase, first_step: int, log: Callable[[str], None]) -> StepPrograms:
     """Compiles the steps for all batch shapes of a phase from `first_step` on, so that memory errors show before training."""
-    stages = plan.batches.train.between(first_step, phase.end)
+    stages = plan.batches.of(phase).between(first_step, phase.end)
     by_shape = {stage.shape: stage for stage in reversed(stages)}
     return StepPrograms({shape: compile_step(plan, phase, log, stage=by_shape[shape]) for shape in reversed(by_shape)})
 
@@ -162,8 +162,8 @@ def compile_step(
         stage: the stage whose batch shape to use; None means the largest.
         limit: memory of a device in bytes, if the devices are absent; None uses that of the available devices.
     """
-    stage = stage or plan.batches.train.largest
-    size = f" for batches of {stage.size}" if len(plan.batches.train.stages) > 1 else ""
+    stage = stage or plan.batches.of(phase).largest
+    size = f" for batches of {stage.size}" if len(plan.batches.of(phase).stages) > 1 else ""
     log(f"compiling the step of phase '{phase.name}'{size} ...")
     automatic = phase.model.gradient_checkpointing == AUTO
     candidates = CANDIDATES[plan.layout.platform] if automatic else (CHEAP,)
@@ -288,4 +288,4 @@ def gib(num_bytes: int) -> str:
 def abstract_batch(plan: Plan, phase: Phase, stage: BatchStage | None = None) -> Any:
     """Shapes, dtypes and shardings of a training batch {microbatch, batch, ...}; without a stage, of the largest."""
     spec = plan.data[phase.index].batch_spec(phase.model.seq_len)
-    return spec.abstract(leading_axes(stage or plan.batches.train.largest), plan.layout)
+    return spec.abstract(leading_axes(stage or plan.batches.of(phase).largest), plan.layout)

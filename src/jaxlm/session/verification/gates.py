@@ -11,6 +11,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.data import ValidationData
 from jaxlm.evals.base import EvalConfig, EvalContext, ValidationSet
+from jaxlm.evals.gate import GateConfig
 from jaxlm.evals.limits import failed
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.observe.records import finite
@@ -44,8 +45,9 @@ def add_gate_option(parser: argparse.ArgumentParser) -> None:
         const="",
         default=None,
         metavar="FILE",
-        help="compare with references instead: run the evaluations with limits of the run's section `evals`, or of a YAML"
-        " file with the sections `refs` and `evals`. A violated limit with `fail_fast` ends the command with code 1",
+        help="compare with references instead: run the evaluations of the run's section `evals` that compare, ask or have"
+        " limits, or those of a YAML file with the sections `refs` and `evals`. A violated limit with `fail_fast` ends the"
+        " command with code 1",
     )
 
 
@@ -66,7 +68,7 @@ def evaluate_gates(opened: LoadedModel, data: DataConfig, options: argparse.Name
         )
     with plan.layout.use():
         model = opened.for_inference(options.quantize)
-        size = plan.batches.eval if options.batch_size is None else options.batch_size
+        size = opened.eval_batch if options.batch_size is None else options.batch_size
         arguments = {"batch_size": size, "max_batches": max_batches, "layout": plan.layout}
 
         def validation_set(one: ValidationData) -> ValidationSet:
@@ -89,6 +91,7 @@ def evaluate_gates(opened: LoadedModel, data: DataConfig, options: argparse.Name
         for evaluation in evals:
             evaluation.check()
             evaluation.check_models(model, abstract)
+            evaluation.check_parts(model)
             evaluation.check_opens(lambda: opened.tokenizer, opened.model.seq_len, dry=False)
             metrics |= evaluation.open(context).run(model)
     _print(opened, metrics, evals)
@@ -104,15 +107,15 @@ def _gates(opened: LoadedModel, file: str) -> Gates:
         )
     if not any(map(_compares, gates.evals)):
         raise ConfigError(
-            f"{_OPTION}: {where} has no evaluation that compares with a reference or has limits. Give a file with the"
-            " sections refs and evals, such as evals: [{type: fidelity}]"
+            f"{_OPTION}: {where} has no evaluation that compares with a reference, asks the model or has limits. Give"
+            " a file with the sections refs and evals, such as evals: [{type: fidelity}]"
         )
     return gates
 
 
 def _compares(evaluation: EvalConfig) -> bool:
-    """Whether an evaluation compares the model with a reference or with limits."""
-    return bool(evaluation.references or evaluation.limits.by_metric)
+    """Whether an evaluation is one of those that may compare the model with a reference or with limits."""
+    return isinstance(evaluation, GateConfig) or bool(evaluation.references or evaluation.limits.by_metric)
 
 
 def _reference(gates: Gates, name: str) -> Ref:
