@@ -13,6 +13,7 @@ from jaxlm.data.sources.corpus import CorpusConfig
 from jaxlm.data.sources.tasks.arithmetic import ArithmeticCorpus
 from jaxlm.data.sources.tasks.arithmetic_answers import ArithmeticGroups, ArithmeticPairs, ArithmeticPrompts
 from jaxlm.data.sources.tasks.base import split_of
+from jaxlm.data.sources.tasks.pass_keys import PassKeyCorpus
 from jaxlm.data.sources.tasks.spelling import SpellingCorpus, _words
 from jaxlm.data.tokenizer.templates import NANOCHAT_TOKENS
 from jaxlm.models.inference.tools.calculator import Calculator
@@ -53,6 +54,7 @@ def test_every_corpus_and_field_has_a_test():
         "arithmetic_groups": [*shared, "stories", "group_size"],
         "arithmetic_prompts": [*shared, "stories"],
         "spelling": [*shared, "words", "counts"],
+        "pass_keys": [*shared, "min_characters", "max_characters", "digits"],
     }
 
 
@@ -215,3 +217,23 @@ def test_a_run_reads_them_as_conversations(tmp_path):
     assert config.chat_templates() == ["nanochat", "nanochat"]
     with pytest.raises(ConfigError, match="num_train: 0 given, an integer of 1 or more expected"):
         decode(DataConfig, ConfigSource({"source": {"type": "arithmetic", "num_train": 0}}))
+
+
+def test_documents_with_pass_keys_end_with_their_own():
+    corpus = PassKeyCorpus(num_train=200, num_validation=20, min_characters=200, max_characters=300, digits=3)
+    texts = {split: [record["text"] for record in corpus.records(split)] for split in ("train", "validation")}
+    asked = re.compile(
+        r"(.*)\nThe pass key is (\d{3})\. Remember it\. \2 is the pass key\.\n(.*)"
+        r"\nWhat is the pass key\? The pass key is \2\.",
+        re.DOTALL,
+    )
+    matches = [asked.fullmatch(text) for text in texts["train"]]
+    sizes = [(len(match[1]), len(match[3])) for match in matches]
+    assert all(200 <= before + after <= 300 for before, after in sizes)
+    assert min(before for before, _ in sizes) == 0 < max(before for before, _ in sizes)
+    assert min(after for _, after in sizes) == 0, "the key may also be right before the question"
+    assert len({match[2] for match in matches}) > 100
+    assert [record["text"] for record in corpus.records("train")] == texts["train"]
+    assert not {text[:100] for text in texts["train"]} & {text[:100] for text in texts["validation"]}
+    with pytest.raises(ConfigError, match=r"source\.min_characters: 9 given, more than source\.max_characters: 8"):
+        next(iter(PassKeyCorpus(min_characters=9, max_characters=8).records("train")))

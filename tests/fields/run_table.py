@@ -302,6 +302,10 @@ DROP_LAYERS: dict[str, Entry] = {
     "surgery.num_layers": ShownIn(DROPPED + "test_the_layers_with_the_least_influence_are_dropped_with_their_moments"),
     "surgery.calibration_batches": ShownIn(DROPPED + "test_one_and_eight_devices_choose_the_same_layers"),
 }
+EXTEND_CONTEXT: dict[str, Entry] = {
+    "surgery.seq_len": Change(48, Value(lambda plan: plan.phases[0].model.seq_len, 48)),
+    "surgery.rope": Change({"type": "linear"}, Value(lambda plan: plan.phases[0].model.rope.factor, 2.0)),
+}
 GROWN = "tests/surgery/test_grow.py::"
 GROW: dict[str, Entry] = {
     "surgery.num_layers": Change(1, Shapes({r"^model\.body\.1\..*q_proj": (1, 4, 8, 32)})),
@@ -362,11 +366,21 @@ HANDOVER: dict[str, Entry] = {
     f"trainer.controllers.0.{name}": ShownIn(f"tests/controllers/test_handover.py::test_the_loss_may_be_some_{what}")
     for name, what in {"max_loss_increase": "times_the_teachers", "max_loss_delta": "nats_above_the_teachers"}.items()
 }
+BATCH_OF_16 = {"trainer": {"train_batch_size": 16}}
+
+
+def _batch_of_phase(plan: Plan) -> tuple[int, int]:
+    """Sequences per microbatch of the first phase, in training and in evaluation."""
+    return plan.batches.of(plan.phases[0]).first.microbatch, plan.batches.eval_of(plan.phases[0])
+
+
 PHASES: dict[str, Entry] = {
     "phases.0.name": ShownIn(
         "tests/end_to_end/test_phases.py::test_the_cursor_separates_entry_from_end_and_a_damaged_entry_is_rebuilt"
     ),
     "phases.0.num_train_steps": Change(50, Rates({50: 1e-5})),
+    "phases.0.train_batch_size": Change(48, Value(_batch_of_phase, (48, 48))),
+    "phases.0.per_device_parallelism": Change(1, Value(_batch_of_phase, (8, 8)), also=BATCH_OF_16),
     "phases.0.carry_optimizer": Change(
         True, Refused(r"carry_optimizer: true given, but no phase is before the first one")
     ),
@@ -549,6 +563,7 @@ TABLE: Table = {
     "quantize": QUANTIZE,
     "split_at": SPLIT_AT,
     "drop_layers": DROP_LAYERS,
+    "extend_context": EXTEND_CONTEXT,
     "grow": GROW,
     "denoisers": DENOISERS,
     "diffusion_blocks": DIFFUSION_BLOCKS,

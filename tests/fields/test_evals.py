@@ -34,11 +34,14 @@ SAMPLES = [  # tool: tests/session/test_chat.py
     *("cache_dtype", "denoising"),  # tests/models/test_denoise.py
 ]
 HARNESS = ["tasks", "task_folder", "num_fewshot", "limit", "batch_size"]
-GATES = {  # tests/evals/test_gates.py, tests/evals/test_written.py, tests/session/test_gates.py
+GATES = {  # tests/evals/test_gates.py, tests/evals/test_written.py, tests/evals/test_needle.py, tests/session/test_gates.py
     "compare": ["reference", "batches", "attention", "logits"],
     "fidelity": ["reference", "batches", "max_delta_nll", "max_ppl_ratio"],
     "cases": ["cases", "file", "reference", "max_new_tokens", "min_student_accuracy", "max_accuracy_drop"],
     "continuations": ["reference", "prompts", "prompt_tokens", "max_new_tokens", "min_agreement", "max_delta_nll"],
+    "needle": [  # tests/evals/test_needle.py
+        *("lengths", "depths", "num_samples", "needle", "question", "digits", "seed", "batch_size", "min_accuracy"),
+    ],
 }
 CORE = ["bundle", "tasks", "max_per_task", "batch_size"]  # tests/evals/test_core.py
 

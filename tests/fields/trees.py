@@ -205,6 +205,7 @@ BASES: dict[str, Tree] = {
     "drop_layers": merged(
         tree(phases=[{"name": "p", "surgery": [{"type": "drop_layers", "layers": [1]}]}]), {"model": {"num_layers": 3}}
     ),
+    "extend_context": tree(phases=[{"name": "p", "surgery": [{"type": "extend_context", "seq_len": 32}]}]),
     "grow": tree(phases=[{"name": "p", "surgery": [{"type": "grow", "num_layers": 3}]}]),
     "denoisers": merged(
         tree(

@@ -1,4 +1,4 @@
-"""PNGs of a run: loss, learning rate, step times, and numbers of layers."""
+"""PNGs of a run: loss, learning rate, step times, numbers of layers, and needles in haystacks."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,13 @@ from jaxlm.engine.phases import Phase
 from jaxlm.observe.curves import BAND_OPACITY, COLORS, band_colors, half_window, smoothed
 from jaxlm.observe.events import MAX_MARKS, batch_sizes, events, resumes, strategies
 from jaxlm.observe.logged_run import LoggedRun
+from jaxlm.observe.needle_grid import NeedleGrid
 from jaxlm.optim.groups import group_schedules
 from jaxlm.optim.lr.schedules import Schedule
 
 _MAX_POINTS = 2000  # points of a computed curve
 _NUM_BINS = 60
+_MAP_COLUMNS = 4
 _LEGEND_COLUMNS = 4
 _MAX_LABELS = 24  # labels of points; more would overlap
 _MAX_TITLE = 100  # characters that fit on a line
@@ -200,6 +202,33 @@ def layer_bars(table: LayerTable, path: Path, title: str) -> None:
     axes.set_title(f"{title}, {table.source}")
     axes.set_xlabel(f"by layer: {shorten(table.title, _MAX_TITLE, placeholder=' ...')}", fontsize=8)
     _save(figure, axes, path)
+
+
+def needle_maps(grids: Sequence[NeedleGrid], path: Path, title: str) -> None:
+    """Plots the fraction of pass keys that were found by length and depth, one map for each grid, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(len(grids), _MAP_COLUMNS)
+    num_rows = -(-len(grids) // columns)
+    figure = Figure(figsize=(1.5 + 3.2 * columns, 0.8 + 2.8 * num_rows), dpi=120, layout="constrained")
+    panels = figure.subplots(num_rows, columns, squeeze=False).ravel()
+    image = None
+    for grid, axes in zip(grids, panels, strict=False):
+        image = axes.imshow(grid.found, cmap="RdYlGn", vmin=0.0, vmax=1.0, aspect="auto")
+        axes.set_xticks(range(len(grid.lengths)), [f"{length:,}" for length in grid.lengths], fontsize=8)
+        axes.set_yticks(range(len(grid.depths)), [f"{depth:.0%}" for depth in grid.depths], fontsize=8)
+        axes.set_title(grid.title, fontsize=9)
+        axes.set_xlabel("tokens", fontsize=8)
+        axes.set_ylabel("depth of the pass key", fontsize=8)
+        for place, value in np.ndenumerate(grid.found):
+            if np.isfinite(value):
+                axes.text(place[1], place[0], f"{value:.2g}", ha="center", va="center", fontsize=8)
+    for axes in panels[len(grids) :]:
+        axes.set_axis_off()
+    figure.suptitle(title, fontsize=10)
+    figure.colorbar(image, ax=list(panels), label="found")
+    FigureCanvasAgg(figure).print_png(path)
 
 
 def _figure(*integer_axes: str) -> tuple[Any, Any]:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from jaxlm.core.errors import ConfigError, divisors
@@ -60,7 +60,7 @@ class BatchPlan:
     Attributes:
         train: training batch size and its division into microbatches, by step of the whole run.
         eval: sequences per evaluation batch.
-        of_phases: both for the phases that have their own, by number. The size of such a phase does not change.
+        of_phases: both for the phases that have their own, by number.
     """
 
     train: BatchSchedule
@@ -68,13 +68,14 @@ class BatchPlan:
     of_phases: Mapping[int, "BatchPlan"] = field(default_factory=dict)
 
     @staticmethod
-    def without_devices(trainer: BatchConfig, of_phases: Mapping[int, int]) -> "BatchPlan | None":
+    def without_devices(trainer: BatchConfig, of_phases: Mapping[int, BatchConfig]) -> "BatchPlan | None":
         """The plan with each batch as one microbatch; None if the sizes depend on the devices. Args: as `plan_batches`."""
         sizes = batch_sizes(trainer)
-        if sizes is None:
+        own = {number: BatchPlan.without_devices(keys, {}) for number, keys in of_phases.items()}
+        if sizes is None or None in own.values():
             return None
-        own = {number: BatchPlan(BatchSchedule.of([BatchSize(0, size)]), size) for number, size in of_phases.items()}
-        return BatchPlan(BatchSchedule.of(sizes), sizes[0].value, own)
+        plans = {number: plan for number, plan in own.items() if plan is not None}
+        return BatchPlan(BatchSchedule.of(sizes), sizes[0].value, plans)
 
     def of(self, phase: Phase) -> BatchSchedule:
         """The training batch sizes of a phase, by step of the whole run."""
@@ -104,14 +105,13 @@ def batch_sizes(trainer: BatchConfig) -> tuple[BatchSize, ...] | None:
     return sizes
 
 
-def plan_batches(trainer: BatchConfig, num_shards: int, of_phases: Mapping[int, int] | None = None) -> BatchPlan:
+def plan_batches(
+    trainer: BatchConfig, num_shards: int, of_phases: Mapping[int, BatchConfig] | None = None
+) -> BatchPlan:
     """Divides batches over the `num_shards` devices that share a batch, and into microbatches (`per_device_parallelism`, or
-    `max_per_device_parallelism`). Args: of_phases: batch sizes of the phases that have their own, by number.
+    `max_per_device_parallelism`). Args: of_phases: the keys of the phases that have their own, by number.
     """
-    own = {
-        number: plan_batches(replace(trainer, train_batch_size=size), num_shards)
-        for number, size in (of_phases or {}).items()
-    }
+    own = {number: plan_batches(keys, num_shards) for number, keys in (of_phases or {}).items()}
     per_device = trainer.parallelism
     if per_device != -1 and trainer.max_per_device_parallelism is not None:
         raise ConfigError(

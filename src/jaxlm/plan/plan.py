@@ -42,7 +42,7 @@ from jaxlm.models.diffusion.denoisers import check_is_whole
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
-from jaxlm.plan.batches import BatchPlan, check_microbatches, plan_batches, small_batches, unreached_stages
+from jaxlm.plan.batches import BatchConfig, BatchPlan, check_microbatches, plan_batches, small_batches, unreached_stages
 from jaxlm.plan.context import ContextChoice, rows_of
 from jaxlm.plan.early_ends import earliest_starts
 from jaxlm.plan.load_config import run_id_of
@@ -183,7 +183,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     names = {path: [axis.name for axis in axes] for path, axes in arrays.items()}
     mesh, layout, context, warnings = plan_mesh(trainer, sizes, names, devices, lambda: rows_of(state_builder, data))
     check_hugging_face(config, data[0].tokenizer, [phase.model for phase in phases])
-    batches = plan_batches(trainer, layout.num_shards(BATCH), own_batch_sizes(config))
+    batches = plan_batches(trainer, layout.num_shards(BATCH), batches_of_phases(config))
     schedules = list(dict.fromkeys(map(batches.of, phases)))
     plan = Plan(
         config=config,
@@ -221,20 +221,29 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     return plan
 
 
-def own_batch_sizes(config: RunConfig) -> dict[int, int]:
-    """The batch sizes of the phases that have their own, by number.
+def batches_of_phases(config: RunConfig) -> dict[int, BatchConfig]:
+    """The batch keys of the phases that have their own, by number. Raises `ConfigError` if one of `trainer` has no effect."""
+    trainer, phases = config.trainer, config.phases
+    for key in ("train_batch_size", "per_device_parallelism"):
+        own, given = [getattr(phase, key) for phase in phases], getattr(trainer, key)
+        if phases and None not in own and given != getattr(TrainerConfig, key):
+            raise ConfigError(
+                f"trainer.{key}: {encode(given)} given, but it has no effect, because every phase has its own"
+                f" ({', '.join(map(str, own))}). Remove it"
+            )
+    return {
+        number: _own_batches(trainer, one) for number, one in enumerate(phases) if _own_batches(trainer, one) != trainer
+    }
 
-    Raises:
-        ConfigError: the one of `trainer` has no effect.
-    """
-    own = {number: one.train_batch_size for number, one in enumerate(config.phases) if one.train_batch_size is not None}
-    size = config.trainer.train_batch_size
-    if own and len(own) == len(config.phases) and size != TrainerConfig.train_batch_size:
-        raise ConfigError(
-            f"trainer.train_batch_size: {encode(size)} given, but it has no effect, because every phase has its own"
-            f" train_batch_size ({', '.join(map(str, own.values()))}). Remove it"
-        )
-    return own
+
+def _own_batches(trainer: TrainerConfig, phase: PhaseConfig) -> TrainerConfig:
+    """The section `trainer` with the batch keys of a phase."""
+    if (size := phase.train_batch_size) is not None:
+        trainer = replace(trainer, train_batch_size=size)
+    if (microbatch := phase.per_device_parallelism) is not None:
+        own = {"per_device_parallelism": microbatch, "per_device_train_parallelism": -1}
+        trainer = replace(trainer, **own, max_per_device_parallelism=None)
+    return trainer
 
 
 def _schedule_notes(phases: Sequence[Phase]) -> list[str]:

@@ -32,6 +32,7 @@ from jaxlm.reading.effects import (
     Loss,
     Order,
     Refused,
+    Rounding,
     Stopping,
     Updates,
     follows,
@@ -46,8 +47,9 @@ class PhaseConfig:
     Attributes:
         name: letters, digits, `_` and `.`. Names the checkpoint that is saved when the phase starts.
         num_train_steps: length of the phase in steps; null uses `trainer.num_train_steps`.
-        train_batch_size: sequences per step, over all devices, and the size of which evaluation batches are a part; null uses
-            `trainer.train_batch_size`. With longer sequences, give as many fewer, so that a step keeps its number of tokens.
+        train_batch_size: sequences per step over all devices; null uses `trainer.train_batch_size`. With longer sequences,
+            give as many fewer, so that a step keeps its number of tokens.
+        per_device_parallelism: sequences per device in one microbatch, and in evaluations; null uses the keys of `trainer`.
         until: end the phase earlier, depending on its evaluations; null uses `trainer.until`.
         controllers: controllers of the phase; null uses `trainer.controllers`, and `[]` uses none.
         surgery: model changes to apply when the phase starts, in order.
@@ -65,6 +67,7 @@ class PhaseConfig:
     name: str
     num_train_steps: Length[PositiveInt | None] = None
     train_batch_size: Annotated[PositiveInt | None, ANOTHER_SIZE] = None
+    per_device_parallelism: Rounding[PositiveInt | None] = None
     until: Stopping[UntilConfig | None] = None
     controllers: Controlling[list[ControllerConfig] | None] = None
     surgery: list[SurgeryConfig] = field(default_factory=list)

@@ -18,7 +18,8 @@ from jaxlm.observe.logged_run import LoggedRun, read_run
 from jaxlm.observe.page.page import write_page
 from jaxlm.observe.page.sections import newest
 from jaxlm.observe.phase_history import phase_history
-from jaxlm.observe.plots import layer_bars, loss_curve, schedule_curve, step_time_histogram, step_times
+from jaxlm.observe.needle_grid import needle_grids
+from jaxlm.observe.plots import layer_bars, loss_curve, needle_maps, schedule_curve, step_time_histogram, step_times
 from jaxlm.observe.records import DECISIONS, METRICS, REPORT_PAGE, SAMPLES
 from jaxlm.plan.num_steps import steps_of_all_phases
 from jaxlm.plan.plan import Plan
@@ -104,7 +105,8 @@ def outputs(plan: Plan) -> list[tuple[str, str]]:
 
 
 def write_plots(plan: Plan, run: LoggedRun) -> list[tuple[str, str]]:
-    """Writes `loss.png`, `schedule.png`, `step_time.png` and what surgeries say of layers (`layers_0.png`) to the log folder.
+    """Writes `loss.png`, `schedule.png`, `step_time.png` and what surgeries say of layers (`layers_0.png`), and the grids of
+    `needle` (`needle.png`), to the log folder.
 
     Returns report rows for them.
     """
@@ -129,6 +131,9 @@ def _write_plots(plan: Plan, run: LoggedRun) -> list[tuple[str, str]]:
         path = plan.log_folder / f"layers_{number}.png"
         layer_bars(numbers, path, title)
         rows.append((numbers.source, str(path)))
+    if grids := needle_grids(run):
+        needle_maps(grids, path := plan.log_folder / "needle.png", title)
+        rows.append(("needles", str(path)))
     return rows
 
 

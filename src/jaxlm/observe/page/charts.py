@@ -23,6 +23,7 @@ from jaxlm.observe.curves import BAND_OPACITY, COLORS, band_colors, extremes, ha
 from jaxlm.observe.decision_notes import Band
 from jaxlm.observe.events import MAX_MARKS, Mark, batch_sizes, events, strategies
 from jaxlm.observe.logged_run import LoggedRun, Series
+from jaxlm.observe.needle_grid import is_cell
 
 _MAX_FURTHER = 40
 _NO_CURVES = {RESUMED_FROM, GLOBAL_STEP, PROGRESS}
@@ -51,6 +52,7 @@ _KINDS = (
     _Kind("CORE", "", f"{EVAL_PREFIX}(.+/)?core"),
     _Kind("Tasks of CORE, centered", "", f"{EVAL_PREFIX}(.+/)?core/[^/]+"),
     _Kind("Tasks of CORE, accuracy", "", f"{EVAL_PREFIX}(.+/)?core/[^/]+/accuracy"),
+    _Kind("Needle in a haystack, by length", "found", f"{EVAL_PREFIX}(.+/)?needle/([0-9]+|accuracy)"),
     _Kind("Learning rate", "", f"{LEARNING_RATE}(/.*)?"),
     _Kind("Batch size", "sequences", _BATCH),
     _Kind("Gradient norm", "", GRADIENT_NORM, is_noisy=True, is_log=True),
@@ -113,7 +115,7 @@ class Charts(NamedTuple):
 def charts(runs: Sequence[LoggedRun]) -> Charts:
     """All charts of some runs, each with the curves of all of them."""
     metrics = _with_batch_sizes(runs)
-    names = sorted({name for one in metrics for name in one} - _NO_CURVES)
+    names = sorted({name for one in metrics for name in one if not is_cell(name)} - _NO_CURVES)
     rest = [name for name in names if not any(re.fullmatch(kind.metrics, name) for kind in _KINDS)]
     evals = [name for name in rest if name.startswith(EVAL_PREFIX)]
     single = [_Kind(name, "", re.escape(name)) for name in (*evals, *(n for n in rest if n not in evals))]

@@ -1,4 +1,4 @@
-"""The tables and texts of a page: report card, CORE, layers, where runs differ, skipped steps, samples and completions."""
+"""The tables and texts of a page: report card, CORE, needles, layers, where runs differ, skipped steps, samples and completions."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +30,7 @@ from jaxlm.observe.decision_notes import described
 from jaxlm.observe.events import SkippedStep, resumes, skipped_steps
 from jaxlm.observe.ledger import IDLE
 from jaxlm.observe.logged_run import LoggedRun, Series
+from jaxlm.observe.needle_grid import needle_grids
 from jaxlm.observe.phase_history import phase_history, phase_table
 
 ABSENT = "–"
@@ -129,6 +130,19 @@ class Layers(NamedTuple):
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[tuple[str, float]]]
+
+
+class Needles(NamedTuple):
+    """A grid of the evaluation `needle`.
+
+    Attributes:
+        rows: (depth, fraction found at each length as text and as color).
+    """
+
+    run: str
+    title: str
+    lengths: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[tuple[str, str]]]]
 
 
 class Share(NamedTuple):
@@ -298,6 +312,21 @@ def layers(runs: Sequence[LoggedRun]) -> list[Layers]:
         Layers(run.name, table.source, table.title, table.columns, _with_bars(table.rows))
         for run in runs
         for table in tables_in(run.log)
+    ]
+
+
+def needles(runs: Sequence[LoggedRun]) -> list[Needles]:
+    """The grids of the evaluation `needle`, from red (nothing found) to green."""
+    cell = lambda x: (f"{x:.2f}", f"hsl({120 * x:.0f} 65% 70%)") if np.isfinite(x) else (ABSENT, "none")  # noqa: E731
+    return [
+        Needles(
+            run.name,
+            grid.title,
+            [f"{length:,}" for length in grid.lengths],
+            [(f"{depth:.0%}", list(map(cell, row))) for depth, row in zip(grid.depths, grid.found.tolist(), strict=True)],
+        )
+        for run in runs
+        for grid in needle_grids(run)
     ]
 
 
