@@ -49,6 +49,13 @@ def test_totals_continue_after_a_restart_with_another_batch_size(tmp_path):
     assert totals_at(path, 0) == totals_at(tmp_path / "none.jsonl", 20) == Totals()
 
 
+def test_totals_add_up_phases_with_sequences_of_other_lengths():
+    short = Workload(BatchSchedule.of([BatchSize(0, 16)]), 128, 1e9, None, 30)
+    long = Workload(BatchSchedule.of([BatchSize(0, 4)]), 512, 5e9, None, 30, short.totals(10))
+    assert long.progress(11)["throughput/total_tokens"] == 16 * 128 * 10 + 4 * 512
+    assert long.totals(30) == Totals(30, 16 * 128 * 10 + 20 * 4 * 512, 160.0 + 20 * 4 * 5.0)
+
+
 def test_steps_fetched_together_share_their_time():
     """The last steps of a short run, whose reports arrive in a burst, must not show millions of tokens per second."""
     now = [100.0]

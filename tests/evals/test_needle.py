@@ -130,24 +130,15 @@ def test_it_counts_what_greedy_decoding_writes(where):
     with place.use():
         model = built(0, place, vocab=len(CHARACTERS))
         evaluation = opened(config, place)
-        pairs = [pair for depth in config.depths for pair in evaluation._pairs(48, depth)]
-        limit = GenerationConfig(2, temperature=0.0, stop_ids=())
-        wide = dataclasses.replace(model, config=dataclasses.replace(model.config, seq_len=64))
-        written = [generate_tokens(Generator.of(wide), [context], limit)[0] for context, _ in pairs]
-        answers = {tuple(context): tokens[: len(answer)] for (context, answer), tokens in zip(pairs, written, strict=True)}
-
-        class Answered(NeedleEvalConfig):
-            """Asks for what the model writes."""
-
-        right = evaluation.run(model)["needle/accuracy"]
-        assert right == np.mean([tokens == answer for (_, answer), tokens in zip(pairs, answers.values(), strict=True)])
-        evaluation._pairs = lambda length, depth: ((c, answers[tuple(c)]) for c, _ in NeedleEvalPairs(pairs, config, depth))
+        by_depth = {depth: list(evaluation._pairs(48, depth)) for depth in config.depths}
+        contexts = [context for pairs in by_depth.values() for context, _ in pairs]
+        longer = dataclasses.replace(model, config=dataclasses.replace(model.config, seq_len=64))
+        greedy = GenerationConfig(2, temperature=0.0, stop_ids=())
+        written = dict(zip(map(tuple, contexts), generate_tokens(Generator.of(longer), contexts, greedy), strict=True))
+        right = [written[tuple(context)] == answer for pairs in by_depth.values() for context, answer in pairs]
+        assert evaluation.run(model)["needle/accuracy"] == np.mean(right) < 1.0
+        evaluation._pairs = lambda length, depth: ((c, written[tuple(c)]) for c, _ in by_depth[depth])
         assert evaluation.run(model)["needle/accuracy"] == 1.0
-
-
-def NeedleEvalPairs(pairs, config, depth):
-    start = config.depths.index(depth) * config.num_samples
-    return pairs[start : start + config.num_samples]
 
 
 def test_the_same_keys_are_hidden_each_time():
@@ -174,22 +165,21 @@ def test_invalid_keys_are_refused(keys, message):
 
 def test_impossible_lengths_are_refused():
     where = WHERE["one device"]()
-    with pytest.raises(ConfigError, match="lengths: 24 given, but pass key, question and answer have 3. tokens"):
+    with pytest.raises(ConfigError, match=r"lengths: 24 given, but pass key, question and answer have 3\d tokens"):
         dataclasses.replace(CONFIG, lengths=[24]).check_opens(Tokenizer, LENGTH, dry=True)
     table = SimpleNamespace(Pos=Axis("position", 64), reads_beyond=False)
-    with pytest.raises(ConfigError, match="lengths: 128 given, but the model cannot read more than model.seq_len: 64"):
+    with pytest.raises(ConfigError, match=r"lengths: 128 given, but .* more than model\.seq_len: 64"):
         CONFIG.check_parts(table)
     dataclasses.replace(CONFIG, lengths=None).check_parts(table)
     dataclasses.replace(CONFIG, lengths=[64]).check_parts(table)
-    with where.use(), pytest.raises(ConfigError, match="lengths: 128 given, but the validation text has .. tokens"):
-        config = dataclasses.replace(CONFIG, num_samples=1)
-        ctx = context(where, None, (), Tokenizer())
-        first = haystack(where)[0]
-        few = dataclasses.replace(
-            first, segment_ids=NamedArray(jnp.zeros((16, 16), jnp.int32).at[:5].set(1), first.segment_ids.axes)
-        )
-        sets = (ValidationSet("", (), lambda: [few]),)
-        config.open(dataclasses.replace(ctx, validation=sets)).run(looking_back(1))
+    first = haystack(where)[0]
+    segments = jnp.zeros((16, 16), jnp.int32).at[:5].set(1)
+    few = dataclasses.replace(first, segment_ids=NamedArray(segments, first.segment_ids.axes))
+    ctx = dataclasses.replace(context(where, None, (), Tokenizer()), validation=(ValidationSet("", (), lambda: [few]),))
+    with where.use():
+        evaluation = dataclasses.replace(CONFIG, num_samples=1).open(ctx)
+        with pytest.raises(ConfigError, match=r"lengths: 128 given, but the validation text has 80 tokens"):
+            evaluation.run(looking_back(1))
 
 
 def test_samples_share_a_text_that_is_too_short_for_all():

@@ -304,7 +304,9 @@ DROP_LAYERS: dict[str, Entry] = {
 }
 EXTEND_CONTEXT: dict[str, Entry] = {
     "surgery.seq_len": Change(48, Value(lambda plan: plan.phases[0].model.seq_len, 48)),
-    "surgery.rope": Change({"type": "linear"}, Value(lambda plan: plan.phases[0].model.rope.factor, 2.0)),
+    "surgery.rope": Change(
+        {"type": "linear"}, Value(lambda plan: type(plan.phases[0].model.rope).__name__, "LinearRotary")
+    ),
 }
 GROWN = "tests/surgery/test_grow.py::"
 GROW: dict[str, Entry] = {
@@ -366,7 +368,6 @@ HANDOVER: dict[str, Entry] = {
     f"trainer.controllers.0.{name}": ShownIn(f"tests/controllers/test_handover.py::test_the_loss_may_be_some_{what}")
     for name, what in {"max_loss_increase": "times_the_teachers", "max_loss_delta": "nats_above_the_teachers"}.items()
 }
-BATCH_OF_16 = {"trainer": {"train_batch_size": 16}}
 
 
 def _batch_of_phase(plan: Plan) -> tuple[int, int]:
@@ -379,8 +380,11 @@ PHASES: dict[str, Entry] = {
         "tests/end_to_end/test_phases.py::test_the_cursor_separates_entry_from_end_and_a_damaged_entry_is_rebuilt"
     ),
     "phases.0.num_train_steps": Change(50, Rates({50: 1e-5})),
-    "phases.0.train_batch_size": Change(48, Value(_batch_of_phase, (48, 48))),
-    "phases.0.per_device_parallelism": Change(1, Value(_batch_of_phase, (8, 8)), also=BATCH_OF_16),
+    "phases.0.train_batch_size": Change(
+        48,
+        Refused(r"trainer\.train_batch_size: 16 given, but it has no effect, because every phase has its own \(48\)"),
+    ),
+    "phases.0.per_device_parallelism": Change(1, Value(_batch_of_phase, (8, 8))),
     "phases.0.carry_optimizer": Change(
         True, Refused(r"carry_optimizer: true given, but no phase is before the first one")
     ),

@@ -1,4 +1,4 @@
-"""The tables and texts of a page: report card, CORE, needles, layers, where runs differ, skipped steps, samples and completions."""
+"""The tables and texts of a page: report card, CORE, needles, layers, where runs differ, skipped steps, samples and more."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -323,7 +323,10 @@ def needles(runs: Sequence[LoggedRun]) -> list[Needles]:
             run.name,
             grid.title,
             [f"{length:,}" for length in grid.lengths],
-            [(f"{depth:.0%}", list(map(cell, row))) for depth, row in zip(grid.depths, grid.found.tolist(), strict=True)],
+            [
+                (f"{depth:.0%}", list(map(cell, row)))
+                for depth, row in zip(grid.depths, grid.found.tolist(), strict=True)
+            ],
         )
         for run in runs
         for grid in needle_grids(run)
