@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.commands import evaluate
+from jaxlm.commands import evaluate, prepare
 from jaxlm.core.errors import ConfigError
 from jaxlm.plan.load_config import load_config
 from jaxlm.plan.plan import make_plan
@@ -77,7 +77,16 @@ def test_a_step_keeps_its_tokens_and_totals_add_them_up(whole):
     assert "12,288 tokens in total over 24 steps" in out
     totals = records(place, "throughput/total_tokens")
     assert totals == {step: 512 * step for step in range(1, 25)}
-    assert re.search(r"keys 20\.0 ?%|keys: 0\.2|20% keys", out) or "keys" in out
+
+
+@pytest.mark.slow
+def test_short_documents_are_packed_into_long_rows(whole, in_process):
+    place, _ = whole
+    shown = in_process(prepare.main, place, "--config_path", "run.yaml", "--show_batch", "17")
+    assert "step 18, phase 'longest', 4 rows of 128 tokens" in shown.out
+    _, *rows = re.split(r"^=== row ", shown.out, flags=re.MULTILINE)
+    of_keys = [row.count("--- document ") for row in rows if " of keys, loss on 127 of 128 tokens" in row]
+    assert of_keys and min(of_keys) > 1, "the first token of the second document is no target"
 
 
 @pytest.mark.slow
