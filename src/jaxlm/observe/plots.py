@@ -213,9 +213,9 @@ def needle_maps(grids: Sequence[NeedleGrid], path: Path, title: str) -> None:
     num_rows = -(-len(grids) // columns)
     figure = Figure(figsize=(1.5 + 3.2 * columns, 0.8 + 2.8 * num_rows), dpi=120, layout="constrained")
     panels = figure.subplots(num_rows, columns, squeeze=False).ravel()
-    image = None
+    colors = {"cmap": "RdYlGn", "vmin": 0.0, "vmax": 1.0}
+    maps = [axes.imshow(grid.found, aspect="auto", **colors) for grid, axes in zip(grids, panels, strict=False)]
     for grid, axes in zip(grids, panels, strict=False):
-        image = axes.imshow(grid.found, cmap="RdYlGn", vmin=0.0, vmax=1.0, aspect="auto")
         axes.set_xticks(range(len(grid.lengths)), [f"{length:,}" for length in grid.lengths], fontsize=8)
         axes.set_yticks(range(len(grid.depths)), [f"{depth:.0%}" for depth in grid.depths], fontsize=8)
         axes.set_title(grid.title, fontsize=9)
@@ -227,7 +227,7 @@ def needle_maps(grids: Sequence[NeedleGrid], path: Path, title: str) -> None:
     for axes in panels[len(grids) :]:
         axes.set_axis_off()
     figure.suptitle(title, fontsize=10)
-    figure.colorbar(image, ax=list(panels), label="found")
+    figure.colorbar(maps[0], ax=list(panels), label="found")
     FigureCanvasAgg(figure).print_png(path)
 
 
