@@ -420,7 +420,7 @@ class Decoder(LanguageModel):
         assert isinstance(config, DecoderConfig)
         kinds = config.kinds
         lengths = switch_lengths(kinds)
-        return dataclasses.replace(self, config=config, body=self.body.with_kinds(kinds), switch_lengths=lengths)
+        return dataclasses.replace(self, config=config, body=_with_kinds(self.body, kinds), switch_lengths=lengths)
 
     def _with_body(self, config: TransformerConfig, body: Body) -> "Decoder":
         lengths = switch_lengths(config.kinds)
@@ -435,6 +435,13 @@ class Decoder(LanguageModel):
         keys = {"KeyHeads": config.KeyHeads, "KeySize": config.KeySize}
         sizes = (config.KVHeads, config.HeadSize)
         return empty_cache(layers, Batch, capacity, *sizes, dtype, **keys, with_tokens=with_tokens)
+
+
+def _with_kinds(body: Body, kinds: Sequence[LayerKind]) -> Body:
+    """The same layers, of other kinds: one for each, from first to last. Leaves may be missing (None)."""
+    parts = iter([[kinds[layer] for layer in layers] for layers in body.layer_numbers])
+    change = lambda stack: dataclasses.replace(stack, kinds=shortest_period(next(parts)))  # noqa: E731
+    return jax.tree.map(change, body, is_leaf=lambda node: isinstance(node, Stack))
 
 
 def renumbered(layers: Collection[int], kept: Sequence[int]) -> tuple[int, ...]:

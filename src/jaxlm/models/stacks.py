@@ -237,10 +237,6 @@ class Body(abc.ABC):
             return dataclasses.replace(stacks[0], final_norm=self.last_norm)
         return Stacks.of(stacks, tuple(numbers.index(number) for number in before), self.last_norm)
 
-    @abc.abstractmethod
-    def with_kinds(self, kinds: Sequence[LayerKind]) -> "Body":
-        """The same layers, of other kinds: one for each, from first to last. Leaves may be missing (None)."""
-
     @property
     def last_norm(self) -> Norm:
         """The norm before the head."""
@@ -505,9 +501,6 @@ class Stack(Body, eqx.Module):
         axes = (tuple(axis for axis in leaf.axes if axis.name != LAYERS) for leaf in leaves if is_named(leaf))
         return tuple(axes), structure
 
-    def with_kinds(self, kinds: Sequence[LayerKind]) -> "Stack":
-        return dataclasses.replace(self, kinds=shortest_period(kinds))
-
     def kinds_between(self, start: int, stop: int) -> list[LayerKind]:
         """The kinds of layers `start` to `stop`."""
         return [self.kinds[at % len(self.kinds)] for at in range(start, stop)]
@@ -590,12 +583,6 @@ class Stacks(Body):
     @property
     def order(self) -> tuple[int, ...]:
         return self.turns
-
-    def with_kinds(self, kinds: Sequence[LayerKind]) -> "Stacks":
-        parts = zip(self.parts, self.layer_numbers, strict=True)
-        return dataclasses.replace(
-            self, parts=tuple(stack.with_kinds([kinds[layer] for layer in layers]) for stack, layers in parts)
-        )
 
     def joined(self) -> Body:
         """The inverse of the last cut: joins the stacks that it has made, unless they differ in more than layers."""
