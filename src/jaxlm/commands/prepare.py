@@ -33,7 +33,7 @@ from jaxlm.observe.console import Console, table
 from jaxlm.plan.batches import BatchPlan
 from jaxlm.plan.load_config import load_config, refuse_dry_run
 from jaxlm.plan.num_steps import check_num_steps, with_num_steps_of_data
-from jaxlm.plan.plan import all_sources, batches_of_phases, initial_model, plan_phases
+from jaxlm.plan.plan import all_sources, initial_model, plan_phases
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.session.exit_codes import command
 from jaxlm.session.init_from import starts_at_random
@@ -171,7 +171,7 @@ def show_examples(config: RunConfig, tokenizer: Tokenizer, page: str, console: C
 
 def _batches(config: RunConfig) -> BatchPlan | None:
     """The batch sizes; None if they depend on the devices."""
-    return BatchPlan.without_devices(config.trainer, batches_of_phases(config))
+    return BatchPlan.without_devices(config.trainer, config.batches_of_phases())
 
 
 def check_batch(config: RunConfig, number: int, phases: Sequence[Phase]) -> None:

@@ -144,12 +144,12 @@ def unreached_stages(trainer: BatchConfig, num_steps: int) -> list[str]:
     ]
 
 
-def small_batches(batches: BatchSchedule, num_shards: int) -> list[str]:
+def small_batches(plan: BatchPlan, phases: Sequence[Phase], num_shards: int) -> list[str]:
     """A warning for each batch size that is smaller than the number of devices that share a batch."""
     return [
         f"{_KEY}: {stage.size} sequences are fewer than the {num_shards} devices that share the batch (replica x data), so"
         f" {num_shards - stage.size} of them get empty sequences and waste their time"
-        for stage in batches.stages
+        for stage in dict.fromkeys(stage for phase in phases for stage in plan.of(phase).stages)
         if stage.size < num_shards
     ]
 

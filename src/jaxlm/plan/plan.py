@@ -42,14 +42,13 @@ from jaxlm.models.diffusion.denoisers import check_is_whole
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
-from jaxlm.plan.batches import BatchConfig, BatchPlan, check_microbatches, plan_batches, small_batches, unreached_stages
+from jaxlm.plan.batches import BatchPlan, check_microbatches, plan_batches, small_batches, unreached_stages
 from jaxlm.plan.context import ContextChoice, rows_of
 from jaxlm.plan.early_ends import earliest_starts
 from jaxlm.plan.load_config import run_id_of
 from jaxlm.plan.mesh import check_phase, plan_mesh
 from jaxlm.plan.refs.base import Ref
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
-from jaxlm.plan.trainer_config import TrainerConfig
 from jaxlm.reading.decode import choice_name, encode
 from jaxlm.surgery.denoisers import DenoisersConfig
 
@@ -183,8 +182,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     names = {path: [axis.name for axis in axes] for path, axes in arrays.items()}
     mesh, layout, context, warnings = plan_mesh(trainer, sizes, names, devices, lambda: rows_of(state_builder, data))
     check_hugging_face(config, data[0].tokenizer, [phase.model for phase in phases])
-    batches = plan_batches(trainer, layout.num_shards(BATCH), batches_of_phases(config))
-    schedules = list(dict.fromkeys(map(batches.of, phases)))
+    batches = plan_batches(trainer, layout.num_shards(BATCH), config.batches_of_phases())
     plan = Plan(
         config=config,
         run_id=run_id,
@@ -194,7 +192,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         warnings=(
             *warnings,
             *unreached_stages(trainer, phases[-1].end),
-            *(line for one in schedules for line in small_batches(one, layout.num_shards(BATCH))),
+            *small_batches(batches, phases, layout.num_shards(BATCH)),
             *_schedule_notes(phases),
         ),
         state_builder=state_builder,
@@ -219,31 +217,6 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
                 classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
         check_phase(layout, state.model, phase.name)
     return plan
-
-
-def batches_of_phases(config: RunConfig) -> dict[int, BatchConfig]:
-    """The batch keys of the phases that have their own, by number. Raises `ConfigError` if one of `trainer` has no effect."""
-    trainer, phases = config.trainer, config.phases
-    for key in ("train_batch_size", "per_device_parallelism"):
-        own, given = [getattr(phase, key) for phase in phases], getattr(trainer, key)
-        if phases and None not in own and given != getattr(TrainerConfig, key):
-            raise ConfigError(
-                f"trainer.{key}: {encode(given)} given, but it has no effect, because every phase has its own"
-                f" ({', '.join(map(str, own))}). Remove it"
-            )
-    return {
-        number: _own_batches(trainer, one) for number, one in enumerate(phases) if _own_batches(trainer, one) != trainer
-    }
-
-
-def _own_batches(trainer: TrainerConfig, phase: PhaseConfig) -> TrainerConfig:
-    """The section `trainer` with the batch keys of a phase."""
-    if (size := phase.train_batch_size) is not None:
-        trainer = replace(trainer, train_batch_size=size)
-    if (microbatch := phase.per_device_parallelism) is not None:
-        own = {"per_device_parallelism": microbatch, "per_device_train_parallelism": -1}
-        trainer = replace(trainer, **own, max_per_device_parallelism=None)
-    return trainer
 
 
 def _schedule_notes(phases: Sequence[Phase]) -> list[str]:

@@ -1,10 +1,11 @@
 """The configuration of a run, as frozen dataclasses."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from jaxlm.controllers.base import ControllerConfig
 from jaxlm.controllers.early_stopping import UntilConfig
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt, Seed
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokens import TokensConfig
@@ -17,10 +18,11 @@ from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig
-from jaxlm.plan.batches import ANOTHER_SIZE
+from jaxlm.plan.batches import ANOTHER_SIZE, BatchConfig
 from jaxlm.plan.presets.base import PresetConfig
 from jaxlm.plan.refs.base import RefConfig
 from jaxlm.plan.trainer_config import TrainerConfig
+from jaxlm.reading.decode import encode
 from jaxlm.reading.effects import (
     AtTheStart,
     Content,
@@ -76,6 +78,15 @@ class PhaseConfig:
     objective: Loss[ObjectiveConfig | None] = None
     optimizer: Updates[OptimizerConfig | None] = None
     carry_optimizer: Updates[bool] = False
+
+    def batch_keys(self, trainer: TrainerConfig) -> TrainerConfig:
+        """The section `trainer` with the batch keys of the phase."""
+        if self.train_batch_size is not None:
+            trainer = replace(trainer, train_batch_size=self.train_batch_size)
+        if self.per_device_parallelism is not None:
+            own = {"per_device_parallelism": self.per_device_parallelism, "per_device_train_parallelism": -1}
+            trainer = replace(trainer, **own, max_per_device_parallelism=None)
+        return trainer
 
 
 @dataclass(frozen=True)
@@ -151,3 +162,16 @@ class RunConfig:
     def order_seed(self) -> int:
         """Random seed of the order of the training data."""
         return self.trainer.seed if self.data_seed is None else self.data_seed
+
+    def batches_of_phases(self) -> dict[int, BatchConfig]:
+        """The batch keys of the phases that have their own, by number. Raises `ConfigError` if one of `trainer` has no
+        effect."""
+        for key in ("train_batch_size", "per_device_parallelism"):
+            own, given = [getattr(phase, key) for phase in self.phases], getattr(self.trainer, key)
+            if self.phases and None not in own and given != getattr(TrainerConfig, key):
+                raise ConfigError(
+                    f"trainer.{key}: {encode(given)} given, but it has no effect, because every phase has its own"
+                    f" ({', '.join(map(str, own))}). Remove it"
+                )
+        keys = enumerate(phase.batch_keys(self.trainer) for phase in self.phases)
+        return {number: own for number, own in keys if own != self.trainer}
