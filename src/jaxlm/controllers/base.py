@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Protocol
 
 import draccus
 
+from jaxlm.reading.effects import Effect, follows
+
 Json = Any
 """None, a bool, number or string, or a list or dict of them. Exact for floats."""
 
@@ -267,6 +269,8 @@ class OptimizerFacts:
 @dataclass(frozen=True)
 class ControllerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.controllers"):
     """Decides between steps, from metrics, what happens next in the run."""
+
+    keys_effect: ClassVar[Effect] = follows("the controller decides by the new value from here")
 
     @abc.abstractmethod
     def build(self, optimizer: OptimizerFacts) -> Controller:
