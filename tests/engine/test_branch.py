@@ -329,7 +329,7 @@ def test_a_portfolio_of_one_with_an_orchestrator_is_the_optimizer_alone():
         telemetry=True,
         strategies={"only": AdamW(max_grad_norm=1.0)},
     )
-    facts = OptimizerFacts(1e-2, one.strategy_controls, has_telemetry=True)
+    facts = OptimizerFacts(1e-2, one.strategy_controls, telemetry_window=128)
     asked = OrchestratorConfig(interval=2, min_steps_between_switches=0, safety=None).build(facts)
     states = []
     for controllers in ((), (asked,)):
