@@ -127,10 +127,11 @@ def test_a_short_try_of_the_recipe_starts_with_a_note():
         return [line for line in make_plan(config, "x", 4096).warnings if "controllers" in line]
 
     assert warnings() == []
-    assert warnings("--trainer.num_train_steps", "20") == [
+    (note,) = warnings("--trainer.num_train_steps", "20")
+    assert note == (
         "trainer.controllers.0: no effect in steps 1 to 20: interval: 100; horizon: 20 (a trial costs 24 steps, and"
         " branch_budget: 0.1 allows 1); safety.quarantine: 20 (no checkpoint is old enough to go back to)"
-    ]
+    )
 
 
 def test_those_with_keys_of_their_own_survive_a_rewind():

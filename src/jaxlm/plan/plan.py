@@ -27,6 +27,7 @@ from jaxlm.engine.checkpoint.resolve import resolve_folder
 from jaxlm.engine.checkpoint.store import CheckpointFolder
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.phases import Phase
+from jaxlm.engine.state import OBJECTIVE_SLOT, RunState
 from jaxlm.interop.hf.classifier import classifier_name, is_reward_model
 from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.folder import parse_dtype
@@ -204,6 +205,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
     for phase, state in zip(phases, states, strict=True):
         phase.objective.check_trainable(state.model, phase.split(state.model)[0])
+        _check_trend(phase, state)
         for evaluation in (one for one in config.evals if one.runs_in(phase.name)):
             evaluation.check_parts(state.model)
         if config.hf_save_path is not None:
@@ -212,6 +214,23 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
                 classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
         check_phase(layout, state.model, phase.name)
     return plan
+
+
+def _check_trend(phase: Phase, state: RunState) -> None:
+    """Raises `ConfigError` if the optimizer measures where weights are going that the objective holds back.
+
+    Args:
+        state: abstract.
+    """
+    if phase.optimizer.nowcast_window is None:
+        return
+    slot, trainable = state.slots.get(OBJECTIVE_SLOT), phase.split(state.model)[0]
+    if jax.eval_shape(phase.objective.pace, slot, trainable) is not None:
+        raise ConfigError(
+            f"phase '{phase.name}': optimizer.nowcast: given, but objective.type: {choice_name(type(phase.objective))} slows"
+            " down or stops single layers, whose weights the trend would not follow. Remove nowcast from the optimizer and"
+            " from the controllers of this phase"
+        )
 
 
 def _schedule_notes(phases: Sequence[Phase]) -> list[str]:
