@@ -163,3 +163,12 @@ def test_all_that_has_no_effect_is_one_line():
         "safety.quarantine: 20 (no checkpoint is old enough to go back to)",
     ]
     assert config.without_effect([range(1, 21), range(21, 2001)]) == []
+
+
+def test_keys_of_trials_are_said_to_have_no_effect_if_nothing_is_tried():
+    given: dict[str, Any] = {"max_candidates": 1, "horizon": 20, "branch_budget": 0.2}
+    assert named(2000, max_candidates=1) == []
+    assert named(2000, **given) == ["horizon", "branch_budget"]
+    assert named(2000, **given, nowcast=NowcastTrials()) == ["horizon"]
+    runs = [driven(**given).run(2000), driven(max_candidates=1).run(2000)]
+    assert runs[0].notes == runs[1].notes

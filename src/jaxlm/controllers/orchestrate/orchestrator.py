@@ -199,6 +199,10 @@ class OrchestratorConfig(ControllerConfig):
         lines = [] if self.interval <= _longest_wait(longest) else [f"interval: {self.interval}"]
         if self.max_candidates > 1 and (cost := self.extra_steps(2, self.horizon)) > allowed:
             lines.append(f"horizon: {self.horizon} ({expensive(cost)})")
+        if self.max_candidates == 1:
+            idle = ("horizon",) if self.nowcast is not None else ("horizon", "branch_budget", "probe_batches")
+            given = {key: getattr(self, key) for key in idle if getattr(self, key) != getattr(OrchestratorConfig, key)}
+            lines += [f"{key}: {value:g} (max_candidates: 1 tries nothing)" for key, value in given.items()]
         for number, planned in enumerate(self.switch_at):
             if not any(planned.step in span for span in spans):
                 lines.append(f"switch_at.{number}.step: {planned.step}")
