@@ -22,6 +22,7 @@ from jaxlm.reading.plugins import is_import_path
 from jaxlm.reading.schema import ConfigSection, sections
 from jaxlm.reading.yaml import ConfigSource, load_yaml, merge, parse_value
 from jaxlm.session.scaling.members import plan_study
+from tests.fields.proofs import assert_test_exists
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -96,6 +97,14 @@ def test_the_diagrams_are_up_to_date():
         assert written == content, "run `python docs/generate_pictures.py`"
         assert f"](pictures/{name})" in (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
         ElementTree.fromstring(content)
+
+
+def test_every_test_in_the_documents_exists():
+    text = "".join(page.read_text(encoding="utf-8") for page in DOCUMENTS)
+    names = set(re.findall(r"`(tests/[\w/]+\.py::(?:\w+::)?test_\w+)`", text))
+    assert len(names) > 60
+    for name in sorted(names):
+        assert_test_exists(name)
 
 
 def test_every_key_has_a_meaning():

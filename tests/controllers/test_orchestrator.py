@@ -35,7 +35,7 @@ STRATEGIES = {
     "fast": {"strategy": 1.0, "lr_scale": 3.0},
     "spike_resistant": {"strategy": 2.0, "lr_scale": 0.3},
 }
-FACTS = OptimizerFacts(1e-3, STRATEGIES, has_telemetry=True, nowcast_window=20)
+FACTS = OptimizerFacts(1e-3, STRATEGIES, telemetry_window=128, nowcast_window=20)
 QUIET = {
     telemetry.LOSS: 3.0,
     telemetry.LOSS_REFERENCE: 3.0,
@@ -268,9 +268,10 @@ def test_switches_that_are_written_come_at_their_step():
         (300, "manual", "fast"),
         (700, "manual", "plain"),
     ]
-    early = driven(interval=10_000, switch_at=[PlannedSwitch(1, "plain"), PlannedSwitch(3, "fast")]).run(10)
-    assert early.events("switch") == [
-        (1, {"event": "switch", "reason": "manual", "from": "plain", "to": "fast", "effective": 5})
+    early = driven(interval=10_000, switch_at=[PlannedSwitch(101, "plain"), PlannedSwitch(103, "fast")])
+    early.step = 100  # a phase begins
+    assert early.run(110).events("switch") == [
+        (101, {"event": "switch", "reason": "manual", "from": "plain", "to": "fast", "effective": 105})
     ]
     assert [decision for _, decision in run.decisions] == [
         SetControls(STRATEGIES["fast"]),
@@ -286,6 +287,8 @@ def test_extrapolation_is_tried_now_and_then_and_given_up():
     branch = run.decisions[0][1]
     assert isinstance(branch, Branch)
     assert (branch.candidates["nowcast"], branch.ending, branch.num_steps) == ({"nowcast": 50.0}, {"nowcast": 0.0}, 1)
+    rare = driven(losses.__getitem__, interval=10_000, nowcast=NowcastTrials(500, 200, 50)).run(1000)
+    assert branches(rare) == [200, 700]
     better = driven(lambda name: -len(name), interval=10_000, nowcast=NowcastTrials(100, 200, 50, 3)).run(1500)
     assert len(branches(better)) == 3  # "as it is" is longer
     assert driven(interval=10_000, nowcast=NowcastTrials()).controller.controls()["nowcast"] == 0.0
@@ -311,7 +314,7 @@ def test_to_monitor_is_to_note_what_would_happen():
 
 def with_keys(run: Driven, table: Mapping[str, Mapping[str, float]] = STRATEGIES, **keys: Any) -> Any:
     """What the orchestrator of a run that resumes with other keys remembers and sets."""
-    other = OrchestratorConfig(**{"safety": None, **keys}).build(OptimizerFacts(1e-3, table, True))
+    other = OrchestratorConfig(**{"safety": None, **keys}).build(OptimizerFacts(1e-3, table, 128))
     return other.resumed(run._read())
 
 
@@ -383,7 +386,18 @@ def test_losses_that_are_not_finite_are_written_as_null():
             {"switch_at": [PlannedSwitch(9, "fast"), PlannedSwitch(9, "plain")]},
             r"the steps \[9, 9\] given, ascending",
         ),
-        (OptimizerFacts(1e-3, STRATEGIES, True), {"nowcast": NowcastTrials()}, r"Set optimizer\.nowcast too"),
+        (
+            FACTS,
+            {"switch_at": [PlannedSwitch(4, "fast")]},
+            r"switch_at\.0\.step: 4 given, at least 5 .* Set optimizer\.initial: fast",
+        ),
+        (
+            FACTS,
+            {"safety": Safety("fast", max_loss_increase=None, max_grad_increase=None, max_skipped=None)},
+            r"safety: max_loss_increase, .* are null, .* Set one of them, or safety: null",
+        ),
+        (FACTS, {"max_spikes": 129}, r"max_spikes: 129 given, at most 128 expected: .*optimizer\.telemetry\.window"),
+        (OptimizerFacts(1e-3, STRATEGIES, 128), {"nowcast": NowcastTrials()}, r"Set optimizer\.nowcast too"),
         (FACTS, {"nowcast": NowcastTrials(every=10)}, r"nowcast\.every: 10 given, at least 20 expected"),
         (FACTS, {"nowcast": NowcastTrials(start=10)}, r"nowcast\.start: 10 given, at least 20 expected"),
     ],

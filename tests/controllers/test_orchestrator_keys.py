@@ -1,14 +1,23 @@
 """Keys of the orchestrator whose effect no test of its decisions shows."""
 
 import contextlib
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from jaxlm.controllers.base import Branch, Rewind
-from jaxlm.controllers.orchestrate.orchestrator import RollbacksError, Safety
-from tests.controllers.test_orchestrator import Driven, branches, driven
+from jaxlm.controllers.orchestrate.orchestrator import (
+    _DELAY,
+    NowcastTrials,
+    OrchestratorConfig,
+    PlannedSwitch,
+    RollbacksError,
+    Safety,
+)
+from jaxlm.engine.metrics import MAX_IN_FLIGHT
+from tests.controllers.test_orchestrator import DELAY, Driven, branches, driven
 
 LOSSES = {"plain": 3.0, "fast": 2.95, "spike_resistant": 3.1}
 
@@ -45,7 +54,7 @@ def test_as_many_spikes_as_the_key_says_are_a_boundary(most):
 def test_favored_strategies_are_tried_first(key, metric):
     for name in ("fast", "spike_resistant"):
         favored: dict[str, Any] = {key: [name]}
-        run = with_trials(max_candidates=2, max_spikes=1000, **favored).run(100, **{metric: 2.0})
+        run = with_trials(max_candidates=2, max_spikes=128, **favored).run(100, **{metric: 2.0})
         assert list(first_branch(run).candidates) == ["plain", name]
 
 
@@ -93,3 +102,73 @@ def test_so_many_skipped_updates_in_a_row_lead_back(most, last):
     run.skipped = lambda step: step > 300
     run.run(310)
     assert [decision.last for _, decision in run.decisions if isinstance(decision, Rewind)] == ([last] if last else [])
+
+
+def named(num_steps: int, **keys: Any) -> list[str]:
+    """The keys that are said to have no effect in a run of so many steps."""
+    return [re.split("[: ]", line)[0] for line in OrchestratorConfig(**keys).without_effect([range(1, num_steps + 1)])]
+
+
+LENGTHS = [*range(5, 35), 130, 500]
+QUICK: dict[str, Any] = {"min_steps_between_switches": 0, "branch_budget": 0.0, "max_candidates": 3, "safety": None}
+
+
+def test_an_interval_is_said_to_have_no_effect_if_nothing_is_decided_because_of_it():
+    assert _DELAY == MAX_IN_FLIGHT
+    for num_steps in LENGTHS:
+        limit = 0.6 * num_steps
+        for interval in {1, 2, num_steps // 2, *range(max(1, int(limit) - 3), int(limit) + 4), num_steps}:
+            keys: dict[str, Any] = QUICK | {"interval": interval}
+            boundaries = driven(num_steps=num_steps, **keys).run(num_steps).events("boundary")
+            acts = any(note["reason"] == "periodic" and step + DELAY <= num_steps for step, note in boundaries)
+            assert ("interval" in named(num_steps, **keys)) == (not acts), (num_steps, interval)
+
+
+@pytest.mark.parametrize("horizon", [1, 5, 20])
+def test_a_horizon_is_said_to_have_no_effect_if_no_trial_is_affordable(horizon):
+    affordable = []
+    for num_steps in LENGTHS:
+        keys = QUICK | {"interval": 1, "horizon": horizon, "branch_budget": 0.1}
+        starts = branches(driven(num_steps=num_steps, **keys).run(num_steps))
+        acts = any(step + DELAY <= num_steps for step in starts)
+        assert ("horizon" in named(num_steps, **keys)) == (not acts), num_steps
+        affordable.append(acts)
+    assert affordable == sorted(affordable)
+    assert {*affordable} == {False, True}
+
+
+def test_a_quarantine_is_said_to_have_no_effect_if_the_run_can_never_go_back():
+    for num_steps in (5, 24, 25, 26, 300):
+        run = driven(interval=10_000, num_steps=num_steps).run(num_steps - 1).run(num_steps, loss=9.0)
+        went_back = any(isinstance(decision, Rewind) for _, decision in run.decisions)
+        assert ("safety.quarantine" in named(num_steps)) == (not went_back), num_steps
+
+
+def test_extrapolation_is_said_to_have_no_effect_if_it_is_never_tried():
+    for num_steps, budget in ((40, 1.0), (43, 1.0), (44, 1.0), (53, 0.1), (54, 0.1), (2000, 0.0)):
+        keys = QUICK | {"interval": 10**6, "nowcast": NowcastTrials(20, 40), "branch_budget": budget, "horizon": 10**6}
+        tried = [
+            step for step in branches(driven(num_steps=num_steps, **keys).run(num_steps)) if step <= num_steps - DELAY
+        ]
+        names = {"nowcast.start", "nowcast"} & {*named(num_steps, **keys)}
+        assert names == (set() if tried else {"nowcast.start"} if num_steps < 44 else {"nowcast"}), num_steps
+
+
+def test_all_that_has_no_effect_is_one_line():
+    config = OrchestratorConfig(switch_at=[PlannedSwitch(9, "fast"), PlannedSwitch(700, "fast")])
+    assert config.without_effect([range(1, 21)]) == [
+        "interval: 500",
+        "horizon: 100 (a trial costs 104 steps, and branch_budget: 0.1 allows 1)",
+        "switch_at.1.step: 700",
+        "safety.quarantine: 20 (no checkpoint is old enough to go back to)",
+    ]
+    assert config.without_effect([range(1, 21), range(21, 2001)]) == []
+
+
+def test_keys_of_trials_are_said_to_have_no_effect_if_nothing_is_tried():
+    given: dict[str, Any] = {"max_candidates": 1, "horizon": 20, "branch_budget": 0.2}
+    assert named(2000, max_candidates=1) == []
+    assert named(2000, **given) == ["horizon", "branch_budget"]
+    assert named(2000, **given, nowcast=NowcastTrials()) == ["horizon"]
+    runs = [driven(**given).run(2000), driven(max_candidates=1).run(2000)]
+    assert runs[0].notes == runs[1].notes

@@ -145,6 +145,17 @@ def test_a_log_folder_that_cannot_be_written_is_an_error_before_compiling(workpl
     assert "compiling" not in result.out
 
 
+@pytest.mark.parametrize("name", ["decisions.jsonl", "metrics.jsonl", "config.yaml"])
+def test_a_log_file_that_cannot_be_written_is_an_error_before_compiling(workplace, in_process, name):
+    place = workplace()
+    place.write()
+    (place.folder / "logs" / "run" / name).mkdir(parents=True)
+    result = in_process(train.main, place, *RUN)
+    assert result.code == 2, result.err
+    assert f"error: trainer.log_dir: logs/run/{name} cannot be read and written (Is a directory)" in result.err
+    assert "compiling" not in result.out
+
+
 def test_a_checkpoint_folder_that_cannot_be_written_is_an_error_before_compiling(workplace):
     place = workplace()
     place.write()

@@ -236,13 +236,3 @@ def test_an_export_that_cannot_be_written_does_not_end_the_run(workplace):
     converted = ("to-hf", "--checkpoint", "checkpoints/run", "--output_dir", "file/converted")
     result = place.run(*converted, module="jaxlm.commands.convert")
     assert (result.code, result.err.startswith("error: cannot write file/converted (")) == (1, True), result.err
-
-
-@pytest.mark.slow
-def test_a_log_folder_in_which_nothing_can_be_written_is_one_message(workplace):
-    place = workplace()
-    place.write()
-    (place.folder / "logs" / "run" / "config.yaml").mkdir(parents=True)
-    result = place.run("--config_path", "run.yaml", "--trainer.num_train_steps", "2")
-    assert result.code == 2, result.err
-    assert "error: trainer.log_dir: logs/run cannot be written (" in result.err

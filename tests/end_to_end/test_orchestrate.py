@@ -63,10 +63,24 @@ def test_a_damaged_batch_costs_one_rollback_and_branches_keep_within_the_interva
     back = rollbacks[0]["first"]
     assert steps == [*((0, n) for n in range(1, 36)), *((1, n) for n in range(back, STEPS + 1))]
     assert place.digest(f"step-{back - 1}") == place.digest(f"step-{back - 1}-attempt-1")
+    saved = place.folder / "checkpoints" / "run" / f"step-{back - 1}-attempt-1" / "data" / "position.json"
+    assert json.loads(saved.read_text()) == {"examples": 35 * 16, "step": back - 1, "skipped": (36 - back) * 16}
     clean.write()
     clean.finish(*ORCHESTRATED)
     ends = [[r["eval/loss"] for r in run.numbers() if "eval/loss" in r][-1] for run in (place, clean)]
     assert ends[0] == pytest.approx(ends[1], rel=0.02)
+
+
+@pytest.mark.slow
+def test_damage_without_end_ends_the_run_after_three_rollbacks(workplace):
+    place = workplace()
+    place.write()
+    end = place.run(*ORCHESTRATED, module=MODULE, JAXLM_TEST_SPIKE=f"{34 * 16}:100000")
+    assert end.code == 1, end.err
+    assert "error: step " in end.err
+    assert "the run has gone back 3 times in a row already (orchestrator.safety.max_rollbacks_in_a_row)" in end.err
+    assert "Traceback" not in end.err
+    assert [note["reason"] for note in decisions(place) if note["event"] == "rollback"] == 3 * ["safety"]
 
 
 @pytest.mark.slow

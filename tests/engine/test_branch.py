@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,7 +21,8 @@ from jaxlm.controllers.base import (
     Rewind,
     SetControls,
 )
-from jaxlm.controllers.orchestrate.orchestrator import OrchestratorConfig
+from jaxlm.controllers.orchestrate.orchestrator import NowcastTrials, OrchestratorConfig
+from jaxlm.core import tree
 from jaxlm.core.sharding import Layout
 from jaxlm.core.values.logged import StepInfo
 from jaxlm.engine.activity import Activity
@@ -28,10 +30,13 @@ from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.loop import TrainingLoop
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
 from jaxlm.engine.signals import StopRequest
+from jaxlm.engine.sync import FlagSync
 from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.portfolio.nowcast import Nowcast
 from jaxlm.optim.portfolio.portfolio import PortfolioConfig
 from jaxlm.optim.portfolio.strategies import AdamW
 from tests.engine.helpers import Ready, Saver, TinyRun, arrays, batch, layout, one_device, open_phase, phase
+from tests.engine.test_step import assert_identical
 
 STEPS = 12
 BEGIN = 4  # metrics of step 1 take effect before step 5
@@ -329,7 +334,7 @@ def test_a_portfolio_of_one_with_an_orchestrator_is_the_optimizer_alone():
         telemetry=True,
         strategies={"only": AdamW(max_grad_norm=1.0)},
     )
-    facts = OptimizerFacts(1e-2, one.strategy_controls, has_telemetry=True)
+    facts = OptimizerFacts(1e-2, one.strategy_controls, telemetry_window=128)
     asked = OrchestratorConfig(interval=2, min_steps_between_switches=0, safety=None).build(facts)
     states = []
     for controllers in ((), (asked,)):
@@ -342,3 +347,40 @@ def test_a_portfolio_of_one_with_an_orchestrator_is_the_optimizer_alone():
         states.append(state)
     assert states[1].slots.keys() - states[0].slots.keys() == {"controls"}
     assert_equal(*states)
+
+
+def test_weights_that_walk_at_random_are_not_extrapolated_and_the_tries_leave_no_trace():
+    """Random targets: the trend of the weights is noise, and the held-out loss says so."""
+    optimizer = PortfolioConfig(
+        learning_rate=1e-2, warmup=0, lr_schedule="constant", telemetry=True, nowcast=Nowcast(window=4)
+    )
+    facts = OptimizerFacts(1e-2, optimizer.strategy_controls, telemetry_window=128, nowcast_window=4)
+    usual = OrchestratorConfig(interval=1000, branch_budget=1.0, probe_batches=1, safety=None)
+    rng = np.random.default_rng(0)
+    noise = [{**arrays(0), "targets": rng.integers(0, 64, (16, 16)).astype(np.int32)} for _ in range(61)]
+    states, notes = [], list[Mapping[str, Any]]()
+    for config in (usual, replace(usual, nowcast=NowcastTrials(every=10, start=20))):
+        run = TinyRun(one_device(), phase(end=60, optimizer=optimizer, controllers=(config.build(facts),)))
+        with run.where.use():
+            batches = [batch(columns, run.where) for columns in noise]
+
+            def held_out_loss(state: Any, num_batches: int, run: TinyRun = run, held_out: Any = batches[-1]) -> float:
+                _, report = run.loop_step(jax.tree.map(jnp.copy, state), held_out, FlagSync.unset(run.where))
+                return float(report.metrics["train/loss"])
+
+            opened = open_phase(
+                run.where,
+                run.phase,
+                run.loop_step,
+                Ready(batches),
+                probe=held_out_loss,
+                note=lambda step, name, fields: notes.append(fields),
+            )
+            state, outcome = TrainingLoop(opened.control.begin(run.state), opened).run()
+        assert isinstance(outcome, Done)
+        states.append({path: np.asarray(tree.raw(leaf)) for path, leaf in tree.leaves(state)})
+    tries = [note for note in notes if note["event"] == "nowcast"]
+    assert [(note["accepted"], note["losses"]["nowcast"] > note["before"]) for note in tries] == 4 * [(False, True)]
+    without, tried = states
+    assert tried.keys() - without.keys() == {"slots.controls.nowcast"}
+    assert_identical(without, {path: array for path, array in tried.items() if path in without})

@@ -692,6 +692,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         blockwise(**ON, cache_teacher_outputs=True),
         r"cache_teacher_outputs: true given together with orchestrator_enabled.*orchestrator_mode: monitor",
     ),
+    "layers that stop": (
+        blockwise(**ON, orchestrator_use_nowcasting=True),
+        r"orchestrator_use_nowcasting: true given in a blockwise run",
+    ),
     "nan": (standard(lr=float("nan")), r"train\.lr: nan given, a finite number expected"),
     "nan of no effect": (standard(profile_every=float("nan")), r"profile_every: nan given, a finite number expected"),
     "no dataset": (

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 
 import equinox as eqx
 import haliax as hax
@@ -25,6 +26,8 @@ from jaxlm.optim.curvature import Curvature
 from jaxlm.plan.plan import plan_phases
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from tests.engine.helpers import MODEL, TinyRun, arrays, layout, one_device, phase
+from tests.fields.proofs import outcome_of
+from tests.fields.trees import BASES, merged
 from tests.objectives.test_next_token import a_batch
 
 ATTENTION = ("body.*attn",)
@@ -340,6 +343,16 @@ def test_a_bad_step_guard_does_not_go_with_a_loss_that_jumps():
     assert planned(objective=Blockwise(), optimizer=guarded)[0].num_steps == 20
     with pytest.raises(ConfigError, match="the loss jumps where objective blockwise goes on to the next block"):
         planned(objective=sequential, optimizer=guarded)
+
+
+@pytest.mark.parametrize("order", ["parallel", "sequential"])
+def test_a_trend_of_weights_that_are_held_back_is_refused(order):
+    objective = {"order": order, "convergence": {"max_steps": 10}}
+    run = merged(BASES["blockwise"], {"objective": objective, "optimizer": {"type": "portfolio"}})
+    assert outcome_of(run).error == ""
+    message = r"^phase 'p': optimizer\.nowcast: given, but objective\.type: blockwise slows down or stops single layers"
+    assert re.search(message, outcome_of(merged(run, {"optimizer": {"nowcast": {}}})).error)
+    assert outcome_of(merged(BASES["portfolio"], {"optimizer": {"nowcast": {}}})).error == ""
 
 
 def test_an_optimizer_that_starts_anew_for_each_block_is_not_carried():

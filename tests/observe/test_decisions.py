@@ -96,6 +96,7 @@ def test_a_run_that_resumes_makes_later_decisions_again(tmp_path):
         (SWITCH | {"would": True}, "would switch from bold to safe (spike)"),
         (BRANCH, "tried safe 3.2100, slow 3.2500 up to step 22, and continues with slow (periodic)"),
         (ROLLBACK, f"goes back to before step 31 from slow to safe: {ROLLBACK['cause']}"),
+        (ROLLBACK | {"from": "safe"}, f"goes back to before step 31, with safe again: {ROLLBACK['cause']}"),
         (
             {"event": "rollback", "cause": "the loss rose", "to": "safe", "would": True},
             "would go back to safe: the loss rose",

@@ -13,6 +13,7 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.observe import log_file
 from jaxlm.observe.log_file import LogFile
+from jaxlm.observe.records import check_rewritable
 from jaxlm.observe.trackers import JsonlTracker, read_jsonl
 
 
@@ -112,6 +113,25 @@ def test_a_folder_in_the_place_of_the_metrics_is_a_message(tmp_path):
         ConfigError, match=r"trainer.log_dir: .*metrics.jsonl cannot be read and written \(Is a directory\)"
     ):
         JsonlTracker(tmp_path / "metrics.jsonl", resume_step=0)
+
+
+def test_files_of_an_earlier_start_are_checked_and_left_alone(tmp_path, monkeypatch):
+    path = tmp_path / "decisions.jsonl"
+    check_rewritable(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    path.write_text("not a record\n")
+    check_rewritable(tmp_path)
+    assert path.read_text() == "not a record\n"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(
+        ConfigError, match=r"trainer\.log_dir: .*decisions\.jsonl cannot be .* \(it is not a regular file\)"
+    ):
+        check_rewritable(tmp_path)
+    path.unlink()
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(ConfigError, match=rf"trainer\.log_dir: {tmp_path} cannot be .* \(Permission denied\)"):
+        check_rewritable(tmp_path)
 
 
 def test_a_flush_to_a_stalled_disk_blocks_no_other_thread(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.controls import scaled
 from jaxlm.core.errors import ConfigError
+from jaxlm.optim.adagc import AdaGc
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import build_optimizer, parameter_groups
@@ -68,6 +69,7 @@ def of_optax(name: str) -> optax.GradientTransformation:
     row: Any = EACH_RULE[name]
     rate, decay = RATE * row.lr_scale, DECAY if row.weight_decay is None else row.weight_decay
     clip = optax.identity() if row.max_grad_norm is None else optax.clip_by_global_norm(row.max_grad_norm)
+    clip = optax.chain(AdaGc().build(), clip) if row.adagc else clip
     if name == "lion":
         return optax.chain(clip, optax.lion(rate, row.beta1, row.beta2, weight_decay=decay, mask=masked))
     if isinstance(row, AdamW):
@@ -77,7 +79,7 @@ def of_optax(name: str) -> optax.GradientTransformation:
     return optax.chain(clip, sgd, optax.add_decayed_weights(decay, masked), optax.scale(-rate))
 
 
-@pytest.mark.parametrize("name", ["adamw", "fast adamw", "sgd", "nesterov", "lion"])
+@pytest.mark.parametrize("name", ["adamw", "fast adamw", "sgd", "nesterov", "lion", "adagc"])
 def test_each_strategy_is_the_optimizer_of_optax(portfolio, name):
     found = started(portfolio)
     optimizer, params = of_optax(name), as_model(numbers(0))

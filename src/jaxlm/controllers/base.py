@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Protocol
 
 import draccus
 
+from jaxlm.reading.effects import Effect, follows
+
 Json = Any
 """None, a bool, number or string, or a list or dict of them. Exact for floats."""
 
@@ -254,19 +256,22 @@ class OptimizerFacts:
         learning_rate: the peak of its schedule.
         strategies: name -> the controls that select the strategy. The first is the one that it begins with. Empty if it has
             only one way to update.
-        has_telemetry: whether it measures the metrics of `core/values/telemetry.py`.
+        telemetry_window: number of recent steps of which it measures the metrics of `core/values/telemetry.py`; None if it
+            does not.
         nowcast_window: updates over which it measures where the weights are going; None if it does not.
     """
 
     learning_rate: float
     strategies: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    has_telemetry: bool = False
+    telemetry_window: int | None = None
     nowcast_window: int | None = None
 
 
 @dataclass(frozen=True)
 class ControllerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.controllers"):
     """Decides between steps, from metrics, what happens next in the run."""
+
+    keys_effect: ClassVar[Effect] = follows("the controller decides by the new value from here")
 
     @abc.abstractmethod
     def build(self, optimizer: OptimizerFacts) -> Controller:
@@ -278,3 +283,12 @@ class ControllerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="
         Raises:
             ConfigError: the keys do not fit together.
         """
+
+    def without_effect(self, spans: Sequence[range]) -> Sequence[str]:
+        """The keys, with their values, that have no effect in phases of these steps. A run that is shortened for a try has
+        such keys, so they are noted and not refused.
+
+        Args:
+            spans: the steps of each phase that has the controller.
+        """
+        return ()

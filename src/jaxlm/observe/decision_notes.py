@@ -121,6 +121,7 @@ def _known(note: Mapping[str, Any]) -> str:
         case {"event": "rollback", "to": str()}:
             why = f": {note['cause']}" if isinstance(note.get("cause"), str) else reason
             place = f" to before step {note['first']}" if is_count(note.get("first")) else ""
+            change = f", with {note['to']} again" if note.get("from") == note["to"] else change
             return f"{'would go back' if would else 'goes back'}{place}{change}{why}"
         case {"event": "branch", "candidates": [*names]} if would and all(isinstance(name, str) for name in names):
             return f"would try {', '.join(names)}{reason}"

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core.errors import ConfigError
 from jaxlm.observe.console import Console
 from jaxlm.observe.decision_notes import described, numbers
 from jaxlm.observe.log_file import LogFile
-from jaxlm.observe.records import drop_after
+from jaxlm.observe.records import drop_after, unusable
 from jaxlm.observe.trackers import Tracker
 
 
@@ -34,10 +33,7 @@ class DecisionLog:
         try:
             drop_after(path, (attempt, resume_step), console.log)()
         except OSError as error:
-            raise ConfigError(
-                f"trainer.log_dir: {error.filename or path} cannot be read and written ({error.strerror}). Move it away,"
-                " free up disk space, or set another folder"
-            ) from error
+            raise unusable(path, error) from error
         self._file = LogFile(path, console.log)
         self._trackers, self._console, self._attempt = trackers, console, attempt
 

@@ -1,5 +1,6 @@
 """The files in a run's log folder, and the records in those of JSON lines. They may be damaged or half written."""
 
+import errno
 import io
 import json
 import math
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from jaxlm.core.atomic_io import free_path
-from jaxlm.core.bounded_read import read_bytes
+from jaxlm.core.bounded_read import open_regular, read_bytes
+from jaxlm.core.errors import ConfigError
 
 METRICS = "metrics.jsonl"
 HISTOGRAMS = "histograms.jsonl"
@@ -23,8 +25,33 @@ ENVIRONMENT = "environment.json"
 TRAIN_LOG = "train.log"
 REPORT_PAGE = "report.html"
 
+_REWRITTEN = (METRICS, HISTOGRAMS, SAMPLES, COMPLETIONS, EARLIER_COMPLETIONS, DECISIONS, CONFIG, ENVIRONMENT)
 _MAX_STEP = 2**53
 _MAX_METRIC = 1e100  # products of two such numbers are finite
+
+
+def check_rewritable(folder: Path) -> None:
+    """Checks what a start will rewrite in a log folder, and changes nothing.
+
+    Raises:
+        ConfigError: a file cannot be read, or is a folder; or nothing can be written.
+    """
+    try:
+        for path in (folder / name for name in _REWRITTEN):
+            if path.exists():
+                open_regular(path).close()
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    except OSError as error:
+        raise unusable(folder, error) from error
+
+
+def unusable(path: Path, error: OSError) -> ConfigError:
+    """The error for a file in the log folder. Args: path: its name, if the system's error has none."""
+    return ConfigError(
+        f"trainer.log_dir: {error.filename or path} cannot be read and written ({error.strerror}). Move it away, free up disk"
+        " space, or set another folder"
+    )
 
 
 def finite(value: float) -> float | None:

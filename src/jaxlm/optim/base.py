@@ -21,7 +21,6 @@ from jaxlm.core.field_types import (
     ScheduleLength,
 )
 from jaxlm.core.guards import RewindRule, StepGuard
-from jaxlm.core.values.telemetry import TELEMETRY
 from jaxlm.optim.adagc import AdaGc
 from jaxlm.optim.bad_steps import SkipBadSteps, WindowLength, bad_step_guards
 from jaxlm.optim.lr.schedules import Schedule, ScheduleSpec, make_schedule
@@ -146,9 +145,9 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         return (*bad_step_guards(self.skip_bad_steps), *telemetry_guards(self.telemetry))
 
     @property
-    def has_telemetry(self) -> bool:
-        """Whether each step has the metrics of `core/values/telemetry.py`."""
-        return any(guard.name == TELEMETRY for guard in self.guards)
+    def telemetry_window(self) -> int | None:
+        """Number of recent steps of which each step has the metrics of `core/values/telemetry.py`; None if it has none."""
+        return next((guard.window for guard in telemetry_guards(self.telemetry)), None)
 
     @property
     def rewind_rule(self) -> RewindRule | None:

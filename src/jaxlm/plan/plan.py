@@ -10,11 +10,7 @@ from jaxlm.core.imports import gc_paused
 import jax
 import numpy as np
 
-from jaxlm.controllers.bad_streak import BadStreak
-from jaxlm.controllers.base import Controller, OptimizerFacts
-from jaxlm.controllers.early_stopping import EarlyStopping
-from jaxlm.controllers.finished import Finished
-from jaxlm.core import controls, tree
+from jaxlm.core import tree
 from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
@@ -30,8 +26,8 @@ from jaxlm.engine.checkpoint.manifest import CheckpointName
 from jaxlm.engine.checkpoint.resolve import resolve_folder
 from jaxlm.engine.checkpoint.store import CheckpointFolder
 from jaxlm.engine.entry import StateBuilder
-from jaxlm.engine.metric_names import EVAL_PREFIX
 from jaxlm.engine.phases import Phase
+from jaxlm.engine.state import OBJECTIVE_SLOT, RunState
 from jaxlm.interop.hf.classifier import classifier_name, is_reward_model
 from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.folder import parse_dtype
@@ -44,6 +40,7 @@ from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
 from jaxlm.plan.batches import BatchPlan, check_microbatches, plan_batches, small_batches, unreached_stages
 from jaxlm.plan.context import ContextChoice, rows_of
+from jaxlm.plan.controllers import controller_notes, phase_controllers
 from jaxlm.plan.early_ends import earliest_starts
 from jaxlm.plan.load_config import run_id_of
 from jaxlm.plan.mesh import check_phase, plan_mesh
@@ -51,8 +48,6 @@ from jaxlm.plan.refs.base import Ref
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from jaxlm.reading.decode import choice_name, encode
 from jaxlm.surgery.denoisers import DenoisersConfig
-
-_MAX_LISTED = 12  # metrics in a message
 
 
 @dataclass(frozen=True)
@@ -194,6 +189,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
             *unreached_stages(trainer, phases[-1].end),
             *small_batches(batches, phases, layout.num_shards(BATCH)),
             *_schedule_notes(phases),
+            *controller_notes(config, phases),
         ),
         state_builder=state_builder,
         data=data,
@@ -209,6 +205,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
     for phase, state in zip(phases, states, strict=True):
         phase.objective.check_trainable(state.model, phase.split(state.model)[0])
+        _check_trend(phase, state)
         for evaluation in (one for one in config.evals if one.runs_in(phase.name)):
             evaluation.check_parts(state.model)
         if config.hf_save_path is not None:
@@ -217,6 +214,23 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
                 classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
         check_phase(layout, state.model, phase.name)
     return plan
+
+
+def _check_trend(phase: Phase, state: RunState) -> None:
+    """Raises `ConfigError` if the optimizer measures where weights are going that the objective holds back.
+
+    Args:
+        state: abstract.
+    """
+    if phase.optimizer.nowcast_window is None:
+        return
+    slot, trainable = state.slots.get(OBJECTIVE_SLOT), phase.split(state.model)[0]
+    if jax.eval_shape(phase.objective.pace, slot, trainable) is not None:
+        raise ConfigError(
+            f"phase '{phase.name}': optimizer.nowcast: given, but objective.type: {choice_name(type(phase.objective))} slows"
+            " down or stops single layers, whose weights the trend would not follow. Remove nowcast from the optimizer and"
+            " from the controllers of this phase"
+        )
 
 
 def _schedule_notes(phases: Sequence[Phase]) -> list[str]:
@@ -443,7 +457,7 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
                 start=start,
                 end=start + steps,
                 averages={} if averaging is None else {"ema": averaging},
-                controllers=_controllers(config, phase, index),
+                controllers=phase_controllers(config, phase, index),
                 carries_optimizer=phase.carry_optimizer,
                 schedule_start=phases[-1].first_scheduled if goes_on else None,
                 scheduled_steps=scheduled,
@@ -519,82 +533,3 @@ def _with_shared_schedules(phases: Sequence[Phase]) -> list[Phase]:
         replace(phase, scheduled_steps=ends[start] - start) if (start := phase.first_scheduled) in shared else phase
         for phase in phases
     ]
-
-
-def _controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tuple[Controller, ...]:
-    """The controllers of a phase. Raises `ConfigError` if one is invalid, or they do not go together."""
-    trainer, optimizer, data = config.trainer, phase.optimizer or config.optimizer, [phase.data or config.data]
-    objective = phase.objective or config.objective
-    until, path = (trainer.until, "trainer.until") if phase.until is None else (phase.until, f"phases.{index}.until")
-    made: list[Controller] = [BadStreak(optimizer.rewind_rule, trainer.crash_after_skipped)]
-    if (metric := (phase.objective or config.objective).finished_metric) is not None:
-        made.append(Finished(metric))
-    if until is not None:
-        until.check(path)
-        check_metric(until.metric, f"{path}.metric", config, data, phase.name)
-        made.append(EarlyStopping(until))
-    written, path = (
-        (trainer.controllers, "trainer.controllers")
-        if phase.controllers is None
-        else (phase.controllers, f"phases.{index}.controllers")
-    )
-    facts = OptimizerFacts(
-        optimizer.peak_learning_rate, optimizer.strategy_controls, optimizer.has_telemetry, optimizer.nowcast_window
-    )
-    for number, section in enumerate(written):
-        try:
-            controller = section.build(facts)
-        except ConfigError as error:
-            raise ConfigError(f"{path}.{number} (phase '{phase.name}'): {error}") from error
-        controller.check(objective, f"{path}.{number}", phase.name)
-        for key, metric in controller.metrics.items():
-            check_metric(metric, f"{path}.{number}.{key.rpartition('.')[2]}", config, data, phase.name)
-        for earlier in made:
-            if earlier.name == controller.name:
-                raise ConfigError(f"{path}.{number}: another controller is called '{controller.name}' too. Remove one")
-            if both := sorted(earlier.controls().keys() & controller.controls().keys()):
-                raise ConfigError(
-                    f"{path}.{number}: {controller.name} sets the control '{both[0]}', and so does {earlier.name}. Remove one"
-                )
-        if unknown := sorted(controller.controls().keys() - set(controls.KNOWN)):
-            raise ConfigError(
-                f"{path}.{number}: {controller.name} sets the control '{unknown[0]}', which no step reads. The controls are:"
-                f" {', '.join(controls.KNOWN)}"
-            )
-        made.append(controller)
-    return tuple(made)
-
-
-def check_metric(
-    metric: str, key: str, config: RunConfig, data: Sequence[DataConfig], phase: str | None = None
-) -> None:
-    """Raises `ConfigError` if a metric of evaluations is given that none of them measures. Others are not checked.
-
-    Args:
-        key: dotted path of the key that names it.
-        data: the data that may have validation data.
-        phase: name of the phase in which it is needed; None for any.
-    """
-    if not metric.startswith(EVAL_PREFIX):
-        return
-    if not config.evals:
-        raise ConfigError(f"{key}: '{metric}' given, but evals is empty. Add an evaluation")
-    evals = [evaluation for evaluation in config.evals if phase is None or evaluation.runs_in(phase)]
-    names = {id(evaluation): evaluation.metric_names for evaluation in evals}
-    ends = lambda name: f"/{metric}".endswith(f"/{name}")  # noqa: E731
-    measuring = [e for e in evals if (metric_names := names[id(e)]) is None or any(map(ends, metric_names))]
-    if not measuring:
-        known = [f"{EVAL_PREFIX}{name}" for metric_names in names.values() for name in metric_names or ()]
-        shown = ", ".join([*known[:_MAX_LISTED], *(["..."] if len(known) > _MAX_LISTED else [])])
-        of_phase = f" in phase '{phase}'" if len(evals) < len(config.evals) else ""
-        raise ConfigError(
-            f"{key}: '{metric}' given, but no evaluation measures it{of_phase}. The section evals measures"
-            f" {shown or 'nothing'}"
-        )
-    if all(evaluation.reads_validation for evaluation in measuring) and not any(
-        section.has_validation for section in data
-    ):
-        raise ConfigError(
-            f"{key}: '{metric}' given, but there is no validation data to measure it on. Set data.validation_urls, or"
-            " data.num_validation_sequences to hold some of the training data out"
-        )

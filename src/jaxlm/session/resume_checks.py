@@ -311,8 +311,19 @@ def _differences(path: str, before: Any, now: Any) -> Iterator[str]:
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for key in dict.fromkeys([*before, *now]):
             yield from _differences(f"{path}.{key}".lstrip("."), before.get(key), now.get(key))
-    elif path == "phases" and len(before) == len(now):
+    elif _are_entries(before, now):
         for index, pair in enumerate(zip(before, now, strict=True)):
             yield from _differences(f"{path}.{index}", *pair)
     elif before != now:
         yield bounded(f"{path}: {before} -> {now}")
+
+
+def _are_entries(before: Any, now: Any) -> bool:
+    """Whether two lists have sections, each of the same type as the one in its place."""
+    if not (isinstance(before, list) and isinstance(now, list) and len(before) == len(now)):
+        return False
+    pairs = zip(before, now, strict=True)
+    return all(
+        isinstance(old, Mapping) and isinstance(new, Mapping) and old.get("type") == new.get("type")
+        for old, new in pairs
+    )

@@ -101,7 +101,12 @@ class RunRecords:
 def open_records(
     plan: Plan, console: Console, init_from: InitFrom, clock: ActivityClock, beginning: Beginning
 ) -> Iterator[RunRecords]:
-    """Opens a run's records as it begins, and closes them when the context exits, even after an error."""
+    """Opens a run's records as it begins, and closes them when the context exits, even after an error.
+
+    Raises:
+        ConfigError: a file of an earlier start, or the log folder, cannot be read and written.
+    """
+    main_only(lambda: records.check_rewritable(plan.log_folder))
     begin, metrics = init_from.resume_step or 0, plan.log_folder / records.METRICS
     loop_state = LoopState(records.read_metrics(metrics) if begin else (), begin)
     ledgers = (Ledger(plan.log_folder, clock, begin, console.log),) if is_main_process() else ()

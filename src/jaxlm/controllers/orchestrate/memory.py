@@ -29,7 +29,7 @@ class Memory:
         rollbacks: how often the run has gone back in a row.
         healthy: good steps since it last did.
         skipped: updates skipped in a row.
-        extrapolated: the last try to extrapolate.
+        extrapolated: the last try to extrapolate; None before the first.
         rejections: tries to extrapolate that failed in a row.
     """
 
@@ -51,5 +51,5 @@ class Memory:
     rollbacks: int = 0
     healthy: int = 0
     skipped: int = 0
-    extrapolated: int = 0
+    extrapolated: int | None = None
     rejections: int = 0

@@ -57,6 +57,7 @@ _UNSTABLE_SPIKES = 2
 _UNSTABLE, _PLATEAU = "unstable", "plateau"
 _FAVORED = {_UNSTABLE: ["conservative_adamw", "spike_resistant"], _PLATEAU: ["aggressive_adamw", "sgd_escape"]}
 _AS_IT_IS, _NOWCAST = "as it is", "nowcast"
+_DELAY = 4  # metrics of a step change what is done so many steps later, `DoneStep.effective`
 
 
 class RollbacksError(StopRunError):
@@ -85,8 +86,8 @@ class PlannedSwitch:
     """A switch that is planned.
 
     Attributes:
-        step: the step of the run from which on the strategy makes the updates. The fifth step of the phase is the earliest,
-            and a branch that is under way ends first.
+        step: the step of the run from which on the strategy makes the updates, at least 5. The fifth step of the phase is the
+            earliest, and a branch that is under way ends first.
         to: name of the strategy.
     """
 
@@ -151,7 +152,7 @@ class OrchestratorConfig(ControllerConfig):
                 "type orchestrator switches between the strategies of an optimizer, but this one has only one way to update."
                 " Set optimizer: {type: portfolio}"
             )
-        if not optimizer.has_telemetry:
+        if optimizer.telemetry_window is None:
             raise ConfigError(
                 "type orchestrator reads the metrics of optimizer.telemetry, which is not set. Set optimizer.telemetry: true"
             )
@@ -159,6 +160,21 @@ class OrchestratorConfig(ControllerConfig):
         steps = [planned.step for planned in self.switch_at]
         if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
             raise ConfigError(f"switch_at: the steps {steps} given, ascending ones expected. Sort the entries")
+        if steps and steps[0] <= _DELAY:
+            raise ConfigError(
+                f"switch_at.0.step: {steps[0]} given, at least {_DELAY + 1} expected: what follows from the metrics of the"
+                f" first step comes then. Set optimizer.initial: {self.switch_at[0].to} to begin with it"
+            )
+        if self.safety is not None and self.safety.never_trips:
+            raise ConfigError(
+                "safety: max_loss_increase, max_loss_delta, max_grad_increase and max_skipped are null, so that the run would"
+                " never go back. Set one of them, or safety: null"
+            )
+        if self.max_spikes > optimizer.telemetry_window:
+            raise ConfigError(
+                f"max_spikes: {self.max_spikes} given, at most {optimizer.telemetry_window} expected: spikes of so many"
+                " steps are counted (optimizer.telemetry.window). Lower it, or raise window"
+            )
         for key in ("when_unstable", "on_plateau"):
             named |= {f"{key}.{number}": name for number, name in enumerate(getattr(self, key) or ())}
         named |= {} if self.safety is None else {"safety.strategy": self.safety.strategy}
@@ -171,6 +187,37 @@ class OrchestratorConfig(ControllerConfig):
                 )
         self._check_nowcast(optimizer.nowcast_window)
         return Orchestrator(self, optimizer.strategies)
+
+    def without_effect(self, spans: Sequence[range]) -> list[str]:
+        longest = max(map(len, spans))
+        last = longest - _DELAY  # of its steps, the last one that a decision can follow
+        allowed = self.branch_budget * max(last, 0)
+
+        def expensive(cost: int) -> str:
+            return f"a trial costs {cost} steps, and branch_budget: {self.branch_budget:g} allows {math.floor(allowed)}"
+
+        lines = [] if self.interval <= _longest_wait(longest) else [f"interval: {self.interval}"]
+        if self.max_candidates > 1 and (cost := self.extra_steps(2, self.horizon)) > allowed:
+            lines.append(f"horizon: {self.horizon} ({expensive(cost)})")
+        if self.max_candidates == 1:
+            idle = ("horizon",) if self.nowcast is not None else ("horizon", "branch_budget", "probe_batches")
+            given = {key: getattr(self, key) for key in idle if getattr(self, key) != getattr(OrchestratorConfig, key)}
+            lines += [f"{key}: {value:g} (max_candidates: 1 tries nothing)" for key, value in given.items()]
+        for number, planned in enumerate(self.switch_at):
+            if not any(planned.step in span for span in spans):
+                lines.append(f"switch_at.{number}.step: {planned.step}")
+        if self.safety is not None and _DELAY + 1 + self.safety.quarantine > longest:
+            lines.append(f"safety.quarantine: {self.safety.quarantine} (no checkpoint is old enough to go back to)")
+        if self.nowcast is not None and self.nowcast.start > last:
+            lines.append(f"nowcast.start: {self.nowcast.start}")
+        elif self.nowcast is not None and (cost := self.extra_steps(2, 1)) > allowed:
+            lines.append(f"nowcast ({expensive(cost)})")
+        return lines
+
+    def extra_steps(self, num_candidates: int, num_steps: int) -> int:
+        """What a branch costs in addition to the winner's steps. A held-out batch costs a third of a step: it has no backward
+        pass."""
+        return (num_candidates - 1) * num_steps + math.ceil((num_candidates + 1) * self.probe_batches / 3)
 
     def _check_nowcast(self, window: int | None) -> None:
         if self.nowcast is None:
@@ -245,7 +292,7 @@ class Orchestrator(Controller):
                 trying=None,
                 decided=min(memory.decided, step),
                 switched=None if memory.switched is None else min(memory.switched, step),
-                extrapolated=min(memory.extrapolated, step),
+                extrapolated=None if memory.extrapolated is None else min(memory.extrapolated, step),
                 planned_until=min(memory.planned_until, step),
                 snapshots=snapshots,
                 next_snapshot=step + interval if snapshots else step,
@@ -264,7 +311,7 @@ class Orchestrator(Controller):
 
     def branched(self, step: DoneStep, result: Branched, state: Json) -> tuple[Json, Answer]:
         memory = Memory(**state)
-        reason, extra = memory.trying, self._extra_steps(len(result.losses), result.num_steps)
+        reason, extra = memory.trying, self.config.extra_steps(len(result.losses), result.num_steps)
         memory = replace(memory, trying=None, extra=memory.extra + extra)
         losses = {name: loss if math.isfinite(loss) else None for name, loss in result.losses.items()}
         note = {"before": result.before, "losses": losses, "until": step.number, "extra_steps": extra}
@@ -300,7 +347,7 @@ class Orchestrator(Controller):
         if reason is not None:
             return self._decided(step, metrics, replace(memory, decided=step.number), reason)
         if self._extrapolates(step, memory) and not self._is_active:
-            memory = replace(memory, extrapolated=step.number, extra=memory.extra + self._extra_steps(2, 1))
+            memory = replace(memory, extrapolated=step.number, extra=memory.extra + self.config.extra_steps(2, 1))
             return memory, Noted(None, [{"event": "nowcast"} | self._would])
         if self._extrapolates(step, memory):
             return replace(memory, extrapolated=step.number, trying=_NOWCAST), self._extrapolation
@@ -354,7 +401,7 @@ class Orchestrator(Controller):
             note = {"event": "boundary", "reason": reason, "strategy": memory.strategy, "extra_steps": memory.extra}
             return memory, Noted(None, [note | self._would])
         if not self._is_active:
-            extra = self._extra_steps(len(candidates), config.horizon)
+            extra = self.config.extra_steps(len(candidates), config.horizon)
             note = {"event": "branch", "reason": reason, "candidates": candidates, "extra_steps": extra}
             return replace(memory, extra=memory.extra + extra), Noted(None, [note | self._would])
         controls = {name: self.strategies[name] for name in candidates}
@@ -456,25 +503,20 @@ class Orchestrator(Controller):
         return (
             nowcast is not None
             and step.number >= begun + nowcast.start
-            and step.number - memory.extrapolated >= nowcast.every
+            and (memory.extrapolated is None or step.number - memory.extrapolated >= nowcast.every)
             and memory.rejections < nowcast.max_rejections
-            and self._extra_steps(2, 1) <= self._budget_left(step, memory)
+            and self.config.extra_steps(2, 1) <= self._budget_left(step, memory)
         )
 
     def _affordable(self, step: DoneStep, memory: Memory) -> int:
         """How many candidates may lose a branch after this step."""
         left, horizon = self._budget_left(step, memory), self.config.horizon
-        within = (n for n in range(1, self._num_candidates) if self._extra_steps(n + 1, horizon) <= left)
+        within = (n for n in range(1, self._num_candidates) if self.config.extra_steps(n + 1, horizon) <= left)
         return max(within, default=0)
 
     def _budget_left(self, step: DoneStep, memory: Memory) -> float:
         """In steps."""
         return self.config.branch_budget * (step.number - (memory.begun or 0)) - memory.extra
-
-    def _extra_steps(self, num_candidates: int, num_steps: int) -> int:
-        """What a branch costs in addition to the winner's steps. A held-out batch costs a third of a step: it has no backward
-        pass."""
-        return (num_candidates - 1) * num_steps + math.ceil((num_candidates + 1) * self.config.probe_batches / 3)
 
     def _condition(self, metrics: Mapping[str, float]) -> str:
         if metrics[telemetry.NUM_SPIKES] >= _UNSTABLE_SPIKES:
@@ -488,6 +530,17 @@ class Orchestrator(Controller):
 def _switch(reason: str | None, before: str, to: str, effective: int) -> dict[str, Json]:
     """The record of a switch. Args: effective: the first step that the new strategy makes."""
     return {"event": "switch", "reason": reason, "from": before, "to": to, "effective": effective}
+
+
+def _longest_wait(num_steps: int) -> int:
+    """The most steps without a decision after which `interval` leads to one, in a phase of so many steps."""
+    last, begin, waits = num_steps - _DELAY, 0, []
+    for fraction in (_EARLY, _LATE):
+        change = math.ceil(fraction * num_steps)
+        change -= (change - 1) / num_steps >= fraction
+        waits.append(min(change - 1, last) - begin)  # where the stage changes, that is the reason
+        begin = change
+    return max(*waits, last - begin)
 
 
 def _with_notes(notes: Sequence[Mapping[str, Json]], answer: Answer) -> Answer:

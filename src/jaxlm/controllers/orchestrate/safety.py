@@ -46,6 +46,12 @@ class Safety:
     quarantine: NonNegativeInt = 20
     max_rollbacks_in_a_row: Annotated[int, Interval(ge=0, le=100)] = 3
 
+    @property
+    def never_trips(self) -> bool:
+        """Whether all limits are null."""
+        limits = (self.max_loss_increase, self.max_loss_delta, self.max_grad_increase, self.max_skipped)
+        return all(limit is None for limit in limits)
+
     def trip(self, metrics: Mapping[str, float], skipped: int) -> str | None:
         """Why the run has gone wrong, in words; None if it has not. Args: skipped: updates skipped in a row."""
         loss, reference = metrics[telemetry.LOSS], metrics[telemetry.LOSS_REFERENCE]

@@ -72,6 +72,12 @@ def put_orchestrator(train: Section, place: str, phase: str, mode: Mode, out: Tr
     for new, (old, default) in _CONTROLLER.items():
         out.put(f"{controller}.{new}", train.take(old, default), train, old)
     if train.choice(_NOWCASTING, (True, False), False):
+        if phase == "blockwise":
+            raise train.error(
+                _NOWCASTING,
+                "true given in a blockwise run, whose layers stop at different steps: their weights have no common trend."
+                " Remove the key",
+            )
         out.put(f"{optimizer}.nowcast", {"window": _NOWCAST_WINDOW}, train, _NOWCASTING)
         out.put(f"{controller}.nowcast", _NOWCAST, train, _NOWCASTING)
     if train.choice(_FAIL_FAST, (True, False), True) is False:

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.logged import Completion, Histogram, Sample
 from jaxlm.engine.metric_names import DURATION, RESUMED_FROM
 from jaxlm.observe.log_file import LogFile
-from jaxlm.observe.records import COMPLETIONS, EARLIER_COMPLETIONS, HISTOGRAMS, SAMPLES, drop_after, finite
+from jaxlm.observe.records import COMPLETIONS, EARLIER_COMPLETIONS, HISTOGRAMS, SAMPLES, drop_after, finite, unusable
 
 
 class JsonlTracker:
@@ -55,10 +54,7 @@ class JsonlTracker:
             self._file = LogFile(path, warn)
             self._file.open()
         except OSError as error:
-            raise ConfigError(
-                f"trainer.log_dir: {error.filename or path} cannot be read and written ({error.strerror}). Move it away,"
-                " free up disk space, or set another folder"
-            ) from error
+            raise unusable(path, error) from error
         self._histograms, self._samples = LogFile(histograms, warn), LogFile(samples, warn)
         self._completions = _RotatedFile(completions, earlier, max_completions_bytes, warn)
         self._attempt = attempt

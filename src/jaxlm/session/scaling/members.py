@@ -15,8 +15,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveFloat, PositiveInt
 from jaxlm.core.stores import is_url
 from jaxlm.observe.records import METRICS, read_metrics
+from jaxlm.plan.controllers import check_metric
 from jaxlm.plan.load_config import decode_run, run_id_of
-from jaxlm.plan.plan import check_metric, plan_phases
+from jaxlm.plan.plan import plan_phases
 from jaxlm.plan.presets.base import RunSize, given_at
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.decode import config_error, decode

@@ -1,0 +1,121 @@
+"""The controllers of each phase, and the metrics that they need."""
+
+from collections.abc import Sequence
+
+from jaxlm.controllers.bad_streak import BadStreak
+from jaxlm.controllers.base import Controller, OptimizerFacts
+from jaxlm.controllers.early_stopping import EarlyStopping
+from jaxlm.controllers.finished import Finished
+from jaxlm.core import controls
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.config import DataConfig
+from jaxlm.engine.metric_names import EVAL_PREFIX
+from jaxlm.engine.phases import Phase
+from jaxlm.plan.run_config import PhaseConfig, RunConfig
+
+_MAX_LISTED = 12  # metrics in a message
+
+
+def phase_controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tuple[Controller, ...]:
+    """The controllers of a phase. Raises `ConfigError` if one is invalid, or they do not go together."""
+    trainer, optimizer, data = config.trainer, phase.optimizer or config.optimizer, [phase.data or config.data]
+    objective = phase.objective or config.objective
+    until, path = (trainer.until, "trainer.until") if phase.until is None else (phase.until, f"phases.{index}.until")
+    made: list[Controller] = [BadStreak(optimizer.rewind_rule, trainer.crash_after_skipped)]
+    if (metric := (phase.objective or config.objective).finished_metric) is not None:
+        made.append(Finished(metric))
+    if until is not None:
+        until.check(path)
+        check_metric(until.metric, f"{path}.metric", config, data, phase.name)
+        made.append(EarlyStopping(until))
+    written, path = (
+        (trainer.controllers, "trainer.controllers")
+        if phase.controllers is None
+        else (phase.controllers, f"phases.{index}.controllers")
+    )
+    facts = OptimizerFacts(
+        optimizer.peak_learning_rate, optimizer.strategy_controls, optimizer.telemetry_window, optimizer.nowcast_window
+    )
+    for number, section in enumerate(written):
+        try:
+            controller = section.build(facts)
+        except ConfigError as error:
+            raise ConfigError(f"{path}.{number} (phase '{phase.name}'): {error}") from error
+        controller.check(objective, f"{path}.{number}", phase.name)
+        for key, metric in controller.metrics.items():
+            check_metric(metric, f"{path}.{number}.{key.rpartition('.')[2]}", config, data, phase.name)
+        for earlier in made:
+            if earlier.name == controller.name:
+                raise ConfigError(f"{path}.{number}: another controller is called '{controller.name}' too. Remove one")
+            if both := sorted(earlier.controls().keys() & controller.controls().keys()):
+                raise ConfigError(
+                    f"{path}.{number}: {controller.name} sets the control '{both[0]}', and so does {earlier.name}. Remove one"
+                )
+        if unknown := sorted(controller.controls().keys() - set(controls.KNOWN)):
+            raise ConfigError(
+                f"{path}.{number}: {controller.name} sets the control '{unknown[0]}', which no step reads. The controls are:"
+                f" {', '.join(controls.KNOWN)}"
+            )
+        made.append(controller)
+    return tuple(made)
+
+
+def controller_notes(config: RunConfig, phases: Sequence[Phase]) -> list[str]:
+    """What of controllers, and of what optimizers measure for them, has no effect."""
+    written = [phase.controllers for phase in config.phases] or [None]
+    shared = [phase for phase, controllers in zip(phases, written, strict=True) if controllers is None]
+    sections = [("trainer.controllers", config.trainer.controllers, shared)]
+    for phase, controllers in zip(phases, written, strict=True):
+        sections.append((f"phases.{phase.index}.controllers", controllers or [], [phase]))
+    notes = []
+    for path, controllers, users in sections:
+        spans = [range(phase.start + 1, phase.end + 1) for phase in users]
+        steps = " and ".join(f"{span.start} to {span.stop - 1}" for span in spans)
+        if controllers and not spans:
+            notes.append(f"{path}: no effect, because each phase has controllers of its own")
+        for number, section in enumerate(controllers if spans else []):
+            if lines := section.without_effect(spans):
+                notes.append(f"{path}.{number}: no effect in steps {steps}: {'; '.join(lines)}")
+    moving = [phase.optimizer for phase in phases if controls.NOWCAST in phase.controls]
+    for phase in phases:
+        if phase.optimizer.nowcast_window is not None and phase.optimizer not in moving:
+            notes.append(
+                f"optimizer.nowcast of phase '{phase.name}': no controller moves the weights, so it only costs memory. Give"
+                " the orchestrator a section nowcast and mode: active, or, in a new run, remove it"
+            )
+    return notes
+
+
+def check_metric(
+    metric: str, key: str, config: RunConfig, data: Sequence[DataConfig], phase: str | None = None
+) -> None:
+    """Raises `ConfigError` if a metric of evaluations is given that none of them measures. Others are not checked.
+
+    Args:
+        key: dotted path of the key that names it.
+        data: the data that may have validation data.
+        phase: name of the phase in which it is needed; None for any.
+    """
+    if not metric.startswith(EVAL_PREFIX):
+        return
+    if not config.evals:
+        raise ConfigError(f"{key}: '{metric}' given, but evals is empty. Add an evaluation")
+    evals = [evaluation for evaluation in config.evals if phase is None or evaluation.runs_in(phase)]
+    names = {id(evaluation): evaluation.metric_names for evaluation in evals}
+    ends = lambda name: f"/{metric}".endswith(f"/{name}")  # noqa: E731
+    measuring = [e for e in evals if (metric_names := names[id(e)]) is None or any(map(ends, metric_names))]
+    if not measuring:
+        known = [f"{EVAL_PREFIX}{name}" for metric_names in names.values() for name in metric_names or ()]
+        shown = ", ".join([*known[:_MAX_LISTED], *(["..."] if len(known) > _MAX_LISTED else [])])
+        of_phase = f" in phase '{phase}'" if len(evals) < len(config.evals) else ""
+        raise ConfigError(
+            f"{key}: '{metric}' given, but no evaluation measures it{of_phase}. The section evals measures"
+            f" {shown or 'nothing'}"
+        )
+    if all(evaluation.reads_validation for evaluation in measuring) and not any(
+        section.has_validation for section in data
+    ):
+        raise ConfigError(
+            f"{key}: '{metric}' given, but there is no validation data to measure it on. Set data.validation_urls, or"
+            " data.num_validation_sequences to hold some of the training data out"
+        )

@@ -1,0 +1,63 @@
+"""Going back: the state and the place in the data are those of the checkpoint, and what follows repeats."""
+
+from datetime import timedelta
+
+import numpy as np
+import pytest
+
+from jaxlm.controllers.base import Rewind
+from jaxlm.engine.checkpoint.health import SaveHealth
+from jaxlm.engine.checkpoint.local import LocalFolder
+from jaxlm.engine.checkpoint.manifest import Cursor, History
+from jaxlm.engine.checkpoint.policy import CheckpointerConfig
+from jaxlm.engine.checkpoint.writer import CheckpointWriter
+from jaxlm.engine.conductor import Conductor
+from jaxlm.models.families.gpt2 import Gpt2Config
+from jaxlm.optim.averaging import Ema
+from jaxlm.optim.portfolio.portfolio import PortfolioConfig
+from tests.engine.helpers import Ready, TinyRun, arrays, layout, one_device, open_phase, phase
+from tests.engine.test_step import assert_identical, host
+
+MODEL = Gpt2Config(seq_len=16, hidden_dim=32, num_layers=2, num_heads=4, resid_pdrop=0.1)
+PHASE = phase(
+    model=MODEL,
+    end=200,
+    optimizer=PortfolioConfig(learning_rate=1e-2, warmup=0, telemetry=True),
+    averages={"ema": Ema()},
+)
+SAVED, ABANDONED, REPEATED = 5, 100, 20
+
+
+@pytest.mark.parametrize("devices", ["one", pytest.param("eight", marks=pytest.mark.slow)])
+def test_a_rollback_restores_every_bit_and_the_next_steps_repeat(tmp_path, devices):
+    """Parameters, moments, averages, counts, telemetry, dropout's random numbers, and the place in the data."""
+    run = TinyRun(one_device() if devices == "one" else layout(), PHASE, model=MODEL)
+    batches = Ready([arrays(seed) for seed in range(SAVED + ABANDONED)])
+    folder = LocalFolder(tmp_path / "run")
+    folder.prepare()
+    health = SaveHealth(CheckpointerConfig(retry_for=timedelta(0)), None, print)
+    writer = CheckpointWriter(folder, {"config.yaml": b"{}"}, health, print, lambda: None)
+
+    def trained(num_steps: int) -> list[dict[str, float]]:
+        return [run.step(next(batches)) for _ in range(num_steps)]
+
+    trained(SAVED)
+    with run.where.use():
+        writer.save(run.state, Cursor(SAVED, 0, PHASE.name, entering=False, temporary=False), batches.state())
+    before = host(run)
+    metrics, after = trained(REPEATED), host(run)
+    trained(ABANDONED - REPEATED)
+
+    conductor = Conductor(run.state_builder, run.where, folder, print, None, History())
+    bad = Rewind(SAVED + 1, SAVED + ABANDONED, "it went wrong", None, "a.key")
+    with run.where.use():
+        run.state = conductor.act(bad, run.state, open_phase(run.where, PHASE, run.loop_step, batches))
+    assert conductor.resumed is not None
+    assert conductor.num_skipped == ABANDONED
+    batches.restore(conductor.resumed.position())
+    assert {"slots.ema", "slots.telemetry", "key", "step"} <= {".".join(path.split(".")[:2]) for path in before}
+    assert_identical(host(run), before)
+    assert trained(REPEATED) == metrics
+    assert_identical(host(run), after)
+    assert all(np.any(after[path] != before[path]) for path in before if path.startswith("model."))
+    assert batches.taken[-REPEATED:] == [*range(SAVED, SAVED + REPEATED)]
