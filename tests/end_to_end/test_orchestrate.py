@@ -12,7 +12,7 @@ MODULE = "tests.end_to_end.orchestrated"
 STEPS = 72
 SPIKE = {"JAXLM_TEST_SPIKE": f"{34 * 16}:{35 * 16}"}  # the batch of step 35
 OPTIMIZER = """
-  {type: portfolio, learning_rate: 1.0e-2, warmup: 2, telemetry: {window: 20, mean_steps: 5, reference_steps: 20}}
+  {type: portfolio, learning_rate: 7.0e-3, warmup: 2, telemetry: {window: 20, mean_steps: 5, reference_steps: 20}}
 """
 SAFETY = "safety: {snapshot_interval: 8, quarantine: 2, max_grad_increase: 50, max_loss_increase: null}"
 CONTROLLER = (
