@@ -1,6 +1,6 @@
 """Reads compiled programs (HLO text): instructions, collectives with their bytes, library kernels, operations by kind."""
 
-import functools
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -121,10 +121,12 @@ class Program:
     Attributes:
         computations: its computations by name.
         entry: name of the computation that runs first.
+        fused: the computations that are a part of one kernel.
     """
 
     computations: dict[str, Computation]
     entry: str | None
+    fused: frozenset[str] = frozenset()
 
     @staticmethod
     def parse(hlo: str) -> "Program":
@@ -140,20 +142,16 @@ class Program:
                 current[m["name"]] = Instruction(
                     m["name"], m["type"], m["opcode"], operands, line, is_root=m["root"] is not None
                 )
-        return Program(computations, entry)
+        program = Program(computations, entry)
+        instructions = (i for computation in computations.values() for i in computation.values())
+        kernels = (i for i in instructions if i.opcode in ("fusion", "fusion-start", "async-start"))
+        return dataclasses.replace(program, fused=frozenset(name for i in kernels for name in program.called_by(i)))
 
     def called_by(self, instruction: Instruction) -> list[str]:
         """The computations that an instruction calls: the body of a loop or fusion, or the branches of a conditional."""
         branches = _BRANCHES.search(instruction.line)
         names = _CALLED.findall(instruction.line) + (branches[1].split(",") if branches else [])
         return [name for name in (name.strip(" %") for name in names) if name in self.computations]
-
-    @functools.cached_property
-    def fused(self) -> frozenset[str]:
-        """The computations that are a part of one kernel."""
-        instructions = (i for computation in self.computations.values() for i in computation.values())
-        kernels = (i for i in instructions if i.opcode in ("fusion", "fusion-start", "async-start"))
-        return frozenset(name for kernel in kernels for name in self.called_by(kernel))
 
     def trip_count(self, loop: Instruction) -> int | None:
         """The trip count of a loop: the compiler's annotation, else the limit of its counter, else None."""

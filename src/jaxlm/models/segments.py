@@ -4,8 +4,9 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Turn = tuple[int, Any]
 """The number of a layer's stack, and its kind."""
 
@@ -46,6 +47,15 @@ def segments(turns: Sequence[Turn], start: int = 0) -> list[Segment]:
         Segment(start + first, tuple(turns[first : first + period]), repeats)
         for first, period, repeats in _divided(tuple((stack, kinds.index(kind)) for stack, kind in turns))
     ]
+
+
+def shortest_period(kinds: Sequence[T]) -> tuple[T, ...]:
+    """The shortest prefix of `kinds` that repeats to give all of them. The last repetition may be partial."""
+    return next(
+        tuple(kinds[:period])
+        for period in range(1, len(kinds) + 1)
+        if all(kind == kinds[i % period] for i, kind in enumerate(kinds))
+    )
 
 
 @functools.lru_cache

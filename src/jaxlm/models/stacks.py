@@ -40,7 +40,7 @@ from jaxlm.models.remat import (
 )
 from jaxlm.models.rope import Places, RotaryConfig, Rotation
 from jaxlm.models.scan import runs_as_scan, scan_turns
-from jaxlm.models.segments import Segment, segments
+from jaxlm.models.segments import Segment, segments, shortest_period
 
 T = TypeVar("T")
 
@@ -89,15 +89,6 @@ class LayerKind:
     window: int | None = None
     interleaved: bool = False
     rotary_size: int | None = None
-
-
-def shortest_period(kinds: Sequence[T]) -> tuple[T, ...]:
-    """The shortest prefix of `kinds` that repeats to give all of them. The last repetition may be partial."""
-    return next(
-        tuple(kinds[:period])
-        for period in range(1, len(kinds) + 1)
-        if all(kind == kinds[i % period] for i, kind in enumerate(kinds))
-    )
 
 
 def switch_lengths(kinds: Sequence[LayerKind]) -> tuple[int, ...]:

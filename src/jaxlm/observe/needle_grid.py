@@ -54,7 +54,8 @@ def _grids(run: LoggedRun) -> Iterator[NeedleGrid]:
             cells.setdefault(match[1], {})[float(match[3]), int(match[2])] = metric
     phases = [(one.name, one.start, one.end) for one in phase_history(run)] if cells else []
     for name, of_name in cells.items():
-        depths, lengths = (tuple(sorted({place[axis] for place in of_name})) for axis in (0, 1))
+        depths = tuple(sorted({depth for depth, _ in of_name}))
+        lengths = tuple(sorted({length for _, length in of_name}))
         for phase, start, end in phases or [("", -1, np.inf)]:
             steps = np.concatenate([run[metric].steps for metric in of_name.values()])
             steps = steps[(steps > start) & (steps <= end)]

@@ -1,6 +1,8 @@
 """What a run needs to save activations in the memory of the host: a compiler that reads them back in the right order."""
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +34,7 @@ def offload_options(plan: Plan) -> dict[str, str]:
     return {_DISABLED: ",".join([*disabled, _WRONG_PASS])}
 
 
-def check_offload(options: dict[str, bool | int | str]) -> None:
+def check_offload(options: Mapping[str, Any]) -> None:
     """Compares the gradients of layers whose inputs are saved on the host with those of layers that save them on the device.
 
     Args:
@@ -52,7 +54,7 @@ def check_offload(options: dict[str, bool | int | str]) -> None:
         )
 
 
-def _gradient(policy: RematPolicy, options: dict[str, bool | int | str]) -> np.ndarray:
+def _gradient(policy: RematPolicy, options: Mapping[str, Any]) -> np.ndarray:
     def layer(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, None]:
         x = checkpoint_name(x, RESIDUAL)
         return x + jnp.sin(scale * x), None
@@ -62,5 +64,5 @@ def _gradient(policy: RematPolicy, options: dict[str, bool | int | str]) -> np.n
 
     scales = jnp.linspace(0.1, 1.0, _LAYERS * _WIDTH, dtype=jnp.float32).reshape(_LAYERS, _WIDTH)
     x = jnp.linspace(-1.0, 1.0, _ROWS * _WIDTH, dtype=jnp.float32).reshape(_ROWS, _WIDTH)
-    compiled = jax.jit(jax.grad(loss)).lower(scales, x).compile(options)
+    compiled = jax.jit(jax.grad(loss)).lower(scales, x).compile(dict(options))
     return np.asarray(compiled(scales, x)) / _ROWS

@@ -35,7 +35,8 @@ from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout
 from jaxlm.models.linear import Linear, MatrixLinear
 from jaxlm.models.remat import RESIDUAL, RematPolicy, checkpoint_name, remat
 from jaxlm.models.scan import runs_as_scan, scan_layers
-from jaxlm.models.stacks import HeterogeneousBody, LayerKind, layer_contexts, shortest_period
+from jaxlm.models.segments import shortest_period
+from jaxlm.models.stacks import HeterogeneousBody, LayerKind, layer_contexts
 
 _PERIODS, _LOOKUP = "periods", 1
 _Kind = tuple[LayerKind, bool]

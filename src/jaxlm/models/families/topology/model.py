@@ -29,7 +29,8 @@ from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import embedding, token_embeddings
 from jaxlm.models.linear import Linear
 from jaxlm.models.remat import parse_remat
-from jaxlm.models.stacks import Block, Body, LayerKind, Stack, Stacks, numbers_by_stack, shortest_period, switch_lengths
+from jaxlm.models.segments import shortest_period
+from jaxlm.models.stacks import Block, Body, LayerKind, Stack, Stacks, numbers_by_stack, switch_lengths
 from jaxlm.reading.choices import choice
 
 
