@@ -358,9 +358,7 @@ TABLE: Table = {
     "remat": {"model.gradient_checkpointing.modules": Change("attn|mlp", Program(gains=r"stablehlo\.dot_general"))},
     "offload": {  # the program for CPUs has one memory: what is saved is no longer recomputed
         "model.gradient_checkpointing.save": Change(["attention"], Program(loses=r"stablehlo\.dot_general")),
-        "model.gradient_checkpointing.offload": Change(
-            ["residual", "query"], Program(loses=r"stablehlo\.dot_general", alone=False)
-        ),
+        "model.gradient_checkpointing.offload": Change(["residual", "query"], Program(loses=r"stablehlo\.dot_general")),
     },
     "timed": {
         "model.time_embedding.type": Change("learned", Refused("num_time_steps: is needed for type: learned")),
