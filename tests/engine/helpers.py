@@ -140,6 +140,13 @@ class TinyRun:
         """The compiled step, as HLO text."""
         return self._program(self.batch(columns, self.where, num_microbatches)).as_text()
 
+    def lowered_text(self, columns: dict[str, np.ndarray], platform: str) -> str:
+        """The step before it is compiled, for another platform."""
+        inputs = self.batch(columns, self.where, 1)
+        with self.where.use():
+            traced = self._step.trace(self.state, self.refs, inputs, self._blank)
+            return traced.lower(lowering_platforms=(platform,)).as_text()
+
     def _program(self, inputs: Any) -> Any:
         """The step compiled for batches of this shape, once for all tests."""
         shape = jax.tree.leaves(inputs)[0].shape

@@ -102,6 +102,7 @@ TRAINER: dict[str, Entry] = {
     "trainer.max_eval_batches": ShownIn(FIELDS + "test_evals.py::test_max_eval_batches"),
     "trainer.mp": Change("p=f32,c=bfloat16", Program(gains="bf16", alone=False)),
     "trainer.log_dir": Change("elsewhere", Value(lambda plan: str(plan.log_folder), "elsewhere/x")),
+    "trainer.offload_optimizer": Change(True, Program(gains="pinned_host")),
     "trainer.compilation_cache_dir": ShownIn(FIELDS + "test_processes.py::test_compilation_cache_dir"),
     "trainer.strict_performance": ShownIn(FIELDS + "test_processes.py::test_strict_performance_refuses_fallbacks"),
     "trainer.batch_axis": Change(None, Program(loses=r"stablehlo.all_reduce")),

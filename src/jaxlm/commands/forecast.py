@@ -12,6 +12,7 @@ none.
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -29,6 +30,7 @@ from jaxlm.engine.step import OPTIMIZER_SCOPE
 from jaxlm.hardware.aot_devices import aot_devices, has_compiler
 from jaxlm.hardware.estimate import Estimate, communication_seconds, estimate_kernels, speed_of
 from jaxlm.hardware.hlo import collectives_by_kind, kernels
+from jaxlm.hardware.host_copies import HostCopy
 from jaxlm.hardware.program_memory import argument_bytes
 from jaxlm.hardware.roofline import HostTraffic, Seconds, executed_flops, roofline
 from jaxlm.hardware.topologies import Cuda, Topology
@@ -170,6 +172,13 @@ def _forecast_phase(
             collectives=collectives_by_kind(hlo),
         )
     )
+    on_host = _optimizer_bytes(plan, phase) if plan.layout.optimizer_memory else 0
+    if on_host and cuda:
+        bandwidth = topology.chip.host_bandwidth
+        assert bandwidth is not None, "GPUs have one"
+        update = roofline(hlo, speed, OPTIMIZER_SCOPE).total
+        moments = HostTraffic(1, HostCopy(on_host, on_host), 2 * on_host / bandwidth, 0.0, update)
+        estimate = dataclasses.replace(estimate, host=(*estimate.host, moments))
     seconds, exposed, scheduled = estimate.overlapped, estimate.exposed, estimate.scheduled
     per_second = tokens / (topology.num_chips * topology.chip.peak)
     return Forecast(
@@ -195,7 +204,7 @@ def _forecast_phase(
         argument_bytes=argument_bytes(step.call),
         memory_limit=int(topology.chip.memory),
         recomputation=step.remat_policy,
-        host_bytes=step.host_bytes,
+        host_bytes=step.host_bytes + on_host,
         host_traffic=estimate.host,
         optimizer_seconds=roofline(hlo, speed, OPTIMIZER_SCOPE).total if cuda else None,
         optimizer_flops_share=executed_flops(hlo, OPTIMIZER_SCOPE) / max(1.0, estimate.flops or 0.0) if cuda else None,
@@ -205,6 +214,15 @@ def _forecast_phase(
         executed_flops=estimate.flops,
         sampling=sampling,
     )
+
+
+def _optimizer_bytes(plan: Plan, phase: Phase) -> int:
+    """Memory of the moments per chip. Without the device, the compiler takes them to be in its memory, wherever they are."""
+    moments = [
+        leaf for _, leaf in tree.leaves(plan.state_builder.abstract_state(phase).opt_state) if tree.is_named(leaf)
+    ]
+    shards = ((plan.layout.parameter_sharding(m.axes).shard_shape(m.array.shape), m.dtype.itemsize) for m in moments)
+    return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
 
 
 def _compiler_hint(platform: str) -> str:

@@ -84,12 +84,14 @@ class Layout:
         parameter: logical axis -> mesh axis (or axes) for stored parameters, gradients and optimizer state.
         compute: logical axis -> mesh axis (or axes) for activations.
         context: how attention is divided. Its axes are those of `position` in `compute`.
+        optimizer_memory: the kind of memory that the optimizer's state is in between steps; None for the devices' own.
     """
 
     mesh: Mesh
     parameter: ResourceMapping
     compute: ResourceMapping
     context: ContextSharding = UNDIVIDED
+    optimizer_memory: str | None = None
 
     @contextlib.contextmanager
     def use(self) -> Iterator["Layout"]:

@@ -26,7 +26,15 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.calibration import OpenBatches, calibrate
 from jaxlm.engine.phases import Phase, with_phase_ends
-from jaxlm.engine.state import OBJECTIVE_SLOT, RunState, UpdateCounts, build_state, place_state, shardings
+from jaxlm.engine.state import (
+    OBJECTIVE_SLOT,
+    RunState,
+    UpdateCounts,
+    build_state,
+    in_device_memory,
+    place_state,
+    shardings,
+)
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.optim.groups import with_schedules_restarted
 from jaxlm.surgery.base import SurgeryConfig
@@ -361,7 +369,10 @@ def enter_phase(
     sums: Sequence[Any] = ()
     if open_batches is not None:
         sums = _calibrated(entry, before, layout, Given(leaves, refs), open_batches, log)
-    make_state = lambda before, leaves, refs, sums: entry.state(before, Given(leaves, refs, sums))  # noqa: E731
+
+    def make_state(before: Before, leaves: Sequence[Leaves], refs: Mapping[str, LanguageModel], sums: Any) -> RunState:
+        return entry.state(in_device_memory(before), Given(leaves, refs, sums))
+
     build = build_state(make_state, abstract, layout, before, leaves, kept=(refs, sums))
 
     def enter() -> RunState:

@@ -77,14 +77,41 @@ def without_controls(state: RunState) -> RunState:
 
 
 def shardings(tree: Any, layout: Layout) -> Any:
-    """Sharding of each array of a state: named arrays by the parameter mapping, everything else replicated."""
+    """Sharding of each array of a state: named arrays by the parameter mapping, everything else replicated.
 
-    def place(leaf):
-        if isinstance(leaf, hax.NamedArray):
-            return hax.NamedArray(layout.parameter_sharding(leaf.axes), leaf.axes)  # type: ignore[arg-type]
-        return layout.replicated()
+    The named arrays of a `RunState`'s optimizer state are in `Layout.optimizer_memory`.
+    """
 
-    return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, hax.NamedArray))
+    def placed(tree: Any, memory: str | None = None) -> Any:
+        def place(leaf: Any) -> Any:
+            if not isinstance(leaf, hax.NamedArray):
+                return layout.replicated()
+            sharding: Any = layout.parameter_sharding(leaf.axes)
+            return hax.NamedArray(sharding if memory is None else sharding.with_memory_kind(memory), leaf.axes)
+
+        return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, hax.NamedArray))
+
+    if not isinstance(tree, RunState):
+        return placed(tree)
+    others = placed(dataclasses.replace(tree, opt_state=None))
+    return dataclasses.replace(others, opt_state=placed(tree.opt_state, layout.optimizer_memory))
+
+
+def in_device_memory(tree: T, after: jax.Array | None = None) -> T:
+    """Copies what is in the host's memory to the devices, to compute with it. Call it in traced code.
+
+    Args:
+        after: the copies wait for this value. XLA would otherwise start them with the step, and their arrays would take
+            memory beside everything else that the step computes.
+    """
+
+    def moved(array: jax.Array) -> jax.Array:
+        if jax.typeof(array).memory_space != jax.memory.Space.Host:
+            return array
+        array, _ = jax.lax.optimization_barrier((array, after))
+        return jax.device_put(array, jax.memory.Space.Device)
+
+    return jax.tree.map(moved, tree)
 
 
 def sharded_shapes(abstract: T, layout: Layout) -> T:

@@ -21,7 +21,7 @@ from jaxlm.core.values.sums import Sum
 from jaxlm.models.chunked_loss import soft_capped
 from jaxlm.models.diffusion.denoisers import Denoiser
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.remat import AUTO, RematConfig, offloads, parse_remat
+from jaxlm.models.remat import AUTO, MLP, RematConfig, offloads, parse_remat, saves
 from jaxlm.models.rope import RotaryConfig
 from jaxlm.reading.effects import Rounding
 
@@ -336,6 +336,9 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
             decides. Parameters and checkpoints have the same layout either way.
         attn_backend: implementation of attention. `auto` selects the best one for the model and device, and logs which
             one and why.
+        mlp_tile_tokens: tokens that each device computes an MLP of at a time, so that no array has the MLP's hidden features
+            for all of its tokens. The backward pass then computes the MLP again, whatever gradient_checkpointing says. Null
+            computes all tokens at once.
         pad_vocab_to_multiple_of: the loss computes logits for a multiple of this many tokens. The padding is only in its
             matrix products, never in its result, the parameters, checkpoints, exports or generation. Null pads only a
             vocabulary that is sharded over devices that do not divide it.
@@ -345,12 +348,18 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
     gradient_checkpointing: Rounding[bool | str | list[str] | RematConfig] = AUTO
     scan_layers: Rounding[bool | Literal["auto"]] = AUTO
     attn_backend: Rounding[str] = AUTO
+    mlp_tile_tokens: Rounding[PositiveInt | None] = None
     pad_vocab_to_multiple_of: Rounding[PositiveInt | None] = None
 
     def __post_init__(self):
         for field in fields(self):  # the config is a static field of the model: it must be hashable
             if isinstance(value := getattr(self, field.name), list):
                 object.__setattr__(self, field.name, tuple(value))
+        if self.mlp_tile_tokens is not None and saves(parse_remat(self.gradient_checkpointing), MLP):
+            raise ConfigError(
+                f"model.mlp_tile_tokens: {self.mlp_tile_tokens} given, but gradient_checkpointing saves mlp, which exists"
+                " only for a few tokens at a time. Remove one of them"
+            )
         if offloads(parse_remat(self.gradient_checkpointing)) and not self.scan_layers:
             raise ConfigError(
                 "model.scan_layers: false given, but outside a loop over the layers, activations in"

@@ -35,6 +35,7 @@ from jaxlm.models.layers import (
     LayerCache,
     LayerContext,
     Mlp,
+    check_tiles,
     embedding,
     token_embeddings,
 )
@@ -246,9 +247,11 @@ class TransformerConfig(ModelConfig):
                 scan=self.scan_layers,
                 remat_policy=parse_remat(self.gradient_checkpointing),
                 attn_backend=self.attn_backend,
+                mlp_tile_tokens=self.mlp_tile_tokens,
                 structure=number,
             )
             stacks.append(stack)
+        check_tiles(self.mlp_tile_tokens, stacks)
         return stacks[0] if len(stacks) == 1 else Stacks.of(stacks, self.order, final_norm)
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:

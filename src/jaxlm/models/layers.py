@@ -8,7 +8,9 @@ import abc
 import functools
 import itertools
 import zlib
-from typing import TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import equinox as eqx
 import haliax as hax
@@ -16,9 +18,13 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, HEADS, KV_HEADS, POSITION, axes_of
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.sharding import current_layout
+from jaxlm.core.tracing import CustomVjp
 from jaxlm.core.values.text_order import in_row_order
 from jaxlm.models.activations import activated, gated
 from jaxlm.models.attention.api import AttentionMask, AttentionSpec, as_keys, attention
@@ -33,6 +39,7 @@ from jaxlm.models.linear import Linear
 from jaxlm.models.norms import RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import KEY, MLP, QUERY, VALUE, checkpoint_name
 from jaxlm.models.rope import Rotation
+from jaxlm.models.token_sharding import mesh_axes
 
 
 def embedding(Vocab: Axis, Embed: Axis, *, std: float, key: jax.Array) -> hnn.Embedding:
@@ -40,6 +47,7 @@ def embedding(Vocab: Axis, Embed: Axis, *, std: float, key: jax.Array) -> hnn.Em
     return hnn.Embedding(hax.random.normal(key, (Vocab, Embed)) * std, Vocab, Embed)
 
 
+T = TypeVar("T")
 _GENERATOR = "threefry2x32"  # whose keys are two words
 
 
@@ -94,6 +102,157 @@ class GatedMlp(eqx.Module):
         gate, up = checkpoint_name(self.gate_proj(x), MLP), checkpoint_name(self.up_proj(x), MLP)
         out = gated(self.activation, gate.array, up.rearrange(gate.axes).array)
         return self.down_proj(NamedArray(out, gate.axes))
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the tokens of an activation {batch, position, embed} are divided: each device's own into groups of equal size.
+
+    Shapes: N tiles, Q groups of devices that hold different tokens, T tokens of a tile, L tokens of a group, D embed.
+
+    Attributes:
+        rows, positions: number of groups that divide the rows, and the positions of a row.
+        mesh_axes: the axes of the mesh along which these groups are.
+        size: T.
+    """
+
+    rows: int
+    positions: int
+    mesh_axes: tuple[str, ...]
+    size: int
+
+    @staticmethod
+    def of(x: NamedArray, size: int) -> "Tiles | None":
+        """None if the tokens of a device are a single tile, or if devices do not divide them."""
+        Batch, Pos = x.resolve_axis(BATCH), x.resolve_axis(POSITION)
+        layout = current_layout()
+        axes = () if layout is None else mesh_axes(Batch, layout.compute) + mesh_axes(Pos, layout.compute)
+        rows, positions = (1, 1) if layout is None else map(layout.num_shards, (BATCH, POSITION))
+        divides = Batch.size % rows == 0 and Pos.size % positions == 0
+        num_tokens = Batch.size * Pos.size // (rows * positions)
+        return Tiles(rows, positions, axes, size) if divides and num_tokens > size else None
+
+    def split(self, x_BSD: jax.Array) -> jax.Array:
+        """[N, Q, T, D]. The last tile is filled up with zeros."""
+        batch, length, width = x_BSD.shape
+        x = x_BSD.reshape(self.rows, batch // self.rows, self.positions, length // self.positions, width)
+        x_QLD = x.transpose(0, 2, 1, 3, 4).reshape(self.rows * self.positions, -1, width)
+        x_QLD = jnp.pad(x_QLD, ((0, 0), (0, -x_QLD.shape[1] % self.size), (0, 0)))
+        return self._sharded(x_QLD.reshape(x_QLD.shape[0], -1, self.size, width).swapaxes(0, 1), 1)
+
+    def join(self, x_NQTD: jax.Array, batch: int, length: int) -> jax.Array:
+        """The inverse of `split`."""
+        num_groups, width = x_NQTD.shape[1], x_NQTD.shape[-1]
+        num_tokens = batch * length // num_groups
+        x_QLD = x_NQTD.swapaxes(0, 1).reshape(num_groups, -1, width)[:, :num_tokens]
+        x = x_QLD.reshape(self.rows, self.positions, batch // self.rows, length // self.positions, width)
+        return x.transpose(0, 2, 1, 3, 4).reshape(batch, length, width)
+
+    def numbers(self, num_tiles: int) -> jax.Array:
+        """[N, Q], a different number for each tile of each group."""
+        return jnp.arange(num_tiles * self.rows * self.positions).reshape(num_tiles, -1)
+
+    def for_each_group(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of arrays [Q, ...], of which each group computes its own."""
+        return jax.vmap(compute, spmd_axis_name=self.mesh_axes or None)
+
+    def zeros(self, like: jax.Array) -> jax.Array:
+        """float32 [Q, ...], sums of each group."""
+        return self._sharded(jnp.zeros((self.rows * self.positions, *like.shape), jnp.float32), 0)
+
+    def _sharded(self, x: jax.Array, dim: int) -> jax.Array:
+        layout = current_layout()
+        if layout is None or not self.mesh_axes:
+            return x
+        entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+        entries[dim] = self.mesh_axes
+        return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, PartitionSpec(*entries)))
+
+
+class TiledMlp(eqx.Module):
+    """An MLP that is computed for a few tokens at a time, in both passes: no array of all tokens has its hidden features.
+
+    The backward pass computes each tile again, whatever a remat policy says. It adds up the gradients of the weights in
+    float32, on each device for its own tokens, and sums over devices once.
+
+    Attributes:
+        tile_tokens: tokens that a device computes at a time.
+    """
+
+    mlp: Mlp | GatedMlp
+    tile_tokens: int = eqx.field(static=True)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        tiles = Tiles.of(x, self.tile_tokens)
+        if tiles is None:
+            return self.mlp(x)
+        Batch, Pos, Embed = axes = tuple(x.resolve_axis(name) for name in (BATCH, POSITION, EMBED))
+        arrays, rest = eqx.partition(self.mlp, eqx.is_inexact_array)
+        out: Any = _in_tiles((tiles, Embed), arrays, rest, tiles.split(x.rearrange(axes).array))
+        joined = NamedArray(tiles.join(out, Batch.size, Pos.size), axes)
+        return hax.auto_sharded(joined.rearrange(x.axes))
+
+
+def tiled_mlps(block: T, tile_tokens: int | None) -> T:
+    """A block whose MLPs compute this many tokens at a time; None changes nothing."""
+    if tile_tokens is None:
+        return block
+    tiled = lambda node: TiledMlp(node, tile_tokens) if isinstance(node, Mlp | GatedMlp) else node  # noqa: E731
+    return jax.tree.map(tiled, block, is_leaf=lambda node: isinstance(node, Mlp | GatedMlp))
+
+
+def check_tiles(tile_tokens: int | None, body: Any) -> None:
+    """Raises `ConfigError` if the key is set, but no layer of a body has an MLP of its own."""
+    if tile_tokens is not None and not any(tree.modules(body, kind) for kind in (Mlp, GatedMlp)):
+        raise ConfigError(
+            f"model.mlp_tile_tokens: {tile_tokens} given, but no layer of this model has an MLP that all tokens go through."
+            " Those of experts are not divided. Remove it"
+        )
+
+
+def _tile_of(Embed: Axis, arrays: Any, rest: Any, number: jax.Array, x_TD: jax.Array) -> jax.Array:
+    """One tile of one group. Dropout differs between tiles."""
+    mlp = eqx.combine(arrays, rest)
+    if any(layer.key is not None for layer in tree.modules(mlp, DropoutLayer)):
+        mlp = tree.map_modules(
+            mlp, DropoutLayer, ".*", lambda layer: layer.with_key(jax.random.fold_in(layer.key, number))
+        )
+    Tile = Axis("tile", x_TD.shape[0])
+    return mlp(NamedArray(x_TD, (Tile, Embed))).rearrange((Tile, Embed)).array
+
+
+@functools.partial(CustomVjp, nondiff_argnums=(0,))
+def _in_tiles(static: tuple[Tiles, Axis], arrays: Any, rest: Any, x_NQTD: jax.Array) -> jax.Array:
+    """The outputs of an MLP, which is given as its floating-point arrays and the rest of it."""
+    tiles, Embed = static
+    tile = tiles.for_each_group(functools.partial(_tile_of, Embed, arrays, rest))
+    return jax.lax.map(lambda part: tile(*part), (tiles.numbers(x_NQTD.shape[0]), x_NQTD))
+
+
+def _tiles_forward(static, arrays, rest, x_NQTD):
+    return _in_tiles(static, arrays, rest, x_NQTD), (arrays, rest, x_NQTD)
+
+
+def _tiles_backward(static, residuals, d_out_NQTD):
+    (tiles, Embed), (arrays, rest, x_NQTD) = static, residuals
+
+    def gradients(number, x_TD, d_out_TD):
+        _, vjp = jax.vjp(lambda arrays, x_TD: _tile_of(Embed, arrays, rest, number, x_TD), arrays, x_TD)
+        return vjp(d_out_TD)
+
+    def one_tile(sums, part):
+        d_arrays, d_x_QTD = tiles.for_each_group(gradients)(*part)
+        return jax.tree.map(lambda total, d: total + d.astype(total.dtype), sums, d_arrays), d_x_QTD
+
+    def over_groups(total, array):  # in the dtype in which devices exchange gradients without tiles
+        return jax.lax.reduce(total.astype(array.dtype), jnp.zeros((), array.dtype), jax.lax.add, (0,))
+
+    parts = (tiles.numbers(x_NQTD.shape[0]), x_NQTD, d_out_NQTD)
+    sums, d_x_NQTD = jax.lax.scan(one_tile, jax.tree.map(tiles.zeros, arrays), parts)
+    return jax.tree.map(over_groups, sums, arrays), None, d_x_NQTD
+
+
+_in_tiles.defvjp(_tiles_forward, _tiles_backward)
 
 
 class KeyValue(eqx.Module):
@@ -266,7 +425,6 @@ class SelfAttention(Attention):
         return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k)
 
 
-T = TypeVar("T")
 # Blocks split their key for their own dropout. Folding this in gives keys that differ from those.
 _DROPOUT_SALT = zlib.crc32(b"layers that drop")
 

@@ -150,6 +150,13 @@ def remat_name(remat_policy: RematPolicy) -> str:
     return remat_policy if isinstance(remat_policy, str) else ", ".join(remat_policy)
 
 
+def saves(remat_policy: RematPolicy, name: str) -> bool:
+    """Whether a list of activations to save has this one."""
+    if isinstance(remat_policy, RematOffload):
+        return name in (*remat_policy.save, *remat_policy.offload)
+    return isinstance(remat_policy, tuple) and name in remat_policy
+
+
 def offloads(remat_policy: RematPolicy) -> bool:
     """Whether layers save activations in the host's memory."""
     return isinstance(remat_policy, RematOffload)
@@ -158,6 +165,11 @@ def offloads(remat_policy: RematPolicy) -> bool:
 def checkpoint_name(x: NamedArray, name: str) -> NamedArray:
     """Tags an activation with the name by which policies can save it."""
     return NamedArray(ad_checkpoint.checkpoint_name(x.array, name), x.axes)
+
+
+def layer_input(x: NamedArray) -> NamedArray:
+    """Tags the input of a layer, inside of the loop: what the loop carries is saved on the device, whatever its name is."""
+    return checkpoint_name(x, RESIDUAL)
 
 
 def remat(remat_policy: RematPolicy, layer: Callable[..., Any], *, scan: bool) -> Callable[..., Any]:

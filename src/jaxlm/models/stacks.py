@@ -28,16 +28,9 @@ from jaxlm.models.attention.api import AttentionMask
 from jaxlm.models.attention.choose import AUTO
 from jaxlm.models.base import EMBEDDING, FINAL, AuxLoss, Hidden, Inputs, KVCache, check_taps, layer_tap, tap_names
 from jaxlm.models.inference.kv_cache import extend_cache, mask_over_cache
-from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout_keys
+from jaxlm.models.layers import ForCache, LayerCache, LayerContext, tiled_mlps, with_dropout_keys
 from jaxlm.models.norms import Norm
-from jaxlm.models.remat import (
-    RESIDUAL,
-    RematPolicy,
-    checkpoint_name,
-    for_whole_layers,
-    remat,
-    with_remat_modules,
-)
+from jaxlm.models.remat import RematPolicy, for_whole_layers, layer_input, remat, with_remat_modules
 from jaxlm.models.rope import Places, RotaryConfig, Rotation
 from jaxlm.models.scan import runs_as_scan, scan_turns
 from jaxlm.models.segments import Segment, segments, shortest_period
@@ -365,8 +358,9 @@ class Body(abc.ABC):
         def layer(
             turn: int, x: NamedArray, block: Block, index: NamedArray, layer_cache: LayerCache | None, key, given
         ):
-            x = checkpoint_name(x, RESIDUAL)
-            block = with_remat_modules(policy, with_dropout_keys(block, key), scan=scan)
+            x = layer_input(x)
+            block = tiled_mlps(with_dropout_keys(block, key), first.mlp_tile_tokens)
+            block = with_remat_modules(policy, block, scan=scan)
             x, out = (visit or run_block)(block, x, contexts[turn], layer_cache, index=index, key=key, given=given)
             x = hax.auto_sharded(x)
             return x, (out, x) if keeps_streams else out
@@ -455,6 +449,7 @@ class Stack(Body, eqx.Module):
         remat_policy: what each layer saves for the backward pass.
         attn_backend: backend of attention, or `auto`.
         structure: stacks with the same number have the same parameters, apart from the number of layers.
+        mlp_tile_tokens: tokens that an MLP computes at a time on each device; None means all.
         generation: how often the model had grown, with this stack; 0 for its initial layers (`jaxlm.models.growth`).
     """
 
@@ -466,6 +461,7 @@ class Stack(Body, eqx.Module):
     remat_policy: RematPolicy = eqx.field(static=True)
     attn_backend: str = eqx.field(static=True)
     structure: int = eqx.field(static=True, default=0)
+    mlp_tile_tokens: int | None = eqx.field(static=True, default=None)
     generation: int = eqx.field(static=True, default=0)
 
     @property

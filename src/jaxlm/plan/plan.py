@@ -182,7 +182,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         config=config,
         run_id=run_id,
         mesh=mesh,
-        layout=layout,
+        layout=replace(layout, optimizer_memory=trainer.optimizer_memory),
         context=context,
         warnings=(
             *warnings,

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from jaxlm.controllers.base import ControllerConfig
 from jaxlm.controllers.early_stopping import UntilConfig
+from jaxlm.core.devices import HOST_MEMORY
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt, Seed
@@ -122,6 +123,8 @@ class TrainerConfig(FailureConfig, StartConfig, ShardingConfig, BatchConfig, Len
             autocast to bfloat16). `bf16` alone also stores the parameters in bfloat16. `c=float16` turns on dynamic loss
             scaling. A section gives some parameters other dtypes:
             `{default: 'p=f32,c=bfloat16', rules: [{match: '\\.router\\.', compute: float32}]}`.
+        offload_optimizer: keep the optimizer's state in the host's memory between steps. Each step copies it to the devices
+            for the update, and back: the same time for one microbatch as for many.
         log_dir: logs are written to `<log_dir>/<id>/`. To a URL, they are copied with every checkpoint and at the end.
         compilation_cache_dir: folder for the persistent compilation cache; null disables it.
         strict_performance: fail if an operation falls back to a slower implementation than the platform supports.
@@ -141,6 +144,7 @@ class TrainerConfig(FailureConfig, StartConfig, ShardingConfig, BatchConfig, Len
     """
 
     mp: Annotated[str | PrecisionConfig, follows("numbers have a different precision from here")] = "f32"
+    offload_optimizer: Rounding[bool] = False
     log_dir: Harmless[str] = "logs/"
     compilation_cache_dir: Harmless[str | None] = "cache/xla"
     strict_performance: Harmless[bool] = False
@@ -169,6 +173,11 @@ class TrainerConfig(FailureConfig, StartConfig, ShardingConfig, BatchConfig, Len
                 "trainer.shutdown_at_exit: a run does not shut machines down. Do it in the command that starts the run:"
                 " jaxlm train ...; sudo shutdown"
             )
+
+    @property
+    def optimizer_memory(self) -> str | None:
+        """The kind of memory that the optimizer's state is in between steps; None for the devices' own."""
+        return HOST_MEMORY if self.offload_optimizer else None
 
     @property
     def trackers(self) -> list[TrackerConfig]:

@@ -470,8 +470,12 @@ def phase_rows(plan: Plan, phase: Phase, model: LanguageModel, opt_state: Any) -
         (TRAINS_ROW, f"{trainable:,} of {trainable + frozen:,} parameters"),
         *((group.name, _group_row(phase.optimizer, group)) for group in phase.groups(model)),
         ("frozen", f"{frozen:,}"),
-        ("optimizer state", describe_state(opt_state, trainable)),
+        ("optimizer state", describe_state(opt_state, trainable) + _where(plan)),
     ]
+
+
+def _where(plan: Plan) -> str:
+    return "" if plan.layout.optimizer_memory is None else ", in the host's memory between steps"
 
 
 def _group_row(optimizer: OptimizerConfig, group: ParameterGroup) -> str:

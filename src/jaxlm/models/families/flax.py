@@ -43,7 +43,7 @@ class FlaxConfig(ModelConfig):
 
     def check(self) -> None:
         check_fields(self, "model")
-        for name in ("scan_layers", "attn_backend", "pad_vocab_to_multiple_of"):
+        for name in ("scan_layers", "attn_backend", "mlp_tile_tokens", "pad_vocab_to_multiple_of"):
             if getattr(self, name) != getattr(ModelConfig, name):
                 raise ConfigError(
                     f"model.{name}: {getattr(self, name)} given, but it has no effect on a Flax module. Remove it"

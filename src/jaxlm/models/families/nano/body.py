@@ -33,7 +33,7 @@ from jaxlm.models.families.nano.lookup import LookupLayer
 from jaxlm.models.inference.kv_cache import UnstackedCache, extend_cache, extend_slots, mask_over_cache
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout_keys
 from jaxlm.models.linear import Linear, MatrixLinear
-from jaxlm.models.remat import RESIDUAL, RematPolicy, checkpoint_name, remat
+from jaxlm.models.remat import RematPolicy, layer_input, remat
 from jaxlm.models.scan import runs_as_scan, scan_layers
 from jaxlm.models.segments import shortest_period
 from jaxlm.models.stacks import HeterogeneousBody, LayerKind, layer_contexts
@@ -247,7 +247,7 @@ class NanoBody(HeterogeneousBody):
 
         def layer(kind: LayerKind, number: int, value_number: int | None, carry: _Carry, layers: _Layer, values: Any):
             value = None if value_number is None else _at(values, VALUE_LAYERS, value_number)
-            carry = dataclasses.replace(carry, x=checkpoint_name(carry.x, RESIDUAL))
+            carry = dataclasses.replace(carry, x=layer_input(carry.x))
             carry, new = shared.run(kind, carry, _at(layers, LAYERS, number), value)
             return carry, new if shared.stores else None
 

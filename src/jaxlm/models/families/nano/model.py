@@ -218,6 +218,11 @@ class NanoConfig(ModelConfig):
                 f"model.window_pattern: '{self.window_pattern}' given, a word of the letters S (short window) and L (all"
                 " previous tokens) expected, as in SSSL"
             )
+        if self.mlp_tile_tokens is not None:
+            raise ConfigError(
+                f"model.mlp_tile_tokens: {self.mlp_tile_tokens} given, but the MLPs of nano compute all tokens at once."
+                " Remove it"
+            )
         if isinstance(parse_remat(self.gradient_checkpointing), RematModules):
             raise ConfigError(
                 "model.gradient_checkpointing: modules given, but the layers of nano are checkpointed as a whole. Allowed:"

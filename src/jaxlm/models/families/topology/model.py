@@ -26,7 +26,7 @@ from jaxlm.models.families.topology.structure import TopologyLayer, check_groups
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.growth import grown_body
 from jaxlm.models.inference.kv_cache import empty_cache
-from jaxlm.models.layers import embedding, token_embeddings
+from jaxlm.models.layers import check_tiles, embedding, token_embeddings
 from jaxlm.models.linear import Linear
 from jaxlm.models.remat import parse_remat
 from jaxlm.models.segments import shortest_period
@@ -128,10 +128,12 @@ class TopologyConfig(ModelConfig):
                 scan=self.scan_layers,
                 remat_policy=parse_remat(self.gradient_checkpointing),
                 attn_backend=self.attn_backend,
+                mlp_tile_tokens=self.mlp_tile_tokens,
                 structure=stack,
             )
             for stack, numbers in enumerate(numbers_by_stack(order))
         ]
+        check_tiles(self.mlp_tile_tokens, stacks)
         return stacks[0] if len(stacks) == 1 else Stacks.of(stacks, order, norm)
 
     def with_layers(self, kept: Sequence[int]) -> "TopologyConfig":
