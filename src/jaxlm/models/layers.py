@@ -213,10 +213,8 @@ def check_tiles(tile_tokens: int | None, body: Any) -> None:
 def _tile_of(Embed: Axis, arrays: Any, rest: Any, number: jax.Array, x_TD: jax.Array) -> jax.Array:
     """One tile of one group. Dropout differs between tiles."""
     mlp = eqx.combine(arrays, rest)
-    if any(layer.key is not None for layer in tree.modules(mlp, DropoutLayer)):
-        mlp = tree.map_modules(
-            mlp, DropoutLayer, ".*", lambda layer: layer.with_key(jax.random.fold_in(layer.key, number))
-        )
+    if tree.modules(mlp, DropoutLayer):
+        mlp = tree.map_modules(mlp, DropoutLayer, ".*", lambda layer: layer.for_part(number))
     Tile = Axis("tile", x_TD.shape[0])
     return mlp(NamedArray(x_TD, (Tile, Embed))).rearrange((Tile, Embed)).array
 
@@ -438,6 +436,10 @@ class DropoutLayer(eqx.Module):
     @abc.abstractmethod
     def with_key(self, key: jax.Array) -> "DropoutLayer":
         """The same layer with dropout by this key."""
+
+    @abc.abstractmethod
+    def for_part(self, number: jax.Array) -> "DropoutLayer":
+        """The same layer for one of several parts of the tokens, which differ in their dropout."""
 
 
 def with_dropout_keys(block: T, key: jax.Array | None) -> T:

@@ -113,6 +113,9 @@ class LoraLinear(DropoutLayer, tree.Padded):
         """Returns the layer with this dropout key, or unchanged if it has no dropout."""
         return dataclasses.replace(self, key=key) if self.dropout else self
 
+    def for_part(self, number: jax.Array) -> "LoraLinear":
+        return self if self.key is None else self.with_key(jax.random.fold_in(self.key, number))
+
     def padding(self) -> dict[str, int]:
         return self.change.padding()
 
