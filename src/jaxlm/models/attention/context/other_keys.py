@@ -20,8 +20,6 @@ from jaxlm.models.attention.context.partial import Factors, Partial, PartialAtte
 from jaxlm.models.attention.context.tokens import Tokens
 
 Axes = tuple[str, ...]
-_UNROLLED = 8
-"""Hops of a ring that are compiled one by one, so that the next keys can travel while the devices compute."""
 
 
 def attend_gathered(axes: Axes, kernel: PartialAttention, q, k, v, tokens: Tokens, factors: Factors) -> jax.Array:
@@ -87,9 +85,12 @@ def _passed_on(axes: Axes, arrays: Any) -> Any:
 
 
 def _around(axes: Axes, hop, first):
-    """Applies `hop(number, state)` once for each device of the ring but this one."""
-    size = jax.lax.axis_size(axes)
-    return jax.lax.fori_loop(1, size, hop, first, unroll=size <= _UNROLLED)
+    """Applies `hop(number, state)` once for each device of the ring but this one.
+
+    In a loop, what travels in a turn can only travel beside the attention of that turn. If the hops were compiled one after
+    another, XLA would send all keys before the first of them: it takes conditionals and loops for nothing.
+    """
+    return jax.lax.fori_loop(1, jax.lax.axis_size(axes), hop, first)
 
 
 def _ring(axes: Axes, kernel: PartialAttention, q, k, v, tokens: Tokens, factors: Factors) -> Partial:
