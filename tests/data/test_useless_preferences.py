@@ -19,6 +19,7 @@ from jaxlm.data.groups import GroupsConfig
 from jaxlm.data.pairs import PairsConfig
 from jaxlm.data.unpaired import UnpairedConfig
 from jaxlm.observe.console import Console
+from jaxlm.plan.batches import BatchPlan
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import plan_phases
 from jaxlm.reading.yaml import ConfigSource
@@ -145,7 +146,7 @@ def test_only_an_objective_that_compares_refuses_equal_halves(tokenizer, tmp_pat
     }
     config = decode_run(ConfigSource(sections), None)
     (phase,), data = plan_phases(config)
-    plan: Any = SimpleNamespace(data=data, batches=SimpleNamespace(train=BatchSchedule.of([BatchSize(0, 1)])))
+    plan: Any = SimpleNamespace(data=data, batches=BatchPlan(BatchSchedule.of([BatchSize(0, 1)]), eval=1))
     for opens in (lambda: prepare(config, Console()), lambda: open_data(plan, tokenizer, phase, print)):
         with pytest.raises(ConfigError, match="all 2 pairs have two equal") if is_refused else contextlib.nullcontext():
             opens()

@@ -10,6 +10,7 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.mixture import Mixture
+from jaxlm.plan.batches import BatchPlan
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.num_steps import check_num_steps, epoch_of, small_sources, with_num_steps_of_data
 from jaxlm.plan.plan import plan_phases
@@ -17,6 +18,7 @@ from jaxlm.reading.yaml import ConfigSource
 from tests.session.test_init_from import Trainings
 
 READ = Mixture.read
+EIGHT_ROWS = BatchPlan(BatchSchedule.of([BatchSize(0, 8)]), eval=8)
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
 
 
@@ -31,7 +33,7 @@ def resolved(tmp_path):
         config = decode_run(ConfigSource({"model": dict(MODEL), "data": own, **sections}), None)
         tokenizer = config.data.load_tokenizer(log=lambda _: None)
         log = (lambda _: None) if said is None else said.append
-        return with_num_steps_of_data(config, BatchSchedule.of([BatchSize(0, 8)]), tokenizer, log), tokenizer
+        return with_num_steps_of_data(config, EIGHT_ROWS, tokenizer, log), tokenizer
 
     resolve.folder = tmp_path
     return resolve
@@ -45,11 +47,9 @@ def test_epochs_set_the_number_of_steps(resolved):
     config, tokenizer = resolved(epoch=3)
     windows = config.data.open(tokenizer, 16, lambda _: None).train[""]
     assert steps(config) == [-(-3 * len(windows) // 8)]
-    assert (
-        with_num_steps_of_data(config, BatchSchedule.of([BatchSize(0, 8)]), tokenizer, print) == config
-    )  # as in a resumed run
+    assert with_num_steps_of_data(config, EIGHT_ROWS, tokenizer, print) == config, "as in a resumed run"
     data, (phase,) = config.data.open(tokenizer, 16, lambda _: None), plan_phases(config)[0]
-    epoch = epoch_of(phase, data, BatchSchedule.of([BatchSize(0, 8)]))
+    epoch = epoch_of(phase, data, EIGHT_ROWS.train)
     assert [epoch(step) for step in range(phase.num_steps)] == [8 * s // len(windows) for s in range(phase.num_steps)]
     assert epoch(phase.num_steps - 1) == 2
     own = [{"name": "p"}, {"name": "q", "num_train_steps": 7}]
