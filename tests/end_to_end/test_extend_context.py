@@ -53,6 +53,8 @@ def prepared(workplace, devices: int = 1) -> Workplace:
     place = workplace(devices)
     path = place.write(EXTENDED.replace("CORPUS", str(place.corpus)))
     text = path.read_text().replace("  train_batch_size: 16\n", "", 1)
+    # Other tests share a tokenizer that was built from sources without a name.
+    text = text.replace(f"  cache_dir: {place.cache}\n", f"  cache_dir: {place.cache}/extended\n", 1)
     # The sources of the last phase replace the one of the others.
     ours = re.search(r"  train_urls: .*\n  validation_urls: .*\n", text)[0]
     path.write_text(text.replace(ours, f"  configs: {{code: {{{', '.join(ours.split(chr(10))[:2]).strip()}}}}}\n", 1))
