@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxlm.core.sharding import AttentionWork, ContextSharding
 from jaxlm.data.batch import BatchSpec, Column, token_columns
 from jaxlm.data.groups import GroupsConfig
-from jaxlm.data.row_order import block_tokens, by_blocks, imbalance, row_orders, token_work, zigzag
+from jaxlm.data.row_order import block_tokens, by_blocks, imbalance, imbalances, row_orders, token_work, zigzag
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.data.unpaired import UnpairedConfig
 from tests.data.test_loader import layout_of
@@ -47,6 +47,19 @@ def test_the_work_of_a_token_is_the_number_of_keys_that_it_attends_to(case):
         reached = np.abs(distance) < (len(ids) + 1 if window is None else window)
         total += num_layers * (meets & reached & ((distance >= 0) | (not work.causal))).sum(axis=1)
     np.testing.assert_array_equal(token_work(ids, work), total)
+
+
+def test_the_imbalance_of_each_order_that_divides_a_row():
+    """Of one document over four devices, counted by hand: contiguous shards have 1, 3, 5 and 7 sixteenths of its pairs."""
+    one = imbalances(np.ones(4096, np.int32), 4, FULL)
+    assert one["none"] == pytest.approx(7 / 4, rel=1e-3)
+    assert one["zigzag"] == 1
+    assert one["blocks"] == pytest.approx(1, abs=1e-3)
+    two = imbalances(segments_of([1024, 3072], 4096), 4, FULL)  # chunks with 1, 3 and 1, 3, 5, 7, 9, 11 fortieths
+    assert two["none"] == pytest.approx(20 / 10, rel=2e-3)
+    assert two["zigzag"] == pytest.approx(12 / 10, rel=2e-3)
+    assert two["blocks"] == pytest.approx(1, abs=1e-3)
+    assert imbalances(np.ones(12, np.int32), 4, FULL).keys() == {"none", "blocks"}, "12 tokens make no 8 chunks"
 
 
 @given(rows())

@@ -148,6 +148,52 @@ def test_forecast_of_offloaded_activations_with_the_nvidia_compiler(workplace):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(is_installed, CUDA_PLUGINS)), reason="jax's CUDA plugin is not installed")
+def test_forecast_of_shared_rows_with_the_nvidia_compiler(workplace):
+    """Sixteen GPUs in two machines. The transfers of a ring are beside its attention, whatever computes that, and blocks of
+    queries and keys count as often as a row of one document has them."""
+    place = workplace(1)
+    place.write("")
+    sizes = {"seq_len": 65536, "hidden_dim": 512, "intermediate_dim": 1024, "num_layers": 2, "num_heads": 8}
+    changes = [part for key, value in sizes.items() for part in (f"--model.{key}", str(value))]
+    changes += ["--model.num_kv_heads", "1", "--model.gradient_checkpointing", "attention"]
+    changes += ["--trainer.train_batch_size", "1", "--trainer.mp", "p=f32,c=bfloat16", "--topology", "h100-16"]
+    forecasts = {}
+    for balance in ("zigzag", "blocks"):
+        changed = [*changes, "--trainer.context", f"{{size: 16, method: ring, balance: {balance}}}"]
+        done = place.finish("--config_path", "run.yaml", *changed, module="jaxlm.commands.bench")
+        assert "context parallelism" in done.out
+        forecasts[balance] = json.loads(done.out.splitlines()[-1])
+        taken, hidden = forecasts[balance]["context_seconds"]["collective-permute"]
+        assert 0.9 * taken < hidden <= taken
+        assert forecasts[balance]["counted_once"] == []
+    zigzag, blocks = forecasts.values()
+    assert zigzag["kernels"].keys() == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    assert not blocks["kernels"].keys() & zigzag["kernels"].keys()
+    assert blocks["executed_flops"] == pytest.approx(zigzag["executed_flops"], rel=0.02)
+    assert blocks["mfu"] < zigzag["mfu"] < 0.43
+
+
+@pytest.mark.slow
+def test_the_imbalance_of_shared_rows_is_shown_for_tokenized_data(workplace):
+    place = workplace()
+    place.write()
+    run = ("--config_path", "run.yaml", "--model.seq_len", "512")
+    arguments = (*run, "--trainer.context", "{size: 4, method: ring}", "--topology", "h100-4")
+    before = place.finish(*arguments, module="jaxlm.commands.bench")
+    assert "unknown: the data is not tokenized. Run jaxlm prepare" in before.out
+    place.finish(*run, module="jaxlm.commands.prepare")
+    found = json.loads(place.finish(*arguments, module="jaxlm.commands.bench").out.splitlines()[-1])["imbalance"]
+    assert found["num_rows"] > 1
+    for mean, most in found["by_order"].values():
+        assert 1 <= mean <= most <= 4
+    means = {order: mean for order, (mean, _) in found["by_order"].items()}
+    assert means["none"] > 1.5 > 1.1 > means["zigzag"] >= means["blocks"]
+    undivided = place.finish(*run, "--topology", "h100-4", module="jaxlm.commands.bench")
+    assert json.loads(undivided.out.splitlines()[-1])["imbalance"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(is_installed, CUDA_PLUGINS)), reason="jax's CUDA plugin is not installed")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_forecast_of_fp8_with_the_nvidia_compiler(workplace, recipe):
     """All products of two layers and the head are in fp8 in the program for a Hopper, and none in that for an Ampere."""

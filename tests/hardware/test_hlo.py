@@ -1,5 +1,7 @@
 """Reading compiled programs: operations in loops are multiplied by the trip count."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -10,6 +12,8 @@ from jaxlm.hardware.hlo import (
     collectives_per_run,
     has_compiler_remat,
     kernels,
+    loops_counted_once,
+    turns_scope,
     with_trip_count,
 )
 from jaxlm.hardware.roofline import executed_flops
@@ -78,6 +82,71 @@ def test_loops_that_end_when_the_data_says_so_get_a_trip_count():
     assert executed_flops(with_trip_count(known.compile().as_text(), 3)) == 4 * flops
 
 
+def test_loops_whose_turns_the_data_determines_have_those_of_their_scope():
+    def attend(x, counts, *scopes):
+        def turn(_, y):
+            return jnp.tanh(y @ y)
+
+        def block(count):
+            with contextlib.ExitStack() as stack:
+                for scope in scopes:
+                    stack.enter_context(jax.named_scope(scope))
+                return jax.lax.fori_loop(0, count, turn, x)
+
+        return jax.lax.map(block, counts)
+
+    def text(*scopes):
+        shapes = jnp.ones((8, 8)), jnp.ones(6, int)
+        return jax.jit(lambda x, counts: attend(x, counts, *scopes)).lower(*shapes).compile().as_text()
+
+    flops, unknown, known = 2 * 8**3, text(), text("attention", turns_scope(2.5))
+    assert executed_flops(unknown) == 6 * flops
+    assert executed_flops(known) == 6 * 2.5 * flops
+    assert executed_flops(text(turns_scope(9), turns_scope(2))) == 6 * 2 * flops, "the innermost"
+    assert loops_counted_once(known) == []
+    assert len(loops_counted_once(unknown)) == 1
+    others = jax.jit(lambda x: jax.lax.while_loop(lambda x: jnp.any(x > 1), lambda x: x / 2, x)).lower(jnp.ones(8))
+    assert loops_counted_once(others.compile().as_text()) == [], "without products"
+
+
+def test_of_two_branches_the_one_with_known_turns_is_executed():
+    """A ring that takes one kernel for a single document, and another with loops over blocks for several."""
+    text = """HloModule m
+
+%again (x: f32[4]) -> pred[] {
+  %x = f32[4]{0} parameter(0)
+  ROOT %more = pred[] constant(true)
+}
+
+%turn (x.1: f32[4]) -> f32[4] {
+  %x.1 = f32[4]{0} parameter(0)
+  ROOT %q = f32[4]{0} collective-permute(%x.1), source_target_pairs={{0,1},{1,0}}
+}
+
+%several (x.2: f32[4]) -> f32[4] {
+  %x.2 = f32[4]{0} parameter(0)
+  %p = f32[4]{0} collective-permute(%x.2), source_target_pairs={{0,1},{1,0}}
+  ROOT %loop = f32[4]{0} while(%p), condition=%again, body=%turn
+}
+
+%single (x.3: f32[4]) -> f32[4] {
+  %x.3 = f32[4]{0} parameter(0)
+  %k = f32[4]{0} collective-permute(%x.3), source_target_pairs={{0,1},{1,0}}
+  ROOT %c = f32[4]{0} custom-call(%k), custom_call_target="__cudnn$fmhaSoftmax"
+}
+
+ENTRY %main (p: pred[], x.4: f32[4]) -> f32[4] {
+  %p = pred[] parameter(0)
+  %x.4 = f32[4]{0} parameter(1)
+  ROOT %which = f32[4]{0} conditional(%p, %x.4, %x.4), true_computation=%single, false_computation=%several
+}
+"""
+    assert collectives_by_kind(text) == {"collective-permute": (1, 16)}
+    assert kernels(text) == {"__cudnn$fmhaSoftmax": 1}
+    only = text.replace("true_computation=%single", "true_computation=%several")
+    assert collectives_by_kind(only)["collective-permute"] == (4, 64), "both, if neither is known"
+
+
 def test_asynchronous_collectives_count_their_output():
     text = """HloModule m
 
@@ -86,6 +155,7 @@ ENTRY %main (x: f32[8]) -> f32[64] {
   %r = (f32[1000]{0}, f32[3000]{0}) all-reduce-start(%x, %y), to_apply=%add
   %s = ((f32[80]{0}, bf16[16,8]{1,0}), (f32[10]{0}, bf16[2,8]{1,0})) reduce-scatter-start(%x, %y), to_apply=%add
   %p = (f32[64]{0}, f32[64]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}
+  %q = ((f32[65]{0}, s32[7]{0}), (f32[65]{0}, s32[7]{0})) collective-permute-start(%x, %y), source_target_pairs={{0,1}}
 }
 """
     assert collectives(text) == {
@@ -95,6 +165,8 @@ ENTRY %main (x: f32[8]) -> f32[64] {
         Collective("reduce-scatter", "f32", (10,)): 1,
         Collective("reduce-scatter", "bf16", (2, 8)): 1,
         Collective("collective-permute", "f32", (64,)): 1,
+        Collective("collective-permute", "f32", (65,)): 1,
+        Collective("collective-permute", "s32", (7,)): 1,
     }
 
 

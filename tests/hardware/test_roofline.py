@@ -144,11 +144,12 @@ ENTRY %main (x: f32[8]) -> f32[32] {
 """
     beside_a, beside_b = 4 * (100 + 8), 4 * (10 + 8)
     by_bytes = {128: 100.0, 256: 1000.0}
-    found = overlapped(text, BYTES_ONLY, lambda one: by_bytes[one.num_bytes])
-    assert found == beside_a + beside_b, "the second is longer than all that runs beside it"
+    seconds = lambda instruction: sum(by_bytes[one.num_bytes] for one in instruction.collectives())  # noqa: E731
+    hidden = lambda: [one.hidden for one in overlapped(text, BYTES_ONLY, seconds)]  # noqa: E731
+    assert sum(hidden()) == beside_a + beside_b, "the second is longer than all that runs beside it"
     by_bytes[256] = 350.0
-    found = overlapped(text, BYTES_ONLY, lambda one: by_bytes[one.num_bytes])
-    assert found == 100 + 350, "both are over before their ends are asked for"
+    assert hidden() == [100, 350, 0], "both are over before their ends are asked for; nothing runs beside the last"
+    assert [one.seconds for one in overlapped(text, BYTES_ONLY, seconds)] == [100, 350, 100]
 
 
 def test_products_in_fp8_take_half_as_long():

@@ -20,7 +20,7 @@ from jaxlm.models.attention import api
 from jaxlm.models.attention.api import AttentionMask, AttentionSpec, as_keys, attention
 from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES, Reach
 from jaxlm.models.attention.choose import AttentionChoice, AttentionTask, choose_attention
-from jaxlm.models.attention.context.tokens import Tokens, attends, block_pairs
+from jaxlm.models.attention.context.tokens import Tokens, attends, block_pairs, expected_partners
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.attention.sharding import AttentionSharding, head_repeats
 from jaxlm.models.base import Inputs
@@ -232,6 +232,22 @@ def test_a_zigzag_divides_the_blocks_of_a_causal_row_evenly():
     assert max(counts) == min(counts) == one / 8
     contiguous = pairs_by_device(tokens, np.arange(LENGTH), 8, Reach(), 16)
     assert max(contiguous) == 31, "the last device has 31 of 136"
+
+
+@pytest.mark.parametrize("order", [np.arange(LENGTH), ZIGZAG], ids=["text", "zigzag"])
+@pytest.mark.parametrize(
+    ("reach", "exact"),
+    [(Reach(), True), (Reach(causal=False), True), (Reach(33), False), (Reach(33, causal=False), False)],
+)
+def test_forecasts_expect_as_many_pairs_of_blocks_as_a_document_has(reach, exact, order):
+    """Of windows they expect a few more, because no block has any before the first or after the last token."""
+    tokens, block, devices = Tokens(jnp.arange(LENGTH), jnp.ones(LENGTH, int)), 16, 8
+    counted = pairs_by_device(tokens, order, devices, reach, block).sum()
+    row_blocks = LENGTH // block
+    for num_partners in (row_blocks, row_blocks // devices):
+        hops = row_blocks // num_partners
+        expected = row_blocks * hops * expected_partners(num_partners, row_blocks, block, reach)
+        assert expected == counted if exact else counted <= expected <= 1.2 * counted
 
 
 def test_blocks_of_other_documents_and_outside_of_windows_cost_nothing():

@@ -4,8 +4,9 @@
     jaxlm bench --config_path run.yaml --tune
     jaxlm bench --config_path run.yaml --topology v5p-512,h100-64
 
-Trains on random tokens, so it needs no data or tokenizer, and it writes only the compilation cache. The last line of output
-is JSON.
+Trains on random tokens, so it needs no data or tokenizer, and it writes only the compilation cache. If devices share rows
+(`trainer.context`) and the data is tokenized, it says how uneven their work is for its documents. The last line of output is
+JSON.
 """
 
 import functools
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 
 from jaxlm.commands.forecast import forecast_all, simulate_devices
+from jaxlm.commands.row_imbalance import row_imbalance
 from jaxlm.core.devices import peak_flops, processor
 from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.runtime import configure_jax
@@ -144,7 +146,9 @@ def main(arguments: Sequence[str]) -> int:
     plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0])
     check_performance(plan)
     console = Console()
-    console.log(table("benchmark", describe(plan)))
+    imbalance = row_imbalance(plan)
+    rows = [] if imbalance is None else [("imbalance", imbalance.describe())]
+    console.log(table("benchmark", [*describe(plan), *rows]))
     enable_compilation_cache(config.trainer.compilation_cache_dir)
     if tunes:
         with plan.layout.use():

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import jax
 
 from jaxlm.commands.forecast_sampling import SamplingForecast, forecast_sampling, moved
+from jaxlm.commands.row_imbalance import RowImbalance, row_imbalance
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.install import install_command
@@ -29,7 +30,7 @@ from jaxlm.engine.phases import Phase
 from jaxlm.engine.step import OPTIMIZER_SCOPE
 from jaxlm.hardware.aot_devices import aot_devices, has_compiler
 from jaxlm.hardware.estimate import Estimate, communication_seconds, estimate_kernels, speed_of
-from jaxlm.hardware.hlo import collectives_by_kind, kernels
+from jaxlm.hardware.hlo import collectives_by_kind, kernels, loops_counted_once
 from jaxlm.hardware.host_copies import HostCopy
 from jaxlm.hardware.program_memory import argument_bytes
 from jaxlm.hardware.roofline import HostTraffic, Seconds, executed_flops, roofline
@@ -79,8 +80,13 @@ class Forecast:
         optimizer_seconds: the part of `compute_seconds` and `memory_seconds` that the update of the parameters takes; None if
             the kernels are not known.
         optimizer_flops_share: its share of the FLOPs of matrix products and attention that a device executes.
+        context_seconds: kind -> (seconds, of them beside kernels in the compiler's schedule) of the collectives with which
+            chips that share a row divide its attention; empty if there are none, or the kernels are not known.
+        imbalance: how uneven their work is for the documents of the first phase's data; None if there is nothing to say.
         collectives: kind -> (number, output bytes) per step on one chip.
         kernels: number of calls per step of each library kernel.
+        counted_once: loops with matrix products that run as often as the data says, which nobody knows before; seconds and
+            executed FLOPs count one turn of each.
         flops_per_token: the model's, as `mfu` counts them.
         executed_flops: FLOPs of matrix products and attention that a chip executes in a step, recomputation included; None if
             the kernels are not known. Products in fp8 count half.
@@ -114,8 +120,11 @@ class Forecast:
     host_traffic: tuple[HostTraffic, ...]
     optimizer_seconds: float | None
     optimizer_flops_share: float | None
+    context_seconds: Mapping[str, tuple[float, float]]
+    imbalance: RowImbalance | None
     collectives: dict[str, tuple[int, int]]
     kernels: dict[str, int]
+    counted_once: list[str]
     flops_per_token: float
     executed_flops: float | None
     sampling: SamplingForecast | None
@@ -145,11 +154,18 @@ def forecast(config: RunConfig, topology: Topology, console: Console) -> list[Fo
     devices, compiled_for = aot_devices(topology) if has_real_compiler else _simulated_devices(topology)
     plan = make_plan(config, run_id_of(config), assumed_vocabulary(config)[0], devices)
     cuda = topology.chip.cuda if has_real_compiler else None
-    return [_forecast_phase(plan, phase, topology, cuda, compiled_for, console) for phase in plan.phases]
+    imbalance = row_imbalance(plan)
+    return [_forecast_phase(plan, phase, topology, cuda, compiled_for, imbalance, console) for phase in plan.phases]
 
 
 def _forecast_phase(
-    plan: Plan, phase: Phase, topology: Topology, cuda: Cuda | None, compiled_for: str, console: Console
+    plan: Plan,
+    phase: Phase,
+    topology: Topology,
+    cuda: Cuda | None,
+    compiled_for: str,
+    imbalance: RowImbalance | None,
+    console: Console,
 ) -> Forecast:
     """Args: cuda: what the compiler for NVIDIA GPUs compiles for; None for another compiler."""
     sampling = None
@@ -208,8 +224,11 @@ def _forecast_phase(
         host_traffic=estimate.host,
         optimizer_seconds=roofline(hlo, speed, OPTIMIZER_SCOPE).total if cuda else None,
         optimizer_flops_share=executed_flops(hlo, OPTIMIZER_SCOPE) / max(1.0, estimate.flops or 0.0) if cuda else None,
+        context_seconds=estimate.attention if plan.context else {},
+        imbalance=imbalance,
         collectives=estimate.collectives,
         kernels=dict(kernels(hlo)) if cuda else {},
+        counted_once=loops_counted_once(hlo) if cuda else [],
         flops_per_token=flops.causal,
         executed_flops=estimate.flops,
         sampling=sampling,
@@ -281,6 +300,13 @@ def _host(result: Forecast) -> str:
     return "; ".join(parts)
 
 
+def _hidden(transfers: Mapping[str, tuple[float, float]]) -> str:
+    """The share of context parallelism's transfers that kernels hide, all together and by kind."""
+    seconds, hidden = map(sum, zip(*transfers.values(), strict=True))
+    kinds = (f"{kind} {part / whole:.1%} of {exact_duration(whole)}" for kind, (whole, part) in transfers.items())
+    return f"{hidden / seconds:.1%} of its transfers beside kernels, as scheduled: {', '.join(sorted(kinds))}"
+
+
 def _rows(result: Forecast) -> list[tuple[str, str]]:
     memory = "unknown" if result.memory_bytes is None else gib(result.memory_bytes)
     held = "" if result.argument_bytes is None else f", {gib(result.argument_bytes)} of it state, references and batch"
@@ -301,6 +327,7 @@ def _rows(result: Forecast) -> list[tuple[str, str]]:
         counted = result.flops_per_token * result.tokens_per_step / result.chips
         times = result.executed_flops / counted
         executed = f"{result.executed_flops:.4g} executed per chip and step, {times:.2f} times the model's"
+    once = result.counted_once
     rows = [
         ("compiled for", f"{result.compiled_for}, remat policy {result.recomputation}"),
         ("parameters", f"{result.parameters:,}, {result.active_parameters:,} of them active per token"),
@@ -308,11 +335,14 @@ def _rows(result: Forecast) -> list[tuple[str, str]]:
         ("compute", f"{compute} matrix products and attention, {traffic} memory"),
         ("optimizer", optimizer),
         ("communication", exact_duration(result.communication_seconds)),
+        *([("context parallelism", _hidden(result.context_seconds))] if result.context_seconds else []),
+        *([("imbalance", result.imbalance.describe())] if result.imbalance else []),
         ("FLOPs", f"{result.flops_per_token:.4g} per token; {executed}"),
         ("collectives", moved(result.collectives)),
         ("tokens/s", f"{result.tokens_per_second:,.0f} ({result.tokens_per_second / result.chips:,.0f} per chip)"),
         ("MFU", f"{result.mfu:.1%} ({mfu}{result.mfu_exposed:.1%} exposed); {full_attention}"),
         ("kernels", ", ".join(f"{name} x {n}" for name, n in result.kernels.items()) or "unknown"),
+        *([("counted once", f"loops that run as often as the data says: {', '.join(once)}")] if once else []),
         ("memory per chip", f"{memory} of {gib(result.memory_limit)}{held}"),
         *([("host's memory per chip", _host(result))] if result.host_bytes else []),
     ]

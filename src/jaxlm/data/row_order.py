@@ -84,3 +84,14 @@ def imbalance(order: np.ndarray, segment_ids: np.ndarray, num_shards: int, work:
     """The work of the shard that has the most, relative to the mean; 1 for a row without work."""
     loads = token_work(segment_ids, work)[order].reshape(num_shards, -1).sum(axis=1)
     return float(loads.max() / loads.mean()) if loads.any() else 1.0
+
+
+def imbalances(segment_ids: np.ndarray, num_shards: int, work: AttentionWork) -> dict[Balance, float]:
+    """The imbalance of a row in each order that divides it over the shards. Args: segment_ids: int [seq_len]."""
+    size = len(segment_ids)
+    orders: dict[Balance, np.ndarray] = {"none": np.arange(size)}
+    if size % (2 * num_shards) == 0:
+        orders["zigzag"] = zigzag(size, num_shards)
+    if size % (block_tokens(size, num_shards) * num_shards) == 0:
+        orders["blocks"] = by_blocks(segment_ids, num_shards, work)
+    return {name: imbalance(order, segment_ids, num_shards, work) for name, order in orders.items()}

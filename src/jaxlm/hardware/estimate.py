@@ -1,11 +1,12 @@
 """Estimates how long a compiled program takes on the devices of a topology: its kernels, its collectives, their overlap."""
 
-import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxlm.core.mesh import MeshShape
-from jaxlm.hardware.hlo import Collective, collectives_by_kind, collectives_per_run
+from jaxlm.hardware.groups import Group
+from jaxlm.hardware.hlo import Collective, Instruction, Program, collectives_by_kind, transfers
 from jaxlm.hardware.roofline import HostTraffic, Seconds, Speed, executed_flops, host_traffic, overlapped, roofline
 from jaxlm.hardware.topologies import Topology
 
@@ -25,6 +26,8 @@ class Estimate:
         flops: FLOPs that the kernels execute, recomputation included; None if they are not known. Products in fp8 count half.
         collectives: kind -> (number, output bytes).
         host: the copies between the memories of device and host; empty if there are none, or the kernels are not known.
+        attention: kind -> (seconds, of them beside kernels in the compiler's schedule) of the collectives within attention,
+            which are those of context parallelism; empty if there are none, or the kernels are not known.
     """
 
     kernels: Seconds
@@ -33,6 +36,7 @@ class Estimate:
     flops: float | None
     collectives: dict[str, tuple[int, int]]
     host: tuple[HostTraffic, ...] = ()
+    attention: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def overlapped(self) -> float:
@@ -60,14 +64,25 @@ class Estimate:
 def estimate_kernels(hlo: str, topology: Topology, mesh: MeshShape, dtype: Any) -> Estimate:
     """The estimate of a program for NVIDIA GPUs, kernel by kernel. Args: dtype: of the matrix products."""
     speed = speed_of(topology, dtype)
-    seconds = functools.partial(collective_seconds, topology=topology, mesh=mesh)
+
+    def seconds(instruction: Instruction) -> float:
+        group = instruction.group
+        return sum(collective_seconds(collective, group, topology, mesh) for collective in instruction.collectives())
+
+    overlaps = overlapped(hlo, speed, seconds)
+    attention: dict[str, tuple[float, float]] = {}
+    for one in (one for one in overlaps if one.collective.in_attention):
+        kind = one.collective.opcode.removesuffix("-start")
+        before = attention.get(kind, (0.0, 0.0))
+        attention[kind] = (before[0] + one.seconds, before[1] + one.hidden)
     return Estimate(
         kernels=roofline(hlo, speed),
         communication=communication_seconds(hlo, topology, mesh),
-        hidden=overlapped(hlo, speed, seconds),
+        hidden=sum(one.hidden for one in overlaps),
         flops=executed_flops(hlo),
         collectives=collectives_by_kind(hlo),
         host=tuple(host_traffic(hlo, speed, bandwidth)) if (bandwidth := topology.chip.host_bandwidth) else (),
+        attention=attention,
     )
 
 
@@ -80,18 +95,26 @@ def speed_of(topology: Topology, dtype: Any) -> Speed:
 
 def communication_seconds(hlo: str, topology: Topology, mesh: MeshShape) -> float:
     """Time of all collectives of a program, one after another."""
-    return sum(n * collective_seconds(collective, topology, mesh) for collective, n in collectives_per_run(hlo).items())
+    return sum(
+        count * collective_seconds(collective, group, topology, mesh)
+        for collective, group, count in transfers(Program.parse(hlo))
+    )
 
 
-def collective_seconds(collective: Collective, topology: Topology, mesh: MeshShape) -> float:
-    """Time of a ring over the likely group, at the bandwidth of its slowest link.
+def collective_seconds(collective: Collective, group: Group | None, topology: Topology, mesh: MeshShape) -> float:
+    """Time of a ring over a group, at the bandwidth of its slowest link.
 
-    Parameters are gathered over the `data` axis and those of `context`, whose devices are `model` devices apart. Reductions
-    over replicas span all devices.
+    Args:
+        group: the devices; None for the likely ones. Parameters are gathered over the `data` axis and those of `context`,
+            whose devices are `model` devices apart. Reductions over replicas span all devices.
     """
-    group = mesh.data * mesh.context
-    span = group * mesh.model
-    if group == 1 or (mesh.replica > 1 and collective.kind == "all-reduce"):
-        group = span = topology.num_chips
-    passes = {"all-reduce": 2.0, "reduce-scatter": float(group)}.get(collective.kind, 1.0)
-    return passes * collective.num_bytes * (group - 1) / group / topology.bandwidth(span)
+    if group is None:
+        size = mesh.data * mesh.context
+        group = Group(size, size * mesh.model)
+        if size == 1 or (mesh.replica > 1 and collective.kind == "all-reduce"):
+            group = Group(topology.num_chips, topology.num_chips)
+    seconds = collective.num_bytes / topology.bandwidth(group.span)
+    if collective.kind == "collective-permute":
+        return seconds
+    passes = {"all-reduce": 2.0, "reduce-scatter": float(group.size)}.get(collective.kind, 1.0)
+    return passes * seconds * (group.size - 1) / group.size

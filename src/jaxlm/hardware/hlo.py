@@ -6,6 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxlm.hardware.groups import Group, group_of
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # Bytes per element; dtypes that are not listed have one.
@@ -21,6 +24,7 @@ _LIBRARY_CALL = re.compile(r'custom_call_target="(?P<name>[^"]+)"')
 _CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"?known_trip_count"?:?=?\{"n":"(\d+)"\}')
+_TURNS = re.compile(r"/turns=([\d.e+\-]+)(?=/)")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _LIMIT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
 FP8_PRODUCTS = "fp8 products"
@@ -91,10 +95,20 @@ class Instruction:
         return target["name"] if target else ""
 
     @property
+    def group(self) -> Group | None:
+        """The devices that take part, if it is a collective; None if it does not say."""
+        return group_of(self.line)
+
+    @property
     def source(self) -> str:
         """Name of the operation in the traced program; empty if the compiler dropped it."""
         metadata = _SOURCE.search(self.line)
         return metadata[1] if metadata else ""
+
+    @property
+    def in_attention(self) -> bool:
+        """Whether the traced program has it in the named scope of attention."""
+        return _ATTENTION.search(self.source) is not None
 
     def collectives(self) -> list[Collective]:
         """The output arrays, if it is a collective or the start of one."""
@@ -106,7 +120,7 @@ class Instruction:
             if kind in ("all-gather", "reduce-scatter"):
                 outputs = outputs[len(outputs) // 2 :]
             elif kind == "collective-permute":
-                outputs = outputs[1:2]
+                outputs = outputs[len(self.operands) : 2 * len(self.operands)]
         return [Collective(kind, dtype, shape) for dtype, shape in outputs]
 
 
@@ -162,18 +176,41 @@ class Program:
         limits = [int(limit[1]) for line in lines if (limit := _LIMIT.search(line))]
         return limits[0] if len(limits) == 1 and any("direction=LT" in line for line in lines) else None
 
-    def executed(self) -> Iterator[tuple[str, int]]:
-        """Yields each executed computation, once per call site, with the number of executions from there.
+    def turns(self, loop: Instruction) -> float:
+        """How often a loop runs: its trip count, else what its scope says (`turns_scope`), else 1."""
+        expected = _TURNS.findall(loop.source)
+        return self.trip_count(loop) or (float(expected[-1]) if expected else 1.0)
 
-        Loops with unknown trip counts count once.
-        """
-        pending = [(self.entry, 1)] if self.entry else []
+    def run_by(self, instruction: Instruction) -> list[str]:
+        """The computations that an instruction runs. Of the branches of a conditional, those whose loops have known trip
+        counts: attention to packed rows loops over as many documents as there are. All branches if none is known."""
+        called = self.called_by(instruction)
+        if instruction.opcode != "conditional":
+            return called
+        return [name for name in called if self._has_known_trip_counts(name)] or called
+
+    def _has_known_trip_counts(self, name: str) -> bool:
+        """Whether all loops of a computation, also inside its calls, have known trip counts."""
+        instructions = self.computations[name].values()
+        loops = (instruction for instruction in instructions if instruction.opcode == "while")
+        called = (inner for instruction in instructions for inner in self.called_by(instruction))
+        return all(map(self.trip_count, loops)) and all(map(self._has_known_trip_counts, called))
+
+    def executed(self) -> Iterator[tuple[str, float]]:
+        """Yields each executed computation, once per call site, with the number of executions from there (`turns`,
+        `run_by`)."""
+        pending: list[tuple[str, float]] = [(self.entry, 1)] if self.entry else []
         while pending:
             name, count = pending.pop()
             yield name, count
             for instruction in self.computations[name].values():
-                trips = (self.trip_count(instruction) or 1) if instruction.opcode == "while" else 1
-                pending += [(called, count * trips) for called in self.called_by(instruction)]
+                turns = self.turns(instruction) if instruction.opcode == "while" else 1
+                pending += [(called, count * turns) for called in self.run_by(instruction)]
+
+
+def turns_scope(turns: float) -> str:
+    """The name of a scope around a loop whose turns the data determines: how many a forecast takes it to have."""
+    return f"turns={turns:g}"
 
 
 def with_trip_count(hlo: str, trips: int) -> str:
@@ -188,19 +225,33 @@ def with_trip_count(hlo: str, trips: int) -> str:
     return "\n".join(lines)
 
 
-def collectives_per_run(hlo: str) -> Counter[Collective]:
-    """Counts how often each collective is executed in one run of the program, as far as trip counts are known."""
-    counts: Counter[Collective] = Counter()
-    program = Program.parse(hlo)
+class Transfer(NamedTuple):
+    """A collective that a program runs `count` times, on groups of devices; `group` is None if it does not say which."""
+
+    collective: Collective
+    group: Group | None
+    count: float
+
+
+def transfers(program: Program) -> Iterator[Transfer]:
+    """The collectives in one run of the program, as far as the turns of loops are known."""
     for name, count in program.executed():
         instructions = program.computations[name].values()
         if name.startswith(_REDUCE_SCATTER_FUSION):
             root = next(instruction for instruction in instructions if instruction.is_root)
-            counts[Collective("reduce-scatter", *root.outputs[0])] += count
+            group = next((i.group for i in instructions if i.opcode in COLLECTIVES), None)
+            yield Transfer(Collective("reduce-scatter", *root.outputs[0]), group, count)
             continue
         for instruction in instructions:
             for collective in instruction.collectives():
-                counts[collective] += count
+                yield Transfer(collective, instruction.group, count)
+
+
+def collectives_per_run(hlo: str) -> Counter[Collective]:
+    """Counts how often each collective is executed in one run of the program."""
+    counts: Counter[Collective] = Counter()
+    for collective, _, count in transfers(Program.parse(hlo)):
+        counts[collective] += round(count)
     return counts
 
 
@@ -221,10 +272,29 @@ def kernels(hlo: str) -> Counter[str]:
     for name, count in program.executed():
         for instruction in program.computations[name].values():
             if (kernel := instruction.library_call) and kernel not in _NO_KERNELS:
-                counts[kernel] += count
+                counts[kernel] += round(count)
             if _is_fp8_product(instruction, program.computations[name]):
-                counts[FP8_PRODUCTS] += count
+                counts[FP8_PRODUCTS] += round(count)
     return counts
+
+
+def loops_counted_once(hlo: str) -> list[str]:
+    """Sources of the loops with matrix products whose turns nobody knows before a run, so that they count once."""
+    program, found = Program.parse(hlo), set()
+
+    def has_products(name: str) -> bool:
+        body = program.computations[name].values()
+        own = (
+            _PRODUCTS.search(text) or _ATTENTION.search(text) for one in body for text in (one.opcode, one.library_call)
+        )
+        return any(own) or any(has_products(called) for one in body for called in program.called_by(one))
+
+    for name, _ in program.executed():
+        for loop in (one for one in program.computations[name].values() if one.opcode == "while"):
+            is_known = program.trip_count(loop) or _TURNS.search(loop.source)
+            if not is_known and any(map(has_products, program.called_by(loop))):
+                found.add(loop.source)
+    return sorted(found)
 
 
 def _is_fp8_product(instruction: Instruction, computation: Computation) -> bool:

@@ -11,8 +11,9 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from jaxlm.hardware.hlo import COLLECTIVES, Collective, Computation, Instruction, Program, integers
+from jaxlm.hardware.hlo import COLLECTIVES, Computation, Instruction, Program, integers
 from jaxlm.hardware.host_copies import NO_COPY, HostCopy, host_copy
 
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:] ?[{\[]([\d," ]*)')
@@ -82,15 +83,15 @@ class Seconds:
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(self.products + other.products, self.attention + other.attention, self.memory + other.memory)
 
-    def __mul__(self, times: int) -> "Seconds":
+    def __mul__(self, times: float) -> "Seconds":
         return Seconds(times * self.products, times * self.attention, times * self.memory)
 
 
 def roofline(hlo: str, speed: Speed, scope: str = "") -> Seconds:
     """The run time of a program on one device.
 
-    A conditional takes as long as its slowest branch, among the branches whose loops have known trip counts: attention
-    to packed rows loops over as many documents as there are. Other loops with unknown trip counts count once.
+    A conditional takes as long as the slowest branch that it may run, see `Program.run_by`; loops have the turns of
+    `Program.turns`.
 
     Args:
         scope: counts only the operations in this named scope of the traced program. Empty counts all.
@@ -108,15 +109,27 @@ def executed_flops(hlo: str, scope: str = "") -> float:
     return roofline(hlo, _ONE_FLOP, scope).total
 
 
-def overlapped(hlo: str, speed: Speed, seconds: Callable[[Collective], float]) -> float:
-    """Seconds for which collectives run concurrently with kernels, in the compiler's schedule.
+class Overlap(NamedTuple):
+    """A collective, its seconds in one run of the program, and for how many of them it runs beside kernels."""
 
-    `seconds` returns the run time of a collective.
+    collective: Instruction
+    seconds: float
+    hidden: float
+
+
+def overlapped(hlo: str, speed: Speed, seconds: Callable[[Instruction], float]) -> list[Overlap]:
+    """How long each collective runs, and how long concurrently with kernels, in the compiler's schedule.
+
+    `seconds` returns the run time of an instruction's collectives, 0 for other instructions.
     """
     program = Program.parse(hlo)
-    estimate = _Roofline(program, speed)
-    started = lambda instruction, _: sum(map(seconds, instruction.collectives()))  # noqa: E731
-    return sum((count * estimate.overlapped(name, started) for name, count in program.executed()), 0.0)
+    estimate, found = _Roofline(program, speed), []
+    for name, count in program.executed():
+        hidden = estimate.overlapped(name, lambda instruction, _: seconds(instruction))
+        for instruction in program.computations[name].values():
+            if taken := seconds(instruction):
+                found.append(Overlap(instruction, count * taken, count * hidden.get(instruction.name, 0.0)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -131,7 +144,7 @@ class HostTraffic:
         kernels: time of the kernels of one turn.
     """
 
-    turns: int
+    turns: float
     copies: HostCopy
     seconds: float
     hidden: float
@@ -153,7 +166,7 @@ def host_traffic(hlo: str, speed: Speed, bandwidth: float) -> list[HostTraffic]:
         copies = sum((host_copy(instruction, body, program) for instruction in body.values()), NO_COPY)
         if copies.num_bytes and name not in program.fused:
             started = lambda instruction, body: host_copy(instruction, body, program).num_bytes / bandwidth  # noqa: E731
-            hidden, kernels = estimate.overlapped(name, started), estimate.seconds(name).total
+            hidden, kernels = sum(estimate.overlapped(name, started).values()), estimate.seconds(name).total
             traffic.append(HostTraffic(turns, copies, copies.num_bytes / bandwidth, hidden, kernels))
     return traffic
 
@@ -164,13 +177,13 @@ class _Roofline:
     speed: Speed
     scope: str = ""
 
-    def overlapped(self, name: str, seconds: Callable[[Instruction, Computation], float]) -> float:
-        """Overlap of what starts and ends in a computation. It runs one after another, while kernels run.
+    def overlapped(self, name: str, seconds: Callable[[Instruction, Computation], float]) -> dict[str, float]:
+        """Overlap of what starts and ends in a computation, by name. It runs one after another, while kernels run.
 
         Args:
             seconds: run time of what an instruction starts.
         """
-        hidden = 0.0
+        hidden: dict[str, float] = {}
         in_flight: dict[str, float] = {}  # remaining seconds of what has started, in the order of the starts
         computation = self.program.computations[name]
         for instruction in computation.values():
@@ -182,7 +195,7 @@ class _Roofline:
                 kernel = self._instruction_seconds(instruction, computation).total
                 for other, remaining in in_flight.items():
                     in_flight[other] = remaining - (overlap := min(kernel, remaining))
-                    kernel, hidden = kernel - overlap, hidden + overlap
+                    kernel, hidden[other] = kernel - overlap, hidden.get(other, 0.0) + overlap
         return hidden
 
     def seconds(self, name: str) -> Seconds:
@@ -193,22 +206,14 @@ class _Roofline:
     def _instruction_seconds(self, instruction: Instruction, body: Computation) -> Seconds:
         if instruction.opcode in _FREE:
             return Seconds()
-        called = self.program.called_by(instruction)
+        called = self.program.run_by(instruction)
         if instruction.opcode == "while":
-            return sum(map(self.seconds, called), Seconds()) * (self.program.trip_count(instruction) or 1)
+            return sum(map(self.seconds, called), Seconds()) * self.program.turns(instruction)
         if instruction.opcode == "conditional":
-            known = [name for name in called if self._has_known_trip_counts(name)]
-            return max(map(self.seconds, known or called), key=lambda seconds: seconds.total)
+            return max(map(self.seconds, called), key=lambda seconds: seconds.total)
         if instruction.opcode == "call":
             return sum(map(self.seconds, called), Seconds())
         return self._kernel(instruction, body)
-
-    def _has_known_trip_counts(self, name: str) -> bool:
-        """Whether all loops of a computation, also inside its calls, have known trip counts."""
-        instructions = self.program.computations[name].values()
-        loops = (instruction for instruction in instructions if instruction.opcode == "while")
-        called = (inner for instruction in instructions for inner in self.program.called_by(instruction))
-        return all(map(self.program.trip_count, loops)) and all(map(self._has_known_trip_counts, called))
 
     def _kernel(self, kernel: Instruction, body: Computation) -> Seconds:
         if not self._is_counted(kernel) or host_copy(kernel, body, self.program) != NO_COPY:

@@ -188,7 +188,7 @@ def attention(
 
 def _in_parts(backend: str, q_BTKGH, k_BTKH, v_BTKH, factor: float | jax.Array, spec: AttentionSpec) -> jax.Array:
     """Attention of rows whose tokens devices divide."""
-    kernel: PartialAttention = InBlocks(Reach(spec.window, spec.causal), spec.rule)
+    kernel: PartialAttention = InBlocks(Reach(spec.window, spec.causal), q_BTKGH.shape[1], spec.rule)
     if backend == "cudnn_rows":
         q_BTKGH, factor = _with_constant_scale(q_BTKGH, factor)
         kernel = CudnnHops(spec.sharding.context.ring, factor, kernel)

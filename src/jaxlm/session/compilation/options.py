@@ -35,8 +35,8 @@ Options = dict[str, bool | int | str]
 # table.
 TABLE: Mapping[str, Options] = {
     "cpu": {},  # which options are faster depends on the processor: see CANDIDATES
-    # Overlaps collectives with computation; off by default in XLA. No effect on one device. Of several collectives, it runs
-    # one beside computation, so that what a ring passes on (keys, values, their gradients) has to be one (XLA: up to 30 MB).
+    # Overlaps collectives with computation; off by default in XLA. No effect on one device. It runs only one of several
+    # collectives beside a kernel, so what a ring passes on (keys, values, their gradients) becomes one. XLA stops at 30 MB.
     "gpu": {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_collective_permute_combine_threshold_bytes": 1 << 40,

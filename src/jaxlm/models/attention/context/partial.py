@@ -15,8 +15,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxlm.hardware.hlo import turns_scope
 from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES, Reach
-from jaxlm.models.attention.context.tokens import Tokens, attends, block_pairs, block_size, distances
+from jaxlm.models.attention.context.tokens import (
+    Tokens,
+    attends,
+    block_pairs,
+    block_size,
+    distances,
+    expected_partners,
+)
 from jaxlm.models.attention.scores import ScoreRule
 
 MASKED = -1e30  # finite, so that queries without keys stay finite when they are merged
@@ -94,10 +102,12 @@ class InBlocks(PartialAttention):
 
     Attributes:
         reach: which keys of its own document a query attends to.
+        row_tokens: tokens of a row, for forecasts.
         rule: modifies the scaled scores before the softmax.
     """
 
     reach: Reach
+    row_tokens: int
     rule: ScoreRule = UNMODIFIED_SCORES
 
     def attend(self, q_BKGTH, k_BKSH, v_BKSV, queries, keys, factors, *, hop=None) -> Partial:
@@ -109,6 +119,11 @@ class InBlocks(PartialAttention):
         row = functools.partial(_row_backward, self, factors=factors)
         arrays = (q_BKGTH, k_BKSH, v_BKSV, queries, keys, whole.lse, delta_BKGT, d_out_BKGTV)
         return jax.lax.map(lambda args: row(*args), arrays)
+
+    def scope(self, num_partners: int, size: int):
+        """The named scope of a loop over those of `num_partners` blocks of `size` tokens that a block is multiplied with."""
+        row_blocks = -(-self.row_tokens // size)
+        return jax.named_scope(turns_scope(expected_partners(num_partners, row_blocks, size, self.reach)))
 
 
 class _Blocks(NamedTuple):
@@ -173,7 +188,8 @@ def _row_forward(kernel: InBlocks, q_KGTH, k_KSH, v_KSV, queries: Tokens, keys: 
         shape = q.shape[:3]
         empty = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, v_KSV.shape[-1])))
         empty = jax.tree.map(lambda a: a.astype(jnp.float32), empty)
-        top, total, out = jax.lax.fori_loop(0, needed.counts[number], add_keys, empty)
+        with kernel.scope(needed.partners.shape[1], key_block):
+            top, total, out = jax.lax.fori_loop(0, needed.counts[number], add_keys, empty)
         divisor = jnp.where(total > 0, total, 1.0)
         return out / divisor[..., None], jnp.where(total > 0, top + jnp.log(divisor), MASKED)
 
@@ -224,7 +240,8 @@ def _row_backward(
             return dq_KGTH, dk + _einsum("kgqs,kgqh->ksh", d_scores, q), dv
 
         dk, dv = (jnp.zeros(a.shape, jnp.float32) for a in (k, v))
-        dq_KGTH, dk, dv = jax.lax.fori_loop(0, needed.counts[number], add_queries, (dq_KGTH, dk, dv))
+        with kernel.scope(needed.partners.shape[1], query_block):
+            dq_KGTH, dk, dv = jax.lax.fori_loop(0, needed.counts[number], add_queries, (dq_KGTH, dk, dv))
         return dq_KGTH, (dk, dv)
 
     dq = jnp.zeros(q_KGTH.shape, jnp.float32)

@@ -32,6 +32,21 @@ def block_size(num_tokens: int) -> int:
     return min(_LARGEST_BLOCK, -(-num_tokens // 2))
 
 
+def expected_partners(num_partners: int, row_blocks: int, size: int, reach: Reach) -> float:
+    """With how many of some blocks a block of a row with one document is multiplied, in the mean over the blocks of the row.
+
+    Args:
+        num_partners: number of blocks, from anywhere in the row.
+        row_blocks: number of blocks that the row has.
+        size: tokens of a block.
+    """
+    needed = (row_blocks + 1) / 2 if reach.causal else row_blocks
+    if reach.window is not None:
+        beside = -(-(reach.window - 1) // size)
+        needed = min(needed, 1 + beside * (1 if reach.causal else 2))
+    return num_partners * needed / row_blocks
+
+
 def distances(queries: Tokens, keys: Tokens) -> jax.Array:
     """Query position minus key position, [Q, S], of tokens of one row."""
     return queries.positions[:, None] - keys.positions[None, :]
