@@ -172,6 +172,8 @@ def test_impossible_lengths_are_refused():
         CONFIG.check_parts(table)
     dataclasses.replace(CONFIG, lengths=None).check_parts(table)
     dataclasses.replace(CONFIG, lengths=[64]).check_parts(table)
+    with pytest.raises(ConfigError, match="at least one is expected"):
+        dataclasses.replace(CONFIG, lengths=[]).check_parts(table)
     first = haystack(where)[0]
     segments = jnp.zeros((16, 16), jnp.int32).at[:5].set(1)
     few = dataclasses.replace(first, segment_ids=NamedArray(segments, first.segment_ids.axes))

@@ -86,6 +86,7 @@ class NeedleEvalConfig(GateConfig):
             )
 
     def check_parts(self, model: LanguageModel) -> None:
+        self.check()
         longest = max(self.lengths_for(model.Pos.size))
         if longest > model.Pos.size and not model.reads_beyond:
             raise ConfigError(
