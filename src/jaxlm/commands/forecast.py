@@ -310,10 +310,12 @@ def _hidden(transfers: Mapping[str, tuple[float, float]]) -> str:
 def _rows(result: Forecast) -> list[tuple[str, str]]:
     memory = "unknown" if result.memory_bytes is None else gib(result.memory_bytes)
     held = "" if result.argument_bytes is None else f", {gib(result.argument_bytes)} of it state, references and batch"
-    seconds = mfu = ""
+    seconds = mfu = rate = ""
     if result.step_seconds_scheduled is not None and result.mfu_scheduled is not None:
         seconds = f"{exact_duration(result.step_seconds_scheduled)} as scheduled, "
         mfu = f"{result.mfu_scheduled:.1%} as scheduled, "
+        per_chip = result.tokens_per_step / result.step_seconds_scheduled / result.chips
+        rate = f"; {per_chip:,.0f} per chip as scheduled"
     step, exposed = map(exact_duration, (result.step_seconds, result.step_seconds_exposed))
     compute, traffic = map(exact_duration, (result.compute_seconds, result.memory_seconds))
     full_attention = f"{result.mfu_palm:.1%} with full attention counted"
@@ -339,7 +341,10 @@ def _rows(result: Forecast) -> list[tuple[str, str]]:
         *([("imbalance", result.imbalance.describe())] if result.imbalance else []),
         ("FLOPs", f"{result.flops_per_token:.4g} per token; {executed}"),
         ("collectives", moved(result.collectives)),
-        ("tokens/s", f"{result.tokens_per_second:,.0f} ({result.tokens_per_second / result.chips:,.0f} per chip)"),
+        (
+            "tokens/s",
+            f"{result.tokens_per_second:,.0f} ({result.tokens_per_second / result.chips:,.0f} per chip{rate})",
+        ),
         ("MFU", f"{result.mfu:.1%} ({mfu}{result.mfu_exposed:.1%} exposed); {full_attention}"),
         ("kernels", ", ".join(f"{name} x {n}" for name, n in result.kernels.items()) or "unknown"),
         *([("counted once", f"loops that run as often as the data says: {', '.join(once)}")] if once else []),
