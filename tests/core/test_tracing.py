@@ -52,3 +52,24 @@ def test_changes_nest_and_end_with_the_block():
             assert trace_options() == TraceOptions(auto_remat="full", twice_differentiable=True)
         assert trace_options() == TraceOptions(auto_remat="full")
     assert trace_options() == TraceOptions()
+
+
+def test_a_backward_pass_has_the_options_of_its_forward_pass():
+    """A step sets them for the loss, and differentiates it outside."""
+    passes = []
+
+    def traced(result):
+        passes.append(trace_options())
+        return result
+
+    cube = CustomVjp(lambda power, x: x**power, nondiff_argnums=(0,))
+    cube.defvjp(lambda power, x: traced((x**power, x)), lambda power, x, d: traced((power * x ** (power - 1) * d,)))
+
+    def loss(x):
+        with tracing(quantized_products=True):
+            return jax.lax.scan(lambda y, _: (jax.checkpoint(lambda y: cube(3, y))(y), None), x, length=1)[0]
+
+    assert jax.jit(jax.grad(loss))(2.0) == 12.0
+    assert len(passes) >= 2
+    assert set(passes) == {TraceOptions(quantized_products=True)}
+    assert trace_options() == TraceOptions()

@@ -81,22 +81,22 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 INPUT = hax.random.normal(jax.random.key(5), (Axis("batch", ROWS), Axis("position", TOKENS), Embed))
 
 
-def results(mlp, where):
+def results(mlp, where, given=INPUT):
     """Output and gradients, of the input and of the weights."""
     arrays, rest = eqx.partition(mlp, eqx.is_inexact_array)
 
     @jax.jit
     def run(arrays, x):
         def loss(arrays, x):
-            out = for_compute(eqx.combine(arrays, rest))(hax.auto_sharded(x))
+            with tracing(quantized_products=True):  # as in a step: only the forward pass
+                out = for_compute(eqx.combine(arrays, rest))(hax.auto_sharded(x))
             return (hax.sin(out) * (1 + hax.arange(Embed))).sum().array, out.array
 
-        with tracing(quantized_products=True):
-            (_, out), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(arrays, x)
+        (_, out), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(arrays, x)
         return out, gradients
 
     with where.use():
-        return run(arrays, INPUT)
+        return run(arrays, given)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +112,25 @@ def test_output_is_bitwise_and_gradients_are_those_of_all_tokens_at_once(name, w
     tolerance = 0.1 if name == "fp8" else 1e-6
     for ours, theirs in pairs:
         assert np.abs(ours - theirs).max() <= tolerance * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_fp8_has_scales_for_each_tile_in_both_passes(recipe):
+    """The gradients are those of the tiles, one MLP call each."""
+    mlp = gated(lambda layer, _: dataclasses.replace(layer, fp8=Fp8(recipe)))
+    tokens = INPUT.array.reshape(-1, Embed.size)
+    parts = [tokens[start : start + TILE] for start in range(0, len(tokens), TILE)]
+    tiles = [results(mlp, one_device(), hax.named(part, (Axis("tile", len(part)), Embed))) for part in parts]
+    outs, gradients = zip(*tiles, strict=True)
+    d_mlps, d_xs = zip(*gradients, strict=True)
+    expected = (
+        jnp.concatenate(outs),
+        jax.tree.map(lambda *parts: sum(parts), *d_mlps),
+        jnp.concatenate([d_x.array for d_x in d_xs]),
+    )
+    out, gradients = results(TiledMlp(mlp, TILE), one_device())
+    for ours, theirs in zip(jax.tree.leaves((out, gradients)), jax.tree.leaves(expected), strict=True):
+        assert np.abs(ours.reshape(theirs.shape) - theirs).max() <= 1e-6 * np.abs(theirs).max()
 
 
 def test_tiles_and_devices_drop_different_inputs():

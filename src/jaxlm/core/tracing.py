@@ -69,17 +69,34 @@ def tracing(**changes: Any) -> Iterator[None]:
 
 
 class CustomVjp:
-    """`jax.custom_vjp`, except where `TraceOptions.twice_differentiable` is set: there it is traced as it is defined."""
+    """`jax.custom_vjp`, except where `TraceOptions.twice_differentiable` is set: there it is traced as it is defined.
+
+    Its backward pass is traced with the options of the forward pass. They have usually ended by then: a step sets them for
+    the loss, and differentiates it outside.
+    """
 
     def __init__(self, definition: Callable[..., Any], nondiff_argnums: Sequence[int] = ()):
         self._definition = definition
-        self._kernel = jax.custom_vjp(definition, nondiff_argnums=tuple(nondiff_argnums))
+        static = (0, *(1 + number for number in nondiff_argnums))
+        self._kernel = jax.custom_vjp(_after_options(definition), nondiff_argnums=static)
 
     def __call__(self, *args: Any) -> Any:
-        return self._definition(*args) if trace_options().twice_differentiable else self._kernel(*args)
+        options = trace_options()
+        return self._definition(*args) if options.twice_differentiable else self._kernel(options, *args)
 
     def defvjp(
         self, forward: Callable[..., Any], backward: Callable[..., Any], *, symbolic_zeros: bool = False
     ) -> None:
         """Defines the backward pass, as `jax.custom_vjp.defvjp` does."""
-        self._kernel.defvjp(forward, backward, symbolic_zeros=symbolic_zeros)
+        self._kernel.defvjp(_after_options(forward), _after_options(backward), symbolic_zeros=symbolic_zeros)
+
+
+def _after_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function(*args)` as a function of (options, *args), traced with these options."""
+
+    def traced(options: TraceOptions, *args: Any) -> Any:
+        with _current(options):
+            return function(*args)
+
+    traced.__name__ = function.__name__  # programs name calls by it
+    return traced

@@ -337,8 +337,8 @@ class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm
         attn_backend: implementation of attention. `auto` selects the best one for the model and device, and logs which
             one and why.
         mlp_tile_tokens: tokens that each device computes an MLP of at a time, so that no array has the MLP's hidden features
-            for all of its tokens. The backward pass then computes the MLP again, whatever gradient_checkpointing says. Null
-            computes all tokens at once.
+            for all of its tokens. The backward pass then computes the MLP again, whatever gradient_checkpointing says, and
+            products in fp8 have scales for each of these groups of tokens, with either recipe. Null computes all at once.
         pad_vocab_to_multiple_of: the loss computes logits for a multiple of this many tokens. The padding is only in its
             matrix products, never in its result, the parameters, checkpoints, exports or generation. Null pads only a
             vocabulary that is sharded over devices that do not divide it.
