@@ -299,7 +299,9 @@ def loops_counted_once(hlo: str) -> list[str]:
         body = program.computations[name].values()
         texts = (text for instruction in body for text in (instruction.opcode, instruction.library_call))
         called = (inner for instruction in body for inner in program.called_by(instruction))
-        return any(_PRODUCTS.search(text) or _ATTENTION.search(text) for text in texts) or any(map(has_products, called))
+        return any(_PRODUCTS.search(text) or _ATTENTION.search(text) for text in texts) or any(
+            map(has_products, called)
+        )
 
     executed = (program.computations[name].values() for name, _ in program.executed())
     loops = (instruction for body in executed for instruction in body if instruction.opcode == "while")
