@@ -8,6 +8,7 @@ import pytest
 from jaxlm.commands.bench import main
 from jaxlm.core.devices import peak_flops
 from jaxlm.hardware.aot_devices import CUDA_PLUGINS, is_installed
+from tests.end_to_end.test_rollouts import start as start_rollouts
 
 TEACHER = Path(__file__).parent.parent / "fields/teacher"
 KEYS = {"tokens_per_second", "mfu", "step_seconds", "compile_seconds", "peak_bytes", "kernels"}
@@ -149,8 +150,8 @@ def test_forecast_of_offloaded_activations_with_the_nvidia_compiler(workplace):
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(is_installed, CUDA_PLUGINS)), reason="jax's CUDA plugin is not installed")
 def test_forecast_of_shared_rows_with_the_nvidia_compiler(workplace):
-    """Sixteen GPUs in two machines. The transfers of a ring are beside its attention, whatever computes that, and blocks of
-    queries and keys count as often as a row of one document has them."""
+    """Sixteen GPUs in two machines. The transfers of a ring are beside its attention, whatever computes that. All blocks of
+    queries and keys that a row of one document has are counted."""
     place = workplace(1)
     place.write("")
     sizes = {"seq_len": 65536, "hidden_dim": 512, "intermediate_dim": 1024, "num_layers": 2, "num_heads": 8}
@@ -167,7 +168,8 @@ def test_forecast_of_shared_rows_with_the_nvidia_compiler(workplace):
         assert 0.9 * taken < hidden <= taken
         assert forecasts[balance]["counted_once"] == []
     zigzag, blocks = forecasts.values()
-    assert zigzag["kernels"].keys() == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    hops = 16 * sizes["num_layers"]
+    assert zigzag["kernels"] == {"__cudnn$fmhaSoftmax": hops, "__cudnn$fmhaSoftmaxBackward": hops}
     assert not blocks["kernels"].keys() & zigzag["kernels"].keys()
     assert blocks["executed_flops"] == pytest.approx(zigzag["executed_flops"], rel=0.02)
     assert blocks["mfu"] < zigzag["mfu"] < 0.43
@@ -190,6 +192,11 @@ def test_the_imbalance_of_shared_rows_is_shown_for_tokenized_data(workplace):
     assert means["none"] > 1.5 > 1.1 > means["zigzag"] >= means["blocks"]
     undivided = place.finish(*run, "--topology", "h100-4", module="jaxlm.commands.bench")
     assert json.loads(undivided.out.splitlines()[-1])["imbalance"] is None
+    sampled = start_rollouts(workplace(), steps=2)
+    sampled.finish("--config_path", "run.yaml", module="jaxlm.commands.prepare")
+    shared = ("--trainer.context", "{size: 2, method: ring}", "--topology", "h100-2")
+    done = sampled.finish("--config_path", "run.yaml", *shared, module="jaxlm.commands.bench")
+    assert json.loads(done.out.splitlines()[-1])["imbalance"] is None, "the rows are written later"
 
 
 @pytest.mark.slow

@@ -143,8 +143,13 @@ ENTRY %main (p: pred[], x.4: f32[4]) -> f32[4] {
 """
     assert collectives_by_kind(text) == {"collective-permute": (1, 16)}
     assert kernels(text) == {"__cudnn$fmhaSoftmax": 1}
-    only = text.replace("true_computation=%single", "true_computation=%several")
-    assert collectives_by_kind(only)["collective-permute"] == (4, 64), "both, if neither is known"
+    neither = text.replace("true_computation=%single", "true_computation=%several")
+    assert collectives_by_kind(neither)["collective-permute"] == (2, 32)
+    both = text.replace("false_computation=%several", "false_computation=%single")
+    assert kernels(both) == {"__cudnn$fmhaSoftmax": 1}
+    both = text.replace("while(%p), condition=%again, body=%turn", "negate(%p)")
+    longer = both.replace("ROOT %loop", "%more = f32[4]{0} negate(%p)\n  ROOT %loop")
+    assert kernels(longer) == {}, "the longer one"
 
 
 def test_asynchronous_collectives_count_their_output():

@@ -12,6 +12,7 @@ from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.compilation import offload
 from jaxlm.session.compilation.offload import check_offload, offload_options
+from jaxlm.session.compilation.options import step_options
 from jaxlm.session.compilation.step import CompiledStep
 
 SIZES = {"type": "llama", "seq_len": 64, "hidden_dim": 32, "intermediate_dim": 64, "num_layers": 2, "num_heads": 2}
@@ -41,9 +42,9 @@ def test_old_compilers_are_kept_from_reading_offloaded_layers_in_the_wrong_order
     monkeypatch.setattr(type(plan.layout), "platform", platform)
     monkeypatch.setattr("jaxlib.version.__version_info__", version)
     monkeypatch.setenv("XLA_FLAGS", flags)
-    options = offload_options(plan)
-    assert options == ({} if expected is None else {"xla_disable_hlo_passes": expected})
-    jax.jit(lambda x: x + 1).lower(1.0).compile(options)
+    options = step_options(plan).xla
+    assert options.get("xla_disable_hlo_passes") == expected
+    jax.jit(lambda x: x + 1).lower(1.0).compile(offload_options(plan))
 
 
 def test_gradients_of_the_wrong_layers_are_refused(monkeypatch):
@@ -55,7 +56,7 @@ def test_gradients_of_the_wrong_layers_are_refused(monkeypatch):
         offload, "_gradient", lambda policy, options: right(policy, options)[:: 1 if policy == "full" else -1]
     )
     with pytest.raises(
-        ConfigError, match=r"gradient_checkpointing\.offload: the gradients .* are wrong on this device"
+        ConfigError, match=r"gradient_checkpointing\.offload: on this device, .* wrong gradients .* set .*: full"
     ):
         check_offload({})
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
@@ -72,6 +73,6 @@ def test_more_than_the_host_has_is_refused(monkeypatch):
     step = lambda num_bytes: CompiledStep(mock.Mock(), mock.Mock(), "", 1.0, 1, 1 << 30, False, "", num_bytes)  # noqa: E731
     step((8 << 30) // jax.local_device_count()).check_fits_memory()
     with pytest.raises(
-        ConfigError, match=r"needs 16\.000 GiB of the host's memory .* machine has 8\.000 GiB\. Offload less"
+        ConfigError, match=r"needs 16\.000 GiB of the host's memory .* machine has 8\.000 GiB\. Offload less: model"
     ):
         step((16 << 30) // jax.local_device_count()).check_fits_memory()

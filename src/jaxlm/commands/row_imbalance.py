@@ -10,7 +10,7 @@ from jaxlm.core.stores import is_url
 from jaxlm.data.row_order import imbalances
 from jaxlm.plan.plan import Plan
 
-_ROWS, _TOKENS = 64, 1 << 24  # at most so many rows, and so many tokens of them
+_MAX_ROWS, _MAX_TOKENS = 64, 1 << 24  # of all sources together
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class RowImbalance:
 def row_imbalance(plan: Plan) -> RowImbalance | None:
     """The imbalance of the first phase's data, if it is tokenized on this machine.
 
-    None if there is no text, if no devices share a row, or if each of them computes the attention of whole rows.
+    None if no devices share a row, if each of them computes the attention of whole rows, or if the data has no rows: there
+    is no text, or the model writes it while it trains.
     """
     num_shards, data = plan.layout.num_row_shards, plan.data[0]
     if num_shards == 1 or not data.train_source_names():
@@ -51,16 +52,18 @@ def row_imbalance(plan: Plan) -> RowImbalance | None:
         rows = _first_rows(plan)
     except (ConfigError, OSError) as error:
         return RowImbalance(problem=str(error))
-    found = [imbalances(row, num_shards, plan.layout.context.work) for row in rows]
-    by_order = {order: [one[order] for one in found] for order in found[0]}
+    if not rows:
+        return None
+    by_row = [imbalances(row, num_shards, plan.layout.context.work) for row in rows]
+    by_order = {order: [row[order] for row in by_row] for order in by_row[0]}
     return RowImbalance(len(rows), {order: (float(np.mean(v)), max(v)) for order, v in by_order.items()})
 
 
-def _first_rows(plan: Plan) -> np.ndarray:
-    """The segments of some rows of each source, int [rows, seq_len]."""
+def _first_rows(plan: Plan) -> list[np.ndarray]:
+    """The segment ids of the first rows of each source, int [seq_len] each; none if examples have no such column."""
     data, seq_len = plan.data[0], plan.phases[0].model.seq_len
     train = data.open(data.load_tokenizer(lambda _: None), seq_len, lambda _: None, summarize=False).train
-    most = max(1, min(_ROWS, _TOKENS // seq_len) // len(train))
-    columns = (examples.read(np.arange(min(most, len(examples)))) for examples in train.values())
-    segments = (values for one in columns for name, values in one.items() if name.endswith("segment_ids"))
-    return np.concatenate([values.reshape(-1, seq_len) for values in segments])
+    most = max(1, min(_MAX_ROWS, _MAX_TOKENS // seq_len) // len(train))
+    sources = (examples.read(np.arange(min(most, len(examples)))) for examples in train.values())
+    columns = (values for source in sources for name, values in source.items() if name.endswith("segment_ids"))
+    return [row for values in columns for row in values.reshape(-1, seq_len)]

@@ -96,7 +96,7 @@ class Instruction:
 
     @property
     def group(self) -> Group | None:
-        """The devices that take part, if it is a collective; None if it does not say."""
+        """The devices that take part, if it is a collective; None if it does not name them."""
         return group_of(self.line)
 
     @property
@@ -176,14 +176,18 @@ class Program:
         limits = [int(limit[1]) for line in lines if (limit := _LIMIT.search(line))]
         return limits[0] if len(limits) == 1 and any("direction=LT" in line for line in lines) else None
 
-    def turns(self, loop: Instruction) -> float:
-        """How often a loop runs: its trip count, else what its scope says (`turns_scope`), else 1."""
+    def known_turns(self, loop: Instruction) -> float | None:
+        """The trip count of a loop, else the number in its scope (`turns_scope`), else None."""
         expected = _TURNS.findall(loop.source)
-        return self.trip_count(loop) or (float(expected[-1]) if expected else 1.0)
+        return self.trip_count(loop) or (float(expected[-1]) if expected else None)
+
+    def turns(self, loop: Instruction) -> float:
+        """How often a loop runs; 1 if that is unknown."""
+        return self.known_turns(loop) or 1.0
 
     def run_by(self, instruction: Instruction) -> list[str]:
-        """The computations that an instruction runs. Of the branches of a conditional, those whose loops have known trip
-        counts: attention to packed rows loops over as many documents as there are. All branches if none is known."""
+        """The computations that an instruction may run. Of the branches of a conditional, those whose loops have known trip
+        counts: attention to packed rows loops over their documents. All branches if none is known."""
         called = self.called_by(instruction)
         if instruction.opcode != "conditional":
             return called
@@ -197,24 +201,33 @@ class Program:
         return all(map(self.trip_count, loops)) and all(map(self._has_known_trip_counts, called))
 
     def executed(self) -> Iterator[tuple[str, float]]:
-        """Yields each executed computation, once per call site, with the number of executions from there (`turns`,
-        `run_by`)."""
+        """Yields each executed computation, once per call site, with the number of executions from there (`turns`). Of the
+        branches that a conditional may run (`run_by`), the one with the most instructions."""
         pending: list[tuple[str, float]] = [(self.entry, 1)] if self.entry else []
         while pending:
             name, count = pending.pop()
             yield name, count
             for instruction in self.computations[name].values():
                 turns = self.turns(instruction) if instruction.opcode == "while" else 1
-                pending += [(called, count * turns) for called in self.run_by(instruction)]
+                called = self.run_by(instruction)
+                if instruction.opcode == "conditional":
+                    called = [max(called, key=self._num_instructions)]
+                pending += [(inner, count * turns) for inner in called]
+
+    def _num_instructions(self, name: str) -> int:
+        """Of a computation and everything that it calls."""
+        instructions = self.computations[name].values()
+        called = (inner for instruction in instructions for inner in self.called_by(instruction))
+        return len(instructions) + sum(map(self._num_instructions, called))
 
 
 def turns_scope(turns: float) -> str:
-    """The name of a scope around a loop whose turns the data determines: how many a forecast takes it to have."""
+    """The name of a scope that tells forecasts the trip count of a loop for which it depends on the data."""
     return f"turns={turns:g}"
 
 
 def with_trip_count(hlo: str, trips: int) -> str:
-    """The text with a trip count for the loops of the entry computation that end when the data says so."""
+    """The text with a trip count for the loops of the entry computation that have none."""
     lines, in_entry = [], False
     for line in hlo.splitlines():
         if not line.startswith(" ") and (header := _COMPUTATION.match(line)):
@@ -226,7 +239,7 @@ def with_trip_count(hlo: str, trips: int) -> str:
 
 
 class Transfer(NamedTuple):
-    """A collective that a program runs `count` times, on groups of devices; `group` is None if it does not say which."""
+    """A collective that a program runs `count` times, on groups of devices; `group` is None if it does not name them."""
 
     collective: Collective
     group: Group | None
@@ -234,7 +247,7 @@ class Transfer(NamedTuple):
 
 
 def transfers(program: Program) -> Iterator[Transfer]:
-    """The collectives in one run of the program, as far as the turns of loops are known."""
+    """The collectives in one run of the program (`Program.executed`)."""
     for name, count in program.executed():
         instructions = program.computations[name].values()
         if name.startswith(_REDUCE_SCATTER_FUSION):
@@ -279,22 +292,21 @@ def kernels(hlo: str) -> Counter[str]:
 
 
 def loops_counted_once(hlo: str) -> list[str]:
-    """Sources of the loops with matrix products whose turns nobody knows before a run, so that they count once."""
-    program, found = Program.parse(hlo), set()
+    """Sources of the loops with matrix products whose trip count depends on the data, so that they count once."""
+    program = Program.parse(hlo)
 
     def has_products(name: str) -> bool:
         body = program.computations[name].values()
-        own = (
-            _PRODUCTS.search(text) or _ATTENTION.search(text) for one in body for text in (one.opcode, one.library_call)
+        texts = (text for instruction in body for text in (instruction.opcode, instruction.library_call))
+        called = (inner for instruction in body for inner in program.called_by(instruction))
+        return any(_PRODUCTS.search(text) or _ATTENTION.search(text) for text in texts) or any(
+            map(has_products, called)
         )
-        return any(own) or any(has_products(called) for one in body for called in program.called_by(one))
 
-    for name, _ in program.executed():
-        for loop in (one for one in program.computations[name].values() if one.opcode == "while"):
-            is_known = program.trip_count(loop) or _TURNS.search(loop.source)
-            if not is_known and any(map(has_products, program.called_by(loop))):
-                found.add(loop.source)
-    return sorted(found)
+    executed = (program.computations[name].values() for name, _ in program.executed())
+    loops = (instruction for body in executed for instruction in body if instruction.opcode == "while")
+    unknown = (loop for loop in loops if program.known_turns(loop) is None)
+    return sorted({loop.source for loop in unknown if any(map(has_products, program.called_by(loop)))})
 
 
 def _is_fp8_product(instruction: Instruction, computation: Computation) -> bool:

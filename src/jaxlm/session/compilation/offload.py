@@ -25,7 +25,7 @@ _TOLERANCE = 1e-3  # a wrong order is wrong in the first digit
 
 
 def offload_options(plan: Plan) -> dict[str, str]:
-    """The XLA options without which offloaded activations are read in the wrong order."""
+    """The XLA options that keep old compilers from reading offloaded activations in the wrong order."""
     offloading = any(offloads(parse_remat(phase.model.gradient_checkpointing)) for phase in plan.phases)
     if plan.layout.platform != "gpu" or not offloading or jaxlib.version.__version_info__ >= _ORDER_FIXED_IN:
         return {}
@@ -35,22 +35,22 @@ def offload_options(plan: Plan) -> dict[str, str]:
 
 
 def check_offload(options: Mapping[str, Any]) -> None:
-    """Compares the gradients of layers whose inputs are saved on the host with those of layers that save them on the device.
+    """Compares the gradients of a few layers with and without offloading their inputs.
 
     Args:
-        options: of the compilation.
+        options: XLA options of the training step.
 
     Raises:
         ConfigError: they differ on this device.
     """
     if jax.default_backend() == "cpu":
-        return  # it has one memory, and stands in for a device that is not attached
-    expected, given = (_gradient(policy, options) for policy in (FULL, RematOffload((), (RESIDUAL,))))
-    if not np.allclose(given, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
+        return  # has one memory, and stands in for a device that is not attached
+    expected, offloaded = (_gradient(policy, options) for policy in (FULL, RematOffload((), (RESIDUAL,))))
+    if not np.allclose(offloaded, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
         raise ConfigError(
-            "model.gradient_checkpointing.offload: the gradients of layers that are offloaded are wrong on this device with"
-            f" jaxlib {jaxlib.version.__version__} and XLA_FLAGS='{os.environ.get('XLA_FLAGS', '')}'. Remove what is in"
-            " XLA_FLAGS, or use another version of jax, or do not offload"
+            "model.gradient_checkpointing.offload: on this device, layers that offload have wrong gradients with jaxlib"
+            f" {jaxlib.version.__version__} and XLA_FLAGS='{os.environ.get('XLA_FLAGS', '')}'. Remove what is in XLA_FLAGS,"
+            " or use another version of jax, or set model.gradient_checkpointing: full"
         )
 
 

@@ -26,6 +26,7 @@ from jaxlm.models.attention.backends.blockwise import default_attention_block
 from jaxlm.models.chunked_loss import default_chunk_tokens
 from jaxlm.plan.plan import Plan
 from jaxlm.reading.decode import choice_name, encode
+from jaxlm.session.compilation.offload import offload_options
 from jaxlm.surgery.base import SurgeryConfig
 
 Options = dict[str, bool | int | str]
@@ -151,8 +152,8 @@ def size_candidates(platform: str) -> list[Options]:
 
 
 def step_options(plan: Plan) -> StepOptions:
-    """The options of the table, of the surgeries, and the tuned ones, without those that XLA_FLAGS sets. All processes must
-    call this.
+    """The options of the table, of the surgeries, and the tuned ones, without those that XLA_FLAGS sets, and what offloading
+    needs. All processes must call this.
 
     Processes whose tuned options differ use those of the table, and block sizes by cache.
     """
@@ -162,7 +163,8 @@ def step_options(plan: Plan) -> StepOptions:
         options = {}
     platform = plan.layout.platform
     surgeries = [surgery for phase in plan.state_builder.phases for surgery in phase.surgeries]
-    return StepOptions.of(platform, compiler_options(platform, surgeries) | _not_set_by_user(options))
+    chosen = compiler_options(platform, surgeries) | _not_set_by_user(options) | offload_options(plan)
+    return StepOptions.of(platform, chosen)
 
 
 def tuned_options(plan: Plan) -> TunedOptions | None:

@@ -26,7 +26,7 @@ from jaxlm.hardware.program_memory import host_bytes, planned_bytes
 from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, RematPolicy, offloads, parse_remat, remat_name
 from jaxlm.plan.plan import Plan
 from jaxlm.plan.trainer_config import TrainerConfig
-from jaxlm.session.compilation.offload import check_offload, offload_options
+from jaxlm.session.compilation.offload import check_offload
 from jaxlm.session.compilation.options import step_options
 from jaxlm.session.references import abstract_annotations, abstract_references
 
@@ -72,11 +72,11 @@ class CompiledStep:
                 f"the training step needs {gib(self.num_bytes)} per device, but only {gib(self.limit)} are available."
                 f" {self.advice}"
             )
-        on_host = self.host_bytes * jax.local_device_count()
-        if on_host > host_memory():
+        num_devices, available = jax.local_device_count(), host_memory()
+        if (needed := self.host_bytes * num_devices) > available:
             raise ConfigError(
-                f"the training step needs {gib(on_host)} of the host's memory for what its {jax.local_device_count()} devices"
-                f" offload, but the machine has {gib(host_memory())}. Offload less"
+                f"the training step needs {gib(needed)} of the host's memory for what its {num_devices} devices offload,"
+                f" but the machine has {gib(available)}. Offload less: model.gradient_checkpointing.offload"
             )
 
     def __str__(self) -> str:
@@ -209,7 +209,7 @@ def _compile(plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, lim
     started = time.perf_counter()
     options = step_options(plan)
     traced = trace_step(plan, phase, remat_policy, stage=stage, sizes=options.sizes)
-    xla: Any = options.xla | offload_options(plan)  # JAX annotates the parameter by its default only, None
+    xla: Any = options.xla  # JAX annotates the parameter by its default only, None
     configured = parse_remat(phase.model.gradient_checkpointing)
     if offloads(configured):
         check_offload(xla)
@@ -224,17 +224,8 @@ def _compile(plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, lim
         and has_compiler_remat(call.as_text() or "")
     )
     seconds = time.perf_counter() - started
-    return CompiledStep(
-        call,
-        traced,
-        remat_policy,
-        seconds,
-        num_bytes,
-        limit,
-        compiler_remat,
-        advice=_advice(plan, phase, stage),
-        host_bytes=host_bytes(call),
-    )
+    advice = _advice(plan, phase, stage)
+    return CompiledStep(call, traced, remat_policy, seconds, num_bytes, limit, compiler_remat, advice, host_bytes(call))
 
 
 _REMAT_THRESHOLD = 0.7  # fraction of memory below which the compiler adds no remat, so its HLO need not be searched
