@@ -34,7 +34,7 @@ from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.portfolio.nowcast import Nowcast
 from jaxlm.optim.stored_state.formats import EightBit
 from jaxlm.optim.telemetry.guard import Telemetry
-from jaxlm.plan.context import ContextConfig
+from jaxlm.plan.context.config import ContextConfig
 from jaxlm.plan.presets.base import PresetConfig
 from jaxlm.plan.presets.depth_times import DepthTimes
 from jaxlm.plan.presets.progressive import StackAdapters

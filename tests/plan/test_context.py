@@ -11,7 +11,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import AttentionWork, ContextSharding
 from jaxlm.hardware.topologies import chip_of
-from jaxlm.plan.context import Devices, Rows, choose_balance, choose_method, hidden_from
+from jaxlm.plan.context.choice import choose_balance, choose_method, hidden_from
+from jaxlm.plan.context.devices import Devices
+from jaxlm.plan.context.rows import Rows
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.reading.yaml import ConfigSource
@@ -24,8 +26,10 @@ LLAMA = {"heads": 32, "kv_heads": 8, "kv_features": 8 * 2 * 128}
 K = 1024
 
 
-def rows(seq_len: int = 128 * K, **changes: Any) -> Rows:
-    return Rows(**{"seq_lens": (seq_len,), **LLAMA, **changes})
+def rows(seq_len: int = 128 * K, tensor: int = 1, **changes: Any) -> Rows:
+    """Args: tensor: devices that divide the heads (tensor parallelism)."""
+    heads = {name: value // tensor for name, value in LLAMA.items()}
+    return Rows(**{"seq_lens": (seq_len,), **heads, **changes})
 
 
 def devices(size: int, near: int | None = None, **changes: Any) -> Devices:
@@ -33,44 +37,38 @@ def devices(size: int, near: int | None = None, **changes: Any) -> Devices:
     return Devices(size, near, **{**H100, "bandwidth": NVLINK if near == size else NETWORK, **changes})
 
 
-# Devices, rows, heads and key/value heads on a device -> method, devices that exchange heads, and a part of the reason.
+# Devices, rows -> method, devices that exchange heads, and a part of the reason.
 CHOSEN = {
-    "one node": (devices(8), rows(), 32, 8, ("ulysses", 8, "8 key/value heads divide over 8 devices of one node")),
-    "a million tokens": (devices(8), rows(K * K), 32, 8, ("ulysses", 8, "")),
-    "half of the heads": (devices(8), rows(), 16, 4, ("gather", 1, "4 key/value heads do not divide over 8 devices")),
+    "one node": (devices(8), rows(), ("ulysses", 8, "8 key/value heads divide over 8 devices of one node")),
+    "a million tokens": (devices(8), rows(K * K), ("ulysses", 8, "")),
+    "half of the heads": (devices(8), rows(tensor=2), ("gather", 1, "4 key/value heads do not divide over 8 devices")),
     # 12 g H T = 12 x 4 x 128 x 1M bytes are 6.4 GB of 80; of 2M, 12.9.
-    "just fits": (devices(8), rows(K * K), 16, 4, ("gather", 1, "take 6.44 GB of 80")),
-    "too large": (devices(8), rows(2 * K * K), 16, 4, ("usp", 4, "take 12.9 GB, more than a tenth of the memory")),
-    "a single head": (devices(8), rows(8 * K * K), 8, 1, ("ring", 1, "")),
-    "several nodes": (devices(16, 8), rows(), 32, 8, ("gather", 1, "8 key/value heads do not divide over 16 devices")),
-    "the heads divide over several nodes": (devices(8, 4), rows(), 32, 8, ("gather", 1, "in several nodes")),
-    "a ring of nodes": (devices(16, 8), rows(2 * K * K), 32, 8, ("usp", 8, "")),
-    "groups in nodes of 4": (devices(16, 4), rows(2 * K * K), 32, 8, ("usp", 4, "")),
+    "just fits": (devices(8), rows(K * K, tensor=2), ("gather", 1, "take 6.44 GB of 80")),
+    "too large": (devices(8), rows(2 * K * K, tensor=2), ("usp", 4, "take 12.9 GB, more than a tenth of the memory")),
+    "a single head": (devices(8), rows(8 * K * K, heads=8, kv_heads=1, kv_features=256), ("ring", 1, "")),
+    "several nodes": (devices(16, 8), rows(), ("gather", 1, "8 key/value heads do not divide over 16 devices")),
+    "the heads divide over several nodes": (devices(8, 4), rows(), ("gather", 1, "in several nodes")),
+    "a ring of nodes": (devices(16, 8), rows(2 * K * K), ("usp", 8, "")),
+    "groups in nodes of 4": (devices(16, 4), rows(2 * K * K), ("usp", 4, "")),
     "links that attention waits for": (
         devices(8, 1, memory=1e9),
         rows(8 * 4 * K),
-        32,
-        8,
-        ("gather", 1, "with 4,096 tokens, a ring waits for its links (from 4,250 on not)"),
+        ("gather", 1, "a ring with 4,096 tokens a shard would wait for its links (below 4,250)"),
     ),
-    "links that attention hides": (devices(8, 1, memory=1e9), rows(8 * 5 * K), 32, 8, ("ring", 1, "")),
-    "CPUs of one process": (Devices(8, 8), rows(), 32, 8, ("ulysses", 8, "")),
-    "CPUs of several processes": (Devices(8, 4), rows(8 * K * K), 32, 8, ("gather", 1, "")),
-    "little memory and no bandwidth": (Devices(8, 4, memory=1e9), rows(), 32, 8, ("usp", 4, "")),
+    "links that attention hides": (devices(8, 1, memory=1e9), rows(8 * 5 * K), ("ring", 1, "")),
+    "CPUs of one process": (Devices(8, 8), rows(), ("ulysses", 8, "")),
+    "CPUs of several processes": (Devices(8, 4), rows(8 * K * K), ("gather", 1, "")),
+    "little memory and no bandwidth": (Devices(8, 4, memory=1e9), rows(), ("usp", 4, "")),
     "fused kernels for whole rows": (
         devices(8, fused="rows"),
-        rows(),
-        16,
-        4,
+        rows(tensor=2),
         ("ulysses", 8, "4 key/value heads are repeated"),
     ),
-    "fused kernels for rings": (devices(64, 8, fused="zigzag"), rows(), 32, 8, ("usp", 8, "take the parts of a ring")),
-    "no heads to exchange": (devices(8, 1, fused="zigzag"), rows(), 32, 8, ("ring", 1, "")),
+    "fused kernels for rings": (devices(64, 8, fused="zigzag"), rows(), ("usp", 8, "take the parts of a ring")),
+    "no heads to exchange": (devices(8, 1, fused="zigzag"), rows(), ("ring", 1, "")),
     "attention of its own": (
         devices(8),
         rows(heads=0, kv_heads=0),
-        0,
-        0,
         ("gather", 1, "computes attention by itself"),
     ),
 }
@@ -78,23 +76,23 @@ CHOSEN = {
 
 @pytest.mark.parametrize("case", CHOSEN)
 def test_the_method_follows_from_heads_nodes_memory_and_links(case):
-    where, what, heads, kv_heads, (method, heads_size, reason) = CHOSEN[case]
+    where, what, (method, heads_size, reason) = CHOSEN[case]
     groups = [size for size in range(2, where.size) if where.size % size == 0]
-    found = choose_method(what, where, heads, kv_heads, groups)
+    found = choose_method(what, where, groups)
     assert found[:2] == (method, heads_size)
     assert reason in found[2]
 
 
 def test_a_mesh_of_ones_own_has_one_size_of_groups():
-    assert choose_method(rows(2 * K * K), devices(16, 8), 32, 8, [4])[:2] == ("usp", 4)
-    assert choose_method(rows(2 * K * K), devices(16, 8), 32, 8, [])[:2] == ("ring", 1)
+    assert choose_method(rows(2 * K * K), devices(16, 8), [4])[:2] == ("usp", 4)
+    assert choose_method(rows(2 * K * K), devices(16, 8), [])[:2] == ("ring", 1)
 
 
 def test_the_tokens_from_which_a_hop_is_hidden():
     """Of the specification: g / h = 1/4 at 425 TFLOP/s."""
-    assert hidden_from(rows(), devices(8, 1), 32, 8) == pytest.approx(4250)
-    assert hidden_from(rows(), devices(8), 32, 8) == pytest.approx(590, abs=1)
-    assert hidden_from(rows(), Devices(8, 8), 32, 8) is None
+    assert hidden_from(rows(), devices(8, 1)) == pytest.approx(4250)
+    assert hidden_from(rows(), devices(8)) == pytest.approx(590, abs=1)
+    assert hidden_from(rows(), Devices(8, 8)) is None
 
 
 WINDOWS = AttentionWork(((1024, 32),))

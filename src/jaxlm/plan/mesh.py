@@ -24,7 +24,9 @@ from jaxlm.core.mesh import (
 from jaxlm.core.sharding import Layout, spec_of
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.moe import check_expert_sharding
-from jaxlm.plan.context import ContextChoice, ContextConfig, Rows, check_context, plan_context, position_axes
+from jaxlm.plan.context.choice import ContextChoice
+from jaxlm.plan.context.config import ContextConfig, check_context, plan_context
+from jaxlm.plan.context.rows import Rows
 from jaxlm.reading.effects import Rounding
 
 
@@ -88,12 +90,12 @@ def plan_mesh(
     shape, mappings = _shape(trainer, devices, {CONTEXT: size} if size > 1 else {}), _mappings(trainer)
     layout = make_layout(shape, mappings, axes, devices)
     check_arrays(layout, arrays)
-    free, choice = position_axes(layout), None
-    _check_context(trainer, layout, is_shared=bool(free) or size > 1)
-    if shared := free or ((CONTEXT,) if size > 1 else ()):
+    free, choice = _sharded_axes(layout.compute.get(POSITION), layout), None
+    shared = free or ([CONTEXT] if size > 1 else [])
+    _check_context(trainer, layout, is_shared=bool(shared))
+    if shared:  # a layout without them says which heads a device has and what joins the devices: these decide
         choice, context, sizes = plan_context(trainer.context, layout, shared, rows(), devices, is_free=bool(free))
-        if not free:
-            shape = _shape(trainer, devices, sizes)
+        shape = _shape(trainer, devices, sizes)
         layout = make_layout(shape, mappings, axes, devices, context)
         check_arrays(layout, arrays)
     notes = indivisible_vocabulary(layout, axes.get(VOCAB))
@@ -197,6 +199,6 @@ def _overridden(trainer: ShardingConfig, layout: Layout) -> list[str]:
     return warnings
 
 
-def _sharded_axes(names: str | Sequence[str], layout: Layout) -> list[str]:
+def _sharded_axes(names: str | Sequence[str] | None, layout: Layout) -> list[str]:
     """The mesh axes among `names` that have more than one device."""
     return [name for name in axis_names(names) if layout.mesh.shape[name] > 1]

@@ -39,7 +39,8 @@ from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
 from jaxlm.plan.batches import BatchPlan, check_microbatches, plan_batches, small_batches, unreached_stages
-from jaxlm.plan.context import ContextChoice, rows_of
+from jaxlm.plan.context.choice import ContextChoice
+from jaxlm.plan.context.rows import Rows
 from jaxlm.plan.controllers import controller_notes, phase_controllers
 from jaxlm.plan.early_ends import earliest_starts
 from jaxlm.plan.load_config import run_id_of
@@ -175,7 +176,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     arrays = {p: leaf.axes for p, leaf in tree.leaves(state_builder.abstract_initial_model) if tree.is_named(leaf)}
     sizes = {axis.name: axis.size for axes in arrays.values() for axis in axes}
     names = {path: [axis.name for axis in axes] for path, axes in arrays.items()}
-    mesh, layout, context, warnings = plan_mesh(trainer, sizes, names, devices, lambda: rows_of(state_builder, data))
+    mesh, layout, context, warnings = plan_mesh(trainer, sizes, names, devices, lambda: Rows.of(state_builder, data))
     check_hugging_face(config, data[0].tokenizer, [phase.model for phase in phases])
     batches = plan_batches(trainer, layout.num_shards(BATCH), config.batches_of_phases())
     plan = Plan(

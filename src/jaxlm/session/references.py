@@ -21,7 +21,7 @@ from jaxlm.models.moe import num_multiplied
 from jaxlm.models.stack_paths import without_layers_below
 from jaxlm.models.step_flops import ModelInStep
 from jaxlm.objectives.base import ITSELF
-from jaxlm.plan.context import check_context
+from jaxlm.plan.context.config import check_context
 from jaxlm.plan.plan import Plan
 from jaxlm.plan.refs.base import Ref
 
