@@ -81,6 +81,18 @@ def test_only_skipped_steps_look_up_their_records():
     ) in shown.getvalue()
 
 
+def test_speed_and_mfu_are_averages_of_the_same_steps():
+    """Reports may arrive in groups, so that a step seems to take almost no time."""
+    shown = io.StringIO()
+    listener = ProgressListener(Console(shown), phase(), lambda step: "", skipped=0)
+    for step, seconds in enumerate((60.0, 1.9, 0.1), phase().end - 2):  # the first one compiles
+        speed = {"throughput/duration": seconds, "throughput/tokens_per_second": 100 / seconds}
+        others = {"throughput/hook_time": 0.0, "optim/learning_rate": 1.0, "train/skipped_steps": 0.0}
+        speed["throughput/mfu"] = 0.3 / seconds
+        listener(StepInfo(step, "train", info().metrics | speed | others))
+    assert "100 tokens/s  MFU 30.0%" in shown.getvalue().splitlines()[-1]
+
+
 def test_samples_of_the_weights_and_of_each_average_go_to_the_trackers():
     generated = Generated()
 

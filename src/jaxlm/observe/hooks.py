@@ -1,5 +1,6 @@
 """Listeners and hooks that log, show progress and evaluate during training."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -53,6 +54,7 @@ class _StepTime(NamedTuple):
     tokens: float
     seconds: float
     hook_seconds: float  # duration of evaluations and saves before the step
+    peak_seconds: float  # at the devices' peak FLOP/s; nan if that is unknown
 
 
 class ProgressListener:
@@ -94,7 +96,8 @@ class ProgressListener:
             self._warming_up = False
         seconds = info.metrics[DURATION]
         tokens = info.metrics[TOKENS_PER_SECOND] * seconds
-        self._recent.append(_StepTime(tokens, seconds, info.metrics[HOOK_TIME]))
+        at_peak = info.metrics.get(MFU, math.nan) * seconds
+        self._recent.append(_StepTime(tokens, seconds, info.metrics[HOOK_TIME], at_peak))
         self._console.progress("  ".join(self._parts(info)), last=info.step == self._phase.end)
         loss = info.metrics.get(TRAIN_LOSS, info.metrics[OBJECTIVE])
         self._first = self._first or (info.step, loss)
@@ -119,7 +122,7 @@ class ProgressListener:
         if metrics.get(_TRAINED_SHARE, 1.0) < _PART:
             parts += [f"accuracy {metrics[_ACCURACY]:.3f}", f"trained {metrics[_TRAINED_SHARE]:.0%}"]
         if MFU in metrics:
-            parts.append(f"MFU {metrics[MFU]:.1%}")
+            parts.append(f"MFU {sum(step.peak_seconds for step in self._recent) / seconds:.1%}")
         pace = (seconds + sum(step.hook_seconds for step in self._recent)) / len(self._recent)
         parts.append(f"ETA {duration(pace * (self._phase.end - info.step))}")
         return parts
