@@ -79,6 +79,23 @@ ATTENTION = (
 )
 
 
+@pytest.mark.parametrize(
+    ("num_keys", "rate"), [(512, 400.0), (4096, 400.0), (8192, 480.0), (16384, 560.0), (1 << 20, 560.0)]
+)
+def test_attention_to_more_keys_is_faster(num_keys, rate):
+    line = ATTENTION.format(kind="").replace('"64", "64"', f'"64", "{num_keys}"')
+    text = f"""HloModule m
+
+ENTRY %main (q: bf16[2,64,8,16], k: bf16[2,{num_keys},2,16]) -> bf16[2,64,8,16] {{
+  %q = bf16[2,64,8,16]{{3,2,1,0}} parameter(0)
+  %k = bf16[2,{num_keys},2,16]{{3,2,1,0}} parameter(1)
+  ROOT %f = bf16[2,64,8,16]{{3,2,1,0}} {line}
+}}
+"""
+    flops = 4 * (2 * 8 * 64 * num_keys) * 16 / 2
+    assert roofline(text, Speed(1.0, 400.0, 1.0, 560.0)) == Seconds(attention=pytest.approx(flops / rate))
+
+
 def test_attention_and_choices():
     text = f"""HloModule m
 

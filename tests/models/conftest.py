@@ -1,7 +1,9 @@
 """Small models and inputs that the model tests share."""
 
+import dataclasses
 from functools import lru_cache
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -74,3 +76,20 @@ def _logits(model, inputs):
 def logits_of():
     """A model's logits as a plain array [batch, position, vocab]."""
     return _logits
+
+
+@pytest.fixture
+def gradient_of(built, as_inputs):
+    """The gradient of a model with a remat policy, for 4 rows of 16 tokens, as a function of the weights, and the weights."""
+    inputs = as_inputs([list(range(16))] * 4)
+
+    def make(config, remat_policy):
+        model = built(dataclasses.replace(config, gradient_checkpointing=remat_policy))
+        weights, rest = eqx.partition(model, eqx.is_inexact_array)
+
+        def loss(weights):
+            return (eqx.combine(weights, rest).hidden(inputs).final.array ** 2).sum()
+
+        return jax.jit(jax.grad(loss)), weights
+
+    return make

@@ -4,10 +4,8 @@ The program that XLA makes for CPUs has one memory. So these tests read the trac
 the compiler for GPUs keeps both apart is shown where it is installed (tests/end_to_end/test_bench.py).
 """
 
-import dataclasses
 import re
 
-import equinox as eqx
 import jax
 import pytest
 from jax.extend.core import jaxprs_in_params
@@ -20,22 +18,6 @@ from jaxlm.models.scan import runs_as_scan
 
 ROWS, TOKENS, LAYERS = 4, 16, 2
 NANO = NanoConfig(seq_len=16, hidden_dim=32, num_layers=8, num_heads=4, num_kv_heads=2, smear_channels=24)
-
-
-@pytest.fixture
-def gradient_of(built, as_inputs):
-    inputs = as_inputs([list(range(TOKENS))] * ROWS)
-
-    def make(config, remat_config):
-        model = built(dataclasses.replace(config, gradient_checkpointing=remat_config))
-        weights, rest = eqx.partition(model, eqx.is_inexact_array)
-
-        def loss(weights):
-            return (eqx.combine(weights, rest).hidden(inputs).final.array ** 2).sum()
-
-        return jax.jit(jax.grad(loss)), weights
-
-    return make
 
 
 def loops(jaxpr):

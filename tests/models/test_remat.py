@@ -1,9 +1,7 @@
 """The remat policies of `gradient_checkpointing`."""
 
-import dataclasses
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,23 +44,6 @@ def test_settings_are_parsed(value, remat_policy):
 def test_invalid_settings_are_refused(value, message):
     with pytest.raises(ConfigError, match=message):
         Gpt2Config(gradient_checkpointing=value)
-
-
-@pytest.fixture
-def gradient_of(built, as_inputs):
-    """The gradient of a model with a policy, as a function of the weights, and the weights."""
-    inputs = as_inputs([list(range(16))] * 4)
-
-    def make(config, remat_policy):
-        model = built(dataclasses.replace(config, gradient_checkpointing=remat_policy))
-        weights, rest = eqx.partition(model, eqx.is_inexact_array)
-
-        def loss(weights):
-            return (eqx.combine(weights, rest).hidden(inputs).final.array ** 2).sum()
-
-        return jax.jit(jax.grad(loss)), weights
-
-    return make
 
 
 @pytest.mark.slow

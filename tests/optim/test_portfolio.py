@@ -299,7 +299,7 @@ LINE: Any = {"strategies": {"sgd": Sgd(beta1=0.0)}, "learning_rate": 1e-2, "weig
 
 
 def test_a_nowcast_continues_a_line():
-    """Weights that move by equal steps are where they would be after so many more, to 1e-5. Then the window begins anew."""
+    """Weights that move by equal steps are extrapolated to 1e-5. The window is then empty again."""
     updates = Updates(PortfolioConfig(**PLAIN, **LINE, nowcast=Nowcast(window=8)))
     gradient, weights = numbers(1), numbers(0)
     for t in range(1, 26):

@@ -85,8 +85,8 @@ class Forecast:
         imbalance: how uneven their work is for the documents of the first phase's data; None if there is nothing to say.
         collectives: kind -> (number, output bytes) per step on one chip.
         kernels: number of calls per step of each library kernel.
-        counted_once: loops with matrix products that run as often as the data says, which nobody knows before; seconds and
-            executed FLOPs count one turn of each.
+        counted_once: loops with matrix products whose trip count depends on the data; seconds and executed FLOPs count one
+            iteration of each.
         flops_per_token: the model's, as `mfu` counts them.
         executed_flops: FLOPs of matrix products and attention that a chip executes in a step, recomputation included; None if
             the kernels are not known. Products in fp8 count half.
@@ -347,7 +347,7 @@ def _rows(result: Forecast) -> list[tuple[str, str]]:
         ),
         ("MFU", f"{result.mfu:.1%} ({mfu}{result.mfu_exposed:.1%} exposed); {full_attention}"),
         ("kernels", ", ".join(f"{name} x {n}" for name, n in result.kernels.items()) or "unknown"),
-        *([("counted once", f"loops that run as often as the data says: {', '.join(once)}")] if once else []),
+        *([("counted once", f"loops whose trip count depends on the data: {', '.join(once)}")] if once else []),
         ("memory per chip", f"{memory} of {gib(result.memory_limit)}{held}"),
         *([("host's memory per chip", _host(result))] if result.host_bytes else []),
     ]

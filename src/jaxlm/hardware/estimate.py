@@ -11,8 +11,10 @@ from jaxlm.hardware.roofline import HostTraffic, Seconds, Speed, executed_flops,
 from jaxlm.hardware.topologies import Topology
 
 # Fractions of the peak that the kernels of a training step reach: matrix products 600 to 690 of 989 TFLOP/s, cuDNN's
-# attention 350 to 500, and elementwise kernels 4.0 of 4.8 TB/s (public measurements on Hopper).
+# attention 350 to 500, and elementwise kernels 4.0 of 4.8 TB/s (public measurements on Hopper). Attention to long rows:
+# docs/benchmarks.md, "Long rows on a card".
 _PRODUCTS_SHARE, _ATTENTION_SHARE, _MEMORY_SHARE = 0.66, 0.43, 0.83
+_LONG_ATTENTION_SHARE = 0.555
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ def estimate_kernels(hlo: str, topology: Topology, mesh: MeshShape, dtype: Any) 
 def speed_of(topology: Topology, dtype: Any) -> Speed:
     """What kernels reach on a chip. Args: dtype: of the matrix products."""
     chip = topology.chip
-    peak = chip.peak_of(dtype)
-    return Speed(peak * _PRODUCTS_SHARE, peak * _ATTENTION_SHARE, chip.memory_bandwidth * _MEMORY_SHARE)
+    peak, memory = chip.peak_of(dtype), chip.memory_bandwidth * _MEMORY_SHARE
+    return Speed(peak * _PRODUCTS_SHARE, peak * _ATTENTION_SHARE, memory, peak * _LONG_ATTENTION_SHARE)
 
 
 def communication_seconds(hlo: str, topology: Topology, mesh: MeshShape) -> float:

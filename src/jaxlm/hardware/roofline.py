@@ -41,6 +41,7 @@ _FREE = {
 _SLICES = {"dynamic-slice", "gather", "slice"}
 # The backward pass of attention has five matrix products, the forward pass two.
 _BACKWARD = 2.5
+_SHORT_AND_LONG = (4096, 16384)  # keys; between them, attention gets faster with the logarithm of their number
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,23 @@ class Speed:
 
     Attributes:
         products: FLOP/s of large matrix products.
-        attention: FLOP/s of fused attention.
+        attention: FLOP/s of fused attention to at most 4,096 tokens.
         memory: bytes/s.
+        long_attention: FLOP/s of fused attention to at least 16,384 tokens; None for that of short rows.
     """
 
     products: float
     attention: float
     memory: float
+    long_attention: float | None = None
+
+    def attention_to(self, num_keys: int) -> float:
+        """FLOP/s of fused attention to that many tokens."""
+        if self.long_attention is None:
+            return self.attention
+        short, long = _SHORT_AND_LONG
+        share = math.log(min(max(num_keys, short), long) / short) / math.log(long / short)
+        return self.attention + share * (self.long_attention - self.attention)
 
 
 _ONE_FLOP = Speed(products=1.0, attention=1.0, memory=math.inf)  # a "second" is a FLOP
@@ -219,7 +230,8 @@ class _Roofline:
         if not self._is_counted(kernel) or host_copy(kernel, body, self.program) != NO_COPY:
             return Seconds()
         if _ATTENTION in kernel.line:
-            return Seconds(attention=_attention_flops(kernel) / self.speed.attention)
+            *_, num_keys = _scores_shape(kernel)
+            return Seconds(attention=_attention_flops(kernel) / self.speed.attention_to(num_keys))
         memory = self._traffic(kernel, body) / self.speed.memory
         if flops := self._flops(kernel, body):
             return Seconds(products=max(flops / self.speed.products, memory))
@@ -281,10 +293,14 @@ def _bytes_written(root: Instruction, body: Computation) -> int:
 
 
 def _attention_flops(call: Instruction) -> float:
-    """FLOPs of cuDNN's attention, forward or backward: two products with the scores [B, N, T, S], half of them if causal."""
+    """FLOPs of cuDNN's attention, forward or backward: two products with the scores, half of them if causal."""
+    share = 1 if _UNMASKED.search(call.line) else 0.5
+    passes = _BACKWARD if "Backward" in call.line else 1
+    return 2 * 2 * math.prod(_scores_shape(call)) * call.shape[-1] * share * passes
+
+
+def _scores_shape(call: Instruction) -> tuple[int, ...]:
+    """[B, N, T, S] of cuDNN's attention."""
     scores = _SCORES.search(call.line)
     assert scores is not None, call.line
-    share = 1 if _UNMASKED.search(call.line) else 0.5
-    return (
-        2 * 2 * math.prod(integers(scores[1])) * call.shape[-1] * share * (_BACKWARD if "Backward" in call.line else 1)
-    )
+    return integers(scores[1])

@@ -443,7 +443,7 @@ class Stack(Body, eqx.Module):
     Attributes:
         layers: the blocks; every parameter has the leading axis `layers`.
         final_norm: the norm before the head; None unless this is the last stack.
-        kinds: the kinds of the layers, repeated as often as needed.
+        kinds: the kinds of the layers; a shorter tuple is repeated.
         HeadSize: features per head.
         scan: run the layers as a scan (true), unrolled (false), or `auto`.
         remat_policy: what each layer saves for the backward pass.

@@ -57,7 +57,7 @@ _UNSTABLE_SPIKES = 2
 _UNSTABLE, _PLATEAU = "unstable", "plateau"
 _FAVORED = {_UNSTABLE: ["conservative_adamw", "spike_resistant"], _PLATEAU: ["aggressive_adamw", "sgd_escape"]}
 _AS_IT_IS, _NOWCAST = "as it is", "nowcast"
-_DELAY = 4  # metrics of a step change what is done so many steps later, `DoneStep.effective`
+_DELAY = 4  # steps from a step's metrics to the first step that they can change, `DoneStep.effective`
 
 
 class RollbacksError(StopRunError):
@@ -172,8 +172,8 @@ class OrchestratorConfig(ControllerConfig):
             )
         if self.max_spikes > optimizer.telemetry_window:
             raise ConfigError(
-                f"max_spikes: {self.max_spikes} given, at most {optimizer.telemetry_window} expected: spikes of so many"
-                " steps are counted (optimizer.telemetry.window). Lower it, or raise window"
+                f"max_spikes: {self.max_spikes} given, at most {optimizer.telemetry_window} expected: the number of"
+                " recent steps whose spikes are counted (optimizer.telemetry.window). Lower it, or raise window"
             )
         for key in ("when_unstable", "on_plateau"):
             named |= {f"{key}.{number}": name for number, name in enumerate(getattr(self, key) or ())}
@@ -533,7 +533,7 @@ def _switch(reason: str | None, before: str, to: str, effective: int) -> dict[st
 
 
 def _longest_wait(num_steps: int) -> int:
-    """The most steps without a decision after which `interval` leads to one, in a phase of so many steps."""
+    """The most steps without a decision after which `interval` leads to one, in a phase of `num_steps` steps."""
     last, begin, waits = num_steps - _DELAY, 0, []
     for fraction in (_EARLY, _LATE):
         change = math.ceil(fraction * num_steps)

@@ -65,7 +65,7 @@ class Telemetry(StepGuard):
 
     Attributes:
         window: number of recent steps for the noise, the median of the gradient norm, and the number of spikes.
-        min_steps: no step is a spike before so many steps.
+        min_steps: the number of steps before the first that can be a spike.
         loss_limit: a loss this many standard deviations above its trend is a spike.
         grad_norm_limit: a gradient norm whose logarithm is this many standard deviations above its trend is a spike.
         plateau_window: number of recent steps whose loss must not fall for a plateau.

@@ -71,7 +71,7 @@ class Trend(eqx.Module):
 
         Args:
             limit: scores beyond it, on either side, are outliers.
-            min_values: nothing is an outlier before so many values.
+            min_values: the number of values before the first that can be an outlier.
             smallest_scale: lower bound of the standard deviation.
         """
         finite = jnp.isfinite(value)
