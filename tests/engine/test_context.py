@@ -15,6 +15,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import AttentionWork, ContextSharding, Layout
+from jaxlm.core.tracing import tracing
 from jaxlm.core.values.batch_types import GroupBatch, LabeledBatch, MaskedBatch, PairBatch, TokenBatch, UnpairedBatch
 from jaxlm.core.values.text_order import in_text_order
 from jaxlm.data.batch import BatchSpec, Column, Columns, shifted_columns, token_columns
@@ -39,6 +40,7 @@ from jaxlm.objectives.grpo import Grpo
 from jaxlm.objectives.kto import Kto
 from jaxlm.objectives.next_token import NextToken, score_batch
 from jaxlm.objectives.reward import RewardObjective
+from jaxlm.surgery.fp8 import Fp8Config
 from jaxlm.surgery.lora import LoraConfig
 from jaxlm.surgery.reward_head import RewardHeadConfig
 from tests.engine.helpers import F32, one_device
@@ -162,6 +164,7 @@ CASES: dict[str, tuple[ObjectiveConfig, ModelConfig, tuple[BatchSpec[Any], Colum
     "two parts of scores": (NextToken(), TWO_PARTS, TOKENS, None),
     "experts": (NextToken(), MIXTRAL, TOKENS, None),
     "adapters": (NextToken(), LAST_LAYERS, TOKENS, LoraConfig(rank=4)),
+    "fp8": (NextToken(), LAST_LAYERS, TOKENS, Fp8Config(min_features=16)),
     "masked": (Diffusion(), BIDIRECTIONAL, MASKED, None),
     "labels": (CustomTargets(), LAST_LAYERS, LABELED, None),
     "pairs": (Dpo(ld_alpha=0.5), LAST_LAYERS, PAIRS, None),
@@ -197,7 +200,8 @@ def loss_and_gradient(name: str, batch: Any, where: Layout, config: ModelConfig 
         model = eqx.combine(arrays, rest, is_leaf=tree.is_named)
         slot = objective.init_slot(arrays)
         annotated = objective.annotate({"initial": other, "teacher": other}, batch)
-        terms, metrics, _ = objective.terms(model, annotated, slot, key=None)
+        with tracing(quantized_products=True):  # as in a step
+            terms, metrics, _ = objective.terms(model, annotated, slot, key=None)
         weights = objective.weights(batch)
         means = {name: metric.mean() for name, metric in metrics.items() if hasattr(metric, "mean")}
         return sum(term.total / weights[name] for name, term in terms.items()), means

@@ -130,16 +130,22 @@ def main(arguments: Sequence[str]) -> int:
     refuse_dry_run(config, "jaxlm bench measures steps, or forecasts with --topology")
     if tunes:
         _check_tunable(options.topology, options.warmup, steps, config)
-    if options.topology is not None:
-        if options.steps is not None or options.warmup is not None:
-            raise ConfigError(
-                "--topology: the forecast uses the compiled program and runs no steps, so --steps and --warmup have no"
-                " effect. Remove them, or remove --topology to measure on this machine's devices"
-            )
-        topologies = [parse_topology(name) for name in options.topology.split(",")]
-        simulate_devices(topologies)
-        forecast_all(config, topologies, Console())
+    if options.topology is None:
+        _run(config, steps, warmup, tunes=tunes)
         return 0
+    if options.steps is not None or options.warmup is not None:
+        raise ConfigError(
+            "--topology: the forecast uses the compiled program and runs no steps, so --steps and --warmup have no effect."
+            " Remove them, or remove --topology to measure on this machine's devices"
+        )
+    topologies = [parse_topology(name) for name in options.topology.split(",")]
+    simulate_devices(topologies)
+    forecast_all(config, topologies, Console())
+    return 0
+
+
+def _run(config: RunConfig, steps: int, warmup: int, *, tunes: bool) -> None:
+    """Measures or tunes the step on this machine's devices."""
     configure_jax(config.trainer.jax_config)
     config.trainer.distributed.join()
     watch_peers(config.trainer.distributed.heartbeat_timeout.total_seconds())
@@ -150,15 +156,13 @@ def main(arguments: Sequence[str]) -> int:
     rows = [] if imbalance is None else [("imbalance", imbalance.describe())]
     console.log(table("benchmark", [*describe(plan), *rows]))
     enable_compilation_cache(config.trainer.compilation_cache_dir)
-    if tunes:
-        with plan.layout.use():
-            _tune(plan, console, rounds=steps)
-        return 0
     with plan.layout.use():
+        if tunes:
+            _tune(plan, console, rounds=steps)
+            return
         result = measure(plan, console, steps=steps, warmup=warmup)
     console.log(table("result", _rows(result)))
     console.log(json.dumps(asdict(result)))
-    return 0
 
 
 def _check_tunable(topology: str | None, warmup: int | None, steps: int, config: RunConfig) -> None:

@@ -174,27 +174,22 @@ def _forecast_phase(
         if cuda:
             sampling = forecast_sampling(plan, phase, topology, console.log)
     hlo = step.call.as_text() or ""
-    speed = speed_of(topology, plan.precision.compute)
     flops, tokens = flops_per_token(plan, phase), plan.batches.of(phase).largest.size * plan.tokens_per_example(phase)
     model = plan.state_builder.abstract_state(phase).model
-    estimate = (
-        estimate_kernels(hlo, topology, plan.mesh, plan.precision.compute)
-        if cuda
-        else Estimate(  # the kernels are not known
+    on_host = _optimizer_bytes(plan, phase) if plan.layout.optimizer_memory else 0
+    if cuda:
+        estimate = estimate_kernels(hlo, topology, plan.mesh, plan.precision.compute)
+        update = roofline(hlo, speed_of(topology, plan.precision.compute), OPTIMIZER_SCOPE).total
+        estimate = dataclasses.replace(estimate, host=(*estimate.host, *_moments_traffic(on_host, topology, update)))
+    else:
+        update = None
+        estimate = Estimate(  # the kernels are not known
             kernels=_analytic_seconds(plan, topology, step, model, flops.causal, tokens),
             communication=communication_seconds(hlo, topology, plan.mesh),
             hidden=None,
             flops=None,
             collectives=collectives_by_kind(hlo),
         )
-    )
-    on_host = _optimizer_bytes(plan, phase) if plan.layout.optimizer_memory else 0
-    if on_host and cuda:
-        bandwidth = topology.chip.host_bandwidth
-        assert bandwidth is not None, "GPUs have one"
-        update = roofline(hlo, speed, OPTIMIZER_SCOPE).total
-        moments = HostTraffic(1, HostCopy(on_host, on_host), 2 * on_host / bandwidth, 0.0, update)
-        estimate = dataclasses.replace(estimate, host=(*estimate.host, moments))
     seconds, exposed, scheduled = estimate.overlapped, estimate.exposed, estimate.scheduled
     per_second = tokens / (topology.num_chips * topology.chip.peak)
     return Forecast(
@@ -222,7 +217,7 @@ def _forecast_phase(
         recomputation=step.remat_policy,
         host_bytes=step.host_bytes + on_host,
         host_traffic=estimate.host,
-        optimizer_seconds=roofline(hlo, speed, OPTIMIZER_SCOPE).total if cuda else None,
+        optimizer_seconds=update,
         optimizer_flops_share=executed_flops(hlo, OPTIMIZER_SCOPE) / max(1.0, estimate.flops or 0.0) if cuda else None,
         context_seconds=estimate.attention if plan.context else {},
         imbalance=imbalance,
@@ -233,6 +228,15 @@ def _forecast_phase(
         executed_flops=estimate.flops,
         sampling=sampling,
     )
+
+
+def _moments_traffic(on_host: int, topology: Topology, update: float) -> list[HostTraffic]:
+    """The copies of the moments that are in the host's memory, there and back. Args: update: seconds of the update."""
+    if not on_host:
+        return []
+    bandwidth = topology.chip.host_bandwidth
+    assert bandwidth is not None, "GPUs have one"
+    return [HostTraffic(1, HostCopy(on_host, on_host), 2 * on_host / bandwidth, 0.0, update)]
 
 
 def _optimizer_bytes(plan: Plan, phase: Phase) -> int:
