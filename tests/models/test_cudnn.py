@@ -164,7 +164,7 @@ def test_matches_reference_attention(monkeypatch, rows, packed, windowed, causal
     shape = AttentionShape(jnp.float32, head_size=8, group=2, windowed=windowed, causal=causal)
     options = {"window": shape.window, "packed": packed, "causal": causal}
     attend = functools.partial(cudnn_attention, scale=shape.scale, **options)
-    assert disagreement(jax.jit(attend), rows(), shape) is None
+    assert disagreement(attend, rows(), shape) is None
 
 
 # --- The self-test ----------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_the_self_test_finds_a_wrong_kernel(attend, found):
 def test_bfloat16_is_within_the_tolerance():
     shape = AttentionShape(jnp.bfloat16, head_size=64, group=2, windowed=True)
     attend = lambda q, k, v, s: blockwise_attention(q, k, v, s, shape.scale, shape.window)  # noqa: E731
-    assert disagreement(jax.jit(attend), packed_rows(), shape) is None
+    assert disagreement(attend, packed_rows(), shape) is None
 
 
 def test_a_kernel_that_raises_fails_the_self_test():

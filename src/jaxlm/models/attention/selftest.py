@@ -91,12 +91,15 @@ def disagreement(attend: Attend, segment_BT: np.ndarray, shape: AttentionShape) 
 
     Errors are measured per document, because one wrong document would not show in an average over many.
     """
-    inputs = _random_inputs(segment_BT.shape, shape)
-    mask, segments = jnp.asarray(_mask(segment_BT, shape)), jnp.asarray(segment_BT)
-    actual = _value_and_gradients(lambda q, k, v: attend(q, k, v, segments), *inputs)
-    _run_two_layers(lambda q, k, v: attend(q, k, v, segments), *inputs)
-    exact = (a.astype(jnp.float32) for a in inputs)
-    expected = _value_and_gradients(lambda q, k, v: reference_attention(q, k, v, mask, shape.scale, 0.0, None), *exact)
+    inputs, segments = _random_inputs(segment_BT.shape, shape), jnp.asarray(segment_BT)
+    actual = _value_and_gradients(attend, inputs, segments)
+    # With `--xla_gpu_deterministic_ops=true`, XLA runs one backward call of cuDNN in a program, but not two
+    # (openxla/xla#46500).
+    two_layers = lambda q, k, v, segments: attend(attend(q, k, v, segments), k, v, segments)  # noqa: E731
+    jax.block_until_ready(_value_and_gradients(two_layers, inputs, segments))
+    reference = lambda q, k, v, mask: reference_attention(q, k, v, mask, shape.scale, 0.0, None)  # noqa: E731
+    exact = tuple(a.astype(jnp.float32) for a in inputs)
+    expected = _value_and_gradients(reference, exact, jnp.asarray(_mask(segment_BT, shape)))
     for name, result, reference in zip(_RESULTS, actual, expected, strict=True):
         worst = _worst_document_error(np.asarray(result, np.float32), np.asarray(reference, np.float32), segment_BT)
         if not worst <= TOLERANCE:
@@ -104,18 +107,17 @@ def disagreement(attend: Attend, segment_BT: np.ndarray, shape: AttentionShape) 
     return None
 
 
-def _value_and_gradients(attend: Callable[..., jax.Array], q, k, v, d_out) -> tuple[jax.Array, ...]:
-    out, vjp = jax.vjp(attend, q, k, v)
-    return out, *vjp(d_out)
+@functools.partial(jax.jit, static_argnums=0)
+def _value_and_gradients(attend: Attend, inputs: tuple[jax.Array, ...], tokens: jax.Array) -> tuple[jax.Array, ...]:
+    """In one program, to which `tokens` are an argument: XLA would spend seconds on computing masks from constants.
 
-
-def _run_two_layers(attend: Callable[..., jax.Array], q, k, v, d_out) -> None:
-    """Runs two layers of the same shape, forward and backward, in one program.
-
-    With `--xla_gpu_deterministic_ops=true`, XLA runs one backward call of cuDNN, but not two (openxla/xla#46500).
+    Args:
+        inputs: queries, keys, values and the gradient of the output.
+        tokens: the last argument of `attend`.
     """
-    two_layers = lambda q, k, v: attend(attend(q, k, v), k, v)  # noqa: E731
-    jax.block_until_ready(jax.jit(functools.partial(_value_and_gradients, two_layers))(q, k, v, d_out))
+    *arrays, d_out = inputs
+    out, vjp = jax.vjp(lambda *arrays: attend(*arrays, tokens), *arrays)
+    return out, *vjp(d_out)
 
 
 def _random_inputs(rows: tuple[int, int], shape: AttentionShape) -> tuple[jax.Array, ...]:
@@ -156,7 +158,7 @@ def _cudnn_problem(segment_BT: np.ndarray, shape: AttentionShape, *, packed: boo
         return "no GPU is attached to self-test it on"
     options = {"window": shape.window, "packed": packed, "causal": shape.causal}
     attend = functools.partial(cudnn_attention, scale=shape.scale, **options)
-    return selftest_problem(lambda: disagreement(jax.jit(attend), segment_BT, shape))
+    return selftest_problem(lambda: disagreement(attend, segment_BT, shape))
 
 
 def selftest_problem(test: Callable[[], str | None]) -> str | None:
