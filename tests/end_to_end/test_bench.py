@@ -1,6 +1,7 @@
 """`python -m jaxlm bench`: a configuration's speed and memory, as a table and as one JSON line."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,8 @@ def test_bench_shows_a_table_and_a_line_of_json_and_needs_no_data(measured):
     assert numbers["mfu"] is None, "the peak of a CPU is not known"
     assert 0 < numbers["mfu_attainable"] < 1
     assert numbers["peak_bytes"] > 1 << 20
+    assert sum(numbers["products"].values()) == pytest.approx(1)
+    assert re.search(r"products +[A-Z]\w+ f32 \d+%", text)
     assert set(numbers["collectives"]) == {"all-gather", "all-reduce", "reduce-scatter"}
 
 

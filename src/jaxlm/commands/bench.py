@@ -34,6 +34,7 @@ from jaxlm.data.loader import leading_axes
 from jaxlm.engine.entry import enter_phase
 from jaxlm.engine.peers import connect_if_it_fails, watch_peers
 from jaxlm.engine.sync import FlagSync
+from jaxlm.hardware.cpu_products import cpu_products, shares_by_library, shares_without_library
 from jaxlm.hardware.hlo import collectives_by_kind, kernels
 from jaxlm.hardware.program_memory import planned_bytes
 from jaxlm.hardware.topologies import parse_topology
@@ -53,6 +54,7 @@ from jaxlm.session.startup import check_performance, describe
 _STEPS, _WARMUP = 20, 3
 _GEMM = 2048  # large enough for a matrix product to reach full speed on a CPU
 _GEMM_GPU = 8192  # ... and on an accelerator, where a small one takes less time than its dispatch
+_SHOWN_PRODUCTS = 3
 _GEMM_REPEATS, _GEMM_SECONDS = 8, 2.0  # whichever is reached first
 
 
@@ -76,6 +78,8 @@ class Result:
         recomputation: the remat policy; with `model.gradient_checkpointing: auto`, the one that was chosen.
         kernels: library kernel -> calls per step.
         collectives: kind -> (number, output bytes) per step on one device.
+        products: on CPUs, what computes the matrix products, and in which dtype -> share of their FLOPs; empty on others.
+        products_without_library: of them, those that XLA computes itself -> share.
     """
 
     tokens_per_second: float
@@ -92,6 +96,8 @@ class Result:
     recomputation: str
     kernels: dict[str, int]
     collectives: dict[str, tuple[int, int]]
+    products: dict[str, float]
+    products_without_library: dict[str, float]
     devices: str
     jax: str
 
@@ -269,6 +275,7 @@ def _result(plan: Plan, step: CompiledStep, dispatch_seconds: list[float], step_
     peak = peak_flops(devices[0].device_kind)
     peaks = None if peak is None else peak * len(devices)
     text = step.call.as_text() or ""
+    products = cpu_products(text) if current_platform() == "cpu" else {}
     quartiles = statistics.quantiles(step_seconds, n=4) if len(step_seconds) > 1 else [seconds] * 3
     return Result(
         tokens_per_second=rate,
@@ -285,6 +292,8 @@ def _result(plan: Plan, step: CompiledStep, dispatch_seconds: list[float], step_
         recomputation=step.remat_policy,
         kernels=dict(kernels(text)),
         collectives=collectives_by_kind(text),
+        products=shares_by_library(products),
+        products_without_library=shares_without_library(products),
         devices=f"{len(devices)} x {devices[0].device_kind}",
         jax=jax.__version__,
     )
@@ -293,6 +302,15 @@ def _result(plan: Plan, step: CompiledStep, dispatch_seconds: list[float], step_
 def _peak_bytes() -> int:
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _products(result: Result) -> str:
+    """What computes the matrix products on a CPU, and the largest of those that XLA computes itself."""
+    libraries, own = (
+        ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+        for shares in (result.products, dict(list(result.products_without_library.items())[:_SHOWN_PRODUCTS]))
+    )
+    return f"{libraries} of their FLOPs" + (f"; without a library: {own}" if own else "")
 
 
 def _rows(result: Result) -> list[tuple[str, str]]:
@@ -309,6 +327,7 @@ def _rows(result: Result) -> list[tuple[str, str]]:
         ("memory", f"peak {gib(result.peak_bytes)}, planned {gib(result.program_bytes or 0)}"),
         ("kernels", ", ".join(f"{name} x {n}" for name, n in result.kernels.items()) or "only XLA's own"),
         ("collectives", ", ".join(f"{k}: {n}, {gib(b)}" for k, (n, b) in result.collectives.items()) or "none"),
+        *([("products", _products(result))] if result.products else []),
     ]
 
 
