@@ -1,5 +1,6 @@
 """Dtypes by parameter path: which rule decides, what is stored and computed in which dtype, and refused rules."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import haliax as hax
@@ -11,12 +12,14 @@ from haliax import Axis
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import StepStats
-from jaxlm.core.precision import DynamicLossScale, Unscaled, parse_precision
+from jaxlm.core.precision import DynamicLossScale, PrecisionConfig, Unscaled, parse_precision
+from jaxlm.core.products import bfloat16
 from jaxlm.models.base import Inputs
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.session.resume_checks import SavedRun, config_changes
+from jaxlm.session.compilation.options import StepOptions
+from jaxlm.session.resume_checks import SavedRun, changes, computing_facts, config_changes
 from jaxlm.session.startup import activation_dtype, describe
 from tests.engine.helpers import VOCAB
 from tests.fields.trees import tree as run_tree
@@ -146,3 +149,66 @@ def test_a_changed_rule_is_told_when_a_run_resumes():
     (line,) = config_changes(SavedRun("", before), now, 0)
     assert line.startswith("trainer.mp.rules: [{'match': '\\\\.router\\\\.'")
     assert line.endswith(" -> [] (changes what follows: numbers have a different precision from here)")
+
+
+SAPPHIRE_RAPIDS = frozenset({"avx512f", "avx512_bf16", "amx_tile", "amx_bf16"})
+CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
+
+
+def gpu(name: str, capability: str) -> SimpleNamespace:
+    return SimpleNamespace(platform="gpu", device_kind=name, compute_capability=capability)
+
+
+# Device; instructions and jaxlib of a CPU -> the dtype that products are computed in, and a part of the reason.
+AUTOMATIC: dict[str, tuple[Any, frozenset[str], tuple[int, ...], str, str]] = {
+    "AMX": (CPU, SAPPHIRE_RAPIDS, (0, 12, 0, 1), "bfloat16", "has amx_bf16, and jaxlib 0.12.0.1 uses it"),
+    "AMX that this jaxlib does not use": (CPU, SAPPHIRE_RAPIDS, (0, 10, 2), "float32", "jaxlib 0.12 and later use it"),
+    "no AMX": (CPU, SAPPHIRE_RAPIDS - {"amx_bf16"}, (0, 12, 0, 1), "float32", "the processor has no amx_bf16"),
+    "Hopper": (gpu("NVIDIA H100", "9.0"), frozenset(), (0, 10, 2), "bfloat16", "NVIDIA H100 has matrix units"),
+    "Volta": (gpu("Tesla V100", "7.0"), frozenset(), (0, 10, 2), "float32", "Tesla V100 has no matrix units"),
+    "TPU": (SimpleNamespace(platform="tpu", device_kind="TPU v5p"), frozenset(), (0, 10, 2), "bfloat16", "TPU v5p has"),
+}
+
+
+@pytest.fixture
+def processor(monkeypatch):
+    def is_now(instructions: frozenset[str], version: tuple[int, ...]) -> None:
+        monkeypatch.setattr("jaxlib.version.__version_info__", version)
+        monkeypatch.setattr(bfloat16, "_instructions", lambda: instructions)
+
+    return is_now
+
+
+@pytest.mark.parametrize("name", AUTOMATIC)
+def test_auto_computes_in_bfloat16_where_that_is_faster(name, processor):
+    device, instructions, version, compute, reason = AUTOMATIC[name]
+    processor(instructions, version)
+    precision = parse_precision("auto", device)
+    assert (precision.params, precision.compute) == (jnp.float32, compute)
+    assert reason in precision.reason
+    assert str(precision).endswith(f"compute {compute} (auto: {precision.reason})")
+    assert parse_precision(PrecisionConfig("auto"), device) == precision
+
+
+def test_the_start_says_what_bfloat16_would_be(processor):
+    """Of `auto`, in its own row. Of named dtypes, if the processor has the instructions."""
+    processor(SAPPHIRE_RAPIDS, (0, 12, 0, 1))
+    rows = dict(describe(plan_of(default="auto")))
+    assert rows["precision"].startswith("params float32, compute bfloat16 (auto: the processor has amx_bf16")
+    assert "bfloat16" not in rows
+    named = dict(describe(plan_of(default="f32")))
+    assert named["precision"] == "params float32, compute float32"
+    assert named["bfloat16"] == "the processor has amx_bf16, and jaxlib 0.12.0.1 uses it (trainer.mp: auto)"
+    processor(frozenset(), (0, 12, 0, 1))
+    assert "bfloat16" not in dict(describe(plan_of(default="f32")))
+
+
+def test_another_processor_is_told_when_a_run_with_auto_resumes(processor):
+    processor(SAPPHIRE_RAPIDS, (0, 12, 0, 1))
+    config = plan_of(default="auto").config
+    facts = computing_facts(config, StepOptions.of("cpu", {}))
+    processor(frozenset(), (0, 12, 0, 1))
+    (line,) = changes(SavedRun("s", config, environment=facts), config, StepOptions.of("cpu", {}), 5, 80)
+    assert line.startswith("precision: params float32, compute bfloat16 (auto: ")
+    assert line.endswith("no amx_bf16) (changes what follows: numbers have a different precision from here)")
+    assert "precision" not in computing_facts(plan_of(default="f32").config, StepOptions.of("cpu", {}))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import StepGuard, StepStats, Verdict, is_finite
+from jaxlm.core.products.bfloat16 import AUTO, bfloat16_products
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.core.tree import closest_paths, compile_pattern, dotted, is_inexact, is_named, leaves
 
@@ -181,12 +182,14 @@ class Precision:
         compute: dtype of matrix products and activations. Norms, softmax and the loss are always float32.
         loss_scale: loss scaling, which float16 needs to keep small gradients from underflowing.
         rules: other dtypes of some parameters; the first one that matches a path decides.
+        reason: why `auto` is these dtypes; empty if the configuration names them.
     """
 
     params: jnp.dtype
     compute: jnp.dtype
     loss_scale: LossScale = field(default_factory=Unscaled)
     rules: tuple[PathPrecision, ...] = ()
+    reason: str = ""
 
     def at(self, path: str) -> "PathPrecision | Precision":
         """What holds the dtypes of the parameter at a path: the first rule that matches, or this."""
@@ -226,7 +229,8 @@ class Precision:
 
     def __str__(self) -> str:
         scaled = "" if isinstance(self.loss_scale, Unscaled) else ", dynamic loss scale"
-        return f"params {self.params.name}, compute {self.compute.name}{scaled}"
+        automatic = f" (auto: {self.reason})" if self.reason else ""
+        return f"params {self.params.name}, compute {self.compute.name}{scaled}{automatic}"
 
 
 def _cast(tree: T, dtype_at: Callable[[str], jnp.dtype]) -> T:
@@ -241,16 +245,19 @@ def _without_float16(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
 
 
-def parse_precision(mp: str | PrecisionConfig) -> Precision:
-    """Parses `f32`, `bf16`, `p=f32,c=bfloat16[,o=bfloat16]`, or a section whose default is one of these.
+def parse_precision(mp: str | PrecisionConfig, device: Any = None) -> Precision:
+    """Parses `f32`, `bf16`, `p=f32,c=bfloat16[,o=bfloat16]`, `auto`, or a section whose default is one of these.
 
     Compute defaults to params; the long names `params`, `compute`, `output` work too. A float16 compute dtype turns on
     dynamic loss scaling. The output dtype is accepted for compatibility with other programs, but must equal the compute
     dtype: the loss reads hidden states in the compute dtype and computes in float32. Float16 parameters are an error.
+
+    Args:
+        device: what `auto` depends on.
     """
     if isinstance(mp, str):
-        return _with_loss_scale(_parse_dtypes(mp, "trainer.mp"))
-    default = _parse_dtypes(mp.default, "trainer.mp.default")
+        return _with_loss_scale(_parse_default(mp, "trainer.mp", device))
+    default = _parse_default(mp.default, "trainer.mp.default", device)
     rules = tuple(_parse_rule(rule, default, f"trainer.mp.rules.{n}") for n, rule in enumerate(mp.rules))
     return _with_loss_scale(replace(default, rules=rules))
 
@@ -258,6 +265,13 @@ def parse_precision(mp: str | PrecisionConfig) -> Precision:
 def _with_loss_scale(precision: Precision) -> Precision:
     needed = jnp.float16 in (precision.compute, *(rule.compute for rule in precision.rules))
     return replace(precision, loss_scale=DynamicLossScale()) if needed else precision
+
+
+def _parse_default(text: str, key: str, device: Any) -> Precision:
+    if text != AUTO:
+        return _parse_dtypes(text, key)
+    found = bfloat16_products(device)
+    return replace(_parse_dtypes(found.policy, key), reason=found.reason)
 
 
 def _parse_dtypes(text: str, key: str) -> Precision:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxlm.core.products.fp8 import Fp8, Scaled, scaled_product, to_fp8
 from jaxlm.core.products.matmul import einsum
 from jaxlm.core.products.stored_weights import StoredArray
+from jaxlm.core.sharding import current_platform
 from jaxlm.models.token_sharding import TokenSharding
 
 
@@ -51,7 +52,12 @@ class PlainHead(HeadProducts):
 
 def head_gradient(d_logits_CV: jax.Array, x_CD: jax.Array) -> jax.Array:
     """The gradient of the head, [V, D] in float32, as a product in the dtype of the logits' gradient."""
-    return jnp.einsum("cv,cd->vd", d_logits_CV, x_CD.astype(d_logits_CV.dtype), preferred_element_type=jnp.float32)
+    x_CD = x_CD.astype(d_logits_CV.dtype)
+    if current_platform() == "cpu" and d_logits_CV.dtype == jnp.bfloat16 and len(x_CD) % 2 == 0:
+        # XLA for CPUs computes this product in float32, outside of its library, unless it sums over two axes.
+        halves = (a.reshape(2, -1, a.shape[-1]) for a in (d_logits_CV, x_CD))
+        return jnp.einsum("hcv,hcd->vd", *halves, preferred_element_type=jnp.float32)
+    return jnp.einsum("cv,cd->vd", d_logits_CV, x_CD, preferred_element_type=jnp.float32)
 
 
 @dataclass(frozen=True)

@@ -168,8 +168,8 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     check_fields(config)
     config.model.check()
     trainer.check()
-    precision = parse_precision(trainer.mp)
     devices = jax.devices() if devices is None else devices
+    precision = parse_precision(trainer.mp, devices[0])
     Vocab = vocab_axis(vocab_size)
     phases, data = plan_phases(config)
     state_builder = StateBuilder(config.model, Vocab, trainer.seed, precision, phases)

@@ -120,7 +120,8 @@ class TrainerConfig(FailureConfig, StartConfig, ShardingConfig, BatchConfig, Len
 
     Attributes:
         mp: mixed-precision policy: `f32`, or dtypes of parameters and compute, as in `p=f32,c=bfloat16` (like PyTorch's
-            autocast to bfloat16). `bf16` alone also stores the parameters in bfloat16. `c=float16` turns on dynamic loss
+            autocast to bfloat16). `auto` is the latter where the device multiplies it faster, else the former; the start
+            says which, and why. `bf16` alone also stores the parameters in bfloat16. `c=float16` turns on dynamic loss
             scaling. A section gives some parameters other dtypes:
             `{default: 'p=f32,c=bfloat16', rules: [{match: '\\.router\\.', compute: float32}]}`.
         offload_optimizer: keep the optimizer's state in the host's memory between steps. Each step copies it to the devices

@@ -6,8 +6,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError, bounded
+from jaxlm.core.precision import parse_precision
 from jaxlm.core.redaction import without_secrets
 from jaxlm.core.runtime import main_first, same_on_all_processes
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
@@ -244,6 +247,7 @@ FACTS: dict[str, Effect] = {
     "Python": HARMLESS,
     **dict.fromkeys(("jax", "jaxlib", "haliax", "equinox", "optax", "libtpu"), ROUNDING),
     **dict.fromkeys(("backend", "devices", "processor", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "variables"), ROUNDING),
+    "precision": follows("numbers have a different precision from here"),
     **dict.fromkeys(("jax options", _XLA_OPTIONS, _BLOCK_SIZES), ROUNDING),
 }
 """What another fact about what computes means for a run; `module` stands for each module of the user's own."""
@@ -262,7 +266,13 @@ def computing_facts(config: RunConfig, options: StepOptions) -> dict[str, str]:
     Args:
         options: of the training step.
     """
-    return {**computing(own_modules(config)), **dict(zip((_XLA_OPTIONS, _BLOCK_SIZES), options.texts, strict=True))}
+    return {**computing_numbers(config), **dict(zip((_XLA_OPTIONS, _BLOCK_SIZES), options.texts, strict=True))}
+
+
+def computing_numbers(config: RunConfig) -> dict[str, str]:
+    """What computes the numbers of a run, without the options of its program."""
+    precision = parse_precision(config.trainer.mp, jax.devices()[0])
+    return {**computing(own_modules(config)), **({"precision": str(precision)} if precision.reason else {})}
 
 
 def _environment_changes(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:

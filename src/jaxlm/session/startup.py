@@ -17,6 +17,7 @@ from jaxlm.core.devices import cuda_capability, peak_flops
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.exchange import exchange
 from jaxlm.core.precision import Precision
+from jaxlm.core.products.bfloat16 import bfloat16_products, has_matrix_instruction
 from jaxlm.core.products.fp8 import has_fp8_products
 from jaxlm.core.publish import child_of, is_complete, location_of, names_in
 from jaxlm.core.redaction import without_secrets
@@ -47,7 +48,7 @@ from jaxlm.models.stacks import HeterogeneousBody, Stack
 from jaxlm.observe.console import duration
 from jaxlm.observe.phase_history import HIDDEN_ROW, LAYERS_ROW, STEPS_ROW, TRAINS_ROW
 from jaxlm.observe.trackers import RunInfo
-from jaxlm.observe.trackers.environment import JAX_OPTIONS, computing, flags, source_of, source_of_jaxlm, variables
+from jaxlm.observe.trackers.environment import JAX_OPTIONS, flags, source_of, source_of_jaxlm, variables
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.lr.shapes import lr_shape_name
 from jaxlm.optim.stored_state.formats import describe_state
@@ -63,7 +64,7 @@ from jaxlm.reading.plugins import own_modules
 from jaxlm.session.compilation.options import describe_options, describe_sizes, step_options
 from jaxlm.session.init_from import InitFrom
 from jaxlm.session.references import asked_in, flops_per_token
-from jaxlm.session.resume_checks import effect_of_fact
+from jaxlm.session.resume_checks import computing_numbers, effect_of_fact
 from jaxlm.surgery.fp8 import describe_products
 from jaxlm.surgery.quantize import describe_stored
 
@@ -143,6 +144,8 @@ def _precision(plan: Plan) -> list[tuple[str, str]]:
     precision, model = plan.precision, plan.state_builder.abstract_state(plan.phases[-1]).model
     arrays = [(precision.at(path), tree.raw(leaf)) for path, leaf in tree.leaves(model) if tree.is_inexact(leaf)]
     rows = [("precision", str(precision))]
+    if not precision.reason and plan.layout.platform == "cpu" and has_matrix_instruction():
+        rows.append(("bfloat16", f"{bfloat16_products(plan.layout.device).reason} (trainer.mp: auto)"))
     for rule in precision.rules:
         sizes = [array.size for decides, array in arrays if decides is rule]
         rows.append(("precision", f"{rule} ({sum(sizes):,} parameters in {len(sizes)} arrays)"))
@@ -381,9 +384,7 @@ def _device_facts(config: RunConfig) -> dict[str, str]:
     devices = jax.local_devices()
     return {
         **{
-            name: text
-            for name, text in computing(own_modules(config)).items()
-            if effect_of_fact(name).kind != HARMLESS.kind
+            name: text for name, text in computing_numbers(config).items() if effect_of_fact(name).kind != HARMLESS.kind
         },
         "devices of the process": f"{len(devices)} x {devices[0].device_kind}",
     }
