@@ -163,7 +163,8 @@ def gpu(name: str, capability: str) -> SimpleNamespace:
 AUTOMATIC: dict[str, tuple[Any, frozenset[str], tuple[int, ...], str, str]] = {
     "AMX": (CPU, SAPPHIRE_RAPIDS, (0, 12, 0, 1), "bfloat16", "has amx_bf16, and jaxlib 0.12.0.1 uses it"),
     "AMX that this jaxlib does not use": (CPU, SAPPHIRE_RAPIDS, (0, 10, 2), "float32", "jaxlib 0.12 and later use it"),
-    "no AMX": (CPU, SAPPHIRE_RAPIDS - {"amx_bf16"}, (0, 12, 0, 1), "float32", "the processor has no amx_bf16"),
+    "AVX-512": (CPU, SAPPHIRE_RAPIDS - {"amx_bf16"}, (0, 12), "bfloat16", "has avx512_bf16, and jaxlib 0.12 uses it"),
+    "AVX2": (CPU, frozenset({"avx2"}), (0, 12, 0, 1), "float32", "the processor has neither amx_bf16 nor avx512_bf16"),
     "Hopper": (gpu("NVIDIA H100", "9.0"), frozenset(), (0, 10, 2), "bfloat16", "NVIDIA H100 has matrix units"),
     "Volta": (gpu("Tesla V100", "7.0"), frozenset(), (0, 10, 2), "float32", "Tesla V100 has no matrix units"),
     "TPU": (SimpleNamespace(platform="tpu", device_kind="TPU v5p"), frozenset(), (0, 10, 2), "bfloat16", "TPU v5p has"),
@@ -210,5 +211,5 @@ def test_another_processor_is_told_when_a_run_with_auto_resumes(processor):
     processor(frozenset(), (0, 12, 0, 1))
     (line,) = changes(SavedRun("s", config, environment=facts), config, StepOptions.of("cpu", {}), 5, 80)
     assert line.startswith("precision: params float32, compute bfloat16 (auto: ")
-    assert line.endswith("no amx_bf16) (changes what follows: numbers have a different precision from here)")
+    assert line.endswith("nor avx512_bf16) (changes what follows: numbers have a different precision from here)")
     assert "precision" not in computing_facts(plan_of(default="f32").config, StepOptions.of("cpu", {}))

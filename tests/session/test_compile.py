@@ -1,11 +1,16 @@
 """Compiling the step: how often, and what happens if memory is short."""
 
+import re
+from collections import Counter
 from unittest import mock
 
 import jax
+import jaxlib.version
 import pytest
 
+from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.hardware.cpu_products import EIGEN, cpu_products, shares_by_library
 from jaxlm.models.remat import CANDIDATES
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
@@ -15,9 +20,9 @@ from jaxlm.session.compilation.step import CompiledStep, StepPrograms, compile_s
 SIZES = {"type": "llama", "seq_len": 256, "hidden_dim": 64, "intermediate_dim": 128, "num_layers": 2, "num_heads": 4}
 
 
-def plan_of(vocab: int = 512, **changes):
+def plan_of(vocab: int = 512, devices=None, **changes):
     tree = {"model": SIZES | {"num_kv_heads": 2}, "trainer": {"train_batch_size": 16}} | changes
-    return make_plan(decode_run(ConfigSource(tree), "compiled"), "compiled", vocab)
+    return make_plan(decode_run(ConfigSource(tree), "compiled"), "compiled", vocab, devices)
 
 
 def compiled(plan, **options):
@@ -147,3 +152,25 @@ def test_a_step_is_compiled_once():
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: events.append(name))
     compiled(plan)
     assert sum(name.endswith("backend_compile_duration") for name in events) == 1
+
+
+def test_a_step_in_bfloat16_casts_each_weight_once_and_leaves_no_product_to_xla():
+    """On CPUs. Before 0.12, XLA computes products whose result is bfloat16 in float32, and rounds each weight for both passes."""
+    keeps_bfloat16 = jaxlib.version.__version_info__ >= (0, 12)
+    sizes = {"hidden_dim": 48, "intermediate_dim": 160, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
+    trainer = {"train_batch_size": 1, "mp": "p=f32,c=bfloat16"}
+    plan = plan_of(1024, jax.devices()[:1], model={**SIZES, **sizes, "tie_word_embeddings": False}, trainer=trainer)
+    text = compiled(plan)[0].call.as_text()
+    casts = Counter(re.findall(r"= bf16\[([\d,]*)\]\S* convert\(", text))
+    model = plan.state_builder.abstract_initial_model
+    weights = Counter(
+        ",".join(map(str, leaf.array.shape))
+        for path, leaf in tree.leaves(model)
+        if path.endswith("weight") and leaf.ndim > 2
+    )
+    times = 1 if keeps_bfloat16 else 2
+    assert {shape: casts[shape] for shape in weights} == {shape: times * count for shape, count in weights.items()}
+    shares = shares_by_library(cpu_products(text))
+    assert not any(name.startswith(EIGEN) for name in shares)
+    if keeps_bfloat16:
+        assert shares == {"YNNPACK bf16": pytest.approx(1)}

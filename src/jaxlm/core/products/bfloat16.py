@@ -11,7 +11,7 @@ from jaxlm.core.devices import cuda_capability
 AUTO = "auto"
 _FAST, _SLOW = "p=f32,c=bfloat16", "f32"  # the policies of `trainer.mp` that `auto` chooses from
 _FIRST_WITH_TENSOR_CORES = (8, 0)  # Ampere
-_INSTRUCTION = "amx_bf16"
+_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")  # the fastest first
 # Earlier versions compute most products of bfloat16 in float32 on CPUs, as `jaxlm bench` shows (`hardware/cpu_products.py`).
 _FIRST_JAXLIB = (0, 12)
 
@@ -40,20 +40,21 @@ def bfloat16_products(device: Any) -> Bfloat16:
 
 def has_matrix_instruction() -> bool:
     """Whether this machine's processor has the matrix instructions for bfloat16."""
-    return _INSTRUCTION in _instructions()
+    return not _instructions().isdisjoint(_INSTRUCTIONS)
 
 
 def _of_processor(instructions: frozenset[str], version: tuple[int, ...]) -> Bfloat16:
     used, first = ".".join(map(str, version)), ".".join(map(str, _FIRST_JAXLIB))
-    if _INSTRUCTION not in instructions:
-        return Bfloat16(False, f"the processor has no {_INSTRUCTION}")
+    instruction = next((name for name in _INSTRUCTIONS if name in instructions), None)
+    if instruction is None:
+        return Bfloat16(False, f"the processor has neither {' nor '.join(_INSTRUCTIONS)}")
     if version[:2] < _FIRST_JAXLIB:
         return Bfloat16(
             False,
-            f"the processor has {_INSTRUCTION}, but jaxlib {used} computes most products of bfloat16 in float32. jaxlib"
+            f"the processor has {instruction}, but jaxlib {used} computes most products of bfloat16 in float32. jaxlib"
             f" {first} and later use it",
         )
-    return Bfloat16(True, f"the processor has {_INSTRUCTION}, and jaxlib {used} uses it")
+    return Bfloat16(True, f"the processor has {instruction}, and jaxlib {used} uses it")
 
 
 @functools.cache
