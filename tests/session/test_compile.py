@@ -155,7 +155,7 @@ def test_a_step_is_compiled_once():
 
 
 def test_a_step_in_bfloat16_casts_each_weight_once_and_leaves_no_product_to_xla():
-    """On CPUs. Before 0.12, XLA computes products whose result is bfloat16 in float32, and rounds each weight for both passes."""
+    """On CPUs. Before 0.12, XLA computes products with a bfloat16 result in float32, and rounds weights for both passes."""
     keeps_bfloat16 = jaxlib.version.__version_info__ >= (0, 12)
     sizes = {"hidden_dim": 48, "intermediate_dim": 160, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
     trainer = {"train_batch_size": 1, "mp": "p=f32,c=bfloat16"}
