@@ -1,6 +1,7 @@
 """`jaxlm bench --tune`: which options are chosen, that they are kept, and that only this machine uses them."""
 
 import json
+import re
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -90,7 +91,7 @@ class Programs:
         monkeypatch.setattr("jaxlm.session.compilation.tuning.jax.block_until_ready", lambda report: report)
         monkeypatch.setattr("jaxlm.session.compilation.tuning.time.perf_counter", lambda: self.now)
         state = {"weight": jnp.zeros(2)}
-        tuned = tune(plan, self.compile_with, candidates, state, [0, 1], MIN_ROUNDS, lines.append)
+        tuned, _ = tune(plan, self.compile_with, candidates, state, [0, 1], MIN_ROUNDS, lines.append)
         return tuned, "\n".join(lines)
 
 
@@ -289,5 +290,6 @@ def test_the_command_saves_the_options_it_finds(tmp_path, capsys, monkeypatch):
     assert "xla_cpu_enable_wishful_thinking=true: cannot be used: INVALID_ARGUMENT: No such compile option" in shown
     assert "xla_cpu_prefer_vector_width=512: " in shown
     assert "loss_chunk_tokens=16: " in shown
+    assert re.search(r"trainer\.mp: p=f32,c=bfloat16 would be \d+\.\d\d times as fast \(.*set it in the configuration", shown)
     last = json.loads(shown.splitlines()[-1])
     assert json.loads((tmp_path / "cache" / "xla" / "tuned_options.json").read_text()) == [last]

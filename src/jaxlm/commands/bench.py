@@ -17,10 +17,11 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxlm.commands.forecast import forecast_all, simulate_devices
 from jaxlm.commands.row_imbalance import row_imbalance
@@ -43,9 +44,9 @@ from jaxlm.plan.load_config import given_distributed, load_config, refuse_dry_ru
 from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.session.compilation.cache import enable_compilation_cache
-from jaxlm.session.compilation.options import StepOptions, keep
+from jaxlm.session.compilation.options import StepOptions, compiler_options, keep
 from jaxlm.session.compilation.step import USABLE, CompiledStep, compile_step, gib, trace_step
-from jaxlm.session.compilation.tuning import MIN_ROUNDS, UnusableError, candidates_for, tune
+from jaxlm.session.compilation.tuning import MIN_ROUNDS, UnusableError, candidates_for, compare, tune
 from jaxlm.session.dry_run import assumed_vocabulary
 from jaxlm.session.exit_codes import command
 from jaxlm.session.references import annotated, flops_per_token, load_references
@@ -218,10 +219,26 @@ def _tune(plan: Plan, console: Console, *, rounds: int) -> None:
         return lambda state, batch: call(state, refs, batch, flags)
 
     console.log(f"tuning on {processor()}: each program runs {rounds} steps, in turn with the step as it is")
-    tuned = tune(plan, compile_with, candidates, state, batches, rounds, console.log)
+    tuned, state = tune(plan, compile_with, candidates, state, batches, rounds, console.log)
     console.log(f"step options: {tuned}")
+    if plan.precision.params == plan.precision.compute == jnp.float32 and not plan.precision.rules:
+        platform = plan.layout.platform
+        base = compile_with(StepOptions.of(platform, compiler_options(platform) | tuned.options))
+        other = _in_bfloat16(plan)
+        call = compile_step(other, other.phases[0], console.log).call
+        ratio = compare(base, lambda state, batch: call(state, refs, batch, flags), state, batches, rounds)
+        console.log(
+            "trainer.mp: p=f32,c=bfloat16 would be {1:.2f} times as fast ({0:.2f} to {2:.2f})".format(*ratio)
+            + ". It changes the numbers, so --tune does not keep it: set it in the configuration if you want it"
+        )
     console.log(f"kept in {keep(plan, tuned)} for jaxlm train")
     console.log(json.dumps(asdict(tuned)))
+
+
+def _in_bfloat16(plan: Plan) -> Plan:
+    """The plan of the same run, computed in bfloat16. Its state is the same."""
+    trainer = replace(plan.config.trainer, mp="p=f32,c=bfloat16")
+    return make_plan(replace(plan.config, trainer=trainer), plan.run_id, plan.state_builder.Vocab.size)
 
 
 def measure(plan: Plan, console: Console, *, steps: int, warmup: int) -> Result:

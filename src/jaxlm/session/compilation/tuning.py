@@ -93,8 +93,8 @@ def tune(
     batches: Sequence[Any],
     rounds: int,
     log: Callable[[str], None],
-) -> TunedOptions:
-    """Adds the candidate that helps most to the options, until none helps.
+) -> tuple[TunedOptions, RunState]:
+    """Adds the candidate that helps most to the options, until none helps. Returns them, and the state after all steps.
 
     Args:
         compile_with: compiles the step with given options, or raises `UnusableError`.
@@ -122,7 +122,16 @@ def tune(
         best = best | winner.options
         total = (total[0] * winner.ratio[0], total[1] * winner.ratio[1], total[2] * winner.ratio[2])
         left = [trial.options for trial in useful if trial is not winner]
-    return TunedOptions(processor(), jaxlib.version.__version__, step_key(plan), best, total, time.time())
+    return TunedOptions(processor(), jaxlib.version.__version__, step_key(plan), best, total, time.time()), state
+
+
+def compare(base: Step, step: Step, state: RunState, batches: Sequence[Any], rounds: int) -> tuple[float, float, float]:
+    """How many times as fast as the base a step is: low end, median and high end of a 95 % interval."""
+    ratios = []
+    for turn in range(-1, rounds):
+        ratio, state = _ratio(base, step, state, batches, turn)
+        ratios += [ratio] if turn >= 0 else []  # both warm up first
+    return median_interval(ratios)
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -166,18 +175,22 @@ def _trials(
     for turn in range(rounds):
         order = [*steps][:: 1 if turn % 2 else -1]
         for number in order:
-            batch = batches[turn % len(batches)]
-            # Which of both is first changes from turn to turn: the second finds warmer caches.
-            pair = [(number, steps[number]), (None, base)][:: 1 if turn % 2 else -1]
-            seconds = {}
-            for name, step in pair:
-                started = time.perf_counter()
-                state, report = step(state, batch)
-                jax.block_until_ready(report)
-                seconds[name] = time.perf_counter() - started
-            ratios[number].append(seconds[None] / seconds[number])
+            ratio, state = _ratio(base, steps[number], state, batches, turn)
+            ratios[number].append(ratio)
     measured = [Trial(candidates[number], median_interval(values)) for number, values in ratios.items()]
     return [*measured, *failed], state
+
+
+def _ratio(base: Step, step: Step, state: RunState, batches: Sequence[Any], turn: int) -> tuple[float, RunState]:
+    """How many times as fast as the base a step is, both run once. Which of them is first changes from turn to turn: the
+    second finds warmer caches."""
+    seconds, batch = {}, batches[turn % len(batches)]
+    for is_base in (False, True)[:: 1 if turn % 2 else -1]:
+        started = time.perf_counter()
+        state, report = (base if is_base else step)(state, batch)
+        jax.block_until_ready(report)
+        seconds[is_base] = time.perf_counter() - started
+    return seconds[True] / seconds[False], state
 
 
 def _losses(step: Step, state: RunState, batches: Sequence[Any]) -> list[float]:
