@@ -1,12 +1,14 @@
-"""The next-token loss with a head in fp8, against the closed form of the quantized arrays in float64."""
+"""The gradient of the head, and the next-token loss with a head in fp8, against closed forms in float64."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.products.fp8 import E4M3, E5M2, Fp8
-from jaxlm.core.tracing import tracing
+from jaxlm.core.tracing import BlockSizes, tracing
+from jaxlm.models.head import head_gradient
 from tests.core.test_fp8 import RECIPES, every_recipe, stands_for
 from tests.models.test_loss import problem, value_and_grads
 
@@ -67,6 +69,24 @@ def test_eight_devices_have_the_scales_of_one(fp8, model):
         found = in_fp8(*given, fp8)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("num_tokens", [6, 7])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_gradient_of_the_head_is_the_same_in_parts(dtype, num_tokens):
+    """An odd number of tokens is one part. In bfloat16, the products are exact in float32, so only the sums round."""
+    rng = np.random.default_rng(0)
+    d_logits, x = (jnp.asarray(rng.normal(size=(num_tokens, size)), dtype) for size in (11, 5))
+    exact = np.asarray(d_logits, np.float64).T @ np.asarray(x, np.float64)
+    for parts in (None, 1, 2):
+        with tracing(block_sizes=BlockSizes(head_gradient_parts=parts)):
+            program = jax.jit(lambda d_logits, x: head_gradient(d_logits, x))
+            found = program(d_logits, x)
+            text = str(program.trace(d_logits, x).jaxpr)
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
+        assert found.dtype == jnp.float32
+        is_divided = num_tokens == 6 and (parts or (2 if dtype == jnp.bfloat16 else 1)) == 2
+        assert ("[2,3,11]" in text) == is_divided
 
 
 def test_evaluations_read_the_plain_head():

@@ -106,7 +106,7 @@ def test_of_an_entry_of_a_list_only_the_keys_that_changed_are_told():
 
 
 def test_every_fact_has_an_effect_and_the_same_start_has_no_changes():
-    config = decode_run(ConfigSource({}), None)
+    config = decode_run(ConfigSource({"trainer": {"mp": "auto"}}), None)
     facts = computing_facts(config, OPTIONS)
     assert {effect_of_fact(name).kind for name in facts} == {"harmless", "changes what follows"}
     assert set(FACTS) - {"module"} == set(facts)

@@ -169,6 +169,7 @@ def test_only_sizes_that_make_another_program_are_measured(cached, tmp_path):
     assert size_candidates("cpu") == [
         *({"loss_chunk_tokens": size} for size in (128, 256, 1024, 2048)),
         *({"attention_block": size} for size in (32, 64, 256, 512)),
+        *({"head_gradient_parts": parts} for parts in (1, 2)),
     ]
     with plan.layout.use():
         program = lambda options: trace_step(plan, plan.phases[0], sizes=options.sizes).lower().as_text()  # noqa: E731
@@ -176,7 +177,8 @@ def test_only_sizes_that_make_another_program_are_measured(cached, tmp_path):
         unsized = trace_step(plan, plan.phases[0]).lower().as_text()
         assert program(StepOptions({}, BlockSizes(512, 128))) == unsized, "the sizes before they followed from caches"
     sizes = {name: [options[name] for options in found if name in options] for name in asdict(BlockSizes())}
-    assert sizes == {"loss_chunk_tokens": [128, 256, 1024], "attention_block": [32, 64, 256]}
+    parts = {"head_gradient_parts": [2]}  # one is the default in float32
+    assert sizes == {"loss_chunk_tokens": [128, 256, 1024], "attention_block": [32, 64, 256], **parts}
     assert WIDE in found
 
 
@@ -290,6 +292,8 @@ def test_the_command_saves_the_options_it_finds(tmp_path, capsys, monkeypatch):
     assert "xla_cpu_enable_wishful_thinking=true: cannot be used: INVALID_ARGUMENT: No such compile option" in shown
     assert "xla_cpu_prefer_vector_width=512: " in shown
     assert "loss_chunk_tokens=16: " in shown
-    assert re.search(r"trainer\.mp: p=f32,c=bfloat16 would be \d+\.\d\d times as fast \(.*set it in the configuration", shown)
+    assert re.search(
+        r"trainer\.mp: p=f32,c=bfloat16 would be \d+\.\d\d times as fast \(.*set it in the configuration", shown
+    )
     last = json.loads(shown.splitlines()[-1])
     assert json.loads((tmp_path / "cache" / "xla" / "tuned_options.json").read_text()) == [last]

@@ -15,6 +15,7 @@ from jaxlm.core.products.fp8 import Fp8, Scaled, scaled_product, to_fp8
 from jaxlm.core.products.matmul import einsum
 from jaxlm.core.products.stored_weights import StoredArray
 from jaxlm.core.sharding import current_platform
+from jaxlm.core.tracing import trace_options
 from jaxlm.models.token_sharding import TokenSharding
 
 
@@ -53,11 +54,17 @@ class PlainHead(HeadProducts):
 def head_gradient(d_logits_CV: jax.Array, x_CD: jax.Array) -> jax.Array:
     """The gradient of the head, [V, D] in float32, as a product in the dtype of the logits' gradient."""
     x_CD = x_CD.astype(d_logits_CV.dtype)
-    if current_platform() == "cpu" and d_logits_CV.dtype == jnp.bfloat16 and len(x_CD) % 2 == 0:
-        # XLA for CPUs computes this product in float32, outside of its library, unless it sums over two axes.
-        halves = (a.reshape(2, -1, a.shape[-1]) for a in (d_logits_CV, x_CD))
-        return jnp.einsum("hcv,hcd->vd", *halves, preferred_element_type=jnp.float32)
+    parts = trace_options().block_sizes.head_gradient_parts or _default_parts(x_CD.dtype)
+    if parts > 1 and len(x_CD) % parts == 0:
+        divided = (a.reshape(parts, -1, a.shape[-1]) for a in (d_logits_CV, x_CD))
+        return jnp.einsum("pcv,pcd->vd", *divided, preferred_element_type=jnp.float32)
     return jnp.einsum("cv,cd->vd", d_logits_CV, x_CD, preferred_element_type=jnp.float32)
+
+
+def _default_parts(dtype: Any) -> int:
+    """XLA for CPUs leaves this product to no library, and computes it in float32, unless it sums over two axes. In float32,
+    that is not faster with all vocabularies: `jaxlm bench --tune` measures it."""
+    return 2 if current_platform() == "cpu" and dtype == jnp.bfloat16 else 1
 
 
 @dataclass(frozen=True)

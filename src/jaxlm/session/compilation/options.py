@@ -58,6 +58,7 @@ CANDIDATES: Mapping[str, Sequence[Options]] = {
 """XLA options that `jaxlm bench --tune` measures on a platform, beside the table. A jaxlib that lacks an option skips it."""
 
 _FACTORS = (0.25, 0.5, 2, 4)  # sizes that are measured, relative to those by cache
+_PARTS, _PART_NUMBERS = "head_gradient_parts", (1, 2)
 _BLOCK_SIZES = tuple(2**power for power in range(4, 14))
 
 # As JSON, in which 1 is not true.
@@ -145,10 +146,11 @@ def _sizes_by_cache(platform: str) -> BlockSizes:
 
 
 def size_candidates(platform: str) -> list[Options]:
-    """Block sizes that `jaxlm bench --tune` measures: a quarter to four times of those by cache."""
+    """Block sizes that `jaxlm bench --tune` measures: a quarter to four times of those by cache, and numbers of parts."""
     sizes = {name: size for name, size in asdict(_sizes_by_cache(platform)).items() if size is not None}
     scaled: Iterator[Options] = ({name: int(size * by)} for name, size in sizes.items() for by in _FACTORS)
-    return [options for options in scaled if all(size in _BLOCK_SIZES for size in options.values())]
+    valid = [options for options in scaled if all(size in _BLOCK_SIZES for size in options.values())]
+    return [*valid, *({_PARTS: parts} for parts in _PART_NUMBERS if sizes)]
 
 
 def step_options(plan: Plan) -> StepOptions:
@@ -270,7 +272,8 @@ def _entries(content: Sequence[Any]) -> Iterator[TunedOptions]:
 
 def _is_known(name: str, value: Any) -> bool:
     if name in asdict(BlockSizes()):
-        return type(value) is int and value in _BLOCK_SIZES  # True is an int
+        allowed = _PART_NUMBERS if name == _PARTS else _BLOCK_SIZES
+        return type(value) is int and value in allowed  # True is an int
     return json.dumps((name, value)) in _KNOWN
 
 
