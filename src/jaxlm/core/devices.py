@@ -76,17 +76,24 @@ def peak_bytes_in_use() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
+def processor_facts() -> dict[str, str]:
+    """What Linux says about the first core, such as `flags`; empty elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+
+
 def processor() -> str:
     """This machine's processor and the number of its cores that this process may use, as `AMD EPYC 25/17/1, 2 cores`.
 
     The numbers are family, model and stepping: virtual machines often shorten the name.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
-    except OSError:  # not Linux
+    facts = processor_facts()
+    if not facts:
         return f"{platform.processor() or platform.machine()}, {cores} cores"
-    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
     numbers = [facts[name] for name in ("cpu family", "model", "stepping") if name in facts]
     return f"{' '.join([facts.get('model name', platform.machine()), '/'.join(numbers)]).strip()}, {cores} cores"
 

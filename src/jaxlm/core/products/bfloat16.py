@@ -1,12 +1,11 @@
 """Whether a device multiplies matrices faster in bfloat16 than in float32, which decides what `trainer.mp: auto` is."""
 
 import functools
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jaxlib.version
 
-from jaxlm.core.devices import cuda_capability
+from jaxlm.core.devices import cuda_capability, processor_facts
 
 AUTO = "auto"
 _FAST, _SLOW = "p=f32,c=bfloat16", "f32"  # the policies of `trainer.mp` that `auto` chooses from
@@ -60,9 +59,4 @@ def _of_processor(instructions: frozenset[str], version: tuple[int, ...]) -> Bfl
 @functools.cache
 def _instructions() -> frozenset[str]:
     """What Linux says that the processor has; empty elsewhere."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return frozenset()
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    return frozenset(flags.partition(":")[2].split())
+    return frozenset(processor_facts().get("flags", "").split())
