@@ -115,8 +115,8 @@ def _value_and_gradients(attend: Attend, inputs: tuple[jax.Array, ...], tokens: 
         inputs: queries, keys, values and the gradient of the output.
         tokens: the last argument of `attend`.
     """
-    *arrays, d_out = inputs
-    out, vjp = jax.vjp(lambda *arrays: attend(*arrays, tokens), *arrays)
+    q, k, v, d_out = inputs
+    out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, tokens), q, k, v)
     return out, *vjp(d_out)
 
 
