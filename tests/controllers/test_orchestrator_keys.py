@@ -105,7 +105,7 @@ def test_so_many_skipped_updates_in_a_row_lead_back(most, last):
 
 
 def named(num_steps: int, **keys: Any) -> list[str]:
-    """The keys that are said to have no effect in a run of `num_steps` steps."""
+    """The keys reported as without effect for a run of `num_steps` steps."""
     return [re.split("[: ]", line)[0] for line in OrchestratorConfig(**keys).without_effect([range(1, num_steps + 1)])]
 
 

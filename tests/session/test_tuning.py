@@ -91,7 +91,7 @@ class Programs:
         monkeypatch.setattr("jaxlm.session.compilation.tuning.jax.block_until_ready", lambda report: report)
         monkeypatch.setattr("jaxlm.session.compilation.tuning.time.perf_counter", lambda: self.now)
         state = {"weight": jnp.zeros(2)}
-        tuned, _ = tune(plan, self.compile_with, candidates, state, [0, 1], MIN_ROUNDS, lines.append)
+        tuned = tune(plan, self.compile_with, candidates, state, [0, 1], MIN_ROUNDS, lines.append)
         return tuned, "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -199,18 +199,18 @@ def _tune(plan: Plan, console: Console, *, rounds: int) -> None:
     compiled = compile_step(plan, phase, console.log)
     compiled.check_fits_memory()
 
-    @functools.cache
-    def lowered(sizes: BlockSizes) -> jax.stages.Lowered:
-        return trace_step(plan, phase, compiled.remat_policy, sizes=sizes).lower()
+    def traced(plan: Plan, sizes: BlockSizes) -> jax.stages.Lowered:
+        return trace_step(plan, plan.phases[0], compiled.remat_policy, sizes=sizes).lower()
 
+    lowered = functools.cache(functools.partial(traced, plan))
     console.log("looking for block sizes that make another program of this step ...")
     candidates = candidates_for(plan.layout.platform, lambda options: lowered(options.sizes).as_text())
-    state = enter_phase(plan.state_builder, phase, plan.layout, None)()
+    enter = enter_phase(plan.state_builder, phase, plan.layout, None)
     refs = load_references(plan, phase, console.log)
     batches = annotated(plan, phase, [random_batch(plan, seed) for seed in range(4)], console.log)
     flags = FlagSync.unset(plan.layout)
 
-    def compile_with(options: StepOptions) -> Any:
+    def compile_with(options: StepOptions, lowered: Callable[[BlockSizes], jax.stages.Lowered] = lowered) -> Any:
         xla: Any = options.xla
         call = lowered(options.sizes).compile(xla)
         needed = planned_bytes(call)
@@ -219,17 +219,16 @@ def _tune(plan: Plan, console: Console, *, rounds: int) -> None:
         return lambda state, batch: call(state, refs, batch, flags)
 
     console.log(f"tuning on {processor()}: each program runs {rounds} steps, in turn with the step as it is")
-    tuned, state = tune(plan, compile_with, candidates, state, batches, rounds, console.log)
+    tuned = tune(plan, compile_with, candidates, enter(), batches, rounds, console.log)
     console.log(f"step options: {tuned}")
     if plan.precision.params == plan.precision.compute == jnp.float32 and not plan.precision.rules:
         platform = plan.layout.platform
-        base = compile_with(StepOptions.of(platform, compiler_options(platform) | tuned.options))
-        other = _in_bfloat16(plan)
-        call = compile_step(other, other.phases[0], console.log).call
-        ratio = compare(base, lambda state, batch: call(state, refs, batch, flags), state, batches, rounds)
+        options = StepOptions.of(platform, compiler_options(platform) | tuned.options)
+        in_bfloat16 = compile_with(options, functools.partial(traced, _in_bfloat16(plan)))
+        low, median, high = compare(compile_with(options), in_bfloat16, enter(), batches, rounds)
         console.log(
-            "trainer.mp: p=f32,c=bfloat16 would be {1:.2f} times as fast ({0:.2f} to {2:.2f})".format(*ratio)
-            + ". It changes the numbers, so --tune does not keep it: set it in the configuration if you want it"
+            f"trainer.mp: p=f32,c=bfloat16 would be {median:.2f} times as fast ({low:.2f} to {high:.2f}). It changes the"
+            " numbers, so --tune does not keep it: set it in the configuration if you want it"
         )
     console.log(f"kept in {keep(plan, tuned)} for jaxlm train")
     console.log(json.dumps(asdict(tuned)))

@@ -38,8 +38,8 @@ class RowImbalance:
 def row_imbalance(plan: Plan) -> RowImbalance | None:
     """The imbalance of the first phase's data, if it is tokenized on this machine.
 
-    None if no devices share a row, if each of them computes the attention of whole rows, or if the data has no rows: there
-    is no text, or the model writes it while it trains.
+    None if no devices share a row, if each of them computes the attention of whole rows, or if the data has no text or is
+    sampled during training.
     """
     num_shards, data = plan.layout.num_row_shards, plan.data[0]
     if num_shards == 1 or not data.train_source_names():

@@ -16,7 +16,7 @@ import jax
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Sizes of the blocks in which kernels compute. They change only the order of sums. None: the kernel's own default.
+    """The blocks in which kernels compute. They change only the order of sums. None: the kernel's own default.
 
     Attributes:
         loss_chunk_tokens: tokens per chunk of the loss on one device (`jaxlm.models.chunked_loss`).

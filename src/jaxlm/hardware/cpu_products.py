@@ -10,13 +10,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxlm.hardware.hlo import Computation, Instruction, Program, integers
+from jaxlm.hardware.hlo import Computation, Instruction, Program
 
 EIGEN = "Eigen"
 _LIBRARIES = {"__ynn_fusion": "YNNPACK", "__xnn_fusion": "XNNPACK", "__onednn_fusion": "oneDNN"}
 _CALLS = {"__onednn$matmul": "oneDNN"}
 _FUSION_KIND = re.compile(r'"kind": ?"(\w+)"')
-_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,14 @@ class CpuProduct:
 
 def cpu_products(hlo: str) -> dict[CpuProduct, float]:
     """FLOPs of the products in one run of a program for CPUs, those with the most FLOPs first."""
-    program = Program.parse(hlo)
-    flops: dict[CpuProduct, float] = {}
+    program, flops = Program.parse(hlo), dict[CpuProduct, float]()
+    libraries = _libraries(program)
     for name, count in program.executed():
-        library = _library_of(program, name)
         body = program.computations[name]
         for instruction in body.values():
-            if instruction.opcode == "dot" or instruction.library_call in _CALLS:
-                product, each = _product(instruction, body, _CALLS.get(instruction.library_call, library))
+            library = _CALLS.get(instruction.library_call)
+            if library or instruction.opcode == "dot":
+                product, each = _product(instruction, body, library or libraries.get(name, EIGEN))
                 flops[product] = flops.get(product, 0.0) + count * each
     return dict(sorted(flops.items(), key=lambda item: -item[1]))
 
@@ -68,20 +67,20 @@ def shares_without_library(products: Mapping[CpuProduct, float]) -> dict[str, fl
     return {str(product): flops / total for product, flops in products.items() if product.library == EIGEN}
 
 
-def _library_of(program: Program, name: str) -> str:
-    """What computes the products of a computation: the library of the fusion that it is, or XLA's own runtime."""
-    if name not in program.fused:
-        return EIGEN
-    instructions = (i for body in program.computations.values() for i in body.values() if i.opcode == "fusion")
-    kinds = [_FUSION_KIND.search(i.line) for i in instructions if name in program.called_by(i)]
-    return next((_LIBRARIES.get(kind[1], kind[1]) for kind in kinds if kind), EIGEN)
+def _libraries(program: Program) -> dict[str, str]:
+    """The computations that libraries run as one fusion -> the library."""
+    libraries = {}
+    for fusion in (i for body in program.computations.values() for i in body.values() if i.opcode == "fusion"):
+        if kind := _FUSION_KIND.search(fusion.line):
+            name = _LIBRARIES.get(kind[1], kind[1])
+            libraries |= dict.fromkeys(program.called_by(fusion), name)
+    return libraries
 
 
 def _product(dot: Instruction, body: Computation, library: str) -> tuple[CpuProduct, float]:
     """The product, and the FLOPs of one run of it."""
     (left_dtype, left), (right_dtype, _) = (body[name].outputs[0] for name in dot.operands[:2])
-    contracted = _CONTRACTED.search(dot.line)
-    axes = integers(contracted[1]) if contracted else (len(left) - 1,)
+    axes = (len(left) - 1,) if dot.summed_axes is None else dot.summed_axes
     dtype, shape = dot.outputs[0]
     product = CpuProduct(
         library,

@@ -19,6 +19,7 @@ _INSTRUCTION = re.compile(
 )
 _SHAPE = re.compile(r"(?P<dtype>[a-z][a-z\d]*)\[(?P<dims>[\d,]*)\]")
 _OPERAND = re.compile(r"%([\w.\-]+)")
+_CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:] ?[{\[]([\d," ]*)')
 _SOURCE = re.compile(r'op_name="([^"]*)"')
 _LIBRARY_CALL = re.compile(r'custom_call_target="(?P<name>[^"]+)"')
 _CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
@@ -98,6 +99,12 @@ class Instruction:
     def group(self) -> Group | None:
         """The devices that take part, if it is a collective; None if it does not name them."""
         return group_of(self.line)
+
+    @property
+    def summed_axes(self) -> tuple[int, ...] | None:
+        """The axes of the left operand that it sums over, if it is a matrix product that says so; else None."""
+        axes = _CONTRACTED.search(self.line)
+        return integers(axes[1]) if axes else None
 
     @property
     def source(self) -> str:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from jaxlm.hardware.hlo import COLLECTIVES, Computation, Instruction, Program, integers
 from jaxlm.hardware.host_copies import NO_COPY, HostCopy, host_copy
 
-_CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:] ?[{\[]([\d," ]*)')
 _SCORES = re.compile(r'"intermediate_tensor_shape".*?"dimensions": ?\[([\d," ]*)\]')
 _UNMASKED = re.compile(r'"mask_type": ?"(NO_MASK|PADDING)"')
 _ATTENTION = "__cudnn$fmha"
@@ -247,9 +246,9 @@ class _Roofline:
 
     def _flops(self, kernel: Instruction, body: Computation) -> float:
         """FLOPs of the matrix products in a kernel. Those in fp8 count half, because they are twice as fast."""
-        if contracted := _CONTRACTED.search(kernel.line):
+        if (axes := kernel.summed_axes) is not None:
             dtype, left = body[kernel.operands[0]].outputs[0]
-            flops = 2.0 * math.prod(kernel.shape) * math.prod(left[d] for d in integers(contracted[1]))
+            flops = 2.0 * math.prod(kernel.shape) * math.prod(left[axis] for axis in axes)
             return flops / 2 if dtype.startswith("f8") else flops
         called = (self.program.computations[name] for name in self.program.called_by(kernel))
         return sum(self._flops(instruction, fused) for fused in called for instruction in fused.values())

@@ -93,8 +93,8 @@ def tune(
     batches: Sequence[Any],
     rounds: int,
     log: Callable[[str], None],
-) -> tuple[TunedOptions, RunState]:
-    """Adds the candidate that helps most to the options, until none helps. Returns them, and the state after all steps.
+) -> TunedOptions:
+    """Adds the candidate that helps most to the options, until none helps.
 
     Args:
         compile_with: compiles the step with given options, or raises `UnusableError`.
@@ -122,7 +122,7 @@ def tune(
         best = best | winner.options
         total = (total[0] * winner.ratio[0], total[1] * winner.ratio[1], total[2] * winner.ratio[2])
         left = [trial.options for trial in useful if trial is not winner]
-    return TunedOptions(processor(), jaxlib.version.__version__, step_key(plan), best, total, time.time()), state
+    return TunedOptions(processor(), jaxlib.version.__version__, step_key(plan), best, total, time.time())
 
 
 def compare(base: Step, step: Step, state: RunState, batches: Sequence[Any], rounds: int) -> tuple[float, float, float]:
