@@ -191,6 +191,12 @@ def test_auto_computes_in_bfloat16_where_that_is_faster(name, processor):
     assert parse_precision(PrecisionConfig("auto"), device) == precision
 
 
+def test_a_misspelled_auto_is_told_about_auto():
+    for mp in ("atuo", PrecisionConfig("atuo")):
+        with pytest.raises(ConfigError, match=r"trainer\.mp.*: 'atuo' has the dtype 'atuo'\. Allowed: auto, f32"):
+            parse_precision(mp)
+
+
 def test_the_start_says_what_bfloat16_would_be(processor):
     """Of `auto`, in its own row. Of named dtypes, if the processor has the instructions."""
     processor(SAPPHIRE_RAPIDS, (0, 12, 0, 1))

@@ -268,6 +268,8 @@ def _with_loss_scale(precision: Precision) -> Precision:
 
 
 def _parse_default(text: str, key: str, device: Any) -> Precision:
+    if "=" not in text and text not in (AUTO, *_DTYPES):
+        raise ConfigError(f"{key}: '{text}' has the dtype '{text}'. Allowed: {', '.join((AUTO, *_DTYPES))}")
     if text != AUTO:
         return _parse_dtypes(text, key)
     found = bfloat16_products(device)
