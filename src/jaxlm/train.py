@@ -323,6 +323,7 @@ def _open_phase(
                 saver,
                 run.flag_sync,
                 run.clock,
+                log,
                 hooks,
                 open_probe(run, phase, data.data, refs),
             )

@@ -231,6 +231,7 @@ def open_phase(
     probe: Probe = lambda state, num_batches: 0.0,
     note: Note = lambda step, name, fields: None,
     stop: StopRequest | None = None,
+    log: Callable[[str], None] = lambda line: None,
     **hooks: Any,
 ) -> OpenPhase:
     """A phase with what its loop needs; only its saver writes nothing.
@@ -243,7 +244,8 @@ def open_phase(
     control = Control(phase, saver, where, hooks.get("evaluations"), note)
     metrics = AsyncMetrics(phase.name, WORKLOAD, [listen], decide=control.after_step)
     sync = FlagSync(where, stop or StopRequest())
-    return OpenPhase(phase, train_step, batches, metrics, control, saver, sync, ActivityClock(), Hooks(**hooks), probe)
+    clock = ActivityClock()
+    return OpenPhase(phase, train_step, batches, metrics, control, saver, sync, clock, log, Hooks(**hooks), probe)
 
 
 def report(value: Callable[[float], Any] = jnp.asarray) -> StepReport:

@@ -1,7 +1,7 @@
 """Branches: candidates from one state, over the same batches, compared with runs that had only one of them."""
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -127,6 +127,7 @@ def trained(
     hooks: Mapping[str, Any] | None = None,
     stop: StopRequest | None = None,
     batches: Ready | None = None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> Trained:
     run = TinyRun(where or one_device(), phase(end=STEPS, optimizer=OPTIMIZER, controllers=(controller,)))
     saver, seen, notes = saver or Saver(), list[StepInfo](), list[tuple[int, str, Mapping[str, Any]]]()
@@ -144,6 +145,7 @@ def trained(
             probe,
             lambda *note: notes.append(note),
             stop,
+            log,
             **(hooks or {}),
         )
         state, outcome = TrainingLoop(opened.control.begin(state), opened).run()
@@ -192,6 +194,23 @@ def test_the_winners_controls_and_a_decision_hold_from_the_end_of_the_branch():
     assert {step for step, rate in result.rates.items() if rate == np.float32(2e-2)} == set(range(5, STEPS + 1))
     result = trained(Branches(then=SetControls({"lr_scale": 0.25})), scripted([2.0, 3.0, 1.0, 3.0]))
     assert {step for step, rate in result.rates.items() if rate == np.float32(2.5e-3)} == set(range(9, STEPS + 1))
+
+
+def test_the_console_says_what_a_branch_tries_before_it_ends():
+    losses, lines, before = iter([2.0, 1.0, np.nan, 1.5]), list[str](), list[int]()
+
+    def probe(state: Any, num_batches: int) -> float:
+        before.append(len(lines))
+        return next(losses)
+
+    trained(Branches(), probe, log=lines.append)
+    assert lines == [
+        "branch at step 4: trying as it is, double, half for 4 steps each, with a loss of 2.0000 before",
+        "branch at step 4: as it is ends with a loss of 1.0000, 1 of 3",
+        "branch at step 4: double ends with a loss of nan, 2 of 3",
+        "branch at step 4: half ends with a loss of 1.5000, 3 of 3",
+    ]
+    assert before == [0, 1, 2, 3]  # each line comes before the next candidate trains
 
 
 def test_a_branch_ends_where_the_state_is_needed():

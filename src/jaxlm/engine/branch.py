@@ -99,6 +99,8 @@ def run_branch(
         at.batches.restore(position)
         return start.on_devices()
 
+    names = ", ".join(branch.candidates)
+    at.log(f"branch at step {step}: trying {names} for {end - step:,} steps each, with a loss of {before:.4f} before")
     losses: dict[str, float] = {}
     best: tuple[str, _Parked, list[TakenStep]] | None = None
     with rescue.between(at_its_start, step):
@@ -110,6 +112,9 @@ def run_branch(
                 return BranchStopped(at_its_start(), stop.signal)
             loss = at.probe(candidate, branch.probe_batches)
             losses[name] = loss if math.isfinite(loss) else math.inf
+            at.log(
+                f"branch at step {step}: {name} ends with a loss of {loss:.4f}, {len(losses)} of {len(branch.candidates)}"
+            )
             if best is None or losses[name] < losses[best[0]]:
                 best = name, _Parked(candidate), taken
             _delete(candidate)

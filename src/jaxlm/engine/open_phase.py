@@ -32,6 +32,7 @@ class OpenPhase:
 
     Attributes:
         train_step: (state, batch, flags) -> (state, report); the state is donated.
+        log: writes a line to the console.
     """
 
     phase: Phase
@@ -42,6 +43,7 @@ class OpenPhase:
     saver: Saver
     flag_sync: FlagSync
     clock: ActivityClock
+    log: Callable[[str], None]
     hooks: Hooks = field(default_factory=Hooks)
     probe: Probe = no_probe
 
