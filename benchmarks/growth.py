@@ -7,7 +7,7 @@ number of steps of each stack. Each model ends with the same layers:
 
     frozen         each new stack trains on a frozen trunk, with the final norm and the head
     polished       likewise, and after each growth all parameters train for a quarter of the steps of a stack; as many
-                   tokens in all
+                   tokens in all. One learning-rate schedule covers all phases, and the optimizer's state is kept
     gstack         new stacks are copies, and everything trains
     joint, tokens  the whole model, for as many tokens as the others
     joint, FLOPs   the whole model, for as many FLOPs as `frozen`
@@ -60,7 +60,7 @@ def config(keys: Mapping[str, Any], folder: Path, seed: int, layers: int, learni
     trainer |= {"checkpointer": {"base_path": str(folder / "checkpoints"), "save_interval": "1h", "keep": []}}
     data = {"train_urls": ["stdlib:train"], "validation_urls": ["stdlib:validation"], "tokenizer": "bpe"}
     data |= {"vocab_size": VOCAB, "cache_dir": str(folder.parent / "data")}
-    optimizer = {"learning_rate": learning_rate, "weight_decay": 0.1, "warmup": 20, "lr_schedule": "cosine"}
+    optimizer = {"learning_rate": learning_rate, "weight_decay": 0.1, "warmup": 0.1, "lr_schedule": "cosine"}
     tree = {"data": data, "model": model, "trainer": trainer, "optimizer": optimizer, "evals": [{"type": "loss"}]}
     return {
         **tree,
@@ -91,7 +91,7 @@ def polished(steps: int, stacks: int) -> dict[str, Any]:
     """Stacks with polishing, in about `steps * stacks` steps in all."""
     total = steps * stacks
     polish = max(1, round(total / (5 * stacks - 1)))
-    return preset(max(1, round((total - polish * (stacks - 1)) / stacks)), stacks, polish_steps=polish)
+    return preset(max(1, round((total - polish * (stacks - 1)) / stacks)), stacks, polish_steps=polish, carry_optimizer=True)
 
 
 class Results:
