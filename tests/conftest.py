@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
@@ -30,6 +31,7 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, suppres
 settings.load_profile("repeatable")
 
 FIELDS = "tests/test_fields.py"
+MAPS = Path("/proc/self/maps")
 # One worker runs all tests of a file, and all files of a group, so shared fixtures are built once.
 ONE_DEVICE = ("command", "evaluate", "checkpoints", "signals", "resume", "closed_output", "going_back")
 ONE_DEVICE += ("storage_faults", "notices", "refused", "entry")
@@ -47,6 +49,15 @@ def seeded():
     """Random weights do not depend on which tests ran before. (A test that imports torch itself seeds it.)"""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Frees compiled programs before there are too many: each maps several pieces of memory, and at the 65,530th (the default
+    of vm.max_map_count) LLVM crashes the process. With jaxlib 0.12, half of the tests get there."""
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 25_000:
+        sys.modules["jax"].clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,8 @@ def saved(gradient, weights):
     """What the first loop with one turn per layer stacks: the shapes in the host's memory, and in the device's."""
     jaxpr = jax.make_jaxpr(gradient)(weights).jaxpr
     loop = next(loop for loop in loops(jaxpr) if loop.params["length"] == LAYERS)
-    stacked = [out.aval for out in loop.outvars[loop.params["num_carry"] :]]
+    outs = zip(loop.outvars, loop.params["jaxpr"].out_avals, strict=True)
+    stacked = [out.aval for out, of_turn in outs if out.aval.ndim > of_turn.ndim]
     on_host = [aval.shape for aval in stacked if aval.memory_space == jax.memory.Space.Host]
     return on_host, [aval.shape for aval in stacked if aval.memory_space != jax.memory.Space.Host]
 
