@@ -1,15 +1,17 @@
-"""Counts which mutations of the kernel the default tests catch.
+"""Counts which mutations of the kernel the default tests catch, and which only the slow ones do.
 
     python benchmarks/mutations.py [--tree FOLDER] [--only NUMBER,NUMBER]
 
 Each mutation replaces one expression of `src/jaxlm` by a wrong one that still runs. The default tests of the folders that it
-belongs to run until one of them fails. Prints a line for each mutation, with the test that caught it, and the count. To
-compare two commits, check each of them out (`git worktree add`), and give the folders with `--tree`.
+belongs to run until one of them fails, and if none does, the slow ones. Prints a line for each mutation, with the test that
+caught it, and the counts. To compare two commits, check each of them out (`git worktree add`), and give the folders with
+`--tree`.
 
-Takes about 30 minutes on two cores.
+Takes an hour or more on two cores; `--only` takes some of them.
 """
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -278,8 +280,11 @@ MUTATIONS = (
 )
 
 
-def caught_by(tree: Path, mutation: Mutation) -> str | None:
-    """The test that fails with the mutation; None if all tests pass."""
+SUITES = {"default": "not slow and not soak", "slow": "slow and not soak"}
+
+
+def caught_by(tree: Path, mutation: Mutation) -> tuple[str, str] | None:
+    """The suite and the test that fails with the mutation; None if all tests pass."""
     path = tree / "src/jaxlm" / mutation.file
     original = path.read_text()
     if original.count(mutation.right) != 1:
@@ -287,13 +292,13 @@ def caught_by(tree: Path, mutation: Mutation) -> str | None:
     environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": ""}
     try:
         path.write_text(original.replace(mutation.right, mutation.wrong))
-        for tests in mutation.tests.split():
-            options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", tests]
+        for suite, tests in itertools.product(SUITES, mutation.tests.split()):
+            options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", SUITES[suite], tests]
             command = [sys.executable, "-m", "pytest", *options]
             run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
             lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
             if lines:
-                return lines[0].split(" - ")[0].split()[1]
+                return suite, lines[0].split(" - ")[0].split()[1]
             if run.returncode not in (0, 5):  # 5: no test was selected
                 raise SystemExit(run.stdout + run.stderr)
     finally:
@@ -307,13 +312,16 @@ def main() -> None:
     parser.add_argument("--only", help="numbers of mutations, with commas between them")
     arguments = parser.parse_args()
     numbers = [int(number) for number in arguments.only.split(",")] if arguments.only else range(len(MUTATIONS))
-    caught = 0
+    caught = dict.fromkeys(SUITES, 0)
     for number in numbers:
         mutation = MUTATIONS[number]
-        test = caught_by(arguments.tree.resolve(), mutation)
-        caught += test is not None
-        print(f"{number:2} {mutation.file}: {mutation.right} -> {mutation.wrong}: {test or 'NOT CAUGHT'}", flush=True)
-    print(f"{caught} of {len(numbers)} mutations are caught")
+        found = caught_by(arguments.tree.resolve(), mutation)
+        if found is not None:
+            caught[found[0]] += 1
+        by = "NOT CAUGHT" if found is None else f"{found[1]} ({found[0]})"
+        print(f"{number:2} {mutation.file}: {mutation.right} -> {mutation.wrong}: {by}", flush=True)
+    counts = ", ".join(f"{count} by the {suite} tests" for suite, count in caught.items())
+    print(f"of {len(numbers)} mutations, {counts}")
 
 
 if __name__ == "__main__":

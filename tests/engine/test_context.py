@@ -234,6 +234,7 @@ def reordered(name: str, balance: str) -> Any:
     return jax.device_put(jax.tree.map(np.asarray, batch), jax.devices()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_objective_does_not_depend_on_the_order_of_tokens(name):
     balance = "zigzag" if name in ("masked", "teacher", "groups") else "blocks"
@@ -254,6 +255,7 @@ SHARED += [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "balance"), SHARED)
 def test_eight_devices_that_share_rows_have_the_gradient_of_one(name, balance):
     _, config, (spec, columns), _ = CASES[name]

@@ -87,6 +87,7 @@ def logits(model, read):
     return model.logits(model.hidden(read).final).rearrange(("batch", "position", "vocab")).array
 
 
+@pytest.mark.slow
 def test_a_gate_of_a_half_is_no_gate():
     without = built(BASE)
     gated = jax.jit(lambda key: dataclasses.replace(BASE, gate="dynamic").build(VOCAB, key=key))(jax.random.key(0))
@@ -95,6 +96,7 @@ def test_a_gate_of_a_half_is_no_gate():
     np.testing.assert_allclose(logits(gated, inputs()), logits(without, inputs()), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_open_gate_leaves_only_the_semantic_score():
     """With logits of +inf the geometric factor is 0 and the semantic one doubles, as its weights may do instead."""
     config = dataclasses.replace(BASE, gate="static")
@@ -105,6 +107,7 @@ def test_an_open_gate_leaves_only_the_semantic_score():
     np.testing.assert_allclose(logits(model, inputs()), logits(semantic, inputs()), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_semantic_scores_do_not_depend_on_positions():
     config = dataclasses.replace(BASE, geo_dim=0, num_layers=1)
     model, read = built(config), inputs()
@@ -119,6 +122,7 @@ def test_semantic_scores_do_not_depend_on_positions():
     assert not np.allclose(logits(moved, shuffled)[:, -1], logits(moved, read)[:, -1], atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [BASE, EVERYTHING], ids=["plain", "everything"])
 def test_geometric_scores_depend_on_distances_alone(config):
     model, positions = built(config), np.tile(np.arange(LENGTH), (BATCH, 1))
@@ -126,6 +130,7 @@ def test_geometric_scores_depend_on_distances_alone(config):
     assert not np.allclose(logits(model, inputs(2 * positions)), logits(model, inputs(positions)), atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
 def test_decoding_with_a_cache_computes_the_same(config):
     model, read = built(config), inputs()
@@ -143,6 +148,7 @@ def test_decoding_with_a_cache_computes_the_same(config):
         np.testing.assert_allclose(out, expected[:, start:stop], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_generation_continues_as_the_whole_text_says():
     model, prompt = built(EVERYTHING), [[3, 1, 4, 1, 5, 9, 2, 6]]
     new = generate(model, prompt, max_new_tokens=8, temperature=0.0)[0]
@@ -176,6 +182,7 @@ def test_the_cache_has_the_features_of_keys_and_values(sizes, expected):
 SHARED = ("one key", "shared keys")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARED)
 def test_a_shared_key_is_the_same_as_a_copy_of_it_for_each_value(name):
     """Values of a token in the cache: key_heads (d_s + d_g) + kv_heads d_v."""
@@ -201,6 +208,7 @@ def test_a_shared_key_is_the_same_as_a_copy_of_it_for_each_value(name):
     assert kv_bytes_per_token(model, jnp.int8) == config.num_layers * (of_keys + of_values + scales)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARED)
 def test_heads_on_several_devices_meet_a_shared_key_on_each(name):
     """Tensor parallelism over heads and FSDP at once: logits, gradients, and what it writes from a cache."""
@@ -228,6 +236,7 @@ def test_heads_on_several_devices_meet_a_shared_key_on_each(name):
         np.testing.assert_allclose(others[path].array, leaf.array, atol=1e-4 * size, err_msg=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_dtype", ["float32", "int8"])
 def test_texts_continue_from_a_cache_with_shared_keys(cache_dtype):
     """One row and several, whose caches have different forms."""
@@ -237,6 +246,7 @@ def test_texts_continue_from_a_cache_with_shared_keys(cache_dtype):
     assert together == [generate_tokens(generator, [prompt], config)[0] for prompt in prompts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_cache_with_shared_keys_is_unstacked_and_stacked_again(rows):
     model = built(VARIANTS["one key"])
@@ -256,6 +266,7 @@ def test_optimizers_see_the_projection_to_a_shared_key_as_a_matrix():
     assert matrix_sides(weight.axes[1:]) == ((config.KeyHeads, config.GeoSize), (config.Embed,))
 
 
+@pytest.mark.slow
 def test_flops_count_the_weights_that_there_are():
     for config in VARIANTS.values():
         config = dataclasses.replace(config, num_layers=1)
@@ -263,6 +274,7 @@ def test_flops_count_the_weights_that_there_are():
         assert config.attention_weights == sum(leaf.array.size for leaf in attention)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key_size", "value_size"), [(12, 64), (24, 16)], ids=["narrow keys", "narrow values"])
 @pytest.mark.parametrize("kernel", ["blockwise", "splash"])
 def test_kernels_pad_what_is_narrower(kernel, key_size, value_size, monkeypatch):
@@ -311,6 +323,7 @@ def test_fused_kernels_take_padded_heads_but_no_null_slot():
     assert "null slot" in with_slot.reason
 
 
+@pytest.mark.slow
 def test_a_null_slot_takes_weight_from_every_token():
     """Where each token is alone in its document and all scores are equal, half of its output is the slot's."""
     config = dataclasses.replace(BASE, null_slot=True, num_layers=1)

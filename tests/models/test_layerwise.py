@@ -85,6 +85,7 @@ def same(ours, theirs, tolerance=2e-5):
     np.testing.assert_allclose(ours, theirs.array, atol=tolerance * float(jnp.abs(theirs.array).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [LLAMA, DBA, GPT2, TURNS], ids=["llama", "dba", "gpt2", "two stacks"])
 def test_streams_are_those_of_a_pass_through_all_layers(config):
     model, x = filled(config, 0), inputs()
@@ -97,6 +98,7 @@ def test_streams_are_those_of_a_pass_through_all_layers(config):
         same(attended.targets[LAYERS, layer], block.attn(block.attn_norm(taps[layer]), context, None)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [LLAMA, DBA], ids=["llama", "dba"])
 def test_mixing_is_the_softmax_that_attention_multiplies_values_with(config):
     model, x = filled(config, 0), inputs()
@@ -116,6 +118,7 @@ def test_mixing_is_the_softmax_that_attention_multiplies_values_with(config):
         same(block.attn.o_proj(mixed), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["attention", "residual", "mixing"])
 def test_a_layer_is_at_no_distance_from_itself(target):
     model, x = filled(LLAMA, 0), inputs()
@@ -142,6 +145,7 @@ def test_errors_are_means_over_features_summed_over_tokens_that_are_not_padding(
         np.testing.assert_allclose(errors.size.array[layer], ((targets * real[..., None]) ** 2).sum(), rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [LLAMA, TURNS], ids=["llama", "two stacks"])
 @pytest.mark.parametrize("target", ["attention", "residual"])
 def test_the_gradient_of_all_layers_together_is_that_of_each_layer_alone(config, target):
@@ -196,6 +200,7 @@ def test_other_sizes_than_the_teachers_are_refused(sizes, message):
         jax.eval_shape(lambda streams: layer_errors(student, x, streams, "residual"), streams)
 
 
+@pytest.mark.slow
 def test_layers_that_do_not_follow_one_another_are_refused():
     with pytest.raises(ConfigError, match="a model of type Nano has no layers that jaxlm can run one by one"):
         layer_streams(filled(NANO, 0), inputs(), "residual")
