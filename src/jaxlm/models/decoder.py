@@ -30,6 +30,7 @@ from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
 from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import (
     Attention,
+    Embedding,
     ForCache,
     GatedMlp,
     LayerCache,
@@ -315,7 +316,7 @@ class Decoder(LanguageModel):
         time: added to the embeddings of a sequence with hidden tokens. None adds nothing.
     """
 
-    tokens: hnn.Embedding
+    tokens: Embedding
     body: Body
     head: Linear | None
     config: DecoderConfig = eqx.field(static=True)

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, HEADS, KV_HEADS, POSITION, axes_of
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.products.lookup import rows_of
 from jaxlm.core.sharding import current_layout
 from jaxlm.core.tracing import CustomVjp
 from jaxlm.core.values.text_order import in_row_order
@@ -42,16 +43,32 @@ from jaxlm.models.rope import Rotation
 from jaxlm.models.token_sharding import mesh_axes
 
 
-def embedding(Vocab: Axis, Embed: Axis, *, std: float, key: jax.Array) -> hnn.Embedding:
+class Embedding(eqx.Module):
+    """An embedding table.
+
+    Attributes:
+        weight: {vocab, embed}.
+    """
+
+    weight: NamedArray
+    Vocab: Axis = eqx.field(static=True)
+    Embed: Axis = eqx.field(static=True)
+
+    def __call__(self, ids: NamedArray) -> NamedArray:
+        """{..} to {.., embed}."""
+        return rows_of(self.weight, self.Vocab.name, ids)
+
+
+def embedding(Vocab: Axis, Embed: Axis, *, std: float, key: jax.Array) -> Embedding:
     """Initializes an embedding table with N(0, std) entries."""
-    return hnn.Embedding(hax.random.normal(key, (Vocab, Embed)) * std, Vocab, Embed)
+    return Embedding(hax.random.normal(key, (Vocab, Embed)) * std, Vocab, Embed)
 
 
 T = TypeVar("T")
 _GENERATOR = "threefry2x32"  # whose keys are two words
 
 
-def token_embeddings(table: hnn.Embedding, inputs: Inputs) -> NamedArray:
+def token_embeddings(table: Callable[[NamedArray], NamedArray], inputs: Inputs) -> NamedArray:
     """The embeddings of the input tokens, {batch, position, embed}, with the inputs' noise if they have any.
 
     Source: Jain et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetuning" (arXiv:2310.05914), algorithm 1:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
-import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 
@@ -29,7 +28,7 @@ from jaxlm.engine.phases import Phase
 from jaxlm.models.attention.choose import AttentionChoice, choose_attention
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.chunked_loss import default_chunk_tokens
-from jaxlm.models.layers import Attention
+from jaxlm.models.layers import Attention, Embedding
 from jaxlm.models.moe import num_active
 from jaxlm.models.remat import (
     ATTENTION,
@@ -255,7 +254,7 @@ def attention_choices(plan: Plan) -> list[AttentionChoice]:
 def activation_dtype(precision: Precision, model: LanguageModel) -> jnp.dtype:
     """The dtype of the residual stream: the compute dtype of the embeddings, or the default's if there are none."""
     compute = jax.eval_shape(precision.cast_to_compute, model)
-    tables = [embedding.weight.dtype for embedding in tree.modules(compute, hnn.Embedding)]
+    tables = [embedding.weight.dtype for embedding in tree.modules(compute, Embedding)]
     return jnp.result_type(*tables) if tables else precision.compute
 
 

@@ -16,7 +16,6 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
-import haliax.nn as hnn
 import jax
 import numpy as np
 from haliax import NamedArray
@@ -35,6 +34,7 @@ from jaxlm.interop.hf.weights import axis_sizes
 from jaxlm.interop.peft.read import ReadAdapters, lora_keys, peft_folder, read_adapters
 from jaxlm.interop.peft.write import Adapted, Adapter, save_adapters
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
+from jaxlm.models.layers import Embedding
 from jaxlm.models.linear import Linear
 from jaxlm.models.stack_paths import path_before_splits
 from jaxlm.models.stacks import Body
@@ -289,7 +289,7 @@ class LoraConfig(SurgeryConfig):
 
     def _adapt_tables(self, model: LanguageModel, key: jax.Array) -> LanguageModel:
         """Adds adapters to the embedding tables that `embeddings` matches, and to the head that is tied to one."""
-        tables, tied, names = tree.modules_by_path(model, hnn.Embedding), tied_table(model), table_names(model)
+        tables, tied, names = tree.modules_by_path(model, Embedding), tied_table(model), table_names(model)
         if not any(map(self._matches_table, names)):
             raise ConfigError(
                 f"surgery lora: embeddings: '{self.embeddings}' given, but "
@@ -302,7 +302,7 @@ class LoraConfig(SurgeryConfig):
             )
         keys = iter(jax.random.split(key, 2 * len(tables)))
 
-        def adapt(path: str, table: hnn.Embedding) -> Any:
+        def adapt(path: str, table: Embedding) -> Any:
             In, Out, is_tied = table.Vocab, table.Embed, path == tied
             lookup = self._of_table(path, table, In, Out, "b", next(keys))
             head_key, head = next(keys), None
@@ -312,11 +312,9 @@ class LoraConfig(SurgeryConfig):
                 return table
             return LoraEmbedding(table, lookup, head, tied=is_tied, shared=is_tied and self.ensure_weight_tying)
 
-        return tree.map_modules_by_path(model, hnn.Embedding, ".*", adapt)
+        return tree.map_modules_by_path(model, Embedding, ".*", adapt)
 
-    def _of_table(
-        self, name: str, table: hnn.Embedding, In: Any, Out: Any, starts: Any, key: jax.Array
-    ) -> LowRank | None:
+    def _of_table(self, name: str, table: Embedding, In: Any, Out: Any, starts: Any, key: jax.Array) -> LowRank | None:
         """An adapter of a table's weight, if `embeddings` matches this name."""
         sizes = self._sizes([(name, None)])
         if not self._matches_table(name) or not sizes[0].rank:

@@ -7,13 +7,14 @@ and in PEFT: A is a table of its own, zero at the start, and B maps its rows to 
 import dataclasses
 
 import equinox as eqx
-import haliax.nn as hnn
 from haliax import Axis, AxisSpec, NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import LORA, VOCAB, axes_of
+from jaxlm.core.products.lookup import rows_of
 from jaxlm.core.products.matmul import dot
 from jaxlm.models.base import LanguageModel
+from jaxlm.models.layers import Embedding
 from jaxlm.models.linear import Linear
 from jaxlm.surgery.lora_linear import LoraLinear
 from jaxlm.surgery.low_rank import LowRank
@@ -30,7 +31,7 @@ class LoraEmbedding(eqx.Module):
         shared: the tied head has the adapter of the lookup.
     """
 
-    base: hnn.Embedding
+    base: Embedding
     lookup: LowRank | None
     head: LowRank | None
     tied: bool = eqx.field(static=True)
@@ -51,13 +52,13 @@ class LoraEmbedding(eqx.Module):
         rows = self.base(ids)
         if self.lookup is None:
             return rows
-        low = dot(self.lookup.a.take(self.base.Vocab, ids), self.lookup.b, LORA) * self.lookup.scales
+        low = dot(rows_of(self.lookup.a, self.base.Vocab.name, ids), self.lookup.b, LORA) * self.lookup.scales
         out = rows + low
         if self.lookup.magnitude is not None:
             out = out * self.lookup.factor(self.base.weight)
         return out.rearrange(rows.axes).astype(rows.dtype)
 
-    def merged(self) -> "hnn.Embedding | UntiedEmbedding":
+    def merged(self) -> "Embedding | UntiedEmbedding":
         """A table with the same rows and, if it is the head, the same logits. The two may differ now."""
         weight = self.base.weight if self.lookup is None else self.lookup.applied(self.base.weight)
         table = dataclasses.replace(self.base, weight=weight)
@@ -72,7 +73,7 @@ class UntiedEmbedding(eqx.Module):
         weight: the weight of the head, {vocab, embed}.
     """
 
-    table: hnn.Embedding
+    table: Embedding
     weight: NamedArray
 
     @property
@@ -93,14 +94,14 @@ def tied_table(model: LanguageModel) -> str | None:
     layers = (layer for kind in (Linear, LoraLinear) for layer in tree.modules(model, kind))
     if any(VOCAB in names_of(layer.Out) for layer in layers):
         return None
-    paths = (path for path, _ in tree.modules_by_path(model, hnn.Embedding))
+    paths = (path for path, _ in tree.modules_by_path(model, Embedding))
     return next((path for path in paths if path.split(".")[-1] == "tokens"), None)
 
 
 def table_names(model: LanguageModel) -> list[str]:
     """What `embeddings` is searched for in: the paths of tables, and the name of a head that is tied to one."""
     tied = tied_table(model)
-    tables = [path for path, _ in tree.modules_by_path(model, hnn.Embedding)]
+    tables = [path for path, _ in tree.modules_by_path(model, Embedding)]
     return tables + ([] if tied is None else [head_of(tied)])
 
 

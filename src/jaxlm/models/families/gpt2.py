@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
-import haliax.nn as hnn
 import jax
 from haliax import Axis, NamedArray
 
@@ -26,6 +25,7 @@ from jaxlm.models.decoder import TransformerConfig
 from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
 from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import (
+    Embedding,
     ForCache,
     LayerCache,
     LayerContext,
@@ -181,8 +181,8 @@ class Gpt2Block(StartsAsIdentity):
 class Gpt2(LanguageModel):
     """Token and position embeddings, a stack of blocks, and a head (None if it is tied to the token embedding)."""
 
-    tokens: hnn.Embedding
-    positions: hnn.Embedding
+    tokens: Embedding
+    positions: Embedding
     body: Body
     head: Linear | None
     config: Gpt2Config = eqx.field(static=True)

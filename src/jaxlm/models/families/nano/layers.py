@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from haliax import Axis, AxisSpec, NamedArray
 
 from jaxlm.core.axes import EMBED, KV_HEADS, VALUE_EMBED, VOCAB, axes_of
+from jaxlm.core.products.lookup import rows_of
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, Mlp, SelfAttention
 from jaxlm.models.linear import Linear, MatrixLinear
@@ -47,7 +48,7 @@ class ValueEmbedding(eqx.Module):
         """Maps normalized hidden states and their tokens to {batch, position, kv_heads, head_size}."""
         gate = for_compute(self.gate)
         opened = self.gate_scale * hnn.sigmoid(gate(first_channels(h, axes_of(gate.In)[0])))
-        rows = for_lookup(self.table).take(VOCAB, tokens).astype(h.dtype)
+        rows = rows_of(for_lookup(self.table), VOCAB, tokens).astype(h.dtype)
         rows = hax.auto_sharded(rows.unflatten_axis(VALUE_EMBED, (opened.resolve_axis(KV_HEADS), self.HeadSize)))
         return (opened * rows).rearrange(rows.axes).astype(h.dtype)
 

@@ -75,7 +75,7 @@ from jaxlm.models.families.nano.lookup import LookupConfig, LookupLayer
 from jaxlm.models.families.nano.smear import previous_embeddings
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.inference.kv_cache import empty_cache
-from jaxlm.models.layers import Mlp, SelfAttention, embedding, token_embeddings
+from jaxlm.models.layers import Embedding, Mlp, SelfAttention, embedding, token_embeddings
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import UnweightedRMSNorm
 from jaxlm.models.remat import RematModules, parse_remat
@@ -367,7 +367,7 @@ class Nano(LanguageModel):
             subtracts nothing.
     """
 
-    tokens: hnn.Embedding
+    tokens: Embedding
     body: NanoBody
     head: Linear
     smear_gate: NamedArray | None

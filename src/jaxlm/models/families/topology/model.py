@@ -26,7 +26,7 @@ from jaxlm.models.families.topology.structure import TopologyLayer, check_groups
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.growth import grown_body
 from jaxlm.models.inference.kv_cache import empty_cache
-from jaxlm.models.layers import check_tiles, embedding, token_embeddings
+from jaxlm.models.layers import Embedding, check_tiles, embedding, token_embeddings
 from jaxlm.models.linear import Linear
 from jaxlm.models.remat import parse_remat
 from jaxlm.models.segments import shortest_period
@@ -176,7 +176,7 @@ class NoNorm(eqx.Module):
 class TopologyModel(LanguageModel):
     """A token embedding, the layers, and a head (None if it is tied to the embedding)."""
 
-    tokens: hnn.Embedding
+    tokens: Embedding
     body: Body
     head: Linear | None
     config: TopologyConfig = eqx.field(static=True)
