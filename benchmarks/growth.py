@@ -91,7 +91,9 @@ def polished(steps: int, stacks: int) -> dict[str, Any]:
     """Stacks with polishing, in about `steps * stacks` steps in all."""
     total = steps * stacks
     polish = max(1, round(total / (5 * stacks - 1)))
-    return preset(max(1, round((total - polish * (stacks - 1)) / stacks)), stacks, polish_steps=polish, carry_optimizer=True)
+    return preset(
+        max(1, round((total - polish * (stacks - 1)) / stacks)), stacks, polish_steps=polish, carry_optimizer=True
+    )
 
 
 class Results:

@@ -58,6 +58,7 @@ def test_records_without_a_meaning_are_refused(open_with, record, message):
         open_with(LabeledConfig, LabeledFormat)([record])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_the_loss_is_the_mean_over_labels(bidirectional):
     config = LlamaConfig(

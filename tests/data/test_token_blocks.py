@@ -90,6 +90,7 @@ def stored(folder: Path) -> int:
         return sum(path.stat().st_size for path in (folder / "blocks").glob("*/*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_documents", [None, 0, "best fit"])
 @pytest.mark.parametrize("shuffle", [False, True, EraShuffle(10)])
 @pytest.mark.parametrize("max_blocks", [0, 3, NUM_BLOCKS])

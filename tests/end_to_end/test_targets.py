@@ -24,6 +24,7 @@ def write_targets(place: Workplace) -> None:
     (place.folder / "run.yaml").write_text(text)
 
 
+@pytest.mark.slow
 def test_a_target_trains_and_records_what_it_resolved_to(workplace):
     place = workplace(1)
     write_targets(place)
@@ -38,6 +39,7 @@ def test_a_target_trains_and_records_what_it_resolved_to(workplace):
     assert sorted(place.losses("run-quick")) == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dry", [(), ("--dry_run", "true")])
 def test_a_mistake_in_a_target_touches_no_device(workplace, dry):
     place = workplace(1)
@@ -84,6 +86,7 @@ def write_manifest(place: Workplace) -> None:
     (place.folder / "manifest.yml").write_text(json.dumps(manifest))
 
 
+@pytest.mark.slow
 def test_ddp_and_fsdp_train_like_one_device(workplace):
     """Check 39."""
     cache = ("--data.cache_dir", "cache", "--trainer.log_dir", "logs", "--trainer.compilation_cache_dir", "xla")
@@ -99,6 +102,7 @@ def test_ddp_and_fsdp_train_like_one_device(workplace):
         check_close(many.losses(f"small-{name}"), expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_manifest_is_written_as_a_configuration(workplace):
     place = workplace(1)
     write_manifest(place)

@@ -166,6 +166,7 @@ def assert_equal(left: Any, right: Any) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", ["one", "eight"])
 def test_a_run_goes_on_from_the_best_candidate_as_if_it_had_been_the_only_one(devices):
     where = one_device() if devices == "one" else layout()
@@ -345,6 +346,7 @@ def test_a_step_of_the_winner_may_make_the_run_go_back():
     assert remembered["controls"] == {"lr_scale": 0.1}
 
 
+@pytest.mark.slow
 def test_a_portfolio_of_one_with_an_orchestrator_is_the_optimizer_alone():
     one = PortfolioConfig(
         learning_rate=1e-2,
@@ -368,6 +370,7 @@ def test_a_portfolio_of_one_with_an_orchestrator_is_the_optimizer_alone():
     assert_equal(*states)
 
 
+@pytest.mark.slow
 def test_weights_that_walk_at_random_are_not_extrapolated_and_the_tries_leave_no_trace():
     """Random targets: the trend of the weights is noise, and the held-out loss says so."""
     optimizer = PortfolioConfig(

@@ -31,6 +31,7 @@ def gathered(run: TinyRun) -> Counter[Collective]:
     return table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_MESH)
 def test_collectives_of_a_step(name):
     run = TinyRun(layout(**MESHES[name]))

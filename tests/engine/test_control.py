@@ -126,6 +126,7 @@ TRAINING = Scripted(
 EFFECT = {1: 1.0, 2 + MAX_IN_FLIGHT: 0.5, 3 + MAX_IN_FLIGHT: 0.25, 9 + MAX_IN_FLIGHT: 2.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [(), (3, 4, 5), tuple(range(1, STEPS))], ids=str)
 def test_what_follows_from_a_training_step_does_not_depend_on_when_it_is_fetched(at):
     """Saves drain the queue, so that a decision is known earlier."""
@@ -162,6 +163,7 @@ def test_the_history_says_which_controls_are_in_effect():
     assert scales(rates) == {9: 1.0}
 
 
+@pytest.mark.slow
 def test_new_controls_are_placed_as_the_compiled_step_reads_them():
     """On all devices. It refuses arrays of other shapes or shardings."""
     rates, *_ = trained(TRAINING, where=layout())

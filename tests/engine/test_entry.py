@@ -57,6 +57,7 @@ def counts(opt_state) -> dict[str, int]:
     return {path: int(leaf) for path, leaf in tree.leaves(opt_state) if path.endswith("count")}
 
 
+@pytest.mark.slow
 def test_moments_of_new_leaves_are_zero_and_others_are_carried():
     lora = LoraConfig(target="q_proj", rank=2)
     before, after = entered(surgeries=(lora,), trainable=("mlp", r"\.[ab]$"), schedule_start=0, scheduled_steps=20)
@@ -88,6 +89,7 @@ class Counting(NextToken):
         return updates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "expected"), [(Counting(), 3), (Counting(start=7), 7)])
 def test_only_the_same_objective_keeps_what_it_has_counted(objective, expected):
     first = phase(optimizer=ADAM, objective=Counting())
@@ -135,6 +137,7 @@ def test_moments_of_a_cut_model_are_the_cut_moments(config, optimizer):
             np.testing.assert_array_equal(leaf.array, expected[path].array, err_msg=path)
 
 
+@pytest.mark.slow
 def test_a_cut_model_with_carried_moments_trains_on_as_before():
     """On eight devices, with an average of the weights. Only where the layers are stored has changed."""
     where, average = layout(), {"ema": Ema(beta=0.5)}
@@ -182,6 +185,7 @@ def test_an_optimizer_that_cannot_be_carried_is_refused(phases, message):
         make_plan(decode_run(ConfigSource(config), None), "x", 61)
 
 
+@pytest.mark.slow
 def test_the_step_uses_the_accumulation_loop_passed_to_it():
     """A loop over microbatches in Python, from the last to the first."""
     calls = []

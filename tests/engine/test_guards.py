@@ -164,6 +164,7 @@ def test_parameters_are_not_stored_in_float16():
 HALF = replace(parse_precision("p=f32,c=float16"), loss_scale=DynamicLossScale(initial=2.0**10))
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_finite_changes_nothing():
     # Adam divides 0 by 0 for a token that no batch has had yet, though loss and gradient are finite.
     run = TinyRun(one_device(), phase(optimizer=replace(ADAM, epsilon=0.0)))
@@ -181,6 +182,7 @@ def test_an_update_that_is_not_finite_changes_nothing():
 WATCHED = phase(optimizer=replace(ADAM, skip_bad_steps=SkipBadSteps(8)))
 
 
+@pytest.mark.slow
 def test_an_outlier_skips_exactly_one_update():
     strange = arrays(99)
     strange["targets"] = np.full_like(strange["targets"], 5)  # a single class, for a different loss

@@ -26,6 +26,7 @@ MIXED = parse_precision(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(OptimizerConfig.get_known_choices()))
 def test_a_step_keeps_the_dtype_of_every_array(name):
     """Otherwise the second step would not fit the first step's program, nor the checkpoint the run."""

@@ -45,6 +45,7 @@ def test_accumulated_gradient_is_the_full_batch_gradient_with_unequal_masks(num_
             np.testing.assert_allclose(host(cut)[path], expected, rtol=1e-4, atol=1e-7, err_msg=path)
 
 
+@pytest.mark.slow
 @pytest.mark.trap("T7")
 def test_chat_gradients_do_not_depend_on_the_number_of_microbatches():
     # Answers of 1 to 10 tokens, packed: a mean of the microbatches' means would overweight the short ones.
@@ -64,6 +65,7 @@ def test_chat_gradients_do_not_depend_on_the_number_of_microbatches():
             np.testing.assert_allclose(host(cut)[path], expected, rtol=1e-4, atol=1e-7, err_msg=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_MESH)
 def test_every_mesh_trains_the_same(name, single_device_losses):
     run = TinyRun(layout(**MESHES[name]))
@@ -158,6 +160,7 @@ class Counting(Poisoned):
         return updates
 
 
+@pytest.mark.slow
 def test_the_objective_learns_how_many_updates_the_phase_has_with_this_one():
     poisoned, told = arrays(99), []
     poisoned["tokens"][0, 0] = POISON
@@ -178,6 +181,7 @@ class Drawing(NextToken):
         return terms, {**metrics, "draw": Sum(draw, jnp.ones(())), "square": Sum(draw**2, jnp.ones(()))}, slot
 
 
+@pytest.mark.slow
 def test_every_microbatch_has_a_key_of_its_own():
     measured = TinyRun(one_device(), phase(objective=Drawing())).step(arrays(0), 4)
     assert measured["train/square"] - measured["train/draw"] ** 2 > 1e-3  # the variance

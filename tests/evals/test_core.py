@@ -197,6 +197,7 @@ def test_accuracies_are_centered_and_averaged():
     assert "core" not in core_metrics(results)
 
 
+@pytest.mark.slow
 def test_the_evaluation_of_a_run_logs_every_task(bundle, tokenizer):
     seen = []
     where, names = layout(), ["copa", "winograd"]

@@ -72,6 +72,7 @@ def logits_of(model: Any, batch: Any) -> np.ndarray:
     return np.asarray(logits.rearrange(("batch", "position", "vocab")).array, np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", WHERE)
 def test_fidelity_is_the_difference_of_mean_losses(where):
     where = WHERE[where]()
@@ -157,6 +158,7 @@ class Shifted(LanguageModel):
         raise NotImplementedError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", WHERE)
 def test_a_constant_offset_of_the_logits_is_their_difference(where):
     where = WHERE[where]()
@@ -196,6 +198,7 @@ def without_mlps(model: Any) -> Any:
     return tree.map_leaves(lambda path, leaf: leaf * 0 if "down_proj" in path or "mlp.out" in path else leaf, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -220,6 +223,7 @@ def test_attention_outputs_are_what_layers_without_an_mlp_add(config):
         )
 
 
+@pytest.mark.slow
 def test_differences_of_attention_are_means_over_tokens_by_layer():
     where = one_device()
     with where.use():

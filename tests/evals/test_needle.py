@@ -123,6 +123,7 @@ def test_texts_have_the_length_and_the_depth_that_were_asked_for():
                 assert len(set(answers)) == len(set(texts)) == 3, "each sample has its own key and its own haystack"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", WHERE)
 def test_it_counts_what_greedy_decoding_writes(where):
     place = WHERE[where]()

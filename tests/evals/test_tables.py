@@ -97,6 +97,7 @@ def test_every_field_of_a_table_is_listed():
 # Perplexity
 
 
+@pytest.mark.slow
 def test_perplexity_is_that_of_the_mean_loss_of_all_tokens():
     model = subject()
     (row,) = rows(PerplexityTableConfig(seq_lens=[16], batches=3), model)
@@ -137,6 +138,7 @@ def test_context_lengths_default_to_the_longest():
 # Latency
 
 
+@pytest.mark.slow
 def test_the_first_call_is_not_a_sample(monkeypatch):
     """Compilation takes place in the runs before those that are timed, and every timed run runs the compiled programs."""
     calls = []
@@ -168,6 +170,7 @@ def test_the_first_call_is_not_a_sample(monkeypatch):
     np.testing.assert_allclose(row["decode_tokens_per_s_iqr"], high - low)
 
 
+@pytest.mark.slow
 def test_a_program_that_is_compiled_while_it_is_timed_is_an_error(monkeypatch):
     numbers = iter(range(10))
     monkeypatch.setattr(latency, "num_programs", lambda: next(numbers))
@@ -209,6 +212,7 @@ def values_per_token(config: Any) -> tuple[int, int]:
     return config.num_layers * values, config.num_layers * (key_heads + config.num_kv_heads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [LLAMA, DBA, SHARED, SLIDING], ids=["llama", "dba", "one key", "sliding window"])
 def test_the_cache_has_as_many_bytes_as_the_formula_says(config, monkeypatch):
     monkeypatch.setattr(memory, "compile_generation", lambda *_: ())  # other tests compile
@@ -225,6 +229,7 @@ def test_the_cache_has_as_many_bytes_as_the_formula_says(config, monkeypatch):
         assert row["slot_bytes"] == 2 * 2 * 4 * int(row["context"]) + 4  # positions, segments and the length
 
 
+@pytest.mark.slow
 def test_the_cache_of_generation_is_the_one_that_is_measured():
     """A prompt of 64 tokens and 64 new ones, whose lengths are not padded."""
     model = built(LLAMA)
@@ -235,6 +240,7 @@ def test_the_cache_of_generation_is_the_one_that_is_measured():
     assert row["kv_bytes"] == held
 
 
+@pytest.mark.slow
 def test_a_batch_is_divided_over_devices():
     where = layout()
     with where.use():
@@ -251,6 +257,7 @@ def test_a_batch_is_divided_over_devices():
     assert row["peak_source"] == "compiler"
 
 
+@pytest.mark.slow
 def test_peak_memory_grows_with_the_cache_and_contains_the_weights():
     measured = rows(MemoryTableConfig(contexts=[64, 256], cache_dtypes=["float32"]), subject())
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(built(LLAMA)))

@@ -216,6 +216,7 @@ def test_continuations_agree_up_to_the_first_other_token():
     assert found["continuations/delta_nll"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", WHERE)
 def test_a_model_continues_as_it_does_itself(where):
     where = WHERE[where]()

@@ -218,6 +218,7 @@ def test_sample_fields(sampled):
     assert sampled(seed=7) not in (usual, greedy)
 
 
+@pytest.mark.slow
 def test_the_cache_of_samples_has_the_dtype(sampled, monkeypatch):
     dtypes = []
     generate = samples.generate_tokens

@@ -350,6 +350,7 @@ def test_invalid_tpu_names_are_refused(in_process, name):
     assert (result.code, "name: " in result.err or "required" in result.err) == (2, True), result.err
 
 
+@pytest.mark.slow
 def test_the_configuration_is_checked_before_a_machine_is_created(cloud):
     (cloud.folder / "mine.yaml").write_text("trainer: {train_batch_size: 17}\nmodel: {hidden_dim: 64, num_heads: 4}\n")
     words = ("babysit", "mine", "--zone", "z", "--type", "v4-32", "--install", "jaxlm==1")

@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
 def test_transformers_computes_and_generates_the_same(config, tmp_path):
     """With and without a cache. The text is longer than the window of "geometric alone"."""
@@ -28,6 +29,7 @@ def test_transformers_computes_and_generates_the_same(config, tmp_path):
     assert re.match("verified with transformers .* the same 31 greedy tokens", summary), summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, "bfloat16"])
 def test_a_folder_that_is_read_again_is_the_same_to_the_bit(dtype, tmp_path):
     folder, layout, config = tmp_path / "model", one_device(), VARIANTS["everything"]

@@ -139,6 +139,7 @@ def check_not_exported(path, model, config, message):
         exported(path / "x", model, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", every)
 def test_logits(name, tmp_path):
     reference(name).save_pretrained(tmp_path)
@@ -218,6 +219,7 @@ def as_ours(name, opened, arrays):
     return load_weights(abstract_of(opened.config), table, source, one_device(), where="torch")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few)
 def test_gradients_and_a_step_of_adamw(name, tmp_path):
     theirs = copy.deepcopy(reference(name))
@@ -254,6 +256,7 @@ def test_gradients_and_a_step_of_adamw(name, tmp_path):
 PAD = 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_only_lookups_of_a_pad_token_in_the_text_have_another_gradient(tied, tmp_path):
     """transformers gives them none, even if the token has a meaning. The padding of a batch has none in either."""
@@ -342,6 +345,7 @@ def test_second_derivatives(name, tmp_path):
             np.testing.assert_allclose(leaf.array, reference_.array, rtol=1e-3, atol=near, err_msg=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", every)
 def test_import_and_export_are_bit_for_bit_equal(name, tmp_path):
     theirs = reference(name)
@@ -368,6 +372,7 @@ def test_import_and_export_are_bit_for_bit_equal(name, tmp_path):
     assert open_folder(tmp_path / "ours").config == opened.config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-3", *rest])
 def test_transformers_computes_the_same_with_an_exported_model(name, tmp_path):
     """Identical logits, and for some models 32 greedy tokens, which our own cached decoding also chooses."""

@@ -110,6 +110,7 @@ def test_no_texts_give_no_arrays(llama):
     assert llama.logits([]) == llama.log_probs([]) == llama.generate([]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_logits_and_log_probs_are_those_of_transformers(name, tmp_path):
     model = opened(name, tmp_path)
@@ -191,6 +192,7 @@ def test_a_model_lies_on_the_mesh_that_is_asked_for(name, tmp_path):
     assert asked.generate(texts, **options) == usual.generate(texts, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_model_lies_on_the_devices_that_are_asked_for(count, tmp_path):
     devices = jax.devices()[8 - count :]

@@ -36,6 +36,7 @@ def plan(name: str) -> None:
     make_plan(config, run_id_of(config), assumed_vocabulary(config)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANNED)
 def test_is_planned_unchanged(name):
     if str(published(name).get("hf_save_path")).startswith("gs://"):

@@ -77,6 +77,7 @@ def test_every_document_of_a_row_has_the_logits_of_the_text_alone(name, opened):
     assert np.abs(their_logits(name, TEXTS[2][:ORIGINAL]) - their_logits(name, TEXTS[2])[:ORIGINAL]).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_greedy_texts_grow_beyond_the_original_length(name, opened):
     """Rows cross at steps of their own. transformers computes the cache again for Phi-3; for other families it keeps one of

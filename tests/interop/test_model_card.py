@@ -158,6 +158,7 @@ def test_the_last_logged_evaluation_is_found(tmp_path):
     assert logged_evaluation(config, 9) == {}
 
 
+@pytest.mark.slow
 def test_exports_are_pushed_and_a_failed_push_ends_nothing(tmp_path, hub):
     num_tokens = write_tokenizer(tmp_path / "tokenizer")
     config = {"model": {"type": "llama", **SIZES}, "trainer": {"id": "mine", "train_batch_size": 8}}

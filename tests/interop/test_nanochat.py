@@ -68,6 +68,7 @@ def loaded(path, config=None, where=None, vocab=61):
     return load_pretrained(path, abstract, config, where or one_device())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REVISIONS)
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
 def test_a_run_of_nanochat_is_read(name, prefix, tmp_path):

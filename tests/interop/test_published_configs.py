@@ -30,6 +30,7 @@ def folder_of(path, content):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPENED)
 def test_a_published_config_opens(name, tmp_path):
     """The numbers of parameters are those of the published weights."""

@@ -567,6 +567,7 @@ def test_what_jaxlm_cannot_do_is_refused(name: str, tmp_path: Path):
     assert re.match(r"\S+config\.yaml:\d+: ", str(caught.value))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "training",
     [

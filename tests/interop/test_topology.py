@@ -22,6 +22,7 @@ def test_the_family_is_the_one_that_is_spelled_out(family, attention, mlp):
     assert spelled(attention, mlp).as_family() == family
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "dba", "mixtral"])
 def test_transformers_computes_the_same(name, tmp_path):
     pytest.importorskip("torch")

@@ -69,6 +69,7 @@ def test_matches_the_definition(scale):
     np.testing.assert_allclose(run(*case, scale=scale), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_fully_masked_queries_give_zero_and_finite_gradients():
     q, k, v, visible = random_case()
     visible[1][:] = 0
@@ -90,6 +91,7 @@ def test_dropout_keeps_the_expectation_and_needs_a_key():
     np.testing.assert_allclose(dropped.mean(axis=0), whole, atol=0.1)
 
 
+@pytest.mark.slow
 def test_packed_documents_equal_separate_documents(tiny, built, as_inputs, logits_of):
     tokens = np.random.default_rng(0).integers(0, 40, size=DOCUMENTS.shape)
     model = built(tiny)
@@ -112,6 +114,7 @@ def test_a_document_does_not_see_its_neighbors_or_its_future(tiny, built, as_inp
     np.testing.assert_array_equal(read(later)[1, :6], before[1, :6])
 
 
+@pytest.mark.slow
 def test_upcast_changes_16_bit_attention(built, as_inputs):
     config = Gpt2Config(seq_len=16, hidden_dim=32, num_layers=1, num_heads=2, initializer_range=0.5)
     tokens = as_inputs(np.random.default_rng(0).integers(0, 40, size=(2, 16)))

@@ -259,6 +259,7 @@ def test_blocks_cover_every_query_with_little_overhead(length, window):
         assert computed <= (9 / 16 * length**2 if window is None else length * (2 * window + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block", "window", "first"), [(16, None, 17), (64, 40, 64)])
 def test_any_block_size_matches_the_definition(block, window, first):
     with tracing(block_sizes=BlockSizes(attention_block=block)):

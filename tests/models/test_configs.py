@@ -64,6 +64,7 @@ def test_flops_of_known_models(config, vocab, giga):
     assert config.flops_per_token(vocab).causal / 1e9 == pytest.approx(giga, rel=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -129,6 +130,7 @@ def std(named):
     return float(np.std(named.array))
 
 
+@pytest.mark.slow
 def test_gpt2_initialization():
     config = Gpt2Config(seq_len=512, hidden_dim=256, num_layers=8, num_heads=4)
     model = jitted_build(config, 1000)

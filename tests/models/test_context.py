@@ -127,6 +127,7 @@ def test_devices_compute_what_one_device_does(method, kv_heads):
         check_equal(run([a[:, order] for a in arrays], method, window=window), expected, order)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_bfloat16_agrees_with_float32_within_its_precision(method):
     tokens = tokens_of(DOCUMENTS["packed"])
@@ -134,6 +135,7 @@ def test_bfloat16_agrees_with_float32_within_its_precision(method):
     check_equal(run((*case(2, 8, jnp.bfloat16), *tokens), method), expected, slice(None), 2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -152,6 +154,7 @@ def test_other_scores_and_masks(method, options):
     check_equal(run([a[:, order] for a in arrays], method, **options), expected, order)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("method", ["gather", "ring", "ulysses"])
 def test_rows_and_heads_are_divided_too(method, kv_heads):
@@ -164,6 +167,7 @@ def test_rows_and_heads_are_divided_too(method, kv_heads):
         check_equal(attend(*arrays), run(arrays, backend="reference", **options), slice(None))
 
 
+@pytest.mark.slow
 def test_a_row_without_tokens_is_zero_and_has_no_gradient():
     arrays = (*case(2, 8), *tokens_of([LENGTH]))
     for method in ("gather", "ring"):
@@ -171,6 +175,7 @@ def test_a_row_without_tokens_is_zero_and_has_no_gradient():
             np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["zigzag ring", "zigzag usp 2x4"])
 @pytest.mark.parametrize("documents", DOCUMENTS)
 def test_fused_kernels_of_each_hop_compute_the_same(monkeypatch, method, documents):
@@ -199,6 +204,7 @@ def compiled(method: str | None, arrays, **options) -> jax.stages.Compiled:
         return attend.lower(*(jax.device_put(a, spec) for a in arrays)).compile()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_queries_are_never_gathered(method):
     """With one key/value head for eight queries, the largest array that may be gathered has an eighth of their size."""
@@ -209,6 +215,7 @@ def test_queries_are_never_gathered(method):
     assert ("gather" in method) == (ROWS * LENGTH * SIZE in sizes)
 
 
+@pytest.mark.slow
 def test_exchanging_heads_divides_the_products():
     """An eighth of the compiled FLOPs of one device. Without context parallelism every device computes them all."""
     arrays = (*case(8, 8, size=128), *tokens_of([LENGTH]))
@@ -224,6 +231,7 @@ def pairs_by_device(tokens: Tokens, order: np.ndarray, devices: int, reach: Reac
     return np.array([np.sum(block_pairs(q, keys, reach, block, block)) for q in queries])
 
 
+@pytest.mark.slow
 def test_a_zigzag_divides_the_blocks_of_a_causal_row_evenly():
     tokens = Tokens(jnp.arange(LENGTH), jnp.ones(LENGTH, int))
     one = pairs_by_device(tokens, np.arange(LENGTH), 1, Reach(), 16)
@@ -259,6 +267,7 @@ def test_blocks_of_other_documents_and_outside_of_windows_cost_nothing():
     assert pairs_by_device(one, text, 1, Reach(16, causal=False), 16) == 16 + 2 * 15
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_no_pair_of_blocks_that_attend_to_each_other_is_left_out(data):
     size = 24

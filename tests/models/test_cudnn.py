@@ -222,6 +222,7 @@ def test_the_self_test_finds_a_wrong_kernel(attend, found):
     assert error is None if found is None else found in error
 
 
+@pytest.mark.slow
 def test_bfloat16_is_within_the_tolerance():
     shape = AttentionShape(jnp.bfloat16, head_size=64, group=2, windowed=True)
     attend = lambda q, k, v, s: blockwise_attention(q, k, v, s, shape.scale, shape.window)  # noqa: E731

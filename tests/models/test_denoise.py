@@ -67,6 +67,7 @@ def test_sampled_rows_depend_on_their_prompt_and_the_seed_alone(model):
     assert draw([[], [3]])[0] != [], "a text from nothing"
 
 
+@pytest.mark.slow
 def test_the_mask_is_never_emitted_even_if_it_is_the_most_likely_token(model):
     weight = model.head.weight
     biased = eqx.tree_at(lambda m: m.head.weight.array, model, weight.array.at[MASK].set(50.0))

@@ -40,6 +40,7 @@ def final(model, inputs, fractions):
     return np.asarray(model.hidden(inputs).final.rearrange(("batch", "position", "embed")).array)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", LAYERS)
 def test_each_row_is_computed_by_the_part_for_its_share_of_masks(whole, as_inputs, parts):
     model = parted(whole, parts)
@@ -89,6 +90,7 @@ def test_texts_need_the_parts_for_their_range(mask_range, parts):
     assert list(needed(denoisers, mask_range)) == [denoisers[part] for part in parts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["prepend", "append"])
 def test_the_parts_of_a_grown_model_are_its_stacks(whole, at):
     grown = GrowConfig(1, at, "random").apply(parted(whole, "blocks"), key=jax.random.key(0))
@@ -120,6 +122,7 @@ def by_hand(whole, parts, logits_of, as_inputs, prompt, num_new):
     return row[len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 def test_a_pass_for_each_part_leaves_the_masks_that_the_next_one_was_trained_on(whole, logits_of, as_inputs):
     """Rows whose prompts hide less begin with a later part."""
     prompts = [[3, 4, 5], [*range(10), *range(6)]]

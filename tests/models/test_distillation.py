@@ -117,6 +117,7 @@ def test_the_top_k_are_the_teachers_distribution():
     np.testing.assert_allclose(np.exp(said.log_rest.array), 1 - top.sum(-1), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_a_student_that_equals_the_teacher_has_no_divergence_and_no_gradient(name):
     _, _, tx, tw, y, m = problem()
@@ -144,6 +145,7 @@ def test_more_top_tokens_come_closer_to_the_whole_divergence_from_below(name):
     assert parts[-1] == pytest.approx(whole, rel=1e-5)  # the rest is a single token, so they differ by rounding alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_sharp_distributions_stay_finite(name):
     """Probabilities that underflow in float32."""

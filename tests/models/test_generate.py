@@ -34,6 +34,7 @@ def llama(tiny_llama, built):
     return built(tiny_llama)
 
 
+@pytest.mark.slow
 def test_cache_equals_the_full_forward_pass(model, as_inputs, logits_of):
     tokens = np.random.default_rng(0).integers(0, 40, size=(2, 12))
     # the second row is padded by four on the left
@@ -78,6 +79,7 @@ def greedy_by_hand(model, prompt, num_new, length=32):
     return tokens[len(prompt) : len(prompt) + num_new].tolist()
 
 
+@pytest.mark.slow
 def test_greedy_rows_of_a_batch_equal_full_forward_passes(model):
     new = generate(model, PROMPTS, max_new_tokens=12, temperature=0.0)
     assert new == [greedy_by_hand(model, prompt, 12) for prompt in PROMPTS]
@@ -194,6 +196,7 @@ def cached_logits(model, dtype):
     return np.asarray(model.logits(hidden.final).array)
 
 
+@pytest.mark.slow
 def test_shapes_are_compiled_once(llama):
     options = {"max_new_tokens": 5, "temperature": 0.7}
     generate(llama, [[1, 2]], **options)
@@ -292,6 +295,7 @@ def test_filters_are_those_of_transformers(options, temperature):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_other_values_of_filters_compile_nothing(llama):
     def all_with(**options):
         generate(llama, [[1, 2]], max_new_tokens=4, seed=1, **options)
@@ -303,6 +307,7 @@ def test_other_values_of_filters_compile_nothing(llama):
     assert decode._decode._cache_size() == compiled
 
 
+@pytest.mark.slow
 def test_a_repeated_token_is_penalized_in_prompt_and_text(llama):
     """A penalty so large that no token comes twice, with tokens of the prompt first."""
     prompts = [[1, 2, 3], [9]]

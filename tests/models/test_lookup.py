@@ -190,6 +190,7 @@ def read_in_torch(torch, scores: Scores, q, tokens, entries, keys, values):
 CASES = {"tied": (True, None, 1.0), "untied": (False, 1e-6, 0.3)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_what_tokens_read_and_every_gradient_are_those_of_a_loop(name):
     """Several chunks of tokens, several blocks of entries, tokens with no entry; float64 against float32."""
@@ -335,6 +336,7 @@ def test_taps_after_a_lookup_layer_contain_what_it_adds(built, as_inputs):
     np.testing.assert_allclose((without + added).array, every.taps["layer_2"].array, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_new_lookup_layer_changes_nothing():
     """Its last matrix is zero, and all other parameters are as without it."""
     config = dataclasses.replace(TINY, num_layers=1)

@@ -98,6 +98,7 @@ OTHER_SHAPES = (((7, 1217, 8, 97), 1024), ((1, 1, 4, 3), 512), ((3, 5, 4, 7), 1)
 PENALTIES = ((0.0, 0.0), (1e-2, 0.0), (0.0, 0.1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "chunk_tokens", "z", "smoothing"),
     [
@@ -169,6 +170,7 @@ def test_one_pass_finds_the_first_of_equal_maxima_and_keeps_infinities():
     np.testing.assert_array_equal(first[:3], [1, 1, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cap", [0.7, 30.0])
 def test_soft_capped_sums_and_gradients_match_the_closed_forms(cap):
     x, w, y, m = problem(2, 37, 16, 50)
@@ -232,6 +234,7 @@ def test_equals_torch_cross_entropy():
     np.testing.assert_allclose(grads[1], tw.grad.numpy(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @given(
     batch=st.integers(1, 4),
     position=st.integers(1, 40),

@@ -272,6 +272,7 @@ def test_a_float32_router_in_a_bfloat16_model_equals_that_of_transformers():
     assert np.abs(np.asarray(rounded.array, np.float32).reshape(expected.shape) - expected).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_only_the_router_of_the_compiled_step_is_in_float32():
     """The step of a bfloat16 Mixtral: products with the 5 routes, forward and backward, against all others."""
 

@@ -130,6 +130,7 @@ def test_inputs_longer_than_seq_len(name, as_inputs, logits_of):
     np.testing.assert_allclose(logits_of(model, as_inputs(tokens)), expected, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_rounded_rotations_change_the_loss(as_inputs, logits_of):
     """In the fifth digit, as nanochat's do: the option has an effect that the comparison with torch would not allow."""
     pytest.importorskip("torch")
@@ -194,6 +195,7 @@ def test_windows_follow_the_pattern():
     assert dataclasses.replace(config, seq_len=33).window_distances[0] == 16
 
 
+@pytest.mark.slow
 def test_initialization():
     config = NanoConfig(
         hidden_dim=256,
@@ -287,6 +289,7 @@ def test_greedy_generation_is_the_argmax_of_full_forward_passes(built, as_inputs
         assert following[0, len(prompt) - 1 : text.size - 1].tolist() == new
 
 
+@pytest.mark.slow
 def test_documents_in_one_row_do_not_see_each_other(built, as_inputs, logits_of):
     """Neither attention nor smear crosses from one to the next."""
     model, tokens = built(TINY), ids(5, 1)
@@ -335,6 +338,7 @@ def program(config, as_inputs):
     return jax.jit(lambda model, inputs: model.hidden(inputs).final).lower(model, as_inputs(ids())).as_text()
 
 
+@pytest.mark.slow
 def test_what_is_compiled_does_not_grow_with_the_number_of_layers(as_inputs):
     """One period of four layers in the scan's body, and the layers after the last whole period."""
     config = dataclasses.replace(TINY, scan_layers=True)

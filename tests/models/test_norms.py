@@ -28,6 +28,7 @@ def formula(kind, x, weight, bias):
     return out if bias is None else out + bias
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rms", "layer", "layer without bias"])
 def test_values_and_gradients_match_the_definition(kind):
     rng = np.random.default_rng(0)
@@ -113,6 +114,7 @@ def test_axes_in_any_order():
     np.testing.assert_array_equal(out.array, norm(x.rearrange((Batch, Pos, Embed))).rearrange(x.axes).array)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "scaled"), [("hybrid_norm", ("o_proj", "down_proj")), ("input_embedding_norm", ("tokens",))]
 )

@@ -72,6 +72,7 @@ def test_routers_embeddings_norms_and_biases_stay_floats():
     assert {leaf.dtype.name for path, leaf in tree.leaves(shapes) if "router" in path or "norm" in path} == {"float32"}
 
 
+@pytest.mark.slow
 def test_the_losses_read_an_int8_head(built, tiny_llama, inputs):
     int8 = quantized(built(tiny_llama))
     mask = hax.ones_like(inputs.tokens).astype(jnp.float32)

@@ -107,6 +107,7 @@ def test_modules_that_match_nothing_are_refused(tiny_llama, gradient_of):
         NanoConfig(gradient_checkpointing=RematConfig("mlp")).check()
 
 
+@pytest.mark.slow
 def test_auto_compiles_like_the_policy_it_chose(tiny_llama, built, as_inputs):
     inputs = as_inputs([[1] * 16])
 

@@ -47,6 +47,7 @@ def sampled(model, rows=range(64), *, noise=NOISE, temperature=TEMPERATURE, most
     return sample_responses(Generator.of(model), prompts, rows, noise, **settings | options)
 
 
+@pytest.mark.slow
 def test_log_likelihoods_are_those_of_a_forward_pass_and_rows_end_with_their_stop_token(llama):
     found = sampled(llama)
     lengths = (found.tokens >= 0).sum(axis=1)
@@ -73,6 +74,7 @@ def test_log_likelihoods_are_those_of_a_forward_pass_and_rows_end_with_their_sto
     np.testing.assert_allclose(np.asarray(logps.array)[mask > 0], recorded, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_recorded_probabilities_are_those_of_the_distribution_that_was_sampled(llama, as_inputs, logits_of):
     """With filters, which a forward pass of the text and `TokenDistribution`, compared with transformers elsewhere, give."""
     sampling = Sampling(TEMPERATURE, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.4)
@@ -133,6 +135,7 @@ def test_weights_that_have_the_compute_dtype_are_not_copied(llama):
     assert kept == {True, False}
 
 
+@pytest.mark.slow
 def test_a_rollout_leaves_nothing_behind(llama):
     """`jax.eval_shape` leaves 50 objects in jax's caches for each call."""
     precision = parse_precision(PrecisionConfig(default="p=f32,c=bfloat16"))

@@ -31,6 +31,7 @@ def layout(method: str) -> Layout:
     return Layout(mesh, {}, {"batch": "data", "position": context.axes, "key_position": context.axes}, context)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_devices_generate_what_one_device_does(model, method):
     expected = generate(model, PROMPTS, max_new_tokens=NUM_NEW, temperature=0.0)
@@ -39,6 +40,7 @@ def test_devices_generate_what_one_device_does(model, method):
         assert generate(sharded, PROMPTS, max_new_tokens=NUM_NEW, temperature=0.0) == expected
 
 
+@pytest.mark.slow
 def test_int8_slots_are_divided_too(model):
     config = GenerationConfig(NUM_NEW, temperature=0.0, cache_dtype="int8")
     expected = generate_tokens(Generator.of(model), PROMPTS, config)
@@ -47,6 +49,7 @@ def test_int8_slots_are_divided_too(model):
         assert generate_tokens(generator, PROMPTS, config) == expected
 
 
+@pytest.mark.slow
 def test_no_device_ever_holds_the_cache_of_all_layers(model):
     """Neither after the prompt, nor while it is written, nor when tokens are generated."""
     with (place := layout("gather")).use():

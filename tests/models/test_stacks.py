@@ -154,6 +154,7 @@ def test_layers_that_take_turns_compile_once_for_all_periods(step, as_inputs):
     assert operations(2 * step) == operations(4 * step)
 
 
+@pytest.mark.slow
 def test_dropout_needs_a_key_and_differs_between_keys(built, as_inputs):
     config = Gpt2Config(seq_len=16, hidden_dim=32, num_layers=1, num_heads=4)
     inputs = as_inputs(np.zeros((2, 16), int))

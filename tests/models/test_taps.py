@@ -41,6 +41,7 @@ def test_every_tap_is_the_output_of_the_layers_below_it(built, as_inputs):
         assert np.abs(found.taps[first].array - found.taps[second].array).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_taps_with_a_cache_are_those_without(built, as_inputs):
     model = split(built(LLAMA), 1)
     inputs, names = as_inputs(np.random.default_rng(0).integers(0, 40, size=(2, 12))), ("layer_0", "layer_1", "final")

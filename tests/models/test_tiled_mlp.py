@@ -114,6 +114,7 @@ def test_output_is_bitwise_and_gradients_are_those_of_all_tokens_at_once(name, w
         assert np.abs(ours - theirs).max() <= tolerance * np.abs(theirs).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_fp8_has_scales_for_each_tile_in_both_passes(recipe):
     """The gradients are those of the tiles, one MLP call each."""
@@ -151,6 +152,7 @@ def hidden_program(config, as_inputs, built):
     return jax.jit(jax.grad(loss)).lower(weights).compile().as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["none", slow("full"), slow(RematConfig(offload=["residual"]))])
 def test_no_array_has_hidden_features_of_all_tokens(policy, tiny_llama, as_inputs, built):
     config = dataclasses.replace(tiny_llama, intermediate_dim=80, gradient_checkpointing=policy)

@@ -158,6 +158,7 @@ def written_out(text: str) -> TopologyConfig:
     return topology(yaml.safe_dump(described))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", slow_but("alternating"))
 def test_repeating_a_unit_is_writing_it_out(text):
     repeated, copies = topology(text), written_out(text)
@@ -196,6 +197,7 @@ def test_layers_are_divided_without_a_change_of_the_function():
     )
 
 
+@pytest.mark.slow
 def test_a_group_inside_of_a_residual_is_written_out():
     def with_inner(inner: str) -> TopologyConfig:
         return topology(
@@ -252,6 +254,7 @@ def spelled(attention: str, mlp: str) -> TopologyConfig:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "attention", "mlp"), FAMILIES.values(), ids=FAMILIES)
 def test_a_family_that_is_spelled_out_computes_the_same(family, attention, mlp):
     config, theirs = spelled(attention, mlp), built(family)
@@ -284,6 +287,7 @@ def copied(to: Any, of: Any) -> Any:
     return tree.map_leaves(lambda path, _: parameters[path], to)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", [0, 1])
 def test_layers_with_other_heads_have_rotary_embeddings_of_their_own(silent):
     """A layer whose attention is multiplied by 0 leaves a model that only has the other one."""
@@ -323,6 +327,7 @@ def test_decoding_with_a_cache_computes_the_same(text, cut):
         np.testing.assert_allclose(out, expected[:, start:stop], atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", slow_but("mixed"))
 def test_generation_continues_as_the_whole_text_says(text):
     model, prompt = built(topology(text)), [[3, 1, 4, 1, 5, 9, 2, 6]]
@@ -335,6 +340,7 @@ def test_generation_continues_as_the_whole_text_says(text):
     assert np.argmax(logits(model, read)[0, 7:15], axis=-1).tolist() == new
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", slow_but("mixed"))
 def test_a_packed_document_is_computed_as_if_it_were_alone(text):
     model = built(topology(text))
@@ -344,6 +350,7 @@ def test_a_packed_document_is_computed_as_if_it_were_alone(text):
     np.testing.assert_allclose(logits(model, packed)[:, 6:], logits(model, alone), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", slow_but("alternating"))
 def test_scans_and_recomputation_do_not_change_gradients(text):
     def loss(model):

@@ -174,6 +174,7 @@ def test_autotune_sees_a_spike_on_a_falling_error_and_few_in_noise(at):
     assert (np.asarray(last.events) - 1).sum() / (64 * 499) < 0.003
 
 
+@pytest.mark.slow
 def test_off_and_monitor_move_the_model_alike_and_active_less():
     states = {}
     for mode in ("off", "monitor", "active"):
@@ -216,6 +217,7 @@ def test_a_student_that_equals_its_teacher_is_done_without_an_update_after_the_f
     assert not any(changed(before[layer], leaves_of(run.state, layer)) for layer in range(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs", ["teacher", "student"])
 def test_sequential_blocks_train_alone_each_with_a_new_optimizer_and_one_program(inputs):
     run = a_run(one_device(), order="sequential", inputs=inputs, convergence=Convergence(max_steps=3))
@@ -243,6 +245,7 @@ def test_the_first_update_of_a_later_block_is_that_of_a_new_optimizer():
     assert np.median(np.abs(update)) > 0.97
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["parallel", "sequential"])
 def test_eight_devices_and_one_do_the_same(order):
     keys = {"order": order, "convergence": Convergence(max_steps=2)}
@@ -253,6 +256,7 @@ def test_eight_devices_and_one_do_the_same(order):
             np.testing.assert_allclose(eight[name], one[name], rtol=2e-4, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "trainable", "unreached"),
     [
@@ -287,6 +291,7 @@ def test_parameters_without_a_gradient_are_refused_and_others_have_one(target, t
         assert all(np.abs(np.asarray(tree.raw(leaf))).max() > 0 for _, leaf in tree.leaves(gradient))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(OptimizerConfig.get_known_choices()))
 def test_the_state_of_a_layer_that_does_not_move_stays_with_every_optimizer(kind):
     """A layer with the factor 0 keeps parameters and state; the other one moves as without a pace."""

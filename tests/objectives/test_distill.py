@@ -60,6 +60,7 @@ def test_terms_and_metrics_match_the_definition(student, refs):
     np.testing.assert_array_equal(objective.weights(batch)["loss"], m.sum())
 
 
+@pytest.mark.slow
 def test_the_teachers_loss_is_one_more_metric_and_changes_no_other(student, refs):
     batch, plain, asking = a_batch(), Distill(temperature=2.0), Distill(temperature=2.0, teacher_loss=True)
     parts = [
@@ -138,6 +139,7 @@ def test_is_registered_by_name():
     assert ObjectiveConfig.get_choice_class("distill") is Distill
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "theirs", "pairs"), [(1, 1, {1: 1}), (1, 3, {1: 3}), (2, 3, {1: 2, 2: 3}), (3, 3, {1: 1, 2: 2, 3: 3})]
 )

@@ -197,6 +197,7 @@ def measured(objective, model, reference, batch):
     }
 
 
+@pytest.mark.slow
 def test_terms_and_metrics_match_the_logits(models):
     model, reference = models
     columns = columns_of()

@@ -89,6 +89,7 @@ def test_diffusion_is_the_bound_of_the_paper(model):
     np.testing.assert_array_equal(scores.inputs.array[:, 1:], columns["targets"][:, :-1])
 
 
+@pytest.mark.slow
 def test_gradients_match_those_of_the_definition(model):
     batch = batch_of(columns_of(4))
 
@@ -108,6 +109,7 @@ def test_gradients_match_those_of_the_definition(model):
     np.testing.assert_array_equal(ours.head.weight.array[MASK_ID], 0)
 
 
+@pytest.mark.slow
 def test_the_bound_of_uniform_predictions_is_the_logarithm_of_the_vocabulary(model):
     """Whatever the schedule: the weights make the expected number of hidden tokens 1."""
     uniform = jax.tree.map(jnp.zeros_like, model)
@@ -145,6 +147,7 @@ def test_tokens_see_both_sides_of_their_own_document(model):
     assert differs[0].tolist() == [True] * 7 + [False] * 9
 
 
+@pytest.mark.slow
 def test_the_step_is_the_same_on_one_and_on_eight_devices_and_with_microbatches():
     """The first step of each, so that Adam's first moment compares gradients."""
     config = dataclasses.replace(MODEL, use_bidirectional_attention=True)
@@ -171,6 +174,7 @@ def test_the_step_is_the_same_on_one_and_on_eight_devices_and_with_microbatches(
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys", [{"dim": 8}, {"type": "learned", "dim": 6, "num_time_steps": 4}], ids=["sines", "learned"]
 )

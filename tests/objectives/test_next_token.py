@@ -60,6 +60,7 @@ def reference(model, batch, z, smoothing):
     return smoothed + z_loss, plain, z_loss, correct, m.sum(), entropy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("z", "smoothing"), [(0.0, 0.0), (1e-2, 0.1)])
 def test_terms_and_metrics_match_the_definition(model, z, smoothing):
     batch = a_batch()
@@ -85,6 +86,7 @@ def test_terms_and_metrics_match_the_definition(model, z, smoothing):
     np.testing.assert_array_equal(objective.weights(batch)["loss"], weight)
 
 
+@pytest.mark.slow
 def test_the_gradient_with_a_soft_cap_matches_the_definition(model):
     model, batch = replace(model, logit_soft_cap=0.5), a_batch()
     objective = NextToken(z_loss_weight=1e-2, label_smoothing=0.1)
@@ -94,6 +96,7 @@ def test_the_gradient_with_a_soft_cap_matches_the_definition(model):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_microbatches_add_up_to_the_batch(model):
     batch, objective = a_batch(), NextToken(z_loss_weight=1e-2)
     is_named = lambda a: isinstance(a, hax.NamedArray)  # noqa: E731

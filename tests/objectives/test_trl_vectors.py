@@ -213,6 +213,7 @@ def pairs():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", cases(PAIRS))
 def test_losses_of_pairs_are_those_of_trl(monkeypatch, pairs, case):
     batch, policy, logps = pairs
@@ -252,6 +253,7 @@ def loss_of_groups(objective, policy, batch, reference):
     return total(terms, objective.weights(batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", cases(GROUPS))
 def test_losses_of_groups_are_those_of_trl(monkeypatch, groups, case):
     batch, reference, policy, logps_and_entropies = groups

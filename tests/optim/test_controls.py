@@ -54,6 +54,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_a_scale_is_another_learning_rate(name):
     config = CONFIGS[name]

@@ -351,6 +351,7 @@ def by_hand(kind: str, config: Any, scale: float) -> Arrays:
     return params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_steps_match_the_published_algorithm(name):
     kind, keys = CASES[name]
@@ -559,6 +560,7 @@ def program_before(kind: str, name: str) -> str:
     return program(config_of(kind, **BESIDE.get(name, {})))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), fields())
 def test_every_field_changes_the_result(kind, name):
     beside = BESIDE.get(name, {})

@@ -107,6 +107,7 @@ def without_decay(recipe: str, **changes: Any) -> Any:
     return config_of("muon", **RECIPES[recipe] | RISING | {"weight_decay": 0.0, "learning_rate": 1.0} | changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VECTORS["muon"])
 def test_three_steps_match_nanochat(name):
     recipe, shape_name = name.split("_")

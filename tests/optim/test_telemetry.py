@@ -73,6 +73,7 @@ def noise(seed: int, sigma: float = 0.05) -> np.ndarray:
     return sigma * np.random.default_rng(seed).normal(size=(NUM_RUNS, NUM_STEPS))
 
 
+@pytest.mark.slow
 def test_few_steps_of_stationary_noise_are_spikes():
     """2,000 steps of 50 runs, of the loss alone, and fewer with gradient norms."""
     losses = 1 + 0.05 * np.random.default_rng(0).normal(size=(50, 2000)).astype(np.float32)
@@ -215,6 +216,7 @@ def test_norms_of_layers_are_those_of_each_slice():
 ON = phase(optimizer=AdamConfig(learning_rate=1e-2, warmup=0, telemetry=True))
 
 
+@pytest.mark.slow
 def test_telemetry_does_not_change_training():
     """On one device, not a bit of it. On several, the compiler may add in another order."""
     plain, run = TinyRun(one_device()), TinyRun(one_device(), ON)

@@ -113,6 +113,7 @@ def test_a_compiler_out_of_memory_is_one_message_with_what_is_left_to_do(monkeyp
     assert str(caught.value).endswith(f"Ran out of memory on HBM. To use less memory, {advice}")
 
 
+@pytest.mark.slow
 def test_no_array_holds_all_logits_or_all_scores():
     """Tokens x vocabulary and position x position: the arrays that the kernels avoid."""
     plan = plan_of(vocab=4096, trainer={"train_batch_size": 64}, model=SIZES | {"num_kv_heads": 2, "seq_len": 512})
@@ -146,6 +147,7 @@ def test_xlas_operation_count_matches_the_formula():
     assert counted == pytest.approx(formula.causal, rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_step_is_compiled_once():
     plan = plan_of()
     events: list[str] = []
@@ -154,6 +156,7 @@ def test_a_step_is_compiled_once():
     assert sum(name.endswith("backend_compile_duration") for name in events) == 1
 
 
+@pytest.mark.slow
 def test_a_step_in_bfloat16_casts_each_weight_once_and_leaves_no_product_to_xla():
     """On CPUs. Before 0.12, XLA computes products with a bfloat16 result in float32, and rounds weights for both passes."""
     keeps_bfloat16 = jaxlib.version.__version_info__ >= (0, 12)

@@ -81,6 +81,7 @@ def trainings(tmp_path_factory):
 DISTILL = {"type": "distill", "teacher_loss": True}
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_good_teacher_is_logged_once(trainings):
     """On one batch, it is the metric of the first step, which the objective measures on its own."""
     refs = trainings.ref(sanity={"batches": 1})
@@ -93,6 +94,7 @@ def test_the_loss_of_a_good_teacher_is_logged_once(trainings):
     assert not LOGGED.findall(trainings.output)
 
 
+@pytest.mark.slow
 def test_a_scrambled_teacher_is_refused_before_anything_is_saved(trainings):
     with pytest.raises(ConfigError) as refused:
         trainings.run("scrambled", 2, objective=DISTILL, refs=trainings.ref("scrambled"))
@@ -108,6 +110,7 @@ def test_a_scrambled_teacher_is_refused_before_anything_is_saved(trainings):
     trainings.run("anyway", 1, objective=DISTILL, refs=trainings.ref("scrambled", sanity=None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "user",
     [
@@ -138,6 +141,7 @@ def test_a_lower_limit_refuses_a_good_teacher(trainings):
 GATE = {"type": "fidelity", "max_ppl_ratio": None, "fail_fast": True}
 
 
+@pytest.mark.slow
 def test_a_violated_limit_ends_the_run_after_its_last_step_is_saved_and_every_start_after_it(trainings):
     sections = {"refs": trainings.ref(), "evals": [{"type": "loss"}, {**GATE, "max_delta_nll": 0.01}]}
     for _ in range(2):
@@ -157,6 +161,7 @@ def test_a_violated_limit_ends_the_run_after_its_last_step_is_saved_and_every_st
     assert "the run is complete" in trainings.output
 
 
+@pytest.mark.slow
 def test_a_gate_holds_at_the_end_of_every_phase_also_of_one_that_ends_early(trainings):
     phases = [
         {"name": "a", "num_train_steps": 4, "until": {"metric": "eval/loss", "below": 100.0}},
@@ -187,6 +192,7 @@ def test_a_gate_is_judged_on_the_kept_weights_once_they_are_saved_as_the_end(tra
     assert any("step-4" in path.name for path in trainings.place("kept again").glob("step-*"))
 
 
+@pytest.mark.slow
 def test_a_gate_may_belong_to_a_phase(trainings):
     phases = [{"name": "a", "num_train_steps": 2}, {"name": "b", "num_train_steps": 2}]
 
@@ -227,6 +233,7 @@ def test_what_only_another_phase_measures_cannot_end_a_phase(trainings):
         trainings.run("none", 2, evals=evals, refs=trainings.ref(), phases=phases)
 
 
+@pytest.mark.slow
 def test_a_student_equal_to_its_teacher_passes_every_gate(trainings):
     limits = {"max_mean_l1": 1e-4, "max_max_l1": 1e-4}
     evals = [
@@ -260,6 +267,7 @@ def _data(trainings):
     }
 
 
+@pytest.mark.slow
 def test_a_hand_over_to_a_worse_model_ends_the_run_at_its_first_step(trainings):
     keys = {"refs": trainings.ref(), "objective": DISTILL}
     strict = {"controllers": [{"type": "handover", "max_loss_increase": 1.01}]}

@@ -141,6 +141,7 @@ def test_a_start_ends_before_it_tokenizes_or_compiles(config, tmp_path, monkeypa
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cursor", "missing"),
     [

@@ -177,6 +177,7 @@ def trained(tmp_path, monkeypatch) -> Trained:
     return stand_in
 
 
+@pytest.mark.slow
 def test_a_study_trains_every_member_once_and_writes_table_law_and_plot(trained, capsys):
     trained.failing = "mine-1e13-d6"
     assert command.main(["--config_path", "mine.yaml"]) == 143

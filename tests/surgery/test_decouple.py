@@ -115,6 +115,7 @@ EXACT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", EXACT.values(), ids=EXACT.keys())
 def test_as_many_features_as_the_teacher_has_change_nothing(config):
     model = built(config)
@@ -128,6 +129,7 @@ def test_as_many_features_as_the_teacher_has_change_nothing(config):
     np.testing.assert_allclose(logits(new, inputs()), logits(model, inputs()), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_everything_but_queries_and_keys_is_the_teachers_to_the_bit():
     model = built(dataclasses.replace(TEACHER, attention_bias=True))
     new = student(DecoupleConfig(sem_dim=16, geo_dim=16, calibration_batches=0), model)
@@ -138,6 +140,7 @@ def test_everything_but_queries_and_keys_is_the_teachers_to_the_bit():
         np.testing.assert_array_equal(made[path].array, old[path].array, err_msg=path)
 
 
+@pytest.mark.slow
 def test_with_enough_semantic_features_scores_are_those_of_a_teacher_that_rotates_fewer_pairs():
     """Rotation is lost, but nothing else."""
     scores, features = random_scores(), HeadFeatures.of(HEAD, HEAD, interleaved=False)
@@ -155,6 +158,7 @@ def test_with_enough_semantic_features_scores_are_those_of_a_teacher_that_rotate
     np.testing.assert_allclose(whole, products(scores), atol=1e-5 * np.abs(whole).max())
 
 
+@pytest.mark.slow
 def test_features_that_lose_their_rotation_keep_its_amplitude():
     """All but the first pair hardly turn, so with full rank the student computes what the teacher does."""
     rope = YarnRotary(theta=1e16, factor=4.0, original_max_position_embeddings=16, attention_factor=1.5)
@@ -164,6 +168,7 @@ def test_features_that_lose_their_rotation_keep_its_amplitude():
     np.testing.assert_allclose(logits(new, inputs()), expected, atol=0.02 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.slow
 def test_the_cut_leaves_the_smallest_singular_values():
     """Eckart and Young: the squared error of a group is the sum of the squared singular values beyond the rank."""
     scores = random_scores()
@@ -212,6 +217,7 @@ def test_the_pairs_that_contribute_most_are_kept():
     assert largest_pairs(reading, features, moment, 1).tolist() == [[2], [2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_both_errors_are_those_of_sampled_scores(interleaved):
     """Against scores of sampled tokens that numpy rotates, at every distance of a causal row."""
@@ -310,6 +316,7 @@ def calibration(surgery, model, seed=0):
     return jax.jit(surgery.measure)(model, batch), Inputs(tokens, positions, segments)
 
 
+@pytest.mark.slow
 def test_measured_inputs_choose_pairs_and_approximation():
     """The pairs of the first layer are those with the largest queries and keys of the tokens, in numpy; an approximation for
     the data has a smaller error on it in every layer."""
@@ -342,6 +349,7 @@ def test_measured_inputs_choose_pairs_and_approximation():
     )
 
 
+@pytest.mark.slow
 def test_eight_devices_and_one_make_the_same_student():
     surgery = DecoupleConfig(sem_dim=8, geo_dim=16, method="whitened", calibration_batches=1)
     model = built(TEACHER)

@@ -251,6 +251,7 @@ def test_a_phase_knows_its_model():
     assert flops_per_token(alone, alone.phases[1]).causal == fewer.flops_per_token(40).causal
 
 
+@pytest.mark.slow
 def test_one_and_eight_devices_choose_the_same_layers(built):
     where = {"one": one_device(), "eight": layout(2)}
     rng, said, models = np.random.default_rng(1), {}, {}

@@ -229,6 +229,7 @@ def hidden_states(model, quantized_products):
         return np.asarray(jax.jit(lambda model: model.hidden(inputs).final.array)(model))
 
 
+@pytest.mark.slow
 def test_evaluations_are_not_quantized():
     """Their program is that of the merged model. That of the step is not."""
     model = run(one_device(), SMALL).state.model

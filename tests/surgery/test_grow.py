@@ -73,6 +73,7 @@ def read(as_inputs):
     return as_inputs(ids, np.broadcast_to(np.arange(16), (2, 16)), np.ones((2, 16), int))
 
 
+@pytest.mark.slow
 @every
 def test_new_layers_do_not_change_the_outputs_and_begin_to_train(name, built, as_inputs):
     model, inputs = built(FAMILIES[name]), read(as_inputs)
@@ -130,6 +131,7 @@ def test_the_changed_config_describes_the_model(at, name):
     assert jax.tree.leaves(merged) == jax.tree.leaves(expected)
 
 
+@pytest.mark.slow
 def test_models_grow_at_both_ends_and_again(built):
     """Stacks are in the order of their layers, the old leaves keep their bits, and all are joined at the end."""
     surgeries = [GrowConfig(1, "append", "random"), GrowConfig(2, "prepend", "random"), GrowConfig(3, "append")]
@@ -163,6 +165,7 @@ def test_copied_layers_repeat_the_model(at, sources, built):
         np.testing.assert_array_equal(found.array, np.asarray(old.array)[sources], err_msg=path)
 
 
+@pytest.mark.slow
 @ENDS
 def test_moments_of_old_layers_go_on_and_new_ones_start_at_zero(at):
     first = phase(trainable=("attn", "final_norm", "^head"))

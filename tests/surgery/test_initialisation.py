@@ -313,6 +313,7 @@ def moments_of(model, tokens: TokenBatch):
     return input_moments(model, paths, Inputs(tokens.tokens, tokens.positions, tokens.segment_ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"scan_layers": False}], ids=str)
 def test_moments_of_known_inputs(options):
     """The inputs of the first layer's projections are its normed embeddings, those of the head the final states."""
@@ -389,6 +390,7 @@ def entered_on_one_device():
     return entered(one_device(), 1)
 
 
+@pytest.mark.slow
 def test_calibration_is_the_same_on_eight_devices_with_microbatches():
     expected = products_of(entered_on_one_device())
     for key, found in products_of(entered(layout(), 2)).items():
@@ -409,6 +411,7 @@ def test_the_ranks_of_eva_may_differ():
     assert ranks == {"q_proj": 4, "o_proj": 4, "up_proj": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_sharded_weights_are_divided_as_on_one_device(init):
     first = phase(surgeries=(LoraConfig(target=SOME, rank=4, init=init),), trainable=(r"\.[ab]$",))

@@ -115,6 +115,7 @@ def ids():
     return np.random.default_rng(0).integers(0, 40, (2, 24))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", FAMILIES)
 def test_heads_that_are_equal_in_a_group_change_nothing(config, built, as_inputs, logits_of):
     model = with_groups(built(config), 2, lambda path, heads: heads)
@@ -148,6 +149,7 @@ def test_heads_are_means_and_everything_else_keeps_its_bits(built):
                 np.testing.assert_allclose(leaf.array, expected, rtol=1e-6, atol=1e-7, err_msg=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", FAMILIES)
 def test_turned_heads_compute_the_same(config, built, as_inputs, logits_of):
     """Exact before heads become one. Norms of queries and keys that have weights leave keys as they are."""
@@ -166,6 +168,7 @@ def test_turned_heads_compute_the_same(config, built, as_inputs, logits_of):
         assert changes[0] == changes[1] == 0 if has_norm else min(changes[:2]) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["biased", "glm4, neighbors rotate", "gpt_neox, a part rotates", "mpt, alibi"])
 def test_heads_that_are_turned_copies_become_one_without_loss(name, built, as_inputs, logits_of):
     """Copies of one head with keys turned pair by pair and values by any orthogonal matrix, which numpy made; queries and
@@ -239,6 +242,7 @@ def test_two_heads_get_the_best_rotation():
         assert float(loss) == pytest.approx(np.sqrt((total - 2 * best) / (2 * total)), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [POOLED["biased"], MIXED], ids=["one stack", "two stacks"])
 def test_alignment_loses_less_in_every_layer(config, built):
     surgery, model = PoolKvHeadsConfig(num_kv_heads=2, align=True), built(config)
@@ -265,6 +269,7 @@ def test_moments_of_turned_weights_start_anew(built):
     assert PoolKvHeadsConfig(num_kv_heads=2).moved(model, None) is model
 
 
+@pytest.mark.slow
 def test_eight_devices_and_one_make_the_same_heads(built, as_inputs, logits_of):
     surgery, model = PoolKvHeadsConfig(num_kv_heads=2, align=True), built(LLAMA)
     sums = jax.jit(surgery.measure)(model, batch())

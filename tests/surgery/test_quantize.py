@@ -135,6 +135,7 @@ def qlora(where, **changes):
     return TinyRun(where, phase(model=MODEL, surgeries=QLORA, trainable=ADAPTERS, **changes), model=MODEL)
 
 
+@pytest.mark.slow
 def test_adapters_train_on_a_base_that_keeps_its_bits():
     run = qlora(one_device())
     before = jax.tree.map(np.asarray, run.state.model)

@@ -113,6 +113,7 @@ def test_queries_of_zero_make_no_infinite_keys():
         np.testing.assert_allclose(np.einsum("hdi,hdj->hij", q_made, k_made), before, atol=1e-5 * np.abs(k).max())
 
 
+@pytest.mark.slow
 def test_semantic_features_of_a_shared_key_are_the_best_for_all_heads_together():
     _, _, x, moment, made, wide = shared_scores()
     pairs = largest_pairs(made, wide, moment, 2)
@@ -138,6 +139,7 @@ def test_scores_have_the_size_that_they_have_in_separate_keys():
     assert max(after.unrotated, after.low_rank) < 1e-3 * before.signal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_keys", [1, 2])
 @pytest.mark.parametrize("config", [*EXACT.values(), WIDE], ids=[*EXACT, "four heads"])
 def test_as_many_features_as_all_heads_have_change_nothing(config, num_keys):
@@ -153,6 +155,7 @@ def test_as_many_features_as_all_heads_have_change_nothing(config, num_keys):
     np.testing.assert_allclose(logits(new, inputs()), expected, atol=1e-5 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.slow
 def test_as_many_shared_keys_as_heads_are_whitened_ones():
     model = built(dataclasses.replace(TEACHER, attention_bias=True))
     own = DecoupleConfig(sem_dim=8, geo_dim=16, method="whitened", calibration_batches=1)
@@ -163,6 +166,7 @@ def test_as_many_shared_keys_as_heads_are_whitened_ones():
     np.testing.assert_allclose(found, expected, atol=1e-4 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.slow
 def test_everything_but_queries_and_keys_is_the_teachers_and_errors_are_shown_by_layer():
     model = built(dataclasses.replace(TEACHER, attention_bias=True))
     surgery = DecoupleConfig(sem_dim=16, geo_dim=16, method="transmla", calibration_batches=1)
@@ -180,6 +184,7 @@ def test_everything_but_queries_and_keys_is_the_teachers_and_errors_are_shown_by
     np.testing.assert_allclose(table.rows, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_eight_devices_and_one_make_the_same_keys():
     surgery = DecoupleConfig(sem_dim=16, geo_dim=32, method="transmla", calibration_batches=1)
     model = built(TEACHER)

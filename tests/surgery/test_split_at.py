@@ -218,6 +218,7 @@ def test_cuts_are_undone_one_by_one():
             assert jax.tree.structure(found) == jax.tree.structure(before), (layers, surgery)
 
 
+@pytest.mark.slow
 def test_adapters_between_two_cuts_merge(built, as_inputs):
     """The second cut is below the first one, and no layer with experts is between them."""
     whole = built(MIXED)

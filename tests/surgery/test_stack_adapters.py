@@ -53,6 +53,7 @@ def ranks(model):
     return found
 
 
+@pytest.mark.slow
 def test_every_stack_of_the_trunk_has_one_adapter_of_its_own_rank(built, as_inputs, tmp_path):
     """After three growths. Merged, it is a plain model with the same outputs; PEFT reads the adapters."""
     model = filled(applied(built(LLAMA), SURGERIES))
