@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, HEADS, KV_HEADS, POSITION, axes_of
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.products.lookup import rows_of
+from jaxlm.core.products.wide_sums import rows_of
 from jaxlm.core.sharding import current_layout
 from jaxlm.core.tracing import CustomVjp
 from jaxlm.core.values.text_order import in_row_order

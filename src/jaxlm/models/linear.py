@@ -10,6 +10,7 @@ from jaxlm.core.axes import axes_of
 from jaxlm.core.products.fp8 import Fp8
 from jaxlm.core.products.matmul import dot, operand
 from jaxlm.core.products.stored_weights import Weight
+from jaxlm.core.products.wide_sums import shifted
 from jaxlm.models.matrix_axes import DeclaresMatrices, MatrixAxes
 
 _FLAT_IN, _FLAT_OUT = "flat_in", "flat_out"
@@ -41,7 +42,7 @@ class Linear(DeclaresMatrices):
 
     def __call__(self, x: NamedArray) -> NamedArray:
         out = hax.auto_sharded(dot(x, self.weight, self.In, self.fp8))
-        return (out if self.bias is None else out + self.bias).astype(x.dtype)
+        return (out if self.bias is None else shifted(out, self.bias)).astype(x.dtype)
 
     def operand(self, x: NamedArray) -> NamedArray:
         """x in the dtype of this layer's product. Given this, the layer does not round its output to the dtype of x."""
@@ -77,7 +78,7 @@ class MatrixLinear(eqx.Module):
     def __call__(self, x: NamedArray) -> NamedArray:
         flat = dot(x.flatten_axes(self.In, _FLAT_IN), self.matrix, _FLAT_IN)
         out = flat.unflatten_axis(_FLAT_OUT, self.Out)
-        return (out if self.bias is None else out + self.bias).astype(x.dtype)
+        return (out if self.bias is None else shifted(out, self.bias)).astype(x.dtype)
 
     def operand(self, x: NamedArray) -> NamedArray:
         """As `Linear.operand`."""

@@ -17,6 +17,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import LORA
 from jaxlm.core.products.matmul import dot
 from jaxlm.core.products.stored_weights import Weight
+from jaxlm.core.products.wide_sums import shifted
 from jaxlm.models.layers import DropoutLayer, dropout
 from jaxlm.models.linear import Linear
 from jaxlm.models.remat import ADAPTED, checkpoint_name
@@ -102,7 +103,7 @@ class LoraLinear(DropoutLayer, tree.Padded):
         if self.key is not None:
             out = out + linear(inputs - dropped)
         if self.base.bias is not None:
-            out = out + self.base.bias
+            out = shifted(out, self.base.bias)
         return out.astype(inputs.dtype)
 
     def operand(self, x: NamedArray) -> NamedArray:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import KEY_POSITION, LAYERS, STACKED_LAYERS, VALUE_LAYERS
+from jaxlm.core.products.wide_sums import scaled
 from jaxlm.core.sharding import current_layout, current_platform, for_compute
 from jaxlm.core.tree import is_named
 from jaxlm.models.attention.api import AttentionMask
@@ -101,7 +102,7 @@ class _ForwardPass:
         axes, dtype = carry.x.axes, carry.x.dtype
         block, value = with_dropout_keys((for_compute(layer.block), value), layer.key)
         resid, x0_factor = for_compute((layer.resid_lambda, layer.x0_lambda))
-        x = (resid * carry.x + x0_factor * self.x0).rearrange(axes).astype(dtype)
+        x = (scaled(carry.x, resid) + scaled(self.x0, x0_factor)).rearrange(axes).astype(dtype)
         x, new = block(x, self.contexts[kind], layer.layer_cache, value, self.tokens)
         x = hax.auto_sharded(x.rearrange(axes))
         if (middle := carry.middle) is not None:

@@ -66,6 +66,7 @@ from jaxlm.core.field_types import (
     check_fields,
 )
 from jaxlm.core.products.stored_weights import Weight
+from jaxlm.core.products.wide_sums import scaled
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.base import FINAL, Hidden, Inputs, KVCache, LanguageModel, LeavesFromTokens, ModelConfig
 from jaxlm.models.families.nano.body import NanoBody
@@ -392,12 +393,12 @@ class Nano(LanguageModel):
         if self.smear_gate is not None and self.smear_lambda is not None:
             gate, factor = for_compute((self.smear_gate, self.smear_lambda))
             previous = previous_embeddings(x, inputs, cache, lambda tokens: norm(table(tokens)))
-            opened = factor * hnn.sigmoid(hax.dot(first_channels(x, gate.axes[0]), gate, axis=gate.axes))
+            opened = scaled(hnn.sigmoid(hax.dot(first_channels(x, gate.axes[0]), gate, axis=gate.axes)), factor)
             x = (x + opened * previous).rearrange(x.axes).astype(x.dtype)
         out = self.body(x, inputs, cache, key, taps)
         last = out.last
         if self.backout_lambda is not None and out.middle is not None:
-            last = (last - for_compute(self.backout_lambda) * out.middle).rearrange(last.axes).astype(last.dtype)
+            last = (last - scaled(out.middle, for_compute(self.backout_lambda))).rearrange(last.axes).astype(last.dtype)
         final = norm(last)
         return Hidden(final, out.cache, taps={name: (out.taps | {FINAL: final})[name] for name in taps})
 
