@@ -27,8 +27,8 @@ MODELS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_no_sum_over_tokens_loses_terms(name):
-    """The text has 8,192 tokens, of which a fifth are the same one. Summed in bfloat16, gradients of factors, biases and tables
-    would be off by up to 43 %."""
+    """The text has 8,192 tokens, of which a fifth are the same one. Summed in bfloat16, gradients of factors, biases and
+    tables would be off by up to 43 %."""
     model = MODELS[name].build(vocab_axis(VOCAB), key=jax.random.key(0))
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     leaves, structure = jax.tree.flatten(arrays)

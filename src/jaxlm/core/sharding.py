@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.core.axes import BATCH, POSITION, VOCAB, axis_names
 from jaxlm.core.tracing import trace_options
+from jaxlm.core.tree import is_wide
 
 T = TypeVar("T")
 
@@ -207,12 +208,19 @@ def current_device() -> Any:
 
 
 def for_lookup(tree: T) -> T:
-    """`for_compute` for embedding tables: their gradient is summed in full before it is sharded.
+    """`for_compute` for embedding tables whose rows `rows_of` takes: their gradient is summed in full before it is sharded.
 
     Otherwise the partitioner shards the gradient first, and to do so it moves all activations that the gradient is
-    computed from.
+    computed from. Gradients of tables in reduced precision are summed before they are rounded (`summed_rows`).
     """
-    return for_compute(tree, sum_first=True)
+    wide, rest = eqx.partition(tree, is_wide)
+    return eqx.combine(for_compute(wide, sum_first=True), for_compute(rest))
+
+
+def summed_rows(gradient: T) -> T:
+    """The gradient of an embedding table, summed over devices and then sharded as the table is, in the dtype given."""
+    layout = current_layout()
+    return gradient if layout is None or layout.mesh.size == 1 else _scattered(gradient, layout, sum_first=True)
 
 
 def for_compute(tree: T, *, sum_first: bool = False) -> T:
@@ -248,8 +256,7 @@ def _gather(arrays, layout: Layout, sum_first: bool):
         return _constrained(tree, layout.compute_sharding)
 
     def scattered(cotangent):
-        summed = _constrained(cotangent, layout.compute_sharding) if sum_first else cotangent
-        return _constrained(summed, layout.parameter_sharding)
+        return _scattered(cotangent, layout, sum_first)
 
     if trace_options().twice_differentiable:
         # One call per leaf: jax cannot differentiate a call if only some of its arguments have tangents.
@@ -260,6 +267,11 @@ def _gather(arrays, layout: Layout, sum_first: bool):
     gather = jax.custom_vjp(gathered)
     gather.defvjp(lambda tree: (gathered(tree), None), lambda _, cotangent: (scattered(cotangent),))
     return gather(arrays)
+
+
+def _scattered(gradient, layout: Layout, sum_first: bool):
+    summed = _constrained(gradient, layout.compute_sharding) if sum_first else gradient
+    return _constrained(summed, layout.parameter_sharding)
 
 
 def axis_mapping_table(mapping: ResourceMapping) -> str:

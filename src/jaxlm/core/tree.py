@@ -86,6 +86,11 @@ def is_inexact(leaf: Any) -> bool:
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
 
 
+def is_wide(leaf: Any) -> bool:
+    """Whether a leaf is a floating-point array in which sums over many terms are exact enough: of at least 32 bits."""
+    return is_inexact(leaf) and jax.numpy.finfo(raw(leaf).dtype).bits >= 32
+
+
 class Padded(eqx.Module):
     """A module with arrays that are larger than its parameters. The rest of them is zero, and no step changes it."""
 

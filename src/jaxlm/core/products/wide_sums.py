@@ -12,32 +12,30 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
+from jaxlm.core.sharding import summed_rows
 from jaxlm.core.tracing import CustomVjp
+from jaxlm.core.tree import is_wide
 
 
 def rows_of(table: NamedArray, axis: str, ids: NamedArray) -> NamedArray:
-    """The rows `ids` of a table, {axis, ..} to {.., ..}, in its dtype."""
-    if _is_wide(table):
+    """The rows `ids` of a table, {axis, ..} to {.., ..}, in its dtype. With several devices, give what `for_lookup` returns."""
+    if is_wide(table):
         return table.take(axis, ids)
     return _rows(axis, tuple(table.axes), table.dtype, table, ids)
 
 
 def shifted(x: NamedArray, bias: NamedArray) -> NamedArray:
     """x + bias, in the dtype of x. Args: bias: has some of the axes of x."""
-    if _is_wide(x):
+    if is_wide(x):
         return x + bias
     return (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 def scaled(x: NamedArray, factor: NamedArray) -> NamedArray:
     """x * factor. Args: factor: a scalar."""
-    if _is_wide(x) or _is_wide(factor):
+    if is_wide(x) or is_wide(factor):
         return x * factor
     return NamedArray(_scaled(x.array, factor.array), x.axes)
-
-
-def _is_wide(x: NamedArray) -> bool:
-    return jnp.finfo(x.dtype).bits >= 32
 
 
 def _take(axis: str, axes: Sequence[Axis], dtype: Any, table: NamedArray, ids: NamedArray) -> NamedArray:
@@ -55,7 +53,7 @@ def _take_backward(
 ) -> tuple[NamedArray, None]:
     like = NamedArray(jnp.zeros([one.size for one in axes], jnp.float32), tuple(axes))
     (d_table,) = jax.linear_transpose(lambda table: table.take(axis, ids), like)(d_rows.astype(jnp.float32))
-    return d_table.astype(dtype), None
+    return summed_rows(d_table).astype(dtype), None
 
 
 def _scale(x: jax.Array, factor: jax.Array) -> jax.Array:

@@ -32,7 +32,7 @@ from jaxlm.core.axes import (
 )
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveFloat, PositiveInt
-from jaxlm.core.sharding import current_layout, for_compute, for_lookup
+from jaxlm.core.sharding import current_layout, for_compute
 from jaxlm.models.families.nano.allocation import Allocation, allocate, uniform_bounds
 from jaxlm.models.families.nano.layers import uniform_linear, zero_linear
 from jaxlm.models.families.nano.lookup_kernel import Scores, attend_to_entries
@@ -174,7 +174,7 @@ class LookupLayer(eqx.Module):
 
     def _read(self, q: NamedArray, tokens: NamedArray) -> NamedArray:
         """What the tokens read from their entries, {batch, position, embed}."""
-        keys, values = for_lookup((self.keys_embedding, self.values_embedding))
+        keys, values = for_compute((self.keys_embedding, self.values_embedding), sum_first=True)
         q = q.rearrange((BATCH, POSITION, EMBED))
         ids, bounds = tokens.rearrange((BATCH, POSITION)).array, self.bounds.array
         tables = [None if table is None else table.rearrange((LOOKUP_ENTRIES, EMBED)).array for table in (keys, values)]
