@@ -18,7 +18,7 @@ from jaxlm.core.tree import is_wide
 
 
 def rows_of(table: NamedArray, axis: str, ids: NamedArray) -> NamedArray:
-    """The rows `ids` of a table, {axis, ..} to {.., ..}, in its dtype. With several devices, give what `for_lookup` returns."""
+    """The rows `ids` of a table, {axis, ..} to {.., ..}, in its dtype. With several devices, give that of `for_lookup`."""
     if is_wide(table):
         return table.take(axis, ids)
     return _rows(axis, tuple(table.axes), table.dtype, table, ids)
