@@ -72,6 +72,7 @@ TINY = """
 data: {train_urls: ["corpus.txt"], validation_urls: ["corpus.txt"], cache_dir: cache/mine, vocab_size: 300}
 model: {type: llama, seq_len: 32, hidden_dim: 32, intermediate_dim: 64, num_layers: 2, num_heads: 2, num_kv_heads: 2}
 trainer: {num_train_steps: 2, train_batch_size: 8}
+optimizer: {learning_rate: 1.0e-2, warmup: 0}  # two steps suffice to be better than a guess, which references must be
 """
 
 

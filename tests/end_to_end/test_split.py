@@ -1,11 +1,14 @@
 """A second phase that trains only the upper of two stacks: frozen bit for bit, killed, resumed, exported and sampled."""
 
+import numpy as np
 import pytest
 
+import jaxlm
 from tests.end_to_end.commands import Workplace
 
 pytestmark = pytest.mark.slow
 
+TEXT = "def name(self):\n    return self\n"
 PHASES = """
 phases:
   - name: whole
@@ -61,26 +64,15 @@ def test_a_run_killed_at_each_place_ends_the_same(whole, workplace):
 
 @pytest.mark.parametrize("whole", [1, pytest.param(8, marks=pytest.mark.soak)], indirect=True)
 def test_its_checkpoint_is_exported_and_sampled_as_the_whole_model(whole):
-    """`--verify` reads the exported folder with transformers if it is installed; sampling it gives the same text."""
+    """`--verify` reads the exported folder with transformers if it is installed. What it predicts is what the checkpoint does."""
     place = whole[0]
     exported = place.finish(
         *("to-hf", "--checkpoint", "checkpoints/run", "--output_dir", "exported", "--verify", "true"),
         module="jaxlm.commands.convert",
     )
     assert "logits within" in exported.out
-    texts = [
-        place.run(
-            "--checkpoint",
-            name,
-            "--prompt",
-            "def ",
-            "--temperature",
-            "0",
-            "--max_new_tokens",
-            "16",
-            module="jaxlm.commands.sample",
-        )
-        for name in ("checkpoints/run", "exported")
-    ]
-    assert [text.code for text in texts] == [0, 0], texts
-    assert texts[0].out == texts[1].out
+    for name in ("checkpoints/run", "exported"):
+        place.finish("--checkpoint", name, "--prompt", "def ", "--max_new_tokens", "4", module="jaxlm.commands.sample")
+    # Two of 300 tokens can be equally likely but for the rounding, so what is sampled need not be the same.
+    scores = [jaxlm.load(place.folder / name).log_probs([TEXT]) for name in ("checkpoints/run", "exported")]
+    np.testing.assert_allclose(scores[1][0], scores[0][0], atol=1e-4)

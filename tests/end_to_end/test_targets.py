@@ -126,10 +126,16 @@ def test_a_manifest_is_written_as_a_configuration(workplace):
 def test_an_orchestrated_manifest_tries_strategies(workplace):
     place = workplace(1)
     write_manifest(place)
-    keys = ("--target", "orchestrated", "--vars.steps", "30", "--data.cache_dir", "cache", "--trainer.log_dir", "logs")
-    own = ("--data.num_validation_sequences", "8", "--trainer.controllers.0.branch_budget", "1.0")
+    keys = ("--target", "orchestrated", "--vars.steps", "45", "--data.cache_dir", "cache", "--trainer.log_dir", "logs")
+    orchestrator = (
+        "--trainer.controllers.0.branch_budget",
+        "1.0",
+        "--trainer.controllers.0.min_steps_between_switches",
+        "1",
+    )
+    own = ("--data.num_validation_sequences", "8", *orchestrator)
     place.finish("--config_path", "manifest.yml", *keys, *own)
-    assert sorted(place.losses("small-orchestrated")) == list(range(1, 31))
+    assert sorted(place.losses("small-orchestrated")) == list(range(1, 46))
     lines = (place.folder / "logs" / "small-orchestrated" / "decisions.jsonl").read_text().splitlines()
     branches = [note for line in lines if (note := json.loads(line))["event"] == "branch"]
     assert len(branches) >= 2
