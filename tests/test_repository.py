@@ -64,6 +64,7 @@ def planned(tmp_path, monkeypatch):
     return plan
 
 
+@pytest.mark.slow
 def test_every_recipe_has_a_plan(planned):
     assert [recipe_name(path) for path in RECIPES if not planned(path).phases] == []
 

@@ -164,6 +164,7 @@ def test_the_beginning_and_the_end_of_a_phase_are_boundaries():
     assert [note["reason"] for _, note in run.events("branch")] == ["phase_change", "phase_change"]
 
 
+@pytest.mark.slow
 def test_the_budget_bounds_the_steps_of_losing_candidates():
     run = driven(interval=500, horizon=100, num_steps=10**9).run(20_000)
     losing = run.taken - run.step

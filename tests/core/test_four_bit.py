@@ -73,6 +73,7 @@ def test_the_tables_are_those_of_bitsandbytes():
     np.testing.assert_allclose(TABLE, printed, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda case: str(case["shape"]))
 def test_codes_and_absmax_are_those_of_bitsandbytes(case):
     is_bitsandbytes(case)
@@ -129,6 +130,7 @@ def test_nvfp4_is_what_ml_dtypes_rounds_to():
 Layers, Heads, Size, Embed = Axis("layers", 3), Axis("heads", 5), Axis("head_size", 8), Axis("embed", 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("inputs", [(Embed,), (Heads, Size), (Axis("embed", 33),)], ids=["embed", "heads", "odd"])
 def test_layers_are_quantized_one_by_one(kind, inputs):
@@ -168,6 +170,7 @@ def test_half_weights(dtype):
     np.testing.assert_allclose(out.array, hax.dot(x, stored.floats(jnp.float32), axis=Embed).array, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_backward_pass_keeps_the_stored_form():
     """What is saved for it has the size of the codes, not that of the floats."""
     exact = weight(0, Heads, Size, Embed)

@@ -113,6 +113,7 @@ def test_a_rows_size_does_not_change_other_rows_of_the_recipe_rowwise():
     assert np.abs(rest(product(larger, "tensorwise"))).max() < np.abs(rest(product(x, "tensorwise"))).max() / 2
 
 
+@pytest.mark.slow
 @every_recipe
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_non_finite_values_stay_non_finite(fp8, value):

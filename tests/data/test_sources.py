@@ -146,6 +146,7 @@ class TestStandardLibrary:
         assert len(set(digests)) == len(digests)
         assert 0.03 < len(held_out) / len(digests) < 0.07
 
+    @pytest.mark.slow
     def test_contains_exactly_the_readable_text(self, splits):
         root = Path(sysconfig.get_path("stdlib"))
         found = [*splits["train"], *splits["validation"]]

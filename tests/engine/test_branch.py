@@ -182,6 +182,7 @@ def test_a_run_goes_on_from_the_best_candidate_as_if_it_had_been_the_only_one(de
         assert result.notes == [(8, "branches", {"event": "branch", "of": "test"})]
 
 
+@pytest.mark.slow
 def test_without_another_candidate_nothing_changes_and_without_a_finite_loss_nothing_else_wins():
     plain = trained(Sets(value=1.0))
     assert_equal(trained(Branches({"as it is": {}})).state, plain.state)

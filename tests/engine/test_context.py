@@ -270,6 +270,7 @@ def text_of(column: hax.NamedArray, order: hax.NamedArray | None) -> np.ndarray:
     return np.asarray(in_text_order(column, order).rearrange(("batch", "position", ...)).array)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "masked", "labels"])
 def test_scores_of_tokens_are_those_of_the_text(name):
     """With the token before each, which tells whether a space was put in front of a text."""

@@ -135,6 +135,7 @@ def test_what_follows_from_a_training_step_does_not_depend_on_when_it_is_fetched
     assert scales(rates) == EFFECT
 
 
+@pytest.mark.slow
 def test_what_follows_from_an_evaluation_takes_effect_with_the_next_step():
     rates, *_ = trained(Scripted({4: SetControls({"lr_scale": 0.5}), 12: SetControls({"lr_scale": 0.1})}, "eval/loss"))
     assert scales(rates) == {1: 1.0, 5: 0.5, 13: 0.1}

@@ -106,6 +106,7 @@ def test_only_the_same_objective_keeps_what_it_has_counted(objective, expected):
     assert int(after.guard.skipped) == 2, "skipped steps are counted over all phases"
 
 
+@pytest.mark.slow
 def test_another_section_carries_moments_and_starts_its_schedule():
     other = replace(ADAM, learning_rate=3e-3, warmup=0)
     before, after = entered(optimizer=other)

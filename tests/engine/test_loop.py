@@ -30,6 +30,7 @@ def through_the_loop(run: TinyRun, train_step: Any, batches: list[Any], guard: s
     return seen
 
 
+@pytest.mark.slow
 def test_all_transfers_between_host_and_devices_are_explicit():
     """`jax.transfer_guard`: every transfer in the loop is explicit, none is implicit."""
     run = TinyRun(layout())

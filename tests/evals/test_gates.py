@@ -115,6 +115,7 @@ def test_a_perplexity_beyond_floats_is_infinite():
     assert math.isnan(perplexity(math.nan))
 
 
+@pytest.mark.slow
 def test_a_worse_model_has_a_positive_delta():
     where = one_device()
     with where.use():
@@ -176,6 +177,7 @@ def test_a_constant_offset_of_the_logits_is_their_difference(where):
     assert found["compare/logits/relative"] == pytest.approx(0.25 / np.concatenate(sizes).mean(), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", WHERE)
 def test_a_model_equals_itself_in_every_layer(where):
     where = WHERE[where]()

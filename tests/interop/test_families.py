@@ -147,6 +147,7 @@ def test_logits(name, tmp_path):
     check_logits(model, reference(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "keys", "note"),
     [

@@ -128,6 +128,7 @@ def test_a_layer_is_at_no_distance_from_itself(target):
         assert float(errors.absolute.array.max()) < 1e-6 * 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["attention", "residual"])
 def test_errors_are_means_over_features_summed_over_tokens_that_are_not_padding(target):
     teacher, student, x = filled(LLAMA, 0), filled(LLAMA, 1), inputs()

@@ -378,6 +378,7 @@ def test_eight_devices_train_as_one(text, mesh):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_taps_are_the_stream_after_each_attention_and_what_follows_it():
     model = built(topology(MIXED))
     names = ("embedding", layer_tap(0), layer_tap(2), "final")
@@ -388,6 +389,7 @@ def test_taps_are_the_stream_after_each_attention_and_what_follows_it():
     np.testing.assert_array_equal(hidden.taps[layer_tap(2)].array, hidden.final.array)
 
 
+@pytest.mark.slow
 def test_a_model_without_some_of_its_layers_describes_itself():
     model = built(topology(ALTERNATING))
     fewer = model.with_layers([0, 3])
@@ -416,6 +418,7 @@ layers:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "output"), [(0.5, 0.0), (0.0, 0.5)])
 def test_dropout_needs_a_key(attention, output):
     text = DROPPING.replace("PA", str(attention)).replace("PB", str(output))
@@ -435,6 +438,7 @@ def test_dropout_keeps_the_mean_and_zeroes_the_share():
     assert abs(kept.mean() - 0.75) < 0.05
 
 
+@pytest.mark.slow
 def test_adapters_are_found_by_readable_paths():
     model = built(topology(MIXED))
     adapted = LoraConfig(rank=2, target=r"attn|linear|mlp\.up").apply(model, key=jax.random.key(0))

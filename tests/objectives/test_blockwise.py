@@ -191,6 +191,7 @@ def test_off_and_monitor_move_the_model_alike_and_active_less():
     assert any(not np.array_equal(models["active"][path].array, leaf.array) for path, leaf in models["off"].items())
 
 
+@pytest.mark.slow
 def test_blocks_that_are_done_keep_parameters_and_moments_to_the_bit():
     run = a_run(one_device(), convergence=Convergence(max_steps=2))
     slot = run.state.slots["objective"]

@@ -60,6 +60,7 @@ def arranged(objective, columns, num_microbatches=1):
     return jax.tree.map(lambda column: column["microbatch", 0], batch, is_leaf=tree.is_named)
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_bound_with_the_block_of_each_row(plain, blocks):
     columns, objective = columns_of(ROWS), DiffusionBlocks(2)
     terms, metrics = jax.jit(lambda model, batch: objective.terms(model, batch, None, key=None)[:2])(

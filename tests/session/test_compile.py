@@ -136,6 +136,7 @@ def test_accumulation_needs_no_more_memory(scan):
     assert temporary(128, 2) <= 1.05 * temporary(16, 2)
 
 
+@pytest.mark.slow
 def test_xlas_operation_count_matches_the_formula():
     """XLA's operation count of a step with one layer and one chunk (it counts a loop's body once), against the formula."""
     sizes = SIZES | {"num_layers": 1, "hidden_dim": 1024, "intermediate_dim": 2816, "num_kv_heads": 4}

@@ -186,6 +186,7 @@ def test_the_cut_leaves_the_smallest_singular_values():
     assert np.all(np.diff(errors) <= 1e-9)
 
 
+@pytest.mark.slow
 def test_whitened_scores_have_the_smallest_error_on_the_data():
     scores, (x, moment) = random_scores(), random_moment()
     root, inverse = second_root(moment)

@@ -246,6 +246,7 @@ def test_an_optimizer_with_second_derivatives():
     assert all(metrics[SKIPPED] == 0 for metrics in found)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_skipped():
     tiny = run(one_device(), SMALL)
     poison = lambda path, leaf: leaf * np.inf if "up_proj" in path else leaf  # noqa: E731

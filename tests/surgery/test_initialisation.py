@@ -397,6 +397,7 @@ def test_calibration_is_the_same_on_eight_devices_with_microbatches():
         np.testing.assert_allclose(found, expected[key], rtol=1e-4, atol=1e-4, err_msg=str(key))
 
 
+@pytest.mark.slow
 def test_the_ranks_of_eva_may_differ():
     model = entered(one_device(), 1, rank_pattern={r"layers\.1\..*up_proj": 2}, layers_to_transform=[1])
     whole = entered_on_one_device()

@@ -185,6 +185,7 @@ def test_eight_devices_take_the_steps_of_one(kind, mesh):
         np.testing.assert_array_equal(weights[0][path].codes.array, weight.codes.array, err_msg=path)
 
 
+@pytest.mark.slow
 def test_only_one_layer_exists_in_floating_point():
     """The step of eight layers needs less memory than the floats of three of them."""
     sizes = {"hidden_dim": 256, "intermediate_dim": 1024, "num_layers": 8, "num_heads": 4, "scan_layers": True}

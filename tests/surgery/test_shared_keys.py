@@ -64,6 +64,7 @@ def shared_scores(rotated=HEAD, interleaved=False, num_keys=1):
     return scores, features, x, moment, made, of_shared_keys(features, HEAD, KV_HEADS // num_keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotated", [6, 8])
 def test_mixed_keys_have_the_same_scores_at_every_distance(rotated, interleaved):
@@ -127,6 +128,7 @@ def test_semantic_features_of_a_shared_key_are_the_best_for_all_heads_together()
         assert np.sum(change**2) == pytest.approx(np.sum(singular[rank:] ** 2), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_scores_have_the_size_that_they_have_in_separate_keys():
     """The denominator of both errors is the same, and without a cut there is none."""
     scores, features, _, moment, made, wide = shared_scores(6)

@@ -109,6 +109,7 @@ def test_parameters_outputs_and_gradients_are_those_of_the_whole_model(name, bui
         np.testing.assert_allclose(array, wanted[path], rtol=1e-4, atol=near, err_msg=path)
 
 
+@pytest.mark.slow
 def test_kinds_follow_the_layers(built):
     """A cut inside the period of Gemma's alternating layers; and cutting again counts layers over the whole model."""
     body = built(MODELS["gemma2"][0]).body
@@ -150,6 +151,7 @@ def test_a_prefix_cache_holds_every_stack(built):
         prompt = [*prompt, *found, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_merging_gives_the_whole_model_bit_for_bit(name, built):
     """Exports and sampling use the merged model. Its static fields, such as the layers' kinds, are the same too."""

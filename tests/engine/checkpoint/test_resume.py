@@ -93,6 +93,7 @@ def check_same(found: Any, expected: Any) -> None:
         np.testing.assert_array_equal(ours[path], array.astype(ours[path].dtype), err_msg=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "now", "said"),
     [
