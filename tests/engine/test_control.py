@@ -141,6 +141,7 @@ def test_what_follows_from_an_evaluation_takes_effect_with_the_next_step():
     assert scales(rates) == {1: 1.0, 5: 0.5, 13: 0.1}
 
 
+@pytest.mark.slow
 def test_a_restart_between_decision_and_effect_changes_nothing():
     saver, saved = saving(at=tuple(range(1, STEPS)))
     whole, *_, state = trained(TRAINING, saver)

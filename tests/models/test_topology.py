@@ -366,10 +366,9 @@ def test_scans_and_recomputation_do_not_change_gradients(text):
                 np.testing.assert_allclose(theirs.array, ours.array, rtol=1e-4, atol=1e-5, err_msg=path)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp 8", pytest.param("tp 2 x fsdp 4", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "text", [pytest.param(ALTERNATING, marks=pytest.mark.slow), MIXED], ids=["alternating", "mixed"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp 8", "tp 2 x fsdp 4"])
+@pytest.mark.parametrize("text", [ALTERNATING, MIXED], ids=["alternating", "mixed"])
 def test_eight_devices_train_as_one(text, mesh):
     config = topology(text, seq_len=16)
     runs = [TinyRun(where, phase(), model=config) for where in (layout(**MESHES[mesh]), one_device())]

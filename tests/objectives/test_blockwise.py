@@ -206,6 +206,7 @@ def test_blocks_that_are_done_keep_parameters_and_moments_to_the_bit():
     assert left == [2, 1, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_student_that_equals_its_teacher_is_done_without_an_update_after_the_first():
     run = a_run(one_device(), convergence=Convergence(target=1e-6))
     same = jax.tree.map(lambda a: jnp.array(a, copy=True), run.state.model)

@@ -60,6 +60,7 @@ def test_tables_lack_a_teacher_that_is_gone(trainings):
     assert LEFT_OUT not in trainings.output
 
 
+@pytest.mark.slow
 def test_a_teacher_that_a_phase_still_reads_must_be_there(trainings):
     with pytest.raises(ConfigError, match=r"refs\.teacher\.path: "):
         trainings.run("none", 2, refs=trainings.ref("nowhere"), objective=DISTILL, tables=[{"type": "perplexity"}])
