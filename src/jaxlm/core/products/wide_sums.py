@@ -32,9 +32,9 @@ def shifted(x: NamedArray, bias: NamedArray) -> NamedArray:
 
 
 def scaled(x: NamedArray, factor: NamedArray) -> NamedArray:
-    """x * factor. Args: factor: a scalar."""
+    """factor * x. Args: factor: a scalar."""
     if is_wide(x) or is_wide(factor):
-        return x * factor
+        return factor * x
     return NamedArray(_scaled(x.array, factor.array), x.axes)
 
 
