@@ -1,6 +1,7 @@
 """Simulates eight devices for the whole suite; tests with one device build their own mesh or process."""
 
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -31,7 +32,7 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, suppres
 settings.load_profile("repeatable")
 
 FIELDS = "tests/test_fields.py"
-MAPS = Path("/proc/self/maps")
+MAPS, COUNT = Path("/proc/self/maps"), itertools.count()
 # One worker runs all tests of a file, and all files of a group, so shared fixtures are built once.
 ONE_DEVICE = ("command", "evaluate", "checkpoints", "signals", "resume", "closed_output", "going_back")
 ONE_DEVICE += ("storage_faults", "notices", "refused", "entry")
@@ -51,12 +52,12 @@ def seeded():
         sys.modules["torch"].manual_seed(0)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def few_programs():
     """Frees compiled programs before there are too many: each maps several pieces of memory, and at the 65,530th (the default
-    of vm.max_map_count) LLVM crashes the process. With jaxlib 0.12, half of the tests get there."""
+    of vm.max_map_count) LLVM crashes the process. With jaxlib 0.12, half of the tests get there. A look takes milliseconds."""
     yield
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 25_000:
+    if next(COUNT) % 20 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 25_000:
         sys.modules["jax"].clear_caches()
 
 
