@@ -55,7 +55,8 @@ def seeded():
 @pytest.fixture(autouse=True)
 def few_programs():
     """Frees compiled programs before there are too many: each maps several pieces of memory, and at the 65,530th (the default
-    of vm.max_map_count) LLVM crashes the process. With jaxlib 0.12, half of the tests get there. A look takes a while."""
+    of vm.max_map_count) LLVM crashes the process. With jaxlib 0.12, half of the tests get there. Not after
+    each test, because reading the list takes milliseconds."""
     yield
     if next(COUNT) % 20 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 25_000:
         sys.modules["jax"].clear_caches()

@@ -15,7 +15,7 @@ from jaxlm.models.base import EmbeddingNoise, Inputs, vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.nano import NanoConfig
-from jaxlm.models.layers import embedding, token_embeddings
+from jaxlm.models.layers import Embedding, token_embeddings
 from jaxlm.objectives.next_token import NextToken
 from tests.engine.helpers import TinyRun, arrays, layout, one_device, phase
 
@@ -41,7 +41,7 @@ def a_batch(rows: int = ROWS, microbatches: int = 1) -> TokenBatch:
 def noise_of(batch: TokenBatch) -> np.ndarray:
     """[batch, position, embed] of the first microbatch."""
     first = jax.tree.map(lambda c: c["microbatch", 0], batch, is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray))
-    table = embedding(Axis("vocab", VOCAB), Axis("embed", WIDTH), std=1.0, key=jax.random.key(1))
+    table = Embedding.init(Axis("vocab", VOCAB), Axis("embed", WIDTH), std=1.0, key=jax.random.key(1))
     inputs = Inputs(first.tokens, first.positions, first.segment_ids)
     noisy = token_embeddings(table, dataclasses.replace(inputs, noise=EmbeddingNoise(first.row_keys, ALPHA)))
     return np.asarray((noisy - token_embeddings(table, inputs)).array, np.float64)

@@ -37,7 +37,6 @@ from jaxlm.models.layers import (
     LayerContext,
     Mlp,
     check_tiles,
-    embedding,
     token_embeddings,
 )
 from jaxlm.models.linear import Linear
@@ -340,7 +339,7 @@ class Decoder(LanguageModel):
         std = config.initializer_range
         body = config.transformer(final_norm, key=k_layers)
         head = None if config.tie_word_embeddings else Linear.init(config.Embed, Vocab, std=std, key=k_head)
-        tokens = embedding(Vocab, config.Embed, std=std, key=k_tokens)
+        tokens = Embedding.init(Vocab, config.Embed, std=std, key=k_tokens)
         norm = rms_norm(config) if config.input_embedding_norm else None
         options = {"logit_soft_cap": logit_soft_cap, "vocab_multiple": config.vocab_multiple}
         options |= {"reads_beyond": True, "adds_noise": True, "switch_lengths": switch_lengths(config.kinds)}

@@ -54,14 +54,14 @@ class Embedding(eqx.Module):
     Vocab: Axis = eqx.field(static=True)
     Embed: Axis = eqx.field(static=True)
 
+    @staticmethod
+    def init(Vocab: Axis, Embed: Axis, *, std: float, key: jax.Array) -> "Embedding":
+        """Initializes N(0, std) entries."""
+        return Embedding(hax.random.normal(key, (Vocab, Embed)) * std, Vocab, Embed)
+
     def __call__(self, ids: NamedArray) -> NamedArray:
         """{..} to {.., embed}."""
         return rows_of(self.weight, self.Vocab.name, ids)
-
-
-def embedding(Vocab: Axis, Embed: Axis, *, std: float, key: jax.Array) -> Embedding:
-    """Initializes an embedding table with N(0, std) entries."""
-    return Embedding(hax.random.normal(key, (Vocab, Embed)) * std, Vocab, Embed)
 
 
 T = TypeVar("T")

@@ -32,7 +32,6 @@ from jaxlm.models.layers import (
     Mlp,
     SelfAttention,
     dropout,
-    embedding,
     token_embeddings,
 )
 from jaxlm.models.linear import Linear
@@ -112,8 +111,8 @@ class Gpt2Config(TransformerConfig):
         k_tokens, k_positions, k_layers = jax.random.split(key, 3)
         final_norm = LayerNorm.init(self.Embed, self.layer_norm_epsilon, use_bias=self.use_bias)
         body, std = self.transformer(final_norm, key=k_layers), self.initializer_range
-        tokens = embedding(Vocab, self.Embed, std=std, key=k_tokens)
-        positions = embedding(self.Pos, self.Embed, std=std / 2, key=k_positions)
+        tokens = Embedding.init(Vocab, self.Embed, std=std, key=k_tokens)
+        positions = Embedding.init(self.Pos, self.Embed, std=std / 2, key=k_positions)
         # A key of its own, so that the other parameters are those of a model with a tied head.
         k_head, Embed, tied = jax.random.fold_in(key, 1), self.Embed, self.tie_word_embeddings
         head = None if tied else Linear.init(Embed, Vocab, std=std, key=k_head)

@@ -76,7 +76,7 @@ from jaxlm.models.families.nano.lookup import LookupConfig, LookupLayer
 from jaxlm.models.families.nano.smear import previous_embeddings
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.inference.kv_cache import empty_cache
-from jaxlm.models.layers import Embedding, Mlp, SelfAttention, embedding, token_embeddings
+from jaxlm.models.layers import Embedding, Mlp, SelfAttention, token_embeddings
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import UnweightedRMSNorm
 from jaxlm.models.remat import RematModules, parse_remat
@@ -271,7 +271,7 @@ class NanoConfig(ModelConfig):
         )
         smears = self.smear_channels > 0
         return Nano(
-            tokens=embedding(Vocab, self.Embed, std=self.embed_init_std, key=k_tokens),
+            tokens=Embedding.init(Vocab, self.Embed, std=self.embed_init_std, key=k_tokens),
             body=body,
             head=Linear.init(self.Embed, Vocab, std=self.head_init_std, key=k_head),
             smear_gate=hax.random.uniform(k_smear, (SmearChannels,), maxval=_SMEAR_GATE_MAX) if smears else None,

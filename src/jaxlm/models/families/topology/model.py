@@ -26,7 +26,7 @@ from jaxlm.models.families.topology.structure import TopologyLayer, check_groups
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.growth import grown_body
 from jaxlm.models.inference.kv_cache import empty_cache
-from jaxlm.models.layers import Embedding, check_tiles, embedding, token_embeddings
+from jaxlm.models.layers import Embedding, check_tiles, token_embeddings
 from jaxlm.models.linear import Linear
 from jaxlm.models.remat import parse_remat
 from jaxlm.models.segments import shortest_period
@@ -106,7 +106,7 @@ class TopologyConfig(ModelConfig):
         k_tokens, k_layers, k_head = jax.random.split(key, 3)
         std = self.initializer_range
         head = None if self.tie_word_embeddings else Linear.init(self.Embed, Vocab, std=std, key=k_head)
-        tokens = embedding(Vocab, self.Embed, std=std, key=k_tokens)
+        tokens = Embedding.init(Vocab, self.Embed, std=std, key=k_tokens)
         options: dict[str, Any] = {"vocab_multiple": self.vocab_multiple, "switch_lengths": switch_lengths(self.kinds)}
         options |= {"reads_beyond": True, "adds_noise": True}
         return TopologyModel(tokens, self._body(k_layers), head, self, **options)
