@@ -78,7 +78,9 @@ class Timed:
             self.refs = {"teacher": builder.initial_model()}
             self.batch, self.flags = _batch(config.seq_len), FlagSync.unset(self.layout)
             self.step = step.lower(self.state, self.refs, self.batch, self.flags).compile()
-        self.memory = self.step.memory_analysis().temp_size_in_bytes
+        memory = self.step.memory_analysis()
+        assert memory is not None
+        self.memory = memory.temp_size_in_bytes
         self.once(0)
 
     def once(self, block: int) -> float:

@@ -22,6 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from jaxlm.core.imports import gc_paused  # noqa: F401  # before haliax
 
@@ -29,6 +30,7 @@ import jax
 import numpy as np
 
 from jaxlm.data.annotations import AnnotationFolder
+from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.entry import enter_phase
 from jaxlm.engine.sync import FlagSync
 from jaxlm.plan.load_config import decode_run
@@ -38,6 +40,7 @@ from jaxlm.session.annotate import with_annotations
 from jaxlm.session.compilation.step import compile_steps
 
 BATCH, SEQ_LEN, VOCAB, TURN = 8, 128, 4096, 4
+LEAST = 40  # steps that read more than one block of the store, of which the first is not timed
 
 
 def config(options: argparse.Namespace, folder: Path, trunk: int, stored: bool) -> dict[str, Any]:
@@ -62,13 +65,18 @@ class Side:
         tokenizer = run.data.load_tokenizer(print)
         self.plan = make_plan(run, "x", tokenizer.vocab_size)
         (self.phase,) = self.plan.phases
-        order: dict[str, Any] = {"schedule": self.plan.batches.train, "layout": self.plan.layout, "start": 0}
+        order: dict[str, Any] = {"schedule": self.plan.batches.of(self.phase), "layout": self.plan.layout, "start": 0}
+        order |= {"first_step": 0, "seed": self.plan.config.order_seed}
         with self.plan.layout.use():
             plain = self.plan.data[0].open(tokenizer, SEQ_LEN, lambda _: None)
-            self.data = with_annotations(self.plan, self.phase, plain, print, lambda: plain.batches(**order))
+            reopen = lambda: plain.batches(**order)  # noqa: E731
+            clock, position, check_stop = ActivityClock(), {"examples": 0}, lambda: None
+            self.data = with_annotations(
+                self.plan, self.phase, plain, print, reopen, 0, position, clock, check_stop=check_stop
+            )
             self.steps = compile_steps(self.plan, self.phase, 0, print)
             self.state = enter_phase(self.plan.state_builder, self.phase, self.plan.layout, None)()
-            self.batches = self.data.batches(**order, first_step=0, seed=0)
+            self.batches = self.data.batches(**order)
             self.flags = FlagSync.unset(self.plan.layout)
         self.step, self.losses = 0, []
 
@@ -92,12 +100,10 @@ class Side:
             write(folder, indices, columns)
             ends.append((time.perf_counter(), len(indices)))
 
-        AnnotationFolder.write = timed
         started = time.perf_counter()
-        with self.plan.layout.use():
+        with self.plan.layout.use(), mock.patch.object(AnnotationFolder, "write", timed):
             self.batches.refresh(self.state.model, 0)
         seconds = time.perf_counter() - started
-        AnnotationFolder.write = write
         tokens = sum(count for _, count in ends[1:]) * SEQ_LEN
         return seconds, tokens / (ends[-1][0] - ends[0][0])
 
@@ -137,11 +143,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trunks", default="2,4,8", help="layers of the trunk, separated by commas")
     parser.add_argument("--layers", type=int, default=2, help="layers that train")
-    parser.add_argument("--steps", type=int, default=96, help="a multiple of 4; 8 sequences each")
+    parser.add_argument("--steps", type=int, default=96, help="a multiple of 4 and at least 40; 8 sequences each")
     parser.add_argument("--hidden", type=int, default=256, help="width of the model, a multiple of 64")
     parser.add_argument("--store", choices=("stored", "int8"), default="stored")
     parser.add_argument("--folder", type=Path, help="keeps tokens and stores; by default, none are kept")
     options = parser.parse_args()
+    if options.steps % TURN or options.steps < LEAST:
+        parser.error(f"--steps: {options.steps} given, a multiple of {TURN} and at least {LEAST} expected")
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         found = [compare(options, folder, trunk) for trunk in map(int, options.trunks.split(","))]

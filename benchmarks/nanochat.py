@@ -49,6 +49,7 @@ from nanochat_parity import (
 from peer_report import report
 from processes import PeerFailedError
 
+from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.plan.load_config import read_config
 from jaxlm.plan.presets.nanochat import RECIPES
 from jaxlm.plan.presets.rates import REFERENCE_BATCH
@@ -207,13 +208,14 @@ def speed_peers(checkout: Checkout, folder: Path) -> dict[str, Peer]:
     config.write_text(yaml.safe_dump(speed_configuration(checkout.recipe)))
     run, recipe = read_config(config), RECIPES[checkout.recipe]
     model, optimizer, scale = run.model, run.optimizer, (_ROWS * _SEQ_LEN / REFERENCE_BATCH) ** 0.5
+    assert isinstance(model, NanoConfig)
     flops = model.flops_per_token(_VOCAB).causal
     common = {
         "shape": [_ROWS, _SEQ_LEN, _VOCAB],
         "facts": {"tokens_per_step": _ROWS * _SEQ_LEN, "flops_per_token": flops},
     }
     start, momentum = folder / "start", recipe.optimizer["momentum_schedule"]
-    heads = dict.fromkeys(("n_head", "n_kv_head"), run.model.num_heads)
+    heads = dict.fromkeys(("n_head", "n_kv_head"), model.num_heads)
     sizes = {"sequence_len": _SEQ_LEN, "vocab_size": _VOCAB, "n_layer": _DEPTH, "n_embd": model.hidden_dim, **heads}
     rates = {
         "unembedding_lr": recipe.unembedding_lr * scale,

@@ -34,7 +34,7 @@ _SPECIAL_TOKENS = (
 _TIMEOUT_S = 3600
 # Of loose files of CORE's tasks, as in its bundle; others have 10 examples, and a space before the answer.
 _NO_EXAMPLES = ("copa", "winograd", "lambada_openai")
-_ANSWERS = dict.fromkeys(("arc_easy", "piqa", "jeopardy"), "\nAnswer: ")
+_ANSWERS: dict[str, str] = dict.fromkeys(("arc_easy", "piqa", "jeopardy"), "\nAnswer: ")
 _LOGITS_GOAL, _LOSS_GOAL, _BPB_GOAL = 1e-4, 1e-3, 1e-6
 
 

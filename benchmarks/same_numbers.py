@@ -596,7 +596,7 @@ def contents(folder: Path) -> dict[str, str]:
     return hashes
 
 
-GROUPS: dict[str, Callable[[Side, Side], Iterator[Check]]] = {
+GROUPS: dict[str, Callable[[Side, Side, Sequence[Case]], Iterator[Check]]] = {
     "losses": losses,
     "programs": programs,
     "continuation": continuation,

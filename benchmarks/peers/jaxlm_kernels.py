@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 import time
+from typing import Any
 
 import haliax as hax
 import jax
@@ -91,7 +92,7 @@ def compare_attention(case, repeats) -> dict:
     with jax.default_matmul_precision("highest"):
         exact = [a[:1].astype(jnp.float32) for a in numbers]
         reference = jax.jit(both(lambda *args: attend("reference", *args), d_out[:1]))(*exact, segments[:1])
-    results = {"chosen": choice.name, "reason": choice.reason}
+    results: dict[str, Any] = {"chosen": choice.name, "reason": choice.reason}
     for name in dict.fromkeys((choice.name, "blockwise")):
         run = lambda *args, name=name: attend(name, *args)  # noqa: E731
         one = jax.jit(both(run, d_out[:1]))(*(a[:1] for a in numbers), segments[:1])

@@ -4,6 +4,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from jaxlm.core.imports import gc_paused
 
@@ -39,7 +40,7 @@ def loaded(model, given):
     """The model with the initial weights of all peers."""
     names = {"attn.q_proj": "q", "attn.k_proj": "k", "attn.v_proj": "v", "attn.o_proj": "o"}
     names |= {"mlp.up_proj": "up", "mlp.down_proj": "down"}
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for path, leaf in tree.leaves(model):
         array = tree.raw(leaf)
         if path in ("tokens.weight", "positions.weight"):
@@ -47,7 +48,7 @@ def loaded(model, given):
         for ours, theirs in names.items():
             if path.endswith(f"{ours}.weight"):
                 stacked = np.stack([given[f"{i}.{theirs}"].T for i in range(common.LAYERS)])
-                array = stacked.reshape(array.shape)
+                array = stacked.reshape(tree.raw(leaf).shape)
         arrays[path] = jax.device_put(array, tree.raw(leaf).sharding)
     return tree.replace_leaves(model, arrays)
 

@@ -48,7 +48,7 @@ def rows(options):
     numbers = np.arange(options["num_batches"] * options["batch"][0])
     read = {"train": data.mixture(batches, seed=0).read(numbers), "val": data.validation[0].examples.read(numbers)}
     found = {name: np.append(columns["tokens"], columns["targets"][:, -1:], axis=1) for name, columns in read.items()}
-    np.savez(options["output"], **found)
+    np.savez(options["output"], allow_pickle=False, **found)
 
 
 def evaluate(options):
@@ -70,7 +70,7 @@ def evaluate(options):
         answers = {name: result.correct.tolist() for name, result in results.items()}
     about = {"bpb": sums.bits_per_byte, "answers": answers}
     Path(options["output"]).with_suffix(".json").write_text(json.dumps(about))
-    np.savez(options["output"], **found)
+    np.savez(options["output"], allow_pickle=False, **found)
 
 
 def step(options):
