@@ -84,8 +84,8 @@ def test_if_all_checkpoints_are_damaged_the_run_does_not_start_over(again):
     for _ in range(2):  # a scheduler starts the run again
         result = again.run(*RUN)
         assert result.code == 1
-        assert "checkpoints in" in result.err
-        assert "are damaged" in result.err
+        assert "every checkpoint in" in result.err
+        assert "is damaged:" in result.err
         assert "Traceback" not in result.err
         assert again.checkpoints() == before
 

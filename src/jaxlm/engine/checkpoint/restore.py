@@ -72,7 +72,7 @@ def latest_valid(folder: CheckpointFolder, log: Callable[[str], None]) -> Verifi
     if checkpoints:
         lines = "\n".join(f"  {name}: {damage}" for name, damage in damages.items())
         raise NoUsableCheckpointError(
-            f"all {len(checkpoints)} checkpoints in {folder.location} are damaged:\n{lines}\nNothing was loaded, and nothing"
+            f"every checkpoint in {folder.location} is damaged:\n{lines}\nNothing was loaded, and nothing"
             " was changed. To train from scratch, set another trainer.id or move the folder away"
         )
     return None
@@ -118,7 +118,7 @@ def latest_complete(candidates: Sequence[Checkpoint], location: str, log: Callab
             lambda damage, path=path: log(f"{path} is damaged: {damage}. Trying the previous checkpoint"),
         ):
             return main_first(functools.partial(VerifiedCheckpoint.of, candidate))
-    raise NoUsableCheckpointError(f"all {len(candidates)} checkpoints at {location} are damaged. Nothing was loaded")
+    raise NoUsableCheckpointError(f"every checkpoint at {location} is damaged. Nothing was loaded")
 
 
 def restore(
