@@ -4,12 +4,16 @@
     python benchmarks/cpu_peers.py --peers all --minutes 40
     python benchmarks/cpu_peers.py --tuned          # also with the options that were tuned (see benchmarks/peers/gpt2.yaml)
     python benchmarks/cpu_peers.py --starts 4       # also the time to the first step
+    python3.12 benchmarks/cpu_peers.py --peers jaxlm-bf16,torch-eager-bf16,torch-compile-bf16,jaxlm
+
+Peers with -bf16 keep their weights in float32 and compute in bfloat16: jaxlm with `mp: p=f32,c=bfloat16`, torch under
+autocast. jax 0.12, for Python 3.12, uses a CPU's instructions for it; 0.10 does not.
 
 All peers stay alive, each in its own process, and wait while another takes a few steps. In each round, every peer has its
 turn, in random order. Reports for each peer the median of the rounds' tokens/s and how many times as fast jaxlm is: the
 geometric mean of the rounds' ratios, with a 95 % interval by Student's t on their logarithms. Also reports the processor,
 what others took of it during the measurements, how fast a matrix product was before and after each of them, and which share
-of the fastest product's FLOP/s the whole step reaches.
+of the FLOP/s of the fastest product in its dtype the whole step reaches.
 
 Makes a virtual environment for each kind of peer once (under benchmarks/.venvs), or uses this Python for all (`--here`). The
 last line printed is JSON.
@@ -64,18 +68,21 @@ class Peer:
         return [python(self.environment), HERE / "peers" / script, *rest]
 
 
-TUNED = "jaxlm-tuned"
+TUNED, F32, BF16 = "jaxlm-tuned", "float32", "bfloat16"
 PEERS = {
-    "jaxlm": Peer("jaxlm", ("jaxlm_run.py", "1", CACHE)),
-    "jaxlm-2": Peer("jaxlm", ("jaxlm_run.py", "2", CACHE)),
-    TUNED: Peer("jaxlm", ("jaxlm_run.py", "1", CACHE, "tuned")),
+    "jaxlm": Peer("jaxlm", ("jaxlm_run.py", "1", CACHE, F32)),
+    "jaxlm-2": Peer("jaxlm", ("jaxlm_run.py", "2", CACHE, F32)),
+    TUNED: Peer("jaxlm", ("jaxlm_run.py", "1", CACHE, F32, "tuned")),
+    "jaxlm-bf16": Peer("jaxlm", ("jaxlm_run.py", "1", CACHE, BF16)),
     **{
         f"bare-{form}-{micro}": Peer("jaxlm", ("bare_jax.py", form, micro, CACHE))
         for form in ("scan", "unroll")
         for micro in ("1", "2")
     },
-    "torch-eager": Peer("torch", ("torch_gpt2.py", "eager")),
-    "torch-compile": Peer("torch", ("torch_gpt2.py", "compile")),
+    "torch-eager": Peer("torch", ("torch_gpt2.py", "eager", F32)),
+    "torch-compile": Peer("torch", ("torch_gpt2.py", "compile", F32)),
+    "torch-eager-bf16": Peer("torch", ("torch_gpt2.py", "eager", BF16)),
+    "torch-compile-bf16": Peer("torch", ("torch_gpt2.py", "compile", BF16)),
     "hf-trainer": Peer("hf", ("hf_trainer.py",)),
     "levanter": Peer("levanter", ("levanter_run.py", CACHE)),
 }

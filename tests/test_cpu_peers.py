@@ -130,10 +130,10 @@ def turns_of(peer, step_s, losses, **changes):
 
 def test_the_report(capsys):
     start = peer_report.Started(8.0, [2.0], tokens_per_step=2048, flops_per_token=1e6, version="1", options="a=1")
-    started = {"ours": start, "theirs": replace(start, losses=[2.0 + 2e-6], options="")}
+    started = {"ours": start, "theirs": replace(start, losses=[2.0 + 2e-6], options="", dtype="bfloat16")}
     ours = turns_of("ours", [0.4, 0.5, 0.2], [1.0] * 12)
     theirs = turns_of("theirs", [0.6, 0.5, 0.4], [1.0] * 11 + [1.0 + 3e-6], steal=0.2, flops_after=95e9)
-    peaks = [{"numpy": 90e9, "torch": 110e9}, {"numpy": 125e9, "torch": 120e9}]
+    peaks = [{"numpy": 90e9, "torch": 110e9}, {"numpy": 125e9, "torch": 120e9, "torch bfloat16": 300e9}]
     turns = [ours[1], theirs[0], *theirs[1:], ours[0], ours[2]]
     found = peer_report.report(
         machine.Processor.parse(EPYC), started, turns, peaks, {"ours": [(8.0, 3.0), (10.0, 4.0)]}
@@ -142,6 +142,7 @@ def test_the_report(capsys):
     mine, other = found["peers"]["ours"], found["peers"]["theirs"]
     assert mine["tokens_per_second"] == 2048 / 0.4
     assert mine["share_of_peak"] == pytest.approx(2048 / 0.4 * 1e6 / 125e9)
+    assert other["share_of_peak"] == pytest.approx(2048 / 0.5 * 1e6 / 300e9)
     assert (mine["ahead_by"], mine["loss_differs"]) == (None, 0.0)
     assert other["ahead_by"] == pytest.approx(intervals.ratio_interval([0.6 / 0.4, 1.0, 0.4 / 0.2]))
     assert other["loss_differs"] == pytest.approx(3e-6)
@@ -149,7 +150,7 @@ def test_the_report(capsys):
     assert found["noise"]["product_flops"] == [100e9, 96.25e9, 101.5e9, 95e9, 102e9]
     assert found["noise"]["product_drift"] == pytest.approx((0.02 + 0.05) / 2)
     printed = capsys.readouterr().out
-    assert "3 rounds; fastest product: 125 GFLOP/s (numpy)" in printed
+    assert "3 rounds; fastest product: 125 GFLOP/s (numpy), 300 GFLOP/s (torch bfloat16)" in printed
     assert "warning: the machine was not quiet" in printed
     assert "ours: first step 9.00 s with an empty cache, 3.50 s with a filled one (medians of 2)" in printed
     assert "ours: a=1" in printed
@@ -301,7 +302,7 @@ def test_the_benchmark_runs_completely(tmp_path):
 @pytest.mark.slow
 def test_the_tuned_peer_says_how_to_tune(tmp_path):
     pytest.importorskip("psutil")
-    command = [sys.executable, ROOT / "benchmarks" / "peers" / "jaxlm_run.py", "1", tmp_path, "tuned"]
+    command = [sys.executable, ROOT / "benchmarks" / "peers" / "jaxlm_run.py", "1", tmp_path, "float32", "tuned"]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=600, cwd=tmp_path)
     assert done.returncode == 1
     assert (

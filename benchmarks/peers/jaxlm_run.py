@@ -1,4 +1,4 @@
-"""jaxlm's compiled step as in `python -m jaxlm.train`. Arguments: microbatches, compilation cache, [tuned]."""
+"""jaxlm's compiled step as in `python -m jaxlm.train`. Arguments: microbatches, compilation cache, dtype, [tuned]."""
 
 import sys
 import tempfile
@@ -25,13 +25,14 @@ CONFIG = Path(__file__).with_name("gpt2.yaml")
 TUNE = f"jaxlm bench --config_path {CONFIG.relative_to(Path(__file__).parents[2])} --tune --steps 40"
 
 
-def config(micro: int, folder: str, options_from: str | None):
-    """The benchmark's configuration, with the options that were tuned in a folder."""
+def config(micro: int, folder: str, dtype: str, options_from: str | None):
+    """The benchmark's configuration, with a dtype for products and the options that were tuned in a folder."""
     run = read_config(CONFIG)
     changed = {
         "log_dir": folder,
         "compilation_cache_dir": options_from,
         "per_device_parallelism": common.BATCH // micro,
+        "mp": {"float32": "f32", "bfloat16": "p=f32,c=bfloat16"}[dtype],
     }
     return replace(run, trainer=replace(run.trainer, **changed))
 
@@ -54,14 +55,15 @@ def loaded(model, given):
 
 
 def main():
-    micro, cache, *tuned = sys.argv[1:]
+    micro, cache, dtype, *tuned = sys.argv[1:]
     enable_compilation_cache(cache)
     with tempfile.TemporaryDirectory() as folder:
         options_from = str(read_config(CONFIG).trainer.compilation_cache_dir) if tuned else None
-        plan = make_plan(config(int(micro), folder, options_from), "peer", common.VOCAB)
+        plan = make_plan(config(int(micro), folder, dtype, options_from), "peer", common.VOCAB)
         if tuned and tuned_options(plan) is None:
             raise SystemExit(f"nothing was tuned for this step in {options_from} on this machine. Tune it: {TUNE}")
-        clock = common.Clock(version=jax.__version__, options=", ".join(filter(None, step_options(plan).texts)))
+        options = ", ".join(filter(None, step_options(plan).texts))
+        clock = common.Clock(version=jax.__version__, dtype=dtype, options=options)
         with plan.layout.use():
             take_steps(plan, clock, common.batch, changed=lambda model: loaded(model, common.weights()))
 

@@ -1,4 +1,7 @@
-"""Products of large float32 matrices with torch, if it is installed, and numpy. Requests: `calibrate`, `peak`."""
+"""Products of large matrices with torch, if it is installed, and numpy. Requests: `calibrate`, `peak`.
+
+A product is in float32, unless the library's name ends with another dtype. Those are not calibrated with.
+"""
 
 import importlib.util
 import sys
@@ -20,6 +23,8 @@ def products():
         import torch
 
         found["torch"] = _multiplied(torch.matmul, lambda size: torch.from_numpy(matrix[:size, :size].copy()))
+        narrow = torch.from_numpy(matrix).bfloat16()
+        found["torch bfloat16"] = _multiplied(torch.matmul, lambda size: narrow[:size, :size].contiguous())
     return found
 
 
@@ -40,7 +45,8 @@ def rate(multiply, size: int, repeats: int) -> float:
 
 def main():
     answers, libraries = common.Answers(), products()
-    best = max(libraries, key=lambda name: rate(libraries[name], CALIBRATION, REPEATS))
+    wide = [name for name in libraries if not name.endswith("bfloat16")]
+    best = max(wide, key=lambda name: rate(libraries[name], CALIBRATION, REPEATS))
     answers.send(libraries=list(libraries), calibrates_with=best)
     for request in sys.stdin:
         if request.strip() == "calibrate":  # the first wakes the threads

@@ -1,4 +1,4 @@
-"""PyTorch: a plain GPT-2, eager or compiled. Argument: eager | compile."""
+"""PyTorch: a plain GPT-2, eager or compiled. Arguments: eager | compile, float32 | bfloat16 (under autocast)."""
 
 import itertools
 import sys
@@ -31,7 +31,8 @@ def load(model, given):
 
 
 def main():
-    clock = common.Clock(version=torch.__version__)
+    form, dtype = sys.argv[1:]
+    clock = common.Clock(version=torch.__version__, dtype=dtype)
     model = Decoder(SHAPE)
     load(model, common.weights())
     optimizer = optimizer_of(
@@ -41,10 +42,11 @@ def main():
         epsilon=common.EPSILON,
         weight_decay=common.WEIGHT_DECAY,
     )
-    loss_of = torch.compile(model) if sys.argv[1] == "compile" else model
+    loss_of = torch.compile(model) if form == "compile" else model
     for step in itertools.count():
         inputs, targets = (torch.from_numpy(a).long() for a in common.batch(step))
-        loss = loss_of(inputs, targets)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            loss = loss_of(inputs, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), common.CLIP)
         optimizer.step()
