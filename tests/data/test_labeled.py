@@ -10,7 +10,9 @@ from haliax import Axis
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import LabeledBatch
 from jaxlm.data.formats.labeled_format import LabeledFormat
+from jaxlm.data.formats.pretokenized import PretokenizedFormat
 from jaxlm.data.labeled import LabeledConfig
+from jaxlm.data.tokens import TokensConfig
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.custom import CustomTargets
@@ -40,6 +42,11 @@ def test_keys_of_the_format(open_with):
     data = open_with(LabeledConfig, LabeledFormat)(renamed, seq_len=8, input_ids_key="a", labels_key="b")
     (examples,) = data.train.values()
     assert examples.read(np.array([0]))["targets"].tolist() == [[0, 8, 9, 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(("kind", "form"), [(LabeledConfig, LabeledFormat()), (TokensConfig, PretokenizedFormat())])
+def test_token_ids_have_no_text_for_the_report_to_compress(kind, form):
+    assert list(kind(validation_urls=["ids.jsonl"], format=form).validation_documents()) == []
 
 
 @pytest.mark.parametrize(

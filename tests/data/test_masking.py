@@ -134,13 +134,15 @@ def test_ranges_of_times_share_the_bound():
 
 
 def test_ranges_of_equal_shares_of_the_times():
-    assert MaskingConfig(max_mask_fraction=0.9, min_mask_fraction=0.1).ranges(2) == pytest.approx([0.5, 0.9])
+    middle, last = 0.001 + 0.999 * 0.5, 0.001 + 0.999 * 0.9
+    assert MaskingConfig(times=[0.1, 0.9]).ranges(2) == pytest.approx([middle, last])
     cosine = MaskingConfig(mask_schedule_type="cosine", strata=3, times=[0.0, 0.5])
     assert cosine.ranges(3) == pytest.approx([0.001 + 0.999 * (1 - np.cos(np.pi / 12 * k)) for k in (1, 2, 3)])
     assert len(cosine.ranges(6)) == 6
     for keys, message in (
         ({"mask_replicas": 2}, "spreads times over the ways of hiding tokens"),
         ({"num_time_steps": 4}, "does not hide each token with the same probability"),
+        ({"max_mask_fraction": 0.9}, r"from none at first to 1 at last\. Remove .* max_mask_fraction below 1"),
         ({"strata": 2}, r"data\.masking\.strata: 2 spreads .* over 2, 4, 8, ... equal parts .* Set it to 3"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -383,6 +385,11 @@ def test_a_tokenizer_without_a_mask_token_is_refused_and_one_is_saved(corpus):
         named.check_opens(lambda: tokenizer, dry=False)
     with pytest.raises(ConfigError, match=r"mask_token: '<.endoftext.>' given, which begins or ends documents"):
         section(corpus, masking={"mask_token": END_OF_TEXT}).check_opens(lambda: tokenizer, dry=False)
+    with pytest.raises(
+        ConfigError, match=r"mask_token: 'a' given, which texts may have, .* Name a token that no text has"
+    ):
+        section(corpus, masking={"mask_token": "a"}).check_opens(lambda: tokenizer, dry=False)
+    assert not tokenizer.writes_text_with(tokenizer.mask_id)
     other = tokenizer.with_mask_token(7)
     assert (tokenizer.vocabulary()[MASK], other.mask_id) == (tokenizer.mask_id, 7)
     assert other.fingerprint == tokenizer.fingerprint

@@ -71,6 +71,15 @@ def test_mlm_is_the_mean_cross_entropy_of_hidden_tokens(model):
     assert float(terms["loss"].mean()) == pytest.approx(expected, rel=1e-5)
     assert float(metrics["hidden_share"].mean()) == pytest.approx(hidden.sum() / (6 * 13))
     assert float(terms["loss"].weight) == float(MaskedLanguageModeling().weights(batch)["loss"]) == hidden.sum()
+    for keys in (
+        {"min_mask_fraction": 0.4, "max_mask_fraction": 0.4},
+        {"min_mask_fraction": 0.3, "max_mask_fraction": 0.5},
+    ):
+        batch = batch_of(columns_of(6, **keys))
+        scores, hidden = score_batch(model, batch), np.asarray(batch.loss_mask.array)
+        found = float((scores.nats * scores.mask).array.sum() / scores.mask.array.sum())
+        expected = -(hidden * log_probabilities(model, batch, without_mask=False)).sum() / hidden.sum()
+        assert found == pytest.approx(expected, rel=1e-5), "evaluated in the same way, as it is no bound"
 
 
 def test_diffusion_is_the_bound_of_the_paper(model):
@@ -205,8 +214,8 @@ def test_the_time_changes_nothing_before_the_first_step(keys):
     ("keys", "message"),
     [
         ({"dim": 7}, "7 given, an even number expected"),
-        ({"type": "learned"}, "num_time_steps: is needed for type: learned"),
-        ({"num_time_steps": 4}, "num_time_steps: has no effect with type: sinusoidal"),
+        ({"type": "learned"}, "num_time_steps: nothing given with type: learned, where it is a number of intervals"),
+        ({"num_time_steps": 4}, "num_time_steps: 4 given with type: sinusoidal, .* Remove it, or set type: learned"),
     ],
 )
 def test_time_embeddings_without_a_meaning_are_refused(keys, message):
@@ -264,6 +273,12 @@ def test_diffusion_refuses_masks_without_a_bound():
     spec = set(columns_of(2, time_step_mask_fractions=[0.15]))
     with pytest.raises(ConfigError, match="is a bound only for masks that hide each token with the same probability"):
         Diffusion().check_columns(spec)
-    for keys in ({"mode": "fixed_count"}, {"random_fraction": 0.1}, {"num_time_steps": 8}):
+    narrow = (
+        {"min_mask_fraction": 0.5, "max_mask_fraction": 0.5},
+        {"max_mask_fraction": 0.85},
+        {"min_mask_fraction": 0.1},
+    )
+    for keys in ({"mode": "fixed_count"}, {"random_fraction": 0.1}, {"num_time_steps": 8}, *narrow):
         assert not MaskingConfig(**keys).has_rates
+    assert all(MaskingConfig(mask_schedule_type=kind).has_rates for kind in ("linear", "cosine", "exponential"))
     Diffusion().check_columns(set(columns_of(2)))

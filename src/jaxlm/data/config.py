@@ -145,6 +145,9 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         """
         raise ConfigError("the data hides no tokens. Set data.masking: {} (data.type: tokens)")
 
+    def check_batch_size(self, size: int) -> None:
+        """Raises `ConfigError` if batches of this many sequences cannot be what the section promises."""
+
     def finished(self, examples: Examples, source: str, split: str, tokenizer: Tokenizer) -> Examples:
         """The examples of a split as batches read them. Args: source: its name."""
         return examples
@@ -380,6 +383,8 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         return examples
 
     def validation_documents(self) -> Iterator[str]:
+        if any(source.config.format.begins_as == "ids" for source in self.sources()):
+            return iter(())  # there is no text
         return itertools.chain.from_iterable(source.documents(VALIDATION) for source in self.sources())
 
     def _weighted_names(self) -> list[str]:

@@ -104,11 +104,20 @@ class TokensConfig(DataConfig):
     def mask_ranges(self, count: int) -> list[float]:
         return super().mask_ranges(count) if self.masking is None else self.masking.ranges(count)
 
+    def check_batch_size(self, size: int) -> None:
+        if self.masking is not None and self.masking.strata > size:
+            raise ConfigError(
+                f"data.masking.strata: {self.masking.strata} given, but times cannot be spread evenly over so many"
+                f" sequences of a batch of {size}. Set it to a number that divides {size}"
+            )
+
     def finished(self, examples: Examples, source: str, split: str, tokenizer: Tokenizer) -> Examples:
         if self.masking is None:
             return examples
         number = zlib.crc32(f"{split} {source}".encode())
-        masker = Masker(self.masking, self.masking.mask_id(tokenizer), tokenizer.is_special(), number)
+        is_special, mask_id = tokenizer.is_special(), self.masking.mask_id(tokenizer)
+        is_special[mask_id] = True  # also if the tokenizer does not know what it is for
+        masker = Masker(self.masking, mask_id, is_special, number)
         is_train = split == TRAIN
         return MaskedExamples(
             examples, masker, self.masking.mask_replicas if is_train else self.masking.validation_replicas

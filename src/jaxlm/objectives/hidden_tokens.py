@@ -20,7 +20,9 @@ class HiddenTokens(ObjectiveConfig):
     """An objective that predicts hidden tokens, at their own positions."""
 
     batch_types: ClassVar[tuple[type, ...]] = (MaskedBatch,)
-    other_batches: ClassVar[str] = "Set data.masking, which hides tokens ({} hides a random fraction of each sequence)"
+    other_batches: ClassVar[str] = (
+        "Set data.masking (of data.type: tokens), which hides tokens ({} hides a random fraction of each sequence)"
+    )
     head_in_fp8: ClassVar[bool] = False
     reads_later_tokens: ClassVar[bool | None] = True
 
@@ -36,8 +38,10 @@ class DiffusionBound(HiddenTokens):
         if "rates" not in columns:
             raise ConfigError(
                 f"objective.type: {choice_name(type(self))} is a bound only for masks that hide each token with the same"
-                " probability, at any time: remove num_time_steps, time_step_mask_fractions, mode, random_fraction,"
-                " unchanged_fraction and a single time in times from data.masking, or set objective.type: mlm"
+                " probability, from none at first to 1 at last. Set objective.type: mlm, or remove from data.masking what is"
+                " against it: num_time_steps, time_step_mask_fractions, mode, random_fraction, unchanged_fraction,"
+                " min_mask_fraction above 0.01, max_mask_fraction below 1, a single time in times (times: [first, last]"
+                " trains on a part of the bound)"
             )
 
     def weights(self, batch: MaskedBatch) -> dict[str, jax.Array]:

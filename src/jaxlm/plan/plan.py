@@ -201,6 +201,8 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     for phase, section, start in zip(phases, data, earliest_starts(config, phases), strict=True):
         _check_batch(phase, section, config)
         check_microbatches(phase, start, batches.of(phase), layout.num_shards(BATCH))
+        for stage in batches.of(phase).between(start, phase.end):
+            section.check_batch_size(stage.size)
     # Raises for surgeries that do not apply and patterns that match nothing.
     states = [plan.state_builder.abstract_state(phase) for phase in phases]
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])

@@ -22,6 +22,7 @@ _SUGGESTED = "<|mask|>"
 _VERSION = 2  # of the masks of equal keys. Before 2, each source had a shift of the times of its own
 _CHOSEN, _REPLACED, _WORDS = range(3)  # what random numbers are for
 _ROUNDING = 1e-9  # of a number of tokens: a fraction such as 0.15 of 100 must not be 14
+_NO_TOKENS = 0.01  # so small a fraction at the least noise leaves out as much of the bound
 _STEPS = ("mask_schedule_type", "min_mask_fraction", "max_mask_fraction", "num_time_steps")
 
 
@@ -147,11 +148,15 @@ class MaskingConfig:
 
     @property
     def has_rates(self) -> bool:
-        """Whether batches have the weights of the bound: any time may occur, and hidden tokens are independent and hidden."""
-        is_single = self.times is not None and self.times[0] == self.times[1]
+        """Whether batches have the weights of the bound: any fraction may occur (with `times`, any of the part that was asked
+        for), and hidden tokens are independent and hidden."""
+        smallest, largest = self.mask_range
+        any_fraction = (
+            smallest <= _NO_TOKENS and largest >= 1 - _ROUNDING if self.times is None else self.times[0] < self.times[1]
+        )
         return (
             not self.is_stepped
-            and not is_single
+            and any_fraction
             and self.mode == "bernoulli"
             and not self.random_fraction + self.unchanged_fraction
         )
@@ -169,8 +174,9 @@ class MaskingConfig:
         """
         if not self.has_rates:
             raise ConfigError(
-                "data.masking does not hide each token with the same probability, at any time. Remove num_time_steps,"
-                " time_step_mask_fractions, mode, random_fraction, unchanged_fraction and a single time in times"
+                "data.masking does not hide each token with the same probability, from none at first to 1 at last. Remove"
+                " num_time_steps, time_step_mask_fractions, mode, random_fraction, unchanged_fraction, min_mask_fraction"
+                f" above {_NO_TOKENS}, max_mask_fraction below 1 and a single time in times"
             )
         if self.mask_replicas is not None:
             raise ConfigError(
@@ -217,6 +223,11 @@ class MaskingConfig:
             name = next(token for token, other in tokenizer.vocabulary().items() if other == number)
             raise ConfigError(
                 f"data.masking.mask_token: '{name}' given, which begins or ends documents. Name a token that no text has"
+            )
+        if self.mask_token is not None and tokenizer.writes_text_with(number):
+            raise ConfigError(
+                f"data.masking.mask_token: '{self.mask_token}' given, which texts may have, and which could not be told from"
+                f" a hidden token. Name a token that no text has, or add one: data.added_tokens: ['{_SUGGESTED}']"
             )
         return number
 

@@ -173,6 +173,11 @@ class Tokenizer:
         files = self._extra_files | {_SETTINGS: settings}
         return Tokenizer(self._backend, self.bos_id, self.eos_id, files, self.model_ids)
 
+    def writes_text_with(self, number: int) -> bool:
+        """Whether texts can have this token: one that was learned, and not an added one."""
+        added = self._backend.get_added_tokens_decoder()
+        return number not in added and number in self.encode(self.decode([number], special=True))
+
     def is_special(self) -> np.ndarray:
         """bool [vocab]: the special tokens, BOS and EOS, and ids without a token."""
         special = np.ones(self.vocab_size, bool)

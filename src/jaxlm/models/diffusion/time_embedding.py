@@ -15,7 +15,7 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.field_types import NumTimeSteps, TimeFeatures
 from jaxlm.models.linear import Linear
 
 _TIME, _TIME_HIDDEN, _TIME_STEP = "time", "time_hidden", "time_step"
@@ -35,16 +35,23 @@ class TimeEmbeddingConfig:
     """
 
     type: Literal["sinusoidal", "learned"] = "sinusoidal"
-    dim: PositiveInt = 512
-    num_time_steps: PositiveInt | None = None
+    dim: TimeFeatures = 512
+    num_time_steps: NumTimeSteps | None = None
 
     def check(self) -> None:
         """Raises `ConfigError` if the keys contradict each other."""
         if self.type == "sinusoidal" and self.dim % 2:
             raise ConfigError(f"model.time_embedding.dim: {self.dim} given, an even number expected: sines and cosines")
         if (self.type == "learned") != (self.num_time_steps is not None):
-            what = "is needed for" if self.type == "learned" else "has no effect with"
-            raise ConfigError(f"model.time_embedding.num_time_steps: {what} type: {self.type}")
+            fix = (
+                "is a number of intervals"
+                if self.type == "learned"
+                else "has no effect. Remove it, or set type: learned"
+            )
+            raise ConfigError(
+                f"model.time_embedding.num_time_steps: {self.num_time_steps or 'nothing'} given with type: {self.type}, where"
+                f" it {fix}"
+            )
 
 
 class TimeEmbedding(eqx.Module):
