@@ -3,8 +3,10 @@
 Runs the trainer in this process, on eight devices.
 """
 
+import dataclasses
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,12 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manifest import find_checkpoints
 from jaxlm.engine.checkpoint.restore import restore
+from jaxlm.models.base import vocab_axis
+from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.observe.callbacks import CallbackConfig
 from jaxlm.observe.console import Console
 from jaxlm.observe.log_store import LogStore
@@ -25,7 +30,9 @@ from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session import init_from
 from jaxlm.session.init_from import find_init_from
+from jaxlm.surgery.quantize import QuantizeConfig
 from jaxlm.train import train
+from tests.engine.helpers import one_device
 from tests.observe.test_callbacks import RecorderConfig
 
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 1, "num_heads": 4, "intermediate_dim": 32}
@@ -175,6 +182,26 @@ def test_initialize_from_loads_only_the_model(trainings):
         begun, True
     )
     assert trainings.losses("begun")[1] != trainings.losses("whole")[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "number"), [("nf4", np.nan), ("nvfp4", np.nan), ("int8", np.inf), ("float16", 1e30), ("bfloat16", -np.inf)]
+)
+def test_weights_that_are_not_finite_are_not_stored_as_others(kind, number):
+    model = LlamaConfig(**{key: value for key, value in MODEL.items() if key != "type"}).build(
+        vocab_axis(280), key=jax.random.key(0)
+    )
+    (path, change), *_ = QuantizeConfig(kind).on_read(model).items()
+    weight = dict(tree.leaves(model))[path]
+    stored = init_from._ChangeOnRead(path, change, one_device())
+    for layer in (weight, 2 * weight):
+        assert isinstance(stored(iter([layer])), StoredWeight)
+    damaged = dataclasses.replace(weight, array=weight.array.at[(0,) * weight.array.ndim].set(number))
+    with pytest.raises(
+        ConfigError, match=rf"^{re.escape(path)}, layer 1: .* numbers that are not finite, or become so"
+    ):
+        stored(iter([weight, damaged]))
 
 
 @pytest.mark.slow

@@ -10,7 +10,9 @@ from typing import Any
 
 from jaxlm.core.imports import haliax as hax
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 from haliax import NamedArray
 
 from jaxlm.core import tree
@@ -191,7 +193,7 @@ def _changes_on_read(plan: Plan) -> tuple[dict[str, Change], int]:
     for surgery in plan.phases[0].surgeries:
         if (of_surgery := surgery.on_read(model)) is None:
             break
-        changes |= {path: _ChangeOnRead(change, plan.layout) for path, change in of_surgery.items()}
+        changes |= {path: _ChangeOnRead(path, change, plan.layout) for path, change in of_surgery.items()}
         model = jax.eval_shape(functools.partial(surgery.apply, key=jax.random.key(0)), model)
         number += 1
     return changes, number
@@ -199,17 +201,29 @@ def _changes_on_read(plan: Plan) -> tuple[dict[str, Change], int]:
 
 @dataclass(frozen=True)
 class _ChangeOnRead:
-    """Changes the layers of a parameter one by one, and joins them."""
+    """Changes the layers of a parameter one by one, and joins them.
 
+    Raises:
+        ConfigError: a layer has a number that is not finite. In few bits, it would become another one.
+    """
+
+    path: str
     change: Callable[[NamedArray], Any]
     layout: Layout
 
     def __call__(self, layers: Iterator[NamedArray]) -> Any:
         first = next(layers)
-        placed = jax.jit(self.change, out_shardings=shardings(jax.eval_shape(self.change, first), self.layout))
-        changed = [placed(first)]
+        placed = jax.jit(self._checked, out_shardings=self._placement(first))
+        found = [placed(first)]
         del first
-        changed += map(placed, layers)
+        found += map(placed, layers)
+        changed = [one for one, _ in found]
+        if wrong := [number for number, (_, is_finite) in enumerate(found) if not is_finite]:
+            where = f"{self.path}, layer {wrong[0]}" if len(found) > 1 else self.path
+            raise ConfigError(
+                f"{where}: the weights that the run starts from have numbers that are not finite, or become so as they are"
+                " stored. Repair the weights, or store them with another kind"
+            )
         if len(changed) == 1:
             return changed[0]
 
@@ -217,6 +231,15 @@ class _ChangeOnRead:
             return jax.tree.map(lambda *arrays: hax.concatenate(LAYERS, arrays), *parts, is_leaf=is_named)
 
         return place_state(joined, jax.eval_shape(joined, *changed), self.layout, *changed)
+
+    def _checked(self, layer: NamedArray) -> tuple[Any, jax.Array]:
+        """What becomes of a layer, and whether all numbers before and after are finite."""
+        changed = self.change(layer)
+        numbers = [layer.array, *filter(eqx.is_inexact_array, jax.tree.leaves(changed))]
+        return changed, jnp.all(jnp.stack([jnp.all(jnp.isfinite(array)) for array in numbers]))
+
+    def _placement(self, layer: NamedArray) -> tuple[Any, Any]:
+        return shardings(jax.eval_shape(self.change, layer), self.layout), self.layout.replicated()
 
 
 def import_notes(plan: Plan) -> list[str]:
