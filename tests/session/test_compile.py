@@ -15,7 +15,7 @@ from jaxlm.models.remat import CANDIDATES
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.session.compilation.step import CompiledStep, StepPrograms, compile_step
+from jaxlm.session.compilation.step import CompiledStep, StepPrograms, check_state_fits, compile_step
 
 SIZES = {"type": "llama", "seq_len": 256, "hidden_dim": 64, "intermediate_dim": 128, "num_layers": 2, "num_heads": 4}
 
@@ -72,6 +72,14 @@ def test_a_step_that_does_not_fit_is_refused_before_the_state_is_created():
         StepPrograms({(1, 8): needing(enough)}).check_fits_memory()
     with pytest.raises(ConfigError, match=r"needs 2\.000 GiB per device, but only 1\.000 GiB are available\. Use less"):
         StepPrograms({(1, 8): needing(1 << 30), (1, 16): needing(2 << 30)}).check_fits_memory()
+
+
+def test_a_state_that_does_not_fit_is_refused_before_anything_is_compiled():
+    plan = plan_of(model=SIZES | {"intermediate_dim": 2**31 - 2})
+    where = r"phase 'train': parameters and optimizer state take \d+\.\d+ GiB per device, but only 16\.000 GiB are available"
+    with plan.layout.use(), pytest.raises(ConfigError, match=where):
+        check_state_fits(plan, plan.phases[0], 16 << 30)
+    check_state_fits(plan_of(), plan_of().phases[0], 16 << 30)
 
 
 BATCH = {"train_batch_size": 16}

@@ -1,5 +1,6 @@
 """Traces and compiles the training step before its first batch."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from jaxlm.core.imports import gc_paused
 import jax
 
 from jaxlm.core.axes import BATCH
-from jaxlm.core.devices import host_memory, memory_limit
+from jaxlm.core.devices import HOST_MEMORY, host_memory, memory_limit
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, is_main_process
 from jaxlm.core.tracing import BlockSizes, tracing
@@ -144,6 +145,7 @@ def trace_step(
 
 def compile_steps(plan: Plan, phase: Phase, first_step: int, log: Callable[[str], None]) -> StepPrograms:
     """Compiles the steps for all batch shapes of a phase from `first_step` on, so that memory errors show before training."""
+    check_state_fits(plan, phase, memory_limit())
     stages = plan.batches.of(phase).between(first_step, phase.end)
     by_shape = {stage.shape: stage for stage in reversed(stages)}
     return StepPrograms({shape: compile_step(plan, phase, log, stage=by_shape[shape]) for shape in reversed(by_shape)})
@@ -191,6 +193,20 @@ def compile_step(
     if not all_processes(step.fits):
         log(f"  warning: the step needs more than {USABLE:.0%} of a device's memory. {step.advice}")
     return step
+
+
+def check_state_fits(plan: Plan, phase: Phase, limit: int | None) -> None:
+    """Raises `ConfigError` if the state of a phase is larger than a device's memory, which compiling would find out later."""
+    state = sharded_shapes(plan.state_builder.abstract_state(phase), plan.layout)
+    on_device = [leaf for leaf in jax.tree.leaves(state) if leaf.sharding.memory_kind != HOST_MEMORY]
+    needed = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in on_device)
+    if not all_processes(limit is None or needed <= limit):
+        shard = " Or shard the parameters: trainer.fsdp_axis: embed" if plan.config.trainer.fsdp_axis is None else ""
+        raise ConfigError(
+            f"phase '{phase.name}': parameters and optimizer state take {gib(needed)} per device, but only {gib(limit or 0)}"
+            " are available. Make the model smaller, use more devices, or an optimizer with a smaller state (optimizer.state:"
+            f" 8bit).{shard}"
+        )
 
 
 def _try_compile(
