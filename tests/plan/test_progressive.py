@@ -18,6 +18,7 @@ from jaxlm.plan.presets.base import preset_rows
 from jaxlm.plan.presets.progressive import StackAdapters, StackRank
 from jaxlm.reading.decode import encode
 from jaxlm.reading.yaml import ConfigSource
+from jaxlm.surgery.grow import GrowConfig
 
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4}
 
@@ -51,6 +52,18 @@ def test_stacks_are_phases():
         "grow (num_layers 2 at append init identity): 4 steps, trains new_stack, final_norm"
     )
     assert "trunk stored" in rows["  stack_2"]
+
+
+def test_a_start_traces_each_surgery_once(monkeypatch):
+    """The plan, the state and the files of a phase share shapes: a second trace doubles what N stacks take."""
+    traced, apply = [], GrowConfig.apply
+    monkeypatch.setattr(
+        GrowConfig, "apply", lambda self, model, *, key: traced.append(0) or apply(self, model, key=key)
+    )
+    builder = make_plan(config(stacks=5), "x", 40).state_builder
+    for phase in builder.phases:
+        assert builder.initial_leaves(phase) == [{} for _ in phase.surgeries]
+    assert len(traced) == 4
 
 
 def test_what_trains():
