@@ -8,7 +8,7 @@ Source: StackWise (stacks that are trained one after the other on a frozen or ad
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import (
@@ -114,6 +114,8 @@ class ProgressiveConfig(PresetConfig):
         depth_times: give each stack a noise of its own, the least to the one beside the head, for the objectives `mlm` and
             `diffusion`. Null hides as many tokens for all of them.
     """
+
+    phase_keys: ClassVar[tuple[str, ...]] = ("stacks", "steps_per_stack", "polish_steps")
 
     stacks: NumStacks = 3
     steps_per_stack: PositiveInt = 1000
