@@ -118,6 +118,22 @@ REFUSED = {
     "one": ({"stacks": 1}, "then nothing grows"),
     "prepended": ({"cache": True, "at": "prepend"}, "cache: true given with at: prepend, but the trunk reads"),
     "adapters": ({"cache": "int8", "trunk": "lora"}, "cache: int8 given with trunk: lora, but the trunk changes"),
+    "trained embeddings": (
+        {"cache": True, "train_embeddings": True},
+        "cache: true given with train_embeddings: true, but the trunk reads the embeddings",
+    ),
+    "trained tied head": (
+        {"cache": "int8", "train_head": True, "model": {**MODEL, "tie_word_embeddings": True}},
+        r"cache: int8 given with train_head: true, but the head is the embeddings \(model\.tie_word_embeddings\)",
+    ),
+    "copies of adapted layers": (
+        {"trunk": "lora", "init": "copy"},
+        "init: copy given with trunk: lora, but .* under adapters already. Set init: identity or random",
+    ),
+    "copies of stored layers": (
+        {"trunk": "lora", "store": "nf4", "init": "copy", "at": "prepend"},
+        "init: copy given with trunk: lora and store: nf4, but .* under adapters and stored in another form already",
+    ),
     "train": ({"trunk": "train", "train_head": False}, "train_head: false given with trunk: train"),
     "embeddings": ({"trunk": "train", "train_embeddings": True}, "train_embeddings: true given with trunk: train"),
     "no adapters": ({"lora": {"rank": 4}}, "lora: given with trunk: frozen"),
@@ -133,6 +149,10 @@ REFUSED = {
 def test_contradictions_are_refused(keys, message):
     with pytest.raises(ConfigError, match=rf"^preset\.{message}|{message}"):
         config(**keys)
+
+
+def test_an_untied_head_trains_on_a_stored_trunk():
+    make_plan(config(cache=True, train_head=True), "x", 40)
 
 
 @pytest.mark.parametrize(("at", "forms"), [("append", ["nf4", "nf4", None]), ("prepend", [None, "nf4", "nf4"])])

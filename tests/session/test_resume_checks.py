@@ -144,9 +144,8 @@ def grown(stacks):
 
 def test_phases_that_are_gone_read_no_other_data(monkeypatch):
     def identity(plan):
-        return {
-            phase.name: {"train_files": 1, "tokenizer": data.tokenizer} for phase, data in zip(plan.phases, plan.data)
-        }
+        pairs = zip(plan.phases, plan.data, strict=True)
+        return {phase.name: {"train_files": 1, "tokenizer": data.tokenizer} for phase, data in pairs}
 
     before = grown(3)
     saved = SavedRun("checkpoint", before.config, identity(before))
