@@ -77,6 +77,9 @@ from jaxlm.session.startup import (
 from jaxlm.session.tables import check_run_tables, tables_after_training
 from jaxlm.session.verification.sanity import check_evaluation_references, check_sanity
 
+# The plan of a model that grows takes seconds for 32 phases and half a minute for 128: each traces all stacks so far.
+_MANY_PHASES = 16
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -114,7 +117,7 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
             it compiled, that a start would fail; or a reward, an environment or the data failed later.
     """
     console, clock = console or Console(), clock or ActivityClock()
-    plan = _make_checked_plan(config)
+    plan = _make_checked_plan(config, console)
     if config.dry_run:
         dry_run(plan, console)
         return TrainResult(None, Done(), None, plan)
@@ -162,13 +165,15 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
     return TrainResult(state, outcome, newest, plan)
 
 
-def _make_checked_plan(config: RunConfig) -> Plan:
+def _make_checked_plan(config: RunConfig, console: Console) -> Plan:
     """Makes the plan of a run and checks everything that needs neither data nor checkpoints."""
     configure_jax(config.trainer.jax_config)
     config.trainer.distributed.join()
     watch_peers(config.trainer.distributed.heartbeat_timeout.total_seconds())
     run_id = run_id_of(config)
     check_same_start(config, run_id)
+    if len(config.phases) >= _MANY_PHASES:
+        console.log(f"planning {len(config.phases)} phases ...")
     plan = make_plan(config, run_id, assumed_vocabulary(config)[0])
     for data in plan.data:
         data.check_not_empty()  # a dry run lists what other machines may have, but no machine has text without a name

@@ -18,6 +18,7 @@ from jaxlm.plan.presets.base import preset_rows
 from jaxlm.plan.presets.progressive import StackAdapters, StackRank
 from jaxlm.reading.decode import encode
 from jaxlm.reading.yaml import ConfigSource
+from jaxlm.surgery.grow import GrowConfig
 
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4}
 
@@ -51,6 +52,18 @@ def test_stacks_are_phases():
         "grow (num_layers 2 at append init identity): 4 steps, trains new_stack, final_norm"
     )
     assert "trunk stored" in rows["  stack_2"]
+
+
+def test_a_start_traces_each_surgery_once(monkeypatch):
+    """The plan, the state and the files of a phase share shapes: a second trace doubles what N stacks take."""
+    traced, apply = [], GrowConfig.apply
+    monkeypatch.setattr(
+        GrowConfig, "apply", lambda self, model, *, key: traced.append(0) or apply(self, model, key=key)
+    )
+    builder = make_plan(config(stacks=5), "x", 40).state_builder
+    for phase in builder.phases:
+        assert builder.initial_leaves(phase) == [{} for _ in phase.surgeries]
+    assert len(traced) == 4
 
 
 def test_what_trains():
@@ -105,6 +118,22 @@ REFUSED = {
     "one": ({"stacks": 1}, "then nothing grows"),
     "prepended": ({"cache": True, "at": "prepend"}, "cache: true given with at: prepend, but the trunk reads"),
     "adapters": ({"cache": "int8", "trunk": "lora"}, "cache: int8 given with trunk: lora, but the trunk changes"),
+    "trained embeddings": (
+        {"cache": True, "train_embeddings": True},
+        "cache: true given with train_embeddings: true, but the trunk reads the embeddings",
+    ),
+    "trained tied head": (
+        {"cache": "int8", "train_head": True, "model": {**MODEL, "tie_word_embeddings": True}},
+        r"cache: int8 given with train_head: true, but the head is the embeddings \(model\.tie_word_embeddings\)",
+    ),
+    "copies of adapted layers": (
+        {"trunk": "lora", "init": "copy"},
+        "init: copy given with trunk: lora, but .* under adapters already. Set init: identity or random",
+    ),
+    "copies of stored layers": (
+        {"trunk": "lora", "store": "nf4", "init": "copy", "at": "prepend"},
+        "init: copy given with trunk: lora and store: nf4, but .* under adapters and stored in another form already",
+    ),
     "train": ({"trunk": "train", "train_head": False}, "train_head: false given with trunk: train"),
     "embeddings": ({"trunk": "train", "train_embeddings": True}, "train_embeddings: true given with trunk: train"),
     "no adapters": ({"lora": {"rank": 4}}, "lora: given with trunk: frozen"),
@@ -120,6 +149,10 @@ REFUSED = {
 def test_contradictions_are_refused(keys, message):
     with pytest.raises(ConfigError, match=rf"^preset\.{message}|{message}"):
         config(**keys)
+
+
+def test_an_untied_head_trains_on_a_stored_trunk():
+    make_plan(config(cache=True, train_head=True), "x", 40)
 
 
 @pytest.mark.parametrize(("at", "forms"), [("append", ["nf4", "nf4", None]), ("prepend", [None, "nf4", "nf4"])])

@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,14 @@ from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session import resume_checks
-from jaxlm.session.resume_checks import changed_stages, check_same_data, load_saved_run
+from jaxlm.session.resume_checks import (
+    SavedRun,
+    changed_stages,
+    check_cursor,
+    check_same_data,
+    check_same_run,
+    load_saved_run,
+)
 from tests.data.helpers import some_text
 
 SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "intermediate_dim": 32}
@@ -125,3 +133,44 @@ def test_a_checkpoint_that_another_start_replaces_while_it_is_read(vanishes, tmp
     saved = load_saved_run(plan)
     assert saved is not None
     assert (saved.source, saved.config.trainer.seed) == (f"{tmp_path}/step-1/run/config.yaml", 7)
+
+
+def grown(stacks):
+    data = {"train_urls": ["a"], "tokenizer": "b"}
+    preset = {"type": "progressive", "stacks": stacks, "steps_per_stack": 4, "polish_steps": 1}
+    tree = {"model": SIZES, "data": data, "preset": preset, "trainer": {"train_batch_size": 8}}
+    return make_plan(decode_run(ConfigSource(tree), None), "x", 64)
+
+
+def test_phases_that_are_gone_read_no_other_data(monkeypatch):
+    def identity(plan):
+        pairs = zip(plan.phases, plan.data, strict=True)
+        return {phase.name: {"train_files": 1, "tokenizer": data.tokenizer} for phase, data in pairs}
+
+    before = grown(3)
+    saved = SavedRun("checkpoint", before.config, identity(before))
+    monkeypatch.setattr(resume_checks, "load_saved_run", lambda plan: saved)
+    monkeypatch.setattr(resume_checks, "data_identity", identity)
+    now = grown(2)
+    assert check_same_run(now) == saved
+    other = replace(now, data=tuple(replace(data, tokenizer="c") for data in now.data))
+    with pytest.raises(ConfigError, match=r"'polish_1'\.tokenizer: b -> c\n(?s:.*)allow_changes '\[tokenizer\]'"):
+        check_same_run(other)
+    cursor = Cursor(step=14, phase=4, phase_name="polish_2", entering=False, temporary=False)
+    keys = r"\(preset\.stacks, preset\.steps_per_stack, preset\.polish_steps, or the list phases\)"
+    with pytest.raises(
+        ConfigError, match=rf"step 14 of phase 'polish_2'.*'polish_1' from step 8 to 9\. Set what .*{keys}"
+    ):
+        check_cursor(cursor, now)
+
+
+@pytest.mark.parametrize(
+    ("step", "phase", "remedy"),
+    [(30, "train", "Increase num_train_steps"), (5, "other", "Give phases the one of the checkpoint in its place")],
+)
+def test_a_checkpoint_without_a_place_says_what_to_change(step, phase, remedy):
+    trainer = {"train_batch_size": 8, "num_train_steps": 20}
+    plan = make_plan(decode_run(ConfigSource({"model": SIZES, "trainer": trainer}), None), "x", 64)
+    cursor = Cursor(step=step, phase=0, phase_name=phase, entering=False, temporary=False)
+    with pytest.raises(ConfigError, match=rf"\. {remedy}, or set another trainer\.id$"):
+        check_cursor(cursor, plan)

@@ -5,8 +5,10 @@ from dataclasses import replace
 import jax
 import pytest
 
+from jaxlm import train
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax
+from jaxlm.observe.console import Console
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
@@ -192,3 +194,11 @@ def test_processes_compare_the_source_of_what_is_not_jaxlms(tmp_path, monkeypatc
     assert {name for name in after if after[name] != before[name]} == own
     assert facts(environment=None)["source of own_source_room"] == after["source of own_source_room"]
     assert "source of own_source_room" not in facts(environment=None, rewards=rewards[1:])
+
+
+def test_the_plan_of_many_phases_is_announced(capsys):
+    phases = [{"name": f"p{number}", "num_train_steps": 1} for number in range(16)]
+    config = {"model": MODEL, "data": {"train_urls": ["x"]}, "trainer": {"train_batch_size": 8}}
+    for given, announced in ((phases, "planning 16 phases ...\n"), (phases[1:], "")):
+        train._make_checked_plan(decode_run(ConfigSource({**config, "phases": given}), None), Console())
+        assert capsys.readouterr().out == announced

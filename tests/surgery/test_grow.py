@@ -35,6 +35,7 @@ from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.drop_layers import DropLayersConfig
 from jaxlm.surgery.grow import GrowConfig
 from jaxlm.surgery.lora import LoraConfig
+from jaxlm.surgery.quantize import QuantizeConfig
 from jaxlm.surgery.split_at import SplitAtConfig
 from tests.engine import helpers
 from tests.engine.helpers import F32, VOCAB, arrays, batch, one_device, phase
@@ -247,7 +248,12 @@ REFUSED = {
     "adapters": (
         LLAMA,
         [LoraConfig(rank=2), GrowConfig(2, init="copy")],
-        "init: copy: stack 0 .* because it has adapters",
+        r"init: copy: stack 0 .* because it has adapters there\. Merge the adapters .*, or set init: identity",
+    ),
+    "stored weights": (
+        LLAMA,
+        [QuantizeConfig("int8", modules=r"^body\.layers\."), LoraConfig(rank=2), GrowConfig(2, init="copy")],
+        r"init: copy: stack 0 .* because its weights are stored as int8\. Grow before .*, or set init: identity",
     ),
     "dropped after": (LLAMA, [GrowConfig(2), DropLayersConfig([0])], "grow has added a stack"),
 }

@@ -123,7 +123,7 @@ class PhaseEntry:
             step=jnp.asarray(phase.start, jnp.int32),
             key=self.key(_STEPS),
             model=model,
-            opt_state=phase.transformation(model).init(trainable),
+            opt_state=phase.transformation_of(trainable).init(trainable),
             guard=UpdateCounts(updates=jnp.zeros((), jnp.int32), skipped=jnp.asarray(before.skipped, jnp.int32)),
             slots=slots,
         )
@@ -216,6 +216,7 @@ class StateBuilder:
         self.model, self.Vocab, self.precision, self.phases = model, Vocab, precision, tuple(phases)
         self.seed, self.token_leaves = seed, dict(token_leaves or {})
         self._abstract: dict[int, RunState] = {}
+        self._abstract_models: dict[tuple[int, int], LanguageModel] = {}
 
     def entry(self, phase: Phase) -> PhaseEntry:
         """The start of a phase."""
@@ -260,13 +261,15 @@ class StateBuilder:
         Raises:
             ConfigError: they cannot be read, or do not fit the model.
         """
-        entry, model, config = self.entry(phase), self._abstract_model_before(phase), self._config_before(phase)
+        config = self._config_before(phase)
         brought: list[Leaves] = []
         for number, surgery in enumerate(phase.surgeries):
-            model = jax.eval_shape(functools.partial(entry.after_surgery, number=number), model)
-            config = surgery.changed(config)
-            stored = dict(tree.leaves(jax.eval_shape(self.precision.cast_to_params, model)))
+            model, config = self._abstract_model_after(phase, number + 1), surgery.changed(config)
             leaves: Mapping[str, Any] = _readable(surgery.initial_leaves, f"surgery.{number}", model, config)
+            if not leaves:
+                brought.append({})
+                continue
+            stored = dict(tree.leaves(jax.eval_shape(self.precision.cast_to_params, model)))
             _check_fit(leaves, stored, f"surgery.{number}")
             brought.append({p: hax.NamedArray(a.astype(stored[p].dtype), stored[p].axes) for p, a in leaves.items()})
         return brought
@@ -278,7 +281,8 @@ class StateBuilder:
         """
         index = phase.index
         if index not in self._abstract:
-            before = Before(self._abstract_model_before(phase))
+            num_applied = len(phase.surgeries)
+            before = Before(self._abstract_model_after(phase, num_applied), num_applied=num_applied)
             self._abstract[index] = jax.eval_shape(self.entry(phase).state, before)
         return self._abstract[index]
 
@@ -291,6 +295,17 @@ class StateBuilder:
         if phase.index == 0:
             return self.abstract_initial_model
         return self.abstract_state(self.phases[phase.index - 1]).model
+
+    def _abstract_model_after(self, phase: Phase, num_surgeries: int) -> LanguageModel:
+        """The same after the first of the phase's surgeries. Cached, so that a start traces each surgery once."""
+        if num_surgeries == 0:
+            return self._abstract_model_before(phase)
+        key = phase.index, num_surgeries
+        if key not in self._abstract_models:
+            apply = functools.partial(self.entry(phase).after_surgery, number=num_surgeries - 1)
+            before = self._abstract_model_after(phase, num_surgeries - 1)
+            self._abstract_models[key] = jax.eval_shape(apply, before)
+        return self._abstract_models[key]
 
     def _config_before(self, phase: Phase) -> ModelConfig:
         return self.phases[phase.index - 1].model if phase.index else self.model

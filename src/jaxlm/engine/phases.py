@@ -118,7 +118,11 @@ class Phase:
 
     def transformation(self, model: LanguageModel) -> optax.GradientTransformationExtraArgs:
         """The optimizer of this phase for a concrete or abstract model."""
-        return build_optimizer(self.optimizer, self.groups(model), self.num_steps)
+        return self.transformation_of(self.split(model)[0])
+
+    def transformation_of(self, trainable: Any) -> optax.GradientTransformationExtraArgs:
+        """The same for the trainable part of a model."""
+        return build_optimizer(self.optimizer, parameter_groups(trainable, self.optimizer), self.num_steps)
 
 
 def with_phase_ends(phases: Sequence[Phase], ends: Sequence[int]) -> tuple[Phase, ...]:

@@ -17,6 +17,7 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.norms import LayerNorm, Norm, RMSNorm
 from jaxlm.models.stacks import Body, Stack, Stacks, concatenated, taken_layers
@@ -91,15 +92,21 @@ def with_copied_layers(new: Stack, old: Body, sources: Sequence[int]) -> Stack:
     """The stack with the values of these layers of a body, which must have the same parameters.
 
     Raises:
-        ConfigError: they have others, such as adapters.
+        ConfigError: they have others: adapters, or stored weights.
     """
     by_path = [dict(tree.leaves(stack.layers.stacked)) for stack in old.stacks]
 
     def copied(path: str, leaf: Any) -> Any:
         if missing := [number for number, leaves in enumerate(by_path) if path not in leaves]:
+            stored = tree.modules(old.stacks[missing[0]].layers.stacked, StoredWeight)
+            forms = " and ".join(dict.fromkeys(weight.form for weight in stored))
             raise ConfigError(
-                f"stack {missing[0]} of the model has no plain parameter {path}, because it has adapters or stored weights"
-                " there"
+                f"stack {missing[0]} of the model has no plain parameter {path}, because "
+                + (
+                    f"its weights are stored as {forms}. Grow before they are stored (surgery quantize)"
+                    if stored
+                    else "it has adapters there. Merge the adapters before (surgery lora: existing: merge)"
+                )
             )
         return taken_layers(concatenated([leaves[path] for leaves in by_path]), np.asarray(sources)).astype(leaf.dtype)
 

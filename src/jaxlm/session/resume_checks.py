@@ -114,8 +114,11 @@ def check_same_run(plan: Plan) -> SavedRun | None:
     models = (_encode_without(model, _NOT_IDENTITY) for model in (initial_model(saved.config), plan.model))
     changed[_MODEL] += _differences(_MODEL, *models)
     data = data_identity(plan)
-    for phase, identity in (saved.data or {}).items():
-        for line in _differences(f"data of phase '{phase}'", identity, data.get(phase, {})):
+    # A phase that the configuration no longer has reads no other data. Whether the run can go on without it, `check_cursor`
+    # says.
+    kept = {phase: identity for phase, identity in (saved.data or {}).items() if phase in data}
+    for phase, identity in kept.items():
+        for line in _differences(f"data of phase '{phase}'", identity, data[phase]):
             is_tokenizer = line.startswith(f"data of phase '{phase}'.tokenizer")
             changed[_TOKENIZER if is_tokenizer else _DATA].append(line)
     references = references_identity(plan)
@@ -155,11 +158,22 @@ def check_cursor(cursor: Cursor, plan: Plan) -> Phase:
     phase = plan.phases[cursor.phase] if cursor.phase < len(plan.phases) else None
     if phase is None or phase.name != cursor.phase_name or not phase.start <= cursor.step <= phase.end:
         phases = ", ".join(f"'{p.name}' from step {p.start} to {p.end}" for p in plan.phases)
+        is_missing = phase is None or phase.name != cursor.phase_name
         raise ConfigError(
             f"the newest checkpoint of '{plan.run_id}' is at step {cursor.step} of phase '{cursor.phase_name}', but the"
-            f" configuration has no such step: its phases are {phases}. Increase num_train_steps, or set another trainer.id"
+            f" configuration has no such step: its phases are {phases}. {_remedy(plan, is_missing)}, or set another"
+            " trainer.id"
         )
     return phase
+
+
+def _remedy(plan: Plan, is_missing: bool) -> str:
+    """What gives a configuration the step of a checkpoint. Args: is_missing: whether it has not even its phase."""
+    preset = plan.config.preset
+    if preset is not None and preset.phase_keys:
+        keys = ", ".join(f"preset.{key}" for key in preset.phase_keys)
+        return f"Set what decides about them ({keys}, or the list phases) as it was"
+    return "Give phases the one of the checkpoint in its place" if is_missing else "Increase num_train_steps"
 
 
 def changed_stages(cursor: Cursor, position: Mapping[str, Any], phase: Phase, plan: Plan) -> list[str]:

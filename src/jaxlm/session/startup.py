@@ -253,8 +253,8 @@ def attention_choices(plan: Plan) -> list[AttentionChoice]:
 
 def activation_dtype(precision: Precision, model: LanguageModel) -> jnp.dtype:
     """The dtype of the residual stream: the compute dtype of the embeddings, or the default's if there are none."""
-    compute = jax.eval_shape(precision.cast_to_compute, model)
-    tables = [embedding.weight.dtype for embedding in tree.modules(compute, Embedding)]
+    embeddings = jax.eval_shape(precision.cast_to_compute, dict(tree.modules_by_path(model, Embedding)))
+    tables = [embedding.weight.dtype for embedding in embeddings.values()]
     return jnp.result_type(*tables) if tables else precision.compute
 
 

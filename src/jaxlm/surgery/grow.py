@@ -75,9 +75,7 @@ class GrowConfig(SurgeryConfig):
             try:
                 return with_copied_layers(new, before, [sources[layer] for layer in added])
             except ConfigError as error:
-                raise ConfigError(
-                    f"init: copy: {error}. Merge the adapters before (surgery lora: existing: merge), or set init: identity"
-                ) from error
+                raise ConfigError(f"init: copy: {error}, or set init: identity") from error
         block = new.layers.stacked
         if not isinstance(block, StartsAsIdentity):
             raise ConfigError(

@@ -7,7 +7,7 @@ from the complete configuration, gives the rows of the start-up table.
 import abc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import draccus
 
@@ -84,6 +84,9 @@ class Derivation:
 @dataclass(frozen=True)
 class PresetConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.plan.presets"):
     """Fills in keys of other sections. `type:` selects the preset."""
+
+    phase_keys: ClassVar[tuple[str, ...]] = ()
+    """The keys that decide which phases there are and how long they last; empty for a preset that leaves phases alone."""
 
     @classmethod
     def default_choice_name(cls) -> str:

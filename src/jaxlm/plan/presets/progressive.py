@@ -8,7 +8,7 @@ Source: StackWise (stacks that are trained one after the other on a frozen or ad
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import (
@@ -97,11 +97,11 @@ class ProgressiveConfig(PresetConfig):
         layers_per_stack: layers of each new stack; null for as many as the model has at first.
         polish_steps: steps in which all parameters train after each growth (`polish_1`, ...); 0 for none.
         at: where new stacks go: `append` puts them before the head, `prepend` after the embeddings.
-        init: how new layers start, as in the surgery `grow`.
+        init: how new layers start, as in the surgery `grow`; `copy` only without `trunk: lora` and `store`.
         trunk: what happens to the stacks that are there already, while a new one trains: they are `frozen`, have adapters
             that train (`lora`), or `train` too.
         cache: store what the trunk computes, instead of computing it in every step; `int8` in 8 bits. Only for an appended
-            stack on a frozen trunk.
+            stack on a frozen trunk and frozen embeddings.
         train_head: train the head with the new stack. Null trains it if stacks are appended and it is not tied to the
             embeddings.
         train_norm: train the final norm with the new stack. Null trains it if stacks are appended.
@@ -114,6 +114,8 @@ class ProgressiveConfig(PresetConfig):
         depth_times: give each stack a noise of its own, the least to the one beside the head, for the objectives `mlm` and
             `diffusion`. Null hides as many tokens for all of them.
     """
+
+    phase_keys: ClassVar[tuple[str, ...]] = ("stacks", "steps_per_stack", "polish_steps")
 
     stacks: NumStacks = 3
     steps_per_stack: PositiveInt = 1000
@@ -226,7 +228,7 @@ class ProgressiveConfig(PresetConfig):
 
     def _trainable(self, model: ModelConfig) -> list[str]:
         appended = self.at == "append"
-        tied = isinstance(model, TransformerConfig) and model.tie_word_embeddings
+        tied = _is_tied(model)
         train_head = appended and not tied if self.train_head is None else self.train_head
         train_norm = appended if self.train_norm is None else self.train_norm
         others = {
@@ -241,17 +243,21 @@ class ProgressiveConfig(PresetConfig):
         """Raises `ConfigError` if keys contradict each other."""
         if self.stacks == 1:
             raise ConfigError("preset.stacks: 1 given, but then nothing grows. Give 2 or more, or remove the preset")
-        if self.cache and (self.at, self.trunk) != ("append", "frozen"):
-            key = f"at: {self.at}" if self.at != "append" else f"trunk: {self.trunk}"
-            why = (
-                "the trunk reads what the new stack computes"
-                if self.at != "append"
-                else "the trunk changes in every step"
-            )
+        if self.cache and (conflict := self._changes_trunk(source)) is not None:
+            key, why = conflict
             raise ConfigError(
                 f"preset.cache: {str(self.cache).lower()} given with {key}, but {why}, so that its output cannot be stored."
                 " Remove one of the two"
             )
+        if self.init == "copy":
+            changed = {"trunk: lora": "under adapters"} if self.trunk == "lora" else {}
+            changed |= {} if self.store is None else {f"store: {self.store}": "stored in another form"}
+            if changed:
+                raise ConfigError(
+                    f"preset.init: copy given with {' and '.join(changed)}, but when a stack is added, the weights that it"
+                    f" would copy are {' and '.join(changed.values())} already. Set init: identity or random, or remove"
+                    f" {' and '.join(changed)}"
+                )
         if self.store is not None and (self.trunk == "train" or self.polish_steps):
             key = "trunk: train" if self.trunk == "train" else f"polish_steps: {self.polish_steps}"
             raise ConfigError(
@@ -276,6 +282,19 @@ class ProgressiveConfig(PresetConfig):
                 f" {given - self.stacks + 1} of them, or change preset.stacks",
             )
 
+    def _changes_trunk(self, source: ConfigSource) -> tuple[str, str] | None:
+        """A key, with its value, under which what the trunk computes changes while a stack trains, and why; None if none."""
+        if self.at != "append":
+            return f"at: {self.at}", "the trunk reads what the new stack computes"
+        if self.trunk != "frozen":
+            return f"trunk: {self.trunk}", "the trunk changes in every step"
+        if self.train_embeddings:
+            return "train_embeddings: true", "the trunk reads the embeddings, which change in every step"
+        if self.train_head and _is_tied(_model(source)):
+            why = "the head is the embeddings (model.tie_word_embeddings), which the trunk reads and each step changes"
+            return "train_head: true", why
+        return None
+
 
 @dataclass(frozen=True)
 class _ModelSection:
@@ -284,6 +303,11 @@ class _ModelSection:
 
 def _model(source: ConfigSource) -> ModelConfig:
     return decode(_ModelSection, ConfigSource({"model": source.tree.get("model", {})}, source.marks)).model
+
+
+def _is_tied(model: ModelConfig) -> bool:
+    """Whether the head is the embeddings."""
+    return isinstance(model, TransformerConfig) and model.tie_word_embeddings
 
 
 def _objective(source: ConfigSource) -> dict[str, Any]:
