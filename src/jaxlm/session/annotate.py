@@ -111,11 +111,12 @@ def with_annotations(
     def make(reader: BatchReader, context: BatchContext) -> Batches:
         def ask(model: LanguageModel, step: int, first: int) -> None:
             folders = store(reader.mixture, step, first, model if itself else None)
-            # Those of the whole phase, also after a resume. Data that was skipped counts too.
+            # Those of the whole phase, also after a resume, if what was read before is stored in the same folder.
             read = reader.mixture.drawn(0, first + schedule.examples_between(step, phase.end))
             for name, folder in folders.items():
-                annotations[name].cache = _opened(folder)
-                count, size = len(read[name]), len(read[name]) * _bytes_per_example(template) / 1e6
+                annotations[name].cache = cache = _opened(folder)
+                count = np.count_nonzero(cache.stored(read[name]))
+                size = count * _bytes_per_example(template) / 1e6
                 log(f"phase '{phase.name}': reads {count:,} stored sequences ({size:,.1f} MB) from {folder.path}")
 
         return AskingBatches(data.make_batches(reader, context), ask)
