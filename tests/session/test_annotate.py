@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from jaxlm.core import tree
+from jaxlm.core.activity import Activity
 from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.annotations import AnnotationFolder
 from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
-from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.outcome import Interrupted, StoppedError
 from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.sync import FlagSync

@@ -21,6 +21,7 @@ import haliax as hax
 import numpy as np
 
 from jaxlm.core import tree
+from jaxlm.core.activity import Activity
 from jaxlm.core.atomic_io import atomic_file, folder_lock, remove_leftovers
 from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.bounded_read import read_bytes
@@ -222,6 +223,8 @@ class AskingBatches(Batches):
         ask: makes them. Gets the model, as in `Batches.refresh`, the step, and the number of its first example in the
             stream. The model's answers must never change.
     """
+
+    refreshes_as = Activity.ANNOTATION
 
     def __init__(self, batches: Batches, ask: Callable[[Any, int, int], None]):
         self._batches, self._ask = batches, ask

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 
 from jaxlm.controllers.base import StopRunError
+from jaxlm.core.activity import Activity
 from jaxlm.core.errors import ConfigError, PeerError
 from jaxlm.data.base import Batches
-from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.checkpoint.lock import LeaseLostError
 from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.engine.checkpoint.store import SaveError

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxlm.core import tree
+from jaxlm.core.activity import Activity
 from jaxlm.core.array_digest import array_digest
 from jaxlm.core.axes import BATCH, MICROBATCH, POSITION
 from jaxlm.core.errors import ConfigError
@@ -31,7 +32,7 @@ from jaxlm.data.data import Data
 from jaxlm.data.examples import Examples
 from jaxlm.data.loader import BatchContext, BatchReader
 from jaxlm.data.mixture import Mixture
-from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.phases import Phase
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import ITSELF

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
+from jaxlm.core.activity import Activity
 from jaxlm.core.publish import Location, PublishError, child_of, is_taken
 from jaxlm.core.runtime import main_only
 from jaxlm.core.stores import is_url
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
-from jaxlm.engine.activity import Activity
 from jaxlm.engine.metric_names import EVAL_PREFIX
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxlm.core.activity import Activity
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import location_of
 from jaxlm.core.runtime import from_main
@@ -17,7 +18,6 @@ from jaxlm.core.values.sums import Sum
 from jaxlm.data.data import Data, ValidationData
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
-from jaxlm.engine.activity import Activity
 from jaxlm.engine.hooks import Hooks
 from jaxlm.engine.open_phase import Probe, no_probe
 from jaxlm.engine.phases import Phase

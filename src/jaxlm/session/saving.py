@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from jaxlm.core.activity import Activity
 from jaxlm.core.runtime import main_only
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
-from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.checkpoint.health import SaveHealth
 from jaxlm.engine.checkpoint.lock import StillHeld
 from jaxlm.engine.checkpoint.writer import CheckpointWriter
