@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core.activity import Activity
+from jaxlm.core.values.activity import Activity
 from jaxlm.core.values.logged import StepInfo
 from jaxlm.data.annotations import AskingBatches
 from jaxlm.data.base import Batches

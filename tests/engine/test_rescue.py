@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import pytest
 
-from jaxlm.core.activity import Activity
 from jaxlm.core.errors import ConfigError, PeerError
 from jaxlm.core.publish import PublishError
+from jaxlm.core.values.activity import Activity
 from jaxlm.engine import rescue as rescues
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.checkpoint.lock import LeaseLostError

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from jaxlm.controllers.base import StopRunError
-from jaxlm.core.activity import Activity
 from jaxlm.core.errors import ConfigError, PeerError
+from jaxlm.core.values.activity import Activity
 from jaxlm.data.base import Batches
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.checkpoint.lock import LeaseLostError

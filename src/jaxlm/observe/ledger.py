@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxlm.core.activity import Activity
 from jaxlm.core.bounded_read import read_bytes
+from jaxlm.core.values.activity import Activity
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.metric_names import GOODPUT
 from jaxlm.observe.records import LEDGER

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import jax
 
-from jaxlm.core.activity import Activity
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.runtime import is_main_process
+from jaxlm.core.values.activity import Activity
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.hardware.hlo import operations

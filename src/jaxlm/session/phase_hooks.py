@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlm.core.activity import Activity
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import location_of
 from jaxlm.core.runtime import from_main
+from jaxlm.core.values.activity import Activity
 from jaxlm.core.values.sums import Sum
 from jaxlm.data.data import Data, ValidationData
 from jaxlm.data.tokenizer.chat_template import ChatTemplate

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jaxlm.core.activity import Activity
 from jaxlm.core.runtime import main_only
+from jaxlm.core.values.activity import Activity
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.checkpoint.health import SaveHealth

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from jaxlm.core.activity import Activity
+from jaxlm.core.values.activity import Activity
 from jaxlm.core.values.layer_table import tables_in
 from jaxlm.engine.metric_names import (
     BEST_BPB,
