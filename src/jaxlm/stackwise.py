@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NumStacks, check_simple
 from jaxlm.engine.metric_names import TRAINING_TIME
 from jaxlm.interop.stackwise.config import StackWiseConfig
 from jaxlm.interop.stackwise.rack import STORED_AS, PlannedStack, ProgressiveRackBuilder
@@ -52,7 +53,14 @@ class ProgressiveTrainer:
 
     def __init__(self, config: StackWiseConfig, overrides: Mapping[str, Any] | None = None):
         """Args: overrides: keys of jaxlm, dotted, as on the command line: `{"trainer.log_dir": "logs"}`."""
+        if overrides is not None and not isinstance(overrides, Mapping):
+            raise ConfigError(
+                f"overrides: {type(overrides).__name__} given, a mapping from dotted keys to values or None expected, such as"
+                ' {"trainer.log_dir": "logs"}'
+            )
         self.config, self.overrides = config, dict(overrides or {})
+        for key in self.overrides:
+            check_simple(str, key, "overrides: a key")
         for key, instead in _OF_THE_RACK.items():
             if given_at(option_tree(self.overrides), key.split(".")) is not None:
                 raise ConfigError(f"overrides: {key} given, but {instead}")
@@ -109,6 +117,8 @@ class ProgressiveTrainer:
                 f"dataloader: {type(dataloader).__name__} given. jaxlm reads text itself: give keys of its section `data`,"
                 ' such as {"train_urls": ["text.jsonl"]}, or None, with data.dataset_path in the configuration'
             )
+        if target_stacks is not None:
+            check_simple(NumStacks, target_stacks, "target_stacks")
         given = target_stacks or len(rack_builder.stacks)
         source = self.config.translated(rack_builder.sizes, given if given > 1 else None)
         source = override(source, self.overrides)

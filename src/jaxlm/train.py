@@ -15,9 +15,10 @@ from pathlib import Path
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only
 from jaxlm.core.stores import AT_START_S, retried
+from jaxlm.core.values.activity import Activity
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
-from jaxlm.engine.activity import Activity, ActivityClock, uncounted_age_s
+from jaxlm.engine.activity import ActivityClock, uncounted_age_s
 from jaxlm.engine.checkpoint.lock import LeaseLostError, StillHeld
 from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.engine.checkpoint.store import SaveError

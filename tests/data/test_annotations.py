@@ -1,5 +1,7 @@
 """Annotations on disk: built block by block, read by position, refused if damaged or made from other inputs."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -119,6 +121,68 @@ def test_missing_and_unreadable_files_are_noticed_at_once(folder):
     (folder.path / "block-0.json").write_text('{"crc32": 1')
     with pytest.raises(ConfigError, match=r"block-0.json: it cannot be read"):
         folder.missing(np.arange(2))
+
+
+def changed(folder, name, **keys):
+    path = folder.path / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+@pytest.mark.parametrize(
+    "indices", [[3, 4], [5, 4, 3], [4, 5, 6], [2, 3, 4, 5], 5, [[3, 4, 5]], [10**30], "345", {}, [True], None]
+)
+def test_changed_indices_are_noticed_before_anything_is_read_or_added(folder, indices):
+    build(folder, [0, 1, 2], [3, 4, 5])
+    changed(folder, "block-1.json", indices=indices)
+    for act in (lambda: folder.missing(np.arange(7)), lambda: folder.open(folder.blocks())):
+        with pytest.raises(
+            ConfigError, match=r"The annotations are damaged: delete .*block-1\.json to build them again"
+        ):
+            act()
+    (folder.path / "block-1.json").unlink()
+    assert build(folder, np.arange(7)) == 4
+    np.testing.assert_array_equal(ids_of(folder, [3, 6]), values_of(folder.examples, np.array([3, 6]))["ids"])
+
+
+def test_blocks_of_versions_without_a_checksum_of_the_indices_are_read(folder):
+    build(folder, [0, 1, 2], [3, 4, 5])
+    path = folder.path / "block-1.json"
+    content = json.loads(path.read_text())
+    del content["indices_crc32"]
+    path.write_text(json.dumps(content))
+    np.testing.assert_array_equal(ids_of(folder, [4, 0]), values_of(folder.examples, np.array([4, 0]))["ids"])
+    path.write_text(json.dumps({**content, "indices": [3, 4]}))
+    with pytest.raises(ConfigError, match=r"it has 3 records, but block-1.json has 2 indices.* delete .*block-1.json"):
+        ids_of(folder, [4])
+
+
+def test_an_empty_block_is_noticed(folder):
+    build(folder, [0, 1, 2], [3, 4, 5])
+    (folder.path / "block-1.npy").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"block-1.npy: it cannot be read: .* delete .*block-1.json to build"):
+        ids_of(folder, [4])
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"made_from": []}', '{"made_from": "abc"}', '{"made_from": null}']
+)
+def test_a_damaged_key_is_noticed(folder, content):
+    build(folder, [0, 1])
+    (folder.path / "cache.json").write_text(content)
+    with pytest.raises(ConfigError, match=f"cache.json: it cannot be read: .* delete {folder.path} to build"):
+        folder.open(folder.blocks())
+
+
+def test_a_file_that_is_named_like_a_block_is_refused(folder):
+    build(folder, [0, 1])
+    for suffix in (".json", ".npy"):
+        shutil.copy(folder.path / f"block-0{suffix}", folder.path / f"block-x{suffix}")
+    for act in (lambda: folder.missing(np.arange(7)), lambda: build(folder, [2]), folder.blocks):
+        with pytest.raises(ConfigError, match=r"block-x.json: its name has no number.* delete .*block-x.json to build"):
+            act()
+    (folder.path / "block-x.json").unlink()
+    assert build(folder, [0, 1, 2]) == 1
+    assert not (folder.path / "block-x.npy").exists()
 
 
 class Recorded:

@@ -14,9 +14,10 @@ from pathlib import Path
 import jax
 
 from jaxlm import train
+from jaxlm.core.values.activity import Activity
 from jaxlm.data.mixture import Mixture
 from jaxlm.engine import metrics as reports
-from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.checkpoint.local import LocalFolder
 from tests.end_to_end.waiting import wait_for
 

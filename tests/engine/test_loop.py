@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.core.values.activity import Activity
 from jaxlm.core.values.logged import StepInfo
+from jaxlm.data.annotations import AskingBatches
+from jaxlm.data.base import Batches
 from jaxlm.data.prefetch import Prefetch
-from jaxlm.engine.activity import Activity
 from jaxlm.engine.loop import TrainingLoop
 from jaxlm.engine.metrics import MAX_IN_FLIGHT
 from jaxlm.engine.outcome import Done
@@ -99,6 +101,8 @@ class Timed(Ready):
 class Sampled(Ready):
     """Batches that are made from the weights before every third step, and what the loop asks of them, in order."""
 
+    refreshes_as = Batches.refreshes_as
+
     def __init__(self, log: list[Any]):
         super().__init__([None] * 7)
         self.log, self.until = log, 0
@@ -121,7 +125,11 @@ class Sampled(Ready):
         return {"train/seen": float(self.until)}
 
 
-def through_sampled_batches(log: list[Any], rewind_after: int | None = None) -> Any:
+class Annotated(Sampled):
+    refreshes_as = AskingBatches.refreshes_as
+
+
+def through_sampled_batches(log: list[Any], rewind_after: int | None = None, kind: type[Sampled] = Sampled) -> Any:
     metrics = SimpleNamespace(
         push=lambda step, report, loading_s, of_batch: log.append(("push", step, of_batch)),
         skip_time=lambda: log.append("skip"),
@@ -140,14 +148,14 @@ def through_sampled_batches(log: list[Any], rewind_after: int | None = None) -> 
 
     metrics.drain = drain
     saver = Saver(on_save=lambda state, step: log.append("save"))
-    opened = replace(open_phase(layout(), phase(end=7), step, Sampled(log), saver=saver), metrics=metrics)
+    opened = replace(open_phase(layout(), phase(end=7), step, kind(log), saver=saver), metrics=metrics)
     outcome = TrainingLoop(SimpleNamespace(step=0, model="weights after 0"), opened).run()[1]  # type: ignore[arg-type]
     return outcome, opened.clock
 
 
 def test_batches_are_made_from_the_newest_weights_between_steps():
     log: list[Any] = []
-    outcome, clock = through_sampled_batches(log)
+    outcome, _ = through_sampled_batches(log)
     assert isinstance(outcome, Done)
     expected: list[Any] = []
     for step in range(7):
@@ -156,7 +164,12 @@ def test_batches_are_made_from_the_newest_weights_between_steps():
         ahead = [] if step % 3 == 2 else ["ahead"]
         expected += ["next", "step", *ahead, ("push", step + 1, {"train/seen": step // 3 * 3 + 3.0})]
     assert log == [*expected, "drain", "save", "skip"]
-    assert clock.seconds()[Activity.ROLLOUT] > 0
+
+
+@pytest.mark.parametrize(("kind", "activity"), [(Sampled, Activity.ROLLOUT), (Annotated, Activity.ANNOTATION)])
+def test_batches_say_what_the_time_of_making_them_counts_as(kind, activity):
+    seconds = through_sampled_batches([], kind=kind)[1].seconds()
+    assert {one for one in (Activity.ROLLOUT, Activity.ANNOTATION) if seconds[one]} == {activity}
 
 
 def test_a_run_that_goes_back_samples_nothing_first():

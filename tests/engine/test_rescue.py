@@ -8,8 +8,9 @@ import pytest
 
 from jaxlm.core.errors import ConfigError, PeerError
 from jaxlm.core.publish import PublishError
+from jaxlm.core.values.activity import Activity
 from jaxlm.engine import rescue as rescues
-from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.checkpoint.lock import LeaseLostError
 from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.metrics import NonFiniteError

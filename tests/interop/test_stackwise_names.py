@@ -1,5 +1,7 @@
 """Scripts with StackWise's names become phases of one run."""
 
+import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -182,6 +184,12 @@ def polished() -> RunConfig:
     return ProgressiveTrainer(given).run_config(builder, target_stacks=2)
 
 
+def second_stack(n_blocks: Any) -> None:
+    builder = ProgressiveRackBuilder()
+    builder.append_stack()
+    builder.append_stack(n_blocks=n_blocks)
+
+
 REFUSED = {
     "phases": (
         lambda: overridden(phases=[]),
@@ -199,8 +207,34 @@ REFUSED = {
         lambda: ProgressiveRackBuilder().append_stack(precision="fp8"),
         r"precision: 'fp8' given\. Allowed: full",
     ),
+    "precisions": (
+        lambda: ProgressiveRackBuilder().append_stack(precision=["half"]),  # pyright: ignore[reportArgumentType]
+        r"precision: \['half'\] given\. Allowed: full",
+    ),
     "trunk": (lambda: ProgressiveRackBuilder().freeze_trunk([0]), r"trunk_indices: \[0\] given, \[\] expected"),
     "target": (lambda: untrained(ProgressiveRackBuilder(), target_stacks=1), r"target_stacks: 1 given.* at least 2"),
+    **{
+        f"target {value}": (
+            lambda value=value: untrained(ProgressiveRackBuilder(), target_stacks=value),
+            rf"^target_stacks: {re.escape(repr(value))} given, an integer of 1 or more and at most 128 expected$",
+        )
+        for value in (math.nan, 2.5, 1e30, "a", [3], 0, -1, True, 129)
+    },
+    **{
+        f"blocks {value}": (
+            lambda value=value: second_stack(value),
+            rf"^stack 1: n_blocks: {re.escape(repr(value))} given, an integer of 1 or more and at most 10000 expected$",
+        )
+        for value in (0, -1, math.nan, "a", [1], 2.5, True, 10_001)
+    },
+    **{
+        f"overrides {value}": (
+            lambda value=value: ProgressiveTrainer(loaded(), value),
+            rf"^overrides: {type(value).__name__} given, a mapping from dotted keys to values or None expected",
+        )
+        for value in ([1], [], "a", 3)
+    },
+    "key": (lambda: ProgressiveTrainer(loaded(), {1: 2}), r"^overrides: a key: 1 given, a string expected"),  # pyright: ignore[reportArgumentType]
     "sizes": (lambda: untrained(ProgressiveRackBuilder(width=4)), r"model\.width: no such key"),
     "attribute": (lambda: loaded({"trunk": "frozen"}).validate(), r"progressive\.trunk: no such key"),
     "sides": (two_sided, r"time_interpretation: depth given with stacks on both sides"),

@@ -9,8 +9,9 @@ import time
 
 import pytest
 
+from jaxlm.core.values.activity import Activity
 from jaxlm.core.values.logged import StepInfo
-from jaxlm.engine.activity import Activity, ActivityClock, process_age_s
+from jaxlm.engine.activity import ActivityClock, process_age_s
 from jaxlm.observe.ledger import IDLE, LOST, Ledger, account, parse_lines, read_lines
 from jaxlm.observe.records import LEDGER
 

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxlm.core.values.activity import Activity
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.engine import loop
-from jaxlm.engine.activity import Activity
 from jaxlm.engine.loop import pause
 from jaxlm.hardware.hlo import ATTENTION, COLLECTIVE, COPY, FUSION, KINDS, MATRIX, Operation
 from jaxlm.observe.profile_summary import ProfileEvent, describe_profile, summarize

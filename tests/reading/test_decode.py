@@ -130,6 +130,12 @@ def test_invalid_values_are_refused(given, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["count", "on", "mode", "sizes", "paths"])
+def test_an_empty_text_gets_no_hint_with_nothing_in_it(key):
+    with pytest.raises(ConfigError, match=rf"^{key}: '' given, .* expected$"):
+        read(**{key: ""})
+
+
 def test_errors_name_file_and_line():
     source = ConfigSource({"inner": {"text": 1}}, {("inner", "text"): "run.yaml:7"})
     with pytest.raises(ConfigError, match=r"^run\.yaml:7: inner\.text: 1 given"):

@@ -15,9 +15,10 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.activity import Activity
 from jaxlm.data.annotations import AnnotationFolder
 from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
-from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.outcome import Interrupted, StoppedError
 from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.sync import FlagSync
@@ -257,14 +258,18 @@ def test_a_teacher_is_asked_before_the_first_batch_for_what_steps_still_read(set
     taught.phase = dataclasses.replace(setup.phase, objective=OfTeacher(setup.phase.objective.objective))
     monkeypatch.setattr(annotate, "check_sanity", lambda *_: None)
     later = {"examples": 2 * BATCH, "step": 2}
-    for position, num_stored, folder in ((START, 3 * BATCH, "whole"), (later, BATCH, "gone on")):
+    for position, num_stored, folder in ((START, 3 * BATCH, "whole"), (later, BATCH, "elsewhere")):
         run = Stored(taught, setup.opened(tmp_path / folder), 3, position)
         assert run.logged()[:2] == [num_stored, num_stored]
         (block,) = (tmp_path / folder / "annotations").glob("*/*.npy")
         assert len(np.load(block)) == num_stored
         assert len(list(run.batches(run.data, position))) == 3 - position["step"]
         (line,) = [line for line in run.lines if " stored sequences " in line]
-        assert line.startswith(f"phase 'upper': reads {3 * BATCH} stored sequences"), "those of the whole phase"
+        assert line.startswith(f"phase 'upper': reads {num_stored} stored sequences"), "as many as are stored there"
+    again = Stored(taught, setup.opened(tmp_path / "whole"), 3, later)
+    list(again.batches(again.data, later))
+    (line,) = again.lines
+    assert line.startswith(f"phase 'upper': reads {3 * BATCH} stored sequences"), "those of the whole phase"
 
 
 def test_other_processes_read_the_blocks_that_process_0_lists(two_epochs, monkeypatch):

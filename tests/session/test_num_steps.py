@@ -98,6 +98,29 @@ def test_a_number_of_steps_that_no_phase_reads_is_refused(sections, refused):
         check_num_steps(config)
 
 
+@pytest.mark.parametrize(
+    ("sections", "refused"),
+    [
+        ({"phases": [{**PAIR[0], "num_train_steps": 2**31 - 5}, PAIR[1]]}, None),
+        (
+            {"phases": [{**PAIR[0], "num_train_steps": 2**31 - 4}, PAIR[1]]},
+            r"num_train_steps: 2147483648 given in all 2 phases together, at most 2147483647 .*phases\.N\.num_train_steps$",
+        ),
+        (
+            {"phases": [{"name": "p"}, PAIR[1]], "trainer": {"num_train_steps": 2**31 - 1}},
+            r"num_train_steps: 2147483651 given in all 2 phases together",
+        ),
+        (
+            {"preset": {"type": "progressive", "stacks": 3, "steps_per_stack": 2**31 - 1}},
+            r"num_train_steps: 6442450941 given in all 3 phases .*, or keys of preset\.type: progressive$",
+        ),
+    ],
+)
+def test_more_steps_in_all_than_are_counted_are_refused(sections, refused):
+    with contextlib.nullcontext() if refused is None else pytest.raises(ConfigError, match=refused):
+        check_num_steps(decode_run(ConfigSource({"model": dict(MODEL), **sections}), None))
+
+
 def test_a_mixture_ends_according_to_its_stop_strategy(resolved):
     configs = {name: {"train_urls": [f"{resolved.folder}/{name}.txt"]} for name in "ab"}
     mixed = {"configs": configs, "train_weights": {"a": 1, "b": 1}, "mixture_block_size": 4}

@@ -169,8 +169,19 @@ def check_fields(section: Any, path: str = "") -> None:
         _check(hints[field.name], getattr(section, field.name), f"{prefix}{field.name}")
 
 
+def check_simple(hint: Any, value: Any, name: str) -> None:
+    """Raises `ConfigError` if a type of numbers, texts or booleans does not accept an argument of a function."""
+    if not any(_accepts(member, value) for member in _members(hint)):
+        text = "null" if value is None else shown(value)
+        raise ConfigError(f"{name}: {text} given, {describe_type(hint, value)} expected")
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
 def _check(hint: Any, value: Any, path: str) -> None:
-    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    members = _members(hint)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         check_fields(value, path)
     elif isinstance(value, Mapping):
@@ -179,9 +190,8 @@ def _check(hint: Any, value: Any, path: str) -> None:
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
             _check(_items(members, list), item, f"{path}.{number}")
-    elif not any(_accepts(member, value) for member in members):
-        text = "null" if value is None else repr(value)
-        raise ConfigError(f"{path}: {text} given, {describe_type(hint, value)} expected")
+    else:
+        check_simple(hint, value, path)
 
 
 def _items(members: tuple[Any, ...], container: type) -> Any:

@@ -2,7 +2,7 @@
 
 <folder of the source>/annotations/<digest of the key>/cache.json      the key
                                                        block-N.npy     one record per example, a field for each column
-                                                       block-N.json    the indices of these examples, and a checksum
+                                                       block-N.json    the indices of these examples, and checksums
 
 Only examples that steps read are annotated. A later run that reads others adds blocks for them. A block counts once its JSON
 exists, and never changes after that, so an interrupted build resumes where it stopped.
@@ -25,6 +25,7 @@ from jaxlm.core.atomic_io import atomic_file, folder_lock, remove_leftovers
 from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.activity import Activity
 from jaxlm.data.base import Batches, Log
 from jaxlm.data.batch import BatchSpec, Column, Columns
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
@@ -33,6 +34,8 @@ from jaxlm.data.examples import Examples, WrappedExamples
 
 _KEY = "cache.json"
 _PREFIX = "annotations."  # of the names of the columns in a batch
+_BLOCK = "block-"
+_INDICES_CRC32 = "indices_crc32"  # blocks of versions before 2026-11 do not have it
 _MAX_OPEN = 64  # blocks; each open one takes a descriptor
 Key = Mapping[str, Any]
 
@@ -66,7 +69,7 @@ class AnnotationFolder:
             if not (self.path / _KEY).exists():
                 with atomic_file(self.path / _KEY) as path:
                     path.write_bytes(_json({"made_from": self.made_from}))
-            for block in self.path.glob("block-*.npy"):
+            for block in self.path.glob(f"{_BLOCK}*.npy"):
                 if not block.with_suffix(".json").exists():
                     block.unlink()
             yield
@@ -81,18 +84,23 @@ class AnnotationFolder:
         block = np.empty(len(indices), [(path, values.dtype, values.shape[1:]) for path, values in columns.items()])
         for path, values in columns.items():
             block[path] = values
-        numbers = [int(name.removeprefix("block-")) for name in self.blocks()]
-        target = self.path / f"block-{max(numbers, default=-1) + 1}.npy"
+        numbers = [int(name.removeprefix(_BLOCK)) for name in self.blocks()]
+        target = self.path / f"{_BLOCK}{max(numbers, default=-1) + 1}.npy"
         for path in (target, target.with_suffix(".json")):
             remove_leftovers(path)
         with atomic_file(target) as path, path.open("wb") as file:
             np.save(file, block)
         with atomic_file(target.with_suffix(".json")) as path:
-            path.write_bytes(_json({"crc32": zlib.crc32(target.read_bytes()), "indices": indices.tolist()}))
+            content = {"crc32": zlib.crc32(target.read_bytes()), "indices": indices.tolist()}
+            path.write_bytes(_json({**content, _INDICES_CRC32: zlib.crc32(_json(content["indices"]))}))
 
     def blocks(self) -> list[str]:
-        """The names of the blocks that are there."""
-        return sorted(path.stem for path in self.path.glob("block-*.json"))
+        """The names of the blocks that are there. Raises `ConfigError` for another file with such a name."""
+        paths = list(self.path.glob(f"{_BLOCK}*.json"))
+        for path in paths:
+            if not path.stem.removeprefix(_BLOCK).isdecimal():
+                raise _damaged(path, f"its name has no number ({_BLOCK}0.json expected)", path)
+        return sorted(path.stem for path in paths)
 
     def has(self, block: str) -> bool:
         """Whether a block is there. A process may see it before it is listed (NFS)."""
@@ -101,7 +109,7 @@ class AnnotationFolder:
     def open(self, blocks: Sequence[str]) -> "AnnotationCache":
         """Opens some blocks. Raises `ConfigError` if they are damaged or were made from other inputs."""
         try:
-            made_from = json.loads(read_bytes(self.path / _KEY))["made_from"]
+            made_from = {**json.loads(read_bytes(self.path / _KEY))["made_from"]}
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise _damaged(self.path / _KEY, f"it cannot be read: {error!r}", self.path) from error
         if _json(made_from) != _json(self.made_from):
@@ -118,10 +126,10 @@ class AnnotationFolder:
 
 
 class AnnotationCache:
-    """Annotations that are on disk. A block is checked when it is first read.
+    """Annotations that are on disk. The records of a block are checked when they are first read.
 
     Args:
-        blocks: path -> the indices of its examples, and its checksum.
+        blocks: path -> the indices of its examples, and the checksum of its records.
     """
 
     def __init__(self, blocks: Mapping[Path, tuple[np.ndarray, int]]):
@@ -133,10 +141,18 @@ class AnnotationCache:
         indices = np.concatenate([np.zeros(0, np.int64), *parts])
         order = np.argsort(indices, kind="stable")
         self._indices = indices[order]
-        self._blocks = np.repeat(np.arange(len(parts)), [len(part) for part in parts])[order]
+        self._sizes = [len(part) for part in parts]
+        self._blocks = np.repeat(np.arange(len(parts)), self._sizes)[order]
         self._rows = np.concatenate([np.zeros(0, np.int64), *(np.arange(len(part)) for part in parts)])[order]
         self._checked: set[int] = set()
         self._open: dict[int, np.ndarray] = {}
+
+    def stored(self, indices: np.ndarray) -> np.ndarray:
+        """bool: which of some examples have annotations."""
+        places = np.searchsorted(self._indices, indices)  # not np.isin, which reads the indices of all stored examples
+        found = places < len(self._indices)
+        found[found] = self._indices[places[found]] == indices[found]
+        return found
 
     def read(self, indices: np.ndarray) -> np.ndarray:
         """Structured [len(indices)]: the records of some examples.
@@ -146,11 +162,10 @@ class AnnotationCache:
             LookupError: an example has none, because no step reads it. Batches that are prefetched beyond the last step, and
                 never used, may ask for it.
         """
-        places = np.searchsorted(self._indices, indices)  # not np.isin, which reads the indices of all stored examples
-        found = places < len(self._indices)
-        found[found] = self._indices[places[found]] == indices[found]
+        found = self.stored(indices)
         if not found.all():
             raise LookupError(f"example {indices[~found][0]} has no annotations")
+        places = np.searchsorted(self._indices, indices)
         blocks, rows = self._blocks[places], self._rows[places]
         records = np.empty(len(indices), self._block(int(blocks[0])).dtype)
         for block in np.unique(blocks):
@@ -159,15 +174,27 @@ class AnnotationCache:
 
     def _block(self, number: int) -> np.ndarray:
         if number not in self._open:
-            path = self._paths[number]
-            if number not in self._checked:
-                if zlib.crc32(np.memmap(path, np.uint8, mode="r").data) != self._crc32[number]:
-                    raise _damaged(path, "its checksum does not match its content", path.with_suffix(".json"))
-                self._checked.add(number)
+            records = self._checked_records(number)
+            self._checked.add(number)
             if len(self._open) >= _MAX_OPEN:
                 del self._open[next(iter(self._open))]
-            self._open[number] = np.load(path, mmap_mode="r")
+            self._open[number] = records
         return self._open[number]
+
+    def _checked_records(self, number: int) -> np.ndarray:
+        path = self._paths[number]
+        deleted = path.with_suffix(".json")
+        try:
+            crc32 = None if number in self._checked else zlib.crc32(np.memmap(path, np.uint8, mode="r").data)
+            if crc32 not in (None, self._crc32[number]):
+                raise _damaged(path, "its checksum does not match its content", deleted)
+            records = np.load(path, mmap_mode="r")
+        except (OSError, ValueError) as error:  # numpy maps no empty file
+            raise _damaged(path, f"it cannot be read: {error!r}", deleted) from error
+        if len(records) != self._sizes[number]:
+            problem = f"it has {len(records):,} records, but {deleted.name} has {self._sizes[number]:,} indices"
+            raise _damaged(path, problem, deleted)
+        return records
 
 
 class Annotations(Protocol):
@@ -196,6 +223,8 @@ class AskingBatches(Batches):
         ask: makes them. Gets the model, as in `Batches.refresh`, the step, and the number of its first example in the
             stream. The model's answers must never change.
     """
+
+    refreshes_as = Activity.ANNOTATION
 
     def __init__(self, batches: Batches, ask: Callable[[Any, int, int], None]):
         self._batches, self._ask = batches, ask
@@ -288,9 +317,15 @@ def _read_block(path: Path) -> tuple[np.ndarray, int]:
     """The indices of a block's examples, and the checksum of its records. Args: path: of its JSON."""
     try:
         content = json.loads(read_bytes(path))
-        return np.array(content["indices"], np.int64), int(content["crc32"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        indices, crc32 = np.array(content["indices"], np.int64), int(content["crc32"])
+        expected = content.get(_INDICES_CRC32)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise _damaged(path, f"it cannot be read: {error!r}", path) from error
+    if indices.ndim != 1:
+        raise _damaged(path, "its indices are no list of numbers", path)
+    if expected not in (None, zlib.crc32(_json(content["indices"]))):
+        raise _damaged(path, "its checksum does not match its indices", path)
+    return indices, crc32
 
 
 def _damaged(path: Path, problem: str, deleted: Path) -> ConfigError:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.values.activity import Activity
+
 Log = Callable[[str], None]
 TRAIN, VALIDATION = "train", "validation"
 """The splits of a source."""
@@ -53,7 +55,13 @@ class DataSource(abc.ABC):
 
 
 class Batches(abc.ABC):
-    """An endless stream of batches whose position can be saved and restored."""
+    """An endless stream of batches whose position can be saved and restored.
+
+    Attributes:
+        refreshes_as: what the time of the next `refresh` counts as.
+    """
+
+    refreshes_as = Activity.ROLLOUT
 
     @abc.abstractmethod
     def __next__(self) -> Any:

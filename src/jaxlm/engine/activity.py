@@ -1,29 +1,15 @@
 """What a run spends its wall time on. The loop says what it does; the ledger and the watchdog read it."""
 
 import contextlib
-import enum
 import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jaxlm.core.values.activity import Activity
+
 _callers = itertools.count()
-
-
-class Activity(enum.StrEnum):
-    """What the main thread of a process is doing."""
-
-    START = "start"  # everything that is not named below: imports, reading the configuration, opening data, and the end
-    COMPILE = "compile"
-    RESTORE = "restore"
-    DATA = "data wait"
-    ANNOTATION = "annotation"
-    ROLLOUT = "rollout"
-    STEP = "step"
-    EVAL = "eval"
-    SAVE = "save"
-    BRANCH = "branch"
 
 
 class ActivityClock:

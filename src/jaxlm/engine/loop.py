@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from jaxlm.controllers.base import Branch
-from jaxlm.engine.activity import Activity
+from jaxlm.core.values.activity import Activity
 from jaxlm.engine.branch import BranchStopped, branch_end, run_branch
 from jaxlm.engine.hooks import Hook
 from jaxlm.engine.open_phase import OpenPhase
@@ -69,7 +69,7 @@ class TrainingLoop:
             at.metrics.drain()  # the run may go back, and the time that follows belongs to no step
             if at.metrics.rewind is not None:
                 return at.metrics.rewind
-            with self._rescue.between(lambda: self.state, self.step), pause(), clock.during(Activity.ROLLOUT):
+            with self._rescue.between(lambda: self.state, self.step), pause(), clock.during(batches.refreshes_as):
                 batches.refresh(self.state.model, self.step)
             at.metrics.skip_time()
         started = time.perf_counter()

@@ -9,8 +9,9 @@ import jax
 
 from jaxlm.controllers.base import StopRunError
 from jaxlm.core.errors import ConfigError, PeerError
+from jaxlm.core.values.activity import Activity
 from jaxlm.data.base import Batches
-from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.checkpoint.lock import LeaseLostError
 from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.engine.checkpoint.store import SaveError

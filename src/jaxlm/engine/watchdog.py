@@ -12,7 +12,8 @@ from pathlib import Path
 import jax
 
 from jaxlm.core.errors import EXIT_HUNG, ConfigError
-from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.core.values.activity import Activity
+from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.peers import end_with_peers
 
 # Reading a whole corpus or compiling a large model may take hours without anything being wrong.

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.core.bounded_read import read_bytes
-from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.core.values.activity import Activity
+from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.metric_names import GOODPUT
 from jaxlm.observe.records import LEDGER
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import check_fields
+from jaxlm.core.field_types import LARGEST_INT, check_fields
 from jaxlm.core.mesh import MeshShape
 from jaxlm.core.precision import Precision, parse_precision
 from jaxlm.core.sharding import Layout
@@ -465,6 +465,12 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
                 schedule_start=phases[-1].first_scheduled if goes_on else None,
                 scheduled_steps=scheduled,
             )
+        )
+    if phases[-1].end > LARGEST_INT:
+        preset = "" if config.preset is None else f", or keys of preset.type: {choice_name(type(config.preset))}"
+        raise ConfigError(
+            f"num_train_steps: {phases[-1].end} given in all {len(phases)} phases together, at most {LARGEST_INT} expected."
+            f" Change phases.N.num_train_steps{preset}"
         )
     phases = _with_shared_schedules(phases)
     data = tuple(phase.data or config.data for phase in written)

@@ -236,6 +236,8 @@ class _Decoder:
 
     def _hint(self, kind: Any, value: Any, path: KeyPath) -> str:
         """What to change in a value that does not fit a type, if the types alone do not say it."""
+        if value == "":
+            return ""  # without quotes, nothing of it is left to write
         if not _is_representable(value) and not isinstance(value, float):
             if isinstance(value, str):
                 return " without control characters"

@@ -22,6 +22,7 @@ from jaxlm.core.axes import BATCH, MICROBATCH, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, broadcast_from_main, from_main, main_only
 from jaxlm.core.tracing import tracing
+from jaxlm.core.values.activity import Activity
 from jaxlm.core.values.text_order import in_text_order
 from jaxlm.data.annotations import AnnotationCache, AnnotationFolder, AskingBatches, AwaitedAnnotations
 from jaxlm.data.annotations import with_annotations as annotated_data
@@ -31,7 +32,7 @@ from jaxlm.data.data import Data
 from jaxlm.data.examples import Examples
 from jaxlm.data.loader import BatchContext, BatchReader
 from jaxlm.data.mixture import Mixture
-from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.phases import Phase
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import ITSELF
@@ -111,11 +112,12 @@ def with_annotations(
     def make(reader: BatchReader, context: BatchContext) -> Batches:
         def ask(model: LanguageModel, step: int, first: int) -> None:
             folders = store(reader.mixture, step, first, model if itself else None)
-            # Those of the whole phase, also after a resume. Data that was skipped counts too.
+            # Those of the whole phase, also after a resume, if what was read before is stored in the same folder.
             read = reader.mixture.drawn(0, first + schedule.examples_between(step, phase.end))
             for name, folder in folders.items():
-                annotations[name].cache = _opened(folder)
-                count, size = len(read[name]), len(read[name]) * _bytes_per_example(template) / 1e6
+                annotations[name].cache = cache = _opened(folder)
+                count = np.count_nonzero(cache.stored(read[name]))
+                size = count * _bytes_per_example(template) / 1e6
                 log(f"phase '{phase.name}': reads {count:,} stored sequences ({size:,.1f} MB) from {folder.path}")
 
         return AskingBatches(data.make_batches(reader, context), ask)

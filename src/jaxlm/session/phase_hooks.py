@@ -13,11 +13,11 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import location_of
 from jaxlm.core.runtime import from_main
+from jaxlm.core.values.activity import Activity
 from jaxlm.core.values.sums import Sum
 from jaxlm.data.data import Data, ValidationData
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
-from jaxlm.engine.activity import Activity
 from jaxlm.engine.hooks import Hooks
 from jaxlm.engine.open_phase import Probe, no_probe
 from jaxlm.engine.phases import Phase

@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxlm.core.runtime import main_only
+from jaxlm.core.values.activity import Activity
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
-from jaxlm.engine.activity import Activity, ActivityClock
+from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.checkpoint.health import SaveHealth
 from jaxlm.engine.checkpoint.lock import StillHeld
 from jaxlm.engine.checkpoint.writer import CheckpointWriter

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NumLayers, check_simple
 from jaxlm.interop.stackwise.config import StackWiseConfig
 from jaxlm.models.growth import Place
 
@@ -78,6 +79,8 @@ class ProgressiveRackBuilder:
         return (*self.stacks, *new)
 
     def _add(self, place: Place, n_blocks: int | None, precision: str | None) -> PlannedStack:
+        if n_blocks is not None:
+            check_simple(NumLayers, n_blocks, f"stack {len(self.stacks)}: n_blocks")
         checked = _precision(self.default_precision if precision is None else precision, "precision")
         self.stacks.append(PlannedStack(len(self.stacks), place, n_blocks, checked))
         return self.stacks[-1]
@@ -96,6 +99,6 @@ def _precision(value: str | None, name: str) -> str | None:
 
 
 def _checked(value: Any, name: str, allowed: Collection[str]) -> Any:
-    if value not in allowed:
+    if value not in list(allowed):  # a list in a mapping's keys would be a TypeError
         raise ConfigError(f"{name}: {value!r} given. Allowed: {', '.join(allowed)}")
     return value

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
+from jaxlm.core.values.activity import Activity
 from jaxlm.core.values.layer_table import tables_in
-from jaxlm.engine.activity import Activity
 from jaxlm.engine.metric_names import (
     BEST_BPB,
     EVAL_BPB,
