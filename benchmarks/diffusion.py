@@ -3,10 +3,10 @@
     python benchmarks/diffusion.py --folder runs/diffusion [--seeds 0,1,2] [--steps 1800] [--replicas 4]
     python benchmarks/diffusion.py --folder runs/blocks --forms blocks,whole --steps 900
 
-Both are the recipe `progressive/diffusion.yaml`: the same model, tokenizer, data and optimizer, with a learning rate
-that suits each. The autoregressive one is causal, predicts next tokens, and trains as many steps longer as it needs fewer
-FLOPs a token. Each run is a process of its own. Start the same command again after an interruption: finished runs are not repeated, and the others continue from their
-last checkpoint.
+Both are the recipe `progressive/diffusion.yaml`: the same model, tokenizer, data and optimizer, with a learning rate that
+suits each. The autoregressive one is causal, predicts next tokens, and trains as many steps longer as it needs fewer FLOPs a
+token. Each run is a process of its own. Start the same command again after an interruption: finished runs are not repeated,
+and the others continue from their last checkpoint.
 
 The forms `blocks` and `whole` are the recipe `progressive/diffusion_blocks.yaml` and the same model trained as a whole, at
 equal steps: the blocks need half of the layers' FLOPs.
