@@ -13,6 +13,7 @@ import pytest
 from jaxlm import train
 from jaxlm.commands import evaluate, sample
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.formats.chat import ChatFormat
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.evals import samples
 from jaxlm.evals.base import EvalContext
@@ -99,6 +100,14 @@ def test_the_generation_settings_are_exported_and_all_end_tokens_stop(folder, tm
     assert {key: written[key] for key in SPECIAL_IDS} == SPECIAL_IDS
     settings = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     assert (settings.eos_token_id, settings.pad_token_id, settings.temperature) == ([0, 4, 9], 3, 0.6)
+
+
+def test_an_evaluation_may_read_another_format(folder):
+    opened, urls = open_model(str(folder), {}), {"data.validation_urls": ["a.jsonl"]}
+    for keys in ({"data.format.type": "chat"}, {"data.format": {"type": "chat"}}):
+        assert evaluate.data_with(opened, {**urls, **keys}).format == ChatFormat()
+    with pytest.raises(ConfigError, match=r"format\.text_key: no such key in format \(type chat\)"):
+        evaluate.data_with(opened, {**urls, "data.format": {"type": "chat", "text_key": "text"}})
 
 
 @pytest.mark.parametrize("adds", [True, False])
