@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxlm import train
-from jaxlm.commands import evaluate, sample
+from jaxlm.commands import convert, evaluate, sample
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.chat import ChatFormat
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
@@ -193,6 +193,17 @@ def test_a_dry_run_prints_the_notes_of_a_start(folder, capsys):
     notes = [line for line in (printed.out + printed.err).splitlines() if "note: " in line]
     assert len(notes) == 1
     assert "use_mrope: False" in notes[0]
+
+
+@pytest.mark.parametrize("direction", [("to-hf",), ("to-hf", "--adapters", "only"), ("to-nanochat",)])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_opened(direction, folder, monkeypatch, capsys):
+    monkeypatch.setattr(convert, "open_model", lambda *_: pytest.fail("it opens the model"))
+    for output, message in (
+        (folder, f"{folder} already exists. Choose another folder"),
+        (folder / "config.json" / "out", "config.json/out cannot be created"),
+    ):
+        assert convert.main([*direction, "--checkpoint", "anything", "--output_dir", str(output)]) == 2
+        assert message in capsys.readouterr().err
 
 
 TEXTS = ("The capital of France is Paris.", "What is the capital of Italy?")

@@ -29,6 +29,18 @@ def check_unused(folder: Location, last: str) -> None:
         raise ConfigError(f"{folder} already exists. Choose another folder, or move the existing one away")
 
 
+def check_writable(folder: Path, key: str) -> None:
+    """Makes and deletes a folder where `folder` will be. Raises `ConfigError` if that fails. Args: key: that names it."""
+    nearest = next(parent for parent in folder.absolute().parents if parent.exists())
+    try:
+        Path(tempfile.mkdtemp(prefix=_prefix(folder), dir=nearest)).rmdir()
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: {folder} cannot be created: {nearest} is not a writable folder ({error.strerror}). Choose another"
+            " folder, or change its permissions"
+        ) from error
+
+
 def is_taken(folder: Location, last: str) -> bool:
     """Whether `folder` exists on process 0 and is not an empty folder. Every process gets the same answer.
 
