@@ -19,6 +19,7 @@ from jaxlm.evals import samples
 from jaxlm.evals.base import EvalContext
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
+from jaxlm.interop.pretrained import check_pretrained
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.next_token import score_batch
@@ -204,6 +205,38 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_opened(d
     ):
         assert convert.main([*direction, "--checkpoint", "anything", "--output_dir", str(output)]) == 2
         assert message in capsys.readouterr().err
+
+
+DAMAGED = {
+    "truncated": (lambda whole: whole[:-9], "model.safetensors: the file is truncated: it has"),
+    "empty": (lambda whole: b"", "model.safetensors: not a safetensors file: it has no valid header"),
+    "missing": (None, "no weights found. Looked for model.safetensors"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_weights_end_a_start_before_anything_is_tokenized(damage, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    change, message = DAMAGED[damage]
+    weights = folder / "model.safetensors"
+    if change is None:
+        weights.unlink()
+    else:
+        weights.write_bytes(change(weights.read_bytes()))
+    config = {
+        "initialize_from_hf": str(folder),
+        "use_hf_model_config": True,
+        "model": {"seq_len": 16},
+        "data": {"tokenizer": str(folder), "train_urls": ["stdlib:train"], "cache_dir": "cache"},
+        "trainer": {"id": "x", "train_batch_size": 8, "num_train_steps": 2},
+    }
+    with pytest.raises(ConfigError, match=message):
+        train.train(decode_run(ConfigSource(config), None))
+    assert not (tmp_path / "cache").exists()
+    if change is not None:
+        with pytest.raises(ConfigError, match=message):
+            check_pretrained(folder, 1)  # a dry run
 
 
 TEXTS = ("The capital of France is Paris.", "What is the capital of Italy?")

@@ -36,10 +36,10 @@ from jaxlm.engine.checkpoint.store import Checkpoint
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, place_state, shardings
 from jaxlm.interop.hf.folder import ReadOptions
-from jaxlm.interop.hf.hub import local_folder
+from jaxlm.interop.hf.hub import local_folder, repository_of
 from jaxlm.interop.hf.load import Change
 from jaxlm.interop.hf.model_section import hf_name
-from jaxlm.interop.pretrained import load_pretrained, open_pretrained
+from jaxlm.interop.pretrained import check_weights, load_pretrained, open_pretrained
 from jaxlm.interop.vocabulary import grow_vocabulary
 from jaxlm.models.base import LanguageModel
 from jaxlm.observe.records import METRICS, read_jsonl
@@ -275,6 +275,19 @@ def check_init_from(plan: Plan) -> None:
     if trainer.initialize_from is not None:
         newest = _checkpoints_at(trainer.initialize_from, trainer)[-1]
         main_first(functools.partial(_check_names, newest, plan))
+
+
+def check_hf_weights(plan: Plan) -> None:
+    """Checks the files of the weights that a new run will load, before the training data is tokenized. A repository that is
+    not on this disk is downloaded later, and checked by the Hub's client."""
+    config, trainer = plan.config, plan.config.trainer
+    name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
+    others = (trainer.load_checkpoint_path, trainer.initialize_from_state)
+    if name is None or repository_of(name) is not None or main_first(plan.checkpoints.checkpoints):
+        return
+    if not any(path is not None and _checkpoints_at(path, trainer) for path in others):
+        options = ReadOptions(config.hf_weight_names)
+        main_first(lambda: check_weights(local_folder(name, "initialize_from_hf", weights=True), options))
 
 
 def _check_names(checkpoint: Checkpoint, plan: Plan) -> None:
