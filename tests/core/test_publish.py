@@ -92,10 +92,10 @@ def test_a_disk_that_cannot_be_written_is_one_message_and_leaves_nothing(tmp_pat
 def test_whether_a_folder_can_be_written_is_known_before_and_nothing_is_left(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        ConfigError, match=r"--out: .*file/a/b cannot be created: .*file is not .*\(Not a directory\)\. Choose"
+        PublishError, match=r"cannot write .*/a/b \(no folder can be made in .*file: Not a directory\)\. Choose"
     ):
-        check_writable(tmp_path / "file" / "a" / "b", "--out")
-    check_writable(tmp_path / "new" / "b", "--out")
+        check_writable(tmp_path / "file" / "a" / "b")
+    check_writable(tmp_path / "new" / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

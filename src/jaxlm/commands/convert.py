@@ -94,10 +94,10 @@ def _output_folder(options: argparse.Namespace) -> Location:
 
 
 def _check_new(folder: Location, last: str) -> None:
-    """Raises `ConfigError` for what would end the export, before the model is loaded. Args: last: as of `check_unused`."""
+    """Raises what would end the export, before the model is loaded. Args: last: as of `check_unused`."""
     check_unused(folder, last)
     if isinstance(folder, Path):
-        main_only(lambda: check_writable(folder, "--output_dir"))
+        main_only(lambda: check_writable(folder))
 
 
 def _convert_to_nanochat(options: argparse.Namespace) -> int:
